@@ -1,0 +1,62 @@
+# Every target that needs Python makes its own virtual environment, so nothing is installed elsewhere.
+PYTHON ?= python3
+OLDEST_JAX = 0.9.0
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: help demo test test-oldest lint format typecheck pytest bench notebooks clean
+
+help:
+	@echo "make demo          train a small language model in bf16 and FP8 (about 4 minutes on 2 cores)"
+	@echo "make test          lint, format check, types, doctests, tests"
+	@echo "make test-oldest   doctests and tests against the oldest supported JAX ($(OLDEST_JAX))"
+	@echo "make bench         run the CPU benchmark and write benchmarks/results/"
+	@echo "make notebooks     execute the notebooks and save their outputs"
+	@echo "make format        format the code and fix what the linter can"
+	@echo "make clean         remove the virtual environments and caches"
+
+.venv/installed: pyproject.toml
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+.venv/installed-demo: pyproject.toml
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]'
+	touch $@
+
+.venv-oldest/installed: pyproject.toml
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' \
+	  jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
+	touch $@
+
+demo: .venv/installed-demo
+	.venv/bin/python -m fp8flax.demo $(ARGS)
+
+test: lint typecheck pytest
+
+lint: .venv/installed
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+typecheck: .venv/installed
+	.venv/bin/mypy
+
+pytest: .venv/installed
+	.venv/bin/python -m pytest $(ARGS)
+
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest $(ARGS)
+
+bench: .venv/installed
+	.venv/bin/python benchmarks/step_cpu.py $(ARGS)
+
+notebooks: .venv/installed
+	.venv/bin/python notebooks/execute.py
+
+format: .venv/installed
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+clean:
+	rm -rf .venv .venv-oldest .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

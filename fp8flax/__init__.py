@@ -1,0 +1,68 @@
+"""FP8 training and inference for Flax Linen."""
+
+from fp8flax._convert import add_fp8_state, remove_fp8_state
+from fp8flax._dot_general import dot_general_with_precision
+from fp8flax._formats import (
+    Format,
+    Fp8Limits,
+    float8_e4m3fn,
+    float8_e4m3fnuz,
+    float8_e5m2,
+    float8_e5m2fnuz,
+    float8_e8m0fnu,
+    fp8_limits,
+    fp8_max,
+)
+from fp8flax._max_dtype import fp32_max_grad
+from fp8flax._modules import Einsum, Fp8DotGeneralOp, Fp8Einsum, NANOOFp8DotGeneralOp
+from fp8flax._qdq import in_q, in_qdq, out_dq, out_qdq
+from fp8flax._quantize import (
+    cast_to_representable,
+    dequantize,
+    qdq,
+    quantize,
+    quantize_dequantize,
+)
+from fp8flax._recipes import DelayedScaling
+from fp8flax._scaling import compute_amax_history, compute_scale
+from fp8flax._state import OVERWRITE_WITH_GRADIENT, MissingStateError
+from fp8flax._train import TrainState, grad, value_and_grad
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "OVERWRITE_WITH_GRADIENT",
+    "DelayedScaling",
+    "Einsum",
+    "Format",
+    "Fp8DotGeneralOp",
+    "Fp8Einsum",
+    "Fp8Limits",
+    "MissingStateError",
+    "NANOOFp8DotGeneralOp",
+    "TrainState",
+    "add_fp8_state",
+    "cast_to_representable",
+    "compute_amax_history",
+    "compute_scale",
+    "dequantize",
+    "dot_general_with_precision",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "fp8_limits",
+    "fp8_max",
+    "fp32_max_grad",
+    "grad",
+    "in_q",
+    "in_qdq",
+    "out_dq",
+    "out_qdq",
+    "qdq",
+    "quantize",
+    "quantize_dequantize",
+    "remove_fp8_state",
+    "value_and_grad",
+]

@@ -1,0 +1,118 @@
+"""``fp32_max_grad``, a float32 whose gradients merge by maximum; the only user of JAX internals.
+
+Reverse-mode differentiation adds the cotangents of a value that is used twice. For an amax the sum
+means nothing: what is wanted is the maximum. JAX lets an *extended dtype* bring its own rule for that
+sum, so a float32 array that is cast to this dtype and then read in many places collects the largest of
+its cotangents instead.
+
+Supported JAX versions and where they differ: none of the entry points used below differs between
+JAX 0.9, 0.10, 0.11 and 0.12.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax._src import ad_util, core, dtypes, earray
+from jax._src.interpreters import pxla
+
+
+class _MaxDtypeRules:
+    """What JAX asks an extended dtype; each method's name and signature are JAX's."""
+
+    allow_conversion: bool = True
+
+    @staticmethod
+    def physical_element_aval(dtype: MaxDtype) -> core.ShapedArray:
+        return core.ShapedArray((), dtype.float_dtype)
+
+    @staticmethod
+    def add(dtype: MaxDtype, x: Any, y: Any) -> Any:
+        to_float = partial(lax.convert_element_type, new_dtype=dtype.float_dtype)
+        return lax.convert_element_type(lax.max(to_float(x), to_float(y)), dtype)
+
+    @staticmethod
+    def zero(dtype: MaxDtype) -> Any:
+        # The identity of max, so "no gradient" is told apart from a gradient of 0.
+        return lax.convert_element_type(np.array(-np.inf, dtype.float_dtype), dtype)
+
+    @staticmethod
+    def tangent_dtype(dtype: MaxDtype) -> MaxDtype:
+        return dtype
+
+    @staticmethod
+    def full(shape: Any, fill_value: Any, dtype: MaxDtype) -> Any:
+        fill_value = lax.convert_element_type(fill_value, dtype.float_dtype)
+        return lax.convert_element_type(lax.full(shape, fill_value, dtype.float_dtype), dtype)
+
+    @staticmethod
+    def global_sharded_result_handler(aval: Any, out_sharding: Any, committed: Any) -> Any:
+        physical = core.physical_aval(aval)
+        handler = pxla.global_result_handlers[core.ShapedArray](physical, out_sharding, committed)
+        return lambda buffers: earray.EArray(aval, handler(buffers))
+
+
+class _MaxScalar(dtypes.extended):
+    """The scalar class of ``MaxDtype``, for ``jnp.issubdtype``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxDtype(dtypes.ExtendedDType):
+    """A float dtype whose cotangents merge by ``max`` where others add."""
+
+    float_dtype: np.dtype
+    _rules: type = _MaxDtypeRules
+    type: type = _MaxScalar
+
+    def __repr__(self) -> str:
+        return f"fp{8 * self.float_dtype.itemsize}_max_grad"
+
+    @property
+    def name(self) -> str:
+        return repr(self)
+
+    @property
+    def itemsize(self) -> int:
+        return self.float_dtype.itemsize
+
+
+fp32_max_grad = MaxDtype(np.dtype(np.float32))
+"""Float32 whose gradient accumulation takes the maximum.
+
+Cast a float32 scale or amax history to it *inside* the differentiated function; its gradient arrives as
+float32, and holds the elementwise largest of all contributions, ``-inf`` where there was none.
+
+Example:
+    >>> import jax, jax.numpy as jnp, fp8flax as fp8
+    >>> def reuse(x, y, scale, history):
+    ...     scale, history = scale.astype(fp8.fp32_max_grad), history.astype(fp8.fp32_max_grad)
+    ...     x = fp8.in_qdq(jnp.float32, jnp.float8_e4m3fn, x, scale, history)
+    ...     y = fp8.in_qdq(jnp.float32, jnp.float8_e4m3fn, y, scale, history)
+    ...     return x + y
+    >>> jax.grad(reuse, argnums=(2, 3))(2.0, 3.0, jnp.array(1.0), jnp.zeros(3))
+    (Array(1., dtype=float32), Array([3., 0., 0.], dtype=float32))
+"""
+
+# Without jit, JAX looks the adder up by the array's Python class, and knows none for the class that
+# holds an extended dtype: the reason for "KeyError: EArray" in un-jitted gradients.
+ad_util.raw_jaxval_adders.setdefault(earray.EArray, lambda x, y: x.dtype._rules.add(x.dtype, x, y))
+
+
+def is_max_dtype(x: Any) -> bool:
+    """Tells whether ``x`` is an array (or tracer) of ``fp32_max_grad``."""
+    return getattr(x, "dtype", None) == fp32_max_grad
+
+
+def to_max_dtype(x: jax.Array) -> jax.Array:
+    """Casts a float32 array to ``fp32_max_grad``; leaves an array of that dtype alone."""
+    return x if is_max_dtype(x) else lax.convert_element_type(x, fp32_max_grad)
+
+
+def from_max_dtype(x: Any) -> Any:
+    """Casts an ``fp32_max_grad`` array to float32; leaves everything else alone."""
+    return lax.convert_element_type(x, np.float32) if is_max_dtype(x) else x

@@ -1,0 +1,241 @@
+"""The Linen modules; the only file that declares variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from fp8flax._dot_general import DimensionNumbers, DotStates, einsum_with, fp8_dot_general
+from fp8flax._formats import Format
+from fp8flax._max_dtype import is_max_dtype
+from fp8flax._recipes import DelayedScaling
+from fp8flax._state import (
+    OVERWRITE_WITH_GRADIENT,
+    ROLES,
+    MissingStateError,
+    ScalingState,
+    state_leaf_names,
+)
+
+
+class _Fp8Op(nn.Module):
+    """Declares the scaling state of one matmul."""
+
+    recipe: DelayedScaling | None = None
+
+    def _default_recipe(self) -> DelayedScaling:
+        return DelayedScaling()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recipe is not None and not isinstance(self.recipe, DelayedScaling):
+            raise TypeError(
+                f"recipe must be an instance of a recipe class such as fp8flax.DelayedScaling(); got "
+                f"{self.recipe!r}. To give a layer an op with options, use dot_general_cls="
+                "functools.partial(fp8flax.Fp8DotGeneralOp, recipe=fp8flax.DelayedScaling(...))."
+            )
+
+    def setup(self) -> None:
+        self.used_recipe = self.recipe if self.recipe is not None else self._default_recipe()
+        self.states = DotStates(*(self._declare(role) for role in ROLES))
+
+    def _declare(self, role: str) -> ScalingState:
+        length = self.used_recipe.amax_history_len
+        scale_name, history_name = state_leaf_names(role)
+        values = []
+        for name, shape, init in (
+            (scale_name, (1,), jnp.ones),
+            (history_name, (length,), jnp.zeros),
+        ):
+            where = "/".join((*self.path, name))
+            if not (
+                self.has_variable(OVERWRITE_WITH_GRADIENT, name)
+                or self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
+            ):
+                raise MissingStateError(
+                    f"The FP8 layer {'/'.join(self.path[:-1]) or type(self).__name__!r} has no scaling "
+                    f"state: {OVERWRITE_WITH_GRADIENT}/{where} is missing from the variables. Variables "
+                    "of a model without FP8 get their state from fp8flax.add_fp8_state(variables, model, "
+                    f"*inputs); variables of this model must be passed whole, with their "
+                    f"{OVERWRITE_WITH_GRADIENT!r} collection."
+                )
+            value = self.variable(OVERWRITE_WITH_GRADIENT, name, init, shape, jnp.float32).value
+            if value.dtype != jnp.float32 and not is_max_dtype(value):
+                raise TypeError(
+                    f"The scaling state {OVERWRITE_WITH_GRADIENT}/{where} must be float32; got "
+                    f"{value.dtype}. Cast variables['params'] alone, or cast this leaf back with "
+                    ".astype(jnp.float32)."
+                )
+            if value.shape != shape:
+                raise ValueError(
+                    f"The scaling state {OVERWRITE_WITH_GRADIENT}/{where} has shape {value.shape}; the "
+                    f"recipe asks for {shape}. Set amax_history_len to that of the variables, or make new "
+                    "state with fp8flax.add_fp8_state."
+                )
+            values.append(value)
+        return ScalingState(*values)
+
+
+class Fp8DotGeneralOp(_Fp8Op):
+    """An FP8 matmul with delayed scaling, called like ``lax.dot_general``.
+
+    Give it to a layer: ``nn.Dense(..., dot_general_cls=fp8flax.Fp8DotGeneralOp)``, likewise to
+    ``nn.DenseGeneral``, and as ``qkv_dot_general_cls`` and ``out_dot_general_cls`` to
+    ``nn.MultiHeadDotProductAttention``; or call it in a module of your own, which shares its state
+    between the calls.
+
+    It declares, in the collection ``_overwrite_with_gradient``, float32 variables
+    ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and ``{…}_amax_history`` of shape
+    ``(amax_history_len,)``, whose gradients are their next values.
+
+    The call takes:
+        lhs: the input, any shape; bfloat16, float16, float32 or float64.
+        rhs: the kernel, likewise.
+        dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
+        precision: None (fast forward, exact gradients), or one precision for all three GEMMs.
+        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
+
+    Attributes:
+        recipe: how the tensors are scaled; None for ``DelayedScaling()``.
+
+    Raises:
+        MissingStateError: the variables hold no scaling state for this layer.
+        TypeError: an operand is not a wide float, or the state is not float32.
+        ValueError: the state has another history length than the recipe.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer = nn.Dense(8, dot_general_cls=fp8.Fp8DotGeneralOp)
+        >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 4)))
+        >>> sorted(variables["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"])[:2]
+        ['input_amax_history', 'input_scale']
+
+    Source: ``flax.linen.fp8_ops``, whose variables it shares; Micikevicius et al., 2022,
+    arXiv:2209.05433.
+    """
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: DimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+    ) -> jax.Array:
+        return fp8_dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            states=self.states,
+            recipe=self.used_recipe,
+        )
+
+
+class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
+    """``Fp8DotGeneralOp`` in the FNUZ formats of AMD MI300, unless ``recipe`` says otherwise.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer = nn.Dense(8, dot_general_cls=fp8.NANOOFp8DotGeneralOp)
+        >>> list(layer.init(jax.random.key(0), jnp.ones((2, 4)))["_overwrite_with_gradient"])
+        ['NANOOFp8DotGeneralOp_0']
+
+    Source: ``flax.linen.fp8_ops.NANOOFp8DotGeneralOp``.
+    """
+
+    def _default_recipe(self) -> DelayedScaling:
+        return DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
+
+
+class Fp8Einsum(_Fp8Op):
+    """A two-operand einsum in FP8, with the state of ``Fp8DotGeneralOp``.
+
+    The first operand is the input and the second the kernel, whatever the order of the result.
+
+    The call takes:
+        eqn: the equation; no index may occur twice within one operand.
+        lhs: the input, any shape; bfloat16, float16, float32 or float64.
+        rhs: the kernel, likewise.
+        precision: None (fast forward, exact gradients), or one precision for all three GEMMs.
+        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
+
+    Attributes:
+        recipe: how the tensors are scaled; None for ``DelayedScaling()``.
+
+    Raises:
+        MissingStateError: the variables hold no scaling state for this layer.
+        TypeError: an operand is not a wide float, or the state is not float32.
+        ValueError: the equation does not fit the operands, or the state not the recipe.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, fp8flax as fp8
+        >>> op, x, w = fp8.Fp8Einsum(), jnp.ones((2, 3)), jnp.ones((3, 4))
+        >>> variables = op.init(jax.random.key(0), "ab,bc->ca", x, w)
+        >>> op.apply(variables, "ab,bc->ca", x, w).shape
+        (4, 2)
+
+    Source: ``flax.linen.fp8_ops.Fp8Einsum``.
+    """
+
+    def __call__(
+        self,
+        eqn: str,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+    ) -> jax.Array:
+        dot_general = partial(fp8_dot_general, states=self.states, recipe=self.used_recipe)
+        return einsum_with(dot_general, eqn, lhs, rhs, precision, preferred_element_type)
+
+
+class Einsum(nn.Einsum):
+    """``nn.Einsum`` with the field ``dot_general_cls`` that Flax gives its other linear layers.
+
+    Same fields, variables, initial values and results as ``nn.Einsum``; the contraction goes through
+    ``dot_general_cls()``, with the layer's input as its input and the kernel as its kernel.
+
+    Attributes:
+        dot_general_cls: a callable that makes the op, such as ``Fp8DotGeneralOp``; None for
+            ``lax.dot_general``.
+
+    Raises:
+        ValueError: the equation is not explicit, or does not have two operands that fit.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer = fp8.Einsum((3, 4), "ab,bc->ac", dot_general_cls=fp8.Fp8DotGeneralOp)
+        >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 3)))[0].shape
+        (2, 4)
+
+    Source: ``flax.linen.Einsum``.
+    """
+
+    dot_general_cls: Callable[[], Callable[..., jax.Array]] | None = None
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+        eqn = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
+        if "->" not in eqn or eqn.count(",") != 1:
+            raise ValueError(
+                f"einsum_str must be explicit ('->') and have exactly two operands; got {eqn!r}."
+            )
+        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias_shape, broadcast_shape = self._get_bias_shape(eqn, inputs, kernel)
+            bias = self.param("bias", self.bias_init, bias_shape, self.param_dtype)
+        lhs, rhs, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        assert lhs is not None and rhs is not None  # only the bias may be None
+        dot_general = jax.lax.dot_general
+        if self.dot_general_cls is not None:
+            dot_general = self.dot_general_cls()
+        y = einsum_with(dot_general, eqn, lhs, rhs, self.precision, self.preferred_element_type)
+        return y if bias is None else y + jnp.reshape(bias, broadcast_shape)

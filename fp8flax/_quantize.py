@@ -1,0 +1,171 @@
+"""Casts between wide floats and scaled FP8: ``x ≈ q * scale``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8flax._formats import as_fp8_dtype, fp8_max
+
+
+def as_float_array(x: Any, name: str) -> jax.Array:
+    """Returns ``x`` as an array of a wide float dtype, or raises ``TypeError``."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+        raise TypeError(
+            f"{name} must have a floating-point dtype of 16 bits or more (bfloat16, float16, float32, "
+            f"float64); got {x.dtype} of shape {x.shape}. Cast it before the FP8 operation."
+        )
+    return x
+
+
+def _as_compute_dtype(dtype: Any) -> Any:
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
+        raise TypeError(f"compute_dtype must be bfloat16, float16, float32 or float64; got {dtype!r}.")
+    return jnp.dtype(dtype)
+
+
+def _match_rank(scale: Any, x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns ``scale`` in ``dtype``, as a scalar if it has one element, else of the rank of ``x``."""
+    scale = jnp.asarray(scale)
+    if scale.size == 1:
+        scale = scale.reshape(())
+    elif scale.ndim != x.ndim or any(s not in (1, d) for s, d in zip(scale.shape, x.shape)):
+        raise ValueError(
+            f"scale of shape {scale.shape} does not fit x of shape {x.shape}: pass one element, or one "
+            "scale per slice with the reduced dimensions kept at size 1."
+        )
+    return scale.astype(dtype)
+
+
+def quantize(x: jax.Array, q_dtype: Any, scale: jax.Array, compute_dtype: Any = jnp.float32) -> jax.Array:
+    """Casts ``x / scale`` to FP8, saturating.
+
+    ``q = round_to_nearest_even(clip(x / scale, -fp8_max, fp8_max))``. An Inf saturates like any other
+    large value; NaN stays NaN.
+
+    Args:
+        x: array of any shape, bfloat16, float16, float32 or float64.
+        q_dtype: FP8 dtype of the result.
+        scale: one element, or per slice with the reduced dimensions kept at size 1.
+        compute_dtype: dtype that ``x`` and ``scale`` are cast to for the division. Float32 (the default)
+            is the accurate choice. Flax passes the layer's dtype: bfloat16 reproduces its rounding.
+
+    Returns:
+        Array of ``x``'s shape in ``q_dtype``.
+
+    Raises:
+        TypeError: ``q_dtype`` is not FP8, or ``x`` or ``compute_dtype`` is not a wide float.
+        ValueError: ``scale`` does not fit ``x``.
+
+    Example:
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> fp8.quantize(jnp.array([0.3, 100.0, 2000.0]), jnp.float8_e4m3fn, jnp.float32(2.0))
+        Array([0.15625, 48, 448], dtype=float8_e4m3fn)
+
+    Source: OCP 8-bit Floating Point Specification (OFP8) v1.0, section 5.2 (saturating conversion).
+    """
+    q_dtype = as_fp8_dtype(q_dtype, "q_dtype")
+    compute_dtype = _as_compute_dtype(compute_dtype)
+    x = as_float_array(x, "x")
+    limit = jnp.asarray(fp8_max(q_dtype), compute_dtype)
+    scaled = x.astype(compute_dtype) / _match_rank(scale, x, compute_dtype)
+    return lax.clamp(-limit, scaled, limit).astype(q_dtype)
+
+
+def dequantize(x: jax.Array, dq_dtype: Any, scale: jax.Array) -> jax.Array:
+    """Casts FP8 codes back: ``x * scale``, multiplied in the dtype of ``scale``, cast to ``dq_dtype``.
+
+    Args:
+        x: array of any shape; usually FP8, but a wide result of an FP8 GEMM is rescaled alike.
+        dq_dtype: floating-point dtype of the result.
+        scale: one element, or per slice with the reduced dimensions kept at size 1. Float32 for full
+            accuracy; a bfloat16 scale reproduces Flax's rounding.
+
+    Returns:
+        Array of ``x``'s shape in ``dq_dtype``.
+
+    Raises:
+        TypeError: ``dq_dtype`` is not a wide float.
+        ValueError: ``scale`` does not fit ``x``.
+
+    Example:
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> q = fp8.quantize(jnp.array([0.3, 100.0]), jnp.float8_e4m3fn, jnp.float32(2.0))
+        >>> fp8.dequantize(q, jnp.bfloat16, jnp.float32(2.0))
+        Array([0.3125, 96], dtype=bfloat16)
+
+    Source: OCP 8-bit Floating Point Specification (OFP8) v1.0.
+    """
+    x = jnp.asarray(x)
+    scale = jnp.asarray(scale)
+    if not jnp.issubdtype(dq_dtype, jnp.floating) or jnp.dtype(dq_dtype).itemsize < 2:
+        raise TypeError(f"dq_dtype must be bfloat16, float16, float32 or float64; got {dq_dtype!r}.")
+    return (x.astype(scale.dtype) * _match_rank(scale, x, scale.dtype)).astype(dq_dtype)
+
+
+def quantize_dequantize(
+    x: jax.Array, q_dtype: Any, scale: jax.Array, compute_dtype: Any = jnp.float32
+) -> jax.Array:
+    """Returns what is left of ``x`` after a cast to FP8 and back ("fake quantization").
+
+    Args:
+        x: array of any shape, bfloat16, float16, float32 or float64.
+        q_dtype: FP8 dtype passed through.
+        scale: one element, or per slice with the reduced dimensions kept at size 1.
+        compute_dtype: dtype of the division and of the multiplication back; see ``quantize``.
+
+    Returns:
+        Array of ``x``'s shape and dtype.
+
+    Raises:
+        TypeError: ``q_dtype`` is not FP8, or ``x`` or ``compute_dtype`` is not a wide float.
+        ValueError: ``scale`` does not fit ``x``.
+
+    Example:
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> fp8.quantize_dequantize(jnp.array([0.3, 100.0]), jnp.float8_e4m3fn, jnp.float32(2.0))
+        Array([ 0.3125, 96.    ], dtype=float32)
+
+    Source: the pattern of the Flax FP8 guide.
+    """
+    x = as_float_array(x, "x")
+    scale = jnp.asarray(scale).astype(_as_compute_dtype(compute_dtype))
+    return dequantize(quantize(x, q_dtype, scale, compute_dtype), x.dtype, scale)
+
+
+qdq = quantize_dequantize
+
+
+def cast_to_representable(
+    x: jax.Array, q_dtype: Any = jnp.float8_e4m3fn, scale: float | jax.Array = 1.0
+) -> jax.Array:
+    """Rounds ``x`` to values that FP8 represents exactly under ``scale``.
+
+    A tensor prepared like this loses nothing when it is quantized with the same scale, or with one that
+    is a power of two away from it and in range: what remains between an FP8 and a float32 product is the
+    order of accumulation.
+
+    Args:
+        x: array of any shape, bfloat16, float16, float32 or float64.
+        q_dtype: FP8 dtype.
+        scale: one element, or per slice with the reduced dimensions kept at size 1.
+
+    Returns:
+        Array of ``x``'s shape and dtype.
+
+    Raises:
+        TypeError: ``q_dtype`` is not FP8 or ``x`` is not a wide float.
+        ValueError: ``scale`` does not fit ``x``.
+
+    Example:
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> fp8.cast_to_representable(jnp.array([0.3, 100.0]))
+        Array([ 0.3125, 96.    ], dtype=float32)
+
+    Source: Transformer Engine, "Using FP8 with Transformer Engine".
+    """
+    return quantize_dequantize(x, q_dtype, jnp.asarray(scale, jnp.float32))

@@ -1,0 +1,99 @@
+"""From a tensor to its scale: amax, amax history, and amax -> scale."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+# Scales stay in the normal range of float32: XLA flushes subnormals to zero, and a scale of zero or
+# infinity turns every value into NaN.
+_SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
+_LARGEST_SCALE = float(jnp.finfo(jnp.float32).max)
+
+
+def compute_amax(x: jax.Array) -> jax.Array:
+    """Returns the largest magnitude in ``x``, a float32 scalar; NaN where ``x`` holds one, 0 if empty."""
+    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+
+
+def compute_scale(
+    amax: jax.Array, scale: jax.Array, fp8_max: float | jax.Array, margin: int = 0
+) -> jax.Array:
+    """Returns the scale that maps ``amax`` onto the largest FP8 value.
+
+    ``scale = amax * 2**margin / fp8_max``, so that ``x ≈ q * scale`` with ``|q| <= fp8_max / 2**margin``.
+    Where ``amax`` is not a positive finite number, the old ``scale`` is returned (1 where that, too, is
+    not a positive finite number). The result is clipped to the normal range of float32. The arithmetic
+    is Flax's and Transformer Engine's, through the reciprocal, so it can differ from the quotient above
+    in the last bit.
+
+    Args:
+        amax: largest magnitude, any shape; computed with in float32.
+        scale: the scale to keep where there is no usable amax; broadcasts with ``amax``.
+        fp8_max: largest finite value of the FP8 dtype (see ``fp8flax.fp8_max``).
+        margin: headroom in powers of two.
+
+    Returns:
+        The new scale, float32, of the broadcast shape.
+
+    Example:
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> scale = fp8.compute_scale(jnp.float32(896.0), jnp.ones((1,)), fp8.fp8_max(jnp.float8_e4m3fn))
+        >>> scale
+        Array([2.], dtype=float32)
+
+    Source: Transformer Engine, delayed scaling (its ``scale`` is the reciprocal of this one).
+    """
+    amax = jnp.asarray(amax, jnp.float32)
+    scale = jnp.asarray(scale, jnp.float32)
+    usable = jnp.isfinite(amax) & (amax > 0)
+    reciprocal = (jnp.asarray(fp8_max, jnp.float32) / jnp.where(usable, amax, 1.0)) / 2.0**margin
+    new_scale = jnp.clip(1.0 / reciprocal, _SMALLEST_SCALE, _LARGEST_SCALE)
+    kept_scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1.0)
+    return jnp.where(usable, new_scale, kept_scale)
+
+
+def push_amax(amax: jax.Array, amax_history: jax.Array) -> jax.Array:
+    """Rolls ``amax_history`` of shape ``(length,)`` by one and writes ``amax`` at index 0."""
+    # The entry that leaves is at index 1 (the oldest), the one at index 0 moves to the end: the order
+    # of Flax, which a checkpoint carries.
+    return jnp.concatenate([amax.reshape((1,)), amax_history[2:], amax_history[:1]])[
+        : amax_history.shape[0]
+    ]
+
+
+def compute_amax_history(x: jax.Array, amax_history: jax.Array) -> jax.Array:
+    """Returns ``amax_history`` with the amax of ``x`` entered at index 0.
+
+    The history rolls by -1 and the newest amax replaces the entry that arrives at index 0. An ``x`` that
+    is empty, or holds a NaN or an Inf, leaves the history as it was.
+
+    Args:
+        x: a floating-point array of any shape.
+        amax_history: past amaxes, shape ``(length,)``, float32.
+
+    Returns:
+        The new history, shape and dtype of ``amax_history``.
+
+    Example:
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> fp8.compute_amax_history(jnp.array([1.0, -3.0]), jnp.array([2.0, 9.0, 5.0]))
+        Array([3., 5., 2.], dtype=float32)
+
+    Source: the layout of ``flax.linen.fp8_ops``.
+    """
+    if x.size == 0:
+        return amax_history
+    amax = compute_amax(x)
+    pushed = push_amax(amax.astype(amax_history.dtype), amax_history)
+    return jnp.where(jnp.isfinite(amax), pushed, amax_history)
+
+
+def amax_of_history(amax_history: jax.Array, algorithm: str) -> jax.Array:
+    """Reduces a history of shape ``(length,)`` to one amax: its ``"max"``, or the ``"most_recent"``."""
+    return amax_history[0] if algorithm == "most_recent" else jnp.max(amax_history, axis=0)
+
+
+def drop_non_finite(amax_history: jax.Array) -> jax.Array:
+    """Replaces NaN and Inf by 0, so that a damaged history heals at the next step."""
+    return jnp.where(jnp.isfinite(amax_history), amax_history, 0.0)

@@ -1,0 +1,154 @@
+"""The scaling state inside a tree of variables: where it lies, how it merges, what may replace it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import KeyPath
+
+from fp8flax._max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
+
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+"""The Linen collection whose "gradient" is its next value. Flax uses the same name."""
+
+ROLES = ("input", "kernel", "output_grad")
+"""The three tensors of a matmul that are quantized, as they appear in the names of the state."""
+
+_SCALE, _HISTORY = "_scale", "_amax_history"
+_LEAF_NAMES = frozenset(role + suffix for role in ROLES for suffix in (_SCALE, _HISTORY))
+
+
+class MissingStateError(ValueError):
+    """An FP8 layer was applied with variables that hold no scaling state for it."""
+
+
+class ScalingState(NamedTuple):
+    """The delayed-scaling state of one tensor."""
+
+    scale: jax.Array
+    """Shape ``(1,)``, float32 (or ``fp32_max_grad`` inside a differentiated function)."""
+    amax_history: jax.Array
+    """Shape ``(amax_history_len,)``, newest entry at index 0; dtype as ``scale``."""
+
+
+def state_leaf_names(role: str) -> tuple[str, str]:
+    """Returns the variable names of a role's scale and amax history."""
+    return role + _SCALE, role + _HISTORY
+
+
+def _key_name(key: Any) -> Any:
+    return getattr(key, "key", getattr(key, "name", None))
+
+
+def _is_state(path: KeyPath) -> bool:
+    """Tells whether a leaf is scaling state: by its collection, or in a bare collection by its name."""
+    return any(_key_name(k) == OVERWRITE_WITH_GRADIENT for k in path) or (
+        bool(path) and _key_name(path[-1]) in _LEAF_NAMES
+    )
+
+
+def path_str(path: KeyPath) -> str:
+    """Formats a tree path as ``a/b/c``."""
+    return "/".join(str(_key_name(k) if _key_name(k) is not None else k) for k in path)
+
+
+def check_state_dtype(path: KeyPath, leaf: Any) -> None:
+    """Raises ``TypeError`` where a leaf of scaling state is not float32."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype != jnp.float32 and not is_max_dtype(leaf):
+        raise TypeError(
+            f"The scaling state at {path_str(path)} must be float32; got {dtype or type(leaf).__name__}. "
+            f"Cast variables['params'] alone, or cast this leaf back with .astype(jnp.float32)."
+        )
+
+
+def merge_by_max(tree: Any) -> Any:
+    """Casts the scaling state in ``tree`` so that its gradients merge by maximum where it is used twice.
+
+    Call it once, inside the differentiated function and before ``apply``; ``fp8flax.value_and_grad`` and
+    ``TrainState.apply_fn`` do. Everything else in the tree is returned as it is.
+
+    Raises:
+        TypeError: a leaf of scaling state is not float32.
+    """
+
+    def cast(path: KeyPath, leaf: Any) -> Any:
+        if not _is_state(path):
+            return leaf
+        check_state_dtype(path, leaf)
+        return to_max_dtype(leaf)
+
+    return jax.tree_util.tree_map_with_path(cast, tree)
+
+
+def unmerge(tree: Any) -> Any:
+    """Casts every ``fp32_max_grad`` leaf of ``tree`` back to float32."""
+    return jax.tree.map(from_max_dtype, tree)
+
+
+@jax.jit
+def _next_state(old: ScalingState, new: ScalingState) -> ScalingState:
+    """Returns ``new`` where it is a state that a step can produce, else ``old``.
+
+    Shapes may have leading axes (layers stacked by ``nn.scan``), each with a verdict of its own. A scale
+    that is not positive means that no gradient arrived; a history with an entry that is not finite means
+    that a NaN or Inf was seen.
+    """
+    scale_ok = jnp.isfinite(new.scale) & (new.scale > 0)
+    entries_ok = jnp.isfinite(new.amax_history) & (new.amax_history >= 0)
+    history_ok = scale_ok & jnp.all(entries_ok, axis=-1, keepdims=True)
+    return ScalingState(
+        jnp.where(scale_ok, new.scale, old.scale),
+        jnp.where(history_ok, new.amax_history, old.amax_history),
+    )
+
+
+def next_state(old: Any, new: Any) -> Any:
+    """Returns the scaling state to keep after a step, given the old state and its "gradient".
+
+    Leaves that are not scaling state are taken from ``new``. State that got no gradient, or saw a NaN or
+    an Inf, is taken from ``old``; so the result is always usable.
+
+    Args:
+        old: a tree of variables (or a bare collection) as it was before the step.
+        new: the gradient with respect to it: same structure, scaling state in float32 or
+            ``fp32_max_grad``.
+
+    Raises:
+        TypeError: a leaf of scaling state in ``new`` is not float32.
+        ValueError: the structures or the shapes of the scaling state differ.
+    """
+    old_leaves, treedef = jax.tree_util.tree_flatten_with_path(old)
+    new_leaves = treedef.flatten_up_to(new)
+    index = {path: i for i, (path, _) in enumerate(old_leaves)}
+    for path, i in index.items():
+        if not _is_state(path):
+            continue
+        old_leaf = old_leaves[i][1]
+        check_state_dtype(path, new_leaves[i])
+        new_leaves[i] = from_max_dtype(new_leaves[i])
+        if new_leaves[i].shape != old_leaf.shape:
+            raise ValueError(
+                f"The scaling state at {path_str(path)} has shape {old_leaf.shape}, its new value "
+                f"{new_leaves[i].shape}. Pass the gradient with respect to the same variables."
+            )
+    for path, i in index.items():
+        name = _key_name(path[-1]) if path else None
+        if name not in _LEAF_NAMES or not name.endswith(_SCALE):
+            continue
+        parent, history_name = path[:-1], name.removesuffix(_SCALE) + _HISTORY
+        j = index.get((*parent, type(path[-1])(history_name)))
+        if j is not None:
+            old_state = ScalingState(old_leaves[i][1], old_leaves[j][1])
+            kept = _next_state(old_state, ScalingState(new_leaves[i], new_leaves[j]))
+            new_leaves[i], new_leaves[j] = kept
+    return treedef.unflatten(new_leaves)
+
+
+def split_state(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Returns ``(the other collections, the scaling state)``; the state is None where there is none."""
+    others = {k: v for k, v in variables.items() if k != OVERWRITE_WITH_GRADIENT}
+    return others, variables.get(OVERWRITE_WITH_GRADIENT)

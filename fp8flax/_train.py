@@ -1,0 +1,256 @@
+"""Training: gradients that merge scaling state by maximum, and the train state that keeps it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import flax.core
+import flax.training.train_state
+import jax
+import optax
+
+from fp8flax._state import (
+    OVERWRITE_WITH_GRADIENT,
+    check_state_dtype,
+    merge_by_max,
+    next_state,
+    unmerge,
+)
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """``jax.value_and_grad`` for functions of variables that hold FP8 scaling state.
+
+    Wherever a differentiated argument holds the collection ``_overwrite_with_gradient`` (or is it), the
+    collection's gradient is its next value: that of one call on all the data, however often a layer ran
+    (shared weights, scanned microbatches). State that got no gradient, or met a NaN or an Inf, comes back
+    unchanged. All other gradients are those of ``jax.value_and_grad``.
+
+    Args:
+        fun: a function whose differentiated arguments are trees of arrays; returns a scalar, or a pair
+            ``(scalar, aux)`` with ``has_aux``.
+        argnums: which positional arguments to differentiate.
+        has_aux: whether ``fun`` returns auxiliary data.
+        holomorphic: passed to JAX.
+        allow_int: passed to JAX.
+
+    Returns:
+        A function with the arguments of ``fun`` that returns ``(value, gradients)``.
+
+    Raises:
+        TypeError: (when called) scaling state is not float32.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
+        >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 4)))
+        >>> def loss(variables, x):
+        ...     return jnp.sum(layer.apply(variables, x) + layer.apply(variables, 3 * x))
+        >>> value, grads = fp8.value_and_grad(loss)(variables, jnp.ones((2, 4)))
+        >>> state = grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]
+        >>> state["input_scale"], state["input_amax_history"][:2]
+        (Array([1.], dtype=float32), Array([3., 0.], dtype=float32))
+
+    Source: signature of ``jax.value_and_grad``.
+    """
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def merged_fun(*args: Any, **kwargs: Any) -> Any:
+        merged = list(args)
+        for i in positions:
+            merged[i] = merge_by_max(args[i])
+        return unmerge(fun(*merged, **kwargs))
+
+    jax_value_and_grad = jax.value_and_grad(merged_fun, argnums, has_aux, holomorphic, allow_int)
+
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        value, grads = jax_value_and_grad(*args, **kwargs)
+        if isinstance(argnums, int):
+            return value, next_state(args[argnums], grads)
+        return value, tuple(next_state(args[i], g) for i, g in zip(positions, grads))
+
+    return value_and_grad_fun
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """``jax.grad`` for functions of variables that hold FP8 scaling state; see ``value_and_grad``.
+
+    Args:
+        fun: as for ``value_and_grad``.
+        argnums: which positional arguments to differentiate.
+        has_aux: whether ``fun`` returns auxiliary data.
+        holomorphic: passed to JAX.
+        allow_int: passed to JAX.
+
+    Returns:
+        A function with the arguments of ``fun`` that returns the gradients, or with ``has_aux``
+        ``(gradients, aux)``.
+
+    Raises:
+        TypeError: (when called) scaling state is not float32.
+
+    Example:
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> fp8.grad(lambda x: x**2)(3.0)
+        Array(6., dtype=float32, weak_type=True)
+
+    Source: signature of ``jax.grad``.
+    """
+    fun_with_value = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
+
+    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+        value, grads = fun_with_value(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad_fun
+
+
+@dataclasses.dataclass(frozen=True)
+class _MergingApply:
+    """``apply_fn(variables, …)`` with the scaling state in ``variables`` merged by maximum.
+
+    A dataclass rather than a closure: two train states of the same model compare equal, so that a jitted
+    step is not traced again.
+    """
+
+    apply_fn: Callable[..., Any]
+
+    def __call__(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        return unmerge(self.apply_fn(merge_by_max(variables), *args, **kwargs))
+
+
+def _is_variables(params: Any) -> bool:
+    return isinstance(params, Mapping) and "params" in params
+
+
+def _replace(variables: Mapping[str, Any], **collections: Any) -> Mapping[str, Any]:
+    if isinstance(variables, flax.core.FrozenDict):
+        return variables.copy(collections)
+    return {**variables, **collections}
+
+
+class TrainState(flax.training.train_state.TrainState):
+    """A Flax ``TrainState`` that keeps FP8 scaling state, and every other collection, as it should be.
+
+    ``params`` is either a bare tree of parameters or a whole dict of variables. Of a dict of variables
+
+    * ``params`` alone is seen by the optimizer: momentum, weight decay, clipping and norms never meet
+      the scaling state;
+    * ``_overwrite_with_gradient`` is replaced by its gradient, except where a layer got no gradient or
+      met a NaN or an Inf: there the old state stays;
+    * other collections (``batch_stats``, …) stay as they are, until you ``replace`` them.
+
+    ``apply_fn`` merges scaling state by maximum, so one ``apply`` under plain ``jax.grad`` is right; a
+    loss that calls it several times needs ``fp8flax.value_and_grad``.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, optax, fp8flax as fp8
+        >>> layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
+        >>> x = jnp.full((2, 4), 3.0)
+        >>> variables = layer.init(jax.random.key(0), x)
+        >>> state = fp8.TrainState.create(
+        ...     apply_fn=layer.apply, params=variables, tx=optax.adamw(1e-3)
+        ... )
+        >>> grads = fp8.grad(lambda v: jnp.mean(state.apply_fn(v, x) ** 2))(state.params)
+        >>> state = state.apply_gradients(grads=grads)
+        >>> state.params["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"][:2]
+        Array([3., 0.], dtype=float32)
+
+    Source: ``flax.training.train_state.TrainState``.
+    """
+
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> TrainState:
+        """Returns the state after one step.
+
+        Args:
+            grads: gradient with respect to ``params``, same structure. With scaling state in ``params``
+                the gradient must hold it too. Collections other than these two may be missing.
+            **kwargs: further fields to ``replace``.
+
+        Raises:
+            TypeError: the gradient of scaling state is not float32.
+            ValueError: the gradient of the scaling state is missing, or has other names or shapes.
+        """
+        if not _is_variables(self.params):
+            return super().apply_gradients(grads=grads, **kwargs)
+        if not _is_variables(grads):
+            raise ValueError(
+                "params is a dict of variables, so grads must be one with the key 'params'; got "
+                f"{sorted(grads) if isinstance(grads, Mapping) else type(grads).__name__}. Differentiate "
+                "with respect to the whole of state.params."
+            )
+        updates, opt_state = self.tx.update(grads["params"], self.opt_state, self.params["params"])
+        changed = {"params": optax.apply_updates(self.params["params"], updates)}
+        if OVERWRITE_WITH_GRADIENT in self.params:
+            changed[OVERWRITE_WITH_GRADIENT] = self._next_scaling_state(grads)
+        return self.replace(
+            step=self.step + 1,
+            params=_replace(self.params, **changed),
+            opt_state=opt_state,
+            **kwargs,
+        )
+
+    def _next_scaling_state(self, grads: Mapping[str, Any]) -> Any:
+        old = {OVERWRITE_WITH_GRADIENT: self.params[OVERWRITE_WITH_GRADIENT]}
+        if OVERWRITE_WITH_GRADIENT not in grads:
+            raise ValueError(
+                f"grads has no {OVERWRITE_WITH_GRADIENT!r}, so the FP8 scaling state would stand still. "
+                "Differentiate with respect to the whole of state.params. To hold the state on purpose, "
+                f"pass the old one: grads={{**grads, {OVERWRITE_WITH_GRADIENT!r}: "
+                f"state.params[{OVERWRITE_WITH_GRADIENT!r}]}}."
+            )
+        new = {OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
+        if jax.tree.structure(old) != jax.tree.structure(new):
+            raise ValueError(
+                f"The gradient of {OVERWRITE_WITH_GRADIENT!r} has another structure than the state: "
+                f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}."
+            )
+        return next_state(old, new)[OVERWRITE_WITH_GRADIENT]
+
+    @classmethod
+    def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> Any:
+        """Returns a state at step 0.
+
+        Args:
+            apply_fn: usually ``model.apply``.
+            params: a dict of variables (``model.init``'s result), or a bare tree of parameters.
+            tx: an Optax gradient transformation; initialised on the parameters alone.
+            **kwargs: further fields of a subclass.
+
+        Raises:
+            TypeError: scaling state in ``params`` is not float32.
+        """
+        optimized = params
+        if _is_variables(params):
+            optimized = params["params"]
+            state = {OVERWRITE_WITH_GRADIENT: params.get(OVERWRITE_WITH_GRADIENT)}
+            jax.tree_util.tree_map_with_path(check_state_dtype, state)
+        elif isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
+            raise ValueError(
+                f"params holds {OVERWRITE_WITH_GRADIENT!r} but no 'params': pass the whole dict of "
+                f"variables; got the keys {sorted(params)}."
+            )
+        if not isinstance(apply_fn, _MergingApply):
+            apply_fn = _MergingApply(apply_fn)
+        return cls(
+            step=0,
+            apply_fn=apply_fn,
+            params=params,
+            tx=tx,
+            opt_state=tx.init(optimized),
+            **kwargs,
+        )
