@@ -233,7 +233,8 @@ class Einsum(nn.Einsum):
             bias_shape, broadcast_shape = self._get_bias_shape(eqn, inputs, kernel)
             bias = self.param("bias", self.bias_init, bias_shape, self.param_dtype)
         lhs, rhs, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        assert lhs is not None and rhs is not None  # only the bias may be None
+        assert lhs is not None  # only the bias may be
+        assert rhs is not None
         dot_general = jax.lax.dot_general
         if self.dot_general_cls is not None:
             dot_general = self.dot_general_cls()

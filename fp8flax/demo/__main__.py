@@ -1,0 +1,243 @@
+"""Command line of the demo: ``python -m fp8flax.demo --help``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+try:
+    import matplotlib  # noqa: F401
+    import orbax.checkpoint  # noqa: F401
+    import rich  # noqa: F401
+except ImportError as error:
+    sys.exit(f"fp8flax.demo: {error.name} is missing; install it with: pip install 'fp8flax[demo]'")
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fp8flax.demo import report
+from fp8flax.demo.data import Corpus, DemoError, load_corpus
+from fp8flax.demo.training import PRECISIONS, Record, Settings, train
+
+_RUNS = Path("runs")
+_CONFIG = "config.json"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise DemoError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m fp8flax.demo",
+        description="Trains a byte-level Transformer in bf16 and in FP8, from the same weights on the same "
+        "batches, and compares them.",
+    )
+    parser.add_argument("--steps", type=int, help=f"training steps (default {Settings().steps})")
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="SEED", help="one run each (default 0)")
+    parser.add_argument("--precision", choices=(*PRECISIONS, "both"), help="what to train (default both)")
+    parser.add_argument("--out", metavar="DIR", help="folder for the results (default runs/DATE-TIME)")
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="a folder of text files (default: the source of Python's standard library)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in --out (default: the newest under runs/), with its options",
+    )
+    return parser
+
+
+def _new_config(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
+    return {
+        "steps": options.steps,
+        "seeds": options.seeds,
+        "precision": options.precision,
+        "data": None if options.data is None else str(Path(options.data).absolute()),
+        "corpus": corpus.digest,
+    }
+
+
+def _find_run(options: argparse.Namespace) -> Path:
+    if options.out is not None:
+        folder = Path(options.out)
+        if not (folder / _CONFIG).is_file():
+            raise DemoError(f"--resume: {folder} holds no run ({_CONFIG} is missing).")
+        return folder
+    runs = sorted(p.parent for p in _RUNS.glob(f"*/{_CONFIG}"))
+    if not runs:
+        raise DemoError(f"--resume: there is no run under {_RUNS}/; start one without --resume.")
+    return runs[-1]
+
+
+def _resume_options(options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """Fills ``options`` from the run's config and returns that; conflicting options are refused."""
+    try:
+        config = json.loads((out / _CONFIG).read_text())
+        values = {k: config[k] for k in ("steps", "seeds", "precision", "data", "corpus")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DemoError(f"--resume: {out / _CONFIG} cannot be read: {error}.") from error
+    asked = vars(options)
+    if asked["data"] is not None:
+        asked["data"] = str(Path(asked["data"]).absolute())
+    for name in ("steps", "seeds", "precision", "data"):
+        if asked[name] is not None and asked[name] != values[name]:
+            raise DemoError(
+                f"--resume: the run in {out} has {name} {values[name]}, not {asked[name]}; leave "
+                f"--{name} out, or start a new run without --resume."
+            )
+        asked[name] = values[name]
+    return values
+
+
+def _open_new(options: argparse.Namespace) -> Path:
+    out = Path(options.out) if options.out is not None else _RUNS / time.strftime("%Y%m%d-%H%M%S")
+    if (out / _CONFIG).exists():
+        raise DemoError(f"--out: {out} holds a run already; add --resume, or name another folder.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise DemoError(f"--out: cannot write to {out}: {error.strerror}.") from error
+    return out
+
+
+def _validate(options: argparse.Namespace) -> None:
+    if options.steps < 1:
+        raise DemoError(f"--steps must be 1 or more; got {options.steps}.")
+    if min(options.seeds) < 0 or len(set(options.seeds)) != len(options.seeds):
+        raise DemoError(f"--seeds must be distinct and 0 or more; got {options.seeds}.")
+
+
+def run(argv: Sequence[str] | None = None) -> None:
+    """Runs the demo with the given command line.
+
+    Raises:
+        DemoError: something that the user can put right.
+    """
+    options = _parser().parse_args(argv)
+    console = Console()
+    if options.resume:
+        out = _find_run(options)
+        config = _resume_options(options, out)
+    defaults = {"steps": Settings().steps, "seeds": [0], "precision": "both"}
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    _validate(options)
+    settings = Settings(steps=options.steps)
+    corpus = load_corpus(options.data, settings.length)
+    if options.resume:
+        if config["corpus"] != corpus.digest:
+            raise DemoError(
+                f"--resume: the text of {corpus.source} is not that of the run in {out} any more; start a "
+                "new run without --resume."
+            )
+    else:
+        out = _open_new(options)
+        (out / _CONFIG).write_text(json.dumps(_new_config(options, corpus), indent=1) + "\n")
+
+    precisions = PRECISIONS if options.precision == "both" else (options.precision,)
+    about = {
+        "source": corpus.source,
+        "files": corpus.num_files,
+        "train_bytes": len(corpus.train),
+        "validation_bytes": len(corpus.validation),
+        "digest": corpus.digest,
+    }
+    console.print(
+        f"{corpus.source}: {corpus.num_files} files, {len(corpus.train):,} bytes to train on, "
+        f"{len(corpus.validation):,} held out. Results in {out}"
+    )
+    runs = _train_all(console, options.seeds, precisions, settings, corpus, out)
+
+    report.print_tables(console, runs, settings)
+    figures = report.results(settings, about, runs)
+    report.write_json(out / "results.json", figures)
+    report.plot_loss(out / "loss.png", runs)
+    fp8_record = next((r["fp8"] for r in runs.values() if "fp8" in r), None)
+    if fp8_record is not None:
+        report.plot_scaling(out / "scaling.png", fp8_record)
+    console.print(f"Wrote {', '.join(sorted(p.name for p in out.iterdir() if p.is_file()))} in {out}")
+    console.print(_last_line(runs))
+
+
+def _last_line(runs: dict[int, dict[str, Record]]) -> str:
+    gaps = [g for g in map(report.gap, runs.values()) if g is not None]
+    if not gaps:
+        precision, record = next(iter(next(iter(runs.values())).items()))
+        return f"{precision} validation loss: {record.validation_loss[-1]:.4f} nats per byte"
+    mean = sum(gaps) / len(gaps)
+    line = f"FP8 validation loss relative to bf16: {100 * mean:+.2f} %"
+    if len(gaps) > 1:
+        each = ", ".join(f"{100 * g:+.2f} %" for g in gaps)
+        line += f" (mean of {len(gaps)} seeds: {each})"
+    return line
+
+
+def _train_all(
+    console: Console,
+    seeds: Sequence[int],
+    precisions: Sequence[str],
+    settings: Settings,
+    corpus: Corpus,
+    out: Path,
+) -> dict[int, dict[str, Record]]:
+    runs: dict[int, dict[str, Record]] = {}
+    tokens = settings.batch_size * settings.length
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        for seed in seeds:
+            for precision in precisions:
+                bar = progress.add_task(
+                    f"{precision}, seed {seed}", total=settings.steps, loss="–", speed="–"
+                )
+
+                def on_step(step: int, loss: float, seconds: float, bar: Any = bar) -> None:
+                    progress.update(
+                        bar, completed=step, loss=f"{loss:.3f}", speed=f"{tokens / seconds:,.0f}"
+                    )
+
+                folder = out / "checkpoints" / f"{precision}-seed{seed}"
+                record = train(precision, seed, settings, corpus, folder, on_step)
+                progress.update(
+                    bar, completed=settings.steps, loss=f"{record.validation_loss[-1]:.3f} (validation)"
+                )
+                runs.setdefault(seed, {})[precision] = record
+    return runs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the demo; returns the exit code (2: a line on stderr says what to put right)."""
+    try:
+        run(argv)
+    except DemoError as error:
+        print(f"fp8flax.demo: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"fp8flax.demo: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nfp8flax.demo: interrupted; go on with --resume", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""What the demo says at the end: a table, two plots, and every figure as JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+import fp8flax as fp8
+from fp8flax.demo.training import ROLES, Record, Settings
+
+_COLOURS = {"bf16": "#444444", "fp8": "#d1495b"}
+
+
+def machine() -> dict[str, Any]:
+    """Returns versions and device, for the results."""
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
+    device = jax.devices()[0]
+    return {
+        "versions": {
+            "fp8flax": fp8.__version__,
+            "python": platform.python_version(),
+            **{p: importlib.metadata.version(p) for p in packages},
+        },
+        "device": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "count": jax.device_count(),
+            "host_cpu": _cpu_name(),
+            "host_cores": os.cpu_count(),
+        },
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def gap(records: dict[str, Record]) -> float | None:
+    """Returns ``fp8 / bf16 - 1`` of the last validation losses, or None without both runs."""
+    if set(records) != {"bf16", "fp8"}:
+        return None
+    return float(records["fp8"].validation_loss[-1] / records["bf16"].validation_loss[-1] - 1)
+
+
+def _step_seconds(record: Record) -> float | None:
+    return statistics.median(record.step_seconds) if record.step_seconds else None
+
+
+def results(
+    settings: Settings, corpus: dict[str, Any], runs: dict[int, dict[str, Record]]
+) -> dict[str, Any]:
+    """Returns every figure of the demo as plain numbers."""
+    tokens = settings.batch_size * settings.length
+
+    def of(record: Record) -> dict[str, Any]:
+        seconds = _step_seconds(record)
+        return {
+            "validation_loss": float(record.validation_loss[-1]),
+            "validation_curve": dict(
+                zip(map(str, record.validation_steps), map(float, record.validation_loss))
+            ),
+            "train_loss": [float(x) for x in record.train_loss],
+            "median_step_seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else None,
+            "timed_steps": len(record.step_seconds),
+            "layers": {
+                op: {
+                    role: {
+                        "final_scale": float(record.scale[-1, i, j]),
+                        "scale_range": [
+                            float(record.scale[:, i, j].min()),
+                            float(record.scale[:, i, j].max()),
+                        ],
+                        "amax_range": [
+                            float(record.amax[:, i, j].min()),
+                            float(record.amax[:, i, j].max()),
+                        ],
+                    }
+                    for j, role in enumerate(ROLES)
+                }
+                for i, op in enumerate(record.ops)
+            },
+        }
+
+    return {
+        **machine(),
+        "settings": vars(settings),
+        "corpus": corpus,
+        "loss_unit": "nats per byte",
+        "runs": [
+            {
+                "seed": seed,
+                "relative_gap": gap(records),
+                "precisions": {p: of(r) for p, r in records.items()},
+            }
+            for seed, records in runs.items()
+        ],
+    }
+
+
+def write_json(path: Path, figures: dict[str, Any]) -> None:
+    """Writes the figures, readable and in full."""
+    path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def print_tables(console: Console, runs: dict[int, dict[str, Record]], settings: Settings) -> None:
+    """Prints losses, gap and step time per run, then scale and amax per FP8 layer of the first seed."""
+    table = Table(title="Validation loss (nats per byte) and step time")
+    for column in ("seed", "precision", "validation loss", "gap to bf16", "median step", "tokens/s"):
+        table.add_column(column, justify="right")
+    for seed, records in runs.items():
+        for precision, record in records.items():
+            seconds = _step_seconds(record)
+            g = gap(records) if precision == "fp8" else None
+            table.add_row(
+                str(seed),
+                precision,
+                f"{record.validation_loss[-1]:.4f}",
+                "" if g is None else f"{100 * g:+.2f} %",
+                f"{1e3 * seconds:.0f} ms" if seconds else "not measured",
+                f"{settings.batch_size * settings.length / seconds:,.0f}" if seconds else "not measured",
+            )
+    console.print(table)
+    record = next((r["fp8"] for r in runs.values() if "fp8" in r), None)
+    if record is None:
+        return
+    table = Table(title=f"FP8 scaling state, seed {record.seed}: scale at the end, amax over the run")
+    table.add_column("layer", no_wrap=True)
+    for role in ROLES:
+        table.add_column(f"{role}:\nscale, amax", justify="right")
+    for i, op in enumerate(record.ops):
+        cells = [
+            f"{record.scale[-1, i, j]:.1e}, "
+            f"{record.amax[:, i, j].min():.0e}–{record.amax[:, i, j].max():.0e}"
+            for j in range(len(ROLES))
+        ]
+        table.add_row(op, *cells)
+    console.print(table)
+
+
+def plot_loss(path: Path, runs: dict[int, dict[str, Record]]) -> None:
+    """Draws training loss (thin, smoothed) and validation loss (dots) of every run."""
+    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    for seed, records in runs.items():
+        for precision, record in records.items():
+            first = seed == next(iter(runs))
+            loss = record.train_loss
+            width = min(10, len(loss))
+            smooth = np.convolve(loss, np.ones(width) / width, mode="valid")
+            style = "-" if precision == "bf16" else "--"
+            axes.plot(
+                np.arange(width, len(loss) + 1),
+                smooth,
+                style,
+                color=_COLOURS[precision],
+                linewidth=1.2,
+                label=f"{precision}, training (mean of {width} steps)" if first else None,
+            )
+            axes.plot(
+                record.validation_steps,
+                record.validation_loss,
+                "o" if precision == "bf16" else "x",
+                color=_COLOURS[precision],
+                label=f"{precision}, validation" if first else None,
+            )
+    gaps = [g for g in map(gap, runs.values()) if g is not None]
+    title = "Byte-level language model, bf16 and FP8 from the same weights on the same batches"
+    if gaps:
+        title += f"\nfinal validation gap {100 * float(np.mean(gaps)):+.2f} %, {len(gaps)} seed(s)"
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=130)
+
+
+def plot_scaling(path: Path, record: Record) -> None:
+    """Draws, per tensor role, the amax and the scale of every FP8 layer over the steps."""
+    figure = Figure(figsize=(13, 6.5), layout="constrained")
+    grid = figure.subplots(2, 3, sharex=True)
+    steps = np.arange(1, len(record.train_loss) + 1)
+    colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(record.ops)))
+    for j, role in enumerate(ROLES):
+        for row, (name, values) in enumerate((("amax", record.amax), ("scale", record.scale))):
+            axes: Axes = grid[row, j]
+            for i, colour in enumerate(colours):
+                positive = np.where(values[:, i, j] > 0, values[:, i, j], np.nan)
+                axes.plot(steps, positive, color=colour, linewidth=0.9, alpha=0.8)
+            axes.set_yscale("log")
+            axes.grid(alpha=0.3, which="both")
+            axes.set_title(f"{role}: {name}" + (" used" if name == "scale" else " seen"))
+            if row:
+                axes.set_xlabel("step")
+    figure.suptitle(
+        f"Delayed scaling: one line per FP8 layer ({len(record.ops)}), first layers dark, last bright"
+    )
+    figure.savefig(path, dpi=130)
