@@ -149,7 +149,12 @@ def _plan_einsum(eqn: str, lhs: jax.Array, rhs: jax.Array) -> _EinsumPlan:
             f"The einsum equation {eqn!r} does not fit operands of shapes {lhs.shape} and {rhs.shape}: "
             f"{error}"
         ) from error
-    for names in (lhs_names, rhs_names):
+    for names, operand in ((lhs_names, lhs), (rhs_names, rhs)):
+        if len(names) != operand.ndim:
+            raise ValueError(
+                f"The einsum equation {eqn!r} names {len(names)} indices ({names!r}) for an operand of "
+                f"shape {operand.shape}."
+            )
         if len(set(names)) != len(names):
             raise ValueError(
                 f"The einsum equation {eqn!r} repeats an index within one operand ({names!r}). Take the "

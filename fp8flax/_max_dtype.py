@@ -5,8 +5,8 @@ means nothing: what is wanted is the maximum. JAX lets an *extended dtype* bring
 sum, so a float32 array that is cast to this dtype and then read in many places collects the largest of
 its cotangents instead.
 
-Supported JAX versions and where they differ: none of the entry points used below differs between
-JAX 0.9, 0.10, 0.11 and 0.12.
+Supported JAX versions: 0.9 to 0.12. They differ in one entry point below, how an array class says that
+it needs no canonicalisation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax._src import ad_util, core, dtypes, earray
+from jax._src import ad_util, core, dtypes, earray, tree_util
 from jax._src.interpreters import pxla
 
 
@@ -54,7 +54,7 @@ class _MaxDtypeRules:
     def global_sharded_result_handler(aval: Any, out_sharding: Any, committed: Any) -> Any:
         physical = core.physical_aval(aval)
         handler = pxla.global_result_handlers[core.ShapedArray](physical, out_sharding, committed)
-        return lambda buffers: earray.EArray(aval, handler(buffers))
+        return handler.wrap(lambda array: MaxArray(aval, array))
 
 
 class _MaxScalar(dtypes.extended):
@@ -81,6 +81,28 @@ class MaxDtype(dtypes.ExtendedDType):
         return self.float_dtype.itemsize
 
 
+class MaxArray(earray.EArray):
+    """A concrete array of a ``MaxDtype``, which un-jitted code meets."""
+
+    @property
+    def addressable_shards(self) -> Any:
+        """The shards of the float32 buffer; ``jax_debug_nans`` looks at them."""
+        return self._data.addressable_shards
+
+
+# What JAX must know of an array class: its type, how it enters a compiled function, that it needs no
+# canonicalisation, its leaves, and (un-jitted gradients look this up by class) how two of them add.
+core.pytype_aval_mappings[MaxArray] = lambda x: x.aval
+pxla.shard_arg_handlers[MaxArray] = pxla.shard_arg_handlers[earray.EArray]
+if hasattr(dtypes, "register_canonicalize_value_handler"):  # JAX 0.10 and later
+    dtypes.register_canonicalize_value_handler(MaxArray, None)
+else:  # JAX 0.9
+    dtypes.canonicalize_value_handlers[MaxArray] = lambda x: x
+tree_util.dispatch_registry.register_node(
+    MaxArray, lambda x: ((x._data,), x.aval), lambda aval, data: MaxArray(aval, data[0])
+)
+ad_util.raw_jaxval_adders[MaxArray] = lambda x, y: x.dtype._rules.add(x.dtype, x, y)
+
 fp32_max_grad = MaxDtype(np.dtype(np.float32))
 """Float32 whose gradient accumulation takes the maximum.
 
@@ -97,10 +119,6 @@ Example:
     >>> jax.grad(reuse, argnums=(2, 3))(2.0, 3.0, jnp.array(1.0), jnp.zeros(3))
     (Array(1., dtype=float32), Array([3., 0., 0.], dtype=float32))
 """
-
-# Without jit, JAX looks the adder up by the array's Python class, and knows none for the class that
-# holds an extended dtype: the reason for "KeyError: EArray" in un-jitted gradients.
-ad_util.raw_jaxval_adders.setdefault(earray.EArray, lambda x, y: x.dtype._rules.add(x.dtype, x, y))
 
 
 def is_max_dtype(x: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fp8flax._formats import fp8_max
+from fp8flax._formats import as_fp8_dtype, fp8_max
 from fp8flax._max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
 from fp8flax._quantize import as_float_array, dequantize, quantize, quantize_dequantize
 from fp8flax._scaling import (
@@ -33,6 +33,10 @@ class DelayedConfig(NamedTuple):
     q_dtype: Any
     margin: int = 0
     amax_compute_algo: str = "max"
+
+
+def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
+    return DelayedConfig(compute_dtype, as_fp8_dtype(q_dtype, "q_dtype"))
 
 
 def _next_scale(config: DelayedConfig, scale: Any, amax_history: Any) -> jax.Array:
@@ -196,7 +200,7 @@ def in_qdq(compute_dtype: Any, q_dtype: Any, inp: Any, scale: Any, amax_history:
 
     Source: ``flax.linen.fp8_ops.in_qdq``.
     """
-    return delayed_in_qdq(DelayedConfig(compute_dtype, q_dtype), inp, scale, amax_history)
+    return delayed_in_qdq(_public_config(compute_dtype, q_dtype), inp, scale, amax_history)
 
 
 def out_qdq(compute_dtype: Any, q_dtype: Any, out: Any, scale: Any, amax_history: Any) -> jax.Array:
@@ -227,7 +231,7 @@ def out_qdq(compute_dtype: Any, q_dtype: Any, out: Any, scale: Any, amax_history
 
     Source: ``flax.linen.fp8_ops.out_qdq``.
     """
-    return delayed_out_qdq(DelayedConfig(compute_dtype, q_dtype), out, scale, amax_history)
+    return delayed_out_qdq(_public_config(compute_dtype, q_dtype), out, scale, amax_history)
 
 
 def in_q(
@@ -259,7 +263,7 @@ def in_q(
 
     Source: ``flax.linen.fp8_ops.in_q``.
     """
-    config = DelayedConfig(compute_dtype, q_dtype)
+    config = _public_config(compute_dtype, q_dtype)
     return _in_q(config, as_float_array(inp, "inp"), *_check_state(scale, amax_history))
 
 

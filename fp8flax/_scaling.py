@@ -48,7 +48,9 @@ def compute_scale(
     scale = jnp.asarray(scale, jnp.float32)
     usable = jnp.isfinite(amax) & (amax > 0)
     reciprocal = (jnp.asarray(fp8_max, jnp.float32) / jnp.where(usable, amax, 1.0)) / 2.0**margin
-    new_scale = jnp.clip(1.0 / reciprocal, _SMALLEST_SCALE, _LARGEST_SCALE)
+    # Under jit XLA would turn 1 / (fp8_max / amax) into amax / fp8_max, which differs in the last bit;
+    # the select between the two divisions keeps the result the same with and without jit.
+    new_scale = jnp.clip(1.0 / jnp.where(usable, reciprocal, 1.0), _SMALLEST_SCALE, _LARGEST_SCALE)
     kept_scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1.0)
     return jnp.where(usable, new_scale, kept_scale)
 

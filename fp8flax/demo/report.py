@@ -139,9 +139,12 @@ def print_tables(console: Console, runs: dict[int, dict[str, Record]], settings:
                 f"{settings.batch_size * settings.length / seconds:,.0f}" if seconds else "not measured",
             )
     console.print(table)
-    record = next((r["fp8"] for r in runs.values() if "fp8" in r), None)
-    if record is None:
-        return
+    for records in list(runs.values())[:1]:
+        if "fp8" in records:
+            _print_scaling(console, records["fp8"])
+
+
+def _print_scaling(console: Console, record: Record) -> None:
     table = Table(title=f"FP8 scaling state, seed {record.seed}: scale at the end, amax over the run")
     table.add_column("layer", no_wrap=True)
     for role in ROLES:

@@ -1,0 +1,51 @@
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fp8flax as fp8
+from tests import reference
+
+
+@pytest.mark.parametrize(
+    ("name", "largest", "normal", "subnormal", "finite"),
+    [
+        # OCP OFP8 v1.0, table 1; for FNUZ: Noune et al., 2022, arXiv:2206.02915.
+        ("float8_e4m3fn", 448.0, 2.0**-6, 2.0**-9, 253),
+        ("float8_e5m2", 57344.0, 2.0**-14, 2.0**-16, 247),
+        ("float8_e4m3fnuz", 240.0, 2.0**-7, 2.0**-10, 255),
+        ("float8_e5m2fnuz", 57344.0, 2.0**-15, 2.0**-17, 255),
+    ],
+)
+def test_limits(name, largest, normal, subnormal, finite):
+    dtype = getattr(fp8, name)
+    assert fp8.fp8_limits(dtype) == (largest, normal, subnormal)
+    assert fp8.fp8_max(np.dtype(dtype)) == largest
+    codes = reference.finite_codes(name)
+    assert codes.max() == largest
+    assert codes[codes > 0].min() == subnormal
+    assert len(np.unique(codes)) == finite
+
+
+def test_e8m0_limits():
+    codes = np.arange(255, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+    np.testing.assert_array_equal(codes, 2.0 ** np.arange(-127.0, 128.0))
+    assert fp8.fp8_limits(fp8.float8_e8m0fnu) == (codes[-1], codes[0], codes[0])
+
+
+def test_format_dtypes():
+    pairs = {f.name: (f.forward_dtype.name, f.backward_dtype.name) for f in fp8.Format}
+    assert pairs == {
+        "HYBRID": ("float8_e4m3fn", "float8_e5m2"),
+        "E4M3": ("float8_e4m3fn", "float8_e4m3fn"),
+        "E5M2": ("float8_e5m2", "float8_e5m2"),
+        "HYBRID_FNUZ": ("float8_e4m3fnuz", "float8_e5m2fnuz"),
+        "E4M3_FNUZ": ("float8_e4m3fnuz", "float8_e4m3fnuz"),
+        "E5M2_FNUZ": ("float8_e5m2fnuz", "float8_e5m2fnuz"),
+    }
+
+
+@pytest.mark.parametrize("bad", [jnp.bfloat16, jnp.int8, "float8", None, jnp.float8_e4m3b11fnuz])
+def test_other_dtypes_are_refused(bad):
+    with pytest.raises(TypeError, match="must be an FP8 dtype, one of float8_e4m3fn.*got"):
+        fp8.fp8_max(bad)

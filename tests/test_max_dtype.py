@@ -1,0 +1,65 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import fp8flax as fp8
+from fp8flax import _max_dtype
+
+MAX = fp8.fp32_max_grad
+
+
+@jax.custom_vjp
+def emit(value, x):
+    """Contributes ``value`` to the gradient of ``x``."""
+    return jnp.float32(0)
+
+
+emit.defvjp(
+    lambda value, x: (jnp.float32(0), value),
+    lambda value, g: (None, lax.convert_element_type(jnp.full((2,), value), MAX)),
+)
+
+USES = {
+    "once": lambda x: emit(3.0, x),
+    "twice": lambda x: emit(3.0, x) + emit(5.0, x),
+    "negative": lambda x: emit(-3.0, x) + emit(-5.0, x),
+    "scan": lambda x: lax.scan(lambda c, v: (c + emit(v, x), None), 0.0, jnp.array([2.0, 5.0, 3.0]))[0],
+    "checkpoint": lambda x: jax.checkpoint(lambda x: emit(3.0, x) + emit(5.0, x))(x),
+    "inner jit": lambda x: jax.jit(lambda x: emit(3.0, x))(x) + jax.jit(lambda x: emit(5.0, x))(x),
+    "cond": lambda x: lax.cond(jnp.array(True), lambda: emit(5.0, x), lambda: 0.0),
+    "cond not taken": lambda x: lax.cond(jnp.array(False), lambda: emit(5.0, x), lambda: 0.0),
+    "nested": lambda x: emit(1.0, x) + USES["scan"](x) + USES["checkpoint"](x),
+}
+LARGEST = {
+    "once": 3.0,
+    "negative": -3.0,
+    "cond not taken": -np.inf,
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("use", list(USES))
+def test_gradients_merge_by_max(use, wrap):
+    gradient = wrap(jax.grad(lambda x: USES[use](x.astype(MAX))))(jnp.zeros((2,)))
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(gradient, np.full((2,), LARGEST.get(use, 5.0)))
+
+
+def test_casts():
+    x = jnp.array([1.0, -2.0])
+    y = _max_dtype.to_max_dtype(x)
+    assert _max_dtype.is_max_dtype(y)
+    assert not _max_dtype.is_max_dtype(x)
+    assert not _max_dtype.is_max_dtype("text")
+    assert _max_dtype.to_max_dtype(y) is y
+    assert _max_dtype.from_max_dtype(x) is x
+    np.testing.assert_array_equal(_max_dtype.from_max_dtype(y), x)
+    assert repr(MAX) == MAX.name == "fp32_max_grad"
+    assert MAX.itemsize == 4
+
+
+def test_only_float32_is_cast():
+    with pytest.raises(ValueError, match="which doesn't match the representation type float32"):
+        jnp.zeros((2,), jnp.bfloat16).astype(MAX)

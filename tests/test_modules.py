@@ -1,0 +1,447 @@
+"""The Linen ops against Flax's op and against NumPy: several steps, all kinds of dimension numbers."""
+
+import warnings
+from functools import partial
+
+import flax.linen as nn
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import fp8_ops as flax_ops
+from jax import lax
+
+import fp8flax as fp8
+from tests import reference
+
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+NO_BATCH = ((), ())
+
+# name: (lhs shape, rhs shape, dimension numbers)
+CONTRACTIONS = {
+    "matmul": ((5, 7), (7, 3), (((1,), (0,)), NO_BATCH)),
+    "dense on a sequence": ((2, 5, 7), (7, 3), (((2,), (0,)), NO_BATCH)),
+    "rhs transposed": ((5, 7), (3, 7), (((1,), (1,)), NO_BATCH)),
+    "lhs transposed": ((7, 5), (7, 3), (((0,), (0,)), NO_BATCH)),
+    "two contracting": ((2, 4, 6), (4, 6, 3), (((1, 2), (0, 1)), NO_BATCH)),
+    "two contracting, crossed": ((2, 4, 6), (6, 3, 4), (((1, 2), (2, 0)), NO_BATCH)),
+    "one batch": ((4, 5, 7), (4, 7, 3), (((2,), (1,)), ((0,), (0,)))),
+    "two batches, moved": ((5, 2, 7, 4), (4, 7, 3, 2), (((2,), (1,)), ((1, 3), (3, 0)))),
+    "batch, no free rhs": ((4, 5, 7), (4, 7), (((2,), (1,)), ((0,), (0,)))),
+    "outer product": ((5,), (3,), (((), ()), NO_BATCH)),
+    "vector": ((7,), (7, 3), (((0,), (0,)), NO_BATCH)),
+    "dot to a scalar": ((7,), (7,), (((0,), (0,)), NO_BATCH)),
+    "one row": ((1, 17), (17, 33), (((1,), (0,)), NO_BATCH)),
+    "no rows": ((0, 7), (7, 3), (((1,), (0,)), NO_BATCH)),
+}
+# Flax cannot scale a scalar cotangent, nor take the amax of an empty tensor.
+IN_FLAX = [name for name in CONTRACTIONS if name not in ("dot to a scalar", "no rows")]
+
+
+def flax_op(**kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return flax_ops.Fp8DotGeneralOp(**kwargs)
+
+
+def make_step(op, dims):
+    """A step: forward, the gradients of both operands, and the new variables."""
+
+    @jax.jit
+    def step(variables, lhs, rhs, g):
+        def loss(variables, lhs, rhs):
+            out = op.apply(variables, lhs, rhs, dims)
+            return jnp.sum(out.astype(jnp.float32) * g), out
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(variables, lhs, rhs)
+
+    return step
+
+
+def data(i, lhs_shape, rhs_shape, dims, dtype):
+    """Operands and cotangent of step ``i``, of an amplitude that changes from step to step."""
+    keys = jax.random.split(jax.random.key(i), 3)
+    out = jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), jnp.ones(lhs_shape), jnp.ones(rhs_shape))
+    lhs, rhs, g = (
+        jax.random.normal(k, s) * amplitude
+        for k, s, amplitude in zip(keys, (lhs_shape, rhs_shape, out.shape), (3.0 * 2**i, 0.1, 1e-3 / 2**i))
+    )
+    return lhs.astype(dtype), rhs.astype(dtype), g
+
+
+def relative_error(actual, expected):
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    norm = np.linalg.norm(expected)
+    return np.linalg.norm(actual - expected) / norm if norm else np.linalg.norm(actual)
+
+
+def error_of_product(actual, expected, *factors):
+    """The norm of the difference, relative to the product of the norms of the two factors."""
+    norm = np.prod([np.linalg.norm(np.asarray(f, np.float64)) for f in factors])
+    return np.linalg.norm(np.asarray(actual, np.float64) - np.asarray(expected, np.float64)) / norm
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("contraction", IN_FLAX)
+def test_agrees_with_flax_over_steps(contraction, dtype):
+    lhs_shape, rhs_shape, dims = CONTRACTIONS[contraction]
+    ours = fp8.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(amax_history_len=3))
+    theirs = flax_op(amax_history_length=3)
+    lhs, rhs, g = data(0, lhs_shape, rhs_shape, dims, dtype)
+    our_variables = ours.init(jax.random.key(0), lhs, rhs, dims)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        variables = theirs.init(jax.random.key(0), lhs, rhs, dims)
+    jax.tree.map(np.testing.assert_array_equal, our_variables, variables)
+    # Flax rounds the scale to the layer's dtype: in float32 all agrees to accumulation order, in
+    # bfloat16 to the last bit of the scale (2**-9) and the FP8 roundings that it tips over.
+    tolerance = 1e-6 if dtype == jnp.float32 else 2e-2
+    our_step, their_step = make_step(ours, dims), make_step(theirs, dims)
+    for i in range(4):
+        lhs, rhs, g = data(i, lhs_shape, rhs_shape, dims, dtype)
+        (our_variables, *our_grads), our_out = our_step(our_variables, lhs, rhs, g)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            (variables, *grads), out = their_step(variables, lhs, rhs, g)
+        for ours_, theirs_, factors in zip(
+            (our_out, *our_grads), (out, *grads), ((lhs, rhs), (g, rhs), (lhs, g))
+        ):
+            assert ours_.dtype == theirs_.dtype == dtype
+            assert error_of_product(ours_, theirs_, *factors) <= tolerance
+        jax.tree.map(np.testing.assert_array_equal, our_variables, variables)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("fp8_format", list(fp8.Format), ids=lambda f: f.name)
+@pytest.mark.parametrize("options", [{}, {"margin": 2}, {"algorithm": "most_recent"}], ids=str)
+def test_agrees_with_numpy_over_steps(options, fp8_format, dtype):
+    recipe = fp8.DelayedScaling(
+        fp8_format=fp8_format,
+        amax_history_len=3,
+        margin=options.get("margin", 0),
+        amax_compute_algo=options.get("algorithm", "max"),
+    )
+    op, dims = fp8.Fp8DotGeneralOp(recipe=recipe), (((1,), (0,)), NO_BATCH)
+    expected = reference.DenseStep(
+        3, fp8_format.forward_dtype.name, fp8_format.backward_dtype.name, **options
+    )
+    variables = op.init(jax.random.key(0), jnp.ones((5, 7), dtype), jnp.ones((7, 3), dtype), dims)
+    step = make_step(op, dims)
+    tolerance = {jnp.float32: 1e-6, jnp.bfloat16: 2**-8, jnp.float16: 2**-10}[dtype]
+    for i in range(4):
+        lhs, rhs, g = data(i, (5, 7), (7, 3), dims, dtype)
+        (variables, dx, dw), y = step(variables, lhs, rhs, g)
+        want = expected(np.asarray(lhs), np.asarray(rhs), np.asarray(g.astype(dtype)))
+        for actual, wanted in zip((y, dx, dw), want):
+            assert relative_error(actual, wanted) <= tolerance
+        for role in expected.scale:
+            state = variables[OWG]
+            np.testing.assert_array_equal(state[f"{role}_scale"], expected.scale[role])
+            np.testing.assert_array_equal(state[f"{role}_amax_history"], expected.history[role])
+
+
+def test_a_dot_to_a_scalar():
+    x, w, dims = jnp.arange(7.0), jnp.full((7,), 0.5), (((0,), (0,)), NO_BATCH)
+    op = fp8.Fp8DotGeneralOp()
+    variables = op.init(jax.random.key(0), x, w, dims)
+    (new, dx, dw), out = make_step(op, dims)(variables, x, w, jnp.float32(3.0))
+    assert out == 10.5
+    np.testing.assert_array_equal(dx, np.full((7,), 1.5))
+    np.testing.assert_array_equal(dw, 3 * np.arange(7.0))
+    assert new[OWG]["output_grad_amax_history"][0] == 3.0
+
+
+def test_no_rows_leave_the_state_of_input_and_gradient():
+    lhs_shape, rhs_shape, dims = CONTRACTIONS["no rows"]
+    op = fp8.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(amax_history_len=2))
+    lhs, rhs, g = data(0, lhs_shape, rhs_shape, dims, jnp.float32)
+    variables = op.init(jax.random.key(0), lhs, rhs, dims)
+    (new, _, drhs), out = make_step(op, dims)(variables, lhs, rhs, g)
+    assert out.shape == (0, 3)
+    np.testing.assert_array_equal(drhs, np.zeros(rhs_shape))
+    changed = {k for k in new[OWG] if not np.array_equal(new[OWG][k], variables[OWG][k])}
+    assert changed == {"kernel_amax_history"}
+
+
+class Attention(nn.Module):
+    dot_general_cls: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(
+            2, qkv_dot_general_cls=self.dot_general_cls, out_dot_general_cls=self.dot_general_cls
+        )(x)
+
+
+LAYERS = {
+    "Dense": partial(nn.Dense, 4),
+    "DenseGeneral": partial(nn.DenseGeneral, (2, 3), axis=(-2, -1)),
+    "DenseGeneral with batch": partial(nn.DenseGeneral, 5, axis=-1, batch_dims=(0,)),
+    "Einsum": partial(fp8.Einsum, (6, 2, 3), "abc,cde->adbe"),
+    "MultiHeadDotProductAttention": Attention,
+}
+
+
+@pytest.mark.parametrize("layer", list(LAYERS))
+def test_injected_into_layers(layer):
+    x = jax.random.normal(jax.random.key(0), (3, 5, 6))
+    plain, with_fp8 = LAYERS[layer](), LAYERS[layer](dot_general_cls=fp8.Fp8DotGeneralOp)
+    variables = with_fp8.init(jax.random.key(1), x)
+    plain_variables = plain.init(jax.random.key(1), x)
+    assert set(variables) == {"params", OWG}
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], plain_variables["params"])
+    leaves = flax.traverse_util.flatten_dict(variables[OWG])
+    assert {path[-2] for path in leaves} == {"Fp8DotGeneralOp_0"}
+    assert {(path[-1], value.shape, value.dtype.name) for path, value in leaves.items()} == {
+        (f"{role}_{leaf}", shape, "float32")
+        for role in ("input", "kernel", "output_grad")
+        for leaf, shape in (("scale", (1,)), ("amax_history", (1024,)))
+    }
+    for _ in range(3):
+        grads = fp8.grad(lambda v: jnp.mean(with_fp8.apply(v, x) ** 2))(variables)
+        variables = {"params": variables["params"], OWG: grads[OWG]}
+    error = relative_error(with_fp8.apply(variables, x), plain.apply(plain_variables, x))
+    assert 1e-4 < error < 0.08
+    plain_grads = jax.grad(lambda v: jnp.mean(plain.apply(v, x) ** 2))(plain_variables)
+    for (path, ours), theirs in zip(
+        jax.tree_util.tree_flatten_with_path(grads["params"])[0], jax.tree.leaves(plain_grads["params"])
+    ):
+        # A key's bias shifts all logits of a query alike: its true gradient is 0.
+        if "'key']['bias'" not in jax.tree_util.keystr(path):
+            assert relative_error(ours, theirs) < 0.2, path
+
+
+class TestEinsum:
+    """``nn.Einsum`` has no ``dot_general_cls`` in Flax; ours is the same layer with it."""
+
+    @pytest.mark.parametrize(
+        ("shape", "eqn", "x_shape"),
+        [
+            ((6, 4), "ab,bc->ac", (5, 6)),
+            ((6, 4), "ab,bc->ca", (5, 6)),
+            ((6, 4), "...b,bc->...c", (2, 5, 6)),
+            ((3, 6, 4), "xab,xbc->xac", (3, 5, 6)),
+            ((6, 2, 3), "abc,cde->abde", (3, 5, 6)),
+            ((6, 2), "abc,cd->ad", (3, 5, 6)),
+        ],
+    )
+    @pytest.mark.parametrize("use_bias", [True, False])
+    def test_without_a_cls_it_is_flax(self, shape, eqn, x_shape, use_bias):
+        x = jax.random.normal(jax.random.key(0), x_shape)
+        layers = (
+            fp8.Einsum(shape, eqn, use_bias=use_bias),
+            nn.Einsum(shape, eqn, use_bias=use_bias),
+        )
+        with jax.numpy_rank_promotion("allow"):
+            (out, variables), (flax_out, flax_variables) = (
+                layer.init_with_output(jax.random.key(1), x) for layer in layers
+            )
+        jax.tree.map(np.testing.assert_array_equal, variables, flax_variables)
+        np.testing.assert_allclose(out, flax_out, rtol=1e-5, atol=1e-6)
+
+    def test_equation_at_the_call(self):
+        x = jnp.ones((2, 3))
+        layer = fp8.Einsum((3, 4), dot_general_cls=fp8.Fp8DotGeneralOp)
+        assert layer.init_with_output(jax.random.key(0), x, "ab,bc->ac")[0].shape == (2, 4)
+
+    @pytest.mark.parametrize("eqn", ["ab,bc", "ab->ba", "ab,bc,cd->ad"])
+    def test_wrong_equations(self, eqn):
+        with pytest.raises(ValueError, match="must be explicit"):
+            fp8.Einsum((3, 4), eqn).init(jax.random.key(0), jnp.ones((2, 3)))
+
+
+class TestFp8Einsum:
+    @pytest.mark.parametrize(
+        ("eqn", "lhs_shape", "rhs_shape"),
+        [
+            ("ab,bc->ac", (5, 6), (6, 4)),
+            ("ab,bc->ca", (5, 6), (6, 4)),  # jnp.einsum would swap the operands here
+            ("xab,xbc->axc", (3, 5, 6), (3, 6, 4)),
+            ("...b,bc->...c", (2, 5, 6), (6, 4)),
+            ("abc,bc->a", (3, 5, 6), (5, 6)),
+            ("abz,bc->ac", (5, 6, 2), (6, 4)),
+            ("a,b->ba", (5,), (6,)),
+            ("ab,ab->ab", (5, 6), (5, 6)),
+            ("ab,bc", (5, 6), (6, 4)),
+        ],
+    )
+    def test_is_einsum_of_the_quantized_operands(self, eqn, lhs_shape, rhs_shape):
+        lhs = jax.random.normal(jax.random.key(0), lhs_shape) * 50
+        rhs = jax.random.normal(jax.random.key(1), rhs_shape)
+        op = fp8.Fp8Einsum(recipe=fp8.DelayedScaling(amax_history_len=2))
+        variables = op.init(jax.random.key(0), eqn, lhs, rhs)
+        out = op.apply(variables, eqn, lhs, rhs)
+        if "z" in eqn:  # an index of one operand alone is summed before the cast
+            lhs, eqn = np.asarray(jnp.sum(lhs, -1)), eqn.replace("z", "")
+        lhs8, rhs8 = (reference.qdq(np.asarray(x), "float8_e4m3fn", 1.0) for x in (lhs, rhs))
+        np.testing.assert_allclose(out, np.einsum(eqn, lhs8, rhs8), rtol=1e-5, atol=1e-4)
+        grads = fp8.grad(lambda v: jnp.sum(op.apply(v, eqn, lhs, rhs)))(variables)[OWG]
+        assert grads["input_amax_history"][0] == np.max(np.abs(lhs))
+        assert grads["kernel_amax_history"][0] == np.max(np.abs(rhs))
+
+    @pytest.mark.parametrize(
+        ("eqn", "message"),
+        [
+            ("aa,ab->b", "repeats an index within one operand"),
+            ("abc,cd->abd", r"names 3 indices \('abc'\) for an operand of shape \(3, 3\)"),
+            ("ab,bc,cd->ad", "does not fit operands"),
+        ],
+    )
+    def test_wrong_equations(self, eqn, message):
+        with pytest.raises(ValueError, match=message):
+            fp8.Fp8Einsum().init(jax.random.key(0), eqn, jnp.ones((3, 3)), jnp.ones((3, 3)))
+
+
+def test_nanoo_uses_fnuz():
+    x, w, dims = jnp.full((2, 3), 300.0), jnp.ones((3, 4)), (((1,), (0,)), NO_BATCH)
+    op = fp8.NANOOFp8DotGeneralOp()
+    out = op.apply(op.init(jax.random.key(0), x, w, dims), x, w, dims)
+    np.testing.assert_array_equal(out, np.full((2, 4), 3 * 240.0))
+    by_recipe = fp8.NANOOFp8DotGeneralOp(recipe=fp8.DelayedScaling())
+    out = by_recipe.apply(by_recipe.init(jax.random.key(0), x, w, dims), x, w, dims)
+    np.testing.assert_array_equal(out, np.full((2, 4), 3 * 288.0))
+
+
+@pytest.mark.parametrize("container", ["dict", "msgpack"])
+def test_a_checkpoint_of_flax_continues(container):
+    """Three steps with Flax's op, then one step with ours and one with Flax's: the same."""
+    x = jax.random.normal(jax.random.key(0), (8, 6)) * 20
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        theirs = nn.Dense(4, dot_general_cls=partial(flax_ops.Fp8DotGeneralOp, amax_history_length=4))
+        ours = nn.Dense(
+            4,
+            dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4)),
+        )
+
+        def step(model, variables, i):
+            grads = jax.jit(jax.grad(lambda v: jnp.mean(model.apply(v, x * (i + 1)) ** 2)))(variables)
+            params = jax.tree.map(lambda p, g: p - 1e-3 * g, variables["params"], grads["params"])
+            return {"params": params, OWG: grads[OWG]}
+
+        with jax.numpy_rank_promotion("allow"):
+            variables = theirs.init(jax.random.key(1), x)
+            for i in range(3):
+                variables = step(theirs, variables, i)
+            expected = step(theirs, variables, 3)
+        if container == "msgpack":
+            template = ours.init(jax.random.key(2), x)
+            data = flax.serialization.to_bytes(variables)
+            variables = flax.serialization.from_bytes(template, data)
+        actual = step(ours, variables, 3)
+    jax.tree.map(np.testing.assert_array_equal, actual[OWG], expected[OWG])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), actual, expected)
+
+
+class TestArguments:
+    dims = (((1,), (0,)), NO_BATCH)
+    x, w = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
+
+    def apply(self, *args, **kwargs):
+        op = fp8.Fp8DotGeneralOp()
+        return op.init_with_output(jax.random.key(0), *args, **kwargs)[0]
+
+    def test_keywords(self):
+        out = self.apply(lhs=self.x, rhs=self.w, dimension_numbers=self.dims)
+        np.testing.assert_array_equal(out, self.apply(self.x, self.w, self.dims))
+
+    def test_preferred_element_type(self):
+        assert self.apply(self.x, self.w, self.dims).dtype == jnp.bfloat16
+        out = self.apply(self.x, self.w, self.dims, preferred_element_type=jnp.float32)
+        assert out.dtype == jnp.float32
+
+    def test_preferred_element_type_keeps_the_gradients_dtypes(self):
+        op = fp8.Fp8DotGeneralOp()
+        variables = op.init(jax.random.key(0), self.x, self.w, self.dims)
+        grads = jax.grad(
+            lambda x, w: jnp.sum(op.apply(variables, x, w, self.dims, None, jnp.float32)), (0, 1)
+        )(self.x, self.w)
+        assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.bfloat16]
+
+    @pytest.mark.parametrize("bad", [jnp.int32, jnp.float8_e4m3fn, jnp.complex64])
+    def test_a_wrong_preferred_element_type_is_refused(self, bad):
+        with pytest.raises(TypeError, match="preferred_element_type must be None, bfloat16"):
+            self.apply(self.x, self.w, self.dims, preferred_element_type=bad)
+
+    @pytest.mark.parametrize(
+        ("precision", "forward", "backward"),
+        [
+            (None, "DEFAULT", "HIGHEST"),
+            (lax.Precision.HIGH, "HIGH", "HIGH"),
+            ("highest", "HIGHEST", "HIGHEST"),
+        ],
+    )
+    def test_precision_reaches_the_three_gemms(self, precision, forward, backward):
+        op = fp8.Fp8DotGeneralOp()
+        variables = op.init(jax.random.key(0), self.x, self.w, self.dims)
+
+        def loss(x, w):
+            return jnp.sum(op.apply(variables, x, w, self.dims, precision))
+
+        jaxpr = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(self.x, self.w))
+        found = [line.split("precision=")[1] for line in jaxpr.splitlines() if "precision=" in line]
+        names = [("HIGHEST" if "HIGHEST" in f else "HIGH" if "HIGH" in f else "DEFAULT") for f in found]
+        assert sorted(names) == sorted([forward, backward, backward])
+
+    def test_mixed_widths_promote_as_in_lax(self):
+        with jax.numpy_dtype_promotion("standard"):
+            out = self.apply(self.x, self.w.astype(jnp.float32), self.dims)
+            assert out.dtype == lax.dot_general(self.x, self.w.astype(jnp.float32), self.dims).dtype
+
+    @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.bool_, jnp.float8_e4m3fn])
+    @pytest.mark.parametrize("side", ["lhs", "rhs"])
+    def test_other_operands_are_refused(self, side, dtype):
+        operands = {"lhs": self.x, "rhs": self.w}
+        operands[side] = operands[side].astype(dtype)
+        with pytest.raises(TypeError, match=f"{side} must have a floating-point dtype of 16 bits or more"):
+            self.apply(**operands, dimension_numbers=self.dims)
+
+    def test_unknown_arguments_are_refused(self):
+        with pytest.raises(TypeError, match="out_sharding"):
+            self.apply(self.x, self.w, self.dims, out_sharding=None)
+
+    @pytest.mark.parametrize("bad", [fp8.DelayedScaling, "delayed", fp8.Format.HYBRID])
+    def test_a_wrong_recipe_is_refused(self, bad):
+        with pytest.raises(TypeError, match="recipe must be an instance of a recipe class"):
+            fp8.Fp8DotGeneralOp(recipe=bad)
+
+
+class TestState:
+    x = jnp.ones((2, 3))
+    model = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp, name="head")
+
+    def test_missing_state_names_the_layer_and_the_fix(self):
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp, name="head")(x)
+
+        params = nn.Dense(4).init(jax.random.key(0), self.x)["params"]
+        with pytest.raises(fp8.MissingStateError, match="FP8 layer 'head'.*fp8flax.add_fp8_state"):
+            Net().apply({"params": {"head": params}}, self.x)
+
+    def test_narrow_state_is_refused(self):
+        variables = self.model.init(jax.random.key(0), self.x)
+        variables[OWG] = jax.tree.map(lambda s: s.astype(jnp.bfloat16), variables[OWG])
+        with pytest.raises(TypeError, match="input_scale must be float32; got bfloat16"):
+            self.model.apply(variables, self.x)
+
+    def test_another_history_length_is_refused(self):
+        variables = self.model.init(jax.random.key(0), self.x)
+        recipe = fp8.DelayedScaling(amax_history_len=16)
+        other = nn.Dense(4, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe))
+        with pytest.raises(ValueError, match=r"has shape \(1024,\); the recipe asks for \(16,\)"):
+            other.apply(variables, self.x)
+
+    def test_eval_does_not_change_state(self):
+        variables = self.model.init(jax.random.key(0), self.x)
+        _, updates = self.model.apply(variables, self.x, mutable=True)
+        jax.tree.map(np.testing.assert_array_equal, updates[OWG], variables[OWG])
+
+    def test_under_x64_and_debug_nans(self):
+        with jax.enable_x64(True), jax.debug_nans(True):
+            layer = nn.Dense(
+                4, dtype=jnp.float32, param_dtype=jnp.float32, dot_general_cls=fp8.Fp8DotGeneralOp
+            )
+            variables = layer.init(jax.random.key(0), jnp.ones((2, 3), jnp.float32))
+            grads = fp8.grad(lambda v: jnp.sum(layer.apply(v, jnp.zeros((2, 3), jnp.float32))))(variables)
+            assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}

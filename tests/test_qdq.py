@@ -1,0 +1,232 @@
+"""The primitives: values against the reference, and the state that comes back as a gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import fp8_ops as flax_ops
+
+import fp8flax as fp8
+from tests import reference
+
+F32, E4M3, E5M2 = jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
+maybe_jit = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+
+
+def in_state(x, scale, history, q_dtype=E4M3):
+    return jax.grad(lambda s, h: jnp.sum(fp8.in_qdq(F32, q_dtype, x, s, h)), (0, 1))(scale, history)
+
+
+@maybe_jit
+def test_the_flax_guide_prints_its_results(wrap):
+    """The guide's last example, with and without the cast, Python numbers included."""
+    scale, history = jnp.array(1.0), jnp.zeros((1024,))
+
+    def reuse(x, y, scale, history, dtype):
+        scale, history = scale.astype(dtype), history.astype(dtype)
+        x = fp8.in_qdq(F32, E4M3, x, scale, history)
+        y = fp8.in_qdq(F32, E4M3, y, scale, history)
+        return x + y
+
+    def run(dtype):
+        fn = wrap(jax.grad(lambda *args: reuse(*args, dtype), (0, 1, 2, 3)))
+        _, _, new_scale, new_history = fn(2.0, 3.0, scale, history)
+        assert new_scale.dtype == new_history.dtype == jnp.float32
+        with np.printoptions(threshold=10):
+            return f"{new_scale} {np.asarray(new_history)}"
+
+    assert run(fp8.fp32_max_grad) == "1.0 [3. 0. 0. ... 0. 0. 0.]"
+    assert run(F32) == "2.0 [5. 0. 0. ... 0. 0. 0.]"
+
+
+def test_the_flax_guide_runs_with_this_package_in_its_place():
+    fp8_ops = fp8
+    a = jax.random.uniform(jax.random.key(0), (16, 32))
+    b = jax.random.uniform(jax.random.key(0), (32, 64))
+
+    @jax.jit
+    def current(a, b):
+        a_scale, b_scale = jnp.max(jnp.abs(a)) / 448.0, jnp.max(jnp.abs(b)) / 448.0
+        a = fp8_ops.quantize_dequantize(a, E4M3, a_scale, F32)
+        b = fp8_ops.quantize_dequantize(b, E4M3, b_scale, F32)
+        return jnp.dot(a, b)
+
+    @jax.jit
+    def delayed(a, b, scale, history):
+        a = fp8_ops.in_qdq(F32, E4M3, a, scale, history)
+        b = fp8_ops.in_qdq(F32, E4M3, b, scale, history)
+        return fp8_ops.out_qdq(F32, E5M2, jnp.dot(a, b), scale, history)
+
+    for out in (current(a, b), delayed(a, b, jnp.array(1.0), jnp.zeros((1024,)))):
+        np.testing.assert_allclose(out, a @ b, rtol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("q_dtype", list(reference.FP8))
+@pytest.mark.parametrize("scale_shape", [(), (1,)])
+@pytest.mark.parametrize("state_dtype", ["float32", "max"])
+@maybe_jit
+def test_in_qdq_over_steps_is_the_reference(wrap, state_dtype, scale_shape, q_dtype, dtype):
+    cast = {"float32": lambda s: s, "max": lambda s: s.astype(fp8.fp32_max_grad)}[state_dtype]
+
+    @wrap
+    def step(x, scale, history, g):
+        def f(x, scale, history):
+            out = fp8.in_qdq(F32, getattr(jnp, q_dtype), x, cast(scale), cast(history))
+            return jnp.sum(out.astype(F32) * g), out
+
+        return jax.grad(f, (0, 1, 2), has_aux=True)(x, scale, history)
+
+    scale, history = jnp.ones(scale_shape), jnp.zeros((3,))
+    want_scale, want_history = np.ones(scale_shape, np.float32), np.zeros((3,), np.float32)
+    for i in range(5):
+        x = (jax.random.normal(jax.random.key(i), (4, 7)) * 10.0 ** (2 - i)).astype(dtype)
+        g = jax.random.normal(jax.random.key(9), (4, 7))
+        (dx, scale, history), out = step(x, scale, history, g)
+        want_scale = reference.next_scale(want_history, want_scale, q_dtype)
+        want_history = reference.next_history(x, want_history)
+        np.testing.assert_array_equal(out, reference.qdq(x, q_dtype, want_scale.reshape(())))
+        np.testing.assert_array_equal(dx, g.astype(dtype))
+        np.testing.assert_array_equal(scale, want_scale)
+        np.testing.assert_array_equal(history, want_history)
+        assert scale.dtype == history.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("q_dtype", list(reference.FP8))
+def test_out_qdq_over_steps_is_the_reference(q_dtype):
+    scale, history = jnp.ones((1,)), jnp.zeros((3,))
+    want_scale, want_history = np.ones((1,), np.float32), np.zeros((3,), np.float32)
+    for i in range(5):
+        y = jax.random.normal(jax.random.key(i), (4, 7))
+        g = jax.random.normal(jax.random.key(7), (4, 7)) * 100.0 ** (2 - i)
+        out, vjp = jax.vjp(lambda *a: fp8.out_qdq(F32, getattr(jnp, q_dtype), *a), y, scale, history)
+        dy, scale, history = vjp(g)
+        want_scale = reference.next_scale(want_history, want_scale, q_dtype)
+        want_history = reference.next_history(g, want_history)
+        np.testing.assert_array_equal(out, y)
+        np.testing.assert_array_equal(dy, reference.qdq(g, q_dtype, want_scale))
+        np.testing.assert_array_equal(scale, want_scale)
+        np.testing.assert_array_equal(history, want_history)
+
+
+def test_in_q_and_out_dq_are_flax():
+    x, history = jax.random.normal(jax.random.key(0), (4, 7)), jnp.array([3.0, 8.0])
+
+    def ours(x, scale, history):
+        q, new_scale = fp8.in_q(F32, E4M3, x, scale, history)
+        y = fp8.out_dq(F32, new_scale, jnp.float32(2.0), q.astype(F32))
+        return jnp.sum(y), (q, new_scale, y)
+
+    def theirs(x, scale, history):
+        q, new_scale = flax_ops.in_q(F32, E4M3, x, scale, history)
+        y = flax_ops.out_dq(F32, new_scale, jnp.float32(2.0), q.astype(F32))
+        return jnp.sum(y), (q, new_scale, y)
+
+    with jax.numpy_rank_promotion("allow"):
+        results = [jax.grad(f, (0, 1, 2), has_aux=True)(x, jnp.ones((1,)), history) for f in (ours, theirs)]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_out_dq_passes_the_cotangent():
+    def f(lhs_scale, rhs_scale, y):
+        return jnp.sum(fp8.out_dq(F32, lhs_scale, rhs_scale, y))
+
+    grads = jax.grad(f, (0, 1, 2))(jnp.float32(3.0), jnp.ones((1,)), jnp.ones((2,)))
+    jax.tree.map(np.testing.assert_array_equal, grads, (0.0, np.zeros(1), np.ones(2)))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [np.zeros((2, 3)), np.full((1, 1), 1e30), np.full((3,), 1e-30), np.float32(2.0), np.ones((1, 17))],
+    ids=["zeros", "1e30", "1e-30", "scalar", "one odd row"],
+)
+def test_ugly_values_give_usable_state(x):
+    scale, history = jnp.ones((1,)), jnp.zeros((2,))
+    for _ in range(2):
+        scale, history = in_state(jnp.float32(x), scale, history)
+        assert np.isfinite(scale).all()
+        assert (np.asarray(scale) > 0).all()
+        assert np.isfinite(history).all()
+    out = fp8.in_qdq(F32, E4M3, jnp.float32(x), scale, history)
+    np.testing.assert_allclose(out, x, rtol=1 / 16)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_non_finite_value_leaves_the_state_and_reaches_the_output(bad):
+    scale, history = jnp.full((1,), 0.5), jnp.array([3.0, 2.0])
+    x = jnp.float32([1.0, bad, 1e38])
+    new_scale, new_history = in_state(x, scale, history)
+    np.testing.assert_array_equal(new_history, history)
+    np.testing.assert_array_equal(new_scale, reference.next_scale([3.0, 2.0], [0.5], "float8_e4m3fn"))
+    out = fp8.in_qdq(F32, E4M3, x, scale, history)
+    assert np.isnan(out[1]) if np.isnan(bad) else abs(out[1]) >= 3.0
+
+
+def test_an_empty_tensor_leaves_the_state():
+    _, history = in_state(jnp.zeros((0, 4)), jnp.full((1,), 0.5), jnp.array([3.0, 2.0]))
+    np.testing.assert_array_equal(history, [3.0, 2.0])
+
+
+@pytest.mark.parametrize("damaged", [[np.nan, 2.0], [np.inf, 2.0], [-np.inf, 2.0]])
+def test_a_damaged_history_heals(damaged):
+    scale, history = in_state(jnp.float32([7.0]), jnp.ones((1,)), jnp.float32(damaged))
+    np.testing.assert_array_equal(scale, reference.next_scale([0.0, 2.0], [1.0], "float8_e4m3fn"))
+    np.testing.assert_array_equal(history, [7.0, 0.0])
+
+
+@pytest.mark.parametrize("scale", [0.0, np.nan, np.inf])
+def test_a_damaged_scale_heals(scale):
+    new_scale, history = in_state(jnp.float32([7.0]), jnp.float32([scale]), jnp.zeros((2,)))
+    np.testing.assert_array_equal(new_scale, [1.0])
+    np.testing.assert_array_equal(history, [7.0, 0.0])
+
+
+def test_merging_keeps_the_word_of_the_last_finite_and_of_the_poisoned_use():
+    def f(scale, history, *xs):
+        scale, history = scale.astype(fp8.fp32_max_grad), history.astype(fp8.fp32_max_grad)
+        return sum(jnp.sum(fp8.in_qdq(F32, E4M3, x, scale, history)) for x in xs)
+
+    def history_of(*xs):
+        return jax.grad(f, 1)(jnp.ones((1,)), jnp.array([2.0, 1.0]), *xs)
+
+    x, empty, nan = jnp.float32([5.0]), jnp.zeros((0,)), jnp.float32([jnp.nan])
+    np.testing.assert_array_equal(history_of(x, 2 * x), [10.0, 2.0])
+    np.testing.assert_array_equal(history_of(x, empty), [5.0, 2.0])
+    np.testing.assert_array_equal(history_of(x, nan), [np.inf, 2.0])
+
+
+def test_under_debug_nans_and_x64():
+    with jax.debug_nans(True):
+        in_state(jnp.zeros((3,)), jnp.ones((1,)), jnp.zeros((2,)))
+    with jax.enable_x64(True):
+        x = jnp.array([1.0, -3.0], jnp.float64)
+        scale, history = in_state(x, jnp.ones((1,), F32), jnp.zeros((2,), F32))
+        assert scale.dtype == history.dtype == F32
+        assert fp8.in_qdq(F32, E4M3, x, scale, history).dtype == jnp.float64
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        (
+            (1, jnp.ones((1,)), jnp.zeros((2,))),
+            TypeError,
+            "inp must have a floating-point dtype.*got int32",
+        ),
+        ((1j, jnp.ones((1,)), jnp.zeros((2,))), TypeError, "inp must have a floating-point dtype"),
+        ((1.0, jnp.ones((2,)), jnp.zeros((2,))), ValueError, r"scale must be a scalar.*got shape \(2,\)"),
+        ((1.0, jnp.ones((1,)), jnp.zeros((0,))), ValueError, r"length 1 or more; got \(0,\)"),
+        ((1.0, jnp.ones((1,)), jnp.zeros(())), ValueError, r"amax_history must have shape \(length,\)"),
+        ((1.0, jnp.ones((1,)), jnp.zeros((2,), jnp.bfloat16)), TypeError, "amax_history must be float32"),
+        ((1.0, jnp.ones((1,), jnp.bfloat16), jnp.zeros((2,))), TypeError, "scale must be float32"),
+    ],
+)
+@pytest.mark.parametrize("function", [fp8.in_qdq, fp8.in_q])
+def test_wrong_arguments(function, args, error, message):
+    with pytest.raises(error, match=message):
+        function(F32, E4M3, *args)
+
+
+def test_wrong_q_dtype():
+    with pytest.raises(TypeError, match="q_dtype must be an FP8 dtype"):
+        fp8.in_qdq(F32, jnp.int8, 1.0, jnp.ones((1,)), jnp.zeros((2,)))

@@ -1,0 +1,171 @@
+"""The casts, bit by bit against NumPy and ml_dtypes."""
+
+import chex
+import hypothesis
+import hypothesis.extra.numpy
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax.linen import fp8_ops as flax_ops
+
+import fp8flax as fp8
+from tests import reference
+
+DTYPES = list(reference.FP8)
+ALL_BITS = np.arange(65536, dtype=np.uint16)
+# 1 and powers of two, ordinary amax/448 values, and the far ends of what float32 scales can be.
+SCALES = [1.0, 0.25, 0.37, 3.0 / 448.0, 7e-5, 1234.5, 1e30, 1e-30]
+
+
+def assert_same_bits(actual, expected):
+    """Equal bit by bit, except that any NaN equals any NaN."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    bits = f"u{actual.dtype.itemsize}"
+    both_nan = np.isnan(actual.astype(np.float64)) & np.isnan(expected.astype(np.float64))
+    different = (actual.view(bits) != expected.view(bits)) & ~both_nan
+    assert not different.any(), (
+        f"{different.sum()} differ, first: {actual[different][0]} != {expected[different][0]}"
+    )
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("source", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("compute", [np.float32, ml_dtypes.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_all_16_bit_inputs(name, source, scale, compute, jit):
+    x = ALL_BITS.view(source)
+    wrap = jax.jit if jit else lambda f: f
+    quantize = wrap(lambda x, s: fp8.quantize(x, fp8_dtype, s, compute))
+    roundtrip = wrap(lambda x, s: fp8.qdq(x, fp8_dtype, s, compute))
+    fp8_dtype = getattr(fp8, name)
+    scale = np.float32(scale)
+    assert_same_bits(quantize(x, scale), reference.quantize(x, name, scale, compute))
+    assert_same_bits(roundtrip(x, scale), reference.qdq(x, name, scale, compute))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_rounding_is_nearest_even_by_search(name):
+    with np.errstate(invalid="ignore"):  # signalling NaNs among the bit patterns
+        x = ALL_BITS.view(ml_dtypes.bfloat16).astype(np.float64)
+    # XLA flushes float32 subnormals to zero, which is also where FP8 rounds them.
+    x = x[np.isfinite(x)]
+    codes = reference.finite_codes(name)
+    midpoints = (np.sort(codes)[1:] + np.sort(codes)[:-1]) / 2
+    x = np.concatenate([x, midpoints, np.nextafter(np.float32(midpoints), np.float32(np.inf))])
+    q = fp8.quantize(jnp.float32(x), getattr(fp8, name), jnp.float32(1))
+    np.testing.assert_array_equal(np.asarray(q).astype(np.float64), reference.nearest_code(x, name))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.37, 1e-5, 2.0**100])
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_finite_code_is_a_fixed_point(name, scale):
+    dtype = getattr(fp8, name)
+    codes = np.arange(256, dtype=np.uint8).view(reference.FP8[name])
+    codes = codes[np.isfinite(codes.astype(np.float32))]
+    scale = jnp.float32(scale)
+    again = fp8.quantize(fp8.dequantize(codes, jnp.float32, scale), dtype, scale)
+    assert_same_bits(again, codes)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_nan_stays_nan_and_inf_saturates(name):
+    dtype = getattr(fp8, name)
+    q = fp8.quantize(jnp.float32([np.nan, np.inf, -np.inf, 1e30, -1e30]), dtype, jnp.float32(1))
+    largest = fp8.fp8_max(dtype)
+    np.testing.assert_array_equal(
+        np.asarray(q).astype(np.float32), np.float32([np.nan, largest, -largest, largest, -largest])
+    )
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(
+    x=hypothesis.extra.numpy.arrays(
+        np.float32,
+        hypothesis.extra.numpy.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5),
+        elements=st.floats(width=32, allow_subnormal=False),
+    ),
+    scale=st.floats(min_value=2.0**-60, max_value=2.0**60, width=32),
+    name=st.sampled_from(DTYPES),
+)
+def test_any_float32_array(x, scale, name):
+    scale = np.float32(scale)
+    with np.errstate(all="ignore"):
+        # A quotient or product below the normal range is flushed to zero by XLA; not what is tested.
+        small = np.abs(x / scale)
+        hypothesis.assume(not ((small > 0) & (small < 1e-37)).any())
+    assert_same_bits(fp8.quantize(x, getattr(fp8, name), scale), reference.quantize(x, name, scale))
+    assert_same_bits(fp8.qdq(x, getattr(fp8, name), scale), reference.qdq(x, name, scale))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", DTYPES)
+def test_compute_dtype_of_the_layer_reproduces_flax(name, dtype):
+    x = (jax.random.normal(jax.random.key(0), (64, 33)) * 10).astype(dtype)
+    scale = jnp.float32(3.0 / 448.0)
+    ours = fp8.quantize_dequantize(x, getattr(fp8, name), scale, dtype)
+    theirs = flax_ops.qdq(x, getattr(fp8, name), scale, dtype)
+    assert_same_bits(ours, theirs)
+
+
+def test_scale_shapes():
+    x = jax.random.normal(jax.random.key(0), (4, 6))
+    by_scalar = fp8.quantize(x, jnp.float8_e4m3fn, jnp.float32(0.5))
+    assert_same_bits(fp8.quantize(x, jnp.float8_e4m3fn, jnp.full((1,), 0.5)), by_scalar)
+    assert_same_bits(fp8.quantize(x, jnp.float8_e4m3fn, jnp.full((4, 1), 0.5)), by_scalar)
+    assert_same_bits(fp8.quantize(x, jnp.float8_e4m3fn, jnp.full((1, 6), 0.5)), by_scalar)
+    assert fp8.quantize(jnp.float32(2.0), jnp.float8_e4m3fn, jnp.full((1,), 0.5)).shape == ()
+    for bad in [(4,), (6,), (2, 1), (1, 4, 6)]:
+        with pytest.raises(ValueError, match=r"scale of shape .* does not fit x of shape \(4, 6\)"):
+            fp8.quantize(x, jnp.float8_e4m3fn, jnp.ones(bad))
+
+
+def test_python_numbers_and_numpy_arrays():
+    assert fp8.quantize(2.0, jnp.float8_e4m3fn, 0.5) == 4.0
+    assert fp8.qdq(np.float64([2.0]), jnp.float8_e4m3fn, np.float32(0.5)).dtype == jnp.float32
+
+
+def test_float64_under_x64():
+    with jax.enable_x64(True):
+        x = jnp.array([0.3, 1e300, np.nan], jnp.float64)
+        out = fp8.qdq(x, jnp.float8_e4m3fn, jnp.float32(1))
+        chex.assert_type(out, jnp.float64)
+        np.testing.assert_array_equal(out, [0.3125, 448.0, np.nan])
+
+
+def test_under_debug_nans():
+    with jax.debug_nans(True):
+        zeros = jnp.zeros((3,))
+        scale = fp8.compute_scale(jnp.float32(0), jnp.ones((1,)), 448.0)
+        np.testing.assert_array_equal(fp8.qdq(zeros, jnp.float8_e4m3fn, scale), zeros)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 0.125])
+def test_cast_to_representable_loses_nothing_the_second_time(name, scale):
+    dtype = getattr(fp8, name)
+    x = jax.random.normal(jax.random.key(1), (300,)) * 20
+    once = fp8.cast_to_representable(x, dtype, scale)
+    assert (once != x).any()
+    assert_same_bits(fp8.cast_to_representable(once, dtype, scale), once)
+
+
+@pytest.mark.parametrize("bad", [np.int32(1), np.complex64(1), np.True_, jnp.float8_e4m3fn(1)], ids=repr)
+@pytest.mark.parametrize("function", [fp8.quantize, fp8.qdq])
+def test_operands_must_be_wide_floats(function, bad):
+    with pytest.raises(TypeError, match="x must have a floating-point dtype of 16 bits or more.*got"):
+        function(bad, jnp.float8_e4m3fn, 1.0, jnp.float32)
+
+
+def test_other_wrong_dtypes():
+    with pytest.raises(TypeError, match="q_dtype must be an FP8 dtype"):
+        fp8.quantize(1.0, jnp.int8, 1.0)
+    with pytest.raises(TypeError, match="compute_dtype must be"):
+        fp8.quantize(1.0, jnp.float8_e4m3fn, 1.0, jnp.int32)
+    with pytest.raises(TypeError, match="dq_dtype must be"):
+        fp8.dequantize(jnp.float8_e4m3fn(1), jnp.float8_e5m2, jnp.float32(1))

@@ -1,0 +1,76 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import fp8_ops as flax_ops
+
+import fp8flax as fp8
+from fp8flax import _scaling
+from tests import reference
+
+AMAXES = [3.0, 1e-30, 1e30, 0.1, 448.0, 3.4e38, 57344.0, 1.17e-38]
+
+
+@pytest.mark.parametrize("dtype", list(reference.MAX))
+@pytest.mark.parametrize("amax", [a for a in AMAXES if a > 1e-35])
+@pytest.mark.parametrize("margin", [0, 1, 3])
+def test_scale_is_flax_to_the_bit_and_the_quotient_within_an_ulp(dtype, amax, margin):
+    largest = fp8.fp8_max(getattr(fp8, dtype))
+    scale = fp8.compute_scale(jnp.float32(amax), jnp.ones((1,)), largest, margin)
+    assert scale.shape == (1,)
+    assert scale.dtype == jnp.float32
+    flax_scale = flax_ops.compute_scale(jnp.float32(amax), jnp.ones((1,)), jnp.float32(largest), margin)
+    np.testing.assert_array_equal(scale, flax_scale)
+    np.testing.assert_array_equal(scale, reference.next_scale([amax], np.ones(1), dtype, margin))
+    exact = np.float64(np.float32(amax)) * 2.0**margin / largest
+    np.testing.assert_allclose(scale, exact, rtol=2.0**-23)
+
+
+@pytest.mark.parametrize("amax", [0.0, -1.0, np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("old", "kept"), [(0.37, 0.37), (0.0, 1.0), (np.nan, 1.0), (np.inf, 1.0), (-2.0, 1.0)]
+)
+def test_an_unusable_amax_keeps_the_scale(amax, old, kept):
+    scale = fp8.compute_scale(jnp.float32(amax), jnp.full((1,), old, jnp.float32), 448.0)
+    np.testing.assert_array_equal(scale, np.float32([kept]))
+
+
+@pytest.mark.parametrize("amax", AMAXES)
+@pytest.mark.parametrize("margin", [0, 10, 120])
+def test_the_scale_is_a_normal_number_and_the_amax_survives(amax, margin):
+    # Flax's formula gives 0 for the smallest of these, and with it NaN for every value.
+    scale = fp8.compute_scale(jnp.float32(amax), jnp.ones((1,)), 448.0, margin)
+    assert np.finfo(np.float32).tiny <= scale[0] < np.inf
+    back = fp8.qdq(jnp.float32([amax]), jnp.float8_e4m3fn, scale, jnp.float32)
+    assert np.isfinite(back).all()
+    if margin == 0 and amax > 1e-35:
+        np.testing.assert_allclose(back, [amax], rtol=1 / 16)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8])
+def test_history_rolls_like_flax(length):
+    ours = theirs = expected = jnp.zeros((length,))
+    for step in range(2 * length + 1):
+        x = jnp.array([[0.5, -(step + 1.0)]])
+        ours = fp8.compute_amax_history(x, ours)
+        theirs = flax_ops.compute_amax_history(x, theirs)
+        expected = reference.next_history(x, expected)
+        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(ours, expected)
+    assert ours[0] == 2 * length + 1
+
+
+@pytest.mark.parametrize("x", [[np.nan, 1.0], [np.inf], [-np.inf, 2.0], []], ids=str)
+def test_unusable_data_leave_the_history(x):
+    history = jnp.array([2.0, 9.0, 5.0])
+    np.testing.assert_array_equal(fp8.compute_amax_history(jnp.float32(x), history), history)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0, 4)])
+def test_amax(dtype, shape):
+    x = jax.random.normal(jax.random.key(0), shape, dtype)
+    amax = _scaling.compute_amax(x)
+    assert amax.dtype == jnp.float32
+    assert amax.shape == ()
+    assert amax == np.max(np.abs(np.asarray(x, np.float32)), initial=0)
