@@ -26,7 +26,7 @@ def add_fp8_state(
     Args:
         variables: collections of the model without FP8; ``params`` at least.
         model: the model with FP8 layers.
-        *args: inputs of the model, arrays or ``jax.ShapeDtypeStruct``.
+        *args: inputs of the model; in the place of arrays ``jax.ShapeDtypeStruct`` will do.
         **kwargs: keyword inputs of the model.
 
     Returns:
@@ -46,7 +46,7 @@ def add_fp8_state(
 
     Source: none; Flax leaves this to the user.
     """
-    wanted = jax.eval_shape(lambda *a, **k: model.init(jax.random.key(0), *a, **k), *args, **kwargs)
+    wanted = _eval_init(model, args, kwargs)
     if OVERWRITE_WITH_GRADIENT not in wanted:
         raise ValueError(
             f"{type(model).__name__} has no FP8 layer, so there is no scaling state to add. Give its "
@@ -65,6 +65,20 @@ def add_fp8_state(
     state = jax.tree_util.tree_map_with_path(fresh, wanted[OVERWRITE_WITH_GRADIENT])
     result = {**variables, OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(state)}
     return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result
+
+
+def _eval_init(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns shapes and dtypes of ``model.init``; arguments that are not arrays stay concrete."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def init(arrays: list[Any]) -> Any:
+        remaining = iter(arrays)
+        filled = [next(remaining) if a else leaf for a, leaf in zip(is_array, leaves)]
+        args, kwargs = treedef.unflatten(filled)
+        return model.init(jax.random.key(0), *args, **kwargs)
+
+    return jax.eval_shape(init, [leaf for a, leaf in zip(is_array, leaves) if a])
 
 
 def _check_same_params(variables: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -91,7 +91,8 @@ class Fp8DotGeneralOp(_Fp8Op):
 
     It declares, in the collection ``_overwrite_with_gradient``, float32 variables
     ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and ``{…}_amax_history`` of shape
-    ``(amax_history_len,)``, whose gradients are their next values.
+    ``(amax_history_len,)``, whose gradients are their next values: the scale that this step used, and
+    the history with this step's amax at index 0.
 
     The call takes:
         lhs: the input, any shape; bfloat16, float16, float32 or float64.

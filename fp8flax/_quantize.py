@@ -41,7 +41,9 @@ def _match_rank(scale: Any, x: jax.Array, dtype: Any) -> jax.Array:
     return scale.astype(dtype)
 
 
-def quantize(x: jax.Array, q_dtype: Any, scale: jax.Array, compute_dtype: Any = jnp.float32) -> jax.Array:
+def quantize(
+    x: jax.Array, q_dtype: Any, scale: float | jax.Array, compute_dtype: Any = jnp.float32
+) -> jax.Array:
     """Casts ``x / scale`` to FP8, saturating.
 
     ``q = round_to_nearest_even(clip(x / scale, -fp8_max, fp8_max))``. An Inf saturates like any other
@@ -50,7 +52,7 @@ def quantize(x: jax.Array, q_dtype: Any, scale: jax.Array, compute_dtype: Any = 
     Args:
         x: array of any shape, bfloat16, float16, float32 or float64.
         q_dtype: FP8 dtype of the result.
-        scale: one element, or per slice with the reduced dimensions kept at size 1.
+        scale: positive; one element, or per slice with the reduced dimensions kept at size 1.
         compute_dtype: dtype that ``x`` and ``scale`` are cast to for the division. Float32 (the default)
             is the accurate choice. Flax passes the layer's dtype: bfloat16 reproduces its rounding.
 
@@ -76,7 +78,7 @@ def quantize(x: jax.Array, q_dtype: Any, scale: jax.Array, compute_dtype: Any = 
     return lax.clamp(-limit, scaled, limit).astype(q_dtype)
 
 
-def dequantize(x: jax.Array, dq_dtype: Any, scale: jax.Array) -> jax.Array:
+def dequantize(x: jax.Array, dq_dtype: Any, scale: float | jax.Array) -> jax.Array:
     """Casts FP8 codes back: ``x * scale``, multiplied in the dtype of ``scale``, cast to ``dq_dtype``.
 
     Args:
@@ -100,15 +102,14 @@ def dequantize(x: jax.Array, dq_dtype: Any, scale: jax.Array) -> jax.Array:
 
     Source: OCP 8-bit Floating Point Specification (OFP8) v1.0.
     """
-    x = jnp.asarray(x)
-    scale = jnp.asarray(scale)
+    x, factor = jnp.asarray(x), jnp.asarray(scale)
     if not jnp.issubdtype(dq_dtype, jnp.floating) or jnp.dtype(dq_dtype).itemsize < 2:
         raise TypeError(f"dq_dtype must be bfloat16, float16, float32 or float64; got {dq_dtype!r}.")
-    return (x.astype(scale.dtype) * _match_rank(scale, x, scale.dtype)).astype(dq_dtype)
+    return (x.astype(factor.dtype) * _match_rank(factor, x, factor.dtype)).astype(dq_dtype)
 
 
 def quantize_dequantize(
-    x: jax.Array, q_dtype: Any, scale: jax.Array, compute_dtype: Any = jnp.float32
+    x: jax.Array, q_dtype: Any, scale: float | jax.Array, compute_dtype: Any = jnp.float32
 ) -> jax.Array:
     """Returns what is left of ``x`` after a cast to FP8 and back ("fake quantization").
 

@@ -17,7 +17,7 @@ def compute_amax(x: jax.Array) -> jax.Array:
 
 
 def compute_scale(
-    amax: jax.Array, scale: jax.Array, fp8_max: float | jax.Array, margin: int = 0
+    amax: float | jax.Array, scale: float | jax.Array, fp8_max: float | jax.Array, margin: int = 0
 ) -> jax.Array:
     """Returns the scale that maps ``amax`` onto the largest FP8 value.
 
@@ -67,8 +67,9 @@ def push_amax(amax: jax.Array, amax_history: jax.Array) -> jax.Array:
 def compute_amax_history(x: jax.Array, amax_history: jax.Array) -> jax.Array:
     """Returns ``amax_history`` with the amax of ``x`` entered at index 0.
 
-    The history rolls by -1 and the newest amax replaces the entry that arrives at index 0. An ``x`` that
-    is empty, or holds a NaN or an Inf, leaves the history as it was.
+    The history rolls by -1 and the newest amax replaces the entry that arrives at index 0; so after index
+    0 come the older amaxes, from the oldest to the second newest. An ``x`` that is empty, or holds a NaN
+    or an Inf, leaves the history as it was.
 
     Args:
         x: a floating-point array of any shape.
@@ -79,8 +80,13 @@ def compute_amax_history(x: jax.Array, amax_history: jax.Array) -> jax.Array:
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
-        >>> fp8.compute_amax_history(jnp.array([1.0, -3.0]), jnp.array([2.0, 9.0, 5.0]))
-        Array([3., 5., 2.], dtype=float32)
+        >>> history = jnp.zeros((4,))
+        >>> for amax in (1.0, 2.0, 3.0):
+        ...     history = fp8.compute_amax_history(jnp.array([0.5, -amax]), history)
+        ...     print(history)
+        [1. 0. 0. 0.]
+        [2. 0. 0. 1.]
+        [3. 0. 1. 2.]
 
     Source: the layout of ``flax.linen.fp8_ops``.
     """

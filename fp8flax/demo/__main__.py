@@ -169,7 +169,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     if fp8_record is not None:
         report.plot_scaling(out / "scaling.png", fp8_record)
     console.print(f"Wrote {', '.join(sorted(p.name for p in out.iterdir() if p.is_file()))} in {out}")
-    console.print(_last_line(runs))
+    console.print(_last_line(runs), soft_wrap=True)
 
 
 def _last_line(runs: dict[int, dict[str, Record]]) -> str:

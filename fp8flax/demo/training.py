@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -63,6 +64,7 @@ class Record:
     """Wall time of the steps of this process, without the first, which compiles."""
 
 
+@functools.cache  # one object per setting: another seed then reuses the compiled step
 def make_model(precision: str, settings: Settings) -> ByteTransformer:
     """Returns the demo's model; with ``precision="fp8"`` every linear layer multiplies in FP8."""
     return ByteTransformer(
@@ -73,6 +75,15 @@ def make_model(precision: str, settings: Settings) -> ByteTransformer:
     )
 
 
+@functools.cache
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+    """Returns AdamW with warm-up, cosine decay and clipping."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, settings.learning_rate, max(1, settings.steps // 10), max(2, settings.steps), 1e-5
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
+
+
 def make_state(precision: str, seed: int, settings: Settings) -> fp8.TrainState:
     """Returns the train state at step 0: for each seed the same weights in both precisions."""
     tokens = jnp.zeros((1, settings.length), jnp.int32)
@@ -80,11 +91,7 @@ def make_state(precision: str, seed: int, settings: Settings) -> fp8.TrainState:
     model = make_model(precision, settings)
     if precision == "fp8":
         variables = fp8.add_fp8_state(variables, model, tokens)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, settings.learning_rate, max(1, settings.steps // 10), max(2, settings.steps), 1e-5
-    )
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
-    return fp8.TrainState.create(apply_fn=model.apply, params=dict(variables), tx=tx)
+    return fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=make_optimizer(settings))
 
 
 def loss_of(logits: jax.Array, targets: jax.Array) -> jax.Array:

@@ -1,0 +1,179 @@
+"""Defects of ``flax.linen.fp8_ops`` (0.12.8) that this package must not have, by their numbers.
+
+Each test names what happens there. Rows 4, 5, 11, 17 and 18 belong to capabilities still to come.
+"""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import fp8flax as fp8
+
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+Op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
+LAYER = nn.Dense(6, dot_general_cls=Op)
+X = jax.random.normal(jax.random.key(0), (4, 6))
+VARIABLES = LAYER.init(jax.random.key(1), X)
+AMAX = float(np.max(np.abs(X)))
+NO_BATCH = ((), ())
+
+
+def op_state(tree):
+    return tree[OWG]["Fp8DotGeneralOp_0"]
+
+
+def apply_sum(v, x):
+    return jnp.sum(LAYER.apply(v, x))
+
+
+def assert_merged(tree, amax):
+    np.testing.assert_array_equal(op_state(tree)["input_scale"], [1.0])
+    np.testing.assert_allclose(op_state(tree)["input_amax_history"], [amax, 0, 0, 0], rtol=1e-6)
+
+
+def test_01_one_dense_called_twice():
+    """There: scale 2, the amaxes add."""
+    assert_merged(fp8.grad(lambda v: apply_sum(v, X) + apply_sum(v, 2 * X))(VARIABLES), 2 * AMAX)
+
+
+def test_02_nn_scan_with_the_state_broadcast():
+    """There: scale 4 after four steps."""
+
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, carry, x):
+            return carry + jnp.sum(nn.Dense(6, dot_general_cls=Op)(x)), None
+
+    model = nn.scan(Body, variable_broadcast=["params", OWG], split_rngs={"params": False})()
+    xs = jnp.stack([X, 2 * X, 4 * X, 3 * X])
+    variables = model.init(jax.random.key(0), 0.0, xs)
+    grads = fp8.grad(lambda v: model.apply(v, 0.0, xs)[0])(variables)
+    assert_merged({OWG: grads[OWG]["Dense_0"]}, 4 * AMAX)
+
+
+def test_03_scan_over_microbatches_in_the_loss():
+    """There: the scale is the number of microbatches."""
+    xs = jnp.stack([X, 4 * X, 2 * X])
+    grads = fp8.grad(lambda v: lax.scan(lambda c, x: (c + apply_sum(v, x), None), 0.0, xs)[0])(VARIABLES)
+    assert_merged(grads, 4 * AMAX)
+
+
+def test_06_un_jitted_gradient_in_the_max_dtype():
+    """There: KeyError: EArray."""
+
+    def reuse(scale, history):
+        scale, history = scale.astype(fp8.fp32_max_grad), history.astype(fp8.fp32_max_grad)
+        qdq = partial(fp8.in_qdq, jnp.float32, jnp.float8_e4m3fn, scale=scale, amax_history=history)
+        return jnp.sum(qdq(X) + qdq(3 * X))
+
+    scale, history = jax.grad(reuse, (0, 1))(jnp.ones((1,)), jnp.zeros((2,)))
+    np.testing.assert_array_equal(scale, [1.0])
+    np.testing.assert_allclose(history, [3 * AMAX, 0.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_07_a_nan_or_inf_batch(bad):
+    """There: the amax stays in the history and freezes the scale for as long as it is remembered."""
+    variables = VARIABLES
+    for x in (X, X.at[0, 0].set(bad), 2 * X, X):
+        variables = {**VARIABLES, OWG: fp8.grad(apply_sum)(variables, x)[OWG]}
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(variables))
+    state = op_state(variables)
+    np.testing.assert_allclose(state["input_amax_history"], [AMAX, 0, AMAX, 2 * AMAX], rtol=1e-6)
+    np.testing.assert_allclose(state["input_scale"], [2 * AMAX / 448], rtol=1e-6)
+
+
+@pytest.mark.parametrize("gradient", [fp8.grad, jax.grad])
+def test_08_an_op_without_a_gradient(gradient):
+    """There: scale and history become 0, and the next forward pass is NaN or 0."""
+    state = fp8.TrainState.create(apply_fn=LAYER.apply, params=VARIABLES, tx=optax.sgd(0.1))
+    grads = gradient(lambda v: jnp.sum(v["params"]["bias"]))(state.params)
+    new = state.apply_gradients(grads=grads)
+    jax.tree.map(np.testing.assert_array_equal, new.params[OWG], VARIABLES[OWG])
+    assert np.isfinite(LAYER.apply(new.params, X)).all()
+
+
+def test_08_overwritten_by_hand_it_still_recovers():
+    grads = jax.grad(lambda v: jnp.sum(v["params"]["bias"]))(VARIABLES)
+    zeroed = {**VARIABLES, OWG: grads[OWG]}
+    np.testing.assert_array_equal(op_state(zeroed)["input_scale"], [0.0])
+    np.testing.assert_allclose(LAYER.apply(zeroed, X), LAYER.apply(VARIABLES, X))
+
+
+def test_09_batch_stats_beside_the_state():
+    """There: batch_stats is dropped."""
+    params = {**VARIABLES, "batch_stats": {"mean": jnp.ones((3,))}}
+    state = fp8.TrainState.create(apply_fn=LAYER.apply, params=params, tx=optax.sgd(0.1))
+    new = state.apply_gradients(grads=fp8.grad(apply_sum)(state.params, X))
+    np.testing.assert_array_equal(new.params["batch_stats"]["mean"], np.ones(3))
+
+
+def test_10_the_optimizer_never_sees_the_state():
+    """There: the state is optimised and clipped, and an amax turns negative."""
+    with jax.numpy_dtype_promotion("standard"):
+        tx = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1.0))
+        state = fp8.TrainState.create(apply_fn=LAYER.apply, params=VARIABLES, tx=tx)
+        grads = fp8.grad(apply_sum)(state.params, 1e3 * X)
+        new = state.apply_gradients(grads=grads)
+    jax.tree.map(np.testing.assert_array_equal, new.params[OWG], grads[OWG])
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(state.opt_state)[0]]
+    assert paths
+    assert not any("amax" in p or "scale']" in p for p in paths)
+
+
+def test_12_variables_without_state():
+    """There: ScopeCollectionNotFound, naming an internal variable."""
+    plain = nn.Dense(6).init(jax.random.key(1), X)
+    with pytest.raises(fp8.MissingStateError, match="fp8flax.add_fp8_state"):
+        LAYER.apply(plain, X)
+    bridged = fp8.add_fp8_state(plain, LAYER, X)
+    np.testing.assert_array_equal(LAYER.apply(bridged, X), LAYER.apply(VARIABLES, X))
+
+
+@pytest.mark.parametrize(
+    ("fp8_format", "largest", "largest_gradient"),
+    [("E5M2", 57344.0, 57344.0), ("HYBRID_FNUZ", 240.0, 57344.0), ("E4M3_FNUZ", 240.0, 240.0)],
+)
+def test_13_other_formats_are_honoured(fp8_format, largest, largest_gradient):
+    """There: e5m2 and fnuz dtypes are ignored by the direct op."""
+    op = fp8.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(fp8_format=fp8.Format[fp8_format]))
+    x, w, dims = jnp.full((1, 1), 1e6), jnp.ones((1, 1)), (((1,), (0,)), NO_BATCH)
+    variables = op.init(jax.random.key(0), x, w, dims)
+    out, vjp = jax.vjp(lambda w: op.apply(variables, x, w, dims), w)
+    assert out[0, 0] == largest
+    assert vjp(jnp.full((1, 1), 1e6))[0][0, 0] == largest * largest_gradient
+
+
+def test_14_preferred_element_type():
+    """There: bfloat16 comes back where float32 was asked for."""
+    x, w = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
+    op, dims = Op(), (((1,), (0,)), NO_BATCH)
+    variables = op.init(jax.random.key(0), x, w, dims)
+    assert op.apply(variables, x, w, dims, preferred_element_type=jnp.float32).dtype == jnp.float32
+
+
+def test_15_keyword_arguments():
+    """There: an empty AssertionError."""
+    op, dims = Op(), (((1,), (0,)), NO_BATCH)
+    w = jnp.ones((6, 4))
+    variables = op.init(jax.random.key(0), lhs=X, rhs=w, dimension_numbers=dims)
+    out = op.apply(variables, lhs=X, rhs=w, dimension_numbers=dims)
+    np.testing.assert_array_equal(out, op.apply(variables, X, w, dims))
+
+
+def test_16_a_cast_of_all_variables():
+    """There: the histories stay bfloat16, in silence."""
+    narrow = jax.tree.map(lambda v: v.astype(jnp.bfloat16), VARIABLES)
+    for use in (
+        lambda: LAYER.apply(narrow, X.astype(jnp.bfloat16)),
+        lambda: fp8.grad(apply_sum)(narrow, X),
+        lambda: fp8.TrainState.create(apply_fn=LAYER.apply, params=narrow, tx=optax.sgd(0.1)),
+    ):
+        with pytest.raises(TypeError, match="must be float32; got bfloat16"):
+            use()

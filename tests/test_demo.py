@@ -1,0 +1,264 @@
+"""The demo: its numbers do not depend on being killed, and its errors are one line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from fp8flax.demo import __main__ as cli
+from fp8flax.demo import data, training
+
+TINY = partial(
+    training.Settings,
+    batch_size=2,
+    length=16,
+    width=16,
+    num_layers=1,
+    validation_batches=2,
+    checkpoint_every=3,
+)
+STEPS = 10
+
+
+@pytest.fixture(autouse=True)
+def _promotion_of_optax():
+    """Optax 0.2.8 mixes dtypes in its own arithmetic (``decay ** count``)."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(12):
+        (folder / f"{i:02}.txt").write_text(f"file {i}: the quick brown fox\n" * 20)
+    (folder / "binary").write_bytes(b"\0\1" * 1000)
+    (folder / "empty").touch()
+    return folder
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(cli, "Settings", TINY)
+
+
+class TestData:
+    def test_split_by_file(self, text):
+        corpus = data.load_corpus(str(text), 16)
+        assert corpus.num_files == 12
+        assert corpus.validation.tobytes().count(b"file 0:") == 20
+        assert corpus.validation.tobytes().count(b"file 10:") == 20
+        assert len(corpus.train) == sum(
+            len((text / f"{i:02}.txt").read_bytes()) for i in range(12) if i % 10
+        )
+
+    def test_the_standard_library(self):
+        corpus = data.load_corpus(None, 128)
+        assert len(corpus.train) > 3e6
+        assert len(corpus.validation) > 3e5
+        assert b"def " in corpus.train.tobytes()
+
+    def test_batches_depend_on_seed_and_step_alone(self, text):
+        corpus = data.load_corpus(str(text), 16)
+        batch = partial(data.train_batch, corpus, batch_size=4, length=16)
+        first = batch(seed=0, step=5)
+        assert first.shape == (4, 17)
+        assert first.dtype == np.int32
+        np.testing.assert_array_equal(first, batch(seed=0, step=5))
+        assert (first != batch(seed=0, step=6)).any()
+        assert (first != batch(seed=1, step=5)).any()
+
+    def test_validation_windows_lie_within_the_text(self, text):
+        corpus = data.load_corpus(str(text), 16)
+        batches = data.validation_batches(corpus, 3, 2, 16)
+        assert [b.shape for b in batches] == [(2, 17)] * 3
+        np.testing.assert_array_equal(batches[0][0], corpus.validation[:17])
+
+
+class TestTraining:
+    def test_both_precisions_start_from_the_same_weights(self):
+        states = [training.make_state(p, 3, TINY()) for p in training.PRECISIONS]
+        params = [s.params["params"] for s in states]
+        jax.tree.map(np.testing.assert_array_equal, *params)
+        # Per block: query, key, value, out, up, down; and the logits.
+        assert len(training.fp8_ops(states[1].params)) == 7
+        assert training.fp8_ops(states[0].params) == []
+
+    @pytest.mark.parametrize("precision", training.PRECISIONS)
+    def test_an_interrupted_run_ends_in_the_same_bits(self, precision, text, tmp_path):
+        settings, corpus = TINY(steps=STEPS), data.load_corpus(str(text), 16)
+
+        class InterruptError(Exception):
+            pass
+
+        def stop_at(last):
+            def on_step(step, loss, seconds):
+                if step == last:
+                    raise InterruptError
+
+            return on_step
+
+        train = partial(training.train, precision, 0, settings, corpus)
+        whole = train(tmp_path / "whole", stop_at(None))
+        for last in (2, 4, 8):
+            with pytest.raises(InterruptError):
+                train(tmp_path / "parts", stop_at(last))
+        resumed = train(tmp_path / "parts", stop_at(None))
+        for name in ("train_loss", "validation_loss", "scale", "amax"):
+            np.testing.assert_array_equal(getattr(resumed, name), getattr(whole, name))
+        assert np.isfinite(whole.train_loss).all()
+        assert whole.validation_steps[-1] == STEPS
+        # A finished run trains no further.
+        again = train(tmp_path / "parts", stop_at(STEPS))
+        np.testing.assert_array_equal(again.train_loss, whole.train_loss)
+
+    def test_recorded_scaling_is_that_of_the_state(self, text, tmp_path):
+        settings, corpus = TINY(steps=STEPS), data.load_corpus(str(text), 16)
+        record = training.train("fp8", 0, settings, corpus, tmp_path, lambda *_: None)
+        assert record.scale.shape == record.amax.shape == (STEPS, 7, 3)
+        assert (record.scale[0] == 1).all()
+        assert (record.amax[:, :, :2] > 0).all()
+        # The scale of a step comes from the largest amax before it.
+        before = np.maximum.accumulate(record.amax[:-1, :, 0], axis=0)
+        np.testing.assert_allclose(record.scale[1:, :, 0], before / 448, rtol=1e-6)
+
+    def test_a_damaged_checkpoint_is_one_line(self, text, tmp_path):
+        settings, corpus = TINY(steps=3), data.load_corpus(str(text), 16)
+        training.train("bf16", 0, settings, corpus, tmp_path, lambda *_: None)
+        for path in (tmp_path / "3").rglob("*"):
+            if path.is_file():
+                path.write_bytes(b"")
+        with pytest.raises(data.DemoError, match="checkpoint .* cannot be read"):
+            training.train("bf16", 0, TINY(steps=6), corpus, tmp_path, lambda *_: None)
+
+
+@pytest.mark.usefixtures("tiny")
+class TestCommandLine:
+    def test_a_whole_run(self, text, tmp_path, capsys):
+        out = tmp_path / "out"
+        arguments = ["--data", str(text), "--steps", str(STEPS), "--seeds", "0", "1", "--out", str(out)]
+        assert cli.main(arguments) == 0
+        printed = capsys.readouterr().out
+        assert "Validation loss (nats per byte)" in printed
+        assert "block_0/attn/query" in printed
+        last = printed.strip().splitlines()[-1]
+        assert last.startswith("FP8 validation loss relative to bf16: ")
+        for name in ("loss.png", "scaling.png"):
+            assert (out / name).read_bytes().startswith(b"\x89PNG")
+        figures = json.loads((out / "results.json").read_text())
+        assert figures["versions"]["jax"] == jax.__version__
+        assert figures["device"]["platform"] == "cpu"
+        assert [run["seed"] for run in figures["runs"]] == [0, 1]
+        for run in figures["runs"]:
+            losses = {p: f["validation_loss"] for p, f in run["precisions"].items()}
+            assert run["relative_gap"] == pytest.approx(losses["fp8"] / losses["bf16"] - 1)
+            assert len(run["precisions"]["fp8"]["train_loss"]) == STEPS
+            assert len(run["precisions"]["fp8"]["layers"]) == 7
+        # What is finished is not trained again.
+        assert cli.main(["--resume", "--out", str(out)]) == 0
+        again = json.loads((out / "results.json").read_text())
+        for run, run_again in zip(figures["runs"], again["runs"]):
+            assert run["relative_gap"] == run_again["relative_gap"]
+
+    @pytest.mark.parametrize("precision", training.PRECISIONS)
+    def test_one_precision(self, precision, text, tmp_path, capsys):
+        arguments = ["--data", str(text), "--steps", "3", "--out", str(tmp_path / "o")]
+        assert cli.main([*arguments, "--precision", precision]) == 0
+        assert f"{precision} validation loss: " in capsys.readouterr().out.splitlines()[-1]
+        assert (tmp_path / "o" / "scaling.png").exists() == (precision == "fp8")
+
+    def fails(self, capsys, *arguments):
+        assert cli.main([str(a) for a in arguments]) == 2
+        captured = capsys.readouterr()
+        line = captured.err.strip()
+        assert line.startswith("fp8flax.demo: ")
+        assert "\n" not in line
+        assert "Traceback" not in captured.out
+        return line
+
+    def test_one_line_and_exit_code_2(self, text, tmp_path, capsys, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        empty, a_file = tmp_path / "nothing", tmp_path / "file"
+        empty.mkdir()
+        a_file.touch()
+        fails = partial(self.fails, capsys)
+        assert "missing is not a folder" in fails("--data", "missing")
+        assert "is not a folder" in fails("--data", a_file)
+        assert "holds too little text: 0 readable text files" in fails("--data", empty)
+        assert "--steps must be 1 or more; got 0" in fails("--steps", 0)
+        assert "invalid int value: 'x'" in fails("--steps", "x")
+        assert "--seeds must be distinct" in fails("--seeds", 1, 1)
+        assert "invalid choice: 'fp4'" in fails("--precision", "fp4")
+        assert "there is no run under runs/" in fails("--resume")
+        assert "holds no run" in fails("--resume", "--out", empty)
+        assert "cannot write to" in fails("--data", text, "--out", a_file / "below")
+        assert not list(tmp_path.glob("runs/*"))
+
+    def test_a_run_is_not_overwritten_nor_mixed(self, text, tmp_path, capsys, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        arguments = ["--data", str(text), "--precision", "bf16"]
+        assert cli.main([*arguments, "--steps", "3"]) == 0
+        (out,) = Path("runs").iterdir()
+        fails = partial(self.fails, capsys)
+        assert "holds a run already" in fails(*arguments, "--out", out)
+        assert "has steps 3, not 4" in fails("--resume", "--steps", 4)
+        assert "has precision bf16, not both" in fails("--resume", "--precision", "both")
+        (text / "00.txt").write_text("something else " * 100)
+        assert "is not that of the run" in fails("--resume")
+        (out / "config.json").write_text("{")
+        assert "cannot be read" in fails("--resume")
+
+
+def test_kill_9_and_resume(text, tmp_path):
+    """A killed process loses nothing but time."""
+    script = textwrap.dedent("""
+        import sys
+        from functools import partial
+        from fp8flax.demo import __main__ as cli
+        cli.Settings = partial(cli.Settings, batch_size=2, length=16, width=16, num_layers=1,
+                               validation_batches=2, checkpoint_every=3)
+        sys.exit(cli.main(sys.argv[1:]))
+    """)
+
+    def start(*arguments):
+        return subprocess.Popen(
+            [sys.executable, "-c", script, *map(str, arguments)],
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    options = ("--data", text, "--steps", 60, "--precision", "fp8")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = start(*options, "--out", whole)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output.decode()
+
+    process = start(*options, "--out", killed)
+    deadline = time.monotonic() + 300
+    while not list(killed.glob("checkpoints/fp8-seed0/[1-9]*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (killed / "results.json").exists()
+    process = start("--resume", "--out", killed)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output.decode()
+
+    def losses(folder):
+        fp8 = json.loads((folder / "results.json").read_text())["runs"][0]["precisions"]["fp8"]
+        return fp8["train_loss"], fp8["validation_curve"], fp8["layers"]
+
+    assert losses(whole) == losses(killed)

@@ -1,0 +1,519 @@
+"""Gradients that merge by max, and the train state, against one call on the concatenated data."""
+
+import warnings
+from functools import partial
+
+import flax.core
+import flax.linen as nn
+import flax.serialization
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import fp8flax as fp8
+
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+RECIPE = fp8.DelayedScaling(amax_history_len=4)
+Op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPE)
+maybe_jit = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+
+
+class Net(nn.Module):
+    """Two FP8 layers, one of them optional, and a batch norm beside them."""
+
+    dot_general_cls: object = Op
+    batch_norm: bool = False
+
+    @nn.compact
+    def __call__(self, x, use_second=True, train=False):
+        x = nn.relu(nn.Dense(8, dot_general_cls=self.dot_general_cls, name="first")(x))
+        if self.batch_norm:
+            x = nn.BatchNorm(use_running_average=not train, name="norm")(x)
+        second = nn.Dense(8, dot_general_cls=self.dot_general_cls, name="second")
+        return second(x) if use_second or self.is_initializing() else x
+
+
+MODEL = Net()
+X = jax.random.normal(jax.random.key(0), (4, 6))
+VARIABLES = MODEL.init(jax.random.key(1), X)
+
+
+def mse(variables, x, **kwargs):
+    return jnp.mean(MODEL.apply(variables, x, **kwargs) ** 2)
+
+
+def assert_trees_equal(a, b, compare=np.testing.assert_array_equal):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(compare, a, b)
+
+
+assert_trees_close = partial(
+    assert_trees_equal, compare=partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+)
+
+
+def advanced(steps=2):
+    """Variables after some steps, so that scale and history are not the fresh ones."""
+    variables = VARIABLES
+    for i in range(steps):
+        state = fp8.grad(mse)(variables, X * (i + 2.0))[OWG]
+        variables = {**variables, OWG: state}
+    return variables
+
+
+class TestSignature:
+    """The signatures of ``jax.grad`` and ``jax.value_and_grad``."""
+
+    @maybe_jit
+    def test_without_state_it_is_jax(self, wrap):
+        def f(a, b, c=2.0):
+            return a["w"] ** 2 * b * c
+
+        args = ({"w": 3.0}, 5.0)
+        for argnums in (0, 1, (0, 1), (1,), -1, [0]):
+            assert_trees_equal(
+                wrap(fp8.value_and_grad(f, argnums))(*args, c=4.0),
+                wrap(jax.value_and_grad(f, argnums))(*args, c=4.0),
+            )
+            assert_trees_equal(wrap(fp8.grad(f, argnums))(*args), wrap(jax.grad(f, argnums))(*args))
+
+    @maybe_jit
+    def test_has_aux(self, wrap):
+        def f(variables, x):
+            out, updates = MODEL.apply(variables, x, mutable=True)
+            return jnp.mean(out**2), {"out": out, "state": updates[OWG]}
+
+        (value, aux), grads = wrap(fp8.value_and_grad(f, has_aux=True))(VARIABLES, X)
+        grads_again, aux_again = wrap(fp8.grad(f, has_aux=True))(VARIABLES, X)
+        np.testing.assert_allclose(value, jnp.mean(aux["out"] ** 2), rtol=1e-6)
+        assert_trees_equal(grads, grads_again)
+        assert_trees_equal(aux, aux_again)
+        # State that leaves through aux is float32 again.
+        assert_trees_equal(aux["state"], VARIABLES[OWG])
+
+    def test_holomorphic_and_allow_int_are_passed_on(self):
+        assert fp8.grad(lambda z: z**2, holomorphic=True)(1 + 1j) == 2 + 2j
+        assert fp8.grad(lambda i: 1.0, allow_int=True)(3).dtype == jax.dtypes.float0
+
+    def test_aux_may_be_anything_when_not_jitted(self):
+        (_, aux), _ = fp8.value_and_grad(lambda v: (mse(v, X), "text"), has_aux=True)(VARIABLES)
+        assert aux == "text"
+
+    def test_concrete_values_when_not_jitted(self):
+        def f(variables):
+            loss = mse(variables, X)
+            return loss if jax.lax.stop_gradient(loss) > 0 else -loss
+
+        fp8.grad(f)(VARIABLES)
+
+    @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+    def test_the_collection_as_an_argument_of_its_own(self, split):
+        def twice(params, state):
+            variables = {"params": params, **(state if split else {OWG: state})}
+            return mse(variables, X) + mse(variables, 2 * X)
+
+        state = {OWG: VARIABLES[OWG]} if split else VARIABLES[OWG]
+        _, (_, new) = fp8.value_and_grad(twice, (0, 1))(VARIABLES["params"], state)
+        new = new[OWG] if split else new
+        history = new["first"]["Fp8DotGeneralOp_0"]["input_amax_history"]
+        assert history[0] == 2 * np.max(np.abs(X))
+
+    def test_frozen_dict(self):
+        grads = fp8.grad(mse)(flax.core.freeze(VARIABLES), X)
+        assert isinstance(grads, flax.core.FrozenDict)
+        assert_trees_equal(flax.core.unfreeze(grads), fp8.grad(mse)(VARIABLES, X))
+
+    def test_narrow_state_is_refused(self):
+        narrow = jax.tree.map(lambda s: s.astype(jnp.bfloat16), VARIABLES)
+        with pytest.raises(TypeError, match="must be float32; got bfloat16"):
+            fp8.grad(mse)(narrow, X)
+
+
+class Scanned(nn.Module):
+    """A stack of layers whose state, and whose weights, are shared or stacked."""
+
+    tied: bool
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        class Body(nn.Module):
+            @nn.compact
+            def __call__(self, carry, _):
+                return nn.Dense(x.shape[-1], dot_general_cls=Op, use_bias=False)(carry), None
+
+        axes = (
+            {"variable_broadcast": ["params", OWG]}
+            if self.tied
+            else {"variable_axes": {"params": 0, OWG: 0}}
+        )
+        body = nn.remat(Body) if self.remat else Body
+        scan = nn.scan(body, split_rngs={"params": not self.tied}, length=3, **axes)
+        return scan(name="stack")(x, None)[0]
+
+
+class TestMergeByMax:
+    """However often the state is read, what comes out is one call's on all the data."""
+
+    @maybe_jit
+    def test_called_twice(self, wrap):
+        variables = advanced()
+        grads = wrap(fp8.grad(lambda v: 0.5 * (mse(v, X) + mse(v, 3 * X))))(variables)
+        assert_trees_close(grads, fp8.grad(mse)(variables, jnp.concatenate([X, 3 * X])))
+
+    @maybe_jit
+    def test_microbatches_in_a_scan(self, wrap):
+        variables = advanced()
+        batches = jnp.stack([X, 3 * X, 2 * X])
+
+        def loss(v, batches):
+            total = lax.scan(lambda c, x: (c + mse(v, x), None), 0.0, batches)[0]
+            return total / len(batches)
+
+        def concatenated(v, batches):
+            return mse(v, batches.reshape(-1, X.shape[-1]))
+
+        grads = wrap(fp8.grad(loss))(variables, batches)
+        assert_trees_close(grads, fp8.grad(concatenated)(variables, batches))
+
+    @maybe_jit
+    @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+    @pytest.mark.parametrize("tied", [False, True], ids=["stacked", "tied"])
+    def test_nn_scan(self, tied, remat, wrap):
+        model = Scanned(tied=tied, remat=remat)
+        x = jax.random.normal(jax.random.key(0), (4, 6))
+        variables = model.init(jax.random.key(1), x)
+        layer = nn.Dense(6, dot_general_cls=Op, use_bias=False)
+        kernels = variables["params"]["stack"]["Dense_0"]["kernel"]
+        kernels = [kernels] * 3 if tied else list(kernels)
+        grads = wrap(fp8.grad(lambda v: jnp.mean(model.apply(v, x) ** 2)))(variables)
+        state = grads[OWG]["stack"]["Dense_0"]["Fp8DotGeneralOp_0"]
+        # The inputs of the three layers, by hand.
+        fresh = layer.init(jax.random.key(1), x)[OWG]
+        inputs, h = [], x
+        for kernel in kernels:
+            inputs.append(np.max(np.abs(h)))
+            h = layer.apply({"params": {"kernel": kernel}, OWG: fresh}, h)
+        if tied:
+            assert state["input_scale"].shape == (1,)
+            np.testing.assert_array_equal(state["input_scale"], [1.0])
+            np.testing.assert_allclose(state["input_amax_history"][0], max(inputs), rtol=1e-6)
+        else:
+            np.testing.assert_array_equal(state["input_scale"], np.ones((3, 1)))
+            np.testing.assert_allclose(state["input_amax_history"][:, 0], inputs, rtol=1e-6)
+        np.testing.assert_allclose(np.max(state["kernel_amax_history"]), np.max(np.abs(kernels)), rtol=1e-6)
+
+    @maybe_jit
+    def test_remat_and_cond(self, wrap):
+        variables = advanced()
+
+        def f(v, flag):
+            inner = jax.checkpoint(partial(mse, v))
+            return inner(X) + lax.cond(flag, lambda: mse(v, 3 * X), lambda: 0.0)
+
+        for flag, largest in ((True, 3.0), (False, 1.0)):
+            history = wrap(fp8.grad(f))(variables, jnp.array(flag))[OWG]["first"]["Fp8DotGeneralOp_0"][
+                "input_amax_history"
+            ]
+            assert history[0] == largest * np.max(np.abs(X))
+
+
+class TestNoUpdate:
+    """State that got no gradient, or met a NaN or an Inf, stays as it was."""
+
+    @maybe_jit
+    @pytest.mark.parametrize("gradient", [fp8.grad, jax.grad], ids=["fp8.grad", "jax.grad"])
+    def test_an_unused_layer(self, wrap, gradient):
+        variables = advanced()
+        state = fp8.TrainState.create(apply_fn=MODEL.apply, params=variables, tx=optax.sgd(0.1))
+
+        def loss(v):
+            return jnp.mean(state.apply_fn(v, X, use_second=False) ** 2)
+
+        new = state.apply_gradients(grads=wrap(gradient(loss))(state.params)).params
+        assert_trees_equal(new[OWG]["second"], variables[OWG]["second"])
+        first = new[OWG]["first"]["Fp8DotGeneralOp_0"]
+        assert first["input_amax_history"][0] == np.max(np.abs(X))
+        assert np.isfinite(MODEL.apply(new, X)).all()
+
+    @maybe_jit
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    @pytest.mark.parametrize("gradient", [fp8.grad, jax.grad], ids=["fp8.grad", "jax.grad"])
+    def test_a_bad_batch_leaves_no_trace(self, wrap, bad, gradient):
+        variables = advanced()
+        tx = optax.apply_if_finite(optax.sgd(0.1), 10)
+        state = fp8.TrainState.create(apply_fn=MODEL.apply, params=variables, tx=tx)
+
+        @wrap
+        def step(state, x):
+            grads = gradient(lambda v: jnp.mean(state.apply_fn(v, x) ** 2))(state.params)
+            return state.apply_gradients(grads=grads)
+
+        after = step(state, X.at[1, 2].set(bad))
+        for leaf in jax.tree.leaves(after.params):
+            assert np.isfinite(leaf).all()
+        op = after.params[OWG]["first"]["Fp8DotGeneralOp_0"]
+        old = variables[OWG]["first"]["Fp8DotGeneralOp_0"]
+        np.testing.assert_array_equal(op["input_amax_history"], old["input_amax_history"])
+        # The next step is like any other.
+        recovered = step(after, X)
+        assert recovered.params[OWG]["first"]["Fp8DotGeneralOp_0"]["input_amax_history"][0] == np.max(
+            np.abs(X)
+        )
+
+    def test_one_bad_microbatch_counts_for_all(self):
+        variables = advanced()
+        bad = X.at[0, 0].set(jnp.nan)
+        grads = fp8.grad(lambda v: mse(v, X) + mse(v, bad))(variables)
+        expected = fp8.grad(mse)(variables, jnp.concatenate([X, bad]))
+        name = ("first", "Fp8DotGeneralOp_0", "input_amax_history")
+        ours, theirs = grads[OWG], expected[OWG]
+        for key in name:
+            ours, theirs = ours[key], theirs[key]
+        np.testing.assert_array_equal(ours, theirs)
+        assert ours[0] != np.max(np.abs(X))
+
+    def test_an_empty_batch(self):
+        variables = advanced()
+        grads = fp8.grad(lambda v: jnp.sum(MODEL.apply(v, X[:0])))(variables)
+        op = grads[OWG]["first"]["Fp8DotGeneralOp_0"]
+        old = variables[OWG]["first"]["Fp8DotGeneralOp_0"]
+        for role in ("input", "output_grad"):
+            np.testing.assert_array_equal(op[f"{role}_amax_history"], old[f"{role}_amax_history"])
+
+    def test_a_gradient_that_overflows(self):
+        variables = advanced()
+        grads = fp8.grad(lambda v: jnp.sum(MODEL.apply(v, X)) * jnp.inf)(variables)
+        for leaf in jax.tree.leaves(grads[OWG]):
+            assert np.isfinite(leaf).all()
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "MultiSteps": optax.MultiSteps(optax.adamw(1e-2), every_k_schedule=2),
+    "apply_if_finite": optax.apply_if_finite(optax.adamw(1e-2), 3),
+    "lion": optax.lion(1e-3),
+    "adafactor": optax.adafactor(1e-2),
+}
+
+
+@pytest.fixture
+def _promotion_of_optax():
+    """Optax 0.2.8 mixes dtypes and ranks in its own arithmetic (``decay ** count``)."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.usefixtures("_promotion_of_optax")
+class TestTrainState:
+    def loss(self, state, x):
+        return lambda v: jnp.mean((state.apply_fn(v, x) - 1.0) ** 2)
+
+    @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+    def test_optimizers_see_params_alone(self, optimizer):
+        tx = OPTIMIZERS[optimizer]
+        state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=tx)
+        # By hand: optax on params alone, the collection overwritten.
+        variables, opt_state = VARIABLES, tx.init(VARIABLES["params"])
+        assert_trees_equal(state.opt_state, opt_state)
+
+        @partial(jax.jit, donate_argnums=0)
+        def step(state, x):
+            loss, grads = fp8.value_and_grad(self.loss(state, x))(state.params)
+            return state.apply_gradients(grads=grads), loss
+
+        state = jax.tree.map(jnp.array, state)
+        losses = []
+        for i in range(4):
+            x = X * (1 + i)
+            grads = fp8.grad(self.loss(state, x))(variables)
+            updates, opt_state = tx.update(grads["params"], opt_state, variables["params"])
+            params = optax.apply_updates(variables["params"], updates)
+            variables = {"params": params, OWG: grads[OWG]}
+            state, loss = step(state, x)
+            losses.append(loss)
+        assert state.step == 4
+        assert_trees_equal(
+            state.params[OWG], variables[OWG], partial(np.testing.assert_allclose, rtol=1e-4)
+        )
+        assert_trees_equal(
+            state.params["params"], variables["params"], partial(np.testing.assert_allclose, atol=1e-4)
+        )
+        assert np.isfinite(losses).all()
+
+    @pytest.mark.parametrize("gradient", [fp8.grad, jax.grad], ids=["fp8.grad", "jax.grad"])
+    def test_batch_stats_survive(self, gradient):
+        model = Net(batch_norm=True)
+        variables = model.init(jax.random.key(0), X)
+        state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adamw(1e-2))
+
+        @jax.jit
+        def step(state):
+            def loss(v):
+                out, updates = state.apply_fn(v, X, train=True, mutable=["batch_stats"])
+                return jnp.mean(out**2), updates
+
+            grads, updates = gradient(loss, has_aux=True)(state.params)
+            state = state.apply_gradients(grads=grads)
+            return state.replace(params={**state.params, **updates}), updates
+
+        new, updates = step(state)
+        assert set(new.params) == {"params", OWG, "batch_stats"}
+        assert_trees_equal(new.params["batch_stats"], updates["batch_stats"])
+        # Without the replacement they stay as they were.
+        grads = fp8.grad(lambda v: jnp.mean(state.apply_fn(v, X) ** 2))(state.params)
+        kept = state.apply_gradients(grads=grads)
+        assert_trees_equal(kept.params["batch_stats"], variables["batch_stats"])
+
+    def test_apply_fn_merges_by_itself(self):
+        class Twice(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                layer = nn.Dense(6, dot_general_cls=Op)
+                return layer(layer(x))
+
+        model = Twice()
+        variables = model.init(jax.random.key(0), X)
+        state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
+        grads = jax.grad(lambda v: jnp.sum(state.apply_fn(v, X)))(state.params)
+        op = grads[OWG]["Dense_0"]["Fp8DotGeneralOp_0"]
+        np.testing.assert_array_equal(op["input_scale"], [1.0])
+
+    def test_apply_fn_returns_float32_state(self):
+        state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=optax.sgd(0.1))
+        _, updates = state.apply_fn(state.params, X, mutable=True)
+        assert_trees_equal(updates[OWG], VARIABLES[OWG])
+
+    def test_two_states_of_one_model_share_a_trace(self):
+        traces = []
+
+        @jax.jit
+        def step(state):
+            traces.append(1)
+            return state.apply_fn(state.params, X)
+
+        tx = optax.sgd(0.1)
+        for _ in range(2):
+            state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=tx)
+            step(state)
+            step(state.replace(params=advanced()))
+        assert len(traces) == 1
+
+    @pytest.mark.parametrize("bare", [False, True], ids=["variables", "params"])
+    def test_without_fp8_it_is_the_flax_train_state(self, bare):
+        model = Net(dot_general_cls=None)
+        variables = model.init(jax.random.key(0), X)
+        params = variables["params"] if bare else variables
+
+        def step(state):
+            grads = jax.grad(lambda p: jnp.mean(state.apply_fn({"params": p} if bare else p, X) ** 2))(
+                state.params
+            )
+            return state.apply_gradients(grads=grads)
+
+        states = [
+            cls.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-2))
+            for cls in (fp8.TrainState, flax.training.train_state.TrainState)
+        ]
+        for _ in range(2):
+            states = [step(state) for state in states]
+        assert_trees_equal(states[0].params, states[1].params)
+        assert states[0].step == 2
+
+    @pytest.mark.parametrize("freeze", [lambda t: t, flax.core.freeze], ids=["dict", "FrozenDict"])
+    def test_containers_are_kept(self, freeze):
+        variables = freeze(VARIABLES)
+        state = fp8.TrainState.create(apply_fn=MODEL.apply, params=variables, tx=optax.sgd(0.1))
+        grads = fp8.grad(self.loss(state, X))(state.params)
+        assert type(state.apply_gradients(grads=grads).params) is type(variables)
+
+    def test_serialisation(self):
+        state = fp8.TrainState.create(apply_fn=MODEL.apply, params=advanced(), tx=optax.adamw(1e-2))
+        fresh = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=optax.adamw(1e-2))
+        restored = flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(state))
+        assert_trees_equal(restored.params, state.params)
+        assert_trees_equal(restored.opt_state, state.opt_state)
+
+    def test_a_checkpoint_of_the_flax_train_state_loads(self):
+        theirs = flax.training.train_state.TrainState.create(
+            apply_fn=MODEL.apply, params=advanced(), tx=optax.adamw(1e-2)
+        )
+        fresh = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=optax.adamw(1e-2))
+        restored = flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(theirs))
+        assert_trees_equal(restored.params, theirs.params)
+
+    def test_subclass_fields(self):
+        class WithKey(fp8.TrainState):
+            key: jax.Array
+
+        state = WithKey.create(
+            apply_fn=MODEL.apply, params=VARIABLES, tx=optax.sgd(0.1), key=jax.random.key(0)
+        )
+        grads = fp8.grad(self.loss(state, X))(state.params)
+        new = state.apply_gradients(grads=grads, key=jax.random.key(1))
+        assert isinstance(new, WithKey)
+        assert new.key == jax.random.key(1)
+
+    def grads_and_state(self):
+        state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=optax.sgd(0.1))
+        return fp8.grad(self.loss(state, X))(state.params), state
+
+    def test_gradients_without_state_are_refused(self):
+        grads, state = self.grads_and_state()
+        with pytest.raises(ValueError, match="the FP8 scaling state would stand still"):
+            state.apply_gradients(grads={"params": grads["params"]})
+        with pytest.raises(ValueError, match="must be one with the key 'params'"):
+            state.apply_gradients(grads=grads["params"])
+        held = state.apply_gradients(grads={**grads, OWG: state.params[OWG]})
+        assert_trees_equal(held.params[OWG], VARIABLES[OWG])
+
+    def test_gradients_of_other_variables_are_refused(self):
+        grads, state = self.grads_and_state()
+        other = {**grads, OWG: {"first": grads[OWG]["first"]}}
+        with pytest.raises(ValueError, match="has another structure than the state"):
+            state.apply_gradients(grads=other)
+        narrow = {**grads, OWG: jax.tree.map(lambda s: s.astype(jnp.bfloat16), grads[OWG])}
+        with pytest.raises(TypeError, match="first/Fp8DotGeneralOp_0/input_amax_history must be float32"):
+            state.apply_gradients(grads=narrow)
+
+    def test_wrong_params_are_refused(self):
+        narrow = jax.tree.map(lambda s: s.astype(jnp.bfloat16), VARIABLES)
+        create = partial(fp8.TrainState.create, apply_fn=MODEL.apply, tx=optax.sgd(0.1))
+        with pytest.raises(TypeError, match="must be float32; got bfloat16"):
+            create(params=narrow)
+        with pytest.raises(ValueError, match="but no 'params'"):
+            create(params={OWG: VARIABLES[OWG], "weights": VARIABLES["params"]})
+
+
+@pytest.mark.usefixtures("_promotion_of_optax")
+def test_training_in_fp8_keeps_up_with_float32():
+    target = jnp.sin(3 * X @ jax.random.normal(jax.random.key(5), (6, 8)))
+
+    def train(dot_general_cls):
+        model = Net(dot_general_cls=dot_general_cls)
+        variables = model.init(jax.random.key(1), X)
+        state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-2))
+
+        @jax.jit
+        def step(state):
+            def loss(v):
+                return jnp.mean((state.apply_fn(v, X) - target) ** 2)
+
+            value, grads = fp8.value_and_grad(loss)(state.params)
+            return state.apply_gradients(grads=grads), value
+
+        losses = []
+        for _ in range(150):
+            state, value = step(state)
+            losses.append(float(value))
+        return losses
+
+    with warnings.catch_warnings():
+        in_fp8, in_float32 = train(Op), train(None)
+    assert in_float32[-1] < 0.1 * in_float32[0]
+    assert in_fp8[-1] < 0.15 * in_float32[0]
