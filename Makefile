@@ -1,6 +1,7 @@
 # Every target that needs Python makes its own virtual environment, so nothing is installed elsewhere.
 PYTHON ?= python3
 OLDEST_JAX = 0.9.0
+WORKERS ?= 2
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: help demo test test-oldest lint format typecheck pytest bench notebooks clean
@@ -43,10 +44,10 @@ typecheck: .venv/installed
 	.venv/bin/mypy
 
 pytest: .venv/installed
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest --numprocesses $(WORKERS) $(ARGS)
 
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest $(ARGS)
+	.venv-oldest/bin/python -m pytest --numprocesses $(WORKERS) $(ARGS)
 
 bench: .venv/installed
 	.venv/bin/python benchmarks/step_cpu.py $(ARGS)

@@ -57,7 +57,8 @@ def gap(records: dict[str, Record]) -> float | None:
     """Returns ``fp8 / bf16 - 1`` of the last validation losses, or None without both runs."""
     if set(records) != {"bf16", "fp8"}:
         return None
-    return float(records["fp8"].validation_loss[-1] / records["bf16"].validation_loss[-1] - 1)
+    in_fp8, in_bf16 = (float(records[p].validation_loss[-1]) for p in ("fp8", "bf16"))
+    return in_fp8 / in_bf16 - 1
 
 
 def _step_seconds(record: Record) -> float | None:
