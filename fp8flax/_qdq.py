@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fp8flax._formats import as_fp8_dtype, fp8_max
 from fp8flax._max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
@@ -39,30 +40,39 @@ def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
     return DelayedConfig(compute_dtype, as_fp8_dtype(q_dtype, "q_dtype"))
 
 
-def _next_scale(config: DelayedConfig, scale: Any, amax_history: Any) -> jax.Array:
+class _Past(NamedTuple):
+    """A scaling state as arithmetic wants it: float32, finite."""
+
+    scale: jax.Array
+    amax_history: jax.Array
+
+
+def _past(scale: Any, amax_history: Any) -> _Past:
+    return _Past(from_max_dtype(scale), drop_non_finite(from_max_dtype(amax_history)))
+
+
+def _next_scale(config: DelayedConfig, past: _Past) -> jax.Array:
     """Returns the float32 scale of this step, from the amaxes before it."""
-    history = drop_non_finite(from_max_dtype(amax_history))
-    amax = amax_of_history(history, config.amax_compute_algo)
-    return compute_scale(amax, from_max_dtype(scale), fp8_max(config.q_dtype), config.margin)
+    amax = amax_of_history(past.amax_history, config.amax_compute_algo)
+    return compute_scale(amax, past.scale, fp8_max(config.q_dtype), config.margin)
 
 
-def _next_state(x: jax.Array, new_scale: jax.Array, scale: Any, amax_history: Any) -> tuple[Any, Any]:
-    """Returns the cotangents ``(scale, amax_history)`` in the dtypes of the state that came in."""
-    history = drop_non_finite(from_max_dtype(amax_history))
-    if not is_max_dtype(amax_history):
-        new_history = compute_amax_history(x, history)
-    elif x.size == 0:
-        # Merging by max: -inf is "nothing to say", and leaves the word to the other uses of the state.
+def _next_state(x: jax.Array, new_scale: jax.Array, past: _Past, merging: bool) -> tuple[Any, Any]:
+    """Returns the cotangents of scale and amax history, in ``fp32_max_grad`` if they are ``merging``."""
+    history = past.amax_history
+    if not merging:
+        return new_scale, compute_amax_history(x, history)
+    if x.size == 0:
+        # -inf is "nothing to say" to a maximum, and leaves the word to the other uses of the state.
         new_history = jnp.full_like(history, -jnp.inf)
     else:
-        # Merging by max: a NaN or Inf anywhere must win over all other uses, as it would in one call on
-        # the concatenated data. Whoever overwrites the state then keeps the old history.
+        # A NaN or Inf anywhere must win over all other uses, as it would in one call on the concatenated
+        # data. Whoever overwrites the state then keeps the old history.
         amax = compute_amax(x)
-        new_history = push_amax(jnp.where(jnp.isfinite(amax), amax, jnp.inf), history)
-    return (
-        to_max_dtype(new_scale) if is_max_dtype(scale) else new_scale,
-        to_max_dtype(new_history) if is_max_dtype(amax_history) else new_history,
-    )
+        new_history = push_amax(
+            lax.select(lax.is_finite(amax), amax, jnp.full_like(amax, jnp.inf)), history
+        )
+    return to_max_dtype(new_scale), to_max_dtype(new_history)
 
 
 def _check_state(scale: Any, amax_history: Any) -> tuple[Any, Any]:
@@ -75,6 +85,10 @@ def _check_state(scale: Any, amax_history: Any) -> tuple[Any, Any]:
                 "Scaling state loses its meaning in a narrower dtype: keep it out of any cast of the "
                 "variables."
             )
+    if is_max_dtype(scale) != is_max_dtype(amax_history):
+        raise TypeError(
+            f"scale and amax_history must have the same dtype; got {scale.dtype} and {amax_history.dtype}."
+        )
     if scale.shape not in ((), (1,)):
         raise ValueError(f"scale must be a scalar or have shape (1,); got shape {scale.shape}.")
     if amax_history.ndim != 1 or amax_history.shape[0] == 0:
@@ -90,9 +104,10 @@ def _in_qdq(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any
 
 
 def _in_qdq_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> Any:
-    new_scale = _next_scale(config, scale, amax_history)
+    past = _past(scale, amax_history)
+    new_scale = _next_scale(config, past)
     out = quantize_dequantize(inp, config.q_dtype, new_scale, config.compute_dtype)
-    return out, _next_state(inp, new_scale, scale, amax_history)
+    return out, _next_state(inp, new_scale, past, is_max_dtype(scale))
 
 
 def _in_qdq_bwd(config: DelayedConfig, next_state: Any, g: jax.Array) -> Any:
@@ -115,9 +130,10 @@ def _out_qdq_fwd(config: DelayedConfig, out: jax.Array, scale: Any, amax_history
 
 
 def _out_qdq_bwd(config: DelayedConfig, state: Any, g: jax.Array) -> Any:
-    new_scale = _next_scale(config, *state)
+    past = _past(*state)
+    new_scale = _next_scale(config, past)
     q_g = quantize_dequantize(g, config.q_dtype, new_scale, config.compute_dtype)
-    return q_g, *_next_state(g, new_scale, *state)
+    return q_g, *_next_state(g, new_scale, past, is_max_dtype(state[0]))
 
 
 _out_qdq.defvjp(_out_qdq_fwd, _out_qdq_bwd)
@@ -129,9 +145,10 @@ def _in_q(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) 
 
 
 def _in_q_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> Any:
-    new_scale = _next_scale(config, scale, amax_history)
+    past = _past(scale, amax_history)
+    new_scale = _next_scale(config, past)
     q = quantize(inp, config.q_dtype, new_scale, config.compute_dtype)
-    return (q, new_scale), _next_state(inp, new_scale, scale, amax_history)
+    return (q, new_scale), _next_state(inp, new_scale, past, is_max_dtype(scale))
 
 
 def _in_q_bwd(config: DelayedConfig, next_state: Any, g: Any) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 # Scales stay in the normal range of float32: XLA flushes subnormals to zero, and a scale of zero or
 # infinity turns every value into NaN.
-_SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
-_LARGEST_SCALE = float(jnp.finfo(jnp.float32).max)
+_SMALLEST_SCALE = np.finfo(np.float32).tiny
+_LARGEST_SCALE = np.finfo(np.float32).max
 
 
 def compute_amax(x: jax.Array) -> jax.Array:
@@ -46,12 +48,12 @@ def compute_scale(
     """
     amax = jnp.asarray(amax, jnp.float32)
     scale = jnp.asarray(scale, jnp.float32)
-    usable = jnp.isfinite(amax) & (amax > 0)
+    usable = lax.is_finite(amax) & (amax > 0)
     reciprocal = (jnp.asarray(fp8_max, jnp.float32) / jnp.where(usable, amax, 1.0)) / 2.0**margin
     # Under jit XLA would turn 1 / (fp8_max / amax) into amax / fp8_max, which differs in the last bit;
     # the select between the two divisions keeps the result the same with and without jit.
-    new_scale = jnp.clip(1.0 / jnp.where(usable, reciprocal, 1.0), _SMALLEST_SCALE, _LARGEST_SCALE)
-    kept_scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1.0)
+    new_scale = lax.clamp(_SMALLEST_SCALE, 1.0 / jnp.where(usable, reciprocal, 1.0), _LARGEST_SCALE)
+    kept_scale = jnp.where(lax.is_finite(scale) & (scale > 0), scale, 1.0)
     return jnp.where(usable, new_scale, kept_scale)
 
 
@@ -104,4 +106,4 @@ def amax_of_history(amax_history: jax.Array, algorithm: str) -> jax.Array:
 
 def drop_non_finite(amax_history: jax.Array) -> jax.Array:
     """Replaces NaN and Inf by 0, so that a damaged history heals at the next step."""
-    return jnp.where(jnp.isfinite(amax_history), amax_history, 0.0)
+    return lax.select(lax.is_finite(amax_history), amax_history, jnp.zeros_like(amax_history))

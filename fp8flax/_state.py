@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.tree_util import KeyPath
 
 from fp8flax._max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
@@ -94,12 +95,12 @@ def _next_state(old: ScalingState, new: ScalingState) -> ScalingState:
     """Returns ``new`` where it is a state that a step can produce, else ``old``.
 
     Shapes may have leading axes (layers stacked by ``nn.scan``), each with a verdict of its own. A scale
-    that is not positive means that no gradient arrived; a history with an entry that is not finite means
-    that a NaN or Inf was seen.
+    that is not positive means that no gradient arrived; a newest amax that is not finite means that a NaN
+    or Inf was seen.
     """
-    scale_ok = jnp.isfinite(new.scale) & (new.scale > 0)
-    entries_ok = jnp.isfinite(new.amax_history) & (new.amax_history >= 0)
-    history_ok = scale_ok & jnp.all(entries_ok, axis=-1, keepdims=True)
+    newest = new.amax_history[..., :1]
+    scale_ok = lax.is_finite(new.scale) & (new.scale > 0)
+    history_ok = scale_ok & lax.is_finite(newest) & (newest >= 0)
     return ScalingState(
         jnp.where(scale_ok, new.scale, old.scale),
         jnp.where(history_ok, new.amax_history, old.amax_history),
