@@ -22,7 +22,6 @@ from fp8flax._scaling import (
     compute_amax,
     compute_amax_history,
     compute_scale,
-    drop_non_finite,
     push_amax,
 )
 
@@ -41,14 +40,14 @@ def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
 
 
 class _Past(NamedTuple):
-    """A scaling state as arithmetic wants it: float32, finite."""
+    """A scaling state as arithmetic wants it: float32."""
 
     scale: jax.Array
     amax_history: jax.Array
 
 
 def _past(scale: Any, amax_history: Any) -> _Past:
-    return _Past(from_max_dtype(scale), drop_non_finite(from_max_dtype(amax_history)))
+    return _Past(from_max_dtype(scale), from_max_dtype(amax_history))
 
 
 def _next_scale(config: DelayedConfig, past: _Past) -> jax.Array:

@@ -58,12 +58,16 @@ def compute_scale(
 
 
 def push_amax(amax: jax.Array, amax_history: jax.Array) -> jax.Array:
-    """Rolls ``amax_history`` of shape ``(length,)`` by one and writes ``amax`` at index 0."""
+    """Rolls ``amax_history`` of shape ``(length,)`` by one and writes ``amax`` at index 0.
+
+    Past entries that are not finite (a loop that overwrites its state by hand can store one) become 0, so
+    that a damaged history heals.
+    """
     # The entry that leaves is at index 1 (the oldest), the one at index 0 moves to the end: the order
     # of Flax, which a checkpoint carries.
-    return jnp.concatenate([amax.reshape((1,)), amax_history[2:], amax_history[:1]])[
-        : amax_history.shape[0]
-    ]
+    past = jnp.concatenate([amax_history[2:], amax_history[:1]])[: amax_history.shape[0] - 1]
+    past = lax.select(lax.is_finite(past), past, jnp.zeros_like(past))
+    return jnp.concatenate([amax.reshape((1,)), past])
 
 
 def compute_amax_history(x: jax.Array, amax_history: jax.Array) -> jax.Array:
@@ -102,8 +106,3 @@ def compute_amax_history(x: jax.Array, amax_history: jax.Array) -> jax.Array:
 def amax_of_history(amax_history: jax.Array, algorithm: str) -> jax.Array:
     """Reduces a history of shape ``(length,)`` to one amax: its ``"max"``, or the ``"most_recent"``."""
     return amax_history[0] if algorithm == "most_recent" else jnp.max(amax_history, axis=0)
-
-
-def drop_non_finite(amax_history: jax.Array) -> jax.Array:
-    """Replaces NaN and Inf by 0, so that a damaged history heals at the next step."""
-    return lax.select(lax.is_finite(amax_history), amax_history, jnp.zeros_like(amax_history))

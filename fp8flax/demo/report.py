@@ -189,7 +189,8 @@ def plot_loss(path: Path, runs: dict[int, dict[str, Record]]) -> None:
     gaps = [g for g in map(gap, runs.values()) if g is not None]
     title = "Byte-level language model, bf16 and FP8 from the same weights on the same batches"
     if gaps:
-        title += f"\nfinal validation gap {100 * float(np.mean(gaps)):+.2f} %, {len(gaps)} seed(s)"
+        seeds = "1 seed" if len(gaps) == 1 else f"mean of {len(gaps)} seeds"
+        title += f"\nfinal validation gap {100 * float(np.mean(gaps)):+.2f} %, {seeds}"
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -197,7 +198,11 @@ def plot_loss(path: Path, runs: dict[int, dict[str, Record]]) -> None:
 
 
 def plot_scaling(path: Path, record: Record) -> None:
-    """Draws, per tensor role, the amax and the scale of every FP8 layer over the steps."""
+    """Draws, per tensor role, the amax and the scale of every FP8 layer over the steps.
+
+    The scale of the first step is 1 everywhere (there is no history yet) and is left out: it would flatten
+    the rest.
+    """
     figure = Figure(figsize=(13, 6.5), layout="constrained")
     grid = figure.subplots(2, 3, sharex=True)
     steps = np.arange(1, len(record.train_loss) + 1)
@@ -207,10 +212,11 @@ def plot_scaling(path: Path, record: Record) -> None:
             axes: Axes = grid[row, j]
             for i, colour in enumerate(colours):
                 positive = np.where(values[:, i, j] > 0, values[:, i, j], np.nan)
-                axes.plot(steps, positive, color=colour, linewidth=0.9, alpha=0.8)
+                first = row if len(steps) > 1 else 0
+                axes.plot(steps[first:], positive[first:], color=colour, linewidth=0.9, alpha=0.8)
             axes.set_yscale("log")
             axes.grid(alpha=0.3, which="both")
-            axes.set_title(f"{role}: {name}" + (" used" if name == "scale" else " seen"))
+            axes.set_title(f"{role}: {name}" + (" used, from step 2" if row else " seen"))
             if row:
                 axes.set_xlabel("step")
     figure.suptitle(

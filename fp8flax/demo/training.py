@@ -40,9 +40,8 @@ class Settings:
 
     @property
     def evaluation_steps(self) -> list[int]:
-        """Steps after which the validation loss is taken: about eight, the last included."""
-        every = max(1, self.steps // 8)
-        return sorted({*range(every, self.steps, every), self.steps})
+        """Steps after which the validation loss is taken: eight or fewer, the last included."""
+        return sorted({-(-self.steps * i // 8) for i in range(1, 9)})
 
 
 @dataclasses.dataclass
