@@ -14,7 +14,14 @@ from fp8flax._formats import (
     fp8_max,
 )
 from fp8flax._max_dtype import fp32_max_grad
-from fp8flax._modules import Einsum, Fp8DotGeneralOp, Fp8Einsum, NANOOFp8DotGeneralOp
+from fp8flax._modules import (
+    Einsum,
+    Fp8DirectDotGeneralOp,
+    Fp8DotGeneral,
+    Fp8DotGeneralOp,
+    Fp8Einsum,
+    NANOOFp8DotGeneralOp,
+)
 from fp8flax._qdq import in_q, in_qdq, out_dq, out_qdq
 from fp8flax._quantize import (
     cast_to_representable,
@@ -35,6 +42,8 @@ __all__ = [
     "DelayedScaling",
     "Einsum",
     "Format",
+    "Fp8DirectDotGeneralOp",
+    "Fp8DotGeneral",
     "Fp8DotGeneralOp",
     "Fp8Einsum",
     "Fp8Limits",

@@ -10,7 +10,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fp8flax._state import OVERWRITE_WITH_GRADIENT, ROLES, split_state, state_leaf_names
+from fp8flax._state import (
+    OVERWRITE_WITH_GRADIENT,
+    ROLES,
+    check_state_dtype,
+    split_state,
+    state_leaf_names,
+)
 
 _SCALE_NAMES = frozenset(state_leaf_names(role)[0] for role in ROLES)
 
@@ -31,9 +37,11 @@ def add_fp8_state(
 
     Returns:
         A dict (a ``FrozenDict`` if ``variables`` is one) with all the collections of ``variables`` and
-        ``_overwrite_with_gradient``. State that is there with the right shape is kept.
+        ``_overwrite_with_gradient``. State that is there with the right shape is kept; a history of another
+        length is replaced by an empty one.
 
     Raises:
+        TypeError: state that is there is not float32.
         ValueError: ``model`` has no FP8 layer, or its parameters are not those of ``variables``.
 
     Example:
@@ -57,8 +65,10 @@ def add_fp8_state(
 
     def fresh(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
         value = old.get(path)
-        if value is not None and value.shape == leaf.shape and value.dtype == leaf.dtype:
-            return value
+        if value is not None:
+            check_state_dtype(path, value)
+            if value.shape == leaf.shape:
+                return value
         fill = jnp.ones if path[-1].key in _SCALE_NAMES else jnp.zeros
         return fill(leaf.shape, leaf.dtype)
 
@@ -83,7 +93,8 @@ def _eval_init(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _check_same_params(variables: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        leaves = jax.tree_util.tree_flatten_with_path(flax.core.unfreeze(tree))[0]
+        tree = nn.meta.unbox(flax.core.unfreeze(tree))
+        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
 
     have, want = shapes(variables.get("params", {})), shapes(wanted.get("params", {}))

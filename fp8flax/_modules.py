@@ -99,7 +99,8 @@ class Fp8DotGeneralOp(_Fp8Op):
         rhs: the kernel, likewise.
         dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
         precision: None (fast forward, exact gradients), or one precision for all three GEMMs.
-        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
+        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives. (For operands
+            of two dtypes that is the wider one; Flax's op casts the input to the kernel's dtype.)
 
     Attributes:
         recipe: how the tensors are scaled; None for ``DelayedScaling()``.
@@ -137,6 +138,23 @@ class Fp8DotGeneralOp(_Fp8Op):
             states=self.states,
             recipe=self.used_recipe,
         )
+
+
+class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
+    """``Fp8DotGeneralOp`` under the name that Flax gives its newer op, and so with its checkpoints.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer = nn.Dense(8, dot_general_cls=fp8.Fp8DirectDotGeneralOp)
+        >>> list(layer.init(jax.random.key(0), jnp.ones((2, 4)))["_overwrite_with_gradient"])
+        ['Fp8DirectDotGeneralOp_0']
+
+    Source: ``flax.linen.fp8_ops.Fp8DirectDotGeneralOp``.
+    """
+
+
+Fp8DotGeneral = Fp8DirectDotGeneralOp
+"""The name of that op in the Flax FP8 guide."""
 
 
 class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
@@ -200,7 +218,8 @@ class Fp8Einsum(_Fp8Op):
 class Einsum(nn.Einsum):
     """``nn.Einsum`` with the field ``dot_general_cls`` that Flax gives its other linear layers.
 
-    Same fields, variables, initial values and results as ``nn.Einsum``; the contraction goes through
+    Same fields, variables, initial values and results as ``nn.Einsum``, except that an index may not occur
+    twice within one operand; the contraction goes through
     ``dot_general_cls()``, with the layer's input as its input and the kernel as its kernel.
 
     Attributes:

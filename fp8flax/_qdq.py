@@ -158,18 +158,19 @@ def _in_q_bwd(config: DelayedConfig, next_state: Any, g: Any) -> Any:
 _in_q.defvjp(_in_q_fwd, _in_q_bwd)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _out_dq(dq_type: Any, lhs_scale: Any, rhs_scale: Any, out: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _out_dq(dq_type: Any, out_dtype: Any, lhs_scale: Any, rhs_scale: Any, out: jax.Array) -> jax.Array:
+    del out_dtype
     return dequantize(out, dq_type, from_max_dtype(lhs_scale) * from_max_dtype(rhs_scale))
 
 
-def _out_dq_fwd(dq_type: Any, lhs_scale: Any, rhs_scale: Any, out: jax.Array) -> Any:
-    return _out_dq(dq_type, lhs_scale, rhs_scale, out), None
+def _out_dq_fwd(dq_type: Any, out_dtype: Any, lhs_scale: Any, rhs_scale: Any, out: jax.Array) -> Any:
+    return _out_dq(dq_type, out_dtype, lhs_scale, rhs_scale, out), None
 
 
-def _out_dq_bwd(dq_type: Any, residuals: None, g: jax.Array) -> Any:
+def _out_dq_bwd(dq_type: Any, out_dtype: Any, residuals: None, g: jax.Array) -> Any:
     del dq_type, residuals
-    return None, None, g
+    return None, None, g.astype(out_dtype)
 
 
 _out_dq.defvjp(_out_dq_fwd, _out_dq_bwd)
@@ -299,7 +300,7 @@ def out_dq(dq_type: Any, lhs_scale: Any, rhs_scale: Any, out: Any) -> jax.Array:
 
     Raises:
         TypeError: ``dq_type`` is not a wide float.
-        ValueError: a scale has more than one element.
+        ValueError: a scale does not fit ``out``.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -309,4 +310,5 @@ def out_dq(dq_type: Any, lhs_scale: Any, rhs_scale: Any, out: Any) -> jax.Array:
     Source: ``flax.linen.fp8_ops.out_dq``.
     """
     lhs_scale, rhs_scale = (s if is_max_dtype(s) else jnp.asarray(s) for s in (lhs_scale, rhs_scale))
-    return _out_dq(dq_type, lhs_scale, rhs_scale, jnp.asarray(out))
+    out = jnp.asarray(out)
+    return _out_dq(dq_type, out.dtype, lhs_scale, rhs_scale, out)

@@ -24,7 +24,11 @@ def as_float_array(x: Any, name: str) -> jax.Array:
 
 def _as_compute_dtype(dtype: Any) -> Any:
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
-        raise TypeError(f"compute_dtype must be bfloat16, float16, float32 or float64; got {dtype!r}.")
+        raise TypeError(f"compute_dtype must be bfloat16, float32 or float64; got {dtype!r}.")
+    if jnp.dtype(dtype) == jnp.float16:
+        raise TypeError(
+            "compute_dtype float16 would round small scales to zero; pass float32 (x may be float16)."
+        )
     return jnp.dtype(dtype)
 
 
@@ -54,7 +58,8 @@ def quantize(
         q_dtype: FP8 dtype of the result.
         scale: positive; one element, or per slice with the reduced dimensions kept at size 1.
         compute_dtype: dtype that ``x`` and ``scale`` are cast to for the division. Float32 (the default)
-            is the accurate choice. Flax passes the layer's dtype: bfloat16 reproduces its rounding.
+            is the accurate choice. Flax passes the layer's dtype: for a bfloat16 ``x``, bfloat16 reproduces
+            its rounding. Float16 is refused: small scales would become zero.
 
     Returns:
         Array of ``x``'s shape in ``q_dtype``.

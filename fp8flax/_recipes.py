@@ -18,7 +18,7 @@ class DelayedScaling:
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.
-        margin: headroom in powers of two between the amax and the largest FP8 value, 0 or more.
+        margin: headroom in powers of two between the amax and the largest FP8 value, 0 to 16.
         amax_history_len: number of past steps that are remembered, 1 or more.
         amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
 
@@ -45,12 +45,17 @@ class DelayedScaling:
                 f"fp8_format must be a member of fp8flax.Format ({', '.join(Format.__members__)}); "
                 f"got {self.fp8_format!r}."
             )
-        for name, smallest in (("margin", 0), ("amax_history_len", 1)):
+        for name, smallest, largest in (("margin", 0, 16), ("amax_history_len", 1, None)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name} must be an int; got {value!r} of type {type(value).__name__}.")
             if value < smallest:
                 raise ValueError(f"{name} must be {smallest} or more; got {value}.")
+            if largest is not None and value > largest:
+                raise ValueError(
+                    f"{name} must be {largest} or less; got {value}. More would push the data below the "
+                    "smallest FP8 values."
+                )
         if self.amax_compute_algo not in _AMAX_ALGORITHMS:
             raise ValueError(
                 f"amax_compute_algo must be one of {_AMAX_ALGORITHMS}; got {self.amax_compute_algo!r}."

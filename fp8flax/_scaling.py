@@ -60,14 +60,15 @@ def compute_scale(
 def push_amax(amax: jax.Array, amax_history: jax.Array) -> jax.Array:
     """Rolls ``amax_history`` of shape ``(length,)`` by one and writes ``amax`` at index 0.
 
-    Past entries that are not finite (a loop that overwrites its state by hand can store one) become 0, so
-    that a damaged history heals.
+    A newest entry that is not finite becomes 0 on its way: a loop that stores what a merge by maximum
+    says of a NaN or Inf, and does not ask whether to keep the old state, heals at the next step.
     """
     # The entry that leaves is at index 1 (the oldest), the one at index 0 moves to the end: the order
     # of Flax, which a checkpoint carries.
-    past = jnp.concatenate([amax_history[2:], amax_history[:1]])[: amax_history.shape[0] - 1]
-    past = lax.select(lax.is_finite(past), past, jnp.zeros_like(past))
-    return jnp.concatenate([amax.reshape((1,)), past])
+    newest = amax_history[:1]
+    newest = lax.select(lax.is_finite(newest), newest, jnp.zeros_like(newest))
+    rolled = jnp.concatenate([amax.reshape((1,)), amax_history[2:], newest])
+    return rolled[: amax_history.shape[0]]
 
 
 def compute_amax_history(x: jax.Array, amax_history: jax.Array) -> jax.Array:
@@ -96,6 +97,7 @@ def compute_amax_history(x: jax.Array, amax_history: jax.Array) -> jax.Array:
 
     Source: the layout of ``flax.linen.fp8_ops``.
     """
+    x = jnp.asarray(x)
     if x.size == 0:
         return amax_history
     amax = compute_amax(x)

@@ -41,19 +41,48 @@ def state_leaf_names(role: str) -> tuple[str, str]:
 
 
 def _key_name(key: Any) -> Any:
-    return getattr(key, "key", getattr(key, "name", None))
+    """Returns a dict key, an attribute's name or a position, whatever kind of node a path goes through."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return key
 
 
-def _is_state(path: KeyPath) -> bool:
-    """Tells whether a leaf is scaling state: by its collection, or in a bare collection by its name."""
-    return any(_key_name(k) == OVERWRITE_WITH_GRADIENT for k in path) or (
-        bool(path) and _key_name(path[-1]) in _LEAF_NAMES
-    )
+def _partner(name: Any) -> str | None:
+    """Returns the leaf name that must stand beside ``name`` for both to be scaling state."""
+    if name not in _LEAF_NAMES:
+        return None
+    if name.endswith(_SCALE):
+        return name.removesuffix(_SCALE) + _HISTORY
+    return name.removesuffix(_HISTORY) + _SCALE
+
+
+def _find_state(paths: list[KeyPath]) -> list[bool]:
+    """Tells for each leaf whether it is scaling state.
+
+    It is if it lies in the collection. So that the collection may also be an argument of its own, a pair
+    of scale and amax history of the same role in one node counts too, except under ``params``.
+    """
+    names = {tuple(_key_name(k) for k in path) for path in paths}
+
+    def is_state(path: KeyPath) -> bool:
+        *parent, name = (_key_name(k) for k in path) if path else (None,)
+        if OVERWRITE_WITH_GRADIENT in parent:
+            return True
+        partner = _partner(name)
+        return partner is not None and "params" not in parent and (*parent, partner) in names
+
+    return [is_state(path) for path in paths]
+
+
+def has_state(tree: Any) -> bool:
+    """Tells whether any leaf of ``tree`` is scaling state."""
+    return any(_find_state([path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]))
 
 
 def path_str(path: KeyPath) -> str:
     """Formats a tree path as ``a/b/c``."""
-    return "/".join(str(_key_name(k) if _key_name(k) is not None else k) for k in path)
+    return "/".join(str(_key_name(k)) for k in path)
 
 
 def check_state_dtype(path: KeyPath, leaf: Any) -> None:
@@ -75,14 +104,14 @@ def merge_by_max(tree: Any) -> Any:
     Raises:
         TypeError: a leaf of scaling state is not float32.
     """
-
-    def cast(path: KeyPath, leaf: Any) -> Any:
-        if not _is_state(path):
-            return leaf
-        check_state_dtype(path, leaf)
-        return to_max_dtype(leaf)
-
-    return jax.tree_util.tree_map_with_path(cast, tree)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    merged = []
+    for (path, leaf), is_state in zip(leaves, _find_state([path for path, _ in leaves])):
+        if is_state:
+            check_state_dtype(path, leaf)
+            leaf = to_max_dtype(leaf)
+        merged.append(leaf)
+    return treedef.unflatten(merged)
 
 
 def unmerge(tree: Any) -> Any:
@@ -94,11 +123,14 @@ def unmerge(tree: Any) -> Any:
 def _next_state(old: ScalingState, new: ScalingState) -> ScalingState:
     """Returns ``new`` where it is a state that a step can produce, else ``old``.
 
-    Shapes may have leading axes (layers stacked by ``nn.scan``), each with a verdict of its own. A scale
-    that is not positive means that no gradient arrived; a newest amax that is not finite means that a NaN
-    or Inf was seen.
+    Shapes may have further axes (layers stacked by ``nn.scan``), each layer with a verdict of its own. A
+    scale that is not positive means that no gradient arrived; a newest amax that is not finite means that
+    a NaN or Inf was seen.
     """
-    newest = new.amax_history[..., :1]
+    newest = new.amax_history
+    for axis, (one, length) in enumerate(zip(new.scale.shape, new.amax_history.shape)):
+        if one != length:  # the axis of the history, wherever the layers were stacked
+            newest = lax.slice_in_dim(newest, 0, 1, axis=axis)
     scale_ok = lax.is_finite(new.scale) & (new.scale > 0)
     history_ok = scale_ok & lax.is_finite(newest) & (newest >= 0)
     return ScalingState(
@@ -125,8 +157,8 @@ def next_state(old: Any, new: Any) -> Any:
     old_leaves, treedef = jax.tree_util.tree_flatten_with_path(old)
     new_leaves = treedef.flatten_up_to(new)
     index = {path: i for i, (path, _) in enumerate(old_leaves)}
-    for path, i in index.items():
-        if not _is_state(path):
+    for (path, i), is_state in zip(index.items(), _find_state(list(index))):
+        if not is_state:
             continue
         old_leaf = old_leaves[i][1]
         check_state_dtype(path, new_leaves[i])
@@ -136,12 +168,12 @@ def next_state(old: Any, new: Any) -> Any:
                 f"The scaling state at {path_str(path)} has shape {old_leaf.shape}, its new value "
                 f"{new_leaves[i].shape}. Pass the gradient with respect to the same variables."
             )
-    for path, i in index.items():
+    for (path, i), is_state in zip(index.items(), _find_state(list(index))):
         name = _key_name(path[-1]) if path else None
-        if name not in _LEAF_NAMES or not name.endswith(_SCALE):
+        partner = _partner(name)
+        if not is_state or partner is None or not partner.endswith(_HISTORY):
             continue
-        parent, history_name = path[:-1], name.removesuffix(_SCALE) + _HISTORY
-        j = index.get((*parent, type(path[-1])(history_name)))
+        j = index.get((*path[:-1], type(path[-1])(partner)))
         if j is not None:
             old_state = ScalingState(old_leaves[i][1], old_leaves[j][1])
             kept = _next_state(old_state, ScalingState(new_leaves[i], new_leaves[j]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ import optax
 from fp8flax._state import (
     OVERWRITE_WITH_GRADIENT,
     check_state_dtype,
+    has_state,
     merge_by_max,
     next_state,
     unmerge,
@@ -31,8 +34,9 @@ def value_and_grad(
 
     Wherever a differentiated argument holds the collection ``_overwrite_with_gradient`` (or is it), the
     collection's gradient is its next value: that of one call on all the data, however often a layer ran
-    (shared weights, scanned microbatches). State that got no gradient, or met a NaN or an Inf, comes back
-    unchanged. All other gradients are those of ``jax.value_and_grad``.
+    (shared weights, scanned microbatches). A layer that got no gradient keeps its state, and a tensor that
+    held a NaN or an Inf leaves no trace in its history. ``jax.vmap`` over examples with shared state is not
+    supported yet. All other gradients are those of ``jax.value_and_grad``.
 
     Args:
         fun: a function whose differentiated arguments are trees of arrays; returns a scalar, or a pair
@@ -61,7 +65,8 @@ def value_and_grad(
 
     Source: signature of ``jax.value_and_grad``.
     """
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    single = not isinstance(argnums, Sequence)
+    positions = (operator.index(argnums),) if single else tuple(map(operator.index, argnums))  # type: ignore
 
     def merged_fun(*args: Any, **kwargs: Any) -> Any:
         merged = list(args)
@@ -69,13 +74,13 @@ def value_and_grad(
             merged[i] = merge_by_max(args[i])
         return unmerge(fun(*merged, **kwargs))
 
-    jax_value_and_grad = jax.value_and_grad(merged_fun, argnums, has_aux, holomorphic, allow_int)
+    jax_value_and_grad = jax.value_and_grad(merged_fun, positions, has_aux, holomorphic, allow_int)
 
+    @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         value, grads = jax_value_and_grad(*args, **kwargs)
-        if isinstance(argnums, int):
-            return value, next_state(args[argnums], grads)
-        return value, tuple(next_state(args[i], g) for i, g in zip(positions, grads))
+        grads = tuple(next_state(args[i], g) for i, g in zip(positions, grads))
+        return value, grads[0] if single else grads
 
     return value_and_grad_fun
 
@@ -112,6 +117,7 @@ def grad(
     """
     fun_with_value = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
 
+    @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
         value, grads = fun_with_value(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
@@ -150,8 +156,8 @@ class TrainState(flax.training.train_state.TrainState):
 
     * ``params`` alone is seen by the optimizer: momentum, weight decay, clipping and norms never meet
       the scaling state;
-    * ``_overwrite_with_gradient`` is replaced by its gradient, except where a layer got no gradient or
-      met a NaN or an Inf: there the old state stays;
+    * ``_overwrite_with_gradient`` is replaced by its gradient, except that a layer that got no gradient
+      keeps its state, and a tensor that held a NaN or an Inf its history;
     * other collections (``batch_stats``, …) stay as they are, until you ``replace`` them.
 
     ``apply_fn`` merges scaling state by maximum, so one ``apply`` under plain ``jax.grad`` is right; a
@@ -193,6 +199,9 @@ class TrainState(flax.training.train_state.TrainState):
                 f"{sorted(grads) if isinstance(grads, Mapping) else type(grads).__name__}. Differentiate "
                 "with respect to the whole of state.params."
             )
+        grads = flax.core.unfreeze(grads)
+        if isinstance(self.params, flax.core.FrozenDict):
+            grads = flax.core.freeze(grads)
         updates, opt_state = self.tx.update(grads["params"], self.opt_state, self.params["params"])
         changed = {"params": optax.apply_updates(self.params["params"], updates)}
         if OVERWRITE_WITH_GRADIENT in self.params:
@@ -233,16 +242,18 @@ class TrainState(flax.training.train_state.TrainState):
 
         Raises:
             TypeError: scaling state in ``params`` is not float32.
+            ValueError: scaling state lies where the optimizer would see it.
         """
         optimized = params
         if _is_variables(params):
             optimized = params["params"]
             state = {OVERWRITE_WITH_GRADIENT: params.get(OVERWRITE_WITH_GRADIENT)}
             jax.tree_util.tree_map_with_path(check_state_dtype, state)
-        elif isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
+        if has_state(optimized):
             raise ValueError(
-                f"params holds {OVERWRITE_WITH_GRADIENT!r} but no 'params': pass the whole dict of "
-                f"variables; got the keys {sorted(params)}."
+                "The optimizer would see FP8 scaling state: it lies deeper in params than the top level. "
+                "Pass one dict of variables, {'params': …, '_overwrite_with_gradient': …}; several models "
+                "need a TrainState each, or one module around them."
             )
         if not isinstance(apply_fn, _MergingApply):
             apply_fn = _MergingApply(apply_fn)

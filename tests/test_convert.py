@@ -1,3 +1,5 @@
+from functools import partial
+
 import flax.core
 import flax.linen as nn
 import jax
@@ -74,6 +76,24 @@ def test_nothing_is_computed_and_other_collections_stay():
     variables = {**PLAIN.init(jax.random.key(0), X), "batch_stats": {"mean": jnp.ones((3,))}}
     result = fp8.add_fp8_state(variables, FP8, X)
     assert result["batch_stats"] is variables["batch_stats"]
+
+
+def test_state_that_does_not_fit():
+    variables = FP8.init(jax.random.key(0), X)
+    narrow = {**variables, OWG: jax.tree.map(lambda s: s.astype(jnp.bfloat16), variables[OWG])}
+    with pytest.raises(TypeError, match="must be float32; got bfloat16"):
+        fp8.add_fp8_state(narrow, FP8, X)
+    short = make(partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=3)))
+    refilled = fp8.add_fp8_state(variables, short, X)
+    assert short.apply(refilled, X).shape == X.shape
+
+
+def test_boxed_parameters():
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    model = nn.Dense(4, kernel_init=init, dot_general_cls=fp8.Fp8DotGeneralOp)
+    boxed = model.init(jax.random.key(0), X)
+    for params in (boxed["params"], nn.meta.unbox(boxed["params"])):
+        assert OWG in fp8.add_fp8_state({"params": params}, model, X)
 
 
 def test_stacked_layers():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fp8flax.demo import __main__ as cli
-from fp8flax.demo import data, training
+from fp8flax.demo import data, report, training
 
 TINY = partial(
     training.Settings,
@@ -192,7 +192,8 @@ class TestCommandLine:
         empty.mkdir()
         a_file.touch()
         fails = partial(self.fails, capsys)
-        assert "missing is not a folder" in fails("--data", "missing")
+        assert "'missing' is not a folder" in fails("--data", "missing")
+        assert "'' is not a folder" in fails("--data", "")
         assert "is not a folder" in fails("--data", a_file)
         assert "holds too little text: 0 readable text files" in fails("--data", empty)
         assert "--steps must be 1 or more; got 0" in fails("--steps", 0)
@@ -215,8 +216,35 @@ class TestCommandLine:
         assert "has precision bf16, not both" in fails("--resume", "--precision", "both")
         (text / "00.txt").write_text("something else " * 100)
         assert "is not that of the run" in fails("--resume")
-        (out / "config.json").write_text("{")
-        assert "cannot be read" in fails("--resume")
+        for broken in (
+            "{",
+            "{}",
+            '{"steps": "a", "seeds": [0], "precision": "bf16", "data": null, "corpus": ""}',
+        ):
+            (out / "config.json").write_text(broken)
+            assert "cannot be read" in fails("--resume")
+
+    def test_results_among_the_text_are_not_text(self, text, capsys, monkeypatch):
+        monkeypatch.chdir(text)
+        arguments = ["--data", ".", "--precision", "bf16", "--steps", "3"]
+        assert cli.main(arguments) == 0
+        assert cli.main(["--resume"]) == 0
+        assert cli.main([*arguments, "--out", "here"]) == 0
+        assert cli.main(["--resume", "--out", "here"]) == 0
+
+    def test_the_newest_run_is_resumed(self, text, tmp_path, capsys, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        arguments = ["--data", str(text), "--precision", "bf16", "--steps", "1"]
+        for name in ("runs/zz", "runs/aa"):
+            assert cli.main([*arguments, "--out", name]) == 0
+        os.utime("runs/zz/config.json", (0, 0))
+        (tmp_path / "runs/aa/results.json").unlink()
+        assert cli.main(["--resume"]) == 0
+        assert (tmp_path / "runs/aa/results.json").exists()
+
+    def test_a_diverged_loss_is_still_json(self, tmp_path):
+        report.write_json(tmp_path / "r.json", {"loss": [1.0, float("nan")], "gap": float("inf")})
+        assert json.loads((tmp_path / "r.json").read_text()) == {"loss": [1.0, None], "gap": None}
 
 
 def test_kill_9_and_resume(text, tmp_path):

@@ -94,16 +94,20 @@ def test_agrees_with_flax_over_steps(contraction, dtype):
         variables = theirs.init(jax.random.key(0), lhs, rhs, dims)
     jax.tree.map(np.testing.assert_array_equal, our_variables, variables)
     # Flax rounds the scale to the layer's dtype: in float32 all agrees to accumulation order, in
-    # bfloat16 to the last bit of the scale (2**-9) and the FP8 roundings that it tips over.
-    tolerance = 1e-6 if dtype == jnp.float32 else 2e-2
+    # bfloat16 to the last bit of the scale (2**-9) and the FP8 roundings that it tips over, which are
+    # twice as coarse for the e5m2 of the gradients. (A forward pass without a cast differs by 0.016.)
+    forward, backward = (1e-6, 1e-6) if dtype == jnp.float32 else (1e-2, 1.2e-2)
     our_step, their_step = make_step(ours, dims), make_step(theirs, dims)
     for i in range(4):
         lhs, rhs, g = data(i, lhs_shape, rhs_shape, dims, dtype)
         (our_variables, *our_grads), our_out = our_step(our_variables, lhs, rhs, g)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             (variables, *grads), out = their_step(variables, lhs, rhs, g)
-        for ours_, theirs_, factors in zip(
-            (our_out, *our_grads), (out, *grads), ((lhs, rhs), (g, rhs), (lhs, g))
+        for ours_, theirs_, factors, tolerance in zip(
+            (our_out, *our_grads),
+            (out, *grads),
+            ((lhs, rhs), (g, rhs), (lhs, g)),
+            (forward, backward, backward),
         ):
             assert ours_.dtype == theirs_.dtype == dtype
             assert error_of_product(ours_, theirs_, *factors) <= tolerance

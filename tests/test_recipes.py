@@ -31,6 +31,7 @@ def test_frozen_and_keyword_only():
         ("amax_history_len", 2.0, TypeError, "amax_history_len must be an int; got 2.0 of type float"),
         ("amax_history_len", True, TypeError, "amax_history_len must be an int; got True of type bool"),
         ("margin", -1, ValueError, "margin must be 0 or more; got -1"),
+        ("margin", 17, ValueError, "margin must be 16 or less; got 17"),
         ("margin", "1", TypeError, "margin must be an int; got '1' of type str"),
         ("amax_compute_algo", "mean", ValueError, r"one of \('max', 'most_recent'\); got 'mean'"),
         ("fp8_format", "HYBRID", TypeError, "must be a member of fp8flax.Format.*got 'HYBRID'"),

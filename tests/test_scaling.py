@@ -60,6 +60,10 @@ def test_history_rolls_like_flax(length):
     assert ours[0] == 2 * length + 1
 
 
+def test_a_python_number_enters_the_history():
+    np.testing.assert_array_equal(fp8.compute_amax_history(-3.0, jnp.array([2.0, 9.0])), [3.0, 2.0])
+
+
 @pytest.mark.parametrize("x", [[np.nan, 1.0], [np.inf], [-np.inf, 2.0], []], ids=str)
 def test_unusable_data_leave_the_history(x):
     history = jnp.array([2.0, 9.0, 5.0])

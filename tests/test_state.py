@@ -64,6 +64,18 @@ def test_stacked_layers_are_judged_one_by_one():
     np.testing.assert_array_equal(kept["kernel_amax_history"][:, 0], [4.0, 4.0, 2.0])
 
 
+@pytest.mark.parametrize("length", [1, 3])
+def test_layers_stacked_along_another_axis(length):
+    old = {OWG: {"op": op_state(0.5, [2.0] * length, lead=(2,))}}
+    new = {OWG: {"op": op_state(0.25, [4.0] * length, lead=(2,))}}
+    history = new[OWG]["op"]["input_amax_history"]
+    new[OWG]["op"]["input_amax_history"] = history.at[1, 0].set(jnp.inf)
+    transposed = [jax.tree.map(lambda x: x.T, tree) for tree in (old, new)]
+    kept = jax.tree.map(lambda x: x.T, _state.next_state(*transposed))
+    np.testing.assert_array_equal(kept[OWG]["op"]["input_amax_history"], [[4.0] * length, [2.0] * length])
+    assert_trees_equal(kept, _state.next_state(old, new))
+
+
 @pytest.mark.parametrize("freeze", [lambda t: t, flax.core.freeze], ids=["dict", "FrozenDict"])
 def test_only_state_is_cast(freeze):
     cast = _state.merge_by_max(freeze(OLD))

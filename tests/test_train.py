@@ -127,6 +127,20 @@ class TestSignature:
         assert isinstance(grads, flax.core.FrozenDict)
         assert_trees_equal(flax.core.unfreeze(grads), fp8.grad(mse)(VARIABLES, X))
 
+    def test_numpy_argnums_and_name(self):
+        def named(a, b):
+            return a * b
+
+        assert fp8.grad(named, np.int64(1))(2.0, 3.0) == 2.0
+        assert fp8.grad(named).__name__ == fp8.value_and_grad(named).__name__ == "named"
+
+    def test_a_parameter_with_a_name_of_the_state_is_a_parameter(self):
+        def f(variables):
+            return jnp.sum(jnp.exp(variables["params"]["input_scale"]) * variables["other"]["kernel_scale"])
+
+        variables = {"params": {"input_scale": jnp.ones((2,))}, "other": {"kernel_scale": jnp.ones((2,))}}
+        assert_trees_equal(fp8.grad(f)(variables), jax.grad(f)(variables))
+
     def test_narrow_state_is_refused(self):
         narrow = jax.tree.map(lambda s: s.astype(jnp.bfloat16), VARIABLES)
         with pytest.raises(TypeError, match="must be float32; got bfloat16"):
@@ -486,8 +500,21 @@ class TestTrainState:
         create = partial(fp8.TrainState.create, apply_fn=MODEL.apply, tx=optax.sgd(0.1))
         with pytest.raises(TypeError, match="must be float32; got bfloat16"):
             create(params=narrow)
-        with pytest.raises(ValueError, match="but no 'params'"):
-            create(params={OWG: VARIABLES[OWG], "weights": VARIABLES["params"]})
+        for nested in (
+            {OWG: VARIABLES[OWG], "weights": VARIABLES["params"]},
+            {"generator": VARIABLES, "discriminator": VARIABLES},
+            {"params": VARIABLES},
+            VARIABLES[OWG],
+        ):
+            with pytest.raises(ValueError, match="The optimizer would see FP8 scaling state"):
+                create(params=nested)
+
+    def test_gradients_in_the_other_container(self):
+        grads, state = self.grads_and_state()
+        new = state.apply_gradients(grads=flax.core.freeze(grads))
+        assert_trees_equal(new.params, state.apply_gradients(grads=grads).params)
+        frozen = state.replace(params=flax.core.freeze(state.params))
+        assert isinstance(frozen.apply_gradients(grads=grads).params, flax.core.FrozenDict)
 
 
 @pytest.mark.usefixtures("_promotion_of_optax")

@@ -72,10 +72,10 @@ def _find_run(options: argparse.Namespace) -> Path:
         if not (folder / _CONFIG).is_file():
             raise DemoError(f"--resume: {folder} holds no run ({_CONFIG} is missing).")
         return folder
-    runs = sorted(p.parent for p in _RUNS.glob(f"*/{_CONFIG}"))
+    runs = [p.parent for p in _RUNS.glob(f"*/{_CONFIG}")]
     if not runs:
         raise DemoError(f"--resume: there is no run under {_RUNS}/; start one without --resume.")
-    return runs[-1]
+    return max(runs, key=lambda run: (run / _CONFIG).stat().st_mtime)
 
 
 def _resume_options(options: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -83,6 +83,9 @@ def _resume_options(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     try:
         config = json.loads((out / _CONFIG).read_text())
         values = {k: config[k] for k in ("steps", "seeds", "precision", "data", "corpus")}
+        valid = isinstance(values["steps"], int) and isinstance(values["seeds"], list)
+        if not valid or not all(isinstance(seed, int) for seed in values["seeds"]):
+            raise ValueError(f"unexpected values {values}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DemoError(f"--resume: {out / _CONFIG} cannot be read: {error}.") from error
     asked = vars(options)
@@ -136,7 +139,8 @@ def run(argv: Sequence[str] | None = None) -> None:
             setattr(options, name, value)
     _validate(options)
     settings = Settings(steps=options.steps)
-    corpus = load_corpus(options.data, settings.length)
+    results = (_RUNS, *([Path(options.out)] if options.out is not None else []))
+    corpus = load_corpus(options.data, settings.length, but_not=results)
     if options.resume:
         if config["corpus"] != corpus.digest:
             raise DemoError(
@@ -234,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fp8flax.demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nfp8flax.demo: interrupted; go on with --resume", file=sys.stderr)
+        print("\nfp8flax.demo: interrupted; what was saved goes on with --resume", file=sys.stderr)
         return 130
     return 0
 

@@ -41,15 +41,19 @@ class Corpus:
         return sha.hexdigest()[:16]
 
 
-def _files(root: Path, suffix: str, skipped: frozenset[str]) -> list[Path]:
+def _files(root: Path, suffix: str, skipped: frozenset[str], but_not: tuple[Path, ...]) -> list[Path]:
     found = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(s for s in subfolders if s not in skipped)
-        found += [Path(folder, n) for n in names if n.endswith(suffix)]
-    return sorted(found)
+        subfolders[:] = [
+            s
+            for s in subfolders
+            if s not in skipped and not s.startswith(".") and Path(folder, s).resolve() not in but_not
+        ]
+        found += [Path(folder, n) for n in names if n.endswith(suffix) and not n.startswith(".")]
+    return sorted(path for path in found if path.is_file())
 
 
-def load_corpus(folder: str | None, length: int) -> Corpus:
+def load_corpus(folder: str | None, length: int, but_not: tuple[Path, ...] = ()) -> Corpus:
     """Reads the text files under ``folder`` (None: the standard library's modules, without its tests).
 
     Files that cannot be read, are empty or hold a NUL byte (binary) are passed over; reading stops after
@@ -58,19 +62,20 @@ def load_corpus(folder: str | None, length: int) -> Corpus:
     Args:
         folder: a folder of text files, searched recursively, or None.
         length: sequence length; each of the two streams must hold more bytes than this.
+        but_not: folders to leave out, such as that of the results; hidden ones always are.
 
     Raises:
         DemoError: the folder is missing, or holds too little text.
     """
     if folder is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        paths = _files(root, ".py", _SKIPPED_FOLDERS)
+        paths = _files(root, ".py", _SKIPPED_FOLDERS, ())
         source = f"standard library of Python {sysconfig.get_python_version()}"
     else:
         root = Path(folder)
-        if not root.is_dir():
-            raise DemoError(f"--data: {folder} is not a folder.")
-        paths = _files(root, "", frozenset())
+        if not folder or not root.is_dir():
+            raise DemoError(f"--data: {folder!r} is not a folder.")
+        paths = _files(root, "", frozenset(), tuple(path.resolve() for path in but_not))
         source = folder
     texts: list[bytes] = []
     total = 0

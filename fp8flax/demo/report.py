@@ -117,9 +117,18 @@ def results(
     }
 
 
+def _without_nan(value: Any) -> Any:
+    """Replaces numbers that JSON does not have (a diverged loss) by null."""
+    if isinstance(value, dict):
+        return {k: _without_nan(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(v) for v in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
 def write_json(path: Path, figures: dict[str, Any]) -> None:
     """Writes the figures, readable and in full."""
-    path.write_text(json.dumps(figures, indent=1) + "\n")
+    path.write_text(json.dumps(_without_nan(figures), indent=1, allow_nan=False) + "\n")
 
 
 def print_tables(console: Console, runs: dict[int, dict[str, Record]], settings: Settings) -> None:
