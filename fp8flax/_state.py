@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -105,13 +106,41 @@ def merge_by_max(tree: Any) -> Any:
         TypeError: a leaf of scaling state is not float32.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    merged = []
-    for (path, leaf), is_state in zip(leaves, _find_state([path for path, _ in leaves])):
-        if is_state:
-            check_state_dtype(path, leaf)
-            leaf = to_max_dtype(leaf)
-        merged.append(leaf)
+    merged = [leaf for _, leaf in leaves]
+    # Collected in one tree, by node and name, so that scale and history meet in its gradient.
+    state: dict[str, dict[str, Any]] = {}
+    places: dict[int, tuple[str, str]] = {}
+    for i, is_state in enumerate(_find_state([path for path, _ in leaves])):
+        path, leaf = leaves[i]
+        if not is_state:
+            continue
+        check_state_dtype(path, leaf)
+        if not is_max_dtype(leaf):
+            *_, name = (str(_key_name(k)) for k in path)
+            places[i] = path_str(path[:-1]), name
+            state.setdefault(places[i][0], {})[name] = leaf
+    if places:
+        state = _cast_to_max({OVERWRITE_WITH_GRADIENT: state})[OVERWRITE_WITH_GRADIENT]
+    for i, (node, name) in places.items():
+        merged[i] = state[node][name]
     return treedef.unflatten(merged)
+
+
+@jax.custom_vjp
+def _cast_to_max(state: Any) -> Any:
+    """Casts a collection to ``fp32_max_grad``; its gradient is the state to keep, poison resolved."""
+    return jax.tree.map(to_max_dtype, state)
+
+
+def _cast_to_max_fwd(state: Any) -> Any:
+    return jax.tree.map(to_max_dtype, state), state
+
+
+def _cast_to_max_bwd(old: Any, merged: Any) -> Any:
+    return (next_state(old, merged),)
+
+
+_cast_to_max.defvjp(_cast_to_max_fwd, _cast_to_max_bwd)
 
 
 def unmerge(tree: Any) -> Any:
@@ -119,27 +148,28 @@ def unmerge(tree: Any) -> Any:
     return jax.tree.map(from_max_dtype, tree)
 
 
-@jax.jit
-def _next_state(old: ScalingState, new: ScalingState) -> ScalingState:
+@partial(jax.jit, static_argnums=2)
+def _next_state(old: ScalingState, new: ScalingState, poisonable: bool) -> ScalingState:
     """Returns ``new`` where it is a state that a step can produce, else ``old``.
 
     Shapes may have further axes (layers stacked by ``nn.scan``), each layer with a verdict of its own. A
-    scale that is not positive means that no gradient arrived; a newest amax that is not finite means that
-    a NaN or Inf was seen.
+    scale that is not positive means that no gradient arrived; a newest amax that is not finite, which only
+    a ``poisonable`` state can have, means that a NaN or Inf was seen.
     """
-    newest = new.amax_history
-    for axis, (one, length) in enumerate(zip(new.scale.shape, new.amax_history.shape)):
-        if one != length:  # the axis of the history, wherever the layers were stacked
-            newest = lax.slice_in_dim(newest, 0, 1, axis=axis)
-    scale_ok = lax.is_finite(new.scale) & (new.scale > 0)
-    history_ok = scale_ok & lax.is_finite(newest) & (newest >= 0)
+    scale_ok = history_ok = lax.is_finite(new.scale) & (new.scale > 0)
+    if poisonable:
+        newest = new.amax_history
+        for axis, (one, length) in enumerate(zip(new.scale.shape, new.amax_history.shape)):
+            if one != length:  # the axis of the history, wherever the layers were stacked
+                newest = lax.slice_in_dim(newest, 0, 1, axis=axis)
+        history_ok = scale_ok & lax.is_finite(newest) & (newest >= 0)
     return ScalingState(
         jnp.where(scale_ok, new.scale, old.scale),
         jnp.where(history_ok, new.amax_history, old.amax_history),
     )
 
 
-def next_state(old: Any, new: Any) -> Any:
+def next_state(old: Any, new: Any, *, poisonable: bool = True) -> Any:
     """Returns the scaling state to keep after a step, given the old state and its "gradient".
 
     Leaves that are not scaling state are taken from ``new``. State that got no gradient, or saw a NaN or
@@ -149,6 +179,8 @@ def next_state(old: Any, new: Any) -> Any:
         old: a tree of variables (or a bare collection) as it was before the step.
         new: the gradient with respect to it: same structure, scaling state in float32 or
             ``fp32_max_grad``.
+        poisonable: whether ``new`` may hold what a merge by maximum says of a NaN or Inf. The gradients of
+            ``merge_by_max`` do not; those of a plain cast do.
 
     Raises:
         TypeError: a leaf of scaling state in ``new`` is not float32.
@@ -176,7 +208,7 @@ def next_state(old: Any, new: Any) -> Any:
         j = index.get((*path[:-1], type(path[-1])(partner)))
         if j is not None:
             old_state = ScalingState(old_leaves[i][1], old_leaves[j][1])
-            kept = _next_state(old_state, ScalingState(new_leaves[i], new_leaves[j]))
+            kept = _next_state(old_state, ScalingState(new_leaves[i], new_leaves[j]), poisonable)
             new_leaves[i], new_leaves[j] = kept
     return treedef.unflatten(new_leaves)
 

@@ -79,7 +79,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         value, grads = jax_value_and_grad(*args, **kwargs)
-        grads = tuple(next_state(args[i], g) for i, g in zip(positions, grads))
+        grads = tuple(next_state(args[i], g, poisonable=False) for i, g in zip(positions, grads))
         return value, grads[0] if single else grads
 
     return value_and_grad_fun
@@ -228,7 +228,7 @@ class TrainState(flax.training.train_state.TrainState):
                 f"The gradient of {OVERWRITE_WITH_GRADIENT!r} has another structure than the state: "
                 f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}."
             )
-        return next_state(old, new)[OVERWRITE_WITH_GRADIENT]
+        return next_state(old, new, poisonable=False)[OVERWRITE_WITH_GRADIENT]
 
     @classmethod
     def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> Any:
