@@ -11,8 +11,9 @@ README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
-def test_there_are_examples():
+def test_there_are_examples_and_no_gaps():
     assert len(EXAMPLES) >= 2
+    assert "@@" not in README
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
