@@ -1,8 +1,11 @@
 """Every test runs on the CPU, under strict dtype promotion and without implicit rank promotion."""
 
+import importlib.metadata
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Before JAX 0.10 the CUDA plugin, which the audit compiles with, looks for a GPU's libraries without this.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
 import pytest
@@ -12,3 +15,12 @@ import pytest
 def _strict_jax():
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    """Skips where the compiler for GPUs is not installed; where it is, it must work."""
+    try:
+        importlib.metadata.version("jax-cuda13-plugin")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the compiler for GPUs is not installed: pip install 'fp8flax[audit]'")

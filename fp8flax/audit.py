@@ -1,0 +1,142 @@
+"""Command line of the audit: ``python -m fp8flax.audit --help``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+
+from fp8flax._audit import TARGETS, AuditReport, audit
+from fp8flax._dot_general import Fp8EmulationWarning
+
+
+class _UsageError(Exception):
+    """What the user can put right; its text is one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(message)
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"a share is between 0 and 1; got {text}")
+    return share
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m fp8flax.audit",
+        description="Compiles a function, for a GPU that need not be there, and says which of its GEMMs "
+        "run in FP8, and why the others do not.",
+        epilog="Exit status: 0; 1 if less runs in FP8 than --min-flops asks for; 2 if there is no report.",
+    )
+    parser.add_argument(
+        "program",
+        metavar="demo | module:function",
+        help="the training step of fp8flax.demo; or a function without arguments that returns (fn, *args), "
+        "where fn(*args) is what to compile and args may hold jax.ShapeDtypeStruct. The current folder is "
+        "searched for the module too",
+    )
+    parser.add_argument(
+        "--target", choices=TARGETS, default="h200", help="the device (default %(default)s)"
+    )
+    parser.add_argument(
+        "--min-flops",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="exit with 1 if less than this share (0 to 1) of the GEMMs' FLOPs runs in FP8",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to a file as well")
+    return parser
+
+
+def _load_demo() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    try:
+        from fp8flax.demo.training import Settings, make_state, train_step
+    except ImportError as error:
+        raise _UsageError(
+            f"{error.name} is missing; install it with: pip install 'fp8flax[demo]'"
+        ) from error
+    settings = Settings()
+    state = jax.eval_shape(lambda: make_state("fp8", 0, settings))
+    windows = jax.ShapeDtypeStruct((settings.batch_size, settings.length + 1), jax.numpy.int32)
+    return train_step, (state, windows)
+
+
+def _load(program: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the function to compile and its arguments."""
+    if program == "demo":
+        return _load_demo()
+    module_name, colon, name = program.partition(":")
+    if not (module_name and colon and name):
+        raise _UsageError(f"name demo or module:function; got {program!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else ""
+        raise _UsageError(f"cannot import {module_name} ({type(error).__name__}: {reason})") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise _UsageError(f"{module_name} has no function {name}")
+    loaded = function()
+    if not (isinstance(loaded, tuple) and loaded and callable(loaded[0])):
+        raise _UsageError(f"{program} must return (fn, *args); it returned {type(loaded).__name__}")
+    return loaded[0], loaded[1:]
+
+
+def _report(options: argparse.Namespace) -> AuditReport:
+    with warnings.catch_warnings():
+        if options.target != "local":
+            warnings.simplefilter("ignore", Fp8EmulationWarning)  # nothing will run here
+        fn, args = _load(options.program)
+    try:
+        return audit(fn, *args, target=options.target)
+    except ImportError as error:
+        raise _UsageError(str(error)) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit status."""
+    try:
+        options = _parser().parse_args(argv)
+        if options.target != "local" and not jax.config.jax_platforms:
+            jax.config.update("jax_platforms", "cpu")  # nothing runs, so no GPU need be there
+        report = _report(options)
+        if options.json is not None:
+            options.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+    except (_UsageError, OSError) as error:
+        sys.stderr.write(f"fp8flax.audit: {error}\n")
+        return 2
+    except Exception:  # of the function that is audited
+        traceback.print_exc()
+        return 2
+    sys.stdout.write(f"{report}\n")
+    if report.fp8_flops_share < options.min_flops:
+        sys.stderr.write(
+            f"fp8flax.audit: {100 * report.fp8_flops_share:.1f} % of the GEMMs' FLOPs run in FP8; at least "
+            f"{100 * options.min_flops:.1f} % were asked for\n"
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # JAX would look for CUDA's libraries as it starts; the compiler does not need them.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    sys.exit(main())
+
+# Importing a submodule binds it in its package; the name ``fp8flax.audit`` belongs to the function.
+sys.modules[__name__] = audit  # type: ignore[assignment]
