@@ -1,7 +1,8 @@
 """FP8 training and inference for Flax Linen."""
 
+from fp8flax._audit import AuditReport, assert_fp8, audit
 from fp8flax._convert import add_fp8_state, remove_fp8_state
-from fp8flax._dot_general import dot_general_with_precision
+from fp8flax._dot_general import RESIDUAL_NAMES, Fp8EmulationWarning, dot_general_with_precision
 from fp8flax._formats import (
     Format,
     Fp8Limits,
@@ -30,7 +31,7 @@ from fp8flax._quantize import (
     quantize,
     quantize_dequantize,
 )
-from fp8flax._recipes import DelayedScaling
+from fp8flax._recipes import Accumulation, DelayedScaling
 from fp8flax._scaling import compute_amax_history, compute_scale
 from fp8flax._state import OVERWRITE_WITH_GRADIENT, MissingStateError
 from fp8flax._train import TrainState, grad, value_and_grad
@@ -39,6 +40,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "OVERWRITE_WITH_GRADIENT",
+    "RESIDUAL_NAMES",
+    "Accumulation",
+    "AuditReport",
     "DelayedScaling",
     "Einsum",
     "Format",
@@ -46,11 +50,14 @@ __all__ = [
     "Fp8DotGeneral",
     "Fp8DotGeneralOp",
     "Fp8Einsum",
+    "Fp8EmulationWarning",
     "Fp8Limits",
     "MissingStateError",
     "NANOOFp8DotGeneralOp",
     "TrainState",
     "add_fp8_state",
+    "assert_fp8",
+    "audit",
     "cast_to_representable",
     "compute_amax_history",
     "compute_scale",

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fp8flax._dot_general import DimensionNumbers, DotStates, einsum_with, fp8_dot_general
+from fp8flax._dot_general import FORMS, DimensionNumbers, DotStates, einsum_with, fp8_dot_general
 from fp8flax._formats import Format
 from fp8flax._max_dtype import is_max_dtype
 from fp8flax._recipes import DelayedScaling
@@ -27,6 +27,7 @@ class _Fp8Op(nn.Module):
     """Declares the scaling state of one matmul."""
 
     recipe: DelayedScaling | None = None
+    form: str = "direct"
 
     def _default_recipe(self) -> DelayedScaling:
         return DelayedScaling()
@@ -39,6 +40,8 @@ class _Fp8Op(nn.Module):
                 f"{self.recipe!r}. To give a layer an op with options, use dot_general_cls="
                 "functools.partial(fp8flax.Fp8DotGeneralOp, recipe=fp8flax.DelayedScaling(...))."
             )
+        if self.form not in FORMS:
+            raise ValueError(f"form must be one of {FORMS}; got {self.form!r}.")
 
     def setup(self) -> None:
         self.used_recipe = self.recipe if self.recipe is not None else self._default_recipe()
@@ -137,6 +140,7 @@ class Fp8DotGeneralOp(_Fp8Op):
             preferred_element_type,
             states=self.states,
             recipe=self.used_recipe,
+            form=self.form,
         )
 
 
@@ -211,7 +215,7 @@ class Fp8Einsum(_Fp8Op):
         precision: Any = None,
         preferred_element_type: Any = None,
     ) -> jax.Array:
-        dot_general = partial(fp8_dot_general, states=self.states, recipe=self.used_recipe)
+        dot_general = partial(fp8_dot_general, states=self.states, recipe=self.used_recipe, form=self.form)
         return einsum_with(dot_general, eqn, lhs, rhs, precision, preferred_element_type)
 
 

@@ -7,11 +7,13 @@ all; their cotangent slots carry their *next values*, which a train state writes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp8flax._formats import as_fp8_dtype, fp8_max
@@ -19,11 +21,10 @@ from fp8flax._max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
 from fp8flax._quantize import as_float_array, dequantize, quantize, quantize_dequantize
 from fp8flax._scaling import (
     amax_of_history,
-    compute_amax,
-    compute_amax_history,
     compute_scale,
     push_amax,
 )
+from fp8flax._state import ScalingState
 
 
 class DelayedConfig(NamedTuple):
@@ -39,42 +40,65 @@ def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
     return DelayedConfig(compute_dtype, as_fp8_dtype(q_dtype, "q_dtype"))
 
 
-class _Past(NamedTuple):
-    """A scaling state as arithmetic wants it: float32."""
-
-    scale: jax.Array
-    amax_history: jax.Array
-
-
-def _past(scale: Any, amax_history: Any) -> _Past:
-    return _Past(from_max_dtype(scale), from_max_dtype(amax_history))
-
-
-def _next_scale(config: DelayedConfig, past: _Past) -> jax.Array:
+def delayed_scale(config: DelayedConfig, state: ScalingState) -> jax.Array:
     """Returns the float32 scale of this step, from the amaxes before it."""
-    amax = amax_of_history(past.amax_history, config.amax_compute_algo)
-    return compute_scale(amax, past.scale, fp8_max(config.q_dtype), config.margin)
+    amax = amax_of_history(from_max_dtype(state.amax_history), config.amax_compute_algo)
+    return compute_scale(amax, from_max_dtype(state.scale), fp8_max(config.q_dtype), config.margin)
 
 
-def _next_state(x: jax.Array, new_scale: jax.Array, past: _Past, merging: bool) -> tuple[Any, Any]:
-    """Returns the cotangents of scale and amax history, in ``fp32_max_grad`` if they are ``merging``."""
-    history = past.amax_history
-    if not merging:
-        return new_scale, compute_amax_history(x, history)
-    if x.size == 0:
-        # -inf is "nothing to say" to a maximum, and leaves the word to the other uses of the state.
-        new_history = jnp.full_like(history, -jnp.inf)
-    else:
-        # A NaN or Inf anywhere must win over all other uses, as it would in one call on the concatenated
-        # data. Whoever overwrites the state then keeps the old history.
-        amax = compute_amax(x)
-        new_history = push_amax(
-            lax.select(lax.is_finite(amax), amax, jnp.full_like(amax, jnp.inf)), history
+def delayed_scales(
+    configs: Sequence[DelayedConfig], states: Sequence[ScalingState]
+) -> tuple[jax.Array, ...]:
+    """Returns ``delayed_scale`` of several tensors, computed as one: a GPU starts fewer kernels.
+
+    The configs may differ in their dtypes only, the histories have one length.
+    """
+    histories = [from_max_dtype(state.amax_history) for state in states]
+    if configs[0].amax_compute_algo == "most_recent":
+        amaxes = [history[0] for history in histories]
+    else:  # one reduction of many operands
+        amaxes = lax.reduce(
+            histories,
+            [np.float32(-np.inf)] * len(histories),
+            lambda x, y: [lax.max(a, b) for a, b in zip(x, y)],
+            (0,),
         )
-    return to_max_dtype(new_scale), to_max_dtype(new_history)
+    return tuple(
+        compute_scale(amax, from_max_dtype(state.scale).reshape(()), fp8_max(config.q_dtype), config.margin)
+        for config, state, amax in zip(configs, states, amaxes)
+    )
 
 
-def _check_state(scale: Any, amax_history: Any) -> tuple[Any, Any]:
+def delayed_amax(x: jax.Array) -> jax.Array:
+    """Returns what ``delayed_next_state`` must know of a tensor: its amax in its dtype, -inf if empty."""
+    return jnp.max(jnp.abs(x), initial=-jnp.inf)
+
+
+def delayed_next_state(amax: jax.Array, new_scale: jax.Array, state: ScalingState) -> ScalingState:
+    """Returns the cotangents of scale and amax history, in the dtype of ``state``.
+
+    Args:
+        amax: that of ``delayed_amax``, a scalar.
+        new_scale: the scale used, float32, one element.
+        state: the state before this step, float32 or ``fp32_max_grad``.
+    """
+    amax = amax.astype(jnp.float32)
+    history = from_max_dtype(state.amax_history)
+    new_scale = new_scale.reshape(state.scale.shape)
+    if not is_max_dtype(state.scale):
+        kept = jnp.where(lax.is_finite(amax), push_amax(amax, history), history)
+        return ScalingState(new_scale, kept)
+    # A NaN or Inf anywhere must win over all other uses, as it would in one call on the concatenated
+    # data. Whoever overwrites the state then keeps the old history. An empty tensor has nothing to say:
+    # -inf leaves the word to the other uses.
+    empty = amax == -jnp.inf
+    amax = jnp.where(lax.is_finite(amax), amax, jnp.inf)
+    new_history = jnp.where(empty, -jnp.inf, push_amax(amax, history))
+    return ScalingState(to_max_dtype(new_scale), to_max_dtype(new_history))
+
+
+def check_state(scale: Any, amax_history: Any) -> ScalingState:
+    """Returns the two as arrays, or raises where their dtypes or shapes do not fit."""
     scale = scale if is_max_dtype(scale) else jnp.asarray(scale)
     amax_history = amax_history if is_max_dtype(amax_history) else jnp.asarray(amax_history)
     for name, value in (("scale", scale), ("amax_history", amax_history)):
@@ -94,7 +118,7 @@ def _check_state(scale: Any, amax_history: Any) -> tuple[Any, Any]:
         raise ValueError(
             f"amax_history must have shape (length,) with length 1 or more; got {amax_history.shape}."
         )
-    return scale, amax_history
+    return ScalingState(scale, amax_history)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -103,10 +127,10 @@ def _in_qdq(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any
 
 
 def _in_qdq_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> Any:
-    past = _past(scale, amax_history)
-    new_scale = _next_scale(config, past)
+    state = ScalingState(scale, amax_history)
+    new_scale = delayed_scale(config, state)
     out = quantize_dequantize(inp, config.q_dtype, new_scale, config.compute_dtype)
-    return out, _next_state(inp, new_scale, past, is_max_dtype(scale))
+    return out, delayed_next_state(delayed_amax(inp), new_scale, state)
 
 
 def _in_qdq_bwd(config: DelayedConfig, next_state: Any, g: jax.Array) -> Any:
@@ -125,14 +149,13 @@ def _out_qdq(config: DelayedConfig, out: jax.Array, scale: Any, amax_history: An
 
 def _out_qdq_fwd(config: DelayedConfig, out: jax.Array, scale: Any, amax_history: Any) -> Any:
     del config
-    return out, (scale, amax_history)
+    return out, ScalingState(scale, amax_history)
 
 
-def _out_qdq_bwd(config: DelayedConfig, state: Any, g: jax.Array) -> Any:
-    past = _past(*state)
-    new_scale = _next_scale(config, past)
+def _out_qdq_bwd(config: DelayedConfig, state: ScalingState, g: jax.Array) -> Any:
+    new_scale = delayed_scale(config, state)
     q_g = quantize_dequantize(g, config.q_dtype, new_scale, config.compute_dtype)
-    return q_g, *_next_state(g, new_scale, past, is_max_dtype(state[0]))
+    return q_g, *delayed_next_state(delayed_amax(g), new_scale, state)
 
 
 _out_qdq.defvjp(_out_qdq_fwd, _out_qdq_bwd)
@@ -144,10 +167,10 @@ def _in_q(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) 
 
 
 def _in_q_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> Any:
-    past = _past(scale, amax_history)
-    new_scale = _next_scale(config, past)
+    state = ScalingState(scale, amax_history)
+    new_scale = delayed_scale(config, state)
     q = quantize(inp, config.q_dtype, new_scale, config.compute_dtype)
-    return (q, new_scale), _next_state(inp, new_scale, past, is_max_dtype(scale))
+    return (q, new_scale), delayed_next_state(delayed_amax(inp), new_scale, state)
 
 
 def _in_q_bwd(config: DelayedConfig, next_state: Any, g: Any) -> Any:
@@ -178,12 +201,12 @@ _out_dq.defvjp(_out_dq_fwd, _out_dq_bwd)
 
 def delayed_in_qdq(config: DelayedConfig, inp: Any, scale: Any, amax_history: Any) -> jax.Array:
     """``in_qdq`` with every option of a delayed-scaling recipe."""
-    return _in_qdq(config, as_float_array(inp, "inp"), *_check_state(scale, amax_history))
+    return _in_qdq(config, as_float_array(inp, "inp"), *check_state(scale, amax_history))
 
 
 def delayed_out_qdq(config: DelayedConfig, out: Any, scale: Any, amax_history: Any) -> jax.Array:
     """``out_qdq`` with every option of a delayed-scaling recipe."""
-    return _out_qdq(config, as_float_array(out, "out"), *_check_state(scale, amax_history))
+    return _out_qdq(config, as_float_array(out, "out"), *check_state(scale, amax_history))
 
 
 def in_qdq(compute_dtype: Any, q_dtype: Any, inp: Any, scale: Any, amax_history: Any) -> jax.Array:
@@ -281,7 +304,7 @@ def in_q(
     Source: ``flax.linen.fp8_ops.in_q``.
     """
     config = _public_config(compute_dtype, q_dtype)
-    return _in_q(config, as_float_array(inp, "inp"), *_check_state(scale, amax_history))
+    return _in_q(config, as_float_array(inp, "inp"), *check_state(scale, amax_history))
 
 
 def out_dq(dq_type: Any, lhs_scale: Any, rhs_scale: Any, out: Any) -> jax.Array:

@@ -140,7 +140,9 @@ def quantize_dequantize(
     """
     x = as_float_array(x, "x")
     scale = jnp.asarray(scale).astype(_as_compute_dtype(compute_dtype))
-    return dequantize(quantize(x, q_dtype, scale, compute_dtype), x.dtype, scale)
+    # The barrier keeps the FP8 values: on GPUs XLA takes a cast to a narrower float and back for nothing.
+    q = lax.optimization_barrier(quantize(x, q_dtype, scale, compute_dtype))
+    return dequantize(q, x.dtype, scale)
 
 
 qdq = quantize_dequantize

@@ -64,11 +64,14 @@ def push_amax(amax: jax.Array, amax_history: jax.Array) -> jax.Array:
     says of a NaN or Inf, and does not ask whether to keep the old state, heals at the next step.
     """
     # The entry that leaves is at index 1 (the oldest), the one at index 0 moves to the end: the order
-    # of Flax, which a checkpoint carries.
-    newest = amax_history[:1]
-    newest = lax.select(lax.is_finite(newest), newest, jnp.zeros_like(newest))
-    rolled = jnp.concatenate([amax.reshape((1,)), amax_history[2:], newest])
-    return rolled[: amax_history.shape[0]]
+    # of Flax, which a checkpoint carries. Written with selects, which XLA fuses with their neighbours.
+    length = amax_history.shape[0]
+    position = lax.iota(np.int32, length)
+    newest = amax_history[0]
+    newest = jnp.where(lax.is_finite(newest), newest, 0.0)
+    rolled = lax.pad(amax_history, jnp.zeros((), amax_history.dtype), [(-1, 1, 0)])
+    rolled = jnp.where(position == length - 1, newest, rolled)
+    return jnp.where(position == 0, amax.reshape(()), rolled)
 
 
 def compute_amax_history(x: jax.Array, amax_history: jax.Array) -> jax.Array:

@@ -74,7 +74,11 @@ def next_history(x, history):
 class DenseStep:
     """Forward and backward of ``x @ w`` with delayed scaling, accumulated in float64."""
 
-    def __init__(self, length, forward="float8_e4m3fn", backward="float8_e5m2", **options):
+    def __init__(
+        self, length, forward="float8_e4m3fn", backward="float8_e5m2", *, round_operands=True, **options
+    ):
+        """``round_operands``: whether the dequantized operands are rounded to the dtype they had."""
+        self.round_operands = round_operands
         self.options, self.dtypes = options, {"input": forward, "kernel": forward, "output_grad": backward}
         self.scale = {r: np.ones((1,), np.float32) for r in self.dtypes}
         self.history = {r: np.zeros((length,), np.float32) for r in self.dtypes}
@@ -83,7 +87,9 @@ class DenseStep:
         name = self.dtypes[role]
         self.scale[role] = next_scale(self.history[role], self.scale[role], name, **self.options)
         self.history[role] = next_history(x, self.history[role])
-        return qdq(x, name, self.scale[role]).astype(np.float64)
+        if self.round_operands:
+            return qdq(x, name, self.scale[role]).astype(np.float64)
+        return quantize(x, name, self.scale[role]).astype(np.float64) * np.float64(self.scale[role])
 
     def __call__(self, x, w, g):
         """Returns ``(y, dx, dw)`` in float64 and advances the state."""

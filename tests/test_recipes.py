@@ -12,6 +12,7 @@ def test_defaults_are_those_of_transformer_engine():
         "margin": 0,
         "amax_history_len": 1024,
         "amax_compute_algo": "max",
+        "accumulation": {"forward": "fast", "dgrad": "exact", "wgrad": "exact"},
     }
     assert hash(recipe) == hash(fp8.DelayedScaling())
 
@@ -41,3 +42,16 @@ def test_frozen_and_keyword_only():
 def test_wrong_values_name_the_field(field, value, error, message):
     with pytest.raises(error, match=message):
         fp8.DelayedScaling(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["forward", "dgrad", "wgrad"])
+def test_accumulation_names_a_wrong_field(field):
+    with pytest.raises(
+        ValueError, match=rf"{field} must be one of \('fast', 'exact', 'default'\); got 'f32'"
+    ):
+        fp8.Accumulation(**{field: "f32"})
+
+
+def test_accumulation_is_not_a_word():
+    with pytest.raises(TypeError, match="accumulation must be an fp8flax.Accumulation"):
+        fp8.DelayedScaling(accumulation="fast")

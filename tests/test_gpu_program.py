@@ -1,0 +1,214 @@
+"""What the op compiles to for an NVIDIA H200, read from the program; no GPU is needed."""
+
+import re
+import warnings
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.linen import fp8_ops as flax_ops
+
+import fp8flax as fp8
+from fp8flax import _audit
+from fp8flax.demo import training
+from tests.test_audit import dense_step, struct
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+MIB = 2**20
+SHAPES = [(8192, 4096, 4096), (4096, 4096, 16384), (4096, 1024, 4096)]
+XLAS_OWN = fp8.Accumulation(forward="default", dgrad="default", wgrad="default")
+WITH_XLAS_OWN = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(accumulation=XLAS_OWN))
+
+
+def flax_direct(**kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return flax_ops.Fp8DirectDotGeneralOp(**kwargs)
+
+
+def report_of_dense(shape, dot_general_cls):
+    with jax.numpy_rank_promotion("allow"):
+        return fp8.audit(*dense_step(*shape, dot_general_cls), target="h200")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_three_of_three_gemms_of_a_dense_layer(shape):
+    report = report_of_dense(shape, fp8.Fp8DotGeneralOp)
+    assert [report.num_fp8_gemms, report.num_gemms, report.fp8_flops_share] == [3, 3, 1.0]
+    found = {g.role: (g.path, g.lhs_dtype, g.rhs_dtype, g.backend, g.accumulation) for g in report.gemms}
+    e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
+    assert found == {
+        "forward": ("Dense", e4m3, e4m3, "cublasLt", "fast"),
+        "dgrad": ("Dense", e5m2, e4m3, "cublasLt", "exact"),
+        "wgrad": ("Dense", e4m3, e5m2, "cublasLt", "exact"),
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_quantize_dequantize_form_runs_none_in_fp8(shape):
+    """Row 17 of the defects that this package must not have: the audit says so, and why."""
+    report = report_of_dense(shape, partial(fp8.Fp8DotGeneralOp, form="qdq"))
+    assert [report.num_fp8_gemms, report.num_gemms] == [0, 3]
+    assert all(g.reason.startswith("quantize-dequantize pattern not matched") for g in report.gemms)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_plain_bfloat16_runs_none_in_fp8(shape):
+    report = report_of_dense(shape, None)
+    assert [report.num_fp8_gemms, report.num_gemms] == [0, 3]
+    assert {g.reason for g in report.gemms} == {"operands are bfloat16: layer not converted"}
+
+
+def test_the_quantize_dequantize_form_keeps_the_rounding():
+    """XLA drops a cast to FP8 and back as excess precision, unless something stands between."""
+    step, *args = dense_step(256, 128, 256, partial(fp8.Fp8DotGeneralOp, form="qdq"))
+    text = compiled(step, *args).as_text()
+    assert "f8e4m3fn[256,128]" in text
+    assert "f8e5m2[256,256]" in text
+
+
+def test_bytes_and_kernels_beside_flax():
+    """Each beside Flax's direct op with the GEMM backend that it then has: XLA's own kernels."""
+    theirs = report_of_dense(SHAPES[0], flax_direct)
+    ours = report_of_dense(SHAPES[0], fp8.Fp8DotGeneralOp)
+    ours_by_xla = report_of_dense(SHAPES[0], WITH_XLAS_OWN)
+    total = {r: r.gemm_bytes + r.other_bytes for r in (theirs, ours, ours_by_xla)}
+    assert {g.backend for g in ours.gemms} == {"cublasLt"}
+    assert ours.num_kernels < 22
+    assert total[ours] < 737 * MIB  # 816 for Flax's op with this backend
+    assert {g.backend for g in ours_by_xla.gemms} == {"Triton"}
+    assert ours_by_xla.num_fp8_gemms == 3
+    assert ours_by_xla.num_kernels < theirs.num_kernels
+    if jax.__version_info__ >= (0, 10):  # before, XLA gave two of Flax's GEMMs to cublasLt
+        assert {g.backend for g in theirs.gemms} == {"Triton"}
+        assert total[ours_by_xla] < 561 * MIB < 592 * MIB <= total[theirs]
+
+
+def compiled(fn, *args):
+    sharding = jax.sharding.SingleDeviceSharding(_audit._device("h200"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fp8.Fp8EmulationWarning)
+        return _audit._compile(fn, args, sharding, "NVIDIA H200")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16], ids=lambda d: d.__name__)
+def test_the_scale_reaches_the_gemm_in_float32(dtype):
+    """cublasLt multiplies by it before it rounds, so no scale is rounded to the result's dtype."""
+    layer = nn.Dense(256, use_bias=False, dtype=dtype, dot_general_cls=fp8.Fp8DotGeneralOp)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), struct(512, 128, dtype=dtype))
+    text = compiled(layer.apply, variables, struct(512, 128, dtype=dtype)).as_text()
+    (call,) = re.findall(r"(?m)^.*__cublas\$lt\$matmul\$f8.*$", text)
+    scale = re.search(r"custom-call\(([^)]*)\)", call).group(1).split(", ")[2].split()[-1]
+    producer = re.search(rf"(?m)^ *{re.escape(scale)} = (\S+)", text).group(1)
+    assert producer == "f32[]"
+    for narrow in ("bf16", "f16"):
+        assert f"= {narrow}[] convert(" not in text
+    assert ("bf16[512,256]" in call) == (dtype == jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 4096, 4096), (100, 100, 100), (33, 65, 129), (2048, 4095, 512), (512, 256, 1)], ids=str
+)
+def test_odd_sizes_compile_without_padding(shape):
+    report = report_of_dense(shape, fp8.Fp8DotGeneralOp)
+    assert {g.accumulation for g in report.gemms} <= {"default"}
+    assert "cublasLt" not in {g.backend for g in report.gemms}
+
+
+@pytest.mark.parametrize("fp8_format", list(fp8.Format), ids=lambda f: f.name)
+def test_every_format_compiles(fp8_format):
+    recipe = fp8.DelayedScaling(fp8_format=fp8_format)
+    report = report_of_dense((512, 256, 256), partial(fp8.Fp8DotGeneralOp, recipe=recipe))
+    fnuz = fp8_format.name.endswith("FNUZ")
+    assert report.num_gemms == 3
+    if fp8_format != fp8.Format.E5M2:  # what XLA's own kernels do with e5m2 × e5m2 is theirs
+        assert report.num_fp8_gemms == (0 if fnuz else 3)
+
+
+class Stack(nn.Module):
+    """Eight linear layers with relu under ``nn.scan``."""
+
+    dot_general_cls: object
+    policy: object = "no remat"
+
+    @nn.compact
+    def __call__(self, x):
+        class Block(nn.Module):
+            dot_general_cls: object
+
+            @nn.compact
+            def __call__(self, x, _):
+                layer = nn.Dense(x.shape[-1], dtype=jnp.bfloat16, dot_general_cls=self.dot_general_cls)
+                return nn.relu(layer(x)), None
+
+        block = Block
+        if self.policy != "no remat":
+            block = nn.remat(Block, policy=self.policy, prevent_cse=False)
+        axes = {"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0}
+        scan = nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=8)
+        return scan(self.dot_general_cls)(x, None)[0]
+
+
+def report_of_stack(dot_general_cls, policy="no remat"):
+    model, x = Stack(dot_general_cls, policy), struct(4096, 1024)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    state = jax.eval_shape(
+        lambda v: fp8.TrainState.create(apply_fn=model.apply, params=v, tx=optax.sgd(1e-3)), variables
+    )
+
+    def train_step(state, x):
+        def loss(v):
+            return jnp.mean(state.apply_fn(v, x).astype(jnp.float32) ** 2)
+
+        value, grads = fp8.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    return fp8.audit(jax.jit(train_step, donate_argnums=0), state, x)
+
+
+@pytest.fixture
+def _promotion_of_flax():
+    """``nn.LayerNorm`` promotes bfloat16 implicitly, and so does Optax."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+KEPT_IN_FP8 = jax.checkpoint_policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
+REQUANTIZED = jax.checkpoint_policies.save_only_these_names("fp8_input", "fp8_scaling")
+
+
+@pytest.mark.usefixtures("_promotion_of_flax")
+@pytest.mark.parametrize(
+    ("policy_of_bfloat16", "policy"),
+    [("no remat", "no remat"), (None, KEPT_IN_FP8), (None, REQUANTIZED)],
+    ids=["no remat", "remat, FP8 kept", "remat, kernels requantized"],
+)
+def test_temporary_memory_of_a_scan_is_at_most_that_of_bfloat16(policy_of_bfloat16, policy):
+    plain = report_of_stack(None, policy_of_bfloat16)
+    ours = report_of_stack(fp8.Fp8DotGeneralOp, policy)
+    assert ours.num_fp8_gemms == ours.num_gemms == plain.num_gemms
+    assert {g.trip_count for g in ours.gemms} == {8}
+    assert ours.flops == plain.flops
+    assert ours.temp_bytes <= 0.9 * plain.temp_bytes
+
+
+@pytest.mark.usefixtures("_promotion_of_flax")
+def test_every_linear_layer_of_the_demo_runs_in_fp8():
+    settings = training.Settings(num_layers=1)
+    state = jax.eval_shape(lambda: training.make_state("fp8", 0, settings))
+    report = fp8.audit(training.train_step, state, struct(16, settings.length + 1, dtype=jnp.int32))
+    attention = [g for g in report.gemms if "..." in g.path]
+    assert {(g.is_fp8, g.batch > 1) for g in attention} == {(False, True)}
+    assert all("attention or einsum product" in g.reason for g in attention)
+    linear = [g for g in report.gemms if g not in attention]
+    assert len(linear) == 3 * 7
+    assert {(g.is_fp8, g.backend) for g in linear} == {(True, "cublasLt")}
+    layers = ["attn/query", "attn/key", "attn/value", "attn/out", "up", "down"]
+    paths = {f"ByteTransformer/block_0/{layer}" for layer in layers} | {"ByteTransformer/logits"}
+    assert {(g.path, g.role) for g in linear} == {
+        (path, role) for path in paths for role in ("forward", "dgrad", "wgrad")
+    }
