@@ -3,14 +3,18 @@ PYTHON ?= python3
 OLDEST_JAX = 0.9.0
 WORKERS ?= 2
 export JAX_PLATFORMS ?= cpu
+# Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
+export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help demo test test-oldest lint format typecheck pytest bench notebooks clean
+.PHONY: help demo audit test test-oldest lint format typecheck pytest bench bench-dense notebooks clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (about 4 minutes on 2 cores)"
+	@echo "make audit         show which matmuls of the demo would run in FP8 on an H200 (no GPU needed)"
 	@echo "make test          lint, format check, types, doctests, tests"
 	@echo "make test-oldest   doctests and tests against the oldest supported JAX ($(OLDEST_JAX))"
-	@echo "make bench         run the CPU benchmark and write benchmarks/results/"
+	@echo "make bench         time training steps on this CPU and write benchmarks/results/"
+	@echo "make bench-dense   one Dense layer: FP8 matmuls, kernels and bytes on an H200, time on this CPU"
 	@echo "make notebooks     execute the notebooks and save their outputs"
 	@echo "make format        format the code and fix what the linter can"
 	@echo "make clean         remove the virtual environments and caches"
@@ -25,14 +29,23 @@ help:
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]'
 	touch $@
 
+.venv/installed-audit: pyproject.toml
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[audit,demo]'
+	touch $@
+
 .venv-oldest/installed: pyproject.toml
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' \
-	  jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
+	  jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX) \
+	  jax-cuda13-plugin==$(OLDEST_JAX) jax-cuda13-pjrt==$(OLDEST_JAX)
 	touch $@
 
 demo: .venv/installed-demo
 	.venv/bin/python -m fp8flax.demo $(ARGS)
+
+audit: .venv/installed-audit
+	.venv/bin/python -m fp8flax.audit demo $(ARGS)
 
 test: lint typecheck pytest
 
@@ -51,6 +64,9 @@ test-oldest: .venv-oldest/installed
 
 bench: .venv/installed
 	.venv/bin/python benchmarks/step_cpu.py $(ARGS)
+
+bench-dense: .venv/installed
+	.venv/bin/python benchmarks/dense.py $(ARGS)
 
 notebooks: .venv/installed
 	.venv/bin/python notebooks/execute.py

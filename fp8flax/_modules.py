@@ -101,12 +101,15 @@ class Fp8DotGeneralOp(_Fp8Op):
         lhs: the input, any shape; bfloat16, float16, float32 or float64.
         rhs: the kernel, likewise.
         dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
-        precision: None (fast forward, exact gradients), or one precision for all three GEMMs.
+        precision: None for the accumulation of the recipe (fast forward, exact gradients); ``DEFAULT`` for
+            fast and ``HIGH`` or ``HIGHEST`` for exact accumulation in all three GEMMs.
         preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives. (For operands
             of two dtypes that is the wider one; Flax's op casts the input to the kernel's dtype.)
 
     Attributes:
         recipe: how the tensors are scaled; None for ``DelayedScaling()``.
+        form: ``"direct"`` multiplies FP8 operands, in the FP8 units of GPUs that have them. ``"qdq"`` casts
+            to FP8 and back around a matmul in the operands' dtype: a reference, and never faster.
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
@@ -186,11 +189,14 @@ class Fp8Einsum(_Fp8Op):
         eqn: the equation; no index may occur twice within one operand.
         lhs: the input, any shape; bfloat16, float16, float32 or float64.
         rhs: the kernel, likewise.
-        precision: None (fast forward, exact gradients), or one precision for all three GEMMs.
+        precision: None for the accumulation of the recipe (fast forward, exact gradients); ``DEFAULT`` for
+            fast and ``HIGH`` or ``HIGHEST`` for exact accumulation in all three GEMMs.
         preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
 
     Attributes:
         recipe: how the tensors are scaled; None for ``DelayedScaling()``.
+        form: ``"direct"`` multiplies FP8 operands, in the FP8 units of GPUs that have them. ``"qdq"`` casts
+            to FP8 and back around a matmul in the operands' dtype: a reference, and never faster.
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
