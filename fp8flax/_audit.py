@@ -7,7 +7,6 @@ import functools
 import html
 import importlib.metadata
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import jaxlib
 import numpy as np
 
 from fp8flax import _hlo
-from fp8flax._dot_general import Fp8EmulationWarning
+from fp8flax._dot_general import compile_target
 
 _GPUS = {
     # name: (full name, cores, bytes/s, GHz, bytes of memory, bytes of L2, compute capability)
@@ -80,11 +79,13 @@ _WRAPPERS = frozenset(
         "remat2",
         "rematted_computation",
         "shard_map",
+        "vmap",
     )
 )
 """Components of an op name that JAX adds and no module has."""
 
-_ROLES = ("forward", "dgrad", "wgrad")
+_ROLES = {"fp8_forward": "forward", "fp8_dgrad": "dgrad", "fp8_wgrad": "wgrad"}
+"""The scopes that the FP8 matmul gives its GEMMs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,7 @@ class Gemm:
     m: int
     """Rows of the left operand, as the kernel has it: XLA may have swapped the operands."""
     k: int
-    """Length of the sum."""
+    """Length of the sum, with the padding that XLA adds to some odd sizes."""
     n: int
     """Columns of the right operand."""
     lhs_dtype: str
@@ -369,6 +370,8 @@ def assert_fp8(
         raise ValueError(f"min_flops is a share between 0 and 1; got {min_flops}.")
     report = audit(fn, *args, target=target)
     if report.fp8_flops_share < min_flops:
+        if not report.gemms:
+            raise AssertionError(f"There is no GEMM in the program.\n\n{report}")
         raise AssertionError(
             f"{100 * report.fp8_flops_share:.1f} % of the GEMMs' FLOPs run in FP8; at least "
             f"{100 * min_flops:.1f} % were asked for.\n\n{report}"
@@ -389,7 +392,7 @@ def _device(target: str) -> Any:
 
     wanted = jaxlib.__version__
     packages = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
-    install = f"pip install 'fp8flax[audit]' {' '.join(f'{package}=={wanted}' for package in packages)}"
+    install = f"pip install {' '.join(f'{package}=={wanted}' for package in packages)}"
     for package in packages:
         try:
             found = importlib.metadata.version(package)
@@ -439,10 +442,7 @@ def _compile(fn: Callable[..., Any], args: tuple[Any, ...], sharding: Any, devic
     if sharding is not None and not has_array:
         # Without an argument that lies on the device, only the outputs can say which it is.
         jitted, args = jax.jit(functools.partial(fn, *args), out_shardings=sharding), ()
-    with warnings.catch_warnings():
-        if sharding is not None:
-            # It speaks of this machine, not of the target.
-            warnings.simplefilter("ignore", Fp8EmulationWarning)
+    with compile_target(None if sharding is None else device):
         try:
             traced = jitted.trace(*args)
         except Exception as error:
@@ -500,6 +500,8 @@ def _components(op_name: str) -> Iterator[str]:
 
 def _path(op_name: str) -> str:
     """Returns the modules and scopes in an op name: without transformations, control flow, and the op."""
+    # Under jax.checkpoint JAX names the root twice.
+    op_name = re.sub(r"transpose\(jvp\(([^()]+)\)\)/jvp\(\1\)", r"transpose(jvp(\1))", op_name)
     *parts, _ = [*_components(op_name)] or [""]
     kept: list[str] = []
     for part in parts:
@@ -519,7 +521,7 @@ def _path(op_name: str) -> str:
 def _role(op_name: str) -> str:
     """Returns the role that an op name tells; ``backward`` for either gradient."""
     *parts, _ = [*_components(op_name)] or [""]
-    scope = next((part for part in reversed(parts) if part in _ROLES), "")
+    scope = next((_ROLES[part] for part in reversed(parts) if part in _ROLES), "")
     if scope in ("dgrad", "wgrad"):
         return scope
     if "rematted_computation" in parts:
@@ -569,16 +571,16 @@ def _reason(dot: _hlo.Dot, has_fp8: bool, has_fp8_units: bool, platform: str) ->
     if any(dot.fp8_sources):
         return f"only one operand comes from FP8: multiplied in {dtypes}"
     if dot.batch > 1:
-        return f"operands are {dtypes}: not a layer's kernel (attention or einsum product); not converted"
+        return f"operands are {dtypes}: batched product (attention, or an einsum layer not converted)"
     return f"operands are {dtypes}: layer not converted"
 
 
 def _tell_gradients_apart(gemms: list[Gemm], dots: list[_hlo.Dot]) -> Iterator[Gemm]:
-    """Replaces ``backward`` by ``dgrad`` or ``wgrad`` where sizes or contracted dimensions tell.
+    """Replaces ``backward`` by ``dgrad`` or ``wgrad`` where contracted dimensions or sizes tell.
 
-    With a forward product of sizes M, K, N, dgrad is (M, N) by (N, K) and sums over N, wgrad is (K, M) by
-    (M, N) and sums over M. Where that does not decide, a product that sums over the first dimensions of
-    both operands is taken for wgrad, one that sums over the last for dgrad.
+    A product that sums over the first dimensions of both operands is taken for wgrad, one that sums over
+    the last for dgrad. Where that does not decide: with a forward product of sizes M, K, N, dgrad is (M, N)
+    by (N, K) and sums over N, wgrad is (K, M) by (M, N) and sums over M.
     """
     forward: dict[str, set[tuple[int, int, int]]] = {}
     for gemm in gemms:
@@ -588,12 +590,13 @@ def _tell_gradients_apart(gemms: list[Gemm], dots: list[_hlo.Dot]) -> Iterator[G
         if gemm.role != "backward" or gemm.batch > 1:
             yield gemm
             continue
+        if dot.contracts_leading is not None:
+            yield dataclasses.replace(gemm, role="wgrad" if dot.contracts_leading else "dgrad")
+            continue
         roles = set()
         for m, k, n in forward.get(gemm.path, ()):
             if gemm.k == n and {gemm.m, gemm.n} == {m, k}:
                 roles.add("dgrad")
             if gemm.k == m and {gemm.m, gemm.n} == {k, n}:
                 roles.add("wgrad")
-        if len(roles) != 1 and dot.contracts_leading is not None:
-            roles = {"wgrad" if dot.contracts_leading else "dgrad"}
         yield dataclasses.replace(gemm, role=roles.pop()) if len(roles) == 1 else gemm

@@ -15,6 +15,7 @@ import opt_einsum
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8flax._qdq import (
     DelayedConfig,
@@ -127,6 +128,10 @@ _E5M2 = np.dtype(jnp.float8_e5m2)
 _OCP_DTYPES = (np.dtype(jnp.float8_e4m3fn), _E5M2)
 
 
+compile_target = jax.make_user_context(None)
+"""Names the device that a program is compiled for, where that is not one of those at hand."""
+
+
 def _device_has_fp8_units() -> bool:
     """Tells whether the default device multiplies in FP8."""
     device = jax.devices()[0]
@@ -139,7 +144,7 @@ def _device_has_fp8_units() -> bool:
 
 
 def _warn_if_emulated() -> None:
-    if not _device_has_fp8_units():
+    if compile_target.value is None and not _device_has_fp8_units():
         # From one place, so that Python's default filter shows it once.
         warnings.warn(
             f"FP8 matmuls are emulated on {jax.devices()[0].device_kind}: the values are those of FP8, the "
@@ -157,7 +162,9 @@ def _accumulation_of(precision: Any, recipe: DelayedScaling) -> Accumulation:
         both = lax.Precision(precision), lax.Precision(precision)
     except (ValueError, TypeError):
         try:
-            both = tuple(lax.Precision(p) for p in precision)
+            both = tuple(lax.Precision(p) for p in precision if p is not None)
+            if len(both) != 2:
+                raise ValueError
         except (ValueError, TypeError):
             raise TypeError(
                 "precision of an FP8 matmul must be None (the recipe's accumulation), a lax.Precision, its "
@@ -174,16 +181,35 @@ class _Gemm(NamedTuple):
     dimension_numbers: DimensionNumbers
     out_dtype: np.dtype
     accumulation: str
+    out_sharding: Any = None
+    """Of the result, on a mesh with explicit axes, where JAX may not be able to tell."""
 
 
-def _emulated_gemm(gemm: _Gemm, q_lhs: jax.Array, q_rhs: jax.Array, scale: jax.Array) -> jax.Array:
+def _dot(gemm: _Gemm, q_lhs: jax.Array, q_rhs: jax.Array, precision: Any, sum_dtype: np.dtype) -> jax.Array:
+    return lax.dot_general(
+        q_lhs,
+        q_rhs,
+        gemm.dimension_numbers,
+        # Not None, which would be the ambient jax.default_matmul_precision.
+        lax.Precision.DEFAULT if precision is None else precision,
+        preferred_element_type=sum_dtype,
+        out_sharding=gemm.out_sharding,
+    )
+
+
+def _emulated_gemm(
+    gemm: _Gemm, q_lhs: jax.Array, q_rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array
+) -> jax.Array:
     """Multiplies FP8 values in float32, which holds them and their products exactly."""
-    wide = jnp.float64 if gemm.out_dtype == jnp.float64 else jnp.float32
-    out = lax.dot_general(q_lhs.astype(wide), q_rhs.astype(wide), gemm.dimension_numbers)
-    return (out * scale.astype(wide)).astype(gemm.out_dtype)
+    wide = jnp.dtype(jnp.float64 if gemm.out_dtype == jnp.float64 else jnp.float32)
+    out = _dot(gemm, q_lhs.astype(wide), q_rhs.astype(wide), None, wide)
+    # One after the other: the product of the scales may overflow where the result does not.
+    return (out * lhs_scale.astype(wide) * rhs_scale.astype(wide)).astype(gemm.out_dtype)
 
 
-def _cuda_gemm(gemm: _Gemm, q_lhs: jax.Array, q_rhs: jax.Array, scale: jax.Array) -> jax.Array:
+def _cuda_gemm(
+    gemm: _Gemm, q_lhs: jax.Array, q_rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array
+) -> jax.Array:
     """Multiplies FP8 operands in FP8 units: by cublasLt, or as XLA chooses where that does not fit."""
     preset = {
         "fast": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
@@ -195,13 +221,10 @@ def _cuda_gemm(gemm: _Gemm, q_lhs: jax.Array, q_rhs: jax.Array, scale: jax.Array
     # The unscaled sums would overflow float16; a kernel of XLA's own takes the float32 multiply in.
     narrow = preset is not None and gemm.out_dtype == jnp.bfloat16
     sum_dtype = jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
-    out = lax.dot_general(
-        _row_major(q_lhs),
-        _row_major(q_rhs),
-        gemm.dimension_numbers,
-        preset,
-        preferred_element_type=sum_dtype,
-    )
+    out = _dot(gemm, _row_major(q_lhs), _row_major(q_rhs), preset, sum_dtype)
+    # One scalar, so that the GEMM can take it in. An infinite one would turn zeros into NaN; the bound is
+    # that of bfloat16, a little lower than float32's.
+    scale = jnp.minimum(lhs_scale * rhs_scale, jnp.float32(jnp.finfo(jnp.bfloat16).max))
     # As written a bfloat16 scale would be rounded. XLA hands the float32 scalar to cublasLt instead,
     # which multiplies before it rounds (seen in the compiled program; a test holds it).
     return (out * scale.astype(sum_dtype)).astype(gemm.out_dtype)
@@ -210,16 +233,23 @@ def _cuda_gemm(gemm: _Gemm, q_lhs: jax.Array, q_rhs: jax.Array, scale: jax.Array
 # A custom_jvp for one effect: it is opaque to the policies of jax.checkpoint. One that saves the results
 # of dots would otherwise find those of both branches, and keep each of them.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _platform_gemm(gemm: _Gemm, q_lhs: jax.Array, q_rhs: jax.Array, scale: jax.Array) -> jax.Array:
+def _platform_gemm(
+    gemm: _Gemm, q_lhs: jax.Array, q_rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array
+) -> jax.Array:
     return lax.platform_dependent(
-        q_lhs, q_rhs, scale, cuda=partial(_cuda_gemm, gemm), default=partial(_emulated_gemm, gemm)
+        q_lhs,
+        q_rhs,
+        lhs_scale,
+        rhs_scale,
+        cuda=partial(_cuda_gemm, gemm),
+        default=partial(_emulated_gemm, gemm),
     )
 
 
 @_platform_gemm.defjvp
 def _platform_gemm_jvp(gemm: _Gemm, primals: Any, tangents: Any) -> Any:
     del gemm, primals, tangents
-    raise TypeError("An FP8 GEMM has no derivative of its own; differentiate the FP8 operation around it.")
+    raise TypeError(_ONCE)
 
 
 def _row_major(q: jax.Array) -> jax.Array:
@@ -230,7 +260,7 @@ def _row_major(q: jax.Array) -> jax.Array:
     copy. Held here, it transposes FP8. The partitioner for many devices would gather an array for this, so
     there XLA is left alone.
     """
-    if jax.device_count() > 1:
+    if compile_target.value is None and jax.device_count() > 1:
         return q
     return with_layout_constraint(q, Layout(major_to_minor=tuple(range(q.ndim))))
 
@@ -255,21 +285,21 @@ def _gemm(
     q_lhs: jax.Array, q_rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, gemm: _Gemm
 ) -> jax.Array:
     """Returns ``dot_general(q_lhs, q_rhs) * lhs_scale * rhs_scale``."""
-    # An infinite product would turn zeros into NaN. The bound is that of bfloat16, a little lower.
-    scale = jnp.minimum(lhs_scale * rhs_scale, jnp.float32(jnp.finfo(jnp.bfloat16).max))
     ocp = q_lhs.dtype in _OCP_DTYPES and q_rhs.dtype in _OCP_DTYPES
-    if not ocp or (jax.default_backend() == "gpu" and not _device_has_fp8_units()):
-        return _emulated_gemm(gemm, q_lhs, q_rhs, scale)
-    return _platform_gemm(gemm, q_lhs, q_rhs, scale)
+    too_old = (
+        compile_target.value is None and jax.default_backend() == "gpu" and not _device_has_fp8_units()
+    )
+    gemm_on = _platform_gemm if ocp and not too_old else _emulated_gemm
+    return gemm_on(gemm, q_lhs, q_rhs, lhs_scale, rhs_scale)
 
 
 class _Transposes(NamedTuple):
-    """The two GEMMs of the backward pass: dimension numbers, and the order of axes of their results."""
+    """The two GEMMs of the backward pass, and for each axis of a result that of the operand."""
 
     dgrad: DimensionNumbers
-    dgrad_permutation: tuple[int, ...]
+    dgrad_axes: tuple[int, ...]
     wgrad: DimensionNumbers
-    wgrad_permutation: tuple[int, ...]
+    wgrad_axes: tuple[int, ...]
 
 
 def _transposes(dimension_numbers: DimensionNumbers, lhs_ndim: int, rhs_ndim: int) -> _Transposes:
@@ -297,10 +327,23 @@ def _transposes(dimension_numbers: DimensionNumbers, lhs_ndim: int, rhs_ndim: in
     wgrad_axes = (*rhs_batch, *(partner_in_rhs[i] for i in sorted(lhs_contract)), *rhs_free)
     return _Transposes(
         ((g_rhs_free, rhs_free), (g_batch, tuple(rhs_batch))),
-        tuple(dgrad_axes.index(i) for i in range(lhs_ndim)),
+        dgrad_axes,
         ((lhs_free, g_lhs_free), (tuple(lhs_batch), g_batch)),
-        tuple(wgrad_axes.index(i) for i in range(rhs_ndim)),
+        wgrad_axes,
     )
+
+
+def _explicit_sharding(x: jax.Array) -> Any:
+    """Returns the sharding of an array on a mesh with explicit axes, else None."""
+    sharding = jax.typeof(x).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def _permuted(sharding: Any, axes: tuple[int, ...]) -> Any:
+    """Returns the sharding of an array whose axes are those ``axes`` of the one that is known."""
+    if sharding is None:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[i] for i in axes)))
 
 
 class _DirectConfig(NamedTuple):
@@ -313,6 +356,25 @@ class _DirectConfig(NamedTuple):
     lhs_dtype: np.dtype
     rhs_dtype: np.dtype
     out_dtype: np.dtype
+    lhs_sharding: Any
+    rhs_sharding: Any
+
+
+_ONCE = (
+    "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second derivatives "
+    "use partial(fp8flax.Fp8DotGeneralOp, form='qdq')."
+)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _quantize_once(config: DelayedConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Quantizes, and refuses to be differentiated: a second derivative would silently be zero."""
+    return quantize(x, config.q_dtype, scale, config.compute_dtype)
+
+
+@_quantize_once.defjvp
+def _quantize_once_jvp(config: DelayedConfig, primals: Any, tangents: Any) -> Any:
+    raise TypeError(_ONCE)
 
 
 class _Residuals(NamedTuple):
@@ -352,7 +414,7 @@ def _scales(config: _DirectConfig, states: DotStates) -> tuple[jax.Array, ...]:
     return delayed_scales((config.forward, config.forward, config.backward), states)
 
 
-@jax.named_scope("forward")
+@jax.named_scope("fp8_forward")
 def _forward_gemm(
     config: _DirectConfig,
     q_lhs: jax.Array,
@@ -373,7 +435,7 @@ def _quantize_with_amax(
     config: DelayedConfig, x: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the quantized tensor and its amax."""
-    q = quantize(x, config.q_dtype, scale, config.compute_dtype)
+    q = _quantize_once(config, x, scale)
     # Together, so that XLA reads the wide tensor once for both, and does not cast it a second time where
     # a GEMM wants it transposed. (For kernels that saves nothing, and a policy that recomputes the
     # quantized kernel would take the amax along.)
@@ -385,7 +447,7 @@ def _direct_fwd(
 ) -> tuple[jax.Array, _Residuals]:
     lhs_scale, rhs_scale, g_scale = _scales(config, states)
     q_lhs, lhs_amax = _quantize_with_amax(config.forward, lhs, lhs_scale)
-    q_rhs = quantize(rhs, config.forward.q_dtype, rhs_scale, config.forward.compute_dtype)
+    q_rhs = _quantize_once(config.forward, rhs, rhs_scale)
     rhs_amax = delayed_amax(rhs)
     residuals = _Residuals(
         checkpoint_name(_codes(q_lhs), "fp8_input"),
@@ -421,24 +483,34 @@ def _direct_bwd(
     q_lhs, q_rhs = _operands(config, residuals)
     q_g, g_amax = _quantize_with_amax(config.backward, g, g_scale)
     transposes = _transposes(config.dimension_numbers, q_lhs.ndim, q_rhs.ndim)
-    with jax.named_scope("dgrad"):
+    with jax.named_scope("fp8_dgrad"):
         lhs_grad = _gemm(
             q_g,
             q_rhs,
             g_scale,
             rhs_scale,
-            _Gemm(transposes.dgrad, config.lhs_dtype, config.accumulation.dgrad),
+            _Gemm(
+                transposes.dgrad,
+                config.lhs_dtype,
+                config.accumulation.dgrad,
+                _permuted(config.lhs_sharding, transposes.dgrad_axes),
+            ),
         )
-        lhs_grad = lax.transpose(lhs_grad, transposes.dgrad_permutation)
-    with jax.named_scope("wgrad"):
+        lhs_grad = lax.transpose(lhs_grad, np.argsort(transposes.dgrad_axes))
+    with jax.named_scope("fp8_wgrad"):
         rhs_grad = _gemm(
             q_lhs,
             q_g,
             lhs_scale,
             g_scale,
-            _Gemm(transposes.wgrad, config.rhs_dtype, config.accumulation.wgrad),
+            _Gemm(
+                transposes.wgrad,
+                config.rhs_dtype,
+                config.accumulation.wgrad,
+                _permuted(config.rhs_sharding, transposes.wgrad_axes),
+            ),
         )
-        rhs_grad = lax.transpose(rhs_grad, transposes.wgrad_permutation)
+        rhs_grad = lax.transpose(rhs_grad, np.argsort(transposes.wgrad_axes))
     next_states = DotStates(
         delayed_next_state(lhs_amax, lhs_scale, states.input),
         delayed_next_state(rhs_amax, rhs_scale, states.kernel),
@@ -448,6 +520,13 @@ def _direct_bwd(
 
 
 _direct_dot_general.defvjp(_direct_fwd, _direct_bwd)
+
+
+def _is_wide_float(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
+    except TypeError:
+        return False
 
 
 def fp8_dot_general(
@@ -483,10 +562,7 @@ def fp8_dot_general(
             is none of the above, or the operands do not fit the dimension numbers.
     """
     lhs, rhs = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
-    if preferred_element_type is not None and not (
-        jnp.issubdtype(preferred_element_type, jnp.floating)
-        and jnp.dtype(preferred_element_type).itemsize >= 2
-    ):
+    if preferred_element_type is not None and not _is_wide_float(preferred_element_type):
         raise TypeError(
             "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
             f"{preferred_element_type!r}."
@@ -527,6 +603,8 @@ def fp8_dot_general(
         lhs.dtype,
         rhs.dtype,
         out.dtype,
+        _explicit_sharding(lhs),
+        _explicit_sharding(rhs),
     )
     _warn_if_emulated()
     return _direct_dot_general(direct, lhs, rhs, DotStates(*(check_state(*state) for state in states)))

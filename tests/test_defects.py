@@ -1,6 +1,7 @@
 """Defects of ``flax.linen.fp8_ops`` (0.12.8) that this package must not have, by their numbers.
 
-Each test names what happens there. Rows 4, 5, 11, 17 and 18 belong to capabilities still to come.
+Each test names what happens there. Row 17 is in ``test_gpu_program``, row 18 in ``test_dot_general``; rows
+4, 5 and 11 belong to capabilities still to come.
 """
 
 from functools import partial

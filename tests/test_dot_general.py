@@ -1,6 +1,9 @@
 """The direct form: transposes, values beside the quantize-dequantize form, what it keeps and lowers to."""
 
+import os
 import re
+import subprocess
+import sys
 import warnings
 from functools import partial
 
@@ -133,6 +136,25 @@ def test_zeros_stay_zeros_where_the_scales_multiply_to_infinity():
     out, vjp = jax.vjp(lambda x, w: multiply(x, w, states=fresh_states(scale=1e30)), x, w)
     for leaf in (out, *vjp(jnp.zeros_like(out))):
         np.testing.assert_array_equal(leaf, np.zeros(leaf.shape))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64], ids=lambda d: d.__name__)
+def test_scales_whose_product_overflows(dtype):
+    with jax.enable_x64(dtype == jnp.float64):
+        x, w = jnp.full((2, 4), 1e30, dtype), jnp.full((4, 3), 1e30, dtype)
+        scale = jnp.full((1,), 1e30 / 448, jnp.float32)
+        state = ScalingState(scale, jnp.zeros((1,), jnp.float32))
+        out = multiply(x, w, states=DotStates(state, state, state))
+        expected = np.full((2, 3), 4e60 if dtype == jnp.float64 else np.inf)
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("second", [jax.hessian, lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x)))])
+def test_a_second_derivative_is_refused(second):
+    """It would be zero without a word: quantization passes no tangent on."""
+    w = jnp.ones((3, 2))
+    with pytest.raises(TypeError, match="can be differentiated once.*form='qdq'"):
+        second(lambda x: jnp.sum(jnp.tanh(multiply(x, w))))(jnp.ones((2, 3)))
 
 
 def test_nan_reaches_the_result_and_inf_saturates():
@@ -375,3 +397,31 @@ class TestResiduals:
             ]
             jax.tree.map(np.testing.assert_array_equal, *results)
             variables = {"params": variables["params"], OWG: results[0][1][OWG]}
+
+
+EXPLICIT = """
+import jax, jax.numpy as jnp, numpy as np, flax.linen as nn, fp8flax as fp8
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+model = nn.Dense(16, dot_general_cls=fp8.Fp8DotGeneralOp)
+x = jax.random.normal(jax.random.key(0), (32, 8))
+v = model.init(jax.random.key(1), x)
+step = jax.jit(fp8.value_and_grad(lambda v, x: jnp.mean(model.apply(v, x) ** 2), argnums=(0, 1)))
+expected = step(v, x)
+for kind in (AxisType.Explicit, AxisType.Auto):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        actual = step(
+            jax.device_put(v, NamedSharding(mesh, P())), jax.device_put(x, NamedSharding(mesh, P("d")))
+        )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), actual, expected)
+print("equal")
+"""
+
+
+def test_data_parallel_on_explicit_and_automatic_meshes():
+    """In a process of its own, which has four devices."""
+    environment = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    command = [sys.executable, "-W", "ignore", "-c", EXPLICIT]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout == "equal\n", result.stderr
