@@ -367,6 +367,7 @@ def main() -> None:
             with warnings.catch_warnings():
                 # Flax deprecates its quantize-dequantize op, which is why it is measured beside the other.
                 warnings.filterwarnings("ignore", "The Fp8DotGeneralOp is deprecated", DeprecationWarning)
+                warnings.simplefilter("ignore", fp8.Fp8EmulationWarning)
                 figures = measure(task, dtype, sizes, args.rounds)
             report["results"] += [
                 {"model": model, "dtype": dtype, "contender": name, **figure}
