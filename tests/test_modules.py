@@ -138,15 +138,18 @@ def test_agrees_with_numpy_over_steps(form, options, fp8_format, dtype):
     )
     variables = op.init(jax.random.key(0), jnp.ones((5, 7), dtype), jnp.ones((7, 3), dtype), dims)
     step = make_step(op, dims)
-    # Half a unit in the last place of the result, and of the operands where they are rounded too.
+    # Half a unit in the last place of the result, and of the operands where they are rounded too; among
+    # float16's subnormals, where these gradients lie, that unit no longer shrinks with the value.
     tolerance = {jnp.float32: 1e-6, jnp.bfloat16: 2**-8, jnp.float16: 2**-11}[dtype]
     tolerance *= 1 if form == "direct" else 2
+    smallest = float(jnp.finfo(dtype).smallest_subnormal)
     for i in range(4):
         lhs, rhs, g = data(i, (5, 7), (7, 3), dims, dtype)
         (variables, dx, dw), y = step(variables, lhs, rhs, g)
         want = expected(np.asarray(lhs), np.asarray(rhs), np.asarray(g.astype(dtype)))
         for actual, wanted in zip((y, dx, dw), want):
-            assert relative_error(actual, wanted) <= tolerance
+            error = np.linalg.norm(np.asarray(actual, np.float64) - wanted)
+            assert error <= tolerance * np.linalg.norm(wanted) + smallest / 2 * wanted.size**0.5
         for role in expected.scale:
             state = variables[OWG]
             np.testing.assert_array_equal(state[f"{role}_scale"], expected.scale[role])
