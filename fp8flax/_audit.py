@@ -7,6 +7,7 @@ import functools
 import html
 import importlib.metadata
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -458,7 +459,11 @@ def _compile(fn: Callable[..., Any], args: tuple[Any, ...], sharding: Any, devic
                 f"meshes of other devices: the audit is for one device."
             ) from error
         try:
-            return lowered.compile()
+            with warnings.catch_warnings():
+                # A compiler without its GPU cannot load what it wrote to the persistent compilation cache
+                # (JAX_COMPILATION_CACHE_DIR); JAX warns and compiles anew.
+                warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+                return lowered.compile()
         except Exception as error:
             raise RuntimeError(
                 f"XLA cannot compile {name} for {device} ({_first_line(error)}). If it speaks of an "

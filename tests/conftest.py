@@ -2,10 +2,17 @@
 
 import importlib.metadata
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Before JAX 0.10 the CUDA plugin, which the audit compiles with, looks for a GPU's libraries without this.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+# Most of the time goes into compiling, and many tests compile the same programs. A cache for each
+# worker (JAX's cache has no locks), inherited by the processes that its tests start.
+_CACHE = tempfile.TemporaryDirectory(prefix="fp8flax-tests-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import pytest

@@ -362,6 +362,17 @@ def test_static_arguments_stay_static(gpu):
     assert audit(fn, "power", struct(64, 64), 3).num_gemms == 3
 
 
+def test_a_persistent_compilation_cache_changes_nothing(gpu):
+    """JAX cannot load a cached program without its GPU, and says so in a warning: here an error."""
+    assert jax.config.jax_compilation_cache_dir
+
+    def f(x):
+        return x @ x.T
+
+    first, second = (audit(f, struct((48, 32), jnp.bfloat16), target="h200") for _ in range(2))
+    assert first == second
+
+
 def test_scalars_are_arguments_and_arrays_are_optional(gpu):
     (gemm,) = audit(lambda x, factor: x @ (x * factor), struct(64, 64, dtype=jnp.float32), 2.0).gemms
     assert gemm.lhs_dtype == "float32"
