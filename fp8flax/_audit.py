@@ -581,11 +581,12 @@ def _reason(dot: _hlo.Dot, has_fp8: bool, has_fp8_units: bool, platform: str) ->
 
 
 def _tell_gradients_apart(gemms: list[Gemm], dots: list[_hlo.Dot]) -> Iterator[Gemm]:
-    """Replaces ``backward`` by ``dgrad`` or ``wgrad`` where contracted dimensions or sizes tell.
+    """Replaces ``backward`` by ``dgrad`` or ``wgrad`` where sizes or contracted dimensions tell.
 
-    A product that sums over the first dimensions of both operands is taken for wgrad, one that sums over
-    the last for dgrad. Where that does not decide: with a forward product of sizes M, K, N, dgrad is (M, N)
-    by (N, K) and sums over N, wgrad is (K, M) by (M, N) and sums over M.
+    With a forward product of sizes M, K, N, dgrad is (M, N) by (N, K) and sums over N, wgrad is (K, M) by
+    (M, N) and sums over M. Where that does not decide, a product that sums over the first dimensions of
+    both operands is taken for wgrad, one that sums over the last for dgrad; for FP8 in cublasLt, which
+    sums over the last only, XLA has transposed the operands.
     """
     forward: dict[str, set[tuple[int, int, int]]] = {}
     for gemm in gemms:
@@ -595,13 +596,13 @@ def _tell_gradients_apart(gemms: list[Gemm], dots: list[_hlo.Dot]) -> Iterator[G
         if gemm.role != "backward" or gemm.batch > 1:
             yield gemm
             continue
-        if dot.contracts_leading is not None:
-            yield dataclasses.replace(gemm, role="wgrad" if dot.contracts_leading else "dgrad")
-            continue
         roles = set()
         for m, k, n in forward.get(gemm.path, ()):
             if gemm.k == n and {gemm.m, gemm.n} == {m, k}:
                 roles.add("dgrad")
             if gemm.k == m and {gemm.m, gemm.n} == {k, n}:
                 roles.add("wgrad")
+        transposed = gemm.is_fp8 and gemm.backend == "cublasLt"
+        if len(roles) != 1 and dot.contracts_leading is not None and not transposed:
+            roles = {"wgrad" if dot.contracts_leading else "dgrad"}
         yield dataclasses.replace(gemm, role=roles.pop()) if len(roles) == 1 else gemm
