@@ -57,12 +57,13 @@ typecheck: .venv/installed
 	.venv/bin/mypy
 
 pytest: .venv/installed
-	.venv/bin/python -m pytest --numprocesses $(WORKERS) $(ARGS)
+	.venv/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
-# Without what does not depend on the version of JAX.
+# Without what does not depend on the version of JAX, and in float32 alone where a test takes several dtypes.
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest --numprocesses $(WORKERS) --ignore=tests/test_notebooks.py \
-	  --ignore=tests/test_benchmarks.py --ignore=tests/test_benchmark_dense.py --ignore=tests/test_demo.py $(ARGS)
+	.venv-oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore=tests/test_notebooks.py \
+	  --ignore=tests/test_benchmarks.py --ignore=tests/test_benchmark_dense.py --ignore=tests/test_demo.py \
+	  -k "not float16]" $(ARGS)
 
 bench: .venv/installed
 	.venv/bin/python benchmarks/step_cpu.py $(ARGS)
