@@ -158,19 +158,17 @@ def _accumulation_of(precision: Any, recipe: DelayedScaling) -> Accumulation:
     """Returns the accumulation of the three GEMMs, or raises where ``precision`` cannot be honoured."""
     if precision is None:
         return recipe.accumulation
+    pair = precision if isinstance(precision, tuple | list) else (precision, precision)
     try:
-        both = lax.Precision(precision), lax.Precision(precision)
+        both = [lax.Precision(p) for p in pair]
+        if len(both) != 2 or None in pair:
+            raise ValueError
     except (ValueError, TypeError):
-        try:
-            both = tuple(lax.Precision(p) for p in precision if p is not None)
-            if len(both) != 2:
-                raise ValueError
-        except (ValueError, TypeError):
-            raise TypeError(
-                "precision of an FP8 matmul must be None (the recipe's accumulation), a lax.Precision, its "
-                f"name, or a pair of them; got {precision!r}. For more control set accumulation in the "
-                "recipe, for instance DelayedScaling(accumulation=Accumulation(forward='exact'))."
-            ) from None
+        raise TypeError(
+            "precision of an FP8 matmul must be None (the recipe's accumulation), a lax.Precision, its "
+            f"name, or a pair of them; got {precision!r}. For more control set accumulation in the "
+            "recipe, for instance DelayedScaling(accumulation=Accumulation(forward='exact'))."
+        ) from None
     word = "fast" if all(p == lax.Precision.DEFAULT for p in both) else "exact"
     return Accumulation(forward=word, dgrad=word, wgrad=word)
 
@@ -293,16 +291,16 @@ def _gemm(
     return gemm_on(gemm, q_lhs, q_rhs, lhs_scale, rhs_scale)
 
 
-class _Transposes(NamedTuple):
-    """The two GEMMs of the backward pass, and for each axis of a result that of the operand."""
+class _Transpose(NamedTuple):
+    """A GEMM of the backward pass, and for each axis of its result that of the operand it belongs to."""
 
-    dgrad: DimensionNumbers
-    dgrad_axes: tuple[int, ...]
-    wgrad: DimensionNumbers
-    wgrad_axes: tuple[int, ...]
+    dimension_numbers: DimensionNumbers
+    axes: tuple[int, ...]
 
 
-def _transposes(dimension_numbers: DimensionNumbers, lhs_ndim: int, rhs_ndim: int) -> _Transposes:
+def _transposes(
+    dimension_numbers: DimensionNumbers, lhs_ndim: int, rhs_ndim: int
+) -> tuple[_Transpose, _Transpose]:
     """Derives dgrad and wgrad of ``out = dot_general(lhs, rhs)``.
 
     The axes of ``out``, and so of its cotangent ``g``, are ``(batch, free of lhs, free of rhs)``.
@@ -325,11 +323,9 @@ def _transposes(dimension_numbers: DimensionNumbers, lhs_ndim: int, rhs_ndim: in
     partner_in_rhs = dict(zip(lhs_contract, rhs_contract))
     dgrad_axes = (*lhs_batch, *lhs_free, *(partner_in_lhs[i] for i in sorted(rhs_contract)))
     wgrad_axes = (*rhs_batch, *(partner_in_rhs[i] for i in sorted(lhs_contract)), *rhs_free)
-    return _Transposes(
-        ((g_rhs_free, rhs_free), (g_batch, tuple(rhs_batch))),
-        dgrad_axes,
-        ((lhs_free, g_lhs_free), (tuple(lhs_batch), g_batch)),
-        wgrad_axes,
+    return (
+        _Transpose(((g_rhs_free, rhs_free), (g_batch, tuple(rhs_batch))), dgrad_axes),
+        _Transpose(((lhs_free, g_lhs_free), (tuple(lhs_batch), g_batch)), wgrad_axes),
     )
 
 
@@ -337,13 +333,6 @@ def _explicit_sharding(x: jax.Array) -> Any:
     """Returns the sharding of an array on a mesh with explicit axes, else None."""
     sharding = jax.typeof(x).sharding
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
-
-
-def _permuted(sharding: Any, axes: tuple[int, ...]) -> Any:
-    """Returns the sharding of an array whose axes are those ``axes`` of the one that is known."""
-    if sharding is None:
-        return None
-    return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[i] for i in axes)))
 
 
 class _DirectConfig(NamedTuple):
@@ -476,41 +465,44 @@ def _operands(config: _DirectConfig, residuals: _Residuals) -> tuple[jax.Array, 
     )
 
 
+def _transposed_gemm(
+    transpose: _Transpose,
+    operands: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    dtype: np.dtype,
+    sharding: Any,
+    accumulation: str,
+) -> jax.Array:
+    """Returns the cotangent of an operand that has this dtype and sharding."""
+    if sharding is not None:
+        spec = PartitionSpec(*(sharding.spec[i] for i in transpose.axes))
+        sharding = NamedSharding(sharding.mesh, spec)
+    grad = _gemm(*operands, _Gemm(transpose.dimension_numbers, dtype, accumulation, sharding))
+    return lax.transpose(grad, np.argsort(transpose.axes))
+
+
 def _direct_bwd(
     config: _DirectConfig, residuals: _Residuals, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, DotStates]:
     _, _, lhs_scale, rhs_scale, g_scale, lhs_amax, rhs_amax, states = residuals
     q_lhs, q_rhs = _operands(config, residuals)
     q_g, g_amax = _quantize_with_amax(config.backward, g, g_scale)
-    transposes = _transposes(config.dimension_numbers, q_lhs.ndim, q_rhs.ndim)
+    dgrad, wgrad = _transposes(config.dimension_numbers, q_lhs.ndim, q_rhs.ndim)
     with jax.named_scope("fp8_dgrad"):
-        lhs_grad = _gemm(
-            q_g,
-            q_rhs,
-            g_scale,
-            rhs_scale,
-            _Gemm(
-                transposes.dgrad,
-                config.lhs_dtype,
-                config.accumulation.dgrad,
-                _permuted(config.lhs_sharding, transposes.dgrad_axes),
-            ),
+        lhs_grad = _transposed_gemm(
+            dgrad,
+            (q_g, q_rhs, g_scale, rhs_scale),
+            config.lhs_dtype,
+            config.lhs_sharding,
+            config.accumulation.dgrad,
         )
-        lhs_grad = lax.transpose(lhs_grad, np.argsort(transposes.dgrad_axes))
     with jax.named_scope("fp8_wgrad"):
-        rhs_grad = _gemm(
-            q_lhs,
-            q_g,
-            lhs_scale,
-            g_scale,
-            _Gemm(
-                transposes.wgrad,
-                config.rhs_dtype,
-                config.accumulation.wgrad,
-                _permuted(config.rhs_sharding, transposes.wgrad_axes),
-            ),
+        rhs_grad = _transposed_gemm(
+            wgrad,
+            (q_lhs, q_g, lhs_scale, g_scale),
+            config.rhs_dtype,
+            config.rhs_sharding,
+            config.accumulation.wgrad,
         )
-        rhs_grad = lax.transpose(rhs_grad, np.argsort(transposes.wgrad_axes))
     next_states = DotStates(
         delayed_next_state(lhs_amax, lhs_scale, states.input),
         delayed_next_state(rhs_amax, rhs_scale, states.kernel),

@@ -20,7 +20,6 @@ from fp8flax._formats import as_fp8_dtype, fp8_max
 from fp8flax._max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
 from fp8flax._quantize import as_float_array, dequantize, quantize, quantize_dequantize
 from fp8flax._scaling import (
-    amax_of_history,
     compute_scale,
     push_amax,
 )
@@ -42,8 +41,7 @@ def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
 
 def delayed_scale(config: DelayedConfig, state: ScalingState) -> jax.Array:
     """Returns the float32 scale of this step, from the amaxes before it."""
-    amax = amax_of_history(from_max_dtype(state.amax_history), config.amax_compute_algo)
-    return compute_scale(amax, from_max_dtype(state.scale), fp8_max(config.q_dtype), config.margin)
+    return delayed_scales((config,), (state,))[0].reshape(state.scale.shape)
 
 
 def delayed_scales(

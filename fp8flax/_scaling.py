@@ -106,8 +106,3 @@ def compute_amax_history(x: jax.Array, amax_history: jax.Array) -> jax.Array:
     amax = compute_amax(x)
     pushed = push_amax(amax.astype(amax_history.dtype), amax_history)
     return jnp.where(jnp.isfinite(amax), pushed, amax_history)
-
-
-def amax_of_history(amax_history: jax.Array, algorithm: str) -> jax.Array:
-    """Reduces a history of shape ``(length,)`` to one amax: its ``"max"``, or the ``"most_recent"``."""
-    return amax_history[0] if algorithm == "most_recent" else jnp.max(amax_history, axis=0)
