@@ -9,7 +9,7 @@ export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 .PHONY: help demo audit test test-oldest lint format typecheck pytest bench bench-dense notebooks clean
 
 help:
-	@echo "make demo          train a small language model in bf16 and FP8 (about 4 minutes on 2 cores)"
+	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
 	@echo "make audit         show which matmuls of the demo would run in FP8 on an H200 (no GPU needed)"
 	@echo "make test          lint, format check, types, doctests, tests"
 	@echo "make test-oldest   doctests and tests against the oldest supported JAX ($(OLDEST_JAX))"
