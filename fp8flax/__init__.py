@@ -2,7 +2,7 @@
 
 from fp8flax._audit import AuditReport, assert_fp8, audit
 from fp8flax._convert import add_fp8_state, remove_fp8_state
-from fp8flax._dot_general import RESIDUAL_NAMES, Fp8EmulationWarning, dot_general_with_precision
+from fp8flax._dot_general import RESIDUAL_NAMES, dot_general_with_precision
 from fp8flax._formats import (
     Format,
     Fp8Limits,
@@ -14,6 +14,7 @@ from fp8flax._formats import (
     fp8_limits,
     fp8_max,
 )
+from fp8flax._gemm import Fp8EmulationWarning
 from fp8flax._max_dtype import fp32_max_grad
 from fp8flax._modules import (
     Einsum,
@@ -31,7 +32,20 @@ from fp8flax._quantize import (
     quantize,
     quantize_dequantize,
 )
-from fp8flax._recipes import Accumulation, DelayedScaling
+from fp8flax._recipes import (
+    Accumulation,
+    BlockQuantizer,
+    CurrentQuantizer,
+    CustomRecipe,
+    DelayedQuantizer,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GemmRecipe,
+    MXFP8BlockScaling,
+    Recipe,
+    autocast,
+)
 from fp8flax._scaling import compute_amax_history, compute_scale
 from fp8flax._state import OVERWRITE_WITH_GRADIENT, MissingStateError
 from fp8flax._train import TrainState, grad, value_and_grad
@@ -43,8 +57,14 @@ __all__ = [
     "RESIDUAL_NAMES",
     "Accumulation",
     "AuditReport",
+    "BlockQuantizer",
+    "CurrentQuantizer",
+    "CustomRecipe",
+    "DelayedQuantizer",
     "DelayedScaling",
     "Einsum",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
     "Format",
     "Fp8DirectDotGeneralOp",
     "Fp8DotGeneral",
@@ -52,12 +72,16 @@ __all__ = [
     "Fp8Einsum",
     "Fp8EmulationWarning",
     "Fp8Limits",
+    "GemmRecipe",
+    "MXFP8BlockScaling",
     "MissingStateError",
     "NANOOFp8DotGeneralOp",
+    "Recipe",
     "TrainState",
     "add_fp8_state",
     "assert_fp8",
     "audit",
+    "autocast",
     "cast_to_representable",
     "compute_amax_history",
     "compute_scale",

@@ -16,13 +16,13 @@ import jaxlib
 import numpy as np
 
 from fp8flax import _hlo
-from fp8flax._dot_general import compile_target
+from fp8flax._gemm import compile_target
 
 _GPUS = {
     # name: (full name, cores, bytes/s, GHz, bytes of memory, bytes of L2, compute capability)
-    "h100": ("NVIDIA H100", 132, 3_352_320_000_000, 1.98, 84_978_434_048, 52_428_800, "major: 9"),
-    "h200": ("NVIDIA H200", 132, 4_800_000_000_000, 1.98, 150_754_820_096, 62_914_560, "major: 9"),
-    "b200": ("NVIDIA B200", 148, 8_000_000_000_000, 1.965, 191_497_240_576, 132_644_864, "major: 10"),
+    "h100": ("NVIDIA H100", 132, 3_352_320_000_000, 1.98, 84_978_434_048, 52_428_800, 9.0),
+    "h200": ("NVIDIA H200", 132, 4_800_000_000_000, 1.98, 150_754_820_096, 62_914_560, 9.0),
+    "b200": ("NVIDIA B200", 148, 8_000_000_000_000, 1.965, 191_497_240_576, 132_644_864, 10.0),
 }
 
 TARGETS = (*_GPUS, "local")
@@ -48,7 +48,7 @@ gpu_device_info {{
   l2_cache_size: {l2}
   clock_rate_ghz: {clock}
   device_memory_size: {memory}
-  cuda_compute_capability {{ {capability} }}
+  cuda_compute_capability {{ major: {capability:.0f} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
@@ -307,7 +307,7 @@ def audit(fn: Callable[..., Any], *args: Any, target: str = "h200") -> AuditRepo
         platform, name, has_fp8_units = "cuda", _GPUS[target][0], True
     else:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}; got {target!r}.")
-    compiled = _compile(fn, args, sharding, name)
+    compiled = _compile(fn, args, sharding, name, _GPUS[target][-1] if target in _GPUS else None)
     text = compiled.as_text()
     if text is None:
         raise RuntimeError(f"XLA shows no program for {name}; use one of the targets {', '.join(_GPUS)}.")
@@ -425,7 +425,9 @@ def _device(target: str) -> Any:
     return topology.devices[0]
 
 
-def _compile(fn: Callable[..., Any], args: tuple[Any, ...], sharding: Any, device: str) -> Any:
+def _compile(
+    fn: Callable[..., Any], args: tuple[Any, ...], sharding: Any, device: str, capability: float | None
+) -> Any:
     """Compiles ``fn`` for the device of ``sharding``, or where that is None for the local one."""
     has_array = False
 
@@ -443,7 +445,7 @@ def _compile(fn: Callable[..., Any], args: tuple[Any, ...], sharding: Any, devic
     if sharding is not None and not has_array:
         # Without an argument that lies on the device, only the outputs can say which it is.
         jitted, args = jax.jit(functools.partial(fn, *args), out_shardings=sharding), ()
-    with compile_target(None if sharding is None else device):
+    with compile_target(capability):
         try:
             traced = jitted.trace(*args)
         except Exception as error:

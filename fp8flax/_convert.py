@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from fp8flax._modules import Fp8Op
 from fp8flax._state import (
     OVERWRITE_WITH_GRADIENT,
     ROLES,
@@ -44,6 +45,9 @@ def add_fp8_state(
         TypeError: state that is there is not float32.
         ValueError: ``model`` has no FP8 layer, or its parameters are not those of ``variables``.
 
+    Recipes without delayed scaling need no state: the result is then ``variables`` with the state that was
+    there.
+
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
         >>> x = jnp.ones((2, 4))
@@ -54,8 +58,8 @@ def add_fp8_state(
 
     Source: none; Flax leaves this to the user.
     """
-    wanted = _eval_init(model, args, kwargs)
-    if OVERWRITE_WITH_GRADIENT not in wanted:
+    wanted, has_fp8 = _eval_init(model, args, kwargs)
+    if not has_fp8:
         raise ValueError(
             f"{type(model).__name__} has no FP8 layer, so there is no scaling state to add. Give its "
             "layers dot_general_cls=fp8flax.Fp8DotGeneralOp."
@@ -72,13 +76,25 @@ def add_fp8_state(
         fill = jnp.ones if path[-1].key in _SCALE_NAMES else jnp.zeros
         return fill(leaf.shape, leaf.dtype)
 
+    if OVERWRITE_WITH_GRADIENT not in wanted:
+        return variables
     state = jax.tree_util.tree_map_with_path(fresh, wanted[OVERWRITE_WITH_GRADIENT])
     result = {**variables, OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(state)}
     return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result
 
 
-def _eval_init(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns shapes and dtypes of ``model.init``; arguments that are not arrays stay concrete."""
+def _eval_init(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """Returns shapes and dtypes of ``model.init``, and whether an FP8 op ran in it.
+
+    Arguments that are not arrays stay concrete.
+    """
+    has_fp8 = False
+
+    def look(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        nonlocal has_fp8
+        has_fp8 = has_fp8 or isinstance(context.module, Fp8Op)
+        return call(*args, **kwargs)
+
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 
@@ -88,7 +104,9 @@ def _eval_init(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         args, kwargs = treedef.unflatten(filled)
         return model.init(jax.random.key(0), *args, **kwargs)
 
-    return jax.eval_shape(init, [leaf for a, leaf in zip(is_array, leaves) if a])
+    with nn.intercept_methods(look):
+        shapes = jax.eval_shape(init, [leaf for a, leaf in zip(is_array, leaves) if a])
+    return shapes, has_fp8
 
 
 def _check_same_params(variables: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

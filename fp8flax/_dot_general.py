@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import warnings
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,9 +13,10 @@ import numpy as np
 import opt_einsum
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from fp8flax._gemm import ONCE, Gemm, multiply, warn_if_emulated
+from fp8flax._operands import Quantized, View, quantize_operand, swapped, swaps_with
 from fp8flax._qdq import (
     DelayedConfig,
     check_state,
@@ -26,19 +26,23 @@ from fp8flax._qdq import (
     delayed_out_qdq,
     delayed_scales,
 )
-from fp8flax._quantize import as_float_array, quantize
-from fp8flax._recipes import Accumulation, DelayedScaling
+from fp8flax._quantize import as_float_array
+from fp8flax._recipes import CustomRecipe, DelayedQuantizer, DelayedScaling, Recipe
 from fp8flax._state import ScalingState
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+_Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class DotStates(NamedTuple):
-    """The scaling states of one matmul."""
+    """The scaling states of one matmul; None for a tensor without delayed scaling."""
 
-    input: ScalingState
-    kernel: ScalingState
-    output_grad: ScalingState
+    input: ScalingState | None = None
+    kernel: ScalingState | None = None
+    output_grad: ScalingState | None = None
+
+
+_STATELESS = DotStates()
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
@@ -96,16 +100,12 @@ def _dot_general_with_precision_jvp(
     return out, dot(lhs_dot, rhs) + dot(lhs, rhs_dot)
 
 
-class Fp8EmulationWarning(UserWarning):
-    """The device at hand has no FP8 units: FP8 matmuls give the same values, and no speed."""
-
-
 RESIDUAL_NAMES = ("fp8_input", "fp8_kernel", "fp8_scaling")
 """The ``checkpoint_name``s of what an FP8 matmul keeps for its backward pass.
 
-They are the quantized input and the quantized kernel (FP8 codes, as uint8), and five scalars: scales and
-amaxes. The result of the forward GEMM is named ``"fp8_output"``. Policies for ``jax.checkpoint`` and
-``nn.remat`` made of them::
+They are the quantized input and the quantized kernel (FP8 codes, as uint8; the input as it is, where a
+recipe computes wgrad in high precision), and the scales and amaxes. The result of the forward GEMM is
+named ``"fp8_output"``. Policies for ``jax.checkpoint`` and ``nn.remat`` made of them::
 
     policies = jax.checkpoint_policies
     keep_fp8 = policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
@@ -121,186 +121,19 @@ Without a policy, or with one that names none of them, all are computed again fr
 FORMS = ("direct", "qdq")
 """How an FP8 matmul is written down for the compiler."""
 
-# cublasLt takes FP8 operands in multiples of this; XLA would pad, and copy, for it.
-_CUBLASLT_MULTIPLE = 16
-_NATIVE_COMPUTE_CAPABILITY = 8.9
-_E5M2 = np.dtype(jnp.float8_e5m2)
-_OCP_DTYPES = (np.dtype(jnp.float8_e4m3fn), _E5M2)
-
-
-compile_target = jax.make_user_context(None)
-"""Names the device that a program is compiled for, where that is not one of those at hand."""
-
-
-def _device_has_fp8_units() -> bool:
-    """Tells whether the default device multiplies in FP8."""
-    device = jax.devices()[0]
-    if device.platform not in ("gpu", "cuda"):
-        return False
-    try:
-        return float(device.compute_capability) >= _NATIVE_COMPUTE_CAPABILITY
-    except (AttributeError, ValueError):  # not an NVIDIA GPU
-        return False
-
-
-def _warn_if_emulated() -> None:
-    if compile_target.value is None and not _device_has_fp8_units():
-        # From one place, so that Python's default filter shows it once.
-        warnings.warn(
-            f"FP8 matmuls are emulated on {jax.devices()[0].device_kind}: the values are those of FP8, the "
-            "speed is not. fp8flax.audit shows what a GPU would run.",
-            Fp8EmulationWarning,
-            stacklevel=1,
-        )
-
-
-def _accumulation_of(precision: Any, recipe: DelayedScaling) -> Accumulation:
-    """Returns the accumulation of the three GEMMs, or raises where ``precision`` cannot be honoured."""
-    if precision is None:
-        return recipe.accumulation
-    pair = precision if isinstance(precision, tuple | list) else (precision, precision)
-    try:
-        both = [lax.Precision(p) for p in pair]
-        if len(both) != 2 or None in pair:
-            raise ValueError
-    except (ValueError, TypeError):
-        raise TypeError(
-            "precision of an FP8 matmul must be None (the recipe's accumulation), a lax.Precision, its "
-            f"name, or a pair of them; got {precision!r}. For more control set accumulation in the "
-            "recipe, for instance DelayedScaling(accumulation=Accumulation(forward='exact'))."
-        ) from None
-    word = "fast" if all(p == lax.Precision.DEFAULT for p in both) else "exact"
-    return Accumulation(forward=word, dgrad=word, wgrad=word)
-
-
-class _Gemm(NamedTuple):
-    """What a GEMM of FP8 operands must know statically (hashable)."""
-
-    dimension_numbers: DimensionNumbers
-    out_dtype: np.dtype
-    accumulation: str
-    out_sharding: Any = None
-    """Of the result, on a mesh with explicit axes, where JAX may not be able to tell."""
-
-
-def _dot(gemm: _Gemm, q_lhs: jax.Array, q_rhs: jax.Array, precision: Any, sum_dtype: np.dtype) -> jax.Array:
-    return lax.dot_general(
-        q_lhs,
-        q_rhs,
-        gemm.dimension_numbers,
-        # Not None, which would be the ambient jax.default_matmul_precision.
-        lax.Precision.DEFAULT if precision is None else precision,
-        preferred_element_type=sum_dtype,
-        out_sharding=gemm.out_sharding,
-    )
-
-
-def _emulated_gemm(
-    gemm: _Gemm, q_lhs: jax.Array, q_rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array
-) -> jax.Array:
-    """Multiplies FP8 values in float32, which holds them and their products exactly."""
-    wide = jnp.dtype(jnp.float64 if gemm.out_dtype == jnp.float64 else jnp.float32)
-    out = _dot(gemm, q_lhs.astype(wide), q_rhs.astype(wide), None, wide)
-    # One after the other: the product of the scales may overflow where the result does not.
-    return (out * lhs_scale.astype(wide) * rhs_scale.astype(wide)).astype(gemm.out_dtype)
-
-
-def _cuda_gemm(
-    gemm: _Gemm, q_lhs: jax.Array, q_rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array
-) -> jax.Array:
-    """Multiplies FP8 operands in FP8 units: by cublasLt, or as XLA chooses where that does not fit."""
-    preset = {
-        "fast": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
-        "exact": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
-    }.get(gemm.accumulation)
-    sizes = _gemm_sizes(q_lhs.shape, q_rhs.shape, gemm.dimension_numbers)
-    if any(size % _CUBLASLT_MULTIPLE for size in sizes) or q_lhs.dtype == q_rhs.dtype == _E5M2:
-        preset = None
-    # The unscaled sums would overflow float16; a kernel of XLA's own takes the float32 multiply in.
-    narrow = preset is not None and gemm.out_dtype == jnp.bfloat16
-    sum_dtype = jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
-    out = _dot(gemm, _row_major(q_lhs), _row_major(q_rhs), preset, sum_dtype)
-    # One scalar, so that the GEMM can take it in. An infinite one would turn zeros into NaN; the bound is
-    # that of bfloat16, a little lower than float32's.
-    scale = jnp.minimum(lhs_scale * rhs_scale, jnp.float32(jnp.finfo(jnp.bfloat16).max))
-    # As written a bfloat16 scale would be rounded. XLA hands the float32 scalar to cublasLt instead,
-    # which multiplies before it rounds (seen in the compiled program; a test holds it).
-    return (out * scale.astype(sum_dtype)).astype(gemm.out_dtype)
-
-
-# A custom_jvp for one effect: it is opaque to the policies of jax.checkpoint. One that saves the results
-# of dots would otherwise find those of both branches, and keep each of them.
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _platform_gemm(
-    gemm: _Gemm, q_lhs: jax.Array, q_rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array
-) -> jax.Array:
-    return lax.platform_dependent(
-        q_lhs,
-        q_rhs,
-        lhs_scale,
-        rhs_scale,
-        cuda=partial(_cuda_gemm, gemm),
-        default=partial(_emulated_gemm, gemm),
-    )
-
-
-@_platform_gemm.defjvp
-def _platform_gemm_jvp(gemm: _Gemm, primals: Any, tangents: Any) -> Any:
-    del gemm, primals, tangents
-    raise TypeError(_ONCE)
-
-
-def _row_major(q: jax.Array) -> jax.Array:
-    """Holds an FP8 operand to the layout that it has in memory anyway.
-
-    cublasLt wants some operands transposed. Left alone, XLA prefers that layout for all that an operand is
-    made from, back to the float32 kernels that ``nn.scan`` stacks, of which it then makes a transposed
-    copy. Held here, it transposes FP8. The partitioner for many devices would gather an array for this, so
-    there XLA is left alone.
-    """
-    if compile_target.value is None and jax.device_count() > 1:
-        return q
-    return with_layout_constraint(q, Layout(major_to_minor=tuple(range(q.ndim))))
-
-
-def _gemm_sizes(
-    lhs_shape: Sequence[int], rhs_shape: Sequence[int], dimension_numbers: DimensionNumbers
-) -> tuple[int, int, int]:
-    """Returns M, K and N of a ``dot_general``."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    return (
-        math.prod(lhs_shape[i] for i in _free(len(lhs_shape), lhs_contract, lhs_batch)),
-        math.prod(lhs_shape[i] for i in lhs_contract),
-        math.prod(rhs_shape[i] for i in _free(len(rhs_shape), rhs_contract, rhs_batch)),
-    )
-
 
 def _free(ndim: int, contract: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
     return tuple(i for i in range(ndim) if i not in contract and i not in batch)
 
 
-def _gemm(
-    q_lhs: jax.Array, q_rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, gemm: _Gemm
-) -> jax.Array:
-    """Returns ``dot_general(q_lhs, q_rhs) * lhs_scale * rhs_scale``."""
-    ocp = q_lhs.dtype in _OCP_DTYPES and q_rhs.dtype in _OCP_DTYPES
-    too_old = (
-        compile_target.value is None and jax.default_backend() == "gpu" and not _device_has_fp8_units()
-    )
-    gemm_on = _platform_gemm if ocp and not too_old else _emulated_gemm
-    return gemm_on(gemm, q_lhs, q_rhs, lhs_scale, rhs_scale)
-
-
 class _Transpose(NamedTuple):
     """A GEMM of the backward pass, and for each axis of its result that of the operand it belongs to."""
 
-    dimension_numbers: DimensionNumbers
+    dimension_numbers: _Dims
     axes: tuple[int, ...]
 
 
-def _transposes(
-    dimension_numbers: DimensionNumbers, lhs_ndim: int, rhs_ndim: int
-) -> tuple[_Transpose, _Transpose]:
+def _transposes(dimension_numbers: _Dims, lhs_ndim: int, rhs_ndim: int) -> tuple[_Transpose, _Transpose]:
     """Derives dgrad and wgrad of ``out = dot_general(lhs, rhs)``.
 
     The axes of ``out``, and so of its cotangent ``g``, are ``(batch, free of lhs, free of rhs)``.
@@ -335,180 +168,242 @@ def _explicit_sharding(x: jax.Array) -> Any:
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
-class _DirectConfig(NamedTuple):
-    """What the direct form must know statically (hashable)."""
+class _Config(NamedTuple):
+    """What the FP8 matmul must know statically (hashable)."""
 
-    forward: DelayedConfig
-    backward: DelayedConfig
-    accumulation: Accumulation
-    dimension_numbers: DimensionNumbers
+    recipe: CustomRecipe
+    dimension_numbers: _Dims
+    lhs_shape: tuple[int, ...]
+    rhs_shape: tuple[int, ...]
     lhs_dtype: np.dtype
     rhs_dtype: np.dtype
     out_dtype: np.dtype
     lhs_sharding: Any
     rhs_sharding: Any
+    precision: Any
+    """Of the GEMMs that do not run in FP8."""
+    dequantized: bool
+    """Whether all GEMMs run in the operands' wide dtypes, as a reference."""
+
+    @property
+    def forward(self) -> Gemm:
+        """The forward GEMM."""
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = self.dimension_numbers
+        return Gemm(
+            recipe=self.recipe.forward,
+            dimension_numbers=self.dimension_numbers,
+            lhs=View(self.lhs_shape, lhs_contract, lhs_batch),
+            rhs=View(self.rhs_shape, rhs_contract, rhs_batch),
+            lhs_dtype=self.lhs_dtype,
+            rhs_dtype=self.rhs_dtype,
+            out_dtype=self.out_dtype,
+            precision=self.precision,
+            dequantized=self.dequantized,
+        )
+
+    @property
+    def g_shape(self) -> tuple[int, ...]:
+        """The shape of the result, and so of its cotangent."""
+        lhs, rhs = self.forward.lhs, self.forward.rhs
+        return (*lhs.sizes(lhs.batch), *lhs.sizes(lhs.free), *rhs.sizes(rhs.free))
+
+    def _transposed(self, side: int) -> tuple[Gemm, _Transpose]:
+        """Returns dgrad (0) or wgrad (1)."""
+        transposes = _transposes(self.dimension_numbers, len(self.lhs_shape), len(self.rhs_shape))
+        dims, axes = transposes[side]
+        shapes = ((self.g_shape, self.rhs_shape), (self.lhs_shape, self.g_shape))[side]
+        dtypes = ((self.out_dtype, self.rhs_dtype), (self.lhs_dtype, self.out_dtype))[side]
+        sharding = (self.lhs_sharding, self.rhs_sharding)[side]
+        if sharding is not None:
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[i] for i in axes)))
+        gemm = Gemm(
+            recipe=(self.recipe.dgrad, self.recipe.wgrad)[side],
+            dimension_numbers=dims,
+            lhs=View(shapes[0], dims[0][0], dims[1][0]),
+            rhs=View(shapes[1], dims[0][1], dims[1][1]),
+            lhs_dtype=dtypes[0],
+            rhs_dtype=dtypes[1],
+            out_dtype=(self.lhs_dtype, self.rhs_dtype)[side],
+            precision=self.precision,
+            out_sharding=sharding,
+            dequantized=self.dequantized,
+        )
+        return gemm, transposes[side]
+
+    @property
+    def dgrad(self) -> tuple[Gemm, _Transpose]:
+        """The GEMM of the input's cotangent."""
+        return self._transposed(0)
+
+    @property
+    def wgrad(self) -> tuple[Gemm, _Transpose]:
+        """The GEMM of the kernel's cotangent."""
+        return self._transposed(1)
 
 
-_ONCE = (
-    "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second derivatives "
-    "use partial(fp8flax.Fp8DotGeneralOp, form='qdq')."
-)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _quantize_once(config: DelayedConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _quantize_once(quantizer: Any, view: View, x: jax.Array, delayed_scale: Any) -> Any:
     """Quantizes, and refuses to be differentiated: a second derivative would silently be zero."""
-    return quantize(x, config.q_dtype, scale, config.compute_dtype)
+    return quantize_operand(quantizer, x, view, delayed_scale)
 
 
 @_quantize_once.defjvp
-def _quantize_once_jvp(config: DelayedConfig, primals: Any, tangents: Any) -> Any:
-    raise TypeError(_ONCE)
+def _quantize_once_jvp(quantizer: Any, view: View, primals: Any, tangents: Any) -> Any:
+    raise TypeError(ONCE)
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass needs: FP8 operands, scalars, and the states, which are arguments."""
+    """What the backward pass needs: operands in FP8, scalars, and the states, which are arguments."""
 
-    lhs_codes: jax.Array
-    """The FP8 input as uint8. ``jax.checkpoint`` passes every float that it saves through
-    ``lax.reduce_precision``, which knows no e4m3fn: 448 would become NaN, subnormals zero."""
-    rhs_codes: jax.Array
-    """Likewise the FP8 kernel."""
-    lhs_scale: jax.Array
-    rhs_scale: jax.Array
-    g_scale: jax.Array
-    lhs_amax: jax.Array
-    rhs_amax: jax.Array
+    lhs: Any
+    """The input as wgrad takes it: ``Quantized``, its codes as uint8; wide if wgrad is in high precision.
+
+    ``jax.checkpoint`` passes every float that it saves through ``lax.reduce_precision``, which knows no
+    e4m3fn: 448 would become NaN, subnormals zero."""
+    rhs: Any
+    """Likewise the kernel as dgrad takes it."""
+    scales: dict[str, jax.Array]
+    """The scale of each role that has delayed scaling."""
+    amaxes: dict[str, jax.Array]
+    """The amax of the input and of the kernel, where they have delayed scaling."""
     states: DotStates
 
 
 # Derivation. With straight-through quantization the cotangents of the operands are the two transposed
-# products, of quantized values: dlhs = q(g) . q(rhs), drhs = q(lhs) . q(g), each times the scales of its
-# two operands. The cotangents of the scaling states are their next values (see _qdq).
+# products, of quantized values: dlhs = q(g) . q(rhs), drhs = q(lhs) . q(g), where q scales as the recipe of
+# that GEMM says. The cotangents of the scaling states are their next values (see _qdq).
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _direct_dot_general(
-    config: _DirectConfig, lhs: jax.Array, rhs: jax.Array, states: DotStates
-) -> jax.Array:
-    lhs_scale, rhs_scale, _ = _scales(config, states)
-    return _forward_gemm(
-        config,
-        quantize(lhs, config.forward.q_dtype, lhs_scale, config.forward.compute_dtype),
-        quantize(rhs, config.forward.q_dtype, rhs_scale, config.forward.compute_dtype),
-        lhs_scale,
-        rhs_scale,
+def _direct_dot_general(config: _Config, lhs: jax.Array, rhs: jax.Array, states: DotStates) -> jax.Array:
+    scales = _delayed_scales(config, states)
+    gemm = config.forward
+    q_lhs = _quantize_once(gemm.recipe.lhs, gemm.lhs, lhs, scales.get("input"))
+    q_rhs = _quantize_once(gemm.recipe.rhs, gemm.rhs, rhs, scales.get("kernel"))
+    with jax.named_scope("fp8_forward"):
+        return multiply(gemm, q_lhs, q_rhs)
+
+
+def _delayed_scales(config: _Config, states: DotStates) -> dict[str, jax.Array]:
+    """Returns the scale of each role with delayed scaling; where they are alike, computed as one."""
+    delayed = config.recipe.delayed
+    of = {role: (_delayed_config(q), getattr(states, role)) for role, q in delayed.items()}
+    if len({(q.amax_history_len, q.amax_compute_algo) for q in delayed.values()}) == 1:
+        return dict(zip(of, delayed_scales(*zip(*of.values()))))
+    return {role: delayed_scales((c,), (state,))[0] for role, (c, state) in of.items()}
+
+
+def _delayed_config(quantizer: DelayedQuantizer) -> DelayedConfig:
+    return DelayedConfig(
+        jnp.float32,
+        quantizer.dtype,
+        quantizer.margin,
+        quantizer.amax_compute_algo,
+        quantizer.use_power_2_scales,
     )
 
 
-def _scales(config: _DirectConfig, states: DotStates) -> tuple[jax.Array, ...]:
-    return delayed_scales((config.forward, config.forward, config.backward), states)
-
-
-@jax.named_scope("fp8_forward")
-def _forward_gemm(
-    config: _DirectConfig,
-    q_lhs: jax.Array,
-    q_rhs: jax.Array,
-    lhs_scale: jax.Array,
-    rhs_scale: jax.Array,
-) -> jax.Array:
-    return _gemm(
-        q_lhs,
-        q_rhs,
-        lhs_scale,
-        rhs_scale,
-        _Gemm(config.dimension_numbers, config.out_dtype, config.accumulation.forward),
-    )
+def _quantize_for_both(
+    config: _Config, role: str, x: jax.Array, delayed_scale: jax.Array | None
+) -> tuple[Any, Any]:
+    """Returns a tensor as the first and as the second GEMM that it enters takes it."""
+    forward, (dgrad, _), (wgrad, _) = config.forward, config.dgrad, config.wgrad
+    first, second = {
+        "input": ((forward.recipe.lhs, forward.lhs), (wgrad.recipe.lhs, wgrad.lhs)),
+        "kernel": ((forward.recipe.rhs, forward.rhs), (dgrad.recipe.rhs, dgrad.rhs)),
+        "output_grad": ((dgrad.recipe.lhs, dgrad.lhs), (wgrad.recipe.rhs, wgrad.rhs)),
+    }[role]
+    q = _quantize_once(*first, x, delayed_scale)
+    if swaps_with(first[0], second[0], first[1]):
+        return q, swapped(q, first[0])
+    return q, _quantize_once(*second, x, delayed_scale)
 
 
 def _quantize_with_amax(
-    config: DelayedConfig, x: jax.Array, scale: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the quantized tensor and its amax."""
-    q = _quantize_once(config, x, scale)
-    # Together, so that XLA reads the wide tensor once for both, and does not cast it a second time where
+    config: _Config, role: str, x: jax.Array, delayed_scale: jax.Array | None
+) -> tuple[Any, Any, jax.Array | None]:
+    """Returns a tensor for its two GEMMs, and its amax where it has delayed scaling."""
+    first, second = _quantize_for_both(config, role, x, delayed_scale)
+    amax = None if delayed_scale is None else delayed_amax(x)
+    # Together, so that XLA reads the wide tensor once for all, and does not cast it a second time where
     # a GEMM wants it transposed. (For kernels that saves nothing, and a policy that recomputes the
     # quantized kernel would take the amax along.)
-    return lax.optimization_barrier((q, delayed_amax(x)))
+    codes = [q.codes if isinstance(q, Quantized) else None for q in (first, second)]
+    shared = codes[0] is codes[1]
+    codes, amax = lax.optimization_barrier((codes[:1] if shared else codes, amax))
+    first, second = (
+        q._replace(codes=c) if isinstance(q, Quantized) else q
+        for q, c in zip((first, second), codes * 2 if shared else codes)
+    )
+    return first, second, amax
 
 
 def _direct_fwd(
-    config: _DirectConfig, lhs: jax.Array, rhs: jax.Array, states: DotStates
+    config: _Config, lhs: jax.Array, rhs: jax.Array, states: DotStates
 ) -> tuple[jax.Array, _Residuals]:
-    lhs_scale, rhs_scale, g_scale = _scales(config, states)
-    q_lhs, lhs_amax = _quantize_with_amax(config.forward, lhs, lhs_scale)
-    q_rhs = _quantize_once(config.forward, rhs, rhs_scale)
-    rhs_amax = delayed_amax(rhs)
+    scales = _delayed_scales(config, states)
+    lhs_first, lhs_second, lhs_amax = _quantize_with_amax(config, "input", lhs, scales.get("input"))
+    rhs_first, rhs_second = _quantize_for_both(config, "kernel", rhs, scales.get("kernel"))
+    amaxes = {} if lhs_amax is None else {"input": lhs_amax}
+    if "kernel" in scales:
+        amaxes["kernel"] = delayed_amax(rhs)
+    scales, amaxes = jax.tree.map(partial(checkpoint_name, name="fp8_scaling"), (scales, amaxes))
     residuals = _Residuals(
-        checkpoint_name(_codes(q_lhs), "fp8_input"),
-        checkpoint_name(_codes(q_rhs), "fp8_kernel"),
-        checkpoint_name(lhs_scale, "fp8_scaling"),
-        checkpoint_name(rhs_scale, "fp8_scaling"),
-        checkpoint_name(g_scale, "fp8_scaling"),
-        checkpoint_name(lhs_amax, "fp8_scaling"),
-        checkpoint_name(rhs_amax, "fp8_scaling"),
+        _kept(lhs_second, "fp8_input", scales.get("input")),
+        _kept(rhs_second, "fp8_kernel", scales.get("kernel")),
+        scales,
+        amaxes,
         states,
     )
-    # From the residuals, so that a GEMM that is computed again starts from what a policy kept.
-    out = _forward_gemm(config, *_operands(config, residuals), residuals.lhs_scale, residuals.rhs_scale)
+    # Where a tensor's codes serve both GEMMs, from the residuals: a GEMM that is computed again then
+    # starts from what a policy kept.
+    gemm = config.forward
+    if swaps_with(gemm.recipe.lhs, config.recipe.wgrad.lhs, gemm.lhs):
+        lhs_first = swapped(_restored(residuals.lhs, gemm.recipe.lhs), gemm.recipe.lhs)
+    if swaps_with(gemm.recipe.rhs, config.recipe.dgrad.rhs, gemm.rhs):
+        rhs_first = swapped(_restored(residuals.rhs, gemm.recipe.rhs), gemm.recipe.rhs)
+    with jax.named_scope("fp8_forward"):
+        out = multiply(gemm, lhs_first, rhs_first)
     return checkpoint_name(out, "fp8_output"), residuals
 
 
-def _codes(q: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(q, jnp.uint8)
+def _kept(operand: Any, name: str, delayed_scale: jax.Array | None) -> Any:
+    """Returns an operand to keep for the backward pass, under a name for policies."""
+    if not isinstance(operand, Quantized):
+        # A wide kernel is an argument, and there anyway.
+        return checkpoint_name(operand, name) if name == "fp8_input" else operand
+    codes, scale = operand
+    if scale.dtype == jnp.float8_e8m0fnu:
+        scale = lax.bitcast_convert_type(scale, jnp.uint8)
+    scale = checkpoint_name(scale, "fp8_scaling") if delayed_scale is None else delayed_scale
+    return Quantized(checkpoint_name(lax.bitcast_convert_type(codes, jnp.uint8), name), scale)
 
 
-def _operands(config: _DirectConfig, residuals: _Residuals) -> tuple[jax.Array, jax.Array]:
-    dtype = config.forward.q_dtype
-    return (
-        lax.bitcast_convert_type(residuals.lhs_codes, dtype),
-        lax.bitcast_convert_type(residuals.rhs_codes, dtype),
-    )
-
-
-def _transposed_gemm(
-    transpose: _Transpose,
-    operands: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
-    dtype: np.dtype,
-    sharding: Any,
-    accumulation: str,
-) -> jax.Array:
-    """Returns the cotangent of an operand that has this dtype and sharding."""
-    if sharding is not None:
-        spec = PartitionSpec(*(sharding.spec[i] for i in transpose.axes))
-        sharding = NamedSharding(sharding.mesh, spec)
-    grad = _gemm(*operands, _Gemm(transpose.dimension_numbers, dtype, accumulation, sharding))
-    return lax.transpose(grad, np.argsort(transpose.axes))
+def _restored(kept: Any, quantizer: Any) -> Any:
+    """Returns the operand that ``_kept`` was given."""
+    if quantizer is None:
+        return kept
+    scale = kept.scale
+    if scale.dtype == jnp.uint8:
+        scale = lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)
+    return Quantized(lax.bitcast_convert_type(kept.codes, quantizer.dtype), scale)
 
 
 def _direct_bwd(
-    config: _DirectConfig, residuals: _Residuals, g: jax.Array
+    config: _Config, residuals: _Residuals, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, DotStates]:
-    _, _, lhs_scale, rhs_scale, g_scale, lhs_amax, rhs_amax, states = residuals
-    q_lhs, q_rhs = _operands(config, residuals)
-    q_g, g_amax = _quantize_with_amax(config.backward, g, g_scale)
-    dgrad, wgrad = _transposes(config.dimension_numbers, q_lhs.ndim, q_rhs.ndim)
+    scales, states = residuals.scales, residuals.states
+    g_first, g_second, g_amax = _quantize_with_amax(config, "output_grad", g, scales.get("output_grad"))
+    (dgrad, dgrad_transpose), (wgrad, wgrad_transpose) = config.dgrad, config.wgrad
     with jax.named_scope("fp8_dgrad"):
-        lhs_grad = _transposed_gemm(
-            dgrad,
-            (q_g, q_rhs, g_scale, rhs_scale),
-            config.lhs_dtype,
-            config.lhs_sharding,
-            config.accumulation.dgrad,
-        )
+        lhs_grad = multiply(dgrad, g_first, _restored(residuals.rhs, dgrad.recipe.rhs))
+        lhs_grad = lax.transpose(lhs_grad, np.argsort(dgrad_transpose.axes))
     with jax.named_scope("fp8_wgrad"):
-        rhs_grad = _transposed_gemm(
-            wgrad,
-            (q_lhs, q_g, lhs_scale, g_scale),
-            config.rhs_dtype,
-            config.rhs_sharding,
-            config.accumulation.wgrad,
-        )
-    next_states = DotStates(
-        delayed_next_state(lhs_amax, lhs_scale, states.input),
-        delayed_next_state(rhs_amax, rhs_scale, states.kernel),
-        delayed_next_state(g_amax, g_scale, states.output_grad),
-    )
-    return lhs_grad, rhs_grad, next_states
+        rhs_grad = multiply(wgrad, _restored(residuals.lhs, wgrad.recipe.lhs), g_second)
+        rhs_grad = lax.transpose(rhs_grad, np.argsort(wgrad_transpose.axes))
+    amaxes: dict[str, Any] = {**residuals.amaxes, "output_grad": g_amax}
+    next_states = {
+        role: delayed_next_state(amaxes[role], scales[role], getattr(states, role)) for role in scales
+    }
+    return lhs_grad, rhs_grad, DotStates(**{role: next_states.get(role) for role in DotStates._fields})
 
 
 _direct_dot_general.defvjp(_direct_fwd, _direct_bwd)
@@ -521,6 +416,26 @@ def _is_wide_float(dtype: Any) -> bool:
         return False
 
 
+def _with_precision(recipe: CustomRecipe, precision: Any) -> CustomRecipe:
+    """Returns the recipe with the accumulation that ``precision`` asks for, or raises ``TypeError``."""
+    if precision is None:
+        return recipe
+    pair = precision if isinstance(precision, tuple | list) else (precision, precision)
+    try:
+        both = [lax.Precision(p) for p in pair]
+        if len(both) != 2 or None in pair:
+            raise ValueError
+    except (ValueError, TypeError):
+        raise TypeError(
+            "precision of an FP8 matmul must be None (the recipe's accumulation), a lax.Precision, its "
+            f"name, or a pair of them; got {precision!r}. For more control set accumulation in the "
+            "recipe, for instance DelayedScaling(accumulation=Accumulation(forward='exact'))."
+        ) from None
+    word = "fast" if all(p == lax.Precision.DEFAULT for p in both) else "exact"
+    gemms = {name: getattr(recipe, name) for name in ("forward", "dgrad", "wgrad")}
+    return CustomRecipe(**{k: dataclasses.replace(gemm, accumulation=word) for k, gemm in gemms.items()})
+
+
 def fp8_dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -528,8 +443,8 @@ def fp8_dot_general(
     precision: Any = None,
     preferred_element_type: Any = None,
     *,
-    states: DotStates,
-    recipe: DelayedScaling,
+    states: DotStates = _STATELESS,
+    recipe: Recipe,
     form: str = "direct",
 ) -> jax.Array:
     """Multiplies in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
@@ -539,9 +454,10 @@ def fp8_dot_general(
         rhs: the kernel, any shape, a wide float.
         dimension_numbers: those of ``lax.dot_general``.
         precision: None for the recipe's accumulation; ``DEFAULT`` for fast and ``HIGH`` or ``HIGHEST``
-            for exact accumulation in all three GEMMs.
+            for exact accumulation in all three GEMMs. A GEMM that stays wide gets it as it is.
         preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
-        states: scaling states; their "gradients" are their next values.
+        states: scaling states of the roles that have delayed scaling; their "gradients" are their next
+            values.
         recipe: how the tensors are scaled.
         form: ``"direct"`` puts FP8 operands into the GEMMs; ``"qdq"`` quantizes and dequantizes around
             GEMMs in the dtype of the operands.
@@ -559,20 +475,15 @@ def fp8_dot_general(
             "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
             f"{preferred_element_type!r}."
         )
-    config = partial(
-        DelayedConfig,
-        jnp.float32,
-        margin=recipe.margin,
-        amax_compute_algo=recipe.amax_compute_algo,
-    )
-    forward = config(q_dtype=recipe.fp8_format.forward_dtype)
-    backward = config(q_dtype=recipe.fp8_format.backward_dtype)
-    if form == "qdq":
-        lhs = delayed_in_qdq(forward, lhs, *states.input)
-        rhs = delayed_in_qdq(forward, rhs, *states.kernel)
+    gemms = recipe.gemms
+    if form == "qdq" and isinstance(recipe, DelayedScaling):
+        configs = {role: _delayed_config(quantizer) for role, quantizer in gemms.delayed.items()}
+        given = {role: check_state(*getattr(states, role)) for role in configs}
+        lhs = delayed_in_qdq(configs["input"], lhs, *given["input"])
+        rhs = delayed_in_qdq(configs["kernel"], rhs, *given["kernel"])
         out = dot_general_with_precision(lhs, rhs, dimension_numbers, precision, preferred_element_type)
-        return delayed_out_qdq(backward, out, *states.output_grad)
-    accumulation = _accumulation_of(precision, recipe)
+        return delayed_out_qdq(configs["output_grad"], out, *given["output_grad"])
+    gemms = _with_precision(gemms, precision)
     # Checks the shapes, with the errors that users know, and settles the dtype of the result.
     out = jax.eval_shape(
         partial(
@@ -584,22 +495,25 @@ def fp8_dot_general(
         rhs,
     )
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    direct = _DirectConfig(
-        forward,
-        backward,
-        accumulation,
+    config = _Config(
+        gemms,
         (
             (tuple(map(int, lhs_contract)), tuple(map(int, rhs_contract))),
             (tuple(map(int, lhs_batch)), tuple(map(int, rhs_batch))),
         ),
+        lhs.shape,
+        rhs.shape,
         lhs.dtype,
         rhs.dtype,
         out.dtype,
         _explicit_sharding(lhs),
         _explicit_sharding(rhs),
+        tuple(precision) if isinstance(precision, list) else precision,
+        form == "qdq",
     )
-    _warn_if_emulated()
-    return _direct_dot_general(direct, lhs, rhs, DotStates(*(check_state(*state) for state in states)))
+    warn_if_emulated(gemms.forward, gemms.dgrad, gemms.wgrad)
+    checked = {role: check_state(*getattr(states, role)) for role in gemms.delayed}
+    return _direct_dot_general(config, lhs, rhs, DotStates(**checked))
 
 
 class _EinsumPlan(NamedTuple):

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from fp8flax._dot_general import FORMS, DimensionNumbers, DotStates, einsum_with, fp8_dot_general
 from fp8flax._formats import Format
+from fp8flax._gemm import SWITCHED_OFF
 from fp8flax._max_dtype import is_max_dtype
-from fp8flax._recipes import DelayedScaling
+from fp8flax._recipes import DelayedQuantizer, DelayedScaling, Recipe, check_recipe, recipe_in_use
 from fp8flax._state import (
     OVERWRITE_WITH_GRADIENT,
     ROLES,
@@ -23,32 +24,46 @@ from fp8flax._state import (
 )
 
 
-class _Fp8Op(nn.Module):
-    """Declares the scaling state of one matmul."""
+@jax.named_scope(SWITCHED_OFF)
+def _plain_dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+) -> jax.Array:
+    return jax.lax.dot_general(
+        lhs, rhs, dimension_numbers, precision, preferred_element_type=preferred_element_type
+    )
 
-    recipe: DelayedScaling | None = None
+
+class Fp8Op(nn.Module):
+    """Declares the scaling state of one matmul, if its recipe has any, and multiplies."""
+
+    recipe: Recipe | None = None
     form: str = "direct"
 
-    def _default_recipe(self) -> DelayedScaling:
+    def _default_recipe(self) -> Recipe:
         return DelayedScaling()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.recipe is not None and not isinstance(self.recipe, DelayedScaling):
-            raise TypeError(
-                f"recipe must be an instance of a recipe class such as fp8flax.DelayedScaling(); got "
-                f"{self.recipe!r}. To give a layer an op with options, use dot_general_cls="
-                "functools.partial(fp8flax.Fp8DotGeneralOp, recipe=fp8flax.DelayedScaling(...))."
-            )
+        if self.recipe is not None:
+            check_recipe(self.recipe)
         if self.form not in FORMS:
             raise ValueError(f"form must be one of {FORMS}; got {self.form!r}.")
 
     def setup(self) -> None:
-        self.used_recipe = self.recipe if self.recipe is not None else self._default_recipe()
-        self.states = DotStates(*(self._declare(role) for role in ROLES))
+        recipe = recipe_in_use(self.recipe, self._default_recipe())
+        if recipe is None:  # FP8 is off here
+            self.dot_general = _plain_dot_general
+            return
+        delayed = recipe.gemms.delayed
+        states = DotStates(**{r: self._declare(r, delayed[r]) for r in ROLES if r in delayed})
+        self.dot_general = partial(fp8_dot_general, states=states, recipe=recipe, form=self.form)
 
-    def _declare(self, role: str) -> ScalingState:
-        length = self.used_recipe.amax_history_len
+    def _declare(self, role: str, quantizer: DelayedQuantizer) -> ScalingState:
+        length = quantizer.amax_history_len
         scale_name, history_name = state_leaf_names(role)
         values = []
         for name, shape, init in (
@@ -65,7 +80,8 @@ class _Fp8Op(nn.Module):
                     f"state: {OVERWRITE_WITH_GRADIENT}/{where} is missing from the variables. Variables "
                     "of a model without FP8 get their state from fp8flax.add_fp8_state(variables, model, "
                     f"*inputs); variables of this model must be passed whole, with their "
-                    f"{OVERWRITE_WITH_GRADIENT!r} collection."
+                    f"{OVERWRITE_WITH_GRADIENT!r} collection. (Recipes without delayed scaling, such as "
+                    "Float8CurrentScaling, need no state.)"
                 )
             value = self.variable(OVERWRITE_WITH_GRADIENT, name, init, shape, jnp.float32).value
             if value.dtype != jnp.float32 and not is_max_dtype(value):
@@ -84,18 +100,19 @@ class _Fp8Op(nn.Module):
         return ScalingState(*values)
 
 
-class Fp8DotGeneralOp(_Fp8Op):
-    """An FP8 matmul with delayed scaling, called like ``lax.dot_general``.
+class Fp8DotGeneralOp(Fp8Op):
+    """An FP8 matmul, called like ``lax.dot_general``.
 
     Give it to a layer: ``nn.Dense(..., dot_general_cls=fp8flax.Fp8DotGeneralOp)``, likewise to
     ``nn.DenseGeneral``, and as ``qkv_dot_general_cls`` and ``out_dot_general_cls`` to
     ``nn.MultiHeadDotProductAttention``; or call it in a module of your own, which shares its state
     between the calls.
 
-    It declares, in the collection ``_overwrite_with_gradient``, float32 variables
-    ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and ``{…}_amax_history`` of shape
+    With delayed scaling, the default, it declares, in the collection ``_overwrite_with_gradient``, float32
+    variables ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and ``{…}_amax_history`` of shape
     ``(amax_history_len,)``, whose gradients are their next values: the scale that this step used, and
-    the history with this step's amax at index 0.
+    the history with this step's amax at index 0. Other recipes declare no variables. Under
+    ``autocast(enabled=False)`` it is ``lax.dot_general``.
 
     The call takes:
         lhs: the input, any shape; bfloat16, float16, float32 or float64.
@@ -107,7 +124,8 @@ class Fp8DotGeneralOp(_Fp8Op):
             of two dtypes that is the wider one; Flax's op casts the input to the kernel's dtype.)
 
     Attributes:
-        recipe: how the tensors are scaled; None for ``DelayedScaling()``.
+        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
+            outside of it.
         form: ``"direct"`` multiplies FP8 operands, in the FP8 units of GPUs that have them. ``"qdq"`` casts
             to FP8 and back around a matmul in the operands' dtype: a reference, and never faster.
 
@@ -135,16 +153,7 @@ class Fp8DotGeneralOp(_Fp8Op):
         precision: Any = None,
         preferred_element_type: Any = None,
     ) -> jax.Array:
-        return fp8_dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            states=self.states,
-            recipe=self.used_recipe,
-            form=self.form,
-        )
+        return self.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type)
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
@@ -165,7 +174,7 @@ Fp8DotGeneral = Fp8DirectDotGeneralOp
 
 
 class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
-    """``Fp8DotGeneralOp`` in the FNUZ formats of AMD MI300, unless ``recipe`` says otherwise.
+    """``Fp8DotGeneralOp`` in the FNUZ formats of AMD MI300, unless a recipe says otherwise.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -180,7 +189,7 @@ class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
         return DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
 
 
-class Fp8Einsum(_Fp8Op):
+class Fp8Einsum(Fp8Op):
     """A two-operand einsum in FP8, with the state of ``Fp8DotGeneralOp``.
 
     The first operand is the input and the second the kernel, whatever the order of the result.
@@ -194,7 +203,8 @@ class Fp8Einsum(_Fp8Op):
         preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
 
     Attributes:
-        recipe: how the tensors are scaled; None for ``DelayedScaling()``.
+        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
+            outside of it.
         form: ``"direct"`` multiplies FP8 operands, in the FP8 units of GPUs that have them. ``"qdq"`` casts
             to FP8 and back around a matmul in the operands' dtype: a reference, and never faster.
 
@@ -221,8 +231,7 @@ class Fp8Einsum(_Fp8Op):
         precision: Any = None,
         preferred_element_type: Any = None,
     ) -> jax.Array:
-        dot_general = partial(fp8_dot_general, states=self.states, recipe=self.used_recipe, form=self.form)
-        return einsum_with(dot_general, eqn, lhs, rhs, precision, preferred_element_type)
+        return einsum_with(self.dot_general, eqn, lhs, rhs, precision, preferred_element_type)
 
 
 class Einsum(nn.Einsum):

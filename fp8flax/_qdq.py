@@ -19,10 +19,7 @@ from jax import lax
 from fp8flax._formats import as_fp8_dtype, fp8_max
 from fp8flax._max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
 from fp8flax._quantize import as_float_array, dequantize, quantize, quantize_dequantize
-from fp8flax._scaling import (
-    compute_scale,
-    push_amax,
-)
+from fp8flax._scaling import compute_scale, power_of_two, push_amax, scale_exponent
 from fp8flax._state import ScalingState
 
 
@@ -33,6 +30,7 @@ class DelayedConfig(NamedTuple):
     q_dtype: Any
     margin: int = 0
     amax_compute_algo: str = "max"
+    power_2: bool = False
 
 
 def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
@@ -49,7 +47,7 @@ def delayed_scales(
 ) -> tuple[jax.Array, ...]:
     """Returns ``delayed_scale`` of several tensors, computed as one: a GPU starts fewer kernels.
 
-    The configs may differ in their dtypes only, the histories have one length.
+    The configs have one ``amax_compute_algo``, the histories one length.
     """
     histories = [from_max_dtype(state.amax_history) for state in states]
     if configs[0].amax_compute_algo == "most_recent":
@@ -62,9 +60,17 @@ def delayed_scales(
             (0,),
         )
     return tuple(
-        compute_scale(amax, from_max_dtype(state.scale).reshape(()), fp8_max(config.q_dtype), config.margin)
+        _scale_from_amax(config, amax, from_max_dtype(state.scale).reshape(()))
         for config, state, amax in zip(configs, states, amaxes)
     )
+
+
+def _scale_from_amax(config: DelayedConfig, amax: jax.Array, old_scale: jax.Array) -> jax.Array:
+    scale = compute_scale(amax, old_scale, fp8_max(config.q_dtype), config.margin)
+    if not config.power_2:
+        return scale
+    rounded = power_of_two(scale_exponent(amax, fp8_max(config.q_dtype), "up", config.margin))
+    return jnp.where(lax.is_finite(amax) & (amax > 0), rounded, scale)
 
 
 def delayed_amax(x: jax.Array) -> jax.Array:

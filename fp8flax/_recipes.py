@@ -1,13 +1,66 @@
-"""Recipes: frozen, validated descriptions of how the tensors of a GEMM are scaled."""
+"""Recipes: frozen, validated descriptions of how each GEMM's tensors are scaled; the ambient recipe."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
-from fp8flax._formats import Format
+import jax
+import numpy as np
+
+from fp8flax._formats import Format, as_fp8_dtype
 
 _AMAX_ALGORITHMS = ("max", "most_recent")
 _ACCUMULATIONS = ("fast", "exact", "default")
+_GRANULARITIES = ("tensorwise", "axiswise")
+_ROUNDINGS = ("up", "floor")
+_BLOCK_SCALES = ("e8m0", "power_of_two", "float32")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {choices}; got {value!r}.")
+
+
+def _check_int(name: str, value: Any, smallest: int, largest: int | None = None, why: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int; got {value!r} of type {type(value).__name__}.")
+    if value < smallest:
+        raise ValueError(f"{name} must be {smallest} or more; got {value}.")
+    if largest is not None and value > largest:
+        raise ValueError(f"{name} must be {largest} or less; got {value}. {why}")
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {value!r} of type {type(value).__name__}.")
+
+
+def _check_format(value: Any) -> None:
+    if not isinstance(value, Format):
+        raise TypeError(
+            f"fp8_format must be a member of fp8flax.Format ({', '.join(Format.__members__)}); "
+            f"got {value!r}."
+        )
+
+
+def _check_ocp_format(value: Any, recipe: str) -> None:
+    _check_format(value)
+    if value.name.endswith("_FNUZ"):
+        raise ValueError(
+            f"fp8_format of {recipe} must be E4M3, E5M2 or HYBRID, which block scales are defined for; "
+            f"got {value.name}. For FNUZ formats use DelayedScaling or Float8CurrentScaling."
+        )
+
+
+def _set_dtype(quantizer: Any) -> None:
+    """Stores the dtype in one form, so that equal quantizers compare and hash equal."""
+    object.__setattr__(quantizer, "dtype", as_fp8_dtype(quantizer.dtype, "dtype"))
+
+
+_MARGIN_LIMIT = "More would push the data below the smallest FP8 values."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +75,7 @@ class Accumulation:
 
     The first two ask for cublasLt, which takes sizes that are multiples of 16; a GEMM with another size
     runs as ``"default"``, and so does e5m2 times e5m2, which cublasLt does not know. Where FP8 is emulated,
-    everything accumulates in float32.
+    and where scales are per block, everything accumulates in float32.
 
     Attributes:
         forward: for the forward GEMM.
@@ -46,13 +99,271 @@ class Accumulation:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value not in _ACCUMULATIONS:
-                raise ValueError(f"{field.name} must be one of {_ACCUMULATIONS}; got {value!r}.")
+            _check_choice(field.name, getattr(self, field.name), _ACCUMULATIONS)
+
+
+def _check_accumulation(value: Any) -> None:
+    if not isinstance(value, Accumulation):
+        raise TypeError(
+            f"accumulation must be an fp8flax.Accumulation(forward=…, dgrad=…, wgrad=…); got {value!r}."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DelayedScaling:
+class DelayedQuantizer:
+    """One scale per tensor, from the amaxes of past steps, which the layer keeps as its scaling state.
+
+    Attributes:
+        dtype: FP8 dtype of the codes.
+        margin: headroom in powers of two, 0 to 16.
+        amax_history_len: number of past steps that are remembered, 1 or more.
+        amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
+        use_power_2_scales: whether the scale is rounded up to a power of two.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has a value out of range.
+
+    Example:
+        >>> import fp8flax as fp8
+        >>> fp8.DelayedQuantizer(dtype=fp8.float8_e4m3fn, amax_history_len=16).dtype
+        dtype(float8_e4m3fn)
+
+    Source: Micikevicius et al., 2022, arXiv:2209.05433; Transformer Engine, ``DelayedScaling``.
+    """
+
+    dtype: Any
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    use_power_2_scales: bool = False
+
+    def __post_init__(self) -> None:
+        _set_dtype(self)
+        _check_int("margin", self.margin, 0, 16, _MARGIN_LIMIT)
+        _check_int("amax_history_len", self.amax_history_len, 1)
+        _check_choice("amax_compute_algo", self.amax_compute_algo, _AMAX_ALGORITHMS)
+        _check_bool("use_power_2_scales", self.use_power_2_scales)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurrentQuantizer:
+    """Scales from the tensor itself: one, or one per slice along the contraction.
+
+    Attributes:
+        dtype: FP8 dtype of the codes.
+        granularity: ``"tensorwise"`` for one scale; ``"axiswise"`` for one per row of the left operand, or
+            column of the right one, along the contraction.
+        use_power_2_scales: whether scales are rounded up to powers of two.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: ``granularity`` is none of the two words.
+
+    Example:
+        >>> import fp8flax as fp8
+        >>> fp8.CurrentQuantizer(dtype=fp8.float8_e4m3fn, granularity="axiswise").use_power_2_scales
+        False
+
+    Source: Transformer Engine, ``Float8CurrentScaling``; torchao, ``rowwise`` scaling.
+    """
+
+    dtype: Any
+    granularity: str = "tensorwise"
+    use_power_2_scales: bool = False
+
+    def __post_init__(self) -> None:
+        _set_dtype(self)
+        _check_choice("granularity", self.granularity, _GRANULARITIES)
+        _check_bool("use_power_2_scales", self.use_power_2_scales)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockQuantizer:
+    """One scale per block of the tensor itself, the operand seen as a matrix.
+
+    The free dimensions of the operand are its rows; the contracted ones, flattened in their order, its
+    columns. Sizes that the block does not divide are filled up with zeros at the end.
+
+    Attributes:
+        dtype: FP8 dtype of the codes.
+        block: ``(rows, columns)`` of a block, such as ``(1, 32)``, ``(1, 128)`` or ``(128, 128)``; the
+            columns run along the contraction.
+        scale: ``"e8m0"``, one byte per scale, a power of two; or float32 scales, either a
+            ``"power_of_two"`` or exact (``"float32"``).
+        scale_rounding: of powers of two: ``"up"``, so that nothing saturates, or ``"floor"``, the rule of
+            the MX specification (``"e8m0"`` only), where the largest values of a block may saturate.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has another value than those above.
+
+    Example:
+        >>> import fp8flax as fp8
+        >>> fp8.BlockQuantizer(dtype=fp8.float8_e4m3fn, block=(1, 128), scale="float32").block
+        (1, 128)
+
+    Source: OCP Microscaling Formats (MX) Specification v1.0; DeepSeek-AI, "DeepSeek-V3 Technical Report",
+    2024, arXiv:2412.19437, section 3.3.2.
+    """
+
+    dtype: Any
+    block: tuple[int, int] = (1, 32)
+    scale: str = "e8m0"
+    scale_rounding: str = "up"
+
+    def __post_init__(self) -> None:
+        _set_dtype(self)
+        if not (isinstance(self.block, tuple) and len(self.block) == 2):
+            raise TypeError(f"block must be a pair (rows, columns) such as (1, 32); got {self.block!r}.")
+        _check_int("block[0] (rows)", self.block[0], 1)
+        _check_int("block[1] (columns)", self.block[1], 1)
+        _check_choice("scale", self.scale, _BLOCK_SCALES)
+        _check_choice("scale_rounding", self.scale_rounding, _ROUNDINGS)
+        if self.scale_rounding == "floor" and self.scale != "e8m0":
+            raise ValueError(
+                f"scale_rounding 'floor' is that of E8M0 scales; got scale={self.scale!r}. Use "
+                "scale='e8m0', or leave scale_rounding out."
+            )
+
+
+Quantizer = DelayedQuantizer | CurrentQuantizer | BlockQuantizer
+"""How one operand of one GEMM becomes FP8."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmRecipe:
+    """How the two operands of one GEMM are quantized; ``None`` leaves an operand as it is.
+
+    A GEMM with an operand that stays wide runs in the wider dtype, the other operand being dequantized:
+    no unit multiplies FP8 by bfloat16.
+
+    Attributes:
+        lhs: of the left operand: the input forward and in wgrad, the output gradient in dgrad.
+        rhs: of the right operand: the kernel forward and in dgrad, the output gradient in wgrad.
+        accumulation: see ``Accumulation``; for scales per tensor or slice.
+
+    Raises:
+        TypeError: an operand's field is neither a quantizer nor None.
+        ValueError: ``accumulation`` is none of the three words.
+
+    Example:
+        >>> import fp8flax as fp8
+        >>> fp8.GemmRecipe().lhs is None  # a GEMM in the dtype of its operands
+        True
+
+    Source: none.
+    """
+
+    lhs: Quantizer | None = None
+    rhs: Quantizer | None = None
+    accumulation: str = "exact"
+
+    def __post_init__(self) -> None:
+        for name in ("lhs", "rhs"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Quantizer):
+                raise TypeError(
+                    f"{name} must be a DelayedQuantizer, a CurrentQuantizer, a BlockQuantizer or None "
+                    f"(stay wide); got {value!r}."
+                )
+        _check_choice("accumulation", self.accumulation, _ACCUMULATIONS)
+
+
+class Recipe:
+    """What an FP8 op takes as ``recipe``: the base of all recipe classes.
+
+    ``gemms`` says the same in the parts that a ``CustomRecipe`` is made of.
+    """
+
+    @property
+    def gemms(self) -> CustomRecipe:
+        """The recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
+        raise NotImplementedError
+
+
+def _gemms(
+    accumulation: Accumulation,
+    forward: tuple[Quantizer | None, Quantizer | None],
+    dgrad: tuple[Quantizer | None, Quantizer | None],
+    wgrad: tuple[Quantizer | None, Quantizer | None],
+) -> CustomRecipe:
+    pairs = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
+    return CustomRecipe(
+        **{
+            name: GemmRecipe(lhs=lhs, rhs=rhs, accumulation=getattr(accumulation, name))
+            for name, (lhs, rhs) in pairs.items()
+        }
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CustomRecipe(Recipe):
+    """A recipe of your own: any quantizer for either operand of each GEMM.
+
+    The easy way is to start from the parts of another recipe, its ``gemms``.
+
+    Attributes:
+        forward: input times kernel.
+        dgrad: output gradient times kernel; the gradient of the input.
+        wgrad: input times output gradient; the gradient of the kernel.
+
+    Raises:
+        TypeError: a field is not a ``GemmRecipe``.
+        ValueError: a tensor has two different delayed quantizers; there is one scaling state for each.
+
+    Example:
+        >>> import dataclasses, fp8flax as fp8
+        >>> recipe = dataclasses.replace(fp8.MXFP8BlockScaling().gemms, wgrad=fp8.GemmRecipe())
+        >>> recipe.wgrad.lhs is None  # wgrad stays in the dtype of the layer
+        True
+
+    Source: none.
+    """
+
+    forward: GemmRecipe = GemmRecipe()
+    dgrad: GemmRecipe = GemmRecipe()
+    wgrad: GemmRecipe = GemmRecipe()
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, GemmRecipe):
+                hint = "; take it from its gemms" if isinstance(value, Recipe) else ""
+                raise TypeError(f"{field.name} must be a GemmRecipe(lhs=…, rhs=…); got {value!r}{hint}.")
+        for role, uses in self._uses().items():
+            delayed = dict.fromkeys(q for q in uses.values() if isinstance(q, DelayedQuantizer))
+            if len(delayed) > 1:
+                raise ValueError(
+                    f"{' and '.join(uses)} quantize the {role} by two different DelayedQuantizers, and "
+                    f"there is one scaling state for it; make them equal: {list(delayed)}."
+                )
+
+    @property
+    def gemms(self) -> CustomRecipe:
+        """The recipe itself."""
+        return self
+
+    def _uses(self) -> dict[str, dict[str, Quantizer | None]]:
+        return {
+            "input": {"forward.lhs": self.forward.lhs, "wgrad.lhs": self.wgrad.lhs},
+            "kernel": {"forward.rhs": self.forward.rhs, "dgrad.rhs": self.dgrad.rhs},
+            "output_grad": {"dgrad.lhs": self.dgrad.lhs, "wgrad.rhs": self.wgrad.rhs},
+        }
+
+    @property
+    def delayed(self) -> dict[str, DelayedQuantizer]:
+        """For each role that needs scaling state (``input``, ``kernel``, ``output_grad``) its quantizer."""
+        return {
+            role: quantizer
+            for role, uses in self._uses().items()
+            for quantizer in uses.values()
+            if isinstance(quantizer, DelayedQuantizer)
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DelayedScaling(Recipe):
     """Scales from the amaxes of past steps, one per tensor.
 
     The scale of a step is ``max(amax_history) * 2**margin / fp8_max``; the step's own amax then enters
@@ -63,6 +374,7 @@ class DelayedScaling:
         margin: headroom in powers of two between the amax and the largest FP8 value, 0 to 16.
         amax_history_len: number of past steps that are remembered, 1 or more.
         amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
+        use_power_2_scales: whether scales are rounded up to powers of two.
         accumulation: how each of the three GEMMs accumulates on a GPU.
 
     Raises:
@@ -81,31 +393,232 @@ class DelayedScaling:
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
+    use_power_2_scales: bool = False
     accumulation: Accumulation = Accumulation()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fp8_format, Format):
-            raise TypeError(
-                f"fp8_format must be a member of fp8flax.Format ({', '.join(Format.__members__)}); "
-                f"got {self.fp8_format!r}."
-            )
-        for name, smallest, largest in (("margin", 0, 16), ("amax_history_len", 1, None)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an int; got {value!r} of type {type(value).__name__}.")
-            if value < smallest:
-                raise ValueError(f"{name} must be {smallest} or more; got {value}.")
-            if largest is not None and value > largest:
-                raise ValueError(
-                    f"{name} must be {largest} or less; got {value}. More would push the data below the "
-                    "smallest FP8 values."
-                )
-        if self.amax_compute_algo not in _AMAX_ALGORITHMS:
-            raise ValueError(
-                f"amax_compute_algo must be one of {_AMAX_ALGORITHMS}; got {self.amax_compute_algo!r}."
-            )
-        if not isinstance(self.accumulation, Accumulation):
-            raise TypeError(
-                "accumulation must be an fp8flax.Accumulation(forward=…, dgrad=…, wgrad=…); got "
-                f"{self.accumulation!r}."
-            )
+        _check_format(self.fp8_format)
+        _check_accumulation(self.accumulation)
+        self._quantizer(self.fp8_format.forward_dtype)  # checks the other fields
+
+    def _quantizer(self, dtype: np.dtype) -> DelayedQuantizer:
+        return DelayedQuantizer(
+            dtype=dtype,
+            margin=self.margin,
+            amax_history_len=self.amax_history_len,
+            amax_compute_algo=self.amax_compute_algo,
+            use_power_2_scales=self.use_power_2_scales,
+        )
+
+    @property
+    def gemms(self) -> CustomRecipe:
+        """The recipe in parts."""
+        x = self._quantizer(self.fp8_format.forward_dtype)
+        g = self._quantizer(self.fp8_format.backward_dtype)
+        return _gemms(self.accumulation, (x, x), (g, x), (x, g))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8CurrentScaling(Recipe):
+    """Scales from the tensors themselves, one per tensor or one per slice along the contraction.
+
+    Nothing is remembered from step to step, so there is no state; the price is a pass over each tensor for
+    its amax before it is cast. With one scale per slice the input and the output gradient are quantized
+    once for each of their two GEMMs, from the wide tensor, and so is the kernel.
+
+    Attributes:
+        fp8_format: dtypes of the forward and the backward pass.
+        granularity: ``"tensorwise"``, or ``"axiswise"``: one scale per row of the left operand and column
+            of the right one, so that an outlier spoils its own row only (torchao's "rowwise").
+        use_power_2_scales: whether scales are rounded up to powers of two.
+        high_precision_wgrad: whether the gradient of the kernel is computed in the dtype of the layer
+            (torchao's "gw_hp"). The input is then kept for the backward pass as it is.
+        accumulation: how each of the three GEMMs accumulates on a GPU.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has a value out of range.
+
+    Example:
+        >>> import fp8flax as fp8
+        >>> fp8.Float8CurrentScaling(granularity="axiswise", high_precision_wgrad=True).gemms.wgrad.lhs
+
+    Source: Transformer Engine, ``Float8CurrentScaling``; torchao, ``rowwise`` and ``rowwise_with_gw_hp``.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    granularity: str = "tensorwise"
+    use_power_2_scales: bool = False
+    high_precision_wgrad: bool = False
+    accumulation: Accumulation = Accumulation()
+
+    def __post_init__(self) -> None:
+        _check_format(self.fp8_format)
+        _check_bool("high_precision_wgrad", self.high_precision_wgrad)
+        _check_accumulation(self.accumulation)
+        self._quantizer(self.fp8_format.forward_dtype)  # checks the other fields
+
+    def _quantizer(self, dtype: np.dtype) -> CurrentQuantizer:
+        return CurrentQuantizer(
+            dtype=dtype, granularity=self.granularity, use_power_2_scales=self.use_power_2_scales
+        )
+
+    @property
+    def gemms(self) -> CustomRecipe:
+        """The recipe in parts."""
+        x = self._quantizer(self.fp8_format.forward_dtype)
+        g = self._quantizer(self.fp8_format.backward_dtype)
+        wgrad = (None, None) if self.high_precision_wgrad else (x, g)
+        return _gemms(self.accumulation, (x, x), (g, x), wgrad)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXFP8BlockScaling(Recipe):
+    """MXFP8: each 32 values along the contraction share a scale, a power of two in one byte (E8M0).
+
+    There is no state. Every tensor is quantized once for each of its two GEMMs, from the wide tensor.
+    Blackwell multiplies MXFP8 in hardware; on a Hopper GPU, which has no unit for it, the same FP8 values
+    are multiplied in bfloat16, which holds them exactly.
+
+    Attributes:
+        fp8_format: dtypes of the forward and the backward pass.
+        scale_rounding: ``"up"``, so that no value saturates, as in Transformer Engine; or ``"floor"``, the
+            rule of the MX specification, where values above 7/8 of the next power of two do (in e4m3).
+
+    Raises:
+        TypeError: ``fp8_format`` is not a ``Format``.
+        ValueError: ``scale_rounding`` is none of the two words, or ``fp8_format`` is a FNUZ one.
+
+    Example:
+        >>> import fp8flax as fp8
+        >>> fp8.MXFP8BlockScaling().gemms.forward.lhs.block
+        (1, 32)
+
+    Source: OCP Microscaling Formats (MX) Specification v1.0; Transformer Engine, ``MXFP8BlockScaling``.
+    """
+
+    fp8_format: Format = Format.E4M3
+    scale_rounding: str = "up"
+
+    def __post_init__(self) -> None:
+        _check_ocp_format(self.fp8_format, type(self).__name__)
+        _check_choice("scale_rounding", self.scale_rounding, _ROUNDINGS)
+
+    @property
+    def gemms(self) -> CustomRecipe:
+        """The recipe in parts."""
+        x, g = (
+            BlockQuantizer(dtype=dtype, block=(1, 32), scale="e8m0", scale_rounding=self.scale_rounding)
+            for dtype in (self.fp8_format.forward_dtype, self.fp8_format.backward_dtype)
+        )
+        return _gemms(_IN_FLOAT32, (x, x), (g, x), (x, g))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8BlockScaling(Recipe):
+    """DeepSeek-V3's recipe: a scale per 1×128 values of inputs and gradients, per 128×128 of the kernel.
+
+    There is no state. Inputs and output gradients are quantized once for each of their two GEMMs, from
+    the wide tensor; a kernel's blocks are the same for both of its GEMMs. The scales differ along the
+    contraction, so they are applied inside it.
+
+    Attributes:
+        fp8_format: dtypes of the forward and the backward pass.
+        use_f32_scales: float32 scales, which use all of the FP8 range; otherwise powers of two, which every
+            device multiplies faster.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: ``fp8_format`` is a FNUZ one.
+
+    Example:
+        >>> import fp8flax as fp8
+        >>> forward = fp8.Float8BlockScaling().gemms.forward
+        >>> forward.lhs.block, forward.rhs.block
+        ((1, 128), (128, 128))
+
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv:2412.19437, section 3.3.2; Transformer
+    Engine, ``Float8BlockScaling``.
+    """
+
+    fp8_format: Format = Format.E4M3
+    use_f32_scales: bool = False
+
+    def __post_init__(self) -> None:
+        _check_ocp_format(self.fp8_format, type(self).__name__)
+        _check_bool("use_f32_scales", self.use_f32_scales)
+
+    @property
+    def gemms(self) -> CustomRecipe:
+        """The recipe in parts."""
+        scale = "float32" if self.use_f32_scales else "power_of_two"
+        x = BlockQuantizer(dtype=self.fp8_format.forward_dtype, block=(1, 128), scale=scale)
+        w = dataclasses.replace(x, block=(128, 128))
+        g = dataclasses.replace(x, dtype=self.fp8_format.backward_dtype)
+        return _gemms(_IN_FLOAT32, (x, w), (g, w), (x, g))
+
+
+_IN_FLOAT32 = Accumulation(forward="exact")
+
+_OFF = "off"
+_ambient = jax.make_user_context(None)
+"""The recipe of ops that were given none, ``_OFF`` where FP8 is off, or None where nothing was said."""
+
+
+def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.AbstractContextManager[None]:
+    """Sets the recipe of the FP8 ops that were given none, for the code under it.
+
+    The innermost one counts. The recipe is part of what ``jax.jit`` remembers a function by: a jitted
+    function that is called under another recipe is traced again. The backward pass uses the recipe that
+    the forward pass ran under, wherever it runs. Use it in a ``with`` statement or as a decorator.
+
+    A recipe with scaling state (``DelayedScaling``) needs that state in the variables, so ``init`` the
+    model under the recipe, or use ``fp8flax.add_fp8_state`` there.
+
+    Args:
+        enabled: False turns FP8 off: every FP8 op, also one with a recipe of its own, then multiplies in
+            the dtype of its operands and leaves its state alone.
+        recipe: for ops whose ``recipe`` is None; None for their default, ``DelayedScaling()``.
+
+    Raises:
+        TypeError: ``enabled`` is not a bool, or ``recipe`` is neither a recipe nor None.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
+        >>> with fp8.autocast(recipe=fp8.MXFP8BlockScaling()):
+        ...     list(layer.init(jax.random.key(0), jnp.ones((2, 4))))
+        ['params']
+
+    Source: Transformer Engine, ``autocast``.
+    """
+    _check_bool("enabled", enabled)
+    if recipe is not None:
+        check_recipe(recipe)
+    return _autocast(recipe if enabled else _OFF)
+
+
+@contextlib.contextmanager
+def _autocast(value: Any) -> Iterator[None]:
+    with _ambient(value):
+        yield
+
+
+def check_recipe(recipe: Any) -> None:
+    """Raises ``TypeError`` where ``recipe`` is not a recipe."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            "recipe must be an instance of a recipe class such as fp8flax.DelayedScaling(); got "
+            f"{recipe!r}. To give a layer an op with options, use dot_general_cls="
+            "functools.partial(fp8flax.Fp8DotGeneralOp, recipe=fp8flax.DelayedScaling(...))."
+        )
+
+
+def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:
+    """Returns the recipe of an op: its own, else the ambient one, else its default; None if FP8 is off."""
+    ambient = _ambient.value
+    if ambient == _OFF:
+        return None
+    if own is not None:
+        return own
+    return default if ambient is None else ambient

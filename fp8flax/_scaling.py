@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,74 @@ _LARGEST_SCALE = np.finfo(np.float32).max
 def compute_amax(x: jax.Array) -> jax.Array:
     """Returns the largest magnitude in ``x``, a float32 scalar; NaN where ``x`` holds one, 0 if empty."""
     return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+
+
+def finite_amax(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
+    """Returns the largest finite magnitude over ``axes`` (kept, with size 1), or of all of ``x``; float32.
+
+    What is not finite has no say in a scale that is used at once: an Inf then saturates and a NaN stays
+    one, and the values beside them keep their precision. 0 where there is nothing finite.
+    """
+    magnitude = jnp.where(lax.is_finite(x), jnp.abs(x), jnp.zeros((), x.dtype))
+    amax = jnp.max(magnitude, axis=axes, keepdims=axes is not None, initial=0)
+    return jnp.minimum(amax.astype(jnp.float32), _LARGEST_SCALE)  # float64 may hold more
+
+
+def _exponent_and_mantissa(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits positive normal float32 numbers into ``mantissa * 2**exponent``, the mantissa as its bits."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return lax.shift_right_logical(bits, np.int32(23)) - np.int32(127), bits & np.int32(0x7FFFFF)
+
+
+def scale_exponent(amax: jax.Array, fp8_max: float, rounding: str, margin: int = 0) -> jax.Array:
+    """Returns the exponent of the power of two that scales ``amax``, int32; 0 where ``amax`` is 0.
+
+    Args:
+        amax: largest magnitudes, float32, finite and not negative. Subnormals count as 0.
+        fp8_max: largest finite value of the FP8 dtype.
+        rounding: ``"up"`` for the smallest ``n`` with ``amax <= fp8_max * 2**n``, so that nothing
+            saturates; ``"floor"`` for the difference of the two binary exponents.
+        margin: headroom in powers of two.
+
+    Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3, for ``"floor"``.
+    """
+    exponent, mantissa = _exponent_and_mantissa(amax)
+    limit = np.float32(fp8_max).view(np.int32)
+    result = exponent - np.int32((limit >> 23) - 127 - margin)
+    if rounding == "up":
+        result = result + (mantissa > np.int32(limit & 0x7FFFFF)).astype(jnp.int32)
+    return jnp.where(amax >= _SMALLEST_SCALE, result, np.int32(0))
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """Returns ``2**exponent``, float32; the exponent is clipped to -126 to 127."""
+    exponent = jnp.clip(exponent, np.int32(-126), np.int32(127))
+    return lax.bitcast_convert_type(lax.shift_left(exponent + np.int32(127), np.int32(23)), jnp.float32)
+
+
+def current_scale(amax: jax.Array, fp8_max: float, *, power_2: bool = False) -> jax.Array:
+    """Returns the float32 scale of a tensor, row or block with this ``finite_amax``; 1 where that is 0."""
+    if power_2:
+        return power_of_two(scale_exponent(amax, fp8_max, "up"))
+    return compute_scale(jnp.where(amax >= _SMALLEST_SCALE, amax, 0.0), 1.0, fp8_max)
+
+
+def e8m0_scale(amax: jax.Array, fp8_max: float, rounding: str) -> jax.Array:
+    """Returns the scale of a block in ``float8_e8m0fnu``; 1 where ``amax`` is 0."""
+    exponent = jnp.clip(scale_exponent(amax, fp8_max, rounding), np.int32(-127), np.int32(127))
+    return lax.bitcast_convert_type((exponent + np.int32(127)).astype(jnp.uint8), jnp.float8_e8m0fnu)
+
+
+def e8m0_factors(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns two float32 powers of two whose product is an E8M0 scale; NaN for its NaN.
+
+    One would not do: the smallest scale, 2**-127, is a subnormal float32, which XLA may flush to zero.
+    """
+    code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
+    exponent = code - np.int32(127)
+    half = lax.shift_right_arithmetic(exponent, np.int32(1))
+    rest = power_of_two(exponent - half)
+    return power_of_two(half), jnp.where(code == np.int32(255), jnp.float32(np.nan), rest)
 
 
 def compute_scale(

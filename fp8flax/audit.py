@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import jax
 
 from fp8flax._audit import TARGETS, AuditReport, audit
-from fp8flax._dot_general import Fp8EmulationWarning
+from fp8flax._gemm import Fp8EmulationWarning
 
 
 class _UsageError(Exception):

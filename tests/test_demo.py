@@ -170,6 +170,18 @@ class TestCommandLine:
         for run, run_again in zip(figures["runs"], again["runs"]):
             assert run["relative_gap"] == run_again["relative_gap"]
 
+    @pytest.mark.parametrize("recipe", [r for r in training.RECIPES if r != "delayed"])
+    def test_recipes_without_state(self, recipe, text, tmp_path, capsys):
+        out = tmp_path / "o"
+        arguments = ["--data", str(text), "--steps", "3", "--out", str(out), "--precision", "fp8"]
+        assert cli.main([*arguments, "--recipe", recipe]) == 0
+        assert f"recipe {recipe}" in capsys.readouterr().out.replace("\n", " ")
+        assert not (out / "scaling.png").exists()
+        figures = json.loads((out / "results.json").read_text())
+        assert figures["settings"]["recipe"] == recipe
+        assert np.isfinite(figures["runs"][0]["precisions"]["fp8"]["train_loss"]).all()
+        self.fails(capsys, "--resume", "--out", out, "--recipe", "delayed")
+
     @pytest.mark.parametrize("precision", training.PRECISIONS)
     def test_one_precision(self, precision, text, tmp_path, capsys):
         arguments = ["--data", str(text), "--steps", "3", "--out", str(tmp_path / "o")]
@@ -219,7 +231,7 @@ class TestCommandLine:
         for broken in (
             "{",
             "{}",
-            '{"steps": "a", "seeds": [0], "precision": "bf16", "data": null, "corpus": ""}',
+            '{"steps": "a", "seeds": [0], "precision": "bf16", "recipe": "delayed", "data": null, "corpus": ""}',
         ):
             (out / "config.json").write_text(broken)
             assert "cannot be read" in fails("--resume")

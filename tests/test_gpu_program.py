@@ -90,7 +90,7 @@ def test_bytes_and_kernels_beside_flax():
 
 def compiled(fn, *args):
     sharding = jax.sharding.SingleDeviceSharding(_audit._device("h200"))
-    return _audit._compile(fn, args, sharding, "NVIDIA H200")
+    return _audit._compile(fn, args, sharding, "NVIDIA H200", 9.0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16], ids=lambda d: d.__name__)

@@ -17,6 +17,8 @@ ORDER = [
     "_recipes",
     "_state",
     "_qdq",
+    "_operands",
+    "_gemm",
     "_dot_general",
     "_modules",
     "_train",

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fp8flax.demo import report
 from fp8flax.demo.data import Corpus, DemoError, load_corpus
-from fp8flax.demo.training import PRECISIONS, Record, Settings, train
+from fp8flax.demo.training import PRECISIONS, RECIPES, Record, Settings, train
 
 _RUNS = Path("runs")
 _CONFIG = "config.json"
@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help=f"training steps (default {Settings().steps})")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="SEED", help="one run each (default 0)")
     parser.add_argument("--precision", choices=(*PRECISIONS, "both"), help="what to train (default both)")
+    parser.add_argument("--recipe", choices=tuple(RECIPES), help="how FP8 is scaled (default delayed)")
     parser.add_argument("--out", metavar="DIR", help="folder for the results (default runs/DATE-TIME)")
     parser.add_argument(
         "--data",
@@ -61,6 +62,7 @@ def _new_config(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
         "steps": options.steps,
         "seeds": options.seeds,
         "precision": options.precision,
+        "recipe": options.recipe,
         "data": None if options.data is None else str(Path(options.data).absolute()),
         "corpus": corpus.digest,
     }
@@ -82,8 +84,9 @@ def _resume_options(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Fills ``options`` from the run's config and returns that; conflicting options are refused."""
     try:
         config = json.loads((out / _CONFIG).read_text())
-        values = {k: config[k] for k in ("steps", "seeds", "precision", "data", "corpus")}
+        values = {k: config[k] for k in ("steps", "seeds", "precision", "recipe", "data", "corpus")}
         valid = isinstance(values["steps"], int) and isinstance(values["seeds"], list)
+        valid = valid and values["recipe"] in RECIPES
         if not valid or not all(isinstance(seed, int) for seed in values["seeds"]):
             raise ValueError(f"unexpected values {values}")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -91,7 +94,7 @@ def _resume_options(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     asked = vars(options)
     if asked["data"] is not None:
         asked["data"] = str(Path(asked["data"]).absolute())
-    for name in ("steps", "seeds", "precision", "data"):
+    for name in ("steps", "seeds", "precision", "recipe", "data"):
         if asked[name] is not None and asked[name] != values[name]:
             raise DemoError(
                 f"--resume: the run in {out} has {name} {values[name]}, not {asked[name]}; leave "
@@ -133,12 +136,12 @@ def run(argv: Sequence[str] | None = None) -> None:
     if options.resume:
         out = _find_run(options)
         config = _resume_options(options, out)
-    defaults = {"steps": Settings().steps, "seeds": [0], "precision": "both"}
+    defaults = {"steps": Settings().steps, "seeds": [0], "precision": "both", "recipe": "delayed"}
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     _validate(options)
-    settings = Settings(steps=options.steps)
+    settings = Settings(steps=options.steps, recipe=options.recipe)
     results = (_RUNS, *([Path(options.out)] if options.out is not None else []))
     corpus = load_corpus(options.data, settings.length, but_not=results)
     if options.resume:
@@ -170,7 +173,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     report.write_json(out / "results.json", figures)
     report.plot_loss(out / "loss.png", runs)
     fp8_record = next((r["fp8"] for r in runs.values() if "fp8" in r), None)
-    if fp8_record is not None:
+    if fp8_record is not None and fp8_record.ops:
         report.plot_scaling(out / "scaling.png", fp8_record)
     console.print(f"Wrote {', '.join(sorted(p.name for p in out.iterdir() if p.is_file()))} in {out}")
     console.print(_last_line(runs), soft_wrap=True)

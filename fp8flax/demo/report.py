@@ -133,7 +133,7 @@ def write_json(path: Path, figures: dict[str, Any]) -> None:
 
 def print_tables(console: Console, runs: dict[int, dict[str, Record]], settings: Settings) -> None:
     """Prints losses, gap and step time per run, then scale and amax per FP8 layer of the first seed."""
-    table = Table(title="Validation loss (nats per byte) and step time")
+    table = Table(title=f"Validation loss (nats per byte) and step time, recipe {settings.recipe}")
     for column in ("seed", "precision", "validation loss", "gap to bf16", "median step", "tokens/s"):
         table.add_column(column, justify="right")
     for seed, records in runs.items():
@@ -150,7 +150,7 @@ def print_tables(console: Console, runs: dict[int, dict[str, Record]], settings:
             )
     console.print(table)
     for records in list(runs.values())[:1]:
-        if "fp8" in records:
+        if "fp8" in records and records["fp8"].ops:
             _print_scaling(console, records["fp8"])
 
 

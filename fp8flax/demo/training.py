@@ -22,6 +22,15 @@ from fp8flax.demo.data import Corpus, DemoError, train_batch, validation_batches
 from fp8flax.demo.model import ByteTransformer
 
 PRECISIONS = ("bf16", "fp8")
+RECIPES: dict[str, fp8.Recipe] = {
+    "delayed": fp8.DelayedScaling(),
+    "current": fp8.Float8CurrentScaling(),
+    "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
+    "axiswise-hp-wgrad": fp8.Float8CurrentScaling(granularity="axiswise", high_precision_wgrad=True),
+    "mxfp8": fp8.MXFP8BlockScaling(),
+    "block128": fp8.Float8BlockScaling(),
+}
+"""What ``--recipe`` offers, by name."""
 ROLES = ("input", "kernel", "output_grad")
 
 
@@ -37,6 +46,8 @@ class Settings:
     learning_rate: float = 2e-3
     validation_batches: int = 16
     checkpoint_every: int = 50
+    recipe: str = "delayed"
+    """A name in ``RECIPES``, for FP8."""
 
     @property
     def evaluation_steps(self) -> list[int]:
@@ -54,7 +65,7 @@ class Record:
     validation_steps: list[int]
     validation_loss: np.ndarray
     ops: list[str]
-    """Paths of the FP8 layers; empty for bf16."""
+    """Paths of the layers with scaling state; empty for bf16 and for recipes without state."""
     scale: np.ndarray
     """``(steps, len(ops), 3)``: the scale used in each step, per layer and role."""
     amax: np.ndarray
@@ -66,11 +77,12 @@ class Record:
 @functools.cache  # one object per setting: another seed then reuses the compiled step
 def make_model(precision: str, settings: Settings) -> ByteTransformer:
     """Returns the demo's model; with ``precision="fp8"`` every linear layer multiplies in FP8."""
+    op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES[settings.recipe])
     return ByteTransformer(
         width=settings.width,
         num_layers=settings.num_layers,
         max_length=settings.length,
-        dot_general_cls=fp8.Fp8DotGeneralOp if precision == "fp8" else None,
+        dot_general_cls=op if precision == "fp8" else None,
     )
 
 
@@ -99,7 +111,7 @@ def loss_of(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def fp8_ops(variables: Any) -> list[str]:
-    """Returns the paths of the FP8 layers in a dict of variables, sorted."""
+    """Returns the paths of the layers with scaling state in a dict of variables, sorted."""
     flat = flax.traverse_util.flatten_dict(variables.get(fp8.OVERWRITE_WITH_GRADIENT, {}))
     return sorted({"/".join(path[:-2]) for path in flat})
 

@@ -1,0 +1,297 @@
+"""One GEMM of quantized operands, lowered for the device that it is compiled for."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from fp8flax._operands import Quantized, View, dequantize_operand, is_blockwise, mx_operand
+from fp8flax._recipes import BlockQuantizer, GemmRecipe
+
+
+class Fp8EmulationWarning(UserWarning):
+    """The device at hand has no units for these FP8 matmuls: the same values, and no speed."""
+
+
+# cublasLt takes FP8 operands in multiples of this; XLA would pad, and copy, for it.
+_CUBLASLT_MULTIPLE = 16
+_NATIVE = 8.9
+_NATIVE_MX = 10.0
+_E5M2 = np.dtype(jnp.float8_e5m2)
+_OCP_DTYPES = (np.dtype(jnp.float8_e4m3fn), _E5M2)
+_MX_COLUMNS = 32
+
+compile_target = jax.make_user_context(None)
+"""The compute capability of the GPU that a program is compiled for, where that is not the one at hand."""
+
+KEPT_WIDE, DEQUANTIZED, SWITCHED_OFF = "fp8_kept_wide", "fp8_dequantized", "fp8_switched_off"
+"""Scopes that tell why a GEMM does not run in FP8: the recipe, the device, or ``autocast``."""
+
+ONCE = (
+    "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second derivatives "
+    "use delayed scaling in another form: partial(fp8flax.Fp8DotGeneralOp, form='qdq')."
+)
+
+
+def _compute_capability() -> float:
+    """Returns that of the NVIDIA GPU that is compiled for, 0 for any other device."""
+    if compile_target.value is not None:
+        return compile_target.value
+    device = jax.devices()[0]
+    if device.platform not in ("gpu", "cuda"):
+        return 0.0
+    try:
+        return float(device.compute_capability)
+    except (AttributeError, ValueError):  # not an NVIDIA GPU
+        return 0.0
+
+
+def warn_if_emulated(*recipes: GemmRecipe) -> None:
+    """Warns, once, where the device at hand cannot multiply what one of the recipes makes."""
+    if compile_target.value is not None:
+        return
+    # Each from one place, so that Python's default filter shows it once.
+    capability = _compute_capability()
+    if capability < _NATIVE:
+        warnings.warn(
+            f"FP8 matmuls are emulated on {jax.devices()[0].device_kind}: the values are those of FP8, the "
+            "speed is not. fp8flax.audit shows what a GPU would run.",
+            Fp8EmulationWarning,
+            stacklevel=1,
+        )
+    elif capability < _NATIVE_MX and any(is_blockwise(r.lhs) and is_blockwise(r.rhs) for r in recipes):
+        warnings.warn(
+            f"{jax.devices()[0].device_kind} has no units for block scales: the FP8 values are multiplied "
+            "in a wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling runs in FP8.",
+            Fp8EmulationWarning,
+            stacklevel=1,
+        )
+
+
+class Gemm(NamedTuple):
+    """What a GEMM must know statically (hashable)."""
+
+    recipe: GemmRecipe
+    dimension_numbers: Any
+    lhs: View
+    rhs: View
+    lhs_dtype: np.dtype
+    """Of the wide operand that was quantized."""
+    rhs_dtype: np.dtype
+    out_dtype: np.dtype
+    precision: Any = None
+    """For a GEMM that does not run in FP8."""
+    out_sharding: Any = None
+    """Of the result, on a mesh with explicit axes, where JAX may not be able to tell."""
+    dequantized: bool = False
+    """Whether to multiply in the operands' wide dtypes on every device, as a reference."""
+
+
+Operand = Quantized | jax.Array
+
+
+def multiply(gemm: Gemm, lhs: Any, rhs: Any) -> jax.Array:
+    """Returns ``dot_general`` of the dequantized operands, in ``gemm.out_dtype``.
+
+    Scales that do not change along the contraction multiply the result of FP8 operands; others are applied
+    inside it.
+    """
+    quantizers = (gemm.recipe.lhs, gemm.recipe.rhs)
+    if None in quantizers or gemm.dequantized or is_blockwise(quantizers[0]) != is_blockwise(quantizers[1]):
+        return _wide_gemm(gemm, lhs, rhs)
+    dtypes = [q.dtype for q in quantizers if q is not None]
+    too_old = (
+        compile_target.value is None
+        and jax.default_backend() == "gpu"
+        and _compute_capability() < _NATIVE
+        and not is_blockwise(quantizers[0])
+    )
+    gemm_on = _platform_gemm if set(dtypes) <= set(_OCP_DTYPES) and not too_old else _emulated_gemm
+    return gemm_on(gemm, lhs, rhs)
+
+
+# A custom_jvp for one effect: it is opaque to the policies of jax.checkpoint. One that saves the results
+# of dots would otherwise find those of both branches, and keep each of them.
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _platform_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
+    on_cuda = _cuda_block_gemm if is_blockwise(gemm.recipe.lhs) else _cuda_gemm
+    return lax.platform_dependent(
+        lhs, rhs, cuda=partial(on_cuda, gemm), default=partial(_emulated_gemm, gemm)
+    )
+
+
+@_platform_gemm.defjvp
+def _platform_gemm_jvp(gemm: Gemm, primals: Any, tangents: Any) -> Any:
+    del gemm, primals, tangents
+    raise TypeError(ONCE)
+
+
+def _dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: Any) -> jax.Array:
+    return lax.dot_general(
+        lhs,
+        rhs,
+        gemm.dimension_numbers,
+        # Not None, which would be the ambient jax.default_matmul_precision.
+        lax.Precision.DEFAULT if precision is None else precision,
+        preferred_element_type=sum_dtype,
+        out_sharding=gemm.out_sharding,
+    )
+
+
+def _wide_gemm(gemm: Gemm, lhs: Operand, rhs: Operand) -> jax.Array:
+    """Multiplies in the dtypes that the operands had before they were quantized."""
+    wide = [
+        dequantize_operand(quantizer, operand, view, dtype)
+        for quantizer, operand, view, dtype in (
+            (gemm.recipe.lhs, lhs, gemm.lhs, gemm.lhs_dtype),
+            (gemm.recipe.rhs, rhs, gemm.rhs, gemm.rhs_dtype),
+        )
+    ]
+    kept = gemm.recipe.lhs is None or gemm.recipe.rhs is None
+    with jax.named_scope(KEPT_WIDE if kept else DEQUANTIZED):
+        return lax.dot_general(
+            *wide,
+            gemm.dimension_numbers,
+            gemm.precision,
+            preferred_element_type=gemm.out_dtype,
+            out_sharding=gemm.out_sharding,
+        )
+
+
+def _emulated_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
+    """Multiplies FP8 values in float32, which holds them and their products exactly."""
+    wide = jnp.dtype(jnp.float64 if gemm.out_dtype == jnp.float64 else jnp.float32)
+    if is_blockwise(gemm.recipe.lhs):
+        return _dequantized_dot(gemm, lhs, rhs, wide)
+    out = _dot(gemm, lhs.codes.astype(wide), rhs.codes.astype(wide), None, wide)
+    # One after the other: the product of the scales may overflow where the result does not.
+    for scale in _scales_of_output(gemm, lhs, rhs):
+        out = out * scale.astype(wide)
+    return out.astype(gemm.out_dtype)
+
+
+def _dequantized_dot(gemm: Gemm, lhs: Quantized, rhs: Quantized, dtype: Any) -> jax.Array:
+    operands = (
+        dequantize_operand(gemm.recipe.lhs, lhs, gemm.lhs, dtype),
+        dequantize_operand(gemm.recipe.rhs, rhs, gemm.rhs, dtype),
+    )
+    sum_dtype = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    precision = lax.Precision.HIGHEST if dtype == sum_dtype else None
+    with jax.named_scope(DEQUANTIZED):
+        return _dot(gemm, *operands, precision, sum_dtype).astype(gemm.out_dtype)
+
+
+def _scales_of_output(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> tuple[jax.Array, jax.Array]:
+    """Returns the scales of both operands, shaped to multiply the result."""
+    lhs_scale, rhs_scale = lhs.scale, rhs.scale
+    batch = gemm.lhs.sizes(gemm.lhs.batch)
+    rows, columns = gemm.lhs.sizes(gemm.lhs.free), gemm.rhs.sizes(gemm.rhs.free)
+    if lhs_scale.ndim:
+        lhs_scale = lax.transpose(lhs_scale, gemm.lhs.order)
+        lhs_scale = lhs_scale.reshape(*batch, *rows, *(1 for _ in columns))
+    if rhs_scale.ndim:
+        rhs_scale = lax.transpose(rhs_scale, gemm.rhs.order)
+        rhs_scale = rhs_scale.reshape(*batch, *(1 for _ in rows), *columns)
+    return lhs_scale, rhs_scale
+
+
+def _cuda_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
+    """Multiplies FP8 operands in FP8 units: by cublasLt, or as XLA chooses where that does not fit."""
+    preset = {
+        "fast": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
+        "exact": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
+    }.get(gemm.recipe.accumulation)
+    if any(size % _CUBLASLT_MULTIPLE for size in _sizes(gemm)) or (
+        lhs.codes.dtype == rhs.codes.dtype == _E5M2
+    ):
+        preset = None
+    q_lhs, q_rhs = _row_major(lhs.codes), _row_major(rhs.codes)
+    if lhs.scale.ndim or rhs.scale.ndim:
+        # One per row or column: a pass over the result, which is not rounded before it.
+        out = _dot(gemm, q_lhs, q_rhs, preset, jnp.float32)
+        for scale in _scales_of_output(gemm, lhs, rhs):
+            out = out * scale
+        return out.astype(gemm.out_dtype)
+    # The unscaled sums would overflow float16; a kernel of XLA's own takes the float32 multiply in.
+    narrow = preset is not None and gemm.out_dtype == jnp.bfloat16
+    sum_dtype = jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
+    out = _dot(gemm, q_lhs, q_rhs, preset, sum_dtype)
+    # One scalar, so that the GEMM can take it in. An infinite one would turn zeros into NaN; the bound is
+    # that of bfloat16, a little lower than float32's.
+    scale = jnp.minimum(lhs.scale * rhs.scale, jnp.float32(jnp.finfo(jnp.bfloat16).max))
+    # As written a bfloat16 scale would be rounded. XLA hands the float32 scalar to cublasLt instead,
+    # which multiplies before it rounds (seen in the compiled program; a test holds it).
+    return (out * scale.astype(sum_dtype)).astype(gemm.out_dtype)
+
+
+def _cuda_block_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
+    """Multiplies block-scaled operands: natively where the GPU can, else in the narrowest exact dtype.
+
+    Blackwell takes a power-of-two scale per 32 columns, to which larger blocks are expanded. Elsewhere
+    the same operation reads FP8 and multiplies bfloat16, which holds such products of code and scale
+    exactly. It does not hold those with a float32 scale: they are multiplied in float32.
+    """
+    lhs_quantizer, rhs_quantizer = gemm.recipe.lhs, gemm.recipe.rhs
+    assert isinstance(lhs_quantizer, BlockQuantizer)
+    assert isinstance(rhs_quantizer, BlockQuantizer)
+    if "float32" in (lhs_quantizer.scale, rhs_quantizer.scale):
+        return _dequantized_dot(gemm, lhs, rhs, jnp.float32)
+    is_mx = not (lhs_quantizer.block[1] % _MX_COLUMNS or rhs_quantizer.block[1] % _MX_COLUMNS)
+    if not is_mx or min(_sizes(gemm)) == 0 or _compute_capability() < _NATIVE_MX:
+        return _dequantized_dot(gemm, lhs, rhs, jnp.bfloat16)
+    lhs_codes, lhs_scale = mx_operand(lhs_quantizer, lhs)
+    rhs_codes, rhs_scale = mx_operand(rhs_quantizer, rhs)
+    width = max(lhs_codes.shape[2], rhs_codes.shape[2])  # blocks of two widths are padded differently
+    narrow = jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype
+    out = jax.nn.scaled_matmul(
+        _widen(lhs_codes, width),
+        _widen(rhs_codes, width),
+        _widen(lhs_scale, width // _MX_COLUMNS),
+        _widen(rhs_scale, width // _MX_COLUMNS),
+        preferred_element_type=narrow,
+    )
+    _, rows, _ = gemm.lhs.matrix_shape
+    _, columns, _ = gemm.rhs.matrix_shape
+    shape = (
+        *gemm.lhs.sizes(gemm.lhs.batch),
+        *gemm.lhs.sizes(gemm.lhs.free),
+        *gemm.rhs.sizes(gemm.rhs.free),
+    )
+    return out[:, :rows, :columns].reshape(shape).astype(gemm.out_dtype)
+
+
+def _widen(x: jax.Array, width: int) -> jax.Array:
+    """Pads the columns with zero bytes (for a scale that is 2**-127)."""
+    codes = lax.bitcast_convert_type(x, jnp.uint8)
+    padded = lax.pad(codes, np.uint8(0), ((0, 0, 0), (0, 0, 0), (0, width - x.shape[2], 0)))
+    return lax.bitcast_convert_type(padded, x.dtype)
+
+
+def _sizes(gemm: Gemm) -> tuple[int, int, int]:
+    """Returns M, K and N of one product."""
+    return (
+        math.prod(gemm.lhs.sizes(gemm.lhs.free)),
+        math.prod(gemm.lhs.sizes(gemm.lhs.contract)),
+        math.prod(gemm.rhs.sizes(gemm.rhs.free)),
+    )
+
+
+def _row_major(q: jax.Array) -> jax.Array:
+    """Holds an FP8 operand to the layout that it has in memory anyway.
+
+    cublasLt wants some operands transposed. Left alone, XLA prefers that layout for all that an operand is
+    made from, back to the float32 kernels that ``nn.scan`` stacks, of which it then makes a transposed
+    copy. Held here, it transposes FP8. The partitioner for many devices would gather an array for this, so
+    there XLA is left alone.
+    """
+    if compile_target.value is None and jax.device_count() > 1:
+        return q
+    return with_layout_constraint(q, Layout(major_to_minor=tuple(range(q.ndim))))

@@ -1,0 +1,191 @@
+"""Operands of a GEMM: quantized as a recipe says, along the contraction, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8flax._formats import fp8_max
+from fp8flax._quantize import quantize
+from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, Quantizer
+from fp8flax._scaling import (
+    current_scale,
+    e8m0_factors,
+    e8m0_scale,
+    finite_amax,
+    power_of_two,
+    scale_exponent,
+)
+
+
+class Quantized(NamedTuple):
+    """FP8 codes with their scales: ``x ≈ codes * scale``."""
+
+    codes: jax.Array
+    """Of the operand's shape; for blocks ``(batch, rows, columns)``, padded to whole blocks."""
+    scale: jax.Array
+    """A scalar; or of the operand's rank, contracted dimensions at size 1; or one per block, float32 or
+    ``float8_e8m0fnu``."""
+
+
+class View(NamedTuple):
+    """How an operand enters a GEMM (hashable)."""
+
+    shape: tuple[int, ...]
+    contract: tuple[int, ...]
+    batch: tuple[int, ...]
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The dimensions that are neither contracted nor batched, in order."""
+        return tuple(i for i in range(len(self.shape)) if i not in self.contract and i not in self.batch)
+
+    def sizes(self, dims: Sequence[int]) -> tuple[int, ...]:
+        """Returns the sizes of these dimensions."""
+        return tuple(self.shape[i] for i in dims)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions as ``(batch, rows, columns)`` of the matrix that the GEMM sees."""
+        return (*self.batch, *self.free, *self.contract)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """Sizes of ``(batch, rows, columns)``, each flattened."""
+        batch, rows, columns = (math.prod(self.sizes(d)) for d in (self.batch, self.free, self.contract))
+        return batch, rows, columns
+
+
+def is_blockwise(quantizer: Quantizer | None) -> bool:
+    """Tells whether the scale changes along the contraction."""
+    return isinstance(quantizer, BlockQuantizer)
+
+
+def swaps_with(quantizer: Quantizer | None, other: Quantizer | None, view: View) -> bool:
+    """Tells whether the codes for one of an operand's GEMMs serve the other, which sums over its rows.
+
+    ``view`` is that of the first. Where they do not, the operand is quantized again, from the wide tensor.
+    """
+    if quantizer != other:
+        return False
+    if isinstance(quantizer, CurrentQuantizer):
+        return quantizer.granularity == "tensorwise"
+    if isinstance(quantizer, BlockQuantizer):
+        # The other GEMM flattens in ascending order what this one sums over.
+        return quantizer.block[0] == quantizer.block[1] and list(view.contract) == sorted(view.contract)
+    return True
+
+
+def swapped(operand: Any, quantizer: Quantizer | None) -> Any:
+    """Returns the operand for the other GEMM, given that ``swaps_with`` holds."""
+    if isinstance(quantizer, BlockQuantizer):
+        return Quantized(*(jnp.swapaxes(x, 1, 2) for x in operand))
+    return operand
+
+
+def quantize_operand(
+    quantizer: Quantizer | None, x: jax.Array, view: View, delayed_scale: jax.Array | None = None
+) -> Quantized | jax.Array:
+    """Quantizes an operand for one GEMM.
+
+    Args:
+        quantizer: how; None returns ``x``.
+        x: the wide operand, of shape ``view.shape``.
+        view: which dimensions the GEMM contracts.
+        delayed_scale: the scale of a ``DelayedQuantizer``, one element.
+
+    NaN stays NaN; an Inf saturates, and neither has a say in the scales of current and block scaling.
+    """
+    if quantizer is None:
+        return x
+    if isinstance(quantizer, DelayedQuantizer):
+        assert delayed_scale is not None
+        scale = delayed_scale.reshape(())
+        return Quantized(quantize(x, quantizer.dtype, scale), scale)
+    if isinstance(quantizer, CurrentQuantizer):
+        axes = None if quantizer.granularity == "tensorwise" else view.contract
+        scale = current_scale(
+            finite_amax(x, axes), fp8_max(quantizer.dtype), power_2=quantizer.use_power_2_scales
+        )
+        return Quantized(quantize(x, quantizer.dtype, scale), scale)
+    return _quantize_blocks(quantizer, x, view)
+
+
+def _quantize_blocks(quantizer: BlockQuantizer, x: jax.Array, view: View) -> Quantized:
+    matrix = lax.transpose(x, view.order).reshape(view.matrix_shape)
+    _, rows, columns = view.matrix_shape
+    (num_rows, num_columns), (height, width) = _num_blocks(quantizer, view), quantizer.block
+    # Zeros, which no amax sees.
+    padding = ((0, 0, 0), (0, num_rows * height - rows, 0), (0, num_columns * width - columns, 0))
+    padded = lax.pad(matrix, jnp.zeros((), x.dtype), padding)
+    blocks = padded.reshape(matrix.shape[0], num_rows, height, num_columns, width)
+    limit = fp8_max(quantizer.dtype)
+    amax = finite_amax(blocks, (2, 4))
+    if quantizer.scale == "float32":
+        scale = current_scale(amax, limit)
+        codes = quantize(blocks, quantizer.dtype, scale)
+    else:
+        lowest = -127 if quantizer.scale == "e8m0" else -126
+        exponent = scale_exponent(amax, limit, quantizer.scale_rounding)
+        # By the reciprocal, which is exact: 2**-127 is a subnormal number, 2**127 is not.
+        inverse = power_of_two(-jnp.maximum(exponent, np.int32(lowest)))
+        codes = quantize(blocks.astype(jnp.float32) * inverse, quantizer.dtype, 1.0)
+        if quantizer.scale == "e8m0":
+            scale = e8m0_scale(amax, limit, quantizer.scale_rounding)
+        else:
+            scale = power_of_two(exponent)
+    return Quantized(codes.reshape(padded.shape), scale.reshape(matrix.shape[0], num_rows, num_columns))
+
+
+def _num_blocks(quantizer: BlockQuantizer, view: View) -> tuple[int, int]:
+    _, rows, columns = view.matrix_shape
+    height, width = quantizer.block
+    return -(-rows // height), -(-columns // width)
+
+
+def dequantize_operand(
+    quantizer: Quantizer | None, operand: Quantized | jax.Array, view: View, dtype: Any
+) -> jax.Array:
+    """Returns the operand in its own shape and a wide dtype; multiplied in float32 and rounded once."""
+    if quantizer is None:
+        assert not isinstance(operand, Quantized)
+        return operand.astype(dtype)
+    assert isinstance(operand, Quantized)
+    compute_dtype = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    # The barrier keeps the FP8 values: on GPUs XLA takes a cast to a narrower float and back for nothing.
+    values = lax.optimization_barrier(operand.codes).astype(compute_dtype)
+    if not isinstance(quantizer, BlockQuantizer):
+        return (values * operand.scale.astype(compute_dtype)).astype(dtype)
+    (num_rows, num_columns), (height, width) = _num_blocks(quantizer, view), quantizer.block
+    batch, rows, columns = view.matrix_shape
+    values = values.reshape(batch, num_rows, height, num_columns, width)
+    is_e8m0 = operand.scale.dtype == jnp.float8_e8m0fnu
+    for factor in e8m0_factors(operand.scale) if is_e8m0 else (operand.scale,):
+        values = values * factor.astype(compute_dtype)[:, :, None, :, None]
+    matrix = values.reshape(batch, num_rows * height, num_columns * width)[:, :rows, :columns]
+    order = view.order
+    unflattened = matrix.reshape(view.sizes(order))
+    return lax.transpose(unflattened, np.argsort(order)).astype(dtype)
+
+
+def mx_operand(quantizer: BlockQuantizer, operand: Quantized) -> Quantized:
+    """Returns a blockwise operand with an E8M0 scale per 32 columns of each row: the same values.
+
+    The scales must be powers of two, the blocks' columns a multiple of 32.
+    """
+    scale = operand.scale
+    if scale.dtype != jnp.float8_e8m0fnu:
+        exponent = lax.bitcast_convert_type(scale, jnp.int32) >> np.int32(23)
+        scale = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
+    height, width = quantizer.block
+    codes = lax.bitcast_convert_type(scale, jnp.uint8)  # integers repeat everywhere
+    repeat = partial(jnp.repeat, total_repeat_length=None)
+    codes = repeat(repeat(codes, height, axis=1), width // 32, axis=2)
+    return Quantized(operand.codes, lax.bitcast_convert_type(codes, jnp.float8_e8m0fnu))

@@ -1,0 +1,214 @@
+"""Codes and scales of every quantizer, bit for bit those of the reference in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fp8flax as fp8
+from fp8flax._operands import Quantized, View, dequantize_operand, mx_operand, quantize_operand
+from fp8flax._scaling import current_scale, e8m0_scale
+from tests import reference, reference_recipes
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+KINDS = {
+    ("float32", "up"): "exact",
+    ("power_of_two", "up"): "power_of_two",
+    ("e8m0", "up"): "e8m0_up",
+    ("e8m0", "floor"): "e8m0_floor",
+}
+
+
+def current(granularity, power_2=False):
+    return lambda dtype: fp8.CurrentQuantizer(
+        dtype=dtype, granularity=granularity, use_power_2_scales=power_2
+    )
+
+
+def blocks(block, scale, rounding="up"):
+    return lambda dtype: fp8.BlockQuantizer(dtype=dtype, block=block, scale=scale, scale_rounding=rounding)
+
+
+QUANTIZERS = {
+    "tensorwise": current("tensorwise"),
+    "tensorwise, powers of two": current("tensorwise", power_2=True),
+    "axiswise": current("axiswise"),
+    "axiswise, powers of two": current("axiswise", power_2=True),
+    "MX": blocks((1, 32), "e8m0"),
+    "MX, floor": blocks((1, 32), "e8m0", "floor"),
+    "1x128": blocks((1, 128), "power_of_two"),
+    "1x128, float32": blocks((1, 128), "float32"),
+    "128x128": blocks((128, 128), "power_of_two"),
+    "128x128, float32": blocks((128, 128), "float32"),
+}
+
+
+def expected_of(quantizer, x, contract):
+    """The reference's codes and scales; for blocks of the matrix whose columns are contracted."""
+    name = quantizer.dtype.name
+    if isinstance(quantizer, fp8.CurrentQuantizer):
+        kind = "power_of_two" if quantizer.use_power_2_scales else "exact"
+        if quantizer.granularity == "tensorwise":
+            return reference_recipes.tensorwise(x, name, kind)
+        return reference_recipes.axiswise(x, name, contract, kind)
+    matrix = np.moveaxis(x, contract, -1)[None]
+    kind = KINDS[quantizer.scale, quantizer.scale_rounding]
+    return reference_recipes.blockwise(matrix, name, quantizer.block, kind)
+
+
+def assert_same_codes(actual, expected):
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    nan = np.isnan(expected.astype(np.float32))
+    np.testing.assert_array_equal(np.isnan(actual.astype(np.float32)), nan)
+    np.testing.assert_array_equal(actual.view(np.uint8)[~nan], expected.view(np.uint8)[~nan])
+
+
+def assert_same_quantized(actual, codes, scale):
+    assert_same_codes(actual.codes, codes)
+    assert actual.scale.dtype == scale.dtype
+    np.testing.assert_array_equal(actual.scale, scale)
+
+
+@pytest.mark.parametrize("contract", [1, 0], ids=["rows", "columns"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("name", list(QUANTIZERS))
+def test_codes_and_scales(name, dtype, contract):
+    """Both orientations, of odd sizes that no block divides."""
+    quantizer = QUANTIZERS[name](dtype)
+    view = View((131, 70), (contract,), ())
+    quantize = jax.jit(lambda x: quantize_operand(quantizer, x, view))
+    for seed in range(2):
+        for x in reference_recipes.tensors(view.shape, seed).values():
+            assert_same_quantized(quantize(x), *expected_of(quantizer, x, contract))
+
+
+@pytest.mark.parametrize("shape", [(1, 33), (33, 1), (1, 1), (0, 5), (5, 0)], ids=str)
+@pytest.mark.parametrize("name", ["tensorwise", "axiswise", "MX", "128x128, float32"])
+def test_small_and_empty_shapes(name, shape):
+    quantizer = QUANTIZERS[name](E4M3)
+    for contract in (0, 1):
+        view = View(shape, (contract,), ())
+        quantize = jax.jit(lambda x, view=view: quantize_operand(quantizer, x, view))
+        for x in reference_recipes.tensors(shape, 0).values():
+            assert_same_quantized(quantize(x), *expected_of(quantizer, x, contract))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", ["tensorwise", "axiswise", "MX", "1x128, float32"])
+def test_operands_of_other_dtypes(name, dtype):
+    quantizer = QUANTIZERS[name](E4M3)
+    view = View((3, 70), (1,), ())
+    with jax.enable_x64(dtype == np.float64):
+        quantize = jax.jit(lambda x: quantize_operand(quantizer, x, view))
+        for tensor in reference_recipes.tensors(view.shape, 0).values():
+            with np.errstate(all="ignore"):
+                x = tensor.astype(dtype)
+            assert_same_quantized(quantize(x), *expected_of(quantizer, x, 1))
+
+
+def test_float64_beyond_float32():
+    with jax.enable_x64(True):
+        x = np.array([[1e300, 1.0], [-2e300, 0.0]])
+        for name in ("tensorwise", "axiswise"):
+            quantizer = QUANTIZERS[name](E4M3)
+            q = jax.jit(lambda x, q=quantizer: quantize_operand(q, x, View(x.shape, (1,), ())))(x)
+            assert_same_quantized(q, *expected_of(quantizer, x, 1))
+
+
+def test_batched_and_flattened_dimensions():
+    """A batch is quantized matrix by matrix; several contracted dimensions count as one, in their order."""
+    x = reference_recipes.tensors((2, 5, 3, 40), 0)["heavy-tailed"]
+    view = View(x.shape, (3, 1), (0,))  # columns run over dimension 3, then 1
+    matrix = x.transpose(0, 2, 3, 1).reshape(2, 3, 200)
+    for name in ("MX", "1x128, float32", "128x128"):
+        quantizer = QUANTIZERS[name](E4M3)
+        kind = KINDS[quantizer.scale, quantizer.scale_rounding]
+        expected = reference_recipes.blockwise(matrix, E4M3, quantizer.block, kind)
+        assert_same_quantized(jax.jit(lambda x, q=quantizer: quantize_operand(q, x, view))(x), *expected)
+    quantizer = QUANTIZERS["axiswise"](E4M3)
+    expected = reference_recipes.axiswise(x, E4M3, (1, 3))
+    assert_same_quantized(jax.jit(lambda x: quantize_operand(quantizer, x, view))(x), *expected)
+
+
+@pytest.mark.parametrize("name", ["MX", "MX, floor", "1x128, float32", "128x128"])
+def test_padding_has_no_say(name):
+    """The same codes and scales as of a tensor with zeros beyond the end."""
+    quantizer = QUANTIZERS[name](E4M3)
+    x = reference_recipes.tensors((70, 50), 0)["heavy-tailed"]
+    padded = np.pad(x, ((0, 0), (0, -50 % quantizer.block[1])))
+    q, q_padded = (
+        jax.jit(lambda a: quantize_operand(quantizer, a, View(a.shape, (1,), ())))(a) for a in (x, padded)
+    )
+    assert_same_quantized(q, q_padded.codes, np.asarray(q_padded.scale))
+
+
+BITS = np.arange(1, 255, dtype=np.uint32)[:, None] << 23  # every normal exponent
+MANTISSAS = np.array([0, 1, 0x600000, 0x600001, 0x700000, 0x700001, 0x7FFFFF], np.uint32)
+AMAXES = np.append((BITS | MANTISSAS).view(np.float32).ravel(), np.float32(0))
+"""Around 1, 1.75 and 1.875 times every power of two."""
+
+
+@pytest.mark.parametrize("name", [E4M3, E5M2])
+@pytest.mark.parametrize("kind", ["power_of_two", "e8m0_up", "e8m0_floor"])
+def test_every_exponent_of_a_power_of_two_scale(kind, name):
+    limit = fp8.fp8_max(name)
+    if kind == "power_of_two":
+        actual = jax.jit(lambda a: current_scale(a, limit, power_2=True))(AMAXES)
+    else:
+        actual = jax.jit(lambda a: e8m0_scale(a, limit, kind.removeprefix("e8m0_")))(AMAXES)
+    np.testing.assert_array_equal(actual, reference_recipes.scale_of(AMAXES, name, kind))
+
+
+@pytest.mark.parametrize("name", [E4M3, E5M2])
+def test_all_e8m0_values_dequantize(name):
+    """Each of the 256 scales, the subnormal ones too, times each of the 256 codes."""
+    codes = np.arange(256, dtype=np.uint8).view(reference.FP8[name])
+    scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    quantizer = fp8.BlockQuantizer(dtype=name)
+    # 256 rows of 8 blocks of 32: each row holds all codes, and one scale.
+    q = Quantized(
+        jnp.asarray(np.tile(codes, (256, 1)))[None], jnp.asarray(np.repeat(scales[:, None], 8, 1))[None]
+    )
+    view = View((256, 256), (1,), ())
+    values = jax.jit(lambda q: dequantize_operand(quantizer, q, view, jnp.float32))(q)
+    expected = reference_recipes.as_float64(scales)[:, None] * codes.astype(np.float64)
+    representable = ~(np.abs(expected) < 2.0**-126) | (expected == 0)
+    with np.errstate(over="ignore"):
+        expected = expected.astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(values)[representable], expected[representable])
+    assert np.isnan(values[255]).all()
+
+
+@pytest.mark.parametrize("name", ["1x128", "128x128", "MX"])
+def test_the_form_for_blackwell_has_the_same_values(name):
+    """Larger blocks with scales that are powers of two, as an E8M0 scale per 32 columns of each row."""
+    x = reference_recipes.tensors((130, 200), 0)["subnormal"]
+    quantizer = QUANTIZERS[name](E4M3)
+    view = View(x.shape, (1,), ())
+    q = jax.jit(lambda x: quantize_operand(quantizer, x, view))(x)
+    mx = jax.jit(lambda q: mx_operand(quantizer, q))(q)
+    assert mx.scale.shape == (*q.codes.shape[:2], q.codes.shape[2] // 32)
+    expected = reference_recipes.dequantize(*map(np.asarray, q), quantizer.block)
+    np.testing.assert_array_equal(reference_recipes.dequantize(*map(np.asarray, mx), (1, 32)), expected)
+
+
+@pytest.mark.parametrize("name", list(QUANTIZERS))
+def test_there_and_back(name):
+    """What comes back has the operand's shape and is within half a unit in the last place of e4m3."""
+    quantizer = QUANTIZERS[name](E4M3)
+    x = np.random.default_rng(0).normal(size=(2, 9, 3, 40)).astype(np.float32)
+    view = View(x.shape, (3, 1), (0,))
+
+    @jax.jit
+    def there_and_back(x):
+        q = quantize_operand(quantizer, x, view)
+        return tuple(dequantize_operand(quantizer, q, view, d) for d in (jnp.float32, jnp.bfloat16))
+
+    for dtype, back in zip((jnp.float32, jnp.bfloat16), there_and_back(x)):
+        assert (back.shape, back.dtype) == (x.shape, dtype)
+        tolerance = {"rtol": 2**-4 * 1.05, "atol": 2e-5}
+        if "floor" not in name:
+            np.testing.assert_allclose(back.astype(jnp.float32), x, **tolerance)
