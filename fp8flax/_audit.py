@@ -16,7 +16,8 @@ import jaxlib
 import numpy as np
 
 from fp8flax import _hlo
-from fp8flax._gemm import compile_target
+from fp8flax._gemm import DEQUANTIZED, KEPT_WIDE, SWITCHED_OFF, compile_target
+from fp8flax._kernels.block_gemm import NAME_F16
 
 _GPUS = {
     # name: (full name, cores, bytes/s, GHz, bytes of memory, bytes of L2, compute capability)
@@ -112,7 +113,8 @@ class Gemm:
     out_dtype: str
     """What the kernel writes; float32 where XLA cuts the sum into parts that a later kernel adds up."""
     backend: str
-    """``cublasLt``, ``cuBLAS``, ``Triton``, ``cuDNN``, or ``other``: a plain loop."""
+    """``cublasLt``, ``cuBLAS``, ``Triton``, ``cuDNN``, ``Pallas`` (this package's kernel for block
+    scales), or ``other``: a plain loop."""
     accumulation: str
     """``fast`` or ``exact`` where the program says so (cublasLt in FP8), else ``default``."""
     is_fp8: bool
@@ -512,6 +514,8 @@ def _path(op_name: str) -> str:
     *parts, _ = [*_components(op_name)] or [""]
     kept: list[str] = []
     for part in parts:
+        if part in _ROLES or part == SWITCHED_OFF:
+            break  # what follows is inside the FP8 matmul
         if part in _WRAPPERS or re.fullmatch(r"(Fp8|NANOOFp8)\w*Dot\w*_\d+", part):
             continue
         if (kept[-1:] == ["while"] and part in ("body", "cond")) or (
@@ -520,8 +524,6 @@ def _path(op_name: str) -> str:
             kept.pop()
         else:
             kept.append(part)
-    if kept and kept[-1] in _ROLES:
-        kept.pop()
     return "/".join(kept)
 
 
@@ -540,7 +542,7 @@ def _gemm(
     dot: _hlo.Dot, trip_count: int, size: int, has_fp8: bool, has_fp8_units: bool, platform: str
 ) -> Gemm:
     in_fp8 = dot.lhs_dtype.startswith("f8") and dot.rhs_dtype.startswith("f8")
-    is_fp8 = in_fp8 and has_fp8_units and dot.backend != "other"
+    is_fp8 = in_fp8 and has_fp8_units and dot.backend != "other" and NAME_F16 not in dot.op_name.split("/")
     return Gemm(
         path=_path(dot.op_name),
         role=_role(dot.op_name),
@@ -564,10 +566,19 @@ def _gemm(
 def _reason(dot: _hlo.Dot, has_fp8: bool, has_fp8_units: bool, platform: str) -> str:
     """Says why a product does not run in FP8."""
     dtypes = " and ".join(dict.fromkeys((_dtype(dot.lhs_dtype), _dtype(dot.rhs_dtype))))
-    is_op = any(part.startswith(("Fp8", "NANOOFp8")) for part in _components(dot.op_name))
+    parts = [*_components(dot.op_name)]
+    is_op = any(part.startswith(("Fp8", "NANOOFp8")) for part in parts)
+    if SWITCHED_OFF in parts:
+        return f"FP8 is off here, by autocast(enabled=False): multiplied in {dtypes}"
+    if KEPT_WIDE in parts:
+        return f"the recipe keeps an operand of this GEMM wide: multiplied in {dtypes}"
     if not has_fp8_units and (is_op or any(dot.fp8_sources)):
         device = "the CPU" if platform == "cpu" else "this GPU"
         return f"{device} has no FP8 units; the values are emulated"
+    if NAME_F16 in parts:
+        return "read as FP8 and multiplied in float16, exactly: no FP8 units here take scales per block"
+    if DEQUANTIZED in parts:
+        return f"nothing here multiplies FP8 with these scales: the same values, multiplied in {dtypes}"
     if dot.lhs_dtype.startswith("f8") and dot.rhs_dtype.startswith("f8"):
         return "operands are FP8, but the product is computed in a plain loop, without the FP8 units"
     if dot.fp8_sources == ("f8e5m2", "f8e5m2"):

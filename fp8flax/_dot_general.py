@@ -347,8 +347,8 @@ def _direct_fwd(
         amaxes["kernel"] = delayed_amax(rhs)
     scales, amaxes = jax.tree.map(partial(checkpoint_name, name="fp8_scaling"), (scales, amaxes))
     residuals = _Residuals(
-        _kept(lhs_second, "fp8_input", scales.get("input")),
-        _kept(rhs_second, "fp8_kernel", scales.get("kernel")),
+        _kept(lhs_second, "fp8_input", config.recipe.wgrad.lhs, scales.get("input")),
+        _kept(rhs_second, "fp8_kernel", config.recipe.dgrad.rhs, scales.get("kernel")),
         scales,
         amaxes,
         states,
@@ -365,15 +365,16 @@ def _direct_fwd(
     return checkpoint_name(out, "fp8_output"), residuals
 
 
-def _kept(operand: Any, name: str, delayed_scale: jax.Array | None) -> Any:
+def _kept(operand: Any, name: str, quantizer: Any, delayed_scale: jax.Array | None) -> Any:
     """Returns an operand to keep for the backward pass, under a name for policies."""
-    if not isinstance(operand, Quantized):
+    if quantizer is None:
         # A wide kernel is an argument, and there anyway.
         return checkpoint_name(operand, name) if name == "fp8_input" else operand
     codes, scale = operand
     if scale.dtype == jnp.float8_e8m0fnu:
         scale = lax.bitcast_convert_type(scale, jnp.uint8)
-    scale = checkpoint_name(scale, "fp8_scaling") if delayed_scale is None else delayed_scale
+    is_delayed = isinstance(quantizer, DelayedQuantizer)
+    scale = delayed_scale if is_delayed else checkpoint_name(scale, "fp8_scaling")
     return Quantized(checkpoint_name(lax.bitcast_convert_type(codes, jnp.uint8), name), scale)
 
 

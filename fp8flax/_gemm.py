@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from fp8flax._kernels.block_gemm import BLOCK, block_gemm
 from fp8flax._operands import Quantized, View, dequantize_operand, is_blockwise, mx_operand
 from fp8flax._recipes import BlockQuantizer, GemmRecipe
 
@@ -156,7 +157,8 @@ def _wide_gemm(gemm: Gemm, lhs: Operand, rhs: Operand) -> jax.Array:
         )
     ]
     kept = gemm.recipe.lhs is None or gemm.recipe.rhs is None
-    with jax.named_scope(KEPT_WIDE if kept else DEQUANTIZED):
+    scope = KEPT_WIDE if kept else "fp8_qdq" if gemm.dequantized else DEQUANTIZED
+    with jax.named_scope(scope):
         return lax.dot_general(
             *wide,
             gemm.dimension_numbers,
@@ -233,31 +235,38 @@ def _cuda_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
 
 
 def _cuda_block_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
-    """Multiplies block-scaled operands: natively where the GPU can, else in the narrowest exact dtype.
+    """Multiplies block-scaled operands, by what the GPU has for them, to the same values.
 
-    Blackwell takes a power-of-two scale per 32 columns, to which larger blocks are expanded. Elsewhere
-    the same operation reads FP8 and multiplies bfloat16, which holds such products of code and scale
-    exactly. It does not hold those with a float32 scale: they are multiplied in float32.
+    * Blackwell multiplies with a power-of-two scale per 32 columns; larger blocks are expanded to that.
+    * With float32 scales per 128 columns, and on Hopper with all scales per 128, a kernel of our own reads
+      FP8 and applies the scales to the sum of each block.
+    * What is left is dequantized: to bfloat16, which holds products of a code and a power of two exactly,
+      or to float32.
     """
     lhs_quantizer, rhs_quantizer = gemm.recipe.lhs, gemm.recipe.rhs
     assert isinstance(lhs_quantizer, BlockQuantizer)
     assert isinstance(rhs_quantizer, BlockQuantizer)
-    if "float32" in (lhs_quantizer.scale, rhs_quantizer.scale):
-        return _dequantized_dot(gemm, lhs, rhs, jnp.float32)
-    is_mx = not (lhs_quantizer.block[1] % _MX_COLUMNS or rhs_quantizer.block[1] % _MX_COLUMNS)
-    if not is_mx or min(_sizes(gemm)) == 0 or _compute_capability() < _NATIVE_MX:
-        return _dequantized_dot(gemm, lhs, rhs, jnp.bfloat16)
-    lhs_codes, lhs_scale = mx_operand(lhs_quantizer, lhs)
-    rhs_codes, rhs_scale = mx_operand(rhs_quantizer, rhs)
-    width = max(lhs_codes.shape[2], rhs_codes.shape[2])  # blocks of two widths are padded differently
-    narrow = jnp.float32 if gemm.out_dtype == jnp.float64 else gemm.out_dtype
-    out = jax.nn.scaled_matmul(
-        _widen(lhs_codes, width),
-        _widen(rhs_codes, width),
-        _widen(lhs_scale, width // _MX_COLUMNS),
-        _widen(rhs_scale, width // _MX_COLUMNS),
-        preferred_element_type=narrow,
-    )
+    widths = (lhs_quantizer.block[1], rhs_quantizer.block[1])
+    exact_in_bfloat16 = "float32" not in (lhs_quantizer.scale, rhs_quantizer.scale)
+    is_empty, capability = min(_sizes(gemm)) == 0, _compute_capability()
+    is_mx = exact_in_bfloat16 and all(width % _MX_COLUMNS == 0 for width in widths)
+    if is_mx and capability >= _NATIVE_MX and not is_empty:
+        out = _mx_gemm(gemm, mx_operand(lhs_quantizer, lhs), mx_operand(rhs_quantizer, rhs))
+    elif (
+        widths == (BLOCK, BLOCK)
+        and lhs.scale.dtype == rhs.scale.dtype == jnp.float32
+        and (capability >= _NATIVE and not is_empty)
+    ):
+        out = block_gemm(
+            lhs.codes,
+            rhs.codes,
+            jnp.repeat(lhs.scale, lhs_quantizer.block[0], axis=1),
+            jnp.repeat(rhs.scale, rhs_quantizer.block[0], axis=1),
+            out_dtype=_at_most_float32(gemm.out_dtype),
+            in_float16=capability < _NATIVE_MX or lhs.codes.dtype != rhs.codes.dtype,
+        )
+    else:
+        return _dequantized_dot(gemm, lhs, rhs, jnp.bfloat16 if exact_in_bfloat16 else jnp.float32)
     _, rows, _ = gemm.lhs.matrix_shape
     _, columns, _ = gemm.rhs.matrix_shape
     shape = (
@@ -266,6 +275,22 @@ def _cuda_block_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
         *gemm.rhs.sizes(gemm.rhs.free),
     )
     return out[:, :rows, :columns].reshape(shape).astype(gemm.out_dtype)
+
+
+def _at_most_float32(dtype: np.dtype) -> Any:
+    return jnp.float32 if dtype == jnp.float64 else dtype
+
+
+def _mx_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
+    (lhs_codes, lhs_scale), (rhs_codes, rhs_scale) = lhs, rhs
+    width = max(lhs_codes.shape[2], rhs_codes.shape[2])  # blocks of two widths are padded differently
+    return jax.nn.scaled_matmul(
+        _widen(lhs_codes, width),
+        _widen(rhs_codes, width),
+        _widen(lhs_scale, width // _MX_COLUMNS),
+        _widen(rhs_scale, width // _MX_COLUMNS),
+        preferred_element_type=_at_most_float32(gemm.out_dtype),
+    )
 
 
 def _widen(x: jax.Array, width: int) -> jax.Array:

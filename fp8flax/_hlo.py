@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fp8flax._kernels.block_gemm import NAME, NAME_F16
+
 _FREE = frozenset(
     (
         "add-dependency",
@@ -165,7 +167,7 @@ class Dot:
     rhs_dtype: str
     out_dtype: str
     backend: str
-    """``cublasLt``, ``cuBLAS``, ``Triton``, ``cuDNN`` or ``other``."""
+    """``cublasLt``, ``cuBLAS``, ``Triton``, ``cuDNN``, ``Pallas`` (this package's kernel) or ``other``."""
     accumulation: str
     """``fast`` or ``exact`` in cublasLt's FP8 kernel, else ``default``."""
     contracts_leading: bool | None
@@ -366,6 +368,10 @@ class _Reader:
                 yield self._dot((), computation, instruction, "cuBLAS")
             elif target == "__cudnn$blockScaledDot":
                 yield self._dot((), computation, instruction, "cuDNN")
+            elif target == "__gpu$xla.gpu.triton" and any(
+                name in instruction.op_name.split("/") for name in (NAME, NAME_F16)
+            ):
+                yield self._dot((), computation, instruction, "Pallas")
 
     def _inside(self, site: _Site) -> Computation:
         fused = self._fused(site[-1][1])
@@ -384,7 +390,7 @@ class _Reader:
     def _dot(self, site: _Site, computation: Computation, dot: Instruction, backend: str) -> Dot:
         lhs, rhs = (computation.instructions[o].result for o in dot.operands[:2])
         dims = dot.config.get("gemm_backend_config", {}).get("dot_dimension_numbers")
-        if backend == "cuDNN" and not site:  # block-scaled: rows times rows, with at most one batch
+        if backend in ("cuDNN", "Pallas") and not site:  # block-scaled: rows times rows
             contracting = [[len(a.dims) - 1] for a in (lhs, rhs)]
             batch = [list(range(len(a.dims) - 2)) for a in (lhs, rhs)]
         elif dims is None:

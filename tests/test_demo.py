@@ -231,7 +231,8 @@ class TestCommandLine:
         for broken in (
             "{",
             "{}",
-            '{"steps": "a", "seeds": [0], "precision": "bf16", "recipe": "delayed", "data": null, "corpus": ""}',
+            '{"steps": "a", "seeds": [0], "precision": "bf16", "recipe": "delayed", "data": null, '
+            '"corpus": ""}',
         ):
             (out / "config.json").write_text(broken)
             assert "cannot be read" in fails("--resume")

@@ -53,6 +53,200 @@ def test_accumulation_names_a_wrong_field(field):
         fp8.Accumulation(**{field: "f32"})
 
 
+RECIPES = [
+    fp8.DelayedScaling(),
+    fp8.Float8CurrentScaling(),
+    fp8.MXFP8BlockScaling(),
+    fp8.Float8BlockScaling(),
+    fp8.CustomRecipe(),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+def test_every_recipe_is_frozen_keyword_only_and_hashable(recipe):
+    assert isinstance(recipe, fp8.Recipe)
+    assert hash(recipe) == hash(type(recipe)())
+    assert recipe == type(recipe)()
+    assert recipe.gemms.gemms is recipe.gemms or recipe.gemms.gemms == recipe.gemms
+    field = dataclasses.fields(recipe)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(recipe, field, None)
+    with pytest.raises(TypeError, match="positional"):
+        type(recipe)(getattr(recipe, field))
+
+
+def parts(recipe):
+    gemms = recipe.gemms
+    return [
+        None if q is None else (q.dtype.name.removeprefix("float8_"), getattr(q, "block", None))
+        for gemm in (gemms.forward, gemms.dgrad, gemms.wgrad)
+        for q in (gemm.lhs, gemm.rhs)
+    ]
+
+
+def test_the_parts_of_each_recipe():
+    """Forward (input, kernel), dgrad (output gradient, kernel), wgrad (input, output gradient)."""
+    x, g = ("e4m3fn", None), ("e5m2", None)
+    assert parts(fp8.DelayedScaling()) == parts(fp8.Float8CurrentScaling()) == [x, x, g, x, x, g]
+    assert parts(fp8.Float8CurrentScaling(high_precision_wgrad=True)) == [x, x, g, x, None, None]
+    assert parts(fp8.MXFP8BlockScaling()) == [("e4m3fn", (1, 32))] * 6
+    tile, block = ("e4m3fn", (1, 128)), ("e4m3fn", (128, 128))
+    assert parts(fp8.Float8BlockScaling()) == [tile, block, tile, block, tile, tile]
+    hybrid = fp8.MXFP8BlockScaling(fp8_format=fp8.Format.HYBRID)
+    assert [p[0] for p in parts(hybrid)] == ["e4m3fn", "e4m3fn", "e5m2", "e4m3fn", "e4m3fn", "e5m2"]
+
+
+E4M3 = fp8.float8_e4m3fn
+DELAYED = fp8.DelayedQuantizer(dtype=E4M3)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields", "error", "message"),
+    [
+        (
+            fp8.DelayedScaling,
+            {"use_power_2_scales": 1},
+            TypeError,
+            "use_power_2_scales must be True or False",
+        ),
+        (
+            fp8.Float8CurrentScaling,
+            {"fp8_format": "E4M3"},
+            TypeError,
+            "fp8_format must be a member.*'E4M3'",
+        ),
+        (
+            fp8.Float8CurrentScaling,
+            {"granularity": "rowwise"},
+            ValueError,
+            r"granularity must be one of \('tensorwise', 'axiswise'\); got 'rowwise'",
+        ),
+        (
+            fp8.Float8CurrentScaling,
+            {"high_precision_wgrad": "yes"},
+            TypeError,
+            "high_precision_wgrad must be True or False; got 'yes' of type str",
+        ),
+        (
+            fp8.Float8CurrentScaling,
+            {"use_power_2_scales": None},
+            TypeError,
+            "use_power_2_scales must be True",
+        ),
+        (
+            fp8.Float8CurrentScaling,
+            {"accumulation": "fast"},
+            TypeError,
+            "accumulation must be an fp8flax.Accumulation",
+        ),
+        (fp8.MXFP8BlockScaling, {"fp8_format": E4M3}, TypeError, "fp8_format must be a member of"),
+        (
+            fp8.MXFP8BlockScaling,
+            {"fp8_format": fp8.Format.E4M3_FNUZ},
+            ValueError,
+            "must be E4M3, E5M2 or HYBRID.*got E4M3_FNUZ. For FNUZ formats use DelayedScaling",
+        ),
+        (
+            fp8.MXFP8BlockScaling,
+            {"scale_rounding": "nearest"},
+            ValueError,
+            r"scale_rounding must be one of \('up', 'floor'\); got 'nearest'",
+        ),
+        (
+            fp8.Float8BlockScaling,
+            {"use_f32_scales": 0},
+            TypeError,
+            "use_f32_scales must be True or False; got 0",
+        ),
+        (fp8.Float8BlockScaling, {"fp8_format": fp8.Format.HYBRID_FNUZ}, ValueError, "got HYBRID_FNUZ"),
+        (
+            fp8.DelayedQuantizer,
+            {"dtype": "bfloat16"},
+            TypeError,
+            "dtype must be an FP8 dtype.*got 'bfloat16'",
+        ),
+        (
+            fp8.DelayedQuantizer,
+            {"dtype": E4M3, "margin": 17},
+            ValueError,
+            "margin must be 16 or less; got 17",
+        ),
+        (
+            fp8.DelayedQuantizer,
+            {"dtype": E4M3, "amax_history_len": 0},
+            ValueError,
+            "amax_history_len must be 1",
+        ),
+        (
+            fp8.CurrentQuantizer,
+            {"dtype": E4M3, "granularity": None},
+            ValueError,
+            "granularity must be one of",
+        ),
+        (fp8.BlockQuantizer, {"dtype": fp8.float8_e8m0fnu}, TypeError, "dtype must be an FP8 dtype"),
+        (
+            fp8.BlockQuantizer,
+            {"dtype": E4M3, "block": 32},
+            TypeError,
+            r"block must be a pair.*\(1, 32\); got 32",
+        ),
+        (
+            fp8.BlockQuantizer,
+            {"dtype": E4M3, "block": (1, 0)},
+            ValueError,
+            r"block\[1\] \(columns\) must be 1",
+        ),
+        (
+            fp8.BlockQuantizer,
+            {"dtype": E4M3, "block": (1.0, 32)},
+            TypeError,
+            r"block\[0\] \(rows\) must be an int",
+        ),
+        (
+            fp8.BlockQuantizer,
+            {"dtype": E4M3, "scale": "e4m3"},
+            ValueError,
+            "scale must be one of.*got 'e4m3'",
+        ),
+        (
+            fp8.BlockQuantizer,
+            {"dtype": E4M3, "scale": "float32", "scale_rounding": "floor"},
+            ValueError,
+            "scale_rounding 'floor' is that of E8M0 scales; got scale='float32'. Use scale='e8m0'",
+        ),
+        (fp8.GemmRecipe, {"lhs": E4M3}, TypeError, "lhs must be a DelayedQuantizer.*or None"),
+        (fp8.GemmRecipe, {"rhs": "bf16"}, TypeError, "rhs must be .* got 'bf16'"),
+        (fp8.GemmRecipe, {"accumulation": "slow"}, ValueError, "accumulation must be one of.*got 'slow'"),
+        (
+            fp8.CustomRecipe,
+            {"forward": DELAYED},
+            TypeError,
+            r"forward must be a GemmRecipe\(lhs=…, rhs=…\)",
+        ),
+        (fp8.CustomRecipe, {"wgrad": None}, TypeError, "wgrad must be a GemmRecipe.*got None"),
+        (
+            fp8.CustomRecipe,
+            {"dgrad": fp8.MXFP8BlockScaling()},
+            TypeError,
+            "dgrad must be a GemmRecipe.*take it from its gemms",
+        ),
+        (
+            fp8.CustomRecipe,
+            {
+                "forward": fp8.GemmRecipe(lhs=DELAYED),
+                "wgrad": fp8.GemmRecipe(lhs=dataclasses.replace(DELAYED, margin=2)),
+            },
+            ValueError,
+            "forward.lhs and wgrad.lhs quantize the input by two different DelayedQuantizers.*make them equal",
+        ),
+    ],
+    ids=lambda v: v.__name__ if isinstance(v, type) else None,
+)
+def test_wrong_values_of_the_other_classes(cls, fields, error, message):
+    with pytest.raises(error, match=message):
+        cls(**fields)
+
+
 def test_accumulation_is_not_a_word():
     with pytest.raises(TypeError, match="accumulation must be an fp8flax.Accumulation"):
         fp8.DelayedScaling(accumulation="fast")

@@ -1,0 +1,190 @@
+"""The ambient recipe: what it reaches, how it nests, and that no compiled function goes stale."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8flax as fp8
+from tests.test_modules import OWG
+
+X = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
+MX, CURRENT = fp8.MXFP8BlockScaling(), fp8.Float8CurrentScaling()
+LAYER = nn.Dense(16, use_bias=False, dot_general_cls=fp8.Fp8DotGeneralOp)
+PLAIN = nn.Dense(16, use_bias=False)
+
+
+def layer_with(recipe):
+    return nn.Dense(16, use_bias=False, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe))
+
+
+@pytest.fixture(scope="module")
+def variables():
+    """With the state of delayed scaling."""
+    return jax.jit(LAYER.init)(jax.random.key(0), X)
+
+
+@pytest.fixture(scope="module")
+def expected(variables):
+    """The result under each recipe, given to the op itself."""
+    recipes = {"MX": MX, "current": CURRENT, "delayed": fp8.DelayedScaling()}
+    results = {name: np.asarray(layer_with(r).apply(variables, X)) for name, r in recipes.items()}
+    results["off"] = np.asarray(PLAIN.apply({"params": variables["params"]}, X))
+    assert len({result.tobytes() for result in results.values()}) == 4
+    return results
+
+
+def same(actual, wanted):
+    np.testing.assert_array_equal(actual, wanted)
+
+
+def test_without_it_an_op_has_its_default(variables, expected):
+    same(LAYER.apply(variables, X), expected["delayed"])
+
+
+def test_nested_and_left(variables, expected):
+    with fp8.autocast(recipe=MX):
+        same(LAYER.apply(variables, X), expected["MX"])
+        with fp8.autocast(recipe=CURRENT):
+            same(LAYER.apply(variables, X), expected["current"])
+            with fp8.autocast(enabled=False):
+                same(LAYER.apply(variables, X), expected["off"])
+                with fp8.autocast(recipe=MX):
+                    same(LAYER.apply(variables, X), expected["MX"])
+            with fp8.autocast():
+                same(LAYER.apply(variables, X), expected["delayed"])
+            same(LAYER.apply(variables, X), expected["current"])
+        same(LAYER.apply(variables, X), expected["MX"])
+    same(LAYER.apply(variables, X), expected["delayed"])
+
+
+def test_left_by_an_error(variables, expected):
+    with pytest.raises(KeyError), fp8.autocast(recipe=MX):
+        raise KeyError
+    same(LAYER.apply(variables, X), expected["delayed"])
+
+
+def test_as_a_decorator(variables, expected):
+    @fp8.autocast(recipe=MX)
+    def apply():
+        return LAYER.apply(variables, X)
+
+    for _ in range(2):
+        same(apply(), expected["MX"])
+    same(LAYER.apply(variables, X), expected["delayed"])
+
+
+def test_an_own_recipe_comes_first_and_off_is_off(variables, expected):
+    layer = layer_with(CURRENT)
+    with fp8.autocast(recipe=MX):
+        same(layer.apply(variables, X), expected["current"])
+    with fp8.autocast(enabled=False):
+        same(layer.apply(variables, X), expected["off"])
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: jax.jit(jax.vmap(f, (None, 0)))], ids=["jit", "vmap"])
+def test_a_jitted_function_is_traced_again(wrap, variables, expected):
+    traces = []
+
+    def apply(variables, x):
+        traces.append(1)
+        return LAYER.apply(variables, x)
+
+    jitted = wrap(apply)
+    x = X if wrap is jax.jit else X[None]
+    for _ in range(2):
+        for context, name in (
+            (fp8.autocast(recipe=MX), "MX"),
+            (fp8.autocast(recipe=CURRENT), "current"),
+            (fp8.autocast(enabled=False), "off"),
+            (fp8.autocast(), "delayed"),
+            # An equal recipe is the same recipe.
+            (fp8.autocast(recipe=fp8.MXFP8BlockScaling()), "MX"),
+        ):
+            with context:
+                same(jitted(variables, x).reshape(8, 16), expected[name])
+    assert len(traces) == 4
+
+
+def test_the_backward_pass_has_the_precision_of_the_forward_pass(variables):
+    params = {"params": variables["params"]}
+    g = np.ones((8, 16), np.float32)
+
+    def vjp_of(layer, wrapped=lambda f: f):
+        # Outside of the context, and compiled there.
+        vjp = jax.vjp(wrapped(lambda v, x: layer.apply(v, x)), params, X)[1]
+        return partial(jax.jit(lambda vjp, g: vjp(g)), vjp)
+
+    wanted = jax.tree.leaves(vjp_of(layer_with(MX))(g))
+    plain = jax.tree.leaves(vjp_of(PLAIN)(g))
+    for wrapped in (jax.jit, jax.checkpoint):
+        with fp8.autocast(recipe=MX):
+            vjp = vjp_of(LAYER, wrapped)
+        for actual, expected in zip(jax.tree.leaves(vjp(g)), wanted):
+            same(actual, expected)
+        with fp8.autocast(enabled=False):
+            for actual, expected in zip(jax.tree.leaves(vjp(g)), wanted):
+                same(actual, expected)
+            vjp = vjp_of(LAYER, wrapped)
+        with fp8.autocast(recipe=MX):
+            for actual, expected in zip(jax.tree.leaves(vjp(g)), plain):
+                np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+def test_off_touches_no_state(variables):
+    state = {OWG: jax.tree.map(lambda leaf: leaf + 0.25, variables[OWG])}
+
+    @jax.jit
+    def grads(v):
+        return fp8.grad(lambda v: jnp.sum(LAYER.apply(v, X)))(v)
+
+    with fp8.autocast(enabled=False):
+        # No variable is declared, none is needed, and what is there is kept.
+        assert list(LAYER.init(jax.random.key(0), X)) == ["params"]
+        LAYER.apply({"params": variables["params"]}, X)
+        new = grads({**variables, **state})
+    jax.tree.map(np.testing.assert_array_equal, new[OWG], state[OWG])
+    assert (grads({**variables, **state})[OWG]["Fp8DotGeneralOp_0"]["input_amax_history"][0]) != 0.25
+
+
+def test_a_recipe_without_state_leaves_state_alone(variables):
+    with fp8.autocast(recipe=MX):
+        new = fp8.grad(lambda v: jnp.sum(LAYER.apply(v, X)))(variables)
+    jax.tree.map(np.testing.assert_array_equal, new[OWG], variables[OWG])
+
+
+def test_state_that_is_missing_under_another_recipe():
+    with fp8.autocast(recipe=MX):
+        variables = LAYER.init(jax.random.key(0), X)
+        assert fp8.add_fp8_state(variables, LAYER, X) is variables
+    with pytest.raises(fp8.MissingStateError, match="Recipes without delayed scaling.*need no state"):
+        LAYER.apply(variables, X)
+    LAYER.apply(fp8.add_fp8_state(variables, LAYER, X), X)
+    with pytest.raises(ValueError, match="has no FP8 layer"):
+        fp8.add_fp8_state(variables, PLAIN, X)
+
+
+def test_einsum_and_the_other_ops(variables):
+    x, w = jnp.asarray(X), variables["params"]["kernel"]
+    with fp8.autocast(recipe=MX):
+        wanted = LAYER.apply(variables, X)
+        same(fp8.Fp8Einsum().apply({}, "ab,bc->ac", x, w), wanted)
+        same(fp8.NANOOFp8DotGeneralOp().apply({}, x, w, (((1,), (0,)), ((), ()))), wanted)
+    with fp8.autocast(enabled=False):
+        same(fp8.Fp8Einsum().apply({}, "ab,bc->ac", x, w), PLAIN.apply(variables, X))
+
+
+@pytest.mark.parametrize("bad", ["MXFP8", fp8.MXFP8BlockScaling, 3])
+def test_a_wrong_recipe(bad):
+    with pytest.raises(TypeError, match="recipe must be an instance of a recipe class"):
+        fp8.autocast(recipe=bad)
+    with pytest.raises(TypeError, match="recipe must be an instance of a recipe class"):
+        fp8.Fp8DotGeneralOp(recipe=bad)
+
+
+def test_a_recipe_in_the_place_of_enabled():
+    with pytest.raises(TypeError, match=r"enabled must be True or False; got MXFP8BlockScaling"):
+        fp8.autocast(MX)
