@@ -38,7 +38,7 @@ QUESTION = (
     "What does one nn.Dense, forward and backward, cost in FP8: in GEMMs, kernels and bytes as XLA "
     "compiles it for a GPU, in time on a CPU, and in time and memory on the GPU that is here, if any?"
 )
-BF16, FLAX_QDQ, FLAX_DIRECT, QWIX, QWIX_CHANNEL, OURS, OURS_TRITON, OURS_QDQ = (
+BF16, FLAX_QDQ, FLAX_DIRECT, QWIX, QWIX_CHANNEL, OURS, OURS_TRITON, OURS_QDQ, *OURS_BY_RECIPE = (
     "bf16",
     "flax-qdq",
     "flax-direct",
@@ -47,6 +47,10 @@ BF16, FLAX_QDQ, FLAX_DIRECT, QWIX, QWIX_CHANNEL, OURS, OURS_TRITON, OURS_QDQ = (
     "fp8flax",
     "fp8flax-triton",
     "fp8flax-qdq",
+    "fp8flax-current",
+    "fp8flax-axiswise",
+    "fp8flax-mxfp8",
+    "fp8flax-block128",
 )
 CEILING, TORCH = "ceiling", "torch"
 SHAPES = (
@@ -110,6 +114,13 @@ def contenders() -> dict[str, Contender]:
         accumulation=fp8.Accumulation(forward="default", dgrad="default", wgrad="default")
     )
 
+    recipes = (
+        fp8.Float8CurrentScaling(),
+        fp8.Float8CurrentScaling(granularity="axiswise"),
+        fp8.MXFP8BlockScaling(),
+        fp8.Float8BlockScaling(),
+    )
+
     def with_op(what: str, op: Any, **options: Any) -> Contender:
         return Contender(
             what=what, make_layer=partial(_dense, dot_general_cls=partial(op, **options) if options else op)
@@ -143,6 +154,10 @@ def contenders() -> dict[str, Contender]:
             fp8.Fp8DotGeneralOp,
             form="qdq",
         ),
+        **{
+            name: with_op(f"fp8flax.Fp8DotGeneralOp(recipe={recipe})", fp8.Fp8DotGeneralOp, recipe=recipe)
+            for name, recipe in zip(OURS_BY_RECIPE, recipes)
+        },
     }
 
 
@@ -527,9 +542,6 @@ def machine() -> dict[str, Any]:
 
 
 def method(target: str, cpu_shape: Shape, rounds: int) -> list[str]:
-    entrants = "; ".join(f"{name} = {contender.what}" for name, contender in contenders().items())
-    entrants = "; ".join(f"{name} = {contender.what}" for name, contender in contenders().items())
-    entrants = "; ".join(f"{name} = {contender.what}" for name, contender in contenders().items())
     entrants = "; ".join(f"{name} = {contender.what}" for name, contender in contenders().items())
     return [
         "The step: y, vjp = jax.vjp(layer.apply, variables, x); (dvariables, dx) = vjp(g); y, "

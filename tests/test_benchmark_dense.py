@@ -30,6 +30,10 @@ CONTENDERS = (
     "fp8flax",
     "fp8flax-triton",
     "fp8flax-qdq",
+    "fp8flax-current",
+    "fp8flax-axiswise",
+    "fp8flax-mxfp8",
+    "fp8flax-block128",
 )
 RUN = ("bf16", "flax-qdq", "qwix", "fp8flax")
 """What the tests run, for time; all are compiled for a GPU, each in a test of its own."""
@@ -195,12 +199,18 @@ def test_counts_for_a_gpu(gpu: None, dense: Any, name: str) -> None:
     shape = (64, 32, 128)
     with dense.quiet():
         row = dense.count(name, dense.contenders()[name], shape, "h200")
-    in_fp8 = name != "bf16" and not name.endswith("qdq")
+    # Hopper has no FP8 units that scales per block reach.
+    in_fp8 = name != "bf16" and not name.endswith(("qdq", "mxfp8", "block128"))
     assert row["gemms"] == 3
     if jax.__version_info__ >= (0, 10) or not name.startswith("flax"):  # XLA found some of Flax's before
         assert row["fp8_gemms"] == (3 if in_fp8 else 0)
-    if name.startswith("fp8flax") and in_fp8:
-        assert row["backends"] == ["Triton" if name == "fp8flax-triton" else "cublasLt"]
+    if name.startswith("fp8flax") and not name.endswith("qdq"):
+        others = {
+            "fp8flax-triton": "Triton",
+            "fp8flax-mxfp8": "Triton",
+            "fp8flax-block128": "Pallas",
+        }
+        assert row["backends"] == [others.get(name, "cublasLt")]
     if name == "bf16":
         assert (row["gemm_bytes"], row["other_bytes"]) == (6 * dense.elements(shape), 0)
     if name == "fp8flax-triton":

@@ -1,6 +1,10 @@
 """What the op compiles to for an NVIDIA H200, read from the program; no GPU is needed."""
 
+import contextlib
+import os
 import re
+import subprocess
+import sys
 import warnings
 from functools import partial
 
@@ -270,3 +274,102 @@ def test_every_linear_layer_of_the_demo_runs_in_fp8():
     assert {(g.path, g.role) for g in linear} == {
         (path, role) for path in paths for role in ("forward", "dgrad", "wgrad")
     }
+
+
+RECIPES = {
+    # recipe: for each GPU, what multiplies, and why not in FP8
+    "tensorwise": (fp8.Float8CurrentScaling(), {"h200": ("cublasLt", ""), "b200": ("cublasLt", "")}),
+    "axiswise": (
+        fp8.Float8CurrentScaling(granularity="axiswise"),
+        {"h200": ("cublasLt", ""), "b200": ("cublasLt", "")},
+    ),
+    "MX": (
+        fp8.MXFP8BlockScaling(),
+        {"h200": ("Triton", "the same values, multiplied in bfloat16"), "b200": ("cuDNN", "")},
+    ),
+    "128 blocks": (
+        fp8.Float8BlockScaling(),
+        {"h200": ("Pallas", "read as FP8 and multiplied in float16"), "b200": ("cuDNN", "")},
+    ),
+    "128 blocks, float32": (
+        fp8.Float8BlockScaling(use_f32_scales=True),
+        {"h200": ("Pallas", "read as FP8 and multiplied in float16"), "b200": ("Pallas", "")},
+    ),
+}
+
+
+@pytest.mark.parametrize("target", ["h200", "b200"])
+@pytest.mark.parametrize("shape", [(512, 256, 384), (33, 70, 45)], ids=str)
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_what_multiplies_under_each_recipe(name, shape, target):
+    recipe, per_target = RECIPES[name]
+    backend, reason = per_target[target]
+    if "cublasLt" in backend and shape[0] % 16:
+        backend = "Triton"
+    with jax.numpy_rank_promotion("allow"):
+        report = fp8.audit(*dense_step(*shape, partial(fp8.Fp8DotGeneralOp, recipe=recipe)), target=target)
+    assert sorted((g.path, g.role) for g in report.gemms) == [
+        ("Dense", "dgrad"),
+        ("Dense", "forward"),
+        ("Dense", "wgrad"),
+    ]
+    for gemm in report.gemms:
+        assert (gemm.is_fp8, gemm.backend) == (not reason, backend)
+        assert reason in gemm.reason
+
+
+@pytest.mark.parametrize(
+    ("make_context", "recipe", "roles", "reason"),
+    [
+        (
+            contextlib.nullcontext,
+            fp8.Float8CurrentScaling(high_precision_wgrad=True),
+            {"wgrad"},
+            "the recipe keeps an operand of this GEMM wide",
+        ),
+        (
+            partial(fp8.autocast, enabled=False),
+            None,
+            {"forward", "dgrad", "wgrad"},
+            "FP8 is off here, by autocast",
+        ),
+    ],
+    ids=["high-precision wgrad", "switched off"],
+)
+def test_what_the_user_keeps_wide_is_said(make_context, recipe, roles, reason):
+    step, *args = dense_step(64, 32, 48, partial(fp8.Fp8DotGeneralOp, recipe=recipe))
+    with make_context(), jax.numpy_rank_promotion("allow"):
+        report = fp8.audit(step, *args)
+    wide = {g.role: g for g in report.gemms if not g.is_fp8}
+    assert set(wide) == roles
+    assert all(reason in g.reason and g.path == "Dense" for g in wide.values())
+
+
+SCRIPT = """
+import sys
+import jax, jax.numpy as jnp
+import fp8flax as fp8
+from fp8flax._dot_general import fp8_dot_general
+
+x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+recipe = fp8.Float8BlockScaling(use_f32_scales=True)
+dot = lambda x, w: fp8_dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe)
+fp8.audit(dot, x, x, target=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "instruction"),
+    [("h200", r"wgmma\.mma_async\S*\.f32\.f16\.f16"), ("b200", r"tcgen05\.mma\S*kind::f8f6f4")],
+)
+def test_instructions_of_the_block_kernel(target, instruction, tmp_path):
+    """What the audit says of the kernel is in its machine code: FP8 on Blackwell, float16 on Hopper."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, target],
+        env={**os.environ, "XLA_FLAGS": f"--xla_dump_to={tmp_path}", "JAX_ENABLE_COMPILATION_CACHE": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    code = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))
+    assert re.search(instruction, code)

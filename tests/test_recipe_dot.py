@@ -126,6 +126,18 @@ def test_nan_stays_where_it_is_and_inf_saturates(name):
 
 
 @pytest.mark.parametrize("name", list(STATELESS))
+def test_with_x64_and_nan_checks(name):
+    """Nothing on the way is a NaN where the data hold none; float64 stays float64."""
+    with jax.enable_x64(True), jax.debug_nans(True):
+        x, w, g = (np.linspace(-1, 1, m * n).reshape(m, n) for m, n in ((4, 40), (40, 3), (4, 3)))
+        x[0] = 0
+        out, dx, dw = make_vjp(STATELESS[name])(x, w, g)
+    assert {out.dtype, dx.dtype, dw.dtype} == {np.dtype(np.float64)}
+    for actual, lhs, rhs in ((out, x, w), (dx, g, w.T), (dw, x.T, g)):
+        assert error_of_product(actual, lhs @ rhs, lhs, rhs) <= 0.08
+
+
+@pytest.mark.parametrize("name", list(STATELESS))
 def test_a_model_has_the_variables_of_the_plain_model(name):
     x = jnp.ones((2, 8))
     cls = partial(fp8.Fp8DotGeneralOp, recipe=STATELESS[name])

@@ -237,7 +237,7 @@ DELAYED = fp8.DelayedQuantizer(dtype=E4M3)
                 "wgrad": fp8.GemmRecipe(lhs=dataclasses.replace(DELAYED, margin=2)),
             },
             ValueError,
-            "forward.lhs and wgrad.lhs quantize the input by two different DelayedQuantizers.*make them equal",
+            "forward.lhs and wgrad.lhs quantize the input by two different.*make them equal",
         ),
     ],
     ids=lambda v: v.__name__ if isinstance(v, type) else None,
