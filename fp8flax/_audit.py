@@ -514,7 +514,7 @@ def _path(op_name: str) -> str:
     *parts, _ = [*_components(op_name)] or [""]
     kept: list[str] = []
     for part in parts:
-        if part in _ROLES or part == SWITCHED_OFF:
+        if part in _ROLES or part in (SWITCHED_OFF, KEPT_WIDE):
             break  # what follows is inside the FP8 matmul
         if part in _WRAPPERS or re.fullmatch(r"(Fp8|NANOOFp8)\w*Dot\w*_\d+", part):
             continue

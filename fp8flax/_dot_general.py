@@ -15,8 +15,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from fp8flax._gemm import ONCE, Gemm, multiply, warn_if_emulated
-from fp8flax._operands import Quantized, View, quantize_operand, swapped, swaps_with
+from fp8flax._gemm import KEPT_WIDE, ONCE, Gemm, multiply, warn_if_emulated
+from fp8flax._operands import (
+    Quantized,
+    View,
+    is_blockwise,
+    quantize_operand,
+    swapped,
+    swaps_with,
+    with_padding,
+    without_padding,
+)
 from fp8flax._qdq import (
     DelayedConfig,
     check_state,
@@ -27,7 +36,7 @@ from fp8flax._qdq import (
     delayed_scales,
 )
 from fp8flax._quantize import as_float_array
-from fp8flax._recipes import CustomRecipe, DelayedQuantizer, DelayedScaling, Recipe
+from fp8flax._recipes import CustomRecipe, DelayedQuantizer, Recipe
 from fp8flax._state import ScalingState
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -122,10 +131,6 @@ FORMS = ("direct", "qdq")
 """How an FP8 matmul is written down for the compiler."""
 
 
-def _free(ndim: int, contract: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
-    return tuple(i for i in range(ndim) if i not in contract and i not in batch)
-
-
 class _Transpose(NamedTuple):
     """A GEMM of the backward pass, and for each axis of its result that of the operand it belongs to."""
 
@@ -133,7 +138,7 @@ class _Transpose(NamedTuple):
     axes: tuple[int, ...]
 
 
-def _transposes(dimension_numbers: _Dims, lhs_ndim: int, rhs_ndim: int) -> tuple[_Transpose, _Transpose]:
+def _transposes(lhs: View, rhs: View) -> tuple[_Transpose, _Transpose]:
     """Derives dgrad and wgrad of ``out = dot_general(lhs, rhs)``.
 
     The axes of ``out``, and so of its cotangent ``g``, are ``(batch, free of lhs, free of rhs)``.
@@ -145,20 +150,17 @@ def _transposes(dimension_numbers: _Dims, lhs_ndim: int, rhs_ndim: int) -> tuple
 
     A transpose then puts each result into the order of the operand whose cotangent it is.
     """
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs_free = _free(lhs_ndim, lhs_contract, lhs_batch)
-    rhs_free = _free(rhs_ndim, rhs_contract, rhs_batch)
-    num_batch, num_lhs_free = len(lhs_batch), len(lhs_free)
+    num_batch, num_lhs_free = len(lhs.batch), len(lhs.free)
     g_batch = tuple(range(num_batch))
     g_lhs_free = tuple(range(num_batch, num_batch + num_lhs_free))
-    g_rhs_free = tuple(range(num_batch + num_lhs_free, num_batch + num_lhs_free + len(rhs_free)))
-    partner_in_lhs = dict(zip(rhs_contract, lhs_contract))
-    partner_in_rhs = dict(zip(lhs_contract, rhs_contract))
-    dgrad_axes = (*lhs_batch, *lhs_free, *(partner_in_lhs[i] for i in sorted(rhs_contract)))
-    wgrad_axes = (*rhs_batch, *(partner_in_rhs[i] for i in sorted(lhs_contract)), *rhs_free)
+    g_rhs_free = tuple(range(num_batch + num_lhs_free, num_batch + num_lhs_free + len(rhs.free)))
+    partner_in_lhs = dict(zip(rhs.contract, lhs.contract))
+    partner_in_rhs = dict(zip(lhs.contract, rhs.contract))
+    dgrad_axes = (*lhs.batch, *lhs.free, *(partner_in_lhs[i] for i in sorted(rhs.contract)))
+    wgrad_axes = (*rhs.batch, *(partner_in_rhs[i] for i in sorted(lhs.contract)), *rhs.free)
     return (
-        _Transpose(((g_rhs_free, rhs_free), (g_batch, tuple(rhs_batch))), dgrad_axes),
-        _Transpose(((lhs_free, g_lhs_free), (tuple(lhs_batch), g_batch)), wgrad_axes),
+        _Transpose(((g_rhs_free, rhs.free), (g_batch, tuple(rhs.batch))), dgrad_axes),
+        _Transpose(((lhs.free, g_lhs_free), (tuple(lhs.batch), g_batch)), wgrad_axes),
     )
 
 
@@ -209,7 +211,7 @@ class _Config(NamedTuple):
 
     def _transposed(self, side: int) -> tuple[Gemm, _Transpose]:
         """Returns dgrad (0) or wgrad (1)."""
-        transposes = _transposes(self.dimension_numbers, len(self.lhs_shape), len(self.rhs_shape))
+        transposes = _transposes(self.forward.lhs, self.forward.rhs)
         dims, axes = transposes[side]
         shapes = ((self.g_shape, self.rhs_shape), (self.lhs_shape, self.g_shape))[side]
         dtypes = ((self.out_dtype, self.rhs_dtype), (self.lhs_dtype, self.out_dtype))[side]
@@ -345,10 +347,11 @@ def _direct_fwd(
     amaxes = {} if lhs_amax is None else {"input": lhs_amax}
     if "kernel" in scales:
         amaxes["kernel"] = delayed_amax(rhs)
+    (dgrad, _), (wgrad, _) = config.dgrad, config.wgrad
     scales, amaxes = jax.tree.map(partial(checkpoint_name, name="fp8_scaling"), (scales, amaxes))
     residuals = _Residuals(
-        _kept(lhs_second, "fp8_input", config.recipe.wgrad.lhs, scales.get("input")),
-        _kept(rhs_second, "fp8_kernel", config.recipe.dgrad.rhs, scales.get("kernel")),
+        _kept(lhs_second, "fp8_input", wgrad.recipe.lhs, wgrad.lhs, scales.get("input")),
+        _kept(rhs_second, "fp8_kernel", dgrad.recipe.rhs, dgrad.rhs, scales.get("kernel")),
         scales,
         amaxes,
         states,
@@ -356,36 +359,38 @@ def _direct_fwd(
     # Where a tensor's codes serve both GEMMs, from the residuals: a GEMM that is computed again then
     # starts from what a policy kept.
     gemm = config.forward
-    if swaps_with(gemm.recipe.lhs, config.recipe.wgrad.lhs, gemm.lhs):
-        lhs_first = swapped(_restored(residuals.lhs, gemm.recipe.lhs), gemm.recipe.lhs)
-    if swaps_with(gemm.recipe.rhs, config.recipe.dgrad.rhs, gemm.rhs):
-        rhs_first = swapped(_restored(residuals.rhs, gemm.recipe.rhs), gemm.recipe.rhs)
+    if swaps_with(gemm.recipe.lhs, wgrad.recipe.lhs, gemm.lhs):
+        lhs_first = swapped(_restored(residuals.lhs, wgrad.recipe.lhs, wgrad.lhs), gemm.recipe.lhs)
+    if swaps_with(gemm.recipe.rhs, dgrad.recipe.rhs, gemm.rhs):
+        rhs_first = swapped(_restored(residuals.rhs, dgrad.recipe.rhs, dgrad.rhs), gemm.recipe.rhs)
     with jax.named_scope("fp8_forward"):
         out = multiply(gemm, lhs_first, rhs_first)
     return checkpoint_name(out, "fp8_output"), residuals
 
 
-def _kept(operand: Any, name: str, quantizer: Any, delayed_scale: jax.Array | None) -> Any:
+def _kept(operand: Any, name: str, quantizer: Any, view: View, delayed_scale: Any) -> Any:
     """Returns an operand to keep for the backward pass, under a name for policies."""
     if quantizer is None:
         # A wide kernel is an argument, and there anyway.
         return checkpoint_name(operand, name) if name == "fp8_input" else operand
-    codes, scale = operand
+    codes, scale = without_padding(quantizer, operand, view)
+    codes = checkpoint_name(lax.bitcast_convert_type(codes, jnp.uint8), name)
+    if isinstance(quantizer, DelayedQuantizer):
+        return Quantized(codes, delayed_scale)  # which has its name
     if scale.dtype == jnp.float8_e8m0fnu:
         scale = lax.bitcast_convert_type(scale, jnp.uint8)
-    is_delayed = isinstance(quantizer, DelayedQuantizer)
-    scale = delayed_scale if is_delayed else checkpoint_name(scale, "fp8_scaling")
-    return Quantized(checkpoint_name(lax.bitcast_convert_type(codes, jnp.uint8), name), scale)
+    return Quantized(codes, checkpoint_name(scale, "fp8_scaling"))
 
 
-def _restored(kept: Any, quantizer: Any) -> Any:
+def _restored(kept: Any, quantizer: Any, view: View) -> Any:
     """Returns the operand that ``_kept`` was given."""
     if quantizer is None:
         return kept
     scale = kept.scale
     if scale.dtype == jnp.uint8:
         scale = lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)
-    return Quantized(lax.bitcast_convert_type(kept.codes, quantizer.dtype), scale)
+    codes = lax.bitcast_convert_type(kept.codes, quantizer.dtype)
+    return with_padding(quantizer, Quantized(codes, scale), view)
 
 
 def _direct_bwd(
@@ -395,10 +400,10 @@ def _direct_bwd(
     g_first, g_second, g_amax = _quantize_with_amax(config, "output_grad", g, scales.get("output_grad"))
     (dgrad, dgrad_transpose), (wgrad, wgrad_transpose) = config.dgrad, config.wgrad
     with jax.named_scope("fp8_dgrad"):
-        lhs_grad = multiply(dgrad, g_first, _restored(residuals.rhs, dgrad.recipe.rhs))
+        lhs_grad = multiply(dgrad, g_first, _restored(residuals.rhs, dgrad.recipe.rhs, dgrad.rhs))
         lhs_grad = lax.transpose(lhs_grad, np.argsort(dgrad_transpose.axes))
     with jax.named_scope("fp8_wgrad"):
-        rhs_grad = multiply(wgrad, _restored(residuals.lhs, wgrad.recipe.lhs), g_second)
+        rhs_grad = multiply(wgrad, _restored(residuals.lhs, wgrad.recipe.lhs, wgrad.lhs), g_second)
         rhs_grad = lax.transpose(rhs_grad, np.argsort(wgrad_transpose.axes))
     amaxes: dict[str, Any] = {**residuals.amaxes, "output_grad": g_amax}
     next_states = {
@@ -435,6 +440,16 @@ def _with_precision(recipe: CustomRecipe, precision: Any) -> CustomRecipe:
     word = "fast" if all(p == lax.Precision.DEFAULT for p in both) else "exact"
     gemms = {name: getattr(recipe, name) for name in ("forward", "dgrad", "wgrad")}
     return CustomRecipe(**{k: dataclasses.replace(gemm, accumulation=word) for k, gemm in gemms.items()})
+
+
+def _refuse_explicit_axes(config: _Config) -> None:
+    for name, sharding in (("input", config.lhs_sharding), ("kernel", config.rhs_sharding)):
+        if sharding is not None and any(sharding.spec):
+            raise NotImplementedError(
+                f"Recipes with scales per block do not know meshes with explicit axes yet; the {name} is "
+                f"sharded as {sharding.spec}. Use Float8CurrentScaling or DelayedScaling there, or a mesh "
+                "with automatic axes (jax.sharding.AxisType.Auto)."
+            )
 
 
 def fp8_dot_general(
@@ -477,7 +492,13 @@ def fp8_dot_general(
             f"{preferred_element_type!r}."
         )
     gemms = recipe.gemms
-    if form == "qdq" and isinstance(recipe, DelayedScaling):
+    uses = [q for g in (gemms.forward, gemms.dgrad, gemms.wgrad) for q in (g.lhs, g.rhs)]
+    if not any(uses):
+        with jax.named_scope(KEPT_WIDE):
+            return lax.dot_general(
+                lhs, rhs, dimension_numbers, precision, preferred_element_type=preferred_element_type
+            )
+    if form == "qdq" and all(isinstance(quantizer, DelayedQuantizer) for quantizer in uses):
         configs = {role: _delayed_config(quantizer) for role, quantizer in gemms.delayed.items()}
         given = {role: check_state(*getattr(states, role)) for role in configs}
         lhs = delayed_in_qdq(configs["input"], lhs, *given["input"])
@@ -512,6 +533,8 @@ def fp8_dot_general(
         tuple(precision) if isinstance(precision, list) else precision,
         form == "qdq",
     )
+    if any(map(is_blockwise, uses)):
+        _refuse_explicit_axes(config)
     warn_if_emulated(gemms.forward, gemms.dgrad, gemms.wgrad)
     checked = {role: check_state(*getattr(states, role)) for role in gemms.delayed}
     return _direct_dot_general(config, lhs, rhs, DotStates(**checked))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from fp8flax._kernels.block_gemm import BLOCK, block_gemm
-from fp8flax._operands import Quantized, View, dequantize_operand, is_blockwise, mx_operand
+from fp8flax._operands import MX_COLUMNS, Quantized, View, dequantize_operand, is_blockwise, mx_operand
 from fp8flax._recipes import BlockQuantizer, GemmRecipe
 
 
@@ -28,8 +29,6 @@ _NATIVE = 8.9
 _NATIVE_MX = 10.0
 _E5M2 = np.dtype(jnp.float8_e5m2)
 _OCP_DTYPES = (np.dtype(jnp.float8_e4m3fn), _E5M2)
-_MX_COLUMNS = 32
-
 compile_target = jax.make_user_context(None)
 """The compute capability of the GPU that a program is compiled for, where that is not the one at hand."""
 
@@ -174,7 +173,7 @@ def _emulated_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
     if is_blockwise(gemm.recipe.lhs):
         return _dequantized_dot(gemm, lhs, rhs, wide)
     out = _dot(gemm, lhs.codes.astype(wide), rhs.codes.astype(wide), None, wide)
-    # One after the other: the product of the scales may overflow where the result does not.
+    # One after the other: the product of the scales alone overflows, or vanishes, earlier.
     for scale in _scales_of_output(gemm, lhs, rhs):
         out = out * scale.astype(wide)
     return out.astype(gemm.out_dtype)
@@ -248,15 +247,13 @@ def _cuda_block_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
     assert isinstance(rhs_quantizer, BlockQuantizer)
     widths = (lhs_quantizer.block[1], rhs_quantizer.block[1])
     exact_in_bfloat16 = "float32" not in (lhs_quantizer.scale, rhs_quantizer.scale)
-    is_empty, capability = min(_sizes(gemm)) == 0, _compute_capability()
-    is_mx = exact_in_bfloat16 and all(width % _MX_COLUMNS == 0 for width in widths)
-    if is_mx and capability >= _NATIVE_MX and not is_empty:
+    capability = _compute_capability()
+    is_mx = exact_in_bfloat16 and all(width % MX_COLUMNS == 0 for width in widths)
+    if min(_sizes(gemm)) == 0:
+        return _dequantized_dot(gemm, lhs, rhs, jnp.float32)
+    if is_mx and capability >= _NATIVE_MX:
         out = _mx_gemm(gemm, mx_operand(lhs_quantizer, lhs), mx_operand(rhs_quantizer, rhs))
-    elif (
-        widths == (BLOCK, BLOCK)
-        and lhs.scale.dtype == rhs.scale.dtype == jnp.float32
-        and (capability >= _NATIVE and not is_empty)
-    ):
+    elif widths == (BLOCK, BLOCK) and _fits_kernel(lhs, rhs):
         out = block_gemm(
             lhs.codes,
             rhs.codes,
@@ -277,6 +274,19 @@ def _cuda_block_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
     return out[:, :rows, :columns].reshape(shape).astype(gemm.out_dtype)
 
 
+def _fits_kernel(lhs: Quantized, rhs: Quantized) -> bool:
+    """Tells whether our own kernel multiplies these.
+
+    It would not be partitioned over several devices, and Triton counts elements in 32 bits.
+    """
+    return (
+        _compute_capability() >= _NATIVE
+        and (compile_target.value is not None or jax.device_count() == 1)
+        and lhs.scale.dtype == rhs.scale.dtype == jnp.float32
+        and max(lhs.codes.size, rhs.codes.size) < 2**31
+    )
+
+
 def _at_most_float32(dtype: np.dtype) -> Any:
     return jnp.float32 if dtype == jnp.float64 else dtype
 
@@ -284,13 +294,43 @@ def _at_most_float32(dtype: np.dtype) -> Any:
 def _mx_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
     (lhs_codes, lhs_scale), (rhs_codes, rhs_scale) = lhs, rhs
     width = max(lhs_codes.shape[2], rhs_codes.shape[2])  # blocks of two widths are padded differently
-    return jax.nn.scaled_matmul(
-        _widen(lhs_codes, width),
-        _widen(rhs_codes, width),
-        _widen(lhs_scale, width // _MX_COLUMNS),
-        _widen(rhs_scale, width // _MX_COLUMNS),
-        preferred_element_type=_at_most_float32(gemm.out_dtype),
+    return _scaled_matmul(_at_most_float32(gemm.out_dtype))(
+        (_widen(lhs_codes, width), _widen(lhs_scale, width // MX_COLUMNS)),
+        (_widen(rhs_codes, width), _widen(rhs_scale, width // MX_COLUMNS)),
     )
+
+
+def _scaled_matmul(out_dtype: Any) -> Callable[..., jax.Array]:
+    """Returns ``jax.nn.scaled_matmul`` of pairs of codes and scales, with a rule for ``jax.vmap``.
+
+    JAX's own refuses an operand that is not batched, such as the kernel under ``vmap`` over examples.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def matmul(lhs: Any, rhs: Any) -> jax.Array:
+        return jax.nn.scaled_matmul(lhs[0], rhs[0], lhs[1], rhs[1], preferred_element_type=out_dtype)
+
+    @matmul.def_vmap
+    def _(size: int, is_batched: Any, lhs: Any, rhs: Any) -> tuple[jax.Array, bool]:
+        # Codes and scales come from one tensor.
+        (lhs_batched, _), (rhs_batched, _) = is_batched
+        assert all(codes == scale for codes, scale in is_batched)
+        if lhs_batched and rhs_batched:
+            # More matrices.
+            lhs, rhs = ([x.reshape(-1, *x.shape[2:]) for x in side] for side in (lhs, rhs))
+            out = _scaled_matmul(out_dtype)(lhs, rhs)
+            return out.reshape(size, -1, *out.shape[1:]), True
+        # More rows of the matrices that are batched.
+        lhs, rhs = (
+            [jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, x.shape[3]) for x in side] if batched else side
+            for side, batched in ((lhs, lhs_batched), (rhs, rhs_batched))
+        )
+        out = _scaled_matmul(out_dtype)(lhs, rhs)
+        axis = 1 if lhs_batched else 2
+        shape = (*out.shape[:axis], size, out.shape[axis] // size, *out.shape[axis + 1 :])
+        return jnp.moveaxis(out.reshape(shape), axis, 0), True
+
+    return matmul
 
 
 def _widen(x: jax.Array, width: int) -> jax.Array:

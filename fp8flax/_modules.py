@@ -53,14 +53,17 @@ class Fp8Op(nn.Module):
         if self.form not in FORMS:
             raise ValueError(f"form must be one of {FORMS}; got {self.form!r}.")
 
-    def setup(self) -> None:
+    def _dot_general(self) -> Callable[..., jax.Array]:
+        """Returns the matmul of the recipe in use, with the state that it needs.
+
+        At each call: an op may be called twice, under different ambient recipes.
+        """
         recipe = recipe_in_use(self.recipe, self._default_recipe())
         if recipe is None:  # FP8 is off here
-            self.dot_general = _plain_dot_general
-            return
+            return _plain_dot_general
         delayed = recipe.gemms.delayed
         states = DotStates(**{r: self._declare(r, delayed[r]) for r in ROLES if r in delayed})
-        self.dot_general = partial(fp8_dot_general, states=states, recipe=recipe, form=self.form)
+        return partial(fp8_dot_general, states=states, recipe=recipe, form=self.form)
 
     def _declare(self, role: str, quantizer: DelayedQuantizer) -> ScalingState:
         length = quantizer.amax_history_len
@@ -145,6 +148,7 @@ class Fp8DotGeneralOp(Fp8Op):
     arXiv:2209.05433.
     """
 
+    @nn.compact
     def __call__(
         self,
         lhs: jax.Array,
@@ -153,7 +157,7 @@ class Fp8DotGeneralOp(Fp8Op):
         precision: Any = None,
         preferred_element_type: Any = None,
     ) -> jax.Array:
-        return self.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type)
+        return self._dot_general()(lhs, rhs, dimension_numbers, precision, preferred_element_type)
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
@@ -223,6 +227,7 @@ class Fp8Einsum(Fp8Op):
     Source: ``flax.linen.fp8_ops.Fp8Einsum``.
     """
 
+    @nn.compact
     def __call__(
         self,
         eqn: str,
@@ -231,7 +236,7 @@ class Fp8Einsum(Fp8Op):
         precision: Any = None,
         preferred_element_type: Any = None,
     ) -> jax.Array:
-        return einsum_with(self.dot_general, eqn, lhs, rhs, precision, preferred_element_type)
+        return einsum_with(self._dot_general(), eqn, lhs, rhs, precision, preferred_element_type)
 
 
 class Einsum(nn.Einsum):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,12 +23,15 @@ from fp8flax._scaling import (
     scale_exponent,
 )
 
+MX_COLUMNS = 32
+"""Columns that share a scale where hardware multiplies block-scaled operands."""
+
 
 class Quantized(NamedTuple):
     """FP8 codes with their scales: ``x ≈ codes * scale``."""
 
     codes: jax.Array
-    """Of the operand's shape; for blocks ``(batch, rows, columns)``, padded to whole blocks."""
+    """Of the operand's shape; for blocks ``(batch, rows, columns)``, zeros filling up the last blocks."""
     scale: jax.Array
     """A scalar; or of the operand's rank, contracted dimensions at size 1; or one per block, float32 or
     ``float8_e8m0fnu``."""
@@ -120,11 +122,8 @@ def quantize_operand(
 
 def _quantize_blocks(quantizer: BlockQuantizer, x: jax.Array, view: View) -> Quantized:
     matrix = lax.transpose(x, view.order).reshape(view.matrix_shape)
-    _, rows, columns = view.matrix_shape
     (num_rows, num_columns), (height, width) = _num_blocks(quantizer, view), quantizer.block
-    # Zeros, which no amax sees.
-    padding = ((0, 0, 0), (0, num_rows * height - rows, 0), (0, num_columns * width - columns, 0))
-    padded = lax.pad(matrix, jnp.zeros((), x.dtype), padding)
+    padded = _fill_blocks(quantizer, matrix, view)
     blocks = padded.reshape(matrix.shape[0], num_rows, height, num_columns, width)
     limit = fp8_max(quantizer.dtype)
     amax = finite_amax(blocks, (2, 4))
@@ -137,11 +136,31 @@ def _quantize_blocks(quantizer: BlockQuantizer, x: jax.Array, view: View) -> Qua
         # By the reciprocal, which is exact: 2**-127 is a subnormal number, 2**127 is not.
         inverse = power_of_two(-jnp.maximum(exponent, np.int32(lowest)))
         codes = quantize(blocks.astype(jnp.float32) * inverse, quantizer.dtype, 1.0)
-        if quantizer.scale == "e8m0":
-            scale = e8m0_scale(amax, limit, quantizer.scale_rounding)
-        else:
-            scale = power_of_two(exponent)
+        scale = e8m0_scale(exponent) if quantizer.scale == "e8m0" else power_of_two(exponent)
     return Quantized(codes.reshape(padded.shape), scale.reshape(matrix.shape[0], num_rows, num_columns))
+
+
+def without_padding(quantizer: Quantizer | None, operand: Quantized, view: View) -> Quantized:
+    """Returns a blockwise operand without the zeros that fill up its last blocks; others as they are."""
+    if not is_blockwise(quantizer):
+        return operand
+    _, rows, columns = view.matrix_shape
+    return operand._replace(codes=operand.codes[:, :rows, :columns])
+
+
+def with_padding(quantizer: Quantizer | None, operand: Quantized, view: View) -> Quantized:
+    """Returns what ``without_padding`` was given."""
+    if not isinstance(quantizer, BlockQuantizer):
+        return operand
+    return operand._replace(codes=_fill_blocks(quantizer, operand.codes, view))
+
+
+def _fill_blocks(quantizer: BlockQuantizer, matrix: jax.Array, view: View) -> jax.Array:
+    """Pads with zeros, which no amax sees and no sum."""
+    _, rows, columns = view.matrix_shape
+    (num_rows, num_columns), (height, width) = _num_blocks(quantizer, view), quantizer.block
+    padding = ((0, 0, 0), (0, num_rows * height - rows, 0), (0, num_columns * width - columns, 0))
+    return lax.pad(matrix, jnp.zeros((), matrix.dtype), padding)
 
 
 def _num_blocks(quantizer: BlockQuantizer, view: View) -> tuple[int, int]:
@@ -178,14 +197,13 @@ def dequantize_operand(
 def mx_operand(quantizer: BlockQuantizer, operand: Quantized) -> Quantized:
     """Returns a blockwise operand with an E8M0 scale per 32 columns of each row: the same values.
 
-    The scales must be powers of two, the blocks' columns a multiple of 32.
+    The scales must be powers of two, the blocks' columns a multiple of 32 (``MX_COLUMNS``).
     """
     scale = operand.scale
     if scale.dtype != jnp.float8_e8m0fnu:
         exponent = lax.bitcast_convert_type(scale, jnp.int32) >> np.int32(23)
         scale = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
     height, width = quantizer.block
-    codes = lax.bitcast_convert_type(scale, jnp.uint8)  # integers repeat everywhere
-    repeat = partial(jnp.repeat, total_repeat_length=None)
-    codes = repeat(repeat(codes, height, axis=1), width // 32, axis=2)
+    codes = lax.bitcast_convert_type(scale, jnp.uint8)
+    codes = jnp.repeat(jnp.repeat(codes, height, axis=1), width // MX_COLUMNS, axis=2)
     return Quantized(operand.codes, lax.bitcast_convert_type(codes, jnp.float8_e8m0fnu))

@@ -273,13 +273,14 @@ class GemmRecipe:
 class Recipe:
     """What an FP8 op takes as ``recipe``: the base of all recipe classes.
 
-    ``gemms`` says the same in the parts that a ``CustomRecipe`` is made of.
+    A class of your own is a frozen dataclass with the property ``gemms``, which returns the recipe in the
+    parts that a ``CustomRecipe`` is made of.
     """
 
     @property
     def gemms(self) -> CustomRecipe:
         """The recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define the property gemms: a CustomRecipe.")
 
 
 def _gemms(
@@ -481,7 +482,7 @@ class MXFP8BlockScaling(Recipe):
     are multiplied in bfloat16, which holds them exactly.
 
     Attributes:
-        fp8_format: dtypes of the forward and the backward pass.
+        fp8_format: dtypes of the forward and the backward pass. (Blackwell does not multiply e5m2 by e5m2.)
         scale_rounding: ``"up"``, so that no value saturates, as in Transformer Engine; or ``"floor"``, the
             rule of the MX specification, where values above 7/8 of the next power of two do (in e4m3).
 
@@ -570,7 +571,8 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
 
     The innermost one counts. The recipe is part of what ``jax.jit`` remembers a function by: a jitted
     function that is called under another recipe is traced again. The backward pass uses the recipe that
-    the forward pass ran under, wherever it runs. Use it in a ``with`` statement or as a decorator.
+    the forward pass ran under, wherever it runs. Use it in a ``with`` statement or as a decorator. It holds
+    for the thread that it is entered in.
 
     A recipe with scaling state (``DelayedScaling``) needs that state in the variables, so ``init`` the
     model under the recipe, or use ``fp8flax.add_fp8_state`` there.
@@ -593,9 +595,8 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
     Source: Transformer Engine, ``autocast``.
     """
     _check_bool("enabled", enabled)
-    if recipe is not None:
-        check_recipe(recipe)
-    return _autocast(recipe if enabled else _OFF)
+    gemms = None if recipe is None else check_recipe(recipe)
+    return _autocast(gemms if enabled else _OFF)
 
 
 @contextlib.contextmanager
@@ -604,20 +605,27 @@ def _autocast(value: Any) -> Iterator[None]:
         yield
 
 
-def check_recipe(recipe: Any) -> None:
-    """Raises ``TypeError`` where ``recipe`` is not a recipe."""
+def check_recipe(recipe: Any) -> CustomRecipe:
+    """Returns the recipe in parts, or raises ``TypeError`` where it is not a recipe."""
     if not isinstance(recipe, Recipe):
         raise TypeError(
             "recipe must be an instance of a recipe class such as fp8flax.DelayedScaling(); got "
             f"{recipe!r}. To give a layer an op with options, use dot_general_cls="
             "functools.partial(fp8flax.Fp8DotGeneralOp, recipe=fp8flax.DelayedScaling(...))."
         )
+    gemms = recipe.gemms
+    if not isinstance(gemms, CustomRecipe):
+        raise TypeError(
+            f"gemms of the recipe {recipe!r} must be an fp8flax.CustomRecipe; got {gemms!r}. If that is a "
+            "recipe itself, return its gemms."
+        )
+    return gemms
 
 
 def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:
     """Returns the recipe of an op: its own, else the ambient one, else its default; None if FP8 is off."""
     ambient = _ambient.value
-    if ambient == _OFF:
+    if ambient is _OFF:
         return None
     if own is not None:
         return own

@@ -70,9 +70,9 @@ def current_scale(amax: jax.Array, fp8_max: float, *, power_2: bool = False) -> 
     return compute_scale(jnp.where(amax >= _SMALLEST_SCALE, amax, 0.0), 1.0, fp8_max)
 
 
-def e8m0_scale(amax: jax.Array, fp8_max: float, rounding: str) -> jax.Array:
-    """Returns the scale of a block in ``float8_e8m0fnu``; 1 where ``amax`` is 0."""
-    exponent = jnp.clip(scale_exponent(amax, fp8_max, rounding), np.int32(-127), np.int32(127))
+def e8m0_scale(exponent: jax.Array) -> jax.Array:
+    """Returns ``2**exponent`` in ``float8_e8m0fnu``; the exponent is clipped to -127 to 127."""
+    exponent = jnp.clip(exponent, np.int32(-127), np.int32(127))
     return lax.bitcast_convert_type((exponent + np.int32(127)).astype(jnp.uint8), jnp.float8_e8m0fnu)
 
 

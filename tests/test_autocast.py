@@ -61,6 +61,51 @@ def test_nested_and_left(variables, expected):
     same(LAYER.apply(variables, X), expected["delayed"])
 
 
+class TwoCalls(nn.Module):
+    """One op, called twice under two ambient recipes."""
+
+    first: object
+    second: object
+    in_setup: bool
+
+    def setup(self):
+        self.op = fp8.Fp8DotGeneralOp()
+
+    @nn.compact
+    def __call__(self, x, w):
+        op = self.op if self.in_setup else fp8.Fp8DotGeneralOp()
+        results = []
+        for context in (self.first, self.second):
+            with context():
+                results.append(op(x, w, (((1,), (0,)), ((), ()))))
+        return results
+
+
+@pytest.mark.parametrize("in_setup", [True, False], ids=["setup", "compact"])
+@pytest.mark.parametrize(
+    "order", [("MX", "off"), ("off", "delayed"), ("delayed", "MX"), ("off", "MX")], ids=str
+)
+def test_one_op_under_two_recipes(order, in_setup, variables, expected):
+    contexts = {
+        "MX": partial(fp8.autocast, recipe=MX),
+        "off": partial(fp8.autocast, enabled=False),
+        "delayed": fp8.autocast,
+    }
+    w = variables["params"]["kernel"]
+    model = TwoCalls(*(contexts[name] for name in order), in_setup)
+    own = model.init(jax.random.key(0), X, w)
+    assert bool(own) == ("delayed" in order)
+    for name, result in zip(order, model.apply(own, X, w)):
+        same(result, expected[name])
+
+
+def test_a_bound_op(variables, expected):
+    op, w = fp8.Fp8DotGeneralOp().bind({}), variables["params"]["kernel"]
+    for context, name in ((fp8.autocast(recipe=MX), "MX"), (fp8.autocast(enabled=False), "off")):
+        with context:
+            same(op(X, w, (((1,), (0,)), ((), ()))), expected[name])
+
+
 def test_left_by_an_error(variables, expected):
     with pytest.raises(KeyError), fp8.autocast(recipe=MX):
         raise KeyError
@@ -183,6 +228,24 @@ def test_a_wrong_recipe(bad):
         fp8.autocast(recipe=bad)
     with pytest.raises(TypeError, match="recipe must be an instance of a recipe class"):
         fp8.Fp8DotGeneralOp(recipe=bad)
+
+
+class NotInParts(fp8.Recipe):
+    gemms = fp8.MXFP8BlockScaling()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "message"),
+    [
+        (NotInParts(), TypeError, "must be an fp8flax.CustomRecipe; got MXFP8BlockScaling"),
+        (fp8.Recipe(), NotImplementedError, "Recipe must define the property gemms"),
+    ],
+)
+def test_a_recipe_of_ones_own_that_says_nothing(recipe, error, message):
+    with pytest.raises(error, match=message):
+        fp8.autocast(recipe=recipe)
+    with pytest.raises(error, match=message):
+        fp8.Fp8DotGeneralOp(recipe=recipe)
 
 
 def test_a_recipe_in_the_place_of_enabled():

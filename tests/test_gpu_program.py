@@ -17,6 +17,7 @@ from flax.linen import fp8_ops as flax_ops
 
 import fp8flax as fp8
 from fp8flax import _audit
+from fp8flax._dot_general import fp8_dot_general
 from fp8flax.demo import training
 from tests.test_audit import dense_step, struct
 
@@ -318,6 +319,17 @@ def test_what_multiplies_under_each_recipe(name, shape, target):
     for gemm in report.gemms:
         assert (gemm.is_fp8, gemm.backend) == (not reason, backend)
         assert reason in gemm.reason
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0)], ids=str)
+def test_blackwell_under_vmap(axes):
+    def dot(x, w):
+        return fp8_dot_general(x, w, (((1,), (0,)), ((), ())), recipe=fp8.MXFP8BlockScaling())
+
+    shapes = [(128, 64), (64, 96)]
+    args = [struct(*shape) if axis is None else struct(4, *shape) for shape, axis in zip(shapes, axes)]
+    report = fp8.audit(jax.vmap(dot, axes), *args, target="b200")
+    assert [(g.backend, g.is_fp8) for g in report.gemms] == [("cuDNN", True)]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def block_gemm(
             product = lax.dot_general(
                 lhs_tile, rhs_tile, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
             )
-            # One after the other: the product of the scales may overflow where the result does not.
+            # One after the other: the product of the scales alone overflows, or vanishes, earlier.
             scaled = product * lhs_scale_ref[:, k][:, None] * rhs_scale_ref[:, k][None, :]
             return total + scaled
 

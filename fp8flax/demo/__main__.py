@@ -83,7 +83,7 @@ def _find_run(options: argparse.Namespace) -> Path:
 def _resume_options(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Fills ``options`` from the run's config and returns that; conflicting options are refused."""
     try:
-        config = json.loads((out / _CONFIG).read_text())
+        config = {"recipe": "delayed", **json.loads((out / _CONFIG).read_text())}
         values = {k: config[k] for k in ("steps", "seeds", "precision", "recipe", "data", "corpus")}
         valid = isinstance(values["steps"], int) and isinstance(values["seeds"], list)
         valid = valid and values["recipe"] in RECIPES
