@@ -63,6 +63,7 @@ pytest: .venv/installed
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore=tests/test_notebooks.py \
 	  --ignore=tests/test_benchmarks.py --ignore=tests/test_benchmark_dense.py --ignore=tests/test_demo.py \
+	  --ignore=tests/test_accuracy.py --ignore=tests/test_hlo.py --ignore=tests/test_recipes.py \
 	  -k "not float16]" $(ARGS)
 
 bench: .venv/installed

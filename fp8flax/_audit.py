@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import html
@@ -447,7 +448,7 @@ def _compile(
     if sharding is not None and not has_array:
         # Without an argument that lies on the device, only the outputs can say which it is.
         jitted, args = jax.jit(functools.partial(fn, *args), out_shardings=sharding), ()
-    with compile_target(capability):
+    with compile_target(capability), _abstract_gpu(None if sharding is None else device):
         try:
             traced = jitted.trace(*args)
         except Exception as error:
@@ -473,6 +474,15 @@ def _compile(
                 f"XLA cannot compile {name} for {device} ({_first_line(error)}). If it speaks of an "
                 f"algorithm, a dot asks for one that its dtypes lack there: e5m2 × e5m2 has none in FP8."
             ) from error
+
+
+def _abstract_gpu(name: str | None) -> contextlib.AbstractContextManager[Any]:
+    """Tells Pallas from JAX 0.11 on, which asks, for which GPU it lowers a kernel."""
+    if name is None or jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    device = jax.sharding.AbstractDevice(device_kind=name, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import warnings
 from collections.abc import Callable
@@ -277,10 +278,12 @@ def _cuda_block_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
 def _fits_kernel(lhs: Quantized, rhs: Quantized) -> bool:
     """Tells whether our own kernel multiplies these.
 
-    It would not be partitioned over several devices, and Triton counts elements in 32 bits.
+    It would not be partitioned over several devices, and Triton counts elements in 32 bits. JAX 0.11 calls
+    its Triton backend for Pallas deprecated: it may be gone one day.
     """
     return (
         _compute_capability() >= _NATIVE
+        and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
         and (compile_target.value is not None or jax.device_count() == 1)
         and lhs.scale.dtype == rhs.scale.dtype == jnp.float32
         and max(lhs.codes.size, rhs.codes.size) < 2**31
