@@ -53,7 +53,7 @@ def algorithms(text):
     return found
 
 
-@pytest.mark.parametrize("dtype", WIDE, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("contraction", list(CONTRACTIONS))
 def test_integers_multiply_exactly_forward_and_backward(contraction, dtype):
     """FP8 holds these integers, so all three GEMMs must give what ``lax.dot_general`` does."""
@@ -73,7 +73,7 @@ def test_integers_multiply_exactly_forward_and_backward(contraction, dtype):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", WIDE, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("contraction", list(CONTRACTIONS))
 def test_the_two_forms_agree(contraction, dtype):
     lhs_shape, rhs_shape, dims = CONTRACTIONS[contraction]

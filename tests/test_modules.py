@@ -1,5 +1,6 @@
 """The Linen ops against Flax's op and against NumPy: several steps, all kinds of dimension numbers."""
 
+import itertools
 import warnings
 from functools import partial
 
@@ -132,12 +133,25 @@ def test_agrees_with_flax_over_steps(contraction, dtype):
         jax.tree.map(np.testing.assert_array_equal, our_variables, variables)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("fp8_format", list(fp8.Format), ids=lambda f: f.name)
+OVER_STEPS = [
+    *itertools.product(["direct"], [{}], fp8.Format, [jnp.float32, jnp.bfloat16, jnp.float16]),
+    *(
+        (*form_and_options, fp8_format, dtype)
+        for form_and_options in (
+            ("direct", {"margin": 2}),
+            ("direct", {"algorithm": "most_recent"}),
+            ("qdq", {}),
+        )
+        for fp8_format in (fp8.Format.HYBRID, fp8.Format.HYBRID_FNUZ)
+        for dtype in (jnp.float32, jnp.bfloat16)
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("form", "options"),
-    [("direct", {}), ("direct", {"margin": 2}), ("direct", {"algorithm": "most_recent"}), ("qdq", {})],
-    ids=str,
+    ("form", "options", "fp8_format", "dtype"),
+    OVER_STEPS,
+    ids=lambda v: getattr(v, "__name__", getattr(v, "name", str(v))),
 )
 def test_agrees_with_numpy_over_steps(form, options, fp8_format, dtype):
     recipe = fp8.DelayedScaling(
