@@ -63,13 +63,14 @@ typecheck: .venv/installed
 pytest: .venv/installed
 	.venv/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
-# Without what does not depend on the version of JAX, in float32 alone where a test takes several dtypes, and
-# compiling for one GPU.
+# Without what does not depend on the version of JAX, or is slow and has not yet; in float32 alone where a test
+# takes several dtypes, and compiling for one GPU.
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore=tests/test_notebooks.py \
 	  --ignore=tests/test_benchmarks.py --ignore=tests/test_benchmark_dense.py --ignore=tests/test_demo.py \
 	  --ignore=tests/test_accuracy.py --ignore=tests/test_hlo.py --ignore=tests/test_recipes.py \
-	  --ignore=tests/test_readme.py --ignore=tests/test_formats.py \
+	  --ignore=tests/test_readme.py --ignore=tests/test_formats.py --ignore=tests/test_layout.py \
+	  --ignore=tests/test_operands.py --ignore=tests/test_quantize.py \
 	  -k "not float16] and not b200" $(ARGS)
 
 bench: .venv/installed
