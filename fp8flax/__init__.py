@@ -15,6 +15,7 @@ from fp8flax._formats import (
     fp8_max,
 )
 from fp8flax._gemm import Fp8EmulationWarning
+from fp8flax._inference import calibrate
 from fp8flax._max_dtype import fp32_max_grad
 from fp8flax._modules import (
     Einsum,
@@ -48,7 +49,7 @@ from fp8flax._recipes import (
 )
 from fp8flax._scaling import compute_amax_history, compute_scale
 from fp8flax._state import OVERWRITE_WITH_GRADIENT, MissingStateError
-from fp8flax._train import TrainState, grad, value_and_grad
+from fp8flax._train import TrainState, accumulate_gradients, grad, pmean_gradients, value_and_grad
 
 __version__ = "0.1.0"
 
@@ -78,10 +79,12 @@ __all__ = [
     "NANOOFp8DotGeneralOp",
     "Recipe",
     "TrainState",
+    "accumulate_gradients",
     "add_fp8_state",
     "assert_fp8",
     "audit",
     "autocast",
+    "calibrate",
     "cast_to_representable",
     "compute_amax_history",
     "compute_scale",
@@ -100,6 +103,7 @@ __all__ = [
     "in_qdq",
     "out_dq",
     "out_qdq",
+    "pmean_gradients",
     "qdq",
     "quantize",
     "quantize_dequantize",

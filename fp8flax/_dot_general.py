@@ -34,10 +34,12 @@ from fp8flax._qdq import (
     delayed_next_state,
     delayed_out_qdq,
     delayed_scales,
+    measured_next_state,
 )
 from fp8flax._quantize import as_float_array
 from fp8flax._recipes import CustomRecipe, DelayedQuantizer, Recipe
 from fp8flax._state import ScalingState
+from fp8flax._transforms import manual_axes, reverse_mode_only, sum_to_axes
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 _Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
@@ -182,6 +184,9 @@ class _Config(NamedTuple):
     out_dtype: np.dtype
     lhs_sharding: Any
     rhs_sharding: Any
+    lhs_axes: frozenset[str]
+    """The manual axes of ``shard_map`` over which the input varies."""
+    rhs_axes: frozenset[str]
     precision: Any
     """Of the GEMMs that do not run in FP8."""
     dequantized: bool
@@ -409,10 +414,93 @@ def _direct_bwd(
     next_states = {
         role: delayed_next_state(amaxes[role], scales[role], getattr(states, role)) for role in scales
     }
+    # Inside shard_map an operand that is the same everywhere gets the sum of all cotangents.
+    lhs_grad, rhs_grad = sum_to_axes(lhs_grad, config.lhs_axes), sum_to_axes(rhs_grad, config.rhs_axes)
     return lhs_grad, rhs_grad, DotStates(**{role: next_states.get(role) for role in DotStates._fields})
 
 
 _direct_dot_general.defvjp(_direct_fwd, _direct_bwd)
+
+
+measuring = jax.make_user_context(False)
+"""Whether matmuls run in the operands' wide dtypes, and only the next scaling states are made."""
+
+
+# Derivation. The product and its derivatives are those of lax.dot_general; the cotangents of the scaling
+# states are the states after a step whose tensors these are, with the scale that follows from them.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _measured_dot_general(
+    recipe: CustomRecipe,
+    dimension_numbers: _Dims,
+    precision: Any,
+    preferred_element_type: Any,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    states: DotStates,
+) -> jax.Array:
+    del recipe, states
+    return lax.dot_general(
+        lhs, rhs, dimension_numbers, precision, preferred_element_type=preferred_element_type
+    )
+
+
+def _measured_fwd(
+    recipe: CustomRecipe,
+    dimension_numbers: _Dims,
+    precision: Any,
+    preferred_element_type: Any,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    states: DotStates,
+) -> tuple[jax.Array, Any]:
+    args = (recipe, dimension_numbers, precision, preferred_element_type, lhs, rhs, states)
+    return _measured_dot_general(*args), (lhs, rhs, states)
+
+
+def _measured_bwd(
+    recipe: CustomRecipe,
+    dimension_numbers: _Dims,
+    precision: Any,
+    preferred_element_type: Any,
+    residuals: Any,
+    g: jax.Array,
+) -> tuple[jax.Array, jax.Array, DotStates]:
+    lhs, rhs, states = residuals
+    _, transpose = jax.vjp(
+        partial(
+            lax.dot_general,
+            dimension_numbers=dimension_numbers,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+        ),
+        lhs,
+        rhs,
+    )
+    tensors = {"input": lhs, "kernel": rhs, "output_grad": g}
+    next_states = {
+        role: measured_next_state(_delayed_config(quantizer), tensors[role], getattr(states, role))
+        for role, quantizer in recipe.delayed.items()
+    }
+    return *transpose(g), DotStates(**next_states)
+
+
+_measured_dot_general.defvjp(_measured_fwd, _measured_bwd)
+
+
+def _hashable_dims(dimension_numbers: DimensionNumbers) -> _Dims:
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    return (
+        (tuple(map(int, lhs_contract)), tuple(map(int, rhs_contract))),
+        (tuple(map(int, lhs_batch)), tuple(map(int, rhs_batch))),
+    )
+
+
+def _hashable_precision(precision: Any) -> Any:
+    return tuple(precision) if isinstance(precision, list) else precision
+
+
+def _checked(states: DotStates, gemms: CustomRecipe) -> DotStates:
+    return DotStates(**{role: check_state(*getattr(states, role)) for role in gemms.delayed})
 
 
 def _is_wide_float(dtype: Any) -> bool:
@@ -498,6 +586,17 @@ def fp8_dot_general(
             return lax.dot_general(
                 lhs, rhs, dimension_numbers, precision, preferred_element_type=preferred_element_type
             )
+    lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
+    if measuring.value:
+        return _measured_dot_general(
+            gemms,
+            _hashable_dims(dimension_numbers),
+            _hashable_precision(precision),
+            preferred_element_type,
+            lhs,
+            rhs,
+            _checked(states, gemms),
+        )
     if form == "qdq" and all(isinstance(quantizer, DelayedQuantizer) for quantizer in uses):
         configs = {role: _delayed_config(quantizer) for role, quantizer in gemms.delayed.items()}
         given = {role: check_state(*getattr(states, role)) for role in configs}
@@ -516,13 +615,9 @@ def fp8_dot_general(
         lhs,
         rhs,
     )
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     config = _Config(
         gemms,
-        (
-            (tuple(map(int, lhs_contract)), tuple(map(int, rhs_contract))),
-            (tuple(map(int, lhs_batch)), tuple(map(int, rhs_batch))),
-        ),
+        _hashable_dims(dimension_numbers),
         lhs.shape,
         rhs.shape,
         lhs.dtype,
@@ -530,14 +625,15 @@ def fp8_dot_general(
         out.dtype,
         _explicit_sharding(lhs),
         _explicit_sharding(rhs),
-        tuple(precision) if isinstance(precision, list) else precision,
+        manual_axes(lhs),
+        manual_axes(rhs),
+        _hashable_precision(precision),
         form == "qdq",
     )
     if any(map(is_blockwise, uses)):
         _refuse_explicit_axes(config)
     warn_if_emulated(gemms.forward, gemms.dgrad, gemms.wgrad)
-    checked = {role: check_state(*getattr(states, role)) for role in gemms.delayed}
-    return _direct_dot_general(config, lhs, rhs, DotStates(**checked))
+    return _direct_dot_general(config, lhs, rhs, _checked(states, gemms))
 
 
 class _EinsumPlan(NamedTuple):

@@ -18,6 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from fp8flax._kernels.block_gemm import BLOCK, block_gemm
 from fp8flax._operands import MX_COLUMNS, Quantized, View, dequantize_operand, is_blockwise, mx_operand
 from fp8flax._recipes import BlockQuantizer, GemmRecipe
+from fp8flax._transforms import vary_alike
 
 
 class Fp8EmulationWarning(UserWarning):
@@ -254,6 +255,7 @@ def _cuda_block_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
         return _dequantized_dot(gemm, lhs, rhs, jnp.float32)
     if is_mx and capability >= _NATIVE_MX:
         out = _mx_gemm(gemm, mx_operand(lhs_quantizer, lhs), mx_operand(rhs_quantizer, rhs))
+        out = vary_alike(out, lhs.codes, rhs.codes)[0]  # of which JAX's own loses track
     elif widths == (BLOCK, BLOCK) and _fits_kernel(lhs, rhs):
         out = block_gemm(
             lhs.codes,
@@ -284,9 +286,19 @@ def _fits_kernel(lhs: Quantized, rhs: Quantized) -> bool:
     return (
         _compute_capability() >= _NATIVE
         and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
-        and (compile_target.value is not None or jax.device_count() == 1)
+        and not _is_partitioned()
         and lhs.scale.dtype == rhs.scale.dtype == jnp.float32
         and max(lhs.codes.size, rhs.codes.size) < 2**31
+    )
+
+
+def _is_partitioned() -> bool:
+    """Tells whether XLA may split over several devices what is written here; not inside ``shard_map``."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return (
+        compile_target.value is None
+        and jax.device_count() > 1
+        and not (mesh.axis_names and mesh.are_all_axes_manual)
     )
 
 
@@ -360,6 +372,6 @@ def _row_major(q: jax.Array) -> jax.Array:
     copy. Held here, it transposes FP8. The partitioner for many devices would gather an array for this, so
     there XLA is left alone.
     """
-    if compile_target.value is None and jax.device_count() > 1:
+    if _is_partitioned():
         return q
     return with_layout_constraint(q, Layout(major_to_minor=tuple(range(q.ndim))))

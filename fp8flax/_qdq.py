@@ -21,6 +21,7 @@ from fp8flax._max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
 from fp8flax._quantize import as_float_array, dequantize, quantize, quantize_dequantize
 from fp8flax._scaling import compute_scale, power_of_two, push_amax, scale_exponent
 from fp8flax._state import ScalingState
+from fp8flax._transforms import merge_amax
 
 
 class DelayedConfig(NamedTuple):
@@ -86,8 +87,8 @@ def delayed_next_state(amax: jax.Array, new_scale: jax.Array, state: ScalingStat
         new_scale: the scale used, float32, one element.
         state: the state before this step, float32 or ``fp32_max_grad``.
     """
-    amax = amax.astype(jnp.float32)
     history = from_max_dtype(state.amax_history)
+    amax = merge_amax(amax.astype(jnp.float32), history[0])
     new_scale = new_scale.reshape(state.scale.shape)
     if not is_max_dtype(state.scale):
         kept = jnp.where(lax.is_finite(amax), push_amax(amax, history), history)
@@ -99,6 +100,15 @@ def delayed_next_state(amax: jax.Array, new_scale: jax.Array, state: ScalingStat
     amax = jnp.where(lax.is_finite(amax), amax, jnp.inf)
     new_history = jnp.where(empty, -jnp.inf, push_amax(amax, history))
     return ScalingState(to_max_dtype(new_scale), to_max_dtype(new_history))
+
+
+def measured_next_state(config: DelayedConfig, x: jax.Array, state: ScalingState) -> ScalingState:
+    """Returns the cotangents of scale and amax history with the scale that follows from ``x`` as well."""
+    history = from_max_dtype(state.amax_history)
+    amax = merge_amax(delayed_amax(x).astype(jnp.float32), history[0])
+    seen = jnp.where(lax.is_finite(amax), push_amax(amax, history), history)
+    new_scale = delayed_scale(config, ScalingState(state.scale, seen))
+    return delayed_next_state(amax, new_scale, state)
 
 
 def check_state(scale: Any, amax_history: Any) -> ScalingState:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -96,11 +96,16 @@ def check_state_dtype(path: KeyPath, leaf: Any) -> None:
         )
 
 
-def merge_by_max(tree: Any) -> Any:
+def merge_by_max(tree: Any, *, resolve: bool = True) -> Any:
     """Casts the scaling state in ``tree`` so that its gradients merge by maximum where it is used twice.
 
     Call it once, inside the differentiated function and before ``apply``; ``fp8flax.value_and_grad`` and
     ``TrainState.apply_fn`` do. Everything else in the tree is returned as it is.
+
+    Args:
+        tree: variables.
+        resolve: whether the gradient is the state to keep. Otherwise it is what may be merged on with that
+            of other calls: -inf where there was no contribution, inf for a NaN or an Inf.
 
     Raises:
         TypeError: a leaf of scaling state is not float32.
@@ -120,7 +125,8 @@ def merge_by_max(tree: Any) -> Any:
             places[i] = path_str(path[:-1]), name
             state.setdefault(places[i][0], {})[name] = leaf
     if places:
-        state = _cast_to_max({OVERWRITE_WITH_GRADIENT: state})[OVERWRITE_WITH_GRADIENT]
+        cast = _cast_to_max if resolve else partial(jax.tree.map, to_max_dtype)
+        state = cast({OVERWRITE_WITH_GRADIENT: state})[OVERWRITE_WITH_GRADIENT]
     for i, (node, name) in places.items():
         merged[i] = state[node][name]
     return treedef.unflatten(merged)
@@ -141,6 +147,16 @@ def _cast_to_max_bwd(old: Any, merged: Any) -> Any:
 
 
 _cast_to_max.defvjp(_cast_to_max_fwd, _cast_to_max_bwd)
+
+
+def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Maps ``f`` over the leaves that are scaling state, and ``g`` over all others."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    others = [treedef.flatten_up_to(other) for other in rest]
+    is_state = _find_state([path for path, _ in leaves])
+    return treedef.unflatten(
+        [(f if s else g)(leaf, *more) for s, (_, leaf), *more in zip(is_state, leaves, *others)]
+    )
 
 
 def unmerge(tree: Any) -> Any:

@@ -11,15 +11,25 @@ from typing import Any
 import flax.core
 import flax.training.train_state
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
 from fp8flax._state import (
     OVERWRITE_WITH_GRADIENT,
     check_state_dtype,
     has_state,
+    map_state,
     merge_by_max,
     next_state,
     unmerge,
+)
+
+_SUMMED = (
+    "The scaling state went into jax.shard_map with check_vma=False, which adds the gradients of what is "
+    "the same on all devices; the state's must merge by maximum. Leave check_vma at its default, or take "
+    "the gradient inside of shard_map and reduce it with fp8flax.pmean_gradients."
 )
 
 
@@ -34,9 +44,9 @@ def value_and_grad(
 
     Wherever a differentiated argument holds the collection ``_overwrite_with_gradient`` (or is it), the
     collection's gradient is its next value: that of one call on all the data, however often a layer ran
-    (shared weights, scanned microbatches). A layer that got no gradient keeps its state, and a tensor that
-    held a NaN or an Inf leaves no trace in its history. ``jax.vmap`` over examples with shared state is not
-    supported yet. All other gradients are those of ``jax.value_and_grad``.
+    (shared weights, scanned microbatches, ``jax.vmap`` over examples, ``jax.shard_map`` over devices). A
+    layer that got no gradient keeps its state, and a tensor that held a NaN or an Inf leaves no trace in
+    its history. All other gradients are those of ``jax.value_and_grad``.
 
     Args:
         fun: a function whose differentiated arguments are trees of arrays; returns a scalar, or a pair
@@ -78,7 +88,12 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        value, grads = jax_value_and_grad(*args, **kwargs)
+        try:
+            value, grads = jax_value_and_grad(*args, **kwargs)
+        except TypeError as error:
+            if "add does not accept dtype fp32_max_grad" not in str(error):
+                raise
+            raise TypeError(_SUMMED) from error
         grads = tuple(next_state(args[i], g, poisonable=False) for i, g in zip(positions, grads))
         return value, grads[0] if single else grads
 
@@ -123,6 +138,107 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return grad_fun
+
+
+def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+    """``value_and_grad`` of a mean over microbatches, one microbatch in memory at a time.
+
+    Every microbatch is cast with the same scales, and the scaling state is that of one call on all of them;
+    the gradients are averaged in float32. With a loss that is a mean over examples, and microbatches of one
+    size, both are those of one large batch.
+
+    Args:
+        fun: ``fun(variables, microbatch)``; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``.
+        has_aux: whether ``fun`` returns auxiliary data.
+
+    Returns:
+        A function ``(variables, microbatches)`` that returns ``(value, gradients)``, or with ``has_aux``
+        ``((value, aux), gradients)``: the mean value, the gradient with respect to ``variables`` in their
+        dtypes, and ``aux`` of each microbatch, stacked. The leaves of ``microbatches`` have the number of
+        microbatches as their first dimension, as those of ``jax.lax.scan``; a key for each comes from
+        ``jax.random.split``.
+
+    Raises:
+        TypeError: (when called) scaling state is not float32.
+        ValueError: (when called) there is no microbatch, or the first dimensions differ.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer, x = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp), jnp.ones((8, 4))
+        >>> variables = layer.init(jax.random.key(0), x)
+        >>> microbatches = jnp.arange(1.0, 5.0)[:, None, None] * x.reshape(4, 2, 4)
+        >>> step = fp8.accumulate_gradients(lambda v, x: jnp.mean(layer.apply(v, x) ** 2))
+        >>> value, grads = step(variables, microbatches)
+        >>> grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"][:2]
+        Array([4., 0.], dtype=float32)
+
+    Source: none; ``optax.MultiSteps`` accumulates over steps instead, each with a state of its own.
+    """
+
+    @functools.wraps(fun)
+    def accumulated(variables: Any, microbatches: Any) -> Any:
+        sizes = {next(iter(np.shape(leaf)), 0) for leaf in jax.tree.leaves(microbatches)}
+        if len(sizes) != 1 or 0 in sizes:
+            raise ValueError(
+                "The leaves of microbatches must share a first dimension, the number of microbatches, of 1 "
+                f"or more; got shapes {jax.tree.map(np.shape, microbatches)}. Reshape a batch to "
+                "(microbatches, -1, …)."
+            )
+        num = sizes.pop()
+
+        def merged_fun(variables: Any, microbatch: Any) -> Any:
+            value = unmerge(fun(merge_by_max(variables, resolve=False), microbatch))
+            # Divided before the backward pass: output gradients are then as large as in one large batch.
+            return (value[0] / num, value[1]) if has_aux else value / num
+
+        def step(total: Any, microbatch: Any) -> Any:
+            value, grads = jax.value_and_grad(merged_fun, has_aux=has_aux)(variables, microbatch)
+            return map_state(jnp.maximum, lambda a, b: a + b.astype(a.dtype), total, grads), value
+
+        def zeros(leaf: Any) -> Any:
+            leaf = jnp.asarray(leaf)
+            return jnp.zeros_like(leaf, dtype=jnp.promote_types(leaf.dtype, jnp.float32))
+
+        start = map_state(lambda leaf: jnp.full_like(leaf, -jnp.inf), zeros, variables)
+        total, value = lax.scan(step, start, microbatches)
+        grads = jax.tree.map(lambda grad, leaf: grad.astype(jnp.asarray(leaf).dtype), total, variables)
+        grads = next_state(variables, grads)
+        if has_aux:
+            return (jnp.sum(value[0], axis=0), value[1]), grads
+        return jnp.sum(value, axis=0), grads
+
+    return accumulated
+
+
+def pmean_gradients(grads: Any, axis_name: Any) -> Any:
+    """Averages gradients over devices, and takes the maximum of what is scaling state.
+
+    For loops that compute a gradient for each device and reduce it by hand, in ``jax.pmap`` or in
+    ``jax.shard_map`` with ``check_vma=False``. (With its default checks, and under ``jax.jit`` on sharded
+    arrays, the state is already that of all the data.)
+
+    A device whose own data held a NaN or an Inf, or that skipped a layer, has kept its old history, while
+    the others moved on by one step. The maximum of both is finite, the same everywhere, and not below any
+    amax that either remembers.
+
+    Args:
+        grads: a tree of gradients that ``value_and_grad`` or ``grad`` returned; any dtypes and shapes.
+        axis_name: the mapped axis, or a tuple of them.
+
+    Returns:
+        A tree of the same structure, shapes and dtypes.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, fp8flax as fp8
+        >>> state = {"input_scale": jnp.ones((2, 1)), "input_amax_history": jnp.array([[3.0], [5.0]])}
+        >>> grads = {"params": jnp.array([1.0, 2.0]), "_overwrite_with_gradient": state}
+        >>> reduced = jax.vmap(lambda g: fp8.pmean_gradients(g, "data"), axis_name="data")(grads)
+        >>> reduced["params"], reduced["_overwrite_with_gradient"]["input_amax_history"][0]
+        (Array([1.5, 1.5], dtype=float32), Array([5.], dtype=float32))
+
+    Source: ``jax.lax.pmean``, which would average the state as well.
+    """
+    return map_state(lambda x: lax.pmax(x, axis_name), lambda x: lax.pmean(x, axis_name), grads)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,11 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests import what_works  # noqa: E402
+
+# For the tests of sharding; all others use the first.
+jax.config.update("jax_num_cpu_devices", 8)
+
 
 @pytest.fixture(autouse=True)
 def _strict_jax():
@@ -33,3 +38,39 @@ def gpu():
         importlib.metadata.version("jax-cuda13-plugin")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the compiler for GPUs is not installed: pip install 'fp8flax[audit]'")
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("what works with what")
+    group.addoption(
+        "--all-cells", action="store_true", help="every cell of docs/what_works.md, not a covering set"
+    )
+    group.addoption("--write-table", action="store_true", help="write what was seen to docs/what_works.md")
+
+
+CELLS = []
+
+
+def pytest_runtest_logreport(report):
+    """Collects, in the process that writes, what the tests saw."""
+    if report.when == "call" and report.passed:
+        for key, value in report.user_properties:
+            if key == "cell":
+                CELLS.append(value)
+
+
+def pytest_sessionfinish(session):
+    if session.config.getoption("--write-table") and not hasattr(session.config, "workerinput"):
+        what_works.write(CELLS)
+
+
+@pytest.fixture
+def cell(record_property, request):
+    """Returns a function that a test calls at its end, with the row, the column and what it has seen."""
+
+    def saw(table, row, column, text="yes"):
+        record_property("cell", (table, row, column, text))
+        if not request.config.getoption("--write-table"):
+            assert what_works.read(table, row, column) == text
+
+    return saw

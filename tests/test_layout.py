@@ -12,6 +12,7 @@ PACKAGE = Path(fp8flax.__file__).parent
 ORDER = [
     "_formats",
     "_max_dtype",
+    "_transforms",
     "_scaling",
     "_quantize",
     "_recipes",
@@ -24,6 +25,7 @@ ORDER = [
     "_modules",
     "_train",
     "_convert",
+    "_inference",
     "_hlo",
     "_audit",
 ]

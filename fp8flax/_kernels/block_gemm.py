@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8flax._transforms import shape_varying_as, vary_alike
+
 BLOCK = 128
 """Columns per scale, and rows and columns of a tile of the result."""
 
@@ -70,11 +72,12 @@ def block_gemm(
         return b, j, 0
 
     params = {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=8, num_stages=3)}
-    padded = [_whole_tiles(x) for x in (lhs, rhs, lhs_scale, rhs_scale)]
+    padded = vary_alike(*(_whole_tiles(x) for x in (lhs, rhs, lhs_scale, rhs_scale)))
+    shape = (batch, padded[0].shape[1], padded[1].shape[1])
     out = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((batch, padded[0].shape[1], padded[1].shape[1]), out_dtype),
-        grid=(batch, padded[0].shape[1] // BLOCK, padded[1].shape[1] // BLOCK),
+        out_shape=shape_varying_as(padded[0], shape, out_dtype),
+        grid=(batch, shape[1] // BLOCK, shape[2] // BLOCK),
         in_specs=[
             pl.BlockSpec((None, BLOCK, depth), of_rows),
             pl.BlockSpec((None, BLOCK, depth), of_columns),

@@ -1,0 +1,149 @@
+"""From trained or converted variables to ones that are ready to serve: calibration."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import flax.core
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8flax._dot_general import measuring
+from fp8flax._state import (
+    OVERWRITE_WITH_GRADIENT,
+    check_state_dtype,
+    merge_by_max,
+    next_state,
+    path_str,
+    unmerge,
+)
+
+
+def calibrate(
+    fun: Callable[[Any, Any], Any],
+    variables: Mapping[str, Any],
+    batches: Iterable[Any],
+    *,
+    backward: bool = False,
+    has_aux: bool = False,
+) -> Mapping[str, Any]:
+    """Fills the scaling state from sample batches, so that the first FP8 step has the right scales.
+
+    Runs ``fun`` on each batch with every FP8 matmul in its operands' own dtype, so that no early layer's
+    saturation misleads a later one, and looks at the largest magnitudes. The state that comes out is that
+    of one step on all the batches, and its scales are those that the next step uses. Nothing else changes.
+
+    Args:
+        fun: ``fun(variables, batch)``, such as ``model.apply``; it is compiled. Forward it may return any
+            arrays, of which those that are floats must depend on all layers.
+        variables: collections with scaling state (see ``add_fp8_state``).
+        batches: the samples; a few, like those that the model will meet.
+        backward: whether ``fun`` is a loss (a scalar), whose gradients fill the state of output gradients
+            too. Otherwise that is left as it is.
+        has_aux: whether the loss comes in a pair ``(loss, aux)``.
+
+    Returns:
+        ``variables`` with new scaling state, bitwise the same otherwise; a ``FrozenDict`` if ``variables``
+        is one.
+
+    Raises:
+        TypeError: scaling state is not float32.
+        ValueError: there is no scaling state, no batch, a batch with a NaN or an Inf in a layer's tensors,
+            or no layer that ``fun`` reaches.
+
+    Warns:
+        UserWarning: some layer did not run; its state is left as it was.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
+        >>> x = jnp.full((2, 4), 3584.0)
+        >>> variables = layer.init(jax.random.key(0), x)
+        >>> variables = fp8.calibrate(layer.apply, variables, [x, x / 2])
+        >>> variables["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_scale"]
+        Array([8.], dtype=float32)
+
+    Source: none in Flax; Transformer Engine's ``autocast(calibrating=True)`` does it forward.
+    """
+    if not variables.get(OVERWRITE_WITH_GRADIENT):
+        raise ValueError(
+            f"The variables have no {OVERWRITE_WITH_GRADIENT!r}, so there is nothing to calibrate. Add it "
+            "with fp8flax.add_fp8_state(variables, model, *inputs). (Recipes without delayed scaling have "
+            "no state and need no calibration.)"
+        )
+    old = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
+    jax.tree_util.tree_map_with_path(check_state_dtype, old)
+    measure = jax.jit(partial(_measure, fun, backward, has_aux))
+    merged = None
+    for i, batch in enumerate(batches):
+        with measuring(True):
+            new = measure(variables, batch)
+        if bad := _histories_with(np.inf, new, backward):
+            raise ValueError(
+                f"Batch {i} puts a NaN or an Inf into {', '.join(bad)}. Leave it out, or look where that "
+                "comes from: no scale can be taken from it."
+            )
+        merged = new if merged is None else jax.tree.map(jnp.maximum, merged, new)
+    if merged is None:
+        raise ValueError("batches is empty; calibration needs one batch at least.")
+    missing = _histories_with(-np.inf, merged, backward)
+    if len(missing) == len(_histories_with(None, merged, backward)):
+        raise ValueError(
+            "No FP8 layer was reached: no float that fun returns depends on scaling state. fun must use "
+            "the variables that it is given, and return the model's outputs or its loss."
+        )
+    if missing:
+        warnings.warn(
+            f"Not calibrated, since nothing that fun returns depends on it: {', '.join(missing)}.",
+            stacklevel=2,
+        )
+    kept = next_state(old, merged)
+    if not backward:
+        kept = jax.tree_util.tree_map_with_path(
+            lambda path, before, after: before if _is_backward(path) else after, old, kept
+        )
+    result = {**variables, **kept}
+    return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result
+
+
+def _measure(
+    fun: Callable[[Any, Any], Any], backward: bool, has_aux: bool, variables: Any, batch: Any
+) -> dict[str, Any]:
+    """Returns what a batch says of the scaling state, to be merged with what other batches say."""
+
+    def run(state: Any) -> Any:
+        given = {**variables, **merge_by_max(state, resolve=False)}
+        return unmerge(fun(type(variables)(given), batch))
+
+    state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
+    if backward:
+        new = jax.grad(run, has_aux=has_aux)(state)
+        return new[0] if has_aux else new
+    # Cotangents of zero: the states of inputs and kernels do not depend on them.
+    out, transpose = jax.vjp(run, state)
+    return transpose(jax.tree.map(_zero_cotangent, out))[0]
+
+
+def _zero_cotangent(x: jax.Array) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _is_backward(path: Any) -> bool:
+    return path[-1].key.startswith("output_grad")
+
+
+def _histories_with(value: float | None, state: Any, backward: bool) -> list[str]:
+    """Returns the names of the amax histories that hold ``value`` (any, for None)."""
+    return [
+        path_str(path)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
+        if path[-1].key.endswith("_amax_history")
+        and (backward or not _is_backward(path))
+        and (value is None or np.any(np.asarray(leaf) == value))
+    ]
