@@ -392,6 +392,11 @@ def _has_fp8_units(device: Any) -> bool:
 @functools.cache
 def _device(target: str) -> Any:
     """Returns a device of the given kind that compiles and cannot run."""
+    return devices(target, 1)[0]
+
+
+def devices(target: str, count: int) -> list[Any]:
+    """Returns several of them, in one machine."""
     from jax.experimental import topologies
 
     wanted = jaxlib.__version__
@@ -418,14 +423,16 @@ def _device(target: str) -> Any:
         capability=capability,
     )
     try:
-        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=config, topology=f"1x1x{count}"
+        )
     except Exception as error:
         raise ImportError(
             f"JAX refused jax-cuda13-plugin {wanted} when it started ({_first_line(error)}), which it does "
             f"where CUDA's libraries are missing. Start Python with JAX_PLATFORMS=cpu, and on JAX 0.9 with "
             f"JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 as well."
         ) from error
-    return topology.devices[0]
+    return list(topology.devices)
 
 
 def _compile(

@@ -9,17 +9,22 @@ import flax.core
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import DictKey, KeyPath
 
 from fp8flax._modules import Fp8Op
 from fp8flax._state import (
     OVERWRITE_WITH_GRADIENT,
     ROLES,
     check_state_dtype,
+    path_str,
     split_state,
     state_leaf_names,
 )
 
 _SCALE_NAMES = frozenset(state_leaf_names(role)[0] for role in ROLES)
+_SCALE_OF = {history: scale for scale, history in map(state_leaf_names, ROLES)}
 
 
 def add_fp8_state(
@@ -27,23 +32,29 @@ def add_fp8_state(
 ) -> Mapping[str, Any]:
     """Returns ``variables`` with the scaling state that ``model`` needs, fresh where it was missing.
 
-    The way from a checkpoint of a model without FP8 to a run with it. No weight is touched and nothing is
-    computed: the shapes come from tracing ``model.init``.
+    The way from a checkpoint of a model without FP8 to a run with it, and from one history length to
+    another. No weight is touched and no layer is run: the shapes come from tracing ``model.init``.
 
     Args:
-        variables: collections of the model without FP8; ``params`` at least.
+        variables: collections of the model, with or without FP8; ``params`` at least. JAX or NumPy arrays.
         model: the model with FP8 layers.
         *args: inputs of the model; in the place of arrays ``jax.ShapeDtypeStruct`` will do.
         **kwargs: keyword inputs of the model.
 
     Returns:
         A dict (a ``FrozenDict`` if ``variables`` is one) with all the collections of ``variables`` and
-        ``_overwrite_with_gradient``. State that is there with the right shape is kept; a history of another
-        length is replaced by an empty one.
+        ``_overwrite_with_gradient``: float32 scales of shape ``(1,)`` and histories of shape
+        ``(amax_history_len,)``, with further axes where ``nn.scan`` or ``nn.vmap`` stacked layers. State
+        that is there is kept. A history of another length becomes the one that a run with the new length
+        would hold now: its newest amaxes, as many as fit, and zeros for older ones that were forgotten.
+        State of layers that the model does not run in FP8 is left out.
 
     Raises:
         TypeError: state that is there is not float32.
-        ValueError: ``model`` has no FP8 layer, or its parameters are not those of ``variables``.
+        ValueError: ``model`` has no FP8 layer; its parameters are not those of ``variables``; or state that
+            is there has a shape that differs in more than the length of the history, or values that no step
+            leaves behind (a scale that is not positive and finite, an amax that is negative or not finite).
+            Values are not looked at while tracing.
 
     Recipes without delayed scaling need no state: the result is then ``variables`` with the state that was
     there.
@@ -56,7 +67,16 @@ def add_fp8_state(
         >>> sorted(fp8.add_fp8_state(variables, model8, x))
         ['_overwrite_with_gradient', 'params']
 
-    Source: none; Flax leaves this to the user.
+        >>> from functools import partial
+        >>> short = fp8.DelayedScaling(amax_history_len=2)
+        >>> shorter = nn.Dense(4, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=short))
+        >>> history = jnp.array([4.0, 1.0, 2.0, 3.0])  # 4 is the newest, 1 the oldest
+        >>> state = {"Fp8DotGeneralOp_0": {"input_amax_history": history}}
+        >>> changed = fp8.add_fp8_state({**variables, "_overwrite_with_gradient": state}, shorter, x)
+        >>> changed["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"]
+        Array([4., 3.], dtype=float32)
+
+    Source: none; Flax leaves this to the user. The history's layout is that of ``flax.linen.fp8_ops``.
     """
     wanted, has_fp8 = _eval_init(model, args, kwargs)
     if not has_fp8:
@@ -65,22 +85,74 @@ def add_fp8_state(
             "layers dot_general_cls=fp8flax.Fp8DotGeneralOp."
         )
     _check_same_params(variables, wanted)
-    old = dict(jax.tree_util.tree_flatten_with_path(variables.get(OVERWRITE_WITH_GRADIENT, {}))[0])
-
-    def fresh(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
-        value = old.get(path)
-        if value is not None:
-            check_state_dtype(path, value)
-            if value.shape == leaf.shape:
-                return value
-        fill = jnp.ones if path[-1].key in _SCALE_NAMES else jnp.zeros
-        return fill(leaf.shape, leaf.dtype)
-
     if OVERWRITE_WITH_GRADIENT not in wanted:
         return variables
-    state = jax.tree_util.tree_map_with_path(fresh, wanted[OVERWRITE_WITH_GRADIENT])
+    old = dict(jax.tree_util.tree_flatten_with_path(variables.get(OVERWRITE_WITH_GRADIENT, {}))[0])
+    new = dict(jax.tree_util.tree_flatten_with_path(wanted[OVERWRITE_WITH_GRADIENT])[0])
+
+    def fill(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Any:
+        if path in old:
+            beside = new.get((*path[:-1], DictKey(_SCALE_OF.get(path[-1].key, ""))))
+            return _fit(path, old[path], leaf, beside)
+        fresh = jnp.ones if path[-1].key in _SCALE_NAMES else jnp.zeros
+        return fresh(leaf.shape, leaf.dtype)
+
+    state = jax.tree_util.tree_map_with_path(fill, wanted[OVERWRITE_WITH_GRADIENT])
     result = {**variables, OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(state)}
     return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result
+
+
+def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, scale: Any) -> Any:
+    """Returns the state ``value`` with the shape of ``leaf``; ``scale`` is the one beside a history."""
+    path = (DictKey(OVERWRITE_WITH_GRADIENT), *path)
+    check_state_dtype(path, value)
+    _check_values(path, value)
+    if value.shape == leaf.shape:
+        return value
+    differing = []
+    if scale is not None and len(value.shape) == len(leaf.shape):
+        sizes = list(zip(scale.shape, leaf.shape, value.shape))
+        differing = [axis for axis, of_axis in enumerate(sizes) if len(set(of_axis)) > 1]
+    if len(differing) != 1 or scale.shape[differing[0]] != 1:
+        raise ValueError(
+            f"The scaling state at {path_str(path)} has shape {value.shape}, but the model's has "
+            f"{leaf.shape}; only the length of a history may differ. Pass the state of the same model, or "
+            "none: fp8flax.add_fp8_state(fp8flax.remove_fp8_state(variables), model, *inputs) makes it new."
+        )
+    return _change_length(value, differing[0], leaf.shape[differing[0]])
+
+
+def _change_length(history: Any, axis: int, length: int) -> jax.Array:
+    """Returns the newest ``length`` amaxes, in the history's order; zeros for what it does not know."""
+    # Index 0 is the newest; then the oldest to the second newest. Zeros count for nothing in a maximum.
+    old_length = history.shape[axis]
+    newest = lax.slice_in_dim(history, 0, min(1, old_length), axis=axis)
+    past = lax.slice_in_dim(history, max(1, old_length - length + 1), old_length, axis=axis)
+    unknown = list(history.shape)
+    unknown[axis] = length - newest.shape[axis] - past.shape[axis]
+    return jnp.concatenate([newest, jnp.zeros(unknown, history.dtype), past], axis)
+
+
+def _check_values(path: KeyPath, value: Any) -> None:
+    """Raises ``ValueError`` where scaling state holds what no step leaves behind; tracers pass."""
+    if path[-1].key in _SCALE_NAMES:
+        wrong, expected = lambda x: ~np.isfinite(x) | (x <= 0), "scales are positive and finite"
+    elif path[-1].key in _SCALE_OF:
+        wrong, expected = lambda x: ~np.isfinite(x) | (x < 0), "amaxes are finite and not negative"
+    else:
+        return
+    parts = []
+    if isinstance(value, np.ndarray):
+        parts = [value]
+    elif isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        parts = [np.asarray(shard.data) for shard in value.addressable_shards]  # what this process has
+    bad = [x for part in parts for x in part[wrong(part)]]
+    if bad:
+        raise ValueError(
+            f"The scaling state at {path_str(path)} holds {bad[0]}; {expected}. The checkpoint is damaged, "
+            "or of a loop that let a NaN or Inf into the state. Leave this layer's state out of the "
+            "variables, and it is made new."
+        )
 
 
 def _eval_init(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:

@@ -34,6 +34,7 @@ from fp8flax._qdq import (
     delayed_next_state,
     delayed_out_qdq,
     delayed_scales,
+    inf_to_nan,
     measured_next_state,
 )
 from fp8flax._quantize import as_float_array
@@ -402,6 +403,7 @@ def _direct_bwd(
     config: _Config, residuals: _Residuals, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, DotStates]:
     scales, states = residuals.scales, residuals.states
+    g = inf_to_nan(g)
     g_first, g_second, g_amax = _quantize_with_amax(config, "output_grad", g, scales.get("output_grad"))
     (dgrad, dgrad_transpose), (wgrad, wgrad_transpose) = config.dgrad, config.wgrad
     with jax.named_scope("fp8_dgrad"):

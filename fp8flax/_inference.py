@@ -82,7 +82,7 @@ def calibrate(
     for i, batch in enumerate(batches):
         with measuring(True):
             new = measure(variables, batch)
-        if bad := _histories_with(np.inf, new, backward):
+        if bad := _names("_amax_history", lambda history: history == np.inf, new, backward):
             raise ValueError(
                 f"Batch {i} puts a NaN or an Inf into {', '.join(bad)}. Leave it out, or look where that "
                 "comes from: no scale can be taken from it."
@@ -90,8 +90,9 @@ def calibrate(
         merged = new if merged is None else jax.tree.map(jnp.maximum, merged, new)
     if merged is None:
         raise ValueError("batches is empty; calibration needs one batch at least.")
-    missing = _histories_with(-np.inf, merged, backward)
-    if len(missing) == len(_histories_with(None, merged, backward)):
+    # What got no gradient at all is 0, what was only empty is -inf.
+    missing = _names("_scale", lambda scale: scale <= 0, merged, backward)
+    if len(missing) == len(_names("_scale", lambda scale: True, merged, backward)):
         raise ValueError(
             "No FP8 layer was reached: no float that fun returns depends on scaling state. fun must use "
             "the variables that it is given, and return the model's outputs or its loss."
@@ -138,12 +139,12 @@ def _is_backward(path: Any) -> bool:
     return path[-1].key.startswith("output_grad")
 
 
-def _histories_with(value: float | None, state: Any, backward: bool) -> list[str]:
-    """Returns the names of the amax histories that hold ``value`` (any, for None)."""
+def _names(ending: str, holds: Callable[[Any], Any], state: Any, backward: bool) -> list[str]:
+    """Returns the names of the leaves with this ending of which ``holds`` is true anywhere."""
     return [
         path_str(path)
         for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
-        if path[-1].key.endswith("_amax_history")
+        if path[-1].key.endswith(ending)
         and (backward or not _is_backward(path))
-        and (value is None or np.any(np.asarray(leaf) == value))
+        and np.any(holds(np.asarray(leaf)))
     ]

@@ -96,8 +96,8 @@ class Fp8Op(nn.Module):
             if value.shape != shape:
                 raise ValueError(
                     f"The scaling state {OVERWRITE_WITH_GRADIENT}/{where} has shape {value.shape}; the "
-                    f"recipe asks for {shape}. Set amax_history_len to that of the variables, or make new "
-                    "state with fp8flax.add_fp8_state."
+                    f"recipe asks for {shape}. Set amax_history_len to that of the variables, or change "
+                    "theirs with fp8flax.add_fp8_state."
                 )
             values.append(value)
         return ScalingState(*values)

@@ -74,6 +74,15 @@ def _scale_from_amax(config: DelayedConfig, amax: jax.Array, old_scale: jax.Arra
     return jnp.where(lax.is_finite(amax) & (amax > 0), rounded, scale)
 
 
+def inf_to_nan(g: jax.Array) -> jax.Array:
+    """Returns a cotangent with NaN for Inf, which a cast to FP8 would saturate.
+
+    A gradient that overflowed must be seen by whoever skips such steps (``optax.apply_if_finite``, a loss
+    scale), and must not look like an amax to the layers before.
+    """
+    return jnp.where(lax.is_finite(g), g, jnp.asarray(np.nan, g.dtype))
+
+
 def delayed_amax(x: jax.Array) -> jax.Array:
     """Returns what ``delayed_next_state`` must know of a tensor: its amax in its dtype, -inf if empty."""
     return jnp.max(jnp.abs(x), initial=-jnp.inf)
@@ -168,6 +177,7 @@ def _out_qdq_fwd(config: DelayedConfig, out: jax.Array, scale: Any, amax_history
 
 def _out_qdq_bwd(config: DelayedConfig, state: ScalingState, g: jax.Array) -> Any:
     new_scale = delayed_scale(config, state)
+    g = inf_to_nan(g)
     q_g = quantize_dequantize(g, config.q_dtype, new_scale, config.compute_dtype)
     return q_g, *delayed_next_state(delayed_amax(g), new_scale, state)
 

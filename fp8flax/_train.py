@@ -197,7 +197,7 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
 
         def zeros(leaf: Any) -> Any:
             leaf = jnp.asarray(leaf)
-            return jnp.zeros_like(leaf, dtype=jnp.promote_types(leaf.dtype, jnp.float32))
+            return jnp.zeros_like(leaf, dtype=jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype)
 
         start = map_state(lambda leaf: jnp.full_like(leaf, -jnp.inf), zeros, variables)
         total, value = lax.scan(step, start, microbatches)

@@ -42,9 +42,7 @@ def gpu():
 
 def pytest_addoption(parser):
     group = parser.getgroup("what works with what")
-    group.addoption(
-        "--all-cells", action="store_true", help="every cell of docs/what_works.md, not a covering set"
-    )
+    group.addoption("--all-cells", action="store_true", help="every cell of docs/what_works.md")
     group.addoption("--write-table", action="store_true", help="write what was seen to docs/what_works.md")
 
 

@@ -35,7 +35,7 @@ CONTENDERS = (
     "fp8flax-mxfp8",
     "fp8flax-block128",
 )
-RUN = ("bf16", "flax-qdq", "qwix", "fp8flax")
+RUN = ("bf16", "qwix", "fp8flax")
 """What the tests run, for time; all are compiled for a GPU, each in a test of its own."""
 MEASURED = [name for name in CONTENDERS if HAS_QWIX or not name.startswith("qwix")]
 SHAPE = (32, 32, 32)

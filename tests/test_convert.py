@@ -1,4 +1,5 @@
-from functools import partial
+import re
+from functools import cache, partial
 
 import flax.core
 import flax.linen as nn
@@ -83,9 +84,195 @@ def test_state_that_does_not_fit():
     narrow = {**variables, OWG: jax.tree.map(lambda s: s.astype(jnp.bfloat16), variables[OWG])}
     with pytest.raises(TypeError, match="must be float32; got bfloat16"):
         fp8.add_fp8_state(narrow, FP8, X)
-    short = make(partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=3)))
-    refilled = fp8.add_fp8_state(variables, short, X)
-    assert short.apply(refilled, X).shape == X.shape
+
+
+def with_length(length):
+    return partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=length))
+
+
+class Body(nn.Module):
+    """A layer beside the others of its stack, so that its amaxes do not depend on their scales."""
+
+    dot_general_cls: object
+
+    @nn.compact
+    def __call__(self, x, factor):
+        return x, nn.Dense(4, dot_general_cls=self.dot_general_cls, name="layer")(x * factor)
+
+
+def one_or_stacked(dot_general_cls, how, layers=3):
+    """One layer, or layers whose state is stacked along the first or the last axis, by scan or by vmap."""
+    if how == "one":
+        return Body(dot_general_cls)
+    split = {"params": True}
+    if how == "scan":
+        return nn.scan(Body, {"params": 0, OWG: 0}, split_rngs=split, length=layers)(dot_general_cls)
+    return nn.vmap(Body, {"params": 0, OWG: -1}, split, in_axes=(None, 0))(dot_general_cls)
+
+
+def factors(how, layers=3):
+    return jnp.float32(1) if how == "one" else jnp.float32(2.0 ** np.arange(layers))
+
+
+AMAXES = 2.0 ** np.array([3, 5, 1, 4, 2, 6, 0, 3])
+
+
+@cache
+def trained(how, length):
+    """Returns the model, its parameters, a step ``(state, amax) -> state`` and the states of a run."""
+    model, args = one_or_stacked(with_length(length), how), (X, factors(how))
+    variables = jax.jit(model.init)(jax.random.key(0), *args)
+
+    @jax.jit
+    def step(state, amax):
+        def loss(state):
+            params = jax.tree.map(lambda p: p * amax, variables["params"])
+            _, y = model.apply({"params": params, OWG: state}, X * amax, factors(how))
+            return jnp.sum(y) * amax
+
+        return fp8.grad(loss)(state)
+
+    states = [variables[OWG]]
+    for amax in jnp.float32(AMAXES):
+        states.append(step(states[-1], amax))
+    return model, variables["params"], step, states
+
+
+def migrate(state, how, length):
+    model, params, _, _ = trained(how, length)
+    return fp8.add_fp8_state({"params": params, OWG: state}, model, X, factors(how))[OWG]
+
+
+def leaves_of(state):
+    (leaves,) = state["layer"].values()
+    return leaves
+
+
+class TestAnotherLength:
+    """A history of another length against a run that had that length from its start."""
+
+    @pytest.mark.parametrize(("old", "new"), [(5, 2), (5, 1), (2, 5), (1, 5), (4, 5), (2, 1)])
+    @pytest.mark.parametrize("steps", [1, 4, 8])
+    def test_one_layer(self, old, new, steps):
+        self.check("one", old, new, steps)
+
+    @pytest.mark.parametrize(("old", "new"), [(5, 2), (2, 5), (1, 5), (5, 1)])
+    @pytest.mark.parametrize("how", ["scan", "vmap"])
+    def test_stacked(self, how, old, new):
+        self.check(how, old, new, 7)
+
+    def check(self, how, old, new, steps):
+        state = trained(how, old)[-1][steps]
+        _, _, step, states = trained(how, new)
+        migrated = migrate(state, how, new)
+        for name, leaf in leaves_of(migrated).items():
+            if name.endswith("_scale"):  # that of the last step, which had the old length
+                np.testing.assert_array_equal(leaf, leaves_of(state)[name])
+                continue
+            expected = np.array(leaves_of(states[steps])[name])
+            assert leaf.dtype == np.float32
+            assert leaf.shape == expected.shape
+            axis = expected.shape.index(new)
+            past = np.moveaxis(expected, axis, 0)[1:]  # a view: from the oldest to the second newest
+            past[: max(0, len(past) - (old - 1))] = 0  # what the old history had forgotten
+            np.testing.assert_array_equal(leaf, expected)
+            assert np.all(np.take(np.asarray(leaf), 0, axis) > 0)
+        if old >= min(new, steps):  # nothing was forgotten, so the run goes on as the other one does
+            ours, theirs = migrated, states[steps]
+            for amax in (np.float32(2), np.float32(64)):
+                ours, theirs = step(ours, amax), step(theirs, amax)
+                jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+    def test_by_hand(self):
+        state = {"layer": {"Fp8DotGeneralOp_0": dict(leaves_of(trained("one", 5)[-1][0]))}}
+        leaves_of(state)["input_amax_history"] = jnp.array([4.0, 1.0, 2.0, 0.0, 3.0])
+        leaves_of(state)["input_scale"] = jnp.array([0.25])
+        for length, expected in {1: [4], 2: [4, 3], 5: [4, 1, 2, 0, 3]}.items():
+            migrated = leaves_of(migrate(state, "one", length))
+            np.testing.assert_array_equal(migrated["input_amax_history"], np.float32(expected))
+            np.testing.assert_array_equal(migrated["input_scale"], [0.25])
+            np.testing.assert_array_equal(migrated["kernel_amax_history"], np.zeros(length))
+
+    @pytest.mark.parametrize("wrap", ["numpy", "FrozenDict", "jit"])
+    def test_in_any_container(self, wrap):
+        state = trained("one", 5)[-1][-1]
+        expected = migrate(state, "one", 2)
+        if wrap == "jit":
+            result = jax.jit(lambda state: migrate(state, "one", 2))(state)
+        else:
+            container = {"numpy": partial(jax.tree.map, np.asarray), "FrozenDict": flax.core.freeze}[wrap]
+            result = migrate(container(state), "one", 2)
+        jax.tree.map(np.testing.assert_array_equal, result, expected)
+        assert leaves_of(result)["input_amax_history"].shape == (2,)
+
+
+def changed(state, name, function):
+    """Returns the state of ``FP8`` with one leaf of its first layer changed."""
+    (op,) = state["d0"]
+    leaves = state["d0"][op]
+    return {**state, "d0": {op: {**leaves, name: function(leaves[name])}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("input_scale", (2,)),
+        ("input_scale", (1, 1)),
+        ("input_scale", ()),
+        ("kernel_amax_history", (2, 1024)),
+        ("kernel_amax_history", ()),
+    ],
+)
+def test_state_of_another_shape_is_refused(name, shape):
+    variables = FP8.init(jax.random.key(0), X)
+    bad = {**variables, OWG: changed(variables[OWG], name, lambda leaf: jnp.ones(shape))}
+    message = (
+        rf"at _overwrite_with_gradient/d0/Fp8DotGeneralOp_0/{name} has shape {re.escape(str(shape))}, but"
+    )
+    with pytest.raises(ValueError, match=message):
+        fp8.add_fp8_state(bad, FP8, X)
+    jax.tree.map(
+        np.testing.assert_array_equal, fp8.add_fp8_state(fp8.remove_fp8_state(bad), FP8, X), variables
+    )
+
+
+@pytest.mark.parametrize(("layers", "length"), [(2, 5), (2, 2), (1, 5), (1, 1), (4, 1)])
+def test_state_of_another_number_of_layers_is_refused(layers, length):
+    model, params, _, _ = trained("scan", 5)
+    foreign = one_or_stacked(with_length(length), "scan", layers)
+    variables = {"params": params, OWG: foreign.init(jax.random.key(0), X, factors("scan", layers))[OWG]}
+    message = rf"has shape \({layers}, {length}\), but the model's has \(3, 5\); only the length"
+    with pytest.raises(ValueError, match=message):
+        fp8.add_fp8_state(variables, model, X, factors("scan"))
+
+
+@pytest.mark.parametrize("array", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
+@pytest.mark.parametrize("name", ["output_grad_scale", "output_grad_amax_history"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1.0, 0.0])
+def test_values_that_no_step_leaves_behind(name, value, array):
+    variables = FP8.init(jax.random.key(0), X)
+
+    def damage(leaf):
+        damaged = np.array(leaf)
+        damaged[-1] = value
+        return array(damaged)
+
+    bad = {**variables, OWG: changed(variables[OWG], name, damage)}
+    if value == 0.0 and name.endswith("history"):
+        jax.tree.map(np.testing.assert_array_equal, fp8.add_fp8_state(bad, FP8, X), variables)
+        return
+    message = rf"_overwrite_with_gradient/d0/Fp8DotGeneralOp_0/{name} holds {value}; (scales|amaxes) are"
+    with pytest.raises(ValueError, match=message):
+        fp8.add_fp8_state(bad, FP8, X)
+    jax.jit(lambda v: fp8.add_fp8_state(v, FP8, X))(bad)  # values are not known while tracing
+    without = {**bad, OWG: {"d1": bad[OWG]["d1"]}}
+    jax.tree.map(np.testing.assert_array_equal, fp8.add_fp8_state(without, FP8, X), variables)
+
+
+def test_abstract_state_is_kept():
+    variables = FP8.init(jax.random.key(0), X)
+    abstract = jax.eval_shape(lambda: variables)
+    assert fp8.add_fp8_state(abstract, FP8, X) == abstract
 
 
 def test_boxed_parameters():
@@ -97,15 +284,9 @@ def test_boxed_parameters():
 
 
 def test_stacked_layers():
-    class Body(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)(x), None
-
-    model = nn.scan(Body, variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True}, length=3)()
-    variables = model.init(jax.random.key(0), X, None)
-    result = fp8.add_fp8_state({"params": variables["params"]}, model, X, None)
-    jax.tree.map(np.testing.assert_array_equal, result, variables)
+    model, params, _, states = trained("scan", 5)
+    result = fp8.add_fp8_state({"params": params}, model, X, factors("scan"))
+    jax.tree.map(np.testing.assert_array_equal, result, {"params": params, OWG: states[0]})
 
 
 def test_errors():

@@ -1,7 +1,7 @@
 """Defects of ``flax.linen.fp8_ops`` (0.12.8) that this package must not have, by their numbers.
 
-Each test names what happens there. Row 17 is in ``test_gpu_program``, row 18 in ``test_dot_general``; rows
-4, 5 and 11 belong to capabilities still to come.
+Each test names what happens there. Row 11 is in ``test_inference``, row 17 in ``test_gpu_program``, row 18
+in ``test_dot_general``.
 """
 
 from functools import partial
@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 
@@ -63,6 +64,49 @@ def test_03_scan_over_microbatches_in_the_loss():
     xs = jnp.stack([X, 4 * X, 2 * X])
     grads = fp8.grad(lambda v: lax.scan(lambda c, x: (c + apply_sum(v, x), None), 0.0, xs)[0])(VARIABLES)
     assert_merged(grads, 4 * AMAX)
+
+
+@pytest.mark.parametrize("form", ["direct", "qdq"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_04_vmap_over_examples(wrap, form):
+    """There: the states add; in the max dtype a TypeError."""
+    layer = nn.Dense(6, dot_general_cls=partial(Op, form=form))
+
+    def loss(v, factor):
+        return jnp.sum(jax.vmap(lambda x: layer.apply(v, factor * x))(X))
+
+    assert_merged(wrap(fp8.grad(loss))(VARIABLES, 2.0), 2 * AMAX)
+    per_example = wrap(jax.vmap(fp8.grad(lambda v, x: jnp.sum(layer.apply(v, x))), (None, 0)))(VARIABLES, X)
+    assert_merged(jax.tree.map(lambda leaf: leaf[2], per_example), AMAX)
+
+
+def test_04_the_primitive_in_the_max_dtype():
+    def loss(scale, history):
+        scale, history = scale.astype(fp8.fp32_max_grad), history.astype(fp8.fp32_max_grad)
+        qdq = partial(fp8.in_qdq, jnp.float32, jnp.float8_e4m3fn, scale=scale, amax_history=history)
+        return jnp.sum(jax.vmap(jax.vmap(qdq))(X))
+
+    scale, history = jax.grad(loss, (0, 1))(jnp.ones((1,)), jnp.zeros((2,)))
+    np.testing.assert_array_equal(scale, [1.0])
+    np.testing.assert_allclose(history, [AMAX, 0.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["direct", "qdq"])
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_05_shard_map_with_default_checks(inside, form):
+    """There: ValueError, Custom VJP bwd rule must produce…"""
+    layer = nn.Dense(6, dot_general_cls=partial(Op, form=form))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(v, x):
+        return lax.psum(jnp.sum(layer.apply(v, x)), "data")
+
+    sharded = partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    step = sharded(fp8.grad(loss)) if inside else fp8.grad(sharded(loss))
+    grads = jax.jit(step)(VARIABLES, X)
+    assert_merged(grads, AMAX)
+    expected = fp8.grad(apply_sum)(VARIABLES, X)["params"]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), grads["params"], expected)
 
 
 def test_06_un_jitted_gradient_in_the_max_dtype():

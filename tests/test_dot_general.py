@@ -1,5 +1,6 @@
 """The direct form: transposes, values beside the quantize-dequantize form, what it keeps and lowers to."""
 
+import functools
 import os
 import re
 import subprocess
@@ -19,7 +20,8 @@ import fp8flax as fp8
 from benchmarks.step_cpu import residual_bytes
 from fp8flax._dot_general import DotStates, fp8_dot_general
 from fp8flax._state import ScalingState, merge_by_max
-from tests.test_modules import CONTRACTIONS, OWG, data, error_of_product, init, make_step
+from tests import reference
+from tests.test_modules import CONTRACTIONS, OWG, data, error_of_product, init, make_step, name_of
 
 MATMUL = (((1,), (0,)), ((), ()))
 WIDE = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -53,8 +55,25 @@ def algorithms(text):
     return found
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("contraction", list(CONTRACTIONS))
+# Every contraction; in bfloat16 test_recipe_dot takes more of them.
+EXACTLY = [
+    *((name, jnp.float32) for name in CONTRACTIONS),
+    ("dense on a sequence", jnp.bfloat16),
+    ("two batches, moved", jnp.bfloat16),
+]
+# One of each kind, and the two that test_modules cannot compare with Flax.
+BOTH_FORMS = [
+    ("two contracting, crossed", jnp.float32),
+    ("one batch", jnp.float32),
+    ("vector", jnp.float32),
+    ("no rows", jnp.float32),
+    ("dense on a sequence", jnp.bfloat16),
+    ("two batches, moved", jnp.bfloat16),
+    ("dot to a scalar", jnp.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("contraction", "dtype"), EXACTLY, ids=name_of)
 def test_integers_multiply_exactly_forward_and_backward(contraction, dtype):
     """FP8 holds these integers, so all three GEMMs must give what ``lax.dot_general`` does."""
     lhs_shape, rhs_shape, dims = CONTRACTIONS[contraction]
@@ -73,8 +92,7 @@ def test_integers_multiply_exactly_forward_and_backward(contraction, dtype):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("contraction", list(CONTRACTIONS))
+@pytest.mark.parametrize(("contraction", "dtype"), BOTH_FORMS, ids=name_of)
 def test_the_two_forms_agree(contraction, dtype):
     lhs_shape, rhs_shape, dims = CONTRACTIONS[contraction]
     recipe = fp8.DelayedScaling(amax_history_len=3)
@@ -103,13 +121,11 @@ def test_bfloat16_results_are_rounded_once():
     """The quantize-dequantize form rounds both operands as well; the direct form only the result."""
     lhs = jax.random.normal(jax.random.key(0), (32, 64)) * 3
     rhs = jax.random.normal(jax.random.key(1), (64, 16))
-    scales = [jnp.max(jnp.abs(x)) / 448 for x in (lhs, rhs)]
-    states = DotStates(*(ScalingState(s[None], jnp.zeros((1,))) for s in (*scales, jnp.float32(1))))
-    out = multiply(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), states=states)
-    q_lhs, q_rhs = (
-        fp8.quantize(x.astype(jnp.bfloat16), fp8.float8_e4m3fn, s, jnp.float32)
-        for x, s in zip((lhs, rhs), scales)
-    )
+    scales = [np.max(np.abs(x)) / np.float32(448) for x in (lhs, rhs)]
+    states = DotStates(*(ScalingState(jnp.full((1,), s), jnp.zeros((1,))) for s in (*scales, 1.0)))
+    lhs, rhs = lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
+    out = jax.jit(lambda lhs, rhs, states: multiply(lhs, rhs, states=states))(lhs, rhs, states)
+    q_lhs, q_rhs = (reference.quantize(x, "float8_e4m3fn", scale) for x, scale in zip((lhs, rhs), scales))
     exact = np.asarray(q_lhs, np.float64) @ np.asarray(q_rhs, np.float64) * float(scales[0] * scales[1])
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=2**-8)
 
@@ -123,23 +139,27 @@ def test_float16_does_not_overflow_on_the_way():
     assert "xf16>, tensor" not in lowered_for_cuda(partial(multiply, states=states), x, w)
 
 
+@jax.jit
+def out_and_gradients_of(x, w, g, states):
+    out, vjp = jax.vjp(lambda x, w: multiply(x, w, states=states), x, w)
+    return out, *vjp(g)
+
+
 @pytest.mark.parametrize("amplitude", [1e30, 1e-30])
 def test_extreme_amplitudes(amplitude):
     x, w = jnp.full((4, 8), amplitude), jnp.full((8, 2), 1 / amplitude)
     states = DotStates(
         *(ScalingState(jnp.full((1,), a / 448), jnp.zeros((1,))) for a in (amplitude, 1 / amplitude, 1.0))
     )
-    out, vjp = jax.vjp(lambda x, w: multiply(x, w, states=states), x, w)
+    out, dx, dw = out_and_gradients_of(x, w, jnp.ones((4, 2)), states)
     np.testing.assert_allclose(out, np.full((4, 2), 8.0), rtol=1e-6)
-    dx, dw = vjp(jnp.ones((4, 2)))
     np.testing.assert_allclose(dx, np.full((4, 8), 2 / amplitude), rtol=1e-6)
     np.testing.assert_allclose(dw, np.full((8, 2), 4 * amplitude), rtol=1e-6)
 
 
 def test_zeros_stay_zeros_where_the_scales_multiply_to_infinity():
-    x, w = jnp.zeros((2, 3), jnp.bfloat16), jnp.zeros((3, 4), jnp.bfloat16)
-    out, vjp = jax.vjp(lambda x, w: multiply(x, w, states=fresh_states(scale=1e30)), x, w)
-    for leaf in (out, *vjp(jnp.zeros_like(out))):
+    x, w, g = (jnp.zeros(shape, jnp.bfloat16) for shape in ((2, 3), (3, 4), (2, 4)))
+    for leaf in out_and_gradients_of(x, w, g, fresh_states(scale=1e30)):
         np.testing.assert_array_equal(leaf, np.zeros(leaf.shape))
 
 
@@ -149,7 +169,7 @@ def test_scales_whose_product_overflows(dtype):
         x, w = jnp.full((2, 4), 1e30, dtype), jnp.full((4, 3), 1e30, dtype)
         scale = jnp.full((1,), 1e30 / 448, jnp.float32)
         state = ScalingState(scale, jnp.zeros((1,), jnp.float32))
-        out = multiply(x, w, states=DotStates(state, state, state))
+        out = jax.jit(lambda x, w, state: multiply(x, w, states=DotStates(*[state] * 3)))(x, w, state)
         expected = np.full((2, 3), 4e60 if dtype == jnp.float64 else np.inf)
         np.testing.assert_allclose(out, expected, rtol=1e-6)
 
@@ -267,7 +287,7 @@ def test_a_wrong_form_is_refused():
 def test_under_vmap_of_the_operands():
     """A batch axis of the operands alone; shared state is another matter."""
     x, w = jnp.arange(24.0).reshape(4, 2, 3) % 7, jnp.ones((3, 5))
-    np.testing.assert_array_equal(jax.vmap(multiply, (0, None))(x, w), x @ w)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(multiply, (0, None)))(x, w), x @ w)
     np.testing.assert_array_equal(
         jax.jit(jax.vmap(multiply, (None, 0)))(x[0], jnp.ones((4, 3, 5))), [x[0] @ w] * 4
     )
@@ -309,6 +329,25 @@ def scanned(block, length=8, **kwargs):
     return nn.scan(block, variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True}, length=length)(
         **kwargs
     )
+
+
+def init_and_step_of(block):
+    """In float32: XLA leaves out roundings to bfloat16 where it fuses, in each program others."""
+    x = jax.random.normal(jax.random.key(0), (M, K))
+    model = scanned(block, features=K, dot_general_cls=fp8.Fp8DotGeneralOp, dtype=jnp.float32)
+    step = jax.jit(fp8.value_and_grad(lambda v: jnp.mean(model.apply(v, x)[0] ** 2)))
+    return partial(jax.jit(model.init), jax.random.key(1), x), step
+
+
+@functools.cache
+def two_steps_without_remat():
+    """The variables before each step, and its loss and gradients."""
+    init, step = init_and_step_of(Block)
+    variables, results = init(), []
+    for _ in range(2):
+        results.append((variables, step(variables)))
+        variables = {"params": variables["params"], OWG: results[-1][1][1][OWG]}
+    return results
 
 
 class TestResiduals:
@@ -389,19 +428,9 @@ class TestResiduals:
     )
     def test_remat_changes_no_value(self, policy):
         """JAX damages an e4m3fn array that a policy keeps; ours are kept as codes."""
-        # In float32: XLA leaves out roundings to bfloat16 where it fuses, so differently in each program.
-        x = jax.random.normal(jax.random.key(0), (M, K))
-        block = nn.remat(Block, policy=policy, prevent_cse=False)
-        options = {"features": K, "dot_general_cls": fp8.Fp8DotGeneralOp, "dtype": jnp.float32}
-        models = [scanned(b, **options) for b in (Block, block)]
-        variables = models[0].init(jax.random.key(1), x)
-        for _ in range(2):
-            results = [
-                jax.jit(fp8.value_and_grad(lambda v, m=m: jnp.mean(m.apply(v, x)[0] ** 2)))(variables)
-                for m in models
-            ]
-            jax.tree.map(np.testing.assert_array_equal, *results)
-            variables = {"params": variables["params"], OWG: results[0][1][OWG]}
+        step = init_and_step_of(nn.remat(Block, policy=policy, prevent_cse=False))[1]
+        for variables, result in two_steps_without_remat():
+            jax.tree.map(np.testing.assert_array_equal, result, step(variables))
 
 
 EXPLICIT = """
@@ -410,7 +439,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 model = nn.Dense(16, dot_general_cls=fp8.Fp8DotGeneralOp)
 x = jax.random.normal(jax.random.key(0), (32, 8))
-v = model.init(jax.random.key(1), x)
+v = jax.jit(model.init)(jax.random.key(1), x)
 step = jax.jit(fp8.value_and_grad(lambda v, x: jnp.mean(model.apply(v, x) ** 2), argnums=(0, 1)))
 expected = step(v, x)
 for kind in (AxisType.Explicit, AxisType.Auto):

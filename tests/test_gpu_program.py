@@ -1,6 +1,7 @@
 """What the op compiles to for an NVIDIA H200, read from the program; no GPU is needed."""
 
 import contextlib
+import functools
 import os
 import re
 import subprocess
@@ -35,6 +36,7 @@ def flax_direct(**kwargs):
         return flax_ops.Fp8DirectDotGeneralOp(**kwargs)
 
 
+@functools.cache
 def report_of_dense(shape, dot_general_cls):
     with jax.numpy_rank_promotion("allow"):
         return fp8.audit(*dense_step(*shape, dot_general_cls), target="h200")
@@ -53,7 +55,7 @@ def test_three_of_three_gemms_of_a_dense_layer(shape):
     }
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
 def test_the_quantize_dequantize_form_runs_none_in_fp8(shape):
     """Row 17 of the defects that this package must not have: the audit says so, and why."""
     report = report_of_dense(shape, partial(fp8.Fp8DotGeneralOp, form="qdq"))
@@ -61,9 +63,8 @@ def test_the_quantize_dequantize_form_runs_none_in_fp8(shape):
     assert all(g.reason.startswith("quantize-dequantize pattern not matched") for g in report.gemms)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_plain_bfloat16_runs_none_in_fp8(shape):
-    report = report_of_dense(shape, None)
+def test_plain_bfloat16_runs_none_in_fp8():
+    report = report_of_dense(SHAPES[2], None)  # of the first shape: see test_audit
     assert [report.num_fp8_gemms, report.num_gemms] == [0, 3]
     assert {g.reason for g in report.gemms} == {"operands are bfloat16: layer not converted"}
 
@@ -113,17 +114,18 @@ def test_the_scale_reaches_the_gemm_in_float32(dtype):
     assert ("bf16[512,256]" in call) == (dtype == jnp.bfloat16)
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 4096, 4096), (100, 100, 100), (33, 65, 129), (2048, 4095, 512), (512, 256, 1)], ids=str
-)
+@pytest.mark.parametrize("shape", [(1, 4096, 4096), (33, 65, 129), (2048, 4095, 512)], ids=str)
 def test_odd_sizes_go_to_xlas_own_kernels(shape):
     report = report_of_dense(shape, fp8.Fp8DotGeneralOp)
     assert {g.accumulation for g in report.gemms} <= {"default"}
     assert "cublasLt" not in {g.backend for g in report.gemms}
 
 
-@pytest.mark.parametrize("fp8_format", list(fp8.Format), ids=lambda f: f.name)
-def test_every_format_compiles(fp8_format):
+@pytest.mark.parametrize(
+    "fp8_format", [fp8.Format.E4M3, fp8.Format.E5M2, fp8.Format.HYBRID_FNUZ], ids=lambda f: f.name
+)
+def test_other_formats_compile(fp8_format):
+    """HYBRID is everywhere else; the other two FNUZ formats have the dtypes of this one."""
     recipe = fp8.DelayedScaling(fp8_format=fp8_format)
     report = report_of_dense((512, 256, 256), partial(fp8.Fp8DotGeneralOp, recipe=recipe))
     fnuz = fp8_format.name.endswith("FNUZ")
@@ -204,6 +206,7 @@ class Stack(nn.Module):
         return scan(self.dot_general_cls)(x, None)[0]
 
 
+@functools.cache
 def report_of_stack(dot_general_cls, policy="no remat"):
     model, x = Stack(dot_general_cls, policy), struct(4096, 1024)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
@@ -260,8 +263,10 @@ def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed(
 
 
 @pytest.mark.usefixtures("_promotion_of_flax")
-def test_every_linear_layer_of_the_demo_runs_in_fp8():
+def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
     settings = training.Settings(num_layers=1)
+    # AdamW takes most of the time to compile, and has no GEMM.
+    monkeypatch.setattr(training, "make_optimizer", lambda settings: optax.sgd(1e-3))
     state = jax.eval_shape(lambda: training.make_state("fp8", 0, settings))
     report = fp8.audit(training.train_step, state, struct(16, settings.length + 1, dtype=jnp.int32))
     attention = [g for g in report.gemms if "..." in g.path]
@@ -299,9 +304,25 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("target", ["h200", "b200"])
-@pytest.mark.parametrize("shape", [(512, 256, 384), (33, 70, 45)], ids=str)
-@pytest.mark.parametrize("name", list(RECIPES))
+EVEN, ODD = (512, 256, 384), (33, 70, 45)
+MULTIPLIED = [
+    # Each recipe for both GPUs and in both shapes; both shapes of each kernel on the GPU that it is for.
+    ("tensorwise", EVEN, "h200"),
+    ("tensorwise", ODD, "b200"),
+    ("axiswise", ODD, "h200"),
+    ("axiswise", EVEN, "b200"),
+    ("MX", ODD, "h200"),
+    ("MX", EVEN, "b200"),
+    ("MX", ODD, "b200"),
+    ("128 blocks", EVEN, "h200"),
+    ("128 blocks", ODD, "h200"),
+    ("128 blocks", ODD, "b200"),
+    ("128 blocks, float32", ODD, "h200"),
+    ("128 blocks, float32", EVEN, "b200"),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "target"), MULTIPLIED, ids=str)
 def test_what_multiplies_under_each_recipe(name, shape, target):
     recipe, per_target = RECIPES[name]
     backend, reason = per_target[target]

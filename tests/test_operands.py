@@ -72,8 +72,7 @@ def assert_same_quantized(actual, codes, scale):
     np.testing.assert_array_equal(actual.scale, scale)
 
 
-@pytest.mark.parametrize("contract", [1, 0], ids=["rows", "columns"])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize(("dtype", "contract"), [(E4M3, 1), (E5M2, 0)], ids=["e4m3-rows", "e5m2-columns"])
 @pytest.mark.parametrize("name", list(QUANTIZERS))
 def test_codes_and_scales(name, dtype, contract):
     """Both orientations, of odd sizes that no block divides."""
@@ -85,9 +84,10 @@ def test_codes_and_scales(name, dtype, contract):
             assert_same_quantized(quantize(x), *expected_of(quantizer, x, contract))
 
 
-@pytest.mark.parametrize("shape", [(1, 33), (33, 1), (1, 1), (0, 5), (5, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 33), (1, 1), (0, 5)], ids=str)
 @pytest.mark.parametrize("name", ["tensorwise", "axiswise", "MX", "128x128, float32"])
 def test_small_and_empty_shapes(name, shape):
+    """Contracted along each dimension, so the transposed shapes too."""
     quantizer = QUANTIZERS[name](E4M3)
     for contract in (0, 1):
         view = View(shape, (contract,), ())

@@ -11,7 +11,13 @@ import fp8flax as fp8
 from tests import reference
 
 F32, E4M3, E5M2 = jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
-maybe_jit = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+
+
+def eager(f):
+    return f
+
+
+maybe_jit = pytest.mark.parametrize("wrap", [eager, jax.jit], ids=["eager", "jit"])
 
 
 def in_state(x, scale, history, q_dtype=E4M3):
@@ -66,18 +72,30 @@ def test_the_flax_guide_runs_with_this_package_in_its_place():
 
     state = jnp.array(1.0), jnp.zeros((1024,))
     layer = nn.Dense(64, use_bias=False, dot_general_cls=fp8_ops.Fp8DotGeneral)
-    variables = layer.init(jax.random.key(0), a)
+    variables = jax.jit(layer.init)(jax.random.key(0), a)
     assert set(variables[fp8_ops.OVERWRITE_WITH_GRADIENT]) == {"Fp8DirectDotGeneralOp_0"}
-    in_dense = layer.apply({**variables, "params": {"kernel": b}}, a)
+    in_dense = jax.jit(layer.apply)({**variables, "params": {"kernel": b}}, a)
     for out in (current(a, b), delayed(a, b, *state), direct(a, b, *state), in_dense):
         np.testing.assert_allclose(out, a @ b, rtol=0.05)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("q_dtype", list(reference.FP8))
-@pytest.mark.parametrize("scale_shape", [(), (1,)])
-@pytest.mark.parametrize("state_dtype", ["float32", "max"])
-@maybe_jit
+@pytest.mark.parametrize(
+    ("wrap", "state_dtype", "scale_shape", "q_dtype", "dtype"),
+    [
+        # Every pair of two choices.
+        (eager, "float32", (), "float8_e4m3fn", jnp.float32),
+        (eager, "max", (1,), "float8_e5m2", jnp.float32),
+        (eager, "float32", (), "float8_e4m3fnuz", jnp.bfloat16),
+        (eager, "max", (1,), "float8_e5m2fnuz", jnp.bfloat16),
+        (jax.jit, "max", (1,), "float8_e4m3fn", jnp.bfloat16),
+        (jax.jit, "float32", (), "float8_e5m2", jnp.bfloat16),
+        (jax.jit, "max", (), "float8_e4m3fnuz", jnp.float32),
+        (jax.jit, "float32", (1,), "float8_e5m2fnuz", jnp.float32),
+        (jax.jit, "max", (), "float8_e5m2fnuz", jnp.float32),
+        (jax.jit, "float32", (1,), "float8_e4m3fnuz", jnp.bfloat16),
+    ],
+    ids=lambda v: getattr(v, "__name__", str(v)),
+)
 def test_in_qdq_over_steps_is_the_reference(wrap, state_dtype, scale_shape, q_dtype, dtype):
     cast = {"float32": lambda s: s, "max": lambda s: s.astype(fp8.fp32_max_grad)}[state_dtype]
 
@@ -106,13 +124,17 @@ def test_in_qdq_over_steps_is_the_reference(wrap, state_dtype, scale_shape, q_dt
 
 @pytest.mark.parametrize("q_dtype", list(reference.FP8))
 def test_out_qdq_over_steps_is_the_reference(q_dtype):
+    @jax.jit
+    def step(y, scale, history, g):
+        out, vjp = jax.vjp(lambda *a: fp8.out_qdq(F32, getattr(jnp, q_dtype), *a), y, scale, history)
+        return out, *vjp(g)
+
     scale, history = jnp.ones((1,)), jnp.zeros((3,))
     want_scale, want_history = np.ones((1,), np.float32), np.zeros((3,), np.float32)
     for i in range(5):
         y = jax.random.normal(jax.random.key(i), (4, 7))
         g = jax.random.normal(jax.random.key(7), (4, 7)) * 100.0 ** (2 - i)
-        out, vjp = jax.vjp(lambda *a: fp8.out_qdq(F32, getattr(jnp, q_dtype), *a), y, scale, history)
-        dy, scale, history = vjp(g)
+        out, dy, scale, history = step(y, scale, history, g)
         want_scale = reference.next_scale(want_history, want_scale, q_dtype)
         want_history = reference.next_history(g, want_history)
         np.testing.assert_array_equal(out, y)
@@ -135,7 +157,10 @@ def test_in_q_and_out_dq_are_flax():
         return jnp.sum(y), (q, new_scale, y)
 
     with jax.numpy_rank_promotion("allow"):
-        results = [jax.grad(f, (0, 1, 2), has_aux=True)(x, jnp.ones((1,)), history) for f in (ours, theirs)]
+        results = [
+            jax.jit(jax.grad(f, (0, 1, 2), has_aux=True))(x, jnp.ones((1,)), history)
+            for f in (ours, theirs)
+        ]
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 

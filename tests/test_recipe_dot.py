@@ -17,7 +17,7 @@ from fp8flax._dot_general import fp8_dot_general
 from fp8flax._kernels.block_gemm import block_gemm, block_gemm_in_jax
 from tests import reference_recipes
 from tests.test_dot_general import MATMUL, Block, kept
-from tests.test_modules import CONTRACTIONS, OWG, data, error_of_product
+from tests.test_modules import CONTRACTIONS, OWG, data, error_of_product, init
 
 E4M3 = fp8.Format.E4M3
 STATELESS = {
@@ -81,8 +81,32 @@ def test_three_gemms_beside_numpy(name):
                 assert error_of_product(actual, lhs @ rhs, lhs, rhs) <= 1e-6
 
 
-@pytest.mark.parametrize("name", ["axiswise, powers of two", "128 blocks"])
-@pytest.mark.parametrize("contraction", list(CONTRACTIONS))
+# Which axes are contracted, and in which order, is tested with every contraction in test_dot_general; here
+# is what scales per slice and per block make of them.
+EXACTLY = {
+    "axiswise, powers of two": [
+        "dense on a sequence",
+        "two contracting, crossed",
+        "two batches, moved",
+        "dot to a scalar",
+        "no rows",
+    ],
+    "128 blocks": [
+        "rhs transposed",
+        "two contracting, crossed",
+        "two batches, moved",
+        "batch, no free rhs",
+        "outer product",
+        "vector",
+        "dot to a scalar",
+        "no rows",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("contraction", "name"), [(contraction, name) for name in EXACTLY for contraction in EXACTLY[name]]
+)
 def test_integers_multiply_exactly(contraction, name):
     """FP8 holds these integers under any power of two, so nothing may be lost."""
     recipe = STATELESS.get(name) or fp8.Float8CurrentScaling(
@@ -104,7 +128,7 @@ def test_integers_multiply_exactly(contraction, name):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["axiswise", "high-precision wgrad", "MX", "128 blocks, float32"])
+@pytest.mark.parametrize("name", ["high-precision wgrad", "MX", "128 blocks, float32"])
 def test_the_two_forms_agree(name):
     lhs_shape, rhs_shape, dims = CONTRACTIONS["two contracting, crossed"]
     lhs, rhs, g = data(0, lhs_shape, rhs_shape, dims, jnp.float32)
@@ -114,7 +138,7 @@ def test_the_two_forms_agree(name):
         assert error_of_product(ours, theirs, *factors) <= 1e-6
 
 
-@pytest.mark.parametrize("name", list(STATELESS))
+@pytest.mark.parametrize("name", ["tensorwise", "axiswise", "MX", "128 blocks, float32"])
 def test_nan_stays_where_it_is_and_inf_saturates(name):
     x = np.ones((4, 64), np.float32)
     x[0, 3], x[1, 5] = np.nan, np.inf
@@ -129,7 +153,10 @@ def test_nan_stays_where_it_is_and_inf_saturates(name):
     np.testing.assert_allclose(np.delete(np.asarray(dw), (3, 5), axis=0), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", list(STATELESS))
+@pytest.mark.parametrize(
+    "name",
+    ["tensorwise, powers of two", "high-precision wgrad", "MX, hybrid, floor", "128 blocks, float32"],
+)
 def test_with_x64_and_nan_checks(name):
     """Nothing on the way is a NaN where the data hold none; float64 stays float64."""
     with jax.enable_x64(True), jax.debug_nans(True):
@@ -199,9 +226,25 @@ def test_what_fills_up_the_last_blocks_is_not_kept(name):
     assert B * M * K + B * K * N <= sum(leaf.size for leaf in codes) <= (B * M * K + B * K * N) * 9 / 8
 
 
-@pytest.mark.parametrize("capability", [9.0, 10.0], ids=["Hopper", "Blackwell"])
-@pytest.mark.parametrize("contraction", ["two batches, moved", "wide"])
-@pytest.mark.parametrize("name", ["MX, hybrid, floor", "128 blocks", "128 blocks, float32"])
+# Each recipe for both GPUs and in both contractions, each contraction for both GPUs.
+LOWERED = {
+    9.0: [
+        ("MX, hybrid, floor", "two batches, moved"),
+        ("128 blocks", "wide"),
+        ("128 blocks, float32", "two batches, moved"),
+    ],
+    10.0: [
+        ("MX, hybrid, floor", "wide"),
+        ("128 blocks", "two batches, moved"),
+        ("128 blocks, float32", "wide"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "contraction", "capability"),
+    [(*case, capability) for capability in LOWERED for case in LOWERED[capability]],
+)
 def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability, monkeypatch):
     """The branch for NVIDIA GPUs, run here: our kernel interpreted, the block-scaled GEMM written out."""
     wide = ((150, 300), (300, 140), MATMUL)
@@ -301,7 +344,7 @@ def test_representable_data_loses_nothing(name):
 
 def grads_and_state(recipe, x, w):
     op = fp8.Fp8DotGeneralOp(recipe=recipe)
-    variables = jax.jit(lambda k, x, w: op.init(k, x, w, MATMUL))(jax.random.key(0), x, w)
+    variables = init(op, x, w, MATMUL)
 
     @jax.jit
     def run(variables, x, w):
@@ -389,7 +432,7 @@ class TestCustom:
     def test_power_of_two_scales_of_delayed_scaling(self):
         recipe = fp8.DelayedScaling(amax_history_len=2, use_power_2_scales=True, margin=1)
         op = fp8.Fp8DotGeneralOp(recipe=recipe)
-        variables = op.init(jax.random.key(0), self.x, self.w, MATMUL)
+        variables = init(op, self.x, self.w, MATMUL)
         step = jax.jit(fp8.grad(lambda v: jnp.sum(op.apply(v, self.x, self.w, MATMUL) * np.float32(1e-3))))
         variables = step(step(variables))
         for role, tensor, limit in (("input", self.x, 448), ("kernel", self.w, 448)):
@@ -415,17 +458,16 @@ def test_the_block_kernel_beside_its_twin(shape, in_float16):
         jnp.asarray(2.0 ** rng.uniform(-9, 9, (batch, n, depth // 128)), jnp.float32)
         for n in (rows, columns)
     ]
+    wide = [np.repeat(s, 128, 2) * np.asarray(c, np.float64) for c, s in zip(codes, scales)]
+    exact = wide[0] @ wide[1].transpose(0, 2, 1)
+    twin = jax.jit(partial(block_gemm_in_jax, out_dtype=jnp.float32))(*codes, *scales)
+    assert error_of_product(twin, exact, *wide) <= 1e-6
     for out_dtype, tolerance in ((jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)):
         ours = jax.jit(partial(block_gemm, out_dtype=out_dtype, in_float16=in_float16, interpret=True))(
             *codes, *scales
         )
-        twin = jax.jit(partial(block_gemm_in_jax, out_dtype=jnp.float32))(*codes, *scales)
         assert (ours.shape, ours.dtype) == ((batch, rows, columns), out_dtype)
-        wide = [np.repeat(s, 128, 2) * np.asarray(c, np.float64) for c, s in zip(codes, scales)]
-        exact = wide[0] @ wide[1].transpose(0, 2, 1)
-        for actual in (ours, twin):
-            bound = tolerance if actual is ours else 1e-6
-            assert error_of_product(actual, exact, *wide) <= bound
+        assert error_of_product(ours, exact, *wide) <= tolerance
 
 
 def test_second_derivatives_are_refused():
@@ -437,18 +479,26 @@ def test_second_derivatives_are_refused():
         )(jnp.ones((2, 3)))
 
 
-@pytest.mark.parametrize("name", ["axiswise", "MX", "128 blocks"])
+@pytest.mark.parametrize("name", ["axiswise", "MX"])
 def test_under_remat_and_scan(name):
     """Policies that keep the FP8 residuals change no bit."""
     cls = partial(fp8.Fp8DotGeneralOp, recipe=STATELESS[name])
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32)), jnp.float32)
     keep = jax.checkpoint_policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
-    results = []
-    for block in (Block, nn.remat(Block), nn.remat(Block, policy=keep)):
+
+    def model_of(block, cls=cls):
         stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-        model = stack(features=32, dot_general_cls=cls, dtype=jnp.float32)
-        variables = jax.jit(model.init)(jax.random.key(0), x)
-        results.append(jax.jit(jax.grad(lambda v, m=model: jnp.sum(m.apply(v, x)[0] ** 2)))(variables))
+        return stack(features=32, dot_general_cls=cls, dtype=jnp.float32)
+
+    variables = jax.jit(model_of(Block, None).init)(jax.random.key(0), x)
+    # That it changes nothing without a policy, where nothing is kept, does not depend on the recipe.
+    blocks = [Block, nn.remat(Block, policy=keep), *([nn.remat(Block)] if name == "MX" else [])]
+    results = [
+        jax.jit(jax.grad(lambda v, m: jnp.sum(m.apply(v, x)[0] ** 2)), static_argnums=1)(
+            variables, model_of(block)
+        )
+        for block in blocks
+    ]
     for other in results[1:]:
         jax.tree.map(np.testing.assert_array_equal, results[0], other)
 
@@ -477,8 +527,8 @@ def test_an_older_gpu_is_told_that_block_scales_are_not_native(monkeypatch):
     x, w = jnp.ones((2, 32)), jnp.ones((32, 2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fp8_dot_general(x, w, MATMUL, recipe=fp8.Float8CurrentScaling())
-        assert not caught
-        fp8_dot_general(x, w, MATMUL, recipe=fp8.MXFP8BlockScaling())
+        for recipe in (fp8.Float8CurrentScaling(), fp8.MXFP8BlockScaling()):
+            assert not caught
+            jax.eval_shape(lambda x, w, r=recipe: fp8_dot_general(x, w, MATMUL, recipe=r), x, w)
     assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
     assert "has no units for block scales" in str(caught[0].message)

@@ -236,6 +236,146 @@ class TestMergeByMax:
             assert history[0] == largest * np.max(np.abs(X))
 
 
+class TestAccumulateGradients:
+    """Microbatches, one at a time, against one large batch."""
+
+    def microbatches(self):
+        return jnp.stack([X, 3 * X, -2 * X])
+
+    @maybe_jit
+    def test_as_one_large_batch(self, wrap):
+        variables = advanced()
+        value, grads = wrap(fp8.accumulate_gradients(mse))(variables, self.microbatches())
+        expected = fp8.value_and_grad(mse)(variables, self.microbatches().reshape(-1, X.shape[1]))
+        assert_trees_close((value, grads), expected)
+        assert_trees_equal(grads[OWG], expected[1][OWG])
+
+    def test_aux_keys_and_dtypes(self):
+        def loss(variables, batch):
+            noise = jax.random.normal(batch["key"], X.shape)
+            return mse(variables, (batch["x"] + noise)), {"noise": noise}
+
+        narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), VARIABLES["params"])
+        variables = {"params": narrow, OWG: VARIABLES[OWG]}
+        with jax.numpy_dtype_promotion("standard"):
+            batches = {"x": self.microbatches(), "key": jax.random.split(jax.random.key(0), 3)}
+            (value, aux), grads = fp8.accumulate_gradients(loss, has_aux=True)(variables, batches)
+        assert value.shape == ()
+        assert aux["noise"].shape == (3, *X.shape)
+        assert {leaf.dtype for leaf in jax.tree.leaves(grads["params"])} == {jnp.dtype(jnp.bfloat16)}
+        assert {leaf.dtype for leaf in jax.tree.leaves(grads[OWG])} == {jnp.dtype(jnp.float32)}
+
+    def test_sums_in_float32(self):
+        """In bfloat16 a sum of 512 equal parts would stand still at 256 of them."""
+
+        def loss(variables, x):
+            return x * variables["params"]["w"]
+
+        variables = {"params": {"w": jnp.ones((), jnp.bfloat16)}}
+        grads = fp8.accumulate_gradients(loss)(variables, jnp.ones((512,), jnp.bfloat16))[1]
+        assert grads["params"]["w"] == 1
+
+    def test_in_the_train_state(self):
+        state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=optax.sgd(0.1))
+        loss = fp8.accumulate_gradients(lambda v, x: jnp.mean(state.apply_fn(v, x) ** 2))
+        grads = jax.jit(loss)(state.params, self.microbatches())[1]
+        assert_trees_equal(
+            grads[OWG], fp8.accumulate_gradients(mse)(VARIABLES, self.microbatches())[1][OWG]
+        )
+        new = state.apply_gradients(grads=grads)
+        op = new.params[OWG]["first"]["Fp8DotGeneralOp_0"]
+        assert op["input_amax_history"][0] == 3 * np.max(np.abs(X))
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    def test_one_bad_microbatch_counts_for_all(self, bad):
+        variables = advanced()
+        batches = self.microbatches().at[1, 0, 0].set(bad)
+        grads = fp8.accumulate_gradients(mse)(variables, batches)[1]
+        for leaf in jax.tree.leaves(grads[OWG]):
+            assert np.isfinite(leaf).all()
+        old = variables[OWG]["first"]["Fp8DotGeneralOp_0"]["input_amax_history"]
+        new = grads[OWG]["first"]["Fp8DotGeneralOp_0"]["input_amax_history"]
+        np.testing.assert_array_equal(new, old)
+
+    def test_a_layer_that_only_one_microbatch_uses(self):
+        def loss(variables, batch):
+            x, flag = batch
+            return lax.cond(flag, lambda: mse(variables, x), lambda: mse(variables, x, use_second=False))
+
+        variables, batches = advanced(), self.microbatches()
+        accumulate = jax.jit(fp8.accumulate_gradients(loss))
+        grads = accumulate(variables, (batches, jnp.array([False, True, False])))[1]
+        alone = accumulate(variables, (batches[1:2], jnp.array([True])))[1]
+        assert_trees_equal(
+            grads[OWG]["second"]["Fp8DotGeneralOp_0"]["input_amax_history"],
+            alone[OWG]["second"]["Fp8DotGeneralOp_0"]["input_amax_history"],
+        )
+        none = accumulate(variables, (batches, jnp.zeros((3,), bool)))[1]
+        assert_trees_equal(none[OWG]["second"], variables[OWG]["second"])
+
+    @pytest.mark.parametrize("batches", [{"a": X, "b": X[:2]}, X[:0], jnp.float32(1), {}])
+    def test_wrong_microbatches_are_refused(self, batches):
+        with pytest.raises(ValueError, match="must share a first dimension"):
+            fp8.accumulate_gradients(lambda v, b: 0.0)(VARIABLES, batches)
+
+    @pytest.mark.usefixtures("_promotion_of_optax")
+    def test_multi_steps_keeps_every_microbatch(self):
+        """Optax's way: each microbatch is a step of the state, and none is lost."""
+        tx = optax.MultiSteps(optax.sgd(0.1), every_k_schedule=3)
+        state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=tx)
+        amax = np.max(np.abs(X))
+        for x in self.microbatches():
+            assert_trees_equal(state.params["params"], VARIABLES["params"])
+            state = state.apply_gradients(grads=fp8.grad(mse)(state.params, x))
+        history = state.params[OWG]["first"]["Fp8DotGeneralOp_0"]["input_amax_history"]
+        np.testing.assert_allclose(history, [2 * amax, 0, amax, 3 * amax], rtol=1e-6)
+        assert not np.array_equal(
+            state.params["params"]["first"]["kernel"], VARIABLES["params"]["first"]["kernel"]
+        )
+
+
+class TestPmeanGradients:
+    def grads(self, bad=None):
+        """The gradients of four replicas, stacked."""
+        variables, xs = advanced(), jnp.stack([X, 3 * X, 2 * X, X])
+        if bad is not None:
+            xs = xs.at[2, 0, 0].set(bad)
+        each = [fp8.grad(mse)(variables, x) for x in xs]
+        return variables, each, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+    def test_mean_and_maximum(self):
+        variables, _, stacked = self.grads()
+        reduced = jax.vmap(lambda g: fp8.pmean_gradients(g, "data"), axis_name="data")(stacked)
+        reduced = jax.tree.map(lambda leaf: leaf[3], reduced)
+        mean = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), stacked["params"])
+        assert_trees_close(reduced["params"], mean)
+        whole = fp8.grad(mse)(variables, jnp.concatenate([X, 3 * X, 2 * X, X]))
+        op, expected = (g[OWG]["first"]["Fp8DotGeneralOp_0"] for g in (reduced, whole))
+        for name in ("input_scale", "input_amax_history", "kernel_scale", "kernel_amax_history"):
+            np.testing.assert_array_equal(op[name], expected[name])
+
+    def test_a_bad_replica(self):
+        variables, _, stacked = self.grads(np.nan)
+        reduced = jax.vmap(lambda g: fp8.pmean_gradients(g, "data"), axis_name="data")(stacked)
+        old = variables[OWG]["first"]["Fp8DotGeneralOp_0"]["input_amax_history"]
+        new = reduced[OWG]["first"]["Fp8DotGeneralOp_0"]["input_amax_history"]
+        assert np.isfinite(new).all()
+        np.testing.assert_array_equal(new, np.broadcast_to(new[0], new.shape))
+        assert np.max(new) >= np.max(old)
+
+    def test_the_collection_alone_and_several_axes(self):
+        _, each, _ = self.grads()
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves).reshape(2, 2, -1), *(g[OWG] for g in each))
+        reduce = jax.vmap(
+            jax.vmap(lambda g: fp8.pmean_gradients(g, ("a", "b")), axis_name="a"), axis_name="b"
+        )
+        jax.tree.map(
+            lambda new, old: np.testing.assert_array_equal(new[1, 0], np.max(old, axis=(0, 1))),
+            reduce(stacked),
+            stacked,
+        )
+
+
 class TestNoUpdate:
     """State that got no gradient, or met a NaN or an Inf, stays as it was."""
 

@@ -1,0 +1,283 @@
+"""Train states through Orbax and flax.serialization: what is saved comes back bit for bit, or an error."""
+
+import gc
+import hashlib
+from functools import cache, partial
+
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8flax as fp8
+
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+X = jax.random.normal(jax.random.key(0), (8, 16), jnp.bfloat16)
+AMAX = np.float32(np.max(np.abs(np.float32(X))))
+TX = optax.adam(1e-2)
+
+
+class Net(nn.Module):
+    """Two layers in bfloat16; without FP8 where ``length``, that of the amax history, is None."""
+
+    length: int | None = 4
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, x):
+        op = None
+        if self.length is not None:
+            op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=self.length))
+        dense = partial(nn.Dense, param_dtype=jnp.bfloat16, dot_general_cls=op)
+        return dense(16, name="second")(dense(self.width, name="first")(x))
+
+
+net = cache(Net)  # one object per model, so that its train states are of one kind
+
+
+def start(model):
+    """Returns the train state at step 0, all of it arrays."""
+    state = fp8.TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(1), X), tx=TX)
+    return state.replace(step=jnp.int32(0))
+
+
+@jax.jit
+def train_step(state, x):
+    def loss(variables):
+        return jnp.mean(jnp.square(state.apply_fn(variables, x)).astype(jnp.float32))
+
+    grads = fp8.grad(loss)(state.params)
+    with jax.numpy_dtype_promotion("standard"):  # Adam needs it
+        return state.apply_gradients(grads=grads)
+
+
+@cache
+def trained(model, steps=3):
+    state = jax.jit(start, static_argnums=0)(model)
+    for step in range(steps):
+        state = train_step(state, X * 2.0**step)
+    return state
+
+
+@cache
+def abstract(model):
+    return jax.eval_shape(partial(start, model))
+
+
+def bits_of(tree):
+    """Returns every leaf's name, dtype, shape and bytes."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    arrays = [(jax.tree_util.keystr(path), np.asarray(leaf)) for path, leaf in leaves]
+    return [(name, a.dtype, a.shape, a.tobytes()) for name, a in arrays]
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    assert bits_of(a) == bits_of(b)
+
+
+def orbax_save(path, tree):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+
+
+def orbax_restore(path, *target):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, *target)
+
+
+def through_orbax(path, tree, target):
+    orbax_save(path / "checkpoint", tree)
+    return orbax_restore(path / "checkpoint", target)
+
+
+def through_msgpack(path, tree, target):
+    (path / "checkpoint").write_bytes(flax.serialization.to_bytes(tree))
+    return flax.serialization.from_bytes(target, (path / "checkpoint").read_bytes())
+
+
+both = pytest.mark.parametrize("through", [through_orbax, through_msgpack], ids=["orbax", "msgpack"])
+
+
+@both
+def test_a_train_state_comes_back(through, tmp_path):
+    state = trained(net())
+    assert all(np.all(leaf[..., :1] > 0) for leaf in jax.tree.leaves(state.params[OWG]))
+    restored = through(tmp_path, state, abstract(net()))
+    assert isinstance(restored, fp8.TrainState)
+    assert_same(restored, state)
+    assert_same(train_step(restored, X), train_step(state, X))
+
+
+def test_a_checkpoint_has_the_names_of_flax(tmp_path):
+    """Version 1 of the format; to change it is to break everybody's checkpoints."""
+    orbax_save(tmp_path / "checkpoint", trained(net()))
+    state = orbax_restore(tmp_path / "checkpoint")["params"][OWG]
+    found = {name: (str(dtype), shape) for name, dtype, shape, _ in bits_of(state)}
+    assert found == {
+        f"['{layer}']['Fp8DotGeneralOp_0']['{role}_{leaf}']": ("float32", shape)
+        for layer in ("first", "second")
+        for role in ("input", "kernel", "output_grad")
+        for leaf, shape in (("scale", (1,)), ("amax_history", (4,)))
+    }
+    # Inputs grew from step to step: the newest amax comes first, then the oldest to the second newest.
+    newest, _, oldest, second = np.asarray(state["first"]["Fp8DotGeneralOp_0"]["input_amax_history"])
+    np.testing.assert_array_equal([oldest, second, newest], AMAX * np.float32([1, 2, 4]))
+
+
+class Stacked(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
+        axes = {"params": 0, OWG: 0}
+        layers = nn.vmap(
+            nn.Dense, in_axes=None, variable_axes=axes, split_rngs={"params": True}, axis_size=8
+        )
+        return layers(16, param_dtype=jnp.bfloat16, dot_general_cls=op)(x)
+
+
+STACKED = Stacked()
+
+
+def test_sharded_over_eight_devices(tmp_path):
+    assert jax.device_count() == 8
+    target = abstract(STACKED)
+    state = jax.tree.map(lambda s: jnp.arange(1, s.size + 1, dtype=s.dtype).reshape(s.shape), target)
+    line = Mesh(np.array(jax.devices()), ("layers",))
+    grid = Mesh(np.array(jax.devices()).reshape(2, 4), ("rows", "columns"))
+
+    def by_layers(leaf):
+        return NamedSharding(line, P("layers") if leaf.ndim else P())
+
+    def by_features(leaf):  # scalings, biases and scalars replicated
+        return NamedSharding(grid, P(None, "rows", "columns") if leaf.ndim == 3 else P())
+
+    placed = jax.device_put(state, jax.tree.map(by_layers, state))
+    histories = placed.params[OWG]["VmapDense_0"]["Fp8DotGeneralOp_0"]["kernel_amax_history"]
+    assert histories.sharding.shard_shape(histories.shape) == (1, 4)
+    orbax_save(tmp_path / "checkpoint", placed)
+    for shardings in (by_layers, by_features):
+        wanted = jax.tree.map(shardings, target)
+        placed = jax.tree.map(lambda s, where: s.update(sharding=where), target, wanted)
+        restored = orbax_restore(tmp_path / "checkpoint", placed)
+        assert_same(restored, state)
+        assert jax.tree.map(lambda leaf: leaf.sharding, restored) == wanted
+        assert_same(fp8.add_fp8_state(restored.params, STACKED, X), state.params)
+
+
+@both
+def test_a_checkpoint_without_fp8_begins_an_fp8_run(through, tmp_path):
+    before = trained(net(None))
+    restored = through(tmp_path, before, abstract(net(None)))
+    assert OWG not in restored.params
+    variables = fp8.add_fp8_state(restored.params, net(), X)
+    state = restored.replace(apply_fn=abstract(net()).apply_fn, params=variables)
+    assert_same(state.params["params"], before.params["params"])
+    assert_same(state.opt_state, before.opt_state)
+    assert_same(variables[OWG], trained(net(), 0).params[OWG])
+    after = train_step(state, X)
+    assert int(after.step) == 4
+    histories = after.params[OWG]["first"]["Fp8DotGeneralOp_0"]
+    np.testing.assert_array_equal(histories["input_amax_history"], [AMAX, 0, 0, 0])
+
+    back = restored.replace(params=fp8.remove_fp8_state(after.params))
+    (tmp_path / "back").mkdir()
+    assert_same(through(tmp_path / "back", back, abstract(net(None))), back)
+    train_step(back, X)
+
+
+@both
+@pytest.mark.parametrize("length", [2, 6])
+def test_another_history_length(length, through, tmp_path):
+    state = trained(net(), 6)
+    restored = through(tmp_path, state, abstract(net(4)))
+    params = fp8.add_fp8_state(restored.params, net(length), X)
+    new = abstract(net(length)).replace(step=restored.step, params=params, opt_state=restored.opt_state)
+    assert_same(new.params["params"], state.params["params"])
+    for layer, op in new.params[OWG].items():
+        for name, leaf in op["Fp8DotGeneralOp_0"].items():
+            old = np.asarray(state.params[OWG][layer]["Fp8DotGeneralOp_0"][name])
+            expected = old
+            if name.endswith("history"):
+                zeros = np.zeros(max(0, length - 4), np.float32)
+                expected = np.concatenate([old[:1], zeros, old[1:][1 - length :]])
+            np.testing.assert_array_equal(leaf, expected)
+    after = train_step(new, X)
+    scale = after.params[OWG]["first"]["Fp8DotGeneralOp_0"]["input_scale"]
+    np.testing.assert_array_equal(scale, fp8.compute_scale(AMAX * 2**5, 1.0, 448)[None])
+
+
+def hashes(folder):
+    return {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
+
+
+# Orbax leaves its readers behind when one of them fails.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("part", ["_METADATA", "manifest.ocdbt", "d/*", "**/*"])
+@pytest.mark.parametrize("keep", [0.0, 0.5])
+def test_a_truncated_orbax_checkpoint(part, keep, tmp_path):
+    older, newer, target = trained(net(), 3), trained(net(), 4), abstract(net())
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for state in (older, newer):
+            manager.save(int(state.step), args=ocp.args.StandardSave(state))
+    before = hashes(tmp_path / "3")
+    assert before
+    files = [path for path in (tmp_path / "4" / "default").glob(part) if path.is_file()]
+    assert files
+    for path in files:
+        path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() == 4
+        with pytest.raises((ValueError, OSError)):
+            manager.restore(4, args=ocp.args.StandardRestore(target))
+        assert_same(manager.restore(3, args=ocp.args.StandardRestore(target)), older)
+    assert hashes(tmp_path / "3") == before
+    gc.collect()
+
+
+def test_a_truncated_msgpack(tmp_path):
+    data = flax.serialization.to_bytes(trained(net()))
+    target = abstract(net())
+    assert_same(flax.serialization.from_bytes(target, data), trained(net()))
+    for length in (*range(0, len(data), len(data) // 50), len(data) - 1):
+        with pytest.raises(ValueError, match="incomplete|unpack"):
+            flax.serialization.from_bytes(target, data[:length])
+
+
+@both
+def test_a_checkpoint_of_another_model(through, tmp_path):
+    restored = through(tmp_path, trained(net(width=24), 0), abstract(net(width=24)))
+    message = r"\['params'\]\['first'\]\['bias'\] has shape \(24,\), but the model's parameter has \(16,\)"
+    with pytest.raises(ValueError, match=message):
+        fp8.add_fp8_state(restored.params, net(), X)
+    if through is through_orbax:
+        with pytest.raises(ValueError, match="[Ss]hape"):
+            orbax_restore(tmp_path / "checkpoint", abstract(net()))
+    # The weights of this model with the state of another one.
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), restored.params[OWG])
+    with pytest.raises(
+        ValueError, match=r"first/Fp8DotGeneralOp_0/input_amax_history has shape \(3, 4\), but"
+    ):
+        fp8.add_fp8_state({**trained(net()).params, OWG: stacked}, net(), X)
+
+
+def test_a_cast_of_the_whole_checkpoint_is_refused(tmp_path):
+    orbax_save(tmp_path / "checkpoint", trained(net()).params)
+    narrow = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), abstract(net()).params)
+    restored = orbax_restore(tmp_path / "checkpoint", narrow)
+    leaf = "_overwrite_with_gradient/first/Fp8DotGeneralOp_0/input_amax_history"
+    message = f"{leaf} must be float32; got bfloat16. Cast variables\\['params'\\] alone"
+    with pytest.raises(TypeError, match=message):
+        fp8.add_fp8_state(restored, net(), X)
+    with pytest.raises(TypeError, match=message):
+        fp8.TrainState.create(apply_fn=net().apply, params=restored, tx=TX)
+    with pytest.raises(TypeError, match=message):
+        train_step(trained(net()).replace(params=restored), X)
+    with pytest.raises(TypeError, match="must be float32; got bfloat16"):
+        net().apply(restored, X)

@@ -1,0 +1,755 @@
+"""Faults during training (NaN, Inf, nothing, too large, too small), and what they leave in the state.
+
+A state machine trains a small model through random sequences of good and bad steps. The scaling state of
+every tensor is compared with a model of it in NumPy, exactly.
+"""
+
+import functools
+import itertools
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import flax.linen as nn
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+import fp8flax as fp8
+
+SEQUENCES = 2000
+STEPS = 8
+
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+ROWS, FEATURES, MICROBATCHES = 4, 6, 3
+HIDDEN = 8
+WIDTHS = {"first": HIDDEN, "second": HIDDEN, "third": 3}
+MAX_OF_ROLE = {"input": 448.0, "kernel": 448.0, "output_grad": 57344.0}
+TENSORS = [(name, role) for name in WIDTHS for role in MAX_OF_ROLE]
+FP8_MAX = np.float32([MAX_OF_ROLE[role] for _, role in TENSORS])
+HISTORY = 4
+FAULTS = (np.nan, np.inf, -np.inf)
+LEARNING_RATE, MOMENTUM = 0.01, 0.9
+NEVER = 10**6  # so many errors in a row until ``optax.apply_if_finite`` lets one through
+
+
+def op_with(recipe, form="direct"):
+    return partial(fp8.Fp8DotGeneralOp, recipe=recipe, form=form)
+
+
+class Net(nn.Module):
+    """Three FP8 layers, the second of which a traced flag can skip."""
+
+    activation: object = nn.relu
+    amax_history_len: int = HISTORY
+
+    @nn.compact
+    def __call__(self, x, skip, taps):
+        """Returns the output, and what the second and the third layer got.
+
+        ``taps`` are zeros that are added to each layer's output: their gradients are its output gradients.
+        """
+        op = op_with(fp8.DelayedScaling(amax_history_len=self.amax_history_len))
+
+        def layer(name):
+            return nn.Dense(WIDTHS[name], dot_general_cls=op, name=name)
+
+        def use_second(mdl, h, tap):
+            return self.activation(layer("second")(h) + tap)
+
+        def skip_second(mdl, h, tap):
+            return h
+
+        h1 = self.activation(layer("first")(x) + taps["first"])
+        if self.is_initializing():
+            h2 = use_second(self, h1, taps["second"])
+        else:
+            h2 = nn.cond(skip, skip_second, use_second, self, h1, taps["second"])
+        return layer("third")(h2) + taps["third"], {"second": h1, "third": h2}
+
+
+def zero_taps(*lead):
+    return {name: jnp.zeros((*lead, width)) for name, width in WIDTHS.items()}
+
+
+def create(model, inner):
+    x = jnp.ones((ROWS, FEATURES))
+    variables = model.init(jax.random.key(0), x, jnp.array(False), zero_taps(ROWS))
+    tx = optax.apply_if_finite(inner, NEVER)
+    state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
+    return state.replace(step=jnp.zeros((), jnp.int32))
+
+
+def train_step(state, parts):
+    """Trains on microbatches; ``parts`` are stacks of ``(x, output gradient, whether to skip a layer)``."""
+
+    def loss(variables, taps):
+        def microbatch(total, args):
+            x, g, skip, taps = args
+            out, inputs = state.apply_fn(variables, x, skip, taps)
+            return total + jnp.sum(out * g), inputs
+
+        total, inputs = jnp.zeros(()), []
+        for part, tap in zip(parts, taps):
+            total, seen = lax.scan(microbatch, total, (*part, tap))
+            inputs.append(seen)
+        return total, inputs
+
+    taps = [zero_taps(*x.shape[:2]) for x, _, _ in parts]
+    gradients = fp8.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (value, inputs), (grads, output_grads) = gradients(state.params, taps)
+    return state.apply_gradients(grads=grads), value, grads["params"], inputs, output_grads
+
+
+class Flat:
+    """Trees of arrays of given shapes as one vector each: few arrays cross the border to NumPy."""
+
+    def __init__(self, **shapes):
+        sizes = np.array([math.prod(shape) for shape in shapes.values()])
+        ends = np.cumsum(sizes).tolist()
+        self.fields = {
+            name: (slice(end - size, end), shape)
+            for (name, shape), size, end in zip(shapes.items(), sizes.tolist(), ends)
+        }
+
+    def ravel(self, **arrays):
+        assert {name: array.shape for name, array in arrays.items()} == {
+            name: shape for name, (_, shape) in self.fields.items()
+        }
+        return jnp.concatenate([arrays[name].astype(jnp.float32).ravel() for name in self.fields])
+
+    def unravel(self, vector):
+        return SimpleNamespace(
+            **{k: vector[where].reshape(shape) for k, (where, shape) in self.fields.items()}
+        )
+
+
+@functools.cache
+def start():
+    return create(Net(), CLIPPED_SGD)
+
+
+@functools.cache
+def flat_state():
+    n = ravel_pytree(start().params["params"])[0].size
+    return Flat(scale=(9,), history=(9, HISTORY), params=(n,), momentum=(n,), counters=(4,))
+
+
+@functools.cache
+def flat_observed(*shapes):
+    n = ravel_pytree(start().params["params"])[0].size
+    parts = {}
+    for i, (m, rows) in enumerate(shapes):
+        parts |= {f"inner_{i}": (4, m, rows, HIDDEN), f"output_grad_{i}": (m, rows, WIDTHS["third"])}
+    return Flat(loss=(), grads=(n,), **parts)
+
+
+def ravel_state(state):
+    def stacked(suffix):
+        ops = {name: state.params[OWG][name]["Fp8DotGeneralOp_0"] for name in WIDTHS}
+        return jnp.stack([ops[name][role + suffix] for name, role in TENSORS])
+
+    (*counters, inner), _ = jax.tree.flatten(
+        state.opt_state, is_leaf=lambda x: x is state.opt_state.inner_state
+    )
+    return flat_state().ravel(
+        scale=stacked("_scale")[:, 0],
+        history=stacked("_amax_history"),
+        params=ravel_pytree(state.params["params"])[0],
+        momentum=ravel_pytree(inner)[0],
+        counters=jnp.stack([c.astype(jnp.float32) for c in (state.step, *counters)]),
+    )
+
+
+def unravel_state(vector):
+    like, flat = start(), flat_state().unravel(vector)
+    params = {"params": ravel_pytree(like.params["params"])[1](flat.params), OWG: {}}
+    for i, (name, role) in enumerate(TENSORS):
+        op = params[OWG].setdefault(name, {"Fp8DotGeneralOp_0": {}})["Fp8DotGeneralOp_0"]
+        op[f"{role}_scale"], op[f"{role}_amax_history"] = flat.scale[i : i + 1], flat.history[i]
+    inner = ravel_pytree(like.opt_state.inner_state)[1](flat.momentum)
+    step, *counters = flat.counters
+    opt_state = like.opt_state._replace(
+        **{
+            name: value.astype(getattr(like.opt_state, name).dtype)
+            for name, value in zip(("notfinite_count", "last_finite", "total_notfinite"), counters)
+        },
+        inner_state=inner,
+    )
+    return like.replace(step=step.astype(jnp.int32), params=params, opt_state=opt_state)
+
+
+@functools.cache
+def start_vector():
+    return ravel_state(start())
+
+
+@jax.jit
+def flat_train_step(vector, parts):
+    old = unravel_state(vector)
+    new, loss, grads, inputs, output_grads = train_step(old, parts)
+    # The shapes and dtypes of every step that runs this program.
+    assert layout(new) == layout(old) == layout(start())
+    observed = {}
+    for i, (ins, gs) in enumerate(zip(inputs, output_grads)):
+        observed[f"inner_{i}"] = jnp.stack([ins["second"], ins["third"], gs["first"], gs["second"]])
+        observed[f"output_grad_{i}"] = gs["third"]
+    flat = flat_observed(*(x.shape[:2] for x, _, _ in parts))
+    return ravel_state(new), flat.ravel(loss=loss, grads=ravel_pytree(grads)[0], **observed)
+
+
+def bits(tree):
+    return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))
+
+
+def layout(tree):
+    return [(path, leaf.shape, leaf.dtype) for path, leaf in jax.tree.leaves_with_path(tree)]
+
+
+def amax(x):
+    """Of each microbatch, over the last two axes; -inf for an empty one."""
+    return np.abs(x).max(axis=(-2, -1), initial=-np.inf)
+
+
+def next_scaling_state(scale, history, amaxes, used=True, fp8_max=FP8_MAX):
+    """The model: the scaling state of some tensors after a step.
+
+    Args:
+        scale: shape ``(tensors,)``.
+        history: shape ``(tensors, length)``.
+        amaxes: the largest magnitude of each tensor in this step; not finite where there is none.
+        used: whether a gradient arrived.
+    """
+    largest = history.max(axis=1)
+    with np.errstate(divide="ignore"):
+        new_scale = 1 / (fp8_max / largest)
+    new_scale = np.clip(new_scale, np.finfo(np.float32).tiny, np.finfo(np.float32).max)
+    pushed = np.roll(history, -1, axis=1)
+    pushed[:, 0] = amaxes
+    return (
+        np.where(used & (largest > 0), new_scale, scale),
+        np.where((used & np.isfinite(amaxes))[:, None], pushed, history),
+    )
+
+
+CLIPPED_SGD = optax.chain(optax.clip(1.0), optax.sgd(LEARNING_RATE, momentum=MOMENTUM))
+_rng = np.random.default_rng(0)
+X = _rng.standard_normal((8, MICROBATCHES, ROWS, FEATURES)).astype(np.float32)
+G = _rng.standard_normal((8, MICROBATCHES, ROWS, WIDTHS["third"])).astype(np.float32)
+
+
+def with_fault(x, where, fault):
+    x = x.copy()
+    x.reshape(-1)[where % x.size] = fault
+    return x
+
+
+BATCHES = st.sampled_from(range(len(X)))
+PLACED_FAULTS = st.sampled_from(list(itertools.product(range(X[0].size), FAULTS)))
+FLAGS = st.sampled_from(list(itertools.product((False, True), repeat=MICROBATCHES)))
+POWERS = st.sampled_from(list(itertools.product(np.float32((1e-30, 1, 1e30)), repeat=2)))
+
+
+@functools.cache
+def kernel_slices():
+    """Returns where each kernel lies in the flat parameters."""
+    offset, slices = 0, {}
+    for path, leaf in jax.tree.leaves_with_path(start().params["params"]):
+        if path[-1].key == "kernel":
+            slices[path[0].key] = slice(offset, offset + leaf.size)
+        offset += leaf.size
+    return [slices[name] for name in WIDTHS]
+
+
+def named(*columns):
+    """Returns a table for the message of an assertion."""
+    return dict(zip(TENSORS, zip(*columns)))
+
+
+class Training(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.vector = start_vector()
+        self.state = flat_state().unravel(np.asarray(self.vector))
+
+    def train(self, *parts):
+        """One step, and all that must hold after it; returns the loss and whether parameters changed."""
+        parts = [(x, g, np.broadcast_to(np.asarray(skip), len(x))) for x, g, skip in parts]
+        self.vector, observed = flat_train_step(self.vector, parts)
+        vector = np.asarray(self.vector)
+        assert np.isfinite(vector).all()
+        before, after = self.state, flat_state().unravel(vector)
+        observed = flat_observed(*(x.shape[:2] for x, _, _ in parts)).unravel(np.asarray(observed))
+        self.state = after
+        # The scaling state.
+        scale, history = next_scaling_state(
+            before.scale, before.history, *self.amaxes(before.params, parts, observed)
+        )
+        assert np.array_equal(after.scale, scale), named(after.scale, scale, before.scale)
+        assert np.array_equal(after.history, history), named(after.history, history, before.history)
+        assert (scale > 0).all()
+        assert (history >= 0).all()
+        # The parameters and the optimizer.
+        is_finite = np.isfinite(observed.grads).all()
+        assert after.counters[0] == before.counters[0] + 1
+        assert after.counters[2] == is_finite
+        changed = after.params.tobytes() != before.params.tobytes()
+        if is_finite:
+            momentum = np.clip(observed.grads, -1, 1) + np.float32(MOMENTUM) * before.momentum
+            params = before.params - np.float32(LEARNING_RATE) * momentum
+            assert np.abs(after.momentum - momentum).max() < 1e-5
+            assert np.abs(after.params - params).max() < 1e-6
+        else:
+            assert not changed
+            assert after.momentum.tobytes() == before.momentum.tobytes()
+        return observed.loss, changed
+
+    def amaxes(self, params, parts, observed):
+        """Returns the amax of each tensor in this step, and whether it was used.
+
+        The input of the first layer, the kernels, and the output gradient of the last layer are known
+        beforehand. The others are as the step gave them.
+        """
+        parts_of = []
+        for i, (x, g, skip) in enumerate(parts):
+            inner, output_grad = getattr(observed, f"inner_{i}"), getattr(observed, f"output_grad_{i}")
+            assert output_grad.tobytes() == g.tobytes()
+            in_2, in_3, grad_1, grad_2 = amax(inner)
+            in_2, grad_2 = np.where(skip, -np.inf, (in_2, grad_2))
+            parts_of.append((amax(x), grad_1, in_2, grad_2, in_3, amax(g)))
+        tensors = np.concatenate(parts_of, axis=1).max(axis=1)
+        amaxes = np.empty((3, 3), np.float32)
+        amaxes[:, 0], amaxes[:, 2] = tensors[0::2], tensors[1::2]
+        amaxes[:, 1] = [np.abs(params[where]).max() for where in kernel_slices()]
+        used = np.ones((3, 3), bool)
+        used[1] = not all(skip.all() for _, _, skip in parts)
+        return amaxes.ravel(), used.ravel()
+
+    @rule(i=BATCHES)
+    def good(self, i):
+        loss, changed = self.train((X[i, :1], G[i, :1], False))
+        assert np.isfinite(loss)
+        assert changed
+
+    @rule(i=BATCHES, fault=PLACED_FAULTS)
+    def fault_in_the_input(self, i, fault):
+        self.train((with_fault(X[i, :1], *fault), G[i, :1], False))
+
+    @rule(i=BATCHES, fault=PLACED_FAULTS)
+    def fault_in_the_gradient(self, i, fault):
+        _, changed = self.train((X[i, :1], with_fault(G[i, :1], *fault), False))
+        assert not changed  # the bias saw it
+
+    @rule(i=BATCHES, fault=st.sampled_from(FAULTS))
+    def loss_that_overflows(self, i, fault):
+        loss, changed = self.train((X[i, :1], G[i, :1] * np.float32(fault), False))
+        assert not np.isfinite(loss)
+        assert not changed
+
+    @rule(i=BATCHES)
+    def zeros(self, i):
+        self.train((np.zeros_like(X[i, :1]), G[i, :1], False))
+
+    @rule(i=BATCHES)
+    def zero_loss(self, i):
+        loss, _ = self.train((X[i, :1], np.zeros_like(G[i, :1]), False))
+        assert loss == 0
+
+    @rule(i=BATCHES)
+    def empty(self, i):
+        loss, _ = self.train((X[i, :1, :0], G[i, :1, :0], False))
+        assert loss == 0
+
+    @rule(i=BATCHES)
+    def skipped(self, i):
+        loss, changed = self.train((X[i, :1], G[i, :1], True))
+        assert np.isfinite(loss)
+        assert changed
+
+    @rule(i=BATCHES, powers=POWERS)
+    def scaled(self, i, powers):
+        self.train((X[i, :1] * powers[0], G[i, :1] * powers[1], False))
+
+    @rule(i=BATCHES, skip=FLAGS)
+    def microbatches(self, i, skip):
+        loss, changed = self.train((X[i], G[i], skip))
+        assert np.isfinite(loss)
+        assert changed
+
+    @rule(i=BATCHES, skip=FLAGS, fault=PLACED_FAULTS)
+    def fault_in_one_microbatch(self, i, skip, fault):
+        self.train((with_fault(X[i], *fault), G[i], skip))
+
+    @rule(i=BATCHES, skip=FLAGS, fault=PLACED_FAULTS)
+    def fault_in_the_gradient_of_one_microbatch(self, i, skip, fault):
+        _, changed = self.train((X[i], with_fault(G[i], *fault), skip))
+        assert not changed
+
+
+def test_any_sequence_of_good_and_bad_steps():
+    settings = hypothesis.settings(
+        max_examples=SEQUENCES,
+        stateful_step_count=STEPS,
+        deadline=None,
+        derandomize=True,
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        database=None,
+        print_blob=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    run_state_machine_as_test(Training, settings=settings)
+
+
+class NaNNet(nn.Module):
+    """Its activation, other than relu, hands a NaN back to the layer before."""
+
+    @nn.compact
+    def __call__(self, x):
+        op = op_with(fp8.DelayedScaling(amax_history_len=16))
+        x = nn.tanh(nn.Dense(HIDDEN, dot_general_cls=op, name="first")(x))
+        return nn.Dense(3, dot_general_cls=op, name="second")(x)
+
+
+@pytest.fixture
+def _promotion_of_optax():
+    """Optax 0.2.8 mixes dtypes and ranks in its own arithmetic (``decay ** count``)."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.usefixtures("_promotion_of_optax")
+class TestANaNBatch:
+    """With ``optax.apply_if_finite`` it might as well never have been drawn."""
+
+    # The decay outweighs the step: no kernel has larger values than before.
+    tx = optax.apply_if_finite(optax.adamw(1e-3, weight_decay=20.0), NEVER)
+    batches = tuple(zip(X[:, 0], G[:, 0]))
+
+    @staticmethod
+    @jax.jit
+    def step(state, x, y):
+        def loss(variables):
+            return jnp.mean((state.apply_fn(variables, x) - y) ** 2)
+
+        value, grads = fp8.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    def start(self):
+        variables = NaNNet().init(jax.random.key(0), jnp.ones((ROWS, FEATURES)))
+        return fp8.TrainState.create(apply_fn=NaNNet().apply, params=variables, tx=self.tx)
+
+    def run(self, state, batches):
+        losses = []
+        for x, y in batches:
+            state, loss = self.step(state, x, y)
+            losses.append(np.asarray(loss))
+        return state, losses
+
+    def assert_same_run(self, ours, theirs):
+        """The same bits, but for the counters of ``apply_if_finite``, and a second entry for kernels."""
+        (state, losses), (expected, expected_losses) = ours, theirs
+        assert bits(losses) == bits(expected_losses)
+        assert np.isfinite(losses).all()
+        assert bits(state.params["params"]) == bits(expected.params["params"])
+        assert bits(state.opt_state.inner_state) == bits(expected.opt_state.inner_state)
+        assert state.opt_state.total_notfinite == 1
+        for name, ops in expected.params[OWG].items():
+            op, expected_op = state.params[OWG][name]["Fp8DotGeneralOp_0"], ops["Fp8DotGeneralOp_0"]
+            assert bits({k: v for k, v in op.items() if k != "kernel_amax_history"}) == bits(
+                {k: v for k, v in expected_op.items() if k != "kernel_amax_history"}
+            )
+
+    @pytest.mark.parametrize("where", ["one value", "all"])
+    def test_the_run_after_it_is_the_run_without_it(self, where):
+        x, y = self.batches[0]
+        bad = with_fault(x, 8, np.nan) if where == "one value" else np.full_like(x, np.nan)
+        state, _ = self.run(self.start(), self.batches[:3])
+        after, bad_loss = self.step(state, bad, y)
+        assert np.isnan(bad_loss)
+        later = self.run(after, self.batches[3:])
+        self.assert_same_run(later, self.run(state, self.batches[3:]))
+        # What the histories of the kernels got, a second time, changes no maximum.
+        assert self.kernel_histories(after) != self.kernel_histories(state)
+
+    @pytest.mark.parametrize("good_steps", [0, 3])
+    def test_where_kernels_have_grown_their_scale_is_a_step_ahead(self, good_steps):
+        """A NaN in the batch does not keep the finite kernel's amax out of its history."""
+        x, y = self.batches[0]
+        state, _ = self.run(self.start(), self.batches[:good_steps])
+        larger = jax.tree.map(lambda p: 1.5 * p, state.params["params"])
+        state = state.replace(params={**state.params, "params": larger})
+        after, _ = self.step(state, np.full_like(x, np.nan), y)
+        # The same by hand, without the batch.
+        by_hand = jax.tree.map(lambda leaf: leaf, state.params)
+        for name, ops in by_hand[OWG].items():
+            op = ops["Fp8DotGeneralOp_0"]
+            kernel = by_hand["params"][name]["kernel"]
+            op["kernel_amax_history"] = fp8.compute_amax_history(kernel, op["kernel_amax_history"])
+        by_hand = state.replace(params=by_hand)
+        assert self.kernel_histories(after) == self.kernel_histories(by_hand)
+        ours, theirs = (self.run(s, self.batches[good_steps:]) for s in (after, by_hand))
+        self.assert_same_run(ours, theirs)
+        assert self.kernel_histories(ours[0]) == self.kernel_histories(theirs[0])
+
+    def kernel_histories(self, state):
+        ops = [state.params[OWG][name]["Fp8DotGeneralOp_0"] for name in ("first", "second")]
+        return bits([op["kernel_amax_history"] for op in ops])
+
+
+class TestOneTensor:
+    """A fault in the input, the kernel or the output gradient, and in nothing else."""
+
+    roles = tuple(MAX_OF_ROLE)
+
+    @staticmethod
+    @functools.cache
+    def layer(form):
+        """Returns a state at its first step, and the jitted step."""
+        op = op_with(fp8.DelayedScaling(amax_history_len=HISTORY), form)
+        model = nn.Dense(3, use_bias=False, dot_general_cls=op)
+        variables = model.init(jax.random.key(0), jnp.ones((ROWS, FEATURES)))
+        state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(LEARNING_RATE))
+
+        @jax.jit
+        def step(state, *microbatches):
+            def loss(variables):
+                outs = [state.apply_fn(variables, x) for x, _ in microbatches]
+                return sum((jnp.sum(y * g) for y, (_, g) in zip(outs, microbatches)), jnp.zeros(()))
+
+            value, grads = fp8.value_and_grad(loss)(state.params)
+            return state.apply_gradients(grads=grads), value
+
+        return state, step
+
+    def step_as_expected(self, form, state, *microbatches):
+        """Takes a step, and compares the scaling state of the three tensors with the model's."""
+        op = state.params[OWG]["Fp8DotGeneralOp_0"]
+        xs, gs = zip(*microbatches)
+        amaxes = np.float32(
+            [np.max([amax(t) for t in ts]) for ts in (xs, [state.params["params"]["kernel"]], gs)]
+        )
+        scale, history = next_scaling_state(
+            np.stack([op[f"{role}_scale"][0] for role in self.roles]),
+            np.stack([op[f"{role}_amax_history"] for role in self.roles]),
+            amaxes,
+            fp8_max=FP8_MAX[:3],
+        )
+        new, loss = self.layer(form)[1](state, *microbatches)
+        new_op = new.params[OWG]["Fp8DotGeneralOp_0"]
+        for i, role in enumerate(self.roles):
+            np.testing.assert_array_equal(new_op[f"{role}_scale"], scale[i : i + 1])
+            np.testing.assert_array_equal(new_op[f"{role}_amax_history"], history[i])
+            kept = bits(new_op[f"{role}_amax_history"]) == bits(op[f"{role}_amax_history"])
+            assert kept == (not np.isfinite(amaxes[i]))
+        return new, loss
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    @pytest.mark.parametrize("role", roles)
+    @pytest.mark.parametrize("form", ["direct", "qdq"])
+    def test_it_alone_keeps_its_history(self, form, role, fault):
+        state, _ = self.layer(form)
+        for i in range(2):
+            state, _ = self.step_as_expected(form, state, (X[i, 0], G[i, 0]))
+        x, g, params = X[2, 0], G[2, 0], state.params["params"]
+        if role == "input":
+            x = with_fault(x, 7, fault)
+        elif role == "output_grad":
+            g = with_fault(g, 7, fault)
+        else:
+            kernel = jnp.array(with_fault(np.array(params["kernel"]), 7, fault))
+            state = state.replace(params={**state.params, "params": {"kernel": kernel}})
+        state, _ = self.step_as_expected(form, state, (x, g))
+        state = state.replace(params={**state.params, "params": params})
+        state, loss = self.step_as_expected(form, state, (X[3, 0], G[3, 0]))
+        assert np.isfinite(loss)
+        assert bits(state.params["params"]) != bits(params)
+
+    def test_an_empty_microbatch_leaves_the_word_to_the_others(self):
+        state, _ = self.layer("direct")
+        good, empty = (X[0, 0], G[0, 0]), (X[0, 0, :0], G[0, 0, :0])
+        state, _ = self.step_as_expected("direct", state, good)
+        for order in (good, empty), (empty, good):
+            state, loss = self.step_as_expected("direct", state, *order)
+            assert np.isfinite(loss)
+        bad = (with_fault(good[0], 3, np.nan), with_fault(good[1], 3, -np.inf))
+        for order in (bad, empty), (bad, good), (good, bad):
+            after, _ = self.step_as_expected("direct", state, *order)
+            np.testing.assert_array_equal(
+                after.params[OWG]["Fp8DotGeneralOp_0"]["input_amax_history"],
+                state.params[OWG]["Fp8DotGeneralOp_0"]["input_amax_history"],
+            )
+        params = jax.tree.map(jnp.zeros_like, state.params["params"])
+        state = state.replace(params={**state.params, "params": params})
+        state, loss = self.step_as_expected("direct", state, empty, empty)
+        assert loss == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "form"),
+    [
+        (fp8.DelayedScaling(amax_history_len=HISTORY), "direct"),
+        (fp8.DelayedScaling(amax_history_len=HISTORY), "qdq"),
+        (fp8.Float8CurrentScaling(), "direct"),
+        (fp8.MXFP8BlockScaling(), "direct"),
+    ],
+    ids=["delayed", "delayed-qdq", "current", "mxfp8"],
+)
+@pytest.mark.parametrize("overflow", [np.inf, -np.inf])
+def test_an_overflow_of_the_gradient_is_seen_in_every_layer(recipe, form, overflow):
+    """Saturated it would look like a gradient, which an optimizer takes and the layers below remember."""
+    layer = partial(nn.Dense, use_bias=False, dot_general_cls=op_with(recipe, form))
+    model = nn.Sequential([layer(HIDDEN), jnp.tanh, layer(3)])
+    tx = optax.apply_if_finite(optax.sgd(LEARNING_RATE), NEVER)
+    variables = model.init(jax.random.key(0), X[0, 0])
+    state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
+
+    @jax.jit
+    def step(state, factor):
+        loss = lambda v: factor * jnp.mean(state.apply_fn(v, X[0, 0]) ** 2)  # noqa: E731
+        grads = fp8.grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), grads
+
+    state, _ = step(state, 1.0)
+    after, grads = step(state, overflow)
+    for leaf in jax.tree.leaves(grads["params"]):
+        assert not np.isfinite(leaf).any()
+    assert bits(after.params["params"]) == bits(state.params["params"])
+    for name, ops in state.params.get(OWG, {}).items():
+        op, old = after.params[OWG][name]["Fp8DotGeneralOp_0"], ops["Fp8DotGeneralOp_0"]
+        assert bits(op["output_grad_amax_history"]) == bits(old["output_grad_amax_history"])
+    again, _ = step(after, 1.0)
+    for leaf in jax.tree.leaves(again.params["params"]):
+        assert np.isfinite(leaf).all()
+    assert bits(again.params["params"]) != bits(after.params["params"])
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_gradients_without_the_merge_are_put_right_by_the_train_state(skip):
+    """A layer that plain ``jax.grad`` of ``model.apply`` gives no gradient: a scale of zero."""
+    state, _ = TestOneTensor.layer("direct")
+    model = state.apply_fn.apply_fn
+
+    def loss(variables, x):
+        return lax.cond(jnp.array(skip), lambda: jnp.zeros(()), lambda: jnp.sum(model(variables, x)))
+
+    new = state.apply_gradients(grads=jax.grad(loss)(state.params, X[0, 0]))
+    op, old = (s.params[OWG]["Fp8DotGeneralOp_0"] for s in (new, state))
+    assert (bits(op) == bits(old)) == skip
+    bad = new.apply_gradients(grads=jax.grad(loss)(new.params, with_fault(X[1, 0], 2, np.nan)))
+    bad_op = bad.params[OWG]["Fp8DotGeneralOp_0"]
+    assert bits(bad_op["input_amax_history"]) == bits(op["input_amax_history"])
+    for role in TestOneTensor.roles:
+        assert np.isfinite(bad_op[f"{role}_amax_history"]).all()
+        assert bad_op[f"{role}_scale"] > 0
+
+
+STATELESS = {
+    "tensorwise": fp8.Float8CurrentScaling(),
+    "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
+    "mxfp8": fp8.MXFP8BlockScaling(),
+    "block128": fp8.Float8BlockScaling(),
+    "block128-float32": fp8.Float8BlockScaling(use_f32_scales=True),
+}
+M, K, N = 8, 40, 16
+
+
+@functools.cache
+def products(name):
+    """Returns a function of input, kernel and output gradient that gives the results of the three GEMMs."""
+    op = fp8.Fp8DotGeneralOp(recipe=STATELESS[name])
+
+    @jax.jit
+    def run(x, w, g):
+        y, vjp = jax.vjp(lambda x, w: op.apply({}, x, w, (((1,), (0,)), ((), ()))), x, w)
+        return y, *vjp(g)
+
+    return lambda *operands: [np.array(result) for result in run(*operands)]
+
+
+def operands():
+    rng = np.random.default_rng(1)
+    return [rng.standard_normal(shape).astype(np.float32) for shape in ((M, K), (K, N), (M, N))]
+
+
+PLACE = 5, 3
+# What a value there takes part in, by operand: of the output, the input's gradient and the kernel's.
+SPREAD = {
+    "input": {0: np.s_[5, :], 2: np.s_[3, :]},
+    "kernel": {0: np.s_[:, 3], 1: np.s_[:, 5]},
+    "output_grad": {1: np.s_[5, :], 2: np.s_[:, 3]},
+}
+
+
+def with_value_in_place(value):
+    def changed(x):
+        x = x.copy()
+        x[PLACE] = value
+        return x
+
+    return changed
+
+
+@pytest.mark.parametrize("role", list(SPREAD))
+@pytest.mark.parametrize("recipe", list(STATELESS))
+class TestWithoutState:
+    """Recipes that scale by the tensor itself."""
+
+    def results(self, recipe, role, change):
+        args = operands()
+        i = list(SPREAD).index(role)
+        args[i] = change(args[i])
+        return products(recipe)(*args)
+
+    def test_a_nan_stays_in_its_row_and_column(self, recipe, role):
+        with_nan, with_zero = (self.results(recipe, role, with_value_in_place(v)) for v in (np.nan, 0.0))
+        for i, (result, expected) in enumerate(zip(with_nan, with_zero)):
+            if i in SPREAD[role]:
+                assert np.isnan(result[SPREAD[role][i]]).all()
+                result[SPREAD[role][i]] = expected[SPREAD[role][i]]
+            np.testing.assert_array_equal(result, expected)
+            assert np.isfinite(expected).all()
+
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_an_inf_saturates_or_is_seen(self, recipe, role, sign):
+        if role == "output_grad":  # where it would hide an overflow
+            overflowed = self.results(recipe, role, with_value_in_place(sign * np.inf))
+            with_nan = self.results(recipe, role, with_value_in_place(np.nan))
+            for result, other in zip(overflowed, with_nan):
+                np.testing.assert_array_equal(result, other)
+            return
+
+        def change(value):
+            def changed(x):
+                # 448 beside it, the largest value of e4m3 and 2**-7 of e5m2's: the scales are exact.
+                x = with_value_in_place(sign * value)(x)
+                x[5, 1], x[2, 3] = 448.0, -448.0
+                return x
+
+            return changed
+
+        saturated, expected = (self.results(recipe, role, change(value)) for value in (np.inf, 448.0))
+        for result, other in zip(saturated, expected):
+            assert np.isfinite(result).all()
+            np.testing.assert_array_equal(result, other)
+
+    def test_zeros_give_zeros(self, recipe, role):
+        results = self.results(recipe, role, np.zeros_like)
+        for i, (result, usual) in enumerate(zip(results, products(recipe)(*operands()))):
+            np.testing.assert_array_equal(result, 0.0 * usual if i in SPREAD[role] else usual)
+
+    @pytest.mark.parametrize("factor", [2.0**100, 2.0**-100], ids=["1e30", "1e-30"])
+    def test_large_and_small(self, recipe, role, factor):
+        """A power of two passes through all scales unchanged."""
+        results = self.results(recipe, role, lambda a: a * np.float32(factor))
+        for i, (result, usual) in enumerate(zip(results, products(recipe)(*operands()))):
+            np.testing.assert_array_equal(
+                result, usual * np.float32(factor) if i in SPREAD[role] else usual
+            )
+            assert np.isfinite(result).all()
