@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -185,6 +186,7 @@ class _Config(NamedTuple):
     out_dtype: np.dtype
     lhs_sharding: Any
     rhs_sharding: Any
+    out_sharding: Any
     lhs_axes: frozenset[str]
     """The manual axes of ``shard_map`` over which the input varies."""
     rhs_axes: frozenset[str]
@@ -239,6 +241,24 @@ class _Config(NamedTuple):
         return gemm, transposes[side]
 
     @property
+    def is_automatic(self) -> bool:
+        """Whether axes of the mesh that are explicit are left to XLA inside the matmul.
+
+        Blocks are made by reshapes, of which JAX cannot tell how the result is sharded.
+        """
+        gemms = (self.recipe.forward, self.recipe.dgrad, self.recipe.wgrad)
+        return self.lhs_sharding is not None and any(is_blockwise(q) for g in gemms for q in (g.lhs, g.rhs))
+
+    @property
+    def kept_shardings(self) -> tuple[Any, Any]:
+        """The shardings of what is kept of the input and of the kernel."""
+        (dgrad, _), (wgrad, _) = self.dgrad, self.wgrad
+        return (
+            _kept_sharding(wgrad.recipe.lhs, wgrad.lhs, self.lhs_sharding),
+            _kept_sharding(dgrad.recipe.rhs, dgrad.rhs, self.rhs_sharding),
+        )
+
+    @property
     def dgrad(self) -> tuple[Gemm, _Transpose]:
         """The GEMM of the input's cotangent."""
         return self._transposed(0)
@@ -247,6 +267,36 @@ class _Config(NamedTuple):
     def wgrad(self) -> tuple[Gemm, _Transpose]:
         """The GEMM of the kernel's cotangent."""
         return self._transposed(1)
+
+
+def _kept_sharding(quantizer: Any, view: View, sharding: NamedSharding) -> Any:
+    """Returns the sharding of an operand as ``_kept`` returns it."""
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    if quantizer is None:
+        return sharding
+    if not is_blockwise(quantizer):
+        return Quantized(sharding, whole)
+    # Dimensions that are flattened together can only be sharded by the first of them.
+    spec = []
+    for dims, size in zip((view.batch, view.free, view.contract), view.matrix_shape):
+        names = [sharding.spec[i] for i in dims]
+        axes = names[0] if names and not any(names[1:]) else None
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        devices = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        spec.append(axes if axes and size % devices == 0 else None)
+    return Quantized(NamedSharding(sharding.mesh, PartitionSpec(*spec)), whole)
+
+
+def _in_automatic_axes(config: _Config, f: Callable[..., Any], out_shardings: Any, *args: Any) -> Any:
+    """Calls ``f(config, *args)`` with explicit axes left to XLA; None stands for a replicated result."""
+    mesh = config.lhs_sharding.mesh
+    explicit = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
+    inner = partial(f, config._replace(lhs_sharding=None, rhs_sharding=None))
+    whole = NamedSharding(mesh, PartitionSpec())
+    out_shardings = jax.tree.map(
+        lambda s: whole if s is None else s, out_shardings, is_leaf=lambda s: s is None
+    )
+    return jax.sharding.auto_axes(inner, axes=explicit, out_sharding=out_shardings)(*args)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -283,6 +333,12 @@ class _Residuals(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _direct_dot_general(config: _Config, lhs: jax.Array, rhs: jax.Array, states: DotStates) -> jax.Array:
     scales = _delayed_scales(config, states)
+    if config.is_automatic:
+        return _in_automatic_axes(config, _primal, config.out_sharding, lhs, rhs, scales)
+    return _primal(config, lhs, rhs, scales)
+
+
+def _primal(config: _Config, lhs: jax.Array, rhs: jax.Array, scales: dict[str, jax.Array]) -> jax.Array:
     gemm = config.forward
     q_lhs = _quantize_once(gemm.recipe.lhs, gemm.lhs, lhs, scales.get("input"))
     q_rhs = _quantize_once(gemm.recipe.rhs, gemm.rhs, rhs, scales.get("kernel"))
@@ -347,31 +403,39 @@ def _quantize_with_amax(
 def _direct_fwd(
     config: _Config, lhs: jax.Array, rhs: jax.Array, states: DotStates
 ) -> tuple[jax.Array, _Residuals]:
-    scales = _delayed_scales(config, states)
+    scales = jax.tree.map(partial(checkpoint_name, name="fp8_scaling"), _delayed_scales(config, states))
+    if config.is_automatic:
+        out, lhs_kept, rhs_kept, amaxes = _in_automatic_axes(
+            config, _forward, (config.out_sharding, *config.kept_shardings, None), lhs, rhs, scales
+        )
+    else:
+        out, lhs_kept, rhs_kept, amaxes = _forward(config, lhs, rhs, scales)
+    return out, _Residuals(lhs_kept, rhs_kept, scales, amaxes, states)
+
+
+def _forward(
+    config: _Config, lhs: jax.Array, rhs: jax.Array, scales: dict[str, jax.Array]
+) -> tuple[jax.Array, Any, Any, dict[str, jax.Array]]:
+    """Returns the product, both operands to keep, and their amaxes where they have delayed scaling."""
     lhs_first, lhs_second, lhs_amax = _quantize_with_amax(config, "input", lhs, scales.get("input"))
     rhs_first, rhs_second = _quantize_for_both(config, "kernel", rhs, scales.get("kernel"))
     amaxes = {} if lhs_amax is None else {"input": lhs_amax}
     if "kernel" in scales:
         amaxes["kernel"] = delayed_amax(rhs)
     (dgrad, _), (wgrad, _) = config.dgrad, config.wgrad
-    scales, amaxes = jax.tree.map(partial(checkpoint_name, name="fp8_scaling"), (scales, amaxes))
-    residuals = _Residuals(
-        _kept(lhs_second, "fp8_input", wgrad.recipe.lhs, wgrad.lhs, scales.get("input")),
-        _kept(rhs_second, "fp8_kernel", dgrad.recipe.rhs, dgrad.rhs, scales.get("kernel")),
-        scales,
-        amaxes,
-        states,
-    )
+    amaxes = jax.tree.map(partial(checkpoint_name, name="fp8_scaling"), amaxes)
+    lhs_kept = _kept(lhs_second, "fp8_input", wgrad.recipe.lhs, wgrad.lhs, scales.get("input"))
+    rhs_kept = _kept(rhs_second, "fp8_kernel", dgrad.recipe.rhs, dgrad.rhs, scales.get("kernel"))
     # Where a tensor's codes serve both GEMMs, from the residuals: a GEMM that is computed again then
     # starts from what a policy kept.
     gemm = config.forward
     if swaps_with(gemm.recipe.lhs, wgrad.recipe.lhs, gemm.lhs):
-        lhs_first = swapped(_restored(residuals.lhs, wgrad.recipe.lhs, wgrad.lhs), gemm.recipe.lhs)
+        lhs_first = swapped(_restored(lhs_kept, wgrad.recipe.lhs, wgrad.lhs), gemm.recipe.lhs)
     if swaps_with(gemm.recipe.rhs, dgrad.recipe.rhs, gemm.rhs):
-        rhs_first = swapped(_restored(residuals.rhs, dgrad.recipe.rhs, dgrad.rhs), gemm.recipe.rhs)
+        rhs_first = swapped(_restored(rhs_kept, dgrad.recipe.rhs, dgrad.rhs), gemm.recipe.rhs)
     with jax.named_scope("fp8_forward"):
         out = multiply(gemm, lhs_first, rhs_first)
-    return checkpoint_name(out, "fp8_output"), residuals
+    return checkpoint_name(out, "fp8_output"), lhs_kept, rhs_kept, amaxes
 
 
 def _kept(operand: Any, name: str, quantizer: Any, view: View, delayed_scale: Any) -> Any:
@@ -404,21 +468,40 @@ def _direct_bwd(
 ) -> tuple[jax.Array, jax.Array, DotStates]:
     scales, states = residuals.scales, residuals.states
     g = inf_to_nan(g)
-    g_first, g_second, g_amax = _quantize_with_amax(config, "output_grad", g, scales.get("output_grad"))
-    (dgrad, dgrad_transpose), (wgrad, wgrad_transpose) = config.dgrad, config.wgrad
-    with jax.named_scope("fp8_dgrad"):
-        lhs_grad = multiply(dgrad, g_first, _restored(residuals.rhs, dgrad.recipe.rhs, dgrad.rhs))
-        lhs_grad = lax.transpose(lhs_grad, np.argsort(dgrad_transpose.axes))
-    with jax.named_scope("fp8_wgrad"):
-        rhs_grad = multiply(wgrad, _restored(residuals.lhs, wgrad.recipe.lhs, wgrad.lhs), g_second)
-        rhs_grad = lax.transpose(rhs_grad, np.argsort(wgrad_transpose.axes))
+    kept = residuals.lhs, residuals.rhs
+    if config.is_automatic:
+        lhs_grad, rhs_grad, g_amax = _in_automatic_axes(
+            config, _backward, (config.lhs_sharding, config.rhs_sharding, None), *kept, scales, g
+        )
+    else:
+        lhs_grad, rhs_grad, g_amax = _backward(config, *kept, scales, g)
     amaxes: dict[str, Any] = {**residuals.amaxes, "output_grad": g_amax}
     next_states = {
         role: delayed_next_state(amaxes[role], scales[role], getattr(states, role)) for role in scales
     }
     # Inside shard_map an operand that is the same everywhere gets the sum of all cotangents.
     lhs_grad, rhs_grad = sum_to_axes(lhs_grad, config.lhs_axes), sum_to_axes(rhs_grad, config.rhs_axes)
+    # On explicit axes scales per row or column may have brought a sharding of their own.
+    lhs_grad, rhs_grad = (
+        grad if sharding is None else jax.sharding.reshard(grad, sharding)
+        for grad, sharding in ((lhs_grad, config.lhs_sharding), (rhs_grad, config.rhs_sharding))
+    )
     return lhs_grad, rhs_grad, DotStates(**{role: next_states.get(role) for role in DotStates._fields})
+
+
+def _backward(
+    config: _Config, lhs_kept: Any, rhs_kept: Any, scales: dict[str, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns the two gradients, and the amax of ``g`` where it has delayed scaling."""
+    g_first, g_second, g_amax = _quantize_with_amax(config, "output_grad", g, scales.get("output_grad"))
+    (dgrad, dgrad_transpose), (wgrad, wgrad_transpose) = config.dgrad, config.wgrad
+    with jax.named_scope("fp8_dgrad"):
+        lhs_grad = multiply(dgrad, g_first, _restored(rhs_kept, dgrad.recipe.rhs, dgrad.rhs))
+        lhs_grad = lax.transpose(lhs_grad, np.argsort(dgrad_transpose.axes))
+    with jax.named_scope("fp8_wgrad"):
+        rhs_grad = multiply(wgrad, _restored(lhs_kept, wgrad.recipe.lhs, wgrad.lhs), g_second)
+        rhs_grad = lax.transpose(rhs_grad, np.argsort(wgrad_transpose.axes))
+    return lhs_grad, rhs_grad, g_amax
 
 
 _direct_dot_general.defvjp(_direct_fwd, _direct_bwd)
@@ -532,16 +615,6 @@ def _with_precision(recipe: CustomRecipe, precision: Any) -> CustomRecipe:
     return CustomRecipe(**{k: dataclasses.replace(gemm, accumulation=word) for k, gemm in gemms.items()})
 
 
-def _refuse_explicit_axes(config: _Config) -> None:
-    for name, sharding in (("input", config.lhs_sharding), ("kernel", config.rhs_sharding)):
-        if sharding is not None and any(sharding.spec):
-            raise NotImplementedError(
-                f"Recipes with scales per block do not know meshes with explicit axes yet; the {name} is "
-                f"sharded as {sharding.spec}. Use Float8CurrentScaling or DelayedScaling there, or a mesh "
-                "with automatic axes (jax.sharding.AxisType.Auto)."
-            )
-
-
 def fp8_dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -627,13 +700,12 @@ def fp8_dot_general(
         out.dtype,
         _explicit_sharding(lhs),
         _explicit_sharding(rhs),
+        getattr(out, "sharding", None),
         manual_axes(lhs),
         manual_axes(rhs),
         _hashable_precision(precision),
         form == "qdq",
     )
-    if any(map(is_blockwise, uses)):
-        _refuse_explicit_axes(config)
     warn_if_emulated(gemms.forward, gemms.dgrad, gemms.wgrad)
     return _direct_dot_general(config, lhs, rhs, _checked(states, gemms))
 

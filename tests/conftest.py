@@ -58,7 +58,9 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
-    if session.config.getoption("--write-table") and not hasattr(session.config, "workerinput"):
+    """Writes the table if all went well: a cell stands for several tests."""
+    is_worker = hasattr(session.config, "workerinput")
+    if session.config.getoption("--write-table") and not is_worker and not session.testsfailed:
         what_works.write(CELLS)
 
 

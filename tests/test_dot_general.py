@@ -1,10 +1,7 @@
 """The direct form: transposes, values beside the quantize-dequantize form, what it keeps and lowers to."""
 
 import functools
-import os
 import re
-import subprocess
-import sys
 import warnings
 from functools import partial
 
@@ -431,31 +428,3 @@ class TestResiduals:
         step = init_and_step_of(nn.remat(Block, policy=policy, prevent_cse=False))[1]
         for variables, result in two_steps_without_remat():
             jax.tree.map(np.testing.assert_array_equal, result, step(variables))
-
-
-EXPLICIT = """
-import jax, jax.numpy as jnp, numpy as np, flax.linen as nn, fp8flax as fp8
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-
-model = nn.Dense(16, dot_general_cls=fp8.Fp8DotGeneralOp)
-x = jax.random.normal(jax.random.key(0), (32, 8))
-v = jax.jit(model.init)(jax.random.key(1), x)
-step = jax.jit(fp8.value_and_grad(lambda v, x: jnp.mean(model.apply(v, x) ** 2), argnums=(0, 1)))
-expected = step(v, x)
-for kind in (AxisType.Explicit, AxisType.Auto):
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
-    with jax.set_mesh(mesh):
-        actual = step(
-            jax.device_put(v, NamedSharding(mesh, P())), jax.device_put(x, NamedSharding(mesh, P("d")))
-        )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), actual, expected)
-print("equal")
-"""
-
-
-def test_data_parallel_on_explicit_and_automatic_meshes():
-    """In a process of its own, which has four devices."""
-    environment = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=4")
-    command = [sys.executable, "-W", "ignore", "-c", EXPLICIT]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.stdout == "equal\n", result.stderr

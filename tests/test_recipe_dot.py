@@ -503,14 +503,6 @@ def test_under_remat_and_scan(name):
         jax.tree.map(np.testing.assert_array_equal, results[0], other)
 
 
-def test_explicit_axes_are_refused_with_the_remedy():
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((4, 32)), jax.NamedSharding(mesh, jax.P("d")))
-        with pytest.raises(NotImplementedError, match="scales per block.*input is sharded.*Use Float8"):
-            fp8_dot_general(x, jnp.ones((32, 2)), MATMUL, recipe=fp8.MXFP8BlockScaling())
-
-
 def test_a_recipe_that_keeps_all_wide_can_be_differentiated_twice():
     f = jax.jit(
         jax.hessian(lambda x: jnp.sum(fp8_dot_general(x, x, (((0,), (0,)), ((), ())), recipe=WIDE) ** 2))
