@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8flax._gemm import KEPT_WIDE, ONCE, Gemm, multiply, warn_if_emulated
+from fp8flax._max_dtype import is_max_dtype
 from fp8flax._operands import (
     Quantized,
     View,
@@ -41,7 +42,7 @@ from fp8flax._qdq import (
 from fp8flax._quantize import as_float_array
 from fp8flax._recipes import CustomRecipe, DelayedQuantizer, Recipe
 from fp8flax._state import ScalingState
-from fp8flax._transforms import manual_axes, reverse_mode_only, sum_to_axes
+from fp8flax._transforms import manual_axes, refuse_unchecked_axes, reverse_mode_only, sum_to_axes
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 _Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
@@ -585,6 +586,8 @@ def _hashable_precision(precision: Any) -> Any:
 
 
 def _checked(states: DotStates, gemms: CustomRecipe) -> DotStates:
+    if any(map(is_max_dtype, jax.tree.leaves(states, is_leaf=is_max_dtype))):
+        refuse_unchecked_axes()
     return DotStates(**{role: check_state(*getattr(states, role)) for role in gemms.delayed})
 
 
@@ -674,7 +677,7 @@ def fp8_dot_general(
         )
     if form == "qdq" and all(isinstance(quantizer, DelayedQuantizer) for quantizer in uses):
         configs = {role: _delayed_config(quantizer) for role, quantizer in gemms.delayed.items()}
-        given = {role: check_state(*getattr(states, role)) for role in configs}
+        given = _checked(states, gemms)._asdict()
         lhs = delayed_in_qdq(configs["input"], lhs, *given["input"])
         rhs = delayed_in_qdq(configs["kernel"], rhs, *given["kernel"])
         out = dot_general_with_precision(lhs, rhs, dimension_numbers, precision, preferred_element_type)

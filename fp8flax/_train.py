@@ -25,12 +25,7 @@ from fp8flax._state import (
     next_state,
     unmerge,
 )
-
-_SUMMED = (
-    "The scaling state went into jax.shard_map with check_vma=False, which adds the gradients of what is "
-    "the same on all devices; the state's must merge by maximum. Leave check_vma at its default, or take "
-    "the gradient inside of shard_map and reduce it with fp8flax.pmean_gradients."
-)
+from fp8flax._transforms import current_manual_axes, merged_in
 
 
 def value_and_grad(
@@ -82,18 +77,14 @@ def value_and_grad(
         merged = list(args)
         for i in positions:
             merged[i] = merge_by_max(args[i])
-        return unmerge(fun(*merged, **kwargs))
+        with merged_in(current_manual_axes()):
+            return unmerge(fun(*merged, **kwargs))
 
     jax_value_and_grad = jax.value_and_grad(merged_fun, positions, has_aux, holomorphic, allow_int)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        try:
-            value, grads = jax_value_and_grad(*args, **kwargs)
-        except TypeError as error:
-            if "add does not accept dtype fp32_max_grad" not in str(error):
-                raise
-            raise TypeError(_SUMMED) from error
+        value, grads = jax_value_and_grad(*args, **kwargs)
         grads = tuple(next_state(args[i], g, poisonable=False) for i, g in zip(positions, grads))
         return value, grads[0] if single else grads
 
@@ -187,7 +178,8 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
         num = sizes.pop()
 
         def merged_fun(variables: Any, microbatch: Any) -> Any:
-            value = unmerge(fun(merge_by_max(variables, resolve=False), microbatch))
+            with merged_in(current_manual_axes()):
+                value = unmerge(fun(merge_by_max(variables, resolve=False), microbatch))
             # Divided before the backward pass: output gradients are then as large as in one large batch.
             return (value[0] / num, value[1]) if has_aux else value / num
 

@@ -17,6 +17,13 @@ FORWARD_MODE = (
 )
 
 
+UNCHECKED = (
+    "The scaling state went into jax.shard_map with check_vma=False, which adds the gradients of what is "
+    "the same on all devices; the state's must merge by maximum. Leave check_vma at its default, or take "
+    "the gradient inside of shard_map and reduce it with fp8flax.pmean_gradients."
+)
+
+
 def manual_axes(x: Any) -> frozenset[str]:
     """Returns the axes of the mesh over which ``x`` varies inside ``jax.shard_map``.
 
@@ -81,7 +88,26 @@ def merge_amax(amax: jax.Array, state: jax.Array) -> jax.Array:
     axes = manual_axes(amax) - manual_axes(state)
     if axes:
         amax = lax.pmax(amax, tuple(sorted(axes)))
-    return _merge_over_vmap(amax, state)
+    # Neither is differentiated, even where the rest is for a second time.
+    return _merge_over_vmap(lax.stop_gradient(amax), lax.stop_gradient(state))
+
+
+merged_in = jax.make_user_context(None)
+"""The manual axes of ``shard_map`` where ``fp8flax.value_and_grad`` was called; None outside of it."""
+
+
+def current_manual_axes() -> frozenset[str]:
+    """Returns the axes of the ``shard_map`` that is being traced."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def refuse_unchecked_axes() -> None:
+    """Raises ``TypeError`` where JAX would add the state's gradients over devices, which it cannot."""
+    if merged_in.value is None:
+        return
+    entered = current_manual_axes() - merged_in.value
+    if entered and not manual_axes(lax.axis_index(min(entered))):
+        raise TypeError(UNCHECKED)
 
 
 def sum_to_axes(grad: jax.Array, axes: frozenset[str]) -> jax.Array:
