@@ -26,7 +26,11 @@ def read(table, row, column):
 
 
 def write(cells):
-    """Writes what was seen. Two tests of one cell must agree; rows keep the order of the tests."""
+    """Writes what was seen. Two tests of one cell must agree; rows come in the order of the tests."""
+    from tests.test_devices import WAYS
+    from tests.test_transformations import TRANSFORMATIONS
+
+    order = [*TRANSFORMATIONS, *WAYS]
     tables = {}
     for table, row, column, text in cells:
         before = tables.setdefault(table, {}).setdefault(row, {}).setdefault(column, text)
@@ -35,7 +39,8 @@ def write(cells):
     page = PAGE.read_text(encoding="utf-8")
     for table, rows in tables.items():
         lines = [["", *COLUMNS], ["---"] * (len(COLUMNS) + 1)]
-        lines += [[row, *(rows[row].get(column, "not tested") for column in COLUMNS)] for row in rows]
+        for row in sorted(rows, key=lambda row: order.index(row) if row in order else len(order)):
+            lines.append([row, *(rows[row].get(column, "not tested") for column in COLUMNS)])
         text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
         found = _table(table).search(page)
         page = page[: found.start(2)] + text + page[found.end(2) :]
