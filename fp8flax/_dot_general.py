@@ -270,8 +270,10 @@ class _Config(NamedTuple):
         return self._transposed(1)
 
 
-def _kept_sharding(quantizer: Any, view: View, sharding: NamedSharding) -> Any:
+def _kept_sharding(quantizer: Any, view: View, sharding: NamedSharding | None) -> Any:
     """Returns the sharding of an operand as ``_kept`` returns it."""
+    if sharding is None:  # not on the mesh
+        return None
     whole = NamedSharding(sharding.mesh, PartitionSpec())
     if quantizer is None:
         return sharding

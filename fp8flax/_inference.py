@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._dot_general import measuring
+from fp8flax._scaling import SMALLEST_SCALE
 from fp8flax._state import (
     OVERWRITE_WITH_GRADIENT,
     check_state_dtype,
@@ -21,6 +22,7 @@ from fp8flax._state import (
     path_str,
     unmerge,
 )
+from fp8flax._transforms import current_manual_axes, merged_in
 
 
 def calibrate(
@@ -39,7 +41,8 @@ def calibrate(
 
     Args:
         fun: ``fun(variables, batch)``, such as ``model.apply``; it is compiled. Forward it may return any
-            arrays, of which those that are floats must depend on all layers.
+            arrays, of which those that are floats must depend on all layers; no ``lax.while_loop`` may
+            stand around a layer.
         variables: collections with scaling state (see ``add_fp8_state``).
         batches: the samples; a few, like those that the model will meet.
         backward: whether ``fun`` is a loss (a scalar), whose gradients fill the state of output gradients
@@ -102,7 +105,12 @@ def calibrate(
             f"Not calibrated, since nothing that fun returns depends on it: {', '.join(missing)}.",
             stacklevel=2,
         )
-    kept = next_state(old, merged)
+    kept = jax.tree.map(
+        # Of a tensor that was zero in all batches.
+        lambda before, after: jnp.where(after == SMALLEST_SCALE, before, after),
+        old,
+        next_state(old, merged),
+    )
     if not backward:
         kept = jax.tree_util.tree_map_with_path(
             lambda path, before, after: before if _is_backward(path) else after, old, kept
@@ -118,15 +126,20 @@ def _measure(
 
     def run(state: Any) -> Any:
         given = {**variables, **merge_by_max(state, resolve=False)}
-        return unmerge(fun(type(variables)(given), batch))
+        with merged_in(current_manual_axes()):
+            return unmerge(fun(type(variables)(given), batch))
 
     state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
     if backward:
         new = jax.grad(run, has_aux=has_aux)(state)
         return new[0] if has_aux else new
     # Cotangents of zero: the states of inputs and kernels do not depend on them.
-    out, transpose = jax.vjp(run, state)
+    out, transpose = jax.vjp(lambda state: jax.tree.map(_as_array, run(state)), state)
     return transpose(jax.tree.map(_zero_cotangent, out))[0]
+
+
+def _as_array(x: Any) -> Any:
+    return x if hasattr(x, "dtype") else jnp.asarray(x)
 
 
 def _zero_cotangent(x: jax.Array) -> Any:

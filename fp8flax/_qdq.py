@@ -19,7 +19,7 @@ from jax import lax
 from fp8flax._formats import as_fp8_dtype, fp8_max
 from fp8flax._max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
 from fp8flax._quantize import as_float_array, dequantize, quantize, quantize_dequantize
-from fp8flax._scaling import compute_scale, power_of_two, push_amax, scale_exponent
+from fp8flax._scaling import SMALLEST_SCALE, compute_scale, power_of_two, push_amax, scale_exponent
 from fp8flax._state import ScalingState
 from fp8flax._transforms import merge_amax
 
@@ -80,12 +80,17 @@ def inf_to_nan(g: jax.Array) -> jax.Array:
     A gradient that overflowed must be seen by whoever skips such steps (``optax.apply_if_finite``, a loss
     scale), and must not look like an amax to the layers before.
     """
-    return jnp.where(lax.is_finite(g), g, jnp.asarray(np.nan, g.dtype))
+    return jnp.where(lax.is_finite(g), g, np.array(np.nan, g.dtype))
 
 
 def delayed_amax(x: jax.Array) -> jax.Array:
-    """Returns what ``delayed_next_state`` must know of a tensor: its amax in its dtype, -inf if empty."""
-    return jnp.max(jnp.abs(x), initial=-jnp.inf)
+    """Returns what ``delayed_next_state`` must know of a tensor: its amax in its dtype.
+
+    That is inf where it holds a NaN or an Inf, and -inf where it is empty. (A NaN would be lost in a
+    maximum over devices, at least on CPUs.)
+    """
+    magnitude = jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), jnp.abs(x))
+    return jnp.max(magnitude, initial=-jnp.inf)
 
 
 def delayed_next_state(amax: jax.Array, new_scale: jax.Array, state: ScalingState) -> ScalingState:
@@ -117,6 +122,8 @@ def measured_next_state(config: DelayedConfig, x: jax.Array, state: ScalingState
     amax = merge_amax(delayed_amax(x).astype(jnp.float32), history[0])
     seen = jnp.where(lax.is_finite(amax), push_amax(amax, history), history)
     new_scale = delayed_scale(config, ScalingState(state.scale, seen))
+    # Where there is only zero no scale follows; the smallest one gives way to that of any other data.
+    new_scale = jnp.where(jnp.max(seen) > 0, new_scale, SMALLEST_SCALE)
     return delayed_next_state(amax, new_scale, state)
 
 

@@ -11,7 +11,7 @@ from jax import lax
 
 # Scales stay in the normal range of float32: XLA flushes subnormals to zero, and a scale of zero or
 # infinity turns every value into NaN.
-_SMALLEST_SCALE = np.finfo(np.float32).tiny
+SMALLEST_SCALE = np.finfo(np.float32).tiny
 _LARGEST_SCALE = np.finfo(np.float32).max
 
 
@@ -54,7 +54,7 @@ def scale_exponent(amax: jax.Array, fp8_max: float, rounding: str, margin: int =
     result = exponent - np.int32((limit >> 23) - 127 - margin)
     if rounding == "up":
         result = result + (mantissa > np.int32(limit & 0x7FFFFF)).astype(jnp.int32)
-    return jnp.where(amax >= _SMALLEST_SCALE, result, np.int32(0))
+    return jnp.where(amax >= SMALLEST_SCALE, result, np.int32(0))
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ def current_scale(amax: jax.Array, fp8_max: float, *, power_2: bool = False) -> 
     """Returns the float32 scale of a tensor, row or block with this ``finite_amax``; 1 where that is 0."""
     if power_2:
         return power_of_two(scale_exponent(amax, fp8_max, "up"))
-    return compute_scale(jnp.where(amax >= _SMALLEST_SCALE, amax, 0.0), 1.0, fp8_max)
+    return compute_scale(jnp.where(amax >= SMALLEST_SCALE, amax, 0.0), 1.0, fp8_max)
 
 
 def e8m0_scale(exponent: jax.Array) -> jax.Array:
@@ -122,7 +122,7 @@ def compute_scale(
     reciprocal = (jnp.asarray(fp8_max, jnp.float32) / jnp.where(usable, amax, 1.0)) / 2.0**margin
     # Under jit XLA would turn 1 / (fp8_max / amax) into amax / fp8_max, which differs in the last bit;
     # the select between the two divisions keeps the result the same with and without jit.
-    new_scale = lax.clamp(_SMALLEST_SCALE, 1.0 / jnp.where(usable, reciprocal, 1.0), _LARGEST_SCALE)
+    new_scale = lax.clamp(SMALLEST_SCALE, 1.0 / jnp.where(usable, reciprocal, 1.0), _LARGEST_SCALE)
     kept_scale = jnp.where(lax.is_finite(scale) & (scale > 0), scale, 1.0)
     return jnp.where(usable, new_scale, kept_scale)
 
@@ -173,6 +173,7 @@ def compute_amax_history(x: jax.Array, amax_history: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
     if x.size == 0:
         return amax_history
-    amax = compute_amax(x)
+    # A NaN would be lost in a maximum over devices, at least on CPUs.
+    amax = compute_amax(jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), x))
     pushed = push_amax(amax.astype(amax_history.dtype), amax_history)
     return jnp.where(jnp.isfinite(amax), pushed, amax_history)

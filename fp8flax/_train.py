@@ -143,11 +143,11 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
         has_aux: whether ``fun`` returns auxiliary data.
 
     Returns:
-        A function ``(variables, microbatches)`` that returns ``(value, gradients)``, or with ``has_aux``
-        ``((value, aux), gradients)``: the mean value, the gradient with respect to ``variables`` in their
-        dtypes, and ``aux`` of each microbatch, stacked. The leaves of ``microbatches`` have the number of
-        microbatches as their first dimension, as those of ``jax.lax.scan``; a key for each comes from
-        ``jax.random.split``.
+        A function of two positional arguments, ``(variables, microbatches)``, that returns ``(value,
+        gradients)``, or with ``has_aux`` ``((value, aux), gradients)``: the mean value, the gradient with
+        respect to ``variables`` in their dtypes, and ``aux`` of each microbatch, stacked. The leaves of
+        ``microbatches`` have the number of microbatches as their first dimension, as those of
+        ``jax.lax.scan``; a key for each comes from ``jax.random.split``.
 
     Raises:
         TypeError: (when called) scaling state is not float32.
@@ -184,17 +184,27 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
             return (value[0] / num, value[1]) if has_aux else value / num
 
         def step(total: Any, microbatch: Any) -> Any:
-            value, grads = jax.value_and_grad(merged_fun, has_aux=has_aux)(variables, microbatch)
-            return map_state(jnp.maximum, lambda a, b: a + b.astype(a.dtype), total, grads), value
+            value, grads = jax.value_and_grad(merged_fun, has_aux=has_aux, allow_int=True)(
+                variables, microbatch
+            )
+            return map_state(jnp.maximum, add, total, grads), value
+
+        def add(total: Any, grad: Any) -> Any:
+            return total if grad.dtype == jax.dtypes.float0 else total + grad.astype(total.dtype)
 
         def zeros(leaf: Any) -> Any:
             leaf = jnp.asarray(leaf)
-            return jnp.zeros_like(leaf, dtype=jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype)
+            is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+            return jnp.zeros_like(leaf, dtype=jnp.float32 if is_narrow else leaf.dtype)
+
+        def gradient(total: Any, leaf: Any) -> Any:
+            if jnp.issubdtype(total.dtype, jnp.inexact):
+                return total.astype(jnp.asarray(leaf).dtype)
+            return np.zeros(total.shape, jax.dtypes.float0)
 
         start = map_state(lambda leaf: jnp.full_like(leaf, -jnp.inf), zeros, variables)
         total, value = lax.scan(step, start, microbatches)
-        grads = jax.tree.map(lambda grad, leaf: grad.astype(jnp.asarray(leaf).dtype), total, variables)
-        grads = next_state(variables, grads)
+        grads = next_state(variables, jax.tree.map(gradient, total, variables))
         if has_aux:
             return (jnp.sum(value[0], axis=0), value[1]), grads
         return jnp.sum(value, axis=0), grads
@@ -214,7 +224,7 @@ def pmean_gradients(grads: Any, axis_name: Any) -> Any:
     amax that either remembers.
 
     Args:
-        grads: a tree of gradients that ``value_and_grad`` or ``grad`` returned; any dtypes and shapes.
+        grads: a tree of gradients that ``value_and_grad`` or ``grad`` returned, floats of any shapes.
         axis_name: the mapped axis, or a tuple of them.
 
     Returns:
@@ -230,7 +240,11 @@ def pmean_gradients(grads: Any, axis_name: Any) -> Any:
 
     Source: ``jax.lax.pmean``, which would average the state as well.
     """
-    return map_state(lambda x: lax.pmax(x, axis_name), lambda x: lax.pmean(x, axis_name), grads)
+
+    def mean(x: Any) -> Any:  # but not of what stands for the gradient of an integer
+        return x if x.dtype == jax.dtypes.float0 else lax.pmean(x, axis_name)
+
+    return map_state(lambda x: lax.pmax(x, axis_name), mean, grads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +283,8 @@ class TrainState(flax.training.train_state.TrainState):
     * other collections (``batch_stats``, …) stay as they are, until you ``replace`` them.
 
     ``apply_fn`` merges scaling state by maximum, so one ``apply`` under plain ``jax.grad`` is right; a
-    loss that calls it several times needs ``fp8flax.value_and_grad``.
+    loss that calls it several times needs ``fp8flax.value_and_grad``, and so does a gradient taken outside
+    of ``jax.shard_map`` with ``check_vma=False``, which is refused there and would be wrong here.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, optax, fp8flax as fp8

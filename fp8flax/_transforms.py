@@ -19,8 +19,8 @@ FORWARD_MODE = (
 
 UNCHECKED = (
     "The scaling state went into jax.shard_map with check_vma=False, which adds the gradients of what is "
-    "the same on all devices; the state's must merge by maximum. Leave check_vma at its default, or take "
-    "the gradient inside of shard_map and reduce it with fp8flax.pmean_gradients."
+    "replicated, and does not say what that is; the state's must merge by maximum. Leave check_vma at its "
+    "default, or take the gradient inside of shard_map and reduce it with fp8flax.pmean_gradients."
 )
 
 
@@ -141,4 +141,4 @@ def reverse_mode_only(x: jax.Array) -> jax.Array:
 
 @reverse_mode_only.defjvp
 def _reverse_mode_only_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
-    return primals[0], _tangent_p.bind(tangents[0])
+    return reverse_mode_only(primals[0]), _tangent_p.bind(tangents[0])

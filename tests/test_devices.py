@@ -206,7 +206,7 @@ def pipeline(c):
     rows = BATCH // MICROBATCHES // 2  # of a microbatch on one replica
 
     def of_device(v, x, w):
-        v = jax.tree.map(lambda leaf: leaf[0], v)
+        v = jax.tree.map(lambda leaf: lax.squeeze(leaf, (0,)), v)
         stage = lax.axis_index("stage")
         x, w = (a.reshape(MICROBATCHES, rows, WIDTH) for a in (x, w))
 
@@ -277,6 +277,23 @@ def unchecked_gradient_outside(c):
     return "refused (3)"
 
 
+def a_nan_on_one_device(c):
+    """The whole batch is bad then; a maximum over devices may lose a NaN."""
+    on = mesh(data=8)
+    x = X.at[5, 3].set(jnp.nan)
+    place = partial(jax.device_put, device=NamedSharding(on, P("data")))
+    expected = c.plain(c.variables, x, WEIGHTS)[1].get(OWG)
+    grads = jax.jit(fp8.grad(c.loss))(c.variables, place(x), place(WEIGHTS))
+    jax.tree.map(np.testing.assert_array_equal, grads.get(OWG), expected)
+
+    def of_shard(v, x, w):
+        return lax.psum(c.loss(v, x, w), "data")
+
+    loss = jax.shard_map(of_shard, mesh=on, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    grads = jax.jit(fp8.grad(loss))(c.variables, x, WEIGHTS)
+    jax.tree.map(np.testing.assert_array_equal, grads.get(OWG), expected)
+
+
 WAYS = {
     "data parallel, `jax.jit`": data,
     "tensor parallel, `jax.jit`": tensor,
@@ -290,6 +307,7 @@ WAYS = {
     "`check_vma=False`, `fp8.pmean_gradients`": reduced_by_hand,
     "`check_vma=False`, gradient outside": unchecked_gradient_outside,
     "pipeline in `jax.shard_map`": pipeline,
+    "a NaN on one device": a_nan_on_one_device,
 }
 
 

@@ -188,6 +188,14 @@ def test_inputs_of_every_kind():
     np.testing.assert_allclose(history, [amax / 2, 0, 0, amax], rtol=1e-6)
 
 
+def test_a_batch_of_zeros_says_nothing():
+    after = fp8.calibrate(MODEL.apply, VARIABLES, [0 * X, 1e-6 * X])
+    state = op_state(after, "first")
+    np.testing.assert_allclose(state["input_scale"], [1e-6 * np.max(np.abs(X)) / 448], rtol=1e-6)
+    zeros = fp8.calibrate(lambda v, x: (MODEL.apply(v, x), 3), VARIABLES, [0 * X])
+    np.testing.assert_array_equal(op_state(zeros, "first")["input_scale"], [1.0])
+
+
 def test_it_runs_the_model_in_its_own_dtype():
     seen = []
 

@@ -286,6 +286,20 @@ class TestAccumulateGradients:
         op = new.params[OWG]["first"]["Fp8DotGeneralOp_0"]
         assert op["input_amax_history"][0] == 3 * np.max(np.abs(X))
 
+    def test_an_integer_beside_the_parameters(self):
+        variables = {**VARIABLES, "counter": {"steps": jnp.int32(3)}}
+        grads = fp8.accumulate_gradients(lambda v, x: mse({k: v[k] for k in VARIABLES}, x))(
+            variables, self.microbatches()
+        )[1]
+        assert grads["counter"]["steps"].dtype == jax.dtypes.float0
+        assert_trees_equal(
+            grads[OWG], fp8.accumulate_gradients(mse)(VARIABLES, self.microbatches())[1][OWG]
+        )
+        reduced = jax.vmap(
+            lambda g: fp8.pmean_gradients({**grads, "params": g}, "data"), axis_name="data", axis_size=2
+        )(jax.tree.map(lambda g: jnp.stack([g, g]), grads["params"]))
+        assert reduced["counter"]["steps"].dtype == jax.dtypes.float0
+
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     def test_one_bad_microbatch_counts_for_all(self, bad):
         variables = advanced()
@@ -332,6 +346,12 @@ class TestAccumulateGradients:
         assert not np.array_equal(
             state.params["params"]["first"]["kernel"], VARIABLES["params"]["first"]["kernel"]
         )
+
+
+def test_debug_nans():
+    with jax.debug_nans(True):
+        grads = fp8.grad(mse)(VARIABLES, X)
+    assert np.isfinite(grads["params"]["first"]["kernel"]).all()
 
 
 class TestPmeanGradients:

@@ -361,6 +361,9 @@ TRANSFORMATIONS = {
 }
 
 
+REFUSED = ("forward mode: `jax.jvp`, `jax.jacfwd`", "second derivatives")
+
+
 def covered(layer, recipe, i):
     """Delayed scaling on most layers; beside it, two other recipes in turn, on a layer in turn."""
     if recipe == "delayed":
@@ -390,7 +393,19 @@ def test_forward_mode(recipe, cell):
     with fp8.autocast(enabled=False):
         kernel = {"kernel": jnp.eye(WIDTH)}
         jax.jvp(lambda p: Own(fp8.Fp8DotGeneralOp).apply({"params": p}, X), (kernel,), (kernel,))
-    cell("transformations", "forward mode: `jax.jvp`, `jax.jacfwd`", recipe, "refused (1)")
+    cell("transformations", REFUSED[0], recipe, "refused (1)")
+
+
+def test_forward_over_reverse_mode_is_refused_in_the_other_form():
+    c = case("Dense", "delayed")
+
+    def f(x):
+        return jnp.sum(jnp.sin(c.reference.apply(c.variables, x)))
+
+    with pytest.raises(TypeError, match="cannot be differentiated in forward mode"):
+        jax.hessian(f)(X[0])
+    second = jax.jit(jax.jacrev(jax.jacrev(f)))(X[0])
+    assert np.linalg.norm(second) > 0
 
 
 @pytest.mark.parametrize("recipe", COLUMNS)
@@ -408,7 +423,7 @@ def test_second_derivatives(recipe, cell):
         second = jax.jit(jax.grad(lambda p: gradient_norm(c.reference, {**c.variables, "params": p})))
         assert jnp.linalg.norm(second(c.variables["params"])["kernel"]) > 0
         seen = 'with `form="qdq"` (2)'
-    cell("transformations", "second derivatives", recipe, seen)
+    cell("transformations", REFUSED[1], recipe, seen)
 
 
 # By layer and recipe, so that a case's compiled references are made once.

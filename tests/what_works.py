@@ -7,41 +7,39 @@ PAGE = Path(__file__).parents[1] / "docs" / "what_works.md"
 COLUMNS = ("delayed", "current", "axiswise", "mxfp8", "block128")
 
 
-def _table(name):
-    """Returns the pattern of a table on the page: between two comments."""
-    return re.compile(rf"(<!-- table: {name} -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+def _cells(page):
+    """Returns what the page says, by table, row and column."""
+    cells = {}
+    for name, text in re.findall(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", page, re.DOTALL):
+        lines = [[c.strip() for c in line.strip().strip("|").split("|")] for line in text.splitlines()]
+        cells[name] = {row: dict(zip(lines[0][1:], texts)) for row, *texts in lines[2:]}
+    return cells
 
 
 def read(table, row, column):
     """Returns what the page says in a cell, None where it says nothing."""
-    found = _table(table).search(PAGE.read_text(encoding="utf-8"))
-    if found is None:
-        return None
-    lines = [[c.strip() for c in line.strip().strip("|").split("|")] for line in found[2].splitlines()]
-    columns = lines[0]
-    for line in lines[2:]:
-        if line[0] == row and column in columns:
-            return line[columns.index(column)]
-    return None
+    return _cells(PAGE.read_text(encoding="utf-8")).get(table, {}).get(row, {}).get(column)
 
 
-def write(cells):
-    """Writes what was seen. Two tests of one cell must agree; rows come in the order of the tests."""
+def write(seen):
+    """Writes what was seen into the page. Two tests of one cell must agree; others stay as they are."""
     from tests.test_devices import WAYS
-    from tests.test_transformations import TRANSFORMATIONS
+    from tests.test_transformations import REFUSED, TRANSFORMATIONS
 
-    order = [*TRANSFORMATIONS, *WAYS]
-    tables = {}
-    for table, row, column, text in cells:
-        before = tables.setdefault(table, {}).setdefault(row, {}).setdefault(column, text)
-        if before != text:
-            raise AssertionError(f"{row}, {column}: one test saw {before!r}, another {text!r}")
     page = PAGE.read_text(encoding="utf-8")
-    for table, rows in tables.items():
+    cells = _cells(page)
+    new = {}
+    for table, row, column, text in seen:
+        if new.setdefault((table, row, column), text) != text:
+            raise AssertionError(
+                f"{row}, {column}: one test saw {text!r}, another {new[table, row, column]!r}"
+            )
+        cells.setdefault(table, {}).setdefault(row, {})[column] = text
+    for table, rows in cells.items():
         lines = [["", *COLUMNS], ["---"] * (len(COLUMNS) + 1)]
-        for row in sorted(rows, key=lambda row: order.index(row) if row in order else len(order)):
+        for row in filter(rows.get, (*TRANSFORMATIONS, *REFUSED, *WAYS)):
             lines.append([row, *(rows[row].get(column, "not tested") for column in COLUMNS)])
         text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        found = _table(table).search(page)
-        page = page[: found.start(2)] + text + page[found.end(2) :]
+        start = page.index(f"<!-- table: {table} -->\n") + len(f"<!-- table: {table} -->\n")
+        page = page[:start] + text + page[page.index("<!-- end -->", start) :]
     PAGE.write_text(page, encoding="utf-8")
