@@ -42,7 +42,7 @@ def gpu():
 
 def pytest_addoption(parser):
     group = parser.getgroup("what works with what")
-    group.addoption("--all-cells", action="store_true", help="every cell of docs/what_works.md")
+    group.addoption("--all-cells", action="store_true", help="also what is left out in CI for its time")
     group.addoption("--write-table", action="store_true", help="write what was seen to docs/what_works.md")
 
 
@@ -62,6 +62,12 @@ def pytest_sessionfinish(session):
     is_worker = hasattr(session.config, "workerinput")
     if session.config.getoption("--write-table") and not is_worker and not session.testsfailed:
         what_works.write(CELLS)
+
+
+@pytest.fixture
+def _all_cells(request):
+    if not request.config.getoption("--all-cells"):
+        pytest.skip("only with --all-cells")
 
 
 @pytest.fixture

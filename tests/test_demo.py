@@ -287,6 +287,7 @@ class TestCommandLine:
         assert json.loads((tmp_path / "r.json").read_text()) == {"loss": [1.0, None], "gap": None}
 
 
+@pytest.mark.usefixtures("_all_cells")  # test_kill has ten of them
 def test_kill_9_and_resume(text, tmp_path):
     """A killed process loses nothing but time."""
     script = textwrap.dedent("""

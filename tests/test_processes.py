@@ -103,6 +103,7 @@ def test_the_run_changes_the_state(alone):
         assert len(set(alone[f"{kind}/losses"].tolist())) == len(alone[f"{kind}/losses"])
 
 
+@pytest.mark.usefixtures("_all_cells")  # test_readme runs it in one process
 def test_the_script_of_the_docs(tmp_path):
     """Two processes train and save; two others go on from there."""
     (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)

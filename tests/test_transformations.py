@@ -365,11 +365,11 @@ REFUSED = ("forward mode: `jax.jvp`, `jax.jacfwd`", "second derivatives")
 
 
 def covered(layer, recipe, i):
-    """Delayed scaling on most layers; beside it, two other recipes in turn, on a layer in turn."""
+    """Delayed scaling on two layers and a third in turn; beside it, one other recipe and layer in turn."""
+    layers = list(LAYERS)
     if recipe == "delayed":
-        return layer != "Attention" or i % 4 == 0
-    r = COLUMNS.index(recipe)
-    return (i + r) % 2 == 0 and list(LAYERS)[(i // 2 + r) % len(LAYERS)] == layer
+        return layer in ("Dense", "Own") or (i % 4 == 0 and layer == layers[1 + i // 4 % 2])
+    return i % 4 == COLUMNS.index(recipe) - 1 and layer == layers[(i + i // 4) % 4]
 
 
 @pytest.mark.parametrize("recipe", COLUMNS)
@@ -432,7 +432,7 @@ def test_second_derivatives(recipe, cell):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_as_plain_calls(layer, recipe, name, cell, request):
     i = list(TRANSFORMATIONS).index(name)
-    if not request.config.getoption("--all-cells") and not covered(layer, recipe, i):
-        pytest.skip("only with --all-cells")
+    if not covered(layer, recipe, i):
+        request.getfixturevalue("_all_cells")
     TRANSFORMATIONS[name](case(layer, recipe))
     cell("transformations", name, recipe)
