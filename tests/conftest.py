@@ -46,6 +46,14 @@ def pytest_addoption(parser):
     group.addoption("--write-table", action="store_true", help="write what was seen to docs/what_works.md")
 
 
+# Scripts that only measure; run with --all-cells.
+LEFT_OUT = ("test_benchmarks.py", "test_benchmark_dense.py")
+
+
+def pytest_ignore_collect(collection_path, config):
+    return True if collection_path.name in LEFT_OUT and not config.getoption("--all-cells") else None
+
+
 CELLS = []
 
 

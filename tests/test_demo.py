@@ -198,6 +198,7 @@ class TestCommandLine:
         for run, run_again in zip(figures["runs"], again["runs"]):
             assert run["relative_gap"] == run_again["relative_gap"]
 
+    @pytest.mark.usefixtures("_all_cells")
     def test_a_recipe_without_state(self, text, tmp_path, capsys):
         out, recipe = tmp_path / "o", "mxfp8"
         arguments = ["--data", str(text), "--steps", "3", "--out", str(out), "--precision", "fp8"]
