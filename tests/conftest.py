@@ -47,7 +47,7 @@ def pytest_addoption(parser):
 
 
 # Scripts that only measure; run with --all-cells.
-LEFT_OUT = ("test_benchmarks.py", "test_benchmark_dense.py")
+LEFT_OUT = ("test_accuracy.py", "test_benchmarks.py", "test_benchmark_dense.py")
 
 
 def pytest_ignore_collect(collection_path, config):
