@@ -143,6 +143,6 @@ def test_killed_again_and_again(tmp_path, request):
         assert digest == expected[step], (event, step)
     # Nobody started over, or from an older checkpoint than the one before.
     starts = [lines[0][:2] for lines in logs[1:] if lines]
-    assert len(starts) >= len(MOMENTS) - MOMENTS.count("starting")
+    assert len(starts) >= len(moments) - moments.count("starting")
     assert {event for event, _ in starts} == {"restored"}
     assert starts == sorted(starts)
