@@ -17,12 +17,15 @@ from fp8flax._formats import (
 from fp8flax._gemm import Fp8EmulationWarning
 from fp8flax._inference import calibrate
 from fp8flax._max_dtype import fp32_max_grad
+from fp8flax._models import quantize_model
 from fp8flax._modules import (
     Einsum,
+    Fp8ConvGeneralDilatedOp,
     Fp8DirectDotGeneralOp,
     Fp8DotGeneral,
     Fp8DotGeneralOp,
     Fp8Einsum,
+    Fp8RaggedDotOp,
     NANOOFp8DotGeneralOp,
 )
 from fp8flax._qdq import in_q, in_qdq, out_dq, out_qdq
@@ -47,6 +50,7 @@ from fp8flax._recipes import (
     Recipe,
     autocast,
 )
+from fp8flax._report import ModelReport, report
 from fp8flax._scaling import compute_amax_history, compute_scale
 from fp8flax._state import OVERWRITE_WITH_GRADIENT, MissingStateError
 from fp8flax._train import TrainState, accumulate_gradients, grad, pmean_gradients, value_and_grad
@@ -67,15 +71,18 @@ __all__ = [
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
+    "Fp8ConvGeneralDilatedOp",
     "Fp8DirectDotGeneralOp",
     "Fp8DotGeneral",
     "Fp8DotGeneralOp",
     "Fp8Einsum",
     "Fp8EmulationWarning",
     "Fp8Limits",
+    "Fp8RaggedDotOp",
     "GemmRecipe",
     "MXFP8BlockScaling",
     "MissingStateError",
+    "ModelReport",
     "NANOOFp8DotGeneralOp",
     "Recipe",
     "TrainState",
@@ -107,6 +114,8 @@ __all__ = [
     "qdq",
     "quantize",
     "quantize_dequantize",
+    "quantize_model",
     "remove_fp8_state",
+    "report",
     "value_and_grad",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.core
@@ -78,7 +78,7 @@ def add_fp8_state(
 
     Source: none; Flax leaves this to the user. The history's layout is that of ``flax.linen.fp8_ops``.
     """
-    wanted, has_fp8 = _eval_init(model, args, kwargs)
+    wanted, has_fp8 = eval_init(model, args, kwargs)
     if not has_fp8:
         raise ValueError(
             f"{type(model).__name__} has no FP8 layer, so there is no scaling state to add. Give its "
@@ -155,11 +155,23 @@ def _check_values(path: KeyPath, value: Any) -> None:
         )
 
 
-def _eval_init(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-    """Returns shapes and dtypes of ``model.init``, and whether an FP8 op ran in it.
+def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Returns the arrays among arguments, and a function that puts others in their places.
 
-    Arguments that are not arrays stay concrete.
+    ``jax.ShapeDtypeStruct``s count as arrays; other arguments stay concrete.
     """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def fill(arrays: list[Any]) -> Any:
+        remaining = iter(arrays)
+        return treedef.unflatten([next(remaining) if a else leaf for a, leaf in zip(is_array, leaves)])
+
+    return [leaf for a, leaf in zip(is_array, leaves) if a], fill
+
+
+def eval_init(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """Returns shapes and dtypes of ``model.init``, and whether an FP8 op ran in it."""
     has_fp8 = False
 
     def look(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
@@ -167,17 +179,14 @@ def _eval_init(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         has_fp8 = has_fp8 or isinstance(context.module, Fp8Op)
         return call(*args, **kwargs)
 
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+    arrays, fill = split_arrays(args, kwargs)
 
     def init(arrays: list[Any]) -> Any:
-        remaining = iter(arrays)
-        filled = [next(remaining) if a else leaf for a, leaf in zip(is_array, leaves)]
-        args, kwargs = treedef.unflatten(filled)
+        args, kwargs = fill(arrays)
         return model.init(jax.random.key(0), *args, **kwargs)
 
     with nn.intercept_methods(look):
-        shapes = jax.eval_shape(init, [leaf for a, leaf in zip(is_array, leaves) if a])
+        shapes = jax.eval_shape(init, arrays)
     return shapes, has_fp8
 
 

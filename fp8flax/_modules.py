@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -10,18 +11,25 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from fp8flax._conv import fp8_conv_general_dilated
 from fp8flax._dot_general import FORMS, DimensionNumbers, DotStates, einsum_with, fp8_dot_general
 from fp8flax._formats import Format
 from fp8flax._gemm import SWITCHED_OFF
 from fp8flax._max_dtype import is_max_dtype
+from fp8flax._ragged import fp8_ragged_dot
 from fp8flax._recipes import DelayedQuantizer, DelayedScaling, Recipe, check_recipe, recipe_in_use
 from fp8flax._state import (
     OVERWRITE_WITH_GRADIENT,
     ROLES,
     MissingStateError,
     ScalingState,
+    state_collection,
     state_leaf_names,
 )
+
+op_handler: ContextVar[Callable[..., jax.Array] | None] = ContextVar("op_handler", default=None)
+"""Called as ``(op, recipe, with_state, lhs, rhs, dimension_numbers, precision, preferred_element_type)`` in
+the place of an op's matmul, which is ``with_state()`` called with the last five."""
 
 
 @jax.named_scope(SWITCHED_OFF)
@@ -35,6 +43,11 @@ def _plain_dot_general(
     return jax.lax.dot_general(
         lhs, rhs, dimension_numbers, precision, preferred_element_type=preferred_element_type
     )
+
+
+@jax.named_scope(SWITCHED_OFF)
+def _plain_conv_general_dilated(*args: Any) -> jax.Array:
+    return jax.lax.conv_general_dilated(*args)
 
 
 class Fp8Op(nn.Module):
@@ -61,23 +74,25 @@ class Fp8Op(nn.Module):
         recipe = recipe_in_use(self.recipe, self._default_recipe())
         if recipe is None:  # FP8 is off here
             return _plain_dot_general
-        delayed = recipe.gemms.delayed
-        states = DotStates(**{r: self._declare(r, delayed[r]) for r in ROLES if r in delayed})
-        return partial(fp8_dot_general, states=states, recipe=recipe, form=self.form)
+        return partial(fp8_dot_general, states=self._states(recipe), recipe=recipe, form=self.form)
 
-    def _declare(self, role: str, quantizer: DelayedQuantizer) -> ScalingState:
-        length = quantizer.amax_history_len
+    def _states(self, recipe: Recipe, **stacked: tuple[int, ...]) -> DotStates:
+        """Declares the state that a recipe needs, with leading dimensions for the roles that have any."""
+        delayed = recipe.gemms.delayed
+        return DotStates(
+            **{r: self._declare(r, delayed[r], stacked.get(r, ())) for r in ROLES if r in delayed}
+        )
+
+    def _declare(self, role: str, quantizer: DelayedQuantizer, stacked: tuple[int, ...]) -> ScalingState:
+        length, collection = quantizer.amax_history_len, state_collection()
         scale_name, history_name = state_leaf_names(role)
         values = []
         for name, shape, init in (
-            (scale_name, (1,), jnp.ones),
-            (history_name, (length,), jnp.zeros),
+            (scale_name, (*stacked, 1), jnp.ones),
+            (history_name, (*stacked, length), jnp.zeros),
         ):
             where = "/".join((*self.path, name))
-            if not (
-                self.has_variable(OVERWRITE_WITH_GRADIENT, name)
-                or self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
-            ):
+            if not (self.has_variable(collection, name) or self.is_mutable_collection(collection)):
                 raise MissingStateError(
                     f"The FP8 layer {'/'.join(self.path[:-1]) or type(self).__name__!r} has no scaling "
                     f"state: {OVERWRITE_WITH_GRADIENT}/{where} is missing from the variables. Variables "
@@ -86,7 +101,7 @@ class Fp8Op(nn.Module):
                     f"{OVERWRITE_WITH_GRADIENT!r} collection. (Recipes without delayed scaling, such as "
                     "Float8CurrentScaling, need no state.)"
                 )
-            value = self.variable(OVERWRITE_WITH_GRADIENT, name, init, shape, jnp.float32).value
+            value = self.variable(collection, name, init, shape, jnp.float32).value
             if value.dtype != jnp.float32 and not is_max_dtype(value):
                 raise TypeError(
                     f"The scaling state {OVERWRITE_WITH_GRADIENT}/{where} must be float32; got "
@@ -237,6 +252,164 @@ class Fp8Einsum(Fp8Op):
         preferred_element_type: Any = None,
     ) -> jax.Array:
         return einsum_with(self._dot_general(), eqn, lhs, rhs, precision, preferred_element_type)
+
+
+class Fp8ConvGeneralDilatedOp(Fp8Op):
+    """An FP8 convolution, called like ``lax.conv_general_dilated``.
+
+    Give it to a layer: ``nn.Conv(..., conv_general_dilated_cls=fp8flax.Fp8ConvGeneralDilatedOp)``; or call
+    it in a module of your own.
+
+    Where the windows do not overlap (1×1 kernels, the patch embedding of a vision transformer), without
+    groups and with an input that is not dilated, the convolution is a matmul, and runs as that of
+    ``Fp8DotGeneralOp``, under every recipe.
+
+    Else input, kernel and output gradient are cast to FP8 and back, and convolved in the dtype of the
+    operands, on every device: FP8's values and memory for the backward pass, at the speed of that dtype.
+    XLA has no gradients of convolutions in FP8. Such a convolution takes one scale per tensor
+    (``DelayedScaling``, ``Float8CurrentScaling``): along its windows no scale could be taken out.
+
+    The scaling state is that of ``Fp8DotGeneralOp``. Under ``autocast(enabled=False)`` it is
+    ``lax.conv_general_dilated``.
+
+    The call takes:
+        lhs: the input, in the layout of ``dimension_numbers``; bfloat16, float16, float32 or float64.
+        rhs: the kernel, likewise, of the same dtype.
+        window_strides: one int for each spatial dimension.
+        padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair ``(before, after)`` for each.
+        lhs_dilation: one int for each; None for 1.
+        rhs_dilation: one int for each; None for 1.
+        dimension_numbers: the layouts, as ``lax.conv_general_dilated`` takes them.
+        feature_group_count: number of groups of features.
+        batch_group_count: number of groups of the batch.
+        precision: that of ``Fp8DotGeneralOp`` for a matmul, else of all three convolutions.
+        preferred_element_type: dtype of the result; None for that of the operands.
+
+    Attributes:
+        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
+            outside of it.
+        form: ``"direct"`` keeps FP8 operands for the backward pass, and multiplies them where this is a
+            matmul. ``"qdq"`` casts to FP8 and back around JAX's own convolution.
+
+    Raises:
+        MissingStateError: the variables hold no scaling state for this layer.
+        TypeError: an operand is not a wide float, or the state is not float32.
+        ValueError: the recipe scales along the contraction and this is no matmul, or the state has another
+            history length than the recipe.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer = nn.Conv(8, (4, 4), (4, 4), conv_general_dilated_cls=fp8.Fp8ConvGeneralDilatedOp)
+        >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 16, 16, 3)))
+        >>> list(variables["_overwrite_with_gradient"])
+        ['Fp8ConvGeneralDilatedOp_0']
+
+    Source: ``lax.conv_general_dilated``; the recipes are those of Micikevicius et al., 2022,
+    arXiv:2209.05433.
+    """
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        window_strides: Sequence[int],
+        padding: str | Sequence[tuple[int, int]],
+        lhs_dilation: Sequence[int] | None = None,
+        rhs_dilation: Sequence[int] | None = None,
+        dimension_numbers: Any = None,
+        feature_group_count: int = 1,
+        batch_group_count: int = 1,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+    ) -> jax.Array:
+        # At each call, as for the matmul.
+        recipe = recipe_in_use(self.recipe, self._default_recipe())
+        convolve = _plain_conv_general_dilated
+        if recipe is not None:
+            convolve = partial(
+                fp8_conv_general_dilated, states=self._states(recipe), recipe=recipe, form=self.form
+            )
+        return convolve(
+            lhs,
+            rhs,
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dimension_numbers,
+            feature_group_count,
+            batch_group_count,
+            precision,
+            preferred_element_type,
+        )
+
+
+class Fp8RaggedDotOp(Fp8Op):
+    """The FP8 matmul of a mixture of experts, called like ``lax.ragged_dot``.
+
+    ``out[m] = lhs[m] . rhs[e]`` where ``e`` is the expert that row ``m`` belongs to: the first
+    ``group_sizes[0]`` rows are those of expert 0, and so on. Rows beyond ``sum(group_sizes)`` give zeros,
+    whatever they hold, and have no say in any scale.
+
+    The state is that of ``Fp8DotGeneralOp``, except that each expert's kernel has a scale and an amax
+    history of its own: ``kernel_scale`` has shape ``(experts, 1)`` and ``kernel_amax_history`` shape
+    ``(experts, amax_history_len)``. Input and output gradient have one scale each. Under
+    ``autocast(enabled=False)`` it is ``lax.ragged_dot``.
+
+    The call takes:
+        lhs: the input, ``(rows, K)``, sorted by expert; bfloat16, float16, float32 or float64.
+        rhs: the kernels, ``(experts, K, N)``, likewise.
+        group_sizes: rows of each expert, ``(experts,)``, integers.
+        precision: None for the accumulation of the recipe (fast forward, exact gradients); ``DEFAULT`` for
+            fast and ``HIGH`` or ``HIGHEST`` for exact accumulation in all three GEMMs.
+        preferred_element_type: dtype of the result; None for what ``lax.ragged_dot`` gives.
+
+    Attributes:
+        recipe: how the tensors are scaled, by ``DelayedScaling`` or ``Float8CurrentScaling``; None for that
+            of ``fp8flax.autocast``, or ``DelayedScaling()`` outside of it.
+        form: ``"direct"`` multiplies FP8 operands, in the FP8 units of GPUs that have them. ``"qdq"`` casts
+            to FP8 and back around matmuls in the operands' dtype: a reference, and never faster.
+
+    Raises:
+        MissingStateError: the variables hold no scaling state for this layer.
+        TypeError: an operand is not a wide float, or the state is not float32.
+        ValueError: the shapes do not fit, the state does not fit the recipe or the experts, or the recipe
+            scales per block.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, fp8flax as fp8
+        >>> op, x, kernels = fp8.Fp8RaggedDotOp(), jnp.ones((6, 4)), jnp.ones((2, 4, 8))
+        >>> variables = jax.eval_shape(op.init, jax.random.key(0), x, kernels, jnp.array([4, 2]))
+        >>> variables["_overwrite_with_gradient"]["kernel_scale"].shape
+        (2, 1)
+
+    Source: ``jax.lax.ragged_dot``; the state is that of ``flax.linen.fp8_ops``, per expert.
+    """
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+    ) -> jax.Array:
+        recipe = recipe_in_use(self.recipe, self._default_recipe())
+        if recipe is None:  # FP8 is off here
+            with jax.named_scope(SWITCHED_OFF):
+                return jax.lax.ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type)
+        return fp8_ragged_dot(
+            lhs,
+            rhs,
+            group_sizes,
+            precision,
+            preferred_element_type,
+            states=self._states(recipe, kernel=jnp.shape(rhs)[:1]),
+            recipe=recipe,
+            form=self.form,
+        )
 
 
 class Einsum(nn.Einsum):

@@ -1,0 +1,295 @@
+"""Finds the contractions that the methods of Linen modules compute, whatever they are written with.
+
+``nn.Dense``, ``x @ w``, ``jnp.einsum`` and ``lax.dot_general`` all bind one JAX primitive. While a module's
+method runs, a trace of our own stands in front of the one that was current: it hands every primitive on as
+it is, except that contractions go to a handler, together with the module. It also remembers which values
+are parameters, and how they were cast, reshaped, transposed and joined since.
+
+This needs JAX internals: the class of traces, and how the current one is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax._src import core
+
+DOT, CONV, RAGGED_DOT = "dot_general", "conv_general_dilated", "ragged_dot_general"
+_CONTRACTIONS = (DOT, CONV, RAGGED_DOT)
+# What changes the place or the dtype of values, and nothing else.
+_MOVEMENTS = (
+    *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "reshape", "rev"),
+    *("sharding_constraint", "slice", "squeeze", "transpose"),
+)
+_PARAMS = "params"
+
+
+class Source(NamedTuple):
+    """A parameter as a method sees it: inside ``nn.scan``, a slice of what the variables hold."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class Derived(NamedTuple):
+    """What a value owes to parameters."""
+
+    sources: tuple[Source, ...]
+    """The parameters that it is made of, alone."""
+    rebuild: Callable[[tuple[jax.Array, ...], bool], jax.Array] | None
+    """Makes it from arrays of the shapes of ``sources``, with or without casts; None if it is computed, and
+    not only moved."""
+
+
+class Frame(NamedTuple):
+    """A method of a module that is running."""
+
+    module: nn.Module
+    method: str
+    """Empty for ``__call__`` and for compact methods."""
+    counts: dict[str, int]
+    """How many contractions of a kind it has computed."""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The module's."""
+        scope: Any = self.module.scope
+        return scope.path
+
+    def count(self, kind: str) -> int:
+        """Returns the number of this contraction of its kind."""
+        number = self.counts.get(kind, 0)
+        self.counts[kind] = number + 1
+        return number
+
+
+class Contraction(NamedTuple):
+    """A contraction that a method is about to compute."""
+
+    primitive: str
+    operands: tuple[Any, ...]
+    params: dict[str, Any]
+    derived: tuple[Derived | None, ...]
+    """For each of the first two operands, what it owes to parameters."""
+    frame: Frame
+    trace: int
+    """Which of the traces saw it: Linen's loops trace their bodies more than once."""
+
+
+Handler = Callable[[Contraction], Any]
+"""Returns the result of a contraction, or ``LEAVE`` for it to be computed as it is."""
+
+LEAVE = object()
+
+NOT_CONVERTED, BY_HAND = "fp8_not_converted", "fp8_op"
+"""Scopes of a contraction that the handler left, and of modules that were not looked into."""
+
+
+class Interception:
+    """What all traces of one call of a model share: the handler, and where values come from."""
+
+    def __init__(self, handler: Handler, leave_alone: Callable[[nn.Module], bool]) -> None:
+        self.handler = handler
+        self._leave_alone = leave_alone
+        # By identity; the values are held, so that no other can have theirs.
+        self._derived: dict[int, tuple[Any, Derived]] = {}
+        self._known: dict[int, tuple[Any, int]] = {}
+        self._numbers = itertools.count()
+
+    def derived(self, value: Any, scope: Any) -> Derived | None:
+        """Returns what a value owes to a scope's parameters; None if it has anything from elsewhere."""
+        if not isinstance(value, jax.Array | np.ndarray):
+            return None
+        found = self._derived.get(id(value))
+        if found is None:
+            self._look_for_params(scope.root)
+            found = self._derived.get(id(value))
+        return None if found is None else found[1]
+
+    def _look_for_params(self, root: Any) -> None:
+        leaves = jax.tree_util.tree_flatten_with_path(
+            nn.meta.unbox(root._variables.get(_PARAMS, {})), is_leaf=lambda x: x is None
+        )[0]
+        if self._known.get(id(root), (None, -1))[1] == len(leaves):
+            return
+        self._known[id(root)] = root, len(leaves)
+        for path, leaf in leaves:
+            if id(leaf) not in self._derived and hasattr(leaf, "shape"):
+                names = (*root.path, *(str(key.key) for key in path))
+                source = Source(names, leaf.shape, leaf.dtype)
+                self._derived[id(leaf)] = leaf, Derived((source,), lambda arrays, casts: arrays[0])
+
+    def follow(self, primitive: Any, operands: Any, params: Any, results: Any, scope: Any) -> None:
+        """Remembers what the results of a primitive owe to parameters."""
+        arrays = [x for x in operands if np.size(x) != 1 or self.derived(x, scope) is not None]
+        derived = [self.derived(x, scope) for x in arrays]
+        made_of = [d for d in derived if d is not None]
+        if not made_of or len(made_of) != len(derived):
+            return
+        results = results if primitive.multiple_results else [results]
+        rebuild = None
+        moves = primitive.name in _MOVEMENTS and len(arrays) == len(operands)
+        if moves and all(d.rebuild is not None for d in made_of):
+            rebuild = _rebuilder(primitive, params, made_of)
+        sources = tuple(source for d in made_of for source in d.sources)
+        for result in results:
+            self._derived[id(result)] = result, Derived(sources, rebuild)
+
+    def active(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context in which contractions of Linen modules' methods go to the handler.
+
+        The handler runs outside of the interception. Methods of modules of which ``leave_alone`` is true,
+        and ``setup``, are not looked into. Nor is what a transformation of JAX makes a program of (a
+        ``lax.scan``, a ``jax.checkpoint``, a function with a derivative of its own), unless Linen's form of
+        it is used.
+        """
+
+        def around(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+            if self._leave_alone(context.module) or context.module.scope is None:
+                with _behind(), jax.named_scope(BY_HAND):
+                    return call(*args, **kwargs)
+            if context.method_name == "setup":
+                return call(*args, **kwargs)
+            is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
+            with _in_frame(self, context.module, "" if is_main else context.method_name):
+                return call(*args, **kwargs)
+
+        return nn.intercept_methods(around)
+
+
+def _rebuilder(
+    primitive: Any, params: dict[str, Any], made_of: list[Derived]
+) -> Callable[[tuple[jax.Array, ...], bool], jax.Array]:
+    def rebuild(arrays: tuple[jax.Array, ...], casts: bool) -> jax.Array:
+        operands, rest = [], arrays
+        for d in made_of:
+            assert d.rebuild is not None
+            operands.append(d.rebuild(rest[: len(d.sources)], casts))
+            rest = rest[len(d.sources) :]
+        if primitive.name == "convert_element_type" and not casts:
+            return operands[0]
+        return primitive.bind(*operands, **params)
+
+    return rebuild
+
+
+class _Trace(core.Trace):
+    """Hands everything to the trace behind it, but contractions."""
+
+    def __init__(self, behind: Any, interception: Interception) -> None:
+        super().__init__()
+        self.parent_trace = behind
+        self.interception = interception
+        self.number = next(interception._numbers)
+        self.frames: list[Frame] = []
+        self.requires_low = behind.requires_low
+
+    def process_primitive(self, primitive: Any, operands: Any, params: Any, /) -> Any:
+        frame, interception = self.frames[-1], self.interception
+        if primitive.name in _CONTRACTIONS:
+            derived = tuple(interception.derived(x, frame.module.scope) for x in operands[:2])
+            with core.set_current_trace(self.parent_trace):
+                result = interception.handler(
+                    Contraction(primitive.name, tuple(operands), params, derived, frame, self.number)
+                )
+            if result is not LEAVE:
+                return result
+            with jax.named_scope(NOT_CONVERTED):
+                results = self.parent_trace.process_primitive(primitive, operands, params)
+            interception.follow(primitive, operands, params, results, frame.module.scope)
+            return results
+        if primitive.name == "jit" and self._should_open(operands, params, frame):
+            with core.set_current_trace(self):
+                return core.eval_jaxpr(params["jaxpr"].jaxpr, params["jaxpr"].consts, *operands)
+        results = self.parent_trace.process_primitive(primitive, operands, params)
+        interception.follow(primitive, operands, params, results, frame.module.scope)
+        return results
+
+    def _should_open(self, operands: Any, params: Any, frame: Frame) -> bool:
+        """Tells whether to look into a jitted function, such as those that ``jax.numpy`` consists of."""
+        specified = (*params["in_shardings"], *params["out_shardings"])
+        if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in specified):
+            return False
+        return _has_contraction(params["jaxpr"].jaxpr) or any(
+            self.interception.derived(x, frame.module.scope) is not None for x in operands
+        )
+
+    # With the signatures of the JAX version at hand.
+    def process_call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.parent_trace.process_call(*args, **kwargs)
+
+    def process_map(self, *args: Any, **kwargs: Any) -> Any:
+        return self.parent_trace.process_map(*args, **kwargs)
+
+    def process_custom_jvp_call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.parent_trace.process_custom_jvp_call(*args, **kwargs)
+
+    def process_custom_vjp_call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.parent_trace.process_custom_vjp_call(*args, **kwargs)
+
+    def stage_value(self, *args: Any, **kwargs: Any) -> Any:
+        return self.parent_trace.stage_value(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.parent_trace, name)
+
+
+def _has_contraction(jaxpr: Any) -> bool:
+    """Tells whether a jaxpr computes a contraction where opening jitted functions finds it."""
+    return any(
+        eqn.primitive.name in _CONTRACTIONS
+        or (eqn.primitive.name == "jit" and _has_contraction(eqn.params["jaxpr"].jaxpr))
+        for eqn in jaxpr.eqns
+    )
+
+
+@contextlib.contextmanager
+def _behind() -> Iterator[None]:
+    """Lets what is inside pass by the interception."""
+    trace = core.trace_ctx.trace
+    with core.set_current_trace(trace.parent_trace if isinstance(trace, _Trace) else trace):
+        yield
+
+
+@contextlib.contextmanager
+def _in_frame(interception: Interception, module: nn.Module, method: str) -> Iterator[None]:
+    trace = core.trace_ctx.trace
+    if isinstance(trace, _Trace) and trace.interception is interception:
+        if trace.frames[-1].module.scope is module.scope:  # a method that another one calls
+            yield
+            return
+        trace.frames.append(Frame(module, method, {}))
+        try:
+            yield
+        finally:
+            trace.frames.pop()
+        return
+    # Inside nn.scan, nn.remat, jax.vmap and the like another trace is current than outside.
+    trace = _Trace(trace, interception)
+    trace.frames.append(Frame(module, method, {}))
+    with core.set_current_trace(trace):
+        yield
+
+
+def missed(jaxpr: Any) -> list[tuple[str, tuple[Any, ...]]]:
+    """Returns the contractions in a jaxpr that no handler has seen: name stack, shapes of the operands."""
+    found = []
+    for eqn in jaxpr.eqns:
+        stack = str(eqn.source_info.name_stack)
+        if NOT_CONVERTED in stack or BY_HAND in stack:
+            continue
+        if eqn.primitive.name in _CONTRACTIONS:
+            found.append((stack, tuple(v.aval.shape for v in eqn.invars[:2])))
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if isinstance(inner, core.Jaxpr):
+                    found += missed(inner)
+    return found

@@ -1,0 +1,342 @@
+"""``quantize_model``: a Linen model whose contractions run in FP8, its source untouched."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+
+from fp8flax._intercept import (
+    BY_HAND,
+    CONV,
+    DOT,
+    LEAVE,
+    Contraction,
+    Derived,
+    Interception,
+    Source,
+)
+from fp8flax._modules import Fp8DotGeneralOp, Fp8Op, op_handler
+from fp8flax._recipes import Recipe
+from fp8flax._rules import Decision, Rules, Site, Sizes
+from fp8flax._state import (
+    OVERWRITE_WITH_GRADIENT,
+    PARAMS,
+    put_among_params,
+    state_among_params,
+    take_from_params,
+)
+
+
+class FoundOp(NamedTuple):
+    """An FP8 matmul that a model computes."""
+
+    recipe: Recipe
+    kernel: Derived | None
+    """What its kernel owes to parameters."""
+    args: tuple[Any, ...]
+    """Shapes and dtypes of the input and the kernel; dimension numbers, precision, dtype of the result."""
+
+
+class FoundSite(NamedTuple):
+    """A contraction that a model computes, and what became of it."""
+
+    site: Site
+    decision: Decision
+    name: str
+    """Of the contraction in its module, and of the op if it was converted."""
+    trace: int
+    loop: int
+    """Contractions of one ``nn.scan`` or ``nn.vmap`` have the same."""
+    source: Source | None
+    """The kernel's parameter, the first if there are several."""
+
+
+class Seen:
+    """What a model was last seen to compute, shared by its clones."""
+
+    def __init__(self) -> None:
+        self.sites: list[FoundSite] = []
+        self.ops: dict[tuple[str, ...], FoundOp] = {}
+
+
+class _Call:
+    """One call of a converted model from outside."""
+
+    def __init__(self, cls: type, rules: Rules) -> None:
+        self.cls = cls
+        self.rules = rules
+        self.sites: list[FoundSite] = []
+        self.ops: dict[tuple[str, ...], FoundOp] = {}
+        self.interception = Interception(self.convert, lambda module: isinstance(module, Fp8Op))
+
+    def convert(self, contraction: Contraction) -> Any:
+        """Computes a contraction as the rules say."""
+        site, swap = _site(contraction)
+        source = next((d.sources[0] for d in contraction.derived if d is not None), None)
+        decision = self.rules.decide(site)
+        frame = contraction.frame
+        number = frame.count(_counter(site))
+        name = "_".join(
+            x for x in (Fp8DotGeneralOp.__name__, frame.method, _counter(site), str(number)) if x
+        )
+        scope: Any = frame.module.scope
+        self.sites.append(FoundSite(site, decision, name, contraction.trace, id(scope.root), source))
+        if not decision.converts:
+            return LEAVE
+        op = Fp8DotGeneralOp(recipe=decision.recipe, parent=scope.push(name, reuse=True))
+        lhs, rhs = contraction.operands
+        params = contraction.params
+        dims = params["dimension_numbers"]
+        rest = params["precision"], params["preferred_element_type"]
+        with jax.named_scope(BY_HAND):
+            if not swap:
+                return op(lhs, rhs, dims, *rest)
+            (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+            out = op(rhs, lhs, ((rhs_contract, lhs_contract), (rhs_batch, lhs_batch)), *rest)
+        num_batch, num_left = len(lhs_batch), lhs.ndim - len(lhs_batch) - len(lhs_contract)
+        axes = list(range(out.ndim))
+        split = out.ndim - num_left
+        return jax.lax.transpose(out, (*axes[:num_batch], *axes[split:], *axes[num_batch:split]))
+
+    def note(
+        self, op: Fp8Op, recipe: Recipe, with_state: Callable[[], Any], lhs: Any, rhs: Any, *rest: Any
+    ) -> jax.Array:
+        """Remembers an op's matmul, and computes it."""
+        args = (jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), jax.ShapeDtypeStruct(rhs.shape, rhs.dtype))
+        kernel = self.interception.derived(rhs, op.scope)
+        self.ops[op.path] = FoundOp(recipe, kernel, (*args, *rest))
+        return with_state()(lhs, rhs, *rest)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context for the model's method, with the scaling state among the parameters."""
+        token = op_handler.set(self.note)
+        try:
+            with state_among_params(), self.interception.active():
+                yield
+        finally:
+            op_handler.reset(token)
+
+
+_reporting: ContextVar[bool] = ContextVar("reporting", default=False)
+_calls: ContextVar[tuple[_Call, ...]] = ContextVar("calls", default=())
+
+
+def _counter(site: Site) -> str:
+    return "product" if site.kind == "product" else ""
+
+
+def _site(contraction: Contraction) -> tuple[Site, bool]:
+    """Returns a contraction as the rules see it, and whether its kernel is the left operand."""
+    lhs, rhs = contraction.operands[:2]
+    left, right = contraction.derived
+    swap = left is not None and right is None and contraction.primitive == DOT
+    kind = "kernel" if (left is None) != (right is None) else "product" if left is None else "parameters"
+    kernel = left if swap else right
+    operands = (rhs, lhs) if swap else (lhs, rhs)
+    site = Site(
+        path="/".join(contraction.frame.path),
+        module=contraction.frame.module,
+        kernel="/".join(kernel.sources[0].path) if kind == "kernel" and kernel is not None else None,
+        kind=kind,
+        primitive=contraction.primitive,
+        shapes=(operands[0].shape, operands[1].shape),
+        dtypes=(operands[0].dtype, operands[1].dtype),
+        sizes=_sizes(contraction, swap),
+        is_matmul=contraction.primitive != CONV,
+    )
+    return site, swap
+
+
+def _sizes(contraction: Contraction, swap: bool) -> Sizes:
+    lhs, rhs = contraction.operands[:2]
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = contraction.params["dimension_numbers"]
+    batch = math.prod(lhs.shape[i] for i in lhs_batch)
+    k = math.prod(lhs.shape[i] for i in lhs_contract)
+    m = math.prod(size for i, size in enumerate(lhs.shape) if i not in (*lhs_contract, *lhs_batch))
+    n = math.prod(size for i, size in enumerate(rhs.shape) if i not in (*rhs_contract, *rhs_batch))
+    return Sizes(batch, n, k, m) if swap else Sizes(batch, m, k, n)
+
+
+@functools.cache
+def _converted_class(cls: type[nn.Module], rules: Rules) -> type[nn.Module]:
+    """Makes the subclass whose methods compute in FP8; of its own name, for Linen's automatic names."""
+
+    @nn.nowrap
+    def call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
+        plain = super(converted, self)._call_wrapped_method
+        calls = _calls.get()
+        if self.scope is None or fun.__name__ == "setup" or any(c.cls is converted for c in calls):
+            return plain(fun, args, kwargs)
+        call = _Call(converted, rules)
+
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            with call.running():
+                return super(converted, module)._call_wrapped_method(fun, args, kwargs)
+
+        run.method_wrapped = True  # type: ignore[attr-defined]  # it is not a method of its own
+        token = _calls.set((*calls, call))
+        try:
+            mapped = nn.map_variables(
+                run, (PARAMS, OVERWRITE_WITH_GRADIENT), put_among_params, take_from_params, mutable=True
+            )
+            result = mapped(self, *args, **kwargs)
+        finally:
+            _calls.reset(token)
+        self._fp8_seen.sites = call.sites
+        self._fp8_seen.ops.update(call.ops)
+        if fun.__name__ == "__call__" and self.is_initializing():
+            check_matched(rules, call.sites)
+            if not _reporting.get():
+                _check_converted(call.sites)
+        return result
+
+    @nn.nowrap
+    def clone(self: Any, **kwargs: Any) -> Any:
+        copy = super(converted, self).clone(**kwargs)
+        object.__setattr__(copy, "_fp8_seen", self._fp8_seen)
+        return copy
+
+    names = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_call_wrapped_method": call_wrapped_method,
+        "clone": clone,
+        "_fp8_rules": rules,
+    }
+    converted: Any = type(cls.__name__, (cls,), names)
+    return converted
+
+
+def check_matched(rules: Rules, sites: list[FoundSite]) -> None:
+    """Raises ``ValueError`` where a rule matched nothing."""
+    paths = sorted({found.site.path or "(the model itself)" for found in sites})
+    used = {found.decision.rule for found in sites}
+    unmatched = [text for i, text in enumerate(rules.patterns) if i not in used]
+    if unmatched and not rules.allow_unmatched:
+        raise ValueError(
+            f"No contraction was the first to match {', '.join(unmatched)}. The modules with contractions "
+            f"are: {', '.join(paths)}. Correct the pattern, or say allow_unmatched=True."
+        )
+
+
+def _check_converted(sites: list[FoundSite]) -> None:
+    """Raises ``ValueError`` where nothing at all is converted."""
+    if not any(found.decision.converts for found in sites):
+        reasons = sorted({f"{f.site.path or 'the model'}: {f.decision.reason}" for f in sites})
+        raise ValueError(
+            f"None of the model's {len(sites)} contractions would run in FP8. {'; '.join(reasons[:8])}"
+            f"{'; …' if len(reasons) > 8 else ''}. include=r'.*' converts all layers, small ones too."
+        )
+
+
+def quantize_model(
+    model: Any,
+    recipe: Recipe | None = None,
+    *,
+    include: Any = None,
+    exclude: Any = (),
+    rules: Any = (),
+    products: bool = False,
+    allow_unmatched: bool = False,
+) -> nn.Module:
+    """Returns the model with its contractions in FP8; its source and its fields stay as they are.
+
+    Every matmul that a module's method computes between something and a parameter becomes an FP8 op,
+    whatever it is written with: ``nn.Dense`` and Linen's other layers, recurrent cells, ``x @ w``,
+    ``jnp.einsum``, ``lax.dot_general``. The result is used like ``model``: ``init`` gives the same
+    parameters, and with delayed scaling also the state that the layers would have had with
+    ``dot_general_cls=Fp8DotGeneralOp``. Inside ``nn.scan``, ``nn.vmap`` and ``nn.remat`` the state is
+    stacked and shared as the parameters are, though the model does not name our collection there.
+
+    Rules are tried in this order; the first that speaks decides: ``exclude``, ``rules``, ``include``, and
+    then the defaults, which leave out: embeddings; layers named like the last one (``lm_head``, ``logits``,
+    ``classifier``, …); convolutions, for which XLA has no FP8; kernels with K or N below 16, or too small
+    for FP8 to gain on an H200 with any batch (``1/(1/K + 1/N) < 281``). The batch has no say, so that
+    ``init``, training and decoding agree. A pattern is searched (``re.search``) in a module's path,
+    ``encoder/layer_0/Dense_0``, and in that path with the parameter's name.
+
+    Args:
+        model: an unbound module.
+        recipe: how to scale, where a rule does not say; None for that of ``fp8flax.autocast``, or
+            ``DelayedScaling()`` outside of it.
+        include: a regular expression or several; what matches is converted, also against the defaults, and
+            nothing else is.
+        exclude: a regular expression or several; what matches is left as it is.
+        rules: pairs of a regular expression and a recipe or ``"leave"``, and callables ``(path, module,
+            shapes)`` of the module's path, the module, and the shapes of input and kernel, which return a
+            recipe, ``"leave"``, or None for no opinion.
+        products: whether to convert products of two activations too, such as the two of attention, which
+            have the state of an op with the second as its kernel.
+        allow_unmatched: whether a pattern that is the first to match nothing is no error.
+
+    Returns:
+        A module of a subclass of ``type(model)``, equal for equal arguments. ``init`` raises ``ValueError``
+        where a pattern matched nothing or nothing is converted; ``report`` says what is and why. What is
+        not looked into: JAX's own ``lax.scan``, ``jax.checkpoint`` and custom derivatives inside a method
+        (``report`` lists what they contain), and submodules that are called on a bound model from outside.
+
+    Raises:
+        TypeError: ``model`` is not a Linen module, or a recipe is none.
+        ValueError: ``model`` is bound, or converted already; or a rule is not valid.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(4)])
+        >>> model8 = fp8.quantize_model(model, include="layers_0")
+        >>> variables = model8.init(jax.random.key(0), jnp.ones((2, 32)))
+        >>> list(variables["_overwrite_with_gradient"])
+        ['layers_0']
+
+    Source: the size limit is that of torchao's ``float8`` filter, for an H200.
+    """
+    if not isinstance(model, nn.Module):
+        hint = " Pass an instance, not the class." if isinstance(model, type) else ""
+        hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else hint
+        raise TypeError(f"model must be a flax.linen.Module; got {type(model).__name__}.{hint}")
+    if model.scope is not None:
+        raise ValueError(
+            f"model must not be bound to variables; got a bound {type(model).__name__}. Convert the model "
+            "first, then bind the result: quantize_model(model).bind(variables)."
+        )
+    if hasattr(model, "_fp8_rules"):
+        raise ValueError(
+            f"{type(model).__name__} is converted already. Call quantize_model on the model that it was "
+            "made from, with all rules at once."
+        )
+    options = Rules(
+        recipe=recipe,
+        include=include,
+        exclude=exclude,
+        rules=rules,
+        products=products,
+        allow_unmatched=allow_unmatched,
+    )
+    return convert(model, _converted_class(type(model), options))  # type: ignore[arg-type]
+
+
+def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """Returns a model of this class with the fields of ``model``."""
+    fields = [f.name for f in dataclasses.fields(model) if f.init and f.name != "parent"]
+    converted = cls(**{name: getattr(model, name) for name in fields}, parent=None)
+    object.__setattr__(converted, "_fp8_seen", Seen())
+    return converted
+
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """A context in which a model of which nothing is converted may be traced."""
+    token = _reporting.set(True)
+    try:
+        yield
+    finally:
+        _reporting.reset(token)

@@ -1,0 +1,271 @@
+"""``report``: every contraction of a converted model, whether it runs in FP8, why not, what that gains."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+
+from fp8flax._convert import eval_init, split_arrays
+from fp8flax._intercept import missed
+from fp8flax._models import FoundSite, reporting
+from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, CustomRecipe, DelayedScaling, recipe_in_use
+from fp8flax._rules import Sizes
+from fp8flax._state import OVERWRITE_WITH_GRADIENT, PARAMS
+
+
+class _Gpu(NamedTuple):
+    name: str
+    bf16: float
+    """Operations per second that large matmuls reach."""
+    fp8: float
+    bandwidth: float
+    """Bytes per second."""
+    has_block_scales: bool
+
+
+# Of the published peaks 80 % in bf16 and 71 % in FP8, the shares that large matmuls reach on an H200.
+_GPUS = {
+    "h100": _Gpu("NVIDIA H100 (SXM)", 790e12, 1400e12, 3.35e12, False),
+    "h200": _Gpu("NVIDIA H200", 790e12, 1400e12, 4.8e12, False),
+    "b200": _Gpu("NVIDIA B200", 1800e12, 3190e12, 8.0e12, True),
+}
+
+# Bytes per element of input, kernel and output that one step's quantization moves, beside what the GEMMs
+# read and write: from the programs of the Dense layer in docs/recipes.md.
+_QUANTIZATION_BYTES = {"delayed": 5.2, "current": 6.8, "axiswise": 18.0, "block": 8.0}
+
+
+def _kind(gemms: CustomRecipe) -> str:
+    kinds = []
+    for quantizer in (gemms.forward.lhs, gemms.forward.rhs):
+        if isinstance(quantizer, BlockQuantizer):
+            kinds.append("block")
+        elif isinstance(quantizer, CurrentQuantizer):
+            kinds.append("current" if quantizer.granularity == "tensorwise" else "axiswise")
+        else:
+            kinds.append("delayed")
+    return max(kinds, key=_QUANTIZATION_BYTES.__getitem__)
+
+
+def _seconds(sizes: Sizes, gpu: _Gpu, gemms: CustomRecipe | None) -> float:
+    """Returns the time of the forward and both backward GEMMs, with quantization, on a roofline."""
+    b, m, k, n = sizes
+    operations, elements = 3 * sizes.flops, b * (m * k + k * n + m * n)
+    wide = max(operations / gpu.bf16, 6 * elements / gpu.bandwidth)
+    if gemms is None:
+        return wide
+    kind = _kind(gemms)
+    quantization = _QUANTIZATION_BYTES[kind] * elements / gpu.bandwidth
+    if kind == "block" and not gpu.has_block_scales:
+        return wide + quantization
+    total = 0.0
+    for gemm in (gemms.forward, gemms.dgrad, gemms.wgrad):
+        in_fp8 = gemm.lhs is not None and gemm.rhs is not None
+        peak, size = (gpu.fp8, 4) if in_fp8 else (gpu.bf16, 6)
+        total += max(sizes.flops / peak, size * elements / 3 / gpu.bandwidth)
+    return total + quantization
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One contraction of a model.
+
+    Attributes:
+        path: the module's.
+        kernel: path of the parameter that it multiplies with; None for a product of two activations.
+        batch, m, k, n: the contraction is ``batch`` matmuls of (m, k) by (k, n).
+        count: how often it is computed in one forward pass.
+        converted: whether the rules have it run in FP8.
+        reason: which rule said so, or why it is not converted.
+        flops: of all its forward passes.
+        speedup: predicted time in bf16 over that in FP8, forward and backward; 1 if it is not converted.
+    """
+
+    path: str
+    kernel: str | None
+    batch: int
+    m: int
+    k: int
+    n: int
+    count: int
+    converted: bool
+    reason: str
+    flops: int
+    speedup: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelReport:
+    """What becomes of a model's contractions; printed, a table.
+
+    Attributes:
+        rows: the contractions, in the order in which the model computes them.
+        target: the GPU of the predictions.
+        speedup: predicted for all contractions together.
+        unseen: contractions that ``quantize_model`` does not look into, by place and shapes: in a
+            ``lax.scan``, ``jax.checkpoint`` or a function with a derivative of its own.
+    """
+
+    rows: tuple[Row, ...]
+    target: str
+    speedup: float
+    unseen: tuple[str, ...] = ()
+
+    @property
+    def converted(self) -> tuple[Row, ...]:
+        """The rows that run in FP8."""
+        return tuple(row for row in self.rows if row.converted)
+
+    @property
+    def fp8_share(self) -> float:
+        """The share of FLOPs that run in FP8."""
+        total = sum(row.flops for row in self.rows)
+        return sum(row.flops for row in self.converted) / total if total else 0.0
+
+    def __str__(self) -> str:
+        total = sum(row.flops for row in self.rows) or 1
+        table = [("contraction", "kernel", "B×M×K×N", "times", "% FLOPs", "FP8?", "speed-up", "why")]
+        for row in self.rows:
+            sizes = (row.batch, row.m, row.k, row.n)[0 if row.batch != 1 else 1 :]
+            name = (row.kernel or "").removeprefix(f"{row.path}/") if row.path else row.kernel or ""
+            table.append(
+                (
+                    row.path or "(the model)",
+                    name or "-",
+                    "×".join(map(str, sizes)),
+                    str(row.count),
+                    f"{100 * row.flops / total:.1f}",
+                    "FP8" if row.converted else "no",
+                    f"{row.speedup:.2f}" if row.converted else "",
+                    row.reason,
+                )
+            )
+        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+        lines = ["  ".join(x.ljust(w) for x, w in zip(line, widths)).rstrip() for line in table]
+        lines.insert(1, "-" * max(map(len, lines)))
+        unseen = "".join(f"\nNot looked into: {text}." for text in self.unseen)
+        return "\n".join(lines) + (
+            f"\n\n{len(self.converted)} of {len(self.rows)} contractions are converted "
+            f"({100 * self.fp8_share:.1f} % of FLOPs).\nPredicted for all of them on {self.target}, "
+            f"forward and backward: {self.speedup:.2f} times as fast as in bf16.{unseen}"
+        )
+
+
+def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) -> ModelReport:
+    """Lists every contraction of a converted model: sizes, whether it runs in FP8, and why or why not.
+
+    Nothing is computed: the shapes come from tracing ``init`` and ``apply``. Sizes are those of one call
+    with these inputs; a layer that ``nn.scan`` or ``nn.vmap`` stacks counts as often as it was stacked (a
+    loop that shares its weights counts once).
+
+    The prediction is a roofline of the GEMMs of a training step, forward and backward, with the bytes that
+    quantizing moves (read from compiled programs) and the rates of large matmuls (80 % of a GPU's published
+    bf16 peak, 71 % of its FP8 peak, its full bandwidth). It leaves out all else that a model computes. It
+    has not been compared with a GPU.
+
+    Args:
+        model: what ``quantize_model`` returned.
+        *args: inputs of the model; in the place of arrays ``jax.ShapeDtypeStruct`` will do.
+        target: ``"h100"``, ``"h200"`` or ``"b200"``, for the prediction.
+        **kwargs: keyword inputs of the model.
+
+    Returns:
+        A ``ModelReport``; print it, or look at its ``rows``.
+
+    Raises:
+        TypeError: ``model`` does not come from ``quantize_model``.
+        ValueError: a rule of ``quantize_model`` matched nothing; or ``target`` is unknown.
+
+    Example:
+        >>> import flax.linen as nn, jax.numpy as jnp, fp8flax as fp8
+        >>> model8 = fp8.quantize_model(nn.Sequential([nn.Dense(1024), nn.relu, nn.Dense(4)]))
+        >>> print(fp8.report(model8, jnp.ones((8192, 4096))))
+        contraction  kernel  B×M×K×N         times  % FLOPs  FP8?  speed-up  why
+        -------------------------------------------------------------------------------------------------
+        layers_0     kernel  8192×4096×1024  1      99.9     FP8   1.32      by default
+        layers_2     kernel  8192×1024×4     1      0.1      no              K=1024, N=4: a size below 16
+        <BLANKLINE>
+        1 of 2 contractions are converted (99.9 % of FLOPs).
+        Predicted for all of them on NVIDIA H200, forward and backward: 1.31 times as fast as in bf16.
+
+    Source: the roofline is that of torchao's ``float8_roofline``; the peaks are NVIDIA's.
+    """
+    rules = getattr(model, "_fp8_rules", None)
+    if rules is None:
+        raise TypeError(
+            f"model must come from fp8flax.quantize_model; got {type(model).__name__}. For any other "
+            "function, fp8flax.audit reads the compiled program."
+        )
+    if target not in _GPUS:
+        raise ValueError(f"target must be one of {sorted(_GPUS)}; got {target!r}.")
+    gpu = _GPUS[target]
+    with reporting():
+        shapes, _ = eval_init(model, args, kwargs)
+        jaxpr = _trace_apply(model, shapes, args, kwargs)
+    seen: list[FoundSite] = model._fp8_seen.sites
+    repeats = _repeats(seen, nn.meta.unbox(shapes.get(PARAMS, {})))
+    rows, wide, time = [], 0.0, 0.0
+    for found, calls in _distinct(seen):
+        site, decision = found.site, found.decision
+        count = calls * repeats.get(found.loop, 1)
+        recipe = recipe_in_use(decision.recipe, DelayedScaling()) if decision.converts else None
+        gemms = None if recipe is None else recipe.gemms
+        before, after = (count * _seconds(site.sizes, gpu, g) for g in (None, gemms))
+        wide, time = wide + before, time + after
+        rows.append(
+            Row(
+                path=site.path,
+                kernel=site.kernel,
+                **site.sizes._asdict(),
+                count=count,
+                converted=decision.converts,
+                reason=decision.reason,
+                flops=count * site.sizes.flops,
+                speedup=before / after if after else 1.0,
+            )
+        )
+    unseen = tuple(
+        f"{stack or 'the model'}, {' by '.join(map(str, s))}" for stack, s in missed(jaxpr.jaxpr)
+    )
+    return ModelReport(
+        rows=tuple(rows), target=gpu.name, speedup=wide / time if time else 1.0, unseen=unseen
+    )
+
+
+def _trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
+    arrays, fill = split_arrays(args, kwargs)
+    mutable = [name for name in shapes if name not in (PARAMS, OVERWRITE_WITH_GRADIENT)]
+
+    def apply(variables: Any, arrays: list[Any]) -> Any:
+        args, kwargs = fill(arrays)
+        out = model.apply(variables, *args, rngs=jax.random.key(0), mutable=mutable, **kwargs)
+        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
+
+    return jax.make_jaxpr(apply)(shapes, arrays)
+
+
+def _distinct(seen: list[FoundSite]) -> list[tuple[FoundSite, int]]:
+    """Returns each contraction once, with its number of calls: Linen's loops trace bodies twice."""
+    calls = Counter((found.site.path, found.name, found.site.sizes, found.trace) for found in seen)
+    most: dict[Any, int] = {}
+    for (*key, _), number in calls.items():
+        most[tuple(key)] = max(number, most.get(tuple(key), 0))
+    first = {(found.site.path, found.name, found.site.sizes): found for found in reversed(seen)}
+    return [(found, most[key]) for key, found in reversed(first.items())]
+
+
+def _repeats(seen: list[FoundSite], params: Any) -> dict[int, int]:
+    """Returns how often each loop runs, from the parameters that it stacks."""
+    repeats: dict[int, int] = {}
+    for found in seen:
+        if found.site.kind == "kernel" and found.source is not None:
+            leaf = params
+            for name in found.source.path:
+                leaf = leaf[name]
+            repeats[found.loop] = math.prod(leaf.shape) // max(1, math.prod(found.source.shape))
+    return repeats

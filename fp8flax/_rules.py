@@ -1,0 +1,203 @@
+"""Rules that say which contractions of a model run in FP8, and why the others do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from fp8flax._recipes import Recipe, check_recipe
+
+LEAVE = "leave"
+"""What a rule says of a contraction that is to stay as it is."""
+
+Rule = Callable[[str, nn.Module, Any], Any] | tuple[str, Any]
+
+SMALLEST_SIZE = 16
+"""K and N below this are less than one tile of the FP8 units."""
+
+BREAK_EVEN = 281
+"""Where ``1/(1/M + 1/K + 1/N)`` is below this, FP8 does not beat bf16 on an H200 (790 and 1400 TFLOP/s),
+even if quantizing takes one pass. Whatever M is, the term is less than ``1/(1/K + 1/N)``."""
+
+LOGITS = re.compile(
+    r"(^|[/_])(lm_?head|logits?|classifier|predictions?|unembed(ding)?)(_?\d*)($|/)|(^|/)head$",
+    re.IGNORECASE,
+)
+"""Names of the layers that are taken for a model's last one."""
+
+
+class Sizes(NamedTuple):
+    """A contraction as ``batch`` matmuls of (M, K) by (K, N)."""
+
+    batch: int
+    m: int
+    k: int
+    n: int
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the forward pass."""
+        return 2 * self.batch * self.m * self.k * self.n
+
+
+class Site(NamedTuple):
+    """A contraction in a model, as the rules see it."""
+
+    path: str
+    """The module's."""
+    module: nn.Module
+    kernel: str | None
+    """The path of the parameter; of the first, if it is made of several; None for a product of two
+    activations or of two parameters."""
+    kind: str
+    """``"kernel"``, ``"product"`` (of two activations), or ``"parameters"``."""
+    primitive: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[Any, Any]
+    sizes: Sizes
+    is_matmul: bool
+    """False for a convolution that no matmul computes."""
+
+
+class Decision(NamedTuple):
+    """What the rules say of a contraction."""
+
+    converts: bool
+    recipe: Recipe | None
+    """Of its own; None for that of ``autocast``, or the default."""
+    reason: str
+    rule: int | None = None
+    """Which of the patterns spoke, as counted by ``Rules.patterns``."""
+
+
+def _as_patterns(value: Any, name: str) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    for pattern in patterns:
+        _check_pattern(pattern, name)
+    return patterns
+
+
+def _check_pattern(pattern: Any, name: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"{name} must be regular expressions on module paths; got {pattern!r}: {error}."
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The validated arguments of ``quantize_model`` (hashable)."""
+
+    recipe: Recipe | None = None
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    products: bool = False
+    allow_unmatched: bool = False
+
+    def __post_init__(self) -> None:
+        if self.recipe is not None:
+            check_recipe(self.recipe)
+        if self.include is not None:
+            object.__setattr__(self, "include", _as_patterns(self.include, "include"))
+        object.__setattr__(self, "exclude", _as_patterns(self.exclude, "exclude"))
+        rules = (self.rules,) if callable(self.rules) else tuple(self.rules)
+        object.__setattr__(self, "rules", rules)
+        for rule in rules:
+            if callable(rule):
+                continue
+            if not isinstance(rule, tuple) or len(rule) != 2:
+                raise ValueError(
+                    "rules must be pairs of a regular expression on module paths and a recipe or 'leave', "
+                    f"or callables of (path, module, shapes); got {rule!r}."
+                )
+            _check_pattern(rule[0], "rules")
+            _check_outcome(rule[1], f"the rule for {rule[0]!r}")
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """All regular expressions, described, in the order in which ``Decision.rule`` counts them."""
+        return (
+            *(f"exclude {pattern!r}" for pattern in self.exclude),
+            *(f"rule {rule[0]!r}" for rule in self.rules if not callable(rule)),
+            *(f"include {pattern!r}" for pattern in self.include or ()),
+        )
+
+    def decide(self, site: Site) -> Decision:
+        """Returns what the first rule that speaks says of a contraction, and then what the defaults say."""
+        number = 0
+        for pattern in self.exclude:
+            if _matches(pattern, site):
+                return Decision(False, None, f"excluded by {pattern!r}", number)
+            number += 1
+        for rule in self.rules:
+            if callable(rule):
+                said = rule(site.path, site.module, site.shapes)
+                if said is not None:
+                    _check_outcome(said, f"a rule, of {site.path!r},")
+                    return self._outcome(said, "a rule", None, site)
+                continue
+            if _matches(rule[0], site):
+                return self._outcome(rule[1], f"the rule {rule[0]!r}", number, site)
+            number += 1
+        for pattern in self.include or ():
+            if _matches(pattern, site):
+                return self._outcome(self.recipe, f"include {pattern!r}", number, site)
+            number += 1
+        if self.include is not None:
+            return Decision(False, None, "not included")
+        reason = self._impossible(site) or _cannot_gain(site)
+        return Decision(reason is None, self.recipe, reason or "by default")
+
+    def _outcome(self, said: Any, who: str, number: int | None, site: Site) -> Decision:
+        if isinstance(said, str):
+            return Decision(False, None, f"left by {who}", number)
+        reason = self._impossible(site)
+        return Decision(reason is None, said, reason or f"by {who}", number)
+
+    def _impossible(self, site: Site) -> str | None:
+        if site.kind == "parameters":
+            return "a product of two parameters"
+        if site.kind == "product" and not self.products:
+            return "a product of two activations (products=True converts them)"
+        narrow = [str(d) for d in site.dtypes if not _is_wide_float(d)]
+        return f"operands of {', '.join(narrow)}" if narrow else None
+
+
+def _is_wide_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
+
+
+def _check_outcome(said: Any, who: str) -> None:
+    if isinstance(said, str):
+        if said != LEAVE:
+            raise ValueError(f"{who} must say a recipe or 'leave'; got {said!r}.")
+    else:
+        check_recipe(said)
+
+
+def _matches(pattern: str, site: Site) -> bool:
+    return any(re.search(pattern, path) for path in (site.path, site.kernel) if path is not None)
+
+
+def _cannot_gain(site: Site) -> str | None:
+    """Returns why FP8 cannot make this contraction faster, whatever the batch; None if it may."""
+    k, n = site.sizes.k, site.sizes.n
+    if isinstance(site.module, nn.Embed):
+        return "an embedding"
+    if LOGITS.search(site.path):
+        return "the logits, by the layer's name"
+    if not site.is_matmul:
+        return "XLA has no FP8 convolution"
+    if min(k, n) < SMALLEST_SIZE:
+        return f"K={k}, N={n}: a size below {SMALLEST_SIZE}"
+    if site.kind == "kernel" and 1 / (1 / k + 1 / n) < BREAK_EVEN:
+        return f"K={k}, N={n}: too small to gain, 1/(1/K + 1/N) = {1 / (1 / k + 1 / n):.0f} < {BREAK_EVEN}"
+    return None
