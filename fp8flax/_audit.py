@@ -17,6 +17,7 @@ import jaxlib
 import numpy as np
 
 from fp8flax import _hlo
+from fp8flax._conv import CONVOLVED_WIDE
 from fp8flax._gemm import DEQUANTIZED, KEPT_WIDE, SWITCHED_OFF, compile_target
 from fp8flax._kernels.block_gemm import NAME_F16
 
@@ -93,7 +94,7 @@ _ROLES = {"fp8_forward": "forward", "fp8_dgrad": "dgrad", "fp8_wgrad": "wgrad"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """One matrix product of a compiled program."""
+    """One matrix product of a compiled program; a convolution is that of its windows with the kernel."""
 
     path: str
     """The modules and named scopes around it, such as ``Transformer/block_0/up``; ``""`` if unknown."""
@@ -140,8 +141,8 @@ class AuditReport:
     """What a compiled program does; print it, show it in a notebook, or assert on its fields.
 
     A loop whose trip count XLA does not know counts once, and each branch of a conditional counts as if it
-    were taken. Only what XLA itself shows as a matrix product is a GEMM: a matrix times a vector, a
-    convolution or a hand-written kernel (Pallas, cuDNN attention) counts among the other kernels.
+    were taken. Only what XLA itself shows as a matrix product or a convolution is a GEMM: a matrix times a
+    vector or a hand-written kernel (Pallas, cuDNN attention) counts among the other kernels.
     """
 
     target: str
@@ -531,9 +532,9 @@ def _path(op_name: str) -> str:
     *parts, _ = [*_components(op_name)] or [""]
     kept: list[str] = []
     for part in parts:
-        if part in _ROLES or part in (SWITCHED_OFF, KEPT_WIDE):
+        if part in _ROLES or part in (SWITCHED_OFF, KEPT_WIDE, CONVOLVED_WIDE):
             break  # what follows is inside the FP8 matmul
-        if part in _WRAPPERS or re.fullmatch(r"(Fp8|NANOOFp8)\w*Dot\w*_\d+", part):
+        if part in _WRAPPERS or re.fullmatch(r"(Fp8|NANOOFp8)\w*(Dot|Conv)\w*_\d+", part):
             continue
         if (kept[-1:] == ["while"] and part in ("body", "cond")) or (
             kept[-1:] == ["cond"] and re.fullmatch(r"branch_\d+_fun", part)
@@ -592,6 +593,11 @@ def _reason(dot: _hlo.Dot, has_fp8: bool, has_fp8_units: bool, platform: str) ->
     if not has_fp8_units and (is_op or any(dot.fp8_sources)):
         device = "the CPU" if platform == "cpu" else "this GPU"
         return f"{device} has no FP8 units; the values are emulated"
+    if CONVOLVED_WIDE in parts:
+        return (
+            f"a convolution that is not a matmul: the same FP8 values, convolved in {dtypes}; XLA has no "
+            "FP8 convolution with gradients"
+        )
     if NAME_F16 in parts:
         return "read as FP8 and multiplied in float16, exactly: no FP8 units here take scales per block"
     if DEQUANTIZED in parts:
@@ -605,7 +611,7 @@ def _reason(dot: _hlo.Dot, has_fp8: bool, has_fp8_units: bool, platform: str) ->
         return f"quantize-dequantize pattern not matched: multiplied in {dtypes}{dropped}"
     if any(dot.fp8_sources):
         return f"only one operand comes from FP8: multiplied in {dtypes}"
-    if dot.batch > 1:
+    if dot.batch > 1 and not dot.is_convolution:
         return f"operands are {dtypes}: batched product (attention, or an einsum layer not converted)"
     return f"operands are {dtypes}: layer not converted"
 

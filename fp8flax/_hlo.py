@@ -156,7 +156,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dot:
-    """One matrix product, as the hardware is asked to do it."""
+    """One matrix product or convolution, as the hardware is asked to do it."""
 
     op_name: str
     batch: int
@@ -174,6 +174,8 @@ class Dot:
     """Whether both operands are contracted along their first (True) or last (False) dimension."""
     fp8_sources: tuple[str, str]
     """The FP8 dtype that each operand is or was converted back from, or ``""``."""
+    is_convolution: bool = False
+    """Whether it is a convolution; its sizes are those of the product of its windows with the kernel."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -357,15 +359,20 @@ class _Reader:
         if instruction.opcode in ("fusion", "fusion-start"):
             backend = _fusion_backend(instruction)
             for site, dot in self._fused_dots(((computation, instruction),)):
-                yield self._dot(site, self._inside(site), dot, backend)
+                read = self._dot if dot.opcode == "dot" else self._convolution
+                yield read(site, self._inside(site), dot, backend)
         elif instruction.opcode == "dot":
             yield self._dot((), computation, instruction, "other")
+        elif instruction.opcode == "convolution":
+            yield self._convolution((), computation, instruction, "other")
         elif instruction.opcode == "custom-call":
             target = instruction.attribute("custom_call_target")
             if target.startswith("__cublas$lt$matmul"):
                 yield self._dot((), computation, instruction, "cublasLt")
             elif target == "__cublas$gemm":
                 yield self._dot((), computation, instruction, "cuBLAS")
+            elif target.startswith("__cudnn$conv"):
+                yield self._convolution((), computation, instruction, "cuDNN")
             elif target == "__cudnn$blockScaledDot":
                 yield self._dot((), computation, instruction, "cuDNN")
             elif target == "__gpu$xla.gpu.triton" and any(
@@ -379,10 +386,10 @@ class _Reader:
         return fused
 
     def _fused_dots(self, site: _Site) -> Iterator[tuple[_Site, Instruction]]:
-        """Yields each dot in a fusion, fusions in it included, with the calls that lead to it."""
+        """Yields each dot and convolution in a fusion, fusions in it included, with the calls to it."""
         fused = self._inside(site)
         for instruction in fused.instructions.values():
-            if instruction.opcode == "dot":
+            if instruction.opcode in ("dot", "convolution"):
                 yield site, instruction
             elif instruction.opcode == "fusion":
                 yield from self._fused_dots((*site, (fused, instruction)))
@@ -428,6 +435,43 @@ class _Reader:
             accumulation=_accumulation(dot),
             contracts_leading=leading.pop() if len(leading) == 1 else None,
             fp8_sources=(sources[0], sources[1]),
+        )
+
+    def _convolution(self, site: _Site, computation: Computation, conv: Instruction, backend: str) -> Dot:
+        lhs, rhs = (computation.instructions[o].result for o in conv.operands[:2])
+        target = conv.attribute("custom_call_target")
+        # cuDNN's gradients name the dimensions of the forward convolution's tensors.
+        arrays = {
+            "__cudnn$convBackwardInput": (rhs, lhs),
+            "__cudnn$convBackwardFilter": (conv.result, rhs),
+        }
+        kernel, out = arrays.get(target, (rhs, conv.result))
+        labels = re.split("_|->", conv.attribute("dim_labels"))
+        num_features = out.dims[labels[2].index("f")]
+        groups = int(conv.attribute("feature_group_count") or 1)
+        m = math.prod(out.dims) // max(1, num_features)
+        k = math.prod(kernel.dims) // max(1, kernel.dims[labels[1].index("o")])
+        n = num_features // groups
+        sizes = {
+            "__cudnn$convBackwardInput": (m, n, k),
+            "__cudnn$convBackwardFilter": (k, m, n),
+        }
+        sources = [next(self._fp8_sources(site, computation, o, 0), "") for o in conv.operands[:2]]
+        m, k, n = sizes.get(target, (m, k, n))
+        return Dot(
+            op_name=conv.op_name,
+            batch=groups,
+            m=m,
+            k=k,
+            n=n,
+            lhs_dtype=lhs.dtype,
+            rhs_dtype=rhs.dtype,
+            out_dtype=conv.result.dtype,
+            backend=backend,
+            accumulation="default",
+            contracts_leading=None,
+            fp8_sources=(sources[0], sources[1]),
+            is_convolution=True,
         )
 
     def _summed_dims(self, computation: Computation, value: Instruction) -> frozenset[int]:
