@@ -1,0 +1,551 @@
+"""The FP8 matmul of a mixture of experts beside NumPy, one expert at a time, and the layer made of it."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import fp8flax as fp8
+from fp8flax import _ragged
+from fp8flax._dot_general import DotStates
+from fp8flax._ragged import fp8_ragged_dot
+from fp8flax.demo.moe import MoE
+from tests import reference, reference_recipes
+
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+M, K, N, EXPERTS, LENGTH = 300, 24, 40, 4, 3  # three tiles of rows, the last one not full
+RECIPES = {
+    "delayed": fp8.DelayedScaling(amax_history_len=LENGTH),
+    "tensorwise": fp8.Float8CurrentScaling(),
+    "axiswise": fp8.Float8CurrentScaling(granularity="axiswise", use_power_2_scales=True),
+}
+# Of the experts' rows: straddling tiles, one empty and some left over; all to one; none; to the last only
+# and beyond the buffer; each its share, so that tiles are shared by three.
+SIZES = [(100, 0, 90, 60), (0, 300, 0, 0), (0, 0, 0, 0), (0, 0, 0, 999), (75, 75, 75, 75), (1, 127, 1, 2)]
+
+
+# Most of the time is the compiler's: a third of it, for programs that are a little slower.
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+class RaggedStep:
+    """A step in NumPy, accumulated in float64, by a loop over experts."""
+
+    def __init__(self, name):
+        self.name = name
+        self.dtypes = {"input": "float8_e4m3fn", "kernel": "float8_e4m3fn", "output_grad": "float8_e5m2"}
+        shapes = {"input": (), "kernel": (EXPERTS,), "output_grad": ()}
+        self.scale = {role: np.ones((*shape, 1), np.float32) for role, shape in shapes.items()}
+        self.history = {role: np.zeros((*shape, LENGTH), np.float32) for role, shape in shapes.items()}
+
+    def _delayed(self, role, x, scale, history):
+        """Returns what is left of a tensor, and its next state."""
+        dtype = self.dtypes[role]
+        scale = reference.next_scale(history, scale, dtype)
+        with np.errstate(invalid="ignore"):
+            left = reference.quantize(x, dtype, scale).astype(np.float64) * np.float64(scale)
+        return left, scale, reference.next_history(x, history)
+
+    def _left(self, role, x, axis):
+        """What is left of a matrix in the GEMM that contracts ``axis``."""
+        if self.name == "delayed":
+            return self.left[role]
+        if self.name == "tensorwise":
+            return reference_recipes.dequantize(
+                *reference_recipes.tensorwise(x, self.dtypes[role], "exact")
+            )
+        quantized = reference_recipes.axiswise(x, self.dtypes[role], axis, "power_of_two")
+        return reference_recipes.dequantize(*quantized)
+
+    def __call__(self, x, w, g, sizes):
+        """Returns ``(out, dx, dw)``, and the same of all magnitudes: how far rounding may be off."""
+        ends = np.minimum(np.cumsum(sizes), len(x))
+        starts = np.concatenate([[0], ends[:-1]])
+        used = slice(0, ends[-1])
+        results = [[np.zeros(a.shape) for a in (g, x, w)] for _ in range(2)]
+        if self.name == "delayed":
+            self.left = {}
+            for role, tensor in (("input", x[used]), ("output_grad", g[used])):
+                step = self._delayed(role, tensor, self.scale[role], self.history[role])
+                self.left[role], self.scale[role], self.history[role] = step
+        for e, (start, end) in enumerate(zip(starts, ends)):
+            if self.name == "delayed":
+                step = self._delayed("kernel", w[e], self.scale["kernel"][e], self.history["kernel"][e])
+                self.left["kernel"], self.scale["kernel"][e], self.history["kernel"][e] = step
+            rows = slice(start, end)
+            factors = (
+                (self._left("input", x[used], 1)[rows], self._left("kernel", w[e], 0)),
+                (self._left("output_grad", g[used], 1)[rows], self._left("kernel", w[e], 1).T),
+                (self._left("input", x[used], 0)[rows].T, self._left("output_grad", g[used], 0)[rows]),
+            )
+            for (out, dx, dw), f in zip(results, (np.asarray, np.abs)):
+                out[rows], dx[rows], dw[e] = (f(lhs) @ f(rhs) for lhs, rhs in factors)
+        return results
+
+
+def state_of(reference_step):
+    return {
+        f"{role}_{leaf}": getattr(reference_step, field)[role]
+        for role in reference_step.dtypes
+        for leaf, field in (("scale", "scale"), ("amax_history", "history"))
+    }
+
+
+@cache
+def make_step(name, form="direct"):
+    op = fp8.Fp8RaggedDotOp(recipe=RECIPES[name], form=form)
+
+    @jit
+    def step(state, x, w, g, sizes):
+        def loss(variables, x, w):
+            out = op.apply(variables, x, w, sizes)
+            return jnp.sum(jnp.where(g == 0, 0, out * g)), out
+
+        variables = {OWG: state} if state else {}
+        (_, out), grads = fp8.value_and_grad(loss, (0, 1, 2), has_aux=True)(variables, x, w)
+        return out, *grads[1:], grads[0].get(OWG, {})
+
+    return step
+
+
+def data(seed, scales=(3.0, 0.1, 1e-3)):
+    rng = np.random.default_rng(seed)
+    x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((M, K), (EXPERTS, K, N), (M, N)))
+    w *= (1.0 + np.arange(EXPERTS, dtype=np.float32) ** 3)[:, None, None]  # each its own scale
+    return tuple(np.float32(scale) * a for scale, a in zip(scales, (x, w, g)))
+
+
+def check(actual, results):
+    """What is left is the rounding of sums in float32."""
+    for ours, wanted, magnitude in zip(actual, *results):
+        assert (np.isnan(ours) == np.isnan(wanted)).all()
+        smallest = np.finfo(np.float32).tiny  # what XLA flushes to zero
+        assert (np.abs(np.nan_to_num(ours - wanted)) <= 2e-6 * np.nan_to_num(magnitude) + smallest).all()
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_steps_beside_numpy(name):
+    """Results, both gradients and the next states, of steps with growing data and other groups."""
+    theirs, state = RaggedStep(name), {}
+    if name == "delayed":
+        state = jax.tree.map(jnp.asarray, state_of(theirs))
+    for i, sizes in enumerate(SIZES):
+        x, w, g = data(i, (3.0 * 2**i, 0.1 * 2**i, 1e-3 / 2**i))
+        *actual, state = make_step(name)(state, x, w, g, np.array(sizes))
+        check(actual, theirs(x, w, g, np.array(sizes)))
+        for leaf, value in state.items():
+            np.testing.assert_array_equal(value, state_of(theirs)[leaf], err_msg=f"{leaf}, step {i}")
+
+
+@pytest.mark.parametrize("exponent", [-30, 30])
+def test_huge_and_tiny_data(exponent):
+    theirs = RaggedStep("delayed")
+    state = jax.tree.map(jnp.asarray, state_of(theirs))
+    for i in range(2):
+        x, w, g = data(i, (10.0**exponent, 1.0, 10.0 ** (-exponent / 2)))
+        *actual, state = make_step("delayed")(state, x, w, g, np.array(SIZES[0]))
+        check(actual, theirs(x, w, g, np.array(SIZES[0])))
+        jax.tree.map(np.testing.assert_array_equal, state, state_of(theirs))
+
+
+def test_nothing_but_zeros():
+    state = jax.tree.map(jnp.asarray, state_of(RaggedStep("delayed")))
+    x, w, g = (np.zeros_like(a) for a in data(0))
+    *actual, new_state = make_step("delayed")(state, x, w, g, np.array(SIZES[0]))
+    assert not any(np.any(result) for result in actual)
+    jax.tree.map(np.testing.assert_array_equal, new_state, state)
+
+
+def test_rows_that_belong_to_no_expert_do_nothing():
+    """Whatever they hold, they reach no result, no gradient and no amax."""
+    state = jax.tree.map(jnp.asarray, state_of(RaggedStep("delayed")))
+    (x, w, g), sizes = data(0), np.array(SIZES[0])
+    expected = make_step("delayed")(state, x, w, g, sizes)
+    x[sizes.sum() :], g[sizes.sum() :] = np.nan, np.inf
+    actual = make_step("delayed")(state, x, w, g, sizes)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_nan_stays_with_its_row_and_expert(value):
+    """It shows in what is computed of it, also beside rows of other experts, and in no state."""
+    sizes = np.array(SIZES[0])
+    state = jax.tree.map(jnp.asarray, state_of(RaggedStep("delayed")))
+    x, w, g = data(0)
+    x[130, 5], g[210, 7] = value, value  # of experts 2 and 3, whose tiles others share
+    out, dx, dw, new_state = make_step("delayed")(state, x, w, g, sizes)
+    is_nan = bool(
+        np.isnan(value)
+    )  # of the input an Inf saturates; of the cotangent it says that it overflowed
+    assert np.isnan(out).any(1).nonzero()[0].tolist() == [130] * is_nan
+    assert np.isnan(dx).any(1).nonzero()[0].tolist() == [210]
+    assert np.isnan(dw).any((1, 2)).nonzero()[0].tolist() == [2, 3] if is_nan else [3]
+    for role, is_known in (("input", False), ("kernel", True), ("output_grad", False)):
+        newest = new_state[f"{role}_amax_history"][..., 0]
+        expected = np.abs(w).max((1, 2)) if is_known else 0
+        np.testing.assert_array_equal(newest, expected, err_msg=role)
+
+
+def test_the_two_forms_agree():
+    state = jax.tree.map(jnp.asarray, state_of(RaggedStep("delayed")))
+    ours, theirs = (make_step("delayed", form) for form in ("direct", "qdq"))
+    for i, sizes in enumerate(SIZES[:2]):
+        args = (state, *data(i), np.array(sizes))
+        state = ours(*args)[-1]
+        for a, b in zip(ours(*args)[:3], theirs(*args)[:3]):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
+        jax.tree.map(np.testing.assert_array_equal, state, theirs(*args)[-1])
+
+
+# Small, under transformations. Integers that FP8 holds under every scale of a power of two: one call on all
+# of the data gives the same numbers, whatever the order of the sums.
+
+SMALL = (12, 3, 8, 5)  # rows, experts, K, N
+EXACT = fp8.DelayedScaling(amax_history_len=2, use_power_2_scales=True)
+
+
+def small(seed=0, batch=()):
+    rows, experts, depth, columns = SMALL
+    rng = np.random.default_rng(seed)
+    x = rng.integers(-4, 5, (*batch, rows, depth)).astype(np.float32)
+    w = rng.integers(-2, 3, (experts, depth, columns)).astype(np.float32)
+    return x, w * np.float32([1, 2, 4])[:, None, None]
+
+
+def loss_of(op, variables, x, w, sizes):
+    return jnp.sum(jnp.square(op.apply(variables, x, w, sizes)))
+
+
+@cache
+def small_variables():
+    op = fp8.Fp8RaggedDotOp(recipe=EXACT)
+    shapes = jax.eval_shape(op.init, jax.random.key(0), *small(), np.array([5, 0, 6]))
+    state = {name: np.full(leaf.shape, "scale" in name, np.float32) for name, leaf in shapes[OWG].items()}
+    return op, {OWG: state}
+
+
+def test_variables_of_the_op():
+    _, variables = small_variables()
+    assert {name: leaf.shape for name, leaf in variables[OWG].items()} == {
+        "input_scale": (1,),
+        "input_amax_history": (2,),
+        "kernel_scale": (3, 1),
+        "kernel_amax_history": (3, 2),
+        "output_grad_scale": (1,),
+        "output_grad_amax_history": (2,),
+    }
+
+
+def one_after_another(op, variables, xs, w, sizes):
+    """The reference: every example by itself, the states merged by maximum."""
+    results = [plain_step()(variables, x, w, size) for x, size in zip(xs, sizes)]
+    states = [result[0][OWG] for result in results]
+    merged = jax.tree.map(lambda *leaves: np.max(np.stack(leaves), axis=0), *states)
+    return merged, np.stack([r[1] for r in results]), sum(r[2] for r in results)
+
+
+@cache
+def plain_step():
+    op, _ = small_variables()
+    return jit(fp8.grad(partial(loss_of, op), (0, 1, 2)))
+
+
+def twice(op, variables, xs, w, sizes):
+    return sum(loss_of(op, variables, x, w, size) for x, size in zip(xs, sizes))
+
+
+def microbatches(op, variables, xs, w, sizes):
+    def step(total, of_step):
+        return total + loss_of(op, variables, of_step[0], w, of_step[1]), None
+
+    return lax.scan(step, jnp.zeros(()), (xs, sizes))[0]
+
+
+def over_examples(op, variables, xs, w, sizes):
+    return jnp.sum(jax.vmap(lambda x, size: loss_of(op, variables, x, w, size))(xs, sizes))
+
+
+def rematerialized_microbatches(op, variables, xs, w, sizes):
+    keep = jax.checkpoint_policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
+    return jax.checkpoint(partial(microbatches, op), policy=keep)(variables, xs, w, sizes)
+
+
+@pytest.mark.parametrize("way", [twice, rematerialized_microbatches, over_examples])
+def test_as_one_example_after_another(way):
+    op, variables = small_variables()
+    xs, w = small(batch=(2,))
+    xs[1] *= 2
+    sizes = np.array([[5, 0, 6], [0, 4, 8]])
+    state, dx, dw = one_after_another(op, variables, xs, w, sizes)
+    actual = jit(fp8.grad(partial(way, op), (0, 1, 2)))(variables, xs, w, sizes)
+    jax.tree.map(np.testing.assert_array_equal, actual[0][OWG], state)
+    np.testing.assert_array_equal(actual[1], dx)
+    np.testing.assert_array_equal(actual[2], dw)
+
+
+def test_experts_on_two_devices():
+    """Each device has its own rows and all experts: gradients add, states merge by maximum."""
+    op, variables = small_variables()
+    xs, w = small(batch=(2,))
+    sizes = np.array([[5, 0, 6], [0, 4, 8]])
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def of_shard(variables, x, w, size):
+        return lax.psum(loss_of(op, variables, x[0], w, size[0]), "data")
+
+    specs = (P(), P("data"), P(), P("data"))
+    loss = jax.shard_map(of_shard, mesh=mesh, in_specs=specs, out_specs=P())
+    actual = jit(fp8.grad(loss, (0, 1, 2)))(variables, xs, w, sizes)
+    state, dx, dw = one_after_another(op, variables, xs, w, sizes)
+    jax.tree.map(np.testing.assert_array_equal, actual[0][OWG], state)
+    np.testing.assert_array_equal(actual[1], dx)
+    np.testing.assert_array_equal(actual[2], dw)
+
+
+def test_without_jit():
+    x, _ = small()
+    jitted = jit(call)(x)
+    np.testing.assert_array_equal(call(x), jitted)
+
+
+def test_one_row():
+    x, w = (jnp.asarray(a, jnp.bfloat16) for a in small())
+    recipe, sizes = fp8.Float8CurrentScaling(use_power_2_scales=True), jnp.array([0, 1, 0])
+
+    @partial(jit, static_argnums=0)
+    def run(dot, x, w):
+        out, vjp = jax.vjp(lambda x, w: dot(x, w, sizes), x, w)
+        return out, *vjp(jnp.ones_like(out))
+
+    ours = run(partial(fp8_ragged_dot, states=DotStates(), recipe=recipe), x[:1], w)
+    for a, b in zip(ours, run(lax.ragged_dot, x[:1], w)):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_array_equal(a, b)
+
+
+def test_no_row():
+    """No result, and no news for the state but of the kernels."""
+    op, variables = small_variables()
+    x, w = small()
+    state, dw = jit(fp8.grad(partial(loss_of, op), (0, 2)))(variables, x[:0], w, jnp.zeros(3, int))
+    assert not dw.any()
+    for role in ("input", "output_grad"):
+        np.testing.assert_array_equal(state[OWG][f"{role}_amax_history"], [0, 0])
+    np.testing.assert_array_equal(state[OWG]["kernel_amax_history"][:, 0], np.abs(w).max((1, 2)))
+
+
+def test_calibrate_knows_every_expert():
+    op, variables = small_variables()
+    x, w = small()
+    state = fp8.calibrate(lambda v, batch: op.apply(v, *batch), variables, [(x, w, jnp.array([5, 0, 6]))])[
+        OWG
+    ]
+    np.testing.assert_array_equal(state["kernel_amax_history"][:, 0], np.abs(w).max((1, 2)))
+    assert state["input_amax_history"][0] == np.abs(x[:11]).max()
+    expected = [[fp8.compute_scale(amax, 1.0, 448.0)] for amax in np.abs(w).max((1, 2))]
+    assert (np.log2(state["kernel_scale"]) % 1 == 0).all()
+    assert (state["kernel_scale"] >= np.float32(expected)).all()
+
+
+def test_switched_off_it_is_ragged_dot():
+    x, w = small()
+    sizes = jnp.array([5, 0, 6])
+    with fp8.autocast(enabled=False):
+        out, variables = fp8.Fp8RaggedDotOp().init_with_output(jax.random.key(0), x + 0.3, w, sizes)
+    assert variables == {}
+    np.testing.assert_array_equal(out, lax.ragged_dot(x + 0.3, w, sizes))
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "tile"),
+    [(1, 8, 16), (100, 2, 112), (300, 4, 128), (8192, 8, 512), (4096, 8, 256), (10**6, 2, 512)],
+)
+def test_rows_of_a_tile(rows, experts, tile):
+    assert _ragged._tile_of(rows, experts) == tile
+
+
+def test_every_row_is_visited_once_by_its_expert():
+    """The plan itself, for many group sizes at once."""
+    config = _ragged._Config(*[None] * len(_ragged._Config._fields))._replace(rows=M, groups=EXPERTS)
+    rng = np.random.default_rng(0)
+    drawn = rng.multinomial(M, rng.dirichlet(np.full(EXPERTS, 0.3), size=200))
+    sizes = np.concatenate([drawn, np.array(SIZES), drawn * rng.integers(0, 2, drawn.shape)])
+    visits = jit(jax.vmap(partial(_ragged._visits, config)))(sizes)
+    assert visits.row.shape[1] == 3 + EXPERTS - 1
+    for size, *visit in zip(sizes, *map(np.asarray, visits)):
+        owners = [[] for _ in range(config.padded_rows)]
+        for row, expert, low, high, _ in zip(*visit):
+            assert 0 <= row <= config.padded_rows - config.tile
+            for i in range(low, high):
+                owners[row + i].append(int(expert))
+        expected = np.repeat(np.arange(EXPERTS), size)[:M].tolist()
+        assert owners == [[e] for e in expected] + [[]] * (config.padded_rows - len(expected))
+        firsts = [int(expert) for expert, is_first in zip(visit[1], visit[4]) if is_first]
+        assert firsts == sorted(set(expected))
+
+
+# What is refused.
+
+
+def call(x=None, w=None, sizes=(5, 0, 6), recipe=None, states=None, **kwargs):
+    default_x, default_w = small()
+    x, w = default_x if x is None else x, default_w if w is None else w
+    recipe = fp8.Float8CurrentScaling() if recipe is None else recipe
+    return fp8_ragged_dot(x, w, jnp.asarray(sizes), states=states or DotStates(), recipe=recipe, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"recipe": fp8.MXFP8BlockScaling()}, ValueError, r"per block.*Use DelayedScaling\(\) or"),
+        ({"recipe": fp8.Float8BlockScaling()}, ValueError, "per block"),
+        ({"x": np.ones((2, 3, 8), np.float32)}, ValueError, r"\(rows, K\).*got \(2, 3, 8\)"),
+        ({"w": np.ones((3, 7, 5), np.float32)}, ValueError, r"got \(12, 8\) and \(3, 7, 5\)"),
+        ({"w": np.ones((0, 8, 5), np.float32)}, ValueError, "one expert or more"),
+        ({"sizes": (5, 6)}, ValueError, r"shape \(3,\).*got \(2,\)"),
+        ({"sizes": (5.0, 0.0, 6.0)}, TypeError, "must be integers; got float32"),
+        ({"x": np.ones((12, 8), np.int32)}, TypeError, "lhs must have a floating-point dtype"),
+        ({"preferred_element_type": jnp.int32}, TypeError, "preferred_element_type must be"),
+        ({"precision": "highst"}, TypeError, "precision of an FP8 matmul"),
+    ],
+)
+def test_refused(arguments, error, match):
+    with pytest.raises(error, match=match):
+        call(**arguments)
+
+
+def test_state_of_other_experts_is_refused():
+    op, variables = small_variables()
+    x, w = small()
+    with pytest.raises(ValueError, match=r"kernel_scale has shape \(3, 1\); the recipe asks for \(2, 1\)"):
+        op.apply(variables, x, w[:2], jnp.array([5, 6]))
+    with pytest.raises(fp8.MissingStateError, match="'Fp8RaggedDotOp'.*input_scale is missing"):
+        op.apply({}, x, w, jnp.array([5, 0, 6]))
+    state = fp8.ScalingState if hasattr(fp8, "ScalingState") else _ragged.ScalingState
+    states = DotStates(*(state(np.ones(1, np.float32), np.zeros(2, np.float32)) for _ in range(3)))
+    with pytest.raises(ValueError, match=r"one row per expert, of which there are 3; got shape \(1,\)"):
+        call(recipe=EXACT, states=states)
+
+
+def test_forward_mode_and_second_derivatives_are_refused():
+    x, _ = small()
+    with pytest.raises(TypeError, match="cannot be differentiated in forward mode"):
+        jax.jvp(lambda x: call(x), (x,), (x,))
+    with pytest.raises(TypeError, match="can be differentiated once"):
+        jax.eval_shape(jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(call(x) ** 2))(x) ** 2)), x)
+
+
+def test_explicit_axes_are_refused():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x = jax.sharding.reshard(jnp.asarray(small()[0]), P("data"))
+        with pytest.raises(NotImplementedError, match="inside jax.shard_map"):
+            jax.eval_shape(call, x)
+
+
+# What an NVIDIA GPU would run.
+
+
+@pytest.mark.usefixtures("gpu")
+def test_three_gemms_in_fp8_on_hopper():
+    """All in FP8 units, and with less than half of the operations of lax.ragged_dot, which XLA expands."""
+    rows, experts, depth, columns = 4096, 8, 512, 1024
+    x = jax.ShapeDtypeStruct((rows, depth), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((experts, depth, columns), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((experts,), jnp.int32)
+
+    def step(dot, x, w, sizes):
+        out, vjp = jax.vjp(lambda x, w: dot(x, w, sizes), x, w)
+        return vjp(out)
+
+    fp8_dot = partial(fp8_ragged_dot, states=DotStates(), recipe=fp8.Float8CurrentScaling())
+    ours, theirs = (fp8.audit(partial(step, dot), x, w, sizes) for dot in (fp8_dot, lax.ragged_dot))
+    assert [ours.num_fp8_gemms, ours.num_gemms] == [3, 3]
+    assert {(gemm.role, gemm.backend, gemm.accumulation) for gemm in ours.gemms} == {
+        ("forward", "cublasLt", "fast"),
+        ("dgrad", "cublasLt", "exact"),
+        ("wgrad", "cublasLt", "exact"),
+    }
+    floor = 6 * rows * depth * columns
+    tile = _ragged._tile_of(rows, experts)
+    assert ours.flops == floor * (1 + (experts - 1) * tile / rows) == floor * 1.4375
+    # If this fails, XLA has learned to leave out the products of rows with other experts' kernels.
+    assert theirs.flops == floor * experts
+
+
+# The layer.
+
+
+def make_layer(recipe_name, dtype, hidden, width=16):
+    """Returns a layer of four experts, and its variables."""
+    cls = recipe_name and partial(fp8.Fp8RaggedDotOp, recipe=RECIPES[recipe_name])
+    layer = MoE(num_experts=4, hidden=hidden, ragged_dot_cls=cls, dtype=dtype)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), np.ones((1, width), np.float32))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: rng.normal(0, leaf.shape[-2] ** -0.5, leaf.shape).astype(np.float32),
+        variables["params"],
+    )
+    return layer, {"params": params} if OWG not in variables else fp8.add_fp8_state(
+        {"params": params}, layer, np.ones((1, width), np.float32)
+    )
+
+
+def dense_loop(params, x, top_k):
+    """Every expert on every token, by the formula."""
+    tokens = x.reshape(-1, x.shape[-1]).astype(np.float64)
+    router, up, down = params["router"]["kernel"], params["up"], params["down"]
+    p = np.exp(tokens @ router)
+    p[p < np.sort(p, axis=1)[:, -top_k, None]] = 0
+    p /= p.sum(1, keepdims=True)
+    out = np.zeros(tokens.shape)
+    for e in range(len(up)):
+        h = tokens @ up[e]
+        h = h / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+        out += p[:, e, None] * (h @ down[e])
+    return out.reshape(x.shape)
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [(None, 0, 1e-6), ("tensorwise", 1e-3, 0.08)])
+def test_the_layer_equals_a_dense_loop_over_experts(name, low, high):
+    x = np.random.default_rng(0).normal(size=(2, 9, 16)).astype(np.float32)
+    layer, variables = make_layer(name, jnp.float32, 32)
+    expected = dense_loop(variables["params"], x, 2)
+    out = jit(layer.apply)(variables, x)
+    assert low < np.linalg.norm(out - expected) / np.linalg.norm(expected) < high
+
+
+def test_the_layer_trains():
+    """On a target that is piecewise, the loss with FP8 falls as that of bfloat16 does."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(256, 16)).astype(np.float32)
+    y = np.where(x[:, :1] > 0, np.sin(2 * x), np.abs(x)).astype(np.float32)
+    losses = {}
+    for name in (None, "delayed"):
+        layer, variables = make_layer(name, jnp.bfloat16, 64)
+        state = fp8.TrainState.create(
+            apply_fn=layer.apply, params=variables, tx=optax.sgd(0.3, momentum=0.9)
+        )
+
+        @jit
+        def step(state):
+            def loss_fn(params):
+                return jnp.mean(jnp.square(state.apply_fn(params, x).astype(jnp.float32) - y))
+
+            loss, grads = fp8.value_and_grad(loss_fn)(state.params)
+            return state.apply_gradients(grads=grads), loss
+
+        for _ in range(40):
+            state, loss = step(state)
+            losses.setdefault(name, []).append(float(loss))
+    assert losses["delayed"][-1] < 0.5 * losses["delayed"][0]
+    assert abs(losses["delayed"][-1] / losses[None][-1] - 1) < 0.05
+    for op in ("Fp8RaggedDotOp_0", "Fp8RaggedDotOp_1"):
+        assert (state.params[OWG][op]["kernel_amax_history"] > 0).all()
+        assert len(np.unique(state.params[OWG][op]["kernel_scale"])) == 4  # each expert its own
