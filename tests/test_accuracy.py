@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from benchmarks import attention
 from tests.reference_recipes import as_float64, tensorwise
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "accuracy.py"
@@ -230,3 +232,41 @@ def test_committed_result_is_that_of_the_script(accuracy: Any, committed: dict[s
 def test_committed_order_on_outliers(committed: dict[str, Any], gemm: str) -> None:
     rows = {row["recipe"]: row[gemm] for row in committed["rows"] if row["kind"] == "outliers"}
     assert rows["block128-f32"] > rows["axiswise-e4m3"] > rows["current-e4m3"]
+
+
+# Of attention's own products.
+
+
+def test_the_exact_attention_is_that_of_jax() -> None:
+    (q, k, v, g), exact, share = attention.data("peaked", (1, 2, 16, 8), 0)
+    assert share > 0.5
+    out, vjp = jax.vjp(jax.nn.dot_product_attention, *(x.swapaxes(1, 2) for x in (q, k, v)))
+    for ours, wanted in zip(exact, (out, *vjp(jax.numpy.asarray(g.swapaxes(1, 2))))):
+        np.testing.assert_allclose(ours, wanted.swapaxes(1, 2), rtol=1e-3, atol=1e-5)
+
+
+def test_report_on_attention(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = {name: attention.RECIPES[name] for name in ("bf16", "current")}
+    monkeypatch.setattr(attention, "RECIPES", kept)
+    attention.main(["--length", "32", "--seeds", "1", "--json", str(tmp_path / "small.json")])
+    rows = json.loads((tmp_path / "small.json").read_text())["rows"]
+    assert f"\n{'bf16'.ljust(8)}  none" in capsys.readouterr().out
+    by = {(row["products"], row["kind"]): row for row in rows}
+    assert len(by) == len(rows) == 2 * 4
+    for kind in attention.KINDS:
+        none, both, qk, pv = (by[p, kind] for p in ("none", "both", "q k^T only", "softmax v only"))
+        for result in attention.RESULTS:
+            assert none[result] > max(qk[result], pv[result]) + 10
+            assert min(qk[result], pv[result]) > both[result] > 10
+
+
+def test_committed_report_on_attention() -> None:
+    report = json.loads(attention.RESULT.read_text())
+    found = [(row["recipe"], row["products"], row["kind"]) for row in report["rows"]]
+    cells = [("bf16", "none")] + [
+        (r, p) for r in attention.RECIPES if r != "bf16" for p in attention.PRODUCTS
+    ]
+    assert found == [(*cell, kind) for cell in cells for kind in attention.KINDS]
+    assert report["method"] == attention.method(attention.SHAPE, attention.SEEDS)
