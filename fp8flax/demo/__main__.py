@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -20,12 +21,19 @@ except ImportError as error:
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fp8flax.demo import report
+from fp8flax.demo import compare, digits, imdb, report
 from fp8flax.demo.data import Corpus, DemoError, load_corpus
 from fp8flax.demo.training import PRECISIONS, RECIPES, Record, Settings, train
 
 _RUNS = Path("runs")
 _CONFIG = "config.json"
+_RESULTS = "results.json"
+_OPTIONS = {
+    "lm": ("data", "steps", "seeds", "precision", "recipe", "out", "resume"),
+    "imdb": ("data", "epochs", "batch_size", "seeds", "recipe", "out"),
+    "digits": ("epochs", "batch_size", "seeds", "recipe", "out"),
+}
+"""What each task can be told."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,21 +41,43 @@ class _Parser(argparse.ArgumentParser):
         raise DemoError(message)
 
 
+def _flags(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def _check_known(options: argparse.Namespace) -> None:
+    known = _OPTIONS[options.task]
+    given = [k for k, v in vars(options).items() if k != "task" and v is not None and v is not False]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise DemoError(f"--task {options.task} takes no {_flags(unknown)}; it knows {_flags(known)}.")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m fp8flax.demo",
-        description="Trains a byte-level Transformer in bf16 and in FP8, from the same weights on the same "
-        "batches, and compares them.",
+        description="Trains a model in bf16 and in FP8, from the same weights on the same batches, and "
+        "compares them. The tasks: lm, a byte-level Transformer; imdb, Keras's float8 example, the "
+        "sentiment of film reviews; digits, a small Vision Transformer on images of scikit-learn.",
+        epilog="  ".join(f"{task}: {_flags(names)}." for task, names in _OPTIONS.items()),
     )
+    parser.add_argument("--task", choices=tuple(_OPTIONS), default="lm", help="what to train (default lm)")
     parser.add_argument("--steps", type=int, help=f"training steps (default {Settings().steps})")
-    parser.add_argument("--seeds", type=int, nargs="+", metavar="SEED", help="one run each (default 0)")
+    defaults = f"{imdb.Settings().epochs} for imdb, {digits.Settings().epochs} for digits"
+    parser.add_argument("--epochs", type=int, help=f"passes over the training data (default {defaults})")
+    defaults = f"{imdb.Settings().batch_size} for imdb, {digits.Settings().batch_size} for digits"
+    parser.add_argument("--batch-size", type=int, help=f"examples per step (default {defaults})")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", metavar="SEED", help="one run each (default 0; digits: 0 1 2)"
+    )
     parser.add_argument("--precision", choices=(*PRECISIONS, "both"), help="what to train (default both)")
     parser.add_argument("--recipe", choices=tuple(RECIPES), help="how FP8 is scaled (default delayed)")
     parser.add_argument("--out", metavar="DIR", help="folder for the results (default runs/DATE-TIME)")
     parser.add_argument(
         "--data",
         metavar="DIR",
-        help="a folder of text files (default: the source of Python's standard library)",
+        help="lm: a folder of text files (default: the source of Python's standard library); imdb: the "
+        "folder aclImdb",
     )
     parser.add_argument(
         "--resume",
@@ -108,6 +138,8 @@ def _open_new(options: argparse.Namespace) -> Path:
     out = Path(options.out) if options.out is not None else _RUNS / time.strftime("%Y%m%d-%H%M%S")
     if (out / _CONFIG).exists():
         raise DemoError(f"--out: {out} holds a run already; add --resume, or name another folder.")
+    if (out / _RESULTS).exists():
+        raise DemoError(f"--out: {out} holds results already; name another folder.")
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out / ".writable"
@@ -119,8 +151,10 @@ def _open_new(options: argparse.Namespace) -> Path:
 
 
 def _validate(options: argparse.Namespace) -> None:
-    if options.steps < 1:
-        raise DemoError(f"--steps must be 1 or more; got {options.steps}.")
+    for name in ("steps", "epochs", "batch_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise DemoError(f"{_flags([name])} must be 1 or more; got {value}.")
     if min(options.seeds) < 0 or len(set(options.seeds)) != len(options.seeds):
         raise DemoError(f"--seeds must be distinct and 0 or more; got {options.seeds}.")
 
@@ -132,7 +166,33 @@ def run(argv: Sequence[str] | None = None) -> None:
         DemoError: something that the user can put right.
     """
     options = _parser().parse_args(argv)
-    console = Console()
+    _check_known(options)
+    if options.task == "lm":
+        _run_lm(options, Console())
+    else:
+        _run_classifier(options, Console())
+
+
+def _run_classifier(options: argparse.Namespace, console: Console) -> None:
+    options.seeds = options.seeds or ([0, 1, 2] if options.task == "digits" else [0])
+    _validate(options)
+    asked = {"epochs": options.epochs, "batch_size": options.batch_size}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    recipe = options.recipe or "delayed"
+    settings: imdb.Settings | digits.Settings
+    if options.task == "imdb":
+        settings = imdb.Settings(**asked)
+        task, tokenizer = imdb.make_task(options.data, settings, recipe)
+        out = _open_new(options)
+        tokenizer.save(str(out / "tokenizer.json"))
+    else:
+        settings = digits.Settings(**asked)
+        task = digits.make_task(settings, recipe)
+        out = _open_new(options)
+    compare.run(task, options.seeds, out, {**dataclasses.asdict(settings), "recipe": recipe}, console)
+
+
+def _run_lm(options: argparse.Namespace, console: Console) -> None:
     if options.resume:
         out = _find_run(options)
         config = _resume_options(options, out)
@@ -170,7 +230,7 @@ def run(argv: Sequence[str] | None = None) -> None:
 
     report.print_tables(console, runs, settings)
     figures = report.results(settings, about, runs)
-    report.write_json(out / "results.json", figures)
+    report.write_json(out / _RESULTS, figures)
     report.plot_loss(out / "loss.png", runs)
     fp8_record = next((r["fp8"] for r in runs.values() if "fp8" in r), None)
     if fp8_record is not None and fp8_record.ops:
@@ -241,7 +301,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fp8flax.demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nfp8flax.demo: interrupted; what was saved goes on with --resume", file=sys.stderr)
+        print(
+            "\nfp8flax.demo: interrupted; what --task lm has saved goes on with --resume", file=sys.stderr
+        )
         return 130
     return 0
 

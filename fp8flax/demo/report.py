@@ -21,7 +21,7 @@ from rich.table import Table
 import fp8flax as fp8
 from fp8flax.demo.training import ROLES, Record, Settings
 
-_COLOURS = {"bf16": "#444444", "fp8": "#d1495b"}
+COLOURS = {"bf16": "#444444", "fp8": "#d1495b"}
 
 
 def machine() -> dict[str, Any]:
@@ -184,7 +184,7 @@ def plot_loss(path: Path, runs: dict[int, dict[str, Record]]) -> None:
                 np.arange(width, len(loss) + 1),
                 smooth,
                 style,
-                color=_COLOURS[precision],
+                color=COLOURS[precision],
                 linewidth=1.2,
                 label=f"{precision}, training (mean of {width} steps)" if first else None,
             )
@@ -192,7 +192,7 @@ def plot_loss(path: Path, runs: dict[int, dict[str, Record]]) -> None:
                 record.validation_steps,
                 record.validation_loss,
                 "o" if precision == "bf16" else "x",
-                color=_COLOURS[precision],
+                color=COLOURS[precision],
                 label=f"{precision}, validation" if first else None,
             )
     gaps = [g for g in map(gap, runs.values()) if g is not None]
