@@ -14,6 +14,7 @@ from fp8flax._formats import (
     fp8_limits,
     fp8_max,
 )
+from fp8flax._freeze import freeze
 from fp8flax._gemm import Fp8EmulationWarning
 from fp8flax._inference import calibrate
 from fp8flax._max_dtype import fp32_max_grad
@@ -105,6 +106,7 @@ __all__ = [
     "fp8_limits",
     "fp8_max",
     "fp32_max_grad",
+    "freeze",
     "grad",
     "in_q",
     "in_qdq",

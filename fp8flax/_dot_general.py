@@ -23,8 +23,10 @@ from fp8flax._operands import (
     View,
     is_blockwise,
     quantize_operand,
+    stored,
     swapped,
     swaps_with,
+    unstored,
     with_padding,
     without_padding,
 )
@@ -358,6 +360,11 @@ def _delayed_scales(config: _Config, states: DotStates) -> dict[str, jax.Array]:
     return {role: delayed_scales((c,), (state,))[0] for role, (c, state) in of.items()}
 
 
+def delayed_scale(quantizer: DelayedQuantizer, state: ScalingState) -> jax.Array:
+    """Returns the scale, of one element, that a matmul with this state would use."""
+    return delayed_scales((_delayed_config(quantizer),), (check_state(*state),))[0]
+
+
 def _delayed_config(quantizer: DelayedQuantizer) -> DelayedConfig:
     return DelayedConfig(
         jnp.float32,
@@ -684,6 +691,20 @@ def fp8_dot_general(
         rhs = delayed_in_qdq(configs["kernel"], rhs, *given["kernel"])
         out = dot_general_with_precision(lhs, rhs, dimension_numbers, precision, preferred_element_type)
         return delayed_out_qdq(configs["output_grad"], out, *given["output_grad"])
+    config = _config(lhs, rhs, dimension_numbers, precision, preferred_element_type, gemms, form)
+    warn_if_emulated(config.recipe.forward, config.recipe.dgrad, config.recipe.wgrad)
+    return _direct_dot_general(config, lhs, rhs, _checked(states, gemms))
+
+
+def _config(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    precision: Any,
+    preferred_element_type: Any,
+    gemms: CustomRecipe,
+    form: str,
+) -> _Config:
     gemms = _with_precision(gemms, precision)
     # Checks the shapes, with the errors that users know, and settles the dtype of the result.
     out = jax.eval_shape(
@@ -695,7 +716,7 @@ def fp8_dot_general(
         lhs,
         rhs,
     )
-    config = _Config(
+    return _Config(
         gemms,
         _hashable_dims(dimension_numbers),
         lhs.shape,
@@ -711,8 +732,68 @@ def fp8_dot_general(
         _hashable_precision(precision),
         form == "qdq",
     )
-    warn_if_emulated(gemms.forward, gemms.dgrad, gemms.wgrad)
-    return _direct_dot_general(config, lhs, rhs, _checked(states, gemms))
+
+
+def quantize_kernel(
+    lhs: Any, rhs: jax.Array, dimension_numbers: DimensionNumbers, recipe: CustomRecipe, scale: Any
+) -> Quantized:
+    """Quantizes a kernel as the forward GEMM takes it, with its codes in its own shape.
+
+    Args:
+        lhs: the input, or its shape and dtype.
+        rhs: the kernel, any shape, a wide float.
+        dimension_numbers: those of ``lax.dot_general``.
+        recipe: how; the kernel's quantizer in the forward GEMM is not None.
+        scale: for delayed scaling, the scale to use.
+    """
+    lhs = jax.eval_shape(lambda x: x, lhs)
+    gemm = _config(lhs, rhs, dimension_numbers, None, None, recipe, "direct").forward
+    quantizer = gemm.recipe.rhs
+    assert quantizer is not None
+    operand = quantize_operand(quantizer, rhs, gemm.rhs, scale)
+    assert isinstance(operand, Quantized)
+    return stored(quantizer, operand, gemm.rhs)
+
+
+def frozen_dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    kernel: Quantized,
+    input_scale: jax.Array | None,
+    recipe: CustomRecipe,
+    form: str = "direct",
+) -> jax.Array:
+    """Multiplies an input by a kernel that is quantized already: the forward GEMM of ``fp8_dot_general``.
+
+    Args:
+        lhs: the input, any shape, a wide float.
+        rhs: anything of the kernel's shape and wide dtype; its values are not read.
+        dimension_numbers: those of ``lax.dot_general``.
+        precision: as of ``fp8_dot_general``.
+        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
+        kernel: what ``quantize_kernel`` returned.
+        input_scale: the input's scale, where that is delayed.
+        recipe: how the input is scaled, and how the kernel was.
+        form: ``"direct"`` or ``"qdq"``, as of ``fp8_dot_general``.
+    """
+    config = _config(lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe, form)
+
+    def run(config: _Config, lhs: jax.Array, kernel: Quantized, input_scale: Any) -> jax.Array:
+        gemm = config.forward
+        assert gemm.recipe.rhs is not None
+        q_lhs = quantize_operand(gemm.recipe.lhs, lhs, gemm.lhs, input_scale)
+        q_rhs = unstored(gemm.recipe.rhs, kernel, gemm.rhs)
+        with jax.named_scope("fp8_forward"):
+            return multiply(gemm, q_lhs, q_rhs)
+
+    warn_if_emulated(config.recipe.forward)
+    if config.is_automatic:
+        return _in_automatic_axes(config, run, config.out_sharding, lhs, kernel, input_scale)
+    return run(config, lhs, kernel, input_scale)
 
 
 class _EinsumPlan(NamedTuple):
@@ -796,7 +877,7 @@ def einsum_with(
         lhs,
         rhs,
         plan.dimension_numbers,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
+        precision,
+        preferred_element_type,
     )
     return lax.transpose(out, plan.permutation)

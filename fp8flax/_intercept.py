@@ -102,6 +102,10 @@ class Interception:
         self._derived: dict[int, tuple[Any, Derived]] = {}
         self._known: dict[int, tuple[Any, int]] = {}
         self._numbers = itertools.count()
+        self.used_otherwise: set[tuple[str, ...]] = set()
+        """Parameters that something reads that is neither a contraction nor a movement."""
+        self.is_passing = False
+        """Whether a trace has dealt with what reaches those behind it, as under ``nn.vmap``."""
 
     def derived(self, value: Any, scope: Any) -> Derived | None:
         """Returns what a value owes to a scope's parameters; None if it has anything from elsewhere."""
@@ -126,19 +130,30 @@ class Interception:
                 source = Source(names, leaf.shape, leaf.dtype)
                 self._derived[id(leaf)] = leaf, Derived((source,), lambda arrays, casts: arrays[0])
 
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """A context in which all traces hand everything on."""
+        before, self.is_passing = self.is_passing, True
+        try:
+            yield
+        finally:
+            self.is_passing = before
+
     def follow(self, primitive: Any, operands: Any, params: Any, results: Any, scope: Any) -> None:
         """Remembers what the results of a primitive owe to parameters."""
         arrays = [x for x in operands if np.size(x) != 1 or self.derived(x, scope) is not None]
         derived = [self.derived(x, scope) for x in arrays]
         made_of = [d for d in derived if d is not None]
+        sources = tuple(source for d in made_of for source in d.sources)
+        rebuild = None
+        if primitive.name in _MOVEMENTS and len(made_of) == len(operands):
+            if all(d.rebuild is not None for d in made_of):
+                rebuild = _rebuilder(primitive, params, made_of)
+        elif "jaxpr" not in params:  # Linen's own transformations take all parameters
+            self.used_otherwise.update(source.path for source in sources)
         if not made_of or len(made_of) != len(derived):
             return
         results = results if primitive.multiple_results else [results]
-        rebuild = None
-        moves = primitive.name in _MOVEMENTS and len(arrays) == len(operands)
-        if moves and all(d.rebuild is not None for d in made_of):
-            rebuild = _rebuilder(primitive, params, made_of)
-        sources = tuple(source for d in made_of for source in d.sources)
         for result in results:
             self._derived[id(result)] = result, Derived(sources, rebuild)
 
@@ -153,7 +168,7 @@ class Interception:
 
         def around(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
             if self._leave_alone(context.module) or context.module.scope is None:
-                with _behind(), jax.named_scope(BY_HAND):
+                with _behind(), self.passing(), jax.named_scope(BY_HAND):
                     return call(*args, **kwargs)
             if context.method_name == "setup":
                 return call(*args, **kwargs)
@@ -193,22 +208,25 @@ class _Trace(core.Trace):
 
     def process_primitive(self, primitive: Any, operands: Any, params: Any, /) -> Any:
         frame, interception = self.frames[-1], self.interception
+        if interception.is_passing:
+            return self.parent_trace.process_primitive(primitive, operands, params)
         if primitive.name in _CONTRACTIONS:
             derived = tuple(interception.derived(x, frame.module.scope) for x in operands[:2])
-            with core.set_current_trace(self.parent_trace):
+            with core.set_current_trace(self.parent_trace), interception.passing():
                 result = interception.handler(
                     Contraction(primitive.name, tuple(operands), params, derived, frame, self.number)
                 )
             if result is not LEAVE:
                 return result
-            with jax.named_scope(NOT_CONVERTED):
+            with jax.named_scope(NOT_CONVERTED), interception.passing():
                 results = self.parent_trace.process_primitive(primitive, operands, params)
             interception.follow(primitive, operands, params, results, frame.module.scope)
             return results
         if primitive.name == "jit" and self._should_open(operands, params, frame):
             with core.set_current_trace(self):
                 return core.eval_jaxpr(params["jaxpr"].jaxpr, params["jaxpr"].consts, *operands)
-        results = self.parent_trace.process_primitive(primitive, operands, params)
+        with interception.passing():
+            results = self.parent_trace.process_primitive(primitive, operands, params)
         interception.follow(primitive, operands, params, results, frame.module.scope)
         return results
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
+from fp8flax._convert import split_arrays
 from fp8flax._intercept import (
     BY_HAND,
     CONV,
@@ -24,7 +25,7 @@ from fp8flax._intercept import (
     Source,
 )
 from fp8flax._modules import Fp8DotGeneralOp, Fp8Op, op_handler
-from fp8flax._recipes import Recipe
+from fp8flax._recipes import CustomRecipe, Recipe
 from fp8flax._rules import Decision, Rules, Site, Sizes
 from fp8flax._state import (
     OVERWRITE_WITH_GRADIENT,
@@ -36,9 +37,10 @@ from fp8flax._state import (
 
 
 class FoundOp(NamedTuple):
-    """An FP8 matmul that a model computes."""
+    """An FP8 op that a model computes."""
 
-    recipe: Recipe
+    op: type[Fp8Op]
+    gemms: CustomRecipe
     kernel: Derived | None
     """What its kernel owes to parameters."""
     args: tuple[Any, ...]
@@ -65,9 +67,10 @@ class Seen:
     def __init__(self) -> None:
         self.sites: list[FoundSite] = []
         self.ops: dict[tuple[str, ...], FoundOp] = {}
+        self.used_otherwise: set[tuple[str, ...]] = set()
 
 
-class _Call:
+class Call:
     """One call of a converted model from outside."""
 
     def __init__(self, cls: type, rules: Rules) -> None:
@@ -106,28 +109,53 @@ class _Call:
         split = out.ndim - num_left
         return jax.lax.transpose(out, (*axes[:num_batch], *axes[split:], *axes[num_batch:split]))
 
-    def note(
-        self, op: Fp8Op, recipe: Recipe, with_state: Callable[[], Any], lhs: Any, rhs: Any, *rest: Any
+    def on_op(
+        self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any
     ) -> jax.Array:
-        """Remembers an op's matmul, and computes it."""
-        args = (jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), jax.ShapeDtypeStruct(rhs.shape, rhs.dtype))
-        kernel = self.interception.derived(rhs, op.scope)
-        self.ops[op.path] = FoundOp(recipe, kernel, (*args, *rest))
-        return with_state()(lhs, rhs, *rest)
+        """Remembers what an op computes, and computes it."""
+        if recipe is not None:
+            args = (jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), jax.ShapeDtypeStruct(rhs.shape, rhs.dtype))
+            kernel = self.interception.derived(rhs, op.scope)
+            self.ops[op.path] = FoundOp(type(op), recipe.gemms, kernel, (*args, *rest))
+        return compute(lhs, rhs, *rest)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """A context for the model's method, with the scaling state among the parameters."""
-        token = op_handler.set(self.note)
+        token = op_handler.set(self.on_op)
         try:
             with state_among_params(), self.interception.active():
                 yield
         finally:
             op_handler.reset(token)
 
+    @property
+    def collections(self) -> tuple[str, ...]:
+        """The collections that the method sees otherwise than the caller."""
+        return PARAMS, OVERWRITE_WITH_GRADIENT
+
+    def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns these collections as the method sees them."""
+        return put_among_params(variables)
+
+    def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns these collections as the caller sees them."""
+        return take_from_params(variables)
+
+    def finish(self, model: Any, method: str) -> None:
+        """Looks at what the method has computed."""
+        seen = model._fp8_seen
+        seen.sites = self.sites
+        seen.ops.update(self.ops)
+        seen.used_otherwise |= self.interception.used_otherwise
+        if method == "__call__" and model.is_initializing():
+            check_matched(self.rules, self.sites)
+            if not _reporting.get():
+                _check_converted(self.sites, self.ops)
+
 
 _reporting: ContextVar[bool] = ContextVar("reporting", default=False)
-_calls: ContextVar[tuple[_Call, ...]] = ContextVar("calls", default=())
+_calls: ContextVar[tuple[Call, ...]] = ContextVar("calls", default=())
 
 
 def _counter(site: Site) -> str:
@@ -167,16 +195,15 @@ def _sizes(contraction: Contraction, swap: bool) -> Sizes:
 
 
 @functools.cache
-def _converted_class(cls: type[nn.Module], rules: Rules) -> type[nn.Module]:
+def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[[Any, Rules], Call]) -> Any:
     """Makes the subclass whose methods compute in FP8; of its own name, for Linen's automatic names."""
 
     @nn.nowrap
     def call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
-        plain = super(converted, self)._call_wrapped_method
         calls = _calls.get()
         if self.scope is None or fun.__name__ == "setup" or any(c.cls is converted for c in calls):
-            return plain(fun, args, kwargs)
-        call = _Call(converted, rules)
+            return super(converted, self)._call_wrapped_method(fun, args, kwargs)
+        call = make_call(converted, rules)
 
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
             with call.running():
@@ -185,18 +212,11 @@ def _converted_class(cls: type[nn.Module], rules: Rules) -> type[nn.Module]:
         run.method_wrapped = True  # type: ignore[attr-defined]  # it is not a method of its own
         token = _calls.set((*calls, call))
         try:
-            mapped = nn.map_variables(
-                run, (PARAMS, OVERWRITE_WITH_GRADIENT), put_among_params, take_from_params, mutable=True
-            )
+            mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
             result = mapped(self, *args, **kwargs)
         finally:
             _calls.reset(token)
-        self._fp8_seen.sites = call.sites
-        self._fp8_seen.ops.update(call.ops)
-        if fun.__name__ == "__call__" and self.is_initializing():
-            check_matched(rules, call.sites)
-            if not _reporting.get():
-                _check_converted(call.sites)
+        call.finish(self, fun.__name__)
         return result
 
     @nn.nowrap
@@ -229,9 +249,9 @@ def check_matched(rules: Rules, sites: list[FoundSite]) -> None:
         )
 
 
-def _check_converted(sites: list[FoundSite]) -> None:
-    """Raises ``ValueError`` where nothing at all is converted."""
-    if not any(found.decision.converts for found in sites):
+def _check_converted(sites: list[FoundSite], ops: Mapping[Any, FoundOp]) -> None:
+    """Raises ``ValueError`` where nothing at all runs in FP8."""
+    if not ops and not any(found.decision.converts for found in sites):
         reasons = sorted({f"{f.site.path or 'the model'}: {f.decision.reason}" for f in sites})
         raise ValueError(
             f"None of the model's {len(sites)} contractions would run in FP8. {'; '.join(reasons[:8])}"
@@ -321,7 +341,7 @@ def quantize_model(
         products=products,
         allow_unmatched=allow_unmatched,
     )
-    return convert(model, _converted_class(type(model), options))  # type: ignore[arg-type]
+    return convert(model, converted_class(type(model), options, Call))  # type: ignore[arg-type]
 
 
 def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
@@ -340,3 +360,16 @@ def reporting() -> Iterator[None]:
         yield
     finally:
         _reporting.reset(token)
+
+
+def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes."""
+    arrays, fill = split_arrays(args, kwargs)
+    mutable = [name for name in shapes if name not in (PARAMS, OVERWRITE_WITH_GRADIENT)]
+
+    def apply(variables: Any, arrays: list[Any]) -> Any:
+        args, kwargs = fill(arrays)
+        out = model.apply(variables, *args, rngs=jax.random.key(0), mutable=mutable, **kwargs)
+        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
+
+    return jax.make_jaxpr(apply)(shapes, arrays)

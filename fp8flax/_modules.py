@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -28,26 +28,9 @@ from fp8flax._state import (
 )
 
 op_handler: ContextVar[Callable[..., jax.Array] | None] = ContextVar("op_handler", default=None)
-"""Called as ``(op, recipe, with_state, lhs, rhs, dimension_numbers, precision, preferred_element_type)`` in
-the place of an op's matmul, which is ``with_state()`` called with the last five."""
-
-
-@jax.named_scope(SWITCHED_OFF)
-def _plain_dot_general(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    dimension_numbers: DimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-) -> jax.Array:
-    return jax.lax.dot_general(
-        lhs, rhs, dimension_numbers, precision, preferred_element_type=preferred_element_type
-    )
-
-
-@jax.named_scope(SWITCHED_OFF)
-def _plain_conv_general_dilated(*args: Any) -> jax.Array:
-    return jax.lax.conv_general_dilated(*args)
+"""Called as ``(op, recipe, compute, lhs, rhs, *rest)`` in the place of ``compute(lhs, rhs, *rest)``, which
+declares an op's state and computes, or takes ``fixed`` states with their recipe. The recipe is None where
+FP8 is off."""
 
 
 class Fp8Op(nn.Module):
@@ -55,6 +38,10 @@ class Fp8Op(nn.Module):
 
     recipe: Recipe | None = None
     form: str = "direct"
+
+    # What it computes, without FP8 and with it.
+    plain: ClassVar[Callable[..., jax.Array]] = staticmethod(jax.lax.dot_general)
+    in_fp8: ClassVar[Callable[..., jax.Array]] = staticmethod(fp8_dot_general)
 
     def _default_recipe(self) -> Recipe:
         return DelayedScaling()
@@ -66,15 +53,25 @@ class Fp8Op(nn.Module):
         if self.form not in FORMS:
             raise ValueError(f"form must be one of {FORMS}; got {self.form!r}.")
 
-    def _dot_general(self) -> Callable[..., jax.Array]:
-        """Returns the matmul of the recipe in use, with the state that it needs.
+    def _multiplier(self, **stacked: tuple[int, ...]) -> Callable[..., jax.Array]:
+        """Returns what the op computes by the recipe in use, with the state that it needs.
 
         At each call: an op may be called twice, under different ambient recipes.
+
+        Args:
+            **stacked: leading dimensions of the state of the roles that have any.
         """
         recipe = recipe_in_use(self.recipe, self._default_recipe())
-        if recipe is None:  # FP8 is off here
-            return _plain_dot_general
-        return partial(fp8_dot_general, states=self._states(recipe), recipe=recipe, form=self.form)
+
+        def compute(*args: Any, fixed: tuple[DotStates, Recipe] | None = None) -> jax.Array:
+            if recipe is None:  # FP8 is off here
+                with jax.named_scope(SWITCHED_OFF):
+                    return self.plain(*args)
+            states, used = (self._states(recipe, **stacked), recipe) if fixed is None else fixed
+            return self.in_fp8(*args, states=states, recipe=used, form=self.form)
+
+        handler = op_handler.get()
+        return compute if handler is None else partial(handler, self, recipe, compute)
 
     def _states(self, recipe: Recipe, **stacked: tuple[int, ...]) -> DotStates:
         """Declares the state that a recipe needs, with leading dimensions for the roles that have any."""
@@ -172,7 +169,7 @@ class Fp8DotGeneralOp(Fp8Op):
         precision: Any = None,
         preferred_element_type: Any = None,
     ) -> jax.Array:
-        return self._dot_general()(lhs, rhs, dimension_numbers, precision, preferred_element_type)
+        return self._multiplier()(lhs, rhs, dimension_numbers, precision, preferred_element_type)
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
@@ -251,7 +248,7 @@ class Fp8Einsum(Fp8Op):
         precision: Any = None,
         preferred_element_type: Any = None,
     ) -> jax.Array:
-        return einsum_with(self._dot_general(), eqn, lhs, rhs, precision, preferred_element_type)
+        return einsum_with(self._multiplier(), eqn, lhs, rhs, precision, preferred_element_type)
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
@@ -308,6 +305,9 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     arXiv:2209.05433.
     """
 
+    plain = staticmethod(jax.lax.conv_general_dilated)
+    in_fp8 = staticmethod(fp8_conv_general_dilated)
+
     @nn.compact
     def __call__(
         self,
@@ -323,14 +323,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
         precision: Any = None,
         preferred_element_type: Any = None,
     ) -> jax.Array:
-        # At each call, as for the matmul.
-        recipe = recipe_in_use(self.recipe, self._default_recipe())
-        convolve = _plain_conv_general_dilated
-        if recipe is not None:
-            convolve = partial(
-                fp8_conv_general_dilated, states=self._states(recipe), recipe=recipe, form=self.form
-            )
-        return convolve(
+        return self._multiplier()(
             lhs,
             rhs,
             window_strides,
@@ -387,6 +380,9 @@ class Fp8RaggedDotOp(Fp8Op):
     Source: ``jax.lax.ragged_dot``; the state is that of ``flax.linen.fp8_ops``, per expert.
     """
 
+    plain = staticmethod(jax.lax.ragged_dot)
+    in_fp8 = staticmethod(fp8_ragged_dot)
+
     @nn.compact
     def __call__(
         self,
@@ -396,20 +392,8 @@ class Fp8RaggedDotOp(Fp8Op):
         precision: Any = None,
         preferred_element_type: Any = None,
     ) -> jax.Array:
-        recipe = recipe_in_use(self.recipe, self._default_recipe())
-        if recipe is None:  # FP8 is off here
-            with jax.named_scope(SWITCHED_OFF):
-                return jax.lax.ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type)
-        return fp8_ragged_dot(
-            lhs,
-            rhs,
-            group_sizes,
-            precision,
-            preferred_element_type,
-            states=self._states(recipe, kernel=jnp.shape(rhs)[:1]),
-            recipe=recipe,
-            form=self.form,
-        )
+        multiply = self._multiplier(kernel=jnp.shape(rhs)[:1])
+        return multiply(lhs, rhs, group_sizes, precision, preferred_element_type)
 
 
 class Einsum(nn.Einsum):

@@ -194,6 +194,22 @@ def dequantize_operand(
     return lax.transpose(unflattened, np.argsort(order)).astype(dtype)
 
 
+def stored(quantizer: Quantizer, operand: Quantized, view: View) -> Quantized:
+    """Returns a quantized operand with its codes in the operand's own shape, however its scales lie."""
+    if not isinstance(quantizer, BlockQuantizer):
+        return operand
+    codes = without_padding(quantizer, operand, view).codes.reshape(view.sizes(view.order))
+    return operand._replace(codes=lax.transpose(codes, np.argsort(view.order)))
+
+
+def unstored(quantizer: Quantizer, operand: Quantized, view: View) -> Quantized:
+    """Returns what ``stored`` was given."""
+    if not isinstance(quantizer, BlockQuantizer):
+        return operand
+    codes = lax.transpose(operand.codes, view.order).reshape(view.matrix_shape)
+    return with_padding(quantizer, operand._replace(codes=codes), view)
+
+
 def mx_operand(quantizer: BlockQuantizer, operand: Quantized) -> Quantized:
     """Returns a blockwise operand with an E8M0 scale per 32 columns of each row: the same values.
 

@@ -8,14 +8,13 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-import jax
 
-from fp8flax._convert import eval_init, split_arrays
+from fp8flax._convert import eval_init
 from fp8flax._intercept import missed
-from fp8flax._models import FoundSite, reporting
+from fp8flax._models import FoundSite, reporting, trace_apply
 from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, CustomRecipe, DelayedScaling, recipe_in_use
 from fp8flax._rules import Sizes
-from fp8flax._state import OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._state import PARAMS
 
 
 class _Gpu(NamedTuple):
@@ -206,7 +205,7 @@ def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) ->
     gpu = _GPUS[target]
     with reporting():
         shapes, _ = eval_init(model, args, kwargs)
-        jaxpr = _trace_apply(model, shapes, args, kwargs)
+        jaxpr = trace_apply(model, shapes, args, kwargs)
     seen: list[FoundSite] = model._fp8_seen.sites
     repeats = _repeats(seen, nn.meta.unbox(shapes.get(PARAMS, {})))
     rows, wide, time = [], 0.0, 0.0
@@ -235,18 +234,6 @@ def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) ->
     return ModelReport(
         rows=tuple(rows), target=gpu.name, speedup=wide / time if time else 1.0, unseen=unseen
     )
-
-
-def _trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
-    arrays, fill = split_arrays(args, kwargs)
-    mutable = [name for name in shapes if name not in (PARAMS, OVERWRITE_WITH_GRADIENT)]
-
-    def apply(variables: Any, arrays: list[Any]) -> Any:
-        args, kwargs = fill(arrays)
-        out = model.apply(variables, *args, rngs=jax.random.key(0), mutable=mutable, **kwargs)
-        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
-
-    return jax.make_jaxpr(apply)(shapes, arrays)
 
 
 def _distinct(seen: list[FoundSite]) -> list[tuple[FoundSite, int]]:

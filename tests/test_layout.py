@@ -34,6 +34,7 @@ ORDER = [
     "_rules",
     "_models",
     "_report",
+    "_freeze",
 ]
 COMMANDS = ("audit",)  # what python -m runs
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,441 @@
+"""``freeze``: a trained model for serving, with kernels in FP8 and scales that no longer change."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.core
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8flax._dot_general import DotStates, delayed_scale, frozen_dot_general, quantize_kernel
+from fp8flax._formats import as_fp8_dtype, float8_e4m3fn, fp8_max
+from fp8flax._intercept import Derived, Source
+from fp8flax._models import Call, FoundOp, convert, converted_class, reporting, trace_apply
+from fp8flax._modules import Fp8DotGeneralOp, Fp8Einsum, Fp8Op
+from fp8flax._operands import Quantized
+from fp8flax._quantize import quantize
+from fp8flax._recipes import CurrentQuantizer, CustomRecipe, DelayedQuantizer, GemmRecipe, Recipe
+from fp8flax._rules import Rules
+from fp8flax._scaling import current_scale, finite_amax
+from fp8flax._state import (
+    OVERWRITE_WITH_GRADIENT,
+    PARAMS,
+    MissingStateError,
+    ScalingState,
+    state_leaf_names,
+)
+
+_CACHE = "cache"
+_DTYPE_OF = "_dtype"
+"""Ending of the variable beside an FP8 cache: nothing, in the dtype that the model knows it in."""
+_CODES = "kernel_codes_"
+_KERNEL_SCALE, _INPUT_SCALE = (state_leaf_names(role)[0] for role in ("kernel", "input"))
+_WEIGHT_ONLY = CustomRecipe(
+    forward=GemmRecipe(rhs=CurrentQuantizer(dtype=float8_e4m3fn, granularity="axiswise"))
+)
+Path = tuple[str, ...]
+
+
+class _ServedOp(NamedTuple):
+    """An op as a serving model computes it (hashable)."""
+
+    path: Path
+    gemms: CustomRecipe
+    kernels: tuple[tuple[Path, np.dtype], ...]
+    """The parameters that its kernel is made of, where they are stored in FP8, with the dtypes that the
+    model knows them in."""
+
+
+class _Serving(NamedTuple):
+    """What a serving model must know statically (hashable)."""
+
+    ops: tuple[_ServedOp, ...]
+    cache_dtype: np.dtype | None
+
+
+class _ServingCall(Call):
+    """A call of a serving model: kernels and scales come from the variables, none of them mutable."""
+
+    def __init__(self, serving: _Serving, cls: Any, rules: Rules) -> None:
+        super().__init__(cls, rules)
+        self._serving = serving
+        self._ops = {op.path: op for op in serving.ops}
+
+    @property
+    def collections(self) -> tuple[str, ...]:
+        return (PARAMS,) if self._serving.cache_dtype is None else (PARAMS, _CACHE)
+
+    def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Gives each op the codes of its kernel, and the model wide arrays of which nothing is read."""
+        params = variables.get(PARAMS, {})
+        for op in self._serving.ops:
+            for i, (path, dtype) in enumerate(op.kernels):
+                codes = _get(params, path)
+                params = _set(params, (*op.path, f"{_CODES}{i}"), codes)
+                params = _set(params, path, codes.astype(dtype))
+        result = {**variables, PARAMS: params}
+        if _CACHE in variables and self._serving.cache_dtype is not None:
+            result[_CACHE] = _widened(variables[_CACHE])
+        return result
+
+    def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        if _CACHE not in variables or self._serving.cache_dtype is None:
+            return variables
+        return {**variables, _CACHE: _narrowed(variables[_CACHE], self._serving.cache_dtype)}
+
+    def finish(self, model: Any, method: str) -> None:
+        pass
+
+    def on_op(
+        self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any
+    ) -> jax.Array:
+        """Computes what an op computes, with a kernel and scales that are fixed."""
+        if recipe is None:
+            raise ValueError(
+                "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
+                "stored in FP8. Call it outside of that context, or call the model that was frozen."
+            )
+        served = self._ops.get(op.path)
+        if served is None:
+            raise ValueError(
+                f"fp8flax.freeze did not see the FP8 op at {'/'.join(op.path)}: the model computes "
+                "something else than before. Freeze it with inputs that reach this op."
+            )
+        gemms = served.gemms
+        if not served.kernels:
+            if gemms.forward.lhs is None and gemms.forward.rhs is None:
+                return op.plain(lhs, rhs, *rest)
+            return compute(lhs, rhs, *rest, fixed=(_fixed_states(op, gemms), gemms))
+        derived = self.interception.derived(rhs, op.scope)
+        if derived is None or derived.rebuild is None or len(derived.sources) != len(served.kernels):
+            raise ValueError(
+                f"The kernel of the FP8 op at {'/'.join(op.path)} comes from other parameters than when "
+                "the model was frozen. Freeze it with inputs like those that it serves."
+            )
+        arrays: list[Any] = [op.get_variable(PARAMS, f"{_CODES}{i}") for i in range(len(served.kernels))]
+        codes = derived.rebuild(tuple(arrays), False)
+        scale: Any = op.get_variable(PARAMS, _KERNEL_SCALE)
+        if not _is_dot(type(op)):
+            rhs = (codes.astype(scale.dtype) * scale).astype(rhs.dtype)
+            if gemms.forward.lhs is None:
+                return op.plain(lhs, rhs, *rest)
+            return compute(lhs, rhs, *rest, fixed=(_fixed_states(op, gemms), gemms))
+        delayed = isinstance(gemms.forward.lhs, DelayedQuantizer)
+        return frozen_dot_general(
+            lhs,
+            rhs,
+            *rest,
+            kernel=Quantized(codes, scale.reshape(()) if scale.shape == (1,) else scale),
+            input_scale=op.get_variable(PARAMS, _INPUT_SCALE) if delayed else None,
+            recipe=gemms,
+            form=op.form,
+        )
+
+
+def _is_dot(op: type[Fp8Op]) -> bool:
+    return issubclass(op, Fp8DotGeneralOp | Fp8Einsum)
+
+
+def _fixed_states(op: Fp8Op, gemms: CustomRecipe) -> DotStates:
+    """Returns states of which a matmul uses the scale as it is: no amax was ever seen."""
+    states = {}
+    for role in gemms.delayed:
+        name, _ = state_leaf_names(role)
+        scale = op.get_variable(PARAMS, name, jnp.ones((1,)))
+        states[role] = ScalingState(scale, jnp.zeros((*scale.shape[:-1], 1)))
+    return DotStates(**states)
+
+
+def _widened(cache: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a cache in the dtypes that the model knows, from what ``_narrowed`` returned."""
+    wide = {}
+    for name, value in cache.items():
+        if isinstance(value, Mapping):
+            wide[name] = _widened(value)
+        elif not name.endswith(_DTYPE_OF):
+            like = cache.get(name + _DTYPE_OF)
+            wide[name] = value if like is None else value.astype(like.dtype)
+    return wide
+
+
+def _narrowed(cache: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
+    """Returns a cache with its floats in FP8, and an empty array beside each that has its dtype."""
+    narrow: dict[str, Any] = {}
+    for name, value in cache.items():
+        if isinstance(value, Mapping):
+            narrow[name] = _narrowed(value, dtype)
+        elif jnp.issubdtype(value.dtype, jnp.floating):
+            narrow[name] = quantize(value, dtype, 1.0)
+            narrow[name + _DTYPE_OF] = jnp.zeros((0,), value.dtype)
+        else:
+            narrow[name] = value
+    return narrow
+
+
+def _get(tree: Mapping[str, Any], path: Path) -> Any:
+    node: Any = tree
+    for name in path:
+        if not isinstance(node, Mapping) or name not in node:
+            raise ValueError(
+                f"{PARAMS}/{'/'.join(path)} is missing from the variables. Pass those of this model: "
+                "to freeze, the trained ones; to serve, those that fp8flax.freeze returned."
+            )
+        node = node[name]
+    return node
+
+
+def _set(tree: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
+    name, *rest = path
+    return {**tree, name: _set(tree.get(name, {}), tuple(rest), value) if rest else value}
+
+
+def _per_slice(
+    f: Callable[..., Any], shape: tuple[int, ...], slice_shape: tuple[int, ...]
+) -> Callable[..., Any]:
+    """Returns ``f`` mapped over the axes by which arrays of ``shape`` exceed the slices that it takes.
+
+    ``nn.scan`` and ``nn.vmap`` stacked a layer along these; where several fit, the first is taken.
+    """
+    if shape == slice_shape:
+        return f
+    for axis in range(len(shape)):
+        rest = (*shape[:axis], *shape[axis + 1 :])
+        if len(rest) >= len(slice_shape):
+            inner = _per_slice(f, rest, slice_shape)
+            if inner is not None:
+                return jax.vmap(inner, in_axes=axis, out_axes=axis)
+    return None  # type: ignore[return-value]  # of the recursion
+
+
+def _places(derived: Derived) -> list[np.ndarray] | None:
+    """Returns for each source, by the place in the kernel, which element of the source is there.
+
+    Elements of other sources are one beyond its last. None if a source is not there whole, and once.
+    """
+    assert derived.rebuild is not None
+    places = []
+    for i, source in enumerate(derived.sources):
+        size = int(np.prod(source.shape))
+        own = np.arange(size, dtype=np.int32).reshape(source.shape)
+        others = [np.full(s.shape, size, np.int32) for s in derived.sources]
+        arrays = (*others[:i], own, *others[i + 1 :])
+        place = np.asarray(derived.rebuild(tuple(map(jnp.asarray, arrays)), False))
+        if not np.array_equal(np.bincount(place.ravel(), minlength=size + 1)[:size], np.ones(size)):
+            return None
+        places.append(place)
+    return places
+
+
+def _taken_apart(
+    codes: jax.Array, places: list[np.ndarray], sources: tuple[Source, ...]
+) -> list[jax.Array]:
+    """Returns the codes of a kernel in the places of the parameters that it was made of."""
+    bits = jax.lax.bitcast_convert_type(codes, jnp.uint8).ravel()
+    apart = []
+    for place, source in zip(places, sources):
+        size = int(np.prod(source.shape))
+        order = np.argsort(place.ravel(), kind="stable")[:size]
+        apart.append(jax.lax.bitcast_convert_type(bits[order], codes.dtype).reshape(source.shape))
+    return apart
+
+
+def _kernel_quantizer(found: FoundOp, gemms: CustomRecipe) -> Any:
+    """Returns the quantizer with which an op's kernel is stored, None if it is not stored in FP8."""
+    quantizer = gemms.forward.rhs
+    if _is_dot(found.op) or gemms is _WEIGHT_ONLY or isinstance(quantizer, DelayedQuantizer):
+        return quantizer
+    return None
+
+
+def _quantized(
+    found: FoundOp, gemms: CustomRecipe, kernel: jax.Array, scale: jax.Array | None
+) -> Quantized:
+    """Returns an op's kernel as it is stored: codes of its shape, scales that broadcast or lie in
+    blocks."""
+    lhs, _, *rest = found.args
+    if _is_dot(found.op):
+        return quantize_kernel(lhs, kernel, rest[0], gemms, scale)
+    if scale is None:  # weights alone; per output feature, the last dimension of convolutions and experts
+        axes = tuple(range(kernel.ndim - 1)) if kernel.ndim != 3 else (1,)
+        quantizer = gemms.forward.rhs
+        assert isinstance(quantizer, CurrentQuantizer)
+        scale = current_scale(finite_amax(kernel, axes), fp8_max(quantizer.dtype))
+        return Quantized(quantize(kernel, quantizer.dtype, scale), scale)
+    quantizer = gemms.forward.rhs
+    assert quantizer is not None
+    scale = scale.reshape((*scale.shape[:-1], *(1,) * (kernel.ndim - scale.ndim + 1)))
+    return Quantized(quantize(kernel, quantizer.dtype, scale), scale)
+
+
+def freeze(
+    model: nn.Module,
+    variables: Mapping[str, Any],
+    *args: Any,
+    weight_only: bool = False,
+    kv_cache_dtype: Any = None,
+    **kwargs: Any,
+) -> tuple[nn.Module, Mapping[str, Any]]:
+    """Returns a model and its variables for serving: kernels in FP8, scales that no longer change.
+
+    The logits are, bit for bit, those that ``model`` computes from ``variables``. Delayed scales become
+    those that the next step would use; recipes without state go on to scale inputs as they come. There is
+    no state left, and nothing to mutate.
+
+    Kernels are stored where they were, under their names, in FP8, and their scales beside them, under the
+    name of the op: ``params/Dense_0/kernel`` and ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and
+    ``input_scale``, where that is fixed). A parameter stays wide if it is used for something else too (an
+    embedding that is tied to the logits), by several ops, or after arithmetic; its op quantizes it at each
+    call.
+
+    Args:
+        model: what ``quantize_model`` returned, or a model whose layers were given FP8 ops.
+        variables: all its collections, with trained or calibrated state.
+        *args: inputs, to trace the model with; in the place of arrays ``jax.ShapeDtypeStruct`` will do. May
+        be
+            left out if ``model`` comes from ``quantize_model`` and was called before, by ``init`` for
+            instance.
+        weight_only: store kernels in FP8 with a scale for each output feature, multiply in the inputs'
+            dtype.
+        kv_cache_dtype: an FP8 dtype for the floats in the collection ``cache`` between calls, such as the
+            keys and values of Linen's attention with ``decode=True``. Their scale is 1: values are to lie
+            within the dtype's range, 448 for e4m3fn, and saturate outside of it.
+        **kwargs: keyword inputs.
+
+    Returns:
+        The serving model, called like ``model``; and its variables, with the other collections as they
+        were.
+
+    Raises:
+        MissingStateError: an op's scaling state is missing from ``variables``.
+        ValueError: ``model`` has no FP8 op, or inputs are needed; or a parameter is missing.
+        TypeError: ``kv_cache_dtype`` is not an FP8 dtype.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> model8, x = fp8.quantize_model(nn.Dense(8), include=""), jnp.ones((2, 4))
+        >>> variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+        >>> serve_model, serve_variables = fp8.freeze(model8, variables)
+        >>> serve_variables["params"]["kernel"].dtype.name
+        'float8_e4m3fn'
+        >>> bool((serve_model.apply(serve_variables, x) == model8.apply(variables, x)).all())
+        True
+
+    Source: names of the scales as in the FP8 checkpoints of inference servers, see ``save_safetensors``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a flax.linen.Module; got {type(model).__name__}.")
+    cache_dtype = None if kv_cache_dtype is None else as_fp8_dtype(kv_cache_dtype, "kv_cache_dtype")
+    base: Any = model
+    if not hasattr(model, "_fp8_rules"):
+        cls = converted_class(type(model), Rules(include=(), allow_unmatched=True), Call)  # type: ignore[arg-type]
+        base = convert(model, cls)
+    variables = nn.meta.unbox(flax.core.unfreeze(dict(variables)))
+    if args or kwargs:
+        with reporting():
+            trace_apply(base, jax.eval_shape(lambda v: v, variables), args, kwargs)
+    seen = base._fp8_seen
+    if not seen.ops:
+        raise ValueError(
+            f"{type(model).__name__} has not been seen to compute anything in FP8. Give freeze inputs to "
+            "trace it with, freeze(model, variables, *inputs); fp8flax.report says what is converted."
+        )
+    uses = Counter(s.path for found in seen.ops.values() if found.kernel for s in found.kernel.sources)
+    params, state = variables.get(PARAMS, {}), variables.get(OVERWRITE_WITH_GRADIENT, {})
+    served = []
+    for path, found in seen.ops.items():
+        gemms = _WEIGHT_ONLY if weight_only else found.gemms
+        scales = {} if weight_only else _fixed_scales(path, gemms, state)
+        kernel, places = found.kernel, None
+        is_own = kernel is not None and all(
+            uses[s.path] == 1 and s.path not in seen.used_otherwise for s in kernel.sources
+        )
+        if is_own and kernel.rebuild is not None and _kernel_quantizer(found, gemms) is not None:
+            places = _places(kernel)
+        kernels: tuple[Any, ...] = ()
+        if places is not None:
+            wide = [_get(params, s.path) for s in kernel.sources]
+            codes, scales["kernel"] = _store(found, gemms, places, wide, scales.get("kernel"))
+            for source, array in zip(kernel.sources, codes):
+                params = _set(params, source.path, array)
+            kernels = tuple((s.path, np.dtype(s.dtype)) for s in kernel.sources)
+        elif weight_only:
+            gemms = CustomRecipe()
+        for role, scale in scales.items():
+            params = _set(params, (*path, state_leaf_names(role)[0]), scale)
+        served.append(_ServedOp(path, gemms, kernels))
+    others = {name: value for name, value in variables.items() if name != OVERWRITE_WITH_GRADIENT}
+    serving = _Serving(tuple(served), cache_dtype)
+    cls = converted_class(type(base).__mro__[1], base._fp8_rules, _serving_call(serving))
+    return convert(model, cls), {**others, PARAMS: params}
+
+
+@functools.cache
+def _serving_call(serving: _Serving) -> Callable[[Any, Rules], Call]:
+    return functools.partial(_ServingCall, serving)
+
+
+def _fixed_scales(path: Path, gemms: CustomRecipe, state: Any) -> dict[str, jax.Array]:
+    """Returns the scales of input and kernel in the next forward pass, where they are delayed."""
+    scales = {}
+    for role in ("input", "kernel"):
+        quantizer = gemms.delayed.get(role)
+        used = gemms.forward.lhs if role == "input" else gemms.forward.rhs
+        if quantizer is None or not isinstance(used, DelayedQuantizer):
+            continue
+        node = state
+        for name in path:
+            node = node.get(name, {})
+        names = state_leaf_names(role)
+        if not all(name in node for name in names):
+            raise MissingStateError(
+                f"{OVERWRITE_WITH_GRADIENT}/{'/'.join((*path, names[0]))} is missing from the variables: "
+                "freeze needs the scales that training or fp8flax.calibrate left, or fresh ones from "
+                "fp8flax.add_fp8_state."
+            )
+        scale, history = (jnp.asarray(node[name]) for name in names)
+        one = functools.partial(_scale_of, quantizer)
+        scales[role] = _per_slice_of_state(one, scale, history)
+    return scales
+
+
+def _scale_of(quantizer: DelayedQuantizer, scale: jax.Array, history: jax.Array) -> jax.Array:
+    return delayed_scale(quantizer, ScalingState(scale, history)).reshape((1,))
+
+
+def _per_slice_of_state(f: Callable[..., Any], scale: jax.Array, history: jax.Array) -> jax.Array:
+    """Returns ``f`` of a scale of shape (1,) and its history, for each of those that are stacked."""
+    if scale.ndim == 1:
+        return f(scale, history)
+    own = [i for i, (a, b) in enumerate(zip(scale.shape, history.shape)) if a != b or a == 1]
+    axis = next(i for i in range(scale.ndim) if i not in own[-1:])
+    return jax.vmap(lambda s, h: _per_slice_of_state(f, s, h), in_axes=axis, out_axes=axis)(scale, history)
+
+
+def _store(
+    found: FoundOp, gemms: CustomRecipe, places: list[np.ndarray], wide: list[Any], scale: jax.Array | None
+) -> tuple[list[jax.Array], jax.Array]:
+    """Returns the codes of an op's parameters, in their shapes, and the scales of its kernel."""
+    kernel = found.kernel
+    assert kernel is not None
+    rebuild = kernel.rebuild
+    assert rebuild is not None
+
+    def one(wide: tuple[jax.Array, ...], scale: jax.Array | None) -> tuple[Any, jax.Array]:
+        stored = _quantized(found, gemms, rebuild(wide, True), scale)
+        stored_scale = stored.scale.reshape((1,)) if stored.scale.ndim == 0 else stored.scale
+        return _taken_apart(stored.codes, places, kernel.sources), stored_scale
+
+    whole, part = wide[0].shape, kernel.sources[0].shape
+    one = _per_slice(one, whole, part)
+    if one is None:
+        raise ValueError(
+            f"The parameter {'/'.join(kernel.sources[0].path)} has shape {whole}, but the model was seen "
+            f"to use slices of shape {part} of it. Pass the variables of this model."
+        )
+    return jax.jit(one)(tuple(map(jnp.asarray, wide)), scale)
