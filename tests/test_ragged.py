@@ -15,6 +15,7 @@ import fp8flax as fp8
 from fp8flax import _ragged
 from fp8flax._dot_general import DotStates
 from fp8flax._ragged import fp8_ragged_dot
+from fp8flax._state import ScalingState
 from fp8flax.demo.moe import MoE
 from tests import reference, reference_recipes
 
@@ -427,8 +428,7 @@ def test_state_of_other_experts_is_refused():
         op.apply(variables, x, w[:2], jnp.array([5, 6]))
     with pytest.raises(fp8.MissingStateError, match="'Fp8RaggedDotOp'.*input_scale is missing"):
         op.apply({}, x, w, jnp.array([5, 0, 6]))
-    state = fp8.ScalingState if hasattr(fp8, "ScalingState") else _ragged.ScalingState
-    states = DotStates(*(state(np.ones(1, np.float32), np.zeros(2, np.float32)) for _ in range(3)))
+    states = DotStates(*[ScalingState(np.ones(1, np.float32), np.zeros(2, np.float32))] * 3)
     with pytest.raises(ValueError, match=r"one row per expert, of which there are 3; got shape \(1,\)"):
         call(recipe=EXACT, states=states)
 
