@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8flax._dot_general import (
     _STATELESS,
@@ -42,7 +43,7 @@ from fp8flax._qdq import (
 from fp8flax._quantize import as_float_array
 from fp8flax._recipes import CurrentQuantizer, CustomRecipe, DelayedQuantizer, Quantizer, Recipe
 from fp8flax._state import ScalingState
-from fp8flax._transforms import manual_axes, reverse_mode_only, shape_varying_as, sum_to_axes
+from fp8flax._transforms import manual_axes, reverse_mode_only, sum_to_axes
 
 CONVOLVED_WIDE = "fp8_convolved_wide"
 """The scope of a convolution of FP8 values in a wide dtype."""
@@ -98,6 +99,30 @@ def _windows(
     return windows
 
 
+def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
+    """Tells whether a convolution is computed as a matmul.
+
+    Args:
+        lhs: the input, or its shape and dtype.
+        rhs: the kernel, likewise.
+        *arguments: those of ``lax.conv_general_dilated`` up to ``precision``.
+    """
+    out = jax.eval_shape(lambda lhs, rhs: lax.conv_general_dilated(lhs, rhs, *arguments), lhs, rhs)
+    conv = _as_convolution(lhs, rhs, *arguments)
+    return _windows(conv, lhs.shape, rhs.shape, out.shape) is not None
+
+
+def _reshape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Reshapes; on explicit axes the first dimension stays sharded as it is, and others are gathered."""
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return x.reshape(shape)
+    first = sharding.spec[0] if shape[0] == x.shape[0] else None
+    spec = PartitionSpec(first, *(None for _ in shape[1:]))
+    x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(first)))
+    return lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))
+
+
 def _as_matmul(
     conv: _Convolution, windows: list[_Windows], lhs: jax.Array, rhs: jax.Array
 ) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
@@ -113,7 +138,7 @@ def _as_matmul(
         padding = [(0, 0, 0), *((*w.padding, 0) for w in windows), (0, 0, 0)]
         x = lax.pad(x, np.zeros((), x.dtype), padding)
     batch, features = x.shape[0], x.shape[-1]
-    x = x.reshape(batch, *(n for w in windows for n in (w.number, w.step)), features)
+    x = _reshape(x, (batch, *(n for w in windows for n in (w.number, w.step)), features))
     for i, w in enumerate(windows):
         length = (w.size - 1) * w.dilation + 1
         x = lax.slice_in_dim(x, 0, length, w.dilation, axis=2 + 2 * i)
@@ -122,9 +147,9 @@ def _as_matmul(
         x, (0, *(1 + 2 * i for i in spatial), *(2 + 2 * i for i in spatial), 1 + 2 * len(windows))
     )
     num_columns = math.prod(w.size for w in windows) * features
-    x = x.reshape(batch, *(w.number for w in windows), num_columns)
+    x = _reshape(x, (batch, *(w.number for w in windows), num_columns))
     kernel = lax.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0]))
-    kernel = kernel.reshape(num_columns, kernel.shape[-1])
+    kernel = _reshape(kernel, (num_columns, kernel.shape[-1]))
     transposed = np.argsort((out_spec[0], *out_spec[2:], out_spec[1]))
     return x, kernel, tuple(map(int, transposed))
 
@@ -165,8 +190,8 @@ class _Residuals(NamedTuple):
     states: DotStates
 
 
-# Derivation. A convolution is linear in each of its operands. With straight-through quantization their
-# cotangents are its two transposes, of quantized values: with conv(x, w) = C_w x = D_x w,
+# Derivation. A convolution is linear in each of its operands: conv(x, w) = C_w x = D_x w. With
+# straight-through quantization their cotangents are its two transposes, of quantized values,
 # dx = C_{q(w)}^T q(g) and dw = D_{q(x)}^T q(g), where q scales as the recipe of that product says. JAX
 # derives both transposes. The cotangents of the scaling states are their next values (see _qdq).
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -243,31 +268,32 @@ def _fwd(
     return out, _Residuals(lhs_kept, rhs_kept, scales, amaxes, states)
 
 
+def _transposed(f: Callable[[jax.Array], jax.Array], kept: Any, dtype: np.dtype, g: jax.Array) -> jax.Array:
+    """Returns the transpose of a linear function of an operand at ``g``.
+
+    By its derivative at what was kept of the operand, which is sharded as that was; any point would do, and
+    XLA drops the function's value. (``jax.linear_transpose`` knows no manual axes.)
+    """
+    codes = kept.codes if isinstance(kept, Quantized) else kept
+    return jax.vjp(f, codes.astype(dtype))[1](g)[0]
+
+
 def _bwd(config: _Config, residuals: _Residuals, g: jax.Array) -> tuple[jax.Array, jax.Array, DotStates]:
     dgrad, wgrad, dtype = config.recipe.dgrad, config.recipe.wgrad, config.backward_dtype
     scales, states = residuals.scales, residuals.states
     g = inf_to_nan(g)
     g_first, g_second, g_amax = _quantize_for_both((dgrad.lhs, wgrad.rhs), g, scales.get("output_grad"))
 
-    def like(kept: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        return shape_varying_as(kept.codes if isinstance(kept, Quantized) else kept, shape, dtype)
-
     with jax.named_scope("fp8_dgrad"):
         w = _restored(residuals.rhs, dgrad.rhs, _whole(config.rhs_shape))
         w, g_wide = _dequantize(dgrad.rhs, w, dtype), _dequantize(dgrad.lhs, g_first, dtype)
         with _scope(dgrad.lhs, dgrad.rhs):
-            transpose = jax.linear_transpose(
-                lambda x: config.conv(x, w, dtype), like(residuals.lhs, config.lhs_shape)
-            )
-            (lhs_grad,) = transpose(g_wide)
+            lhs_grad = _transposed(lambda x: config.conv(x, w, dtype), residuals.lhs, dtype, g_wide)
     with jax.named_scope("fp8_wgrad"):
         x = _restored(residuals.lhs, wgrad.lhs, _whole(config.lhs_shape))
         x, g_wide = _dequantize(wgrad.lhs, x, dtype), _dequantize(wgrad.rhs, g_second, dtype)
         with _scope(wgrad.lhs, wgrad.rhs):
-            transpose = jax.linear_transpose(
-                lambda w: config.conv(x, w, dtype), like(residuals.rhs, config.rhs_shape)
-            )
-            (rhs_grad,) = transpose(g_wide)
+            rhs_grad = _transposed(lambda w: config.conv(x, w, dtype), residuals.rhs, dtype, g_wide)
     amaxes: dict[str, Any] = {**residuals.amaxes, "output_grad": g_amax}
     next_states = {
         role: delayed_next_state(amaxes[role], scales[role], getattr(states, role)) for role in scales
