@@ -122,7 +122,7 @@ class _ServingCall(Call):
         codes = derived.rebuild(tuple(arrays), False)
         scale: Any = op.get_variable(PARAMS, _KERNEL_SCALE)
         if not _is_dot(type(op)):
-            rhs = (codes.astype(scale.dtype) * scale).astype(rhs.dtype)
+            rhs = (codes.astype(scale.dtype) * _beside(scale, codes)).astype(rhs.dtype)
             if gemms.forward.lhs is None:
                 return op.plain(lhs, rhs, *rest)
             return compute(lhs, rhs, *rest, fixed=(_fixed_states(op, gemms), gemms))
@@ -256,8 +256,7 @@ def _kernel_quantizer(found: FoundOp, gemms: CustomRecipe) -> Any:
 def _quantized(
     found: FoundOp, gemms: CustomRecipe, kernel: jax.Array, scale: jax.Array | None
 ) -> Quantized:
-    """Returns an op's kernel as it is stored: codes of its shape, scales that broadcast or lie in
-    blocks."""
+    """Returns an op's kernel as it is stored: codes of its shape, scales as the recipe has them."""
     lhs, _, *rest = found.args
     if _is_dot(found.op):
         return quantize_kernel(lhs, kernel, rest[0], gemms, scale)
@@ -269,8 +268,14 @@ def _quantized(
         return Quantized(quantize(kernel, quantizer.dtype, scale), scale)
     quantizer = gemms.forward.rhs
     assert quantizer is not None
-    scale = scale.reshape((*scale.shape[:-1], *(1,) * (kernel.ndim - scale.ndim + 1)))
-    return Quantized(quantize(kernel, quantizer.dtype, scale), scale)
+    return Quantized(quantize(kernel, quantizer.dtype, _beside(scale, kernel)), scale)
+
+
+def _beside(scale: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Returns a scale of shape ``(..., 1)``, as in states, with as many dimensions as a kernel."""
+    if scale.ndim == kernel.ndim:
+        return scale
+    return scale.reshape((*scale.shape[:-1], *(1,) * (kernel.ndim - scale.ndim + 1)))
 
 
 def freeze(

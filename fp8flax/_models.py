@@ -13,18 +13,26 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
+from fp8flax._conv import is_matmul
 from fp8flax._convert import split_arrays
 from fp8flax._intercept import (
     BY_HAND,
     CONV,
     DOT,
     LEAVE,
+    RAGGED_DOT,
     Contraction,
     Derived,
     Interception,
     Source,
 )
-from fp8flax._modules import Fp8DotGeneralOp, Fp8Op, op_handler
+from fp8flax._modules import (
+    Fp8ConvGeneralDilatedOp,
+    Fp8DotGeneralOp,
+    Fp8Op,
+    Fp8RaggedDotOp,
+    op_handler,
+)
 from fp8flax._recipes import CustomRecipe, Recipe
 from fp8flax._rules import Decision, Rules, Site, Sizes
 from fp8flax._state import (
@@ -82,32 +90,20 @@ class Call:
 
     def convert(self, contraction: Contraction) -> Any:
         """Computes a contraction as the rules say."""
-        site, swap = _site(contraction)
-        source = next((d.sources[0] for d in contraction.derived if d is not None), None)
+        op, arguments, restore = _as_op(contraction)
+        site = _site(contraction, arguments)
         decision = self.rules.decide(site)
         frame = contraction.frame
-        number = frame.count(_counter(site))
-        name = "_".join(
-            x for x in (Fp8DotGeneralOp.__name__, frame.method, _counter(site), str(number)) if x
-        )
+        kind = "_".join(x for x in (op.__name__, frame.method, "product" * (site.kind == "product")) if x)
+        name = f"{kind}_{frame.count(kind)}"
         scope: Any = frame.module.scope
+        source = next((d.sources[0] for d in contraction.derived if d is not None), None)
         self.sites.append(FoundSite(site, decision, name, contraction.trace, id(scope.root), source))
         if not decision.converts:
             return LEAVE
-        op = Fp8DotGeneralOp(recipe=decision.recipe, parent=scope.push(name, reuse=True))
-        lhs, rhs = contraction.operands
-        params = contraction.params
-        dims = params["dimension_numbers"]
-        rest = params["precision"], params["preferred_element_type"]
         with jax.named_scope(BY_HAND):
-            if not swap:
-                return op(lhs, rhs, dims, *rest)
-            (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-            out = op(rhs, lhs, ((rhs_contract, lhs_contract), (rhs_batch, lhs_batch)), *rest)
-        num_batch, num_left = len(lhs_batch), lhs.ndim - len(lhs_batch) - len(lhs_contract)
-        axes = list(range(out.ndim))
-        split = out.ndim - num_left
-        return jax.lax.transpose(out, (*axes[:num_batch], *axes[split:], *axes[num_batch:split]))
+            out = op(recipe=decision.recipe, parent=scope.push(name, reuse=True))(*arguments)
+        return restore(out)
 
     def on_op(
         self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any
@@ -158,40 +154,89 @@ _reporting: ContextVar[bool] = ContextVar("reporting", default=False)
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("calls", default=())
 
 
-def _counter(site: Site) -> str:
-    return "product" if site.kind == "product" else ""
+def _as_op(contraction: Contraction) -> tuple[type[Fp8Op], tuple[Any, ...], Callable[[Any], Any]]:
+    """Returns the op that computes a contraction, its arguments, and what to do with its result.
 
-
-def _site(contraction: Contraction) -> tuple[Site, bool]:
-    """Returns a contraction as the rules see it, and whether its kernel is the left operand."""
-    lhs, rhs = contraction.operands[:2]
+    Of the arguments of a matmul the second is the kernel, if one of them is.
+    """
+    operands, params = contraction.operands, contraction.params
+    rest = params["precision"], params["preferred_element_type"]
+    if contraction.primitive == CONV:
+        names = (
+            *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
+            *("feature_group_count", "batch_group_count"),
+        )
+        return Fp8ConvGeneralDilatedOp, (*operands, *(params[name] for name in names), *rest), _as_it_is
+    if contraction.primitive == RAGGED_DOT:
+        return Fp8RaggedDotOp, (*operands, *rest), _as_it_is
+    lhs, rhs = operands
+    dims = params["dimension_numbers"]
     left, right = contraction.derived
-    swap = left is not None and right is None and contraction.primitive == DOT
-    kind = "kernel" if (left is None) != (right is None) else "product" if left is None else "parameters"
-    kernel = left if swap else right
-    operands = (rhs, lhs) if swap else (lhs, rhs)
-    site = Site(
+    if left is None or right is not None:
+        return Fp8DotGeneralOp, (lhs, rhs, dims, *rest), _as_it_is
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    num_batch, num_left = len(lhs_batch), lhs.ndim - len(lhs_batch) - len(lhs_contract)
+
+    def restore(out: jax.Array) -> jax.Array:
+        axes, split = list(range(out.ndim)), out.ndim - num_left
+        return jax.lax.transpose(out, (*axes[:num_batch], *axes[split:], *axes[num_batch:split]))
+
+    swapped = ((rhs_contract, lhs_contract), (rhs_batch, lhs_batch))
+    return Fp8DotGeneralOp, (rhs, lhs, swapped, *rest), restore
+
+
+def _as_it_is(out: jax.Array) -> jax.Array:
+    return out
+
+
+def _site(contraction: Contraction, arguments: tuple[Any, ...]) -> Site:
+    """Returns a contraction as the rules see it, given the arguments of its op."""
+    left, right = contraction.derived
+    kernel = left if right is None else right
+    kind = "product" if kernel is None else "kernel" if None in (left, right) else "parameters"
+    if contraction.primitive != DOT and right is None:  # the first operand of these is never the kernel
+        kind = "product"
+    lhs, rhs = arguments[:2]
+    reason = None
+    if contraction.params.get("out_sharding") is not None:
+        reason = "it is told the sharding of its result"
+    elif contraction.primitive == RAGGED_DOT and not _is_plain_ragged(contraction.params):
+        reason = "a ragged dot of other dimensions than lax.ragged_dot"
+    return Site(
         path="/".join(contraction.frame.path),
         module=contraction.frame.module,
         kernel="/".join(kernel.sources[0].path) if kind == "kernel" and kernel is not None else None,
         kind=kind,
         primitive=contraction.primitive,
-        shapes=(operands[0].shape, operands[1].shape),
-        dtypes=(operands[0].dtype, operands[1].dtype),
-        sizes=_sizes(contraction, swap),
-        is_matmul=contraction.primitive != CONV,
+        shapes=(lhs.shape, rhs.shape),
+        dtypes=(lhs.dtype, rhs.dtype),
+        sizes=_sizes(contraction.primitive, contraction.params, arguments),
+        is_matmul=contraction.primitive != CONV or is_matmul(*arguments[:-1]),
+        impossible=reason,
     )
-    return site, swap
 
 
-def _sizes(contraction: Contraction, swap: bool) -> Sizes:
-    lhs, rhs = contraction.operands[:2]
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = contraction.params["dimension_numbers"]
+def _is_plain_ragged(params: dict[str, Any]) -> bool:
+    numbers = params["ragged_dot_dimension_numbers"]
+    dims = jax.tree.map(int, numbers.dot_dimension_numbers)
+    places = (*numbers.lhs_ragged_dimensions, *numbers.rhs_group_dimensions)
+    return jax.tree.leaves(dims) == [1, 1] and places == (0, 0) and params.get("group_offset") is None
+
+
+def _sizes(primitive: str, params: dict[str, Any], arguments: tuple[Any, ...]) -> Sizes:
+    lhs, rhs, *rest = arguments
+    if primitive == RAGGED_DOT:
+        return Sizes(1, lhs.shape[0], *rhs.shape[1:])
+    if primitive == CONV:
+        out = jax.eval_shape(lambda a, b: jax.lax.conv_general_dilated(a, b, *rest[:-1]), lhs, rhs)
+        _, kernel, result = params["dimension_numbers"]
+        n = rhs.shape[kernel[0]]
+        k = math.prod(rhs.shape[i] for i in kernel[1:])
+        return Sizes(1, math.prod(out.shape[i] for i in (result[0], *result[2:])), k, n)
+    (lhs_contract, _), (lhs_batch, _) = rest[0]
     batch = math.prod(lhs.shape[i] for i in lhs_batch)
     k = math.prod(lhs.shape[i] for i in lhs_contract)
-    m = math.prod(size for i, size in enumerate(lhs.shape) if i not in (*lhs_contract, *lhs_batch))
-    n = math.prod(size for i, size in enumerate(rhs.shape) if i not in (*rhs_contract, *rhs_batch))
-    return Sizes(batch, n, k, m) if swap else Sizes(batch, m, k, n)
+    return Sizes(batch, lhs.size // max(1, batch * k), k, rhs.size // max(1, batch * k))
 
 
 @functools.cache

@@ -62,6 +62,8 @@ class Site(NamedTuple):
     sizes: Sizes
     is_matmul: bool
     """False for a convolution that no matmul computes."""
+    impossible: str | None = None
+    """Why no op computes it."""
 
 
 class Decision(NamedTuple):
@@ -163,6 +165,8 @@ class Rules:
         return Decision(reason is None, said, reason or f"by {who}", number)
 
     def _impossible(self, site: Site) -> str | None:
+        if site.impossible is not None:
+            return site.impossible
         if site.kind == "parameters":
             return "a product of two parameters"
         if site.kind == "product" and not self.products:

@@ -19,7 +19,7 @@ import fp8flax as fp8
 from fp8flax.demo.data import DemoError
 from fp8flax.demo.training import RECIPES, Record, fp8_ops, scaling_of
 
-_EVALUATION_BATCH = 256
+EVALUATION_BATCH = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,13 +155,13 @@ def _evaluate_batch(state: fp8.TrainState, inputs: jax.Array, labels: jax.Array)
 def evaluate(state: fp8.TrainState, examples: Examples) -> tuple[float, float]:
     """Returns the mean loss and the accuracy on ``examples``, without dropout; the state stays as it is."""
     total = np.zeros(2)
-    for start in range(0, len(examples), _EVALUATION_BATCH):
-        part = slice(start, start + _EVALUATION_BATCH)
+    for start in range(0, len(examples), EVALUATION_BATCH):
+        part = slice(start, start + EVALUATION_BATCH)
         inputs, labels = examples.inputs[part], examples.labels[part]
-        missing = _EVALUATION_BATCH - len(labels)  # one shape compiles once
+        missing = EVALUATION_BATCH - len(labels)  # one shape compiles once
         inputs = np.concatenate([inputs, np.zeros((missing, *inputs.shape[1:]), inputs.dtype)])
         labels = np.concatenate([labels, np.full(missing, -1, labels.dtype)])
-        total += _evaluate_batch(state, inputs, labels)
+        total += np.asarray(_evaluate_batch(state, inputs, labels), np.float64)
     loss, correct = total / len(examples)
     return float(loss), float(correct)
 
@@ -170,6 +170,11 @@ def fp8_variables(variables: Any) -> dict[str, np.ndarray]:
     """Returns the scales and amax histories by their path; empty for bf16 and recipes without state."""
     state = variables.get(fp8.OVERWRITE_WITH_GRADIENT, {})
     return {k: np.array(v) for k, v in sorted(flax.traverse_util.flatten_dict(state, sep="/").items())}
+
+
+@partial(jax.jit, static_argnums=0)
+def _init(model: nn.Module, key: jax.Array, inputs: jax.Array) -> Any:
+    return model.init(key, inputs)
 
 
 def train(
@@ -194,7 +199,7 @@ def train(
     """
     weights_key, dropout_key = jax.random.split(jax.random.key(seed))
     sample = split.train.inputs[:1]
-    variables = jax.jit(models["bf16"].init)(weights_key, sample)
+    variables = _init(models["bf16"], weights_key, sample)
     if precision == "fp8":
         variables = fp8.add_fp8_state(variables, models["fp8"], sample)
     before = fp8_variables(variables)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -150,7 +151,7 @@ def _print_variables(console: Console, outcome: Outcome) -> None:
     for op in sorted({path.rpartition("/")[0] for path in outcome.fp8_before}):
         for role in ROLES:
             cells = [
-                f"{values[f'{op}/{role}_{leaf}'][0]:.3g}"
+                f"{values[f'{op}/{role}_{leaf}'][0]:.2g}"
                 for leaf in ("scale", "amax_history")
                 for values in (outcome.fp8_before, outcome.fp8_after)
             ]
@@ -160,7 +161,7 @@ def _print_variables(console: Console, outcome: Outcome) -> None:
 
 def _print_accuracies(console: Console, task: Task, outcomes: Outcomes) -> None:
     name = held_out_name(task)
-    table = Table(title=f"Accuracy of {task.name} after {task.epochs} epochs, recipe {task.recipe}")
+    table = Table(title=f"Accuracy of {task.name}, epochs {task.epochs}, recipe {task.recipe}")
     for column in ("seed", "precision", f"{name} accuracy", "FP8 − bf16", "validation loss", "median step"):
         table.add_column(column, justify="right")
     for seed, both in outcomes.items():
@@ -218,6 +219,7 @@ def plot(path: Path, task: Task, outcomes: Outcomes) -> None:
     of_loss.set(xlabel="step", ylabel="loss (nats)", title=f"training loss, mean of {width} steps")
     of_loss.set_yscale("log")
     of_accuracy.set(xlabel="epoch", ylabel="accuracy (%)", title="validation accuracy")
+    of_accuracy.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (of_loss, of_accuracy):
         axes.grid(alpha=0.3)
         axes.legend()
