@@ -52,6 +52,7 @@ from fp8flax._recipes import (
     autocast,
 )
 from fp8flax._report import ModelReport, report
+from fp8flax._safetensors import load_safetensors, save_safetensors
 from fp8flax._scaling import compute_amax_history, compute_scale
 from fp8flax._state import OVERWRITE_WITH_GRADIENT, MissingStateError
 from fp8flax._train import TrainState, accumulate_gradients, grad, pmean_gradients, value_and_grad
@@ -110,6 +111,7 @@ __all__ = [
     "grad",
     "in_q",
     "in_qdq",
+    "load_safetensors",
     "out_dq",
     "out_qdq",
     "pmean_gradients",
@@ -119,5 +121,6 @@ __all__ = [
     "quantize_model",
     "remove_fp8_state",
     "report",
+    "save_safetensors",
     "value_and_grad",
 ]

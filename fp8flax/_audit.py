@@ -18,7 +18,7 @@ import numpy as np
 
 from fp8flax import _hlo
 from fp8flax._conv import CONVOLVED_WIDE
-from fp8flax._gemm import DEQUANTIZED, KEPT_WIDE, SWITCHED_OFF, compile_target
+from fp8flax._gemm import BY_OP, DEQUANTIZED, KEPT_WIDE, NOT_CONVERTED, SWITCHED_OFF, compile_target
 from fp8flax._kernels.block_gemm import NAME_F16
 
 _GPUS = {
@@ -534,7 +534,11 @@ def _path(op_name: str) -> str:
     for part in parts:
         if part in _ROLES or part in (SWITCHED_OFF, KEPT_WIDE, CONVOLVED_WIDE):
             break  # what follows is inside the FP8 matmul
-        if part in _WRAPPERS or re.fullmatch(r"(Fp8|NANOOFp8)\w*(Dot|Conv)\w*_\d+", part):
+        if (
+            part in _WRAPPERS
+            or part in (BY_OP, NOT_CONVERTED)
+            or re.fullmatch(r"(Fp8|NANOOFp8)\w*(Dot|Conv)\w*_\d+", part)
+        ):
             continue
         if (kept[-1:] == ["while"] and part in ("body", "cond")) or (
             kept[-1:] == ["cond"] and re.fullmatch(r"branch_\d+_fun", part)
@@ -586,6 +590,8 @@ def _reason(dot: _hlo.Dot, has_fp8: bool, has_fp8_units: bool, platform: str) ->
     dtypes = " and ".join(dict.fromkeys((_dtype(dot.lhs_dtype), _dtype(dot.rhs_dtype))))
     parts = [*_components(dot.op_name)]
     is_op = any(part.startswith(("Fp8", "NANOOFp8")) for part in parts)
+    if NOT_CONVERTED in parts:
+        return f"quantize_model left it, fp8flax.report says why: multiplied in {dtypes}"
     if SWITCHED_OFF in parts:
         return f"FP8 is off here, by autocast(enabled=False): multiplied in {dtypes}"
     if KEPT_WIDE in parts:

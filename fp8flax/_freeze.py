@@ -42,7 +42,7 @@ _WEIGHT_ONLY = CustomRecipe(
 Path = tuple[str, ...]
 
 
-class _ServedOp(NamedTuple):
+class ServedOp(NamedTuple):
     """An op as a serving model computes it (hashable)."""
 
     path: Path
@@ -50,19 +50,22 @@ class _ServedOp(NamedTuple):
     kernels: tuple[tuple[Path, np.dtype], ...]
     """The parameters that its kernel is made of, where they are stored in FP8, with the dtypes that the
     model knows them in."""
+    layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Where the kernel is one parameter as it is: its dimensions that the output has, and that are summed
+    over, those by which it is stacked left out."""
 
 
-class _Serving(NamedTuple):
+class Serving(NamedTuple):
     """What a serving model must know statically (hashable)."""
 
-    ops: tuple[_ServedOp, ...]
+    ops: tuple[ServedOp, ...]
     cache_dtype: np.dtype | None
 
 
-class _ServingCall(Call):
+class ServingCall(Call):
     """A call of a serving model: kernels and scales come from the variables, none of them mutable."""
 
-    def __init__(self, serving: _Serving, cls: Any, rules: Rules) -> None:
+    def __init__(self, serving: Serving, cls: Any, rules: Rules) -> None:
         super().__init__(cls, rules)
         self._serving = serving
         self._ops = {op.path: op for op in serving.ops}
@@ -363,26 +366,52 @@ def freeze(
         if is_own and kernel.rebuild is not None and _kernel_quantizer(found, gemms) is not None:
             places = _places(kernel)
         kernels: tuple[Any, ...] = ()
+        layout = None
         if places is not None:
             wide = [_get(params, s.path) for s in kernel.sources]
             codes, scales["kernel"] = _store(found, gemms, places, wide, scales.get("kernel"))
             for source, array in zip(kernel.sources, codes):
                 params = _set(params, source.path, array)
             kernels = tuple((s.path, np.dtype(s.dtype)) for s in kernel.sources)
+            layout = _layout(found, places, wide[0].shape)
         elif weight_only:
             gemms = CustomRecipe()
         for role, scale in scales.items():
             params = _set(params, (*path, state_leaf_names(role)[0]), scale)
-        served.append(_ServedOp(path, gemms, kernels))
+        served.append(ServedOp(path, gemms, kernels, layout))
     others = {name: value for name, value in variables.items() if name != OVERWRITE_WITH_GRADIENT}
-    serving = _Serving(tuple(served), cache_dtype)
+    serving = Serving(tuple(served), cache_dtype)
     cls = converted_class(type(base).__mro__[1], base._fp8_rules, _serving_call(serving))
+    cls._fp8_serving = serving
     return convert(model, cls), {**others, PARAMS: params}
 
 
+def serving_ops(model: Any) -> tuple[ServedOp, ...]:
+    """Returns the ops of a model that ``freeze`` returned, or raises ``TypeError``."""
+    if not hasattr(model, "_fp8_serving"):
+        raise TypeError(f"model must come from fp8flax.freeze; got {type(model).__name__}.")
+    ops: tuple[ServedOp, ...] = model._fp8_serving.ops
+    return ops
+
+
+def _layout(found: FoundOp, places: list[np.ndarray], whole: tuple[int, ...]) -> Any:
+    kernel = found.kernel
+    assert kernel is not None
+    shape = kernel.sources[0].shape
+    is_leading = whole[len(whole) - len(shape) :] == shape
+    if not (_is_dot(found.op) and len(places) == 1 and is_leading and places[0].shape == shape):
+        return None
+    if not np.array_equal(places[0].ravel(), np.arange(places[0].size)):
+        return None
+    (_, contract), (_, batch) = found.args[2]
+    if batch:
+        return None
+    return tuple(i for i in range(len(shape)) if i not in contract), tuple(map(int, contract))
+
+
 @functools.cache
-def _serving_call(serving: _Serving) -> Callable[[Any, Rules], Call]:
-    return functools.partial(_ServingCall, serving)
+def _serving_call(serving: Serving) -> Callable[[Any, Rules], Call]:
+    return functools.partial(ServingCall, serving)
 
 
 def _fixed_scales(path: Path, gemms: CustomRecipe, state: Any) -> dict[str, jax.Array]:

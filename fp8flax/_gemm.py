@@ -37,6 +37,9 @@ compile_target = jax.make_user_context(None)
 KEPT_WIDE, DEQUANTIZED, SWITCHED_OFF = "fp8_kept_wide", "fp8_dequantized", "fp8_switched_off"
 """Scopes that tell why a GEMM does not run in FP8: the recipe, the device, or ``autocast``."""
 
+NOT_CONVERTED, BY_OP = "fp8_not_converted", "fp8_op"
+"""Scopes of what ``quantize_model`` left as it is, and of FP8 ops in its models."""
+
 ONCE = (
     "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second derivatives "
     "use delayed scaling in another form: partial(fp8flax.Fp8DotGeneralOp, form='qdq')."

@@ -20,6 +20,8 @@ import jax
 import numpy as np
 from jax._src import core
 
+from fp8flax._gemm import BY_OP, NOT_CONVERTED
+
 DOT, CONV, RAGGED_DOT = "dot_general", "conv_general_dilated", "ragged_dot_general"
 _CONTRACTIONS = (DOT, CONV, RAGGED_DOT)
 # What changes the place or the dtype of values, and nothing else.
@@ -87,9 +89,6 @@ Handler = Callable[[Contraction], Any]
 """Returns the result of a contraction, or ``LEAVE`` for it to be computed as it is."""
 
 LEAVE = object()
-
-NOT_CONVERTED, BY_HAND = "fp8_not_converted", "fp8_op"
-"""Scopes of a contraction that the handler left, and of modules that were not looked into."""
 
 
 class Interception:
@@ -168,7 +167,7 @@ class Interception:
 
         def around(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
             if self._leave_alone(context.module) or context.module.scope is None:
-                with _behind(), self.passing(), jax.named_scope(BY_HAND):
+                with _behind(), self.passing(), jax.named_scope(BY_OP):
                     return call(*args, **kwargs)
             if context.method_name == "setup":
                 return call(*args, **kwargs)
@@ -301,7 +300,7 @@ def missed(jaxpr: Any) -> list[tuple[str, tuple[Any, ...]]]:
     found = []
     for eqn in jaxpr.eqns:
         stack = str(eqn.source_info.name_stack)
-        if NOT_CONVERTED in stack or BY_HAND in stack:
+        if NOT_CONVERTED in stack or BY_OP in stack:
             continue
         if eqn.primitive.name in _CONTRACTIONS:
             found.append((stack, tuple(v.aval.shape for v in eqn.invars[:2])))

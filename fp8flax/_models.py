@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import flax.core
 import flax.linen as nn
 import jax
 
 from fp8flax._conv import is_matmul
 from fp8flax._convert import split_arrays
+from fp8flax._gemm import BY_OP
 from fp8flax._intercept import (
-    BY_HAND,
     CONV,
     DOT,
     LEAVE,
@@ -101,7 +102,7 @@ class Call:
         self.sites.append(FoundSite(site, decision, name, contraction.trace, id(scope.root), source))
         if not decision.converts:
             return LEAVE
-        with jax.named_scope(BY_HAND):
+        with jax.named_scope(BY_OP):
             out = op(recipe=decision.recipe, parent=scope.push(name, reuse=True))(*arguments)
         return restore(out)
 
@@ -325,10 +326,11 @@ def quantize_model(
 
     Rules are tried in this order; the first that speaks decides: ``exclude``, ``rules``, ``include``, and
     then the defaults, which leave out: embeddings; layers named like the last one (``lm_head``, ``logits``,
-    ``classifier``, …); convolutions, for which XLA has no FP8; kernels with K or N below 16, or too small
-    for FP8 to gain on an H200 with any batch (``1/(1/K + 1/N) < 281``). The batch has no say, so that
-    ``init``, training and decoding agree. A pattern is searched (``re.search``) in a module's path,
-    ``encoder/layer_0/Dense_0``, and in that path with the parameter's name.
+    ``classifier``, …); convolutions that are not matmuls, for which XLA has no FP8 with gradients; kernels
+    with K or N below 16, or too small for FP8 to gain on an H200 with any batch (``1/(1/K + 1/N) < 281``).
+    The batch has no say, so that ``init``, training and decoding agree. A pattern is searched
+    (``re.search``) in a module's path, ``encoder/layer_0/Dense_0``, and in that path with the parameter's
+    name.
 
     Args:
         model: an unbound module.
@@ -410,7 +412,7 @@ def reporting() -> Iterator[None]:
 def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
     """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes."""
     arrays, fill = split_arrays(args, kwargs)
-    mutable = [name for name in shapes if name not in (PARAMS, OVERWRITE_WITH_GRADIENT)]
+    mutable = flax.core.DenyList((PARAMS, OVERWRITE_WITH_GRADIENT))
 
     def apply(variables: Any, arrays: list[Any]) -> Any:
         args, kwargs = fill(arrays)

@@ -51,7 +51,7 @@ def _kind(gemms: CustomRecipe) -> str:
     return max(kinds, key=_QUANTIZATION_BYTES.__getitem__)
 
 
-def _seconds(sizes: Sizes, gpu: _Gpu, gemms: CustomRecipe | None) -> float:
+def _seconds(sizes: Sizes, gpu: _Gpu, gemms: CustomRecipe | None, is_matmul: bool) -> float:
     """Returns the time of the forward and both backward GEMMs, with quantization, on a roofline."""
     b, m, k, n = sizes
     operations, elements = 3 * sizes.flops, b * (m * k + k * n + m * n)
@@ -60,7 +60,7 @@ def _seconds(sizes: Sizes, gpu: _Gpu, gemms: CustomRecipe | None) -> float:
         return wide
     kind = _kind(gemms)
     quantization = _QUANTIZATION_BYTES[kind] * elements / gpu.bandwidth
-    if kind == "block" and not gpu.has_block_scales:
+    if not is_matmul or (kind == "block" and not gpu.has_block_scales):
         return wide + quantization
     total = 0.0
     for gemm in (gemms.forward, gemms.dgrad, gemms.wgrad):
@@ -214,7 +214,7 @@ def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) ->
         count = calls * repeats.get(found.loop, 1)
         recipe = recipe_in_use(decision.recipe, DelayedScaling()) if decision.converts else None
         gemms = None if recipe is None else recipe.gemms
-        before, after = (count * _seconds(site.sizes, gpu, g) for g in (None, gemms))
+        before, after = (count * _seconds(site.sizes, gpu, g, site.is_matmul) for g in (None, gemms))
         wide, time = wide + before, time + after
         rows.append(
             Row(

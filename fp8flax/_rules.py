@@ -162,7 +162,8 @@ class Rules:
         if isinstance(said, str):
             return Decision(False, None, f"left by {who}", number)
         reason = self._impossible(site)
-        return Decision(reason is None, said, reason or f"by {who}", number)
+        by = f"by {who}" if site.is_matmul else f"by {who}: FP8 values, convolved in a wide dtype"
+        return Decision(reason is None, said, reason or by, number)
 
     def _impossible(self, site: Site) -> str | None:
         if site.impossible is not None:
@@ -199,7 +200,7 @@ def _cannot_gain(site: Site) -> str | None:
     if LOGITS.search(site.path):
         return "the logits, by the layer's name"
     if not site.is_matmul:
-        return "XLA has no FP8 convolution"
+        return "a convolution that is not a matmul, for which XLA has no FP8 with gradients"
     if min(k, n) < SMALLEST_SIZE:
         return f"K={k}, N={n}: a size below {SMALLEST_SIZE}"
     if site.kind == "kernel" and 1 / (1 / k + 1 / n) < BREAK_EVEN:

@@ -35,6 +35,7 @@ ORDER = [
     "_models",
     "_report",
     "_freeze",
+    "_safetensors",
 ]
 COMMANDS = ("audit",)  # what python -m runs
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,206 @@
+"""Frozen models as safetensors files, with the names and layouts that inference servers read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8flax._freeze import ServedOp, serving_ops
+from fp8flax._recipes import BlockQuantizer, DelayedQuantizer
+from fp8flax._state import PARAMS, state_leaf_names
+
+_KERNEL_SCALE, _INPUT_SCALE = (state_leaf_names(role)[0] for role in ("kernel", "input"))
+_METADATA = "fp8flax"
+_VERSION = 1
+_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "F8_E8M0": jnp.float8_e8m0fnu,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U32": np.uint32,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+
+
+def _library() -> Any:
+    try:
+        import safetensors
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(
+            "safetensors is missing; install it with: pip install 'fp8flax[safetensors]'"
+        ) from error
+    return safetensors
+
+
+def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: Mapping[str, Any]) -> None:
+    """Writes a frozen model's variables to a safetensors file.
+
+    A layer's kernel that is one parameter, multiplied as it is, becomes ``<layer>.weight``, of shape
+    ``(out, in)`` and in FP8, as PyTorch has it; its scale ``<layer>.weight_scale``, float32, of shape
+    ``()`` for one per tensor or ``(out, 1)`` for one per output feature (``<layer>.weight_scale_inv``, of
+    shape ``(out / 128, in / 128)``, for 128×128 blocks; it multiplies back all the same); and the fixed
+    scale of its input, if it has one, ``<layer>.input_scale``, of shape ``()``. Layers that ``nn.scan``
+    stacked have a leading dimension. All else keeps its name, with dots, and its layout:
+    ``embed.embedding``, ``norm.scale``. Those are the names of ``quant_method: fp8`` checkpoints; the
+    config that belongs to them lies in the file's metadata, as ``quantization_config``. A server must know
+    the model's architecture, by its own names; renaming layers to them is left to you.
+
+    Args:
+        path: the file to write.
+        model: the serving model that ``freeze`` returned.
+        variables: its variables. Collections other than ``params`` go under their own names.
+
+    Raises:
+        ImportError: the library ``safetensors`` is not installed.
+        TypeError: ``model`` does not come from ``freeze``.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> model8, x = fp8.quantize_model(nn.Dense(8), include=""), jnp.ones((2, 4))
+        >>> serve_model, served = fp8.freeze(model8, model8.init(jax.random.key(0), x))
+        >>> fp8.save_safetensors("/tmp/model.safetensors", serve_model, served)
+        >>> loaded = fp8.load_safetensors("/tmp/model.safetensors")
+        >>> bool((serve_model.apply(loaded, x) == serve_model.apply(served, x)).all())
+        True
+
+    Source: the safetensors format; vLLM's documentation of FP8 checkpoints; DeepSeek-V3 for the blocks.
+    """
+    library, ops = _library(), serving_ops(model)
+    tensors, entries = {}, {}
+    for name, path_in_tree, array, matrix in _named(ops, variables):
+        entries[name] = {"path": path_in_tree, "shape": array.shape, "matrix": matrix}
+        tensors[name] = np.ascontiguousarray(array if matrix is None else _as_matrix(array, *matrix))
+    metadata = {
+        _METADATA: json.dumps({"version": _VERSION, "tensors": entries}),
+        "quantization_config": json.dumps(_config(ops)),
+        "format": "np",
+    }
+    library.numpy.save_file(tensors, os.fspath(path), metadata)
+
+
+def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads the variables that ``save_safetensors`` wrote, bit for bit.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Variables for the serving model.
+
+    Raises:
+        ImportError: the library ``safetensors`` is not installed.
+        ValueError: the file was not written by ``save_safetensors``.
+
+    Example:
+        See ``save_safetensors``.
+
+    Source: the safetensors format.
+    """
+    library = _library()
+    with library.safe_open(os.fspath(path), framework="np") as file:
+        metadata = file.metadata() or {}
+    try:
+        entries = json.loads(metadata[_METADATA])
+        if entries["version"] != _VERSION:
+            raise ValueError
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"{path} was not written by fp8flax.save_safetensors (version {_VERSION}): its metadata has no "
+            f"{_METADATA!r} that says where in the variables its tensors belong."
+        ) from error
+    with open(path, "rb") as opened:
+        tensors = dict(library.deserialize(opened.read()))
+    variables: dict[str, Any] = {}
+    for name, entry in entries["tensors"].items():
+        info = tensors[name]
+        array = np.frombuffer(info["data"], _DTYPES[info["dtype"]]).reshape(info["shape"])
+        if entry["matrix"] is not None:
+            array = _from_matrix(array, entry["shape"], *entry["matrix"])
+        node = variables
+        *above, last = entry["path"]
+        for part in above:
+            node = node.setdefault(part, {})
+        node[last] = jnp.asarray(array.reshape(entry["shape"]))
+    return variables
+
+
+def _order(ndim: int, out: Sequence[int], summed: Sequence[int]) -> list[int]:
+    """Returns a kernel's dimensions in the file's order: stacked, of the output, summed over."""
+    stacked = ndim - len(out) - len(summed)
+    return [*range(stacked), *(stacked + i for i in out), *(stacked + i for i in summed)]
+
+
+def _as_matrix(array: np.ndarray, out: Sequence[int], summed: Sequence[int]) -> np.ndarray:
+    order = _order(array.ndim, out, summed)
+    shape = [array.shape[i] for i in order]
+    end = array.ndim - len(summed)
+    start = end - len(out)
+    return array.transpose(order).reshape(
+        *shape[:start], math.prod(shape[start:end]), math.prod(shape[end:])
+    )
+
+
+def _from_matrix(
+    matrix: np.ndarray, shape: Sequence[int], out: Sequence[int], summed: Sequence[int]
+) -> np.ndarray:
+    order = _order(len(shape), out, summed)
+    return matrix.reshape([shape[i] for i in order]).transpose(np.argsort(order))
+
+
+def _named(
+    ops: tuple[ServedOp, ...], variables: Mapping[str, Any]
+) -> Iterator[tuple[str, list[str], np.ndarray, Any]]:
+    """Yields each variable with its name in the file, its path, and how its dimensions become a matrix."""
+    kernels = {op.kernels[0][0]: op for op in ops if op.layout is not None}
+    scales = {(*op.path, _KERNEL_SCALE): op for op in ops if op.layout is not None}
+    inputs = {(*op.path, _INPUT_SCALE): op for op in ops if op.layout is not None}
+    for collection, tree in variables.items():
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            path = tuple(str(key.key) for key in keys)
+            array, matrix = np.asarray(leaf), None
+            name = ".".join(path if collection == PARAMS else (collection, *path))
+            if collection == PARAMS and path in kernels:
+                op = kernels[path]
+                name, matrix = f"{_layer(op)}.weight", op.layout
+            elif collection == PARAMS and path in scales:
+                op = scales[path]
+                name = f"{_layer(op)}.weight_scale{'_inv' if _is_deepseek(op) else ''}"
+            elif collection == PARAMS and path in inputs:
+                name = f"{_layer(inputs[path])}.input_scale"
+            yield name, [collection, *path], array, matrix
+
+
+def _layer(op: ServedOp) -> str:
+    """Returns the name of a layer: of its module, or of the parameter if the module has several."""
+    *module, last = op.kernels[0][0]
+    return ".".join(module if last == "kernel" and module else (*module, last))
+
+
+def _is_deepseek(op: ServedOp) -> bool:
+    quantizer = op.gemms.forward.rhs
+    return isinstance(quantizer, BlockQuantizer) and quantizer.block == (128, 128)
+
+
+def _config(ops: tuple[ServedOp, ...]) -> dict[str, Any]:
+    static = any(isinstance(op.gemms.forward.lhs, DelayedQuantizer) for op in ops)
+    config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic"}
+    if any(map(_is_deepseek, ops)):
+        config["weight_block_size"] = [128, 128]
+    return config
