@@ -305,8 +305,7 @@ def freeze(
         model: what ``quantize_model`` returned, or a model whose layers were given FP8 ops.
         variables: all its collections, with trained or calibrated state.
         *args: inputs, to trace the model with; in the place of arrays ``jax.ShapeDtypeStruct`` will do. May
-        be
-            left out if ``model`` comes from ``quantize_model`` and was called before, by ``init`` for
+            be left out if ``model`` comes from ``quantize_model`` and was called before, by ``init`` for
             instance.
         weight_only: store kernels in FP8 with a scale for each output feature, multiply in the inputs'
             dtype.
@@ -380,6 +379,8 @@ def freeze(
             params = _set(params, (*path, state_leaf_names(role)[0]), scale)
         served.append(ServedOp(path, gemms, kernels, layout))
     others = {name: value for name, value in variables.items() if name != OVERWRITE_WITH_GRADIENT}
+    if _CACHE in others and cache_dtype is not None:
+        others[_CACHE] = _narrowed(others[_CACHE], cache_dtype)
     serving = Serving(tuple(served), cache_dtype)
     cls = converted_class(type(base).__mro__[1], base._fp8_rules, _serving_call(serving))
     cls._fp8_serving = serving

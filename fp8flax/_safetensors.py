@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._freeze import ServedOp, serving_ops
-from fp8flax._recipes import BlockQuantizer, DelayedQuantizer
+from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, DelayedQuantizer
 from fp8flax._state import PARAMS, state_leaf_names
 
 _KERNEL_SCALE, _INPUT_SCALE = (state_leaf_names(role)[0] for role in ("kernel", "input"))
@@ -53,14 +53,18 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
     """Writes a frozen model's variables to a safetensors file.
 
     A layer's kernel that is one parameter, multiplied as it is, becomes ``<layer>.weight``, of shape
-    ``(out, in)`` and in FP8, as PyTorch has it; its scale ``<layer>.weight_scale``, float32, of shape
-    ``()`` for one per tensor or ``(out, 1)`` for one per output feature (``<layer>.weight_scale_inv``, of
-    shape ``(out / 128, in / 128)``, for 128×128 blocks; it multiplies back all the same); and the fixed
-    scale of its input, if it has one, ``<layer>.input_scale``, of shape ``()``. Layers that ``nn.scan``
-    stacked have a leading dimension. All else keeps its name, with dots, and its layout:
-    ``embed.embedding``, ``norm.scale``. Those are the names of ``quant_method: fp8`` checkpoints; the
-    config that belongs to them lies in the file's metadata, as ``quantization_config``. A server must know
-    the model's architecture, by its own names; renaming layers to them is left to you.
+    ``(out, in)`` and in FP8, as PyTorch has it; its bias ``<layer>.bias``, of shape ``(out,)``; its scale
+    ``<layer>.weight_scale``, of shape ``(1,)`` for one per tensor, ``(out, 1)`` for one per output feature,
+    ``(out, in / 32)`` and E8M0 for MXFP8, or ``<layer>.weight_scale_inv``, of shape ``(out / 128,
+    in / 128)``, for 128×128 blocks (it multiplies back all the same); and the fixed scale of its input,
+    if it has one, ``<layer>.input_scale``, of shape ``(1,)``. Layers that ``nn.scan`` stacked have a
+    leading dimension. All else keeps its name, with dots, and its layout: ``embed.embedding``.
+
+    Those are the names of FP8 checkpoints in the Hugging Face hub, which vLLM and SGLang read. The config
+    that belongs to them is in the file's metadata, as ``quantization_config``: its ``quant_method`` is
+    ``fp8`` for scales per tensor and 128×128 blocks, ``compressed-tensors`` for scales per output feature;
+    there is none for MXFP8 and for several recipes in one model. A server must know the model's
+    architecture, by its own names; renaming layers to them is left to you.
 
     Args:
         path: the file to write.
@@ -72,26 +76,26 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
         TypeError: ``model`` does not come from ``freeze``.
 
     Example:
-        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8
         >>> model8, x = fp8.quantize_model(nn.Dense(8), include=""), jnp.ones((2, 4))
         >>> serve_model, served = fp8.freeze(model8, model8.init(jax.random.key(0), x))
-        >>> fp8.save_safetensors("/tmp/model.safetensors", serve_model, served)
-        >>> loaded = fp8.load_safetensors("/tmp/model.safetensors")
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+        >>> fp8.save_safetensors(path, serve_model, served)
+        >>> loaded = fp8.load_safetensors(path)
         >>> bool((serve_model.apply(loaded, x) == serve_model.apply(served, x)).all())
         True
 
-    Source: the safetensors format; vLLM's documentation of FP8 checkpoints; DeepSeek-V3 for the blocks.
+    Source: the safetensors format; vLLM's FP8 and compressed-tensors checkpoints; DeepSeek-V3 for blocks.
     """
     library, ops = _library(), serving_ops(model)
     tensors, entries = {}, {}
-    for name, path_in_tree, array, matrix in _named(ops, variables):
+    for name, path_in_tree, array, written, matrix in _named(ops, variables):
         entries[name] = {"path": path_in_tree, "shape": array.shape, "matrix": matrix}
-        tensors[name] = np.ascontiguousarray(array if matrix is None else _as_matrix(array, *matrix))
-    metadata = {
-        _METADATA: json.dumps({"version": _VERSION, "tensors": entries}),
-        "quantization_config": json.dumps(_config(ops)),
-        "format": "np",
-    }
+        tensors[name] = np.ascontiguousarray(written)
+    metadata = {_METADATA: json.dumps({"version": _VERSION, "tensors": entries}), "format": "np"}
+    config = _config(ops, tensors)
+    if config is not None:
+        metadata["quantization_config"] = json.dumps(config)
     library.numpy.save_file(tensors, os.fspath(path), metadata)
 
 
@@ -166,25 +170,42 @@ def _from_matrix(
 
 def _named(
     ops: tuple[ServedOp, ...], variables: Mapping[str, Any]
-) -> Iterator[tuple[str, list[str], np.ndarray, Any]]:
-    """Yields each variable with its name in the file, its path, and how its dimensions become a matrix."""
-    kernels = {op.kernels[0][0]: op for op in ops if op.layout is not None}
-    scales = {(*op.path, _KERNEL_SCALE): op for op in ops if op.layout is not None}
-    inputs = {(*op.path, _INPUT_SCALE): op for op in ops if op.layout is not None}
+) -> Iterator[tuple[str, list[str], np.ndarray, np.ndarray, Any]]:
+    """Yields each variable: name in the file, path, value, value in the file, how it became a matrix."""
+    plain = [op for op in ops if op.layout is not None]
+    kernels = {op.kernels[0][0]: op for op in plain}
+    biases = {(*path[:-1], "bias"): op for path, op in kernels.items() if path[-1] == "kernel"}
+    scales = {(*op.path, _KERNEL_SCALE): op for op in plain}
+    inputs = {(*op.path, _INPUT_SCALE): op for op in plain}
     for collection, tree in variables.items():
         for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             path = tuple(str(key.key) for key in keys)
             array, matrix = np.asarray(leaf), None
-            name = ".".join(path if collection == PARAMS else (collection, *path))
-            if collection == PARAMS and path in kernels:
-                op = kernels[path]
-                name, matrix = f"{_layer(op)}.weight", op.layout
-            elif collection == PARAMS and path in scales:
+            written, name = array, ".".join(path if collection == PARAMS else (collection, *path))
+            if collection != PARAMS:
+                pass
+            elif path in kernels:
+                name, matrix = f"{_layer(kernels[path])}.weight", kernels[path].layout
+            elif path in scales:
                 op = scales[path]
                 name = f"{_layer(op)}.weight_scale{'_inv' if _is_deepseek(op) else ''}"
-            elif collection == PARAMS and path in inputs:
+                if isinstance(op.gemms.forward.rhs, BlockQuantizer):  # of a batch of one matrix
+                    written = array.reshape(*array.shape[:-3], *array.shape[-2:])
+                elif array.shape[-1] != 1 or array.ndim > 2:
+                    matrix = op.layout
+            elif path in inputs:
                 name = f"{_layer(inputs[path])}.input_scale"
-            yield name, [collection, *path], array, matrix
+            elif path in biases:
+                written = _flat_bias(array, biases[path].layout)
+            if matrix is not None:
+                written = _as_matrix(array, *matrix)
+            yield name, [collection, *path], array, written, matrix
+
+
+def _flat_bias(bias: np.ndarray, layout: Any) -> np.ndarray:
+    """Returns a bias with one dimension for all features, as PyTorch has it."""
+    stacked = max(0, bias.ndim - len(layout[0]))
+    return bias.reshape(*bias.shape[:stacked], -1)
 
 
 def _layer(op: ServedOp) -> str:
@@ -198,9 +219,40 @@ def _is_deepseek(op: ServedOp) -> bool:
     return isinstance(quantizer, BlockQuantizer) and quantizer.block == (128, 128)
 
 
-def _config(ops: tuple[ServedOp, ...]) -> dict[str, Any]:
-    static = any(isinstance(op.gemms.forward.lhs, DelayedQuantizer) for op in ops)
-    config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic"}
-    if any(map(_is_deepseek, ops)):
-        config["weight_block_size"] = [128, 128]
-    return config
+def _config(ops: tuple[ServedOp, ...], names: Iterable[str]) -> dict[str, Any] | None:
+    """Returns the quantization config that inference servers know; None if they know none."""
+    plain = [op for op in ops if op.layout is not None]
+    kinds = {(op.gemms.forward.lhs, op.gemms.forward.rhs) for op in plain}
+    if len(kinds) != 1 or len(plain) != len(ops):
+        return None
+    (lhs, rhs), wide = (
+        kinds.pop(),
+        sorted(n.removesuffix(".kernel") for n in names if n.endswith(".kernel")),
+    )
+    if isinstance(rhs, DelayedQuantizer) or _is_tensorwise(rhs) or _is_deepseek(plain[0]):
+        scheme = "static" if isinstance(lhs, DelayedQuantizer) else "dynamic"
+        config: dict[str, Any] = {
+            "quant_method": "fp8",
+            "activation_scheme": scheme,
+            "modules_to_not_convert": wide,
+        }
+        if _is_deepseek(plain[0]):
+            config["weight_block_size"] = [128, 128]
+        return config
+    if isinstance(rhs, BlockQuantizer):
+        return None
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+    inputs = None if lhs is None else {**weights, "strategy": "token", "dynamic": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
+        "ignore": wide,
+    }
+
+
+def _is_tensorwise(quantizer: Any) -> bool:
+    return isinstance(quantizer, CurrentQuantizer) and quantizer.granularity == "tensorwise"
