@@ -225,10 +225,8 @@ def _config(ops: tuple[ServedOp, ...], names: Iterable[str]) -> dict[str, Any] |
     kinds = {(op.gemms.forward.lhs, op.gemms.forward.rhs) for op in plain}
     if len(kinds) != 1 or len(plain) != len(ops):
         return None
-    (lhs, rhs), wide = (
-        kinds.pop(),
-        sorted(n.removesuffix(".kernel") for n in names if n.endswith(".kernel")),
-    )
+    lhs, rhs = kinds.pop()
+    wide = sorted(n.removesuffix(".kernel") for n in names if n.endswith(".kernel"))
     if isinstance(rhs, DelayedQuantizer) or _is_tensorwise(rhs) or _is_deepseek(plain[0]):
         scheme = "static" if isinstance(lhs, DelayedQuantizer) else "dynamic"
         config: dict[str, Any] = {
