@@ -1,0 +1,750 @@
+"""What does ``quantize_model`` make of Linen models that others wrote, as they stand?
+
+Run ``make bench-models``, or ``python benchmarks/models.py`` with the extra ``models``; ``--help`` for the
+options. Nothing is downloaded: the models have random weights and small vocabularies, and layers as wide as
+those of the models that people use, so that the default rules decide as they would there.
+
+For each model: which contractions are converted, and why the others are not; its logits beside those of the
+unconverted model, as signal-to-quantization-noise ratio in dB, more is better::
+
+    SQNR = 10 log10(sum(float32**2) / sum((converted - float32)**2))
+
+the loss of a training step beside that of the unconverted model; and the bytes of what ``freeze`` returns.
+Then a GPT-2, trained for a few steps, decodes with a cache of keys and values.
+
+Assumptions: CPUs emulate FP8, so a time here says nothing about a GPU; the predicted speed-up is that of
+``fp8flax.report``, at a batch as in training. What random weights say about accuracy is how much error the
+layers add, not how well a trained model does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import inspect
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fp8flax as fp8
+
+QUESTION = "What does quantize_model make of Linen models that others wrote, as they stand?"
+RESULT = Path(__file__).resolve().parent / "results" / "models.json"
+VOCABULARY, WIDTH, HEADS, LAYERS = 512, 768, 12, 2
+TEXT, IMAGE, PATCH, LABELS = 64, 64, 16, 128
+STEPS, LEARNING_RATE = 10, 1e-4
+REPORT_BATCH = 64
+"""The batch of the report is as many times that of the measurement."""
+TIED = r"embedding$"
+"""Logits that share the embedding's parameter stay as they are: see docs/models.md."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, and what it is called with.
+
+    Attributes:
+        package: where the model's class comes from.
+        model: the Linen module.
+        args: inputs.
+        kwargs: options of a call that serves.
+        training: options of a call that trains.
+        exclude: a pattern for ``quantize_model``, empty for none.
+        shim: a context in which the package's source runs on this version of JAX.
+    """
+
+    package: str
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    training: dict[str, Any]
+    exclude: str = ""
+    shim: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def convert(self) -> nn.Module:
+        """Returns the model in FP8."""
+        return fp8.quantize_model(self.model, exclude=self.exclude or ())
+
+    def logits(self, model: nn.Module, variables: Any, *args: Any) -> jax.Array:
+        """Returns what the model computes, in float32."""
+        out = model.apply(variables, *(args or self.args), **self.kwargs)
+        return first(out).astype(jnp.float32)
+
+    def loss(self, model: nn.Module, variables: Any) -> jax.Array:
+        """Returns the cross entropy of logits, and targets drawn once."""
+        out, _ = model.apply(variables, *self.args, **self.training, mutable=["batch_stats"])
+        logits = first(out).astype(jnp.float32)
+        targets = np.random.default_rng(1).integers(0, logits.shape[-1], logits.shape[:-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def first(out: Any) -> jax.Array:
+    return out[0] if isinstance(out, tuple) else out
+
+
+def tokens(batch: int, length: int) -> jax.Array:
+    drawn = np.random.default_rng(0).integers(3, VOCABULARY - 1, (batch, length))
+    drawn[:, -1] = VOCABULARY - 1  # what CLIP takes for the end of a text
+    return jnp.asarray(drawn, jnp.int32)
+
+
+def positions(like: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(like.shape[1]), like.shape)
+
+
+def images(batch: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(2), (batch, IMAGE, IMAGE, 3))
+
+
+@contextlib.contextmanager
+def with_old_clip() -> Iterator[None]:
+    """A context in which ``jnp.clip`` takes ``a_min`` and ``a_max``, which JAX 0.10 dropped."""
+    clip = jnp.clip
+
+    @functools.wraps(clip)
+    def old_clip(x: Any, min: Any = None, max: Any = None, *, a_min: Any = None, a_max: Any = None) -> Any:
+        return clip(x, min if a_min is None else a_min, max if a_max is None else a_max)
+
+    jnp.clip = old_clip
+    try:
+        yield
+    finally:
+        jnp.clip = clip
+
+
+def of_transformers(cls: str, config: Any, args: Any, checkpointing: bool = False, **others: Any) -> Case:
+    import transformers
+
+    with others.get("shim", contextlib.nullcontext)(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        model = getattr(transformers, cls)(config, _do_init=False)
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+    options = {"deterministic": True, "return_dict": False}
+    return Case(f"transformers {cls}", model.module, args, options, options, **others)
+
+
+def bert(checkpointing: bool = False) -> Case:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, max_position_embeddings=128
+    )
+    x = tokens(2, TEXT)
+    args = (x, jnp.ones_like(x), jnp.zeros_like(x), positions(x), None)
+    return of_transformers("FlaxBertForMaskedLM", config, args, checkpointing, exclude=TIED)
+
+
+def gpt2(layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Case:
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=vocabulary, n_embd=WIDTH, n_layer=layers, n_head=HEADS, n_positions=128
+    )
+    x = tokens(2, TEXT)
+    args = (x, jnp.ones_like(x), positions(x))
+    return of_transformers("FlaxGPT2LMHeadModel", config, args, exclude=TIED)
+
+
+def llama() -> Case:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2048,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+    )
+    x = tokens(2, TEXT)
+    return of_transformers("FlaxLlamaForCausalLM", config, (x, jnp.ones_like(x), positions(x)))
+
+
+def t5() -> Case:
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        d_kv=WIDTH // HEADS,
+        d_ff=2048,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+    )
+    x, y = tokens(2, TEXT), tokens(2, TEXT // 2)
+    args = (x, jnp.ones_like(x), y, jnp.ones_like(y))
+    return of_transformers("FlaxT5ForConditionalGeneration", config, args, shim=with_old_clip)
+
+
+def bart() -> Case:
+    import transformers
+
+    config = transformers.BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        encoder_layers=LAYERS,
+        decoder_layers=LAYERS,
+        encoder_attention_heads=HEADS,
+        decoder_attention_heads=HEADS,
+        encoder_ffn_dim=4 * WIDTH,
+        decoder_ffn_dim=4 * WIDTH,
+        max_position_embeddings=128,
+    )
+    x, y = tokens(2, TEXT), tokens(2, TEXT // 2)
+    args = (x, jnp.ones_like(x), y, jnp.ones_like(y), positions(x), positions(y))
+    return of_transformers("FlaxBartForConditionalGeneration", config, args, exclude=TIED)
+
+
+def whisper() -> Case:
+    import transformers
+
+    config = transformers.WhisperConfig(
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        encoder_layers=LAYERS,
+        decoder_layers=LAYERS,
+        encoder_attention_heads=HEADS,
+        decoder_attention_heads=HEADS,
+        encoder_ffn_dim=4 * WIDTH,
+        decoder_ffn_dim=4 * WIDTH,
+        max_source_positions=TEXT,
+        max_target_positions=TEXT,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    y = tokens(2, TEXT // 2)
+    sound = jax.random.normal(jax.random.key(2), (2, config.num_mel_bins, 2 * TEXT))
+    args = (sound, y, jnp.ones_like(y), positions(y))
+    return of_transformers("FlaxWhisperForConditionalGeneration", config, args, exclude=TIED)
+
+
+def vit() -> Case:
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        image_size=IMAGE,
+        patch_size=PATCH,
+        num_labels=LABELS,
+    )
+    return of_transformers("FlaxViTForImageClassification", config, (images(4),))
+
+
+def clip() -> Case:
+    import transformers
+
+    both = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 4 * WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+    }
+    config = transformers.CLIPConfig.from_text_vision_configs(
+        transformers.CLIPTextConfig(vocab_size=VOCABULARY, eos_token_id=VOCABULARY - 1, **both),
+        transformers.CLIPVisionConfig(image_size=IMAGE, patch_size=PATCH, **both),
+    )
+    x = tokens(4, TEXT // 2)
+    return of_transformers("FlaxCLIPModel", config, (x, images(4), jnp.ones_like(x), positions(x)))
+
+
+def resnet50() -> Case:
+    import flaxmodels
+
+    model = flaxmodels.ResNet50(output="logits", pretrained=None, normalize=False, num_classes=LABELS)
+    return Case("flaxmodels ResNet50", model, (images(4),), {"train": False}, {"train": True})
+
+
+MODELS: dict[str, Callable[[], Case]] = {
+    "BERT": bert,
+    "BERT, with nn.remat": functools.partial(bert, checkpointing=True),
+    "GPT-2": gpt2,
+    "Llama": llama,
+    "T5": t5,
+    "BART": bart,
+    "Whisper": whisper,
+    "ViT": vit,
+    "CLIP": clip,
+    "ResNet-50": resnet50,
+}
+
+
+# What is measured of each model.
+
+
+def decibels(wanted: Any, got: Any) -> float:
+    wanted, got = (np.asarray(x, np.float64) for x in (wanted, got))
+    noise = float(np.sum(np.square(got - wanted)))
+    return 10 * math.log10(float(np.sum(np.square(wanted))) / noise) if noise else math.inf
+
+
+def size(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def count_fp8(tree: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree) if leaf.dtype.itemsize == 1)
+
+
+def why_not(row: Any) -> str:
+    """Returns why a contraction is not converted, without its sizes."""
+    reason = re.sub(r"^K=\d+, N=\d+: |, 1/\(1/K.*", "", row.reason)
+    reason = reason.partition(" (products=True")[0]
+    return "logits that share the embedding's parameter" if TIED in reason else reason
+
+
+def contractions(case: Case, model8: nn.Module) -> dict[str, Any]:
+    """Returns what ``fp8flax.report`` says at a batch as in training."""
+
+    def enlarged(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((REPORT_BATCH * x.shape[0], *x.shape[1:]), x.dtype)
+
+    report = fp8.report(model8, *jax.tree.map(enlarged, case.args), **case.kwargs)
+    total = sum(row.flops for row in report.rows)
+    left = [row for row in report.rows if not row.converted]
+    number = Counter(map(why_not, left))
+    share = {why: sum(row.flops for row in left if why_not(row) == why) / total for why in number}
+    return {
+        "contractions": len(report.rows),
+        "converted": len(report.converted),
+        "fp8_share_of_flops": round(report.fp8_share, 4),
+        "predicted_speedup_h200": round(report.speedup, 2),
+        "left": [
+            {"why": why, "number": n, "share_of_flops": round(share[why], 4)} for why, n in number.items()
+        ],
+        "converted_layers": sorted({re.sub(r"\d+", "*", row.path) for row in report.converted}),
+        "left_layers": sorted({re.sub(r"\d+", "*", row.path) or "(the model)" for row in left}),
+        "unseen": list(report.unseen),
+    }
+
+
+def losses(case: Case, model: nn.Module, variables: Any, steps: int) -> list[float]:
+    """Returns the loss before each of the training steps, and after the last."""
+    state = fp8.TrainState.create(
+        apply_fn=model.apply, params=variables, tx=optax.adamw(LEARNING_RATE, weight_decay=0.0)
+    )
+
+    @jax.jit
+    def step(state: Any) -> Any:
+        loss, grads = fp8.value_and_grad(lambda v: case.loss(model, v))(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    seen = []
+    for _ in range(steps + 1):
+        state, loss = step(state)
+        seen.append(round(float(loss), 4))
+    return seen
+
+
+def measure(name: str, steps: int = STEPS) -> dict[str, Any]:
+    """Returns a model's row of the report."""
+    case = MODELS[name]()
+    with case.shim(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {"model": name, "source": case.package, **_measure(case, steps)}
+
+
+def _measure(case: Case, steps: int) -> dict[str, Any]:
+    model, model8 = case.model, case.convert()
+    key = jax.random.key(0)
+    variables, variables8 = (
+        jax.jit(functools.partial(m.init, **case.kwargs))(key, *case.args) for m in (model, model8)
+    )
+    params, params8 = variables["params"], variables8["params"]
+    same_tree = jax.tree.structure(params) == jax.tree.structure(params8)
+    same = same_tree and jax.tree.all(jax.tree.map(lambda a, b: jnp.array_equal(a, b), params, params8))
+    row = contractions(case, model8)
+
+    calibrated = fp8.calibrate(lambda v, x: case.logits(model8, v, *x), variables8, [case.args])
+    plain = jax.jit(functools.partial(case.logits, model))(variables)
+    logits8 = jax.jit(functools.partial(case.logits, model8))(calibrated)
+    in_bf16 = jax.jit(functools.partial(case.logits, model.clone(dtype=jnp.bfloat16)))(variables)
+    sqnr = decibels(plain, logits8)
+
+    served, frozen = fp8.freeze(model8, calibrated)
+    # Without jit, where each operation is a program of its own: a compiler fuses two models differently.
+    bitwise = jnp.array_equal(case.logits(served, frozen), case.logits(model8, calibrated))
+    logits_served = jax.jit(functools.partial(case.logits, served))(frozen)
+
+    trained8 = fp8.calibrate(lambda v, _: case.loss(model8, v), variables8, [0], backward=True)
+    weights = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return {
+        "weights": weights,
+        "same_initial_params": bool(same),
+        **row,
+        "sqnr_db": round(sqnr, 1),
+        "relative_error": float(f"{10 ** (-sqnr / 20):.2g}"),
+        "bf16_sqnr_db": round(decibels(plain, in_bf16), 1),
+        "losses_float32": losses(case, model, variables, steps),
+        "losses_fp8": losses(case, model8, trained8, steps),
+        "frozen_bytes": size(frozen),
+        "float32_bytes": size(variables),
+        "frozen_over_float32": round(size(frozen) / size(variables), 3),
+        "weights_in_fp8": round(count_fp8(frozen["params"]) / weights, 3),
+        "frozen_is_bitwise_equal": bool(bitwise),
+        "frozen_is_bitwise_equal_under_jit": bool(jnp.array_equal(logits_served, logits8)),
+        "frozen_sqnr_db": round(decibels(plain, logits_served), 1),
+    }
+
+
+# Decoding.
+
+DECODER_LAYERS = 4
+BATCH, PROMPT, DECODED = 4, 32, 64
+LENGTH = PROMPT + DECODED
+TRAIN_STEPS, TRAIN_BATCH = 60, 8
+WARM_UP = 4
+
+
+@functools.cache
+def corpus() -> np.ndarray:
+    """Returns the bytes of a module of Python's standard library."""
+    return np.frombuffer(inspect.getsource(argparse).encode(), np.uint8).astype(np.int32)
+
+
+def windows(rng: np.random.Generator, number: int, length: int) -> jax.Array:
+    starts = rng.integers(0, len(corpus()) - length, number)
+    return jnp.asarray(np.stack([corpus()[i : i + length] for i in starts]))
+
+
+def call(model: nn.Module, variables: Any, x: jax.Array, **kwargs: Any) -> Any:
+    return model.apply(
+        variables, x, jnp.ones_like(x), positions(x), deterministic=True, return_dict=False, **kwargs
+    )
+
+
+def train(model: nn.Module, steps: int) -> tuple[Any, float]:
+    """Returns a language model's variables after a few steps in float32, and its last loss."""
+    rng, tx = np.random.default_rng(0), optax.adam(3e-4)
+    x = windows(rng, TRAIN_BATCH, LENGTH)
+    variables = jax.jit(lambda key: model.init(key, x, jnp.ones_like(x), positions(x)))(jax.random.key(0))
+    state = tx.init(variables)
+
+    @jax.jit
+    def step(variables: Any, state: Any, x: jax.Array) -> Any:
+        def loss(v: Any) -> jax.Array:
+            logits = first(call(model, v, x))[:, :-1]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, x[:, 1:]).mean()
+
+        value, grads = jax.value_and_grad(loss)(variables)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(variables, updates), state, value
+
+    value: Any = math.nan
+    for _ in range(steps):
+        variables, state, value = step(variables, state, windows(rng, TRAIN_BATCH, LENGTH))
+    return variables, float(value)
+
+
+class Decoder:
+    """A model that decodes with a cache, one token at a time."""
+
+    def __init__(self, model: nn.Module, variables: Any) -> None:
+        self.model, self.variables = model, variables
+        whole = jnp.ones((BATCH, LENGTH), jnp.int32)
+        shapes = jax.eval_shape(
+            lambda v: call(model, v, whole, init_cache=True, mutable=["cache"])[1]["cache"], variables
+        )
+        self.cache = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        self.cache_bytes = size(self.cache)
+
+        def step(variables: Any, cache: Any, x: jax.Array, start: jax.Array) -> Any:
+            out, new = model.apply(
+                {**variables, "cache": cache},
+                x,
+                jnp.ones((BATCH, LENGTH), jnp.int32),
+                start + positions(x),
+                deterministic=True,
+                return_dict=False,
+                mutable=["cache"],
+            )
+            return first(out)[:, -1].astype(jnp.float32), new["cache"]
+
+        self._step = jax.jit(step, donate_argnums=1)
+
+    def step(self, x: jax.Array, start: int) -> tuple[jax.Array, float]:
+        """Returns the logits after the last of these tokens, and the seconds that they took."""
+        before = time.perf_counter()
+        logits, self.cache = self._step(self.variables, self.cache, x, jnp.int32(start))
+        jax.block_until_ready((logits, self.cache))
+        return logits, time.perf_counter() - before
+
+
+def decoders(variables: Any, samples: list[jax.Array]) -> Iterator[tuple[str, str, Decoder]]:
+    """Yields the models that are compared, by the dtype of their activations and by what they are."""
+    case = gpt2(DECODER_LAYERS, 256)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        name = jnp.dtype(dtype).name
+        model = case.model.clone(dtype=dtype)
+        model8 = dataclasses.replace(case, model=model).convert()
+        cast = jax.tree.map(functools.partial(jnp.asarray, dtype=dtype), variables)
+        yield name, "unconverted", Decoder(model, cast)
+        x = samples[0]
+        variables8 = fp8.add_fp8_state(variables, model8, x, jnp.ones_like(x), positions(x))
+        variables8 = fp8.calibrate(functools.partial(call, model8), variables8, samples)
+        yield name, "quantize_model", Decoder(model8, variables8)
+        for text, options in {
+            "freeze": {},
+            "freeze, cache in e4m3": {"kv_cache_dtype": jnp.float8_e4m3fn},
+            "freeze, weights only": {"weight_only": True},
+        }.items():
+            yield name, text, Decoder(*fp8.freeze(model8, variables8, **options))
+
+
+def decode(steps: int = TRAIN_STEPS, decoded: int = DECODED) -> dict[str, Any]:
+    """Returns the report on decoding: all models on the same prompt, fed the first one's greedy tokens."""
+    model = gpt2(DECODER_LAYERS, 256).model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        variables, loss = train(model, steps)
+        rng = np.random.default_rng(1)
+        samples = [windows(rng, TRAIN_BATCH, LENGTH) for _ in range(2)]
+        found = list(decoders(variables, samples))
+        prompt = windows(rng, BATCH, PROMPT)
+        logits = [[decoder.step(prompt, 0)[0] for *_, decoder in found]]
+        seconds = []
+        for i in range(decoded - 1):
+            token = jnp.argmax(logits[-1][0], axis=-1)[:, None].astype(jnp.int32)
+            now: list[Any] = [None] * len(found)
+            order = [(i + j) % len(found) for j in range(len(found))]  # nobody is always first
+            for j in order:
+                now[j] = found[j][2].step(token, PROMPT + i)
+            logits.append([x for x, _ in now])
+            seconds.append([s for _, s in now])
+    times = np.asarray(seconds[WARM_UP:])
+    rows = []
+    wanted = np.stack([np.asarray(x[0]) for x in logits])
+    for i, (dtype, text, decoder) in enumerate(found):
+        got = np.stack([np.asarray(x[i]) for x in logits])
+        beside = next(j for j, (d, *_) in enumerate(found) if d == dtype)
+        rows.append(
+            {
+                "activations": dtype,
+                "model": text,
+                "same_tokens": round(float(np.mean(got.argmax(-1) == wanted.argmax(-1))), 4),
+                "sqnr_db": None if i == 0 else round(decibels(wanted, got), 1),
+                "variable_bytes": size(decoder.variables),
+                "cache_bytes": decoder.cache_bytes,
+                "step_ms": round(1e3 * statistics.median(times[:, i]), 2),
+                "time_over_unconverted": round(statistics.median(times[:, i] / times[:, beside]), 2),
+            }
+        )
+    return {
+        "trained_steps": steps,
+        "loss_nats_per_byte": round(loss, 3),
+        "tokens": int(wanted.shape[0] * wanted.shape[1]),
+        "timed_rounds": len(times),
+        "rows": rows,
+    }
+
+
+# The report.
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def machine() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        cpu = models[0].partition(":")[2].strip() if models else cpu
+    device = jax.devices()[0]
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy", "transformers", "flaxmodels")
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "gpu": device.device_kind if device.platform == "gpu" else None,
+        "python": platform.python_version(),
+        **{package: version_of(package) for package in packages},
+        "fp8flax": fp8.__version__,
+    }
+
+
+def method(steps: int) -> list[str]:
+    return [
+        "Models: as their packages have them, unmodified, with random weights from one key; width "
+        f"{WIDTH}, {LAYERS} layers (in each of encoder and decoder, or tower), vocabulary {VOCABULARY}, "
+        f"texts of {TEXT} tokens, images of {IMAGE}x{IMAGE}, batch 2 or 4, float32. Converted by "
+        "quantize_model with its defaults (delayed scaling); logits that share the embedding's parameter are "
+        f"excluded by {TIED!r}.",
+        f"Contractions: fp8flax.report at {REPORT_BATCH} times that batch; the speed-up is its prediction "
+        "for an H200, of the GEMMs of a training step.",
+        "SQNR of the logits in dB = 10 log10(sum(float32^2) / sum((x - float32)^2)), after calibrate on "
+        "the same batch; 6.02 dB are one bit.",
+        f"Training: AdamW, learning rate {LEARNING_RATE:g}, {steps} steps on one batch with targets drawn "
+        "once, from the same weights; FP8 after calibrate(backward=True). Losses before each step and "
+        "after the last.",
+        "Bytes: all variables that freeze returns over all variables of the unconverted model. Bitwise: "
+        "the logits of the frozen model beside those of the converted one, without jit; and with it, where "
+        "XLA compiles two programs.",
+        f"Decoding: a GPT-2 of width {WIDTH}, {DECODER_LAYERS} layers and 256 tokens (bytes), trained in "
+        f"float32 for {TRAIN_STEPS} steps on the source of Python's argparse. A batch of {BATCH} prompts "
+        f"of {PROMPT} bytes, then {DECODED - 1} steps under jit with a cache; all models are fed the "
+        "greedy tokens of the unconverted one in float32, with which their logits and greedy tokens are "
+        "compared. Times: each round takes one step of each model, in rotating order; median of the ratios "
+        f"to the unconverted model of the same dtype in the same round, without the first {WARM_UP}.",
+    ]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def conversion_table(rows: Sequence[dict[str, Any]]) -> str:
+    header = ("model", "source", "weights", "converted", "FLOPs in FP8", "predicted on an H200")
+    return markdown(
+        header,
+        [
+            (
+                row["model"],
+                f"`{row['source'].split()[1]}`",
+                f"{row['weights'] / 1e6:.1f} M",
+                f"{row['converted']} of {row['contractions']}",
+                f"{100 * row['fp8_share_of_flops']:.1f} %",
+                f"{row['predicted_speedup_h200']:.2f}×",
+            )
+            for row in rows
+        ],
+    )
+
+
+def result_table(rows: Sequence[dict[str, Any]]) -> str:
+    header = (
+        "model",
+        "SQNR, dB",
+        "that of bf16",
+        "loss at first",
+        "after 1 step: float32, FP8",
+        f"after {len(rows[0]['losses_fp8']) - 1}: float32, FP8",
+        "frozen bytes",
+        "weights in FP8",
+        "frozen, jitted: SQNR",
+    )
+    return markdown(
+        header,
+        [
+            (
+                row["model"],
+                f"{row['sqnr_db']:.1f}",
+                f"{row['bf16_sqnr_db']:.1f}",
+                f"{row['losses_float32'][0]:.4f}, {row['losses_fp8'][0]:.4f}",
+                f"{row['losses_float32'][1]:.4f}, {row['losses_fp8'][1]:.4f}",
+                f"{row['losses_float32'][-1]:.4f}, {row['losses_fp8'][-1]:.4f}",
+                f"{row['frozen_over_float32']:.3f}×",
+                f"{100 * row['weights_in_fp8']:.1f} %",
+                "same bits" if row["frozen_is_bitwise_equal_under_jit"] else f"{row['frozen_sqnr_db']:.1f}",
+            )
+            for row in rows
+        ],
+    )
+
+
+def left_table(rows: Sequence[dict[str, Any]]) -> str:
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        for left in row["left"]:
+            text = f"{row['model']} ({left['number']}, {100 * left['share_of_flops']:.1f} %)"
+            found.setdefault(left["why"], []).append(text)
+    return markdown(
+        ("why", "where (how many, share of FLOPs)"), [(why, "; ".join(x)) for why, x in found.items()]
+    )
+
+
+def decoding_table(report: dict[str, Any]) -> str:
+    header = ("activations", "model", "same tokens", "SQNR, dB", "variables", "cache", "time of a step")
+    return markdown(
+        header,
+        [
+            (
+                row["activations"],
+                row["model"],
+                f"{100 * row['same_tokens']:.1f} %",
+                "" if row["sqnr_db"] is None else f"{row['sqnr_db']:.1f}",
+                f"{row['variable_bytes'] / 2**20:.1f} MiB",
+                f"{row['cache_bytes'] / 2**10:.0f} KiB",
+                f"{row['time_over_unconverted']:.2f}×",
+            )
+            for row in report["rows"]
+        ],
+    )
+
+
+def tables(report: dict[str, Any]) -> list[str]:
+    """Returns the tables of docs/models.md."""
+    rows = report["models"]
+    return [
+        conversion_table(rows),
+        result_table(rows),
+        left_table(rows),
+        decoding_table(report["decoding"]),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=QUESTION)
+    parser.add_argument("--model", choices=MODELS, action="append", help="one of them (all, and decoding)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of training (%(default)s)")
+    parser.add_argument("--json", type=Path, default=RESULT, metavar="PATH", help="to write")
+    args = parser.parse_args(argv)
+    report: dict[str, Any] = {
+        "question": QUESTION,
+        "method": method(args.steps),
+        "machine": machine(),
+        "models": [],
+    }
+    print(f"Question: {QUESTION}\n")
+    print("Method:", *report["method"], sep="\n  - ")
+    print("\nMachine:", ", ".join(f"{k} {v}" for k, v in report["machine"].items()), flush=True)
+    for name in args.model or MODELS:
+        row = measure(name, args.steps)
+        report["models"].append(row)
+        print(f"{name}: {row['converted']} of {row['contractions']}, {row['sqnr_db']} dB", flush=True)
+        jax.clear_caches()
+    if not args.model:
+        report["decoding"] = decode()
+        print("", *tables(report), sep="\n\n")
+    else:
+        print("", conversion_table(report["models"]), result_table(report["models"]), sep="\n\n")
+        args.json = args.json if args.json != RESULT else None
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        print(f"\nWritten: {args.json}")
+
+
+if __name__ == "__main__":
+    # JAX 0.9 asks for CUDA's libraries where it finds the plugin.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    main()
