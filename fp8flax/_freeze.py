@@ -298,8 +298,8 @@ def freeze(
     Kernels are stored where they were, under their names, in FP8, and their scales beside them, under the
     name of the op: ``params/Dense_0/kernel`` and ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and
     ``input_scale``, where that is fixed). A parameter stays wide if it is used for something else too (an
-    embedding that is tied to the logits), by several ops, or after arithmetic; its op quantizes it at each
-    call.
+    embedding that is tied to the logits), by several ops, or after arithmetic; so do kernels of
+    convolutions and ragged dots if their scales are not delayed. Their ops quantize them at each call.
 
     Args:
         model: what ``quantize_model`` returned, or a model whose layers were given FP8 ops.

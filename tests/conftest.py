@@ -31,6 +31,15 @@ def _strict_jax():
         yield
 
 
+@pytest.fixture(scope="module")
+def _little_optimization():
+    """For tests of what does not depend on it, and of which compiling takes most of the time."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="session")
 def gpu():
     """Skips where the compiler for GPUs is not installed; where it is, it must work."""

@@ -17,6 +17,8 @@ import fp8flax as fp8
 from fp8flax.demo import __main__ as cli
 from fp8flax.demo import classify, compare, digits, imdb, report
 
+pytestmark = pytest.mark.usefixtures("_little_optimization")
+
 WORDS = {
     "pos": ("wonderful", "moving", "brilliant", "superb"),
     "neg": ("dull", "boring", "awful", "dreadful"),
@@ -24,15 +26,6 @@ WORDS = {
 OTHERS = ("the", "film", "of", "a", "man", "who", "finds", "his", "way", "home", "and", "was", "in", "end")
 IMDB_LAYERS = 8
 """Query, key, value, out; up, down; hidden, positive."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _little_optimization():
-    """Compiling takes most of the time here; what is compared is compiled in the same way."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(autouse=True)

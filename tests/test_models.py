@@ -1,0 +1,461 @@
+"""``quantize_model``: a model whose source is not touched, beside one whose layers were given the ops."""
+
+from functools import partial
+
+import flax.linen as nn
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import fp8flax as fp8
+
+pytestmark = pytest.mark.usefixtures("_little_optimization")
+
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+ALL = {"include": ".*"}
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+class Layers(nn.Module):
+    """Linen's own layers, each with its own way to be given an op."""
+
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, dot_general_cls=self.cls)(x)
+        x = nn.DenseGeneral((2, 8), dot_general_cls=self.cls)(x)
+        return fp8.Einsum((2, 8, 6), "...hd,hdo->...o", dot_general_cls=self.cls)(x)
+
+
+class LinensEinsum(nn.Module):
+    """The same with Linen's Einsum, which fp8flax.Einsum is when nothing is converted."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.DenseGeneral((2, 8))(nn.Dense(8)(x))
+        return nn.Einsum((2, 8, 6), "...hd,hdo->...o")(x)
+
+
+class Attention(nn.Module):
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(
+            2, qkv_dot_general_cls=self.cls, out_dot_general_cls=self.cls
+        )(x)
+
+
+class Patches(nn.Module):
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        options = {"conv_general_dilated_cls": self.cls} if self.cls else {}
+        return nn.Conv(8, (2, 2), strides=(2, 2), **options)(x[..., None])
+
+
+class Own(nn.Module):
+    """A user's own layer: with operators or einsum or lax, the kernel cast, transposed, or on the left."""
+
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        weights = [
+            self.param(name, nn.initializers.lecun_normal(), (8, 8), jnp.float32) for name in "abcde"
+        ]
+        a, b, c, d, e = (w.astype(x.dtype) for w in weights)
+        if self.cls is None:
+            x = x @ a
+            x = jnp.einsum("...i,oi->...o", x, b)
+            x = lax.dot_general(x, c, (((x.ndim - 1,), (0,)), ((), ())))
+            x = jnp.dot(x, d.T)
+            return jnp.swapaxes(jnp.einsum("oi,...ti->...ot", e, x), -1, -2)
+        dims = (((x.ndim - 1,), (0,)), ((), ()))
+        x = self.cls()(x, a, dims)
+        x = self.cls()(x, b, (((x.ndim - 1,), (1,)), ((), ())))
+        x = self.cls()(x, c, dims)
+        x = self.cls()(x, d.T, dims)
+        return self.cls()(x, e, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+class Body(nn.Module):
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.tanh(nn.Dense(x.shape[-1], dot_general_cls=self.cls)(x)), None
+
+
+def in_scan(tied=False, remat=False):
+    class Scanned(nn.Module):
+        cls: type | None = None
+
+        @nn.compact
+        def __call__(self, x):
+            state = {OWG: nn.broadcast if tied else 0} if self.cls else {}
+            shared = nn.broadcast if tied else 0
+            body = nn.remat(Body, prevent_cse=False) if remat else Body
+            if tied:
+                axes = {"variable_broadcast": ["params", *state], "split_rngs": {"params": False}}
+            else:
+                axes = {"variable_axes": {"params": shared, **state}, "split_rngs": {"params": True}}
+            return nn.scan(body, length=3, **axes)(self.cls, name="layers")(x, None)[0]
+
+    return Scanned
+
+
+class Remat(nn.Module):
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.remat(Body)(self.cls)(x, None)[0]
+
+
+class Experts(nn.Module):
+    """Three experts under nn.vmap."""
+
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        state = {OWG: 0} if self.cls else {}
+        many = nn.vmap(
+            nn.Dense, variable_axes={"params": 0, **state}, split_rngs={"params": True}, in_axes=None,
+            axis_size=3,
+        )  # fmt: skip
+        return many(5, dot_general_cls=self.cls)(x)
+
+
+# name: (model, with ops by hand, what it is converted from)
+MODELS = {
+    "layers": (LinensEinsum, Layers, fp8.Fp8DotGeneralOp),
+    "attention": (Attention, Attention, fp8.Fp8DotGeneralOp),
+    "patches": (Patches, Patches, fp8.Fp8ConvGeneralDilatedOp),
+    "own": (Own, Own, fp8.Fp8DotGeneralOp),
+    "scan": (in_scan(),) * 2 + (fp8.Fp8DotGeneralOp,),
+    "scan, tied": (in_scan(tied=True),) * 2 + (fp8.Fp8DotGeneralOp,),
+    "remat in scan": (in_scan(remat=True),) * 2 + (fp8.Fp8DotGeneralOp,),
+    "remat": (Remat, Remat, fp8.Fp8DotGeneralOp),
+    "vmap": (Experts, Experts, fp8.Fp8DotGeneralOp),
+}
+
+
+def flat(tree):
+    return {"/".join(path): leaf for path, leaf in flax.traverse_util.flatten_dict(tree).items()}
+
+
+def assert_same(actual, expected):
+    actual, expected = flat(actual), flat(expected)
+    assert list(actual) == list(expected) or sorted(actual) == sorted(expected)
+    for path, leaf in expected.items():
+        assert actual[path].dtype == leaf.dtype, path
+        np.testing.assert_array_equal(actual[path], leaf, err_msg=path)
+
+
+def steps(model, variables, x):
+    """The output and all gradients of the second of two steps: state is used, and made anew."""
+
+    @jax.jit
+    def step(variables):
+        def loss(variables):
+            out = model.apply(variables, x)
+            return jnp.sum(jnp.sin(out) ** 2), out
+
+        return jax.grad(loss, has_aux=True)(variables)
+
+    grads, _ = step(variables)
+    return step({**variables, **({OWG: grads[OWG]} if OWG in grads else {})})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_ops_by_hand(name):
+    plain, by_hand, op = MODELS[name]
+    x = normal(0, 2, 4, 8)
+    model8 = fp8.quantize_model(plain(), **ALL)
+    variables = jax.jit(model8.init)(jax.random.key(1), x)
+    expected = jax.jit(by_hand(op).init)(jax.random.key(1), x)
+    assert_same(variables, expected)
+    assert_same({"params": variables["params"]}, jax.jit(plain().init)(jax.random.key(1), x))
+    grads, out = steps(model8, variables, x)
+    expected_grads, expected_out = steps(by_hand(op), expected, x)
+    np.testing.assert_array_equal(out, expected_out)
+    assert_same(grads, expected_grads)
+    state = flat(grads[OWG])
+    assert state
+    assert all((leaf > 0).any() and (leaf != 1).any() for leaf in state.values())
+
+
+def test_a_stateless_recipe_has_no_state():
+    x = normal(0, 4, 8)
+    recipe = fp8.Float8CurrentScaling()
+    model8 = fp8.quantize_model(Own(), recipe, **ALL)
+    variables = model8.init(jax.random.key(1), x)
+    assert list(variables) == ["params"]
+    op = lambda: fp8.Fp8DotGeneralOp(recipe=recipe)  # noqa: E731
+    np.testing.assert_array_equal(model8.apply(variables, x), Own(op).apply(variables, x))
+
+
+def test_a_recurrent_cell():
+    model, x = nn.RNN(nn.OptimizedLSTMCell(6)), normal(0, 2, 5, 4)
+    model8 = fp8.quantize_model(model, fp8.Float8CurrentScaling(), **ALL)
+    variables = model.init(jax.random.key(1), x)
+    assert_same(model8.init(jax.random.key(1), x), variables)
+    wide, narrow = model.apply(variables, x), jax.jit(model8.apply)(variables, x)
+    assert 0 < np.linalg.norm(wide - narrow) / np.linalg.norm(wide) < 0.1
+    delayed = fp8.quantize_model(model, **ALL)
+    state = flat(delayed.init(jax.random.key(1), x)[OWG])
+    # Linen computes the four gates in one matmul of the input and one of the carry.
+    assert len(state) == 2 * 6
+    assert {leaf.shape for leaf in state.values()} == {(1,), (1024,)}
+
+
+class Everything(nn.Module):
+    """A model with ``setup``, several methods, statistics, dropout, sown values and a nested layer."""
+
+    def setup(self):
+        self.encoder = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False), nn.relu])
+        self.decoder = nn.Dense(4)
+        self.dropout = nn.Dropout(0.5)
+        self.scale = self.param("scale", nn.initializers.ones, ())
+
+    def encode(self, x):
+        return self.encoder(x) * self.scale
+
+    def decode(self, z, *, train=False):
+        self.sow("intermediates", "z", z)
+        return self.decoder(self.dropout(z, deterministic=not train))
+
+    def __call__(self, x, train=False):
+        return self.decode(self.encode(x), train=train)
+
+
+class TestLikeTheModel:
+    """What a user does with a model, with the converted one."""
+
+    model = Everything()
+    x = np.linspace(-1, 1, 48, dtype=np.float32).reshape(6, 8)
+
+    @pytest.fixture
+    def model8(self):
+        return fp8.quantize_model(self.model, **ALL)
+
+    @pytest.fixture
+    def variables(self, model8):
+        return model8.init(jax.random.key(0), self.x)
+
+    def test_variables(self, variables):
+        assert_same({**variables, OWG: {}}, {**self.model.init(jax.random.key(0), self.x), OWG: {}})
+        assert {path.rpartition("/")[0] for path in flat(variables[OWG])} == {
+            "encoder/layers_0/Fp8DotGeneralOp_0",
+            "decoder/Fp8DotGeneralOp_0",
+        }
+
+    def test_mutable_collections(self, model8, variables):
+        out, changed = model8.apply(variables, self.x, mutable=["batch_stats", "intermediates"])
+        plain, expected = self.model.apply(
+            {k: v for k, v in variables.items() if k != OWG},
+            self.x,
+            mutable=["batch_stats", "intermediates"],
+        )
+        assert jax.tree.structure(changed) == jax.tree.structure(expected)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.3), changed, expected)
+        np.testing.assert_allclose(out, plain, atol=0.3)
+        assert not np.array_equal(out, plain)
+
+    def test_rngs(self, model8, variables):
+        def zeros(model, variables, seed):
+            _, changed = model.apply(variables, self.x, mutable=["batch_stats", "intermediates"])
+            z = changed["intermediates"]["z"][0]
+            rngs = {"dropout": jax.random.key(seed)}
+            bound = model.bind(variables, rngs=rngs)
+            return bound.decode(jnp.ones_like(z), train=True)
+
+        one, same, other = (zeros(model8, variables, seed) for seed in (1, 1, 2))
+        np.testing.assert_array_equal(one, same)
+        assert (one != other).any()
+        expected = zeros(self.model, {k: v for k, v in variables.items() if k != OWG}, 1)
+        np.testing.assert_allclose(one, expected, atol=0.2)
+
+    def test_methods(self, model8, variables):
+        z = model8.apply(variables, self.x, method="encode", mutable=["batch_stats"])[0]
+        assert z.shape == (6, 8)
+        out = model8.apply(variables, z, method=Everything.decode)
+        whole = model8.apply(variables, self.x, mutable=["batch_stats"])[0]
+        np.testing.assert_array_equal(out, whole)
+        bound = model8.bind(variables, mutable=["batch_stats"])
+        np.testing.assert_array_equal(bound(self.x), whole)
+        np.testing.assert_array_equal(bound.decode(z), whole)
+        unbound, same = bound.unbind()
+        np.testing.assert_array_equal(unbound.apply(same, z, method="decode"), whole)
+
+    def test_eager_and_jitted_agree(self, model8, variables):
+        run = partial(model8.apply, mutable=["batch_stats"])
+        variables = fp8.calibrate(lambda v, x: run(v, x)[0], variables, [self.x])
+        eager, jitted = (apply(variables, self.x)[0] for apply in (run, jax.jit(run)))
+        np.testing.assert_allclose(eager, jitted, rtol=1e-6)
+
+    def test_tabulate_and_summary(self, model8):
+        table = model8.tabulate(jax.random.key(0), self.x, console_kwargs={"width": 200})
+        for word in ("encoder", "decoder", "batch_stats", OWG, "Everything"):
+            assert word in table
+        shapes = jax.eval_shape(model8.init, jax.random.key(0), self.x)
+        lazily = model8.lazy_init(jax.random.key(0), jax.ShapeDtypeStruct(self.x.shape, self.x.dtype))
+        assert_same(lazily, model8.init(jax.random.key(0), self.x))
+        assert jax.tree.structure(shapes) == jax.tree.structure(lazily)
+
+    def test_it_is_a_value(self, model8):
+        again = fp8.quantize_model(Everything(), **ALL)
+        assert again == model8
+        assert hash(again) == hash(model8)
+        assert isinstance(model8, Everything)
+        assert model8 != fp8.quantize_model(Everything(), include="decoder")
+        assert type(model8.clone()) is type(model8)
+        assert repr(model8).startswith("Everything(")
+
+    def test_inside_of_another_model(self):
+        class Outer(nn.Module):
+            inner: nn.Module
+
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(3)(self.inner(x))
+
+        inner = fp8.quantize_model(nn.Dense(8), **ALL)
+        variables = Outer(inner).init(jax.random.key(0), self.x)
+        assert set(variables[OWG]) == {"inner"}
+        by_hand = Outer(nn.Dense(8, dot_general_cls=fp8.Fp8DotGeneralOp))
+        np.testing.assert_array_equal(
+            Outer(inner).apply(variables, self.x), by_hand.apply(variables, self.x)
+        )
+
+    def test_training(self, model8, variables):
+        state = fp8.TrainState.create(apply_fn=model8.apply, params=variables, tx=optax.sgd(0.3))
+
+        @jax.jit
+        def step(state):
+            def loss(variables):
+                out, _ = state.apply_fn(variables, self.x, mutable=["batch_stats", "intermediates"])
+                return jnp.mean((out - self.x[:, :4]) ** 2)
+
+            value, grads = fp8.value_and_grad(loss)(state.params)
+            return state.apply_gradients(grads=grads), value
+
+        losses = []
+        for _ in range(30):
+            state, value = step(state)
+            losses.append(float(value))
+        assert losses[-1] < 0.5 * losses[0]
+
+    def test_autocast(self, model8, variables):
+        plain = {k: v for k, v in variables.items() if k != OWG}
+        with fp8.autocast(enabled=False):
+            off = model8.apply(variables, self.x, mutable=["batch_stats"])[0]
+            assert OWG not in model8.init(jax.random.key(0), self.x)
+        np.testing.assert_array_equal(off, self.model.apply(plain, self.x, mutable=["batch_stats"])[0])
+        with fp8.autocast(recipe=fp8.MXFP8BlockScaling()):
+            assert OWG not in model8.init(jax.random.key(0), self.x)
+
+
+class Repeated(nn.Module):
+    """One layer called twice, and one whose parameter two methods use."""
+
+    def setup(self):
+        self.layer = nn.Dense(8)
+
+    def other(self, x):
+        return self.layer(x)
+
+    def __call__(self, x):
+        return self.other(self.layer(x))
+
+
+def test_a_layer_called_twice_has_two_ops():
+    x = normal(0, 4, 8)
+    by_hand = fp8.quantize_model(Repeated(), **ALL).init(jax.random.key(0), x)
+    assert set(by_hand[OWG]["layer"]) == {"Fp8DotGeneralOp_0"}
+
+
+def test_products():
+    x = normal(0, 2, 4, 8)
+    model8 = fp8.quantize_model(Attention(), products=True, **ALL)
+    variables = model8.init(jax.random.key(0), x)
+    ops = {path.rpartition("/")[0].rpartition("/")[2] for path in flat(variables[OWG])}
+    assert ops == {"Fp8DotGeneralOp_0", "Fp8DotGeneralOp_product_0", "Fp8DotGeneralOp_product_1"}
+    _, out = steps(model8, variables, x)
+    _, wide = steps(Attention(), {"params": variables["params"]}, x)
+    assert 0 < np.linalg.norm(out - wide) / np.linalg.norm(wide) < 0.1
+
+
+class TestErrors:
+    x = np.ones((4, 8), np.float32)
+
+    def test_what_is_no_model(self):
+        with pytest.raises(TypeError, match=r"flax.linen.Module; got type. Pass an instance"):
+            fp8.quantize_model(nn.Dense)
+        with pytest.raises(TypeError, match="got dict"):
+            fp8.quantize_model({})
+
+        class Pretrained:
+            module = nn.Dense(4)
+
+        with pytest.raises(TypeError, match=r"got Pretrained. Pass its .module"):
+            fp8.quantize_model(Pretrained())
+        with pytest.raises(TypeError, match="recipe"):
+            fp8.quantize_model(nn.Dense(4), "delayed")
+
+    def test_a_bound_or_converted_model(self):
+        variables = nn.Dense(4).init(jax.random.key(0), self.x)
+        with pytest.raises(ValueError, match=r"bound Dense. Convert the model first"):
+            fp8.quantize_model(nn.Dense(4).bind(variables))
+        with pytest.raises(ValueError, match="Dense is converted already"):
+            fp8.quantize_model(fp8.quantize_model(nn.Dense(4), **ALL))
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"include": ["Dens_0", ".*"]}, {"exclude": "Dens_0"}, {"rules": [("Dens_0", "leave")]}],
+        ids=lambda options: next(iter(options)),
+    )
+    def test_a_pattern_that_matches_nothing(self, options):
+        model8 = fp8.quantize_model(Layers(), **{**ALL, **options})
+        with pytest.raises(
+            ValueError,
+            match=r"'Dens_0'. The modules with contractions are: DenseGeneral_0, Dense_0, Einsum_0",
+        ):
+            model8.init(jax.random.key(0), self.x)
+        lenient = {**ALL, **options, "allow_unmatched": True}
+        assert OWG in fp8.quantize_model(Layers(), **lenient).init(jax.random.key(0), self.x)
+
+    def test_nothing_is_converted(self):
+        model8 = fp8.quantize_model(Layers())
+        with pytest.raises(
+            ValueError, match=r"None of the model's 3 contractions .*K=8, N=8: a size below 16"
+        ):
+            model8.init(jax.random.key(0), self.x)
+        # Not for other methods: a model may have one without matmuls.
+        model8 = fp8.quantize_model(Repeated(), include="layer")
+        assert OWG in model8.init(jax.random.key(0), self.x)
+
+    def test_a_recipe_that_does_not_fit(self):
+        recipe = fp8.Float8CurrentScaling(granularity="axiswise")
+        model8 = fp8.quantize_model(nn.Conv(8, (3, 3)), recipe, **ALL)
+        with pytest.raises(ValueError, match="axiswise"):
+            model8.init(jax.random.key(0), np.ones((1, 4, 4, 8), np.float32))
+
+    def test_state_is_missing(self):
+        model8 = fp8.quantize_model(nn.Dense(4), **ALL)
+        variables = nn.Dense(4).init(jax.random.key(0), self.x)
+        with pytest.raises(fp8.MissingStateError, match="add_fp8_state"):
+            model8.apply(variables, self.x)
+        added = fp8.add_fp8_state(variables, model8, self.x)
+        assert_same(added, model8.init(jax.random.key(0), self.x))
