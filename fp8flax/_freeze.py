@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -323,6 +324,8 @@ def freeze(
         ValueError: ``model`` has no FP8 op, or inputs are needed; or a parameter is missing.
         TypeError: ``kv_cache_dtype`` is not an FP8 dtype.
 
+    A ``UserWarning`` names delayed scales that have seen no data.
+
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
         >>> model8, x = fp8.quantize_model(nn.Dense(8), include=""), jnp.ones((2, 4))
@@ -355,9 +358,10 @@ def freeze(
     uses = Counter(s.path for found in seen.ops.values() if found.kernel for s in found.kernel.sources)
     params, state = variables.get(PARAMS, {}), variables.get(OVERWRITE_WITH_GRADIENT, {})
     served = []
+    fresh: list[str] = []
     for path, found in seen.ops.items():
         gemms = _WEIGHT_ONLY if weight_only else found.gemms
-        scales = {} if weight_only else _fixed_scales(path, gemms, state)
+        scales = {} if weight_only else _fixed_scales(path, gemms, state, fresh)
         kernel, places = found.kernel, None
         is_own = kernel is not None and all(
             uses[s.path] == 1 and s.path not in seen.used_otherwise for s in kernel.sources
@@ -378,6 +382,12 @@ def freeze(
         for role, scale in scales.items():
             params = _set(params, (*path, state_leaf_names(role)[0]), scale)
         served.append(ServedOp(path, gemms, kernels, layout))
+    if fresh:
+        warnings.warn(
+            f"These scales are frozen as they are, though they have seen no data: {', '.join(fresh)}. "
+            "fp8flax.calibrate(model.apply, variables, batches) takes them from sample batches.",
+            stacklevel=2,
+        )
     others = {name: value for name, value in variables.items() if name != OVERWRITE_WITH_GRADIENT}
     if _CACHE in others and cache_dtype is not None:
         others[_CACHE] = _narrowed(others[_CACHE], cache_dtype)
@@ -415,8 +425,11 @@ def _serving_call(serving: Serving) -> Callable[[Any, Rules], Call]:
     return functools.partial(ServingCall, serving)
 
 
-def _fixed_scales(path: Path, gemms: CustomRecipe, state: Any) -> dict[str, jax.Array]:
-    """Returns the scales of input and kernel in the next forward pass, where they are delayed."""
+def _fixed_scales(path: Path, gemms: CustomRecipe, state: Any, fresh: list[str]) -> dict[str, jax.Array]:
+    """Returns the scales of input and kernel in the next forward pass, where they are delayed.
+
+    The names of those that have seen no data go into ``fresh``.
+    """
     scales = {}
     for role in ("input", "kernel"):
         quantizer = gemms.delayed.get(role)
@@ -434,6 +447,8 @@ def _fixed_scales(path: Path, gemms: CustomRecipe, state: Any) -> dict[str, jax.
                 "fp8flax.add_fp8_state."
             )
         scale, history = (jnp.asarray(node[name]) for name in names)
+        if not isinstance(history, jax.core.Tracer) and not np.any(history):
+            fresh.append("/".join((*path, names[0])))
         one = functools.partial(_scale_of, quantizer)
         scales[role] = _per_slice_of_state(one, scale, history)
     return scales

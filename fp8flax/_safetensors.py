@@ -77,7 +77,8 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8
-        >>> model8, x = fp8.quantize_model(nn.Dense(8), include=""), jnp.ones((2, 4))
+        >>> model8 = fp8.quantize_model(nn.Dense(8), fp8.Float8CurrentScaling(), include="")
+        >>> x = jnp.ones((2, 4))
         >>> serve_model, served = fp8.freeze(model8, model8.init(jax.random.key(0), x))
         >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
         >>> fp8.save_safetensors(path, serve_model, served)

@@ -137,6 +137,20 @@ class Experts(nn.Module):
         return many(5, dot_general_cls=self.cls)(x)
 
 
+class Lifted(nn.Module):
+    """Inside nn.jit, and in one branch of nn.cond."""
+
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.jit(nn.Dense)(8, dot_general_cls=self.cls, name="first")(x)
+        one, other = (nn.Dense(8, dot_general_cls=self.cls, name=name) for name in ("one", "other"))
+        if self.is_initializing():
+            return one(x) + other(x)
+        return nn.cond(jnp.mean(x) > -100, lambda _, x: one(x), lambda _, x: other(x), self, x)
+
+
 # name: (model, with ops by hand, what it is converted from)
 MODELS = {
     "layers": (LinensEinsum, Layers, fp8.Fp8DotGeneralOp),
@@ -148,6 +162,7 @@ MODELS = {
     "remat in scan": (in_scan(remat=True),) * 2 + (fp8.Fp8DotGeneralOp,),
     "remat": (Remat, Remat, fp8.Fp8DotGeneralOp),
     "vmap": (Experts, Experts, fp8.Fp8DotGeneralOp),
+    "jit and cond": (Lifted, Lifted, fp8.Fp8DotGeneralOp),
 }
 
 
@@ -193,7 +208,51 @@ def test_equals_ops_by_hand(name):
     assert_same(grads, expected_grads)
     state = flat(grads[OWG])
     assert state
-    assert all((leaf > 0).any() and (leaf != 1).any() for leaf in state.values())
+    is_used = [
+        (leaf > 0).any() and (leaf != 1).any() for path, leaf in state.items() if "other" not in path
+    ]
+    assert all(is_used)
+
+
+def over_examples(loss, variables, x):
+    return jnp.mean(jax.vmap(lambda one: loss(variables, one[None]))(x))
+
+
+def over_microbatches(loss, variables, x):
+    parts = x.reshape(2, 1, *x.shape[1:])
+    return lax.scan(lambda total, part: (total + loss(variables, part), None), 0.0, parts)[0]
+
+
+def recomputed(loss, variables, x):
+    return jax.checkpoint(loss)(variables, x)
+
+
+def on_devices(loss, variables, x):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def local(variables, x):
+        return lax.pmean(loss(variables, x), "data")
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())(variables, x)
+
+
+@pytest.mark.parametrize("around", [over_examples, over_microbatches, recomputed, on_devices])
+def test_under_a_transformation(around):
+    """The same loss, gradients and state as with ops by hand, to the last bit."""
+    x = normal(0, 2, 4, 8)
+    models = fp8.quantize_model(Own(), **ALL), Own(fp8.Fp8DotGeneralOp)
+    variables = jax.jit(models[1].init)(jax.random.key(1), x)
+    actual, expected = (
+        jax.jit(
+            fp8.value_and_grad(
+                lambda v, m=m: around(lambda v, x: jnp.sum(jnp.sin(m.apply(v, x)) ** 2), v, x)
+            )
+        )(variables)
+        for m in models
+    )
+    assert actual[0] == expected[0]
+    assert_same(actual[1], expected[1])
 
 
 def test_a_stateless_recipe_has_no_state():

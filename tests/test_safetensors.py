@@ -117,6 +117,7 @@ def test_what_a_server_reads(recipe, tmp_path):
     np.testing.assert_array_equal(model.apply(loaded, x), expected)
 
 
+@pytest.mark.filterwarnings("ignore:These scales are frozen")
 @pytest.mark.parametrize("name", [*MODELS, "decoder"])
 def test_any_model_comes_back(name, tmp_path):
     """Stacked layers, experts, convolutions, a cache in FP8: whatever freeze returns."""
