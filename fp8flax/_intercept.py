@@ -29,6 +29,8 @@ _MOVEMENTS = (
     *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "reshape", "rev"),
     *("sharding_constraint", "slice", "squeeze", "transpose"),
 )
+# What may return an operand as it is.
+_RETURNING = ("jit", "checkpoint", "remat2")  # two names of jax.checkpoint
 _PARAMS = "params"
 
 
@@ -148,13 +150,26 @@ class Interception:
         if primitive.name in _MOVEMENTS and len(made_of) == len(operands):
             if all(d.rebuild is not None for d in made_of):
                 rebuild = _rebuilder(primitive, params, made_of)
-        elif "jaxpr" not in params:  # Linen's own transformations take all parameters
-            self.used_otherwise.update(source.path for source in sources)
-        if not made_of or len(made_of) != len(derived):
-            return
+        else:
+            is_read = _read_otherwise(primitive.name, params, len(operands))
+            for operand, reads in zip(operands, is_read):
+                if reads:
+                    self.use(operand, scope)
         results = results if primitive.multiple_results else [results]
-        for result in results:
-            self._derived[id(result)] = result, Derived(sources, rebuild)
+        passed = _passed_through(primitive.name, params) or [None] * len(results)
+        for result, index in zip(results, passed):
+            if index is not None:
+                owes = self.derived(operands[index], scope)
+            else:
+                owes = Derived(sources, rebuild) if made_of and len(made_of) == len(derived) else None
+            if owes is not None:
+                self._derived[id(result)] = result, owes
+
+    def use(self, value: Any, scope: Any) -> None:
+        """Remembers that something else than an FP8 op reads a value."""
+        derived = self.derived(value, scope)
+        if derived is not None:
+            self.used_otherwise.update(source.path for source in derived.sources)
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context in which contractions of Linen modules' methods go to the handler.
@@ -234,28 +249,106 @@ class _Trace(core.Trace):
         specified = (*params["in_shardings"], *params["out_shardings"])
         if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in specified):
             return False
+        if _was_traced(params["jaxpr"].jaxpr):
+            return False
         return _has_contraction(params["jaxpr"].jaxpr) or any(
             self.interception.derived(x, frame.module.scope) is not None for x in operands
         )
 
+    def _hand_on(self, method: str, args: Any, kwargs: Any) -> Any:
+        """Lets the trace behind do what has no jaxpr to look into; reads what is given to it."""
+        for values in () if self.interception.is_passing else args:
+            for value in values if isinstance(values, list | tuple) else ():
+                self.interception.use(value, self.frames[-1].module.scope)
+        return getattr(self.parent_trace, method)(*args, **kwargs)
+
     # With the signatures of the JAX version at hand.
     def process_call(self, *args: Any, **kwargs: Any) -> Any:
-        return self.parent_trace.process_call(*args, **kwargs)
+        return self._hand_on("process_call", args, kwargs)
 
     def process_map(self, *args: Any, **kwargs: Any) -> Any:
-        return self.parent_trace.process_map(*args, **kwargs)
+        return self._hand_on("process_map", args, kwargs)
 
     def process_custom_jvp_call(self, *args: Any, **kwargs: Any) -> Any:
-        return self.parent_trace.process_custom_jvp_call(*args, **kwargs)
+        return self._hand_on("process_custom_jvp_call", args, kwargs)
 
     def process_custom_vjp_call(self, *args: Any, **kwargs: Any) -> Any:
-        return self.parent_trace.process_custom_vjp_call(*args, **kwargs)
+        return self._hand_on("process_custom_vjp_call", args, kwargs)
 
     def stage_value(self, *args: Any, **kwargs: Any) -> Any:
         return self.parent_trace.stage_value(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.parent_trace, name)
+
+
+def _was_traced(jaxpr: core.Jaxpr) -> bool:
+    """Tells whether a jaxpr is that of ``nn.jit``, whose modules were looked into when it was made."""
+    return any(
+        any(scope in str(eqn.source_info.name_stack) for scope in (BY_OP, NOT_CONVERTED))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _read_otherwise(primitive: str, params: dict[str, Any], count: int) -> list[bool]:
+    """Tells of each operand of a primitive whether it reads it, other than by an FP8 op inside of it.
+
+    Linen's transformations give all parameters to their bodies, whatever these do with them.
+    """
+    if "branches" in params:
+        inside = [_invars_read(branch.jaxpr, may_return=True) for branch in params["branches"]]
+        return [True, *(any(reads) for reads in zip(*inside))]
+    if primitive == "while":
+        of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+        cond, body = (_invars_read(params[name].jaxpr) for name in ("cond_jaxpr", "body_jaxpr"))
+        carry = (a or b for a, b in zip(cond[of_cond:], body[of_body:]))
+        return [*cond[:of_cond], *body[:of_body], *carry]
+    jaxpr = params.get("jaxpr", params.get("call_jaxpr"))
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    if isinstance(jaxpr, core.Jaxpr) and len(jaxpr.invars) == count:
+        return _invars_read(jaxpr, may_return=primitive in _RETURNING)
+    return [True] * count
+
+
+def _passed_through(primitive: str, params: dict[str, Any]) -> list[int | None] | None:
+    """Tells of each result of a primitive which operand it is, where it is one.
+
+    Linen's transformations return the variables that a method might have changed.
+    """
+    if "branches" in params:
+        jaxprs, first = [branch.jaxpr for branch in params["branches"]], 1
+    elif primitive in _RETURNING and "jaxpr" in params:
+        jaxprs, first = [getattr(params["jaxpr"], "jaxpr", params["jaxpr"])], 0
+    else:
+        return None
+    passed: list[int | None] = []
+    for outvars in zip(*(jaxpr.outvars for jaxpr in jaxprs)):
+        found = {
+            jaxpr.invars.index(var) if var in jaxpr.invars else None for jaxpr, var in zip(jaxprs, outvars)
+        }
+        index = found.pop() if len(found) == 1 else None
+        passed.append(None if index is None else index + first)
+    return passed
+
+
+def _invars_read(jaxpr: core.Jaxpr, may_return: bool = False) -> list[bool]:
+    """Tells of each input of a jaxpr whether anything reads or returns it that is not part of an FP8 op."""
+    owes = {var: {i} for i, var in enumerate(jaxpr.invars)}
+    read: set[int] = set()
+    for eqn in jaxpr.eqns:
+        inputs = [owes.get(var, set()) if isinstance(var, core.Var) else set() for var in eqn.invars]
+        if not any(inputs) or BY_OP in str(eqn.source_info.name_stack):
+            continue
+        if eqn.primitive.name in _MOVEMENTS and all(inputs):
+            owes[eqn.outvars[0]] = set().union(*inputs)
+            continue
+        for indices, reads in zip(inputs, _read_otherwise(eqn.primitive.name, eqn.params, len(inputs))):
+            if reads:
+                read |= indices
+    for var in jaxpr.outvars:
+        if isinstance(var, core.Var) and not (may_return and var in jaxpr.invars):
+            read |= owes.get(var, set())
+    return [i in read for i in range(len(jaxpr.invars))]
 
 
 def _has_contraction(jaxpr: Any) -> bool:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax import lax
 
 import fp8flax as fp8
 from tests.test_models import ALL, MODELS, OWG, Attention, flat, in_scan, normal
@@ -161,6 +162,50 @@ def test_what_is_used_otherwise_stays_wide():
     serve, served = fp8.freeze(model8, variables)
     assert served["params"]["Embed_0"]["embedding"].dtype == jnp.float32
     expected, out = (jax.jit(m.apply)(v, TOKENS) for m, v in ((model8, variables), (serve, served)))
+    np.testing.assert_array_equal(out, expected)
+
+
+class ReadTwice(nn.Module):
+    """A kernel that something else reads too, where no op is made of what it computes."""
+
+    how: str
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
+        y = x @ w
+        if self.how == "lax.scan":
+            return lax.scan(lambda c, _: (c @ w, None), y, length=2)[0]
+        if self.how == "lax.scan, carried":
+            return y + lax.scan(lambda c, _: (c, None), w, length=2)[0].sum()
+        if self.how == "lax.cond":
+            return lax.cond(jnp.mean(x) > 9, lambda: y, lambda: y + w[0])
+        if self.how == "lax.while_loop":
+            return lax.while_loop(lambda c: jnp.sum(c * w[0]) > 9, lambda c: c * jnp.sum(w) * 0, y)
+        if self.how == "checkpoint":
+            return jax.checkpoint(lambda y, w: jnp.tanh(y @ w))(y, w)
+        if self.how == "custom derivative":
+            return y + jax.nn.relu(w)[0]
+        if self.how == "jit":
+            return jax.jit(lambda y, w: y * jnp.sum(jnp.sin(w)))(y, w)
+        return jax.vmap(lambda row: row * w[0])(y)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("lax.scan", "lax.scan, carried", "lax.cond", "lax.while_loop"),
+        *("checkpoint", "custom derivative", "jit", "vmap"),
+    ],
+)
+def test_what_is_read_in_hidden_places_stays_wide(how):
+    x = normal(0, 4, 8)
+    with jax.numpy_rank_promotion("allow"):
+        model8 = fp8.quantize_model(ReadTwice(how), RECIPES["current"], **ALL)
+        variables = jax.jit(model8.init)(jax.random.key(0), x)
+        serve, served = fp8.freeze(model8, variables)
+        expected, out = (jax.jit(m.apply)(v, x) for m, v in ((model8, variables), (serve, served)))
+    assert served["params"]["w"].dtype == jnp.float32
     np.testing.assert_array_equal(out, expected)
 
 
