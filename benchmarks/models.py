@@ -265,9 +265,9 @@ def clip() -> Case:
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
     }
-    config = transformers.CLIPConfig.from_text_vision_configs(
-        transformers.CLIPTextConfig(vocab_size=VOCABULARY, eos_token_id=VOCABULARY - 1, **both),
-        transformers.CLIPVisionConfig(image_size=IMAGE, patch_size=PATCH, **both),
+    config = transformers.CLIPConfig(
+        text_config={"vocab_size": VOCABULARY, "eos_token_id": VOCABULARY - 1, **both},
+        vision_config={"image_size": IMAGE, "patch_size": PATCH, **both},
     )
     x = tokens(4, TEXT // 2)
     return of_transformers("FlaxCLIPModel", config, (x, images(4), jnp.ones_like(x), positions(x)))
@@ -369,6 +369,10 @@ def measure(name: str, steps: int = STEPS) -> dict[str, Any]:
         return {"model": name, "source": case.package, **_measure(case, steps)}
 
 
+def jitted(case: Case, model: nn.Module, variables: Any) -> jax.Array:
+    return jax.jit(functools.partial(case.logits, model))(variables, *case.args)
+
+
 def _measure(case: Case, steps: int) -> dict[str, Any]:
     model, model8 = case.model, case.convert()
     key = jax.random.key(0)
@@ -381,15 +385,15 @@ def _measure(case: Case, steps: int) -> dict[str, Any]:
     row = contractions(case, model8)
 
     calibrated = fp8.calibrate(lambda v, x: case.logits(model8, v, *x), variables8, [case.args])
-    plain = jax.jit(functools.partial(case.logits, model))(variables)
-    logits8 = jax.jit(functools.partial(case.logits, model8))(calibrated)
-    in_bf16 = jax.jit(functools.partial(case.logits, model.clone(dtype=jnp.bfloat16)))(variables)
+    plain = jitted(case, model, variables)
+    logits8 = jitted(case, model8, calibrated)
+    in_bf16 = jitted(case, model.clone(dtype=jnp.bfloat16), variables)
     sqnr = decibels(plain, logits8)
 
     served, frozen = fp8.freeze(model8, calibrated)
     # Without jit, where each operation is a program of its own: a compiler fuses two models differently.
     bitwise = jnp.array_equal(case.logits(served, frozen), case.logits(model8, calibrated))
-    logits_served = jax.jit(functools.partial(case.logits, served))(frozen)
+    logits_served = jitted(case, served, frozen)
 
     trained8 = fp8.calibrate(lambda v, _: case.loss(model8, v), variables8, [0], backward=True)
     weights = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -427,9 +431,10 @@ def corpus() -> np.ndarray:
     return np.frombuffer(inspect.getsource(argparse).encode(), np.uint8).astype(np.int32)
 
 
-def windows(rng: np.random.Generator, number: int, length: int) -> jax.Array:
-    starts = rng.integers(0, len(corpus()) - length, number)
-    return jnp.asarray(np.stack([corpus()[i : i + length] for i in starts]))
+def texts() -> jax.Array:
+    """Returns what the decoder learns by heart."""
+    starts = np.random.default_rng(0).integers(0, len(corpus()) - LENGTH, TRAIN_BATCH)
+    return jnp.asarray(np.stack([corpus()[i : i + LENGTH] for i in starts]))
 
 
 def call(model: nn.Module, variables: Any, x: jax.Array, **kwargs: Any) -> Any:
@@ -440,13 +445,12 @@ def call(model: nn.Module, variables: Any, x: jax.Array, **kwargs: Any) -> Any:
 
 def train(model: nn.Module, steps: int) -> tuple[Any, float]:
     """Returns a language model's variables after a few steps in float32, and its last loss."""
-    rng, tx = np.random.default_rng(0), optax.adam(3e-4)
-    x = windows(rng, TRAIN_BATCH, LENGTH)
+    x, tx = texts(), optax.adam(3e-4)
     variables = jax.jit(lambda key: model.init(key, x, jnp.ones_like(x), positions(x)))(jax.random.key(0))
     state = tx.init(variables)
 
     @jax.jit
-    def step(variables: Any, state: Any, x: jax.Array) -> Any:
+    def step(variables: Any, state: Any) -> Any:
         def loss(v: Any) -> jax.Array:
             logits = first(call(model, v, x))[:, :-1]
             return optax.softmax_cross_entropy_with_integer_labels(logits, x[:, 1:]).mean()
@@ -457,7 +461,7 @@ def train(model: nn.Module, steps: int) -> tuple[Any, float]:
 
     value: Any = math.nan
     for _ in range(steps):
-        variables, state, value = step(variables, state, windows(rng, TRAIN_BATCH, LENGTH))
+        variables, state, value = step(variables, state)
     return variables, float(value)
 
 
@@ -495,7 +499,7 @@ class Decoder:
         return logits, time.perf_counter() - before
 
 
-def decoders(variables: Any, samples: list[jax.Array]) -> Iterator[tuple[str, str, Decoder]]:
+def decoders(variables: Any, x: jax.Array) -> Iterator[tuple[str, str, Decoder]]:
     """Yields the models that are compared, by the dtype of their activations and by what they are."""
     case = gpt2(DECODER_LAYERS, 256)
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -504,9 +508,8 @@ def decoders(variables: Any, samples: list[jax.Array]) -> Iterator[tuple[str, st
         model8 = dataclasses.replace(case, model=model).convert()
         cast = jax.tree.map(functools.partial(jnp.asarray, dtype=dtype), variables)
         yield name, "unconverted", Decoder(model, cast)
-        x = samples[0]
         variables8 = fp8.add_fp8_state(variables, model8, x, jnp.ones_like(x), positions(x))
-        variables8 = fp8.calibrate(functools.partial(call, model8), variables8, samples)
+        variables8 = fp8.calibrate(functools.partial(call, model8), variables8, [x])
         yield name, "quantize_model", Decoder(model8, variables8)
         for text, options in {
             "freeze": {},
@@ -517,15 +520,13 @@ def decoders(variables: Any, samples: list[jax.Array]) -> Iterator[tuple[str, st
 
 
 def decode(steps: int = TRAIN_STEPS, decoded: int = DECODED) -> dict[str, Any]:
-    """Returns the report on decoding: all models on the same prompt, fed the first one's greedy tokens."""
+    """Returns the report on decoding: all models on the same prompts, fed the first one's greedy tokens."""
     model = gpt2(DECODER_LAYERS, 256).model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         variables, loss = train(model, steps)
-        rng = np.random.default_rng(1)
-        samples = [windows(rng, TRAIN_BATCH, LENGTH) for _ in range(2)]
-        found = list(decoders(variables, samples))
-        prompt = windows(rng, BATCH, PROMPT)
+        found = list(decoders(variables, texts()))
+        prompt = texts()[:BATCH, :PROMPT]
         logits = [[decoder.step(prompt, 0)[0] for *_, decoder in found]]
         seconds = []
         for i in range(decoded - 1):
@@ -539,6 +540,7 @@ def decode(steps: int = TRAIN_STEPS, decoded: int = DECODED) -> dict[str, Any]:
     times = np.asarray(seconds[WARM_UP:])
     rows = []
     wanted = np.stack([np.asarray(x[0]) for x in logits])
+    by_heart = np.asarray(texts())[:BATCH, PROMPT : PROMPT + decoded].T
     for i, (dtype, text, decoder) in enumerate(found):
         got = np.stack([np.asarray(x[i]) for x in logits])
         beside = next(j for j, (d, *_) in enumerate(found) if d == dtype)
@@ -557,6 +559,7 @@ def decode(steps: int = TRAIN_STEPS, decoded: int = DECODED) -> dict[str, Any]:
     return {
         "trained_steps": steps,
         "loss_nats_per_byte": round(loss, 3),
+        "known_by_heart": round(float(np.mean(wanted.argmax(-1) == by_heart)), 4),
         "tokens": int(wanted.shape[0] * wanted.shape[1]),
         "timed_rounds": len(times),
         "rows": rows,
@@ -596,8 +599,8 @@ def method(steps: int) -> list[str]:
         "Models: as their packages have them, unmodified, with random weights from one key; width "
         f"{WIDTH}, {LAYERS} layers (in each of encoder and decoder, or tower), vocabulary {VOCABULARY}, "
         f"texts of {TEXT} tokens, images of {IMAGE}x{IMAGE}, batch 2 or 4, float32. Converted by "
-        "quantize_model with its defaults (delayed scaling); logits that share the embedding's parameter are "
-        f"excluded by {TIED!r}.",
+        "quantize_model with its defaults (delayed scaling); logits that share the embedding's parameter "
+        f"are excluded by {TIED!r}.",
         f"Contractions: fp8flax.report at {REPORT_BATCH} times that batch; the speed-up is its prediction "
         "for an H200, of the GEMMs of a training step.",
         "SQNR of the logits in dB = 10 log10(sum(float32^2) / sum((x - float32)^2)), after calibrate on "
@@ -609,11 +612,13 @@ def method(steps: int) -> list[str]:
         "the logits of the frozen model beside those of the converted one, without jit; and with it, where "
         "XLA compiles two programs.",
         f"Decoding: a GPT-2 of width {WIDTH}, {DECODER_LAYERS} layers and 256 tokens (bytes), trained in "
-        f"float32 for {TRAIN_STEPS} steps on the source of Python's argparse. A batch of {BATCH} prompts "
-        f"of {PROMPT} bytes, then {DECODED - 1} steps under jit with a cache; all models are fed the "
-        "greedy tokens of the unconverted one in float32, with which their logits and greedy tokens are "
-        "compared. Times: each round takes one step of each model, in rotating order; median of the ratios "
-        f"to the unconverted model of the same dtype in the same round, without the first {WARM_UP}.",
+        f"float32 by Adam, learning rate 3e-4, for {TRAIN_STEPS} steps on {TRAIN_BATCH} pieces of {LENGTH} "
+        "bytes of the source of Python's argparse, and calibrated on them. The prompts are the first "
+        f"{PROMPT} bytes of {BATCH} of these; then {DECODED - 1} steps under jit with a cache; all models "
+        "are fed the greedy tokens of the unconverted one in float32, with which their logits and greedy "
+        "tokens are compared. Times: each round takes one step of each model, in rotating order; median of "
+        "the ratios to the unconverted model of the same dtype in the same round, without the first "
+        f"{WARM_UP}.",
     ]
 
 
@@ -738,7 +743,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         print("", conversion_table(report["models"]), result_table(report["models"]), sep="\n\n")
         args.json = args.json if args.json != RESULT else None
-    if args.json:
+    if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=2) + "\n")
         print(f"\nWritten: {args.json}")

@@ -37,8 +37,6 @@ CONVERTED = {
     "ResNet-50": {"Bottleneck_*/Conv_*"},
 }
 CONVERTED["BERT, with nn.remat"] = CONVERTED["BERT"]
-LEAST_SQNR = {"CLIP": 5.0}
-"""Of 16 cosines, nearly all alike: their differences are small beside the error."""
 
 
 @pytest.fixture(name="_lenient_jax")
@@ -71,7 +69,7 @@ class TestModel:
 
     def test_logits(self, name: str) -> None:
         row = measured(name)
-        assert LEAST_SQNR.get(name, 18.0) < row["sqnr_db"] < row["bf16_sqnr_db"]
+        assert row["sqnr_db"] > 18
 
     def test_training(self, name: str) -> None:
         row = measured(name)
