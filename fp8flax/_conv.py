@@ -16,18 +16,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8flax._dot_general import (
-    _STATELESS,
+    STATELESS,
     DotStates,
-    _checked,
-    _delayed_config,
-    _delayed_scales,
-    _hashable_precision,
-    _is_wide_float,
-    _kept,
-    _quantize_once,
-    _restored,
+    check_states,
+    delayed_config,
     fp8_dot_general,
+    hashable_precision,
+    is_wide_float,
+    keep,
     measuring,
+    quantize_once,
+    restore,
+    scales_of,
 )
 from fp8flax._gemm import KEPT_WIDE, Fp8EmulationWarning, compile_target
 from fp8flax._operands import Quantized, View, dequantize_operand
@@ -196,7 +196,7 @@ class _Residuals(NamedTuple):
 # derives both transposes. The cotangents of the scaling states are their next values (see _qdq).
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _convolve(config: _Config, lhs: jax.Array, rhs: jax.Array, states: DotStates) -> jax.Array:
-    scales = _delayed_scales(cast("Any", config), states)
+    scales = scales_of(cast("Any", config), states)
     recipe = config.recipe.forward
     q_lhs = _quantize(recipe.lhs, lhs, scales.get("input"))
     q_rhs = _quantize(recipe.rhs, rhs, scales.get("kernel"))
@@ -209,7 +209,7 @@ def _whole(shape: tuple[int, ...]) -> View:
 
 
 def _quantize(quantizer: Quantizer | None, x: jax.Array, delayed_scale: jax.Array | None) -> Any:
-    return _quantize_once(quantizer, _whole(x.shape), x, delayed_scale)
+    return quantize_once(quantizer, _whole(x.shape), x, delayed_scale)
 
 
 def _dequantize(quantizer: Quantizer | None, operand: Any, dtype: np.dtype) -> jax.Array:
@@ -250,20 +250,20 @@ def _fwd(
 ) -> tuple[jax.Array, _Residuals]:
     forward, dgrad, wgrad = config.recipe.forward, config.recipe.dgrad, config.recipe.wgrad
     name_scaling = partial(jax.tree.map, partial(checkpoint_name, name="fp8_scaling"))
-    scales = name_scaling(_delayed_scales(cast("Any", config), states))
+    scales = name_scaling(scales_of(cast("Any", config), states))
     lhs_first, lhs_second, lhs_amax = _quantize_for_both((forward.lhs, wgrad.lhs), lhs, scales.get("input"))
     rhs_first, rhs_second, rhs_amax = _quantize_for_both(
         (forward.rhs, dgrad.rhs), rhs, scales.get("kernel")
     )
     amaxes = name_scaling({k: a for k, a in (("input", lhs_amax), ("kernel", rhs_amax)) if a is not None})
     lhs_view, rhs_view = _whole(config.lhs_shape), _whole(config.rhs_shape)
-    lhs_kept = _kept(lhs_second, "fp8_input", wgrad.lhs, lhs_view, scales.get("input"))
-    rhs_kept = _kept(rhs_second, "fp8_kernel", dgrad.rhs, rhs_view, scales.get("kernel"))
+    lhs_kept = keep(lhs_second, "fp8_input", wgrad.lhs, lhs_view, scales.get("input"))
+    rhs_kept = keep(rhs_second, "fp8_kernel", dgrad.rhs, rhs_view, scales.get("kernel"))
     # From the residuals where it is the same: what is computed again then starts from what a policy kept.
     if forward.lhs == wgrad.lhs:
-        lhs_first = _restored(lhs_kept, wgrad.lhs, lhs_view)
+        lhs_first = restore(lhs_kept, wgrad.lhs, lhs_view)
     if forward.rhs == dgrad.rhs:
-        rhs_first = _restored(rhs_kept, dgrad.rhs, rhs_view)
+        rhs_first = restore(rhs_kept, dgrad.rhs, rhs_view)
     out = checkpoint_name(_forward(config, lhs_first, rhs_first), "fp8_output")
     return out, _Residuals(lhs_kept, rhs_kept, scales, amaxes, states)
 
@@ -285,12 +285,12 @@ def _bwd(config: _Config, residuals: _Residuals, g: jax.Array) -> tuple[jax.Arra
     g_first, g_second, g_amax = _quantize_for_both((dgrad.lhs, wgrad.rhs), g, scales.get("output_grad"))
 
     with jax.named_scope("fp8_dgrad"):
-        w = _restored(residuals.rhs, dgrad.rhs, _whole(config.rhs_shape))
+        w = restore(residuals.rhs, dgrad.rhs, _whole(config.rhs_shape))
         w, g_wide = _dequantize(dgrad.rhs, w, dtype), _dequantize(dgrad.lhs, g_first, dtype)
         with _scope(dgrad.lhs, dgrad.rhs):
             lhs_grad = _transposed(lambda x: config.conv(x, w, dtype), residuals.lhs, dtype, g_wide)
     with jax.named_scope("fp8_wgrad"):
-        x = _restored(residuals.lhs, wgrad.lhs, _whole(config.lhs_shape))
+        x = restore(residuals.lhs, wgrad.lhs, _whole(config.lhs_shape))
         x, g_wide = _dequantize(wgrad.lhs, x, dtype), _dequantize(wgrad.rhs, g_second, dtype)
         with _scope(wgrad.lhs, wgrad.rhs):
             rhs_grad = _transposed(lambda w: config.conv(x, w, dtype), residuals.rhs, dtype, g_wide)
@@ -399,7 +399,7 @@ def _as_convolution(
         lax.ConvDimensionNumbers(*specs),
         int(feature_group_count),
         int(batch_group_count),
-        _hashable_precision(precision),
+        hashable_precision(precision),
     )
 
 
@@ -416,7 +416,7 @@ def fp8_conv_general_dilated(
     precision: Any = None,
     preferred_element_type: Any = None,
     *,
-    states: DotStates = _STATELESS,
+    states: DotStates = STATELESS,
     recipe: Recipe,
     form: str = "direct",
 ) -> jax.Array:
@@ -457,7 +457,7 @@ def fp8_conv_general_dilated(
         ValueError: the recipe takes matmuls only and this is none, or the shapes do not fit.
     """
     lhs, rhs = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
-    if preferred_element_type is not None and not _is_wide_float(preferred_element_type):
+    if preferred_element_type is not None and not is_wide_float(preferred_element_type):
         raise TypeError(
             "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
             f"{preferred_element_type!r}."
@@ -497,9 +497,9 @@ def fp8_conv_general_dilated(
         with jax.named_scope(KEPT_WIDE):
             return conv(lhs, rhs, out.dtype)
     _check_one_scale(recipe, uses, conv)
-    states = _checked(states, gemms)
+    states = check_states(states, gemms)
     lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
-    delayed = {role: (_delayed_config(q), getattr(states, role)) for role, q in gemms.delayed.items()}
+    delayed = {role: (delayed_config(q), getattr(states, role)) for role, q in gemms.delayed.items()}
     if measuring.value:
         lhs = _measured(*delayed["input"], lhs) if "input" in delayed else lhs
         rhs = _measured(*delayed["kernel"], rhs) if "kernel" in delayed else rhs

@@ -58,7 +58,7 @@ class DotStates(NamedTuple):
     output_grad: ScalingState | None = None
 
 
-_STATELESS = DotStates()
+STATELESS = DotStates()
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
@@ -171,7 +171,7 @@ def _transposes(lhs: View, rhs: View) -> tuple[_Transpose, _Transpose]:
     )
 
 
-def _explicit_sharding(x: jax.Array) -> Any:
+def explicit_sharding(x: jax.Array) -> Any:
     """Returns the sharding of an array on a mesh with explicit axes, else None."""
     sharding = jax.typeof(x).sharding
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
@@ -273,7 +273,7 @@ class _Config(NamedTuple):
 
 
 def _kept_sharding(quantizer: Any, view: View, sharding: NamedSharding | None) -> Any:
-    """Returns the sharding of an operand as ``_kept`` returns it."""
+    """Returns the sharding of an operand as ``keep`` returns it."""
     if sharding is None:  # not on the mesh
         return None
     whole = NamedSharding(sharding.mesh, PartitionSpec())
@@ -305,12 +305,12 @@ def _in_automatic_axes(config: _Config, f: Callable[..., Any], out_shardings: An
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _quantize_once(quantizer: Any, view: View, x: jax.Array, delayed_scale: Any) -> Any:
+def quantize_once(quantizer: Any, view: View, x: jax.Array, delayed_scale: Any) -> Any:
     """Quantizes, and refuses to be differentiated: a second derivative would silently be zero."""
     return quantize_operand(quantizer, x, view, delayed_scale)
 
 
-@_quantize_once.defjvp
+@quantize_once.defjvp
 def _quantize_once_jvp(quantizer: Any, view: View, primals: Any, tangents: Any) -> Any:
     raise TypeError(ONCE)
 
@@ -337,7 +337,7 @@ class _Residuals(NamedTuple):
 # that GEMM says. The cotangents of the scaling states are their next values (see _qdq).
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _direct_dot_general(config: _Config, lhs: jax.Array, rhs: jax.Array, states: DotStates) -> jax.Array:
-    scales = _delayed_scales(config, states)
+    scales = scales_of(config, states)
     if config.is_automatic:
         return _in_automatic_axes(config, _primal, config.out_sharding, lhs, rhs, scales)
     return _primal(config, lhs, rhs, scales)
@@ -345,16 +345,16 @@ def _direct_dot_general(config: _Config, lhs: jax.Array, rhs: jax.Array, states:
 
 def _primal(config: _Config, lhs: jax.Array, rhs: jax.Array, scales: dict[str, jax.Array]) -> jax.Array:
     gemm = config.forward
-    q_lhs = _quantize_once(gemm.recipe.lhs, gemm.lhs, lhs, scales.get("input"))
-    q_rhs = _quantize_once(gemm.recipe.rhs, gemm.rhs, rhs, scales.get("kernel"))
+    q_lhs = quantize_once(gemm.recipe.lhs, gemm.lhs, lhs, scales.get("input"))
+    q_rhs = quantize_once(gemm.recipe.rhs, gemm.rhs, rhs, scales.get("kernel"))
     with jax.named_scope("fp8_forward"):
         return multiply(gemm, q_lhs, q_rhs)
 
 
-def _delayed_scales(config: _Config, states: DotStates) -> dict[str, jax.Array]:
+def scales_of(config: _Config, states: DotStates) -> dict[str, jax.Array]:
     """Returns the scale of each role with delayed scaling; where they are alike, computed as one."""
     delayed = config.recipe.delayed
-    of = {role: (_delayed_config(q), getattr(states, role)) for role, q in delayed.items()}
+    of = {role: (delayed_config(q), getattr(states, role)) for role, q in delayed.items()}
     if len({(q.amax_history_len, q.amax_compute_algo) for q in delayed.values()}) == 1:
         return dict(zip(of, delayed_scales(*zip(*of.values()))))
     return {role: delayed_scales((c,), (state,))[0] for role, (c, state) in of.items()}
@@ -362,10 +362,11 @@ def _delayed_scales(config: _Config, states: DotStates) -> dict[str, jax.Array]:
 
 def delayed_scale(quantizer: DelayedQuantizer, state: ScalingState) -> jax.Array:
     """Returns the scale, of one element, that a matmul with this state would use."""
-    return delayed_scales((_delayed_config(quantizer),), (check_state(*state),))[0]
+    return delayed_scales((delayed_config(quantizer),), (check_state(*state),))[0]
 
 
-def _delayed_config(quantizer: DelayedQuantizer) -> DelayedConfig:
+def delayed_config(quantizer: DelayedQuantizer) -> DelayedConfig:
+    """Returns a quantizer as the arithmetic of delayed scaling takes it."""
     return DelayedConfig(
         jnp.float32,
         quantizer.dtype,
@@ -385,10 +386,10 @@ def _quantize_for_both(
         "kernel": ((forward.recipe.rhs, forward.rhs), (dgrad.recipe.rhs, dgrad.rhs)),
         "output_grad": ((dgrad.recipe.lhs, dgrad.lhs), (wgrad.recipe.rhs, wgrad.rhs)),
     }[role]
-    q = _quantize_once(*first, x, delayed_scale)
+    q = quantize_once(*first, x, delayed_scale)
     if swaps_with(first[0], second[0], first[1]):
         return q, swapped(q, first[0])
-    return q, _quantize_once(*second, x, delayed_scale)
+    return q, quantize_once(*second, x, delayed_scale)
 
 
 def _quantize_with_amax(
@@ -413,7 +414,7 @@ def _quantize_with_amax(
 def _direct_fwd(
     config: _Config, lhs: jax.Array, rhs: jax.Array, states: DotStates
 ) -> tuple[jax.Array, _Residuals]:
-    scales = jax.tree.map(partial(checkpoint_name, name="fp8_scaling"), _delayed_scales(config, states))
+    scales = jax.tree.map(partial(checkpoint_name, name="fp8_scaling"), scales_of(config, states))
     if config.is_automatic:
         out, lhs_kept, rhs_kept, amaxes = _in_automatic_axes(
             config, _forward, (config.out_sharding, *config.kept_shardings, None), lhs, rhs, scales
@@ -434,21 +435,21 @@ def _forward(
         amaxes["kernel"] = delayed_amax(rhs)
     (dgrad, _), (wgrad, _) = config.dgrad, config.wgrad
     amaxes = jax.tree.map(partial(checkpoint_name, name="fp8_scaling"), amaxes)
-    lhs_kept = _kept(lhs_second, "fp8_input", wgrad.recipe.lhs, wgrad.lhs, scales.get("input"))
-    rhs_kept = _kept(rhs_second, "fp8_kernel", dgrad.recipe.rhs, dgrad.rhs, scales.get("kernel"))
+    lhs_kept = keep(lhs_second, "fp8_input", wgrad.recipe.lhs, wgrad.lhs, scales.get("input"))
+    rhs_kept = keep(rhs_second, "fp8_kernel", dgrad.recipe.rhs, dgrad.rhs, scales.get("kernel"))
     # Where a tensor's codes serve both GEMMs, from the residuals: a GEMM that is computed again then
     # starts from what a policy kept.
     gemm = config.forward
     if swaps_with(gemm.recipe.lhs, wgrad.recipe.lhs, gemm.lhs):
-        lhs_first = swapped(_restored(lhs_kept, wgrad.recipe.lhs, wgrad.lhs), gemm.recipe.lhs)
+        lhs_first = swapped(restore(lhs_kept, wgrad.recipe.lhs, wgrad.lhs), gemm.recipe.lhs)
     if swaps_with(gemm.recipe.rhs, dgrad.recipe.rhs, gemm.rhs):
-        rhs_first = swapped(_restored(rhs_kept, dgrad.recipe.rhs, dgrad.rhs), gemm.recipe.rhs)
+        rhs_first = swapped(restore(rhs_kept, dgrad.recipe.rhs, dgrad.rhs), gemm.recipe.rhs)
     with jax.named_scope("fp8_forward"):
         out = multiply(gemm, lhs_first, rhs_first)
     return checkpoint_name(out, "fp8_output"), lhs_kept, rhs_kept, amaxes
 
 
-def _kept(operand: Any, name: str, quantizer: Any, view: View, delayed_scale: Any) -> Any:
+def keep(operand: Any, name: str, quantizer: Any, view: View, delayed_scale: Any) -> Any:
     """Returns an operand to keep for the backward pass, under a name for policies."""
     if quantizer is None:
         # A wide kernel is an argument, and there anyway.
@@ -462,8 +463,8 @@ def _kept(operand: Any, name: str, quantizer: Any, view: View, delayed_scale: An
     return Quantized(codes, checkpoint_name(scale, "fp8_scaling"))
 
 
-def _restored(kept: Any, quantizer: Any, view: View) -> Any:
-    """Returns the operand that ``_kept`` was given."""
+def restore(kept: Any, quantizer: Any, view: View) -> Any:
+    """Returns the operand that ``keep`` was given."""
     if quantizer is None:
         return kept
     scale = kept.scale
@@ -506,10 +507,10 @@ def _backward(
     g_first, g_second, g_amax = _quantize_with_amax(config, "output_grad", g, scales.get("output_grad"))
     (dgrad, dgrad_transpose), (wgrad, wgrad_transpose) = config.dgrad, config.wgrad
     with jax.named_scope("fp8_dgrad"):
-        lhs_grad = multiply(dgrad, g_first, _restored(rhs_kept, dgrad.recipe.rhs, dgrad.rhs))
+        lhs_grad = multiply(dgrad, g_first, restore(rhs_kept, dgrad.recipe.rhs, dgrad.rhs))
         lhs_grad = lax.transpose(lhs_grad, np.argsort(dgrad_transpose.axes))
     with jax.named_scope("fp8_wgrad"):
-        rhs_grad = multiply(wgrad, _restored(lhs_kept, wgrad.recipe.lhs, wgrad.lhs), g_second)
+        rhs_grad = multiply(wgrad, restore(lhs_kept, wgrad.recipe.lhs, wgrad.lhs), g_second)
         rhs_grad = lax.transpose(rhs_grad, np.argsort(wgrad_transpose.axes))
     return lhs_grad, rhs_grad, g_amax
 
@@ -573,7 +574,7 @@ def _measured_bwd(
     )
     tensors = {"input": lhs, "kernel": rhs, "output_grad": g}
     next_states = {
-        role: measured_next_state(_delayed_config(quantizer), tensors[role], getattr(states, role))
+        role: measured_next_state(delayed_config(quantizer), tensors[role], getattr(states, role))
         for role, quantizer in recipe.delayed.items()
     }
     return *transpose(g), DotStates(**next_states)
@@ -590,24 +591,27 @@ def _hashable_dims(dimension_numbers: DimensionNumbers) -> _Dims:
     )
 
 
-def _hashable_precision(precision: Any) -> Any:
+def hashable_precision(precision: Any) -> Any:
+    """Returns a precision as a static argument."""
     return tuple(precision) if isinstance(precision, list) else precision
 
 
-def _checked(states: DotStates, gemms: CustomRecipe) -> DotStates:
+def check_states(states: DotStates, gemms: CustomRecipe) -> DotStates:
+    """Returns the states that some GEMM uses, or raises where one cannot be state."""
     if any(map(is_max_dtype, jax.tree.leaves(states, is_leaf=is_max_dtype))):
         refuse_unchecked_axes()
     return DotStates(**{role: check_state(*getattr(states, role)) for role in gemms.delayed})
 
 
-def _is_wide_float(dtype: Any) -> bool:
+def is_wide_float(dtype: Any) -> bool:
+    """Tells whether a dtype is a float of two bytes or more."""
     try:
         return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
     except TypeError:
         return False
 
 
-def _with_precision(recipe: CustomRecipe, precision: Any) -> CustomRecipe:
+def with_precision(recipe: CustomRecipe, precision: Any) -> CustomRecipe:
     """Returns the recipe with the accumulation that ``precision`` asks for, or raises ``TypeError``."""
     if precision is None:
         return recipe
@@ -634,7 +638,7 @@ def fp8_dot_general(
     precision: Any = None,
     preferred_element_type: Any = None,
     *,
-    states: DotStates = _STATELESS,
+    states: DotStates = STATELESS,
     recipe: Recipe,
     form: str = "direct",
 ) -> jax.Array:
@@ -661,7 +665,7 @@ def fp8_dot_general(
             is none of the above, or the operands do not fit the dimension numbers.
     """
     lhs, rhs = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
-    if preferred_element_type is not None and not _is_wide_float(preferred_element_type):
+    if preferred_element_type is not None and not is_wide_float(preferred_element_type):
         raise TypeError(
             "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
             f"{preferred_element_type!r}."
@@ -678,22 +682,22 @@ def fp8_dot_general(
         return _measured_dot_general(
             gemms,
             _hashable_dims(dimension_numbers),
-            _hashable_precision(precision),
+            hashable_precision(precision),
             preferred_element_type,
             lhs,
             rhs,
-            _checked(states, gemms),
+            check_states(states, gemms),
         )
     if form == "qdq" and all(isinstance(quantizer, DelayedQuantizer) for quantizer in uses):
-        configs = {role: _delayed_config(quantizer) for role, quantizer in gemms.delayed.items()}
-        given = _checked(states, gemms)._asdict()
+        configs = {role: delayed_config(quantizer) for role, quantizer in gemms.delayed.items()}
+        given = check_states(states, gemms)._asdict()
         lhs = delayed_in_qdq(configs["input"], lhs, *given["input"])
         rhs = delayed_in_qdq(configs["kernel"], rhs, *given["kernel"])
         out = dot_general_with_precision(lhs, rhs, dimension_numbers, precision, preferred_element_type)
         return delayed_out_qdq(configs["output_grad"], out, *given["output_grad"])
     config = _config(lhs, rhs, dimension_numbers, precision, preferred_element_type, gemms, form)
     warn_if_emulated(config.recipe.forward, config.recipe.dgrad, config.recipe.wgrad)
-    return _direct_dot_general(config, lhs, rhs, _checked(states, gemms))
+    return _direct_dot_general(config, lhs, rhs, check_states(states, gemms))
 
 
 def _config(
@@ -705,7 +709,7 @@ def _config(
     gemms: CustomRecipe,
     form: str,
 ) -> _Config:
-    gemms = _with_precision(gemms, precision)
+    gemms = with_precision(gemms, precision)
     # Checks the shapes, with the errors that users know, and settles the dtype of the result.
     out = jax.eval_shape(
         partial(
@@ -724,12 +728,12 @@ def _config(
         lhs.dtype,
         rhs.dtype,
         out.dtype,
-        _explicit_sharding(lhs),
-        _explicit_sharding(rhs),
+        explicit_sharding(lhs),
+        explicit_sharding(rhs),
         getattr(out, "sharding", None),
         manual_axes(lhs),
         manual_axes(rhs),
-        _hashable_precision(precision),
+        hashable_precision(precision),
         form == "qdq",
     )
 

@@ -13,16 +13,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._dot_general import (
     DotStates,
-    _checked,
-    _delayed_config,
-    _explicit_sharding,
-    _hashable_precision,
-    _is_wide_float,
-    _kept,
-    _quantize_once,
-    _restored,
-    _with_precision,
+    check_states,
+    delayed_config,
+    explicit_sharding,
+    hashable_precision,
+    is_wide_float,
+    keep,
     measuring,
+    quantize_once,
+    restore,
+    with_precision,
 )
 from fp8flax._gemm import KEPT_WIDE, Gemm, multiply, warn_if_emulated
 from fp8flax._max_dtype import is_max_dtype
@@ -273,7 +273,7 @@ def _quantize_for_both(config: _Config, role: str, x: jax.Array, scale: jax.Arra
     shape = x.shape[-2:]
 
     def quantized(quantizer: Any, axis: int) -> Any:
-        quantize = partial(_quantize_once, quantizer, View(shape, (axis,), ()))
+        quantize = partial(quantize_once, quantizer, View(shape, (axis,), ()))
         if role == "kernel":
             quantize = jax.vmap(quantize, in_axes=(0, None if scale is None else 0))
         return quantize(x, scale)
@@ -292,11 +292,11 @@ def _transposed(kernels: Any) -> Any:
     return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, kernels)
 
 
-def _delayed_scales(config: _Config, states: DotStates) -> dict[str, jax.Array]:
+def scales_of(config: _Config, states: DotStates) -> dict[str, jax.Array]:
     """Returns the scale of each role with delayed scaling: a scalar, for kernels one per expert."""
     scales = {}
     for role, quantizer in config.recipe.delayed.items():
-        compute = partial(delayed_scale, _delayed_config(quantizer))
+        compute = partial(delayed_scale, delayed_config(quantizer))
         is_kernel = role == "kernel"
         scale = (jax.vmap(compute) if is_kernel else compute)(getattr(states, role))
         scales[role] = scale.reshape((config.groups,) if is_kernel else ())
@@ -331,7 +331,7 @@ def _ragged_dot(
 def _fwd(
     config: _Config, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, states: DotStates
 ) -> tuple[jax.Array, _Residuals]:
-    scales = jax.tree.map(partial(checkpoint_name, name="fp8_scaling"), _delayed_scales(config, states))
+    scales = jax.tree.map(partial(checkpoint_name, name="fp8_scaling"), scales_of(config, states))
     lhs = _grouped_rows(config, lhs, group_sizes)
     amaxes = {}
     if "input" in scales:
@@ -342,13 +342,13 @@ def _fwd(
     recipe = config.recipe
     lhs_first, lhs_second = _quantize_for_both(config, "input", lhs, scales.get("input"))
     rhs_first, rhs_second = _quantize_for_both(config, "kernel", rhs, scales.get("kernel"))
-    lhs_kept = _kept(lhs_second, "fp8_input", recipe.wgrad.lhs, config.wgrad.lhs, scales.get("input"))
-    rhs_kept = _kept(rhs_second, "fp8_kernel", recipe.dgrad.rhs, config.dgrad.rhs, scales.get("kernel"))
+    lhs_kept = keep(lhs_second, "fp8_input", recipe.wgrad.lhs, config.wgrad.lhs, scales.get("input"))
+    rhs_kept = keep(rhs_second, "fp8_kernel", recipe.dgrad.rhs, config.dgrad.rhs, scales.get("kernel"))
     # From the residuals where that is the same: what is computed again starts from what a policy kept.
     if _is_shared(recipe.forward.lhs, recipe.wgrad.lhs):
-        lhs_first = _restored(lhs_kept, recipe.wgrad.lhs, config.wgrad.lhs)
+        lhs_first = restore(lhs_kept, recipe.wgrad.lhs, config.wgrad.lhs)
     if _is_shared(recipe.forward.rhs, recipe.dgrad.rhs):
-        rhs_first = _restored(rhs_kept, recipe.dgrad.rhs, config.dgrad.rhs)
+        rhs_first = restore(rhs_kept, recipe.dgrad.rhs, config.dgrad.rhs)
     with jax.named_scope("fp8_forward"):
         visits = _visits(config, group_sizes)
         # Transposed once for all visits.
@@ -366,11 +366,11 @@ def _bwd(
     recipe, visits = config.recipe, _visits(config, group_sizes)
     g_first, g_second = _quantize_for_both(config, "output_grad", g, scales.get("output_grad"))
     with jax.named_scope("fp8_dgrad"):
-        kernels = _restored(rhs_kept, recipe.dgrad.rhs, config.dgrad.rhs)
+        kernels = restore(rhs_kept, recipe.dgrad.rhs, config.dgrad.rhs)
         lhs_grad = _multiply_rows(config, config.dgrad, g_first, kernels, config.depth, visits)
         lhs_grad = lhs_grad[: config.rows]
     with jax.named_scope("fp8_wgrad"):
-        lhs = _restored(lhs_kept, recipe.wgrad.lhs, config.wgrad.lhs)
+        lhs = restore(lhs_kept, recipe.wgrad.lhs, config.wgrad.lhs)
         rhs_grad = _multiply_groups(config, lhs, g_second, visits)
     amaxes = {**kept_amaxes, "output_grad": _grouped_amax(g, group_sizes)}
     new = {role: _next_state(role, amaxes[role], scales[role], getattr(states, role)) for role in scales}
@@ -413,7 +413,7 @@ def _measured_bwd(
     _, transpose = jax.vjp(partial(_wide_ragged_dot, config, group_sizes), lhs, rhs)
     new = {}
     for role, quantizer in config.recipe.delayed.items():
-        measure = partial(measured_next_state, _delayed_config(quantizer))
+        measure = partial(measured_next_state, delayed_config(quantizer))
         state = getattr(states, role)
         if role == "kernel":
             new[role] = jax.vmap(measure)(rhs, state)
@@ -430,7 +430,7 @@ def _checked_states(states: DotStates, gemms: CustomRecipe, groups: int) -> DotS
     """Returns the states that the recipe needs, or raises where their shapes or dtypes do not fit."""
     kernel = states.kernel
     if "kernel" not in gemms.delayed:
-        return _checked(states, gemms)
+        return check_states(states, gemms)
     assert kernel is not None
     for name, value in zip(kernel._fields, kernel):
         if jnp.ndim(value) != 2 or jnp.shape(value)[0] != groups:
@@ -462,7 +462,7 @@ def _check_operands(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> N
             f"group_sizes must be integers; got {group_sizes.dtype}. Count the rows of each expert, for "
             "instance with jnp.bincount(experts, length=num_experts)."
         )
-    if _explicit_sharding(lhs) is not None or _explicit_sharding(rhs) is not None:
+    if explicit_sharding(lhs) is not None or explicit_sharding(rhs) is not None:
         raise NotImplementedError(
             "The FP8 ragged dot does not run on explicit axes of a mesh, nor does lax.ragged_dot without "
             "being told the sharding of its result. Call it inside jax.shard_map, where each device has "
@@ -527,7 +527,7 @@ def fp8_ragged_dot(
     """
     lhs, rhs, group_sizes = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs"), jnp.asarray(group_sizes)
     _check_operands(lhs, rhs, group_sizes)
-    if preferred_element_type is not None and not _is_wide_float(preferred_element_type):
+    if preferred_element_type is not None and not is_wide_float(preferred_element_type):
         raise TypeError(
             "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
             f"{preferred_element_type!r}."
@@ -548,7 +548,7 @@ def fp8_ragged_dot(
         partial(lax.ragged_dot, preferred_element_type=preferred_element_type), lhs, rhs, group_sizes
     )
     config = _Config(
-        gemms if measuring.value else _with_precision(gemms, precision),
+        gemms if measuring.value else with_precision(gemms, precision),
         lhs.shape[0],
         rhs.shape[0],
         rhs.shape[1],
@@ -558,7 +558,7 @@ def fp8_ragged_dot(
         out.dtype,
         manual_axes(lhs),
         manual_axes(rhs),
-        _hashable_precision(precision),
+        hashable_precision(precision),
         form == "qdq",
     )
     states = _checked_states(states, gemms, config.groups)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-import jax.numpy as jnp
 
+from fp8flax._dot_general import is_wide_float
 from fp8flax._recipes import Recipe, check_recipe
 
 LEAVE = "leave"
@@ -172,12 +172,8 @@ class Rules:
             return "a product of two parameters"
         if site.kind == "product" and not self.products:
             return "a product of two activations (products=True converts them)"
-        narrow = [str(d) for d in site.dtypes if not _is_wide_float(d)]
+        narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
         return f"operands of {', '.join(narrow)}" if narrow else None
-
-
-def _is_wide_float(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
 
 
 def _check_outcome(said: Any, who: str) -> None:
