@@ -266,6 +266,10 @@ def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[[Any
         return result
 
     @nn.nowrap
+    def apply(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        return super(converted, self).apply(*args, method=_as_method(method), **kwargs)
+
+    @nn.nowrap
     def clone(self: Any, **kwargs: Any) -> Any:
         copy = super(converted, self).clone(**kwargs)
         object.__setattr__(copy, "_fp8_seen", self._fp8_seen)
@@ -276,11 +280,19 @@ def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[[Any
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "_call_wrapped_method": call_wrapped_method,
+        "apply": apply,
         "clone": clone,
         "_fp8_rules": rules,
     }
     converted: Any = type(cls.__name__, (cls,), names)
     return converted
+
+
+def _as_method(method: Any) -> Any:
+    """Returns a function that is given to ``apply``, such as ``lambda m, x: m.encoder(x)``, as a method."""
+    if method is None or isinstance(method, str) or hasattr(method, "method_wrapped"):
+        return method
+    return lambda model, *args, **kwargs: model._call_wrapped_method(method, args, kwargs)
 
 
 def check_matched(rules: Rules, sites: list[FoundSite]) -> None:

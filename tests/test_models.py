@@ -355,6 +355,9 @@ class TestLikeTheModel:
         bound = model8.bind(variables, mutable=["batch_stats"])
         np.testing.assert_array_equal(bound(self.x), whole)
         np.testing.assert_array_equal(bound.decode(z), whole)
+        function = model8.apply(variables, z, method=lambda model, z: model.decoder(z))
+        np.testing.assert_array_equal(function, whole)
+        assert (function != self.model.apply({"params": variables["params"]}, z, method="decode")).any()
         unbound, same = bound.unbind()
         np.testing.assert_array_equal(unbound.apply(same, z, method="decode"), whole)
 
