@@ -292,9 +292,10 @@ def freeze(
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     """Returns a model and its variables for serving: kernels in FP8, scales that no longer change.
 
-    The logits are, bit for bit, those that ``model`` computes from ``variables``. Delayed scales become
-    those that the next step would use; recipes without state go on to scale inputs as they come. There is
-    no state left, and nothing to mutate.
+    Each op computes, bit for bit, what it computes in ``model`` from ``variables``. (So do the models,
+    where XLA compiles what lies between the ops alike: under ``jax.jit`` it may fuse it otherwise, and
+    round differently in the last bit.) Delayed scales become those that the next step would use; recipes
+    without state go on to scale inputs as they come. There is no state left, and nothing to mutate.
 
     Kernels are stored where they were, under their names, in FP8, and their scales beside them, under the
     name of the op: ``params/Dense_0/kernel`` and ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and

@@ -60,6 +60,8 @@ class Frame(NamedTuple):
     """Empty for ``__call__`` and for compact methods."""
     counts: dict[str, int]
     """How many contractions of a kind it has computed."""
+    is_apart: bool = False
+    """Whether the module is one that a method applies to variables of its own, outside of the model."""
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -96,9 +98,12 @@ LEAVE = object()
 class Interception:
     """What all traces of one call of a model share: the handler, and where values come from."""
 
-    def __init__(self, handler: Handler, leave_alone: Callable[[nn.Module], bool]) -> None:
+    def __init__(
+        self, handler: Handler, leave_alone: Callable[[nn.Module], bool], model: type[nn.Module]
+    ) -> None:
         self.handler = handler
         self._leave_alone = leave_alone
+        self._model = model
         # By identity; the values are held, so that no other can have theirs.
         self._derived: dict[int, tuple[Any, Derived]] = {}
         self._known: dict[int, tuple[Any, int]] = {}
@@ -107,6 +112,7 @@ class Interception:
         """Parameters that something reads that is neither a contraction nor a movement."""
         self.is_passing = False
         """Whether a trace has dealt with what reaches those behind it, as under ``nn.vmap``."""
+        self._is_apart = False
 
     def derived(self, value: Any, scope: Any) -> Derived | None:
         """Returns what a value owes to a scope's parameters; None if it has anything from elsewhere."""
@@ -139,6 +145,17 @@ class Interception:
             yield
         finally:
             self.is_passing = before
+
+    @contextlib.contextmanager
+    def frame_of(self, module: nn.Module, method: str) -> Iterator[Frame]:
+        """A context with the frame of a method that runs in it."""
+        scope: Any = module.scope
+        before = self._is_apart
+        self._is_apart |= not scope.path and not isinstance(module, self._model)
+        try:
+            yield Frame(module, method, {}, self._is_apart)
+        finally:
+            self._is_apart = before
 
     def follow(self, primitive: Any, operands: Any, params: Any, results: Any, scope: Any) -> None:
         """Remembers what the results of a primitive owe to parameters."""
@@ -375,16 +392,17 @@ def _in_frame(interception: Interception, module: nn.Module, method: str) -> Ite
         if trace.frames[-1].module.scope is module.scope:  # a method that another one calls
             yield
             return
-        trace.frames.append(Frame(module, method, {}))
-        try:
-            yield
-        finally:
-            trace.frames.pop()
+        with interception.frame_of(module, method) as frame:
+            trace.frames.append(frame)
+            try:
+                yield
+            finally:
+                trace.frames.pop()
         return
     # Inside nn.scan, nn.remat, jax.vmap and the like another trace is current than outside.
     trace = _Trace(trace, interception)
-    trace.frames.append(Frame(module, method, {}))
-    with core.set_current_trace(trace):
+    with interception.frame_of(module, method) as frame, core.set_current_trace(trace):
+        trace.frames.append(frame)
         yield
 
 

@@ -87,7 +87,7 @@ class Call:
         self.rules = rules
         self.sites: list[FoundSite] = []
         self.ops: dict[tuple[str, ...], FoundOp] = {}
-        self.interception = Interception(self.convert, lambda module: isinstance(module, Fp8Op))
+        self.interception = Interception(self.convert, lambda module: isinstance(module, Fp8Op), cls)
 
     def convert(self, contraction: Contraction) -> Any:
         """Computes a contraction as the rules say."""
@@ -201,6 +201,8 @@ def _site(contraction: Contraction, arguments: tuple[Any, ...]) -> Site:
     reason = None
     if contraction.params.get("out_sharding") is not None:
         reason = "it is told the sharding of its result"
+    elif contraction.frame.is_apart:
+        reason = "in a module that is applied to variables of its own, where there is no place for state"
     elif contraction.primitive == RAGGED_DOT and not _is_plain_ragged(contraction.params):
         reason = "a ragged dot of other dimensions than lax.ragged_dot"
     return Site(

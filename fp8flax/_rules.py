@@ -25,7 +25,8 @@ BREAK_EVEN = 281
 even if quantizing takes one pass. Whatever M is, the term is less than ``1/(1/K + 1/N)``."""
 
 LOGITS = re.compile(
-    r"(^|[/_])(lm_?head|logits?(_dense)?|classifier|predictions?|unembed(ding)?)(_?\d*)($|/)|(^|/)head$",
+    r"(^|[/_])(lm_?head|logits?(_dense)?|classifier|unembed(ding)?)(_?\d*)($|/)"
+    r"|(^|[/_])(predictions?(/decoder)?)$|(^|/)head$",
     re.IGNORECASE,
 )
 """Names of the layers that are taken for a model's last one."""

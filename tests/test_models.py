@@ -448,6 +448,29 @@ def test_a_layer_called_twice_has_two_ops():
     assert set(by_hand[OWG]["layer"]) == {"Fp8DotGeneralOp_0"}
 
 
+class AppliedApart(nn.Module):
+    """The logits as in Hugging Face's models: a layer that is applied to the embedding."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(12, 8)
+        x = nn.Dense(8)(embed(tokens))
+        kernel = embed.variables["params"]["embedding"].T
+        return nn.Dense(12, use_bias=False, parent=None).apply({"params": {"kernel": kernel}}, x)
+
+
+def test_a_module_with_variables_of_its_own():
+    tokens = np.arange(4)
+    model8 = fp8.quantize_model(AppliedApart(), **ALL)
+    variables = model8.init(jax.random.key(0), tokens)
+    assert set(variables[OWG]) == {"Dense_0"}
+    _, left = fp8.report(model8, tokens).rows
+    assert "applied to variables of its own" in left.reason
+    _, served = fp8.freeze(model8, fp8.calibrate(model8.apply, variables, [tokens]))
+    assert served["params"]["Embed_0"]["embedding"].dtype == jnp.float32
+    assert served["params"]["Dense_0"]["kernel"].dtype == jnp.float8_e4m3fn
+
+
 def test_products():
     x = normal(0, 2, 4, 8)
     model8 = fp8.quantize_model(Attention(), products=True, **ALL)

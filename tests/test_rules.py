@@ -98,7 +98,10 @@ class TestDefaults:
         assert decision.reason == "the logits, by the layer's name"
         assert Rules(include=path).decide(site(path)).converts
 
-    @pytest.mark.parametrize("path", ["heads/up", "attention_head_0", "headdim", "multi_head/query", "x"])
+    @pytest.mark.parametrize(
+        "path",
+        ["heads/up", "attention_head_0", "headdim", "multi_head/query", "x", "predictions/transform"],
+    )
     def test_other_names(self, path):
         assert Rules().decide(site(path)).converts
 
