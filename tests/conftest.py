@@ -31,13 +31,25 @@ def _strict_jax():
         yield
 
 
-@pytest.fixture(scope="module")
-def _little_optimization():
-    """For tests of what does not depend on it, and of which compiling takes most of the time."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+# Files whose time goes into compiling, which is done in full with --all-cells alone. The arithmetic itself,
+# and what a GPU would run, is always compiled as users have it.
+LITTLE_OPTIMIZATION = {
+    f"test_{name}.py"
+    for name in (
+        *("autocast", "checkpoints", "conv", "convert", "demo", "demo_tasks", "devices", "faults"),
+        *("freeze", "inference", "kill", "models", "modules", "ragged", "recipe_dot", "safetensors"),
+        *("train", "transformations"),
+    )
+}
+
+
+@pytest.fixture(autouse=True)
+def _little_optimization(request):
+    is_enough = request.path.name in LITTLE_OPTIMIZATION and "gpu" not in request.fixturenames
+    in_full = request.config.getoption("--all-cells")
+    jax.config.update("jax_disable_most_optimizations", is_enough and not in_full)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

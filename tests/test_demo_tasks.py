@@ -17,8 +17,6 @@ import fp8flax as fp8
 from fp8flax.demo import __main__ as cli
 from fp8flax.demo import classify, compare, digits, imdb, report
 
-pytestmark = pytest.mark.usefixtures("_little_optimization")
-
 WORDS = {
     "pos": ("wonderful", "moving", "brilliant", "superb"),
     "neg": ("dull", "boring", "awful", "dreadful"),

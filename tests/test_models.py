@@ -13,8 +13,6 @@ from jax import lax
 
 import fp8flax as fp8
 
-pytestmark = pytest.mark.usefixtures("_little_optimization")
-
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 ALL = {"include": ".*"}
 
