@@ -314,7 +314,7 @@ class TestDigits:
         assert "--batch-size 2000 is more than the 1078 examples" in of_digits("--batch-size", 2000)
         assert "--seeds must be distinct" in of_digits("--seeds", 1, 1)
         monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-        assert "pip install scikit-learn" in of_digits()
+        assert "pip install 'fp8flax[demo]'" in of_digits()
         assert not list(tmp_path.glob("runs/*"))
 
 

@@ -372,16 +372,10 @@ def covered(layer, recipe, i):
     return i % 4 == COLUMNS.index(recipe) - 1 and layer == layers[i % 3 * (i // 4 % 2)]
 
 
-IN_CI = [
-    recipe
-    if recipe in ("delayed", "mxfp8")
-    else pytest.param(recipe, marks=pytest.mark.usefixtures("_all_cells"))
-    for recipe in COLUMNS
-]
-
-
-@pytest.mark.parametrize("recipe", IN_CI)
-def test_forward_mode(recipe, cell):
+@pytest.mark.parametrize("recipe", COLUMNS)
+def test_forward_mode(recipe, cell, request):
+    if recipe not in ("delayed", "mxfp8"):
+        request.getfixturevalue("_all_cells")
     c = case("Dense", recipe)
     tangent = jax.tree.map(jnp.ones_like, c.variables["params"])
 

@@ -91,7 +91,7 @@ def load() -> Examples:
         from sklearn.datasets import load_digits  # type: ignore
     except ImportError as error:
         raise DemoError(
-            "--task digits takes its images from scikit-learn; install it with: pip install scikit-learn"
+            "--task digits takes its images from scikit-learn; install it with: pip install 'fp8flax[demo]'"
         ) from error
     digits = load_digits()
     return Examples((digits.images / 8 - 1).astype(np.float32)[..., None], digits.target.astype(np.int32))
