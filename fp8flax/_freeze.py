@@ -17,7 +17,7 @@ import numpy as np
 from fp8flax._dot_general import DotStates, delayed_scale, frozen_dot_general, quantize_kernel
 from fp8flax._formats import as_fp8_dtype, float8_e4m3fn, fp8_max
 from fp8flax._intercept import Derived, Source
-from fp8flax._models import Call, FoundOp, convert, converted_class, reporting, trace_apply
+from fp8flax._models import Call, FoundOp, as_jax, convert, converted_class, reporting, seen_of, trace_apply
 from fp8flax._modules import Fp8DotGeneralOp, Fp8Einsum, Fp8Op
 from fp8flax._operands import Quantized
 from fp8flax._quantize import quantize
@@ -29,13 +29,15 @@ from fp8flax._state import (
     PARAMS,
     MissingStateError,
     ScalingState,
+    renamed,
     state_leaf_names,
+    state_variable,
 )
 
 _CACHE = "cache"
 _DTYPE_OF = "_dtype"
-"""Ending of the variable beside an FP8 cache: nothing, in the dtype that the model knows it in."""
-_CODES = "kernel_codes_"
+"""Ending of the variable beside an FP8 cache: a zero in the dtype that the model knows it in."""
+_CODES = "fp8_codes_"
 _KERNEL_SCALE, _INPUT_SCALE = (state_leaf_names(role)[0] for role in ("kernel", "input"))
 _WEIGHT_ONLY = CustomRecipe(
     forward=GemmRecipe(rhs=CurrentQuantizer(dtype=float8_e4m3fn, granularity="axiswise"))
@@ -51,6 +53,7 @@ class ServedOp(NamedTuple):
     kernels: tuple[tuple[Path, np.dtype], ...]
     """The parameters that its kernel is made of, where they are stored in FP8, with the dtypes that the
     model knows them in."""
+    has_scales: bool = True
     layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Where the kernel is one parameter as it is: its dimensions that the output has, and that are summed
     over, those by which it is stacked left out."""
@@ -77,12 +80,15 @@ class ServingCall(Call):
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Gives each op the codes of its kernel, and the model wide arrays of which nothing is read."""
+        variables = jax.tree.map(as_jax, nn.meta.unbox(variables))
         params = variables.get(PARAMS, {})
         for op in self._serving.ops:
             for i, (path, dtype) in enumerate(op.kernels):
                 codes = _get(params, path)
                 params = _set(params, (*op.path, f"{_CODES}{i}"), codes)
                 params = _set(params, path, codes.astype(dtype))
+            if op.has_scales:
+                params = _set(params, op.path, renamed(_get(params, op.path)))
         result = {**variables, PARAMS: params}
         if _CACHE in variables and self._serving.cache_dtype is not None:
             result[_CACHE] = _widened(variables[_CACHE])
@@ -94,7 +100,13 @@ class ServingCall(Call):
         return {**variables, _CACHE: _narrowed(variables[_CACHE], self._serving.cache_dtype)}
 
     def finish(self, model: Any, method: str) -> None:
-        pass
+        stored = {path for op in self._serving.ops for path, _ in op.kernels}
+        if read := sorted(stored & self.interception.used_otherwise):
+            raise ValueError(
+                f"{type(model).__name__}.{method} reads {', '.join(map('/'.join, read))}, stored in FP8, "
+                "other than by an FP8 op, which it did not when the model was frozen. Freeze the model "
+                "after it has been called like this, or call the model that was frozen."
+            )
 
     def on_op(
         self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any
@@ -117,14 +129,15 @@ class ServingCall(Call):
                 return op.plain(lhs, rhs, *rest)
             return compute(lhs, rhs, *rest, fixed=(_fixed_states(op, gemms), gemms))
         derived = self.interception.derived(rhs, op.scope)
-        if derived is None or derived.rebuild is None or len(derived.sources) != len(served.kernels):
+        stored = [path for path, _ in served.kernels]
+        if derived is None or derived.rebuild is None or [s.path for s in derived.sources] != stored:
             raise ValueError(
                 f"The kernel of the FP8 op at {'/'.join(op.path)} comes from other parameters than when "
                 "the model was frozen. Freeze it with inputs like those that it serves."
             )
         arrays: list[Any] = [op.get_variable(PARAMS, f"{_CODES}{i}") for i in range(len(served.kernels))]
         codes = derived.rebuild(tuple(arrays), False)
-        scale: Any = op.get_variable(PARAMS, _KERNEL_SCALE)
+        scale: Any = op.get_variable(PARAMS, state_variable(_KERNEL_SCALE))
         if not _is_dot(type(op)):
             rhs = (codes.astype(scale.dtype) * _beside(scale, codes)).astype(rhs.dtype)
             if gemms.forward.lhs is None:
@@ -136,7 +149,7 @@ class ServingCall(Call):
             rhs,
             *rest,
             kernel=Quantized(codes, scale.reshape(()) if scale.shape == (1,) else scale),
-            input_scale=op.get_variable(PARAMS, _INPUT_SCALE) if delayed else None,
+            input_scale=op.get_variable(PARAMS, state_variable(_INPUT_SCALE)) if delayed else None,
             recipe=gemms,
             form=op.form,
         )
@@ -151,7 +164,7 @@ def _fixed_states(op: Fp8Op, gemms: CustomRecipe) -> DotStates:
     states = {}
     for role in gemms.delayed:
         name, _ = state_leaf_names(role)
-        scale = op.get_variable(PARAMS, name, jnp.ones((1,)))
+        scale = op.get_variable(PARAMS, state_variable(name), jnp.ones((1,)))
         states[role] = ScalingState(scale, jnp.zeros((*scale.shape[:-1], 1)))
     return DotStates(**states)
 
@@ -176,7 +189,7 @@ def _narrowed(cache: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
             narrow[name] = _narrowed(value, dtype)
         elif jnp.issubdtype(value.dtype, jnp.floating):
             narrow[name] = quantize(value, dtype, 1.0)
-            narrow[name + _DTYPE_OF] = jnp.zeros((0,), value.dtype)
+            narrow[name + _DTYPE_OF] = jnp.zeros((), value.dtype)
         else:
             narrow[name] = value
     return narrow
@@ -217,6 +230,50 @@ def _per_slice(
     return None  # type: ignore[return-value]  # of the recursion
 
 
+def _is_on_several_devices(x: Any) -> bool:
+    is_here = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return is_here and len(x.sharding.device_set) > 1
+
+
+def _stacked_axis(kernel: Derived, ops: Mapping[Path, FoundOp], params: Any) -> int | None:
+    """Returns the axis by which one transformation stacked a kernel's parameters; None if it is not one.
+
+    Where the shapes leave several, those of the other kernels under the same module decide.
+    """
+
+    def candidates(source: Source) -> set[int]:
+        whole = _get(params, source.path).shape
+        if len(whole) != len(source.shape) + 1:
+            return set()
+        fits = [i for i in range(len(whole)) if (*whole[:i], *whole[i + 1 :]) == source.shape]
+        return {*fits, *(i - len(whole) for i in fits)}
+
+    own = set.intersection(*map(candidates, kernel.sources))
+    others = (
+        candidates(source)
+        for found in ops.values()
+        if found.kernel is not None
+        for source in found.kernel.sources
+        if source.path[0] == kernel.sources[0].path[0]
+    )
+    agreed = own.intersection(*(axes for axes in others if axes & own))
+    # Scales have one dimension, so they are stacked along 0, 1 or from the end.
+    return min(agreed or own, key=lambda axis: (axis > 1, axis < 0, abs(axis)), default=None)
+
+
+def _reboxed(params: Any, boxed: Any) -> Any:
+    """Returns parameters in the boxes that they came in, such as those of ``nn.with_partitioning``."""
+
+    def is_box(x: Any) -> bool:
+        return isinstance(x, nn.meta.AxisMetadata)
+
+    for keys, box in jax.tree_util.tree_flatten_with_path(boxed, is_leaf=is_box)[0]:
+        if is_box(box):
+            path = tuple(str(key.key) for key in keys)
+            params = _set(params, path, box.replace_boxed(_get(params, path)))
+    return params
+
+
 def _places(derived: Derived) -> list[np.ndarray] | None:
     """Returns for each source, by the place in the kernel, which element of the source is there.
 
@@ -229,7 +286,8 @@ def _places(derived: Derived) -> list[np.ndarray] | None:
         own = np.arange(size, dtype=np.int32).reshape(source.shape)
         others = [np.full(s.shape, size, np.int32) for s in derived.sources]
         arrays = (*others[:i], own, *others[i + 1 :])
-        place = np.asarray(derived.rebuild(tuple(map(jnp.asarray, arrays)), False))
+        with jax.ensure_compile_time_eval():
+            place = np.asarray(derived.rebuild(tuple(map(jnp.asarray, arrays)), False))
         if not np.array_equal(np.bincount(place.ravel(), minlength=size + 1)[:size], np.ones(size)):
             return None
         places.append(place)
@@ -244,6 +302,9 @@ def _taken_apart(
     apart = []
     for place, source in zip(places, sources):
         size = int(np.prod(source.shape))
+        if np.array_equal(place.ravel(), np.arange(size)):
+            apart.append(codes.reshape(source.shape))
+            continue
         order = np.argsort(place.ravel(), kind="stable")[:size]
         apart.append(jax.lax.bitcast_convert_type(bits[order], codes.dtype).reshape(source.shape))
     return apart
@@ -346,11 +407,12 @@ def freeze(
     if not hasattr(model, "_fp8_rules"):
         cls = converted_class(type(model), Rules(include=(), allow_unmatched=True), Call)  # type: ignore[arg-type]
         base = convert(model, cls)
-    variables = nn.meta.unbox(flax.core.unfreeze(dict(variables)))
+    boxed = flax.core.unfreeze(dict(variables))
+    variables = nn.meta.unbox(boxed)
     if args or kwargs:
         with reporting():
             trace_apply(base, jax.eval_shape(lambda v: v, variables), args, kwargs)
-    seen = base._fp8_seen
+    seen = seen_of(base)
     if not seen.ops:
         raise ValueError(
             f"{type(model).__name__} has not been seen to compute anything in FP8. Give freeze inputs to "
@@ -367,14 +429,22 @@ def freeze(
         is_own = kernel is not None and all(
             uses[s.path] == 1 and s.path not in seen.used_otherwise for s in kernel.sources
         )
-        if is_own and kernel.rebuild is not None and _kernel_quantizer(found, gemms) is not None:
+        if (
+            is_own
+            and kernel is not None
+            and kernel.rebuild is not None
+            and _kernel_quantizer(found, gemms) is not None
+        ):
             places = _places(kernel)
         kernels: tuple[Any, ...] = ()
         layout = None
-        if places is not None:
+        if places is not None and kernel is not None:
             wide = [_get(params, s.path) for s in kernel.sources]
-            codes, scales["kernel"] = _store(found, gemms, places, wide, scales.get("kernel"))
-            for source, array in zip(kernel.sources, codes):
+            axis = _stacked_axis(kernel, seen.ops, variables[PARAMS])
+            codes, scales["kernel"] = _store(found, gemms, places, wide, scales.get("kernel"), axis)
+            for source, array, like in zip(kernel.sources, codes, wide):
+                if _is_on_several_devices(like):
+                    array = jax.device_put(array, like.sharding)
                 params = _set(params, source.path, array)
             kernels = tuple((s.path, np.dtype(s.dtype)) for s in kernel.sources)
             layout = _layout(found, places, wide[0].shape)
@@ -382,7 +452,7 @@ def freeze(
             gemms = CustomRecipe()
         for role, scale in scales.items():
             params = _set(params, (*path, state_leaf_names(role)[0]), scale)
-        served.append(ServedOp(path, gemms, kernels, layout))
+        served.append(ServedOp(path, gemms, kernels, bool(scales), layout))
     if fresh:
         warnings.warn(
             f"These scales are frozen as they are, though they have seen no data: {', '.join(fresh)}. "
@@ -395,7 +465,7 @@ def freeze(
     serving = Serving(tuple(served), cache_dtype)
     cls = converted_class(type(base).__mro__[1], base._fp8_rules, _serving_call(serving))
     cls._fp8_serving = serving
-    return convert(model, cls), {**others, PARAMS: params}
+    return convert(model, cls), {**others, PARAMS: _reboxed(params, boxed.get(PARAMS, {}))}
 
 
 def serving_ops(model: Any) -> tuple[ServedOp, ...]:
@@ -463,13 +533,18 @@ def _per_slice_of_state(f: Callable[..., Any], scale: jax.Array, history: jax.Ar
     """Returns ``f`` of a scale of shape (1,) and its history, for each of those that are stacked."""
     if scale.ndim == 1:
         return f(scale, history)
-    own = [i for i, (a, b) in enumerate(zip(scale.shape, history.shape)) if a != b or a == 1]
+    own = [i for i, (a, b) in enumerate(zip(scale.shape, history.shape)) if a != b] or [scale.ndim - 1]
     axis = next(i for i in range(scale.ndim) if i not in own[-1:])
     return jax.vmap(lambda s, h: _per_slice_of_state(f, s, h), in_axes=axis, out_axes=axis)(scale, history)
 
 
 def _store(
-    found: FoundOp, gemms: CustomRecipe, places: list[np.ndarray], wide: list[Any], scale: jax.Array | None
+    found: FoundOp,
+    gemms: CustomRecipe,
+    places: list[np.ndarray],
+    wide: list[Any],
+    scale: jax.Array | None,
+    axis: int | None,
 ) -> tuple[list[jax.Array], jax.Array]:
     """Returns the codes of an op's parameters, in their shapes, and the scales of its kernel."""
     kernel = found.kernel
@@ -483,7 +558,7 @@ def _store(
         return _taken_apart(stored.codes, places, kernel.sources), stored_scale
 
     whole, part = wide[0].shape, kernel.sources[0].shape
-    one = _per_slice(one, whole, part)
+    one = _per_slice(one, whole, part) if axis is None else jax.vmap(one, in_axes=axis, out_axes=axis)
     if one is None:
         raise ValueError(
             f"The parameter {'/'.join(kernel.sources[0].path)} has shape {whole}, but the model was seen "

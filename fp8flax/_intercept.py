@@ -106,6 +106,7 @@ class Interception:
         self._model = model
         # By identity; the values are held, so that no other can have theirs.
         self._derived: dict[int, tuple[Any, Derived]] = {}
+        self._constants: dict[int, Any] = {}
         self._known: dict[int, tuple[Any, int]] = {}
         self._numbers = itertools.count()
         self.used_otherwise: set[tuple[str, ...]] = set()
@@ -159,8 +160,11 @@ class Interception:
 
     def follow(self, primitive: Any, operands: Any, params: Any, results: Any, scope: Any) -> None:
         """Remembers what the results of a primitive owe to parameters."""
-        arrays = [x for x in operands if np.size(x) != 1 or self.derived(x, scope) is not None]
-        derived = [self.derived(x, scope) for x in arrays]
+        results = results if primitive.multiple_results else [results]
+        if all(map(self._is_constant, operands)):
+            self._constants.update((id(result), result) for result in results)
+            return
+        derived = [self.derived(x, scope) for x in operands if not self._is_constant(x)]
         made_of = [d for d in derived if d is not None]
         sources = tuple(source for d in made_of for source in d.sources)
         rebuild = None
@@ -172,7 +176,6 @@ class Interception:
             for operand, reads in zip(operands, is_read):
                 if reads:
                     self.use(operand, scope)
-        results = results if primitive.multiple_results else [results]
         passed = _passed_through(primitive.name, params) or [None] * len(results)
         for result, index in zip(results, passed):
             if index is not None:
@@ -181,6 +184,10 @@ class Interception:
                 owes = Derived(sources, rebuild) if made_of and len(made_of) == len(derived) else None
             if owes is not None:
                 self._derived[id(result)] = result, owes
+
+    def _is_constant(self, value: Any) -> bool:
+        """Tells whether a value is a number in the model's source, or made of such numbers alone."""
+        return id(value) in self._constants if isinstance(value, jax.Array) else np.ndim(value) == 0
 
     def use(self, value: Any, scope: Any) -> None:
         """Remembers that something else than an FP8 op reads a value."""
@@ -191,8 +198,8 @@ class Interception:
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context in which contractions of Linen modules' methods go to the handler.
 
-        The handler runs outside of the interception. Methods of modules of which ``leave_alone`` is true,
-        and ``setup``, are not looked into. Nor is what a transformation of JAX makes a program of (a
+        The handler runs outside of the interception. Methods of modules of which ``leave_alone`` is true
+        are not looked into. Nor is what a transformation of JAX makes a program of (a
         ``lax.scan``, a ``jax.checkpoint``, a function with a derivative of its own), unless Linen's form of
         it is used.
         """
@@ -201,10 +208,19 @@ class Interception:
             if self._leave_alone(context.module) or context.module.scope is None:
                 with _behind(), self.passing(), jax.named_scope(BY_OP):
                     return call(*args, **kwargs)
-            if context.method_name == "setup":
-                return call(*args, **kwargs)
             is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
             with _in_frame(self, context.module, "" if is_main else context.method_name):
+                return call(*args, **kwargs)
+
+        return nn.intercept_methods(around)
+
+    def active_in_setup(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context in which ``setup`` is looked into, and nothing else."""
+
+        def around(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+            if context.method_name != "setup" or context.module.scope is None:
+                return call(*args, **kwargs)
+            with _in_frame(self, context.module, "setup"):
                 return call(*args, **kwargs)
 
         return nn.intercept_methods(around)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import flax.core
 import flax.linen as nn
 import jax
+import numpy as np
 
 from fp8flax._conv import is_matmul
 from fp8flax._convert import split_arrays
@@ -111,10 +112,20 @@ class Call:
     ) -> jax.Array:
         """Remembers what an op computes, and computes it."""
         if recipe is not None:
-            args = (jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), jax.ShapeDtypeStruct(rhs.shape, rhs.dtype))
             kernel = self.interception.derived(rhs, op.scope)
-            self.ops[op.path] = FoundOp(type(op), recipe.gemms, kernel, (*args, *rest))
+            args = jax.tree.map(_as_struct, (lhs, rhs, *rest))  # no arrays: it outlives the call
+            self._remember(op.path, FoundOp(type(op), recipe.gemms, kernel, args))
         return compute(lhs, rhs, *rest)
+
+    def _remember(self, path: tuple[str, ...], found: FoundOp) -> None:
+        before = self.ops.get(path)
+        if before is not None and not _is_same_kernel(before, found):
+            # One op, and one state, of several kernels: none of them is the op's own.
+            for kernel in (before.kernel, found.kernel):
+                if kernel is not None:
+                    self.interception.used_otherwise.update(s.path for s in kernel.sources)
+            found = found._replace(kernel=None)
+        self.ops[path] = found
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -132,8 +143,8 @@ class Call:
         return PARAMS, OVERWRITE_WITH_GRADIENT
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns these collections as the method sees them."""
-        return put_among_params(variables)
+        """Returns these collections as the method sees them, NumPy's arrays as JAX's."""
+        return put_among_params(jax.tree.map(as_jax, variables))
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns these collections as the caller sees them."""
@@ -141,14 +152,44 @@ class Call:
 
     def finish(self, model: Any, method: str) -> None:
         """Looks at what the method has computed."""
-        seen = model._fp8_seen
-        seen.sites = self.sites
-        seen.ops.update(self.ops)
+        seen = seen_of(model)
+        seen.sites = [f._replace(site=f.site._replace(module=type(f.site.module))) for f in self.sites]
+        before, self.ops = self.ops, dict(seen.ops)
+        for path, found in before.items():
+            self._remember(path, found)
+        seen.ops = self.ops
         seen.used_otherwise |= self.interception.used_otherwise
         if method == "__call__" and model.is_initializing():
             check_matched(self.rules, self.sites)
             if not _reporting.get():
                 _check_converted(self.sites, self.ops)
+
+
+def _as_struct(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
+
+
+def as_jax(x: Any) -> Any:
+    """Returns NumPy's arrays as JAX's, which keep their identity in a computation."""
+    return jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def _is_same_kernel(a: FoundOp, b: FoundOp) -> bool:
+    """Tells whether an op multiplied with the same kernel twice."""
+    if a.kernel is None or b.kernel is None:
+        return a.kernel is b.kernel
+    if a.kernel is b.kernel:
+        return True
+    return a.kernel.sources == b.kernel.sources and _moves(a.kernel) == _moves(b.kernel)
+
+
+def _moves(kernel: Derived) -> str | None:
+    """Returns how a kernel is made of its parameters."""
+    rebuild = kernel.rebuild
+    if rebuild is None:
+        return None
+    shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in kernel.sources)
+    return str(jax.make_jaxpr(lambda arrays: rebuild(arrays, True))(shapes))
 
 
 _reporting: ContextVar[bool] = ContextVar("reporting", default=False)
@@ -201,6 +242,8 @@ def _site(contraction: Contraction, arguments: tuple[Any, ...]) -> Site:
     reason = None
     if contraction.params.get("out_sharding") is not None:
         reason = "it is told the sharding of its result"
+    elif isinstance(contraction.frame.module, nn.WeightNorm | nn.SpectralNorm):
+        reason = "part of a normalization of weights"
     elif contraction.frame.is_apart:
         reason = "in a module that is applied to variables of its own, where there is no place for state"
     elif contraction.primitive == RAGGED_DOT and not _is_plain_ragged(contraction.params):
@@ -261,7 +304,8 @@ def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[[Any
         token = _calls.set((*calls, call))
         try:
             mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
-            result = mapped(self, *args, **kwargs)
+            with call.interception.active_in_setup():  # which Linen runs before the method
+                result = mapped(self, *args, **kwargs)
         finally:
             _calls.reset(token)
         call.finish(self, fun.__name__)
@@ -274,7 +318,8 @@ def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[[Any
     @nn.nowrap
     def clone(self: Any, **kwargs: Any) -> Any:
         copy = super(converted, self).clone(**kwargs)
-        object.__setattr__(copy, "_fp8_seen", self._fp8_seen)
+        if set(kwargs) <= {"parent", "name", "_deep_clone", "_reset_names"}:
+            object.__setattr__(copy, "_fp8_seen", seen_of(self))
         return copy
 
     names = {
@@ -408,9 +453,15 @@ def quantize_model(
 def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """Returns a model of this class with the fields of ``model``."""
     fields = [f.name for f in dataclasses.fields(model) if f.init and f.name != "parent"]
-    converted = cls(**{name: getattr(model, name) for name in fields}, parent=None)
-    object.__setattr__(converted, "_fp8_seen", Seen())
-    return converted
+    return cls(**{name: getattr(model, name) for name in fields}, parent=None)
+
+
+def seen_of(model: Any) -> Seen:
+    """Returns what a converted model was last seen to compute."""
+    if "_fp8_seen" not in vars(model):
+        object.__setattr__(model, "_fp8_seen", Seen())
+    seen: Seen = model._fp8_seen
+    return seen
 
 
 @contextmanager

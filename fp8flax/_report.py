@@ -11,7 +11,7 @@ import flax.linen as nn
 
 from fp8flax._convert import eval_init
 from fp8flax._intercept import missed
-from fp8flax._models import FoundSite, reporting, trace_apply
+from fp8flax._models import FoundSite, reporting, seen_of, trace_apply
 from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, CustomRecipe, DelayedScaling, recipe_in_use
 from fp8flax._rules import Sizes
 from fp8flax._state import PARAMS
@@ -206,7 +206,7 @@ def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) ->
     with reporting():
         shapes, _ = eval_init(model, args, kwargs)
         jaxpr = trace_apply(model, shapes, args, kwargs)
-    seen: list[FoundSite] = model._fp8_seen.sites
+    seen: list[FoundSite] = seen_of(model).sites
     repeats = _repeats(seen, nn.meta.unbox(shapes.get(PARAMS, {})))
     rows, wide, time = [], 0.0, 0.0
     for found, calls in _distinct(seen):

@@ -51,7 +51,8 @@ class Site(NamedTuple):
 
     path: str
     """The module's."""
-    module: nn.Module
+    module: Any
+    """Afterwards, its class alone."""
     kernel: str | None
     """The path of the parameter; of the first, if it is made of several; None for a product of two
     activations or of two parameters."""

@@ -32,7 +32,9 @@ _DTYPES = {
     "I32": np.int32,
     "I16": np.int16,
     "I8": np.int8,
+    "U64": np.uint64,
     "U32": np.uint32,
+    "U16": np.uint16,
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
@@ -74,6 +76,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
     Raises:
         ImportError: the library ``safetensors`` is not installed.
         TypeError: ``model`` does not come from ``freeze``.
+        ValueError: two variables would have one name; or one is no array of a dtype that files hold.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8
@@ -89,8 +92,19 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
     Source: the safetensors format; vLLM's FP8 and compressed-tensors checkpoints; DeepSeek-V3 for blocks.
     """
     library, ops = _library(), serving_ops(model)
-    tensors, entries = {}, {}
+    tensors: dict[str, np.ndarray] = {}
+    entries: dict[str, Any] = {}
     for name, path_in_tree, array, written, matrix in _named(ops, variables):
+        if name in tensors:
+            raise ValueError(
+                f"{'/'.join(path_in_tree)} and {'/'.join(entries[name]['path'])} would both be {name!r} in "
+                "the file. Rename one of the parameters."
+            )
+        if array.dtype not in map(np.dtype, _DTYPES.values()):
+            raise ValueError(
+                f"{'/'.join(path_in_tree)} is {array.dtype}, which safetensors files do not hold. Leave "
+                "its collection out, or convert it."
+            )
         entries[name] = {"path": path_in_tree, "shape": array.shape, "matrix": matrix}
         tensors[name] = np.ascontiguousarray(written)
     metadata = {_METADATA: json.dumps({"version": _VERSION, "tensors": entries}), "format": "np"}
@@ -179,7 +193,12 @@ def _named(
     scales = {(*op.path, _KERNEL_SCALE): op for op in plain}
     inputs = {(*op.path, _INPUT_SCALE): op for op in plain}
     for collection, tree in variables.items():
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(nn.meta.unbox(tree))[0]:
+            if not all(isinstance(key, jax.tree_util.DictKey) for key in keys):
+                raise ValueError(
+                    f"The collection {collection!r} must be dicts of arrays; got "
+                    f"{jax.tree_util.keystr(keys)} in it. Leave sown values out of the variables."
+                )
             path = tuple(str(key.key) for key in keys)
             array, matrix = np.asarray(leaf), None
             written, name = array, ".".join(path if collection == PARAMS else (collection, *path))

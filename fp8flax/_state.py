@@ -47,6 +47,21 @@ def state_leaf_names(role: str) -> tuple[str, str]:
     return role + _SCALE, role + _HISTORY
 
 
+# Names among the parameters: without words by which a model may choose from its parameters, as
+# ``nn.WeightNorm`` does.
+_AMONG_PARAMS = {
+    name: f"fp8_{alias}_{ending}"
+    for role, alias in zip(ROLES, ("lhs", "rhs", "grad"))
+    for name, ending in zip(state_leaf_names(role), ("factor", "past"))
+}
+_IN_COLLECTION = {alias: name for name, alias in _AMONG_PARAMS.items()}
+
+
+def state_variable(name: str) -> str:
+    """Returns what a leaf of the state is called in ``state_collection()``."""
+    return name if state_collection() != PARAMS else _AMONG_PARAMS[name]
+
+
 def _key_name(key: Any) -> Any:
     """Returns a dict key, an attribute's name or a position, whatever kind of node a path goes through."""
     for attribute in ("key", "name", "idx"):
@@ -265,7 +280,7 @@ def put_among_params(variables: Mapping[str, Any]) -> dict[str, Any]:
     others, state = split_state(variables)
     if not state:
         return others
-    return {**others, PARAMS: _merge_trees(others.get(PARAMS, {}), state)}
+    return {**others, PARAMS: _merge_trees(others.get(PARAMS, {}), renamed(state))}
 
 
 def take_from_params(variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,6 +291,14 @@ def take_from_params(variables: Mapping[str, Any]) -> dict[str, Any]:
     if state or other_state:
         result[OVERWRITE_WITH_GRADIENT] = _merge_trees(state, other_state or {})
     return result
+
+
+def renamed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tree in which state has the names that it has among the parameters."""
+    return {
+        _AMONG_PARAMS.get(name, name): renamed(value) if isinstance(value, Mapping) else value
+        for name, value in tree.items()
+    }
 
 
 def _merge_trees(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,8 +313,8 @@ def _split_tree(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     for name, value in tree.items():
         if not isinstance(value, Mapping):
             params[name] = value
-        elif value and set(value) <= _LEAF_NAMES:
-            state[name] = value
+        elif value and set(value) <= set(_IN_COLLECTION):
+            state[name] = {_IN_COLLECTION[leaf]: array for leaf, array in value.items()}
         else:
             params[name], below = _split_tree(value)
             if below:

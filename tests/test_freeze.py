@@ -196,6 +196,117 @@ def test_what_is_read_in_hidden_places_stays_wide():
     assert narrow == {"alone"}
 
 
+class Heads(nn.Module):
+    """One op for two kernels, as the caller chooses."""
+
+    def setup(self):
+        self.kernels = [self.param(f"w{i}", nn.initializers.lecun_normal(), (8, 8)) for i in range(2)]
+
+    def __call__(self, x, i=0):
+        return x @ self.kernels[i]
+
+
+class BothHeads(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        heads = Heads()
+        return heads(x, 0) + 2 * jnp.tanh(heads(x, 1))
+
+
+class NormInSetup(nn.Module):
+    def setup(self):
+        self.w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
+        self.norm = jnp.linalg.norm(self.w)
+
+    def __call__(self, x):
+        return x @ self.w / self.norm
+
+    def penalty(self):
+        return jnp.sum(self.w**2)
+
+
+class Penalized(nn.Module):
+    def setup(self):
+        self.layer = nn.Dense(8)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+    def penalty(self):
+        return jnp.sum(self.layer.variables["params"]["kernel"] ** 2)
+
+
+class TestOtherUses:
+    """Codes are never taken for values: the logits are right, or there is an error."""
+
+    x = np.asarray(normal(0, 4, 8))
+
+    @pytest.mark.parametrize("model", [BothHeads(), NormInSetup()], ids=lambda m: type(m).__name__)
+    def test_same_logits(self, model):
+        model8, variables = trained(model, self.x)
+        serve, served = fp8.freeze(model8, variables)
+        np.testing.assert_array_equal(serve.apply(served, self.x), model8.apply(variables, self.x))
+        assert not any(leaf.dtype == E4M3 for leaf in jax.tree.leaves(served))
+
+    def test_another_kernel_than_was_seen(self):
+        model8, variables = trained(Heads(), self.x)
+        serve, served = fp8.freeze(model8, variables)
+        serve.apply(served, self.x)
+        with pytest.raises(ValueError, match="comes from other parameters than when the model was frozen"):
+            serve.apply(served, self.x, 1)
+
+    def test_a_method_that_was_not_seen(self):
+        model8, variables = trained(Penalized(), self.x)
+        serve, served = fp8.freeze(model8, variables)
+        with pytest.raises(ValueError, match=r"Penalized.penalty reads layer/kernel, stored in FP8"):
+            serve.apply(served, method="penalty")
+
+
+def test_sharded_parameters_stay_where_they_are():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
+    x, init = normal(0, 4, 8), nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    model8 = fp8.quantize_model(nn.Dense(6, kernel_init=init), **ALL)
+    variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+    boxed = variables["params"]["kernel"]
+    variables["params"]["kernel"] = boxed.replace_boxed(jax.device_put(boxed.value, sharding))
+    serve, served = fp8.freeze(model8, variables)
+    assert served["params"]["kernel"].value.sharding == sharding
+    assert nn.get_partition_spec(served)["params"]["kernel"] == sharding.spec
+    np.testing.assert_array_equal(serve.apply(served, x), model8.apply(variables, x))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_as_many_layers_as_heads(axis, recipe):
+    """Shapes alone do not say which axis of a kernel counts the layers."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.MultiHeadDotProductAttention(4)(x), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = {"variable_axes": {"params": axis}, "split_rngs": {"params": True}}
+            return nn.scan(Layer, length=4, **axes)(name="layers")(x, None)[0]
+
+    x = normal(0, 2, 3, 8)
+    model8, variables = trained(Model(), x, recipe=RECIPES[recipe])
+    serve, served = fp8.freeze(model8, variables)
+    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
+
+
+def test_shapes_without_values():
+    """What a checkpoint of a frozen model is restored into."""
+    x = normal(0, 4, 8)
+    model8, variables = trained(Attention(), x[None])
+    shapes = jax.eval_shape(lambda v: fp8.freeze(model8, v)[1], variables)
+    served = fp8.freeze(model8, variables)[1]
+    assert jax.tree.map(jnp.shape, served) == jax.tree.map(jnp.shape, shapes)
+
+
 def test_layers_with_ops_by_hand():
     """A model that quantize_model did not make is frozen too."""
     model, x = in_scan()(fp8.Fp8DotGeneralOp), normal(0, 2, 8)

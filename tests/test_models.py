@@ -1,5 +1,6 @@
 """``quantize_model``: a model whose source is not touched, beside one whose layers were given the ops."""
 
+import dataclasses
 from functools import partial
 
 import flax.linen as nn
@@ -438,6 +439,71 @@ class Repeated(nn.Module):
 
     def __call__(self, x):
         return self.other(self.layer(x))
+
+
+class OneElement(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.tanh(nn.Dense(8)(nn.Embed(10, 8)(tokens)))
+        return nn.Dense(8, name="last")(x @ self.param("w", nn.initializers.lecun_normal(), (8, 1)))
+
+
+@pytest.mark.parametrize("apply", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_inputs_of_one_element_are_inputs(apply):
+    """One token of one sequence: no number of the model's, though it has one element."""
+    model8 = fp8.quantize_model(OneElement(), **ALL)
+    one, many = (apply(model8.init)(jax.random.key(0), jnp.zeros(s, jnp.int32)) for s in ((1, 1), (2, 3)))
+    assert_same(one, many)
+    assert set(one[OWG]) == {"Dense_0", "Fp8DotGeneralOp_0", "last"}
+    variables = fp8.calibrate(model8.apply, one, [jnp.arange(4)[:, None]])
+    serve, served = fp8.freeze(model8, variables)
+    token = jnp.ones((1, 1), jnp.int32)
+    expected = apply(model8.apply)(variables, token)
+    np.testing.assert_array_equal(apply(serve.apply)(served, token), expected)
+
+
+def test_variables_of_numpy():
+    """As ``flax.serialization`` restores them; un-jitted, where JAX would copy them at each use."""
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(Own(), **ALL)
+    variables = jax.jit(model8.init)(jax.random.key(1), x)
+    variables = fp8.calibrate(model8.apply, variables, [x])
+    expected = model8.apply(variables, x)
+    assert (expected != Own().apply({"params": variables["params"]}, x)).any()
+    np.testing.assert_array_equal(model8.apply(jax.tree.map(np.asarray, variables), x), expected)
+    serve, served = fp8.freeze(model8, variables)
+    np.testing.assert_array_equal(serve.apply(jax.tree.map(np.asarray, served), x), expected)
+
+
+@pytest.mark.parametrize("normalization", [nn.WeightNorm, nn.SpectralNorm])
+def test_normalized_weights(normalization):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            wrapped = normalization(nn.Dense(8))
+            options = {"update_stats": True} if normalization is nn.SpectralNorm else {}
+            return wrapped(x, **options)
+
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(Model(), **ALL)
+    variables = model8.init(jax.random.key(0), x)
+    expected = Model().init(jax.random.key(0), x)
+    assert_same({**variables, OWG: {}}, {**expected, OWG: {}})
+    assert len(flat(variables[OWG])) == 6
+    run = partial(model8.apply, mutable=["batch_stats"])
+    variables = fp8.calibrate(lambda v, x: run(v, x)[0], variables, [x])
+    out, wide = run(variables, x)[0], Model().apply(expected, x, mutable=["batch_stats"])[0]
+    assert 0 < np.linalg.norm(out - wide) / np.linalg.norm(wide) < 0.1
+
+
+def test_nothing_of_a_call_is_kept():
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(Own(), **ALL)
+    variables = jax.jit(model8.init)(jax.random.key(1), x)
+    with jax.checking_leaks():
+        jax.jit(model8.apply)(variables, x)
+    again = dataclasses.replace(model8, cls=None, name=None)
+    np.testing.assert_array_equal(again.apply(variables, x), model8.apply(variables, x))
 
 
 def test_a_layer_called_twice_has_two_ops():

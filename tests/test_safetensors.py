@@ -136,6 +136,35 @@ def test_any_model_comes_back(name, tmp_path):
         assert tensors["layers.Dense_0.weight_scale"]["shape"] == [3, 1]
 
 
+def test_what_a_file_cannot_hold(tmp_path):
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            self.sow("losses", "norm", jnp.sum(x))
+            w = self.param("weight", nn.initializers.ones, (4, 4))
+            return x @ self.param("kernel", nn.initializers.ones, (4, 4)) + w.sum()
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Two(name="two")(x)
+
+    x = np.ones((2, 4), np.float32)
+    model8 = fp8.quantize_model(Outer(), RECIPES["current"], **ALL)
+    variables = model8.init(jax.random.key(0), x)
+    model, served = fp8.freeze(model8, variables)
+    with pytest.raises(ValueError, match=r"two/weight and params/two/kernel would both be 'two.weight'"):
+        fp8.save_safetensors(tmp_path / "model", model, {"params": served["params"]})
+    with pytest.raises(ValueError, match=r"'losses' must be dicts of arrays; .* sown values"):
+        fp8.save_safetensors(tmp_path / "model", model, {"losses": served["losses"]})
+    with pytest.raises(ValueError, match=r"params/a is int4, which safetensors files do not hold"):
+        fp8.save_safetensors(tmp_path / "model", model, {"params": {"a": jnp.ones(2, jnp.int4)}})
+    numbers = {"params": {"a": np.arange(3, dtype=np.uint16)}}
+    fp8.save_safetensors(tmp_path / "model", model, numbers)
+    assert_same(fp8.load_safetensors(tmp_path / "model"), numbers)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 def test_errors(tmp_path, monkeypatch):
     x = np.ones((2, 8), np.float32)
     model8, variables = trained(nn.Dense(4), x)
