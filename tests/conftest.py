@@ -36,11 +36,11 @@ def _strict_jax():
 LITTLE_OPTIMIZATION = {
     f"test_{name}.py"
     for name in (
-        *("autocast", "checkpoints", "conv", "convert", "demo", "demo_tasks", "devices", "faults"),
-        *("freeze", "inference", "kill", "models", "modules", "ragged", "recipe_dot", "safetensors"),
-        *("train", "transformations"),
+        *("autocast", "checkpoints", "conv", "convert", "defects", "demo", "demo_tasks", "devices"),
+        *("dot_general", "faults", "freeze", "inference", "kill", "models", "modules", "ragged"),
+        *("recipe_dot", "safetensors", "train", "transformations"),
     )
-}
+} | {f"_{name}.py" for name in ("modules", "models", "ragged", "recipes", "train")}  # their docstrings
 
 
 @pytest.fixture(autouse=True)

@@ -123,12 +123,9 @@ class TestTraining:
         assert len(training.fp8_ops(states[1].params)) == 7
         assert training.fp8_ops(states[0].params) == []
 
+    @pytest.mark.usefixtures("_all_cells")  # test_kill does it in CI
     @pytest.mark.parametrize(("precision", "stops"), [("bf16", (4,)), ("fp8", (2, 4, 8))])
-    def test_an_interrupted_run_ends_in_the_same_bits(
-        self, precision, stops, text, tmp_path, whole_run, request
-    ):
-        if precision == "bf16":
-            request.getfixturevalue("_all_cells")
+    def test_an_interrupted_run_ends_in_the_same_bits(self, precision, stops, text, tmp_path, whole_run):
         settings, corpus = TINY(steps=STEPS), data.load_corpus(str(text), 16)
 
         class InterruptError(Exception):

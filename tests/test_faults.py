@@ -396,7 +396,7 @@ class Training(RuleBasedStateMachine):
 def test_any_sequence_of_good_and_bad_steps(request):
     all_cells = request.config.getoption("--all-cells")
     settings = hypothesis.settings(
-        max_examples=SEQUENCES if all_cells else SEQUENCES // 4,
+        max_examples=SEQUENCES if all_cells else SEQUENCES // 8,
         stateful_step_count=STEPS,
         deadline=None,
         derandomize=True,
