@@ -242,6 +242,7 @@ class TestImdb:
 
 
 class TestDigits:
+    @pytest.mark.usefixtures("_all_cells")
     @pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
     def test_a_short_run(self, tmp_path, capsys, monkeypatch):
         # The encoders take most of the time; test_every_layer_is_converted has them.

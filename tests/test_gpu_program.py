@@ -242,7 +242,9 @@ REQUANTIZED = jax.checkpoint_policies.save_only_these_names("fp8_input", "fp8_sc
     [("no remat", "no remat"), (None, KEPT_IN_FP8), (None, REQUANTIZED)],
     ids=["no remat", "remat, FP8 kept", "remat, kernels requantized"],
 )
-def test_temporary_memory_of_a_scan_is_at_most_that_of_bfloat16(policy_of_bfloat16, policy):
+def test_temporary_memory_of_a_scan_is_at_most_that_of_bfloat16(policy_of_bfloat16, policy, request):
+    if policy != KEPT_IN_FP8:
+        request.getfixturevalue("_all_cells")
     plain = report_of_stack(None, policy_of_bfloat16)
     ours = report_of_stack(fp8.Fp8DotGeneralOp, policy)
     assert ours.num_fp8_gemms == ours.num_gemms == plain.num_gemms
@@ -252,7 +254,7 @@ def test_temporary_memory_of_a_scan_is_at_most_that_of_bfloat16(policy_of_bfloat
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then kept more, for bf16 and FP8 alike")
-@pytest.mark.usefixtures("_promotion_of_flax")
+@pytest.mark.usefixtures("_promotion_of_flax", "_all_cells")
 def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed():
     """cublasLt's transposed copies take a few percent more than bf16; XLA's own kernels need none."""
     classes = (None, WITH_XLAS_OWN, fp8.Fp8DotGeneralOp)

@@ -78,7 +78,9 @@ def is_state(name):
 
 
 @pytest.mark.parametrize(("count", "kinds"), [(2, KINDS), (4, ("exact", "shard_map"))], ids=["2", "4"])
-def test_as_one_process(count, kinds, alone, tmp_path):
+def test_as_one_process(count, kinds, alone, tmp_path, request):
+    if count == 4:
+        request.getfixturevalue("_all_cells")
     results = train(tmp_path, count, *kinds)
     for found in results:
         assert {name.split("/")[0] for name in found} == set(kinds)

@@ -19,6 +19,16 @@ import fp8flax as fp8
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
 Op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPE)
+
+
+@pytest.fixture(autouse=True)
+def _unjitted_in_full(request):
+    """Un-jitted, each operation is compiled by itself; in CI, where a layer is called twice."""
+    name = request.node.name
+    if "eager]" in name and not name.startswith(("test_called_twice", "test_has_aux")):
+        request.getfixturevalue("_all_cells")
+
+
 maybe_jit = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 

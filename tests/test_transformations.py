@@ -365,10 +365,10 @@ REFUSED = ("forward mode: `jax.jvp`, `jax.jacfwd`", "second derivatives")
 
 
 def covered(layer, recipe, i):
-    """Delayed scaling on two layers and a third in turn; beside it, one other recipe and layer in turn."""
+    """Delayed scaling on one layer, and on others in turn; beside it, one other recipe and layer in turn."""
     layers = list(LAYERS)
     if recipe == "delayed":
-        return layer == "Dense" or (layer == layers[1 + i % 3] and i % 2 == 0)
+        return layer == "Dense" or (layer == layers[1 + i % 3] and i % 4 == 0)
     return i % 4 == COLUMNS.index(recipe) - 1 and layer == layers[i % 2 * (i // 4 % 2)]
 
 
