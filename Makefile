@@ -12,7 +12,7 @@ help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
 	@echo "make audit         show which matmuls of the demo would run in FP8 on an H200 (no GPU needed)"
 	@echo "make test          lint, format check, types, doctests, tests"
-	@echo "make test-oldest   doctests and tests against the oldest supported JAX ($(OLDEST_JAX))"
+	@echo "make test-oldest   tests against the oldest supported JAX ($(OLDEST_JAX))"
 	@echo "make bench         time training steps on this CPU and write benchmarks/results/"
 	@echo "make bench-dense   one Dense layer: FP8 matmuls, kernels and bytes on an H200, time on this CPU"
 	@echo "make bench-accuracy  the error that each recipe adds to a Dense layer, on three kinds of data"
@@ -73,7 +73,7 @@ pytest: .venv/installed
 # Without what does not depend on the version of JAX, or is slow and has not yet; in float32 alone where a test
 # takes several dtypes, and compiling for one GPU.
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore=tests/test_notebooks.py \
+	.venv-oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests --ignore=tests/test_notebooks.py \
 	  --ignore=tests/test_benchmarks.py --ignore=tests/test_benchmark_dense.py --ignore=tests/test_demo.py \
 	  --ignore=tests/test_accuracy.py --ignore=tests/test_hlo.py --ignore=tests/test_recipes.py \
 	  --ignore=tests/test_readme.py --ignore=tests/test_formats.py --ignore=tests/test_layout.py \
