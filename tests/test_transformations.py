@@ -365,7 +365,7 @@ REFUSED = ("forward mode: `jax.jvp`, `jax.jacfwd`", "second derivatives")
 
 
 def covered(layer, recipe, i):
-    """Delayed scaling on one layer, and on others in turn; beside it, one other recipe and layer in turn."""
+    """Delayed scaling on one layer, others in turn; beside it, one other recipe and layer in turn."""
     layers = list(LAYERS)
     if recipe == "delayed":
         return layer == "Dense" or (layer == layers[1 + i % 3] and i % 4 == 0)
