@@ -177,7 +177,9 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def machine() -> dict[str, Any]:
+def machine(
+    packages: Sequence[str] = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes"),
+) -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -188,7 +190,7 @@ def machine() -> dict[str, Any]:
         "cpu": cpu,
         "gpu": device.device_kind if device.platform == "gpu" else None,
         "python": platform.python_version(),
-        **{package: version_of(package) for package in ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")},
+        **{package: version_of(package) for package in packages},
         "fp8flax": fp8.__version__,
     }
 

@@ -23,14 +23,13 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import inspect
 import json
 import math
 import os
-import platform
 import re
 import statistics
+import sys
 import time
 import warnings
 from collections import Counter
@@ -45,6 +44,10 @@ import numpy as np
 import optax
 
 import fp8flax as fp8
+
+# As a script it finds only the files beside it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import accuracy
 
 QUESTION = "What does quantize_model make of Linen models that others wrote, as they stand?"
 RESULT = Path(__file__).resolve().parent / "results" / "models.json"
@@ -567,29 +570,9 @@ def decode(steps: int = TRAIN_STEPS, decoded: int = DECODED) -> dict[str, Any]:
 # The report.
 
 
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        cpu = models[0].partition(":")[2].strip() if models else cpu
-    device = jax.devices()[0]
     packages = ("jax", "jaxlib", "flax", "optax", "numpy", "transformers", "flaxmodels")
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "gpu": device.device_kind if device.platform == "gpu" else None,
-        "python": platform.python_version(),
-        **{package: version_of(package) for package in packages},
-        "fp8flax": fp8.__version__,
-    }
+    return {**accuracy.machine(packages), "cores": os.cpu_count()}
 
 
 def method(steps: int) -> list[str]:

@@ -18,11 +18,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from fp8flax._dot_general import (
     STATELESS,
     DotStates,
+    check_result_dtype,
     check_states,
     delayed_config,
     fp8_dot_general,
     hashable_precision,
-    is_wide_float,
     keep,
     measuring,
     quantize_once,
@@ -457,11 +457,7 @@ def fp8_conv_general_dilated(
         ValueError: the recipe takes matmuls only and this is none, or the shapes do not fit.
     """
     lhs, rhs = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
-    if preferred_element_type is not None and not is_wide_float(preferred_element_type):
-        raise TypeError(
-            "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
-            f"{preferred_element_type!r}."
-        )
+    check_result_dtype(preferred_element_type)
     arguments = (
         window_strides,
         padding,

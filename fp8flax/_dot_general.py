@@ -596,6 +596,15 @@ def hashable_precision(precision: Any) -> Any:
     return tuple(precision) if isinstance(precision, list) else precision
 
 
+def check_result_dtype(preferred_element_type: Any) -> None:
+    """Raises ``TypeError`` where a result is asked for in another dtype than a wide float."""
+    if preferred_element_type is not None and not is_wide_float(preferred_element_type):
+        raise TypeError(
+            "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
+            f"{preferred_element_type!r}."
+        )
+
+
 def check_states(states: DotStates, gemms: CustomRecipe) -> DotStates:
     """Returns the states that some GEMM uses, or raises where one cannot be state."""
     if any(map(is_max_dtype, jax.tree.leaves(states, is_leaf=is_max_dtype))):
@@ -665,11 +674,7 @@ def fp8_dot_general(
             is none of the above, or the operands do not fit the dimension numbers.
     """
     lhs, rhs = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
-    if preferred_element_type is not None and not is_wide_float(preferred_element_type):
-        raise TypeError(
-            "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
-            f"{preferred_element_type!r}."
-        )
+    check_result_dtype(preferred_element_type)
     gemms = recipe.gemms
     uses = [q for g in (gemms.forward, gemms.dgrad, gemms.wgrad) for q in (g.lhs, g.rhs)]
     if not any(uses):

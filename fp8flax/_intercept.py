@@ -50,6 +50,8 @@ class Derived(NamedTuple):
     rebuild: Callable[[tuple[jax.Array, ...], bool], jax.Array] | None
     """Makes it from arrays of the shapes of ``sources``, with or without casts; None if it is computed, and
     not only moved."""
+    moves: Any = ()
+    """What ``rebuild`` does, to compare: the primitive, its parameters, and the moves of its operands."""
 
 
 class Frame(NamedTuple):
@@ -167,10 +169,11 @@ class Interception:
         derived = [self.derived(x, scope) for x in operands if not self._is_constant(x)]
         made_of = [d for d in derived if d is not None]
         sources = tuple(source for d in made_of for source in d.sources)
-        rebuild = None
+        rebuild, moves = None, ()
         if primitive.name in _MOVEMENTS and len(made_of) == len(operands):
             if all(d.rebuild is not None for d in made_of):
                 rebuild = _rebuilder(primitive, params, made_of)
+                moves = primitive.name, params, tuple(d.moves for d in made_of)
         else:
             is_read = _read_otherwise(primitive.name, params, len(operands))
             for operand, reads in zip(operands, is_read):
@@ -181,7 +184,9 @@ class Interception:
             if index is not None:
                 owes = self.derived(operands[index], scope)
             else:
-                owes = Derived(sources, rebuild) if made_of and len(made_of) == len(derived) else None
+                owes = (
+                    Derived(sources, rebuild, moves) if made_of and len(made_of) == len(derived) else None
+                )
             if owes is not None:
                 self._derived[id(result)] = result, owes
 

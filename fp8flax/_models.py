@@ -178,18 +178,7 @@ def _is_same_kernel(a: FoundOp, b: FoundOp) -> bool:
     """Tells whether an op multiplied with the same kernel twice."""
     if a.kernel is None or b.kernel is None:
         return a.kernel is b.kernel
-    if a.kernel is b.kernel:
-        return True
-    return a.kernel.sources == b.kernel.sources and _moves(a.kernel) == _moves(b.kernel)
-
-
-def _moves(kernel: Derived) -> str | None:
-    """Returns how a kernel is made of its parameters."""
-    rebuild = kernel.rebuild
-    if rebuild is None:
-        return None
-    shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in kernel.sources)
-    return str(jax.make_jaxpr(lambda arrays: rebuild(arrays, True))(shapes))
+    return a.kernel.sources == b.kernel.sources and a.kernel.moves == b.kernel.moves
 
 
 _reporting: ContextVar[bool] = ContextVar("reporting", default=False)

@@ -13,11 +13,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._dot_general import (
     DotStates,
+    check_result_dtype,
     check_states,
     delayed_config,
     explicit_sharding,
     hashable_precision,
-    is_wide_float,
     keep,
     measuring,
     quantize_once,
@@ -527,11 +527,7 @@ def fp8_ragged_dot(
     """
     lhs, rhs, group_sizes = as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs"), jnp.asarray(group_sizes)
     _check_operands(lhs, rhs, group_sizes)
-    if preferred_element_type is not None and not is_wide_float(preferred_element_type):
-        raise TypeError(
-            "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
-            f"{preferred_element_type!r}."
-        )
+    check_result_dtype(preferred_element_type)
     gemms = recipe.gemms
     uses = [q for g in (gemms.forward, gemms.dgrad, gemms.wgrad) for q in (g.lhs, g.rhs)]
     if any(map(is_blockwise, uses)):
