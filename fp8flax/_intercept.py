@@ -169,7 +169,8 @@ class Interception:
         derived = [self.derived(x, scope) for x in operands if not self._is_constant(x)]
         made_of = [d for d in derived if d is not None]
         sources = tuple(source for d in made_of for source in d.sources)
-        rebuild, moves = None, ()
+        rebuild: Any = None
+        moves: Any = ()
         if primitive.name in _MOVEMENTS and len(made_of) == len(operands):
             if all(d.rebuild is not None for d in made_of):
                 rebuild = _rebuilder(primitive, params, made_of)
