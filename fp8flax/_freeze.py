@@ -29,15 +29,15 @@ from fp8flax._state import (
     PARAMS,
     MissingStateError,
     ScalingState,
-    renamed,
     state_leaf_names,
-    state_variable,
 )
 
 _CACHE = "cache"
 _DTYPE_OF = "_dtype"
 """Ending of the variable beside an FP8 cache: a zero in the dtype that the model knows it in."""
-_CODES = "fp8_codes_"
+_SERVED = "_fp8_served"
+"""The collection in which a method's ops find the codes of their kernels and their scales."""
+_CODES = "codes_"
 _KERNEL_SCALE, _INPUT_SCALE = (state_leaf_names(role)[0] for role in ("kernel", "input"))
 _WEIGHT_ONLY = CustomRecipe(
     forward=GemmRecipe(rhs=CurrentQuantizer(dtype=float8_e4m3fn, granularity="axiswise"))
@@ -73,28 +73,31 @@ class ServingCall(Call):
         super().__init__(cls, rules)
         self._serving = serving
         self._ops = {op.path: op for op in serving.ops}
+        self.collections = (PARAMS, _SERVED) if serving.cache_dtype is None else (PARAMS, _SERVED, _CACHE)
 
-    @property
-    def collections(self) -> tuple[str, ...]:
-        return (PARAMS,) if self._serving.cache_dtype is None else (PARAMS, _CACHE)
+    beside_params = _SERVED
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Gives each op the codes of its kernel, and the model wide arrays of which nothing is read."""
         variables = jax.tree.map(as_jax, nn.meta.unbox(variables))
-        params = variables.get(PARAMS, {})
+        params, served = variables.get(PARAMS, {}), dict[str, Any]()
         for op in self._serving.ops:
             for i, (path, dtype) in enumerate(op.kernels):
                 codes = _get(params, path)
-                params = _set(params, (*op.path, f"{_CODES}{i}"), codes)
+                served = _set(served, (*op.path, f"{_CODES}{i}"), codes)
                 params = _set(params, path, codes.astype(dtype))
+            for name, scale in _get(params, op.path).items() if op.has_scales else ():
+                served = _set(served, (*op.path, name), scale)
+        for op in self._serving.ops:
             if op.has_scales:
-                params = _set(params, op.path, renamed(_get(params, op.path)))
-        result = {**variables, PARAMS: params}
+                params = _without(params, op.path)
+        result = {**variables, PARAMS: params, _SERVED: served}
         if _CACHE in variables and self._serving.cache_dtype is not None:
             result[_CACHE] = _widened(variables[_CACHE])
         return result
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        variables = {name: value for name, value in variables.items() if name != _SERVED}
         if _CACHE not in variables or self._serving.cache_dtype is None:
             return variables
         return {**variables, _CACHE: _narrowed(variables[_CACHE], self._serving.cache_dtype)}
@@ -135,9 +138,9 @@ class ServingCall(Call):
                 f"The kernel of the FP8 op at {'/'.join(op.path)} comes from other parameters than when "
                 "the model was frozen. Freeze it with inputs like those that it serves."
             )
-        arrays: list[Any] = [op.get_variable(PARAMS, f"{_CODES}{i}") for i in range(len(served.kernels))]
+        arrays: list[Any] = [op.get_variable(_SERVED, f"{_CODES}{i}") for i in range(len(served.kernels))]
         codes = derived.rebuild(tuple(arrays), False)
-        scale: Any = op.get_variable(PARAMS, state_variable(_KERNEL_SCALE))
+        scale: Any = op.get_variable(_SERVED, _KERNEL_SCALE)
         if not _is_dot(type(op)):
             rhs = (codes.astype(scale.dtype) * _beside(scale, codes)).astype(rhs.dtype)
             if gemms.forward.lhs is None:
@@ -149,7 +152,7 @@ class ServingCall(Call):
             rhs,
             *rest,
             kernel=Quantized(codes, scale.reshape(()) if scale.shape == (1,) else scale),
-            input_scale=op.get_variable(PARAMS, state_variable(_INPUT_SCALE)) if delayed else None,
+            input_scale=op.get_variable(_SERVED, _INPUT_SCALE) if delayed else None,
             recipe=gemms,
             form=op.form,
         )
@@ -164,7 +167,7 @@ def _fixed_states(op: Fp8Op, gemms: CustomRecipe) -> DotStates:
     states = {}
     for role in gemms.delayed:
         name, _ = state_leaf_names(role)
-        scale = op.get_variable(PARAMS, state_variable(name), jnp.ones((1,)))
+        scale = op.get_variable(_SERVED, name, jnp.ones((1,)))
         states[role] = ScalingState(scale, jnp.zeros((*scale.shape[:-1], 1)))
     return DotStates(**states)
 
@@ -210,6 +213,14 @@ def _get(tree: Mapping[str, Any], path: Path) -> Any:
 def _set(tree: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
     name, *rest = path
     return {**tree, name: _set(tree.get(name, {}), tuple(rest), value) if rest else value}
+
+
+def _without(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Returns a tree without this node, nor what held nothing else."""
+    name, *rest = path
+    others = {key: value for key, value in tree.items() if key != name}
+    below = _without(tree[name], tuple(rest)) if rest else {}
+    return {**others, name: below} if below else others
 
 
 def _per_slice(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -27,7 +27,7 @@ _CONTRACTIONS = (DOT, CONV, RAGGED_DOT)
 # What changes the place or the dtype of values, and nothing else.
 _MOVEMENTS = (
     *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "reshape", "rev"),
-    *("sharding_constraint", "slice", "squeeze", "transpose"),
+    *("sharding_constraint", "slice", "split", "squeeze", "transpose"),
 )
 # What may return an operand as it is.
 _RETURNING = ("jit", "checkpoint", "remat2")  # two names of jax.checkpoint
@@ -51,7 +51,50 @@ class Derived(NamedTuple):
     """Makes it from arrays of the shapes of ``sources``, with or without casts; None if it is computed, and
     not only moved."""
     moves: Any = ()
-    """What ``rebuild`` does, to compare: the primitive, its parameters, and the moves of its operands."""
+    """What ``rebuild`` does, to compare: the primitive, its parameters, which of its results it is, and the
+    moves of its operands; empty for a parameter as it is."""
+
+    def part(self, summed: Sequence[int]) -> str:
+        """Returns what tells this use of a parameter from others, the same whenever it is computed.
+
+        Args:
+            summed: the dimensions over which a contraction sums.
+
+        Nothing for a parameter that is taken whole; ``-1`` for ``w[1]``, ``-64-128`` for ``w[:, 64:128]``;
+        and ``-T`` after that where the parameter's last dimension is summed over, as in ``x @ w.T``. What
+        was reshaped or joined counts as whole.
+        """
+        chain, move = [], self.moves
+        while move:
+            chain.append(move)
+            if len(move[3]) != 1:
+                return ""
+            (move,) = move[3]
+        axes: list[int] | None = list(range(len(self.sources[0].shape)))
+        text = ""
+        for name, params, index, _ in reversed(chain):
+            if axes is None or name in ("broadcast_in_dim", "reshape"):
+                axes = None
+            elif name == "transpose":
+                axes = [axes[i] for i in params["permutation"]]
+            elif name == "squeeze":
+                axes = [axis for i, axis in enumerate(axes) if i not in params["dimensions"]]
+            text += _range_of(name, params, index)
+        if axes and len(axes) > 1 and len(self.sources[0].shape) - 1 in (axes[i] for i in summed):
+            text += "-T"
+        return text
+
+
+def _range_of(name: str, params: dict[str, Any], index: int) -> str:
+    """Returns what a slice or a split takes, of the dimensions that it does not take whole."""
+    if name == "split":
+        start = sum(params["sizes"][:index])
+        return f"-{start}-{start + params['sizes'][index]}"
+    if name != "slice":
+        return ""
+    limits, shape = params["limit_indices"], params["of"]
+    ranges = [(a, b) for a, b, size in zip(params["start_indices"], limits, shape) if (a, b) != (0, size)]
+    return "".join(f"-{a}" if b == a + 1 else f"-{a}-{b}" for a, b in ranges)
 
 
 class Frame(NamedTuple):
@@ -169,25 +212,24 @@ class Interception:
         derived = [self.derived(x, scope) for x in operands if not self._is_constant(x)]
         made_of = [d for d in derived if d is not None]
         sources = tuple(source for d in made_of for source in d.sources)
-        rebuild: Any = None
-        moves: Any = ()
-        if primitive.name in _MOVEMENTS and len(made_of) == len(operands):
-            if all(d.rebuild is not None for d in made_of):
-                rebuild = _rebuilder(primitive, params, made_of)
-                moves = primitive.name, params, tuple(d.moves for d in made_of)
-        else:
+        is_moved = primitive.name in _MOVEMENTS and len(made_of) == len(operands)
+        can_rebuild = is_moved and all(d.rebuild is not None for d in made_of)
+        if not is_moved:
             is_read = _read_otherwise(primitive.name, params, len(operands))
             for operand, reads in zip(operands, is_read):
                 if reads:
                     self.use(operand, scope)
         passed = _passed_through(primitive.name, params) or [None] * len(results)
-        for result, index in zip(results, passed):
+        for i, (result, index) in enumerate(zip(results, passed)):
+            owes = None
             if index is not None:
                 owes = self.derived(operands[index], scope)
-            else:
-                owes = (
-                    Derived(sources, rebuild, moves) if made_of and len(made_of) == len(derived) else None
-                )
+            elif can_rebuild:
+                known = {**params, "of": operands[0].shape}
+                moves = primitive.name, known, i, tuple(d.moves for d in made_of)
+                owes = Derived(sources, _rebuilder(primitive, params, made_of, i), moves)
+            elif made_of and len(made_of) == len(derived):
+                owes = Derived(sources, None)
             if owes is not None:
                 self._derived[id(result)] = result, owes
 
@@ -233,7 +275,7 @@ class Interception:
 
 
 def _rebuilder(
-    primitive: Any, params: dict[str, Any], made_of: list[Derived]
+    primitive: Any, params: dict[str, Any], made_of: list[Derived], index: int
 ) -> Callable[[tuple[jax.Array, ...], bool], jax.Array]:
     def rebuild(arrays: tuple[jax.Array, ...], casts: bool) -> jax.Array:
         operands, rest = [], arrays
@@ -243,7 +285,8 @@ def _rebuilder(
             rest = rest[len(d.sources) :]
         if primitive.name == "convert_element_type" and not casts:
             return operands[0]
-        return primitive.bind(*operands, **params)
+        result = primitive.bind(*operands, **params)
+        return result[index] if primitive.multiple_results else result
 
     return rebuild
 
@@ -379,7 +422,7 @@ def _invars_read(jaxpr: core.Jaxpr, may_return: bool = False) -> list[bool]:
         if not any(inputs) or BY_OP in str(eqn.source_info.name_stack):
             continue
         if eqn.primitive.name in _MOVEMENTS and all(inputs):
-            owes[eqn.outvars[0]] = set().union(*inputs)
+            owes.update((var, set().union(*inputs)) for var in eqn.outvars if isinstance(var, core.Var))
             continue
         for indices, reads in zip(inputs, _read_otherwise(eqn.primitive.name, eqn.params, len(inputs))):
             if reads:

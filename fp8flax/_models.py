@@ -28,6 +28,7 @@ from fp8flax._intercept import (
     Interception,
     Source,
 )
+from fp8flax._lift import beside_params, in_custom_vjp
 from fp8flax._modules import (
     Fp8ConvGeneralDilatedOp,
     Fp8DotGeneralOp,
@@ -37,13 +38,7 @@ from fp8flax._modules import (
 )
 from fp8flax._recipes import CustomRecipe, Recipe
 from fp8flax._rules import Decision, Rules, Site, Sizes
-from fp8flax._state import (
-    OVERWRITE_WITH_GRADIENT,
-    PARAMS,
-    put_among_params,
-    state_among_params,
-    take_from_params,
-)
+from fp8flax._state import OVERWRITE_WITH_GRADIENT, PARAMS
 
 
 class FoundOp(NamedTuple):
@@ -96,8 +91,7 @@ class Call:
         site = _site(contraction, arguments)
         decision = self.rules.decide(site)
         frame = contraction.frame
-        kind = "_".join(x for x in (op.__name__, frame.method, "product" * (site.kind == "product")) if x)
-        name = f"{kind}_{frame.count(kind)}"
+        name = f"{op.__name__}_{_name(site, contraction, arguments)}"
         scope: Any = frame.module.scope
         source = next((d.sources[0] for d in contraction.derived if d is not None), None)
         self.sites.append(FoundSite(site, decision, name, contraction.trace, id(scope.root), source))
@@ -129,26 +123,26 @@ class Call:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context for the model's method, with the scaling state among the parameters."""
+        """A context for the model's method, whose loops take what ops have along with the parameters."""
         token = op_handler.set(self.on_op)
         try:
-            with state_among_params(), self.interception.active():
+            with beside_params(self.beside_params), self.interception.active():
                 yield
         finally:
             op_handler.reset(token)
 
-    @property
-    def collections(self) -> tuple[str, ...]:
-        """The collections that the method sees otherwise than the caller."""
-        return PARAMS, OVERWRITE_WITH_GRADIENT
+    beside_params = OVERWRITE_WITH_GRADIENT
+    """The collection of what the ops have."""
+    collections: tuple[str, ...] = (PARAMS,)
+    """The collections that the method sees otherwise than the caller."""
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns these collections as the method sees them, NumPy's arrays as JAX's."""
-        return put_among_params(jax.tree.map(as_jax, variables))
+        return jax.tree.map(as_jax, variables)
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns these collections as the caller sees them."""
-        return take_from_params(variables)
+        return variables
 
     def finish(self, model: Any, method: str) -> None:
         """Looks at what the method has computed."""
@@ -220,6 +214,37 @@ def _as_it_is(out: jax.Array) -> jax.Array:
     return out
 
 
+def _name(site: Site, contraction: Contraction, arguments: tuple[Any, ...]) -> str:
+    """Returns what tells a contraction from the others of its module, whatever else a method computes.
+
+    For a Linen layer that takes ops, what the op would be called that is given to it by hand. Else by its
+    kernel: one that is used twice alike has one state, as a layer that is called twice has. Products of
+    activations have nothing to be called by, and are counted.
+    """
+    frame = contraction.frame
+    left, right = contraction.derived
+    kernel = left if right is None else right
+    if site.kind != "kernel" or kernel is None:
+        kind = f"{frame.method}_{site.kind}".lstrip("_")
+        return f"{kind}_{frame.count(kind)}"
+    paths = dict.fromkeys(
+        path[len(frame.path) :] if path[: len(frame.path)] == frame.path else path
+        for path in (source.path for source in kernel.sources)
+    )
+    if list(paths) == [("kernel",)] and _takes_ops(frame.module):
+        return "0"
+    summed: tuple[int, ...] = ()
+    if contraction.primitive == DOT:
+        summed = arguments[2][0][1]
+    return "-".join(name for path in paths for name in path) + kernel.part(summed)
+
+
+def _takes_ops(module: nn.Module) -> bool:
+    """Tells whether a layer has a field for an FP8 op; ``fp8flax.Einsum`` is ``nn.Einsum`` with one."""
+    fields = ("dot_general_cls", "conv_general_dilated_cls")
+    return isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
+
+
 def _site(contraction: Contraction, arguments: tuple[Any, ...]) -> Site:
     """Returns a contraction as the rules see it, given the arguments of its op."""
     left, right = contraction.derived
@@ -233,6 +258,8 @@ def _site(contraction: Contraction, arguments: tuple[Any, ...]) -> Site:
         reason = "it is told the sharding of its result"
     elif isinstance(contraction.frame.module, nn.WeightNorm | nn.SpectralNorm):
         reason = "part of a normalization of weights"
+    elif in_custom_vjp():
+        reason = "in nn.custom_vjp, whose derivative is the model's own"
     elif contraction.frame.is_apart:
         reason = "in a module that is applied to variables of its own, where there is no place for state"
     elif contraction.primitive == RAGGED_DOT and not _is_plain_ragged(contraction.params):

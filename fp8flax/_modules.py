@@ -23,9 +23,7 @@ from fp8flax._state import (
     ROLES,
     MissingStateError,
     ScalingState,
-    state_collection,
     state_leaf_names,
-    state_variable,
 )
 
 op_handler: ContextVar[Callable[..., jax.Array] | None] = ContextVar("op_handler", default=None)
@@ -82,7 +80,7 @@ class Fp8Op(nn.Module):
         )
 
     def _declare(self, role: str, quantizer: DelayedQuantizer, stacked: tuple[int, ...]) -> ScalingState:
-        length, collection = quantizer.amax_history_len, state_collection()
+        length, collection = quantizer.amax_history_len, OVERWRITE_WITH_GRADIENT
         scale_name, history_name = state_leaf_names(role)
         values = []
         for name, shape, init in (
@@ -90,8 +88,7 @@ class Fp8Op(nn.Module):
             (history_name, (*stacked, length), jnp.zeros),
         ):
             where = "/".join((*self.path, name))
-            stored = state_variable(name)
-            if not (self.has_variable(collection, stored) or self.is_mutable_collection(collection)):
+            if not (self.has_variable(collection, name) or self.is_mutable_collection(collection)):
                 raise MissingStateError(
                     f"The FP8 layer {'/'.join(self.path[:-1]) or type(self).__name__!r} has no scaling "
                     f"state: {OVERWRITE_WITH_GRADIENT}/{where} is missing from the variables. Variables "
@@ -100,7 +97,7 @@ class Fp8Op(nn.Module):
                     f"{OVERWRITE_WITH_GRADIENT!r} collection. (Recipes without delayed scaling, such as "
                     "Float8CurrentScaling, need no state.)"
                 )
-            value = self.variable(collection, stored, init, shape, jnp.float32).value
+            value = self.variable(collection, name, init, shape, jnp.float32).value
             if value.dtype != jnp.float32 and not is_max_dtype(value):
                 raise TypeError(
                     f"The scaling state {OVERWRITE_WITH_GRADIENT}/{where} must be float32; got "

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,9 +22,7 @@ ROLES = ("input", "kernel", "output_grad")
 _SCALE, _HISTORY = "_scale", "_amax_history"
 _LEAF_NAMES = frozenset(role + suffix for role in ROLES for suffix in (_SCALE, _HISTORY))
 
-
 PARAMS = "params"
-_collection: ContextVar[str] = ContextVar("state_collection", default=OVERWRITE_WITH_GRADIENT)
 
 
 class MissingStateError(ValueError):
@@ -45,21 +41,6 @@ class ScalingState(NamedTuple):
 def state_leaf_names(role: str) -> tuple[str, str]:
     """Returns the variable names of a role's scale and amax history."""
     return role + _SCALE, role + _HISTORY
-
-
-# Names among the parameters: without words by which a model may choose from its parameters, as
-# ``nn.WeightNorm`` does.
-_AMONG_PARAMS = {
-    name: f"fp8_{alias}_{ending}"
-    for role, alias in zip(ROLES, ("lhs", "rhs", "grad"))
-    for name, ending in zip(state_leaf_names(role), ("factor", "past"))
-}
-_IN_COLLECTION = {alias: name for name, alias in _AMONG_PARAMS.items()}
-
-
-def state_variable(name: str) -> str:
-    """Returns what a leaf of the state is called in ``state_collection()``."""
-    return name if state_collection() != PARAMS else _AMONG_PARAMS[name]
 
 
 def _key_name(key: Any) -> Any:
@@ -254,71 +235,3 @@ def split_state(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """Returns ``(the other collections, the scaling state)``; the state is None where there is none."""
     others = {k: v for k, v in variables.items() if k != OVERWRITE_WITH_GRADIENT}
     return others, variables.get(OVERWRITE_WITH_GRADIENT)
-
-
-def state_collection() -> str:
-    """Returns the collection of FP8 ops' state: ``params`` inside ``state_among_params``."""
-    return _collection.get()
-
-
-@contextlib.contextmanager
-def state_among_params() -> Iterator[None]:
-    """Lets FP8 ops find their state among the parameters, where ``put_among_params`` puts it.
-
-    There Linen's transformations stack, slice and share it as they do the kernel beside it, though whoever
-    wrote ``nn.scan(..., variable_axes={"params": 0})`` did not know of our collection.
-    """
-    token = _collection.set(PARAMS)
-    try:
-        yield
-    finally:
-        _collection.reset(token)
-
-
-def put_among_params(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the collections with the scaling state moved into ``params``, node by node."""
-    others, state = split_state(variables)
-    if not state:
-        return others
-    return {**others, PARAMS: _merge_trees(others.get(PARAMS, {}), renamed(state))}
-
-
-def take_from_params(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what ``put_among_params`` was given."""
-    others, other_state = split_state(variables)
-    params, state = _split_tree(others.get(PARAMS, {}))
-    result = {**others, PARAMS: params}
-    if state or other_state:
-        result[OVERWRITE_WITH_GRADIENT] = _merge_trees(state, other_state or {})
-    return result
-
-
-def renamed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tree in which state has the names that it has among the parameters."""
-    return {
-        _AMONG_PARAMS.get(name, name): renamed(value) if isinstance(value, Mapping) else value
-        for name, value in tree.items()
-    }
-
-
-def _merge_trees(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(a)
-    for name, value in b.items():
-        merged[name] = _merge_trees(merged[name], value) if name in merged else value
-    return merged
-
-
-def _split_tree(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    params, state = {}, {}
-    for name, value in tree.items():
-        if not isinstance(value, Mapping):
-            params[name] = value
-        elif value and set(value) <= set(_IN_COLLECTION):
-            state[name] = {_IN_COLLECTION[leaf]: array for leaf, array in value.items()}
-        else:
-            params[name], below = _split_tree(value)
-            if below:
-                state[name] = below
-            if value and not params[name]:  # it held nothing but state
-                del params[name]
-    return params, state

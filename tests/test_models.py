@@ -80,11 +80,15 @@ class Own(nn.Module):
             x = jnp.dot(x, d.T)
             return jnp.swapaxes(jnp.einsum("oi,...ti->...ot", e, x), -1, -2)
         dims = (((x.ndim - 1,), (0,)), ((), ()))
-        x = self.cls()(x, a, dims)
-        x = self.cls()(x, b, (((x.ndim - 1,), (1,)), ((), ())))
-        x = self.cls()(x, c, dims)
-        x = self.cls()(x, d.T, dims)
-        return self.cls()(x, e, (((x.ndim - 1,), (1,)), ((), ())))
+        x = self.op("a")(x, a, dims)
+        x = self.op("b-T")(x, b, (((x.ndim - 1,), (1,)), ((), ())))
+        x = self.op("c")(x, c, dims)
+        x = self.op("d-T")(x, d.T, dims)
+        return self.op("e-T")(x, e, (((x.ndim - 1,), (1,)), ((), ())))
+
+    def op(self, name):
+        """Named as that of a converted layer, by its kernel."""
+        return self.cls(name=f"{self.cls.__name__}_{name}")
 
 
 class Body(nn.Module):

@@ -1,0 +1,251 @@
+"""Which op of a converted model is which, whatever else a method computes, and what the model sees."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8flax as fp8
+
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+ALL = {"include": ".*"}
+init = nn.initializers.lecun_normal()
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def names(variables):
+    return sorted(variables[OWG])
+
+
+def close(actual, expected, tolerance=0.1):
+    error = np.linalg.norm(np.asarray(actual - expected)) / np.linalg.norm(np.asarray(expected))
+    assert error < tolerance, error
+
+
+class OtherInTraining(nn.Module):
+    """Trained, it multiplies by one more kernel first, a large one."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        a, b = self.param("a", init, (8, 8)), self.param("b", init, (8, 8))
+        if train:
+            x = x + 0 * (1e4 * x @ (1e4 * a))
+        return x @ b
+
+
+class ByFlag(nn.Module):
+    @nn.compact
+    def __call__(self, x, large):
+        a, b = self.param("a", init, (8, 8)), self.param("b", init, (8, 8))
+        return x @ (1e6 * a if large else b)
+
+
+class EncoderDecoder(nn.Module):
+    """Raw kernels in several methods, and a cached pass that computes fewer of them."""
+
+    def setup(self):
+        self.wk, self.wv, self.wq = (self.param(name, init, (8, 8)) for name in ("k", "v", "q"))
+
+    def encode(self, x):
+        return 1e3 * (x @ self.wk), x @ self.wv
+
+    def decode(self, x, keys, values):
+        return nn.softmax((x @ self.wq) @ keys.T) @ values
+
+    def __call__(self, x, cached=None):
+        keys, values = self.encode(x) if cached is None else cached
+        return self.decode(x, keys, values)
+
+
+class BesideGiven(nn.Module):
+    """A layer that was given an op, beside one that was not and is as large as its layer's name."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", init, (8, 8))
+        dims = (((x.ndim - 1,), (0,)), ((), ()))
+        kernel = self.param("kernel", init, (8, 8))
+        return fp8.Fp8DotGeneralOp()(x, w, dims) @ (1e5 * kernel)
+
+
+class Sliced(nn.Module):
+    """A parameter of three kernels, split; one of two layers, stacked; one that is also transposed."""
+
+    @nn.compact
+    def __call__(self, x, only_last=False):
+        qkv = self.param("qkv", init, (8, 24))
+        layers = self.param("layers", init, (2, 8, 8))
+        tied = self.param("tied", init, (8, 8))
+        if only_last:
+            return x @ layers[1] @ tied.T
+        q, k, v = jnp.split(qkv, 3, axis=1)
+        x = x @ q + 1e3 * x @ k + x @ v
+        return (x @ layers[0]) @ layers[1] @ tied @ tied.T
+
+
+def test_a_contraction_in_training_alone():
+    model, x = OtherInTraining(), normal(0, 4, 8)
+    model8 = fp8.quantize_model(model, **ALL)
+    variables = model8.init(jax.random.key(0), x, True)
+    assert names(variables) == ["Fp8DotGeneralOp_a", "Fp8DotGeneralOp_b"]
+    loss = fp8.value_and_grad(lambda v: jnp.mean(model8.apply(v, x, True) ** 2))
+    for _ in range(2):
+        variables = {**variables, OWG: loss(variables)[1][OWG]}
+    close(model8.apply(variables, x, False), model.apply({"params": variables["params"]}, x, False))
+
+
+def test_two_kernels_by_a_flag():
+    model, x = ByFlag(), normal(0, 4, 8)
+    model8 = fp8.quantize_model(model, **ALL)
+    variables, others = (model8.init(jax.random.key(0), x, large) for large in (True, False))
+    variables = {**variables, OWG: {**variables[OWG], **others[OWG]}}
+
+    def fun(variables, x):
+        return model8.apply(variables, x, True), model8.apply(variables, x, False)
+
+    variables = fp8.calibrate(fun, variables, [x])
+    for large in (True, False):
+        close(model8.apply(variables, x, large), model.apply({"params": variables["params"]}, x, large))
+
+
+def test_methods_and_a_cached_pass():
+    model, x = EncoderDecoder(), normal(0, 4, 8)
+    model8 = fp8.quantize_model(model, **ALL)
+    variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+    assert names(variables) == ["Fp8DotGeneralOp_k", "Fp8DotGeneralOp_q", "Fp8DotGeneralOp_v"]
+    whole = model8.apply(variables, x)
+    close(whole, model.apply({"params": variables["params"]}, x), 0.2)
+    cached = model8.apply(variables, x, method="encode")
+    np.testing.assert_array_equal(model8.apply(variables, x, cached), whole)
+    np.testing.assert_array_equal(model8.apply(variables, x, *cached, method="decode"), whole)
+
+
+def test_beside_an_op_that_was_given():
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(BesideGiven(), **ALL)
+    variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+    assert names(variables) == ["Fp8DotGeneralOp_0", "Fp8DotGeneralOp_kernel"]
+    params = variables["params"]
+    close(model8.apply(variables, x), x @ params["w"] @ (1e5 * params["kernel"]))
+
+
+def test_parts_of_a_parameter():
+    model, x = Sliced(), normal(0, 4, 8)
+    model8 = fp8.quantize_model(model, **ALL)
+    variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+    ends = [name.removeprefix("Fp8DotGeneralOp_") for name in names(variables)]
+    assert ends == ["layers-0", "layers-1", "qkv-0-8", "qkv-16-24", "qkv-8-16", "tied", "tied-T"]
+    plain = {"params": variables["params"]}
+    close(model8.apply(variables, x), model.apply(plain, x), 0.15)
+    # Each with the state of its own, of which some is for data a thousand times as large.
+    with pytest.warns(UserWarning, match="Not calibrated"):
+        only = fp8.calibrate(lambda v, x: model8.apply(v, x, True), variables, [x])
+    close(model8.apply(only, x, True), model.apply(plain, x, True))
+
+
+def test_one_kernel_used_twice_has_one_state():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", init, (8, 8))
+            return (x @ w) + jnp.einsum("bi,io->bo", 3 * x, w)
+
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(Twice(), **ALL)
+    variables = model8.init(jax.random.key(0), x)
+    grads = fp8.grad(lambda v: jnp.sum(model8.apply(v, x)))(variables)
+    history = grads[OWG]["Fp8DotGeneralOp_w"]["input_amax_history"]
+    assert history[0] == jnp.max(jnp.abs(3 * x))
+
+
+class SignGrad(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        def fwd(module, x):
+            return nn.vjp(f, module, x)
+
+        def bwd(vjp_fn, g):
+            params_t, *inputs_t = vjp_fn(g)
+            return (jax.tree.map(jnp.sign, params_t), *inputs_t)
+
+        def f(module, x):
+            return module(x)
+
+        x = nn.Dense(8, name="first")(x)
+        return nn.custom_vjp(f, fwd, bwd)(nn.Dense(8, name="second"), x)
+
+
+def test_in_nn_custom_vjp():
+    model, x = SignGrad(), normal(0, 4, 8)
+    model8 = fp8.quantize_model(model, **ALL)
+    variables = model8.init(jax.random.key(0), x)
+    assert names(variables) == ["first"]
+    [row] = [row for row in fp8.report(model8, x).rows if row.path == "second"]
+    assert not row.converted
+    assert "custom_vjp" in row.reason
+    grads = jax.jit(fp8.grad(lambda v: jnp.sum(model8.apply(v, x))))(variables)
+    assert set(np.unique(grads["params"]["second"]["kernel"])) <= {-1.0, 0.0, 1.0}
+    assert grads[OWG]["first"]["Fp8DotGeneralOp_0"]["input_amax_history"][0] == jnp.max(jnp.abs(x))
+
+
+class LooksAtItself(nn.Module):
+    """A penalty on its parameters, and a gradient step of its own on some of them."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(8, name="one")(x)
+        w = self.param("w", init, (8, 8))
+        y = y @ w
+        if self.is_initializing():
+            return y, 0.0
+        params = self.variables["params"]
+        penalty = sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+        one = nn.Dense(8, parent=None)
+        loss = lambda p: jnp.mean(one.apply({"params": p}, x) ** 2)  # noqa: E731
+        stepped = jax.tree.map(lambda p, g: p - g, params["one"], jax.grad(loss)(params["one"]))
+        return y + one.apply({"params": stepped}, x), penalty
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_model_sees_its_own_parameters(frozen, jit):
+    model, x = LooksAtItself(), normal(0, 4, 8)
+    model8 = fp8.quantize_model(model, **ALL, exclude="one" if frozen else ())
+    variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+    plain = {"params": variables["params"]}
+    if frozen:
+        model8, variables = fp8.freeze(model8, variables, x)
+    run = jax.jit(model8.apply) if jit else model8.apply
+    (y, penalty), (expected, of_all) = run(variables, x), model.apply(plain, x)
+    np.testing.assert_allclose(penalty, of_all, rtol=1e-6)
+    close(y, expected)
+
+
+def test_what_scanned_layers_have_is_beside_them():
+    """Whatever loop a model wraps around a layer, its parameters are those of the plain model."""
+
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            x = nn.Dense(8)(x)
+            total = sum(jnp.sum(p) for p in jax.tree.leaves(self.variables["params"]))
+            return x, total
+
+    class Loop(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.scan(Body, length=3, variable_axes={"params": 0}, split_rngs={"params": True})()(
+                x, None
+            )
+
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(Loop(), **ALL)
+    variables = model8.init(jax.random.key(0), x)
+    assert variables[OWG]["ScanBody_0"]["Dense_0"]["Fp8DotGeneralOp_0"]["input_scale"].shape == (3, 1)
+    _, totals = model8.apply(variables, x)
+    expected = Loop().apply({"params": variables["params"]}, x)[1]
+    np.testing.assert_array_equal(totals, expected)
