@@ -11,7 +11,6 @@ This needs JAX internals: the class of traces, and how the current one is set.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ _MOVEMENTS = (
 # What may return an operand as it is.
 _RETURNING = ("jit", "checkpoint", "remat2")  # two names of jax.checkpoint
 _PARAMS = "params"
+_PARAMETER = "parameter"  # in the place of a primitive, for a parameter as it is
 
 
 class Source(NamedTuple):
@@ -50,9 +50,9 @@ class Derived(NamedTuple):
     rebuild: Callable[[tuple[jax.Array, ...], bool], jax.Array] | None
     """Makes it from arrays of the shapes of ``sources``, with or without casts; None if it is computed, and
     not only moved."""
-    moves: Any = ()
-    """What ``rebuild`` does, to compare: the primitive, its parameters, which of its results it is, and the
-    moves of its operands; empty for a parameter as it is."""
+    moves: Any
+    """What was moved how, to compare: the primitive, its parameters, which of its results it is, and the
+    moves of its operands. Arithmetic that keeps the shape does not count."""
 
     def part(self, summed: Sequence[int]) -> str:
         """Returns what tells this use of a parameter from others, the same whenever it is computed.
@@ -64,13 +64,13 @@ class Derived(NamedTuple):
         and ``-T`` after that where the parameter's last dimension is summed over, as in ``x @ w.T``. What
         was reshaped or joined counts as whole.
         """
-        chain, move = [], self.moves
-        while move:
-            chain.append(move)
-            if len(move[3]) != 1:
+        chain = [self.moves]
+        while chain[-1][0] != _PARAMETER:
+            if len(chain[-1][3]) != 1:
                 return ""
-            (move,) = move[3]
-        axes: list[int] | None = list(range(len(self.sources[0].shape)))
+            chain.append(chain[-1][3][0])
+        rank = len(chain.pop()[1]["of"])
+        axes: list[int] | None = list(range(rank))
         text = ""
         for name, params, index, _ in reversed(chain):
             if axes is None or name in ("broadcast_in_dim", "reshape"):
@@ -80,7 +80,7 @@ class Derived(NamedTuple):
             elif name == "squeeze":
                 axes = [axis for i, axis in enumerate(axes) if i not in params["dimensions"]]
             text += _range_of(name, params, index)
-        if axes and len(axes) > 1 and len(self.sources[0].shape) - 1 in (axes[i] for i in summed):
+        if axes and len(axes) > 1 and rank - 1 in (axes[i] for i in summed):
             text += "-T"
         return text
 
@@ -130,14 +130,17 @@ class Contraction(NamedTuple):
     derived: tuple[Derived | None, ...]
     """For each of the first two operands, what it owes to parameters."""
     frame: Frame
-    trace: int
-    """Which of the traces saw it: Linen's loops trace their bodies more than once."""
+
+
+class Left(NamedTuple):
+    """What a handler returns for a contraction to be computed as it is."""
+
+    scope: str = NOT_CONVERTED
+    """The ``jax.named_scope`` that it is computed in."""
 
 
 Handler = Callable[[Contraction], Any]
-"""Returns the result of a contraction, or ``LEAVE`` for it to be computed as it is."""
-
-LEAVE = object()
+"""Returns the result of a contraction, or a ``Left``."""
 
 
 class Interception:
@@ -153,7 +156,6 @@ class Interception:
         self._derived: dict[int, tuple[Any, Derived]] = {}
         self._constants: dict[int, Any] = {}
         self._known: dict[int, tuple[Any, int]] = {}
-        self._numbers = itertools.count()
         self.used_otherwise: set[tuple[str, ...]] = set()
         """Parameters that something reads that is neither a contraction nor a movement."""
         self.is_passing = False
@@ -181,7 +183,8 @@ class Interception:
             if id(leaf) not in self._derived and hasattr(leaf, "shape"):
                 names = (*root.path, *(str(key.key) for key in path))
                 source = Source(names, leaf.shape, leaf.dtype)
-                self._derived[id(leaf)] = leaf, Derived((source,), lambda arrays, casts: arrays[0])
+                moves = _PARAMETER, {"of": leaf.shape}, 0, ()
+                self._derived[id(leaf)] = leaf, Derived((source,), lambda arrays, casts: arrays[0], moves)
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
@@ -229,7 +232,9 @@ class Interception:
                 moves = primitive.name, known, i, tuple(d.moves for d in made_of)
                 owes = Derived(sources, _rebuilder(primitive, params, made_of, i), moves)
             elif made_of and len(made_of) == len(derived):
-                owes = Derived(sources, None)
+                kept = [self.derived(x, scope) for x in operands if np.shape(x) == result.shape]
+                moves = next((d.moves for d in kept if d is not None), (primitive.name, {}, i, ()))
+                owes = Derived(sources, None, moves)
             if owes is not None:
                 self._derived[id(result)] = result, owes
 
@@ -298,7 +303,6 @@ class _Trace(core.Trace):
         super().__init__()
         self.parent_trace = behind
         self.interception = interception
-        self.number = next(interception._numbers)
         self.frames: list[Frame] = []
         self.requires_low = behind.requires_low
 
@@ -310,11 +314,11 @@ class _Trace(core.Trace):
             derived = tuple(interception.derived(x, frame.module.scope) for x in operands[:2])
             with core.set_current_trace(self.parent_trace), interception.passing():
                 result = interception.handler(
-                    Contraction(primitive.name, tuple(operands), params, derived, frame, self.number)
+                    Contraction(primitive.name, tuple(operands), params, derived, frame)
                 )
-            if result is not LEAVE:
+            if not isinstance(result, Left):
                 return result
-            with jax.named_scope(NOT_CONVERTED), interception.passing():
+            with jax.named_scope(result.scope), interception.passing():
                 results = self.parent_trace.process_primitive(primitive, operands, params)
             interception.follow(primitive, operands, params, results, frame.module.scope)
             return results
@@ -471,18 +475,31 @@ def _in_frame(interception: Interception, module: nn.Module, method: str) -> Ite
         yield
 
 
-def missed(jaxpr: Any) -> list[tuple[str, tuple[Any, ...]]]:
-    """Returns the contractions in a jaxpr that no handler has seen: name stack, shapes of the operands."""
-    found = []
+class Found(NamedTuple):
+    """A contraction in a jaxpr."""
+
+    stack: str
+    """The scopes that it is in."""
+    primitive: str
+    params: dict[str, Any]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the two operands and the result."""
+    times: int
+    """How often it is computed: the product of the lengths of the scans around it."""
+
+
+def contractions_in(jaxpr: Any, stack: str = "", times: int = 1) -> Iterator[Found]:
+    """Yields the contractions that a jaxpr computes, but those inside of FP8 ops."""
     for eqn in jaxpr.eqns:
-        stack = str(eqn.source_info.name_stack)
-        if NOT_CONVERTED in stack or BY_OP in stack:
+        here = f"{stack}/{eqn.source_info.name_stack}".strip("/")
+        if BY_OP in here:
             continue
         if eqn.primitive.name in _CONTRACTIONS:
-            found.append((stack, tuple(v.aval.shape for v in eqn.invars[:2])))
+            shapes = tuple(v.aval.shape for v in (*eqn.invars[:2], *eqn.outvars[:1]))
+            yield Found(here, eqn.primitive.name, eqn.params, shapes, times)
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if isinstance(inner, core.Jaxpr):
-                    found += missed(inner)
-    return found
+                    length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+                    yield from contractions_in(inner, here, times * length)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,12 +23,11 @@ from fp8flax._gemm import BY_OP
 from fp8flax._intercept import (
     CONV,
     DOT,
-    LEAVE,
     RAGGED_DOT,
     Contraction,
     Derived,
     Interception,
-    Source,
+    Left,
 )
 from fp8flax._lift import beside_params, in_custom_vjp
 from fp8flax._modules import (
@@ -52,6 +53,9 @@ class FoundOp(NamedTuple):
     """Shapes and dtypes of the input and the kernel; dimension numbers, precision, dtype of the result."""
 
 
+SITE = re.compile("fp8_site_[0-9a-f]{8}")
+
+
 class FoundSite(NamedTuple):
     """A contraction that a model computes, and what became of it."""
 
@@ -59,11 +63,14 @@ class FoundSite(NamedTuple):
     decision: Decision
     name: str
     """Of the contraction in its module, and of the op if it was converted."""
-    trace: int
-    loop: int
-    """Contractions of one ``nn.scan`` or ``nn.vmap`` have the same."""
-    source: Source | None
-    """The kernel's parameter, the first if there are several."""
+    is_swapped: bool
+    """Whether the kernel is its left operand."""
+
+    @property
+    def scope(self) -> str:
+        """A name by which ``report`` finds it in a jaxpr: the same whenever it is traced."""
+        text = f"{self.site.path}/{self.name}/{self.site.shapes}"
+        return f"fp8_site_{zlib.crc32(text.encode()):08x}"
 
 
 class Seen:
@@ -90,13 +97,14 @@ class Call:
         op, arguments, restore = _as_op(contraction)
         site = _site(contraction, arguments)
         decision = self.rules.decide(site)
-        frame = contraction.frame
         name = f"{op.__name__}_{_name(site, contraction, arguments)}"
-        scope: Any = frame.module.scope
-        source = next((d.sources[0] for d in contraction.derived if d is not None), None)
-        self.sites.append(FoundSite(site, decision, name, contraction.trace, id(scope.root), source))
+        scope: Any = contraction.frame.module.scope
+        found = FoundSite(site, decision, name, arguments[0] is not contraction.operands[0])
+        self.sites.append(found)
+        if _counting.get():
+            return Left(found.scope)
         if not decision.converts:
-            return LEAVE
+            return Left()
         with jax.named_scope(BY_OP):
             out = op(recipe=decision.recipe, parent=scope.push(name, reuse=True))(*arguments)
         return restore(out)
@@ -148,11 +156,12 @@ class Call:
         """Looks at what the method has computed."""
         seen = seen_of(model)
         seen.sites = [f._replace(site=f.site._replace(module=type(f.site.module))) for f in self.sites]
-        before, self.ops = self.ops, dict(seen.ops)
-        for path, found in before.items():
-            self._remember(path, found)
-        seen.ops = self.ops
-        seen.used_otherwise |= self.interception.used_otherwise
+        if not _counting.get():
+            before, self.ops = self.ops, dict(seen.ops)
+            for path, found in before.items():
+                self._remember(path, found)
+            seen.ops = self.ops
+            seen.used_otherwise |= self.interception.used_otherwise
         if method == "__call__" and model.is_initializing():
             check_matched(self.rules, self.sites)
             if not _reporting.get():
@@ -176,6 +185,7 @@ def _is_same_kernel(a: FoundOp, b: FoundOp) -> bool:
 
 
 _reporting: ContextVar[bool] = ContextVar("reporting", default=False)
+_counting: ContextVar[bool] = ContextVar("counting", default=False)
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("calls", default=())
 
 
@@ -231,12 +241,12 @@ def _name(site: Site, contraction: Contraction, arguments: tuple[Any, ...]) -> s
         path[len(frame.path) :] if path[: len(frame.path)] == frame.path else path
         for path in (source.path for source in kernel.sources)
     )
-    if list(paths) == [("kernel",)] and _takes_ops(frame.module):
+    if ("kernel",) in paths and _takes_ops(frame.module):
         return "0"
     summed: tuple[int, ...] = ()
     if contraction.primitive == DOT:
         summed = arguments[2][0][1]
-    return "-".join(name for path in paths for name in path) + kernel.part(summed)
+    return "-".join(name.replace("/", "-") for path in paths for name in path) + kernel.part(summed)
 
 
 def _takes_ops(module: nn.Module) -> bool:
@@ -272,7 +282,7 @@ def _site(contraction: Contraction, arguments: tuple[Any, ...]) -> Site:
         primitive=contraction.primitive,
         shapes=(lhs.shape, rhs.shape),
         dtypes=(lhs.dtype, rhs.dtype),
-        sizes=_sizes(contraction.primitive, contraction.params, arguments),
+        sizes=_sizes(contraction, arguments),
         is_matmul=contraction.primitive != CONV or is_matmul(*arguments[:-1]),
         impossible=reason,
     )
@@ -285,20 +295,39 @@ def _is_plain_ragged(params: dict[str, Any]) -> bool:
     return jax.tree.leaves(dims) == [1, 1] and places == (0, 0) and params.get("group_offset") is None
 
 
-def _sizes(primitive: str, params: dict[str, Any], arguments: tuple[Any, ...]) -> Sizes:
-    lhs, rhs, *rest = arguments
+def _sizes(contraction: Contraction, arguments: tuple[Any, ...]) -> Sizes:
+    lhs, rhs = contraction.operands[:2]
+    out = ()
+    if contraction.primitive == CONV:
+        _, _, *rest = arguments
+        convolve = jax.lax.conv_general_dilated
+        out = jax.eval_shape(lambda a, b: convolve(a, b, *rest[:-1]), lhs, rhs).shape
+    shapes = lhs.shape, rhs.shape, out
+    return sizes_of(contraction.primitive, contraction.params, shapes, arguments[0] is not lhs)
+
+
+def sizes_of(
+    primitive: str, params: dict[str, Any], shapes: tuple[tuple[int, ...], ...], is_swapped: bool = False
+) -> Sizes:
+    """Returns the sizes of a contraction.
+
+    Args:
+        primitive: its name.
+        params: those of the primitive.
+        shapes: of its operands and of its result.
+        is_swapped: whether the kernel is its left operand.
+    """
+    lhs, rhs, out = shapes
     if primitive == RAGGED_DOT:
-        return Sizes(1, lhs.shape[0], *rhs.shape[1:])
+        return Sizes(math.prod(lhs[:-2]), lhs[-2], *rhs[-2:])
     if primitive == CONV:
-        out = jax.eval_shape(lambda a, b: jax.lax.conv_general_dilated(a, b, *rest[:-1]), lhs, rhs)
         _, kernel, result = params["dimension_numbers"]
-        n = rhs.shape[kernel[0]]
-        k = math.prod(rhs.shape[i] for i in kernel[1:])
-        return Sizes(1, math.prod(out.shape[i] for i in (result[0], *result[2:])), k, n)
-    (lhs_contract, _), (lhs_batch, _) = rest[0]
-    batch = math.prod(lhs.shape[i] for i in lhs_batch)
-    k = math.prod(lhs.shape[i] for i in lhs_contract)
-    return Sizes(batch, lhs.size // max(1, batch * k), k, rhs.size // max(1, batch * k))
+        k = math.prod(rhs[i] for i in kernel[1:])
+        return Sizes(1, math.prod(out[i] for i in (result[0], *result[2:])), k, rhs[kernel[0]])
+    (lhs_contract, _), (lhs_batch, _) = params["dimension_numbers"]
+    batch, k = (math.prod(lhs[i] for i in dims) for dims in (lhs_batch, lhs_contract))
+    m, n = (math.prod(shape) // max(1, batch * k) for shape in (lhs, rhs))
+    return Sizes(batch, n, k, m) if is_swapped else Sizes(batch, m, k, n)
 
 
 @functools.cache
@@ -481,13 +510,17 @@ def seen_of(model: Any) -> Seen:
 
 
 @contextmanager
-def reporting() -> Iterator[None]:
-    """A context in which a model of which nothing is converted may be traced."""
-    token = _reporting.set(True)
+def reporting(*, counting: bool = False) -> Iterator[None]:
+    """A context in which a model of which nothing is converted may be traced.
+
+    With ``counting`` nothing at all is converted, and each contraction stands in its ``FoundSite.scope``.
+    """
+    tokens = _reporting.set(True), _counting.set(counting)
     try:
         yield
     finally:
-        _reporting.reset(token)
+        _reporting.reset(tokens[0])
+        _counting.reset(tokens[1])
 
 
 def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 
 from fp8flax._convert import eval_init
-from fp8flax._intercept import missed
-from fp8flax._models import FoundSite, reporting, seen_of, trace_apply
+from fp8flax._gemm import NOT_CONVERTED
+from fp8flax._intercept import contractions_in
+from fp8flax._models import SITE, reporting, seen_of, sizes_of, trace_apply
 from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, CustomRecipe, DelayedScaling, recipe_in_use
 from fp8flax._rules import Sizes
-from fp8flax._state import PARAMS
 
 
 class _Gpu(NamedTuple):
@@ -159,8 +158,9 @@ def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) ->
     """Lists every contraction of a converted model: sizes, whether it runs in FP8, and why or why not.
 
     Nothing is computed: the shapes come from tracing ``init`` and ``apply``. Sizes are those of one call
-    with these inputs; a layer that ``nn.scan`` or ``nn.vmap`` stacks counts as often as it was stacked (a
-    loop that shares its weights counts once).
+    with these inputs, under ``nn.vmap`` and ``jax.vmap`` those of the whole batch; in ``nn.scan`` and
+    ``nn.RNN`` a contraction counts as often as the loop runs (in ``nn.while_loop`` once, for want of a
+    number).
 
     The prediction is a roofline of the GEMMs of a training step, forward and backward, with the bytes that
     quantizing moves (read from compiled programs) and the rates of large matmuls (80 % of a GPU's published
@@ -203,56 +203,38 @@ def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) ->
     if target not in _GPUS:
         raise ValueError(f"target must be one of {sorted(_GPUS)}; got {target!r}.")
     gpu = _GPUS[target]
-    with reporting():
+    with reporting(counting=True):
         shapes, _ = eval_init(model, args, kwargs)
         jaxpr = trace_apply(model, shapes, args, kwargs)
-    seen: list[FoundSite] = seen_of(model).sites
-    repeats = _repeats(seen, nn.meta.unbox(shapes.get(PARAMS, {})))
+    by_scope = {found.scope: found for found in seen_of(model).sites}
+    counts: Counter[tuple[str, Sizes]] = Counter()
+    unseen = []
+    for one in contractions_in(jaxpr.jaxpr):
+        scope = next(reversed(SITE.findall(one.stack)), "")
+        if scope in by_scope:
+            sizes = sizes_of(one.primitive, one.params, one.shapes, by_scope[scope].is_swapped)
+            counts[scope, sizes] += one.times
+        elif NOT_CONVERTED not in one.stack:
+            unseen.append(f"{one.stack or 'the model'}, {one.shapes[0]} by {one.shapes[1]}")
     rows, wide, time = [], 0.0, 0.0
-    for found, calls in _distinct(seen):
-        site, decision = found.site, found.decision
-        count = calls * repeats.get(found.loop, 1)
+    for (scope, sizes), count in counts.items():
+        site, decision = by_scope[scope].site, by_scope[scope].decision
         recipe = recipe_in_use(decision.recipe, DelayedScaling()) if decision.converts else None
         gemms = None if recipe is None else recipe.gemms
-        before, after = (count * _seconds(site.sizes, gpu, g, site.is_matmul) for g in (None, gemms))
+        before, after = (count * _seconds(sizes, gpu, g, site.is_matmul) for g in (None, gemms))
         wide, time = wide + before, time + after
         rows.append(
             Row(
                 path=site.path,
                 kernel=site.kernel,
-                **site.sizes._asdict(),
+                **sizes._asdict(),
                 count=count,
                 converted=decision.converts,
                 reason=decision.reason,
-                flops=count * site.sizes.flops,
+                flops=count * sizes.flops,
                 speedup=before / after if after else 1.0,
             )
         )
-    unseen = tuple(
-        f"{stack or 'the model'}, {' by '.join(map(str, s))}" for stack, s in missed(jaxpr.jaxpr)
-    )
     return ModelReport(
-        rows=tuple(rows), target=gpu.name, speedup=wide / time if time else 1.0, unseen=unseen
+        rows=tuple(rows), target=gpu.name, speedup=wide / time if time else 1.0, unseen=tuple(unseen)
     )
-
-
-def _distinct(seen: list[FoundSite]) -> list[tuple[FoundSite, int]]:
-    """Returns each contraction once, with its number of calls: Linen's loops trace bodies twice."""
-    calls = Counter((found.site.path, found.name, found.site.sizes, found.trace) for found in seen)
-    most: dict[Any, int] = {}
-    for (*key, _), number in calls.items():
-        most[tuple(key)] = max(number, most.get(tuple(key), 0))
-    first = {(found.site.path, found.name, found.site.sizes): found for found in reversed(seen)}
-    return [(found, most[key]) for key, found in reversed(first.items())]
-
-
-def _repeats(seen: list[FoundSite], params: Any) -> dict[int, int]:
-    """Returns how often each loop runs, from the parameters that it stacks."""
-    repeats: dict[int, int] = {}
-    for found in seen:
-        if found.site.kind == "kernel" and found.source is not None:
-            leaf = params
-            for name in found.source.path:
-                leaf = leaf[name]
-            repeats[found.loop] = math.prod(leaf.shape) // max(1, math.prod(found.source.shape))
-    return repeats

@@ -31,6 +31,7 @@ ORDER = [
     "_hlo",
     "_audit",
     "_intercept",
+    "_lift",
     "_rules",
     "_models",
     "_report",

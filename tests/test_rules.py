@@ -189,6 +189,46 @@ class TestReport:
         (row,) = fp8.report(model8, np.ones((4, 8), np.float32)).rows
         assert (row.path, row.count, row.flops) == ("layers/Dense_0", 3, 3 * 2 * 4 * 8 * 8)
 
+    def test_a_recurrent_layer_counts_its_steps(self):
+        model8 = fp8.quantize_model(nn.RNN(nn.SimpleCell(8)), include=".*")
+        rows = fp8.report(model8, np.ones((4, 512, 8), np.float32)).rows
+        assert {(r.kernel.split("/")[-2], r.count, r.m) for r in rows} == {("i", 512, 4), ("h", 512, 4)}
+
+    def test_a_batch_of_vmap_counts(self):
+        """Over examples as rows, over experts as matrices."""
+
+        class PerExample(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                dense = nn.Dense(8)
+                y = dense(x[:1])
+                return (
+                    nn.vmap(lambda m, x: m(x), variable_axes={"params": None}, split_rngs={})(dense, x) + y
+                )
+
+        class Experts(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+                return nn.vmap(nn.Dense, **axes)(5)(x)
+
+        model8 = fp8.quantize_model(PerExample(), include=".*")
+        rows = fp8.report(model8, np.ones((16, 4), np.float32)).rows
+        assert [(r.batch, r.m, r.k, r.n, r.count) for r in rows] == [(1, 1, 4, 8, 1), (1, 16, 4, 8, 1)]
+        model8 = fp8.quantize_model(Experts(), include=".*")
+        (row,) = fp8.report(model8, np.ones((3, 16, 4), np.float32)).rows
+        assert (row.batch, row.m, row.k, row.n, row.count) == (3, 16, 4, 5, 1)
+
+    def test_two_kernels_of_one_method_are_two_rows(self):
+        class Two(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                a, b = (self.param(name, nn.initializers.lecun_normal(), (8, 8)) for name in "ab")
+                return x @ a + x @ b + (x @ a)
+
+        rows = fp8.report(fp8.quantize_model(Two(), include=".*"), np.ones((4, 8), np.float32)).rows
+        assert [(row.kernel, row.count) for row in rows] == [("a", 2), ("b", 1)]
+
     def test_predictions(self):
         """Large matmuls near the ratio of the rates; small ones, and MXFP8 on Hopper, below one."""
         x = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)
