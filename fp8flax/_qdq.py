@@ -54,16 +54,16 @@ def delayed_scales(
     if configs[0].amax_compute_algo == "most_recent":
         amaxes = [history[0] for history in histories]
     else:  # one reduction of many operands
-        amaxes = lax.reduce(
-            histories,
-            [np.float32(-np.inf)] * len(histories),
-            lambda x, y: [lax.max(a, b) for a, b in zip(x, y)],
-            (0,),
-        )
+        amaxes = lax.reduce(histories, [np.float32(-np.inf)] * len(histories), _maxima, (0,))
     return tuple(
         _scale_from_amax(config, amax, from_max_dtype(state.scale).reshape(()))
         for config, state, amax in zip(configs, states, amaxes)
     )
+
+
+def _maxima(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the larger of each pair; one function for all calls, or un-jitted each would compile anew."""
+    return [lax.max(x, y) for x, y in zip(xs, ys)]
 
 
 def _scale_from_amax(config: DelayedConfig, amax: jax.Array, old_scale: jax.Array) -> jax.Array:
