@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -285,40 +284,61 @@ def _reboxed(params: Any, boxed: Any) -> Any:
     return params
 
 
-def _places(derived: Derived) -> list[np.ndarray] | None:
-    """Returns for each source, by the place in the kernel, which element of the source is there.
+def _into_sources(kernel: Derived, values: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns values that lie as a kernel does in the places of the parameters that it was made of.
 
-    Elements of other sources are one beyond its last. None if a source is not there whole, and once.
+    By the transpose of what was done to them: a place of which the kernel has nothing is 0, and one that
+    it has twice the sum. The values are whole numbers up to 256, which bfloat16 holds.
     """
-    assert derived.rebuild is not None
-    places = []
-    for i, source in enumerate(derived.sources):
-        size = int(np.prod(source.shape))
-        own = np.arange(size, dtype=np.int32).reshape(source.shape)
-        others = [np.full(s.shape, size, np.int32) for s in derived.sources]
-        arrays = (*others[:i], own, *others[i + 1 :])
-        with jax.ensure_compile_time_eval():
-            place = np.asarray(derived.rebuild(tuple(map(jnp.asarray, arrays)), False))
-        if not np.array_equal(np.bincount(place.ravel(), minlength=size + 1)[:size], np.ones(size)):
-            return None
-        places.append(place)
-    return places
+    rebuild = kernel.rebuild
+    assert rebuild is not None
+    like = [jax.ShapeDtypeStruct(source.shape, jnp.bfloat16) for source in kernel.sources]
+    transpose = jax.linear_transpose(lambda *arrays: rebuild(arrays, False), *like)
+    return tuple(x.astype(jnp.uint8) for x in transpose(values.astype(jnp.bfloat16)))
 
 
-def _taken_apart(
-    codes: jax.Array, places: list[np.ndarray], sources: tuple[Source, ...]
-) -> list[jax.Array]:
-    """Returns the codes of a kernel in the places of the parameters that it was made of."""
-    bits = jax.lax.bitcast_convert_type(codes, jnp.uint8).ravel()
-    apart = []
-    for place, source in zip(places, sources):
-        size = int(np.prod(source.shape))
-        if np.array_equal(place.ravel(), np.arange(size)):
-            apart.append(codes.reshape(source.shape))
-            continue
-        order = np.argsort(place.ravel(), kind="stable")[:size]
-        apart.append(jax.lax.bitcast_convert_type(bits[order], codes.dtype).reshape(source.shape))
-    return apart
+def _left_wide(
+    ops: Mapping[Path, FoundOp], recipes: Mapping[Path, CustomRecipe], seen: Any
+) -> dict[Path, str]:
+    """Returns the ops whose kernels cannot be stored in FP8, and why."""
+    reasons: dict[Path, str] = {}
+    for path, found in ops.items():
+        gemms = recipes[path]
+        if found.others:
+            reasons[path] = "one op multiplies by it and by others"
+        elif gemms.forward.rhs is None or found.kernel is None:
+            reasons[path] = ""  # of which nobody expects it
+        elif found.kernel.rebuild is None:
+            reasons[path] = "it is computed from parameters"
+        elif any(s.path in seen.used_otherwise for s in found.kernel.sources):
+            reasons[path] = "something else than an FP8 op reads it too"
+        elif _kernel_quantizer(found, gemms) is None:
+            reasons[path] = "convolutions and ragged dots store kernels with delayed scales alone"
+    while True:
+        # Every element of a parameter in the kernel of one op, and all of these stored.
+        coverage: dict[Path, Any] = {}
+        dtypes: dict[Path, set[Any]] = {}
+        for path, found in ops.items():
+            kernel, quantizer = found.kernel, recipes[path].forward.rhs
+            if path in reasons or kernel is None or quantizer is None:
+                continue
+            with jax.ensure_compile_time_eval():
+                ones = _into_sources(kernel, jnp.ones(found.args[1].shape))
+            for source, count in zip(kernel.sources, ones):
+                coverage[source.path] = coverage.get(source.path, 0) + np.asarray(count)
+                dtypes.setdefault(source.path, set()).add(quantizer.dtype)
+        more: dict[Path, str] = {}
+        for path, found in ops.items():
+            for source in found.kernel.sources if found.kernel and path not in reasons else ():
+                if np.max(coverage[source.path]) > 1:
+                    more[path] = "several ops multiply by it"
+                elif np.min(coverage[source.path], initial=1) < 1:
+                    more[path] = "not all of it is stored in FP8"
+                elif len(dtypes[source.path]) > 1:
+                    more[path] = "it would be stored in two formats"
+        if not more:
+            return reasons
+        reasons |= more
 
 
 def _kernel_quantizer(found: FoundOp, gemms: CustomRecipe) -> Any:
@@ -371,9 +391,11 @@ def freeze(
 
     Kernels are stored where they were, under their names, in FP8, and their scales beside them, under the
     name of the op: ``params/Dense_0/kernel`` and ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and
-    ``input_scale``, where that is fixed). A parameter stays wide if it is used for something else too (an
-    embedding that is tied to the logits), by several ops, or after arithmetic; so do kernels of
-    convolutions and ragged dots if their scales are not delayed. Their ops quantize them at each call.
+    ``input_scale``, where that is fixed). One parameter may hold several kernels, such as fused queries,
+    keys and values: each part then has the scale of its own op. A parameter stays wide if it is used for
+    something else too (an embedding that is tied to the logits), by several ops, or after arithmetic; so do
+    kernels of convolutions and ragged dots if their scales are not delayed. Their ops quantize them at each
+    call.
 
     Args:
         model: what ``quantize_model`` returned, or a model whose layers were given FP8 ops.
@@ -397,7 +419,9 @@ def freeze(
         ValueError: ``model`` has no FP8 op, or inputs are needed; or a parameter is missing.
         TypeError: ``kv_cache_dtype`` is not an FP8 dtype.
 
-    A ``UserWarning`` names delayed scales that have seen no data.
+    Warns:
+        UserWarning: kernels of FP8 ops stay wide, with the reason for each; or delayed scales have seen no
+            data.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -429,41 +453,44 @@ def freeze(
             f"{type(model).__name__} has not been seen to compute anything in FP8. Give freeze inputs to "
             "trace it with, freeze(model, variables, *inputs); fp8flax.report says what is converted."
         )
-    uses = Counter(s.path for found in seen.ops.values() if found.kernel for s in found.kernel.sources)
     params, state = variables.get(PARAMS, {}), variables.get(OVERWRITE_WITH_GRADIENT, {})
+    recipes = {path: _WEIGHT_ONLY if weight_only else found.gemms for path, found in seen.ops.items()}
+    left_wide = _left_wide(seen.ops, recipes, seen)
     served = []
     fresh: list[str] = []
+    stored: dict[Path, tuple[jax.Array, Any]] = {}
+    scales_in_params: list[tuple[Path, jax.Array]] = []
     for path, found in seen.ops.items():
-        gemms = _WEIGHT_ONLY if weight_only else found.gemms
+        gemms, kernel = recipes[path], found.kernel
         scales = {} if weight_only else _fixed_scales(path, gemms, state, fresh)
-        kernel, places = found.kernel, None
-        is_own = kernel is not None and all(
-            uses[s.path] == 1 and s.path not in seen.used_otherwise for s in kernel.sources
-        )
-        if (
-            is_own
-            and kernel is not None
-            and kernel.rebuild is not None
-            and _kernel_quantizer(found, gemms) is not None
-        ):
-            places = _places(kernel)
         kernels: tuple[Any, ...] = ()
         layout = None
-        if places is not None and kernel is not None:
+        if path not in left_wide:
+            assert kernel is not None
+            assert gemms.forward.rhs is not None
             wide = [_get(params, s.path) for s in kernel.sources]
-            axis = _stacked_axis(kernel, seen.ops, variables[PARAMS])
-            codes, scales["kernel"] = _store(found, gemms, places, wide, scales.get("kernel"), axis)
-            for source, array, like in zip(kernel.sources, codes, wide):
-                if _is_on_several_devices(like):
-                    array = jax.device_put(array, like.sharding)
-                params = _set(params, source.path, array)
+            axis = _stacked_axis(kernel, seen.ops, params)
+            bits, scales["kernel"] = _store(found, gemms, wide, scales.get("kernel"), axis)
+            for source, part in zip(kernel.sources, bits):
+                if source.path in stored:
+                    part = part + stored[source.path][0]
+                stored[source.path] = part, gemms.forward.rhs.dtype
             kernels = tuple((s.path, np.dtype(s.dtype)) for s in kernel.sources)
-            layout = _layout(found, places, wide[0].shape)
+            layout = _layout(found, wide[0].shape)
         elif weight_only:
             gemms = CustomRecipe()
         for role, scale in scales.items():
-            params = _set(params, (*path, state_leaf_names(role)[0]), scale)
+            scales_in_params.append(((*path, state_leaf_names(role)[0]), scale))
         served.append(ServedOp(path, gemms, kernels, bool(scales), layout))
+    for path, (part, dtype) in stored.items():
+        codes, like = jax.lax.bitcast_convert_type(part, dtype), _get(params, path)
+        if _is_on_several_devices(like):
+            codes = jax.device_put(codes, like.sharding)
+        params = _set(params, path, codes)
+    for path, scale in scales_in_params:
+        params = _set(params, path, scale)
+    if said := _said(left_wide, seen.ops):
+        warnings.warn(f"These kernels of FP8 ops stay wide: {said}.", stacklevel=2)
     if fresh:
         warnings.warn(
             f"These scales are frozen as they are, though they have seen no data: {', '.join(fresh)}. "
@@ -487,14 +514,23 @@ def serving_ops(model: Any) -> tuple[ServedOp, ...]:
     return ops
 
 
-def _layout(found: FoundOp, places: list[np.ndarray], whole: tuple[int, ...]) -> Any:
+def _said(left_wide: Mapping[Path, str], ops: Mapping[Path, FoundOp]) -> str:
+    """Returns the parameters that stay wide, with the reasons."""
+    reasons = {}
+    for path, reason in left_wide.items():
+        kernel = ops[path].kernel
+        for source in ops[path].others or (s.path for s in (kernel.sources if kernel else ())):
+            if reason:
+                reasons["/".join(source)] = reason
+    return "; ".join(f"{name} ({reason})" for name, reason in sorted(reasons.items()))
+
+
+def _layout(found: FoundOp, whole: tuple[int, ...]) -> Any:
     kernel = found.kernel
     assert kernel is not None
     shape = kernel.sources[0].shape
     is_leading = whole[len(whole) - len(shape) :] == shape
-    if not (_is_dot(found.op) and len(places) == 1 and is_leading and places[0].shape == shape):
-        return None
-    if not np.array_equal(places[0].ravel(), np.arange(places[0].size)):
+    if not (_is_dot(found.op) and kernel.is_one_parameter and is_leading):
         return None
     (_, contract), (_, batch) = found.args[2]
     if batch:
@@ -552,12 +588,11 @@ def _per_slice_of_state(f: Callable[..., Any], scale: jax.Array, history: jax.Ar
 def _store(
     found: FoundOp,
     gemms: CustomRecipe,
-    places: list[np.ndarray],
     wide: list[Any],
     scale: jax.Array | None,
     axis: int | None,
-) -> tuple[list[jax.Array], jax.Array]:
-    """Returns the codes of an op's parameters, in their shapes, and the scales of its kernel."""
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Returns the codes of an op's kernel, as bytes in the parameters' shapes, and the kernel's scales."""
     kernel = found.kernel
     assert kernel is not None
     rebuild = kernel.rebuild
@@ -566,7 +601,8 @@ def _store(
     def one(wide: tuple[jax.Array, ...], scale: jax.Array | None) -> tuple[Any, jax.Array]:
         stored = _quantized(found, gemms, rebuild(wide, True), scale)
         stored_scale = stored.scale.reshape((1,)) if stored.scale.ndim == 0 else stored.scale
-        return _taken_apart(stored.codes, places, kernel.sources), stored_scale
+        bits = jax.lax.bitcast_convert_type(stored.codes, jnp.uint8)
+        return _into_sources(kernel, bits), stored_scale
 
     whole, part = wide[0].shape, kernel.sources[0].shape
     one = _per_slice(one, whole, part) if axis is None else jax.vmap(one, in_axes=axis, out_axes=axis)

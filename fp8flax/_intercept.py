@@ -28,6 +28,8 @@ _MOVEMENTS = (
     *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "reshape", "rev"),
     *("sharding_constraint", "slice", "split", "squeeze", "transpose"),
 )
+# Of these, what leaves every value in its place.
+_CASTS = ("convert_element_type", "copy", "copy_p", "sharding_constraint")
 # What may return an operand as it is.
 _RETURNING = ("jit", "checkpoint", "remat2")  # two names of jax.checkpoint
 _PARAMS = "params"
@@ -53,6 +55,14 @@ class Derived(NamedTuple):
     moves: Any
     """What was moved how, to compare: the primitive, its parameters, which of its results it is, and the
     moves of its operands. Arithmetic that keeps the shape does not count."""
+
+    @property
+    def is_one_parameter(self) -> bool:
+        """Whether it is one parameter, at most cast."""
+        move = self.moves
+        while move[0] in _CASTS:
+            (move,) = move[3]
+        return bool(move[0] == _PARAMETER) and self.rebuild is not None
 
     def part(self, summed: Sequence[int]) -> str:
         """Returns what tells this use of a parameter from others, the same whenever it is computed.

@@ -51,6 +51,8 @@ class FoundOp(NamedTuple):
     """What its kernel owes to parameters."""
     args: tuple[Any, ...]
     """Shapes and dtypes of the input and the kernel; dimension numbers, precision, dtype of the result."""
+    others: frozenset[tuple[str, ...]] = frozenset()
+    """Where it multiplies by several kernels, the parameters of all of them."""
 
 
 SITE = re.compile("fp8_site_[0-9a-f]{8}")
@@ -123,10 +125,10 @@ class Call:
         before = self.ops.get(path)
         if before is not None and not _is_same_kernel(before, found):
             # One op, and one state, of several kernels: none of them is the op's own.
-            for kernel in (before.kernel, found.kernel):
-                if kernel is not None:
-                    self.interception.used_otherwise.update(s.path for s in kernel.sources)
-            found = found._replace(kernel=None)
+            kernels = [kernel for kernel in (before.kernel, found.kernel) if kernel is not None]
+            others = before.others.union(source.path for kernel in kernels for source in kernel.sources)
+            self.interception.used_otherwise |= others
+            found = found._replace(kernel=None, others=others)
         self.ops[path] = found
 
     @contextmanager

@@ -17,6 +17,7 @@ import fp8flax as fp8
 from tests.test_models import ALL, MODELS, OWG, Attention, flat, in_scan, normal
 
 E4M3 = jnp.float8_e4m3fn
+WIDE = pytest.mark.filterwarnings("ignore:These kernels of FP8 ops stay wide:UserWarning")
 RECIPES = {
     "delayed": fp8.DelayedScaling(),
     "current": fp8.Float8CurrentScaling(),
@@ -60,7 +61,7 @@ TOKENS = np.random.default_rng(0).integers(0, 16, (2, 8)).astype(np.int32)
 
 def trained(model, *inputs, recipe=None, **options):
     """A converted model with state that has seen data."""
-    model8 = fp8.quantize_model(model, recipe, **{**ALL, **options})
+    model8 = fp8.quantize_model(model, recipe, **{**ALL, "allow_unmatched": True, **options})
     variables = jax.jit(model8.init)(jax.random.key(0), *inputs)
     if OWG in variables:
         variables = fp8.calibrate(model8.apply, variables, [inputs] if len(inputs) > 1 else list(inputs))
@@ -82,6 +83,7 @@ STAYS_WIDE = ("patches", "current")
 
 
 @pytest.mark.filterwarnings("ignore:Not calibrated", "ignore:These scales are frozen")  # a branch not taken
+@WIDE  # a convolution
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_same_logits(name, recipe, request):
     if name in ("scan, tied", "remat", "attention") or (name, recipe) == ("scan", "current"):
@@ -154,6 +156,7 @@ def test_bytes_of_a_transformer():
     assert size(fp8.freeze(model8, variables, TOKENS)[1]) <= 0.27 * wide
 
 
+@WIDE
 def test_what_is_used_otherwise_stays_wide():
     """An embedding that is the logits' kernel too: quantized at each call, the same logits."""
     model8, variables = trained(LanguageModel(layers=1, tied=True), TOKENS)
@@ -187,6 +190,7 @@ class ReadTwice(nn.Module):
         return jax.vmap(lambda row: row * h[0])(x)
 
 
+@WIDE
 def test_what_is_read_in_hidden_places_stays_wide():
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(ReadTwice(), RECIPES["current"], **ALL)
@@ -208,10 +212,23 @@ class Heads(nn.Module):
         return x @ self.kernels[i]
 
 
+class OneOp(Heads):
+    """The same with an op by hand, which has one state for both kernels."""
+
+    def setup(self):
+        super().setup()
+        self.op = fp8.Fp8DotGeneralOp()
+
+    def __call__(self, x, i=0):
+        return self.op(x, self.kernels[i], (((x.ndim - 1,), (0,)), ((), ())))
+
+
 class BothHeads(nn.Module):
+    heads: type = OneOp
+
     @nn.compact
     def __call__(self, x):
-        heads = Heads()
+        heads = self.heads()
         return heads(x, 0) + 2 * jnp.tanh(heads(x, 1))
 
 
@@ -246,15 +263,27 @@ class TestOtherUses:
     @pytest.mark.parametrize("model", [BothHeads(), NormInSetup()], ids=lambda m: type(m).__name__)
     def test_same_logits(self, model):
         model8, variables = trained(model, self.x)
-        serve, served = fp8.freeze(model8, variables)
+        with pytest.warns(UserWarning, match=r"stay wide: (Heads_0/w0|OneOp_0/w0|w) \((one op|something)"):
+            serve, served = fp8.freeze(model8, variables)
         np.testing.assert_array_equal(serve.apply(served, self.x), model8.apply(variables, self.x))
         assert not any(leaf.dtype == E4M3 for leaf in jax.tree.leaves(served))
 
-    def test_another_kernel_than_was_seen(self):
-        model8, variables = trained(Heads(), self.x)
+    def test_an_op_for_each_kernel(self):
+        model8, variables = trained(BothHeads(Heads), self.x)
+        serve, served = fp8.freeze(model8, variables)
+        np.testing.assert_array_equal(serve.apply(served, self.x), model8.apply(variables, self.x))
+        assert {leaf.dtype for leaf in served["params"]["Heads_0"].values() if hasattr(leaf, "dtype")} == {
+            jnp.dtype(E4M3)
+        }
+
+    @pytest.mark.parametrize("heads", [Heads, OneOp])
+    def test_another_kernel_than_was_seen(self, heads):
+        model8, variables = trained(heads(), self.x)
         serve, served = fp8.freeze(model8, variables)
         serve.apply(served, self.x)
-        with pytest.raises(ValueError, match="comes from other parameters than when the model was frozen"):
+        with pytest.raises(
+            ValueError, match="comes from other parameters than when|did not see the FP8 op"
+        ):
             serve.apply(served, self.x, 1)
 
     def test_a_method_that_was_not_seen(self):
@@ -262,6 +291,82 @@ class TestOtherUses:
         serve, served = fp8.freeze(model8, variables)
         with pytest.raises(ValueError, match=r"Penalized.penalty reads layer/kernel, stored in FP8"):
             serve.apply(served, method="penalty")
+
+
+class SplitOnly(nn.Module):
+    """Fused queries, keys and values, split; two stacked layers; a kernel used twice."""
+
+    stack: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        qkv, layers = self.param("qkv", init, (8, 24)), self.param("layers", init, (2, 8, 8))
+        twice = self.param("twice", init, (8, 8))
+        q, k, v = (x @ w for w in jnp.split(qkv, 3, axis=1))
+        x = q * k + v
+        for i in range(2):
+            x = x @ layers[i]
+        x = nn.tanh(x @ twice) @ twice
+        return (x, None) if self.stack else x
+
+
+class StackOfParts(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        scan = nn.scan(lambda m, x, _: m(x), length=3, **axes)
+        return scan(SplitOnly(stack=True, name="blocks"), x, None)[0]
+
+
+@pytest.mark.parametrize("model", [SplitOnly(), StackOfParts()], ids=["plain", "scan"])
+@pytest.mark.parametrize("recipe", ["delayed", "axiswise", "weight only"])
+def test_parts_of_a_parameter_are_stored(model, recipe):
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(model, RECIPES.get(recipe, RECIPES["delayed"]), **ALL)
+    variables = model8.init(jax.random.key(0), x)
+    if OWG in variables:
+        variables = fp8.calibrate(model8.apply, variables, [x])
+    serve, served = fp8.freeze(model8, variables, x, weight_only=recipe == "weight only")
+    params = served["params"].get("blocks", served["params"])
+    assert {params[name].dtype for name in ("qkv", "layers", "twice")} == {jnp.dtype(E4M3)}
+    actual = serve.apply(served, x)
+    if recipe == "weight only":
+        expected = model.apply({"params": variables["params"]}, x)
+        assert np.linalg.norm(actual - expected) < 0.1 * np.linalg.norm(expected)
+    else:
+        np.testing.assert_array_equal(actual, model8.apply(variables, x))
+
+
+class NotAsAWhole(nn.Module):
+    """What cannot be stored, each for its reason."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        half, tied, scaled, read = (
+            self.param(name, init, (8, 8)) for name in ("half", "tied", "scaled", "read")
+        )
+        x = jnp.concatenate([x @ half[:, :4]] * 2, -1)
+        x = (x @ tied) @ tied.T
+        return x @ (2 * scaled) @ read + jnp.sum(read)
+
+
+def test_what_stays_wide_is_said():
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(NotAsAWhole(), **ALL)
+    variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+    with pytest.warns(UserWarning, match="stay wide") as caught:
+        serve, served = fp8.freeze(model8, variables, x)
+    text = "".join(str(warning.message) for warning in caught)
+    for reason in (
+        "half (not all of it is stored in FP8)",
+        "tied (several ops multiply by it)",
+        "scaled (it is computed from parameters)",
+        "read (something else than an FP8 op reads it too)",
+    ):
+        assert reason in text
+    np.testing.assert_array_equal(serve.apply(served, x), model8.apply(variables, x))
 
 
 def test_sharded_parameters_stay_where_they_are():
