@@ -16,7 +16,15 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from fp8flax._kernels.block_gemm import BLOCK, block_gemm
-from fp8flax._operands import MX_COLUMNS, Quantized, View, dequantize_operand, is_blockwise, mx_operand
+from fp8flax._operands import (
+    MX_COLUMNS,
+    Quantized,
+    View,
+    apply_scales,
+    dequantize_operand,
+    is_blockwise,
+    mx_operand,
+)
 from fp8flax._recipes import BlockQuantizer, GemmRecipe
 from fp8flax._transforms import vary_alike
 
@@ -178,10 +186,7 @@ def _emulated_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
     if is_blockwise(gemm.recipe.lhs):
         return _dequantized_dot(gemm, lhs, rhs, wide)
     out = _dot(gemm, lhs.codes.astype(wide), rhs.codes.astype(wide), None, wide)
-    # One after the other: the product of the scales alone overflows, or vanishes, earlier.
-    for scale in _scales_of_output(gemm, lhs, rhs):
-        out = out * scale.astype(wide)
-    return out.astype(gemm.out_dtype)
+    return _scaled(gemm, out, lhs, rhs)
 
 
 def _dequantized_dot(gemm: Gemm, lhs: Quantized, rhs: Quantized, dtype: Any) -> jax.Array:
@@ -195,22 +200,34 @@ def _dequantized_dot(gemm: Gemm, lhs: Quantized, rhs: Quantized, dtype: Any) -> 
         return _dot(gemm, *operands, precision, sum_dtype).astype(gemm.out_dtype)
 
 
-def _scales_of_output(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> tuple[jax.Array, jax.Array]:
-    """Returns the scales of both operands, shaped to multiply the result."""
+def _scaled(gemm: Gemm, out: jax.Array, lhs: Quantized, rhs: Quantized) -> jax.Array:
+    """Returns a product of codes times the scales of both operands, in the dtype of the result."""
     lhs_scale, rhs_scale = lhs.scale, rhs.scale
     batch = gemm.lhs.sizes(gemm.lhs.batch)
     rows, columns = gemm.lhs.sizes(gemm.lhs.free), gemm.rhs.sizes(gemm.rhs.free)
     if lhs_scale.ndim:
         lhs_scale = lax.transpose(lhs_scale, gemm.lhs.order)
         lhs_scale = lhs_scale.reshape(*batch, *rows, *(1 for _ in columns))
+    else:  # XLA would multiply two scalars that are constants, as in a model that is closed over
+        lhs_scale = lax.optimization_barrier(lhs_scale)
     if rhs_scale.ndim:
         rhs_scale = lax.transpose(rhs_scale, gemm.rhs.order)
         rhs_scale = rhs_scale.reshape(*batch, *(1 for _ in rows), *columns)
-    return lhs_scale, rhs_scale
+    if out.dtype == jnp.float64:  # which holds the product of any two scales
+        out = out * lhs_scale.astype(out.dtype) * rhs_scale.astype(out.dtype)
+    else:
+        out = apply_scales(out, lhs_scale, rhs_scale)
+    return out.astype(gemm.out_dtype)
 
 
 def _cuda_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
-    """Multiplies FP8 operands in FP8 units: by cublasLt, or as XLA chooses where that does not fit."""
+    """Multiplies FP8 operands in FP8 units: by cublasLt, or as XLA chooses where that does not fit.
+
+    cublasLt takes in the product of two scalar scales, so that must be in the range of float32, too. Above
+    2**126 it counts as that, which changes no result but those whose codes sum to less than 4; below
+    2**-126, where the amaxes' product is below 3e-31 for a gradient (e5m2) and 2e-33 for a result, all may
+    be zeros. More would cost a pass over the result.
+    """
     preset = {
         "fast": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
         "exact": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
@@ -220,22 +237,20 @@ def _cuda_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
     ):
         preset = None
     q_lhs, q_rhs = _row_major(lhs.codes), _row_major(rhs.codes)
-    if lhs.scale.ndim or rhs.scale.ndim:
-        # One per row or column: a pass over the result, which is not rounded before it.
-        out = _dot(gemm, q_lhs, q_rhs, preset, jnp.float32)
-        for scale in _scales_of_output(gemm, lhs, rhs):
-            out = out * scale
-        return out.astype(gemm.out_dtype)
-    # The unscaled sums would overflow float16; a kernel of XLA's own takes the float32 multiply in.
-    narrow = preset is not None and gemm.out_dtype == jnp.bfloat16
-    sum_dtype = jnp.dtype(jnp.bfloat16 if narrow else jnp.float32)
-    out = _dot(gemm, q_lhs, q_rhs, preset, sum_dtype)
-    # One scalar, so that the GEMM can take it in. An infinite one would turn zeros into NaN; the bound is
-    # that of bfloat16, a little lower than float32's.
-    scale = jnp.minimum(lhs.scale * rhs.scale, jnp.float32(jnp.finfo(jnp.bfloat16).max))
-    # As written a bfloat16 scale would be rounded. XLA hands the float32 scalar to cublasLt instead,
-    # which multiplies before it rounds (seen in the compiled program; a test holds it).
-    return (out * scale.astype(sum_dtype)).astype(gemm.out_dtype)
+    if preset is None or lhs.scale.ndim or rhs.scale.ndim:
+        # A kernel of XLA's own takes the scales in. One per row or column is a pass over cublasLt's result,
+        # which is not rounded before it.
+        return _scaled(gemm, _dot(gemm, q_lhs, q_rhs, preset, jnp.float32), lhs, rhs)
+    # One scalar, which is all that cublasLt takes in. An infinite one would turn zeros into NaN.
+    scale = jnp.minimum(lhs.scale * rhs.scale, jnp.float32(2.0**126))
+    if gemm.out_dtype != jnp.bfloat16:  # the unscaled sums would overflow float16
+        return (_dot(gemm, q_lhs, q_rhs, preset, jnp.float32) * scale).astype(gemm.out_dtype)
+    # As written the divisor would be rounded to bfloat16. But XLA hands the scale itself to cublasLt, in
+    # float32, which multiplies before it rounds; and where it does not (a sum in parts, a scale per element
+    # of jax.vmap), it divides in float32, as GPUs have no division in bfloat16. They do multiply in it: a
+    # product would be that by a rounded scale. (Seen in compiled programs; tests hold it.)
+    out = _dot(gemm, q_lhs, q_rhs, preset, jnp.bfloat16)
+    return out / (np.float32(1) / scale).astype(jnp.bfloat16)
 
 
 def _cuda_block_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:

@@ -194,6 +194,23 @@ def dequantize_operand(
     return lax.transpose(unflattened, np.argsort(order)).astype(dtype)
 
 
+def apply_scales(total: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array) -> jax.Array:
+    """Returns ``total * lhs_scale * rhs_scale`` in float32, right wherever that is in its range.
+
+    Not so the product of the scales, nor a sum times the larger of them, such as 1e6 times 1e34. Of a very
+    large or very small first scale a power of two therefore comes last; that changes no bit of the rest.
+
+    Args:
+        total: sums of products of FP8 codes, in magnitude 0 or from 2**-32 to 2**47.
+        lhs_scale: float32, as normal numbers; broadcasts with it.
+        rhs_scale: likewise.
+    """
+    # With what is left for last, the first product is in the range; and where that is not 1, it is far from
+    # the end to which the second scale could take it only to be brought back.
+    left = jnp.where(lhs_scale >= 2.0**80, 2.0**48, jnp.where(lhs_scale < 2.0**-94, 2.0**-32, 1.0))
+    return total * (lhs_scale / left) * rhs_scale * left
+
+
 def stored(quantizer: Quantizer, operand: Quantized, view: View) -> Quantized:
     """Returns a quantized operand with its codes in the operand's own shape, however its scales lie."""
     if not isinstance(quantizer, BlockQuantizer):

@@ -114,6 +114,49 @@ def test_the_scale_reaches_the_gemm_in_float32(dtype):
     assert ("bf16[512,256]" in call) == (dtype == jnp.bfloat16)
 
 
+EXPERTS = nn.vmap(
+    nn.Dense, variable_axes={"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0}, split_rngs={"params": True}
+)
+SCALED = {
+    # layer and its input; MiB that its three GEMMs and all else move
+    "16384x768x768": (partial(nn.Dense, 768), (16384, 768), 241),
+    "2048x1024x1024": (partial(nn.Dense, 1024), (2048, 1024), 65),
+    "query": (partial(nn.DenseGeneral, (16, 64)), (8, 512, 1024), 101),
+    "attention out": (partial(nn.DenseGeneral, 1024, axis=(-2, -1)), (8, 512, 16, 64), 101),
+    "experts": (partial(EXPERTS, 512), (8, 256, 512), 66),
+}
+
+
+@pytest.mark.parametrize("name", list(SCALED))
+def test_every_scale_is_applied_in_float32(name):
+    """Also where cublasLt does not take it in: after a sum in parts, and with a scale per expert."""
+    make, shape, mebibytes = SCALED[name]
+    layer = make(use_bias=False, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp)
+    x = struct(*shape)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def step(variables, x, g):
+        out, vjp = jax.vjp(layer.apply, variables, x)
+        return out, vjp(g)
+
+    args = variables, x, jax.eval_shape(layer.apply, variables, x)
+    report, text = fp8.audit(step, *args), compiled(step, *args).as_text()
+    assert report.num_fp8_gemms == 3
+    assert report.num_kernels <= 21
+    assert report.gemm_bytes + report.other_bytes < (mebibytes + 1) * MIB
+    assert not re.findall(r"= bf16\[[\d,]*\]\S* (?:multiply|divide)\(", text)
+    assert not re.findall(r"= bf16\[8?\]\S* convert\(", text)
+    calls = re.findall(r"custom-call\(([^)]*)\), custom_call_target=\"__cublas\$lt\$matmul\$f8\"", text)
+    taken_in = [
+        scale for _, _, scale, *_ in (call.split(", ") for call in calls) if "constant" not in scale
+    ]
+    for scale in taken_in:
+        assert re.search(rf"(?m)^ *{re.escape(scale)} = f32\[\]", text)
+    divided = re.findall(r"= f32\[\S* divide\(.*fp8_(?:forward|dgrad|wgrad)/", text)
+    whole = [line for line in divided if "f32[]" not in line and "f32[8]" not in line]
+    assert len(taken_in) + len(whole) == len(calls) == 3
+
+
 @pytest.mark.parametrize("shape", [(1, 4096, 4096), (33, 65, 129), (2048, 4095, 512)], ids=str)
 def test_odd_sizes_go_to_xlas_own_kernels(shape):
     report = report_of_dense(shape, fp8.Fp8DotGeneralOp)

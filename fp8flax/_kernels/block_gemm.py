@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8flax._operands import apply_scales
 from fp8flax._transforms import shape_varying_as, vary_alike
 
 BLOCK = 128
@@ -58,9 +59,7 @@ def block_gemm(
             product = lax.dot_general(
                 lhs_tile, rhs_tile, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
             )
-            # One after the other: the product of the scales alone overflows, or vanishes, earlier.
-            scaled = product * lhs_scale_ref[:, k][:, None] * rhs_scale_ref[:, k][None, :]
-            return total + scaled
+            return total + apply_scales(product, lhs_scale_ref[:, k][:, None], rhs_scale_ref[:, k][None, :])
 
         zeros = jnp.zeros((BLOCK, BLOCK), jnp.float32)
         out_ref[...] = lax.fori_loop(0, num_blocks, add_block, zeros).astype(out_dtype)
@@ -104,5 +103,5 @@ def block_gemm_in_jax(
     blocks = [x.reshape(*x.shape[:2], -1, BLOCK).astype(jnp.float32) for x in (lhs, rhs)]
     products = jnp.einsum("bmkc,bnkc->kbmn", *blocks, precision=lax.Precision.HIGHEST)
     scales = [jnp.moveaxis(scale, 2, 0) for scale in (lhs_scale, rhs_scale)]
-    scaled = products * scales[0][:, :, :, None] * scales[1][:, :, None, :]
+    scaled = apply_scales(products, scales[0][:, :, :, None], scales[1][:, :, None, :])
     return jnp.sum(scaled, axis=0).astype(out_dtype)
