@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +27,16 @@ class _UsageError(Exception):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise _UsageError(message)
+
+
+@contextlib.contextmanager
+def _may_not_exit(what: str) -> Iterator[None]:
+    """Makes an exit of the program, which would end without a report, an error."""
+    try:
+        yield
+    except SystemExit as error:
+        code = "" if error.code is None else repr(error.code).partition("\n")[0]
+        raise _UsageError(f"no report: {what} left the program, by sys.exit({code})") from error
 
 
 def _share(text: str) -> float:
@@ -84,14 +95,18 @@ def _load(program: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if not (module_name and colon and name):
         raise _UsageError(f"name demo or module:function; got {program!r}")
     try:
-        module = importlib.import_module(module_name)
+        with _may_not_exit(f"the import of {module_name}"):
+            module = importlib.import_module(module_name)
+    except _UsageError:
+        raise
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else ""
         raise _UsageError(f"cannot import {module_name} ({type(error).__name__}: {reason})") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise _UsageError(f"{module_name} has no function {name}")
-    loaded = function()
+    with _may_not_exit(program):
+        loaded = function()
     if not (isinstance(loaded, tuple) and loaded and callable(loaded[0])):
         raise _UsageError(f"{program} must return (fn, *args); it returned {type(loaded).__name__}")
     return loaded[0], loaded[1:]
@@ -103,13 +118,15 @@ def _report(options: argparse.Namespace) -> AuditReport:
             warnings.simplefilter("ignore", Fp8EmulationWarning)  # nothing will run here
         fn, args = _load(options.program)
     try:
-        return audit(fn, *args, target=options.target)
+        with _may_not_exit(f"the function that {options.program} returned"):
+            return audit(fn, *args, target=options.target)
     except ImportError as error:
         raise _UsageError(str(error)) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
+    stdout = sys.stdout  # of ours, whatever the program makes of it
     try:
         options = _parser().parse_args(argv)
         if options.target != "local" and not jax.config.jax_platforms:
@@ -117,13 +134,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = _report(options)
         if options.json is not None:
             options.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        stdout.write(f"{report}\n")
+        stdout.flush()
     except (_UsageError, OSError) as error:
         sys.stderr.write(f"fp8flax.audit: {error}\n")
         return 2
-    except Exception:  # of the function that is audited
+    except (KeyboardInterrupt, SystemExit):  # by the user; of --help
+        raise
+    except BaseException:  # of the function that is audited
         traceback.print_exc()
         return 2
-    sys.stdout.write(f"{report}\n")
     if report.fp8_flops_share < options.min_flops:
         sys.stderr.write(
             f"fp8flax.audit: {100 * report.fp8_flops_share:.1f} % of the GEMMs' FLOPs run in FP8; at least "
@@ -136,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     # JAX would look for CUDA's libraries as it starts; the compiler does not need them.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    sys.exit(main())
+    raise SystemExit(main())  # not by sys.exit, which the program may have replaced
 
 # Importing a submodule binds it in its package; the name ``fp8flax.audit`` belongs to the function.
 sys.modules[__name__] = audit  # type: ignore[assignment]

@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import importlib
+import io
 import json
 import os
 import runpy
@@ -675,6 +676,68 @@ def test_function_that_fails_is_shown_with_its_traceback(command, capsys):
     err = capsys.readouterr().err
     assert "Traceback" in err
     assert "dot cannot be traced" in err
+
+
+@pytest.mark.parametrize(
+    ("leave", "code"),
+    [("sys.exit(0)", "0"), ("sys.exit()", ""), ("raise SystemExit", ""), ("sys.exit('1\\n2')", r"'1\n2'")],
+)
+def test_a_program_that_exits_gives_no_report(command, capsys, leave, code):
+    """An exit status of 0 would say that enough runs in FP8."""
+    Path("program_exits.py").write_text(f"import sys; {leave}")
+    Path("program_exits_later.py").write_text(
+        f"import sys\ndef fn():\n    {leave}\ndef step():\n    return fn,"
+    )
+    for program, what in (
+        ("program_exits:step", "the import of program_exits"),
+        ("program_exits_later:fn", "program_exits_later:fn"),
+        ("program_exits_later:step", "the function that program_exits_later:step returned"),
+    ):
+        assert command([program, "--target", "local", "--min-flops", "1"]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err == f"fp8flax.audit: no report: {what} left the program, by sys.exit({code})\n"
+        sys.modules.pop("program_exits_later", None)
+
+
+def test_other_ends_of_a_program(command, capsys):
+    Path("program_ends.py").write_text(
+        "class Ended(BaseException): pass\n"
+        "def interrupted(): raise KeyboardInterrupt\n"
+        "def ended(): raise Ended\n"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        command(["program_ends:interrupted", "--target", "local"])
+    assert command(["program_ends:ended", "--target", "local"]) == 2
+    assert "program_ends.Ended" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as helped:
+        command(["--help"])
+    assert helped.value.code == 0
+    del sys.modules["program_ends"]
+
+
+def test_a_report_that_cannot_be_written(command, capsys, monkeypatch):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError("no space left")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert command(["program_to_audit:step", "--target", "local"]) == 2
+    assert capsys.readouterr().err == "fp8flax.audit: no space left\n"
+
+
+def test_a_program_that_replaces_what_the_command_ends_by(command, tmp_path):
+    (tmp_path / "program_replaces.py").write_text(
+        PROGRAM + "import io, sys\nsys.exit, sys.stdout = print, io.StringIO()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "fp8flax.audit", "program_replaces:step", "--target=local", "--min-flops=1"],
+        env={**os.environ, "PYTHONPATH": str(COMMAND.parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "0 of 1 GEMMs run in FP8" in done.stdout
 
 
 def test_command_audits_the_demo(gpu, command, capsys, monkeypatch):
