@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -63,6 +64,17 @@ class Serving(NamedTuple):
 
     ops: tuple[ServedOp, ...]
     cache_dtype: np.dtype | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MakeServingCall:
+    """Makes the calls of a serving model; equal for equal ones."""
+
+    serving: Serving
+
+    def __call__(self, cls: Any, rules: Rules) -> Call:
+        """Returns one call of the model of this class."""
+        return ServingCall(self.serving, cls, rules)
 
 
 class ServingCall(Call):
@@ -440,7 +452,7 @@ def freeze(
     cache_dtype = None if kv_cache_dtype is None else as_fp8_dtype(kv_cache_dtype, "kv_cache_dtype")
     base: Any = model
     if not hasattr(model, "_fp8_rules"):
-        cls = converted_class(type(model), Rules(include=(), allow_unmatched=True), Call)  # type: ignore[arg-type]
+        cls = converted_class(type(model), Rules(include=(), allow_unmatched=True), Call)
         base = convert(model, cls)
     boxed = flax.core.unfreeze(dict(variables))
     variables = nn.meta.unbox(boxed)
@@ -501,7 +513,7 @@ def freeze(
     if _CACHE in others and cache_dtype is not None:
         others[_CACHE] = _narrowed(others[_CACHE], cache_dtype)
     serving = Serving(tuple(served), cache_dtype)
-    cls = converted_class(type(base).__mro__[1], base._fp8_rules, _serving_call(serving))
+    cls = converted_class(type(base).__mro__[1], base._fp8_rules, MakeServingCall(serving))
     cls._fp8_serving = serving
     return convert(model, cls), {**others, PARAMS: _reboxed(params, boxed.get(PARAMS, {}))}
 
@@ -536,11 +548,6 @@ def _layout(found: FoundOp, whole: tuple[int, ...]) -> Any:
     if batch:
         return None
     return tuple(i for i in range(len(shape)) if i not in contract), tuple(map(int, contract))
-
-
-@functools.cache
-def _serving_call(serving: Serving) -> Callable[[Any, Rules], Call]:
-    return functools.partial(ServingCall, serving)
 
 
 def _fixed_scales(path: Path, gemms: CustomRecipe, state: Any, fresh: list[str]) -> dict[str, jax.Array]:

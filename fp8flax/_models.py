@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -332,9 +332,21 @@ def sizes_of(
     return Sizes(batch, n, k, m) if is_swapped else Sizes(batch, m, k, n)
 
 
-@functools.cache
-def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[[Any, Rules], Call]) -> Any:
-    """Makes the subclass whose methods compute in FP8; of its own name, for Linen's automatic names."""
+# Held by their instances: when these are gone, so are the class and what rules and calls refer to.
+_classes: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
+
+
+def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
+    """Returns the subclass whose methods compute in FP8; one class for equal arguments."""
+    key = cls, rules, make_call
+    found = _classes.get(key)
+    if found is None:
+        found = _classes.setdefault(key, _make_class(cls, rules, make_call))
+    return found
+
+
+def _make_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
+    """Makes that class; of its own name, for Linen's automatic names."""
 
     @nn.nowrap
     def call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
@@ -494,7 +506,7 @@ def quantize_model(
         products=products,
         allow_unmatched=allow_unmatched,
     )
-    return convert(model, converted_class(type(model), options, Call))  # type: ignore[arg-type]
+    return convert(model, converted_class(type(model), options, Call))
 
 
 def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:

@@ -1,6 +1,8 @@
 """``quantize_model``: a model whose source is not touched, beside one whose layers were given the ops."""
 
 import dataclasses
+import gc
+import weakref
 from functools import partial
 
 import flax.linen as nn
@@ -613,3 +615,59 @@ class TestErrors:
             model8.apply(variables, self.x)
         added = fp8.add_fp8_state(variables, model8, self.x)
         assert_same(added, model8.init(jax.random.key(0), self.x))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_nothing_of_a_model_is_kept(jit):
+    """Neither classes nor what rules refer to outlive the models; equal arguments give equal models."""
+
+    def use():
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(8)(x)
+
+        held, x = jnp.ones((100,)), normal(0, 4, 8)
+
+        def rule(path, module, shapes):
+            return None if held.size else "leave"
+
+        model8, again = (fp8.quantize_model(Model(), rules=[rule], **ALL) for _ in range(2))
+        assert model8 == again
+        variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+        serve, served = fp8.freeze(model8, variables)
+        assert serve == fp8.freeze(model8, variables)[0]
+        for model, values in ((model8, variables), (serve, served)):
+            (jax.jit(model.apply) if jit else model.apply)(values, x)
+        return [weakref.ref(one) for one in (Model, type(model8), type(serve), held)]
+
+    refs = use()
+    for _ in range(3):
+        gc.collect()
+    assert [ref() for ref in refs] == [None] * 4
+
+
+def test_unjitted_calls_compile_nothing_anew():
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(Own(), **ALL)
+    variables = fp8.calibrate(model8.apply, jax.jit(model8.init)(jax.random.key(1), x), [x])
+    serve, served = fp8.freeze(model8, variables)
+    calls = (
+        lambda: model8.apply(variables, x),
+        lambda: fp8.grad(lambda v: jnp.sum(model8.apply(v, x)))(variables),
+        lambda: serve.apply(served, x),
+    )
+    for call in calls * 2:
+        call()
+    compiled = []
+
+    def listen(event, seconds, **kwargs):
+        compiled.extend([event] * event.endswith("backend_compile_duration"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for call in calls * 5:
+            call()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
