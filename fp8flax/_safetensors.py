@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from fp8flax._state import PARAMS, state_leaf_names
 
 _KERNEL_SCALE, _INPUT_SCALE = (state_leaf_names(role)[0] for role in ("kernel", "input"))
 _METADATA = "fp8flax"
-_VERSION = 1
+_VERSION = 2
 _DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
@@ -38,6 +39,12 @@ _DTYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
+
+_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+_FIELDS = {"path", "dtype", "shape", "shape_in_file", "matrix"}
+"""Of a tensor in the metadata: its place in the variables; its dtype, there and in the file; its shape there,
+and that in the file; how the one became the other, None if the order is the same. They are compared with
+the file's header both when they are written and when they are read."""
 
 
 def _library() -> Any:
@@ -67,6 +74,9 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
     ``fp8`` for scales per tensor and 128×128 blocks, ``compressed-tensors`` for scales per output feature;
     there is none for MXFP8 and for several recipes in one model. A server must know the model's
     architecture, by its own names; renaming layers to them is left to you.
+
+    Arrays are written as they are: one of 64 bits also where JAX has none (``jax_enable_x64``), which
+    ``load_safetensors`` then refuses.
 
     Args:
         path: the file to write.
@@ -100,18 +110,26 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
                 f"{'/'.join(path_in_tree)} and {'/'.join(entries[name]['path'])} would both be {name!r} in "
                 "the file. Rename one of the parameters."
             )
-        if array.dtype not in map(np.dtype, _DTYPES.values()):
+        if array.dtype not in _NAMES:
             raise ValueError(
                 f"{'/'.join(path_in_tree)} is {array.dtype}, which safetensors files do not hold. Leave "
                 "its collection out, or convert it."
             )
-        entries[name] = {"path": path_in_tree, "shape": array.shape, "matrix": matrix}
-        tensors[name] = np.ascontiguousarray(written)
-    metadata = {_METADATA: json.dumps({"version": _VERSION, "tensors": entries}), "format": "np"}
+        tensors[name] = np.asarray(written, order="C")
+        entries[name] = {
+            "path": path_in_tree,
+            "dtype": _NAMES[array.dtype],
+            "shape": array.shape,
+            "shape_in_file": written.shape,
+            "matrix": matrix,
+        }
+    own = {"version": _VERSION, "tensors": entries, "checksum": _checksum(entries)}
+    metadata = {_METADATA: json.dumps(own), "format": "np"}
     config = _config(ops, tensors)
     if config is not None:
         metadata["quantization_config"] = json.dumps(config)
     library.numpy.save_file(tensors, os.fspath(path), metadata)
+    _read_header(library, path)
 
 
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -125,7 +143,10 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         ImportError: the library ``safetensors`` is not installed.
-        ValueError: the file was not written by ``save_safetensors``.
+        OSError: there is no such file, or it cannot be read.
+        ValueError: the file was not written by ``save_safetensors``, or by that of another version; it is
+            damaged, so far as its header and metadata tell; or it has an array of 64 bits, which JAX would
+            narrow: enable ``jax_enable_x64``, or convert the array before it is saved.
 
     Example:
         See ``save_safetensors``.
@@ -133,31 +154,117 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     Source: the safetensors format.
     """
     library = _library()
-    with library.safe_open(os.fspath(path), framework="np") as file:
-        metadata = file.metadata() or {}
-    try:
-        entries = json.loads(metadata[_METADATA])
-        if entries["version"] != _VERSION:
-            raise ValueError
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"{path} was not written by fp8flax.save_safetensors (version {_VERSION}): its metadata has no "
-            f"{_METADATA!r} that says where in the variables its tensors belong."
-        ) from error
+    entries, tree = _read_header(library, path)
+    for entry in entries.values():
+        dtype = np.dtype(_DTYPES[entry["dtype"]])
+        narrow = jax.dtypes.canonicalize_dtype(dtype)
+        if narrow != dtype:
+            raise ValueError(
+                f"{path}: {'/'.join(entry['path'])} is {dtype}, which JAX would narrow to {narrow}. Enable "
+                "jax_enable_x64 to load it, or convert it before it is saved."
+            )
     with open(path, "rb") as opened:
         tensors = dict(library.deserialize(opened.read()))
-    variables: dict[str, Any] = {}
-    for name, entry in entries["tensors"].items():
-        info = tensors[name]
-        array = np.frombuffer(info["data"], _DTYPES[info["dtype"]]).reshape(info["shape"])
+
+    def load(name: str) -> jax.Array:
+        entry = entries[name]
+        array = np.frombuffer(tensors[name]["data"], _DTYPES[entry["dtype"]])
         if entry["matrix"] is not None:
             array = _from_matrix(array, entry["shape"], *entry["matrix"])
-        node = variables
+        return jnp.asarray(array.reshape(entry["shape"]))
+
+    return jax.tree.map(load, tree)
+
+
+def _checksum(entries: Any) -> int:
+    return zlib.crc32(json.dumps(entries, sort_keys=True).encode())
+
+
+def _read_header(library: Any, path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a file's entries by name, all checked, and the variables with names in place of arrays."""
+    try:
+        with library.safe_open(os.fspath(path), framework="np") as file:
+            metadata = file.metadata() or {}
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            header = {name: (s.get_dtype(), list(s.get_shape())) for name, s in slices.items()}
+    except library.SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file, or a damaged one: {error}.") from error
+    try:
+        own = json.loads(metadata[_METADATA])
+        version, entries = own["version"], own["tensors"]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} was not written by fp8flax.save_safetensors, or is damaged: its metadata has no "
+            f"{_METADATA!r} that says where in the variables its tensors belong."
+        ) from error
+    if version != _VERSION:
+        raise ValueError(
+            f"{path} has metadata of version {version!r}, and this fp8flax reads version {_VERSION}. Load "
+            "it with the fp8flax that wrote it, or save the model again with this one."
+        )
+    wrong, tree = _check_entries(entries, header)
+    if wrong is None and own.get("checksum") != _checksum(entries):
+        wrong = "it is not what was written, by its checksum"
+    if wrong is not None:
+        raise ValueError(f"{path}: its metadata is damaged: {wrong}. Save the model again.")
+    return entries, tree
+
+
+def _check_entries(entries: Any, header: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Returns what is wrong with the entries, None if nothing is, and the tree of their names."""
+    tree: dict[str, Any] = {}
+    if not isinstance(entries, dict):
+        return f"the tensors must be a dict; got {entries!r}", tree
+    if entries.keys() != header.keys():
+        only_here, only_there = (
+            sorted(entries.keys() - header.keys()),
+            sorted(header.keys() - entries.keys()),
+        )
+        return f"it has the tensors {only_here}, which the file has not, and not {only_there}", tree
+    for name, entry in entries.items():
+        wrong = _check_entry(entry, *header[name])
+        if wrong is not None:
+            return f"{name!r} {wrong}", tree
+        node = tree
         *above, last = entry["path"]
         for part in above:
             node = node.setdefault(part, {})
-        node[last] = jnp.asarray(array.reshape(entry["shape"]))
-    return variables
+            if not isinstance(node, dict):
+                return f"{name!r} belongs below {node!r}, which is an array", tree
+        if last in node:
+            return f"{name!r} and others, {node[last]!r}, belong at {'/'.join(entry['path'])}", tree
+        node[last] = name
+    return None, tree
+
+
+def _check_entry(entry: Any, dtype: str, shape_in_file: list[int]) -> str | None:
+    """Returns what is wrong with an entry of a tensor that has this dtype and shape; None if nothing is."""
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
+        return f"must have {sorted(_FIELDS)}; got {entry!r}"
+    path, shape, matrix = entry["path"], entry["shape"], entry["matrix"]
+    if not (isinstance(path, list) and path and all(isinstance(part, str) for part in path)):
+        return f"must have a path of names; got {path!r}"
+    if not (_are_sizes(shape) and _are_sizes(entry["shape_in_file"])):
+        return f"must have shapes of ints; got {shape!r} and {entry['shape_in_file']!r}"
+    written = (entry["dtype"], entry["shape_in_file"])
+    if written != (dtype, shape_in_file):
+        return f"is {dtype}{shape_in_file} in the file, and was written as {written[0]}{written[1]}"
+    if dtype not in _DTYPES:
+        return f"is {dtype}, which is none of {list(_DTYPES)}"
+    if matrix is None:
+        fits = math.prod(shape) == math.prod(shape_in_file)
+    else:
+        if not (isinstance(matrix, list) and len(matrix) == 2 and all(map(_are_sizes, matrix))):
+            return f"must have a matrix of two lists of axes, or none; got {matrix!r}"
+        axes = [*matrix[0], *matrix[1]]
+        if sorted(axes) != list(range(len(axes))) or len(axes) > len(shape):
+            return f"must have each of the last axes of {shape} once in its matrix; got {matrix!r}"
+        fits = _matrix_shape(shape, *matrix) == shape_in_file
+    return None if fits else f"has the shape {shape_in_file}, which does not become {shape}"
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def _order(ndim: int, out: Sequence[int], summed: Sequence[int]) -> list[int]:
@@ -166,14 +273,16 @@ def _order(ndim: int, out: Sequence[int], summed: Sequence[int]) -> list[int]:
     return [*range(stacked), *(stacked + i for i in out), *(stacked + i for i in summed)]
 
 
+def _matrix_shape(shape: Sequence[int], out: Sequence[int], summed: Sequence[int]) -> list[int]:
+    ordered = [shape[i] for i in _order(len(shape), out, summed)]
+    end = len(shape) - len(summed)
+    start = end - len(out)
+    return [*ordered[:start], math.prod(ordered[start:end]), math.prod(ordered[end:])]
+
+
 def _as_matrix(array: np.ndarray, out: Sequence[int], summed: Sequence[int]) -> np.ndarray:
     order = _order(array.ndim, out, summed)
-    shape = [array.shape[i] for i in order]
-    end = array.ndim - len(summed)
-    start = end - len(out)
-    return array.transpose(order).reshape(
-        *shape[:start], math.prod(shape[start:end]), math.prod(shape[end:])
-    )
+    return array.transpose(order).reshape(_matrix_shape(array.shape, out, summed))
 
 
 def _from_matrix(

@@ -1,6 +1,8 @@
 """safetensors files: read back with the library that defines the format, and by NumPy alone."""
 
+import copy
 import json
+import random
 import sys
 
 import flax.linen as nn
@@ -175,9 +177,269 @@ def test_errors(tmp_path, monkeypatch):
     safetensors.numpy.save_file({"a": x}, tmp_path / "foreign")
     with pytest.raises(ValueError, match=r"foreign was not written by fp8flax.save_safetensors"):
         fp8.load_safetensors(tmp_path / "foreign")
-    safetensors.numpy.save_file({"a": x}, tmp_path / "newer", {"fp8flax": '{"version": 2, "tensors": {}}'})
-    with pytest.raises(ValueError, match=r"newer was not written by"):
-        fp8.load_safetensors(tmp_path / "newer")
+    for version in (1, 3):  # 1 had no dtypes
+        metadata = {"fp8flax": json.dumps({"version": version, "tensors": {}})}
+        safetensors.numpy.save_file({"a": x}, tmp_path / "other", metadata)
+        with pytest.raises(
+            ValueError, match=rf"other has .* version {version}, and .* reads version 2. Load"
+        ):
+            fp8.load_safetensors(tmp_path / "other")
+    with pytest.raises(FileNotFoundError):
+        fp8.load_safetensors(tmp_path / "none")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=r"pip install 'fp8flax\[safetensors\]'"):
-        fp8.load_safetensors(tmp_path / "newer")
+        fp8.load_safetensors(tmp_path / "other")
+
+
+class Small(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.DenseGeneral((2, 4), name="heads")(x)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A model with a matrix, a stored file of it, and the variables that are in the file."""
+    x = np.ones((2, 8), np.float32)
+    model8 = fp8.quantize_model(Small(), RECIPES["mxfp8"], include="")
+    model, served = fp8.freeze(model8, jax.jit(model8.init)(jax.random.key(0), x))
+    # What no layer needs, but a file may hold.
+    served = {
+        **served,
+        "more": {"scalar": np.float32(3), "none": np.zeros((0, 4), np.int8), "square": x[:, :2]},
+    }
+    path = tmp_path_factory.mktemp("small") / "model.safetensors"
+    fp8.save_safetensors(path, model, served)
+    return model, path.read_bytes(), served
+
+
+def split(data):
+    """Returns the header, our metadata and the rest of a file."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    own = json.loads(header["__metadata__"].pop("fp8flax"))
+    return header, own, data[end:]
+
+
+def join(header, own, rest):
+    header = copy.deepcopy(header)
+    if isinstance(header.get("__metadata__"), dict):
+        header["__metadata__"]["fp8flax"] = json.dumps(own)
+    written = json.dumps(header).encode()
+    return len(written).to_bytes(8, "little") + written + rest
+
+
+def test_what_is_in_the_metadata(small):
+    _, data, served = small
+    header, own, rest = split(data)
+    assert join(header, own, rest)[8:20] == data[8:20]
+    assert set(own) == {"version", "tensors", "checksum"}
+    for name, entry in own["tensors"].items():
+        array = served
+        for part in entry["path"]:
+            array = array[part]
+        assert (entry["dtype"], entry["shape_in_file"]) == (header[name]["dtype"], header[name]["shape"])
+        assert entry["shape"] == list(np.shape(array))
+    assert own["tensors"]["heads.weight"]["shape_in_file"] == [8, 8]
+    assert own["tensors"]["heads.weight"]["shape"] == [8, 2, 4]
+    assert own["tensors"]["more.scalar"]["shape_in_file"] == []
+
+
+WEIGHT, BIAS = "heads.weight", "heads.bias"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda h, o: o["tensors"].pop(BIAS), r"has the tensors \[\], .* and not \['heads.bias'\]"),
+        (
+            lambda h, o: o["tensors"].update(x=o["tensors"][BIAS]),
+            r"the tensors \['x'\], .* the file has not",
+        ),
+        (
+            lambda h, o: h.update(x=h.pop(BIAS)),
+            r"\['heads.bias'\], which the file has not, and not \['x'\]",
+        ),
+        (
+            lambda h, o: o["tensors"][WEIGHT].update(path=o["tensors"][BIAS]["path"]),
+            r"'heads.weight' and others, 'heads.bias', belong at params/heads/bias|"
+            r"'heads.bias' and others, 'heads.weight', belong at params/heads/bias",
+        ),
+        (
+            lambda h, o: o["tensors"][WEIGHT].update(path=[*o["tensors"][BIAS]["path"], "kernel"]),
+            r"belongs? .*bias",
+        ),
+        (lambda h, o: o["tensors"][WEIGHT].update(path=["params"]), r"belongs? "),
+        (
+            lambda h, o: o["tensors"][WEIGHT].update(path=[]),
+            r"'heads.weight' must have a path of names; got",
+        ),
+        (
+            lambda h, o: o["tensors"][WEIGHT].update(path="params"),
+            r"must have a path of names; got 'params'",
+        ),
+        (lambda h, o: o["tensors"][WEIGHT].update(path=["params", 3]), r"must have a path of names"),
+        (lambda h, o: o["tensors"][WEIGHT].update(path=["params", "w"]), r"damaged: .* by its checksum"),
+        (
+            lambda h, o: o["tensors"][WEIGHT].update(matrix=[[0, 0], [1]]),
+            r"must have each of the last axes of \[8, 2, 4\] once in its matrix; got \[\[0, 0\], \[1\]\]",
+        ),
+        (lambda h, o: o["tensors"][WEIGHT].update(matrix=[[0, 7], [1]]), r"once in its matrix"),
+        (lambda h, o: o["tensors"][WEIGHT].update(matrix=[[0, 1, 2, 3], []]), r"once in its matrix"),
+        (lambda h, o: o["tensors"][WEIGHT].update(matrix=[[0, 1]]), r"two lists of axes, or none"),
+        (lambda h, o: o["tensors"][WEIGHT].update(matrix=3), r"two lists of axes, or none; got 3"),
+        (
+            lambda h, o: o["tensors"][WEIGHT].update(matrix=[[2, 0, 1], []]),
+            r"'heads.weight' has the shape \[8, 8\], which does not become \[8, 2, 4\]",
+        ),
+        (lambda h, o: o["tensors"][BIAS].update(shape=[2, 3]), r"\[8\], which does not become \[2, 3\]"),
+        (lambda h, o: o["tensors"][BIAS].update(shape=[2.0, 4]), r"shapes of ints; got \[2.0, 4\]"),
+        (lambda h, o: o["tensors"][BIAS].update(shape=[-2, -4]), r"shapes of ints"),
+        (lambda h, o: o["tensors"][BIAS].update(shape=None), r"shapes of ints; got None"),
+        (
+            lambda h, o: h[WEIGHT].update(dtype="I8"),
+            r"'heads.weight' is I8\[8, 8\] in the file, and was written as F8_E4M3\[8, 8\]",
+        ),
+        (lambda h, o: h[WEIGHT].update(dtype="F8_E5M2"), r"is F8_E5M2.*was written as F8_E4M3"),
+        (lambda h, o: o["tensors"][BIAS].update(dtype="I32"), r"is F32.*was written as I32"),
+        (
+            lambda h, o: (
+                h[WEIGHT].update(dtype="F8_E5M2FNUZ"),
+                o["tensors"][WEIGHT].update(dtype="F8_E5M2FNUZ"),
+            ),
+            r"is F8_E5M2FNUZ, which is none of|is no safetensors file, or a damaged one",
+        ),
+        (lambda h, o: h[WEIGHT].update(shape=[4, 16]), r"is F8_E4M3\[4, 16\].* as F8_E4M3\[8, 8\]"),
+        (lambda h, o: h[BIAS].update(dtype="BOOL"), r"is no safetensors file, or a damaged one"),
+        (lambda h, o: o["tensors"][BIAS].pop("dtype"), r"'heads.bias' must have \['dtype', 'matrix'"),
+        (lambda h, o: o["tensors"][BIAS].update(more=1), r"'heads.bias' must have"),
+        (lambda h, o: o["tensors"].update({BIAS: 3}), r"'heads.bias' must have .*; got 3"),
+        (lambda h, o: o.update(tensors=[1]), r"the tensors must be a dict; got \[1\]"),
+        (lambda h, o: o.pop("tensors"), r"was not written by fp8flax.save_safetensors, or is damaged"),
+        (lambda h, o: o.pop("version"), r"was not written by fp8flax.save_safetensors, or is damaged"),
+        (lambda h, o: o.update(version="two"), r"has metadata of version 'two'"),
+        (lambda h, o: o.pop("checksum"), r"by its checksum"),
+        (lambda h, o: h.update(__metadata__=3), r"is no safetensors file, or a damaged one"),
+    ],
+)
+def test_damaged_metadata(small, tmp_path, damage, message):
+    header, own, rest = split(small[1])
+    damage(header, own)
+    (tmp_path / "file").write_bytes(join(header, own, rest))
+    with pytest.raises(ValueError, match=rf"file:? .*({message})"):
+        fp8.load_safetensors(tmp_path / "file")
+
+
+def test_a_file_that_is_none(small, tmp_path):
+    data = small[1]
+    header, _, rest = split(data)
+    texts = ["", "null", "3", "[]", "{", "[" * 100_000, '"fp8flax"', "{}", '{"version": 2}']
+    headers = [json.dumps({**header, "__metadata__": {"fp8flax": text}}).encode() for text in texts]
+    contents = [len(h).to_bytes(8, "little") + h + rest for h in headers]
+    for broken in (*contents, b"", b"abc", b"\xff" * 40, data[:100], data[:-1], data + b"0", data[1:]):
+        (tmp_path / "file").write_bytes(broken)
+        with pytest.raises(ValueError, match=r"file (is no|was not written by fp8flax)"):
+            fp8.load_safetensors(tmp_path / "file")
+
+
+def fields(tree, above=()):
+    """Yields the keys that lead to everything in JSON."""
+    for key in tree if isinstance(tree, dict) else range(len(tree)):
+        yield (*above, key)
+        if isinstance(tree[key], (dict, list)):
+            yield from fields(tree[key], (*above, key))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_damages(small, tmp_path, seed):
+    """What is read is what was written, or an error of ours."""
+    choose = random.Random(seed)
+    _, data, served = small
+    values = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2,
+        8,
+        10**30,
+        1.5,
+        "",
+        "x",
+        "F32",
+        "I8",
+        [],
+        {},
+        [0],
+        [1, 0],
+        ["params"],
+    ]
+    header, own, rest = split(data)
+    seen = set()
+    for _ in range(150):
+        new = copy.deepcopy([header, own])
+        if choose.random() < 0.3:  # a byte of the header
+            broken = bytearray(data)
+            broken[choose.randrange(len(data) - len(rest))] = choose.randrange(256)
+            broken = bytes(broken)
+        else:
+            *above, last = choose.choice([f for f in fields(new) if len(f) > 1])
+            node = new
+            for key in above:
+                node = node[key]
+            old = node[last]
+            match choose.randrange(5):
+                case 0:
+                    del node[last]
+                case 1 if isinstance(old, (int, str)):
+                    node[last] = old + (1 if isinstance(old, int) else "x")
+                case 2 if isinstance(old, list) and old:
+                    choose.shuffle(old)
+                case 3 if isinstance(node, dict):
+                    node[choose.choice(["x", *node])] = node.pop(last)
+                case _:
+                    node[last] = choose.choice(values)
+            broken = join(*new, rest)
+        (tmp_path / "file").write_bytes(broken)
+        try:
+            loaded = fp8.load_safetensors(tmp_path / "file")
+        except ValueError as error:
+            assert str(tmp_path / "file") in str(error)  # noqa: PT017
+            seen.add("error")
+        else:
+            assert_same(loaded, served)
+            seen.add("right")
+    assert seen == {"error", "right"}
+
+
+def test_arrays_of_64_bits(small, tmp_path):
+    model, path = small[0], tmp_path / "file"
+    for value, narrow in (
+        (np.array([2**40, 1]), "int32"),
+        (np.array(1 + 2**-40), "float32"),
+        (2**40, "int32"),
+    ):
+        fp8.save_safetensors(path, model, {"params": {"a": {"b": value}}})
+        written = safetensors.numpy.load_file(path)["a.b"]
+        np.testing.assert_array_equal(written, value)
+        dtype = written.dtype.name
+        with pytest.raises(
+            ValueError, match=rf"file: params/a/b is {dtype}, .* narrow to {narrow}. Enable jax_enable_x64"
+        ):
+            fp8.load_safetensors(path)
+        with jax.enable_x64(True):
+            loaded = fp8.load_safetensors(path)["params"]["a"]["b"]
+        assert loaded.dtype == written.dtype
+        np.testing.assert_array_equal(np.asarray(loaded), value)
+
+
+def test_what_the_library_writes_is_checked(small, tmp_path, monkeypatch):
+    def save_file(tensors, path, metadata):
+        wide = {name: array.astype(np.float32) for name, array in tensors.items()}
+        original(wide, path, metadata)
+
+    original = safetensors.numpy.save_file
+    monkeypatch.setattr(safetensors.numpy, "save_file", save_file)
+    with pytest.raises(ValueError, match=r"is F32\[8, .\] in the file, and was written as F8_E.M"):
+        fp8.save_safetensors(tmp_path / "file", small[0], small[2])
