@@ -43,8 +43,8 @@ _DTYPES = {
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 _FIELDS = {"path", "dtype", "shape", "shape_in_file", "matrix"}
 """Of a tensor in the metadata: its place in the variables; its dtype, the same there and in the file; its
-shape there; that in the file; how the one became the other, None if the order is the same. They are compared
-with the file's header both when they are written and when they are read."""
+shape there; that in the file; how the one became the other, None if the order is the same. The header of
+the file must say the same, both when it is written and when it is read."""
 
 
 def _library() -> Any:
