@@ -442,6 +442,11 @@ def quantize_model(
     ``dot_general_cls=Fp8DotGeneralOp``. Inside ``nn.scan``, ``nn.vmap`` and ``nn.remat`` the state is
     stacked and shared as the parameters are, though the model does not name our collection there.
 
+    A contraction with a parameter ``w`` that is written out has the state ``Fp8DotGeneralOp_w``, whatever
+    else the method computes: ``…_qkv-0-64`` is that of a part of it, ``…_w-T`` that of its transpose. A
+    kernel that is used twice alike has one state, as a layer that is called twice has. Products of
+    activations have nothing to be named by; they are counted.
+
     Rules are tried in this order; the first that speaks decides: ``exclude``, ``rules``, ``include``, and
     then the defaults, which leave out: embeddings; layers named like the last one (``lm_head``, ``logits``,
     ``classifier``, …); convolutions that are not matmuls, for which XLA has no FP8 with gradients; kernels
