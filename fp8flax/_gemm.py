@@ -26,7 +26,7 @@ from fp8flax._operands import (
     mx_operand,
 )
 from fp8flax._recipes import BlockQuantizer, GemmRecipe
-from fp8flax._transforms import vary_alike
+from fp8flax._transforms import unless_partitioned, vary_alike
 
 
 class Fp8EmulationWarning(UserWarning):
@@ -274,17 +274,30 @@ def _cuda_block_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
     if is_mx and capability >= _NATIVE_MX:
         out = _mx_gemm(gemm, mx_operand(lhs_quantizer, lhs), mx_operand(rhs_quantizer, rhs))
         out = vary_alike(out, lhs.codes, rhs.codes)[0]  # of which JAX's own loses track
-    elif widths == (BLOCK, BLOCK) and _fits_kernel(lhs, rhs):
-        out = block_gemm(
-            lhs.codes,
-            rhs.codes,
-            jnp.repeat(lhs.scale, lhs_quantizer.block[0], axis=1),
-            jnp.repeat(rhs.scale, rhs_quantizer.block[0], axis=1),
-            out_dtype=_at_most_float32(gemm.out_dtype),
-            in_float16=capability < _NATIVE_MX or lhs.codes.dtype != rhs.codes.dtype,
-        )
-    else:
-        return _dequantized_dot(gemm, lhs, rhs, jnp.bfloat16 if exact_in_bfloat16 else jnp.float32)
+        return _unpadded(gemm, out)
+    dequantized = partial(_dequantized_dot, gemm, dtype=jnp.bfloat16 if exact_in_bfloat16 else jnp.float32)
+    if widths == (BLOCK, BLOCK) and _fits_kernel(lhs, rhs):
+        return unless_partitioned(partial(_kernel_gemm, gemm, capability), dequantized, lhs, rhs)
+    return dequantized(lhs, rhs)
+
+
+def _kernel_gemm(gemm: Gemm, capability: float, lhs: Quantized, rhs: Quantized) -> jax.Array:
+    lhs_quantizer, rhs_quantizer = gemm.recipe.lhs, gemm.recipe.rhs
+    assert isinstance(lhs_quantizer, BlockQuantizer)
+    assert isinstance(rhs_quantizer, BlockQuantizer)
+    out = block_gemm(
+        lhs.codes,
+        rhs.codes,
+        jnp.repeat(lhs.scale, lhs_quantizer.block[0], axis=1),
+        jnp.repeat(rhs.scale, rhs_quantizer.block[0], axis=1),
+        out_dtype=_at_most_float32(gemm.out_dtype),
+        in_float16=capability < _NATIVE_MX or lhs.codes.dtype != rhs.codes.dtype,
+    )
+    return _unpadded(gemm, out)
+
+
+def _unpadded(gemm: Gemm, out: jax.Array) -> jax.Array:
+    """Returns a product of whole blocks, ``(batch, rows, columns)``, as the result of the GEMM."""
     _, rows, _ = gemm.lhs.matrix_shape
     _, columns, _ = gemm.rhs.matrix_shape
     shape = (
@@ -298,25 +311,14 @@ def _cuda_block_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
 def _fits_kernel(lhs: Quantized, rhs: Quantized) -> bool:
     """Tells whether our own kernel multiplies these.
 
-    It would not be partitioned over several devices, and Triton counts elements in 32 bits. JAX 0.11 calls
-    its Triton backend for Pallas deprecated: it may be gone one day.
+    Triton counts elements in 32 bits. JAX 0.11 calls its Triton backend for Pallas deprecated: it may be
+    gone one day. (Nor would it be partitioned over several devices, see ``unless_partitioned``.)
     """
     return (
         _compute_capability() >= _NATIVE
         and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
-        and not _is_partitioned()
         and lhs.scale.dtype == rhs.scale.dtype == jnp.float32
         and max(lhs.codes.size, rhs.codes.size) < 2**31
-    )
-
-
-def _is_partitioned() -> bool:
-    """Tells whether XLA may split over several devices what is written here; not inside ``shard_map``."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return (
-        compile_target.value is None
-        and jax.device_count() > 1
-        and not (mesh.axis_names and mesh.are_all_axes_manual)
     )
 
 
@@ -390,6 +392,5 @@ def _row_major(q: jax.Array) -> jax.Array:
     copy. Held here, it transposes FP8. The partitioner for many devices would gather an array for this, so
     there XLA is left alone.
     """
-    if _is_partitioned():
-        return q
-    return with_layout_constraint(q, Layout(major_to_minor=tuple(range(q.ndim))))
+    layout = Layout(major_to_minor=tuple(range(q.ndim)))
+    return unless_partitioned(lambda q: with_layout_constraint(q, layout), lambda q: q, q)

@@ -1,13 +1,15 @@
-"""What JAX's transformations must be told: how an amax merges over a batch, what has no forward mode."""
+"""What JAX must be told: how an amax merges over a batch, what has no forward mode, what is not split."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 FORWARD_MODE = (
@@ -142,3 +144,59 @@ def reverse_mode_only(x: jax.Array) -> jax.Array:
 @reverse_mode_only.defjvp
 def _reverse_mode_only_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
     return reverse_mode_only(primals[0]), _tangent_p.bind(tangents[0])
+
+
+# A function that must not be partitioned over several devices, beside one that may be. Which of them a
+# program has is settled when it is lowered: nothing else knows for how many devices it is compiled, neither
+# the trace (a mesh need not be set) nor the host (the devices may be elsewhere). Of the module that is
+# lowered, JAX's lowering rules know it as ``axis_context``.
+_unless_partitioned_p = Primitive("fp8_unless_partitioned")
+_unless_partitioned_p.multiple_results = True
+
+
+def unless_partitioned(whole: Callable[..., Any], split: Callable[..., Any], *args: Any) -> jax.Array:
+    """Returns ``whole(*args)``, or ``split(*args)`` where XLA splits the program over several devices.
+
+    It does not inside of ``jax.shard_map``, if that is over all axes of the mesh.
+
+    Args:
+        whole: a function of the arguments alone, which gives one array.
+        split: likewise, of the same shape and dtype.
+        *args: trees of arrays. Under ``jax.vmap`` the result of one array is batched where that is, else
+            along the first axis.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    jaxprs = [jax.make_jaxpr(lambda *x, f=f: f(*treedef.unflatten(x)))(*leaves) for f in (whole, split)]
+    return _unless_partitioned_p.bind(*leaves, whole=jaxprs[0], split=jaxprs[1])[0]
+
+
+def _is_partitioned(context: Any) -> bool:
+    """Tells it by the ``axis_context`` of the module that is lowered."""
+    if isinstance(context, mlir.ShardingContext):
+        return context.num_devices > 1
+    if isinstance(context, mlir.SPMDAxisContext):
+        automatic = set(context.mesh.axis_names) - set(context.manual_axes)
+        return math.prod(context.mesh.shape[axis] for axis in automatic) > 1
+    return False
+
+
+def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, split: Any) -> Any:
+    chosen = split if _is_partitioned(ctx.module_context.axis_context) else whole
+    return mlir.lower_fun(jaxpr_as_fun(chosen))(ctx, *args)
+
+
+def _batch_unless_partitioned(args: Any, dims: Any, *, whole: Any, split: Any) -> Any:
+    out = dims[0] if len(args) == 1 else 0
+    whole, split = (
+        jax.vmap(lambda *x, f=f: jaxpr_as_fun(f)(*x)[0], in_axes=dims, out_axes=out) for f in (whole, split)
+    )
+    return [unless_partitioned(whole, split, *args)], [out]
+
+
+_unless_partitioned_p.def_impl(
+    lambda *args, **params: jax.jit(lambda *x: _unless_partitioned_p.bind(*x, **params))(*args)
+)
+_unless_partitioned_p.def_abstract_eval(lambda *avals, whole, split: split.out_avals)
+# Not cached, as that would not ask for how many devices.
+mlir.register_lowering(_unless_partitioned_p, _lower_unless_partitioned, cacheable=False)
+batching.primitive_batchers[_unless_partitioned_p] = _batch_unless_partitioned
