@@ -19,7 +19,15 @@ from jax import lax
 from fp8flax._formats import as_fp8_dtype, fp8_max
 from fp8flax._max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
 from fp8flax._quantize import as_float_array, dequantize, quantize, quantize_dequantize
-from fp8flax._scaling import SMALLEST_SCALE, compute_scale, power_of_two, push_amax, scale_exponent
+from fp8flax._scaling import (
+    SMALLEST_SCALE,
+    bounded_amax,
+    compute_scale,
+    is_newest,
+    power_of_two,
+    push_amax,
+    scale_exponent,
+)
 from fp8flax._state import ScalingState
 from fp8flax._transforms import merge_amax
 
@@ -32,10 +40,12 @@ class DelayedConfig(NamedTuple):
     margin: int = 0
     amax_compute_algo: str = "max"
     power_2: bool = False
+    bounded: bool = True
+    """Whether ``"max"`` is bounded by the newest amaxes, see ``bounded_amax``."""
 
 
 def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
-    return DelayedConfig(compute_dtype, as_fp8_dtype(q_dtype, "q_dtype"))
+    return DelayedConfig(compute_dtype, as_fp8_dtype(q_dtype, "q_dtype"), bounded=False)
 
 
 def delayed_scale(config: DelayedConfig, state: ScalingState) -> jax.Array:
@@ -48,22 +58,40 @@ def delayed_scales(
 ) -> tuple[jax.Array, ...]:
     """Returns ``delayed_scale`` of several tensors, computed as one: a GPU starts fewer kernels.
 
-    The configs have one ``amax_compute_algo``, the histories one length.
+    The configs differ in dtype and rounding alone, the histories have one length.
     """
     histories = [from_max_dtype(state.amax_history) for state in states]
     if configs[0].amax_compute_algo == "most_recent":
         amaxes = [history[0] for history in histories]
-    else:  # one reduction of many operands
+    elif not configs[0].bounded:  # one reduction of many operands, here and below
         amaxes = lax.reduce(histories, [np.float32(-np.inf)] * len(histories), _maxima, (0,))
+    else:
+        newest = is_newest(histories[0].shape[0])
+        none = jnp.full(newest.shape, -jnp.inf, jnp.float32)
+        operands = [(history, jnp.where(newest, history, none), none) for history in histories]
+        start = [(np.float32(-np.inf),) * 3] * len(histories)
+        found = lax.reduce(operands, start, _largest_two, (0,))
+        amaxes = [
+            bounded_amax(largest, second, config.q_dtype)
+            for config, (largest, _, second) in zip(configs, found)
+        ]
     return tuple(
         _scale_from_amax(config, amax, from_max_dtype(state.scale).reshape(()))
         for config, state, amax in zip(configs, states, amaxes)
     )
 
 
+# What reduces is one function for all calls, or each call that is not jitted would compile anew.
 def _maxima(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the larger of each pair; one function for all calls, or un-jitted each would compile anew."""
     return [lax.max(x, y) for x, y in zip(xs, ys)]
+
+
+def _largest_two(xs: Sequence[Sequence[jax.Array]], ys: Sequence[Sequence[jax.Array]]) -> list[Any]:
+    """Merges triples: the largest, and the largest and the second largest of the newest."""
+    return [
+        (lax.max(x, y), lax.max(x1, y1), lax.max(lax.min(x1, y1), lax.max(x2, y2)))
+        for (x, x1, x2), (y, y1, y2) in zip(xs, ys)
+    ]
 
 
 def _scale_from_amax(config: DelayedConfig, amax: jax.Array, old_scale: jax.Array) -> jax.Array:

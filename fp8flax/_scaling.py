@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from fp8flax._formats import fp8_limits
 
 # Scales stay in the normal range of float32: XLA flushes subnormals to zero, and a scale of zero or
 # infinity turns every value into NaN.
@@ -142,6 +145,37 @@ def push_amax(amax: jax.Array, amax_history: jax.Array) -> jax.Array:
     rolled = lax.pad(amax_history, jnp.zeros((), amax_history.dtype), [(-1, 1, 0)])
     rolled = jnp.where(position == length - 1, newest, rolled)
     return jnp.where(position == 0, amax.reshape(()), rolled)
+
+
+_NEWEST = 16
+_PRECISE = 64.0
+
+
+def is_newest(length: int) -> jax.Array:
+    """Tells for each entry of an amax history whether it is one of the 16 newest."""
+    position = lax.iota(np.int32, length)
+    return (position == 0) | (position > length - _NEWEST)
+
+
+def bounded_amax(largest: jax.Array, ordinary: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the largest amax of a history, but no more than what ordinary data can bear as a scale.
+
+    A single outlier would else set the scale for as long as the history remembers it, and flush all other
+    data to zero. What is ordinary is the second largest of the newest amaxes: an outlier stands alone,
+    while data that have become larger come again. With the bound their code is 64 times the smallest normal
+    number or more, and all values down to 1/64 of them keep their precision. In e4m3fn it holds what is
+    larger than 448 times the ordinary, in e5m2 1.5e7 times; all else has the scale that it has anyway.
+
+    Args:
+        largest: of the whole history, float32.
+        ordinary: the second largest among ``is_newest``; where it is 0 there is no bound.
+        dtype: the FP8 dtype.
+
+    Source: none.
+    """
+    limits = fp8_limits(dtype)
+    bound = ordinary * np.float32(limits.max / (_PRECISE * limits.smallest_normal))
+    return jnp.where(lax.is_finite(largest) & (ordinary > 0), jnp.minimum(largest, bound), largest)
 
 
 def compute_amax_history(x: jax.Array, amax_history: jax.Array) -> jax.Array:
