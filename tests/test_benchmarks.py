@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import pytest
 
-from benchmarks import step_cpu
+from benchmarks import outlier, step_cpu
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "step_cpu.py"
 MODELS = ("mlp", "transformer")
@@ -168,3 +168,41 @@ def test_rejects_zero_rounds(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "--rounds must be 1 or more" in done.stderr
+
+
+# What an outlier does to delayed scaling.
+
+
+def test_the_outlier_benchmark_reports_each_rule_and_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("float32", "max of 1024", "DelayedScaling()")
+    kinds = ("no outlier", "one in the input")
+    all_cases = outlier.cases
+    monkeypatch.setattr(outlier, "RULES", {name: outlier.RULES[name] for name in names})
+    monkeypatch.setattr(outlier, "cases", lambda steps: {kind: all_cases(steps)[kind] for kind in kinds})
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        outlier.main(["--steps", "200", "--seeds", "1", "--json", str(tmp_path / "out.json")])
+    report, printed = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
+    assert report["question"] in printed
+    assert all(line in printed for line in report["method"])
+    rows = {(row["case"], row["rule"]): row for row in report["rows"]}
+    assert list(rows) == list(itertools.product(kinds, names))
+    assert rows["one in the input", "max of 1024"]["flushed"] > 0.5
+    assert rows["one in the input", "DelayedScaling()"]["flushed"] < 0.01
+    assert rows["no outlier", "max of 1024"]["flushed"] < 0.001
+
+
+def test_what_the_outlier_benchmark_found() -> None:
+    report = json.loads(outlier.RESULT.read_text())
+    loss = {(row["case"], row["rule"]): row["loss"] for row in report["rows"]}
+    assert set(loss) == set(itertools.product(outlier.cases(outlier.STEPS), outlier.RULES))
+    worst = {rule: max(v for (_, name), v in loss.items() if name == rule) for rule in outlier.RULES}
+    assert worst["DelayedScaling()"] < 1.5 * worst["float32"]
+    assert worst["max of 1024"] > 10 * worst["float32"]
+    assert worst["max of 1024, entries within 16x"] > 10 * worst["float32"]
+    rows = {(row["case"], row["rule"]): row for row in report["rows"]}
+    recurring = {rule: rows["in the input of every 50th", rule]["flushed"] for rule in outlier.RULES}
+    assert recurring["DelayedScaling()"] < 0.01 < recurring["max of 1024, reset"]
+    noisy = {rule: rows["noisy, log-normal, sigma 1.5", rule]["saturated"] for rule in outlier.RULES}
+    assert noisy["DelayedScaling()"] == noisy["max of 1024"] < noisy["max of 16"] / 5

@@ -1,0 +1,321 @@
+"""What does one outlier do to the scales of delayed scaling, by each rule for them, and to the training?
+
+Run ``python benchmarks/outlier.py``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu`` where
+JAX finds the CUDA plugin but no GPU.
+
+A small network learns what a random one computes, in float32 and with delayed scaling by several rules. The
+figures are the mean squared error on fresh data at the end, by the same arithmetic as in training; and the
+shares of the first layer's input and of the last layer's output gradient that saturated, and that were
+flushed to zero.
+
+Assumptions: the data are Gaussian but for what a case says; what they are multiplied by leaves the task as
+it is, since a norm without parameters follows the first layer; an outlier in the input has loss weight
+zero, and one in the output gradient meets clipping by the global norm, so the float32 run bears both. The
+FP8 values are emulated: they are those of a GPU, up to the order of accumulation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import fp8flax as fp8
+
+try:
+    from benchmarks.accuracy import machine
+except ImportError:  # run as a script
+    from accuracy import machine  # type: ignore[no-redef]
+
+QUESTION = (
+    "Which rule for the scales of delayed scaling bears an outlier, and neither saturates nor flushes to "
+    "zero data that change?"
+)
+BATCH, WIDTH, HIDDEN, OUTPUTS = 64, 16, 64, 4
+STEPS, SEEDS = 1000, 3
+OUTLIER, GUARD, WINDOW = 1e6, 16.0, 16
+RESULT = Path(__file__).resolve().parent / "results" / "outlier.json"
+FIGURES = ("loss", "flushed", "saturated")
+
+Row = dict[str, Any]
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+
+
+class Case(NamedTuple):
+    """What happens at each step."""
+
+    factor: np.ndarray
+    """What the input is multiplied by."""
+    x_outlier: np.ndarray
+    """What one element of the input is replaced by, in an example without weight; 0 for nothing."""
+    g_outlier: np.ndarray
+    """What is added to one element of the output gradient."""
+
+
+def cases(steps: int) -> dict[str, Case]:
+    at, noise = np.arange(steps), np.random.default_rng(0).standard_normal(steps)
+    zeros, ones, half = np.zeros(steps), np.ones(steps), at >= steps // 2
+    once = np.where(at == steps // 10, OUTLIER, 0.0)
+    ten = np.where((at >= steps // 10) & (at < steps // 10 + 10), OUTLIER, 0.0)
+    recurring = np.where(at % 50 == 25, OUTLIER, 0.0)
+    of_factor = {
+        "1000 times larger from half-time": np.where(half, 1e3, 1.0),
+        "1000 times smaller from half-time": np.where(half, 1e-3, 1.0),
+        "growing 1000 times": 1e3 ** (at / steps),
+        "noisy, log-normal, sigma 1.5": np.exp(1.5 * noise),
+    }
+    return {
+        "no outlier": Case(ones, zeros, zeros),
+        "one in the input": Case(ones, once, zeros),
+        "in the input of ten steps": Case(ones, ten, zeros),
+        "in the input of every 50th": Case(ones, recurring, zeros),
+        "one in the gradient": Case(ones, zeros, once),
+        **{name: Case(factor, zeros, zeros) for name, factor in of_factor.items()},
+    }
+
+
+class MaxOp(nn.Module):
+    """Flax's rule, and Transformer Engine's: the maximum of the history, whatever is in it."""
+
+    length: int = 1024
+
+    @nn.compact
+    def __call__(self, lhs: Any, rhs: Any, dims: Any, precision: Any = None, dtype: Any = None) -> Any:
+        """Is called like ``lax.dot_general``."""
+
+        def state(role: str) -> Any:
+            scale = self.variable(OWG, f"{role}_scale", jnp.ones, (1,), jnp.float32)
+            history = self.variable(OWG, f"{role}_amax_history", jnp.zeros, (self.length,), jnp.float32)
+            return scale.value, history.value
+
+        lhs = fp8.in_qdq(jnp.float32, jnp.float8_e4m3fn, lhs, *state("input"))
+        rhs = fp8.in_qdq(jnp.float32, jnp.float8_e4m3fn, rhs, *state("kernel"))
+        out = lax.dot_general(lhs, rhs, dims, precision, dtype)
+        return fp8.out_qdq(jnp.float32, jnp.float8_e5m2, out, *state("output_grad"))
+
+
+def guarded(history: jax.Array) -> jax.Array:
+    """Returns a history that the newest amax entered at no more than ``GUARD`` times what was there."""
+    before = jnp.max(history[1:])
+    return history.at[0].set(jnp.where(before > 0, jnp.minimum(history[0], GUARD * before), history[0]))
+
+
+def reset(history: jax.Array) -> jax.Array:
+    """Returns a history that forgets all but the newest where these have become 448 times smaller."""
+    position = jnp.arange(history.size)
+    newest = jnp.where((position == 0) | (position > history.size - WINDOW), history, 0.0)
+    return jnp.where(jnp.max(history) > 448 * jnp.max(newest), newest, history)
+
+
+class Rule(NamedTuple):
+    """A contender: the op of its layers, and what it does to each amax history after a step."""
+
+    op: Callable[[], Any] | None
+    edit: Callable[[jax.Array], jax.Array] = lambda history: history
+
+
+RULES = {
+    "float32": Rule(None),
+    "max of 1024": Rule(MaxOp),
+    f"max of {WINDOW}": Rule(partial(MaxOp, length=WINDOW)),
+    f"max of 1024, entries within {GUARD:g}x": Rule(MaxOp, guarded),
+    "max of 1024, reset": Rule(MaxOp, reset),
+    "DelayedScaling()": Rule(fp8.Fp8DotGeneralOp),
+}
+
+
+def normalized(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + 1e-8)
+
+
+class Net(nn.Module):
+    """What learns."""
+
+    op: Callable[[], Any] | None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the outputs."""
+        x = nn.Dense(HIDDEN, use_bias=False, dot_general_cls=self.op)(x)
+        x = normalized(x)
+        x = nn.relu(nn.Dense(HIDDEN, dot_general_cls=self.op)(x))
+        return nn.Dense(OUTPUTS, dot_general_cls=self.op)(x)
+
+
+def teacher(x: jax.Array) -> jax.Array:
+    """Returns what is to be learned of the direction of ``x``."""
+    first, second = jax.random.split(jax.random.key(12345))
+    hidden = jnp.tanh(normalized(x) @ jax.random.normal(first, (WIDTH, 16)) / WIDTH**0.5)
+    return hidden @ jax.random.normal(second, (16, OUTPUTS)) / 4
+
+
+def shares(x: jax.Array, state: Any, role: str, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the shares of a tensor that were flushed to zero and that saturated in a step."""
+    limits, scale = fp8.fp8_limits(dtype), state[f"{role}_scale"][0]
+    codes = jnp.abs(x) / scale
+    flushed = (codes > 0) & (codes <= limits.smallest_subnormal / 2)
+    return jnp.mean(flushed, dtype=jnp.float32), jnp.mean(codes > 1.01 * limits.max, dtype=jnp.float32)
+
+
+def make_run(name: str, steps: int) -> Callable[[Case, jax.Array], Any]:
+    """Returns the jitted training of a contender: the final loss, and the shares of the two tensors."""
+    rule = RULES[name]
+    net = Net(rule.op)
+    schedule = optax.cosine_decay_schedule(5e-3, steps)
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(schedule, b2=0.99))
+
+    def step(carry: Any, at: Any) -> Any:
+        (variables, opt_state), (factor, x_outlier, g_outlier, key) = carry, at
+        x = factor * jax.random.normal(key, (BATCH, WIDTH))
+        targets = teacher(x)
+        x = x.at[0, 0].set(jnp.where(x_outlier > 0, x_outlier, x[0, 0]))
+        weight = jnp.ones((BATCH, 1)).at[0].set(jnp.where(x_outlier > 0, 0.0, 1.0))
+
+        def loss(variables: Any) -> Any:
+            out = net.apply(variables, x)
+            # Of value zero, for its gradient.
+            outlier = g_outlier * (out[1, 0] - lax.stop_gradient(out[1, 0]))
+            return jnp.mean(weight * (out - targets) ** 2) + outlier, out
+
+        (_, out), grads = fp8.value_and_grad(loss, has_aux=True)(variables)
+        updates, opt_state = tx.update(grads["params"], opt_state, variables["params"])
+        new = {"params": optax.apply_updates(variables["params"], updates)}
+        seen = jnp.zeros((2, 2))
+        if rule.op is not None:
+            new[OWG] = jax.tree.map(lambda leaf: rule.edit(leaf) if leaf.size > 1 else leaf, grads[OWG])
+            first, last = ((*grads[OWG][layer].values(),)[0] for layer in ("Dense_0", "Dense_2"))
+            g = (2 / out.size * weight * (out - targets)).at[1, 0].add(g_outlier)
+            seen = jnp.array(
+                [
+                    shares(x, first, "input", jnp.float8_e4m3fn),
+                    shares(g, last, "output_grad", jnp.float8_e5m2),
+                ]
+            )
+        return (new, opt_state), seen
+
+    @jax.jit
+    def run(case: Case, key: jax.Array) -> Any:
+        init, fresh, key = jax.random.split(key, 3)
+        variables = net.init(init, jnp.ones((BATCH, WIDTH)))
+        start = variables, tx.init(variables["params"])
+        keys = jax.random.split(key, steps)
+        (variables, _), seen = lax.scan(step, start, (*case, keys))
+        x = jax.random.normal(fresh, (16 * BATCH, WIDTH))
+        error = net.apply(variables, case.factor[-1] * x) - teacher(x)
+        return jnp.mean(error**2), jnp.mean(seen, axis=0)
+
+    return run
+
+
+def measure(name: str, chosen: dict[str, Case], steps: int = STEPS, seeds: int = SEEDS) -> list[Row]:
+    """Returns a row for each case: the median loss, and the mean shares of the worse of both tensors."""
+    run = make_run(name, steps)
+    rows = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fp8.Fp8EmulationWarning)
+        for kind, case in chosen.items():
+            arrays = Case(*(jnp.asarray(array, jnp.float32) for array in case))
+            results = [run(arrays, jax.random.key(seed)) for seed in range(seeds)]
+            seen = np.mean([np.asarray(shares) for _, shares in results], axis=0)
+            rows.append(
+                {
+                    "case": kind,
+                    "rule": name,
+                    "loss": statistics.median(float(loss) for loss, _ in results),
+                    "flushed": float(np.max(seen[:, 0])),
+                    "saturated": float(np.max(seen[:, 1])),
+                    "losses": [float(loss) for loss, _ in results],
+                    "shares": {
+                        tensor: dict(zip(("flushed", "saturated"), map(float, row)))
+                        for tensor, row in zip(("input", "output_grad"), seen)
+                    },
+                }
+            )
+    return rows
+
+
+def method(steps: int, seeds: int) -> list[str]:
+    return [
+        f"The network: Dense({HIDDEN}), a norm, Dense({HIDDEN}), relu, Dense({OUTPUTS}); inputs of "
+        f"{WIDTH}, batches of {BATCH}, {steps} steps of Adam (5e-3, cosine) after clipping by the global "
+        f"norm, seeds 0 to {seeds - 1}. It learns what a random network computes of the input's direction.",
+        f"Outliers are {OUTLIER:g}: in the input at step {steps // 10}, at the ten from there, or at every "
+        "50th; added to the output gradient of one element at that step.",
+        "loss = mean squared error on fresh data after the last step, in the arithmetic of the training, "
+        "the median of the seeds. flushed, saturated = shares of elements, mean over steps and seeds, of "
+        "the first layer's input or the last layer's output gradient, whichever is larger.",
+        "max of N = Flax's and Transformer Engine's rule with a history of N (a window of the newest N in "
+        f"a longer history is the same); entries within {GUARD:g}x = an amax enters the history as no more "
+        "than that times its maximum; reset = the history forgets all but its newest "
+        f"{WINDOW} where they are 448 times smaller; DelayedScaling() = max of 1024, bounded by the second "
+        "largest of the newest 16.",
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Returns the rows as text: a line for each case and rule."""
+    lines = [["case", "rule", *FIGURES]]
+    for row in rows:
+        percent = (f"{100 * row[name]:.2f}%" for name in ("flushed", "saturated"))
+        lines.append([row["case"], row["rule"], f"{row['loss']:.4f}", *percent])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        "  ".join([*map(str.ljust, line[:2], widths[:2]), *map(str.rjust, line[2:], widths[2:])])
+        for line in lines
+    )
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=QUESTION)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of training, 100 or more (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many (%(default)s)")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=RESULT,
+        metavar="PATH",
+        help=f"to write (benchmarks/results/{RESULT.name})",
+    )
+    args = parser.parse_args(argv)
+    if args.steps < 100 or args.seeds < 1:
+        parser.error("--steps must be 100 or more, --seeds 1 or more.")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    report: dict[str, Any] = {
+        "question": QUESTION,
+        "method": method(args.steps, args.seeds),
+        "machine": machine(),
+        "arguments": {"steps": args.steps, "seeds": args.seeds},
+    }
+    print(f"Question: {QUESTION}\n")
+    print("Method:", *report["method"], sep="\n  - ")
+    print("\nMachine:", ", ".join(f"{k} {v}" for k, v in report["machine"].items()), flush=True)
+    chosen = cases(args.steps)
+    rows = [row for name in RULES for row in measure(name, chosen, args.steps, args.seeds)]
+    report["rows"] = sorted(rows, key=lambda row: list(chosen).index(row["case"]))
+    print("\n" + table(report["rows"]), flush=True)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"\nWritten: {args.json}")
+
+
+if __name__ == "__main__":
+    # JAX 0.9 asks for CUDA's libraries where it finds the plugin.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    main()
