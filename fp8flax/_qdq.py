@@ -60,7 +60,8 @@ def delayed_scales(
 
     The configs differ in dtype and rounding alone, the histories have one length.
     """
-    histories = [from_max_dtype(state.amax_history) for state in states]
+    # Never differentiated, even where the rest is for a second time.
+    histories = [lax.stop_gradient(from_max_dtype(state.amax_history)) for state in states]
     if configs[0].amax_compute_algo == "most_recent":
         amaxes = [history[0] for history in histories]
     elif not configs[0].bounded:  # one reduction of many operands, here and below
