@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 
+from fp8flax._autocast import recipe_in_use
 from fp8flax._convert import eval_init
 from fp8flax._gemm import NOT_CONVERTED
 from fp8flax._intercept import contractions_in
 from fp8flax._models import SITE, reporting, seen_of, sizes_of, trace_apply
-from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, CustomRecipe, DelayedScaling, recipe_in_use
+from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, CustomRecipe, DelayedScaling
 from fp8flax._rules import Sizes
 
 

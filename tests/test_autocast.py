@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._recipes import _jit_key, recipe_in_use
+from fp8flax._autocast import _jit_key, recipe_in_use
 from tests.test_modules import OWG
 
 X = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
