@@ -213,6 +213,9 @@ def _tile_rows(config: _Config, operand: Any, row: jax.Array) -> Any:
     return jax.tree.map(cut, operand)
 
 
+# Compiled as one where it is called un-jitted, or each call would compile its loop anew; part of the program
+# around it elsewhere.
+@partial(jax.jit, static_argnums=(0, 1, 4), inline=True)
 def _multiply_rows(
     config: _Config, gemm: Gemm, lhs: Any, kernels: Any, columns: int, visits: _Visit
 ) -> jax.Array:
@@ -229,6 +232,7 @@ def _multiply_rows(
     return lax.scan(step, _varying_as((lhs, kernels, visits), zeros)[0], visits)[0]
 
 
+@partial(jax.jit, static_argnums=0, inline=True)
 def _multiply_groups(config: _Config, lhs: Any, rhs: Any, visits: _Visit) -> jax.Array:
     """Returns the sum of outer products over the rows of each expert, ``(experts, depth, columns)``."""
 
