@@ -1,6 +1,8 @@
 """FP8 training and inference for Flax Linen."""
 
 from fp8flax._audit import AuditReport, assert_fp8, audit
+from fp8flax._autocast import autocast
+from fp8flax._check import check_state
 from fp8flax._convert import add_fp8_state, remove_fp8_state
 from fp8flax._dot_general import RESIDUAL_NAMES, dot_general_with_precision
 from fp8flax._formats import (
@@ -49,13 +51,19 @@ from fp8flax._recipes import (
     GemmRecipe,
     MXFP8BlockScaling,
     Recipe,
-    autocast,
 )
 from fp8flax._report import ModelReport, report
 from fp8flax._safetensors import load_safetensors, save_safetensors
 from fp8flax._scaling import compute_amax_history, compute_scale
 from fp8flax._state import OVERWRITE_WITH_GRADIENT, MissingStateError
-from fp8flax._train import TrainState, accumulate_gradients, grad, pmean_gradients, value_and_grad
+from fp8flax._train import (
+    DynamicScale,
+    TrainState,
+    accumulate_gradients,
+    grad,
+    pmean_gradients,
+    value_and_grad,
+)
 
 __version__ = "0.1.0"
 
@@ -69,6 +77,7 @@ __all__ = [
     "CustomRecipe",
     "DelayedQuantizer",
     "DelayedScaling",
+    "DynamicScale",
     "Einsum",
     "Float8BlockScaling",
     "Float8CurrentScaling",
@@ -95,6 +104,7 @@ __all__ = [
     "autocast",
     "calibrate",
     "cast_to_representable",
+    "check_state",
     "compute_amax_history",
     "compute_scale",
     "dequantize",

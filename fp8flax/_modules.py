@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -10,14 +11,16 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import DenyList
 
+from fp8flax._autocast import recipe_in_use
 from fp8flax._conv import fp8_conv_general_dilated
 from fp8flax._dot_general import FORMS, DimensionNumbers, DotStates, einsum_with, fp8_dot_general
 from fp8flax._formats import Format
 from fp8flax._gemm import SWITCHED_OFF
 from fp8flax._max_dtype import is_max_dtype
 from fp8flax._ragged import fp8_ragged_dot
-from fp8flax._recipes import DelayedQuantizer, DelayedScaling, Recipe, check_recipe, recipe_in_use
+from fp8flax._recipes import DelayedQuantizer, DelayedScaling, Recipe, check_recipe
 from fp8flax._state import (
     OVERWRITE_WITH_GRADIENT,
     ROLES,
@@ -75,9 +78,30 @@ class Fp8Op(nn.Module):
     def _states(self, recipe: Recipe, **stacked: tuple[int, ...]) -> DotStates:
         """Declares the state that a recipe needs, with leading dimensions for the roles that have any."""
         delayed = recipe.gemms.delayed
+        if delayed and not self.is_initializing() and self._is_named_mutable():
+            # From one place, so that Python's default filter shows it once.
+            warnings.warn(
+                f"mutable names {OVERWRITE_WITH_GRADIENT!r}, but what apply returns is the old state: "
+                "the next one is the gradient with respect to it. Take that from fp8flax.value_and_grad, "
+                "as fp8flax.TrainState does, and leave the collection out of mutable.",
+                stacklevel=1,
+            )
         return DotStates(
             **{r: self._declare(r, delayed[r], stacked.get(r, ())) for r in ROLES if r in delayed}
         )
+
+    def _is_named_mutable(self) -> bool:
+        """Tells whether ``apply`` was asked by name to return the state, and was given one."""
+        name, _ = state_leaf_names(ROLES[0])
+        if not self.is_mutable_collection(OVERWRITE_WITH_GRADIENT) or not self.has_variable(
+            OVERWRITE_WITH_GRADIENT, name
+        ):
+            return False
+        modules = nn.module._context.module_stack
+        filters = [m.scope.root.mutable for m in modules if m is not None and m.scope is not None]
+        # A set is what lifted transformations, such as nn.scan, leave of what apply was given.
+        given = next((f for f in reversed(filters) if not isinstance(f, set)), OVERWRITE_WITH_GRADIENT)
+        return not isinstance(given, bool | DenyList)
 
     def _declare(self, role: str, quantizer: DelayedQuantizer, stacked: tuple[int, ...]) -> ScalingState:
         length, collection = quantizer.amax_history_len, OVERWRITE_WITH_GRADIENT

@@ -60,7 +60,7 @@ def _partner(name: Any) -> str | None:
     return name.removesuffix(_HISTORY) + _SCALE
 
 
-def _find_state(paths: list[KeyPath]) -> list[bool]:
+def find_state(paths: list[KeyPath]) -> list[bool]:
     """Tells for each leaf whether it is scaling state.
 
     It is if it lies in the collection. So that the collection may also be an argument of its own, a pair
@@ -78,9 +78,21 @@ def _find_state(paths: list[KeyPath]) -> list[bool]:
     return [is_state(path) for path in paths]
 
 
+def find_pairs(paths: list[KeyPath]) -> list[tuple[int, int]]:
+    """Returns the positions of each scale and of the amax history beside it."""
+    index = {tuple(_key_name(k) for k in path): i for i, path in enumerate(paths)}
+    pairs = []
+    for (names, i), is_state in zip(index.items(), find_state(paths)):
+        partner = _partner(names[-1]) if names else None
+        j = index.get((*names[:-1], partner))
+        if is_state and partner is not None and partner.endswith(_HISTORY) and j is not None:
+            pairs.append((i, j))
+    return pairs
+
+
 def has_state(tree: Any) -> bool:
     """Tells whether any leaf of ``tree`` is scaling state."""
-    return any(_find_state([path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]))
+    return any(find_state([path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]))
 
 
 def path_str(path: KeyPath) -> str:
@@ -117,7 +129,7 @@ def merge_by_max(tree: Any, *, resolve: bool = True) -> Any:
     # Collected in one tree, by node and name, so that scale and history meet in its gradient.
     state: dict[str, dict[str, Any]] = {}
     places: dict[int, tuple[str, str]] = {}
-    for i, is_state in enumerate(_find_state([path for path, _ in leaves])):
+    for i, is_state in enumerate(find_state([path for path, _ in leaves])):
         path, leaf = leaves[i]
         if not is_state:
             continue
@@ -155,7 +167,7 @@ def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any, *rest: An
     """Maps ``f`` over the leaves that are scaling state, and ``g`` over all others."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     others = [treedef.flatten_up_to(other) for other in rest]
-    is_state = _find_state([path for path, _ in leaves])
+    is_state = find_state([path for path, _ in leaves])
     return treedef.unflatten(
         [(f if s else g)(leaf, *more) for s, (_, leaf), *more in zip(is_state, leaves, *others)]
     )
@@ -207,7 +219,7 @@ def next_state(old: Any, new: Any, *, poisonable: bool = True) -> Any:
     old_leaves, treedef = jax.tree_util.tree_flatten_with_path(old)
     new_leaves = treedef.flatten_up_to(new)
     index = {path: i for i, (path, _) in enumerate(old_leaves)}
-    for (path, i), is_state in zip(index.items(), _find_state(list(index))):
+    for (path, i), is_state in zip(index.items(), find_state(list(index))):
         if not is_state:
             continue
         old_leaf = old_leaves[i][1]
@@ -218,16 +230,10 @@ def next_state(old: Any, new: Any, *, poisonable: bool = True) -> Any:
                 f"The scaling state at {path_str(path)} has shape {old_leaf.shape}, its new value "
                 f"{new_leaves[i].shape}. Pass the gradient with respect to the same variables."
             )
-    for (path, i), is_state in zip(index.items(), _find_state(list(index))):
-        name = _key_name(path[-1]) if path else None
-        partner = _partner(name)
-        if not is_state or partner is None or not partner.endswith(_HISTORY):
-            continue
-        j = index.get((*path[:-1], type(path[-1])(partner)))
-        if j is not None:
-            old_state = ScalingState(old_leaves[i][1], old_leaves[j][1])
-            kept = _next_state(old_state, ScalingState(new_leaves[i], new_leaves[j]), poisonable)
-            new_leaves[i], new_leaves[j] = kept
+    for i, j in find_pairs(list(index)):
+        old_state = ScalingState(old_leaves[i][1], old_leaves[j][1])
+        kept = _next_state(old_state, ScalingState(new_leaves[i], new_leaves[j]), poisonable)
+        new_leaves[i], new_leaves[j] = kept
     return treedef.unflatten(new_leaves)
 
 

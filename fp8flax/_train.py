@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.core
+import flax.training.dynamic_scale
 import flax.training.train_state
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from fp8flax._check import WHAT_TO_CALL, overwrite
 from fp8flax._state import (
     OVERWRITE_WITH_GRADIENT,
     check_state_dtype,
@@ -136,7 +138,7 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
 
     Every microbatch is cast with the same scales, and the scaling state is that of one call on all of them;
     the gradients are averaged in float32. With a loss that is a mean over examples, and microbatches of one
-    size, both are those of one large batch.
+    size, both are those of one large batch. Call it under ``jax.jit``: un-jitted, each call compiles anew.
 
     Args:
         fun: ``fun(variables, microbatch)``; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``.
@@ -247,6 +249,95 @@ def pmean_gradients(grads: Any, axis_name: Any) -> Any:
     return map_state(lambda x: lax.pmax(x, axis_name), mean, grads)
 
 
+class DynamicScale(flax.training.dynamic_scale.DynamicScale):
+    """Flax's ``DynamicScale`` for variables that hold FP8 scaling state, which is not a gradient to scale.
+
+    The loss is multiplied by ``scale`` before the gradients are taken, which keeps those of float16 from
+    vanishing, and the gradients are divided by it. A step whose gradients hold an Inf or a NaN multiplies
+    ``scale`` by ``backoff_factor``, ``growth_interval`` steps without one by ``growth_factor``. The scaling
+    state is the next one as ``fp8flax.value_and_grad`` returns it: neither divided nor averaged.
+
+    (Flax's own class is put right by ``TrainState.apply_gradients``, where its scale is a power of two and
+    the histories have two entries or more.)
+
+    Attributes:
+        growth_factor: as in Flax; powers of two lose nothing in rounding.
+        backoff_factor: as in Flax.
+        growth_interval: as in Flax.
+        fin_steps: how many steps in a row had finite gradients.
+        scale: what the loss is multiplied by.
+        minimum_scale: the smallest ``scale``; None for no limit.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer = nn.Dense(4, dtype=jnp.float16, dot_general_cls=fp8.Fp8DotGeneralOp)
+        >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 4)))
+        >>> def loss(variables, x):
+        ...     return jnp.mean(layer.apply(variables, x).astype(jnp.float32) ** 2)
+        >>> scale, is_finite, value, grads = fp8.DynamicScale().value_and_grad(loss)(
+        ...     variables, jnp.full((2, 4), 3.0)
+        ... )
+        >>> grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"][:2]
+        Array([3., 0.], dtype=float32)
+
+    Source: ``flax.training.dynamic_scale.DynamicScale``.
+    """
+
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        axis_name: Any = None,
+    ) -> Callable[..., flax.training.dynamic_scale.DynamicScaleResult]:
+        """``fp8flax.value_and_grad`` of the scaled loss.
+
+        Args:
+            fun: as for ``fp8flax.value_and_grad``.
+            argnums: which positional arguments to differentiate.
+            has_aux: whether ``fun`` returns auxiliary data.
+            axis_name: the mapped axis, or axes, over which to reduce with ``fp8flax.pmean_gradients``.
+
+        Returns:
+            A function with the arguments of ``fun`` that returns a ``DynamicScaleResult``: the next
+            ``DynamicScale``, whether all gradients are finite (the state always is), the value (with
+            ``has_aux`` the pair), and the gradients, in float32.
+        """
+
+        @functools.wraps(fun)
+        def scaled_fun(*args: Any, **kwargs: Any) -> Any:
+            value, *aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs),)
+            scaled = jnp.asarray(value, jnp.float32) * self.scale
+            return (scaled, *aux) if has_aux else scaled
+
+        @functools.wraps(fun)
+        def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+            value, grads = value_and_grad(scaled_fun, argnums, has_aux)(*args, **kwargs)
+            value = (value[0] / self.scale, value[1]) if has_aux else value / self.scale
+            grads = map_state(lambda s: s, lambda g: jnp.asarray(g, jnp.float32) / self.scale, grads)
+            if axis_name is not None:
+                grads = pmean_gradients(grads, axis_name)
+            finite = map_state(lambda s: np.True_, lambda g: jnp.all(lax.is_finite(g)), grads)
+            is_finite = functools.reduce(jnp.logical_and, jax.tree.leaves(finite), jnp.array(True))
+            return flax.training.dynamic_scale.DynamicScaleResult(
+                self._after(is_finite), is_finite, value, grads
+            )
+
+        return value_and_grad_fun
+
+    def _after(self, is_finite: jax.Array) -> DynamicScale:
+        grows = self.fin_steps == self.growth_interval
+        largest = np.finfo(np.float32).max
+        grown = jnp.where(grows, jnp.minimum(self.scale * self.growth_factor, largest), self.scale)
+        smaller = self.scale * self.backoff_factor
+        if self.minimum_scale is not None:
+            smaller = jnp.maximum(smaller, self.minimum_scale)
+        return self.replace(
+            scale=jnp.where(is_finite, grown, smaller),
+            fin_steps=jnp.where(grows | ~is_finite, 0, self.fin_steps + 1),
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class _MergingApply:
     """``apply_fn(variables, …)`` with the scaling state in ``variables`` merged by maximum.
@@ -351,7 +442,15 @@ class TrainState(flax.training.train_state.TrainState):
                 f"The gradient of {OVERWRITE_WITH_GRADIENT!r} has another structure than the state: "
                 f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}."
             )
-        return next_state(old, new, poisonable=False)[OVERWRITE_WITH_GRADIENT]
+        kept, given_up = overwrite(old, new)
+        if given_up:
+            raise ValueError(
+                f"The gradient of {given_up[0]} (and of {len(given_up) - 1} more) is not the next state: "
+                "its past amaxes are not those of state.params. It was scaled, clipped, averaged or added "
+                f"up with the other gradients, or belongs to other variables. {WHAT_TO_CALL} State from "
+                "elsewhere is set with state.replace(params=…)."
+            )
+        return kept[OVERWRITE_WITH_GRADIENT]
 
     @classmethod
     def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> Any:

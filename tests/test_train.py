@@ -1,5 +1,7 @@
 """Gradients that merge by max, and the train state, against one call on the concatenated data."""
 
+import copy
+import functools
 import warnings
 from functools import partial
 
@@ -685,6 +687,171 @@ class TestTrainState:
         assert_trees_equal(new.params, state.apply_gradients(grads=grads).params)
         frozen = state.replace(params=flax.core.freeze(state.params))
         assert isinstance(frozen.apply_gradients(grads=grads).params, flax.core.FrozenDict)
+
+
+def multiplied(tree, factor):
+    return jax.tree.map(lambda leaf: factor * leaf, tree)
+
+
+def apply_to_state(variables, grads):
+    """The scaling state after ``apply_gradients``."""
+    state = fp8.TrainState.create(apply_fn=MODEL.apply, params=variables, tx=optax.sgd(0.1))
+    return state.apply_gradients(grads=grads).params[OWG]
+
+
+apply_jitted = jax.jit(apply_to_state)
+gradient = jax.jit(fp8.grad(mse), static_argnames="use_second")
+
+
+@functools.cache
+def trained(steps):
+    """``advanced``, jitted."""
+    variables = VARIABLES
+    for i in range(steps):
+        variables = {**variables, OWG: gradient(variables, X * (i + 2.0))[OWG]}
+    return variables
+
+
+class TestAllGradientsTouched:
+    """Scaled, clipped, added up, the state among them: undone where that is possible, else not kept."""
+
+    @pytest.mark.parametrize("steps", [0, 1, 2, 6])
+    @pytest.mark.parametrize("factor", [2.0**-1, 2.0**-16, 2.0**-60])
+    def test_a_power_of_two_is_undone(self, steps, factor):
+        variables = trained(steps)
+        grads = gradient(variables, X)
+        assert_trees_equal(apply_jitted(variables, multiplied(grads, factor)), grads[OWG])
+
+    @pytest.mark.parametrize("factor", [1.0, 2.0**-8])
+    @pytest.mark.parametrize("steps", [0, 2])
+    def test_a_history_that_was_kept(self, steps, factor):
+        variables = trained(steps)
+        for grads in (
+            gradient(variables, X, use_second=False),
+            gradient(variables, X.at[0, 0].set(jnp.nan)),
+        ):
+            assert_trees_equal(apply_jitted(variables, multiplied(grads, factor)), grads[OWG])
+
+    def test_amaxes_too_small_for_float32_once_divided(self):
+        variables = copy.deepcopy(trained(1))
+        op = variables[OWG]["first"]["Fp8DotGeneralOp_0"]
+        op["output_grad_amax_history"] = jnp.float32([3e-10, 1e-36, 2e-36, 1e-5])
+        grads = gradient(variables, X)
+        kept = apply_jitted(variables, multiplied(grads, 2.0**-30))
+        assert_trees_equal(kept, grads[OWG])
+
+    @pytest.mark.parametrize("steps", [0, 1, 4])
+    @pytest.mark.parametrize("factor", [0.3, 2.0, 3.0])
+    def test_anything_else_is_refused(self, steps, factor):
+        variables = trained(steps)
+        grads = multiplied(gradient(variables, X), factor)
+        with pytest.raises(
+            ValueError, match="(?s)first/Fp8DotGeneralOp_0/input_amax.*fp8flax.DynamicScale"
+        ):
+            apply_to_state(variables, grads)
+        assert_trees_equal(apply_jitted(variables, grads), variables[OWG])  # traced, nothing can be raised
+
+    def test_added_up_over_microbatches_or_without_the_merge(self):
+        variables = trained(2)
+        added = jax.tree.map(jnp.add, *(gradient(variables, factor * X) for factor in (1.0, 2.0)))
+        twice = jax.jit(jax.grad(lambda v: mse(v, X) + mse(v, 2 * X)))(variables)
+        for grads in (added, twice):
+            with pytest.raises(ValueError, match="accumulate_gradients"):
+                apply_to_state(variables, grads)
+
+    def test_state_of_other_variables(self):
+        grads = gradient(trained(3), X)
+        with pytest.raises(ValueError, match="belongs to other variables"):
+            apply_to_state(trained(1), grads)
+
+    def test_only_the_tensor_that_was_touched(self):
+        variables = trained(2)
+        grads = gradient(variables, X)
+        op = grads[OWG]["first"]["Fp8DotGeneralOp_0"]
+        op["kernel_amax_history"] = op["kernel_amax_history"] * 0.3
+        kept = apply_jitted(variables, grads)
+        old = variables[OWG]["first"]["Fp8DotGeneralOp_0"]
+        assert_trees_equal(kept["second"], grads[OWG]["second"])
+        assert_trees_equal(kept["first"]["Fp8DotGeneralOp_0"]["kernel_scale"], old["kernel_scale"])
+        assert_trees_equal(
+            kept["first"]["Fp8DotGeneralOp_0"]["kernel_amax_history"], old["kernel_amax_history"]
+        )
+
+    @pytest.mark.parametrize("axis", [0, 1])
+    def test_stacked_layers_are_judged_one_by_one(self, axis):
+        variables = trained(2)
+        grads = gradient(variables, X)
+
+        def stack(*trees):
+            return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis), *(tree[OWG] for tree in trees))
+
+        olds = {"params": variables["params"], OWG: stack(variables, variables, variables)}
+        news = stack(grads, multiplied(grads, 2.0**-8), multiplied(grads, 0.3))
+        kept = apply_jitted(olds, {"params": grads["params"], OWG: news})
+        assert_trees_equal(kept, stack(grads, grads, variables))
+
+    def test_the_maximum_over_devices_one_of_which_kept_its_history(self):
+        variables, xs = trained(6), jnp.stack([X, X.at[0, 0].set(jnp.nan), 3 * X])
+
+        def of_device(x):
+            return fp8.pmean_gradients(gradient(variables, x), "data")
+
+        reduced = jax.jit(jax.vmap(of_device, axis_name="data"))(xs)
+        kept = jax.jit(jax.vmap(partial(apply_to_state, variables)))(reduced)
+        assert_trees_equal(kept, reduced[OWG])
+        jax.tree.map(lambda leaf: np.testing.assert_array_equal(leaf[0], leaf[1]), kept)
+        one = jax.tree.map(lambda leaf: leaf[0], reduced)
+        assert_trees_equal(apply_to_state(variables, one), one[OWG])
+
+    def test_an_average_over_three_devices_is_not_seen(self):
+        """Its past entries are the old ones, but for their last bit."""
+        variables, xs = trained(6), jnp.stack([X, 3 * X, 2 * X])
+        reduced = jax.jit(jax.vmap(lambda x: lax.pmean(gradient(variables, x), "data"), axis_name="data"))(
+            xs
+        )
+        one = jax.tree.map(lambda leaf: leaf[0], reduced)
+        assert_trees_equal(apply_to_state(variables, one), one[OWG])
+
+    @pytest.mark.parametrize("steps", [0, 3])
+    def test_a_history_of_one_entry(self, steps):
+        """Only the first step can be checked."""
+        model = Net(
+            dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=1))
+        )
+        gradient = jax.jit(fp8.grad(lambda v: jnp.mean(model.apply(v, X) ** 2)))
+        variables = model.init(jax.random.key(1), X)
+        for _ in range(steps):
+            variables = {**variables, OWG: gradient(variables)[OWG]}
+        grads = gradient(variables)
+        assert_trees_equal(apply_jitted(variables, grads), grads[OWG])
+        divided = multiplied(grads, 2.0**-8)
+        kept = apply_jitted(variables, divided)
+        assert_trees_equal(kept, divided[OWG] if steps else grads[OWG])
+
+    def test_in_shard_map_and_scan(self):
+        variables = trained(2)
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = jax.sharding.PartitionSpec
+
+        def grads_of(v, x):
+            return fp8.grad(lambda v: lax.pmean(mse(v, x), "data"))(v)
+
+        def step(v, x):
+            def body(v, _):
+                return {**v, OWG: apply_to_state(v, multiplied(grads_of(v, x), 2.0**-8))}, None
+
+            return lax.scan(body, v, None, length=2)[0]
+
+        sharded = partial(jax.shard_map, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())
+        xs = jnp.concatenate([X, 2 * X])
+        sharded_grads = jax.jit(sharded(grads_of))
+        expected = outside = variables
+        for _ in range(2):
+            expected = {**expected, OWG: sharded_grads(expected, xs)[OWG]}
+            grads = multiplied(sharded_grads(outside, xs), 2.0**-8)
+            outside = {**outside, OWG: apply_to_state(outside, grads)}
+        assert_trees_equal(outside[OWG], expected[OWG])
+        assert_trees_equal(jax.jit(sharded(step))(variables, xs)[OWG], expected[OWG])
 
 
 @pytest.mark.usefixtures("_promotion_of_optax")

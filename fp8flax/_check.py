@@ -1,0 +1,334 @@
+"""Whether scaling state is what a step can leave, and what other arithmetic did to it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8flax._scaling import SMALLEST_SCALE, power_of_two, scale_exponent
+from fp8flax._state import (
+    ROLES,
+    ScalingState,
+    find_pairs,
+    find_state,
+    next_state,
+    path_str,
+    state_leaf_names,
+)
+from fp8flax._transforms import vary_alike
+
+# Past entries may differ by the rounding of an average over devices, of one number.
+_TOLERANCE = 2.0**-20
+_LARGE = 2.0**100
+# Smaller ones, divided by a loss scale, may be too small for float32.
+_MAY_VANISH = 2.0**-62
+
+WHAT_TO_CALL = (
+    "Keep the scaling state out of what is done to gradients: fp8flax.value_and_grad computes them, "
+    "fp8flax.DynamicScale scales the loss, fp8flax.pmean_gradients averages over devices, "
+    "fp8flax.accumulate_gradients over microbatches, and optax.clip_by_global_norm in tx clips. By hand: "
+    "grads = {**grads, 'params': …}."
+)
+
+
+def history_axis(scale: Any, history: Any) -> int | None:
+    """Returns the axis of the history, wherever layers were stacked; None if the two do not fit."""
+    if len(scale.shape) != len(history.shape):
+        return None
+    differing = [i for i, (one, length) in enumerate(zip(scale.shape, history.shape)) if one != length]
+    axes = differing or [i for i, length in enumerate(history.shape) if length == 1]
+    return axes[0] if axes and len(differing) <= 1 and scale.shape[axes[0]] == 1 else None
+
+
+def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
+    """Returns the scaling state to keep after a step, given the old state and its "gradient".
+
+    A step enters one amax: the others must be those of the old history, where ``push_amax`` puts them, or
+    the history is the old one (no gradient arrived, or a NaN), or the maximum of both (``pmean_gradients``,
+    where one device kept it). A step from a history of zeros uses the old scale.
+
+    What was divided since by a power of two, as Flax's ``DynamicScale`` does with all gradients, is
+    multiplied by it again. What is nothing of all this is the old state.
+
+    Args:
+        old: a tree of variables (or a bare collection) as it was before the step.
+        new: the gradient with respect to it; as for ``next_state``.
+
+    Returns:
+        The tree, and the paths of the histories that were given up; none under a trace, nor where no
+        process sees the values.
+
+    Raises:
+        TypeError: a leaf of scaling state in ``new`` is not float32.
+        ValueError: the structures or the shapes of the scaling state differ.
+    """
+    old_leaves = jax.tree_util.tree_flatten_with_path(old)[0]
+    leaves, treedef = jax.tree.flatten(next_state(old, new, poisonable=False))
+    groups: dict[Any, list[tuple[int, int]]] = {}
+    for pair in find_pairs([path for path, _ in old_leaves]):
+        axis = history_axis(*(old_leaves[i][1] for i in pair))
+        if axis is not None:
+            types = *(jax.typeof(old_leaves[i][1]) for i in pair), *(jax.typeof(leaves[i]) for i in pair)
+            groups.setdefault((axis, types), []).append(pair)
+    given_up = []
+    for (axis, _), pairs in groups.items():
+        olds = [ScalingState(old_leaves[i][1], old_leaves[j][1]) for i, j in pairs]
+        judged, is_next = judge(olds, [ScalingState(leaves[i], leaves[j]) for i, j in pairs], axis)
+        for (i, j), tensor in zip(pairs, judged):
+            leaves[i], leaves[j] = tensor.kept
+        if not isinstance(is_next, jax.core.Tracer) and is_next.is_fully_replicated:
+            given_up += [
+                path_str(old_leaves[j][0]) for (_, j), ok in zip(pairs, np.asarray(is_next)) if not ok
+            ]
+    return treedef.unflatten(leaves), given_up
+
+
+class _Judged(NamedTuple):
+    """What a step left of the state of one tensor; one verdict for each of the layers that are stacked."""
+
+    kept: ScalingState
+    factor: jax.Array
+    """What the new state was multiplied by since, in the shape of the scale; 0 if no step produces it."""
+
+
+@partial(jax.jit, static_argnums=2)
+def judge(
+    olds: Sequence[ScalingState], news: Sequence[ScalingState], axis: int
+) -> tuple[list[_Judged], jax.Array]:
+    """Judges tensors of one shape, and tells for each whether all of its layers are what a step can leave.
+
+    The histories run along ``axis``. All are reduced together: a GPU starts one kernel, not one for each.
+    """
+    tensors = [_Histories(old.amax_history, new.amax_history, axis) for old, new in zip(olds, news)]
+    arrays = [array for tensor in tensors for array in tensor.to_reduce()]
+    reduced = lax.reduce(arrays, [np.float32(0)] * len(arrays), _larger, (axis,))
+    largest = [lax.expand_dims(array, (axis,)) for array in reduced]
+    judged = [_verdict(*args, *largest[7 * i :][:7]) for i, args in enumerate(zip(olds, news, tensors))]
+    return judged, jnp.stack([jnp.all(each.factor > 0) for each in judged])
+
+
+def _larger(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
+    return [lax.max(x, y) for x, y in zip(xs, ys)]
+
+
+class _Histories:
+    """The history of a tensor, and what a step may make of it; what is not finite counts as 0."""
+
+    def __init__(self, old: jax.Array, new: jax.Array, axis: int):
+        self.old, self.new = (jnp.where(lax.is_finite(h), h, 0.0) for h in vary_alike(old, new))
+        ndim, length = old.ndim, old.shape[axis]
+        position = lax.broadcasted_iota(np.int32, [length if i == axis else 1 for i in range(ndim)], axis)
+        self.is_newest = position == 0
+        self.newest_is_finite = lax.is_finite(lax.slice_in_dim(new, 0, 1, axis=axis))
+        self.before, self.newest = (lax.slice_in_dim(h, 0, 1, axis=axis) for h in (self.old, self.new))
+        shifted = lax.pad(
+            self.old, np.float32(0), [((-1, 1, 0) if i == axis else (0, 0, 0)) for i in range(ndim)]
+        )
+        self.moved = jnp.where(position == length - 1, self.before, shifted)
+        """The old one as a step leaves it, but for what it enters at index 0."""
+
+    def to_reduce(self) -> list[jax.Array]:
+        """Returns by what the new history exceeds, entry by entry, the moved one, both, and the old one."""
+        pasts = (self.moved, jnp.maximum(self.moved, self.old))
+        quotients = [q for past in pasts for q in _quotients(self.new, past)]
+        behind = [jnp.where(self.is_newest, 0.0, q) for q in quotients]
+        return [*behind, *_quotients(self.new, self.old), self.old]
+
+
+def _quotients(new: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns ``new / old`` and ``old / new``; both 0 where both numbers are."""
+    has_new, has_old = new >= SMALLEST_SCALE, old >= SMALLEST_SCALE
+    up = jnp.where(has_old, new / jnp.where(has_old, old, 1.0), jnp.where(has_new, _LARGE, 0.0))
+    down = jnp.where(
+        has_new, old / jnp.where(has_new, new, 1.0), jnp.where(old >= _MAY_VANISH, _LARGE, 0.0)
+    )
+    return jnp.minimum(up, _LARGE), jnp.minimum(down, _LARGE)
+
+
+def _factor(up: jax.Array, down: jax.Array) -> jax.Array:
+    """Returns the power of two, 1 or less, that all quotients are; 0 if none, 1 where all are 0."""
+    power = power_of_two(scale_exponent(up * (1 + _TOLERANCE), 1.0, "floor"))
+    fits = (jnp.abs(up * down - 1) <= 2 * _TOLERANCE) & (up <= power * (1 + _TOLERANCE)) & (power <= 1)
+    return jnp.where(jnp.maximum(up, down) == 0, 1.0, jnp.where(fits, power, 0.0))
+
+
+def _verdict(old: ScalingState, new: ScalingState, histories: _Histories, *largest: jax.Array) -> _Judged:
+    newest, before = histories.newest, histories.before
+    moved, merged, kept = (_factor(*largest[i : i + 2]) for i in (0, 2, 4))
+    is_first = largest[6] == 0
+    used = jnp.where(lax.is_finite(old.scale) & (old.scale > 0), old.scale, 1.0)
+    moved *= jnp.where(is_first, _factor(*_quotients(new.scale, used)), 1.0)
+    moved = jnp.where(newest >= 0, moved, 0.0)
+    kept = jnp.where(is_first, 0.0, kept)
+    is_merged = (merged == 1) & ~is_first & (newest >= before)
+    is_as_is = (moved == 1) | (kept == 1) | is_merged
+    factor = jnp.where(is_as_is, 1.0, jnp.where(kept > 0, kept, moved))
+    divisor = jnp.where(factor > 0, factor, 1.0)
+    enters = (moved > 0) & (kept == 0) & histories.newest_is_finite
+    restored = jnp.where(histories.is_newest, histories.new / divisor, histories.moved)
+    history = jnp.where(enters, restored, old.amax_history)
+    return _Judged(
+        ScalingState(
+            jnp.where(factor > 0, new.scale / divisor, old.scale),
+            jnp.where(is_as_is, new.amax_history, history),
+        ),
+        factor,
+    )
+
+
+def check_state(variables: Any, before: Any = None) -> None:
+    """Raises where FP8 scaling state is none that training leaves: the loop around it does something else.
+
+    Call it outside of ``jax.jit``, after a step or two of a loop that is not ours. It knows a state that
+    never moved, that an optimizer or an average over steps went over, that was cast, scaled or clipped. It
+    does not know an average over devices or microbatches: there the past entries agree, and the newest is
+    a mean instead of a maximum.
+
+    Args:
+        variables: a tree that holds the collection ``_overwrite_with_gradient``, such as
+            ``TrainState.params``, or the collection itself; arrays of JAX or NumPy. A tree without state
+            passes.
+        before: the same before one step, with which past amaxes are compared; None to look at
+            ``variables`` alone.
+
+    Raises:
+        TypeError: the values are traced.
+        ValueError: lists each leaf that is wrong, and what to do.
+
+    Warns:
+        UserWarning: some histories are all zeros, or did not move, while others did: those layers took no
+            part, or their output gradients are zero.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer, x = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp), jnp.ones((2, 4))
+        >>> variables = layer.init(jax.random.key(0), x)
+        >>> grads = fp8.grad(lambda v: jnp.sum(layer.apply(v, x)))(variables)
+        >>> fp8.check_state({**variables, "_overwrite_with_gradient": grads["_overwrite_with_gradient"]})
+        >>> fp8.check_state(jax.tree.map(lambda v, g: v - 0.1 * g, variables, grads), before=variables)
+        Traceback (most recent call last):
+        ...
+        ValueError: The FP8 scaling state is not what training leaves...
+
+    Source: none.
+    """
+    state, pairs = _state_of(variables)
+    earlier = dict.fromkeys(state, np.empty(())) | _state_of(before)[0]
+    paired = {path for pair in pairs for path in pair}
+    problems = [
+        f"{path} is {leaf.dtype}, not float32: cast variables['params'] alone."
+        for path, leaf in state.items()
+        if leaf.dtype != np.float32
+    ]
+    problems += [f"{path} lacks its scale or history: keep both." for path in state if path not in paired]
+    still, partly = list[str](), list[str]()
+    for scale, history in pairs:
+        new = ScalingState(state[scale], state[history])
+        old = None if before is None else ScalingState(earlier[scale], earlier[history])
+        if wrong := _wrong_shapes(new, old):
+            problems.append(f"{history} {wrong}")
+        elif new.scale.dtype == new.amax_history.dtype == np.float32:
+            seen = jax.device_get(_look_at(new, old, history_axis(*new)))
+            problems += [
+                f"{path} {wrong}" for path, wrong in zip((scale, history), _wrong_values(seen)) if wrong
+            ]
+            if not seen.moves:
+                still.append(history)
+            elif seen.zeros:
+                partly.append(f"{history} ({seen.zeros} of {seen.layers} layers)")
+    if still and len(still) == len(pairs):
+        problems.append(
+            "No history has moved. The next state is the gradient of the old one, and the loop must "
+            "keep it, as TrainState does. What `apply` returns for a mutable collection is the old state."
+        )
+    if problems:
+        what = "\n- ".join(["The FP8 scaling state is not what training leaves:", *problems])
+        raise ValueError(f"{what}\n{WHAT_TO_CALL}")
+    if still or partly:
+        warnings.warn(
+            f"Of the FP8 scaling state, {', '.join(still + partly)} did not move, or holds zeros alone. So "
+            "it is where a layer took no part, or its output gradient is zero.",
+            stacklevel=2,
+        )
+
+
+def _wrong_shapes(new: ScalingState, old: ScalingState | None) -> str | None:
+    """Returns what is wrong with the shapes, or None."""
+    axis = history_axis(*new)
+    if axis is None or new.amax_history.shape[axis] == 0:
+        return (
+            f"has shape {new.amax_history.shape} beside a scale of shape {new.scale.shape}: they must be "
+            "alike but for the length of the history. Restore both from one checkpoint."
+        )
+    if old is not None and [leaf.shape for leaf in old] != [leaf.shape for leaf in new]:
+        return "is not in `before`, or has another shape there: pass the same variables."
+    return None
+
+
+_NOT_A_STEP = "Something other than a step went over it: an optimizer, an average, a loss scale."
+
+
+def _wrong_values(seen: _Seen) -> tuple[str | None, str | None]:
+    """Returns what is wrong with the values of the scale and of the history, each a sentence or None."""
+    scale = None if seen.is_scale else f"is not positive and finite. {_NOT_A_STEP}"
+    if not seen.is_history:
+        return scale, f"has entries that are negative or not finite. {_NOT_A_STEP}"
+    if seen.factor == 0:
+        return scale, f"has past entries other than those of `before`. {_NOT_A_STEP}"
+    return scale, None if seen.factor == 1 else f"was multiplied by {seen.factor}. {_NOT_A_STEP}"
+
+
+def _state_of(variables: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Returns the leaves of scaling state by path, and the paths of each scale and its history."""
+    leaves = jax.tree_util.tree_flatten_with_path(variables)[0]
+    paths = [path for path, _ in leaves]
+    names = {name for role in ROLES for name in state_leaf_names(role)}
+    state = {}
+    for (path, leaf), is_state in zip(leaves, find_state(paths)):
+        if is_state and path_str(path[-1:]) in names:
+            state[path_str(path)] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in state.values()):
+        raise TypeError(
+            "check_state looks at values, and these are traced. Call it outside of jax.jit, on what a step "
+            "returned."
+        )
+    return state, [(path_str(paths[i]), path_str(paths[j])) for i, j in find_pairs(paths)]
+
+
+class _Seen(NamedTuple):
+    """What is true of the state of a tensor, in all of its layers; numbers that every process can read."""
+
+    is_scale: Any
+    is_history: Any
+    layers: Any
+    zeros: Any
+    """How many layers have a history of zeros."""
+    factor: Any
+    """As in ``_Judged``."""
+    moves: Any
+    """Whether it is not all zeros, and another than before (or one number, as a step may leave it)."""
+
+
+@partial(jax.jit, static_argnums=2)
+def _look_at(new: ScalingState, old: ScalingState | None, axis: int) -> _Seen:
+    scale, history = new
+    largest, smallest = jnp.max(history, axis), jnp.min(history, axis)
+    factor, moves = jnp.ones(()), jnp.any(largest > 0)
+    if old is not None:
+        factor = jnp.min(judge([old], [new], axis)[0][0].factor)
+        moves &= jnp.any(history != old.amax_history) | jnp.all(largest == smallest)
+    return _Seen(
+        is_scale=jnp.all(lax.is_finite(scale) & (scale > 0)),
+        is_history=jnp.all(lax.is_finite(history) & (history >= 0)),
+        layers=np.int32(largest.size),
+        zeros=jnp.sum((largest == 0) & (smallest == 0)),
+        factor=factor,
+        moves=moves,
+    )
