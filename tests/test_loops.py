@@ -2,11 +2,14 @@
 
 import copy
 import functools
+import re
 from functools import partial
+from pathlib import Path
 
 import flax.core
 import flax.linen as nn
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -381,3 +384,113 @@ class TestMutable:
         with pytest.warns(UserWarning, match="the old state"):
             jax.eval_shape(partial(model.apply, mutable=[OWG]), variables, X)
         jax.eval_shape(partial(model.apply, mutable=True), variables, X)
+
+
+PAGE = (Path(__file__).parent.parent / "docs" / "loops.md").read_text()
+SECTIONS = re.split(r"(?m)^## ", PAGE)
+
+
+@functools.cache
+def page():
+    """What the code of the page leaves, by section, and what it prints."""
+    namespace, seen, printed = {}, {}, []
+    namespace["print"] = lambda error: printed.append(str(error))
+    for section in SECTIONS:
+        for block in re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL):
+            exec(compile(block, "docs/loops.md", "exec"), namespace)
+        seen[section.split("\n")[0].strip()] = dict(namespace)
+    return seen, printed
+
+
+class TestPage:
+    """What the page says of each loop; its code runs in one go."""
+
+    def test_it_starts_with_a_recipe_without_state(self):
+        assert SECTIONS[1].startswith("First advice: a recipe without state")
+        assert len(SECTIONS) == 12
+
+    def test_it_shows_the_message(self):
+        (message,) = page()[1]
+        assert "input_amax_history has entries that are negative or not finite" in message
+
+    def test_the_optimizer_over_all_variables(self):
+        """What brax does, beside what the page writes: after 60 steps."""
+        space = page()[0]["An optimizer over all variables (brax)"]
+        tx, both_losses, params = optax.adam(1e-2), space["both_losses"], space["before"]
+
+        @jax.jit
+        def brax_update(params, opt_state):
+            loss, grads = jax.value_and_grad(both_losses)(params)
+            updates, opt_state = tx.update(grads, opt_state)
+            return loss, optax.apply_updates(params, updates), opt_state
+
+        losses = []
+        for update, opt_state in (
+            (brax_update, tx.init(params)),
+            (space["update"], space["optimizer"].init(params)),
+        ):
+            now = params
+            for i in range(60):
+                loss, now, opt_state = update(now, opt_state)
+                if update is brax_update and i == 0:
+                    with pytest.raises(ValueError, match="negative or not finite"):
+                        fp8.check_state(now)
+            losses.append(float(loss))
+        assert losses[1] < 0.5 * losses[0]
+
+    def test_the_state_in_an_average(self):
+        space = page()[0]["An average of the weights (EMA)"]
+        before = space["variables"]
+        everything = optax.incremental_update(space["state"].params, before, step_size=0.1)
+        with pytest.raises(ValueError, match="past entries other than"):
+            fp8.check_state(everything, before=space["state"].params)
+
+    def test_adapters_alone_leave_the_state_behind(self):
+        space = page()[0]["LoRA, and all else that trains some parameters"]
+        with pytest.raises(ValueError, match="No history has moved"):
+            fp8.check_state(space["all_variables"])
+        op = space["scaling"]["base"]["Fp8DotGeneralOp_0"]
+        assert op["output_grad_amax_history"][0] > 0
+
+        @jax.jit
+        def step(state):
+            grads = fp8.grad(lambda v: jnp.mean((state.apply_fn(v, space["x"]) - space["y"]) ** 2))(
+                state.params
+            )
+            return state.apply_gradients(grads=grads)
+
+        new = step(space["state"])
+        fp8.check_state(new.params, before=space["all_variables"])
+        assert_trees_equal(new.params["params"]["base"], space["all_variables"]["params"]["base"])
+
+    def test_numpyro(self):
+        """``params`` alone, and the state as what it calls mutable."""
+        model, variables, x = (page()[0]["NumPyro"][name] for name in ("model", "variables", "x"))
+        with pytest.raises(fp8.MissingStateError):
+            model.apply({"params": variables["params"]}, x)
+        with pytest.warns(UserWarning, match="the old state"):
+            _, state = model.apply(variables, x, mutable=[OWG])
+        with pytest.raises(ValueError, match="No history has moved"):
+            fp8.check_state(state)
+
+    def test_inner_steps(self):
+        space = page()[0]["MAML, gradients of gradients"]
+        variables, loss_fn = space["variables"], space["loss_fn"]
+
+        def outer(variables):
+            grads = fp8.grad(loss_fn)(variables)
+            return loss_fn(jax.tree.map(lambda p, g: p - 0.1 * g, variables, grads))
+
+        with pytest.raises(TypeError):
+            fp8.grad(outer)(variables)
+        plain = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(1)])
+
+        def loss(params):
+            return jnp.mean((plain.apply({"params": params}, space["x"]) - space["y"]) ** 2)
+
+        def plain_outer(params):
+            return loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params)))
+
+        expected = jax.jit(jax.grad(plain_outer))(variables["params"])
+        actual, expected = (jax.flatten_util.ravel_pytree(g)[0] for g in (space["meta_grads"], expected))
+        assert jnp.linalg.norm(actual - expected) < 0.1 * jnp.linalg.norm(expected)
