@@ -586,6 +586,7 @@ class Float8BlockScaling(Recipe):
 
 _IN_FLOAT32 = Accumulation(forward="exact")
 
+
 def _why_it_can_change(recipe: Recipe) -> str | None:
     """Returns how a recipe could be changed in place; None if it is frozen."""
     cls = type(recipe)

@@ -37,7 +37,8 @@ LITTLE_OPTIMIZATION = {
     f"test_{name}.py"
     for name in (
         *("autocast", "checkpoints", "conv", "convert", "defects", "demo", "demo_tasks", "devices"),
-        *("dot_general", "faults", "freeze", "inference", "kill", "models", "modules", "ragged"),
+        *("dot_general", "faults", "freeze", "identity", "inference", "kill", "loops", "models"),
+        *("modules", "ragged"),
         *("recipe_dot", "safetensors", "train", "transformations"),
     )
 } | {f"_{name}.py" for name in ("modules", "models", "ragged", "recipes", "train")}  # their docstrings

@@ -210,6 +210,7 @@ class LooksAtItself(nn.Module):
         return y + one.apply({"params": stepped}, x), penalty
 
 
+@pytest.mark.filterwarnings("ignore:These kernels of FP8 ops stay wide:UserWarning")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_model_sees_its_own_parameters(frozen, jit):

@@ -147,7 +147,7 @@ def check(left, number):
     compiled, arrays, objects = left
     assert compiled == []
     assert arrays <= 0
-    assert objects < 100 * number  # JAX leaves some weak references of a call under vmap
+    assert objects < 200 * number  # JAX leaves some weak references of a call under vmap
 
 
 def test_compilations_are_counted(what_calls_leave):

@@ -24,7 +24,8 @@ def test_there_are_examples_and_no_gaps():
     assert not any("@@" in text for text in PAGES.values())
 
 
-@pytest.mark.parametrize("page", list(PAGES))
+# test_loops.py runs the page on loops, and looks at what it leaves.
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/loops.md"])
 def test_examples_run_in_order(page):
     namespace = {}
     # Compiling takes most of the time; only what is compiled for a GPU needs all optimizations.

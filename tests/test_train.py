@@ -715,7 +715,7 @@ def trained(steps):
 class TestAllGradientsTouched:
     """Scaled, clipped, added up, the state among them: undone where that is possible, else not kept."""
 
-    @pytest.mark.parametrize("steps", [0, 1, 2, 6])
+    @pytest.mark.parametrize("steps", [0, 6])
     @pytest.mark.parametrize("factor", [2.0**-1, 2.0**-16, 2.0**-60])
     def test_a_power_of_two_is_undone(self, steps, factor):
         variables = trained(steps)
@@ -740,8 +740,8 @@ class TestAllGradientsTouched:
         kept = apply_jitted(variables, multiplied(grads, 2.0**-30))
         assert_trees_equal(kept, grads[OWG])
 
-    @pytest.mark.parametrize("steps", [0, 1, 4])
-    @pytest.mark.parametrize("factor", [0.3, 2.0, 3.0])
+    @pytest.mark.parametrize("steps", [0, 4])
+    @pytest.mark.parametrize("factor", [0.3, 2.0])
     def test_anything_else_is_refused(self, steps, factor):
         variables = trained(steps)
         grads = multiplied(gradient(variables, X), factor)
