@@ -104,14 +104,16 @@ def judge(
 ) -> tuple[list[_Judged], jax.Array]:
     """Judges tensors of one shape, and tells for each whether all of its layers are what a step can leave.
 
-    The histories run along ``axis``. All are reduced together: a GPU starts one kernel, not one for each.
+    The histories run along ``axis``. All are judged as one array: a GPU starts a few kernels, not some for
+    each, and XLA compiles one reduction.
     """
-    tensors = [_Histories(old.amax_history, new.amax_history, axis) for old, new in zip(olds, news)]
-    arrays = [array for tensor in tensors for array in tensor.to_reduce()]
-    reduced = lax.reduce(arrays, [np.float32(0)] * len(arrays), _larger, (axis,))
-    largest = [lax.expand_dims(array, (axis,)) for array in reduced]
-    judged = [_verdict(*args, *largest[7 * i :][:7]) for i, args in enumerate(zip(olds, news, tensors))]
-    return judged, jnp.stack([jnp.all(each.factor > 0) for each in judged])
+    old, new = (ScalingState(*map(jnp.stack, zip(*states))) for states in (olds, news))
+    histories = _Histories(old.amax_history, new.amax_history, axis + 1)
+    arrays = histories.to_reduce()
+    reduced = lax.reduce(arrays, [np.float32(0)] * len(arrays), _larger, (axis + 1,))
+    judged = _verdict(old, new, histories, *(lax.expand_dims(array, (axis + 1,)) for array in reduced))
+    each = [_Judged(ScalingState(*pair), factor) for *pair, factor in zip(*judged.kept, judged.factor)]
+    return each, jnp.all(judged.factor > 0, axis=tuple(range(1, judged.factor.ndim)))
 
 
 def _larger(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:

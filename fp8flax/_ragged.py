@@ -213,8 +213,8 @@ def _tile_rows(config: _Config, operand: Any, row: jax.Array) -> Any:
     return jax.tree.map(cut, operand)
 
 
-# Compiled as one where it is called un-jitted, or each call would compile its loop anew; part of the program
-# around it elsewhere.
+# Compiled as one where it is called un-jitted, or each call would compile its loop anew; part of the
+# program around it elsewhere.
 @partial(jax.jit, static_argnums=(0, 1, 4), inline=True)
 def _multiply_rows(
     config: _Config, gemm: Gemm, lhs: Any, kernels: Any, columns: int, visits: _Visit

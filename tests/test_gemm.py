@@ -146,7 +146,8 @@ def test_magnitudes_in_the_branch_for_gpus(name, monkeypatch):
     """Run here: our kernel interpreted, GEMMs of sizes that cublasLt does not take in float32."""
 
     def dot(gemm, lhs, rhs, precision, sum_dtype):
-        assert precision is None or gemm.recipe.lhs.granularity == "axiswise"
+        # Of the blocks this is traced for programs on several GPUs, and not run.
+        assert precision is None or name != "tensorwise"
         assert sum_dtype == jnp.float32
         return lax.dot_general(lhs.astype(sum_dtype), rhs.astype(sum_dtype), gemm.dimension_numbers)
 

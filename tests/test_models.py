@@ -618,8 +618,10 @@ class TestErrors:
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_nothing_of_a_model_is_kept(jit):
+def test_nothing_of_a_model_is_kept(jit, request):
     """Neither classes nor what rules refer to outlive the models; equal arguments give equal models."""
+    if jit:
+        request.getfixturevalue("_all_cells")
 
     def use():
         class Model(nn.Module):
