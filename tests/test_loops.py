@@ -473,6 +473,7 @@ class TestPage:
         with pytest.raises(ValueError, match="No history has moved"):
             fp8.check_state(state)
 
+    @pytest.mark.usefixtures("_all_cells")
     def test_inner_steps(self):
         space = page()[0]["MAML, gradients of gradients"]
         variables, loss_fn = space["variables"], space["loss_fn"]
