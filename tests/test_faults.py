@@ -400,7 +400,7 @@ class Training(RuleBasedStateMachine):
 def test_any_sequence_of_good_and_bad_steps(request):
     all_cells = request.config.getoption("--all-cells")
     settings = hypothesis.settings(
-        max_examples=SEQUENCES if all_cells else SEQUENCES // 8,
+        max_examples=SEQUENCES if all_cells else SEQUENCES // 16,
         stateful_step_count=STEPS,
         deadline=None,
         derandomize=True,

@@ -456,8 +456,10 @@ class OneElement(nn.Module):
 
 
 @pytest.mark.parametrize("apply", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_inputs_of_one_element_are_inputs(apply):
+def test_inputs_of_one_element_are_inputs(apply, request):
     """One token of one sequence: no number of the model's, though it has one element."""
+    if apply is not jax.jit:
+        request.getfixturevalue("_all_cells")
     model8 = fp8.quantize_model(OneElement(), **ALL)
     one, many = (apply(model8.init)(jax.random.key(0), jnp.zeros(s, jnp.int32)) for s in ((1, 1), (2, 3)))
     assert_same(one, many)
