@@ -114,8 +114,6 @@ CASES = {
     "vmap": over_examples,
     "ragged": ragged,
 }
-# The others repeat their code.
-IN_CI = ("Dense-delayed",)
 
 
 @pytest.fixture
@@ -157,16 +155,14 @@ def test_compilations_are_counted(what_calls_leave):
 
 @pytest.mark.filterwarnings("ignore::fp8flax.Fp8EmulationWarning")
 @pytest.mark.parametrize("case", CASES)
-def test_calls_compile_nothing_and_leave_nothing(case, what_calls_leave, request):
-    if case not in IN_CI:
-        request.getfixturevalue("_all_cells")
+@pytest.mark.usefixtures("_all_cells")
+def test_calls_compile_nothing_and_leave_nothing(case, what_calls_leave):
     forward, backward = CASES[case]()
     check(what_calls_leave(forward, 5), 5)
     check(what_calls_leave(backward, 5), 5)
 
 
 @pytest.mark.filterwarnings("ignore::fp8flax.Fp8EmulationWarning")
-@pytest.mark.usefixtures("_all_cells")
 def test_a_hundred_calls(what_calls_leave):
     for call in dense("delayed"):
         check(what_calls_leave(call, 100), 100)
