@@ -462,8 +462,14 @@ def freeze(
     seen = seen_of(base)
     if not seen.ops:
         raise ValueError(
-            f"{type(model).__name__} has not been seen to compute anything in FP8. Give freeze inputs to "
-            "trace it with, freeze(model, variables, *inputs); fp8flax.report says what is converted."
+            f"{type(model).__name__} has not been seen to compute anything in FP8"
+            + (
+                " with these inputs. Convert it by fp8flax.quantize_model(model, include=…), or give its "
+                "layers FP8 ops; fp8flax.report(model, *inputs) says what is converted."
+                if args or kwargs
+                else ". Give freeze inputs to trace it with, freeze(model, variables, *inputs); "
+                "fp8flax.report says what is converted."
+            )
         )
     params, state = variables.get(PARAMS, {}), variables.get(OVERWRITE_WITH_GRADIENT, {})
     recipes = {path: _WEIGHT_ONLY if weight_only else found.gemms for path, found in seen.ops.items()}

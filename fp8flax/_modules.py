@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core import DenyList
 
 from fp8flax._autocast import recipe_in_use
@@ -41,9 +42,21 @@ class Fp8Op(nn.Module):
     recipe: Recipe | None = None
     form: str = "direct"
 
-    # What it computes, without FP8 and with it.
+    # What it computes, without FP8 and with it; the field of Flax's layers for such a function.
     plain: ClassVar[Callable[..., jax.Array]] = staticmethod(jax.lax.dot_general)
     in_fp8: ClassVar[Callable[..., jax.Array]] = staticmethod(fp8_dot_general)
+    field: ClassVar[str | None] = None
+
+    def __new__(cls, *fields: Any, **more_fields: Any) -> Self:
+        """Refuses operands, which an instance takes: a layer has the class in the wrong field."""
+        if any(isinstance(field, jax.Array | np.ndarray) for field in fields):
+            name = cls.__name__
+            fix = f"A layer takes the class as {cls.field}_cls=, not as {cls.field}=. " if cls.field else ""
+            raise TypeError(
+                f"The class fp8flax.{name} was called with arrays, as its instances are. {fix}Where a "
+                f"function is expected, give an instance: {name}()."
+            )
+        return super().__new__(cls)
 
     def _default_recipe(self) -> Recipe:
         return DelayedScaling()
@@ -113,6 +126,15 @@ class Fp8Op(nn.Module):
         ):
             where = "/".join((*self.path, name))
             if not (self.has_variable(collection, name) or self.is_mutable_collection(collection)):
+                if self.is_initializing():
+                    raise MissingStateError(
+                        f"The FP8 layer {'/'.join(self.path[:-1]) or type(self).__name__!r} cannot make "
+                        f"its scaling state {collection}/{where}: init may not make this collection here. "
+                        "nn.scan and nn.vmap around the layer must name it, as they do the parameters: "
+                        f"variable_axes={{'params': 0, {collection!r}: 0}}; and variables= of nn.remat, or "
+                        "mutable= of init, if they are given. (Recipes without delayed scaling, such as "
+                        "Float8CurrentScaling, need no state.)"
+                    )
                 raise MissingStateError(
                     f"The FP8 layer {'/'.join(self.path[:-1]) or type(self).__name__!r} has no scaling "
                     f"state: {OVERWRITE_WITH_GRADIENT}/{where} is missing from the variables. Variables "
@@ -183,6 +205,8 @@ class Fp8DotGeneralOp(Fp8Op):
     arXiv:2209.05433.
     """
 
+    field = "dot_general"
+
     @nn.compact
     def __call__(
         self,
@@ -249,7 +273,7 @@ class Fp8Einsum(Fp8Op):
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: an operand is not a wide float, or the state is not float32.
+        TypeError: the equation is no string, an operand is not a wide float, or the state is not float32.
         ValueError: the equation does not fit the operands, or the state not the recipe.
 
     Example:
@@ -271,6 +295,11 @@ class Fp8Einsum(Fp8Op):
         precision: Any = None,
         preferred_element_type: Any = None,
     ) -> jax.Array:
+        if not isinstance(eqn, str):
+            raise TypeError(
+                f"eqn must be an equation such as 'ab,bc->ac'; got {type(eqn).__name__}. Fp8Einsum is "
+                "called like jnp.einsum; a layer takes fp8flax.Fp8DotGeneralOp as dot_general_cls=."
+            )
         return einsum_with(self._multiplier(), eqn, lhs, rhs, precision, preferred_element_type)
 
 
@@ -330,6 +359,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
 
     plain = staticmethod(jax.lax.conv_general_dilated)
     in_fp8 = staticmethod(fp8_conv_general_dilated)
+    field = "conv_general_dilated"
 
     @nn.compact
     def __call__(

@@ -464,9 +464,15 @@ class TrainState(flax.training.train_state.TrainState):
 
         Raises:
             TypeError: scaling state in ``params`` is not float32.
-            ValueError: scaling state lies where the optimizer would see it.
+            ValueError: scaling state lies where the optimizer would see it, or without parameters beside
+                it; or the masks or labels in ``tx`` are for all variables.
         """
         optimized = params
+        if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params and "params" not in params:
+            raise ValueError(
+                f"params has {sorted(params)} and no 'params'. Pass the whole dict of variables that "
+                f"model.init returned, {{'params': …, {OVERWRITE_WITH_GRADIENT!r}: …}}."
+            )
         if _is_variables(params):
             optimized = params["params"]
             state = {OVERWRITE_WITH_GRADIENT: params.get(OVERWRITE_WITH_GRADIENT)}
@@ -484,6 +490,40 @@ class TrainState(flax.training.train_state.TrainState):
             apply_fn=apply_fn,
             params=params,
             tx=tx,
-            opt_state=tx.init(optimized),
+            opt_state=_init_optimizer(tx, optimized, params),
             **kwargs,
         )
+
+
+def _init_optimizer(tx: Any, optimized: Any, variables: Any) -> Any:
+    """Returns ``tx.init(optimized)``, unless the masks or labels of ``tx`` are for all of the variables."""
+    opt_state = error = None
+    try:
+        opt_state = tx.init(optimized)
+        fits = not _leaves_all_out(opt_state)
+    except (KeyError, TypeError, ValueError) as raised:
+        error, fits = raised, False
+    if not fits and optimized is not variables:
+        try:
+            fits = _leaves_all_out(jax.eval_shape(tx.init, variables))
+        except Exception:  # whatever tx is, it is not for these
+            fits = True
+        if not fits:
+            raise ValueError(
+                "The masks or labels in tx are for the whole dict of variables, but TrainState gives the "
+                "optimizer variables['params'] alone, and keeps the other collections by itself. Make them "
+                "for variables['params'], or with a function of that."
+            ) from error
+    if error is not None:
+        raise error
+    return opt_state
+
+
+def _leaves_all_out(opt_state: Any) -> bool:
+    """Tells whether the masks in an optimizer leave nothing to it that is as large as a parameter."""
+
+    def is_mask(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    leaves = jax.tree.leaves(opt_state, is_leaf=is_mask)
+    return any(map(is_mask, leaves)) and not any(np.ndim(leaf) for leaf in leaves if not is_mask(leaf))

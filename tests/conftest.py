@@ -37,7 +37,7 @@ LITTLE_OPTIMIZATION = {
     f"test_{name}.py"
     for name in (
         *("autocast", "checkpoints", "conv", "convert", "defects", "demo", "demo_tasks", "devices"),
-        *("dot_general", "faults", "freeze", "identity", "inference", "kill", "loops", "models"),
+        *("dot_general", "errors", "faults", "freeze", "identity", "inference", "kill", "loops", "models"),
         *("modules", "ragged"),
         *("recipe_dot", "safetensors", "train", "transformations"),
     )

@@ -673,7 +673,6 @@ class TestTrainState:
         with pytest.raises(TypeError, match="must be float32; got bfloat16"):
             create(params=narrow)
         for nested in (
-            {OWG: VARIABLES[OWG], "weights": VARIABLES["params"]},
             {"generator": VARIABLES, "discriminator": VARIABLES},
             {"params": VARIABLES},
             VARIABLES[OWG],
