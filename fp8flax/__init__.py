@@ -51,6 +51,7 @@ from fp8flax._recipes import (
     GemmRecipe,
     MXFP8BlockScaling,
     Recipe,
+    torchao_recipe,
 )
 from fp8flax._report import ModelReport, report
 from fp8flax._safetensors import load_safetensors, save_safetensors
@@ -132,5 +133,6 @@ __all__ = [
     "remove_fp8_state",
     "report",
     "save_safetensors",
+    "torchao_recipe",
     "value_and_grad",
 ]

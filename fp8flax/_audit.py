@@ -120,9 +120,9 @@ class Gemm:
     accumulation: str
     """``fast`` or ``exact`` where the program says so (cublasLt in FP8), else ``default``."""
     is_fp8: bool
-    """Whether the FP8 units do it."""
+    """Whether the FP8 units do it; of FP8 operands in Triton, whether they may: see ``may_be_fp8``."""
     reason: str
-    """Why not; ``""`` in FP8."""
+    """Why not, or why it only may be; ``""`` where the FP8 units do it."""
     trip_count: int
     """How often it runs per call: the product of the trip counts of the loops around it."""
     bytes: int
@@ -134,6 +134,15 @@ class Gemm:
     def flops(self) -> int:
         """Two per multiply and add, over all trips."""
         return 2 * self.batch * self.m * self.k * self.n * self.trip_count
+
+    @property
+    def may_be_fp8(self) -> bool:
+        """Whether it has FP8 operands, and the program does not say what multiplies them.
+
+        So it is in XLA's Triton kernels: the tile decides which instructions they use, and XLA picks it by
+        measuring on the device. Compiled without one, they convert the operands to float16.
+        """
+        return self.is_fp8 and self.backend == "Triton"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,7 +184,7 @@ class AuditReport:
 
     @property
     def num_fp8_gemms(self) -> int:
-        """How many of them run in FP8."""
+        """How many of them run in FP8, those included that only may (``Gemm.may_be_fp8``)."""
         return sum(gemm.is_fp8 for gemm in self.gemms)
 
     @property
@@ -190,8 +199,13 @@ class AuditReport:
 
     @property
     def fp8_flops_share(self) -> float:
-        """The share of ``flops`` that runs in FP8, 0 to 1; 0 without any GEMM."""
+        """The share of ``flops`` that runs in FP8, or may, 0 to 1; 0 without any GEMM."""
         return sum(gemm.flops for gemm in self.gemms if gemm.is_fp8) / max(1, self.flops)
+
+    @property
+    def maybe_fp8_flops_share(self) -> float:
+        """The part of ``fp8_flops_share`` that only may (``Gemm.may_be_fp8``)."""
+        return sum(gemm.flops for gemm in self.gemms if gemm.may_be_fp8) / max(1, self.flops)
 
     @property
     def gemm_bytes(self) -> int:
@@ -201,15 +215,21 @@ class AuditReport:
     @property
     def summary(self) -> str:
         """The result in one sentence."""
+        may = sum(gemm.may_be_fp8 for gemm in self.gemms)
+        share = 100 * (self.fp8_flops_share - self.maybe_fp8_flops_share)
+        maybe = f", {may} may ({100 * self.maybe_fp8_flops_share:.1f} %)," if may else ""
         return (
-            f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 "
-            f"({100 * self.fp8_flops_share:.1f} % of FLOPs) on {self.device}, JAX {self.jax_version}."
+            f"{self.num_fp8_gemms - may} of {self.num_gemms} GEMMs run in FP8 ({share:.1f} % of FLOPs)"
+            f"{maybe} on {self.device}, JAX {self.jax_version}."
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields and totals as values that JSON can hold."""
         totals = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
-        gemms = [{**dataclasses.asdict(gemm), "flops": gemm.flops} for gemm in self.gemms]
+        gemms = [
+            {**dataclasses.asdict(gemm), "may_be_fp8": gemm.may_be_fp8, "flops": gemm.flops}
+            for gemm in self.gemms
+        ]
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {**fields, **{name: getattr(self, name) for name in totals}, "gemms": gemms}
 
@@ -248,7 +268,7 @@ class AuditReport:
             f"{_short(gemm.lhs_dtype)}×{_short(gemm.rhs_dtype)}→{_short(gemm.out_dtype)}",
             gemm.backend + accumulation,
             f"{100 * gemm.flops / max(1, self.flops):.1f}",
-            "FP8" if gemm.is_fp8 else f"[{reasons[gemm.reason]}]",
+            "FP8" if not gemm.reason else f"{'may ' * gemm.may_be_fp8}[{reasons[gemm.reason]}]",
         )
 
     def _totals(self) -> list[str]:
@@ -344,6 +364,9 @@ def assert_fp8(
     fn: Callable[..., Any], *args: Any, min_flops: float = 1.0, target: str = "h200"
 ) -> AuditReport:
     """Raises where less of a function's GEMM FLOPs than asked for runs in FP8; see ``audit``.
+
+    FP8 operands in a Triton kernel count, though the program does not say what multiplies them
+    (``Gemm.may_be_fp8``): to leave them out, look at ``maybe_fp8_flops_share`` of the report.
 
     Args:
         fn: as for ``audit``.
@@ -565,6 +588,9 @@ def _gemm(
 ) -> Gemm:
     in_fp8 = dot.lhs_dtype.startswith("f8") and dot.rhs_dtype.startswith("f8")
     is_fp8 = in_fp8 and has_fp8_units and dot.backend != "other" and NAME_F16 not in dot.op_name.split("/")
+    reason = "" if is_fp8 else _reason(dot, has_fp8, has_fp8_units, platform)
+    if is_fp8 and dot.backend == "Triton":
+        reason = _OF_THE_TILE
     return Gemm(
         path=_path(dot.op_name),
         role=_role(dot.op_name),
@@ -578,11 +604,18 @@ def _gemm(
         backend=dot.backend,
         accumulation=dot.accumulation,
         is_fp8=is_fp8,
-        reason="" if is_fp8 else _reason(dot, has_fp8, has_fp8_units, platform),
+        reason=reason,
         trip_count=trip_count,
         bytes=size,
         op_name=dot.op_name,
     )
+
+
+_OF_THE_TILE = (
+    "FP8 operands in a Triton kernel: which instructions multiply them depends on the tile, which XLA "
+    "picks by measuring on the device; the tile that it takes without one has them multiplied in float16"
+)
+"""Why a product only may run in FP8; seen in the PTX of JAX 0.10.2."""
 
 
 def _reason(dot: _hlo.Dot, has_fp8: bool, has_fp8_units: bool, platform: str) -> str:

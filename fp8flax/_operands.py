@@ -113,9 +113,10 @@ def quantize_operand(
         return Quantized(quantize(x, quantizer.dtype, scale), scale)
     if isinstance(quantizer, CurrentQuantizer):
         axes = None if quantizer.granularity == "tensorwise" else view.contract
-        scale = current_scale(
-            finite_amax(x, axes), fp8_max(quantizer.dtype), power_2=quantizer.use_power_2_scales
-        )
+        amax = finite_amax(x, axes)
+        if quantizer.amax_epsilon:
+            amax = jnp.maximum(amax, np.float32(quantizer.amax_epsilon))
+        scale = current_scale(amax, fp8_max(quantizer.dtype), power_2=quantizer.use_power_2_scales)
         return Quantized(quantize(x, quantizer.dtype, scale), scale)
     return _quantize_blocks(quantizer, x, view)
 

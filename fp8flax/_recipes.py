@@ -16,6 +16,7 @@ _ACCUMULATIONS = ("fast", "exact", "default")
 _GRANULARITIES = ("tensorwise", "axiswise")
 _ROUNDINGS = ("up", "floor")
 _BLOCK_SCALES = ("e8m0", "power_of_two", "float32")
+_FLOAT32 = np.finfo(np.float32)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -30,6 +31,13 @@ def _check_int(name: str, value: Any, smallest: int, largest: int | None = None,
         raise ValueError(f"{name} must be {smallest} or more; got {value}.")
     if largest is not None and value > largest:
         raise ValueError(f"{name} must be {largest} or less; got {value}. {why}")
+
+
+def _check_epsilon(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a float; got {value!r} of type {type(value).__name__}.")
+    if not (value == 0 or float(_FLOAT32.tiny) <= value <= float(_FLOAT32.max)):
+        raise ValueError(f"{name} must be 0 or a normal, positive float32; got {value}.")
 
 
 def check_bool(name: str, value: Any) -> None:
@@ -156,27 +164,31 @@ class CurrentQuantizer:
         granularity: ``"tensorwise"`` for one scale; ``"axiswise"`` for one per row of the left operand, or
             column of the right one, along the contraction.
         use_power_2_scales: whether scales are rounded up to powers of two.
+        amax_epsilon: what a smaller amax counts as, so that scales are never less than those of it.
 
     Raises:
         TypeError: a field has the wrong type.
-        ValueError: ``granularity`` is none of the two words.
+        ValueError: ``granularity`` is none of the two words, or ``amax_epsilon`` is neither 0 nor a normal,
+            positive float32.
 
     Example:
         >>> import fp8flax as fp8
         >>> fp8.CurrentQuantizer(dtype=fp8.float8_e4m3fn, granularity="axiswise").use_power_2_scales
         False
 
-    Source: Transformer Engine, ``Float8CurrentScaling``; torchao, ``rowwise`` scaling.
+    Source: Transformer Engine, ``Float8CurrentScaling`` and ``QParams.amax_epsilon``; torchao, "axiswise".
     """
 
     dtype: Any
     granularity: str = "tensorwise"
     use_power_2_scales: bool = False
+    amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
         _set_dtype(self)
         _check_choice("granularity", self.granularity, _GRANULARITIES)
         check_bool("use_power_2_scales", self.use_power_2_scales)
+        _check_epsilon("amax_epsilon", self.amax_epsilon)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -455,10 +467,10 @@ class Float8CurrentScaling(Recipe):
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.
         granularity: ``"tensorwise"``, or ``"axiswise"``: one scale per row of the left operand and column
-            of the right one, so that an outlier spoils its own row only (torchao's "rowwise").
+            of the right one, so that an outlier spoils its own row only.
         use_power_2_scales: whether scales are rounded up to powers of two.
-        high_precision_wgrad: whether the gradient of the kernel is computed in the dtype of the layer
-            (torchao's "gw_hp"). The input is then kept for the backward pass as it is.
+        high_precision_wgrad: whether the gradient of the kernel is computed in the dtype of the layer. The
+            input is then kept for the backward pass as it is.
         accumulation: how each of the three GEMMs accumulates on a GPU.
 
     Raises:
@@ -469,7 +481,8 @@ class Float8CurrentScaling(Recipe):
         >>> import fp8flax as fp8
         >>> fp8.Float8CurrentScaling(granularity="axiswise", high_precision_wgrad=True).gemms.wgrad.lhs
 
-    Source: Transformer Engine, ``Float8CurrentScaling``; torchao, ``rowwise`` and ``rowwise_with_gw_hp``.
+    Source: Transformer Engine, ``Float8CurrentScaling``, which has neither ``granularity`` nor
+    ``high_precision_wgrad``. (torchao's recipes differ from all of these: see ``torchao_recipe``.)
     """
 
     fp8_format: Format = Format.HYBRID
@@ -496,6 +509,54 @@ class Float8CurrentScaling(Recipe):
         g = self._quantizer(self.fp8_format.backward_dtype)
         wgrad = (None, None) if self.high_precision_wgrad else (x, g)
         return _gemms(self.accumulation, (x, x), (g, x), wgrad)
+
+
+_TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+def torchao_recipe(name: str) -> CustomRecipe:
+    """Returns one of torchao's three recipes for float8 training, by torchao's name.
+
+    All scale by the tensors themselves, an amax below 1e-12 counting as that, and accumulate fast forward
+    alone.
+
+    * ``"tensorwise"``: one float32 scale per tensor; e4m3, the output gradient e5m2.
+    * ``"rowwise"``: one scale per row of the left operand and column of the right, along the contraction of
+      each GEMM, rounded up to a power of two (torchao's scale is the reciprocal, and rounded down). All
+      e4m3, gradients too.
+    * ``"rowwise_with_gw_hp"``: forward as ``"rowwise"``; in dgrad the kernel has one scale, a power of two
+      as well; wgrad is computed in the dtype of the layer.
+
+    Codes and scales are torchao's, bit for bit, but for this. A float32 value that in ``"tensorwise"`` lies
+    between two codes, to its last bit, can be rounded the other way, since torchao multiplies by the
+    reciprocal. In float32 torchao's powers of two come from a rounded logarithm, so that the largest value
+    may saturate where the amax is a few units in the last place above a power of two times 448. And a NaN
+    or an Inf does what it does under every recipe here.
+
+    Args:
+        name: ``"tensorwise"``, ``"rowwise"`` or ``"rowwise_with_gw_hp"``.
+
+    Raises:
+        ValueError: ``name`` is none of the three.
+
+    Example:
+        >>> import fp8flax as fp8
+        >>> dgrad = fp8.torchao_recipe("rowwise_with_gw_hp").dgrad
+        >>> dgrad.lhs.dtype, dgrad.lhs.granularity, dgrad.rhs.granularity
+        (dtype(float8_e4m3fn), 'axiswise', 'tensorwise')
+
+    Source: torchao, ``Float8LinearConfig.from_recipe_name`` and ``amax_to_scale``.
+    """
+    _check_choice("name", name, _TORCHAO_RECIPES)
+    x = CurrentQuantizer(dtype=Format.E4M3.forward_dtype, amax_epsilon=1e-12)
+    if name == "tensorwise":
+        g = dataclasses.replace(x, dtype=Format.E5M2.backward_dtype)
+        return _gemms(Accumulation(), (x, x), (g, x), (x, g))
+    w = dataclasses.replace(x, use_power_2_scales=True)
+    row = dataclasses.replace(w, granularity="axiswise")
+    if name == "rowwise":
+        return _gemms(Accumulation(), (row, row), (row, row), (row, row))
+    return _gemms(Accumulation(), (row, row), (row, w), (None, None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -545,8 +606,9 @@ class Float8BlockScaling(Recipe):
     """DeepSeek-V3's recipe: a scale per 1×128 values of inputs and gradients, per 128×128 of the kernel.
 
     There is no state. Inputs and output gradients are quantized once for each of their two GEMMs, from
-    the wide tensor; a kernel's blocks are the same for both of its GEMMs. The scales differ along the
-    contraction, so they are applied inside it.
+    the wide tensor. A kernel's blocks are the same for both of its GEMMs, unless the contraction is over
+    several of its dimensions in another order than they have: then it, too, is quantized twice. The scales
+    differ along the contraction, so they are applied inside it.
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.

@@ -129,6 +129,7 @@ def test_flax_direct_op(gpu):
     assert {g.out_dtype for g in report.gemms} == {"bfloat16"}
     if NEWER_THAN_0_9:
         assert {g.backend for g in report.gemms} == {"Triton"}
+        assert report.maybe_fp8_flops_share == 1.0
         assert report.num_kernels == 22
         assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(592, abs=1)
 
@@ -140,6 +141,7 @@ def test_flax_direct_op(gpu):
 def test_cublaslt_and_its_accumulation(gpu, preset, accumulation):
     (gemm,) = audit(*product(preset, E4M3, E5M2)).gemms
     assert (gemm.is_fp8, gemm.backend, gemm.accumulation) == (True, "cublasLt", accumulation)
+    assert not gemm.may_be_fp8
     assert (gemm.path, gemm.role, gemm.reason) == ("layer", "forward", "")
     assert (gemm.batch, gemm.m, gemm.k, gemm.n) == (1, 512, 256, 128)
 
@@ -554,6 +556,21 @@ def test_table():
         "temporaries take 1.0 MiB.\n"
         "Compiled without the device, which might choose another backend after measuring."
     )
+
+
+def test_fp8_operands_in_triton_only_may_run_in_fp8():
+    triton = dataclasses.replace(GEMM, backend="Triton", accumulation="default", reason="the tile")
+    report = dataclasses.replace(REPORT, gemms=(GEMM, triton, triton, OTHER))
+    assert [gemm.may_be_fp8 for gemm in report.gemms] == [False, True, True, False]
+    assert report.num_fp8_gemms == 3
+    assert report.fp8_flops_share == 0.75
+    assert report.maybe_fp8_flops_share == 0.5
+    assert report.summary == (
+        "1 of 4 GEMMs run in FP8 (25.0 % of FLOPs), 2 may (50.0 %), on NVIDIA H200, JAX 0.0."
+    )
+    assert "Triton          25.0     may [1]\n" in str(report)
+    assert "<td>may [1]</td>" in report._repr_html_()
+    assert [gemm["may_be_fp8"] for gemm in report.to_dict()["gemms"]] == [False, True, True, False]
 
 
 def test_html_is_escaped():

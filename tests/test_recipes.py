@@ -1,11 +1,15 @@
 import dataclasses
 import functools
+import re
+from pathlib import Path
 from typing import ClassVar
 
 import flax.linen as nn
 import pytest
 
 import fp8flax as fp8
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs" / "recipes.md").read_text()
 
 
 def test_defaults_are_those_of_transformer_engine():
@@ -186,6 +190,15 @@ DELAYED = fp8.DelayedQuantizer(dtype=E4M3)
             ValueError,
             "granularity must be one of",
         ),
+        (
+            fp8.CurrentQuantizer,
+            {"dtype": E4M3, "amax_epsilon": -1e-12},
+            ValueError,
+            "amax_epsilon must be 0 or a normal, positive float32; got -1e-12",
+        ),
+        (fp8.CurrentQuantizer, {"dtype": E4M3, "amax_epsilon": 1e-40}, ValueError, "normal.*got 1e-40"),
+        (fp8.CurrentQuantizer, {"dtype": E4M3, "amax_epsilon": 1e300}, ValueError, "got 1e\\+300"),
+        (fp8.CurrentQuantizer, {"dtype": E4M3, "amax_epsilon": "0"}, TypeError, "must be a float; got '0'"),
         (fp8.BlockQuantizer, {"dtype": fp8.float8_e8m0fnu}, TypeError, "dtype must be an FP8 dtype"),
         (
             fp8.BlockQuantizer,
@@ -357,3 +370,26 @@ def test_a_frozen_recipe_of_ones_own(cls):
     for _ in range(2):
         assert recipe.gemms == fp8.MXFP8BlockScaling().gemms
         assert fp8.Fp8DotGeneralOp(recipe=recipe).recipe is recipe
+
+
+# The fields of transformer_engine.common.recipe that a recipe here could have.
+TRANSFORMER_ENGINE = {
+    "DelayedScaling": {
+        *("margin", "fp8_format", "amax_history_len", "amax_compute_algo", "scaling_factor_compute_algo"),
+        *("reduce_amax", "fp8_dpa", "fp8_mha", "backward_override"),
+    },
+    "Float8CurrentScaling": {"use_power_2_scales", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override"},
+    "MXFP8BlockScaling": {"margin", "fp8_format", "fp8_dpa", "fp8_mha", "backward_override"},
+    "Float8BlockScaling": {"use_f32_scales", "fp8_format", "x_block_scaling_dim", "w_block_scaling_dim"},
+    "CustomRecipe": {"qfactory"},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+def test_the_page_says_which_fields_are_transformer_engines(recipe):
+    name = type(recipe).__name__
+    (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
+    theirs, ours = (set(re.findall(r"`(\w+)`", cell)) for cell in row.split("|")[2:4])
+    fields = {field.name for field in dataclasses.fields(recipe)}
+    assert theirs == fields & TRANSFORMER_ENGINE[name]
+    assert ours == fields - TRANSFORMER_ENGINE[name]

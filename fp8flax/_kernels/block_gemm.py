@@ -40,8 +40,8 @@ def block_gemm(
         lhs_scale: float32, ``(batch, M, K / 128)``.
         rhs_scale: float32, ``(batch, N, K / 128)``.
         out_dtype: dtype of the result.
-        in_float16: whether to multiply in float16, which holds FP8 values exactly, instead of FP8. JAX
-            reaches Hopper's FP8 units in no such kernel, and no unit through it with two FP8 dtypes.
+        in_float16: whether to multiply in float16, which holds FP8 values exactly, instead of FP8. Pallas's
+            Triton backend reaches Hopper's FP8 units in no such kernel, and no unit with two FP8 dtypes.
         interpret: whether to run the kernel step by step on any device, for tests.
     """
     from jax.experimental import pallas as pl
