@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8flax._files import replacing
 from fp8flax._freeze import ServedOp, serving_ops
 from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, DelayedQuantizer
 from fp8flax._state import PARAMS, state_leaf_names
 
 _KERNEL_SCALE, _INPUT_SCALE = (state_leaf_names(role)[0] for role in ("kernel", "input"))
 _METADATA = "fp8flax"
-_VERSION = 2
+_VERSION = 3
 _DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
@@ -41,10 +42,14 @@ _DTYPES = {
 }
 
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
-_FIELDS = {"path", "dtype", "shape", "shape_in_file", "matrix"}
-"""Of a tensor in the metadata: its place in the variables; its dtype, the same there and in the file; its
-shape there; that in the file; how the one became the other, None if the order is the same. The header of
-the file must say the same, both when it is written and when it is read."""
+_FIELDS = {
+    2: {"path", "dtype", "shape", "shape_in_file", "matrix"},
+    3: {"path", "dtype", "shape", "shape_in_file", "matrix", "crc32"},
+}
+"""Of a tensor in the metadata, by its version: its place in the variables; its dtype, the same there and
+in the file; its shape there; that in the file; how the one became the other, None if the order is the same;
+the checksum of its bytes. The header of the file must say the same, both when it is written and when it is
+read."""
 
 
 def _library() -> Any:
@@ -78,6 +83,8 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
     Arrays are written as they are: one of 64 bits also where JAX has none (``jax_enable_x64``), which
     ``load_safetensors`` then refuses.
 
+    A file that was there is replaced by a whole new one, or stays as it was.
+
     Args:
         path: the file to write.
         model: the serving model that ``freeze`` returned.
@@ -85,6 +92,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
 
     Raises:
         ImportError: the library ``safetensors`` is not installed.
+        OSError: the file cannot be written, for instance as the disk is full.
         TypeError: ``model`` does not come from ``freeze``.
         ValueError: two variables would have one name; or one is no array of a dtype that files hold.
 
@@ -122,14 +130,19 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
             "shape": array.shape,
             "shape_in_file": written.shape,
             "matrix": matrix,
+            "crc32": _crc32(tensors[name]),
         }
     own = {"version": _VERSION, "tensors": entries, "checksum": _checksum(entries)}
     metadata = {_METADATA: json.dumps(own), "format": "np"}
     config = _config(ops, tensors)
     if config is not None:
         metadata["quantization_config"] = json.dumps(config)
-    library.numpy.save_file(tensors, os.fspath(path), metadata)
-    _read_header(library, path)
+    with replacing(path) as new:
+        try:
+            library.numpy.save_file(tensors, os.fspath(new), metadata)
+        except library.SafetensorError as error:
+            raise OSError(f"{path} cannot be written, and is as it was before: {error}.") from error
+        _read_header(library, new, path)
 
 
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -145,8 +158,9 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
         ImportError: the library ``safetensors`` is not installed.
         OSError: there is no such file, or it cannot be read.
         ValueError: the file was not written by ``save_safetensors``, or by that of another version; it is
-            damaged, so far as its header and metadata tell; or it has an array of 64 bits, which JAX would
-            narrow: enable ``jax_enable_x64``, or convert the array before it is saved.
+            damaged, a bit of a tensor flipped for instance; or it has an array of 64 bits, which JAX would
+            narrow: enable ``jax_enable_x64``, or convert the array before it is saved. The error names the
+            file. (Version 2, which is read too, had no checksums of the tensors themselves.)
 
     Example:
         See ``save_safetensors``.
@@ -154,7 +168,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     Source: the safetensors format.
     """
     library = _library()
-    entries, tree = _read_header(library, path)
+    entries, tree = _read_header(library, path, path)
     for entry in entries.values():
         dtype = np.dtype(_DTYPES[entry["dtype"]])
         narrow = jax.dtypes.canonicalize_dtype(dtype)
@@ -164,10 +178,18 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
                 "jax_enable_x64 to load it, or convert it before it is saved."
             )
     with open(path, "rb") as opened:
-        tensors = dict(library.deserialize(opened.read()))
+        try:
+            tensors = dict(library.deserialize(opened.read()))
+        except library.SafetensorError as error:  # changed in the meantime
+            raise _damaged(path, error) from error
 
     def load(name: str) -> jax.Array:
         entry = entries[name]
+        if "crc32" in entry and entry["crc32"] != zlib.crc32(tensors[name]["data"]):
+            raise ValueError(
+                f"{path} is damaged: {name!r} is not what was written, by its checksum. Save the model "
+                "again, or copy the file again."
+            )
         array = np.frombuffer(tensors[name]["data"], _DTYPES[entry["dtype"]])
         if entry["matrix"] is not None:
             array = _from_matrix(array, entry["shape"], *entry["matrix"])
@@ -176,19 +198,32 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     return jax.tree.map(load, tree)
 
 
+def _crc32(array: np.ndarray) -> int:
+    return zlib.crc32(array.reshape(-1).view(np.uint8).data)
+
+
 def _checksum(entries: Any) -> int:
     return zlib.crc32(json.dumps(entries, sort_keys=True).encode())
 
 
-def _read_header(library: Any, path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a file's entries by name, all checked, and the variables with names in place of arrays."""
+def _damaged(path: Any, error: Exception) -> ValueError:
+    return ValueError(f"{path} is no safetensors file, or a damaged one: {error}.")
+
+
+def _read_header(
+    library: Any, file_path: str | os.PathLike[str], path: str | os.PathLike[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a file's entries by name, all checked, and the variables with names in place of arrays.
+
+    Errors call it ``path``.
+    """
     try:
-        with library.safe_open(os.fspath(path), framework="np") as file:
+        with library.safe_open(os.fspath(file_path), framework="np") as file:
             metadata = file.metadata() or {}
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             header = {name: (s.get_dtype(), list(s.get_shape())) for name, s in slices.items()}
     except library.SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file, or a damaged one: {error}.") from error
+        raise _damaged(path, error) from error
     try:
         own = json.loads(metadata[_METADATA])
         version, entries = own["version"], own["tensors"]
@@ -197,12 +232,13 @@ def _read_header(library: Any, path: str | os.PathLike[str]) -> tuple[dict[str, 
             f"{path} was not written by fp8flax.save_safetensors, or is damaged: its metadata has no "
             f"{_METADATA!r} that says where in the variables its tensors belong."
         ) from error
-    if version != _VERSION:
+    if version not in list(_FIELDS):
         raise ValueError(
-            f"{path} has metadata of version {version!r}, and this fp8flax reads version {_VERSION}. Load "
-            "it with the fp8flax that wrote it, or save the model again with this one."
+            f"{path} has metadata of version {version!r}, and this fp8flax reads versions "
+            f"{sorted(_FIELDS)}. Load it with the fp8flax that wrote it, or save the model again with this "
+            "one."
         )
-    wrong, tree = _check_entries(entries, header)
+    wrong, tree = _check_entries(entries, header, _FIELDS[version])
     if wrong is None and own.get("checksum") != _checksum(entries):
         wrong = "it is not what was written, by its checksum"
     if wrong is not None:
@@ -210,7 +246,9 @@ def _read_header(library: Any, path: str | os.PathLike[str]) -> tuple[dict[str, 
     return entries, tree
 
 
-def _check_entries(entries: Any, header: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+def _check_entries(
+    entries: Any, header: Mapping[str, Any], fields: set[str]
+) -> tuple[str | None, dict[str, Any]]:
     """Returns what is wrong with the entries, None if nothing is, and the tree of their names."""
     tree: dict[str, Any] = {}
     if not isinstance(entries, dict):
@@ -222,7 +260,7 @@ def _check_entries(entries: Any, header: Mapping[str, Any]) -> tuple[str | None,
         )
         return f"it has the tensors {only_here}, which the file has not, and not {only_there}", tree
     for name, entry in entries.items():
-        wrong = _check_entry(entry, *header[name])
+        wrong = _check_entry(entry, fields, *header[name])
         if wrong is not None:
             return f"{name!r} {wrong}", tree
         node = tree
@@ -237,10 +275,10 @@ def _check_entries(entries: Any, header: Mapping[str, Any]) -> tuple[str | None,
     return None, tree
 
 
-def _check_entry(entry: Any, dtype: str, shape_in_file: list[int]) -> str | None:
+def _check_entry(entry: Any, fields: set[str], dtype: str, shape_in_file: list[int]) -> str | None:
     """Returns what is wrong with an entry of a tensor that has this dtype and shape; None if nothing is."""
-    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        return f"must have {sorted(_FIELDS)}; got {entry!r}"
+    if not isinstance(entry, dict) or entry.keys() != fields:
+        return f"must have {sorted(fields)}; got {entry!r}"
     path, shape, matrix = entry["path"], entry["shape"], entry["matrix"]
     if not (isinstance(path, list) and path and all(isinstance(part, str) for part in path)):
         return f"must have a path of names; got {path!r}"

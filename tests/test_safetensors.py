@@ -1,9 +1,12 @@
 """safetensors files: read back with the library that defines the format, and by NumPy alone."""
 
 import copy
+import errno
 import json
+import os
 import random
 import sys
+import zlib
 
 import flax.linen as nn
 import jax
@@ -177,11 +180,11 @@ def test_errors(tmp_path, monkeypatch):
     safetensors.numpy.save_file({"a": x}, tmp_path / "foreign")
     with pytest.raises(ValueError, match=r"foreign was not written by fp8flax.save_safetensors"):
         fp8.load_safetensors(tmp_path / "foreign")
-    for version in (1, 3):  # 1 had no dtypes
+    for version in (1, 4):  # 1 had no dtypes
         metadata = {"fp8flax": json.dumps({"version": version, "tensors": {}})}
         safetensors.numpy.save_file({"a": x}, tmp_path / "other", metadata)
         with pytest.raises(
-            ValueError, match=rf"other has .* version {version}, and .* reads version 2. Load"
+            ValueError, match=rf"other has .* version {version}, and .* reads versions \[2, 3\]. Load"
         ):
             fp8.load_safetensors(tmp_path / "other")
     with pytest.raises(FileNotFoundError):
@@ -240,6 +243,8 @@ def test_what_is_in_the_metadata(small):
             array = array[part]
         assert (entry["dtype"], entry["shape_in_file"]) == (header[name]["dtype"], header[name]["shape"])
         assert entry["shape"] == list(np.shape(array))
+        start, end = header[name]["data_offsets"]
+        assert entry["crc32"] == zlib.crc32(rest[start:end])
     assert own["tensors"]["heads.weight"]["shape_in_file"] == [8, 8]
     assert own["tensors"]["heads.weight"]["shape"] == [8, 2, 4]
     assert own["tensors"]["more.scalar"]["shape_in_file"] == []
@@ -311,7 +316,10 @@ WEIGHT, BIAS = "heads.weight", "heads.bias"
         ),
         (lambda h, o: h[WEIGHT].update(shape=[4, 16]), r"is F8_E4M3\[4, 16\].* as F8_E4M3\[8, 8\]"),
         (lambda h, o: h[BIAS].update(dtype="BOOL"), r"is no safetensors file, or a damaged one"),
-        (lambda h, o: o["tensors"][BIAS].pop("dtype"), r"'heads.bias' must have \['dtype', 'matrix'"),
+        (
+            lambda h, o: o["tensors"][BIAS].pop("dtype"),
+            r"'heads.bias' must have \['crc32', 'dtype', 'matrix'",
+        ),
         (lambda h, o: o["tensors"][BIAS].update(more=1), r"'heads.bias' must have"),
         (lambda h, o: o["tensors"].update({BIAS: 3}), r"'heads.bias' must have .*; got 3"),
         (lambda h, o: o.update(tensors=[1]), r"the tensors must be a dict; got \[1\]"),
@@ -413,6 +421,61 @@ def test_random_damages(small, tmp_path, seed):
     assert seen == {"error", "right"}
 
 
+def test_flipped_bits(small, tmp_path):
+    """Of the tensors, any; of the rest of the file, what is read."""
+    _, data, served = small
+    _, _, rest = split(data)
+    start, path = len(data) - len(rest), tmp_path / "file"
+    for i in range(start, len(data)):
+        broken = bytearray(data)
+        broken[i] ^= 1 << (i % 8)
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=rf"{path} is damaged: '.*' is not what was written, by"):
+            fp8.load_safetensors(path)
+    path.write_bytes(data)
+    assert_same(fp8.load_safetensors(path), served)
+
+
+def test_version_2(small, tmp_path):
+    """Which had no checksums of the tensors."""
+    _, data, served = small
+    header, own, rest = split(data)
+    for entry in own["tensors"].values():
+        del entry["crc32"]
+    own["checksum"] = zlib.crc32(json.dumps(own["tensors"], sort_keys=True).encode())
+    (tmp_path / "file").write_bytes(join(header, {**own, "version": 2}, rest))
+    assert_same(fp8.load_safetensors(tmp_path / "file"), served)
+    (tmp_path / "file").write_bytes(join(header, own, rest))
+    with pytest.raises(ValueError, match=r"file: its metadata is damaged: .* must have \['crc32'"):
+        fp8.load_safetensors(tmp_path / "file")
+
+
+@pytest.mark.parametrize("where", ["library", "disk"])
+def test_a_full_disk_leaves_the_old_file(where, small, tmp_path, monkeypatch):
+    """Also with safetensors 0.6 and 0.7, which write into the file that is there."""
+
+    def save_file(tensors, path, metadata):
+        with open(path, "wb") as file:
+            file.write(b"half")
+        raise safetensors.SafetensorError("No space left on device (os error 28)")
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model, data, served = small
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    if where == "library":
+        monkeypatch.setattr(safetensors.numpy, "save_file", save_file)
+    else:
+        monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        fp8.save_safetensors(path, model, served)
+    assert str(path) in str(caught.value)
+    assert path.read_bytes() == data
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_arrays_of_64_bits(small, tmp_path):
     model, path = small[0], tmp_path / "file"
     for value, narrow in (
@@ -441,5 +504,10 @@ def test_what_the_library_writes_is_checked(small, tmp_path, monkeypatch):
 
     original = safetensors.numpy.save_file
     monkeypatch.setattr(safetensors.numpy, "save_file", save_file)
-    with pytest.raises(ValueError, match=r"is F32\[8, .\] in the file, and was written as F8_E.M"):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}/file: .* is F32\[8, .\] in the file, and was written as F8_E.M"
+    ):
         fp8.save_safetensors(tmp_path / "file", small[0], small[2])
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert not (tmp_path / "file").read_bytes()
