@@ -1,0 +1,191 @@
+"""A Llama-like language model of Linen layers: a training step, and decoding with a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+import fp8flax as fp8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The sizes of a model, whose embedding is also that of the logits."""
+
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+    @property
+    def kernels(self) -> tuple[tuple[int, int], ...]:
+        """The matmuls of one block: (inputs, outputs) of query, key, value, out, gate, up, down."""
+        kv = self.width // self.heads * self.kv_heads
+        attention = ((self.width, self.width), (self.width, kv), (self.width, kv), (self.width, self.width))
+        return (*attention, *((self.width, self.hidden),) * 2, (self.hidden, self.width))
+
+    @property
+    def parameters(self) -> int:
+        """Of the matmuls and the embedding."""
+        return self.layers * sum(k * n for k, n in self.kernels) + self.vocabulary * self.width
+
+    def flops(self, tokens: int) -> int:
+        """Returns the operations of a training step's matmuls, attention's own products left out."""
+        return 6 * tokens * self.parameters
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions and grouped keys and values."""
+
+    config: Config
+    op: Any = None
+    param_dtype: Any = jnp.float32
+    implementation: str = "xla"
+    cache_length: int = 0
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``(batch, length, width)`` to the same; with a cache, after what is in the cache."""
+        batch, length, width = x.shape
+        size = width // self.config.heads
+        dense = partial(
+            nn.Dense,
+            use_bias=False,
+            dtype=jnp.bfloat16,
+            param_dtype=self.param_dtype,
+            dot_general_cls=self.op,
+        )
+        q = dense(width, name="query")(x).reshape(batch, length, -1, size)
+        k, v = (
+            dense(self.config.kv_heads * size, name=name)(x).reshape(batch, length, -1, size)
+            for name in ("key", "value")
+        )
+        if self.cache_length:
+            shape = (batch, self.cache_length, self.config.kv_heads, size)
+            keys, values = (
+                self.variable("cache", name, jnp.zeros, shape, jnp.bfloat16) for name in ("keys", "values")
+            )
+            index = self.variable("cache", "index", jnp.zeros, (), jnp.int32)
+            at = index.value
+            q, k = (rotated(array, at) for array in (q, k))
+            start = (jnp.zeros_like(at), at, jnp.zeros_like(at), jnp.zeros_like(at))
+            keys.value = lax.dynamic_update_slice(keys.value, k, start)
+            values.value = lax.dynamic_update_slice(values.value, v, start)
+            index.value = at + length
+            lengths = jnp.broadcast_to(at + length, (batch,))
+            out = jax.nn.dot_product_attention(
+                q, keys.value, values.value, key_value_seq_lengths=lengths, implementation="xla"
+            )
+        else:
+            q, k = (rotated(array, jnp.zeros((), jnp.int32)) for array in (q, k))
+            attend = partial(
+                jax.nn.dot_product_attention, is_causal=True, implementation=self.implementation
+            )
+            # XLA's own attention would keep the weights of all layers for the backward pass.
+            out = (attend if self.implementation == "cudnn" else jax.checkpoint(attend))(q, k, v)
+        return dense(width, name="out")(out.reshape(batch, length, width))
+
+
+def rotated(x: jax.Array, start: jax.Array) -> jax.Array:
+    """Applies rotary positions from ``start`` on to ``(batch, length, heads, size)``."""
+    half = x.shape[-1] // 2
+    frequencies = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    positions = (start + jnp.arange(x.shape[1], dtype=jnp.int32)).astype(jnp.float32)
+    angles = (positions[:, None] * frequencies[None, :])[None, :, None, :]
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    a, b = (part.astype(jnp.float32) for part in (x[..., :half], x[..., half:]))
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class Block(nn.Module):
+    """Attention and a gated feed-forward layer, each after a norm and around a residual."""
+
+    config: Config
+    op: Any = None
+    param_dtype: Any = jnp.float32
+    implementation: str = "xla"
+    cache_length: int = 0
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+        """Maps ``(batch, length, width)`` to the same, in the form that ``nn.scan`` takes."""
+        dtypes = {"dtype": jnp.bfloat16, "param_dtype": self.param_dtype}
+        dense = partial(nn.Dense, use_bias=False, dot_general_cls=self.op, **dtypes)
+        attention = Attention(
+            self.config, self.op, self.param_dtype, self.implementation, self.cache_length, name="attention"
+        )
+        x += attention(nn.RMSNorm(name="attention_norm", **dtypes)(x))
+        h = nn.RMSNorm(name="norm", **dtypes)(x)
+        h = nn.silu(dense(self.config.hidden, name="gate")(h)) * dense(self.config.hidden, name="up")(h)
+        return x + dense(self.config.width, name="down")(h), None
+
+
+class Llama(nn.Module):
+    """The model."""
+
+    config: Config
+    op: Any = None
+    """The ``dot_general_cls`` of the layers in the blocks; the logits stay in bfloat16."""
+    param_dtype: Any = jnp.float32
+    implementation: str = "xla"
+    """Of attention, as ``jax.nn.dot_product_attention`` has it; that with a cache is always XLA's."""
+    cache_length: int = 0
+    """Room for this many tokens in the collection ``cache``; 0 for training."""
+    scan: bool = True
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Maps tokens ``(batch, length)`` to logits in bfloat16."""
+        dtypes = {"dtype": jnp.bfloat16, "param_dtype": self.param_dtype}
+        embed = nn.Embed(self.config.vocabulary, self.config.width, name="embed", **dtypes)
+        options = (self.config, self.op, self.param_dtype, self.implementation, self.cache_length)
+        x = embed(tokens)
+        if self.scan:
+            blocks = nn.scan(
+                Block,
+                variable_axes={"params": 0, "cache": 0, fp8.OVERWRITE_WITH_GRADIENT: 0},
+                split_rngs={"params": True},
+                length=self.config.layers,
+            )
+            x, _ = blocks(*options, name="blocks")(x, None)
+        else:
+            for i in range(self.config.layers):
+                x, _ = Block(*options, name=f"block_{i}")(x)
+        return embed.attend(nn.RMSNorm(name="norm", **dtypes)(x))
+
+
+OPTIMIZER = optax.adamw(1e-4)
+
+
+def initial_state(model: Llama, key: jax.Array) -> fp8.TrainState:
+    """Returns a train state with AdamW."""
+    # Whatever computes attention has no parameters, and need not know such short sequences.
+    variables = model.clone(implementation="xla").init(key, jnp.zeros((1, 16), jnp.int32))
+    return fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=OPTIMIZER)
+
+
+def train_step(state: fp8.TrainState, tokens: jax.Array) -> tuple[fp8.TrainState, jax.Array]:
+    """Returns the state after one step of predicting each token's successor, and the loss before it."""
+
+    def loss_of(variables: Any) -> jax.Array:
+        logits = state.apply_fn(variables, tokens).astype(jnp.float32)
+        labels = jnp.roll(tokens, -1, axis=1)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+    loss, grads = fp8.value_and_grad(loss_of)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+def next_token(model: Any, variables: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    """Returns the likeliest token after each of ``tokens`` ``(batch, 1)``, and the variables after it."""
+    logits, cache = model.apply(variables, tokens, mutable=["cache"])
+    return jnp.argmax(logits[:, -1:], axis=-1).astype(jnp.int32), {**variables, **cache}
