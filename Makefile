@@ -12,7 +12,7 @@ help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
 	@echo "make audit         show which matmuls of the demo would run in FP8 on an H200 (no GPU needed)"
 	@echo "make test          lint, format check, types, doctests, tests"
-	@echo "make test-oldest   tests against the oldest supported JAX ($(OLDEST_JAX))"
+	@echo "make test-oldest   what depends most on JAX's version, on the oldest supported ($(OLDEST_JAX))"
 	@echo "make bench         time training steps on this CPU and write benchmarks/results/"
 	@echo "make bench-dense   one Dense layer: FP8 matmuls, kernels and bytes on an H200, time on this CPU"
 	@echo "make bench-accuracy  the error that each recipe adds to a Dense layer, on three kinds of data"
@@ -71,22 +71,12 @@ typecheck: .venv/installed
 pytest: .venv/installed
 	.venv/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
-# Without what does not depend on the version of JAX, or is slow and has not yet; in float32 alone where a test
-# takes several dtypes, and compiling for one GPU.
+# What depends most on the version of JAX: extended dtypes, traces, transformations, compiled programs. In float32
+# alone where a test takes several dtypes, and compiling for one GPU.
+OLDEST_TESTS = audit gemm gpu_program identity max_dtype models scaling state train transformations
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests --ignore=tests/test_notebooks.py \
-	  --ignore=tests/test_benchmarks.py --ignore=tests/test_benchmark_dense.py --ignore=tests/test_demo.py \
-	  --ignore=tests/test_accuracy.py --ignore=tests/test_hlo.py --ignore=tests/test_recipes.py \
-	  --ignore=tests/test_readme.py --ignore=tests/test_formats.py --ignore=tests/test_layout.py \
-	  --ignore=tests/test_operands.py --ignore=tests/test_quantize.py --ignore=tests/test_kill.py \
-	  --ignore=tests/test_processes.py --ignore=tests/test_checkpoints.py --ignore=tests/test_faults.py \
-	  --ignore=tests/test_convert.py --ignore=tests/test_recipe_dot.py --ignore=tests/test_autocast.py \
-	  --ignore=tests/test_inference.py --ignore=tests/test_qdq.py --ignore=tests/test_modules.py \
-	  --ignore=tests/test_dot_general.py --ignore=tests/test_conv.py --ignore=tests/test_ragged.py \
-	  --ignore=tests/test_demo_tasks.py --ignore=tests/test_freeze.py --ignore=tests/test_safetensors.py \
-	  --ignore=tests/test_rules.py --ignore=tests/test_models_page.py --ignore=tests/test_foreign_models.py \
-	  --ignore=tests/test_devices.py --ignore=tests/test_defects.py --ignore=tests/test_loops.py \
-	  --ignore=tests/test_leaks.py --ignore=tests/test_many_devices_ahead.py \
+	.venv-oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
+	  $(OLDEST_TESTS:%=tests/test_%.py) \
 	  -k "not float16] and not b200 and not Attention- and not Einsum- and not Own- and not eager]" $(ARGS)
 
 bench: .venv/installed

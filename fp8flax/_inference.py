@@ -35,6 +35,8 @@ def calibrate(
 ) -> Mapping[str, Any]:
     """Fills the scaling state from sample batches, so that the first FP8 step has the right scales.
 
+    Those of inputs and kernels, that is: those of output gradients take a loss, and ``backward=True``.
+
     Runs ``fun`` on each batch with every FP8 matmul in its operands' own dtype, so that no early layer's
     saturation misleads a later one, and looks at the largest magnitudes. The state that comes out is that
     of one step on all the batches, and its scales are those that the next step uses. Nothing else changes.

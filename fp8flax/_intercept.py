@@ -5,7 +5,9 @@ method runs, a trace of our own stands in front of the one that was current: it 
 it is, except that contractions go to a handler, together with the module. It also remembers which values
 are parameters, and how they were cast, reshaped, transposed and joined since.
 
-This needs JAX internals: the class of traces, and how the current one is set.
+Internals: ``jax._src.core``, for the class of traces and how the current one is set;
+``jax._src.source_info_util``, for the scopes around a contraction; and what a scope of Flax holds,
+``_variables``.
 """
 
 from __future__ import annotations

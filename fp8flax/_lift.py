@@ -4,11 +4,11 @@ Whoever wrote ``nn.scan(..., variable_axes={"params": 0})`` or ``nn.vmap`` did n
 state. In a model that ``quantize_model`` converted, the state of an op is to be stacked, sliced and shared
 as the kernel beside it is, so its collection goes wherever ``params`` goes, unless the transformation names
 it or takes all collections. And what a model maps, as ``nn.WeightNorm`` does, is its own:
-``nn.map_variables`` of all collections passes ours by.
+``nn.map_variables`` of all collections passes the scaling state by, that of ops given by hand too.
 
-This needs one internal of Flax: ``flax.core.lift.pack``, through which every lifted transformation says
-which collections it takes. It is replaced by a function that does the same, except inside of
-``beside_params``.
+Internals: ``flax.core.scope``, for its filters, and ``flax.core.lift``, through whose ``pack`` every lifted
+transformation says which collections it takes. It is replaced by a function that does the same, except for
+those maps and inside of ``beside_params``.
 """
 
 from __future__ import annotations

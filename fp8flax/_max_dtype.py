@@ -1,12 +1,14 @@
-"""``fp32_max_grad``, a float32 whose gradients merge by maximum; the only user of JAX internals.
+"""``fp32_max_grad``, a float32 whose gradients merge by maximum.
 
 Reverse-mode differentiation adds the cotangents of a value that is used twice. For an amax the sum
 means nothing: what is wanted is the maximum. JAX lets an *extended dtype* bring its own rule for that
 sum, so a float32 array that is cast to this dtype and then read in many places collects the largest of
 its cotangents instead.
 
-Supported JAX versions: 0.9 to 0.12. They differ in one entry point below, how an array class says that
-it needs no canonicalisation.
+Internals: ``jax._src.ad_util``, ``jax._src.core``, ``jax._src.dtypes``, ``jax._src.earray``,
+``jax._src.tree_util`` and ``jax._src.interpreters.pxla``, which know extended dtypes and arrays of them.
+Supported JAX versions: 0.9 to 0.12. They differ in one entry point below, how an array class says that it
+needs no canonicalisation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The Linen modules; the only file that declares variables."""
+"""The Linen modules; the only file that declares variables.
+
+Internals: ``_context`` of ``nn.module``, the modules whose methods run, for what ``apply`` was given.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What JAX must be told: how an amax merges over a batch, what has no forward mode, what is not split."""
+"""What JAX must be told: how an amax merges over a batch, what has no forward mode, what is not split.
+
+Internals: ``jax.extend.core`` and ``jax.interpreters``, to define primitives: shown to other libraries, but
+under no promise that they stay.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""A file imports only from files above it in the list, and two files alone use JAX internals."""
+"""A file imports only from files above it in the list, and says which internals of JAX and Flax it uses."""
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
+import flax.core
+import flax.linen as nn
 import pytest
 
 import fp8flax
@@ -55,11 +58,28 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def internal_uses(path):
-    """Yields attribute chains such as ``jax._src.core`` that reach JAX internals without an import."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and node.attr == "_src":
-            yield ast.unparse(node)
+INTERNAL_MODULES = ("jax._src.", "jax.interpreters.", "jax.extend.", "flax.core.lift.", "flax.core.scope.")
+PRIVATE_OF_FLAX = {
+    name
+    for thing in (nn.Module, nn.module, flax.core.Scope({}))
+    for name in dir(thing)
+    if name.startswith("_") and not name.startswith("__")
+}
+
+
+def internals(path):
+    """Yields the dotted name of each internal of JAX that a file uses, and the name of each of Flax's."""
+    attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    names = [*imports(path), *map(ast.unparse, attributes)]
+    yield from (name for name in names if f"{name}.".startswith(INTERNAL_MODULES))
+    yield from (node.attr for node in attributes if node.attr in PRIVATE_OF_FLAX)
+
+
+def said_internals(path):
+    """Returns the names in the paragraph of a file's docstring that begins with "Internals:"."""
+    paragraphs = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")
+    names = (name for p in paragraphs if p.startswith("Internals:") for name in re.findall("``(.+?)``", p))
+    return {name for name in names if f"{name}.".startswith((*INTERNAL_MODULES, "_"))}
 
 
 def test_every_file_is_in_the_list():
@@ -80,9 +100,23 @@ def test_imports_go_up_the_list(name):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_jax_internals_in_two_files(path):
-    internals = [i for i in imports(path) if "._src" in i] + list(internal_uses(path))
-    assert bool(internals) == (path.name in ("_max_dtype.py", "_intercept.py")), internals
+def test_a_file_says_which_internals_it_uses(path):
+    used, said = set(internals(path)), said_internals(path)
+    covered = {name: [part for part in said if f"{name}.".startswith(f"{part}.")] for name in used}
+    assert all(covered.values()), f"the docstring does not say {[n for n, c in covered.items() if not c]}"
+    assert said == {part for parts in covered.values() for part in parts}, "said, and not used"
+
+
+def test_internals_are_found(tmp_path):
+    path = tmp_path / "file.py"
+    path.write_text(
+        "import jax\nimport jax.extend.core\nfrom jax._src import core\nfrom jax.interpreters import ad\n"
+        "from flax.core import lift\njax._src.api.jit\nx._call_wrapped_method\njax.core.Tracer\nx._a\n"
+    )
+    assert set(internals(path)) == {
+        *("jax._src.core", "jax.interpreters.ad", "flax.core.lift", "jax.extend.core"),
+        *("jax._src", "jax._src.api", "jax._src.api.jit", "_call_wrapped_method"),
+    }
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "demo").glob("*.py")), ids=lambda p: p.name)

@@ -61,6 +61,16 @@ def test_make_targets_exist():
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
 
 
+def test_what_ci_runs_on_the_oldest_jax():
+    makefile = (ROOT / "Makefile").read_text()
+    files = re.search(r"^OLDEST_TESTS = (.*)$", makefile, re.MULTILINE)[1].split()
+    assert all((ROOT / "tests" / f"test_{name}.py").exists() for name in files)
+    assert "$(OLDEST_TESTS:%=tests/test_%.py)" in makefile
+    oldest = re.search(r"^OLDEST_JAX = (.*)$", makefile, re.MULTILINE)[1]
+    assert f"On {oldest} it runs {len(files)} of the test files" in README
+    assert "make test\nmake test-oldest\n" in (ROOT / ".ci" / "run").read_text()
+
+
 @pytest.mark.parametrize("page", list(PAGES))
 def test_linked_files_exist(page):
     for link in re.findall(r"\]\(([^)#:]+)\)", PAGES[page]):
