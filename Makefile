@@ -6,7 +6,7 @@ export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-models what-works notebooks clean
+.PHONY: help environments demo audit test test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-models what-works notebooks clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench-dense   one Dense layer: FP8 matmuls, kernels and bytes on an H200, time on this CPU"
 	@echo "make bench-accuracy  the error that each recipe adds to a Dense layer, on three kinds of data"
 	@echo "make bench-outlier  rules for delayed scales under outliers, jumps and noise, trained on this CPU"
+	@echo "make bench-flax-scales  how far Flax's ops and ours are from the product that their scales mean"
 	@echo "make bench-models  models of transformers and flaxmodels in FP8: what is converted, errors, bytes (15 minutes)"
 	@echo "make what-works    every recipe with every transformation and sharding; writes docs/what_works.md"
 	@echo "make notebooks     execute the notebooks and save their outputs"
@@ -90,6 +91,9 @@ bench-accuracy: .venv/installed
 
 bench-outlier: .venv/installed
 	.venv/bin/python benchmarks/outlier.py $(ARGS)
+
+bench-flax-scales: .venv/installed
+	.venv/bin/python benchmarks/flax_scales.py $(ARGS)
 
 bench-models: .venv/installed-models
 	.venv/bin/python benchmarks/models.py $(ARGS)

@@ -38,7 +38,7 @@ LITTLE_OPTIMIZATION = {
     for name in (
         *("autocast", "checkpoints", "conv", "convert", "defects", "demo", "demo_tasks", "devices"),
         *("dot_general", "errors", "faults", "freeze", "identity", "inference", "kill", "loops", "models"),
-        *("modules", "ragged", "benchmark_gpu"),
+        *("flax_scales", "modules", "ragged", "benchmark_gpu"),
         *("recipe_dot", "safetensors", "train", "transformations"),
     )
 } | {f"_{name}.py" for name in ("modules", "models", "ragged", "recipes", "train")}  # their docstrings
