@@ -553,7 +553,8 @@ def method(target: str, cpu_shape: Shape, rounds: int) -> list[str]:
         f"Part A, counts, compiled by fp8flax.audit for target {target}, nothing is run: FP8 = GEMMs in "
         "FP8 / all GEMMs; kernels; GEMM, other, temp = MiB that the GEMMs move, that all other kernels "
         "move, and of temporaries; bytes / S = the first two for each element of S. Without a device "
-        "XLA cannot measure which kernel is best; on one it may choose another backend.",
+        "XLA cannot measure which kernel is best; on one it may choose another backend. FP8 operands in a "
+        "Triton kernel count as FP8, though its tile decides whether the FP8 units multiply them.",
         "Floors, in bytes, with S = MK + KN + MN: GEMMs 6S in bf16 and 4S in FP8 (each of three GEMMs "
         "reads two of the tensors and writes the third in bf16; FP8 operands have 1 byte an element, "
         "bf16 2); the rest 4S for cublasLt (each tensor is read once, 2 bytes, and written as FP8 in "

@@ -638,7 +638,7 @@ def _reason(dot: _hlo.Dot, has_fp8: bool, has_fp8_units: bool, platform: str) ->
             "FP8 convolution with gradients"
         )
     if NAME_F16 in parts:
-        return "read as FP8 and multiplied in float16, exactly: no FP8 units here take scales per block"
+        return "read as FP8 and multiplied in float16, exactly: our kernel for block scales has no FP8 here"
     if DEQUANTIZED in parts:
         return f"nothing here multiplies FP8 with these scales: the same values, multiplied in {dtypes}"
     if dot.lhs_dtype.startswith("f8") and dot.rhs_dtype.startswith("f8"):
