@@ -364,7 +364,9 @@ def lines_of(name: str, entry: Row, ahead: Row) -> Iterator[tuple[str, ...]]:
         if row.get("peak_bytes"):
             cells.append(f"{row['peak_bytes'] / 2**30:.1f} GiB")
         if "predicted_seconds" in row:
-            cells.append(f"predicted {1e6 * row['predicted_seconds']:.1f} us, {row['kernels']:g} kernels")
+            ratio = f" ({row['predicted_times_base']:.2f}x)" if "predicted_times_base" in row else ""
+            seconds = f"{1e6 * row['predicted_seconds']:.1f} us{ratio}"
+            cells.append(f"predicted {seconds}, {row['kernels']:g} kernels")
             cells.append("+".join(sorted({gemm["backend"] for gemm in row["gemms"]})))
         if label in expected and "predicted_seconds" in expected[label]:
             of = expected[label]
@@ -383,10 +385,43 @@ def table(entries: Mapping[str, Row], ahead: Mapping[str, Row], current: str) ->
         lines += list(lines_of(name, entry, ahead.get(name, {})))
     widths = [max((len(line[i]) for line in lines), default=0) for i in range(2)]
     text = ["  ".join([*(c.ljust(w) for c, w in zip(line, widths)), line[2]]).rstrip() for line in lines]
+    text += [*ratios_of_models(entries), *sums_of_transformer_engine(entries)]
     older = [n for n, e in entries.items() if e.get("source") not in (None, current)]
     if older:
         text.append(f"Measured with other source: {', '.join(older)}. Measure again with --redo.")
     return "\n".join(text)
+
+
+def ratios_of_models(entries: Mapping[str, Row]) -> Iterator[str]:
+    """Yields each training step's time and memory beside those of bf16."""
+    results = {
+        name: entry.get("result", {}) for name, entry in entries.items() if name.startswith("model/")
+    }
+    for name, row in results.items():
+        base = results.get(f"{name.rpartition('/')[0]}/bf16", {})
+        if row is base or "seconds" not in row or "seconds" not in base:
+            continue
+        text = f"{name}: {base['seconds']['median'] / row['seconds']['median']:.3f} times as fast as bf16"
+        if "predicted_seconds" in row and "predicted_seconds" in base:
+            text += f" (predicted {base['predicted_seconds'] / row['predicted_seconds']:.3f})"
+        if row["peak_bytes"] and base["peak_bytes"]:
+            text += f", {row['peak_bytes'] / base['peak_bytes']:.3f} of its memory"
+        yield text + "."
+
+
+def sums_of_transformer_engine(entries: Mapping[str, Row]) -> Iterator[str]:
+    """Yields each contender's sum over the four layers that Transformer Engine publishes."""
+    shapes = gpu_entries.FULL.transformer_engine
+    rows = [
+        entries.get(f"dense/{dense.text_of(shape)}", {}).get("result", {}).get("rows", {})
+        for shape in shapes
+    ]
+    for label in rows[0]:
+        of_both = [[row.get(name, {}) for row in rows] for name in (dense.BF16, label)]
+        if label == dense.BF16 or not all("seconds" in row for side in of_both for row in side):
+            continue
+        base, own = (sum(row["seconds"]["median"] for row in side) for side in of_both)
+        yield f"Transformer Engine's four layers, {label}: {base / own:.3f} times as fast as bf16."
 
 
 def compile_ahead(chosen: Sequence[Entry], store: Store) -> None:
@@ -405,6 +440,7 @@ def compile_ahead(chosen: Sequence[Entry], store: Store) -> None:
                     rows[name] = {"not_measured": dense.reason_of(error)}
                 print(entry.name, name, summary_of(rows[name]), flush=True)
         if rows:
+            gpu_entries.predict_times_base(rows, "bf16")
             store.put(entry.name, {"status": "done", "source": source(), "result": {"rows": rows}})
 
 

@@ -176,14 +176,23 @@ def entries(sizes: Sizes) -> list[Entry]:
 
     def of_values(kind: str, shape: Shape, names: Iterable[str]) -> list[Entry]:
         return [
-            Entry(name=f"{kind}/{name}", measure=partial(measure_values, shape, name), expected=8)
+            Entry(
+                name=f"{kind}/{name}",
+                measure=partial(measure_values, shape, name),
+                programs=partial(values_programs, shape, name),
+                expected=8,
+            )
             for name in names
         ]
 
     def of_dense(shape: Shape, *, in_full: bool) -> Entry:
         loops = partial(dense_loops, sizes, shape, in_full=in_full)
         name = f"dense/{dense.text_of(shape)}"
-        return timed_entry(name, sizes, loops, base=dense.BF16, expected=50 if in_full else 30)
+        entry = timed_entry(name, sizes, loops, base=dense.BF16, expected=50 if in_full else 30)
+        said = partial(speedup_of_report, shape)
+        return dataclasses.replace(
+            entry, measure=lambda progress: {**entry.measure(progress), "speedup_of_report": said()}
+        )
 
     def of_gemm(shape: Shape) -> Entry:
         return timed_entry(
@@ -205,7 +214,8 @@ def entries(sizes: Sizes) -> list[Entry]:
 
     def of_gaps(name: str, environment: Mapping[str, str]) -> Entry:
         loops = partial(chain_loops, sizes)
-        return timed_entry(name, sizes, loops, base=None, expected=10, environment=environment)
+        entry = timed_entry(name, sizes, loops, base=None, expected=10, environment=environment)
+        return dataclasses.replace(entry, measure=lambda progress: with_gap(entry.measure(progress)))
 
     def of_decoding(batch: int) -> Entry:
         loops = partial(decode_loops, sizes, batch)
@@ -437,7 +447,16 @@ def measure_timed(
         if base in seconds:
             of_base = [value / rows[base]["steps"] for value in seconds[base]]
             row["times_base"] = dense.ratio(of_base, per_step)
+    predict_times_base(rows, base)
     return {"base": base, "rows": rows}
+
+
+def predict_times_base(rows: Mapping[str, Row], base: str | None) -> None:
+    """Adds how many times as fast as the base each program should be, where both were read."""
+    of_base = rows.get(base or "", {}).get("predicted_seconds")
+    for row in rows.values():
+        if of_base and row.get("predicted_seconds"):
+            row["predicted_times_base"] = of_base / row["predicted_seconds"]
 
 
 def read_or_say(compiled: Any, steps: int, on_gpu: bool) -> Row:
@@ -518,6 +537,16 @@ def dense_loops(sizes: Sizes, shape: Shape, *, in_full: bool) -> dict[str, Calla
 
     contenders = dense_contenders(in_full=in_full)
     return {name: partial(of, contender) for name, contender in contenders.items()}
+
+
+def speedup_of_report(shape: Shape) -> float | str:
+    """Returns what ``fp8.report`` tells users to expect of a layer of this shape, or why it does not."""
+    M, K, N = shape
+    try:
+        model = fp8.quantize_model(nn.Dense(N, use_bias=False), include=".*")
+        return fp8.report(model, jax.ShapeDtypeStruct((M, K), BF16)).speedup
+    except Exception as error:  # what was measured beside it must not be lost
+        return dense.reason_of(error)
 
 
 # GEMMs alone.
@@ -633,6 +662,16 @@ def chain_loops(sizes: Sizes) -> dict[str, Callable[[], Timed]]:
         "chain": partial(straight, sizes.chain),
         "loop": partial(looped, tiny, specs, sizes.chain),
     }
+
+
+def with_gap(result: Row) -> Row:
+    """Adds what each further kernel of the chain takes."""
+    one, chain = (result["rows"][name] for name in ("one", "chain"))
+    if "seconds" in one and "seconds" in chain:
+        steps = chain["steps"]
+        whole = steps * chain["seconds"]["median"]
+        result["seconds_per_kernel"] = (whole - one["seconds"]["median"]) / (steps - 1)
+    return result
 
 
 # A training step.
@@ -958,6 +997,28 @@ def measure_values(shape: Shape, name: str, progress: Progress) -> Row:
     return {"shape": list(shape), **values_row(VALUES[name], shape)}
 
 
+def values_program(recipe: fp8.Recipe, shape: Shape) -> Program:
+    """Returns a step of a float32 layer: output, gradients of the variables and of the input."""
+    M, K, N = shape
+    layer = nn.Dense(N, use_bias=False, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe))
+
+    def step(variables: Any, x: jax.Array, g: jax.Array) -> Any:
+        def loss(variables: Any, x: jax.Array) -> Any:
+            out = layer.apply(variables, x)
+            return jnp.sum(out * g), out
+
+        (_, out), (dvariables, dx) = fp8.value_and_grad(loss, (0, 1), has_aux=True)(variables, x)
+        return out, dvariables, dx
+
+    x, g = (jax.ShapeDtypeStruct((M, n), jnp.float32) for n in (K, N))
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    return Program(jax.jit(step), (variables, x, g))
+
+
+def values_programs(shape: Shape, name: str) -> dict[str, Program]:
+    return {name: values_program(VALUES[name], shape)}
+
+
 def values_row(recipe: fp8.Recipe, shape: Shape) -> Row:
     """Compares one layer on the device, forward and backward, with NumPy.
 
@@ -970,20 +1031,10 @@ def values_row(recipe: fp8.Recipe, shape: Shape) -> Row:
         rng.standard_normal(s).astype(np.float32) * np.float32(f)
         for s, f in (((M, K), 1.0), ((K, N), K**-0.5), ((M, N), 1e-3))
     )
-    layer = nn.Dense(N, use_bias=False, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe))
-
-    def step(variables: Any, x: jax.Array, g: jax.Array) -> Any:
-        def loss(variables: Any, x: jax.Array) -> Any:
-            out = layer.apply(variables, x)
-            return jnp.sum(out * g), out
-
-        (_, out), (dvariables, dx) = fp8.value_and_grad(loss, (0, 1), has_aux=True)(variables, x)
-        return out, dvariables, dx
-
     arrays = [jnp.asarray(array) for array in (x, w, g)]
-    variables = jax.jit(layer.init)(jax.random.key(0), arrays[0])
-    variables = {**variables, "params": {"kernel": arrays[1]}}
-    program = Program(jax.jit(step), jax.eval_shape(lambda *a: a, variables, arrays[0], arrays[2]))
+    program = values_program(recipe, shape)
+    # Fresh states, and the kernel.
+    variables = {**filled(program.specs[0]), "params": {"kernel": arrays[1]}}
     compiled = compiled_here(program)
     row: Row = read_or_say(compiled, 1, jax.devices()[0].platform == "gpu")
     row = {key: value for key, value in row.items() if key in ("gemms", "not_read", "kernels")}

@@ -284,6 +284,26 @@ def test_last_words() -> None:
     assert gpu.last_words("one\ntwo\n") == "one | two"
 
 
+def test_figures_beside_bf16() -> None:
+    def step(seconds: float, peak: int) -> dict[str, Any]:
+        row = {"seconds": {"median": seconds}, "predicted_seconds": seconds**2, "peak_bytes": peak}
+        return {"status": "done", "result": row}
+
+    entries = {"model/a/bf16": step(4, 10), "model/a/delayed": step(2, 5), "model/b/delayed": step(1, 1)}
+    for i, shape in enumerate(FULL.transformer_engine):
+        rows = {"bf16": {"seconds": {"median": 3 + i}}, "fp8flax": {"seconds": {"median": 2}}, "other": {}}
+        entries[f"dense/{dense.text_of(shape)}"] = {"result": {"rows": rows}}
+    assert [*gpu.ratios_of_models(entries)] == [
+        "model/a/delayed: 2.000 times as fast as bf16 (predicted 4.000), 0.500 of its memory."
+    ]
+    assert [*gpu.sums_of_transformer_engine(entries)] == [
+        "Transformer Engine's four layers, fp8flax: 2.250 times as fast as bf16."
+    ]
+    assert gpu_entries.with_gap(
+        {"rows": {"one": {"seconds": {"median": 5}}, "chain": {"seconds": {"median": 2.6}, "steps": 10}}}
+    )["seconds_per_kernel"] == pytest.approx(21 / 9)
+
+
 # What is measured.
 
 
@@ -411,7 +431,7 @@ def test_a_loop_for_a_gpu_repeats_the_whole_step() -> None:
 
 
 @pytest.mark.usefixtures("_all_cells", "gpu")
-@pytest.mark.parametrize("name", ["bf16", "flax-direct", "fp8flax"])
+@pytest.mark.parametrize("name", ["bf16", "fp8flax"])
 def test_a_dense_layer_for_a_gpu_repeats_the_whole_step(name: str) -> None:
     shape = (2048, 2048, 2048)
     timed = gpu_entries.dense_loops(FULL, shape, in_full=False)[name]()

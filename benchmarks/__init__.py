@@ -1,0 +1,1 @@
+"""Benchmarks: scripts, each of which states its question, formulas and assumptions first."""
