@@ -6,7 +6,7 @@ export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-models what-works notebooks clean
+.PHONY: help environments demo audit test test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-models bench-gpu what-works notebooks clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench-outlier  rules for delayed scales under outliers, jumps and noise, trained on this CPU"
 	@echo "make bench-flax-scales  how far Flax's ops and ours are from the product that their scales mean"
 	@echo "make bench-models  models of transformers and flaxmodels in FP8: what is converted, errors, bytes (15 minutes)"
+	@echo "make bench-gpu     what only a GPU can tell, in nine minutes; with PYTHON=, one whose JAX sees the GPU"
 	@echo "make what-works    every recipe with every transformation and sharding; writes docs/what_works.md"
 	@echo "make notebooks     execute the notebooks and save their outputs"
 	@echo "make format        format the code and fix what the linter can"
@@ -97,6 +98,10 @@ bench-flax-scales: .venv/installed
 
 bench-models: .venv/installed-models
 	.venv/bin/python benchmarks/models.py $(ARGS)
+
+# In no environment of its own: JAX for the GPU, Flax and Optax are taken to be there.
+bench-gpu:
+	env -u JAX_PLATFORMS $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 what-works: .venv/installed
 	.venv/bin/python -m pytest --numprocesses $(WORKERS) --all-cells --write-table \
