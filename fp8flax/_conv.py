@@ -21,6 +21,7 @@ from fp8flax._dot_general import (
     check_result_dtype,
     check_states,
     delayed_config,
+    delayed_scale,
     fp8_dot_general,
     hashable_precision,
     keep,
@@ -30,7 +31,7 @@ from fp8flax._dot_general import (
     scales_of,
 )
 from fp8flax._gemm import KEPT_WIDE, Fp8EmulationWarning, compile_target
-from fp8flax._operands import Quantized, View, dequantize_operand
+from fp8flax._operands import Quantized, View, dequantize_operand, straight_through
 from fp8flax._qdq import (
     DelayedConfig,
     delayed_amax,
@@ -419,6 +420,7 @@ def fp8_conv_general_dilated(
     states: DotStates = STATELESS,
     recipe: Recipe,
     form: str = "direct",
+    is_frozen: bool = False,
 ) -> jax.Array:
     """Convolves in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
 
@@ -447,6 +449,7 @@ def fp8_conv_general_dilated(
         recipe: how the tensors are scaled; where this is not a matmul, with one scale per tensor.
         form: ``"direct"``; or ``"qdq"``, which keeps wide operands for the backward pass, and can be
             differentiated twice.
+        is_frozen: as of ``fp8_dot_general``.
 
     Returns:
         The result, shaped like that of ``lax.conv_general_dilated``.
@@ -485,6 +488,7 @@ def fp8_conv_general_dilated(
             states=states,
             recipe=recipe,
             form=form,
+            is_frozen=is_frozen,
         )
         return lax.transpose(y, transposed)
     gemms = recipe.gemms
@@ -494,6 +498,16 @@ def fp8_conv_general_dilated(
             return conv(lhs, rhs, out.dtype)
     _check_one_scale(recipe, uses, conv)
     states = check_states(states, gemms)
+    if is_frozen:
+        _warn_if_wide()
+        scales = {role: delayed_scale(q, getattr(states, role)) for role, q in gemms.delayed.items()}
+        forward = gemms.forward
+        with jax.named_scope("fp8_forward"):
+            x = straight_through(forward.lhs, _whole(lhs.shape), lhs, scales.get("input"))
+            w = straight_through(forward.rhs, _whole(rhs.shape), rhs, scales.get("kernel"))
+            x, w = lax.optimization_barrier((x, w))  # see _dequantize
+            with _scope(forward.lhs, forward.rhs):
+                return conv(x, w, out.dtype)
     lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
     delayed = {role: (delayed_config(q), getattr(states, role)) for role, q in gemms.delayed.items()}
     if measuring.value:

@@ -14,6 +14,7 @@ import numpy as np
 import opt_einsum
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8flax._gemm import KEPT_WIDE, ONCE, Gemm, multiply, warn_if_emulated
@@ -21,9 +22,11 @@ from fp8flax._max_dtype import is_max_dtype
 from fp8flax._operands import (
     Quantized,
     View,
+    dequantize_operand,
     is_blockwise,
     quantize_operand,
     stored,
+    straight_through,
     swapped,
     swaps_with,
     unstored,
@@ -42,7 +45,7 @@ from fp8flax._qdq import (
     measured_next_state,
 )
 from fp8flax._quantize import as_float_array
-from fp8flax._recipes import CustomRecipe, DelayedQuantizer, Recipe
+from fp8flax._recipes import CustomRecipe, DelayedQuantizer, GemmRecipe, Recipe
 from fp8flax._state import ScalingState
 from fp8flax._transforms import manual_axes, refuse_unchecked_axes, reverse_mode_only, sum_to_axes
 
@@ -650,6 +653,7 @@ def fp8_dot_general(
     states: DotStates = STATELESS,
     recipe: Recipe,
     form: str = "direct",
+    is_frozen: bool = False,
 ) -> jax.Array:
     """Multiplies in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
 
@@ -665,6 +669,8 @@ def fp8_dot_general(
         recipe: how the tensors are scaled.
         form: ``"direct"`` puts FP8 operands into the GEMMs; ``"qdq"`` quantizes and dequantizes around
             GEMMs in the dtype of the operands.
+        is_frozen: whether the states stay as they are, and derivatives are those of
+            ``frozen_dot_general``.
 
     Returns:
         The product, shaped like that of ``lax.dot_general``.
@@ -682,6 +688,13 @@ def fp8_dot_general(
             return lax.dot_general(
                 lhs, rhs, dimension_numbers, precision, preferred_element_type=preferred_element_type
             )
+    if is_frozen:
+        config = _config(lhs, rhs, dimension_numbers, precision, preferred_element_type, gemms, form)
+        warn_if_emulated(config.recipe.forward)
+        scales = scales_of(config, check_states(states, gemms))
+        return _frozen_dot_general(
+            config, lhs, rhs, _Fixed(None, scales.get("kernel"), scales.get("input"))
+        )
     lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
     if measuring.value:
         return _measured_dot_general(
@@ -778,6 +791,9 @@ def frozen_dot_general(
 ) -> jax.Array:
     """Multiplies an input by a kernel that is quantized already: the forward GEMM of ``fp8_dot_general``.
 
+    It can be differentiated with respect to the input, in forward and reverse mode and any number of times:
+    its derivative is the product of the tangent and the dequantized kernel, both in their wide dtypes.
+
     Args:
         lhs: the input, any shape, a wide float.
         rhs: anything of the kernel's shape and wide dtype; its values are not read.
@@ -790,19 +806,73 @@ def frozen_dot_general(
         form: ``"direct"`` or ``"qdq"``, as of ``fp8_dot_general``.
     """
     config = _config(lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe, form)
-
-    def run(config: _Config, lhs: jax.Array, kernel: Quantized, input_scale: Any) -> jax.Array:
-        gemm = config.forward
-        assert gemm.recipe.rhs is not None
-        q_lhs = quantize_operand(gemm.recipe.lhs, lhs, gemm.lhs, input_scale)
-        q_rhs = unstored(gemm.recipe.rhs, kernel, gemm.rhs)
-        with jax.named_scope("fp8_forward"):
-            return multiply(gemm, q_lhs, q_rhs)
-
     warn_if_emulated(config.recipe.forward)
+    return _frozen_dot_general(config, lhs, lax.stop_gradient(rhs), _Fixed(kernel, None, input_scale))
+
+
+class _Fixed(NamedTuple):
+    """What does not change from call to call of a frozen matmul."""
+
+    kernel: Quantized | None
+    """None where it is quantized at each call, with its own scale if that is delayed."""
+    kernel_scale: jax.Array | None
+    input_scale: jax.Array | None
+
+
+# Derivation. With straight-through quantization the derivative of q(x) . q(w) in the direction (dx, dw) is
+# dx . q(w) + q(x) . dw. There is no scale for tangents, nor for cotangents: both stay wide.
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _frozen_dot_general(config: _Config, lhs: jax.Array, rhs: jax.Array, fixed: _Fixed) -> jax.Array:
+    return _maybe_in_automatic_axes(config, _frozen_primal, lhs, rhs, fixed)
+
+
+def _maybe_in_automatic_axes(config: _Config, f: Callable[..., Any], *args: Any) -> Any:
     if config.is_automatic:
-        return _in_automatic_axes(config, run, config.out_sharding, lhs, kernel, input_scale)
-    return run(config, lhs, kernel, input_scale)
+        return _in_automatic_axes(config, f, config.out_sharding, *args)
+    return f(config, *args)
+
+
+def _frozen_primal(config: _Config, lhs: jax.Array, rhs: jax.Array, fixed: _Fixed) -> jax.Array:
+    gemm = config.forward
+    q_lhs = quantize_operand(gemm.recipe.lhs, lhs, gemm.lhs, fixed.input_scale)
+    if fixed.kernel is None:
+        q_rhs = quantize_operand(gemm.recipe.rhs, rhs, gemm.rhs, fixed.kernel_scale)
+    else:
+        assert gemm.recipe.rhs is not None
+        q_rhs = unstored(gemm.recipe.rhs, fixed.kernel, gemm.rhs)
+    with jax.named_scope("fp8_forward"):
+        return multiply(gemm, q_lhs, q_rhs)
+
+
+def _along_lhs(config: _Config, tangent: jax.Array, rhs: jax.Array, fixed: _Fixed) -> jax.Array:
+    gemm = config.forward
+    if fixed.kernel is None:
+        rhs = straight_through(gemm.recipe.rhs, gemm.rhs, rhs, fixed.kernel_scale)
+    else:
+        assert gemm.recipe.rhs is not None
+        kernel = unstored(gemm.recipe.rhs, fixed.kernel, gemm.rhs)
+        rhs = dequantize_operand(gemm.recipe.rhs, kernel, gemm.rhs, gemm.rhs_dtype)
+    return multiply(gemm._replace(recipe=GemmRecipe()), tangent, rhs)
+
+
+def _along_rhs(config: _Config, tangent: jax.Array, lhs: jax.Array, fixed: _Fixed) -> jax.Array:
+    gemm = config.forward
+    lhs = straight_through(gemm.recipe.lhs, gemm.lhs, lhs, fixed.input_scale)
+    return multiply(gemm._replace(recipe=GemmRecipe()), lhs, tangent)
+
+
+def _frozen_jvp(config: _Config, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (lhs, rhs, fixed), (lhs_dot, rhs_dot, _) = primals, tangents
+    terms = [
+        _maybe_in_automatic_axes(config, along, tangent, other, fixed)
+        for along, tangent, other in ((_along_lhs, lhs_dot, rhs), (_along_rhs, rhs_dot, lhs))
+        if not isinstance(tangent, SymbolicZero)
+    ]
+    out = _frozen_dot_general(config, lhs, rhs, fixed)
+    return out, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out)
+
+
+_frozen_dot_general.defjvp(_frozen_jvp, symbolic_zeros=True)
 
 
 class _EinsumPlan(NamedTuple):

@@ -86,7 +86,9 @@ class Fp8Op(nn.Module):
                 with jax.named_scope(SWITCHED_OFF):
                     return self.plain(*args)
             states, used = (self._states(recipe, **stacked), recipe) if fixed is None else fixed
-            return self.in_fp8(*args, states=states, recipe=used, form=self.form)
+            return self.in_fp8(
+                *args, states=states, recipe=used, form=self.form, is_frozen=fixed is not None
+            )
 
         handler = op_handler.get()
         return compute if handler is None else partial(handler, self, recipe, compute)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -193,6 +194,19 @@ def dequantize_operand(
     order = view.order
     unflattened = matrix.reshape(view.sizes(order))
     return lax.transpose(unflattened, np.argsort(order)).astype(dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def straight_through(
+    quantizer: Quantizer | None, view: View, x: jax.Array, delayed_scale: jax.Array | None
+) -> jax.Array:
+    """Returns an operand with the values that FP8 leaves of it, and with its own derivative."""
+    return dequantize_operand(quantizer, quantize_operand(quantizer, x, view, delayed_scale), view, x.dtype)
+
+
+@straight_through.defjvp
+def _straight_through_jvp(quantizer: Any, view: View, primals: Any, tangents: Any) -> Any:
+    return straight_through(quantizer, view, *primals), tangents[0]
 
 
 def apply_scales(total: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array) -> jax.Array:

@@ -68,9 +68,9 @@ def delayed_scales(
         amaxes = lax.reduce(histories, [np.float32(-np.inf)] * len(histories), _maxima, (0,))
     else:
         newest = is_newest(histories[0].shape[0])
-        none = jnp.full(newest.shape, -jnp.inf, jnp.float32)
+        none = jnp.zeros(newest.shape, jnp.float32)
         operands = [(history, jnp.where(newest, history, none), none) for history in histories]
-        start = [(np.float32(-np.inf),) * 3] * len(histories)
+        start = [(np.float32(0),) * 3] * len(histories)
         found = lax.reduce(operands, start, _largest_two, (0,))
         amaxes = [
             bounded_amax(largest, second, config.q_dtype)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from fp8flax._dot_general import (
     DotStates,
@@ -26,7 +27,7 @@ from fp8flax._dot_general import (
 )
 from fp8flax._gemm import KEPT_WIDE, Gemm, multiply, warn_if_emulated
 from fp8flax._max_dtype import is_max_dtype
-from fp8flax._operands import Quantized, View, is_blockwise, swaps_with
+from fp8flax._operands import Quantized, View, is_blockwise, straight_through, swaps_with
 from fp8flax._qdq import (
     check_state,
     delayed_amax,
@@ -189,9 +190,13 @@ def _mine(config: _Config, visit: _Visit) -> jax.Array:
 def _grouped_rows(config: _Config, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Returns a tensor with whole tiles of rows, zeros for the rows that belong to no expert."""
     padding = ((0, config.padded_rows - config.rows, 0), (0, 0, 0))
-    row = lax.broadcasted_iota(np.int32, (config.rows, 1), 0)
-    is_grouped = row < _num_grouped(group_sizes)
-    return lax.pad(jnp.where(is_grouped, x, np.zeros((), x.dtype)), np.zeros((), x.dtype), padding)
+    x = jnp.where(_is_grouped(config, group_sizes), x, np.zeros((), x.dtype))
+    return lax.pad(x, np.zeros((), x.dtype), padding)
+
+
+def _is_grouped(config: _Config, group_sizes: jax.Array) -> jax.Array:
+    """Tells for each row whether it belongs to any expert, ``(rows, 1)``."""
+    return lax.broadcasted_iota(np.int32, (config.rows, 1), 0) < _num_grouped(group_sizes)
 
 
 def _num_grouped(group_sizes: jax.Array) -> jax.Array:
@@ -430,6 +435,43 @@ def _measured_bwd(
 _measured_ragged_dot.defvjp(_measured_fwd, _measured_bwd)
 
 
+# Derivation. As for _frozen_dot_general in _dot_general.
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _frozen_ragged_dot(
+    config: _Config, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, scales: dict[str, jax.Array]
+) -> jax.Array:
+    lhs = _grouped_rows(config, lhs, group_sizes)
+    (q_lhs, _), (q_rhs, _) = (
+        _quantize_for_both(config, role, x, scales.get(role))
+        for role, x in (("input", lhs), ("kernel", rhs))
+    )
+    with jax.named_scope("fp8_forward"):
+        visits = _visits(config, group_sizes)
+        out = _multiply_rows(config, config.forward, q_lhs, _transposed(q_rhs), config.columns, visits)
+    return out[: config.rows]
+
+
+def _frozen_jvp(config: _Config, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    lhs, rhs, group_sizes, scales = primals
+    lhs_dot, rhs_dot, *_ = tangents
+    forward, terms = config.recipe.forward, []
+    if not isinstance(lhs_dot, SymbolicZero):
+        kernel = partial(straight_through, forward.rhs, View(rhs.shape[1:], (0,), ()))
+        kernels = jax.vmap(kernel, in_axes=(0, 0 if "kernel" in scales else None))(
+            rhs, scales.get("kernel")
+        )
+        terms.append(_wide_ragged_dot(config, group_sizes, lhs_dot, kernels))
+    if not isinstance(rhs_dot, SymbolicZero):
+        rows = jnp.where(_is_grouped(config, group_sizes), lhs, np.zeros((), lhs.dtype))
+        rows = straight_through(forward.lhs, View(lhs.shape, (1,), ()), rows, scales.get("input"))
+        terms.append(_wide_ragged_dot(config, group_sizes, rows, rhs_dot))
+    out = _frozen_ragged_dot(*(config, lhs, rhs, group_sizes, scales))
+    return out, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out)
+
+
+_frozen_ragged_dot.defjvp(_frozen_jvp, symbolic_zeros=True)
+
+
 def _checked_states(states: DotStates, gemms: CustomRecipe, groups: int) -> DotStates:
     """Returns the states that the recipe needs, or raises where their shapes or dtypes do not fit."""
     kernel = states.kernel
@@ -484,6 +526,7 @@ def fp8_ragged_dot(
     states: DotStates,
     recipe: Recipe,
     form: str = "direct",
+    is_frozen: bool = False,
 ) -> jax.Array:
     """Multiplies in FP8 the rows of each group with that group's matrix, and the cotangent on the way back.
 
@@ -509,6 +552,7 @@ def fp8_ragged_dot(
         recipe: how the tensors are scaled: with scales per tensor or slice, not per block.
         form: ``"direct"`` puts FP8 operands into the GEMMs; ``"qdq"`` quantizes and dequantizes around
             GEMMs in the dtype of the operands.
+        is_frozen: as of ``fp8_dot_general``.
 
     Returns:
         ``(M, N)``.
@@ -543,7 +587,8 @@ def fp8_ragged_dot(
     if not any(uses):
         with jax.named_scope(KEPT_WIDE):
             return lax.ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type)
-    lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
+    if not is_frozen:
+        lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
     out = jax.eval_shape(
         partial(lax.ragged_dot, preferred_element_type=preferred_element_type), lhs, rhs, group_sizes
     )
@@ -562,6 +607,9 @@ def fp8_ragged_dot(
         form == "qdq",
     )
     states = _checked_states(states, gemms, config.groups)
+    if is_frozen:
+        warn_if_emulated(gemms.forward)
+        return _frozen_ragged_dot(config, lhs, rhs, group_sizes, scales_of(config, states))
     if measuring.value:
         return _measured_ragged_dot(config, lhs, rhs, group_sizes, states)
     warn_if_emulated(gemms.forward, gemms.dgrad, gemms.wgrad)

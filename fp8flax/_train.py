@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import flax.core
@@ -86,6 +87,8 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        # Inside of another one, the state comes as that has merged it; it is not differentiated twice.
+        args = tuple(unmerge(arg) if i in positions else arg for i, arg in enumerate(args))
         value, grads = jax_value_and_grad(*args, **kwargs)
         grads = tuple(next_state(args[i], g, poisonable=False) for i, g in zip(positions, grads))
         return value, grads[0] if single else grads
@@ -199,14 +202,22 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
             is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
             return jnp.zeros_like(leaf, dtype=jnp.float32 if is_narrow else leaf.dtype)
 
-        def gradient(total: Any, leaf: Any) -> Any:
-            if jnp.issubdtype(total.dtype, jnp.inexact):
-                return total.astype(jnp.asarray(leaf).dtype)
-            return np.zeros(total.shape, jax.dtypes.float0)
+        # As one, also un-jitted: what stands for no state at all is no Inf for jax_debug_infs to find.
+        @partial(jax.jit, inline=True)
+        def run(variables: Any, microbatches: Any) -> Any:
+            start = map_state(lambda leaf: jnp.full_like(leaf, -jnp.inf), zeros, variables)
+            total, value = lax.scan(step, start, microbatches)
+            total = jax.tree.map(
+                lambda total, leaf: total.astype(jnp.asarray(leaf).dtype), total, variables
+            )
+            return next_state(variables, total), value
 
-        start = map_state(lambda leaf: jnp.full_like(leaf, -jnp.inf), zeros, variables)
-        total, value = lax.scan(step, start, microbatches)
-        grads = next_state(variables, jax.tree.map(gradient, total, variables))
+        def gradient(total: Any) -> Any:
+            is_float = jnp.issubdtype(total.dtype, jnp.inexact)
+            return total if is_float else np.zeros(total.shape, jax.dtypes.float0)
+
+        total, value = run(variables, microbatches)
+        grads = jax.tree.map(gradient, total)
         if has_aux:
             return (jnp.sum(value[0], axis=0), value[1]), grads
         return jnp.sum(value, axis=0), grads
