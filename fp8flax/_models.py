@@ -490,8 +490,8 @@ def quantize_model(
         >>> list(variables["_overwrite_with_gradient"])
         ['layers_0']
 
-    Source: none; the size limit is where a roofline of an H200 says that FP8 gains nothing. (torchao's filters
-    have other limits, from benchmarks on an H100.)
+    Source: none; the size limit is where a roofline of an H200 says that FP8 gains nothing. (torchao's
+    filters have other limits, from benchmarks on an H100.)
     """
     if not isinstance(model, nn.Module):
         hint = " Pass an instance, not the class." if isinstance(model, type) else ""

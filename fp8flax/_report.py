@@ -193,8 +193,8 @@ def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) ->
         1 of 2 contractions are converted (99.9 % of FLOPs).
         Predicted for all of them on NVIDIA H200, forward and backward: 1.31 times as fast as in bf16.
 
-    Source: a roofline in the way of torchao's ``float8_roofline``; the peaks are NVIDIA's, times the shares of
-    them that large matmuls reach.
+    Source: a roofline in the way of torchao's ``float8_roofline``; the peaks are NVIDIA's, times the shares
+    of them that large matmuls reach.
     """
     rules = getattr(model, "_fp8_rules", None)
     if rules is None:
