@@ -29,6 +29,7 @@ from fp8flax._state import (
     PARAMS,
     MissingStateError,
     ScalingState,
+    key_name,
     state_leaf_names,
 )
 
@@ -126,6 +127,8 @@ class ServingCall(Call):
         self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any
     ) -> jax.Array:
         """Computes what an op computes, with a kernel and scales that are fixed."""
+        if self.interception.is_apart:
+            return compute(lhs, rhs, *rest)
         if recipe is None:
             raise ValueError(
                 "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
@@ -209,21 +212,50 @@ def _narrowed(cache: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
     return narrow
 
 
+def _children(node: Any) -> Mapping[str, Any]:
+    """Returns what a dict, a tuple or a struct of parameters holds, by name."""
+    if isinstance(node, Mapping):
+        return node
+    children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    return {str(key_name(path[0])): child for path, child in children if path}
+
+
 def _get(tree: Mapping[str, Any], path: Path) -> Any:
     node: Any = tree
     for name in path:
-        if not isinstance(node, Mapping) or name not in node:
+        children = _children(node)
+        if name not in children:
             raise ValueError(
                 f"{PARAMS}/{'/'.join(path)} is missing from the variables. Pass those of this model: "
                 "to freeze, the trained ones; to serve, those that fp8flax.freeze returned."
             )
-        node = node[name]
+        node = children[name]
     return node
 
 
-def _set(tree: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
+def _is_made(params: Mapping[str, Any], op: ServedOp) -> bool:
+    """Tells whether the kernels of an op and its scales are there."""
+    return all(_has(params, path) for path in (*(path for path, _ in op.kernels), op.path))
+
+
+def _has(tree: Mapping[str, Any], path: Path) -> bool:
+    node: Any = tree
+    for name in path:
+        children = _children(node)
+        if name not in children:
+            return False
+        node = children[name]
+    return True
+
+
+def _set(tree: Any, path: Path, value: Any) -> Any:
     name, *rest = path
-    return {**tree, name: _set(tree.get(name, {}), tuple(rest), value) if rest else value}
+    children = _children(tree)
+    value = _set(children.get(name, {}), tuple(rest), value) if rest else value
+    if isinstance(tree, Mapping):
+        return {**tree, name: value}
+    treedef = jax.tree.structure(tree, is_leaf=lambda x: x is not tree)
+    return treedef.unflatten({**children, name: value}.values())
 
 
 def _without(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -291,7 +323,7 @@ def _reboxed(params: Any, boxed: Any) -> Any:
 
     for keys, box in jax.tree_util.tree_flatten_with_path(boxed, is_leaf=is_box)[0]:
         if is_box(box):
-            path = tuple(str(key.key) for key in keys)
+            path = tuple(str(key_name(key)) for key in keys)
             params = _set(params, path, box.replace_boxed(_get(params, path)))
     return params
 
@@ -519,17 +551,16 @@ def freeze(
     if _CACHE in others and cache_dtype is not None:
         others[_CACHE] = _narrowed(others[_CACHE], cache_dtype)
     serving = Serving(tuple(served), cache_dtype)
-    cls = converted_class(type(base).__mro__[1], base._fp8_rules, MakeServingCall(serving))
-    cls._fp8_serving = serving
+    cls = converted_class(base._fp8_base, base._fp8_rules, MakeServingCall(serving))
     return convert(model, cls), {**others, PARAMS: _reboxed(params, boxed.get(PARAMS, {}))}
 
 
 def serving_ops(model: Any) -> tuple[ServedOp, ...]:
     """Returns the ops of a model that ``freeze`` returned, or raises ``TypeError``."""
-    if not hasattr(model, "_fp8_serving"):
+    serving: Serving | None = getattr(model, "_fp8_serving", None)
+    if serving is None:
         raise TypeError(f"model must come from fp8flax.freeze; got {type(model).__name__}.")
-    ops: tuple[ServedOp, ...] = model._fp8_serving.ops
-    return ops
+    return serving.ops
 
 
 def _said(left_wide: Mapping[Path, str], ops: Mapping[Path, FoundOp]) -> str:

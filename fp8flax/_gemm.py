@@ -50,7 +50,9 @@ NOT_CONVERTED, BY_OP = "fp8_not_converted", "fp8_op"
 
 ONCE = (
     "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second derivatives "
-    "use delayed scaling in another form: partial(fp8flax.Fp8DotGeneralOp, form='qdq')."
+    "give the layer an op with delayed scaling in another form, partial(fp8flax.Fp8DotGeneralOp, "
+    "form='qdq'). A model of fp8flax.quantize_model has no other form: compute what is differentiated "
+    "twice under fp8flax.autocast(enabled=False), or leave those layers out by exclude."
 )
 
 

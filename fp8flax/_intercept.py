@@ -13,15 +13,18 @@ Internals: ``jax._src.core``, for the class of traces and how the current one is
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import flax.core
 import flax.linen as nn
 import jax
 import numpy as np
-from jax._src import core
+from jax._src import core, source_info_util
 
 from fp8flax._gemm import BY_OP, NOT_CONVERTED
+from fp8flax._state import key_name
 
 DOT, CONV, RAGGED_DOT = "dot_general", "conv_general_dilated", "ragged_dot_general"
 _CONTRACTIONS = (DOT, CONV, RAGGED_DOT)
@@ -36,6 +39,12 @@ _CASTS = ("convert_element_type", "copy", "copy_p", "sharding_constraint")
 _RETURNING = ("jit", "checkpoint", "remat2")  # two names of jax.checkpoint
 _PARAMS = "params"
 _PARAMETER = "parameter"  # in the place of a primitive, for a parameter as it is
+# Flags of scopes, which Linen's transformations pass on: to which interceptions one belongs; the paths of
+# what nn.map_variables has made of parameters, and of these parameters.
+_MARK, _MAPPED = "fp8flax", "fp8flax_mapped"
+_NOTHING: tuple[frozenset[Any], frozenset[Any]] = frozenset(), frozenset()
+SITE = "fp8_site_"
+"""How the ``jax.named_scope``s begin in which contractions are counted."""
 
 
 class Source(NamedTuple):
@@ -155,48 +164,101 @@ Handler = Callable[[Contraction], Any]
 """Returns the result of a contraction, or a ``Left``."""
 
 
+class _ByIdentity:
+    """A dict by the identity of values, none of which it keeps alive: a tracer must not outlive its trace."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Any, Any]] = {}
+
+    def get(self, key: Any) -> Any:
+        """Returns what was set for this very object, or None."""
+        _, value = self._found.get(id(key), (None, None))
+        return value
+
+    def set(self, key: Any, value: Any) -> None:
+        """Sets a value that may not refer to the object."""
+        found, name = self._found, id(key)
+        try:
+            held: Any = weakref.ref(key, lambda _: found.pop(name, None))
+        except TypeError:  # a number of NumPy
+            held = key
+        found[name] = held, value
+
+
 class Interception:
     """What all traces of one call of a model share: the handler, and where values come from."""
 
     def __init__(
-        self, handler: Handler, leave_alone: Callable[[nn.Module], bool], model: type[nn.Module]
+        self,
+        handler: Handler,
+        leave_alone: Callable[[nn.Module], bool],
+        model: type[nn.Module],
+        state: str,
     ) -> None:
         self.handler = handler
         self._leave_alone = leave_alone
         self._model = model
-        # By identity; the values are held, so that no other can have theirs.
-        self._derived: dict[int, tuple[Any, Derived]] = {}
-        self._constants: dict[int, Any] = {}
-        self._known: dict[int, tuple[Any, int]] = {}
+        self._state = state
+        self._derived = _ByIdentity()
+        self._constants = _ByIdentity()
+        self._known = _ByIdentity()
         self.used_otherwise: set[tuple[str, ...]] = set()
         """Parameters that something reads that is neither a contraction nor a movement."""
         self.is_passing = False
         """Whether a trace has dealt with what reaches those behind it, as under ``nn.vmap``."""
-        self._is_apart = False
+        self.is_apart = False
+        """Whether a module runs that a method applies to variables of its own, outside of the model."""
 
     def derived(self, value: Any, scope: Any) -> Derived | None:
         """Returns what a value owes to a scope's parameters; None if it has anything from elsewhere."""
         if not isinstance(value, jax.Array | np.ndarray):
             return None
-        found = self._derived.get(id(value))
+        found: Derived | None = self._derived.get(value)
         if found is None:
             self._look_for_params(scope.root)
-            found = self._derived.get(id(value))
-        return None if found is None else found[1]
+            found = self._derived.get(value)
+        return found
+
+    def mark(self, scope: Any) -> None:
+        """Remembers that a scope, and what Linen makes of it, is the model's."""
+        _set_flag(scope, _MARK, (*scope.flags.get(_MARK, ()), self))
+
+    def _has_place(self, root: Any) -> bool:
+        """Tells whether the variables of a root are the model's, with a place for state."""
+        return bool(root.path) or any(one is self for one in root.flags.get(_MARK, ()))
 
     def _look_for_params(self, root: Any) -> None:
-        leaves = jax.tree_util.tree_flatten_with_path(
-            nn.meta.unbox(root._variables.get(_PARAMS, {})), is_leaf=lambda x: x is None
-        )[0]
-        if self._known.get(id(root), (None, -1))[1] == len(leaves):
+        if not self._has_place(root):
             return
-        self._known[id(root)] = root, len(leaves)
-        for path, leaf in leaves:
-            if id(leaf) not in self._derived and hasattr(leaf, "shape"):
-                names = (*root.path, *(str(key.key) for key in path))
-                source = Source(names, leaf.shape, leaf.dtype)
+        leaves = _params_in(root)
+        if self._known.get(root) == len(leaves):
+            return
+        self._known.set(root, len(leaves))
+        mapped, made_of = root.flags.get(_MAPPED, _NOTHING)
+        for source, leaf in leaves:
+            if self._derived.get(leaf) is None:
+                rebuild = None if source.path in mapped else _first
                 moves = _PARAMETER, {"of": leaf.shape}, 0, ()
-                self._derived[id(leaf)] = leaf, Derived((source,), lambda arrays, casts: arrays[0], moves)
+                self._derived.set(leaf, Derived((source,), rebuild, moves))
+                if rebuild is None:
+                    self.used_otherwise |= made_of
+
+    def on_map(self, scope: Any, given: Any, mapped: Any) -> None:
+        """Remembers what ``nn.map_variables`` makes of parameters, for where no trace of ours sees it.
+
+        Args:
+            scope: whose variables it maps.
+            given: these variables.
+            mapped: the scope of what it has made of them.
+        """
+        before, after = jax.tree.leaves(given), _params_in(mapped.root)
+        old, new = {id(leaf) for leaf in before}, {id(leaf) for _, leaf in after}
+        paths, made_of = mapped.flags.get(_MAPPED, _NOTHING)
+        paths |= {source.path for source, leaf in after if id(leaf) not in old}
+        lost = [self.derived(leaf, scope) for leaf in before if id(leaf) not in new]
+        made_of |= {source.path for found in lost if found is not None for source in found.sources}
+        if paths:
+            _set_flag(mapped, _MAPPED, (paths, made_of))
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
@@ -210,19 +272,22 @@ class Interception:
     @contextlib.contextmanager
     def frame_of(self, module: nn.Module, method: str) -> Iterator[Frame]:
         """A context with the frame of a method that runs in it."""
-        scope: Any = module.scope
-        before = self._is_apart
-        self._is_apart |= not scope.path and not isinstance(module, self._model)
+        root: Any = module.scope.root  # type: ignore[union-attr]
+        # The model may apply itself, to all of its variables.
+        is_itself = isinstance(module, self._model) and self._state in root._variables
+        before = self.is_apart
+        self.is_apart |= not (self._has_place(root) or is_itself)
         try:
-            yield Frame(module, method, {}, self._is_apart)
+            yield Frame(module, method, {}, self.is_apart)
         finally:
-            self._is_apart = before
+            self.is_apart = before
 
     def follow(self, primitive: Any, operands: Any, params: Any, results: Any, scope: Any) -> None:
         """Remembers what the results of a primitive owe to parameters."""
         results = results if primitive.multiple_results else [results]
         if all(map(self._is_constant, operands)):
-            self._constants.update((id(result), result) for result in results)
+            for result in results:
+                self._constants.set(result, True)
             return
         derived = [self.derived(x, scope) for x in operands if not self._is_constant(x)]
         made_of = [d for d in derived if d is not None]
@@ -248,11 +313,11 @@ class Interception:
                 moves = next((d.moves for d in kept if d is not None), (primitive.name, {}, i, ()))
                 owes = Derived(sources, None, moves)
             if owes is not None:
-                self._derived[id(result)] = result, owes
+                self._derived.set(result, owes)
 
     def _is_constant(self, value: Any) -> bool:
         """Tells whether a value is a number in the model's source, or made of such numbers alone."""
-        return id(value) in self._constants if isinstance(value, jax.Array) else np.ndim(value) == 0
+        return bool(self._constants.get(value)) if isinstance(value, jax.Array) else np.ndim(value) == 0
 
     def use(self, value: Any, scope: Any) -> None:
         """Remembers that something else than an FP8 op reads a value."""
@@ -322,7 +387,7 @@ class _Trace(core.Trace):
         frame, interception = self.frames[-1], self.interception
         if interception.is_passing:
             return self.parent_trace.process_primitive(primitive, operands, params)
-        if primitive.name in _CONTRACTIONS:
+        if primitive.name in _CONTRACTIONS and not _was_dealt_with(source_info_util.current_name_stack()):
             derived = tuple(interception.derived(x, frame.module.scope) for x in operands[:2])
             with core.set_current_trace(self.parent_trace), interception.passing():
                 result = interception.handler(
@@ -382,10 +447,31 @@ class _Trace(core.Trace):
 
 def _was_traced(jaxpr: core.Jaxpr) -> bool:
     """Tells whether a jaxpr is that of ``nn.jit``, whose modules were looked into when it was made."""
-    return any(
-        any(scope in str(eqn.source_info.name_stack) for scope in (BY_OP, NOT_CONVERTED))
-        for eqn in jaxpr.eqns
-    )
+    return any(_was_dealt_with(eqn.source_info.name_stack) for eqn in jaxpr.eqns)
+
+
+def _was_dealt_with(stack: Any) -> bool:
+    """Tells whether what is computed in these scopes is a contraction that was seen, or its derivative."""
+    return any(scope in str(stack) for scope in (BY_OP, NOT_CONVERTED, SITE))
+
+
+def _first(arrays: tuple[jax.Array, ...], casts: bool) -> jax.Array:
+    return arrays[0]
+
+
+def _set_flag(scope: Any, name: str, value: Any) -> None:
+    for one in (scope, scope.root):
+        one.flags = flax.core.freeze({**one.flags, name: value})
+
+
+def _params_in(root: Any) -> list[tuple[Source, Any]]:
+    """Returns the parameters in a root scope."""
+    params = nn.meta.unbox(root._variables.get(_PARAMS, {}))
+    return [
+        (Source((*root.path, *(str(key_name(key)) for key in path)), leaf.shape, leaf.dtype), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+        if hasattr(leaf, "shape")
+    ]
 
 
 def _read_otherwise(primitive: str, params: dict[str, Any], count: int) -> list[bool]:

@@ -14,27 +14,38 @@ those maps and inside of ``beside_params``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import jax
 from flax.core import lift
 from flax.core.scope import DenyList, in_filter, subtract_filters, union_filters
 
-_PARAMS = "params"
+from fp8flax._state import OVERWRITE_WITH_GRADIENT, PARAMS
+
+OnMap = Callable[[Any, Any, Any], None]
 _beside_params: ContextVar[tuple[str, ...]] = ContextVar("beside_params", default=())
+_on_map: ContextVar[tuple[OnMap, ...]] = ContextVar("on_map", default=())
 _in_custom_vjp: ContextVar[bool] = ContextVar("in_custom_vjp", default=False)
 _flax_pack = lift.pack
 
 
 @contextlib.contextmanager
-def beside_params(*collections: str) -> Iterator[None]:
-    """A context in which lifted transformations take these collections along with the parameters."""
-    token = _beside_params.set(collections)
+def beside_params(collection: str, on_map: OnMap) -> Iterator[None]:
+    """A context in which lifted transformations take a collection along with the parameters.
+
+    Args:
+        collection: its name.
+        on_map: called as ``(scope, given, mapped)`` by ``nn.map_variables`` of the parameters: the scope
+            that has the variables, those that it maps, and the scope of what it has made of them.
+    """
+    tokens = _beside_params.set((collection,)), _on_map.set((*_on_map.get(), on_map))
     try:
         yield
     finally:
-        _beside_params.reset(token)
+        _beside_params.reset(tokens[0])
+        _on_map.reset(tokens[1])
 
 
 def in_custom_vjp() -> bool:
@@ -42,24 +53,39 @@ def in_custom_vjp() -> bool:
     return _in_custom_vjp.get()
 
 
-def _with_ours(filters: Sequence[Any], is_map: bool) -> tuple[Any, ...]:
-    """Returns the collections of each group of variables, ours in the right one."""
+def _beside(filters: Sequence[Any], ours: str) -> tuple[Any, ...]:
+    """Returns the collections of each group of variables, ours with the parameters."""
     groups = list(filters)
-    for ours in _beside_params.get():
-        if is_map and (groups[0] is True or isinstance(groups[0], DenyList)):
-            groups[0] = subtract_filters(groups[0], ours)
-        elif not any(in_filter(group, ours) for group in groups):
-            of_params = [i for i, group in enumerate(groups) if in_filter(group, _PARAMS)][:1]
-            for i in of_params:
-                groups[i] = union_filters(groups[i], ours)
+    if not any(in_filter(group, ours) for group in groups):
+        of_params = [i for i, group in enumerate(groups) if in_filter(group, PARAMS)][:1]
+        for i in of_params:
+            groups[i] = union_filters(groups[i], ours)
     return tuple(groups)
 
 
-def _pack(fn: Any, ins: Sequence[Any], outs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    if not _beside_params.get():
-        return _flax_pack(fn, ins, outs, *args, **kwargs)
-    name = kwargs.get("name")
+def _passed_by(filters: Sequence[Any], ours: str) -> tuple[Any, ...]:
+    """Returns the collections that ``nn.map_variables`` maps, without ours, and those that it does not."""
+    mapped, others = filters
+    return subtract_filters(mapped, ours), union_filters(others, ours)
 
+
+def _pack(fn: Any, ins: Sequence[Any], outs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    collections, name = _beside_params.get(), kwargs.get("name")
+    if name == "map_variables" and (ins[0] is True or isinstance(ins[0], DenyList)):
+        for ours in {OVERWRITE_WITH_GRADIENT, *collections}:
+            ins, outs = _passed_by(ins, ours), _passed_by(outs, ours)
+    for ours in collections:
+        ins, outs = _beside(ins, ours), _beside(outs, ours)
+    if name == "map_variables" and _on_map.get() and in_filter(ins[0], PARAMS):
+
+        def packed(scopes: Any, *rest: Any, **options: Any) -> Any:
+            return _flax_pack(_telling(fn, scopes), ins, outs, *args, **kwargs)(scopes, *rest, **options)
+
+        return packed
+    return _flax_pack(_marked(fn) if name == "custom_vjp" else fn, ins, outs, *args, **kwargs)
+
+
+def _marked(fn: Any) -> Any:
     def marked(*args: Any, **kwargs: Any) -> Any:
         token = _in_custom_vjp.set(True)
         try:
@@ -67,9 +93,23 @@ def _pack(fn: Any, ins: Sequence[Any], outs: Sequence[Any], *args: Any, **kwargs
         finally:
             _in_custom_vjp.reset(token)
 
-    is_map = name == "map_variables"
-    inner = marked if name == "custom_vjp" else fn
-    return _flax_pack(inner, _with_ours(ins, is_map), _with_ours(outs, is_map), *args, **kwargs)
+    return marked
+
+
+def _telling(fn: Any, outer: Any) -> Any:
+    """Returns the body of ``nn.map_variables``, telling those who asked what it has mapped."""
+
+    def telling(make_scopes: Any, repack: Any, groups: Any, *rest: Any, **kwargs: Any) -> Any:
+        def make(*args: Any, **options: Any) -> Any:
+            scopes = make_scopes(*args, **options)
+            for tell in _on_map.get():
+                for before, after in zip(jax.tree.leaves(outer), jax.tree.leaves(scopes)):
+                    tell(before, groups[0], after)
+            return scopes
+
+        return fn(make, repack, groups, *rest, **kwargs)
+
+    return telling
 
 
 lift.pack = _pack  # type: ignore[assignment]

@@ -6,16 +6,18 @@ Internals: ``_call_wrapped_method`` of Linen modules, around which a converted m
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
-import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import flax.core
+import flax.errors
 import flax.linen as nn
 import jax
 import numpy as np
@@ -27,6 +29,7 @@ from fp8flax._intercept import (
     CONV,
     DOT,
     RAGGED_DOT,
+    SITE,
     Contraction,
     Derived,
     Interception,
@@ -58,9 +61,6 @@ class FoundOp(NamedTuple):
     """Where it multiplies by several kernels, the parameters of all of them."""
 
 
-SITE = re.compile("fp8_site_[0-9a-f]{8}")
-
-
 class FoundSite(NamedTuple):
     """A contraction that a model computes, and what became of it."""
 
@@ -74,8 +74,8 @@ class FoundSite(NamedTuple):
     @property
     def scope(self) -> str:
         """A name by which ``report`` finds it in a jaxpr: the same whenever it is traced."""
-        text = f"{self.site.path}/{self.name}/{self.site.shapes}"
-        return f"fp8_site_{zlib.crc32(text.encode()):08x}"
+        text = f"{self.site.path}/{self.name}/{self.site.shapes}/{self.site.impossible}"
+        return f"{SITE}{zlib.crc32(text.encode()):08x}"
 
 
 class Seen:
@@ -86,6 +86,12 @@ class Seen:
         self.ops: dict[tuple[str, ...], FoundOp] = {}
         self.used_otherwise: set[tuple[str, ...]] = set()
 
+    def __deepcopy__(self, memo: Any) -> Seen:
+        return self  # by a copy of the model
+
+    def __reduce__(self) -> Any:
+        return Seen, ()  # nothing of it outlives the process
+
 
 class Call:
     """One call of a converted model from outside."""
@@ -95,7 +101,9 @@ class Call:
         self.rules = rules
         self.sites: list[FoundSite] = []
         self.ops: dict[tuple[str, ...], FoundOp] = {}
-        self.interception = Interception(self.convert, lambda module: isinstance(module, Fp8Op), cls)
+        self.interception = Interception(
+            self.convert, lambda module: isinstance(module, Fp8Op), cls, self.beside_params
+        )
 
     def convert(self, contraction: Contraction) -> Any:
         """Computes a contraction as the rules say."""
@@ -118,7 +126,7 @@ class Call:
         self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any
     ) -> jax.Array:
         """Remembers what an op computes, and computes it."""
-        if recipe is not None:
+        if recipe is not None and not self.interception.is_apart:
             kernel = self.interception.derived(rhs, op.scope)
             args = jax.tree.map(_as_struct, (lhs, rhs, *rest))  # no arrays: it outlives the call
             self._remember(op.path, FoundOp(type(op), recipe.gemms, kernel, args))
@@ -135,11 +143,15 @@ class Call:
         self.ops[path] = found
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, model: nn.Module) -> Iterator[None]:
         """A context for the model's method, whose loops take what ops have along with the parameters."""
         token = op_handler.set(self.on_op)
+        self.interception.mark(model.scope)
         try:
-            with beside_params(self.beside_params), self.interception.active():
+            with (
+                beside_params(self.beside_params, self.interception.on_map),
+                self.interception.active(),
+            ):
                 yield
         finally:
             op_handler.reset(token)
@@ -148,6 +160,8 @@ class Call:
     """The collection of what the ops have."""
     collections: tuple[str, ...] = (PARAMS,)
     """The collections that the method sees otherwise than the caller."""
+    is_init = False
+    """Whether it is one of ``init``, which makes the variables."""
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns these collections as the method sees them, NumPy's arrays as JAX's."""
@@ -170,7 +184,7 @@ class Call:
         if method == "__call__" and model.is_initializing():
             check_matched(self.rules, self.sites)
             if not _reporting.get():
-                _check_converted(self.sites, self.ops)
+                _check_converted(self.rules, self.sites, self.ops)
 
 
 def _as_struct(x: Any) -> Any:
@@ -246,7 +260,8 @@ def _name(site: Site, contraction: Contraction, arguments: tuple[Any, ...]) -> s
         path[len(frame.path) :] if path[: len(frame.path)] == frame.path else path
         for path in (source.path for source in kernel.sources)
     )
-    if ("kernel",) in paths and _takes_ops(frame.module):
+    is_linens = type(frame.module).__module__.startswith("flax.")  # and has no other contraction
+    if _takes_ops(frame.module) and (("kernel",) in paths or is_linens):
         return "0"
     summed: tuple[int, ...] = ()
     if contraction.primitive == DOT:
@@ -350,58 +365,138 @@ def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[...,
 
 def _make_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
     """Makes that class; of its own name, for Linen's automatic names."""
-
-    @nn.nowrap
-    def call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
-        calls = _calls.get()
-        if self.scope is None or fun.__name__ == "setup" or any(c.cls is converted for c in calls):
-            return super(converted, self)._call_wrapped_method(fun, args, kwargs)
-        call = make_call(converted, rules)
-
-        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            with call.running():
-                return super(converted, module)._call_wrapped_method(fun, args, kwargs)
-
-        run.method_wrapped = True  # type: ignore[attr-defined]  # it is not a method of its own
-        token = _calls.set((*calls, call))
-        try:
-            mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
-            with call.interception.active_in_setup():  # which Linen runs before the method
-                result = mapped(self, *args, **kwargs)
-        finally:
-            _calls.reset(token)
-        call.finish(self, fun.__name__)
-        return result
-
-    @nn.nowrap
-    def apply(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        return super(converted, self).apply(*args, method=_as_method(method), **kwargs)
-
-    @nn.nowrap
-    def clone(self: Any, **kwargs: Any) -> Any:
-        copy = super(converted, self).clone(**kwargs)
-        if set(kwargs) <= {"parent", "name", "_deep_clone", "_reset_names"}:
-            object.__setattr__(copy, "_fp8_seen", seen_of(self))
-        return copy
-
     names = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "_call_wrapped_method": call_wrapped_method,
-        "apply": apply,
-        "clone": clone,
+        # Not those that a dataclass makes anew: a decorator may have wrapped them.
+        "__init__": cls.__init__,
+        "__hash__": cls.__hash__,
+        "__eq__": _is_equal,
+        "_fp8_base": cls,
         "_fp8_rules": rules,
+        "_fp8_make_call": staticmethod(make_call),
+        "_fp8_serving": getattr(make_call, "serving", None),
+        **{name: _with_call(method) for name, method in _transformed_methods(cls)},
     }
-    converted: Any = type(cls.__name__, (cls,), names)
-    return converted
+    return type(cls.__name__, (_Converted, cls), names)
 
 
-def _as_method(method: Any) -> Any:
-    """Returns a function that is given to ``apply``, such as ``lambda m, x: m.encoder(x)``, as a method."""
-    if method is None or isinstance(method, str) or hasattr(method, "method_wrapped"):
+class _Converted:
+    """What the classes of converted models have beside those of the models."""
+
+    _fp8_base: Any
+    _fp8_rules: Rules
+    _fp8_make_call: Callable[..., Any]
+
+    def _call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
+        def compute(module: Any, args: Any, kwargs: Any) -> Any:
+            return super()._call_wrapped_method(fun, args, kwargs)  # type: ignore[misc]
+
+        return _in_call(self, getattr(fun, "__name__", type(fun).__name__), compute, args, kwargs)
+
+    def apply(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        return super().apply(*args, method=_as_method(self, method), **kwargs)  # type: ignore[misc]
+
+    def init_with_output(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        method = _as_method(self, method)
+        return super().init_with_output(*args, method=method, **kwargs)  # type: ignore[misc]
+
+    def clone(self: Any, **kwargs: Any) -> Any:
+        copy = super().clone(**kwargs)  # type: ignore[misc]
+        if set(kwargs) <= {"parent", "name", "_deep_clone", "_reset_names"}:
+            object.__setattr__(copy, "_fp8_seen", seen_of(self))
+        return copy
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        if self.scope is not None:
+            return super().__reduce_ex__(protocol)
+        made_by = self._fp8_base, self._fp8_rules, self._fp8_make_call
+        return _assembled, (*made_by, *_parts(self))
+
+
+def _is_equal(self: Any, other: Any) -> bool:
+    return type(other) is type(self) and self._fp8_base.__eq__(self, other)
+
+
+def _in_call(self: Any, name: str, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns ``compute(model, args, kwargs)``, of the model as its method sees it."""
+    calls, cls = _calls.get(), type(self)
+    if self.scope is None or name == "setup" or any(call.cls is cls for call in calls):
+        return compute(self, args, kwargs)
+    call = self._fp8_make_call(cls, self._fp8_rules)
+    call.is_init = self.is_initializing()
+
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with call.running(module):
+            return compute(module, args, kwargs)
+
+    run.method_handler_wrapped = True  # type: ignore[attr-defined]  # it is not a method of its own
+    token = _calls.set((*calls, call))
+    # What another model computes inside of this one is counted in no report.
+    counting = _counting.set(_counting.get() and not calls)
+    try:
+        mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
+        with call.interception.active_in_setup():  # which Linen runs before the method
+            result = mapped(self, *args, **kwargs)
+        call.finish(self, name)
+    finally:
+        _calls.reset(token)
+        _counting.reset(counting)
+    return result
+
+
+def _with_call(transformed: Any) -> Any:
+    """Returns a method that a transformation has made, such that a call begins outside of it."""
+
+    @wraps(transformed, updated=())
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def compute(module: Any, args: Any, kwargs: Any) -> Any:
+            return transformed(module, *args, **kwargs)
+
+        return _in_call(self, transformed.__name__, compute, args, kwargs)
+
+    return nn.nowrap(method)
+
+
+def _transformed_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yields the methods that ``nn.scan``, ``nn.jit`` and the like have made of others.
+
+    These reach the module's method inside of the transformation alone, which must know before of what the
+    ops have.
+    """
+    for name in dir(cls):
+        method = inspect.getattr_static(cls, name)
+        if _is_wrapped(method) and _is_wrapped(getattr(method, "__wrapped__", None)):
+            yield name, method
+
+
+def _is_wrapped(method: Any) -> bool:
+    """Tells whether Linen has wrapped a method."""
+    return callable(method) and hasattr(method, "method_handler_wrapped")
+
+
+def _as_method(model: Any, method: Any) -> Any:
+    """Returns what is given to ``apply`` or ``init`` as a method: ``lambda m, x: m.encoder(x)`` is none."""
+    if isinstance(method, str):
+        found = getattr(model, method, None)
+        if isinstance(found, nn.Module):
+            return _as_method(model, partial(_call_submodule, method))
+        method = found if callable(found) else method
+    if inspect.ismethod(method) and isinstance(method.__self__, nn.Module):
+        method = method.__func__
+    if method is None or not callable(method):
+        return method  # for Linen to refuse
+    own = vars(type(model)).get(getattr(method, "__name__", ""))
+    if own is not None and method in (own, getattr(own, "__wrapped__", None)):
+        return own
+    if _is_wrapped(method):
         return method
     return lambda model, *args, **kwargs: model._call_wrapped_method(method, args, kwargs)
+
+
+def _call_submodule(name: str, model: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(model, name)(*args, **kwargs)
 
 
 def check_matched(rules: Rules, sites: list[FoundSite]) -> None:
@@ -416,14 +511,25 @@ def check_matched(rules: Rules, sites: list[FoundSite]) -> None:
         )
 
 
-def _check_converted(sites: list[FoundSite], ops: Mapping[Any, FoundOp]) -> None:
+def _check_converted(rules: Rules, sites: list[FoundSite], ops: Mapping[Any, FoundOp]) -> None:
     """Raises ``ValueError`` where nothing at all runs in FP8."""
-    if not ops and not any(found.decision.converts for found in sites):
-        reasons = sorted({f"{f.site.path or 'the model'}: {f.decision.reason}" for f in sites})
+    if ops or any(found.decision.converts for found in sites):
+        return
+    if not sites:
         raise ValueError(
-            f"None of the model's {len(sites)} contractions would run in FP8. {'; '.join(reasons[:8])}"
-            f"{'; …' if len(reasons) > 8 else ''}. include=r'.*' converts all layers, small ones too."
+            "The model's methods compute no contraction that quantize_model looks into. It does not look "
+            "into JAX's own lax.scan, jax.checkpoint and custom derivatives; Linen's nn.scan and nn.remat "
+            "it does."
         )
+    reasons = sorted({f"{f.site.path or 'the model'}: {f.decision.reason}" for f in sites})
+    everything = dataclasses.replace(rules, include=(".*",))
+    advice = ""
+    if rules.include is None and any(everything.decide(found.site).converts for found in sites):
+        advice = " include=r'.*' converts all layers, small ones too."
+    raise ValueError(
+        f"None of the model's {len(sites)} contractions would run in FP8. {'; '.join(reasons[:8])}"
+        f"{'; …' if len(reasons) > 8 else ''}.{advice}"
+    )
 
 
 def quantize_model(
@@ -476,7 +582,10 @@ def quantize_model(
         A module of a subclass of ``type(model)``, equal for equal arguments. ``init`` raises ``ValueError``
         where a pattern matched nothing or nothing is converted; ``report`` says what is and why. What is
         not looked into: JAX's own ``lax.scan``, ``jax.checkpoint`` and custom derivatives inside a method
-        (``report`` lists what they contain), and submodules that are called on a bound model from outside.
+        (``report`` lists what they contain), and submodules that are called from outside: on a bound model,
+        or by a function that ``nn.apply`` or ``nn.init`` gets. (The model's own ``apply`` and ``init`` do
+        look into ``method=lambda m, x: m.encoder(x)``.) It can be copied and pickled, also for another
+        process, if what ``rules`` holds can.
 
     Raises:
         TypeError: ``model`` is not a Linen module, or a recipe is none.
@@ -520,8 +629,37 @@ def quantize_model(
 
 def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """Returns a model of this class with the fields of ``model``."""
+    fields, others = _parts(model)
+    return _with_parts(cls, fields, {name: x for name, x in others.items() if name != "_fp8_seen"})
+
+
+_LINENS_ATTRIBUTES = ("_id", "_state", "_parent_ref", "scope")
+
+
+def _parts(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the fields of an unbound model, and what else was set on it, by its ``__init__`` for one."""
     fields = [f.name for f in dataclasses.fields(model) if f.init and f.name != "parent"]
-    return cls(**{name: getattr(model, name) for name in fields}, parent=None)
+    known = (*fields, *_LINENS_ATTRIBUTES)
+    others = {name: value for name, value in vars(model).items() if name not in known}
+    return {name: getattr(model, name) for name in fields}, others
+
+
+def _with_parts(cls: Any, fields: dict[str, Any], others: dict[str, Any]) -> Any:
+    model = cls(**fields, parent=None)
+    for name, value in others.items():
+        object.__setattr__(model, name, value)
+    return model
+
+
+def _assembled(
+    cls: type[nn.Module],
+    rules: Rules,
+    make_call: Callable[..., Any],
+    fields: dict[str, Any],
+    others: dict[str, Any],
+) -> Any:
+    """Makes a converted model of what its copies and pickles consist of."""
+    return _with_parts(converted_class(cls, rules, make_call), fields, others)
 
 
 def seen_of(model: Any) -> Seen:
@@ -549,11 +687,15 @@ def reporting(*, counting: bool = False) -> Iterator[None]:
 def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
     """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes."""
     arrays, fill = split_arrays(args, kwargs)
-    mutable = flax.core.DenyList((PARAMS, OVERWRITE_WITH_GRADIENT))
 
-    def apply(variables: Any, arrays: list[Any]) -> Any:
+    def apply(mutable: Any, variables: Any, arrays: list[Any]) -> Any:
         args, kwargs = fill(arrays)
         out = model.apply(variables, *args, rngs=jax.random.key(0), mutable=mutable, **kwargs)
         return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
 
-    return jax.make_jaxpr(apply)(shapes, arrays)
+    all_others = flax.core.DenyList((PARAMS, OVERWRITE_WITH_GRADIENT))
+    try:
+        return jax.make_jaxpr(partial(apply, all_others))(shapes, arrays)
+    except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeParamNotFoundError):
+        # Where anything is mutable, nn.map_variables(init=True) of Linen loses the parameters.
+        return jax.make_jaxpr(partial(apply, False))(shapes, arrays)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ import flax.linen as nn
 from fp8flax._autocast import recipe_in_use
 from fp8flax._convert import eval_init
 from fp8flax._gemm import NOT_CONVERTED
-from fp8flax._intercept import contractions_in
-from fp8flax._models import SITE, reporting, seen_of, sizes_of, trace_apply
+from fp8flax._intercept import SITE, contractions_in
+from fp8flax._models import reporting, seen_of, sizes_of, trace_apply
 from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, CustomRecipe, DelayedScaling
 from fp8flax._rules import Sizes
 
@@ -212,7 +213,7 @@ def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) ->
     counts: Counter[tuple[str, Sizes]] = Counter()
     unseen = []
     for one in contractions_in(jaxpr.jaxpr):
-        scope = next(reversed(SITE.findall(one.stack)), "")
+        scope = next(reversed(re.findall(f"{SITE}[0-9a-f]{{8}}", one.stack)), "")
         if scope in by_scope:
             sizes = sizes_of(one.primitive, one.params, one.shapes, by_scope[scope].is_swapped)
             counts[scope, sizes] += one.times

@@ -43,7 +43,7 @@ def state_leaf_names(role: str) -> tuple[str, str]:
     return role + _SCALE, role + _HISTORY
 
 
-def _key_name(key: Any) -> Any:
+def key_name(key: Any) -> Any:
     """Returns a dict key, an attribute's name or a position, whatever kind of node a path goes through."""
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
@@ -66,10 +66,10 @@ def find_state(paths: list[KeyPath]) -> list[bool]:
     It is if it lies in the collection. So that the collection may also be an argument of its own, a pair
     of scale and amax history of the same role in one node counts too, except under ``params``.
     """
-    names = {tuple(_key_name(k) for k in path) for path in paths}
+    names = {tuple(key_name(k) for k in path) for path in paths}
 
     def is_state(path: KeyPath) -> bool:
-        *parent, name = (_key_name(k) for k in path) if path else (None,)
+        *parent, name = (key_name(k) for k in path) if path else (None,)
         if OVERWRITE_WITH_GRADIENT in parent:
             return True
         partner = _partner(name)
@@ -80,7 +80,7 @@ def find_state(paths: list[KeyPath]) -> list[bool]:
 
 def find_pairs(paths: list[KeyPath]) -> list[tuple[int, int]]:
     """Returns the positions of each scale and of the amax history beside it."""
-    index = {tuple(_key_name(k) for k in path): i for i, path in enumerate(paths)}
+    index = {tuple(key_name(k) for k in path): i for i, path in enumerate(paths)}
     pairs = []
     for (names, i), is_state in zip(index.items(), find_state(paths)):
         partner = _partner(names[-1]) if names else None
@@ -97,7 +97,7 @@ def has_state(tree: Any) -> bool:
 
 def path_str(path: KeyPath) -> str:
     """Formats a tree path as ``a/b/c``."""
-    return "/".join(str(_key_name(k)) for k in path)
+    return "/".join(str(key_name(k)) for k in path)
 
 
 def check_state_dtype(path: KeyPath, leaf: Any) -> None:
@@ -135,7 +135,7 @@ def merge_by_max(tree: Any, *, resolve: bool = True) -> Any:
             continue
         check_state_dtype(path, leaf)
         if not is_max_dtype(leaf):
-            *_, name = (str(_key_name(k)) for k in path)
+            *_, name = (str(key_name(k)) for k in path)
             places[i] = path_str(path[:-1]), name
             state.setdefault(places[i][0], {})[name] = leaf
     if places:
