@@ -1,5 +1,8 @@
 """FP8 training and inference for Flax Linen."""
 
+from fp8flax import _interrupt, _versions  # noqa: F401 (first: the rest takes time, and needs JAX's internals)
+
+# isort: split
 from fp8flax._audit import AuditReport, assert_fp8, audit
 from fp8flax._autocast import autocast
 from fp8flax._check import check_state

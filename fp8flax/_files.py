@@ -21,19 +21,21 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         OSError: the file cannot be written; it names ``path``.
     """
     path = Path(path)
-    if (path.exists() and not path.is_file()) or path.is_relative_to("/dev"):
-        yield path
-        return
-    path = path.resolve()
-    new = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
+    is_special = (path.exists() and not path.is_file()) or path.is_relative_to("/dev")
+    if not is_special:
+        path = path.resolve()
+    new = path if is_special else path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
     try:
         yield new
+        if is_special:
+            return
         _to_disk(new)
         with contextlib.suppress(FileNotFoundError):
             new.chmod(path.stat().st_mode & 0o7777)
         new.replace(path)
     except BaseException as error:
-        new.unlink(missing_ok=True)
+        if not is_special:
+            new.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno and error.filename in (None, str(new)):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise

@@ -17,7 +17,9 @@ from typing import Any, NoReturn
 import jax
 
 from fp8flax._audit import TARGETS, AuditReport, audit
+from fp8flax._files import write_text
 from fp8flax._gemm import Fp8EmulationWarning
+from fp8flax._interrupt import raise_from_now_on
 
 
 class _UsageError(Exception):
@@ -51,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m fp8flax.audit",
         description="Compiles a function, for a GPU that need not be there, and says which of its GEMMs "
         "run in FP8, and why the others do not.",
-        epilog="Exit status: 0; 1 if less runs in FP8 than --min-flops asks for; 2 if there is no report.",
+        epilog="Exit status: 0; 1 if less runs in FP8 than --min-flops asks for; 2 if there is no "
+        "report, or it cannot be written; 130 after Ctrl-C.",
     )
     parser.add_argument(
         "program",
@@ -128,19 +131,25 @@ def _report(options: argparse.Namespace) -> AuditReport:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     stdout = sys.stdout  # of ours, whatever the program makes of it
+    raise_from_now_on()
     try:
         options = _parser().parse_args(argv)
         if options.target != "local" and not jax.config.jax_platforms:
             jax.config.update("jax_platforms", "cpu")  # nothing runs, so no GPU need be there
         report = _report(options)
-        if options.json is not None:
-            options.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
-        stdout.write(f"{report}\n")
-        stdout.flush()
+        try:
+            stdout.write(f"{report}\n")
+            stdout.flush()
+        finally:  # where one of the two fails, the report is in the other
+            if options.json is not None:
+                write_text(options.json, json.dumps(report.to_dict(), indent=2) + "\n")
     except (_UsageError, OSError) as error:
         sys.stderr.write(f"fp8flax.audit: {error}\n")
         return 2
-    except (KeyboardInterrupt, SystemExit):  # by the user; of --help
+    except KeyboardInterrupt:
+        sys.stderr.write("\nfp8flax.audit: interrupted\n")
+        return 130
+    except SystemExit:  # of --help
         raise
     except BaseException:  # of the function that is audited
         traceback.print_exc()

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -650,6 +651,26 @@ def test_command_writes_json_and_checks_the_share(command, capsys):
     assert command([*program, "--min-flops", "0"]) == 0
 
 
+@pytest.mark.parametrize("where", ["no/such/folder", "/dev/full"])
+def test_json_that_cannot_be_written_loses_no_report(command, capsys, where):
+    assert command(["program_to_audit:step", "--target", "local", "--json", where]) == 2
+    out, err = capsys.readouterr()
+    assert "0 of 1 GEMMs" in out
+    assert err.startswith("fp8flax.audit: [Errno ")
+    assert where in err
+    assert err.count("\n") == 1
+
+
+def test_output_that_cannot_be_written_loses_no_json(command, capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert command(["program_to_audit:step", "--target", "local", "--json", "report.json"]) == 2
+        with contextlib.suppress(OSError):
+            full.close()
+    assert "No space left on device" in capsys.readouterr().err
+    assert json.loads(Path("report.json").read_text())["num_gemms"] == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -664,7 +685,6 @@ def test_command_writes_json_and_checks_the_share(command, capsys):
             ["program_to_audit:step", "--min-flops", "90"],
             "argument --min-flops: a share is between 0 and 1",
         ),
-        (["program_to_audit:step", "--target", "local", "--json", "no/such/folder"], "[Errno 2]"),
     ],
 )
 def test_usage_errors_of_the_command(command, capsys, arguments, message):
@@ -723,8 +743,8 @@ def test_other_ends_of_a_program(command, capsys):
         "def interrupted(): raise KeyboardInterrupt\n"
         "def ended(): raise Ended\n"
     )
-    with pytest.raises(KeyboardInterrupt):
-        command(["program_ends:interrupted", "--target", "local"])
+    assert command(["program_ends:interrupted", "--target", "local"]) == 130
+    assert capsys.readouterr().err == "\nfp8flax.audit: interrupted\n"
     assert command(["program_ends:ended", "--target", "local"]) == 2
     assert "program_ends.Ended" in capsys.readouterr().err
     with pytest.raises(SystemExit) as helped:

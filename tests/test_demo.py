@@ -1,5 +1,6 @@
 """The demo: its numbers do not depend on being killed, and its errors are one line."""
 
+import errno
 import functools
 import json
 import os
@@ -12,7 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from fp8flax.demo import __main__ as cli
@@ -170,6 +173,46 @@ class TestTraining:
         with pytest.raises(data.DemoError, match="checkpoint .* cannot be read"):
             training.train("bf16", 0, settings, corpus, tmp_path, lambda *_: None)
 
+    def test_a_flipped_bit_of_a_checkpoint_is_found(self, tmp_path):
+        """Orbax alone hands many of them on as they are."""
+        weights = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+        done = {"state": {"step": jnp.int32(3), "w": weights}, "train_loss": np.arange(9.0)}
+        seen = []
+        with ocp.CheckpointManager(tmp_path) as manager:
+            training._save(manager, 3, done)
+            restored = training._restore(manager, 3, done)
+            assert training.digest(restored) == training.digest(done)
+            chunks = sorted((tmp_path / "3").rglob("d/*"), key=lambda path: -path.stat().st_size)
+            for path in chunks[:2]:
+                whole = path.read_bytes()
+                for i in range(8):
+                    broken = bytearray(whole)
+                    broken[len(whole) * (2 * i + 1) // 16] ^= 4
+                    path.write_bytes(broken)
+                    try:
+                        restored = training._restore(manager, 3, done)
+                    except data.DemoError as error:
+                        seen.append(str(error))
+                    else:
+                        assert training.digest(restored) == training.digest(done)
+                path.write_bytes(whole)
+        assert any("not what was written, by its checksum); delete that folder" in line for line in seen)
+
+    def test_a_checkpoint_that_cannot_be_written_is_one_line(self, tmp_path, monkeypatch):
+        def full(_):
+            (tmp_path / "6.orbax-checkpoint-tmp").mkdir()
+            raise ValueError("RESOURCE_EXHAUSTED: disk full\nand more")
+
+        done = {"state": {"step": jnp.int32(3)}}
+        with ocp.CheckpointManager(tmp_path) as manager:
+            training._save(manager, 3, done)
+            monkeypatch.setattr(training, "digest", full)
+            with pytest.raises(
+                data.DemoError, match=r"/6 cannot be written \(ValueError: .* full\); --resume"
+            ):
+                training._save(manager, 6, done)
+        assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
 
 @pytest.mark.usefixtures("tiny")
 class TestCommandLine:
@@ -237,7 +280,12 @@ class TestCommandLine:
         assert "'' is not a folder" in fails("--data", "")
         assert "is not a folder" in fails("--data", a_file)
         assert "holds too little text: 0 readable text files" in fails("--data", empty)
-        assert "--steps must be 1 or more; got 0" in fails("--steps", 0)
+        assert "--out: '' is no folder" in fails("--data", text, "--out", "")
+        assert "--out: '' is no folder" in fails("--resume", "--out", "")
+        assert "--steps must be from 1 to 100,000; got 0" in fails("--steps", 0)
+        assert "--steps must be from 1 to 100,000" in fails("--data", text, "--steps", 10**20)
+        assert "from 0 to 4294967295; got [1000" in fails("--data", text, "--seeds", 10**23)
+        assert "--seeds must be distinct" in fails("--data", text, "--seeds", -1)
         assert "invalid int value: 'x'" in fails("--steps", "x")
         assert "--seeds must be distinct" in fails("--seeds", 1, 1)
         assert "invalid choice: 'fp4'" in fails("--precision", "fp4")
@@ -246,12 +294,20 @@ class TestCommandLine:
         assert "cannot write to" in fails("--data", text, "--out", a_file / "below")
         assert not list(tmp_path.glob("runs/*"))
 
+    def test_memory_that_is_not_there(self, capsys, monkeypatch):
+        def run(_):
+            raise MemoryError
+
+        monkeypatch.setattr(cli, "run", run)
+        assert self.fails(capsys) == "fp8flax.demo: out of memory"
+
     def test_a_run_is_not_overwritten_nor_mixed(self, text, tmp_path, capsys, monkeypatch):
         monkeypatch.chdir(tmp_path)
         arguments = ["--data", str(text), "--precision", "bf16"]
         assert cli.main([*arguments, "--steps", str(STEPS)]) == 0
         (out,) = Path("runs").iterdir()
         fails = partial(self.fails, capsys)
+        config = json.loads((out / "config.json").read_text())
         assert "holds a run already" in fails(*arguments, "--out", out)
         assert "has steps 10, not 4" in fails("--resume", "--steps", 4)
         assert "has precision bf16, not both" in fails("--resume", "--precision", "both")
@@ -260,11 +316,64 @@ class TestCommandLine:
         for broken in (
             "{",
             "{}",
-            '{"steps": "a", "seeds": [0], "precision": "bf16", "recipe": "delayed", "data": null, '
-            '"corpus": ""}',
+            "[" * 10**5,
+            "[]",
+            "\xff",
         ):
             (out / "config.json").write_text(broken)
             assert "cannot be read" in fails("--resume")
+        for name in config:
+            for wrong in (True, 1.5, {}, [None], [True], [], 10**30):
+                (out / "config.json").write_text(json.dumps({**config, name: wrong}))
+                fails("--resume")
+
+    def test_one_run_at_a_time(self, text, tmp_path, capsys):
+        """The lock is held by a process: one that was killed holds none."""
+        arguments = ["--data", str(text), "--precision", "bf16", "--steps", str(STEPS)]
+        arguments += ["--out", str(tmp_path)]
+        script = "import sys, filelock; x = filelock.FileLock(sys.argv[1]).acquire(); print(); input()"
+        lock = tmp_path / ".lock"
+        command = [sys.executable, "-uc", script, str(lock)]
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            other.stdout.readline()
+            line = self.fails(capsys, *arguments)
+            assert f"another process writes to {tmp_path} now; wait" in line
+            assert not (tmp_path / "config.json").exists()
+            (tmp_path / "config.json").write_text("{}")
+            assert "another process writes to" in self.fails(capsys, "--resume", "--out", tmp_path)
+            (tmp_path / "config.json").unlink()
+        finally:
+            other.kill()
+            other.communicate()
+        assert cli.main(arguments) == 0
+
+    def test_full_disk(self, text, tmp_path, capsys, monkeypatch):
+        out, replace, full = tmp_path / "out", os.replace, []
+
+        def replace_unless_full(source, target):
+            if Path(target).name in full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            replace(source, target)
+
+        def files():
+            return {path: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+        monkeypatch.setattr(os, "replace", replace_unless_full)
+        arguments = ["--data", text, "--steps", STEPS, "--precision", "bf16", "--out", out]
+        full = ["config.json"]
+        assert f"No space left on device: '{out}/config.json'" in self.fails(capsys, *arguments)
+        assert not [path for path in out.iterdir() if path.name != ".lock"]
+        full = []
+        assert cli.main([str(a) for a in arguments]) == 0
+        capsys.readouterr()
+        for name in ("results.json", "loss.png"):
+            full, before = [name], files()
+            assert f"No space left on device: '{out / name}'" in self.fails(
+                capsys, "--resume", "--out", out
+            )
+            assert files().keys() == before.keys()
+            assert files()[out / name] == before[out / name]
 
     def test_results_among_the_text_are_not_text(self, text, capsys, monkeypatch):
         monkeypatch.chdir(text)

@@ -97,5 +97,5 @@ def test_what_is_no_file(tmp_path):
         write_text(tmp_path, "x")
     with pytest.raises(FileNotFoundError, match=r"'.*/none/file'$"):
         write_text(tmp_path / "none" / "file", "x")
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         write_text("/dev/full", "x")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import logging
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 try:
+    import filelock
     import matplotlib  # noqa: F401
     import orbax.checkpoint  # noqa: F401
     import rich  # noqa: F401
@@ -21,6 +25,8 @@ except ImportError as error:
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fp8flax._files import replacing, write_text
+from fp8flax._interrupt import raise_from_now_on
 from fp8flax.demo import compare, digits, imdb, report
 from fp8flax.demo.data import Corpus, DemoError, load_corpus
 from fp8flax.demo.training import PRECISIONS, RECIPES, Record, Settings, train
@@ -28,6 +34,10 @@ from fp8flax.demo.training import PRECISIONS, RECIPES, Record, Settings, train
 _RUNS = Path("runs")
 _CONFIG = "config.json"
 _RESULTS = "results.json"
+_LOCK = ".lock"
+_MOST = 100_000
+"""Steps, epochs or examples of a batch: every step is recorded."""
+_SEEDS = 2**32
 _OPTIONS = {
     "lm": ("data", "steps", "seeds", "precision", "recipe", "out", "resume"),
     "imdb": ("data", "epochs", "batch_size", "seeds", "recipe", "out"),
@@ -51,6 +61,8 @@ def _check_known(options: argparse.Namespace) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:
         raise DemoError(f"--task {options.task} takes no {_flags(unknown)}; it knows {_flags(known)}.")
+    if options.out == "":
+        raise DemoError("--out: '' is no folder; name one, or leave it out.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,6 +99,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "steps": lambda x: type(x) is int,
+    "seeds": lambda x: isinstance(x, list) and len(x) > 0 and all(type(seed) is int for seed in x),
+    "precision": lambda x: x in (*PRECISIONS, "both"),
+    "recipe": lambda x: isinstance(x, str) and x in RECIPES,
+    "data": lambda x: x is None or isinstance(x, str),
+    "corpus": lambda x: isinstance(x, str),
+}
+"""What a run's config may hold."""
+
+
 def _new_config(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
     return {
         "steps": options.steps,
@@ -96,6 +119,22 @@ def _new_config(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
         "data": None if options.data is None else str(Path(options.data).absolute()),
         "corpus": corpus.digest,
     }
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Keeps other runs out of the folder, until this process ends, however it does."""
+    lock = filelock.FileLock(out / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout as error:
+        raise DemoError(
+            f"--out: another process writes to {out} now; wait until it is done, or name another folder."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _find_run(options: argparse.Namespace) -> Path:
@@ -113,13 +152,11 @@ def _find_run(options: argparse.Namespace) -> Path:
 def _resume_options(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Fills ``options`` from the run's config and returns that; conflicting options are refused."""
     try:
-        config = {"recipe": "delayed", **json.loads((out / _CONFIG).read_text())}
-        values = {k: config[k] for k in ("steps", "seeds", "precision", "recipe", "data", "corpus")}
-        valid = isinstance(values["steps"], int) and isinstance(values["seeds"], list)
-        valid = valid and values["recipe"] in RECIPES
-        if not valid or not all(isinstance(seed, int) for seed in values["seeds"]):
-            raise ValueError(f"unexpected values {values}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        values = {"recipe": "delayed", **json.loads((out / _CONFIG).read_text())}
+        wrong = [name for name, is_valid in _VALID.items() if not is_valid(values[name])]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is {values[wrong[0]]!r}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DemoError(f"--resume: {out / _CONFIG} cannot be read: {error}.") from error
     asked = vars(options)
     if asked["data"] is not None:
@@ -134,29 +171,31 @@ def _resume_options(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     return values
 
 
-def _open_new(options: argparse.Namespace) -> Path:
+@contextlib.contextmanager
+def _new_run(options: argparse.Namespace) -> Iterator[Path]:
+    """Makes the folder of a new run, and locks it."""
     out = Path(options.out) if options.out is not None else _RUNS / time.strftime("%Y%m%d-%H%M%S")
-    if (out / _CONFIG).exists():
-        raise DemoError(f"--out: {out} holds a run already; add --resume, or name another folder.")
-    if (out / _RESULTS).exists():
-        raise DemoError(f"--out: {out} holds results already; name another folder.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise DemoError(f"--out: cannot write to {out}: {error.strerror}.") from error
-    return out
+    with contextlib.ExitStack() as stack:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_locked(out))
+        except OSError as error:
+            raise DemoError(f"--out: cannot write to {out}: {error.strerror}.") from error
+        if (out / _CONFIG).exists():
+            raise DemoError(f"--out: {out} holds a run already; add --resume, or name another folder.")
+        if (out / _RESULTS).exists():
+            raise DemoError(f"--out: {out} holds results already; name another folder.")
+        yield out
 
 
 def _validate(options: argparse.Namespace) -> None:
     for name in ("steps", "epochs", "batch_size"):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise DemoError(f"{_flags([name])} must be 1 or more; got {value}.")
-    if min(options.seeds) < 0 or len(set(options.seeds)) != len(options.seeds):
-        raise DemoError(f"--seeds must be distinct and 0 or more; got {options.seeds}.")
+        if value is not None and not 1 <= value <= _MOST:
+            raise DemoError(f"{_flags([name])} must be from 1 to {_MOST:,}; got {value}.")
+    seeds = options.seeds
+    if not all(0 <= seed < _SEEDS for seed in seeds) or len(set(seeds)) != len(seeds):
+        raise DemoError(f"--seeds must be distinct and from 0 to {_SEEDS - 1}; got {seeds}.")
 
 
 def run(argv: Sequence[str] | None = None) -> None:
@@ -183,37 +222,45 @@ def _run_classifier(options: argparse.Namespace, console: Console) -> None:
     if options.task == "imdb":
         settings = imdb.Settings(**asked)
         task, tokenizer = imdb.make_task(options.data, settings, recipe)
-        out = _open_new(options)
-        tokenizer.save(str(out / "tokenizer.json"))
     else:
         settings = digits.Settings(**asked)
-        task = digits.make_task(settings, recipe)
-        out = _open_new(options)
-    compare.run(task, options.seeds, out, {**dataclasses.asdict(settings), "recipe": recipe}, console)
+        task, tokenizer = digits.make_task(settings, recipe), None
+    with _new_run(options) as out:
+        if tokenizer is not None:
+            with replacing(out / "tokenizer.json") as new:
+                tokenizer.save(str(new))
+        compare.run(task, options.seeds, out, {**dataclasses.asdict(settings), "recipe": recipe}, console)
 
 
 def _run_lm(options: argparse.Namespace, console: Console) -> None:
-    if options.resume:
-        out = _find_run(options)
-        config = _resume_options(options, out)
-    defaults = {"steps": Settings().steps, "seeds": [0], "precision": "both", "recipe": "delayed"}
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    _validate(options)
-    settings = Settings(steps=options.steps, recipe=options.recipe)
-    results = (_RUNS, *([Path(options.out)] if options.out is not None else []))
-    corpus = load_corpus(options.data, settings.length, but_not=results)
-    if options.resume:
-        if config["corpus"] != corpus.digest:
+    with contextlib.ExitStack() as stack:
+        config = None
+        if options.resume:
+            out = _find_run(options)
+            stack.enter_context(_locked(out))
+            config = _resume_options(options, out)
+        defaults = {"steps": Settings().steps, "seeds": [0], "precision": "both", "recipe": "delayed"}
+        for name, value in defaults.items():
+            if getattr(options, name) is None:
+                setattr(options, name, value)
+        _validate(options)
+        settings = Settings(steps=options.steps, recipe=options.recipe)
+        results = (_RUNS, *([Path(options.out)] if options.out is not None else []))
+        corpus = load_corpus(options.data, settings.length, but_not=results)
+        if config is None:
+            out = stack.enter_context(_new_run(options))
+            write_text(out / _CONFIG, json.dumps(_new_config(options, corpus), indent=1) + "\n")
+        elif config["corpus"] != corpus.digest:
             raise DemoError(
                 f"--resume: the text of {corpus.source} is not that of the run in {out} any more; start a "
                 "new run without --resume."
             )
-    else:
-        out = _open_new(options)
-        (out / _CONFIG).write_text(json.dumps(_new_config(options, corpus), indent=1) + "\n")
+        _train_and_report(options, settings, corpus, out, console)
 
+
+def _train_and_report(
+    options: argparse.Namespace, settings: Settings, corpus: Corpus, out: Path, console: Console
+) -> None:
     precisions = PRECISIONS if options.precision == "both" else (options.precision,)
     about = {
         "source": corpus.source,
@@ -235,7 +282,7 @@ def _run_lm(options: argparse.Namespace, console: Console) -> None:
     fp8_record = next((r["fp8"] for r in runs.values() if "fp8" in r), None)
     if fp8_record is not None and fp8_record.ops:
         report.plot_scaling(out / "scaling.png", fp8_record)
-    console.print(f"Wrote {', '.join(sorted(p.name for p in out.iterdir() if p.is_file()))} in {out}")
+    console.print(report.wrote(out))
     console.print(_last_line(runs), soft_wrap=True)
 
 
@@ -292,13 +339,13 @@ def _train_all(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo; returns the exit code (2: a line on stderr says what to put right)."""
+    raise_from_now_on()
+    for name in ("absl", "asyncio"):  # Orbax's threads report there what it raises anyway
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         run(argv)
-    except DemoError as error:
-        print(f"fp8flax.demo: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"fp8flax.demo: {error}", file=sys.stderr)
+    except (DemoError, OSError, MemoryError) as error:
+        print(f"fp8flax.demo: {str(error) or 'out of memory'}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(
@@ -309,4 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _code = main()
+    if _code == 130:  # threads of libraries may be at work, and crash where Python ends under them
+        os._exit(_code)
+    sys.exit(_code)

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import fp8flax as fp8
+from fp8flax._files import replacing, write_text
 from fp8flax.demo import report
 from fp8flax.demo.classify import Outcome, Task, quantized, train
 from fp8flax.demo.training import PRECISIONS, ROLES
@@ -47,7 +48,7 @@ def run(task: Task, seeds: Sequence[int], out: Path, settings: dict[str, Any], c
     _print(console, layers)
     _print_variables(console, outcomes[seeds[0]]["fp8"])
     _print_accuracies(console, task, outcomes)
-    (out / "layers.txt").write_text(layers + "\n")
+    write_text(out / "layers.txt", layers + "\n")
     figures = {
         **report.machine(),
         "task": task.name,
@@ -79,8 +80,9 @@ def run(task: Task, seeds: Sequence[int], out: Path, settings: dict[str, Any], c
             for when, values in (("before", both["fp8"].fp8_before), ("after", both["fp8"].fp8_after))
             for path, value in values.items()
         }
-        np.savez(out / "fp8_variables.npz", allow_pickle=False, **arrays)
-    _print(console, f"Wrote {', '.join(sorted(p.name for p in out.iterdir() if p.is_file()))} in {out}")
+        with replacing(out / "fp8_variables.npz") as new, new.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+    _print(console, report.wrote(out))
     _print(console, last_line(task, outcomes))
 
 
@@ -224,4 +226,4 @@ def plot(path: Path, task: Task, outcomes: Outcomes) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(f"{task.title}: bf16 and FP8 from the same weights on the same batches")
-    figure.savefig(path, dpi=130)
+    report.save_figure(path, figure)

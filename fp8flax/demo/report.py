@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fp8flax as fp8
+from fp8flax._files import replacing, write_text
 from fp8flax.demo.training import ROLES, Record, Settings
 
 COLOURS = {"bf16": "#444444", "fp8": "#d1495b"}
@@ -128,7 +129,19 @@ def _without_nan(value: Any) -> Any:
 
 def write_json(path: Path, figures: dict[str, Any]) -> None:
     """Writes the figures, readable and in full."""
-    path.write_text(json.dumps(_without_nan(figures), indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(_without_nan(figures), indent=1, allow_nan=False) + "\n")
+
+
+def save_figure(path: Path, figure: Figure) -> None:
+    """Writes a PNG."""
+    with replacing(path) as new:
+        figure.savefig(new, format="png", dpi=130)
+
+
+def wrote(out: Path) -> str:
+    """Returns the line that names the files in the folder."""
+    names = (p.name for p in out.iterdir() if p.is_file() and not p.name.startswith("."))
+    return f"Wrote {', '.join(sorted(names))} in {out}"
 
 
 def print_tables(console: Console, runs: dict[int, dict[str, Record]], settings: Settings) -> None:
@@ -203,7 +216,7 @@ def plot_loss(path: Path, runs: dict[int, dict[str, Record]]) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=130)
+    save_figure(path, figure)
 
 
 def plot_scaling(path: Path, record: Record) -> None:
@@ -231,4 +244,4 @@ def plot_scaling(path: Path, record: Record) -> None:
     figure.suptitle(
         f"Delayed scaling: one line per FP8 layer ({len(record.ops)}), first layers dark, last bright"
     )
-    figure.savefig(path, dpi=130)
+    save_figure(path, figure)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -164,7 +166,7 @@ def train(
         on_step: called after each step with the number of steps done, the loss and the step's seconds.
 
     Raises:
-        DemoError: a checkpoint cannot be read.
+        DemoError: a checkpoint cannot be read, or not be written.
     """
     state = make_state(precision, seed, settings)
     held_out = validation_batches(corpus, settings.validation_batches, settings.batch_size, settings.length)
@@ -197,7 +199,7 @@ def train(
                 losses = [float(evaluate(done["state"], w)) for w in held_out]
                 done["validation_loss"][eval_steps.index(step + 1)] = np.mean(losses)
             if (step + 1) % settings.checkpoint_every == 0 or step + 1 == settings.steps:
-                manager.save(step + 1, args=ocp.args.StandardSave(done))
+                _save(manager, step + 1, done)
             on_step(step + 1, float(loss), seconds)
     scaling_trace = np.asarray(done.get("scaling", np.zeros((settings.steps, 2, 0, 3))))
     return Record(
@@ -213,14 +215,42 @@ def train(
     )
 
 
+def digest(tree: Any) -> str:
+    """Returns the SHA-256 of all leaves of a tree: places, dtypes, shapes and bytes."""
+    sha = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        array = np.asarray(jnp.asarray(leaf))  # a step is an int before the first, and when restored
+        sha.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
+        sha.update(array.tobytes())
+    return sha.hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def _save(manager: ocp.CheckpointManager, step: int, done: dict[str, Any]) -> None:
+    try:
+        manager.save(step, args=ocp.args.StandardSave(done), custom_metadata={"sha256": digest(done)})
+    except Exception as error:  # which of them it is depends on the file system
+        for left in Path(manager.directory).glob(f"{step}.orbax-checkpoint-tmp*"):
+            shutil.rmtree(left, ignore_errors=True)
+        raise DemoError(
+            f"the checkpoint {manager.directory / str(step)} cannot be written ({_reason(error)}); "
+            "--resume goes on from the one before."
+        ) from error
+
+
 def _restore(manager: ocp.CheckpointManager, step: int, like: dict[str, Any]) -> dict[str, Any]:
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     try:
         done = manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        if digest(done) != manager.metadata(step).custom_metadata["sha256"]:
+            raise ValueError("it is not what was written, by its checksum")
     except Exception as error:
         raise DemoError(
-            f"the checkpoint {manager.directory / str(step)} cannot be read ({type(error).__name__}: "
-            f"{str(error).splitlines()[0][:200]}); delete that folder to go on from an older one."
+            f"the checkpoint {manager.directory / str(step)} cannot be read ({_reason(error)}); delete "
+            "that folder to go on from an older one."
         ) from error
     # Orbax may hand back read-only buffers; these are written to in place.
     return {k: v if k == "state" else np.array(v) for k, v in done.items()}

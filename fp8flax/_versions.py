@@ -1,0 +1,24 @@
+"""Which versions of JAX this package is known to work with: it uses functions that JAX keeps private."""
+
+import warnings
+
+import jax
+
+OLDEST, NEWEST = (0, 9), (0, 11)
+
+
+def warn_of_unknown(version: str) -> None:
+    """Warns where a version of JAX is not one that the tests have run with."""
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if not OLDEST <= release <= NEWEST:
+        known, after = (".".join(map(str, v)) for v in (NEWEST, (NEWEST[0], NEWEST[1] + 1)))
+        warnings.warn(
+            f"This fp8flax is known to work with JAX {'.'.join(map(str, OLDEST))} to {known}; this is JAX "
+            f"{version}. It uses private functions of JAX, which change. If something fails, pip install "
+            f"'jax>={'.'.join(map(str, OLDEST))},<{after}', or a newer fp8flax.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+warn_of_unknown(jax.__version__)

@@ -1,0 +1,65 @@
+"""What the package says at import: versions of JAX, and dependencies that are declared."""
+
+import ast
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import warnings
+from pathlib import Path
+
+import jax
+import pytest
+
+import fp8flax
+from fp8flax import _versions
+
+PACKAGE = Path(fp8flax.__file__).parent
+PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.parametrize("version", ["0.8.2", "0.12.0", "0.12.0.dev20260101", "1.0"])
+def test_warns_of_a_version_that_is_not_known(version, monkeypatch):
+    monkeypatch.setattr(jax, "__version__", version)
+    with pytest.warns(UserWarning, match=rf"JAX 0.9 to 0.11; this is JAX {version}. .*'jax>=0.9,<0.12'"):
+        runpy.run_path(_versions.__file__)
+
+
+@pytest.mark.parametrize("version", [jax.__version__, "0.9.0", "0.10.2", "0.11.9", "0.11.0rc1"])
+def test_versions_that_are_known(version):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _versions.warn_of_unknown(version)
+
+
+def declared(requirements):
+    names = {re.match(r"[\w.-]+", requirement)[0] for requirement in requirements}
+    modules = {"orbax-checkpoint": "orbax", "scikit-learn": "sklearn"}
+    return {modules.get(name, name) for name in names}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_what_is_imported_is_declared(path):
+    known = declared(PROJECT["dependencies"]) | {"fp8flax", *sys.stdlib_module_names}
+    for extra in ("demo",) if path.parent.name == "demo" else ("safetensors",):
+        known |= declared(PROJECT["optional-dependencies"][extra])
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) else []
+        assert {name.split(".")[0] for name in names} <= known
+
+
+def test_ctrl_c_while_a_command_imports():
+    command = [sys.executable, "-X", "importtime", "-m", "fp8flax.demo", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if line.split("|")[-1].strip() == "fp8flax._interrupt":
+            break
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    assert [x for x in errors.splitlines() if not x.startswith("import time:")] == ["fp8flax: interrupted"]
