@@ -165,7 +165,7 @@ Handler = Callable[[Contraction], Any]
 
 
 class _ByIdentity:
-    """A dict by the identity of values, none of which it keeps alive: a tracer must not outlive its trace."""
+    """A dict by the identity of objects. It keeps none alive: a tracer must not outlive its trace."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Any, Any]] = {}
@@ -223,12 +223,12 @@ class Interception:
         """Remembers that a scope, and what Linen makes of it, is the model's."""
         _set_flag(scope, _MARK, (*scope.flags.get(_MARK, ()), self))
 
-    def _has_place(self, root: Any) -> bool:
+    def has_place(self, root: Any) -> bool:
         """Tells whether the variables of a root are the model's, with a place for state."""
         return bool(root.path) or any(one is self for one in root.flags.get(_MARK, ()))
 
     def _look_for_params(self, root: Any) -> None:
-        if not self._has_place(root):
+        if not self.has_place(root):
             return
         leaves = _params_in(root)
         if self._known.get(root) == len(leaves):
@@ -276,7 +276,7 @@ class Interception:
         # The model may apply itself, to all of its variables.
         is_itself = isinstance(module, self._model) and self._state in root._variables
         before = self.is_apart
-        self.is_apart |= not (self._has_place(root) or is_itself)
+        self.is_apart |= not (self.has_place(root) or is_itself)
         try:
             yield Frame(module, method, {}, self.is_apart)
         finally:
@@ -570,7 +570,10 @@ def _in_frame(interception: Interception, module: nn.Module, method: str) -> Ite
     trace = _Trace(trace, interception)
     with interception.frame_of(module, method) as frame, core.set_current_trace(trace):
         trace.frames.append(frame)
-        yield
+        try:
+            yield
+        finally:
+            trace.frames.clear()  # JAX may hold the trace for longer
 
 
 class Found(NamedTuple):

@@ -98,7 +98,7 @@ class Call:
 
     def __init__(self, cls: type, rules: Rules) -> None:
         self.cls = cls
-        self.rules = rules
+        self.rules = self._rules_here = rules
         self.sites: list[FoundSite] = []
         self.ops: dict[tuple[str, ...], FoundOp] = {}
         self.interception = Interception(
@@ -109,12 +109,15 @@ class Call:
         """Computes a contraction as the rules say."""
         op, arguments, restore = _as_op(contraction)
         site = _site(contraction, arguments)
-        decision = self.rules.decide(site)
+        decision = self._rules_here.decide(site)
+        if self._rules_here is not self.rules:
+            decision = decision._replace(rule=None)  # none of the model's own
         name = f"{op.__name__}_{_name(site, contraction, arguments)}"
         scope: Any = contraction.frame.module.scope
-        found = FoundSite(site, decision, name, arguments[0] is not contraction.operands[0])
+        bare = site._replace(module=type(site.module))  # of whose scope nothing may outlive its trace
+        found = FoundSite(bare, decision, name, arguments[0] is not contraction.operands[0])
         self.sites.append(found)
-        if _counting.get():
+        if self.is_counting:
             return Left(found.scope)
         if not decision.converts:
             return Left()
@@ -156,12 +159,23 @@ class Call:
         finally:
             op_handler.reset(token)
 
+    @contextmanager
+    def ruled_by(self, rules: Rules) -> Iterator[None]:
+        """A context for a method of a converted model inside of the model."""
+        before, self._rules_here = self._rules_here, rules
+        try:
+            yield
+        finally:
+            self._rules_here = before
+
     beside_params = OVERWRITE_WITH_GRADIENT
     """The collection of what the ops have."""
     collections: tuple[str, ...] = (PARAMS,)
     """The collections that the method sees otherwise than the caller."""
     is_init = False
     """Whether it is one of ``init``, which makes the variables."""
+    is_counting = False
+    """Whether nothing is converted, and each contraction stands in its ``FoundSite.scope``."""
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns these collections as the method sees them, NumPy's arrays as JAX's."""
@@ -174,8 +188,8 @@ class Call:
     def finish(self, model: Any, method: str) -> None:
         """Looks at what the method has computed."""
         seen = seen_of(model)
-        seen.sites = [f._replace(site=f.site._replace(module=type(f.site.module))) for f in self.sites]
-        if not _counting.get():
+        seen.sites = self.sites
+        if not self.is_counting:
             before, self.ops = self.ops, dict(seen.ops)
             for path, found in before.items():
                 self._remember(path, found)
@@ -204,7 +218,7 @@ def _is_same_kernel(a: FoundOp, b: FoundOp) -> bool:
 
 
 _reporting: ContextVar[bool] = ContextVar("reporting", default=False)
-_counting: ContextVar[bool] = ContextVar("counting", default=False)
+_counting: ContextVar[int | None] = ContextVar("counting", default=None)
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("calls", default=())
 
 
@@ -388,6 +402,7 @@ class _Converted:
     _fp8_base: Any
     _fp8_rules: Rules
     _fp8_make_call: Callable[..., Any]
+    _fp8_serving: Any
 
     def _call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
         def compute(module: Any, args: Any, kwargs: Any) -> Any:
@@ -424,7 +439,11 @@ def _in_call(self: Any, name: str, compute: Callable[..., Any], args: Any, kwarg
     calls, cls = _calls.get(), type(self)
     if self.scope is None or name == "setup" or any(call.cls is cls for call in calls):
         return compute(self, args, kwargs)
+    if calls and self._fp8_serving is None and calls[-1].interception.has_place(self.scope.root):
+        with calls[-1].ruled_by(self._fp8_rules):
+            return compute(self, args, kwargs)
     call = self._fp8_make_call(cls, self._fp8_rules)
+    call.is_counting = _counting.get() == len(calls)
     call.is_init = self.is_initializing()
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -433,8 +452,6 @@ def _in_call(self: Any, name: str, compute: Callable[..., Any], args: Any, kwarg
 
     run.method_handler_wrapped = True  # type: ignore[attr-defined]  # it is not a method of its own
     token = _calls.set((*calls, call))
-    # What another model computes inside of this one is counted in no report.
-    counting = _counting.set(_counting.get() and not calls)
     try:
         mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
         with call.interception.active_in_setup():  # which Linen runs before the method
@@ -442,7 +459,6 @@ def _in_call(self: Any, name: str, compute: Callable[..., Any], args: Any, kwarg
         call.finish(self, name)
     finally:
         _calls.reset(token)
-        _counting.reset(counting)
     return result
 
 
@@ -522,7 +538,8 @@ def _check_converted(rules: Rules, sites: list[FoundSite], ops: Mapping[Any, Fou
             "it does."
         )
     reasons = sorted({f"{f.site.path or 'the model'}: {f.decision.reason}" for f in sites})
-    everything = dataclasses.replace(rules, include=(".*",))
+    patterns = tuple(rule for rule in rules.rules if not callable(rule))
+    everything = dataclasses.replace(rules, rules=patterns, include=(".*",))
     advice = ""
     if rules.include is None and any(everything.decide(found.site).converts for found in sites):
         advice = " include=r'.*' converts all layers, small ones too."
@@ -676,7 +693,8 @@ def reporting(*, counting: bool = False) -> Iterator[None]:
 
     With ``counting`` nothing at all is converted, and each contraction stands in its ``FoundSite.scope``.
     """
-    tokens = _reporting.set(True), _counting.set(counting)
+    # What another model computes inside of the one in question is not counted.
+    tokens = _reporting.set(True), _counting.set(len(_calls.get()) if counting else None)
     try:
         yield
     finally:

@@ -37,7 +37,8 @@ LITTLE_OPTIMIZATION = {
     f"test_{name}.py"
     for name in (
         *("autocast", "checkpoints", "conv", "convert", "defects", "demo", "demo_tasks", "devices"),
-        *("dot_general", "errors", "faults", "freeze", "identity", "inference", "kill", "loops", "models"),
+        *("dot_general", "errors", "faults", "freeze", "identity", "idioms", "idioms_transforms"),
+        *("inference", "kill", "loops", "models"),
         *("flax_scales", "modules", "ragged", "benchmark_gpu"),
         *("recipe_dot", "safetensors", "train", "transformations"),
     )
