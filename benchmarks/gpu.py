@@ -1,7 +1,7 @@
 """What does an H200 make of FP8: the values, the backends, the times, the memory?
 
 Run ``make bench-gpu``, or ``python -m benchmarks.gpu`` with a Python whose JAX sees the GPU; ``--help`` for
-the options. It takes up to nine minutes, goes from what tells most to what tells least, and writes each
+the options. A run takes up to nine minutes, goes from what tells most to what tells least, and writes each
 figure as soon as it is there: started again, it goes on with what is missing. On a CPU ``--small`` runs all
 of it on tiny sizes, to see that it runs; ``--ahead`` compiles every program for an H200 without one, and
 what is measured is printed beside that.

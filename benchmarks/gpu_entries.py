@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import glob
 import importlib.util
+import json
 import math
 import re
 import tempfile
@@ -295,7 +296,7 @@ def reading(compiled: Any, steps: int, *, on_gpu: bool) -> Row:
         **({"unknown_trip_counts": True} if summary.unknown_trip_counts else {}),
         "program_bytes": total - memory.alias_size_in_bytes,
         **({"predicted_seconds": predicted / steps} if on_gpu else {}),
-        "gemms": [
+        "gemms": merged(
             {
                 "role": gemm.role,
                 "batch": gemm.batch,
@@ -303,12 +304,20 @@ def reading(compiled: Any, steps: int, *, on_gpu: bool) -> Row:
                 "operands": [gemm.lhs_dtype, gemm.rhs_dtype],
                 "backend": gemm.backend,
                 "accumulation": gemm.accumulation,
-                "times": gemm.trip_count / steps,
                 "choice": choice,
+                "times": gemm.trip_count / steps,
             }
             for gemm, choice in zip(told_apart, chosen, strict=True)
-        ],
+        ),
     }
+
+
+def merged(gemms: Iterable[Row]) -> list[Row]:
+    """Returns equal GEMMs as one, with their number."""
+    times: Counter[str] = Counter()
+    for gemm in gemms:
+        times[json.dumps({**gemm, "times": 0})] += gemm["times"]
+    return [{**json.loads(text), "times": number} for text, number in times.items()]
 
 
 def choice_of(line: str) -> str:
