@@ -40,6 +40,7 @@ from fp8flax._qdq import (
     delayed_out_qdq,
     inf_to_nan,
     measured_next_state,
+    report_measured,
 )
 from fp8flax._quantize import as_float_array
 from fp8flax._recipes import CurrentQuantizer, CustomRecipe, DelayedQuantizer, Quantizer, Recipe
@@ -196,6 +197,7 @@ class _Residuals(NamedTuple):
 # dx = C_{q(w)}^T q(g) and dw = D_{q(x)}^T q(g), where q scales as the recipe of that product says. JAX
 # derives both transposes. The cotangents of the scaling states are their next values (see _qdq).
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.jit, static_argnums=0)
 def _convolve(config: _Config, lhs: jax.Array, rhs: jax.Array, states: DotStates) -> jax.Array:
     scales = scales_of(cast("Any", config), states)
     recipe = config.recipe.forward
@@ -246,6 +248,7 @@ def _quantize_for_both(
     return first, second, None if delayed_scale is None else delayed_amax(x)
 
 
+@partial(jax.jit, static_argnums=0)
 def _fwd(
     config: _Config, lhs: jax.Array, rhs: jax.Array, states: DotStates
 ) -> tuple[jax.Array, _Residuals]:
@@ -279,6 +282,7 @@ def _transposed(f: Callable[[jax.Array], jax.Array], kept: Any, dtype: np.dtype,
     return jax.vjp(f, codes.astype(dtype))[1](g)[0]
 
 
+@partial(jax.jit, static_argnums=0)
 def _bwd(config: _Config, residuals: _Residuals, g: jax.Array) -> tuple[jax.Array, jax.Array, DotStates]:
     dgrad, wgrad, dtype = config.recipe.dgrad, config.recipe.wgrad, config.backward_dtype
     scales, states = residuals.scales, residuals.states
@@ -508,8 +512,13 @@ def fp8_conv_general_dilated(
             x, w = lax.optimization_barrier((x, w))  # see _dequantize
             with _scope(forward.lhs, forward.rhs):
                 return conv(x, w, out.dtype)
-    lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
     delayed = {role: (delayed_config(q), getattr(states, role)) for role, q in gemms.delayed.items()}
+    if callable(measuring.value):
+        for role, x in (("input", lhs), ("kernel", rhs)):
+            if role in delayed:
+                report_measured(measuring.value, delayed[role][0], x, delayed[role][1])
+        return conv(lhs, rhs, out.dtype)
+    lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
     if measuring.value:
         lhs = _measured(*delayed["input"], lhs) if "input" in delayed else lhs
         rhs = _measured(*delayed["kernel"], rhs) if "kernel" in delayed else rhs

@@ -94,8 +94,8 @@ def add_fp8_state(
         if path in old:
             beside = new.get((*path[:-1], DictKey(_SCALE_OF.get(path[-1].key, ""))))
             return _fit(path, old[path], leaf, beside)
-        fresh = jnp.ones if path[-1].key in _SCALE_NAMES else jnp.zeros
-        return fresh(leaf.shape, leaf.dtype)
+        fresh = np.ones if path[-1].key in _SCALE_NAMES else np.zeros
+        return jax.device_put(fresh(leaf.shape, leaf.dtype))
 
     state = jax.tree_util.tree_map_with_path(fill, wanted[OVERWRITE_WITH_GRADIENT])
     result = {**variables, OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(state)}
@@ -130,7 +130,8 @@ def _change_length(history: Any, axis: int, length: int) -> jax.Array:
     past = lax.slice_in_dim(history, max(1, old_length - length + 1), old_length, axis=axis)
     unknown = list(history.shape)
     unknown[axis] = length - newest.shape[axis] - past.shape[axis]
-    return jnp.concatenate([newest, jnp.zeros(unknown, history.dtype), past], axis)
+    zeros = jax.device_put(np.zeros(unknown, history.dtype))
+    return jnp.concatenate([newest, zeros, past], axis)
 
 
 def _check_values(path: KeyPath, value: Any) -> None:
@@ -145,7 +146,7 @@ def _check_values(path: KeyPath, value: Any) -> None:
     if isinstance(value, np.ndarray):
         parts = [value]
     elif isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
-        parts = [np.asarray(shard.data) for shard in value.addressable_shards]  # what this process has
+        parts = [jax.device_get(shard.data) for shard in value.addressable_shards]  # of this process
     bad = [x for part in parts for x in part[wrong(part)]]
     if bad:
         raise ValueError(

@@ -43,6 +43,7 @@ from fp8flax._qdq import (
     delayed_scales,
     inf_to_nan,
     measured_next_state,
+    report_measured,
 )
 from fp8flax._quantize import as_float_array
 from fp8flax._recipes import CustomRecipe, DelayedQuantizer, GemmRecipe, Recipe
@@ -522,7 +523,9 @@ _direct_dot_general.defvjp(_direct_fwd, _direct_bwd)
 
 
 measuring = jax.make_user_context(False)
-"""Whether matmuls run in the operands' wide dtypes, and only the next scaling states are made."""
+"""Whether matmuls run in the operands' wide dtypes, and only the next scaling states are made.
+
+True to make them as gradients of the states; a function to tell it those of inputs and kernels."""
 
 
 # Derivation. The product and its derivatives are those of lax.dot_general; the cotangents of the scaling
@@ -694,6 +697,14 @@ def fp8_dot_general(
         scales = scales_of(config, check_states(states, gemms))
         return _frozen_dot_general(
             config, lhs, rhs, _Fixed(None, scales.get("kernel"), scales.get("input"))
+        )
+    if callable(measuring.value):
+        given = check_states(states, gemms)._asdict()
+        for role, x in (("input", lhs), ("kernel", rhs)):
+            if role in gemms.delayed:
+                report_measured(measuring.value, delayed_config(gemms.delayed[role]), x, given[role])
+        return lax.dot_general(
+            lhs, rhs, dimension_numbers, precision, preferred_element_type=preferred_element_type
         )
     lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
     if measuring.value:

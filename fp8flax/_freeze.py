@@ -54,7 +54,8 @@ class ServedOp(NamedTuple):
     kernels: tuple[tuple[Path, np.dtype], ...]
     """The parameters that its kernel is made of, where they are stored in FP8, with the dtypes that the
     model knows them in."""
-    has_scales: bool = True
+    scales: tuple[tuple[str, tuple[int, ...], np.dtype], ...] = ()
+    """Names, shapes and dtypes of its scales."""
     layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Where the kernel is one parameter as it is: its dimensions that the output has, and that are summed
     over, those by which it is stacked left out."""
@@ -93,15 +94,17 @@ class ServingCall(Call):
         """Gives each op the codes of its kernel, and the model wide arrays of which nothing is read."""
         variables = jax.tree.map(as_jax, nn.meta.unbox(variables))
         params, served = variables.get(PARAMS, {}), dict[str, Any]()
-        for op in self._serving.ops:
+        # At init there is what its other methods have made, if anything.
+        ops = [op for op in self._serving.ops if not self.is_init or _is_made(params, op)]
+        for op in ops:
             for i, (path, dtype) in enumerate(op.kernels):
                 codes = _get(params, path)
                 served = _set(served, (*op.path, f"{_CODES}{i}"), codes)
                 params = _set(params, path, codes.astype(dtype))
-            for name, scale in _get(params, op.path).items() if op.has_scales else ():
+            for name, scale in _get(params, op.path).items() if op.scales else ():
                 served = _set(served, (*op.path, name), scale)
-        for op in self._serving.ops:
-            if op.has_scales:
+        for op in ops:
+            if op.scales:
                 params = _without(params, op.path)
         result = {**variables, PARAMS: params, _SERVED: served}
         if _CACHE in variables and self._serving.cache_dtype is not None:
@@ -110,9 +113,24 @@ class ServingCall(Call):
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         variables = {name: value for name, value in variables.items() if name != _SERVED}
+        if self.is_init:
+            variables = {**variables, PARAMS: self._as_served(variables.get(PARAMS, {}))}
         if _CACHE not in variables or self._serving.cache_dtype is None:
             return variables
         return {**variables, _CACHE: _narrowed(variables[_CACHE], self._serving.cache_dtype)}
+
+    def _as_served(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the parameters that ``init`` made, in the shapes and dtypes of those that are served."""
+        boxed, params = params, nn.meta.unbox(params)
+        for op in self._serving.ops:
+            if not all(_has(params, path) for path, _ in op.kernels):  # which no method has made yet
+                continue
+            for path, _ in op.kernels:
+                assert op.gemms.forward.rhs is not None
+                params = _set(params, path, quantize(_get(params, path), op.gemms.forward.rhs.dtype, 1.0))
+            for name, shape, dtype in op.scales:
+                params = _set(params, (*op.path, name), jnp.ones(shape, dtype))
+        return _reboxed(params, boxed)
 
     def finish(self, model: Any, method: str) -> None:
         stored = {path for op in self._serving.ops for path, _ in op.kernels}
@@ -129,6 +147,8 @@ class ServingCall(Call):
         """Computes what an op computes, with a kernel and scales that are fixed."""
         if self.interception.is_apart:
             return compute(lhs, rhs, *rest)
+        if self.is_init:
+            return op.plain(lhs, rhs, *rest)
         if recipe is None:
             raise ValueError(
                 "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
@@ -152,9 +172,9 @@ class ServingCall(Call):
                 f"The kernel of the FP8 op at {'/'.join(op.path)} comes from other parameters than when "
                 "the model was frozen. Freeze it with inputs like those that it serves."
             )
-        arrays: list[Any] = [op.get_variable(_SERVED, f"{_CODES}{i}") for i in range(len(served.kernels))]
-        codes = derived.rebuild(tuple(arrays), False)
-        scale: Any = op.get_variable(_SERVED, _KERNEL_SCALE)
+        names = [f"{_CODES}{i}" for i in range(len(served.kernels))]
+        codes = derived.rebuild(tuple(_constant(op.get_variable(_SERVED, name)) for name in names), False)
+        scale: Any = _constant(op.get_variable(_SERVED, _KERNEL_SCALE))
         if not _is_dot(type(op)):
             rhs = (codes.astype(scale.dtype) * _beside(scale, codes)).astype(rhs.dtype)
             if gemms.forward.lhs is None:
@@ -166,10 +186,26 @@ class ServingCall(Call):
             rhs,
             *rest,
             kernel=Quantized(codes, scale.reshape(()) if scale.shape == (1,) else scale),
-            input_scale=op.get_variable(_SERVED, _INPUT_SCALE) if delayed else None,
+            input_scale=_constant(op.get_variable(_SERVED, _INPUT_SCALE)) if delayed else None,
             recipe=gemms,
             form=op.form,
         )
+
+
+@jax.custom_jvp
+def _constant(x: jax.Array) -> jax.Array:
+    """Returns codes or scales, which have no derivative: that of casts and roundings means nothing."""
+    return x
+
+
+@_constant.defjvp
+def _constant_jvp(primals: Any, tangents: Any) -> Any:
+    del primals, tangents
+    raise TypeError(
+        "The FP8 kernels of a frozen model, and its scales, have no gradient. Differentiate with respect "
+        "to the inputs, or to wide parameters alone, with the other variables closed over; to train the "
+        "kernels, train the model that was frozen."
+    )
 
 
 def _is_dot(op: type[Fp8Op]) -> bool:
@@ -181,7 +217,7 @@ def _fixed_states(op: Fp8Op, gemms: CustomRecipe) -> DotStates:
     states = {}
     for role in gemms.delayed:
         name, _ = state_leaf_names(role)
-        scale = op.get_variable(_SERVED, name, jnp.ones((1,)))
+        scale = _constant(op.get_variable(_SERVED, name, jnp.ones((1,))))
         states[role] = ScalingState(scale, jnp.zeros((*scale.shape[:-1], 1)))
     return DotStates(**states)
 
@@ -341,6 +377,16 @@ def _into_sources(kernel: Derived, values: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(x.astype(jnp.uint8) for x in transpose(values.astype(jnp.bfloat16)))
 
 
+def _counts(kernel: Derived, shape: tuple[int, ...]) -> list[Any]:
+    """Returns how often each element of a kernel's parameters is in it."""
+    if kernel.is_one_parameter:
+        return [np.ones(shape, np.uint8)]
+    with jax.ensure_compile_time_eval():
+        ones = jax.device_put(np.ones(shape, np.float32))
+    count = jax.jit(functools.partial(_into_sources, kernel)).lower(ones).compile()
+    return list(jax.device_get(count(ones)))
+
+
 def _left_wide(
     ops: Mapping[Path, FoundOp], recipes: Mapping[Path, CustomRecipe], seen: Any
 ) -> dict[Path, str]:
@@ -366,10 +412,8 @@ def _left_wide(
             kernel, quantizer = found.kernel, recipes[path].forward.rhs
             if path in reasons or kernel is None or quantizer is None:
                 continue
-            with jax.ensure_compile_time_eval():
-                ones = _into_sources(kernel, jnp.ones(found.args[1].shape))
-            for source, count in zip(kernel.sources, ones):
-                coverage[source.path] = coverage.get(source.path, 0) + np.asarray(count)
+            for source, count in zip(kernel.sources, _counts(kernel, found.args[1].shape)):
+                coverage[source.path] = coverage.get(source.path, 0) + count
                 dtypes.setdefault(source.path, set()).add(quantizer.dtype)
         more: dict[Path, str] = {}
         for path, found in ops.items():
@@ -432,6 +476,15 @@ def freeze(
     where XLA compiles what lies between the ops alike: under ``jax.jit`` it may fuse it otherwise, and
     round differently in the last bit.) Delayed scales become those that the next step would use; recipes
     without state go on to scale inputs as they come. There is no state left, and nothing to mutate.
+
+    The serving model can be differentiated with respect to its inputs and its wide parameters, in forward
+    and reverse mode, any number of times (forces, guidance, saliency). The derivative is that of a model
+    with the dequantized kernels, where quantizing an input passes it on as it is; tangents and cotangents
+    stay wide. With respect to FP8 kernels and to scales it raises ``TypeError``.
+
+    Its ``init`` gives a fresh KV cache, as decoding loops ask of it (``init(rng, tokens)["cache"]``). The
+    parameters beside it are random, in the shapes and dtypes of those returned here: a target for restoring
+    a checkpoint, under ``jax.eval_shape``.
 
     Kernels are stored where they were, under their names, in FP8, and their scales beside them, under the
     name of the op: ``params/Dense_0/kernel`` and ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and
@@ -531,7 +584,8 @@ def freeze(
             gemms = CustomRecipe()
         for role, scale in scales.items():
             scales_in_params.append(((*path, state_leaf_names(role)[0]), scale))
-        served.append(ServedOp(path, gemms, kernels, bool(scales), layout))
+        fixed = ((state_leaf_names(role)[0], scale.shape, scale.dtype) for role, scale in scales.items())
+        served.append(ServedOp(path, gemms, kernels, tuple(fixed), layout))
     for path, (part, dtype) in stored.items():
         codes, like = jax.lax.bitcast_convert_type(part, dtype), _get(params, path)
         if _is_on_several_devices(like):
@@ -609,10 +663,10 @@ def _fixed_scales(path: Path, gemms: CustomRecipe, state: Any, fresh: list[str])
                 "fp8flax.add_fp8_state."
             )
         scale, history = (jnp.asarray(node[name]) for name in names)
-        if not isinstance(history, jax.core.Tracer) and not np.any(history):
+        if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
             fresh.append("/".join((*path, names[0])))
         one = functools.partial(_scale_of, quantizer)
-        scales[role] = _per_slice_of_state(one, scale, history)
+        scales[role] = jax.jit(functools.partial(_per_slice_of_state, one))(scale, history)
     return scales
 
 

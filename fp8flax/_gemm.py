@@ -271,7 +271,7 @@ def _cuda_block_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
     exact_in_bfloat16 = "float32" not in (lhs_quantizer.scale, rhs_quantizer.scale)
     capability = _compute_capability()
     is_mx = exact_in_bfloat16 and all(width % MX_COLUMNS == 0 for width in widths)
-    if min(_sizes(gemm)) == 0:
+    if 0 in _sizes(gemm):
         return _dequantized_dot(gemm, lhs, rhs, jnp.float32)
     if is_mx and capability >= _NATIVE_MX:
         out = _mx_gemm(gemm, mx_operand(lhs_quantizer, lhs), mx_operand(rhs_quantizer, rhs))
@@ -320,7 +320,8 @@ def _fits_kernel(lhs: Quantized, rhs: Quantized) -> bool:
         _compute_capability() >= _NATIVE
         and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
         and lhs.scale.dtype == rhs.scale.dtype == jnp.float32
-        and max(lhs.codes.size, rhs.codes.size) < 2**31
+        # Nor those of which jax.export does not know the size.
+        and all(isinstance(x.codes.size, int) and x.codes.size < 2**31 for x in (lhs, rhs))
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -43,8 +44,9 @@ def calibrate(
 
     Args:
         fun: ``fun(variables, batch)``, such as ``model.apply``; it is compiled. Forward it may return any
-            arrays, of which those that are floats must depend on all layers; no ``lax.while_loop`` may
-            stand around a layer.
+            arrays, of which those that are floats must depend on all layers. (Where it has no reverse mode,
+            with a layer in a ``lax.while_loop`` or in ``jax.jvp``, callbacks to the host tell what each
+            layer saw.)
         variables: collections with scaling state (see ``add_fp8_state``).
         batches: the samples; a few, like those that the model will meet.
         backward: whether ``fun`` is a loss (a scalar), whose gradients fill the state of output gradients
@@ -82,11 +84,10 @@ def calibrate(
         )
     old = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
     jax.tree_util.tree_map_with_path(check_state_dtype, old)
-    measure = jax.jit(partial(_measure, fun, backward, has_aux))
+    measure = _Measure(fun, backward, has_aux)
     merged = None
     for i, batch in enumerate(batches):
-        with measuring(True):
-            new = measure(variables, batch)
+        new = measure(variables, batch)
         if bad := _names("_amax_history", lambda history: history == np.inf, new, backward):
             raise ValueError(
                 f"Batch {i} puts a NaN or an Inf into {', '.join(bad)}. Leave it out, or look where that "
@@ -107,12 +108,7 @@ def calibrate(
             f"Not calibrated, since nothing that fun returns depends on it: {', '.join(missing)}.",
             stacklevel=2,
         )
-    kept = jax.tree.map(
-        # Of a tensor that was zero in all batches.
-        lambda before, after: jnp.where(after == SMALLEST_SCALE, before, after),
-        old,
-        next_state(old, merged),
-    )
+    kept = _settled(old, merged)
     if not backward:
         kept = jax.tree_util.tree_map_with_path(
             lambda path, before, after: before if _is_backward(path) else after, old, kept
@@ -121,10 +117,98 @@ def calibrate(
     return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result
 
 
+@jax.jit
+def _settled(old: Any, merged: Any) -> Any:
+    """Returns the state to keep; as one program, which takes no number from the host."""
+    return jax.tree.map(
+        # Of a tensor that was zero in all batches.
+        lambda before, after: jnp.where(after == SMALLEST_SCALE, before, after),
+        old,
+        next_state(old, merged),
+    )
+
+
+class _Measure:
+    """Returns what a batch says of the scaling state, to be merged with what other batches say."""
+
+    def __init__(self, fun: Callable[[Any, Any], Any], backward: bool, has_aux: bool) -> None:
+        self._reports: _Reports | None = None
+        self._is_forward = not backward
+        self._as_gradient = jax.jit(partial(_measure, fun, backward, has_aux))
+        # Its result keeps JAX from dropping what the callbacks need.
+        self._run = jax.jit(fun)
+
+    def __call__(self, variables: Any, batch: Any) -> dict[str, Any]:
+        if self._reports is None:
+            try:
+                with measuring(True):
+                    return self._as_gradient(variables, batch)
+            except (NotImplementedError, TypeError, ValueError):
+                if not self._is_forward:
+                    raise
+            # Perhaps it has no reverse mode. If that is not it, this raises the same error.
+            self._reports = _Reports(variables)
+        self._reports.clear()
+        with measuring(self._reports):
+            jax.block_until_ready(self._run(self._reports.named, batch))
+        jax.effects_barrier()
+        return self._reports.state()
+
+
+class _Reports:
+    """What layers tell the host that they saw, by the numbers of their tensors."""
+
+    def __init__(self, variables: Any) -> None:
+        state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
+        self._paths, self._treedef = jax.tree_util.tree_flatten_with_path(state)
+        self._count, named = 0, []
+        self._names: dict[Any, np.ndarray] = {}
+        for path, leaf in self._paths:
+            if path[-1].key.endswith("_scale"):
+                names = np.arange(self._count, self._count + leaf.size).reshape(leaf.shape)
+                self._count += leaf.size
+                self._names[path[:-1], path[-1].key.removesuffix("_scale")] = names
+                leaf = jax.device_put(names.astype(np.float32))
+            named.append(leaf)
+        self.named = type(variables)({**variables, **self._treedef.unflatten(named)})
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def __call__(self, name: Any, scale: Any, history: Any) -> None:
+        key, new = int(np.asarray(name).item()), (np.asarray(scale), np.asarray(history))
+        with self._lock:
+            before = self._seen.get(key, new)
+            self._seen[key] = np.maximum(before[0], new[0]), np.maximum(before[1], new[1])
+
+    def state(self) -> dict[str, Any]:
+        """Returns the collection, with -inf where nothing was told."""
+        leaves = []
+        for path, leaf in self._paths:
+            is_scale = path[-1].key.endswith("_scale")
+            names = self._names[
+                path[:-1], path[-1].key.rsplit("_scale" if is_scale else "_amax_history", 1)[0]
+            ]
+            new = np.full(leaf.shape, -np.inf, np.float32)
+            axis = next(
+                (i for i, (a, b) in enumerate(zip(names.shape, leaf.shape)) if a != b), leaf.ndim - 1
+            )
+            rows, told = np.moveaxis(new, axis, -1), np.moveaxis(names, axis, -1)[..., 0]
+            for index in np.ndindex(told.shape):
+                if (seen := self._seen.get(int(told[index]))) is not None:
+                    rows[index] = seen[0 if is_scale else 1]
+            leaves.append(jax.device_put(new))
+        result: dict[str, Any] = self._treedef.unflatten(leaves)
+        return result
+
+
 def _measure(
     fun: Callable[[Any, Any], Any], backward: bool, has_aux: bool, variables: Any, batch: Any
 ) -> dict[str, Any]:
-    """Returns what a batch says of the scaling state, to be merged with what other batches say."""
+    """Returns what a batch says of the scaling state, as a gradient."""
 
     def run(state: Any) -> Any:
         given = {**variables, **merge_by_max(state, resolve=False)}
@@ -161,5 +245,5 @@ def _names(ending: str, holds: Callable[[Any], Any], state: Any, backward: bool)
         for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
         if path[-1].key.endswith(ending)
         and (backward or not _is_backward(path))
-        and np.any(holds(np.asarray(leaf)))
+        and np.any(holds(jax.device_get(leaf)))
     ]

@@ -134,5 +134,8 @@ def to_max_dtype(x: jax.Array) -> jax.Array:
 
 
 def from_max_dtype(x: Any) -> Any:
-    """Casts an ``fp32_max_grad`` array to float32; leaves everything else alone."""
-    return lax.convert_element_type(x, np.float32) if is_max_dtype(x) else x
+    """Casts an ``fp32_max_grad`` array to float32, without a gradient; leaves everything else alone.
+
+    (A second derivative would ask for the transpose of that cast, in which JAX 0.10 fails.)
+    """
+    return lax.stop_gradient(lax.convert_element_type(x, np.float32)) if is_max_dtype(x) else x

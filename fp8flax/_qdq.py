@@ -7,7 +7,7 @@ all; their cotangent slots carry their *next values*, which a train state writes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -154,6 +154,18 @@ def measured_next_state(config: DelayedConfig, x: jax.Array, state: ScalingState
     # Where there is only zero no scale follows; the smallest one gives way to that of any other data.
     new_scale = jnp.where(jnp.max(seen) > 0, new_scale, SMALLEST_SCALE)
     return delayed_next_state(amax, new_scale, state)
+
+
+def report_measured(
+    report: Callable[..., None], config: DelayedConfig, x: jax.Array, state: ScalingState
+) -> None:
+    """Tells the host ``measured_next_state`` of a tensor, whose number stands in the place of its scale.
+
+    Unlike a cotangent, a callback also comes out of a ``lax.while_loop``, and of forward mode.
+    """
+    scale, history = (to_max_dtype(lax.stop_gradient(leaf)) for leaf in state)
+    new = measured_next_state(config, lax.stop_gradient(x), ScalingState(scale, history))
+    jax.debug.callback(report, state.scale, *map(from_max_dtype, new))
 
 
 def check_state(scale: Any, amax_history: Any) -> ScalingState:

@@ -35,6 +35,7 @@ from fp8flax._qdq import (
     delayed_scale,
     inf_to_nan,
     measured_next_state,
+    report_measured,
 )
 from fp8flax._quantize import as_float_array
 from fp8flax._recipes import CustomRecipe, Recipe
@@ -331,12 +332,14 @@ class _Residuals(NamedTuple):
 # e. Scales multiply the product of each visit, which has one expert's only. The cotangents of the scaling
 # states are their next values (see _qdq).
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.jit, static_argnums=0)
 def _ragged_dot(
     config: _Config, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, states: DotStates
 ) -> jax.Array:
     return _fwd(config, lhs, rhs, group_sizes, states)[0]
 
 
+@partial(jax.jit, static_argnums=0)
 def _fwd(
     config: _Config, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, states: DotStates
 ) -> tuple[jax.Array, _Residuals]:
@@ -367,6 +370,7 @@ def _fwd(
     return out, _Residuals(lhs_kept, rhs_kept, group_sizes, scales, amaxes, states)
 
 
+@partial(jax.jit, static_argnums=0)
 def _bwd(
     config: _Config, residuals: _Residuals, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, DotStates]:
@@ -433,6 +437,18 @@ def _measured_bwd(
 
 
 _measured_ragged_dot.defvjp(_measured_fwd, _measured_bwd)
+
+
+def _report(
+    config: _Config, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, states: DotStates
+) -> None:
+    for role, quantizer in config.recipe.delayed.items():
+        report = partial(report_measured, measuring.value, delayed_config(quantizer))
+        state = getattr(states, role)
+        if role == "kernel":
+            jax.vmap(report)(rhs, state)
+        elif role == "input":
+            report(_grouped_rows(config, lhs, group_sizes), state)
 
 
 # Derivation. As for _frozen_dot_general in _dot_general.
@@ -587,7 +603,7 @@ def fp8_ragged_dot(
     if not any(uses):
         with jax.named_scope(KEPT_WIDE):
             return lax.ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type)
-    if not is_frozen:
+    if not is_frozen and not callable(measuring.value):
         lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
     out = jax.eval_shape(
         partial(lax.ragged_dot, preferred_element_type=preferred_element_type), lhs, rhs, group_sizes
@@ -610,6 +626,9 @@ def fp8_ragged_dot(
     if is_frozen:
         warn_if_emulated(gemms.forward)
         return _frozen_ragged_dot(config, lhs, rhs, group_sizes, scales_of(config, states))
+    if callable(measuring.value):
+        _report(config, lhs, rhs, group_sizes, states)
+        return _wide_ragged_dot(config, group_sizes, lhs, rhs)
     if measuring.value:
         return _measured_ragged_dot(config, lhs, rhs, group_sizes, states)
     warn_if_emulated(gemms.forward, gemms.dgrad, gemms.wgrad)

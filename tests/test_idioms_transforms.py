@@ -1,0 +1,507 @@
+"""Idioms of users: transformations of FP8 models, and of frozen ones."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fp8flax as fp8
+from fp8flax._dot_general import DotStates
+
+OWG = "_overwrite_with_gradient"
+KEY = jax.random.key(0)
+X = np.asarray(jax.random.normal(KEY, (3, 32)))
+Dense = partial(nn.Dense, dot_general_cls=fp8.Fp8DotGeneralOp)
+QdqDense = partial(nn.Dense, dot_general_cls=partial(fp8.Fp8DotGeneralOp, form="qdq"))
+RECIPES = {
+    "delayed": fp8.DelayedScaling(),
+    "current": fp8.Float8CurrentScaling(),
+    "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
+    "mxfp8": fp8.MXFP8BlockScaling(),
+}
+
+
+def frozen(model, x, recipe=None, weight_only=False, **options):
+    """Returns a converted model, frozen with its initial variables."""
+    model8 = fp8.quantize_model(model, include=".*", recipe=recipe, **options)
+    variables = model8.init(KEY, x)
+    if OWG in variables:
+        variables = fp8.calibrate(model8.apply, variables, [x])
+    return fp8.freeze(model8, variables, weight_only=weight_only)
+
+
+def assert_close(a, b, tolerance=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), a, b)
+
+
+class Energy(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.tanh(nn.Dense(16)(x)))
+
+
+@pytest.mark.filterwarnings("ignore:FP8 convolutions", "ignore:These kernels of FP8 ops")
+class TestInputGradientOfAFrozenModel:
+    """Forces, guidance, saliency."""
+
+    @pytest.mark.parametrize("recipe", [*RECIPES, "weight_only"])
+    def test_is_that_through_the_dequantized_kernel(self, recipe):
+        model, variables = frozen(nn.Dense(8), X, RECIPES.get(recipe), recipe == "weight_only")
+        params = variables["params"]
+        scale = np.asarray(params["Fp8DotGeneralOp_0"]["kernel_scale"], np.float32)
+        if scale.ndim == 3:  # (1, columns of the kernel, blocks)
+            scale = np.repeat(scale[0].T, 32, axis=0)
+        kernel = np.asarray(params["kernel"], np.float32) * scale
+        g = np.asarray(jax.random.normal(jax.random.key(1), (3, 8)))
+
+        def f(x):
+            return jnp.sum(model.apply(variables, x) * g)
+
+        assert_close(jax.grad(f)(jnp.asarray(X)), g @ kernel.T)
+        assert_close(
+            jax.jit(jax.vmap(jax.grad(lambda x, g: model.apply(variables, x) @ g)))(X, g), g @ kernel.T
+        )
+        assert_close(jax.jvp(f, (X,), (X,))[1], np.sum(X @ kernel * g))
+        assert_close(jax.linearize(f, X)[1](X), np.sum(X @ kernel * g))
+
+    def test_second_derivatives(self):
+        model, variables = frozen(Energy(), X)
+        params = variables["params"]
+        w1, w2 = (
+            np.asarray(p["kernel"], np.float32) * np.asarray(p["Fp8DotGeneralOp_0"]["kernel_scale"])
+            for p in (params["Dense_1"], params["Dense_0"])
+        )
+        y = np.tanh(nn.Dense(16).apply({"params": {"kernel": w1, "bias": np.zeros(16)}}, X[0]))
+        hessian = jax.jit(jax.hessian(lambda x: model.apply(variables, x)[0]))(X[0])
+        expected = w1 @ np.diag(w2[:, 0] * -2 * y * (1 - y**2)) @ w1.T
+        assert np.linalg.norm(hessian - expected) < 0.1 * np.linalg.norm(expected)  # y is that of FP8
+
+    def test_of_products_of_activations_and_of_an_einsum(self):
+        class Attention(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                q, k = (
+                    nn.Dense(32)(x),
+                    jnp.einsum("bd,de->be", x, self.param("w", nn.initializers.normal(), (32, 32))),
+                )
+                return jnp.einsum("bd,cd->bc", q, k)
+
+        model, variables = frozen(Attention(), X, products=True)
+        x, dx = jnp.asarray(X), jnp.asarray(X[::-1])
+        _, tangent = jax.jvp(partial(model.apply, variables), (x,), (dx,))
+        wide = Attention()
+        _, expected = jax.jvp(partial(wide.apply, wide.init(KEY, x)), (x,), (dx,))
+        assert np.linalg.norm(tangent - expected) < 0.15 * np.linalg.norm(expected)
+        back = jax.vjp(partial(model.apply, variables), x)[1](tangent)[0]
+        np.testing.assert_allclose(np.vdot(back, dx), np.vdot(tangent, tangent), rtol=1e-4)
+
+    @pytest.mark.parametrize("window", ["patches", "overlapping"])
+    @pytest.mark.parametrize("recipe", ["delayed", "current", "weight_only"])
+    def test_of_a_convolution(self, window, recipe):
+        strides = (2, 2) if window == "patches" else (1, 1)
+        conv = nn.Conv(4, (2, 2), strides, use_bias=False)
+        x = X.reshape(1, 4, 4, 6)
+        model, variables = frozen(conv, x, RECIPES.get(recipe), recipe == "weight_only")
+        codes = variables["params"]["kernel"]
+        kernel = np.asarray(codes, np.float32)
+        if codes.dtype == jnp.float8_e4m3fn:
+            kernel = kernel * np.asarray(variables["params"]["Fp8ConvGeneralDilatedOp_0"]["kernel_scale"])
+        else:  # quantized at each call
+            kernel = np.asarray(fp8.qdq(codes, jnp.float8_e4m3fn, jnp.float32(np.abs(kernel).max() / 448)))
+        g = jnp.ones(model.apply(variables, x).shape)
+        reference = jax.vjp(lambda x: conv.apply({"params": {"kernel": jnp.asarray(kernel)}}, x), x)[1](g)[
+            0
+        ]
+        assert_close(jax.vjp(lambda x: model.apply(variables, x), x)[1](g)[0], reference)
+
+    def test_of_a_ragged_dot(self):
+        from fp8flax._ragged import fp8_ragged_dot
+
+        x, sizes = jnp.asarray(X[:, :4]), jnp.array([1, 1])
+        kernels = jax.random.normal(KEY, (2, 4, 2))
+        dot = partial(fp8_ragged_dot, states=DotStates(), recipe=fp8.Float8CurrentScaling(), is_frozen=True)
+        scale = jnp.abs(kernels).max((1, 2), keepdims=True) / 448
+        wide = jnp.stack([fp8.qdq(w, jnp.float8_e4m3fn, s) for w, s in zip(kernels, scale)])
+        grad = jax.jit(jax.grad(lambda x: jnp.sum(dot(x, kernels, sizes))))(x)
+        assert_close(grad, np.stack([wide[0].sum(1), wide[1].sum(1), np.zeros(4)]))
+        of_kernels = jax.grad(lambda w: jnp.sum(dot(x, w, sizes)))(kernels)
+        x8 = fp8.qdq(x, jnp.float8_e4m3fn, jnp.abs(x[:2]).max() / 448)
+        assert_close(of_kernels, jnp.broadcast_to(x8[:2, :, None], (2, 4, 2)))
+
+    @pytest.mark.parametrize("weight_only", [False, True])
+    def test_fp8_kernels_have_none_and_wide_parameters_do(self, weight_only):
+        model, variables = frozen(nn.Dense(8), X, weight_only=weight_only)
+        with pytest.raises(TypeError, match="no gradient"):
+            jax.grad(lambda v: jnp.sum(model.apply(v, X)))(variables)
+
+        def loss(bias):
+            return jnp.sum(model.apply({"params": {**variables["params"], "bias": bias}}, X))
+
+        np.testing.assert_array_equal(jax.grad(loss)(variables["params"]["bias"]), np.full(8, 3.0))
+
+    def test_forces_inside_of_the_model(self):
+        class Forces(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                energy, back = nn.vjp(lambda m, x: m(x), Energy(), x)
+                return back(jnp.ones_like(energy))[-1]
+
+        model, variables = frozen(Forces(), X, fp8.Float8CurrentScaling())
+        wide = Forces()
+        expected = wide.apply(wide.init(KEY, X), X)
+        assert np.linalg.norm(model.apply(variables, X) - expected) < 0.1 * np.linalg.norm(expected)
+
+
+class Decoder(nn.Module):
+    """Keeps keys and values of the tokens before."""
+
+    decode: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        attention = nn.MultiHeadDotProductAttention(2, qkv_features=16, decode=self.decode)
+        return nn.Dense(16)(attention(nn.Dense(16)(x)))
+
+
+class TestInitOfAFrozenModel:
+    @pytest.mark.parametrize("dtype", [None, "float8_e4m3fn"])
+    def test_gives_the_cache(self, dtype):
+        x = jnp.ones((2, 5, 16))
+        decoder = fp8.quantize_model(Decoder(), include=".*", recipe=fp8.Float8CurrentScaling())
+        model, served = fp8.freeze(decoder, decoder.init(KEY, x), kv_cache_dtype=dtype)
+        made = jax.jit(model.init)(jax.random.key(1), x)
+        shapes = partial(jax.tree.map, lambda a: (a.shape, a.dtype))
+        assert shapes(dict(made)) == shapes(dict(served))
+        assert shapes(jax.eval_shape(model.init, KEY, x)) == shapes(made)
+        jax.tree.map(np.testing.assert_array_equal, made["cache"], served["cache"])
+        out, after = model.apply({**served, "cache": made["cache"]}, x[:, :1], mutable=["cache"])
+        assert shapes(after["cache"]) == shapes(made["cache"])
+        np.testing.assert_array_equal(out, model.apply(served, x[:, :1], mutable=["cache"])[0])
+
+    def test_of_stacked_and_boxed_parameters_and_of_a_part_of_the_model(self):
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                init = nn.with_partitioning(nn.initializers.normal(), ("in", "out"))
+                return nn.Dense(32, kernel_init=init)(x), None
+
+        class Model(nn.Module):
+            def setup(self):
+                self.blocks = nn.scan(
+                    Block,
+                    variable_axes={"params": 0},
+                    split_rngs={"params": True},
+                    length=2,
+                    metadata_params={nn.PARTITION_NAME: None},
+                )()
+                self.head = nn.Dense(8)
+
+            def encode(self, x):
+                return self.blocks(x, None)[0]
+
+            def __call__(self, x):
+                return self.head(self.encode(x))
+
+        model, variables = frozen(Model(), X, fp8.MXFP8BlockScaling())
+        out, made = model.init_with_output(KEY, X)
+        assert out.shape == (3, 8)
+        shapes = partial(jax.tree.map, lambda a: (a.shape, a.dtype))
+        assert shapes(dict(made)) == shapes(dict(variables))
+        assert np.isfinite(model.apply(made, X)).all()
+        assert list(model.init(KEY, X, method="encode")["params"]) == ["blocks"]
+
+
+class TestSecondDerivatives:
+    model = nn.Sequential([QdqDense(8), nn.tanh, QdqDense(1)])
+
+    @pytest.fixture
+    def variables(self):
+        return fp8.calibrate(self.model.apply, self.model.init(KEY, X), [X])
+
+    def loss(self, variables):
+        return jnp.mean(self.model.apply(variables, X) ** 2)
+
+    def squares(self, tree):
+        return sum(jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(tree))
+
+    def test_of_all_variables_and_of_params_are_the_same(self, variables):
+        """A Hessian-vector product with the gradient itself, in four ways."""
+
+        def of_params(params):
+            return self.squares(jax.grad(lambda p: self.loss({**variables, "params": p}))(params))
+
+        def of_variables(v):
+            return self.squares(fp8.grad(self.loss)(v)["params"])
+
+        expected = jax.grad(of_params)(variables["params"])
+        assert self.squares(expected) > 0
+        once = fp8.grad(of_variables)(variables)
+        assert_close(once["params"], expected)
+        assert_close(jax.jit(jax.grad(of_variables))(variables)["params"], expected)
+        # Held fixed: nothing but derivatives used it.
+        jax.tree.map(np.testing.assert_array_equal, once[OWG], variables[OWG])
+
+    def test_gradient_penalty(self, variables):
+        def penalty(v):
+            return self.squares(jax.grad(lambda x: jnp.sum(self.model.apply(v, x)))(jnp.asarray(X)))
+
+        def loss(v):
+            return self.loss(v) + penalty(v)
+
+        grads, alone = fp8.grad(loss)(variables), fp8.grad(self.loss)(variables)
+        jax.tree.map(np.testing.assert_array_equal, grads[OWG], alone[OWG])
+        of_penalty = jax.grad(lambda p: penalty({**variables, "params": p}))(variables["params"])
+        assert self.squares(of_penalty) > 0
+        assert_close(grads["params"], jax.tree.map(jnp.add, alone["params"], of_penalty))
+        state = fp8.TrainState.create(apply_fn=self.model.apply, params=variables, tx=optax.sgd(0.1))
+        state.apply_gradients(grads=grads)
+
+    def test_of_the_direct_form_say_what_to_do(self):
+        layer = Dense(4)
+
+        def squares(v):
+            return self.squares(fp8.grad(lambda v: jnp.mean(layer.apply(v, X) ** 2))(v)["params"])
+
+        with pytest.raises(TypeError, match="form='qdq'"):
+            fp8.grad(squares)(layer.init(KEY, X))
+
+
+class TestDebuggingFlags:
+    @pytest.fixture(params=["jax_debug_infs", "jax_debug_nans"], autouse=True)
+    def _flag(self, request):
+        if request.param == "jax_debug_nans":
+            request.getfixturevalue("_all_cells")
+        jax.config.update(request.param, True)
+        yield
+        jax.config.update(request.param, False)
+
+    def test_un_jitted_training_raises_no_alarm(self):
+        model, x = Dense(4), jnp.asarray(X)
+        variables = model.init(KEY, x)
+
+        def loss(v, x):
+            return jnp.mean(model.apply(v, x) ** 2)
+
+        fp8.value_and_grad(lambda v, x: loss(v, x) + loss(v, 2.0 * x))(variables, x)
+        value, grads = fp8.accumulate_gradients(loss)(variables, x[:2, None])
+        assert_close(value, loss(variables, x[:2]))
+        state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
+        state = state.apply_gradients(grads=grads)
+        grads = jax.grad(lambda v: jnp.mean(state.apply_fn(v, x)))(state.params)
+        fp8.check_state(state.apply_gradients(grads=grads).params, state.params)
+
+    def test_an_inf_of_the_model_still_does(self, request):
+        layer = Dense(4)
+        variables = layer.init(KEY, X)
+        if not jax.config.jax_debug_infs:
+            pytest.skip("infs are not looked for")
+        with pytest.raises(FloatingPointError, match="inf"):
+            fp8.accumulate_gradients(
+                lambda v, x: jnp.mean(layer.apply(v, x)) * np.float32(1e30) * np.float32(1e30)
+            )(variables, X[:, None])
+
+
+class Loop(nn.Module):
+    """Applies one layer three times."""
+
+    kind: str
+    layer: type = Dense
+
+    @nn.compact
+    def __call__(self, x):
+        layer = self.layer(32)
+
+        def body(module, carry):
+            return carry[0] + 1, nn.tanh(module(carry[1]))
+
+        if self.is_initializing() or self.kind == "unrolled":
+            for _ in range(3):
+                x = nn.tanh(layer(x))
+            return x
+        if self.kind == "jvp":
+            return nn.jvp(lambda m, x: body(m, body(m, body(m, (0, x))))[1], layer, (x,), (x,), {})
+        return nn.while_loop(lambda m, c: c[0] < 3, body, layer, (0, x))[1]
+
+
+@pytest.mark.filterwarnings("ignore:FP8 convolutions")
+class TestCalibrateWithoutReverseMode:
+    @pytest.mark.parametrize("kind", ["while_loop", "jvp"])
+    @pytest.mark.parametrize("converted", [False, True])
+    def test_is_that_of_the_same_layers_unrolled(self, kind, converted):
+        def model(kind):
+            return fp8.quantize_model(Loop(kind, nn.Dense), include=".*") if converted else Loop(kind)
+
+        variables = model(kind).init(KEY, X)
+        batches = [jnp.asarray(X), jnp.asarray(3 * X)]
+        state = fp8.calibrate(model(kind).apply, variables, batches)
+        expected = fp8.calibrate(model("unrolled").apply, variables, batches)
+        assert np.max(expected[OWG]["Dense_0"]["Fp8DotGeneralOp_0"]["input_amax_history"]) > 1
+        jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+    def test_of_stacked_layers_convolutions_and_experts(self):
+        class Stack(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                body = nn.scan(
+                    lambda m, c, _: (m(c), None),
+                    variable_axes={"params": 0, OWG: 0},
+                    split_rngs={"params": True},
+                    length=2,
+                )
+                x, _ = body(Dense(32), x, None)
+                conv = nn.Conv(4, (3,), conv_general_dilated_cls=fp8.Fp8ConvGeneralDilatedOp)
+                y = conv(x[..., None])
+                experts = self.param("experts", nn.initializers.normal(), (2, 4, 8))
+                return fp8.Fp8RaggedDotOp()(y.reshape(-1, 4), experts, jnp.array([40, 50]))
+
+        def looped(v, x):
+            return jax.lax.while_loop(
+                lambda c: c[0] < 1, lambda c: (c[0] + 1, model.apply(v, x)), (0, out)
+            )[1]
+
+        model, x = Stack(), jnp.asarray(X)
+        variables = model.init(KEY, x)
+        out = model.apply(variables, x)
+        state = fp8.calibrate(looped, variables, [x])
+        jax.tree.map(np.testing.assert_array_equal, state, fp8.calibrate(model.apply, variables, [x]))
+
+    def test_a_nan_and_errors_of_the_model_are_said(self):
+        model = Loop("while_loop")
+        variables = model.init(KEY, X)
+        with pytest.raises(ValueError, match="NaN or an Inf into .*input_amax_history"):
+            fp8.calibrate(model.apply, variables, [X * np.float32(np.nan)])
+        with pytest.raises(ValueError, match="mine"):
+            fp8.calibrate(lambda v, x: (_ for _ in ()).throw(ValueError("mine")), variables, [X])
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return nn.tanh(nn.Dense(32)(x)), None
+
+
+class Lifted(nn.Module):
+    kind: str
+
+    @nn.compact
+    def __call__(self, x):
+        if self.kind == "remat":
+            return nn.remat(Block)()(x)[0]
+        if self.kind == "scan":
+            return nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)()(
+                x, None
+            )[0]
+        return nn.RNN(nn.SimpleCell(32))(x[None])
+
+
+@pytest.mark.parametrize("kind", ["remat", "scan", "rnn"])
+def test_no_tracer_outlives_its_trace(kind, request):
+    if kind != "remat":
+        request.getfixturevalue("_all_cells")
+    model = fp8.quantize_model(Lifted(kind), include=".*")
+    x = jnp.asarray(X)
+    with jax.checking_leaks():
+        variables = jax.jit(model.init)(KEY, x)
+        jax.jit(fp8.grad(lambda v: jnp.mean(model.apply(v, x) ** 2)))(variables)
+        serve, served = fp8.freeze(model, variables, weight_only=True)
+        jax.jit(serve.apply)(served, x)
+
+
+class TestExportOfABatchOfAnySize:
+    x = jnp.asarray(np.resize(X, (5, 64)))
+
+    def export(self, fun, *args):
+        batch = jax.ShapeDtypeStruct((jax.export.symbolic_shape("b")[0], 64), jnp.float32)
+        exported = jax.export.export(jax.jit(fun))(jax.eval_shape(lambda *args: args, *args)[0], batch)
+        return jax.export.deserialize(exported.serialize()).call(*args, self.x)
+
+    @pytest.mark.parametrize(
+        "recipe", [*RECIPES.values(), fp8.Float8BlockScaling()], ids=lambda r: type(r).__name__
+    )
+    def test_forward_gradient_and_frozen(self, recipe):
+        model = fp8.quantize_model(nn.Dense(32), include=".*", recipe=recipe)
+        variables = model.init(KEY, self.x)
+        if OWG in variables:
+            variables = fp8.calibrate(model.apply, variables, [self.x])
+
+        def step(v, x):
+            return fp8.value_and_grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(v)
+
+        assert_close(self.export(step, variables), jax.jit(step)(variables, self.x))
+        serve, served = fp8.freeze(model, variables)
+        assert_close(self.export(serve.apply, served), jax.jit(serve.apply)(served, self.x))
+
+
+def test_no_implicit_transfers():
+    """Other ones, ``jax.device_put``, are allowed; what Optax makes of a state is its own."""
+    model = nn.Sequential([Dense(32), nn.relu, Dense(4)])
+    x = jax.device_put(X)
+    variables = jax.device_put(model.init(KEY, x))
+    longer = nn.Dense(
+        32, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=1100))
+    )
+    state_of_one = {"params": variables["params"]["layers_0"], OWG: variables[OWG]["layers_0"]}
+    fused = fp8.quantize_model(Fused(), include=".*")
+    of_fused = fused.init(KEY, x)
+
+    def loss(v, x):
+        return jnp.mean(model.apply(v, x) ** 2)
+
+    grads = fp8.grad(loss)(variables, x)
+    with jax.transfer_guard("disallow"):
+        fp8.add_fp8_state({"params": variables["params"]}, model, x)
+        fp8.add_fp8_state(state_of_one, longer, x)
+        calibrated = fp8.calibrate(model.apply, variables, [x, x])
+        fp8.calibrate(loss, variables, [x], backward=True)
+        fp8.freeze(model, calibrated, x)
+        fp8.freeze(fused, fp8.calibrate(fused.apply, of_fused, [x]), weight_only=True)
+        state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.identity())
+        fp8.check_state(state.apply_gradients(grads=grads).params, variables)
+
+
+class Fused(nn.Module):
+    """Two kernels in one parameter."""
+
+    @nn.compact
+    def __call__(self, x):
+        a, b = jnp.split(self.param("ab", nn.initializers.normal(), (32, 64)), 2, axis=1)
+        return x @ a + x @ b
+
+
+class TestOtherIdioms:
+    def test_dropout_under_vmap_over_keys_and_donated_variables(self):
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(8)(nn.Dropout(0.5, deterministic=False)(x))
+
+        model8 = fp8.quantize_model(Net(), include=".*", recipe=fp8.Float8CurrentScaling())
+        serve, served = fp8.freeze(model8, model8.init(KEY, X), jnp.asarray(X))
+        keys = jax.random.split(KEY, 3)
+
+        def apply(v, key):
+            return serve.apply(v, X, rngs={"dropout": key})
+
+        many = jax.jit(jax.vmap(apply, in_axes=(None, 0)))(served, keys)
+        assert_close(many[1], apply(served, keys[1]))
+        update = jax.jit(lambda v: (apply(v, keys[1]), v), donate_argnums=0)
+        out, served = update(served)
+        assert_close(out, update(served)[0])
+
+    def test_a_custom_derivative_around_a_frozen_model(self):
+        serve, served = frozen(nn.Dense(8), X)
+
+        @jax.custom_vjp
+        def clipped(x):
+            return serve.apply(served, x)
+
+        def forward(x):
+            return jax.vjp(lambda x: serve.apply(served, x), x)
+
+        clipped.defvjp(forward, lambda back, g: (jnp.clip(back(g)[0], -0.1, 0.1),))
+        grad = jax.grad(lambda x: jnp.sum(clipped(x)))(jnp.asarray(X))
+        assert 0 < np.abs(grad).max() <= np.float32(0.1)
