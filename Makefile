@@ -19,7 +19,7 @@ help:
 	@echo "make bench-outlier  rules for delayed scales under outliers, jumps and noise, trained on this CPU"
 	@echo "make bench-flax-scales  how far Flax's ops and ours are from the product that their scales mean"
 	@echo "make bench-models  models of transformers and flaxmodels in FP8: what is converted, errors, bytes (15 minutes)"
-	@echo "make bench-gpu     what only a GPU can tell, in nine minutes; with PYTHON=, one whose JAX sees the GPU"
+	@echo "make bench-gpu     what only a GPU can tell, nine minutes at a time; with PYTHON=, one whose JAX sees the GPU"
 	@echo "make what-works    every recipe with every transformation and sharding; writes docs/what_works.md"
 	@echo "make notebooks     execute the notebooks and save their outputs"
 	@echo "make format        format the code and fix what the linter can"
