@@ -2,6 +2,10 @@
 PYTHON ?= python3
 OLDEST_JAX = 0.9.0
 WORKERS ?= 2
+# What CI installs, exactly, with Python 3.11 and 3.12. For the newest of everything, or another Python:
+# CONSTRAINTS=/dev/null
+CONSTRAINTS ?= .ci/constraints.txt
+CONSTRAINTS_OLDEST ?= .ci/constraints-oldest.txt
 export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
@@ -25,9 +29,10 @@ help:
 	@echo "make format        format the code and fix what the linter can"
 	@echo "make clean         remove the virtual environments and caches"
 
-.venv/installed: pyproject.toml
+.venv/installed: pyproject.toml $(CONSTRAINTS)
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) \
+	  --editable '.[dev]'
 	touch $@
 
 .venv/installed-demo: pyproject.toml
@@ -40,9 +45,10 @@ help:
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[audit,demo]'
 	touch $@
 
-.venv-oldest/installed: pyproject.toml
+.venv-oldest/installed: pyproject.toml $(CONSTRAINTS_OLDEST)
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' \
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint $(CONSTRAINTS_OLDEST) --editable '.[test]' \
 	  jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX) \
 	  jax-cuda13-plugin==$(OLDEST_JAX) jax-cuda13-pjrt==$(OLDEST_JAX)
 	touch $@

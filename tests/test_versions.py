@@ -63,3 +63,17 @@ def test_ctrl_c_while_a_command_imports():
     _, errors = process.communicate()
     assert process.returncode == 130
     assert [x for x in errors.splitlines() if not x.startswith("import time:")] == ["fp8flax: interrupted"]
+
+
+@pytest.mark.parametrize(("file", "extras"), [("", ("test", "dev")), ("-oldest", ("test",))])
+def test_ci_has_an_exact_version_of_everything(file, extras):
+    lines = (PACKAGE.parent / ".ci" / f"constraints{file}.txt").read_text().splitlines()
+    pins = dict(line.lower().replace("_", "-").split("==") for line in lines if not line.startswith("#"))
+    needed = list(PROJECT["dependencies"])
+    for extra in (*extras, "demo", "audit", "notebooks", "safetensors"):
+        needed += PROJECT["optional-dependencies"][extra]
+    names = {re.match(r"[\w.-]+", requirement)[0].replace("_", "-") for requirement in needed}
+    assert names - {"fp8flax"} <= pins.keys()
+    assert len({pins[name] for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")}) == 1
+    oldest = re.search(r"^OLDEST_JAX = (.*)$", (PACKAGE.parent / "Makefile").read_text(), re.MULTILINE)[1]
+    assert (pins["jax"] == oldest) == bool(file)
