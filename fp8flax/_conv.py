@@ -45,7 +45,7 @@ from fp8flax._qdq import (
 from fp8flax._quantize import as_float_array
 from fp8flax._recipes import CurrentQuantizer, CustomRecipe, DelayedQuantizer, Quantizer, Recipe
 from fp8flax._state import ScalingState
-from fp8flax._transforms import manual_axes, reverse_mode_only, sum_to_axes
+from fp8flax._transforms import manual_axes, reverse_mode_only, sum_to_axes, traced_once
 
 CONVOLVED_WIDE = "fp8_convolved_wide"
 """The scope of a convolution of FP8 values in a wide dtype."""
@@ -197,7 +197,7 @@ class _Residuals(NamedTuple):
 # dx = C_{q(w)}^T q(g) and dw = D_{q(x)}^T q(g), where q scales as the recipe of that product says. JAX
 # derives both transposes. The cotangents of the scaling states are their next values (see _qdq).
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-@partial(jax.jit, static_argnums=0)
+@traced_once
 def _convolve(config: _Config, lhs: jax.Array, rhs: jax.Array, states: DotStates) -> jax.Array:
     scales = scales_of(cast("Any", config), states)
     recipe = config.recipe.forward
@@ -248,7 +248,7 @@ def _quantize_for_both(
     return first, second, None if delayed_scale is None else delayed_amax(x)
 
 
-@partial(jax.jit, static_argnums=0)
+@traced_once
 def _fwd(
     config: _Config, lhs: jax.Array, rhs: jax.Array, states: DotStates
 ) -> tuple[jax.Array, _Residuals]:
@@ -282,7 +282,7 @@ def _transposed(f: Callable[[jax.Array], jax.Array], kept: Any, dtype: np.dtype,
     return jax.vjp(f, codes.astype(dtype))[1](g)[0]
 
 
-@partial(jax.jit, static_argnums=0)
+@traced_once
 def _bwd(config: _Config, residuals: _Residuals, g: jax.Array) -> tuple[jax.Array, jax.Array, DotStates]:
     dgrad, wgrad, dtype = config.recipe.dgrad, config.recipe.wgrad, config.backward_dtype
     scales, states = residuals.scales, residuals.states

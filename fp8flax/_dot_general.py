@@ -48,7 +48,13 @@ from fp8flax._qdq import (
 from fp8flax._quantize import as_float_array
 from fp8flax._recipes import CustomRecipe, DelayedQuantizer, GemmRecipe, Recipe
 from fp8flax._state import ScalingState
-from fp8flax._transforms import manual_axes, refuse_unchecked_axes, reverse_mode_only, sum_to_axes
+from fp8flax._transforms import (
+    manual_axes,
+    refuse_unchecked_axes,
+    reverse_mode_only,
+    sum_to_axes,
+    traced_once,
+)
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 _Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
@@ -216,6 +222,7 @@ class _Config(NamedTuple):
             out_dtype=self.out_dtype,
             precision=self.precision,
             dequantized=self.dequantized,
+            is_read_by_model=True,
         )
 
     @property
@@ -340,6 +347,7 @@ class _Residuals(NamedTuple):
 # products, of quantized values: dlhs = q(g) . q(rhs), drhs = q(lhs) . q(g), where q scales as the recipe of
 # that GEMM says. The cotangents of the scaling states are their next values (see _qdq).
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
+@traced_once
 def _direct_dot_general(config: _Config, lhs: jax.Array, rhs: jax.Array, states: DotStates) -> jax.Array:
     scales = scales_of(config, states)
     if config.is_automatic:
@@ -415,6 +423,7 @@ def _quantize_with_amax(
     return first, second, amax
 
 
+@traced_once
 def _direct_fwd(
     config: _Config, lhs: jax.Array, rhs: jax.Array, states: DotStates
 ) -> tuple[jax.Array, _Residuals]:
@@ -478,6 +487,7 @@ def restore(kept: Any, quantizer: Any, view: View) -> Any:
     return with_padding(quantizer, Quantized(codes, scale), view)
 
 
+@traced_once
 def _direct_bwd(
     config: _Config, residuals: _Residuals, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, DotStates]:

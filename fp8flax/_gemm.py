@@ -35,6 +35,8 @@ class Fp8EmulationWarning(UserWarning):
 
 # cublasLt takes FP8 operands in multiples of this; XLA would pad, and copy, for it.
 _CUBLASLT_MULTIPLE = 16
+# Matrices of so few rows XLA multiplies by kernels of its own, which take in what follows.
+_FEW_ROWS = 64
 _NATIVE = 8.9
 _NATIVE_MX = 10.0
 _E5M2 = np.dtype(jnp.float8_e5m2)
@@ -108,6 +110,8 @@ class Gemm(NamedTuple):
     """Of the result, on a mesh with explicit axes, where JAX may not be able to tell."""
     dequantized: bool = False
     """Whether to multiply in the operands' wide dtypes on every device, as a reference."""
+    is_read_by_model: bool = False
+    """Whether the result goes to whatever the model computes next: that of a forward GEMM."""
 
 
 Operand = Quantized | jax.Array
@@ -245,14 +249,29 @@ def _cuda_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
         return _scaled(gemm, _dot(gemm, q_lhs, q_rhs, preset, jnp.float32), lhs, rhs)
     # One scalar, which is all that cublasLt takes in. An infinite one would turn zeros into NaN.
     scale = jnp.minimum(lhs.scale * rhs.scale, jnp.float32(2.0**126))
-    if gemm.out_dtype != jnp.bfloat16:  # the unscaled sums would overflow float16
+    if gemm.out_dtype == jnp.float16:  # which the unscaled sums would overflow
         return (_dot(gemm, q_lhs, q_rhs, preset, jnp.float32) * scale).astype(gemm.out_dtype)
+    if gemm.out_dtype != jnp.bfloat16:
+        out = _apart(gemm, _dot(gemm, q_lhs, q_rhs, preset, jnp.float32) * scale)
+        return out.astype(gemm.out_dtype)
     # As written the divisor would be rounded to bfloat16. But XLA hands the scale itself to cublasLt, in
     # float32, which multiplies before it rounds; and where it does not (a sum in parts, a scale per element
     # of jax.vmap), it divides in float32, as GPUs have no division in bfloat16. They do multiply in it: a
     # product would be that by a rounded scale. (Seen in compiled programs; tests hold it.)
     out = _dot(gemm, q_lhs, q_rhs, preset, jnp.bfloat16)
-    return out / (np.float32(1) / scale).astype(jnp.bfloat16)
+    return _apart(gemm, out / (np.float32(1) / scale).astype(jnp.bfloat16))
+
+
+def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:
+    """Keeps what follows a GEMM out of cublasLt.
+
+    XLA would have it compute an approximate gelu, too; and where anything else reads what the gelu does
+    (``gelu(gate) * up`` of one split result, a second output, ``jax.checkpoint``), it asks for both, which
+    cublasLt cannot give in FP8, and does not compile. A bias is then added where it is read.
+    """
+    rows, _, _ = _sizes(gemm)
+    has_few = isinstance(rows, int) and rows <= _FEW_ROWS  # not a symbol of jax.export
+    return lax.optimization_barrier(out) if gemm.is_read_by_model and not has_few else out
 
 
 def _cuda_block_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:

@@ -45,6 +45,7 @@ from fp8flax._transforms import (
     refuse_unchecked_axes,
     reverse_mode_only,
     sum_to_axes,
+    traced_once,
     vary_alike,
 )
 
@@ -332,14 +333,14 @@ class _Residuals(NamedTuple):
 # e. Scales multiply the product of each visit, which has one expert's only. The cotangents of the scaling
 # states are their next values (see _qdq).
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-@partial(jax.jit, static_argnums=0)
+@traced_once
 def _ragged_dot(
     config: _Config, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, states: DotStates
 ) -> jax.Array:
     return _fwd(config, lhs, rhs, group_sizes, states)[0]
 
 
-@partial(jax.jit, static_argnums=0)
+@traced_once
 def _fwd(
     config: _Config, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, states: DotStates
 ) -> tuple[jax.Array, _Residuals]:
@@ -370,7 +371,7 @@ def _fwd(
     return out, _Residuals(lhs_kept, rhs_kept, group_sizes, scales, amaxes, states)
 
 
-@partial(jax.jit, static_argnums=0)
+@traced_once
 def _bwd(
     config: _Config, residuals: _Residuals, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, DotStates]:

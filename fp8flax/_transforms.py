@@ -6,6 +6,8 @@ under no promise that they stay.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,44 @@ FORWARD_MODE = (
     "function that jax.linearize returns): the backward pass carries the scaling state. Use reverse mode "
     "(jax.vjp, jax.jacrev, fp8flax.grad), or no FP8 in this call: with fp8flax.autocast(enabled=False)."
 )
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """How a result is made of the arguments, followed by the arrays that a jitted function returned."""
+
+    tree: Any
+    places: tuple[int, ...]
+
+
+def traced_once(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Jits ``f(static, *arrays)``, which is traced and lowered once for all layers that are alike.
+
+    What ``f`` returns as it was given, or twice, does not go through the jitted function, which would make
+    arrays of their own of it: residuals that ``jax.checkpoint`` and ``jax.lax.scan`` would keep.
+    """
+
+    @functools.partial(jax.jit, static_argnums=0)
+    @functools.wraps(f)
+    def traced(static: Any, *args: Any) -> tuple[list[Any], _Result]:
+        results, tree = jax.tree.flatten(f(static, *args))
+        arrays = [*jax.tree.leaves(args)]
+        num_given = len(arrays)
+        place = {id(x): i for i, x in enumerate(arrays)}
+        for x in results:
+            if id(x) not in place:
+                place[id(x)] = len(arrays)
+                arrays.append(x)
+        return arrays[num_given:], _Result(tree, tuple(place[id(x)] for x in results))
+
+    @functools.wraps(f)
+    def call(static: Any, *args: Any) -> Any:
+        new, result = traced(static, *args)
+        arrays = [*jax.tree.leaves(args), *new]
+        return jax.tree.unflatten(result.tree, [arrays[i] for i in result.places])
+
+    return call
 
 
 UNCHECKED = (

@@ -460,3 +460,33 @@ def test_instructions_of_the_block_kernel(target, instruction, tmp_path):
     assert done.returncode == 0, done.stderr
     code = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))
     assert re.search(instruction, code)
+
+
+@pytest.mark.parametrize(
+    ("after", "dtype", "target"),
+    [
+        ("a second output", jnp.bfloat16, "h200"),
+        ("a split result", jnp.bfloat16, "b200"),
+        ("recomputed", jnp.bfloat16, "h200"),
+        ("a second output", jnp.float32, "h200"),
+    ],
+)
+def test_a_gelu_of_a_result_that_is_used_otherwise_too(after, dtype, target):
+    """XLA asks cublasLt for the gelu and its argument, which it cannot give in FP8: nothing compiles."""
+    layer = nn.Dense(256, dtype=dtype, dot_general_cls=fp8.Fp8DotGeneralOp)
+    x = struct(2048, 256, dtype=dtype)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def forward(variables, x):
+        y = layer.apply(variables, x)
+        if after == "a second output":
+            return y, nn.gelu(y)
+        gate, up = jnp.split(y, 2, axis=-1)
+        return nn.gelu(gate) * up
+
+    def loss(variables, x):
+        return jnp.sum(jax.checkpoint(nn.gelu)(layer.apply(variables, x)).astype(jnp.float32))
+
+    f = fp8.grad(loss) if after == "recomputed" else forward
+    report = fp8.audit(f, variables, x, target=target)
+    assert report.num_fp8_gemms == report.num_gemms > 0
