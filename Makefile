@@ -10,7 +10,7 @@ export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-models bench-gpu what-works notebooks clean
+.PHONY: help environments demo audit test test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-gpu what-works notebooks clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench-accuracy  the error that each recipe adds to a Dense layer, on three kinds of data"
 	@echo "make bench-outlier  rules for delayed scales under outliers, jumps and noise, trained on this CPU"
 	@echo "make bench-flax-scales  how far Flax's ops and ours are from the product that their scales mean"
+	@echo "make bench-trace   how long a step in FP8 takes to trace, lower and compile, beside bf16 and Flax's ops"
 	@echo "make bench-models  models of transformers and flaxmodels in FP8: what is converted, errors, bytes (15 minutes)"
 	@echo "make bench-gpu     what only a GPU can tell, nine minutes at a time; with PYTHON=, one whose JAX sees the GPU"
 	@echo "make what-works    every recipe with every transformation and sharding; writes docs/what_works.md"
@@ -101,6 +102,9 @@ bench-outlier: .venv/installed
 
 bench-flax-scales: .venv/installed
 	.venv/bin/python benchmarks/flax_scales.py $(ARGS)
+
+bench-trace: .venv/installed
+	.venv/bin/python benchmarks/trace_time.py $(ARGS)
 
 bench-models: .venv/installed-models
 	.venv/bin/python benchmarks/models.py $(ARGS)

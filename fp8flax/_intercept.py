@@ -230,12 +230,12 @@ class Interception:
     def _look_for_params(self, root: Any) -> None:
         if not self.has_place(root):
             return
-        leaves = _params_in(root)
-        if self._known.get(root) == len(leaves):
+        count = len(jax.tree.leaves(root._variables.get(_PARAMS, {})))
+        if self._known.get(root) == count:  # this is asked of every value
             return
-        self._known.set(root, len(leaves))
+        self._known.set(root, count)
         mapped, made_of = root.flags.get(_MAPPED, _NOTHING)
-        for source, leaf in leaves:
+        for source, leaf in _params_in(root):
             if self._derived.get(leaf) is None:
                 rebuild = None if source.path in mapped else _first
                 moves = _PARAMETER, {"of": leaf.shape}, 0, ()

@@ -437,3 +437,31 @@ class TestResiduals:
         step = init_and_step_of(nn.remat(Block, policy=policy, prevent_cse=False))[1]
         for variables, result in two_steps_without_remat():
             jax.tree.map(np.testing.assert_array_equal, result, step(variables))
+
+
+class Layers(nn.Module):
+    """Dense layers of one shape, one after the other."""
+
+    count: int
+    op: type | None
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(self.count):
+            x = nn.Dense(x.shape[-1], dot_general_cls=self.op)(x)
+        return x
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_layers_that_are_alike_are_traced_once(by_hand):
+    """More layers add no functions to the lowered program: all but the first and the last are alike."""
+
+    def functions(count):
+        model, x = Layers(count, fp8.Fp8DotGeneralOp if by_hand else None), jnp.ones((4, 16))
+        model = model if by_hand else fp8.quantize_model(model, include=".*")
+        variables = jax.eval_shape(model.init, jax.random.key(0), x)
+        step = jax.jit(fp8.grad(lambda variables, x: jnp.sum(model.apply(variables, x))))
+        text = step.lower(variables, x).as_text()
+        return sorted(re.findall(r"func\.func private @(_direct_[a-z]+)", text))
+
+    assert functions(5) == functions(3) == 2 * ["_direct_bwd"] + 3 * ["_direct_fwd"]

@@ -75,3 +75,10 @@ def test_what_ci_runs_on_the_oldest_jax():
 def test_linked_files_exist(page):
     for link in re.findall(r"\]\(([^)#:]+)\)", PAGES[page]):
         assert ((ROOT / page).parent / link).exists(), link
+
+
+def test_accuracy_of_imdb_in_the_readme_is_that_of_the_results():
+    results = json.loads((ROOT / "benchmarks" / "results" / "imdb.json").read_text())
+    for run in results["runs"]:
+        cells = (f"{100 * run[which]['accuracy']:.2f}" for which in ("bf16", "delayed", "current"))
+        assert f"| {run['seed']} | {' | '.join(cells)} |" in README

@@ -1,0 +1,156 @@
+"""How long does an FP8 training step take to trace, to lower and to compile, beside bf16 and Flax's ops?
+
+Run ``python benchmarks/trace_time.py``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu``
+where JAX finds the CUDA plugin but no GPU.
+
+The model is a stack of Transformer blocks that is written as a Python loop (no ``nn.scan``), each of six
+matmuls; the step is loss and gradients of all variables. Every repetition starts with empty caches, and
+the cases take turns.
+
+Assumptions: seconds of CPU time of the process, so that other work on the machine counts less; compiled for
+the device at hand; small sizes, as none of the three depends on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen import fp8_ops
+
+import fp8flax as fp8
+
+try:
+    from benchmarks.accuracy import machine
+except ImportError:  # run as a script
+    from accuracy import machine  # type: ignore[no-redef]
+
+QUESTION = "How long does an FP8 step take to trace, lower and compile, beside bf16 and Flax's ops?"
+RESULT = Path(__file__).with_name("results") / "trace_time.json"
+PARTS = ("trace", "lower", "compile")
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each with a LayerNorm before and a sum after."""
+
+    op: Any = None
+    width: int = 64
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:  # noqa: D102
+        dense = partial(nn.Dense, dtype=jnp.bfloat16, dot_general_cls=self.op)
+        norm = partial(nn.LayerNorm, dtype=jnp.bfloat16)
+        ops = {"qkv_dot_general_cls": self.op, "out_dot_general_cls": self.op}
+        x = x + nn.MultiHeadDotProductAttention(4, dtype=jnp.bfloat16, **ops)(norm()(x))
+        h = nn.gelu(dense(4 * self.width)(norm()(x)))
+        return x + dense(self.width)(h)
+
+
+class Stack(nn.Module):
+    """Blocks, one after the other."""
+
+    op: Any = None
+    blocks: int = 6
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:  # noqa: D102
+        for _ in range(self.blocks):
+            x = Block(self.op)(x)
+        return x
+
+
+class Case(NamedTuple):
+    """How a step is written."""
+
+    model: Callable[[int], nn.Module]
+    value_and_grad: Callable[..., Any] = jax.value_and_grad
+
+
+CASES = {
+    "bf16": Case(lambda blocks: Stack(None, blocks)),
+    "flax-qdq": Case(lambda blocks: Stack(fp8_ops.Fp8DotGeneralOp, blocks)),
+    "flax-direct": Case(lambda blocks: Stack(fp8_ops.Fp8DirectDotGeneralOp, blocks)),
+    "ops by hand": Case(lambda blocks: Stack(fp8.Fp8DotGeneralOp, blocks), fp8.value_and_grad),
+    "quantize_model": Case(
+        lambda blocks: fp8.quantize_model(Stack(None, blocks), include=r".*"), fp8.value_and_grad
+    ),
+}
+
+
+def measure(case: Case, blocks: int) -> dict[str, float]:
+    """Returns the CPU seconds that each part of making a step takes."""
+    jax.clear_caches()
+    model, x = case.model(blocks), jax.ShapeDtypeStruct((2, 16, 64), jnp.bfloat16)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def loss(variables: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(model.apply(variables, x).astype(jnp.float32)))  # type: ignore[union-attr]
+
+    step, seconds = jax.jit(case.value_and_grad(loss)), {}
+    stage: Any = partial(step.trace, variables, x)
+    for part in PARTS:
+        began = time.process_time()
+        made = stage()
+        seconds[part] = time.process_time() - began
+        stage = made.lower if part == "trace" else getattr(made, "compile", None)
+    return seconds
+
+
+def table(medians: dict[str, dict[str, float]]) -> str:
+    """Returns the medians as lines of text, with trace and lower over those of Flax's direct op."""
+    of_flax = sum(medians["flax-direct"][part] for part in PARTS[:2])
+    lines = ["".join(f"{c:>16}" for c in ("case", *PARTS, "trace + lower"))]
+    for name, seconds in medians.items():
+        ratio = (seconds["trace"] + seconds["lower"]) / of_flax
+        lines.append(f"{name:>16}" + "".join(f"{seconds[p]:14.2f} s" for p in PARTS) + f"{ratio:15.2f}x")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=QUESTION)
+    parser.add_argument("--blocks", type=int, default=6, help="of six matmuls (default 6)")
+    parser.add_argument("--repetitions", type=int, default=5, help="of each case (default 5)")
+    parser.add_argument(
+        "--json", type=Path, default=RESULT, metavar="PATH", help=f"benchmarks/results/{RESULT.name}"
+    )
+    args = parser.parse_args(argv)
+    if min(args.blocks, args.repetitions) < 1:
+        parser.error("--blocks and --repetitions must be 1 or more.")
+    warnings.simplefilter("ignore", fp8.Fp8EmulationWarning)
+    warnings.simplefilter("ignore", DeprecationWarning)  # of Flax's direct op
+    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
+    for _ in range(args.repetitions):
+        for name, case in CASES.items():
+            seconds[name].append(measure(case, args.blocks))
+    medians = {
+        name: {part: statistics.median(s[part] for s in all_of) for part in PARTS}
+        for name, all_of in seconds.items()
+    }
+    print(f"{QUESTION}\n{args.blocks} blocks, medians of {args.repetitions}:\n{table(medians)}")
+    report = {
+        "question": QUESTION,
+        "machine": machine(),
+        "arguments": {"blocks": args.blocks, "repetitions": args.repetitions},
+        "cpu_seconds": seconds,
+        "median_cpu_seconds": medians,
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"Written: {args.json}")
+
+
+if __name__ == "__main__":
+    # JAX 0.9 asks for CUDA's libraries where it finds the plugin.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    main()
