@@ -21,7 +21,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         OSError: the file cannot be written; it names ``path``.
     """
     path = Path(path)
-    is_special = (path.exists() and not path.is_file()) or path.is_relative_to("/dev")
+    # /dev/stdout may be a file, which another process holds open.
+    is_special = (path.exists() and not path.is_file()) or str(path).startswith(("/dev/std", "/dev/fd/"))
     if not is_special:
         path = path.resolve()
     new = path if is_special else path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
@@ -35,11 +36,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         new.replace(path)
     except BaseException as error:
         if not is_special:
-            new.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno and error.filename in (None, str(new)):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-    if os.name == "posix":  # elsewhere a folder cannot be opened
+    with contextlib.suppress(OSError):  # of a folder some file systems know nothing; the file is there
         _to_disk(path.parent)
 
 

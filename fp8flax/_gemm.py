@@ -35,8 +35,6 @@ class Fp8EmulationWarning(UserWarning):
 
 # cublasLt takes FP8 operands in multiples of this; XLA would pad, and copy, for it.
 _CUBLASLT_MULTIPLE = 16
-# Matrices of so few rows XLA multiplies by kernels of its own, which take in what follows.
-_FEW_ROWS = 64
 _NATIVE = 8.9
 _NATIVE_MX = 10.0
 _E5M2 = np.dtype(jnp.float8_e5m2)
@@ -269,9 +267,7 @@ def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:
     (``gelu(gate) * up`` of one split result, a second output, ``jax.checkpoint``), it asks for both, which
     cublasLt cannot give in FP8, and does not compile. A bias is then added where it is read.
     """
-    rows, _, _ = _sizes(gemm)
-    has_few = isinstance(rows, int) and rows <= _FEW_ROWS  # not a symbol of jax.export
-    return lax.optimization_barrier(out) if gemm.is_read_by_model and not has_few else out
+    return lax.optimization_barrier(out) if gemm.is_read_by_model else out
 
 
 def _cuda_block_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:

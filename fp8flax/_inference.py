@@ -23,7 +23,7 @@ from fp8flax._state import (
     path_str,
     unmerge,
 )
-from fp8flax._transforms import current_manual_axes, merged_in
+from fp8flax._transforms import UNCHECKED, current_manual_axes, merged_in
 
 
 def calibrate(
@@ -143,16 +143,31 @@ class _Measure:
             try:
                 with measuring(True):
                     return self._as_gradient(variables, batch)
-            except (NotImplementedError, TypeError, ValueError):
-                if not self._is_forward:
+            except (NotImplementedError, TypeError, ValueError) as error:
+                if not self._is_forward or UNCHECKED in str(error):
                     raise
             # Perhaps it has no reverse mode. If that is not it, this raises the same error.
             self._reports = _Reports(variables)
         self._reports.clear()
-        with measuring(self._reports):
-            jax.block_until_ready(self._run(self._reports.named, batch))
-        jax.effects_barrier()
+        with _one_at_a_time, measuring(_report):
+            _told.append(self._reports)
+            try:
+                jax.block_until_ready(self._run(self._reports.named, batch))
+                jax.effects_barrier()
+            finally:
+                _told.clear()
         return self._reports.state()
+
+
+_one_at_a_time = threading.Lock()
+_told: list[_Reports] = []
+"""Who is told now, one or none."""
+
+
+def _report(name: Any, scale: Any, history: Any) -> None:
+    """Hands on what a layer reports. JAX's caches keep this function, and no variables by it."""
+    for reports in _told:
+        reports(name, scale, history)
 
 
 class _Reports:

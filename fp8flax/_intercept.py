@@ -13,6 +13,7 @@ Internals: ``jax._src.core``, for the class of traces and how the current one is
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -45,6 +46,9 @@ _MARK, _MAPPED = "fp8flax", "fp8flax_mapped"
 _NOTHING: tuple[frozenset[Any], frozenset[Any]] = frozenset(), frozenset()
 SITE = "fp8_site_"
 """How the ``jax.named_scope``s begin in which contractions are counted."""
+# Whole elements of a stack of names, where a module's name may only begin alike.
+_IN_OP = re.compile(rf"\b{BY_OP}\b")
+_OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{SITE}[0-9a-f]{{8}})\b")
 
 
 class Source(NamedTuple):
@@ -452,7 +456,7 @@ def _was_traced(jaxpr: core.Jaxpr) -> bool:
 
 def _was_dealt_with(stack: Any) -> bool:
     """Tells whether what is computed in these scopes is a contraction that was seen, or its derivative."""
-    return any(scope in str(stack) for scope in (BY_OP, NOT_CONVERTED, SITE))
+    return _OURS.search(str(stack)) is not None
 
 
 def _first(arrays: tuple[jax.Array, ...], casts: bool) -> jax.Array:
@@ -521,7 +525,7 @@ def _invars_read(jaxpr: core.Jaxpr, may_return: bool = False) -> list[bool]:
     read: set[int] = set()
     for eqn in jaxpr.eqns:
         inputs = [owes.get(var, set()) if isinstance(var, core.Var) else set() for var in eqn.invars]
-        if not any(inputs) or BY_OP in str(eqn.source_info.name_stack):
+        if not any(inputs) or _IN_OP.search(str(eqn.source_info.name_stack)):
             continue
         if eqn.primitive.name in _MOVEMENTS and all(inputs):
             owes.update((var, set().union(*inputs)) for var in eqn.outvars if isinstance(var, core.Var))
@@ -593,7 +597,7 @@ def contractions_in(jaxpr: Any, stack: str = "", times: int = 1) -> Iterator[Fou
     """Yields the contractions that a jaxpr computes, but those inside of FP8 ops."""
     for eqn in jaxpr.eqns:
         here = f"{stack}/{eqn.source_info.name_stack}".strip("/")
-        if BY_OP in here:
+        if _IN_OP.search(here):
             continue
         if eqn.primitive.name in _CONTRACTIONS:
             shapes = tuple(v.aval.shape for v in (*eqn.invars[:2], *eqn.outvars[:1]))

@@ -19,10 +19,13 @@ def raise_from_now_on() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# While Python looks for the module that it is to run, and imports this package, it calls the program "-m".
-if (
-    sys.argv[:1] == ["-m"]
-    and any(argument.startswith("fp8flax.") for argument in sys.orig_argv)
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
+def _is_command() -> bool:
+    """Tells whether this process is a command of this package that calls ``raise_from_now_on``."""
+    # So is the program called while Python looks for its module, and imports this package for that.
+    if sys.argv[:1] != ["-m"] or "-m" not in sys.orig_argv:
+        return False
+    return sys.orig_argv[sys.orig_argv.index("-m") + 1] in ("fp8flax.audit", "fp8flax.demo")
+
+
+if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _leave)

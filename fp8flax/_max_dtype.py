@@ -7,8 +7,8 @@ its cotangents instead.
 
 Internals: ``jax._src.ad_util``, ``jax._src.core``, ``jax._src.dtypes``, ``jax._src.earray``,
 ``jax._src.tree_util`` and ``jax._src.interpreters.pxla``, which know extended dtypes and arrays of them.
-Supported JAX versions: 0.9 to 0.12. They differ in one entry point below, how an array class says that it
-needs no canonicalisation.
+The supported versions of JAX differ in one entry point below, how an array class says that it needs no
+canonicalisation.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) ->
         if scope in by_scope:
             sizes = sizes_of(one.primitive, one.params, one.shapes, by_scope[scope].is_swapped)
             counts[scope, sizes] += one.times
-        elif NOT_CONVERTED not in one.stack:
+        elif not re.search(rf"\b{NOT_CONVERTED}\b", one.stack):
             unseen.append(f"{one.stack or 'the model'}, {one.shapes[0]} by {one.shapes[1]}")
     rows, wide, time = [], 0.0, 0.0
     for (scope, sizes), count in counts.items():

@@ -23,6 +23,7 @@ from fp8flax._state import (
     OVERWRITE_WITH_GRADIENT,
     check_state_dtype,
     has_state,
+    key_name,
     map_state,
     merge_by_max,
     next_state,
@@ -476,7 +477,7 @@ class TrainState(flax.training.train_state.TrainState):
         Raises:
             TypeError: scaling state in ``params`` is not float32.
             ValueError: scaling state lies where the optimizer would see it, or without parameters beside
-                it; or the masks or labels in ``tx`` are for all variables.
+                it; or the masks or labels in ``tx`` are for all variables, where its state shows that.
         """
         optimized = params
         if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params and "params" not in params:
@@ -516,7 +517,7 @@ def _init_optimizer(tx: Any, optimized: Any, variables: Any) -> Any:
         error, fits = raised, False
     if not fits and optimized is not variables:
         try:
-            fits = _leaves_all_out(jax.eval_shape(tx.init, variables))
+            fits = not _takes_params(jax.eval_shape(tx.init, variables))
         except Exception:  # whatever tx is, it is not for these
             fits = True
         if not fits:
@@ -530,11 +531,18 @@ def _init_optimizer(tx: Any, optimized: Any, variables: Any) -> Any:
     return opt_state
 
 
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+
 def _leaves_all_out(opt_state: Any) -> bool:
     """Tells whether the masks in an optimizer leave nothing to it that is as large as a parameter."""
+    leaves = jax.tree.leaves(opt_state, is_leaf=_is_mask)
+    return any(map(_is_mask, leaves)) and not any(np.ndim(leaf) for leaf in leaves if not _is_mask(leaf))
 
-    def is_mask(x: Any) -> bool:
-        return isinstance(x, optax.MaskedNode)
 
-    leaves = jax.tree.leaves(opt_state, is_leaf=is_mask)
-    return any(map(is_mask, leaves)) and not any(np.ndim(leaf) for leaf in leaves if not is_mask(leaf))
+def _takes_params(opt_state: Any) -> bool:
+    """Tells whether an optimizer of all variables keeps something of those below ``params``."""
+    leaves = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=_is_mask)[0]
+    kept = (path for path, leaf in leaves if not _is_mask(leaf) and np.ndim(leaf))
+    return any("params" in map(key_name, path) for path in kept)

@@ -469,6 +469,7 @@ def test_instructions_of_the_block_kernel(target, instruction, tmp_path):
         ("a split result", jnp.bfloat16, "b200"),
         ("recomputed", jnp.bfloat16, "h200"),
         ("a second output", jnp.float32, "h200"),
+        ("a second output, by vmap", jnp.bfloat16, "h200"),
     ],
 )
 def test_a_gelu_of_a_result_that_is_used_otherwise_too(after, dtype, target):
@@ -479,7 +480,7 @@ def test_a_gelu_of_a_result_that_is_used_otherwise_too(after, dtype, target):
 
     def forward(variables, x):
         y = layer.apply(variables, x)
-        if after == "a second output":
+        if after.startswith("a second output"):
             return y, nn.gelu(y)
         gate, up = jnp.split(y, 2, axis=-1)
         return nn.gelu(gate) * up
@@ -488,5 +489,7 @@ def test_a_gelu_of_a_result_that_is_used_otherwise_too(after, dtype, target):
         return jnp.sum(jax.checkpoint(nn.gelu)(layer.apply(variables, x)).astype(jnp.float32))
 
     f = fp8.grad(loss) if after == "recomputed" else forward
+    if after.endswith("by vmap"):
+        f, x = jax.vmap(forward, (None, 0)), struct(64, 32, 256, dtype=dtype)
     report = fp8.audit(f, variables, x, target=target)
     assert report.num_fp8_gemms == report.num_gemms > 0

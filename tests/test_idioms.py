@@ -679,3 +679,16 @@ class TestAdvice:
             second(X)
         with fp8.autocast(enabled=False):
             assert np.isfinite(second(X)).all()
+
+
+def test_names_that_begin_like_our_scopes():
+    """What tells that an op was dealt with is a whole element of the stack of names."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(16, name="fp8_ops_proj")(x)
+            return nn.Dense(16, name="fp8_site_plan")(x)
+
+    report = fp8.report(fp8.quantize_model(Model(), include=".*"), jnp.ones((4, 16)))
+    assert [row.converted for row in report.rows] == [True, True]

@@ -1,5 +1,6 @@
 """Idioms of users: transformations of FP8 models, and of frozen ones."""
 
+import gc
 from functools import partial
 
 import flax.linen as nn
@@ -352,6 +353,13 @@ class TestCalibrateWithoutReverseMode:
         expected = fp8.calibrate(model("unrolled").apply, variables, batches)
         assert np.max(expected[OWG]["Dense_0"]["Fp8DotGeneralOp_0"]["input_amax_history"]) > 1
         jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+    def test_no_variables_are_kept(self):
+        model = Loop("while_loop")
+        variables = model.init(KEY, X)
+        fp8.calibrate(model.apply, variables, [jnp.asarray(X)])
+        gc.collect()
+        assert not [x for x in gc.get_objects() if type(x).__name__ == "_Reports"]
 
     def test_of_stacked_layers_convolutions_and_experts(self):
         class Stack(nn.Module):

@@ -245,7 +245,8 @@ def _restore(manager: ocp.CheckpointManager, step: int, like: dict[str, Any]) ->
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     try:
         done = manager.restore(step, args=ocp.args.StandardRestore(abstract))
-        if digest(done) != manager.metadata(step).custom_metadata["sha256"]:
+        written = (manager.metadata(step).custom_metadata or {}).get("sha256")  # none in older runs
+        if written is not None and digest(done) != written:
             raise ValueError("it is not what was written, by its checksum")
     except Exception as error:
         raise DemoError(
