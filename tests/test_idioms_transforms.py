@@ -88,6 +88,7 @@ class TestInputGradientOfAFrozenModel:
         expected = w1 @ np.diag(w2[:, 0] * -2 * y * (1 - y**2)) @ w1.T
         assert np.linalg.norm(hessian - expected) < 0.1 * np.linalg.norm(expected)  # y is that of FP8
 
+    @pytest.mark.usefixtures("_all_cells")
     def test_of_products_of_activations_and_of_an_einsum(self):
         class Attention(nn.Module):
             @nn.compact
@@ -193,6 +194,7 @@ class TestInitOfAFrozenModel:
         assert shapes(after["cache"]) == shapes(made["cache"])
         np.testing.assert_array_equal(out, model.apply(served, x[:, :1], mutable=["cache"])[0])
 
+    @pytest.mark.usefixtures("_all_cells")
     def test_of_stacked_and_boxed_parameters_and_of_a_part_of_the_model(self):
         class Block(nn.Module):
             @nn.compact
@@ -256,6 +258,7 @@ class TestSecondDerivatives:
         # Held fixed: nothing but derivatives used it.
         jax.tree.map(np.testing.assert_array_equal, once[OWG], variables[OWG])
 
+    @pytest.mark.usefixtures("_all_cells")
     def test_gradient_penalty(self, variables):
         def penalty(v):
             return self.squares(jax.grad(lambda x: jnp.sum(self.model.apply(v, x)))(jnp.asarray(X)))
