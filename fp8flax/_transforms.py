@@ -1,4 +1,4 @@
-"""What JAX must be told: how an amax merges over a batch, what has no forward mode, what is not split.
+"""What JAX must be told: what layers share, how an amax merges over a batch, what has no forward mode.
 
 Internals: ``jax.extend.core`` and ``jax.interpreters``, to define primitives: shown to other libraries, but
 under no promise that they stay.
@@ -22,6 +22,12 @@ FORWARD_MODE = (
     "An FP8 matmul cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.hessian, the "
     "function that jax.linearize returns): the backward pass carries the scaling state. Use reverse mode "
     "(jax.vjp, jax.jacrev, fp8flax.grad), or no FP8 in this call: with fp8flax.autocast(enabled=False)."
+)
+
+UNCHECKED = (
+    "The scaling state went into jax.shard_map with check_vma=False, which adds the gradients of what is "
+    "replicated, and does not say what that is; the state's must merge by maximum. Leave check_vma at its "
+    "default, or take the gradient inside of shard_map and reduce it with fp8flax.pmean_gradients."
 )
 
 
@@ -61,13 +67,6 @@ def traced_once(f: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(result.tree, [arrays[i] for i in result.places])
 
     return call
-
-
-UNCHECKED = (
-    "The scaling state went into jax.shard_map with check_vma=False, which adds the gradients of what is "
-    "replicated, and does not say what that is; the state's must merge by maximum. Leave check_vma at its "
-    "default, or take the gradient inside of shard_map and reduce it with fp8flax.pmean_gradients."
-)
 
 
 def manual_axes(x: Any) -> frozenset[str]:
