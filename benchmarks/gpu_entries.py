@@ -32,6 +32,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 import fp8flax as fp8
 from benchmarks import accuracy, dense, llama
 from fp8flax import _audit, _hlo
+from fp8flax._core.device import GPUS
 from fp8flax._operands import View, quantize_operand
 
 Row = dict[str, Any]
@@ -252,15 +253,14 @@ def compiled_here(program: Program) -> Any:
 
 def compiled_ahead(program: Program, target: str = "h200") -> Any:
     """Compiles for a GPU that need not be there."""
-    sharding = jax.sharding.SingleDeviceSharding(_audit._device(target))
-    name, *_, capability = _audit._GPUS[target]
+    sharding, gpu = jax.sharding.SingleDeviceSharding(_audit._device(target)), GPUS[target]
     # JAX asks the cuDNN that is here whether it knows attention. (Internals: there is no other way.)
     where = "jax._src.cudnn.fused_attention_stablehlo"
     with (
         mock.patch(f"{where}.check_cudnn_version", return_value=91000),
         mock.patch(f"{where}.check_compute_capability", return_value=True),
     ):
-        return _audit._compile(program.function, program.specs, sharding, name, capability)
+        return _audit._compile(program.function, program.specs, sharding, gpu.name, gpu.compute_capability)
 
 
 def reading(compiled: Any, steps: int, *, on_gpu: bool) -> Row:

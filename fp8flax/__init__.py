@@ -7,7 +7,9 @@ from fp8flax._audit import AuditReport, assert_fp8, audit
 from fp8flax._autocast import autocast
 from fp8flax._check import check_state
 from fp8flax._convert import add_fp8_state, remove_fp8_state
-from fp8flax._dot_general import RESIDUAL_NAMES, dot_general_with_precision
+from fp8flax._core.device import Fp8EmulationWarning
+from fp8flax._core.names import RESIDUAL_NAMES
+from fp8flax._dot_general import dot_general_with_precision
 from fp8flax._formats import (
     Format,
     Fp8Limits,
@@ -20,7 +22,6 @@ from fp8flax._formats import (
     fp8_max,
 )
 from fp8flax._freeze import freeze
-from fp8flax._gemm import Fp8EmulationWarning
 from fp8flax._inference import calibrate
 from fp8flax._max_dtype import fp32_max_grad
 from fp8flax._models import quantize_model

@@ -17,18 +17,22 @@ import jaxlib
 import numpy as np
 
 from fp8flax import _hlo
-from fp8flax._conv import CONVOLVED_WIDE
-from fp8flax._gemm import BY_OP, DEQUANTIZED, KEPT_WIDE, NOT_CONVERTED, SWITCHED_OFF, compile_target
-from fp8flax._kernels.block_gemm import NAME_F16
+from fp8flax._core.device import GPUS, compile_target, has_fp8_units
+from fp8flax._core.names import (
+    BLOCK_GEMM_F16,
+    BY_OP,
+    CHOSEN_WIDE,
+    CONVOLVED_WIDE,
+    DGRAD,
+    FORWARD,
+    KEPT_WIDE,
+    NOT_CONVERTED,
+    SWITCHED_OFF,
+    WGRAD,
+    WITHOUT_UNITS,
+)
 
-_GPUS = {
-    # name: (full name, cores, bytes/s, GHz, bytes of memory, bytes of L2, compute capability)
-    "h100": ("NVIDIA H100", 132, 3_352_320_000_000, 1.98, 84_978_434_048, 52_428_800, 9.0),
-    "h200": ("NVIDIA H200", 132, 4_800_000_000_000, 1.98, 150_754_820_096, 62_914_560, 9.0),
-    "b200": ("NVIDIA B200", 148, 8_000_000_000_000, 1.965, 191_497_240_576, 132_644_864, 10.0),
-}
-
-TARGETS = (*_GPUS, "local")
+TARGETS = (*GPUS, "local")
 """What ``audit`` can compile for."""
 
 # The text of a GpuTargetConfigProto: what XLA's decisions depend on.
@@ -40,23 +44,23 @@ gpu_device_info {{
   shared_memory_per_block_optin: 232448
   shared_memory_per_core: 233472
   threads_per_core_limit: 2048
-  core_count: {cores}
+  core_count: {gpu.cores}
   fpus_per_core: 128
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
-  memory_bandwidth: {bandwidth}
-  l2_cache_size: {l2}
-  clock_rate_ghz: {clock}
-  device_memory_size: {memory}
-  cuda_compute_capability {{ major: {capability:.0f} }}
+  memory_bandwidth: {gpu.bandwidth}
+  l2_cache_size: {gpu.l2_cache}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {gpu.memory}
+  cuda_compute_capability {{ major: {gpu.compute_capability:.0f} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 13 }}
-device_description_str: "{name}"
+device_description_str: "{gpu.name}"
 """
 
 _DTYPES = {
@@ -88,7 +92,7 @@ _WRAPPERS = frozenset(
 )
 """Components of an op name that JAX adds and no module has."""
 
-_ROLES = {"fp8_forward": "forward", "fp8_dgrad": "dgrad", "fp8_wgrad": "wgrad"}
+_ROLES = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad"}
 """The scopes that the FP8 matmul gives its GEMMs."""
 
 
@@ -323,18 +327,20 @@ def audit(fn: Callable[..., Any], *args: Any, target: str = "h200") -> AuditRepo
         device = jax.config.jax_default_device or jax.devices()[0]
         device = jax.devices(device)[0] if isinstance(device, str) else device
         sharding = None
-        platform, name, has_fp8_units = device.platform, str(device.device_kind), _has_fp8_units(device)
+        platform, name, has_fp8_units = device.platform, str(device.device_kind), has_fp8_units(device)
         if platform == "tpu":
-            raise ValueError(f"audit reads programs for CPUs and GPUs; use one of {', '.join(_GPUS)}.")
-    elif target in _GPUS:
+            raise ValueError(f"audit reads programs for CPUs and GPUs; use one of {', '.join(GPUS)}.")
+    elif target in GPUS:
         sharding = jax.sharding.SingleDeviceSharding(_device(target))
-        platform, name, has_fp8_units = "cuda", _GPUS[target][0], True
+        platform, name, has_fp8_units = "cuda", GPUS[target].name, True
     else:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}; got {target!r}.")
-    compiled = _compile(fn, args, sharding, name, _GPUS[target][-1] if target in _GPUS else None)
+    compiled = _compile(
+        fn, args, sharding, name, GPUS[target].compute_capability if target in GPUS else None
+    )
     text = compiled.as_text()
     if text is None:
-        raise RuntimeError(f"XLA shows no program for {name}; use one of the targets {', '.join(_GPUS)}.")
+        raise RuntimeError(f"XLA shows no program for {name}; use one of the targets {', '.join(GPUS)}.")
     summary = _hlo.read(text)
     gemms: list[Gemm] = []
     for kernel in summary.kernels:
@@ -407,12 +413,6 @@ def assert_fp8(
     return report
 
 
-def _has_fp8_units(device: Any) -> bool:
-    """Tells whether a local device multiplies in FP8; NVIDIA's do from Ada (8.9) on."""
-    version = re.fullmatch(r"\d+\.\d+", str(getattr(device, "compute_capability", "")))
-    return device.platform != "cpu" and (version is None or float(version[0]) >= 8.9)
-
-
 @functools.cache
 def _device(target: str) -> Any:
     """Returns a device of the given kind that compiles and cannot run."""
@@ -436,16 +436,7 @@ def devices(target: str, count: int) -> list[Any]:
             ) from None
         if found != wanted:
             raise ImportError(f"{package} {found} does not fit jaxlib {wanted}. Install with: {install}")
-    name, cores, bandwidth, clock, memory, l2, capability = _GPUS[target]
-    config = _TARGET_CONFIG.format(
-        name=name,
-        cores=cores,
-        bandwidth=bandwidth,
-        clock=clock,
-        memory=memory,
-        l2=l2,
-        capability=capability,
-    )
+    config = _TARGET_CONFIG.format(gpu=GPUS[target])
     try:
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=config, topology=f"1x1x{count}"
@@ -587,7 +578,9 @@ def _gemm(
     dot: _hlo.Dot, trip_count: int, size: int, has_fp8: bool, has_fp8_units: bool, platform: str
 ) -> Gemm:
     in_fp8 = dot.lhs_dtype.startswith("f8") and dot.rhs_dtype.startswith("f8")
-    is_fp8 = in_fp8 and has_fp8_units and dot.backend != "other" and NAME_F16 not in dot.op_name.split("/")
+    is_fp8 = (
+        in_fp8 and has_fp8_units and dot.backend != "other" and BLOCK_GEMM_F16 not in dot.op_name.split("/")
+    )
     reason = "" if is_fp8 else _reason(dot, has_fp8, has_fp8_units, platform)
     if is_fp8 and dot.backend == "Triton":
         reason = _OF_THE_TILE
@@ -623,24 +616,15 @@ def _reason(dot: _hlo.Dot, has_fp8: bool, has_fp8_units: bool, platform: str) ->
     dtypes = " and ".join(dict.fromkeys((_dtype(dot.lhs_dtype), _dtype(dot.rhs_dtype))))
     parts = [*_components(dot.op_name)]
     is_op = any(part.startswith(("Fp8", "NANOOFp8")) for part in parts)
-    if NOT_CONVERTED in parts:
-        return f"quantize_model left it, fp8flax.report says why: multiplied in {dtypes}"
-    if SWITCHED_OFF in parts:
-        return f"FP8 is off here, by autocast(enabled=False): multiplied in {dtypes}"
-    if KEPT_WIDE in parts:
-        return f"the recipe keeps an operand of this GEMM wide: multiplied in {dtypes}"
+    for scope, reason in CHOSEN_WIDE.items():
+        if scope in parts:
+            return reason.format(dtypes=dtypes)
     if not has_fp8_units and (is_op or any(dot.fp8_sources)):
         device = "the CPU" if platform == "cpu" else "this GPU"
         return f"{device} has no FP8 units; the values are emulated"
-    if CONVOLVED_WIDE in parts:
-        return (
-            f"a convolution that is not a matmul: the same FP8 values, convolved in {dtypes}; XLA has no "
-            "FP8 convolution with gradients"
-        )
-    if NAME_F16 in parts:
-        return "read as FP8 and multiplied in float16, exactly: our kernel for block scales has no FP8 here"
-    if DEQUANTIZED in parts:
-        return f"nothing here multiplies FP8 with these scales: the same values, multiplied in {dtypes}"
+    for scope, reason in WITHOUT_UNITS.items():
+        if scope in parts:
+            return reason.format(dtypes=dtypes)
     if dot.lhs_dtype.startswith("f8") and dot.rhs_dtype.startswith("f8"):
         return "operands are FP8, but the product is computed in a plain loop, without the FP8 units"
     if dot.fp8_sources == ("f8e5m2", "f8e5m2"):

@@ -15,6 +15,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from fp8flax._core.device import Fp8EmulationWarning, compile_target
+from fp8flax._core.names import CONVOLVED_WIDE, DGRAD, FORWARD, KEPT_WIDE, OUTPUT_NAME, WGRAD
 from fp8flax._dot_general import (
     STATELESS,
     DotStates,
@@ -30,7 +32,6 @@ from fp8flax._dot_general import (
     restore,
     scales_of,
 )
-from fp8flax._gemm import KEPT_WIDE, Fp8EmulationWarning, compile_target
 from fp8flax._operands import Quantized, View, dequantize_operand, straight_through
 from fp8flax._qdq import (
     DelayedConfig,
@@ -47,7 +48,6 @@ from fp8flax._recipes import CurrentQuantizer, CustomRecipe, DelayedQuantizer, Q
 from fp8flax._state import ScalingState
 from fp8flax._transforms import manual_axes, reverse_mode_only, sum_to_axes, traced_once
 
-CONVOLVED_WIDE = "fp8_convolved_wide"
 """The scope of a convolution of FP8 values in a wide dtype."""
 
 
@@ -232,7 +232,7 @@ def _scope(*quantizers: Quantizer | None) -> Any:
 
 def _forward(config: _Config, lhs: Any, rhs: Any) -> jax.Array:
     recipe = config.recipe.forward
-    with jax.named_scope("fp8_forward"):
+    with jax.named_scope(FORWARD):
         x = _dequantize(recipe.lhs, lhs, config.dtype)
         w = _dequantize(recipe.rhs, rhs, config.dtype)
         with _scope(recipe.lhs, recipe.rhs):
@@ -268,7 +268,7 @@ def _fwd(
         lhs_first = restore(lhs_kept, wgrad.lhs, lhs_view)
     if forward.rhs == dgrad.rhs:
         rhs_first = restore(rhs_kept, dgrad.rhs, rhs_view)
-    out = checkpoint_name(_forward(config, lhs_first, rhs_first), "fp8_output")
+    out = checkpoint_name(_forward(config, lhs_first, rhs_first), OUTPUT_NAME)
     return out, _Residuals(lhs_kept, rhs_kept, scales, amaxes, states)
 
 
@@ -289,12 +289,12 @@ def _bwd(config: _Config, residuals: _Residuals, g: jax.Array) -> tuple[jax.Arra
     g = inf_to_nan(g)
     g_first, g_second, g_amax = _quantize_for_both((dgrad.lhs, wgrad.rhs), g, scales.get("output_grad"))
 
-    with jax.named_scope("fp8_dgrad"):
+    with jax.named_scope(DGRAD):
         w = restore(residuals.rhs, dgrad.rhs, _whole(config.rhs_shape))
         w, g_wide = _dequantize(dgrad.rhs, w, dtype), _dequantize(dgrad.lhs, g_first, dtype)
         with _scope(dgrad.lhs, dgrad.rhs):
             lhs_grad = _transposed(lambda x: config.conv(x, w, dtype), residuals.lhs, dtype, g_wide)
-    with jax.named_scope("fp8_wgrad"):
+    with jax.named_scope(WGRAD):
         x = restore(residuals.lhs, wgrad.lhs, _whole(config.lhs_shape))
         x, g_wide = _dequantize(wgrad.lhs, x, dtype), _dequantize(wgrad.rhs, g_second, dtype)
         with _scope(wgrad.lhs, wgrad.rhs):
@@ -506,7 +506,7 @@ def fp8_conv_general_dilated(
         _warn_if_wide()
         scales = {role: delayed_scale(q, getattr(states, role)) for role, q in gemms.delayed.items()}
         forward = gemms.forward
-        with jax.named_scope("fp8_forward"):
+        with jax.named_scope(FORWARD):
             x = straight_through(forward.lhs, _whole(lhs.shape), lhs, scales.get("input"))
             w = straight_through(forward.rhs, _whole(rhs.shape), rhs, scales.get("kernel"))
             x, w = lax.optimization_barrier((x, w))  # see _dequantize

@@ -17,7 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from fp8flax._gemm import KEPT_WIDE, ONCE, Gemm, multiply, warn_if_emulated
+from fp8flax._core.names import DGRAD, FORWARD, KEPT_WIDE, OUTPUT_NAME, WGRAD
+from fp8flax._gemm import ONCE, Gemm, multiply, warn_if_emulated
 from fp8flax._max_dtype import is_max_dtype
 from fp8flax._operands import (
     Quantized,
@@ -125,24 +126,6 @@ def _dot_general_with_precision_jvp(
     )
     return out, dot(lhs_dot, rhs) + dot(lhs, rhs_dot)
 
-
-RESIDUAL_NAMES = ("fp8_input", "fp8_kernel", "fp8_scaling")
-"""The ``checkpoint_name``s of what an FP8 matmul keeps for its backward pass.
-
-They are the quantized input and the quantized kernel (FP8 codes, as uint8; the input as it is, where a
-recipe computes wgrad in high precision), and the scales and amaxes. The result of the forward GEMM is
-named ``"fp8_output"``. Policies for ``jax.checkpoint`` and ``nn.remat`` made of them::
-
-    policies = jax.checkpoint_policies
-    keep_fp8 = policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
-    requantize_kernels = policies.save_only_these_names("fp8_input", "fp8_scaling")
-    keep_outputs = policies.save_from_both_policies(
-        policies.dots_saveable, policies.save_only_these_names("fp8_output")
-    )
-
-Without a policy, or with one that names none of them, all are computed again from the block's inputs.
-(``dots_saveable`` alone does not see FP8 GEMMs.)
-"""
 
 FORMS = ("direct", "qdq")
 """How an FP8 matmul is written down for the compiler."""
@@ -359,7 +342,7 @@ def _primal(config: _Config, lhs: jax.Array, rhs: jax.Array, scales: dict[str, j
     gemm = config.forward
     q_lhs = quantize_once(gemm.recipe.lhs, gemm.lhs, lhs, scales.get("input"))
     q_rhs = quantize_once(gemm.recipe.rhs, gemm.rhs, rhs, scales.get("kernel"))
-    with jax.named_scope("fp8_forward"):
+    with jax.named_scope(FORWARD):
         return multiply(gemm, q_lhs, q_rhs)
 
 
@@ -457,9 +440,9 @@ def _forward(
         lhs_first = swapped(restore(lhs_kept, wgrad.recipe.lhs, wgrad.lhs), gemm.recipe.lhs)
     if swaps_with(gemm.recipe.rhs, dgrad.recipe.rhs, gemm.rhs):
         rhs_first = swapped(restore(rhs_kept, dgrad.recipe.rhs, dgrad.rhs), gemm.recipe.rhs)
-    with jax.named_scope("fp8_forward"):
+    with jax.named_scope(FORWARD):
         out = multiply(gemm, lhs_first, rhs_first)
-    return checkpoint_name(out, "fp8_output"), lhs_kept, rhs_kept, amaxes
+    return checkpoint_name(out, OUTPUT_NAME), lhs_kept, rhs_kept, amaxes
 
 
 def keep(operand: Any, name: str, quantizer: Any, view: View, delayed_scale: Any) -> Any:
@@ -520,10 +503,10 @@ def _backward(
     """Returns the two gradients, and the amax of ``g`` where it has delayed scaling."""
     g_first, g_second, g_amax = _quantize_with_amax(config, "output_grad", g, scales.get("output_grad"))
     (dgrad, dgrad_transpose), (wgrad, wgrad_transpose) = config.dgrad, config.wgrad
-    with jax.named_scope("fp8_dgrad"):
+    with jax.named_scope(DGRAD):
         lhs_grad = multiply(dgrad, g_first, restore(rhs_kept, dgrad.recipe.rhs, dgrad.rhs))
         lhs_grad = lax.transpose(lhs_grad, np.argsort(dgrad_transpose.axes))
-    with jax.named_scope("fp8_wgrad"):
+    with jax.named_scope(WGRAD):
         rhs_grad = multiply(wgrad, restore(lhs_kept, wgrad.recipe.lhs, wgrad.lhs), g_second)
         rhs_grad = lax.transpose(rhs_grad, np.argsort(wgrad_transpose.axes))
     return lhs_grad, rhs_grad, g_amax
@@ -861,7 +844,7 @@ def _frozen_primal(config: _Config, lhs: jax.Array, rhs: jax.Array, fixed: _Fixe
     else:
         assert gemm.recipe.rhs is not None
         q_rhs = unstored(gemm.recipe.rhs, fixed.kernel, gemm.rhs)
-    with jax.named_scope("fp8_forward"):
+    with jax.named_scope(FORWARD):
         return multiply(gemm, q_lhs, q_rhs)
 
 

@@ -15,6 +15,14 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from fp8flax._core.device import (
+    NATIVE_FP8,
+    NATIVE_MX,
+    Fp8EmulationWarning,
+    compile_target,
+    compute_capability,
+)
+from fp8flax._core.names import DEQUANTIZED, KEPT_WIDE, QDQ
 from fp8flax._kernels.block_gemm import BLOCK, block_gemm
 from fp8flax._operands import (
     MX_COLUMNS,
@@ -28,26 +36,10 @@ from fp8flax._operands import (
 from fp8flax._recipes import BlockQuantizer, GemmRecipe
 from fp8flax._transforms import unless_partitioned, vary_alike
 
-
-class Fp8EmulationWarning(UserWarning):
-    """The device at hand has no units for these FP8 matmuls: the same values, and no speed."""
-
-
 # cublasLt takes FP8 operands in multiples of this; XLA would pad, and copy, for it.
 _CUBLASLT_MULTIPLE = 16
-_NATIVE = 8.9
-_NATIVE_MX = 10.0
 _E5M2 = np.dtype(jnp.float8_e5m2)
 _OCP_DTYPES = (np.dtype(jnp.float8_e4m3fn), _E5M2)
-compile_target = jax.make_user_context(None)
-"""The compute capability of the GPU that a program is compiled for, where that is not the one at hand."""
-
-KEPT_WIDE, DEQUANTIZED, SWITCHED_OFF = "fp8_kept_wide", "fp8_dequantized", "fp8_switched_off"
-"""Scopes that tell why a GEMM does not run in FP8: the recipe, the device, or ``autocast``."""
-
-NOT_CONVERTED, BY_OP = "fp8_not_converted", "fp8_op"
-"""Scopes of what ``quantize_model`` left as it is, and of FP8 ops in its models."""
-
 ONCE = (
     "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second derivatives "
     "give the layer an op with delayed scaling in another form, partial(fp8flax.Fp8DotGeneralOp, "
@@ -56,33 +48,20 @@ ONCE = (
 )
 
 
-def _compute_capability() -> float:
-    """Returns that of the NVIDIA GPU that is compiled for, 0 for any other device."""
-    if compile_target.value is not None:
-        return compile_target.value
-    device = jax.devices()[0]
-    if device.platform not in ("gpu", "cuda"):
-        return 0.0
-    try:
-        return float(device.compute_capability)
-    except (AttributeError, ValueError):  # not an NVIDIA GPU
-        return 0.0
-
-
 def warn_if_emulated(*recipes: GemmRecipe) -> None:
     """Warns, once, where the device at hand cannot multiply what one of the recipes makes."""
     if compile_target.value is not None:
         return
     # Each from one place, so that Python's default filter shows it once.
-    capability = _compute_capability()
-    if capability < _NATIVE:
+    capability = compute_capability()
+    if capability < NATIVE_FP8:
         warnings.warn(
             f"FP8 matmuls are emulated on {jax.devices()[0].device_kind}: the values are those of FP8, the "
             "speed is not. fp8flax.audit shows what a GPU would run.",
             Fp8EmulationWarning,
             stacklevel=1,
         )
-    elif capability < _NATIVE_MX and any(is_blockwise(r.lhs) and is_blockwise(r.rhs) for r in recipes):
+    elif capability < NATIVE_MX and any(is_blockwise(r.lhs) and is_blockwise(r.rhs) for r in recipes):
         warnings.warn(
             f"{jax.devices()[0].device_kind} has no units for block scales: the FP8 values are multiplied "
             "in a wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling runs in FP8.",
@@ -128,7 +107,7 @@ def multiply(gemm: Gemm, lhs: Any, rhs: Any) -> jax.Array:
     too_old = (
         compile_target.value is None
         and jax.default_backend() == "gpu"
-        and _compute_capability() < _NATIVE
+        and compute_capability() < NATIVE_FP8
         and not is_blockwise(quantizers[0])
     )
     gemm_on = _platform_gemm if set(dtypes) <= set(_OCP_DTYPES) and not too_old else _emulated_gemm
@@ -173,7 +152,7 @@ def _wide_gemm(gemm: Gemm, lhs: Operand, rhs: Operand) -> jax.Array:
         )
     ]
     kept = gemm.recipe.lhs is None or gemm.recipe.rhs is None
-    scope = KEPT_WIDE if kept else "fp8_qdq" if gemm.dequantized else DEQUANTIZED
+    scope = KEPT_WIDE if kept else QDQ if gemm.dequantized else DEQUANTIZED
     with jax.named_scope(scope):
         return lax.dot_general(
             *wide,
@@ -284,11 +263,11 @@ def _cuda_block_gemm(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> jax.Array:
     assert isinstance(rhs_quantizer, BlockQuantizer)
     widths = (lhs_quantizer.block[1], rhs_quantizer.block[1])
     exact_in_bfloat16 = "float32" not in (lhs_quantizer.scale, rhs_quantizer.scale)
-    capability = _compute_capability()
+    capability = compute_capability()
     is_mx = exact_in_bfloat16 and all(width % MX_COLUMNS == 0 for width in widths)
     if 0 in _sizes(gemm):
         return _dequantized_dot(gemm, lhs, rhs, jnp.float32)
-    if is_mx and capability >= _NATIVE_MX:
+    if is_mx and capability >= NATIVE_MX:
         out = _mx_gemm(gemm, mx_operand(lhs_quantizer, lhs), mx_operand(rhs_quantizer, rhs))
         out = vary_alike(out, lhs.codes, rhs.codes)[0]  # of which JAX's own loses track
         return _unpadded(gemm, out)
@@ -308,7 +287,7 @@ def _kernel_gemm(gemm: Gemm, capability: float, lhs: Quantized, rhs: Quantized) 
         jnp.repeat(lhs.scale, lhs_quantizer.block[0], axis=1),
         jnp.repeat(rhs.scale, rhs_quantizer.block[0], axis=1),
         out_dtype=_at_most_float32(gemm.out_dtype),
-        in_float16=capability < _NATIVE_MX or lhs.codes.dtype != rhs.codes.dtype,
+        in_float16=capability < NATIVE_MX or lhs.codes.dtype != rhs.codes.dtype,
     )
     return _unpadded(gemm, out)
 
@@ -332,7 +311,7 @@ def _fits_kernel(lhs: Quantized, rhs: Quantized) -> bool:
     gone one day. (Nor would it be partitioned over several devices, see ``unless_partitioned``.)
     """
     return (
-        _compute_capability() >= _NATIVE
+        compute_capability() >= NATIVE_FP8
         and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
         and lhs.scale.dtype == rhs.scale.dtype == jnp.float32
         # Nor those of which jax.export does not know the size.

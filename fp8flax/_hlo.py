@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fp8flax._kernels.block_gemm import NAME, NAME_F16
+from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16
 
 _FREE = frozenset(
     (
@@ -376,7 +376,7 @@ class _Reader:
             elif target == "__cudnn$blockScaledDot":
                 yield self._dot((), computation, instruction, "cuDNN")
             elif target == "__gpu$xla.gpu.triton" and any(
-                name in instruction.op_name.split("/") for name in (NAME, NAME_F16)
+                name in instruction.op_name.split("/") for name in (BLOCK_GEMM, BLOCK_GEMM_F16)
             ):
                 yield self._dot((), computation, instruction, "Pallas")
 

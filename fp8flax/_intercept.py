@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax._src import core, source_info_util
 
-from fp8flax._gemm import BY_OP, NOT_CONVERTED
+from fp8flax._core.names import BY_OP, NOT_CONVERTED, SITE
 from fp8flax._state import key_name
 
 DOT, CONV, RAGGED_DOT = "dot_general", "conv_general_dilated", "ragged_dot_general"
@@ -44,8 +44,6 @@ _PARAMETER = "parameter"  # in the place of a primitive, for a parameter as it i
 # what nn.map_variables has made of parameters, and of these parameters.
 _MARK, _MAPPED = "fp8flax", "fp8flax_mapped"
 _NOTHING: tuple[frozenset[Any], frozenset[Any]] = frozenset(), frozenset()
-SITE = "fp8_site_"
-"""How the ``jax.named_scope``s begin in which contractions are counted."""
 # Whole elements of a stack of names, where a module's name may only begin alike.
 _IN_OP = re.compile(rf"\b{BY_OP}\b")
 _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{SITE}[0-9a-f]{{8}})\b")

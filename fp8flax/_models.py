@@ -24,7 +24,7 @@ import numpy as np
 
 from fp8flax._conv import is_matmul
 from fp8flax._convert import split_arrays
-from fp8flax._gemm import BY_OP
+from fp8flax._core.names import BY_OP
 from fp8flax._intercept import (
     CONV,
     DOT,

@@ -19,9 +19,9 @@ from flax.core import DenyList
 
 from fp8flax._autocast import recipe_in_use
 from fp8flax._conv import fp8_conv_general_dilated
+from fp8flax._core.names import SWITCHED_OFF
 from fp8flax._dot_general import FORMS, DimensionNumbers, DotStates, einsum_with, fp8_dot_general
 from fp8flax._formats import Format
-from fp8flax._gemm import SWITCHED_OFF
 from fp8flax._max_dtype import is_max_dtype
 from fp8flax._ragged import fp8_ragged_dot
 from fp8flax._recipes import DelayedQuantizer, DelayedScaling, Recipe, check_recipe

@@ -12,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from fp8flax._core.names import DGRAD, FORWARD, KEPT_WIDE, OUTPUT_NAME, WGRAD
 from fp8flax._dot_general import (
     DotStates,
     check_result_dtype,
@@ -25,7 +26,7 @@ from fp8flax._dot_general import (
     restore,
     with_precision,
 )
-from fp8flax._gemm import KEPT_WIDE, Gemm, multiply, warn_if_emulated
+from fp8flax._gemm import Gemm, multiply, warn_if_emulated
 from fp8flax._max_dtype import is_max_dtype
 from fp8flax._operands import Quantized, View, is_blockwise, straight_through, swaps_with
 from fp8flax._qdq import (
@@ -362,12 +363,12 @@ def _fwd(
         lhs_first = restore(lhs_kept, recipe.wgrad.lhs, config.wgrad.lhs)
     if _is_shared(recipe.forward.rhs, recipe.dgrad.rhs):
         rhs_first = restore(rhs_kept, recipe.dgrad.rhs, config.dgrad.rhs)
-    with jax.named_scope("fp8_forward"):
+    with jax.named_scope(FORWARD):
         visits = _visits(config, group_sizes)
         # Transposed once for all visits.
         kernels = _transposed(rhs_first)
         out = _multiply_rows(config, config.forward, lhs_first, kernels, config.columns, visits)
-    out = checkpoint_name(out[: config.rows], "fp8_output")
+    out = checkpoint_name(out[: config.rows], OUTPUT_NAME)
     return out, _Residuals(lhs_kept, rhs_kept, group_sizes, scales, amaxes, states)
 
 
@@ -379,11 +380,11 @@ def _bwd(
     g = _grouped_rows(config, inf_to_nan(g), group_sizes)
     recipe, visits = config.recipe, _visits(config, group_sizes)
     g_first, g_second = _quantize_for_both(config, "output_grad", g, scales.get("output_grad"))
-    with jax.named_scope("fp8_dgrad"):
+    with jax.named_scope(DGRAD):
         kernels = restore(rhs_kept, recipe.dgrad.rhs, config.dgrad.rhs)
         lhs_grad = _multiply_rows(config, config.dgrad, g_first, kernels, config.depth, visits)
         lhs_grad = lhs_grad[: config.rows]
-    with jax.named_scope("fp8_wgrad"):
+    with jax.named_scope(WGRAD):
         lhs = restore(lhs_kept, recipe.wgrad.lhs, config.wgrad.lhs)
         rhs_grad = _multiply_groups(config, lhs, g_second, visits)
     amaxes = {**kept_amaxes, "output_grad": _grouped_amax(g, group_sizes)}
@@ -462,7 +463,7 @@ def _frozen_ragged_dot(
         _quantize_for_both(config, role, x, scales.get(role))
         for role, x in (("input", lhs), ("kernel", rhs))
     )
-    with jax.named_scope("fp8_forward"):
+    with jax.named_scope(FORWARD):
         visits = _visits(config, group_sizes)
         out = _multiply_rows(config, config.forward, q_lhs, _transposed(q_rhs), config.columns, visits)
     return out[: config.rows]

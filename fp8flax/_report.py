@@ -5,35 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 
 from fp8flax._autocast import recipe_in_use
 from fp8flax._convert import eval_init
-from fp8flax._gemm import NOT_CONVERTED
-from fp8flax._intercept import SITE, contractions_in
+from fp8flax._core.device import GPUS, Gpu
+from fp8flax._core.names import NOT_CONVERTED, SITE
+from fp8flax._intercept import contractions_in
 from fp8flax._models import reporting, seen_of, sizes_of, trace_apply
 from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, CustomRecipe, DelayedScaling
 from fp8flax._rules import Sizes
-
-
-class _Gpu(NamedTuple):
-    name: str
-    bf16: float
-    """Operations per second that large matmuls reach."""
-    fp8: float
-    bandwidth: float
-    """Bytes per second."""
-    has_block_scales: bool
-
-
-# Of the published peaks 80 % in bf16 and 71 % in FP8, the shares that large matmuls reach on an H200.
-_GPUS = {
-    "h100": _Gpu("NVIDIA H100 (SXM)", 790e12, 1400e12, 3.35e12, False),
-    "h200": _Gpu("NVIDIA H200", 790e12, 1400e12, 4.8e12, False),
-    "b200": _Gpu("NVIDIA B200", 1800e12, 3190e12, 8.0e12, True),
-}
 
 # Bytes per element of input, kernel and output that one step's quantization moves, beside what the GEMMs
 # read and write: from the programs of the Dense layer in docs/recipes.md.
@@ -52,7 +35,7 @@ def _kind(gemms: CustomRecipe) -> str:
     return max(kinds, key=_QUANTIZATION_BYTES.__getitem__)
 
 
-def _seconds(sizes: Sizes, gpu: _Gpu, gemms: CustomRecipe | None, is_matmul: bool) -> float:
+def _seconds(sizes: Sizes, gpu: Gpu, gemms: CustomRecipe | None, is_matmul: bool) -> float:
     """Returns the time of the forward and both backward GEMMs, with quantization, on a roofline."""
     b, m, k, n = sizes
     operations, elements = 3 * sizes.flops, b * (m * k + k * n + m * n)
@@ -203,9 +186,9 @@ def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) ->
             f"model must come from fp8flax.quantize_model; got {type(model).__name__}. For any other "
             "function, fp8flax.audit reads the compiled program."
         )
-    if target not in _GPUS:
-        raise ValueError(f"target must be one of {sorted(_GPUS)}; got {target!r}.")
-    gpu = _GPUS[target]
+    if target not in GPUS:
+        raise ValueError(f"target must be one of {sorted(GPUS)}; got {target!r}.")
+    gpu = GPUS[target]
     with reporting(counting=True):
         shapes, _ = eval_init(model, args, kwargs)
         jaxpr = trace_apply(model, shapes, args, kwargs)

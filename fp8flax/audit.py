@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import jax
 
 from fp8flax._audit import TARGETS, AuditReport, audit
+from fp8flax._core.device import Fp8EmulationWarning
 from fp8flax._files import write_text
-from fp8flax._gemm import Fp8EmulationWarning
 from fp8flax._interrupt import raise_from_now_on
 
 

@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16
 from fp8flax._operands import apply_scales
 from fp8flax._transforms import shape_varying_as, vary_alike
 
 BLOCK = 128
 """Columns per scale, and rows and columns of a tile of the result."""
-
-NAME, NAME_F16 = "fp8_block_gemm", "fp8_block_gemm_f16"
-"""Names of the kernel in a compiled program: multiplied in FP8, or from FP8 in float16."""
 
 
 def block_gemm(
@@ -84,7 +82,7 @@ def block_gemm(
             pl.BlockSpec((None, BLOCK, num_blocks), of_columns),
         ],
         out_specs=pl.BlockSpec((None, BLOCK, BLOCK), lambda b, i, j: (b, i, j)),
-        name=NAME_F16 if in_float16 else NAME,
+        name=BLOCK_GEMM_F16 if in_float16 else BLOCK_GEMM,
         interpret=interpret,
         **params,
     )(*padded)

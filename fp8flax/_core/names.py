@@ -1,0 +1,61 @@
+"""The names that this package writes into programs, and what the audit says where it reads them."""
+
+from __future__ import annotations
+
+FORWARD, DGRAD, WGRAD = "fp8_forward", "fp8_dgrad", "fp8_wgrad"
+"""Scopes of the three GEMMs of a contraction."""
+
+BY_OP = "fp8_op"
+"""The scope of an FP8 op in a model of ``quantize_model``."""
+
+SITE = "fp8_site_"
+"""How the scopes begin in which ``report`` counts contractions."""
+
+QDQ = "fp8_qdq"
+"""The scope of a GEMM in the quantize-dequantize form, which is left to the compiler."""
+
+BLOCK_GEMM, BLOCK_GEMM_F16 = "fp8_block_gemm", "fp8_block_gemm_f16"
+"""Our kernel for block scales: what multiplies in FP8, and what reads FP8 and multiplies in float16."""
+
+NOT_CONVERTED = "fp8_not_converted"
+SWITCHED_OFF = "fp8_switched_off"
+KEPT_WIDE = "fp8_kept_wide"
+CONVOLVED_WIDE = "fp8_convolved_wide"
+DEQUANTIZED = "fp8_dequantized"
+
+CHOSEN_WIDE = {
+    NOT_CONVERTED: "quantize_model left it, fp8flax.report says why: multiplied in {dtypes}",
+    SWITCHED_OFF: "FP8 is off here, by autocast(enabled=False): multiplied in {dtypes}",
+    KEPT_WIDE: "the recipe keeps an operand of this GEMM wide: multiplied in {dtypes}",
+}
+"""Scopes of what was asked not to run in FP8, and the reason; the first in an op name decides."""
+
+WITHOUT_UNITS = {
+    CONVOLVED_WIDE: "a convolution that is not a matmul: the same FP8 values, convolved in {dtypes}; "
+    "XLA has no FP8 convolution with gradients",
+    BLOCK_GEMM_F16: "read as FP8 and multiplied in float16, exactly: our kernel for block scales has no "
+    "FP8 here",
+    DEQUANTIZED: "nothing here multiplies FP8 with these scales: the same values, multiplied in {dtypes}",
+}
+"""Scopes of FP8 values that nothing multiplies as FP8, on a device that has FP8 units, and the reason."""
+
+RESIDUAL_NAMES = ("fp8_input", "fp8_kernel", "fp8_scaling")
+"""The ``checkpoint_name``s of what an FP8 matmul keeps for its backward pass.
+
+They are the quantized input and the quantized kernel (FP8 codes, as uint8; the input as it is, where a
+recipe computes wgrad in high precision), and the scales and amaxes. The result of the forward GEMM is
+named ``"fp8_output"``. Policies for ``jax.checkpoint`` and ``nn.remat`` made of them::
+
+    policies = jax.checkpoint_policies
+    keep_fp8 = policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
+    requantize_kernels = policies.save_only_these_names("fp8_input", "fp8_scaling")
+    keep_outputs = policies.save_from_both_policies(
+        policies.dots_saveable, policies.save_only_these_names("fp8_output")
+    )
+
+Without a policy, or with one that names none of them, all are computed again from the block's inputs.
+(``dots_saveable`` alone does not see FP8 GEMMs.)
+"""
+
+OUTPUT_NAME = "fp8_output"
+"""The ``checkpoint_name`` of the result of the forward GEMM."""
