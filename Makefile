@@ -85,7 +85,7 @@ pytest: .venv/installed
 OLDEST_TESTS = audit gemm gpu_program identity max_dtype models scaling state train transformations
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
-	  $(OLDEST_TESTS:%=tests/test_%.py) \
+	  $(OLDEST_TESTS:%=tests/*/test_%.py) \
 	  -k "not float16] and not b200 and not Attention- and not Einsum- and not Own- and not eager]" $(ARGS)
 
 bench: .venv/installed
@@ -115,7 +115,7 @@ bench-gpu:
 
 what-works: .venv/installed
 	.venv/bin/python -m pytest --numprocesses $(WORKERS) --all-cells --write-table \
-	  tests/test_transformations.py tests/test_devices.py $(ARGS)
+	  tests/linen/test_transformations.py tests/train/test_devices.py $(ARGS)
 
 notebooks: .venv/installed
 	.venv/bin/python notebooks/execute.py

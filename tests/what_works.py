@@ -23,8 +23,8 @@ def read(table, row, column):
 
 def write(seen):
     """Writes what was seen into the page. Two tests of one cell must agree; others stay as they are."""
-    from tests.test_devices import WAYS
-    from tests.test_transformations import REFUSED, TRANSFORMATIONS
+    from tests.linen.test_transformations import REFUSED, TRANSFORMATIONS
+    from tests.train.test_devices import WAYS
 
     page = PAGE.read_text(encoding="utf-8")
     cells = _cells(page)

@@ -1,0 +1,801 @@
+import contextlib
+import dataclasses
+import functools
+import importlib
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.linen import fp8_ops
+from jax import lax
+from jax.lax import DotAlgorithmPreset as Preset
+
+import fp8flax
+from fp8flax import _audit
+from fp8flax._audit import AuditReport, Gemm, assert_fp8, audit
+from fp8flax._core.device import has_fp8_units
+from fp8flax._hlo import Dot
+
+E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
+MIB = 2**20
+NEWER_THAN_0_9 = jax.__version_info__ >= (0, 10)
+COMMAND = Path(fp8flax.__file__).parent / "audit.py"
+
+
+def struct(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def dense_step(M, K, N, dot_general_cls=None):
+    """Returns a Dense layer's forward and backward pass and its arguments."""
+    layer = nn.Dense(N, use_bias=False, dtype=BF16, param_dtype=BF16, dot_general_cls=dot_general_cls)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), struct(M, K))
+
+    def step(variables, x, g):
+        with jax.numpy_dtype_promotion("standard"):  # which Flax's ops need
+            y, vjp = jax.vjp(layer.apply, variables, x)
+            return y, vjp(g)
+
+    return step, variables, struct(M, K), struct(M, N)
+
+
+def product(preset, lhs_dtype, rhs_dtype):
+    """Returns a product of shapes (512, 256) and (256, 128) and its arguments."""
+
+    def fn(x, w):
+        with jax.named_scope("layer"), jax.named_scope("fp8_forward"):
+            return lax.dot_general(
+                x, w, (((1,), (0,)), ((), ())), precision=preset, preferred_element_type=BF16
+            )
+
+    return fn, struct(512, 256, dtype=lhs_dtype), struct(256, 128, dtype=rhs_dtype)
+
+
+class Layer(nn.Module):
+    dot_general_cls: object = None
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        dense = functools.partial(
+            nn.Dense, use_bias=False, dtype=BF16, param_dtype=BF16, dot_general_cls=self.dot_general_cls
+        )
+        return dense(128, name="down")(nn.relu(dense(256, name="up")(x))), None
+
+
+def gradient_of(model, *args):
+    """Returns a function that differentiates the sum of a model's output, and its arguments."""
+    variables = jax.eval_shape(model.init, jax.random.key(0), *args)
+
+    def fn(variables, *args):
+        def loss(variables, *args):
+            return jnp.sum(jax.tree.leaves(model.apply(variables, *args))[0].astype(jnp.float32) ** 2)
+
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.grad(loss, argnums=(0, 1))(variables, *args)
+
+    return fn, variables, *args
+
+
+# What runs in FP8, and why not.
+
+
+def test_plain_dense(gpu):
+    report = audit(*dense_step(8192, 4096, 4096))
+    assert (report.num_gemms, report.num_fp8_gemms, report.fp8_flops_share) == (3, 0, 0.0)
+    assert {g.reason for g in report.gemms} == {"operands are bfloat16: layer not converted"}
+    assert {g.path for g in report.gemms} == {"Dense"}
+    assert report.gemm_bytes == 480 * MIB
+    assert report.flops == 3 * 2 * 8192 * 4096 * 4096
+    sizes = {g.role: (g.batch, g.m, g.k, g.n) for g in report.gemms}
+    assert sizes == {
+        "forward": (1, 8192, 4096, 4096),
+        "dgrad": (1, 8192, 4096, 4096),
+        "wgrad": (1, 4096, 8192, 4096),
+    }
+    if NEWER_THAN_0_9:
+        assert (report.num_kernels, report.num_launches, report.other_bytes) == (3, 3, 0)
+
+
+def test_quantize_dequantize(gpu):
+    report = audit(*dense_step(8192, 4096, 4096, fp8_ops.Fp8DotGeneralOp))
+    (forward,) = [g for g in report.gemms if g.role == "forward"]
+    assert not forward.is_fp8
+    assert forward.path == "Dense"
+    assert forward.reason.startswith("quantize-dequantize pattern not matched: multiplied in bfloat16")
+    if NEWER_THAN_0_9:
+        assert report.num_fp8_gemms == 0
+        assert "left out even the rounding" in forward.reason
+        assert report.num_kernels == 21
+        assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(800, abs=1)
+
+
+def test_flax_direct_op(gpu):
+    report = assert_fp8(*dense_step(8192, 4096, 4096, fp8_ops.Fp8DirectDotGeneralOp))
+    assert (report.num_gemms, report.num_fp8_gemms, report.fp8_flops_share) == (3, 3, 1.0)
+    assert {g.role: (g.lhs_dtype, g.rhs_dtype) for g in report.gemms} == {
+        "forward": ("float8_e4m3fn", "float8_e4m3fn"),
+        "dgrad": ("float8_e5m2", "float8_e4m3fn"),
+        "wgrad": ("float8_e4m3fn", "float8_e5m2"),
+    }
+    assert {g.out_dtype for g in report.gemms} == {"bfloat16"}
+    if NEWER_THAN_0_9:
+        assert {g.backend for g in report.gemms} == {"Triton"}
+        assert report.maybe_fp8_flops_share == 1.0
+        assert report.num_kernels == 22
+        assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(592, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("preset", "accumulation"),
+    [(Preset.ANY_F8_ANY_F8_F32, "exact"), (Preset.ANY_F8_ANY_F8_F32_FAST_ACCUM, "fast")],
+)
+def test_cublaslt_and_its_accumulation(gpu, preset, accumulation):
+    (gemm,) = audit(*product(preset, E4M3, E5M2)).gemms
+    assert (gemm.is_fp8, gemm.backend, gemm.accumulation) == (True, "cublasLt", accumulation)
+    assert not gemm.may_be_fp8
+    assert (gemm.path, gemm.role, gemm.reason) == ("layer", "forward", "")
+    assert (gemm.batch, gemm.m, gemm.k, gemm.n) == (1, 512, 256, 128)
+
+
+def test_e5m2_by_e5m2_has_no_algorithm(gpu):
+    with pytest.raises(
+        RuntimeError, match=r"XLA cannot compile fn for NVIDIA H200 \(.*e5m2 × e5m2"
+    ) as info:
+        audit(*product(Preset.ANY_F8_ANY_F8_F32, E5M2, E5M2))
+    assert info.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    ("lhs_dtype", "rhs_dtype", "reason"),
+    [
+        (E4M3, E4M3, "quantize-dequantize pattern not matched: multiplied in bfloat16"),
+        (E5M2, E5M2, "e5m2×e5m2 is not supported by cublasLt; multiplied in bfloat16"),
+        (E4M3, BF16, "only one operand comes from FP8: multiplied in bfloat16"),
+        (BF16, BF16, "operands are bfloat16: layer not converted"),
+    ],
+)
+def test_reasons_of_products_in_bf16(gpu, lhs_dtype, rhs_dtype, reason):
+    def fn(x, w, scale):
+        return (x.astype(BF16) * scale) @ w.astype(BF16)
+
+    report = audit(fn, struct(64, 128, dtype=lhs_dtype), struct(128, 32, dtype=rhs_dtype), struct(1, 1))
+    assert [g.reason for g in report.gemms] == [reason]
+
+
+def test_attention_is_told_from_layers(gpu):
+    model = nn.MultiHeadDotProductAttention(4, dtype=BF16, param_dtype=BF16, use_bias=False)
+    report = audit(*gradient_of(model, struct(2, 64, 128)))
+    attention = [g for g in report.gemms if g.batch > 1]
+    assert {g.batch for g in attention} == {8}
+    assert sorted(g.role for g in attention) == ["backward"] * 4 + ["forward"] * 2
+    assert all("->" in g.path and "batched product (attention" in g.reason for g in attention)
+    layers = {g.path.split("/")[-1] for g in report.gemms if g.batch == 1}
+    assert layers <= {"query", "key", "value", "out"}
+    per_token = 2 * (4 * 128 * 128 + 2 * 64 * 128)
+    assert report.flops == 3 * 2 * 64 * per_token
+
+
+@pytest.mark.parametrize(
+    ("dot", "has_units", "platform", "reason"),
+    [
+        ({}, False, "cpu", "the CPU has no FP8 units; the values are emulated"),
+        ({}, False, "cuda", "this GPU has no FP8 units; the values are emulated"),
+        (
+            {},
+            True,
+            "cuda",
+            "operands are FP8, but the product is computed in a plain loop, without the FP8",
+        ),
+    ],
+)
+def test_other_reasons(dot, has_units, platform, reason):
+    dot = Dot(
+        op_name="jit(f)/dot_general",
+        batch=1,
+        m=4,
+        k=4,
+        n=4,
+        lhs_dtype="f8e4m3fn",
+        rhs_dtype="f8e4m3fn",
+        out_dtype="f32",
+        backend="other",
+        accumulation="default",
+        contracts_leading=None,
+        fp8_sources=("f8e4m3fn", "f8e4m3fn"),
+    )
+    assert _audit._reason(dot, True, has_units, platform).startswith(reason)
+
+
+# Paths and roles.
+
+
+@pytest.mark.parametrize(
+    ("op_name", "path", "role"),
+    [
+        ("jit(step)/jvp(M)/Dense_0/dot_general", "M/Dense_0", "forward"),
+        ("jit(step)/M/Dense_0/dot_general", "M/Dense_0", "forward"),
+        ("jit(step)/transpose(jvp(M))/Dense_0/transpose", "M/Dense_0", "backward"),
+        ("jit(s)/transpose(jvp(M))/Dense_3/Fp8DotGeneralOp_0/fp8_wgrad/dot_general", "M/Dense_3", "wgrad"),
+        (
+            "jit(s)/transpose(jvp(M))/Dense_3/NANOOFp8DotGeneralOp_0/fp8_dgrad/dot_general",
+            "M/Dense_3",
+            "dgrad",
+        ),
+        (
+            "jit(s)/jvp(M)/Dense_3/Fp8DotGeneralOp_0/custom_vjp_call/fp8_forward/dot_general",
+            "M/Dense_3",
+            "forward",
+        ),
+        ("jit(s)/jvp()/while/body/closed_call/layers/up/dot_general", "layers/up", "forward"),
+        (
+            "jit(s)/transpose(jvp())/while/body/closed_call/checkpoint/rematted_computation/layers/up/dot_general",
+            "layers/up",
+            "recomputed forward",
+        ),
+        ("jit(s)/transpose(jvp(vmap(M)))/body/dot_general", "M/body", "backward"),
+        ("jit(s)/M/cond/branch_1_fun/up/dot_general", "M/up", "forward"),
+        ("jit(s)/M/attn/...qhd,...khd->...hqk/dot_general", "M/attn/...qhd,...khd->...hqk", "forward"),
+        ("jit(s)/jvp(loss/M)/Dense_0/jit(_einsum)/dot_general", "loss/M/Dense_0", "forward"),
+        ("jit(s)/dot_general", "", "forward"),
+        ("jit(s)/transpose(jvp(M))/jvp(M)/checkpoint/b0/up/dot_general", "M/b0/up", "backward"),
+        ("jit(s)/jvp(M)/forward/dot_general", "M/forward", "forward"),
+        ("jit(s)/vmap(jvp(M))/up/dot_general", "M/up", "forward"),
+        ("jit(s)/transpose(jvp(vmap))/dot_general", "", "backward"),
+        ("", "", "forward"),
+    ],
+)
+def test_path_and_role(op_name, path, role):
+    assert (_audit._path(op_name), _audit._role(op_name)) == (path, role)
+
+
+def test_gradients_of_square_layers_are_told_apart(gpu):
+    report = audit(
+        *gradient_of(nn.Dense(256, use_bias=False, dtype=BF16, param_dtype=BF16), struct(256, 256))
+    )
+    assert sorted(g.role for g in report.gemms) == ["dgrad", "forward", "wgrad"]
+
+
+# Control flow.
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_scanned_layers(gpu, remat):
+    layer = nn.remat(Layer, prevent_cse=False) if remat else Layer
+    model = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=8)(
+        name="layers"
+    )
+    report = audit(*gradient_of(model, struct(512, 128)))
+    assert {g.trip_count for g in report.gemms} == {8}
+    assert {g.path for g in report.gemms} == {"layers/up", "layers/down"}
+    roles = ["dgrad", "dgrad", "forward", "forward", "wgrad", "wgrad"]
+    assert sorted(g.role for g in report.gemms) == sorted(roles + ["recomputed forward"] * remat)
+    assert report.flops == (6 + remat) * 8 * 2 * 512 * 128 * 256
+    assert report.num_gemm_launches == 8 * report.num_gemms
+    assert report.num_launches > report.num_kernels
+    assert not report.unknown_trip_counts
+
+
+def test_loop_of_unknown_length(gpu):
+    def fn(x, bound):
+        return lax.while_loop(lambda x: jnp.max(x) < bound, lambda x: x @ x, x)
+
+    report = audit(fn, struct(64, 64), struct())
+    assert report.unknown_trip_counts
+    assert [g.trip_count for g in report.gemms] == [1]
+    assert "trip count of a loop is not known" in str(report)
+
+
+def test_every_branch_counts(gpu):
+    def fn(pred, x):
+        return lax.cond(pred, lambda x: x @ x, lambda x: x @ (x @ x), x)
+
+    assert audit(fn, struct(dtype=jnp.bool_), struct(64, 64)).num_gemms == 3
+
+
+# Bytes, computed by hand.
+
+
+def test_bytes_of_a_small_program(gpu):
+    def fn(x, w, rows, i):
+        return x @ w, rows[i] + 1
+
+    report = audit(
+        fn,
+        struct(64, 32, dtype=E4M3),
+        struct(32, 16, dtype=E4M3),
+        struct(100, 5000, dtype=jnp.float32),
+        struct(dtype=jnp.int32),
+    )
+    assert report.gemm_bytes == report.gemms[0].bytes == 64 * 32 + 32 * 16 + 64 * 16
+    assert report.flops == 2 * 64 * 32 * 16
+    assert report.other_bytes == 2 * 4 * 5000 + 4
+    assert (report.num_kernels, report.num_launches) == (2, 2)
+    assert report.argument_bytes >= 64 * 32 + 32 * 16 + 4 * 100 * 5000 + 4
+    assert report.output_bytes >= 64 * 16 + 4 * 5000
+
+
+# What may be audited.
+
+
+def test_train_step_with_donation(gpu):
+    model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(32)])
+    x = np.ones((128, 32), np.float32)
+    state = fp8flax.TrainState.create(
+        apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=optax.sgd(1e-3, momentum=0.9)
+    )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state, x, key):
+        x = x + jax.random.normal(key, x.shape)
+        grads = jax.grad(lambda p: jnp.mean((state.apply_fn(p, x) - x) ** 2))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    report = audit(train_step, state, x, jax.random.key(1))
+    assert {(g.path, g.role) for g in report.gemms} == {
+        ("Sequential/layers_0", "forward"),
+        ("Sequential/layers_0", "wgrad"),
+        ("Sequential/layers_2", "forward"),
+        ("Sequential/layers_2", "dgrad"),
+        ("Sequential/layers_2", "wgrad"),
+    }
+    assert report.donated_bytes >= 2 * 4 * (32 * 64 + 64 + 64 * 32 + 32)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    abstract = jax.eval_shape(lambda s: s, state)
+    again = audit(train_step, abstract, struct(*x.shape, dtype=x.dtype), jax.eval_shape(jax.random.key, 1))
+    assert again == report
+
+
+def test_static_arguments_stay_static(gpu):
+    @functools.partial(jax.jit, static_argnums=(0, 2))
+    def fn(name, x, repeats):
+        assert name == "power"
+        for _ in range(repeats):
+            x = x @ x
+        return x
+
+    assert audit(fn, "power", struct(64, 64), 3).num_gemms == 3
+
+
+def test_a_persistent_compilation_cache_changes_nothing(gpu):
+    """JAX cannot load a cached program without its GPU, and says so in a warning: here an error."""
+    assert jax.config.jax_compilation_cache_dir
+
+    def f(x):
+        return x @ x.T
+
+    first, second = (audit(f, struct(48, 32), target="h200") for _ in range(2))
+    assert first == second
+
+
+def test_scalars_are_arguments_and_arrays_are_optional(gpu):
+    (gemm,) = audit(lambda x, factor: x @ (x * factor), struct(64, 64, dtype=jnp.float32), 2.0).gemms
+    assert gemm.lhs_dtype == "float32"
+    report = audit(lambda: jax.random.normal(jax.random.key(0), (64, 64)) @ jnp.ones((64, 64)))
+    assert (report.device, report.num_gemms) == ("NVIDIA H200", 1)
+
+
+@pytest.mark.parametrize("target", ["h100", "b200"])
+def test_other_targets(gpu, target):
+    report = audit(*product(Preset.ANY_F8_ANY_F8_F32, E4M3, E4M3), target=target)
+    assert report.fp8_flops_share == 1.0
+    assert (report.target, report.device) == (target, f"NVIDIA {target.upper()}")
+
+
+def test_local_cpu():
+    report = audit(*dense_step(64, 128, 32, fp8_ops.Fp8DirectDotGeneralOp), target="local")
+    assert (report.num_gemms, report.num_fp8_gemms) == (3, 0)
+    assert {g.reason for g in report.gemms} == {"the CPU has no FP8 units; the values are emulated"}
+    assert (report.target, report.device) == ("local", "cpu")
+    assert sorted(g.role for g in report.gemms) == ["dgrad", "forward", "wgrad"]
+    assert report.flops == 3 * 2 * 64 * 128 * 32
+    assert "Compiled without the device" not in str(report)
+    (plain,) = audit(jnp.dot, struct(64, 64), struct(64, 64), target="local").gemms
+    assert plain.reason.startswith("operands are")
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "expected"),
+    [
+        ("cpu", None, False),
+        ("gpu", "8.0", False),
+        ("gpu", "8.9", True),
+        ("gpu", "10.0", True),
+        ("gpu", "gfx942", True),
+    ],
+)
+def test_devices_with_fp8_units(platform, capability, expected):
+    device = types.SimpleNamespace(platform=platform, compute_capability=capability)
+    assert has_fp8_units(device) == expected
+
+
+# Errors.
+
+
+def test_unknown_target():
+    with pytest.raises(ValueError, match="target must be one of h100, h200, b200, local; got 'a100'"):
+        audit(jnp.dot, struct(4, 4), struct(4, 4), target="a100")
+
+
+def test_tpus_are_refused(monkeypatch):
+    device = types.SimpleNamespace(platform="tpu", device_kind="TPU v6")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    with pytest.raises(ValueError, match="for CPUs and GPUs; use one of h100, h200, b200"):
+        audit(jnp.dot, struct(4, 4), struct(4, 4), target="local")
+
+
+def test_missing_plugin(monkeypatch):
+    def version(package):
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ImportError, match=r"pip install jax-cuda13-plugin==\d"):
+        _audit._device.__wrapped__("h200")
+
+
+def test_plugin_of_another_version(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.0.1")
+    with pytest.raises(ImportError, match=r"jax-cuda13-plugin 0\.0\.1 does not fit jaxlib .*==\d"):
+        _audit._device.__wrapped__("h200")
+
+
+def test_plugin_that_jax_refused(monkeypatch):
+    def refuse(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    topologies = importlib.import_module("jax.experimental.topologies")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: _audit.jaxlib.__version__)
+    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+    with pytest.raises(ImportError, match="topology not implemented.*JAX_PLATFORMS=cpu"):
+        _audit._device.__wrapped__("h200")
+
+
+def test_function_that_cannot_be_traced():
+    def mismatched(x):
+        return x @ jnp.ones((3, 3), BF16)
+
+    with pytest.raises(RuntimeError, match=r"mismatched cannot be traced \(TypeError: dot_general") as info:
+        audit(mismatched, struct(4, 4), target="local")
+    assert isinstance(info.value.__cause__, TypeError)
+
+
+def test_function_bound_to_another_device(gpu):
+    cpu = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    fn = jax.jit(lambda x: x @ x, in_shardings=cpu)
+    with pytest.raises(RuntimeError, match="Leave out shardings and meshes|make them static"):
+        audit(fn, struct(64, 64))
+
+
+# assert_fp8 and the report.
+
+
+def test_assert_fp8():
+    args = (jnp.dot, struct(64, 64), struct(64, 64))
+    report = assert_fp8(*args, min_flops=0.0, target="local")
+    assert report.num_gemms == 1
+    with pytest.raises(AssertionError) as info:
+        assert_fp8(*args, target="local")
+    assert str(info.value) == (
+        f"0.0 % of the GEMMs' FLOPs run in FP8; at least 100.0 % were asked for.\n\n{report}"
+    )
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, 90, float("nan")])
+def test_assert_fp8_takes_a_share(share):
+    with pytest.raises(ValueError, match="min_flops is a share between 0 and 1"):
+        assert_fp8(jnp.dot, struct(4, 4), struct(4, 4), min_flops=share, target="local")
+
+
+GEMM = Gemm(
+    path="M/up",
+    role="forward",
+    batch=1,
+    m=64,
+    k=32,
+    n=16,
+    lhs_dtype="float8_e4m3fn",
+    rhs_dtype="float8_e4m3fn",
+    out_dtype="bfloat16",
+    backend="cublasLt",
+    accumulation="fast",
+    is_fp8=True,
+    reason="",
+    trip_count=8,
+    bytes=3 * MIB,
+    op_name="jit(f)/M/up/dot_general",
+)
+OTHER = dataclasses.replace(
+    GEMM,
+    path="<b>",
+    batch=4,
+    role="backward",
+    lhs_dtype="bfloat16",
+    rhs_dtype="bfloat16",
+    backend="Triton",
+    accumulation="default",
+    is_fp8=False,
+    reason="a < b",
+    trip_count=2,
+)
+REPORT = AuditReport(
+    target="h200",
+    device="NVIDIA H200",
+    jax_version="0.0",
+    jaxlib_version="0.0",
+    gemms=(GEMM, OTHER),
+    num_kernels=5,
+    num_launches=21,
+    other_bytes=MIB // 2,
+    temp_bytes=MIB,
+    argument_bytes=1,
+    output_bytes=2,
+    donated_bytes=0,
+    unknown_trip_counts=False,
+)
+
+
+def test_table():
+    assert str(REPORT) == (
+        "GEMM  role      M×K×N                 operands        backend         % FLOPs  FP8?\n"
+        "-----------------------------------------------------------------------------------\n"
+        "M/up  forward   64×32×16 (8 times)    e4m3×e4m3→bf16  cublasLt, fast  50.0     FP8\n"
+        "<b>   backward  4×64×32×16 (2 times)  bf16×bf16→bf16  Triton          50.0     [1]\n"
+        "\n"
+        "[1] a < b\n"
+        "\n"
+        "1 of 2 GEMMs run in FP8 (50.0 % of FLOPs) on NVIDIA H200, JAX 0.0.\n"
+        "5 kernels, 21 launches. The GEMMs move 6.0 MiB, the other kernels 0.5 MiB; "
+        "temporaries take 1.0 MiB.\n"
+        "Compiled without the device, which might choose another backend after measuring."
+    )
+
+
+def test_fp8_operands_in_triton_only_may_run_in_fp8():
+    triton = dataclasses.replace(GEMM, backend="Triton", accumulation="default", reason="the tile")
+    report = dataclasses.replace(REPORT, gemms=(GEMM, triton, triton, OTHER))
+    assert [gemm.may_be_fp8 for gemm in report.gemms] == [False, True, True, False]
+    assert report.num_fp8_gemms == 3
+    assert report.fp8_flops_share == 0.75
+    assert report.maybe_fp8_flops_share == 0.5
+    assert report.summary == (
+        "1 of 4 GEMMs run in FP8 (25.0 % of FLOPs), 2 may (50.0 %), on NVIDIA H200, JAX 0.0."
+    )
+    assert "Triton          25.0     may [1]\n" in str(report)
+    assert "<td>may [1]</td>" in report._repr_html_()
+    assert [gemm["may_be_fp8"] for gemm in report.to_dict()["gemms"]] == [False, True, True, False]
+
+
+def test_html_is_escaped():
+    html = REPORT._repr_html_()
+    assert "<td>&lt;b&gt;</td>" in html
+    assert "[1] a &lt; b" in html
+    assert "<b>" not in html
+    assert html.count("<tr>") == 3
+
+
+def test_dict_holds_fields_and_totals():
+    restored = json.loads(json.dumps(REPORT.to_dict()))
+    assert restored["fp8_flops_share"] == 0.5
+    assert restored["num_gemm_launches"] == 10
+    assert restored["gemms"][0]["flops"] == 2 * 64 * 32 * 16 * 8
+    assert restored["gemms"][1]["reason"] == "a < b"
+    assert {f.name for f in dataclasses.fields(REPORT)} <= set(restored)
+
+
+def test_program_without_gemms():
+    report = audit(jnp.negative, struct(8), target="local")
+    assert (report.num_gemms, report.fp8_flops_share) == (0, 0.0)
+    assert "0 of 0 GEMMs" in str(report)
+    assert "<table>" in report._repr_html_()
+    with pytest.raises(AssertionError, match="0 of 0 GEMMs"):
+        assert_fp8(jnp.negative, struct(8), target="local")
+
+
+# The command line.
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+
+def step():
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    return jnp.dot, x, x
+
+def wrong():
+    return 3
+
+def fails():
+    return jnp.dot, jax.ShapeDtypeStruct((64, 64), jnp.float32)
+"""
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Returns the command's main function; the modules ``program_*`` stand in the current folder."""
+    (tmp_path / "program_to_audit.py").write_text(PROGRAM)
+    (tmp_path / "program_broken.py").write_text("raise ValueError('first\\nsecond')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield runpy.run_path(str(COMMAND), run_name="audit_command")["main"]
+    sys.modules.pop("program_to_audit", None)
+
+
+def test_command_in_a_process_of_its_own(command, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "fp8flax.audit", "program_to_audit:step", "--target", "local"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(COMMAND.parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0 of 1 GEMMs run in FP8 (0.0 % of FLOPs) on cpu" in done.stdout
+    assert "RuntimeWarning" not in done.stderr
+
+
+def test_command_writes_json_and_checks_the_share(command, capsys):
+    program = ["program_to_audit:step", "--target", "local"]
+    assert command([*program, "--json", "report.json", "--min-flops", "0.5"]) == 1
+    out, err = capsys.readouterr()
+    assert "0 of 1 GEMMs" in out
+    assert err == "fp8flax.audit: 0.0 % of the GEMMs' FLOPs run in FP8; at least 50.0 % were asked for\n"
+    assert json.loads(Path("report.json").read_text())["num_gemms"] == 1
+    assert command([*program, "--min-flops", "0"]) == 0
+
+
+@pytest.mark.parametrize("where", ["no/such/folder", "/dev/full"])
+def test_json_that_cannot_be_written_loses_no_report(command, capsys, where):
+    assert command(["program_to_audit:step", "--target", "local", "--json", where]) == 2
+    out, err = capsys.readouterr()
+    assert "0 of 1 GEMMs" in out
+    assert err.startswith("fp8flax.audit: [Errno ")
+    assert where in err
+    assert err.count("\n") == 1
+
+
+def test_output_that_cannot_be_written_loses_no_json(command, capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert command(["program_to_audit:step", "--target", "local", "--json", "report.json"]) == 2
+        with contextlib.suppress(OSError):
+            full.close()
+    assert "No space left on device" in capsys.readouterr().err
+    assert json.loads(Path("report.json").read_text())["num_gemms"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: demo | module:function"),
+        (["nonsense"], "name demo or module:function; got 'nonsense'"),
+        (["no_such_module:f"], "cannot import no_such_module (ModuleNotFoundError: No module named"),
+        (["program_broken:f"], "cannot import program_broken (ValueError: first)"),
+        (["program_to_audit:nothing"], "program_to_audit has no function nothing"),
+        (["program_to_audit:wrong"], "program_to_audit:wrong must return (fn, *args); it returned int"),
+        (["program_to_audit:step", "--target", "a100"], "argument --target: invalid choice: 'a100'"),
+        (
+            ["program_to_audit:step", "--min-flops", "90"],
+            "argument --min-flops: a share is between 0 and 1",
+        ),
+    ],
+)
+def test_usage_errors_of_the_command(command, capsys, arguments, message):
+    assert command(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"fp8flax.audit: {message}")
+    assert err.count("\n") == 1
+
+
+def test_missing_extras_are_usage_errors(command, capsys, monkeypatch):
+    def missing(target):
+        raise ImportError("install it")
+
+    monkeypatch.setattr(_audit, "_device", missing)
+    assert command(["program_to_audit:step"]) == 2
+    assert capsys.readouterr().err == "fp8flax.audit: install it\n"
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    monkeypatch.delitem(sys.modules, "fp8flax.demo.training", raising=False)
+    assert command(["demo"]) == 2
+    assert "install it with: pip install 'fp8flax[demo]'" in capsys.readouterr().err
+
+
+def test_function_that_fails_is_shown_with_its_traceback(command, capsys):
+    assert command(["program_to_audit:fails", "--target", "local"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "dot cannot be traced" in err
+
+
+@pytest.mark.parametrize(
+    ("leave", "code"),
+    [("sys.exit(0)", "0"), ("sys.exit()", ""), ("raise SystemExit", ""), ("sys.exit('1\\n2')", r"'1\n2'")],
+)
+def test_a_program_that_exits_gives_no_report(command, capsys, leave, code):
+    """An exit status of 0 would say that enough runs in FP8."""
+    Path("program_exits.py").write_text(f"import sys; {leave}")
+    Path("program_exits_later.py").write_text(
+        f"import sys\ndef fn():\n    {leave}\ndef step():\n    return fn,"
+    )
+    for program, what in (
+        ("program_exits:step", "the import of program_exits"),
+        ("program_exits_later:fn", "program_exits_later:fn"),
+        ("program_exits_later:step", "the function that program_exits_later:step returned"),
+    ):
+        assert command([program, "--target", "local", "--min-flops", "1"]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err == f"fp8flax.audit: no report: {what} left the program, by sys.exit({code})\n"
+        sys.modules.pop("program_exits_later", None)
+
+
+def test_other_ends_of_a_program(command, capsys):
+    Path("program_ends.py").write_text(
+        "class Ended(BaseException): pass\n"
+        "def interrupted(): raise KeyboardInterrupt\n"
+        "def ended(): raise Ended\n"
+    )
+    assert command(["program_ends:interrupted", "--target", "local"]) == 130
+    assert capsys.readouterr().err == "\nfp8flax.audit: interrupted\n"
+    assert command(["program_ends:ended", "--target", "local"]) == 2
+    assert "program_ends.Ended" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as helped:
+        command(["--help"])
+    assert helped.value.code == 0
+    del sys.modules["program_ends"]
+
+
+def test_a_report_that_cannot_be_written(command, capsys, monkeypatch):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError("no space left")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert command(["program_to_audit:step", "--target", "local"]) == 2
+    assert capsys.readouterr().err == "fp8flax.audit: no space left\n"
+
+
+def test_a_program_that_replaces_what_the_command_ends_by(command, tmp_path):
+    (tmp_path / "program_replaces.py").write_text(
+        PROGRAM + "import io, sys\nsys.exit, sys.stdout = print, io.StringIO()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "fp8flax.audit", "program_replaces:step", "--target=local", "--min-flops=1"],
+        env={**os.environ, "PYTHONPATH": str(COMMAND.parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "0 of 1 GEMMs run in FP8" in done.stdout
+
+
+def test_command_audits_the_demo(gpu, command, capsys, monkeypatch):
+    training = pytest.importorskip("fp8flax.demo.training")
+    settings = training.Settings(num_layers=1, batch_size=2, length=16, width=32)
+
+    def forward(state, windows):  # compiles faster than the whole step
+        assert windows.shape == (settings.batch_size, settings.length + 1)
+        return state.apply_fn(state.params, windows[:, :-1])
+
+    monkeypatch.setattr(training, "Settings", lambda: settings)
+    monkeypatch.setattr(training, "train_step", forward)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert command(["demo"]) == 0
+    assert "ByteTransformer/block_0/up" in capsys.readouterr().out
+
+
+def test_the_name_in_the_package_is_the_function(monkeypatch):
+    for name in ("fp8flax.audit", "audit"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(fp8flax, "audit", audit, raising=False)
+    assert importlib.import_module("fp8flax.audit") is audit
+    assert fp8flax.audit is audit

@@ -1,0 +1,495 @@
+"""What the op compiles to for an NVIDIA H200, read from the program; no GPU is needed."""
+
+import contextlib
+import functools
+import os
+import re
+import subprocess
+import sys
+import warnings
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.linen import fp8_ops as flax_ops
+
+import fp8flax as fp8
+from fp8flax import _audit
+from fp8flax._dot_general import fp8_dot_general
+from fp8flax.demo import training
+from tests.audit.test_audit import dense_step, struct
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+MIB = 2**20
+SHAPES = [(8192, 4096, 4096), (4096, 4096, 16384), (4096, 1024, 4096)]
+XLAS_OWN = fp8.Accumulation(forward="default", dgrad="default", wgrad="default")
+WITH_XLAS_OWN = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(accumulation=XLAS_OWN))
+
+
+def flax_direct(**kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return flax_ops.Fp8DirectDotGeneralOp(**kwargs)
+
+
+@functools.cache
+def report_of_dense(shape, dot_general_cls):
+    with jax.numpy_rank_promotion("allow"):
+        return fp8.audit(*dense_step(*shape, dot_general_cls), target="h200")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_three_of_three_gemms_of_a_dense_layer(shape):
+    report = report_of_dense(shape, fp8.Fp8DotGeneralOp)
+    assert [report.num_fp8_gemms, report.num_gemms, report.fp8_flops_share] == [3, 3, 1.0]
+    found = {g.role: (g.path, g.lhs_dtype, g.rhs_dtype, g.backend, g.accumulation) for g in report.gemms}
+    e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
+    assert found == {
+        "forward": ("Dense", e4m3, e4m3, "cublasLt", "fast"),
+        "dgrad": ("Dense", e5m2, e4m3, "cublasLt", "exact"),
+        "wgrad": ("Dense", e4m3, e5m2, "cublasLt", "exact"),
+    }
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
+def test_the_quantize_dequantize_form_runs_none_in_fp8(shape):
+    """Row 17 of the defects that this package must not have: the audit says so, and why."""
+    report = report_of_dense(shape, partial(fp8.Fp8DotGeneralOp, form="qdq"))
+    assert [report.num_fp8_gemms, report.num_gemms] == [0, 3]
+    assert all(g.reason.startswith("quantize-dequantize pattern not matched") for g in report.gemms)
+
+
+def test_plain_bfloat16_runs_none_in_fp8():
+    report = report_of_dense(SHAPES[2], None)  # of the first shape: see test_audit
+    assert [report.num_fp8_gemms, report.num_gemms] == [0, 3]
+    assert {g.reason for g in report.gemms} == {"operands are bfloat16: layer not converted"}
+
+
+def test_the_quantize_dequantize_form_keeps_the_rounding():
+    """XLA drops a cast to FP8 and back as excess precision, unless something stands between."""
+    step, *args = dense_step(256, 128, 256, partial(fp8.Fp8DotGeneralOp, form="qdq"))
+    text = compiled(step, *args).as_text()
+    assert "f8e4m3fn[256,128]" in text
+    assert "f8e5m2[256,256]" in text
+
+
+def test_bytes_and_kernels_beside_flax():
+    """Each beside Flax's direct op with the GEMM backend that it then has: XLA's own kernels."""
+    theirs = report_of_dense(SHAPES[0], flax_direct)
+    ours = report_of_dense(SHAPES[0], fp8.Fp8DotGeneralOp)
+    ours_by_xla = report_of_dense(SHAPES[0], WITH_XLAS_OWN)
+    total = {r: r.gemm_bytes + r.other_bytes for r in (theirs, ours, ours_by_xla)}
+    assert {g.backend for g in ours.gemms} == {"cublasLt"}
+    assert ours.num_kernels < 22
+    assert total[ours] < 737 * MIB  # 816 for Flax's op with this backend
+    assert {g.backend for g in ours_by_xla.gemms} == {"Triton"}
+    assert ours_by_xla.num_fp8_gemms == 3
+    assert ours_by_xla.num_kernels < theirs.num_kernels
+    if jax.__version_info__ >= (0, 10):  # before, XLA gave two of Flax's GEMMs to cublasLt
+        assert {g.backend for g in theirs.gemms} == {"Triton"}
+        assert total[ours_by_xla] < 561 * MIB < 592 * MIB <= total[theirs]
+
+
+def compiled(fn, *args):
+    sharding = jax.sharding.SingleDeviceSharding(_audit._device("h200"))
+    return _audit._compile(fn, args, sharding, "NVIDIA H200", 9.0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16], ids=lambda d: d.__name__)
+def test_the_scale_reaches_the_gemm_in_float32(dtype):
+    """cublasLt multiplies by it before it rounds, so no scale is rounded to the result's dtype."""
+    layer = nn.Dense(256, use_bias=False, dtype=dtype, dot_general_cls=fp8.Fp8DotGeneralOp)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), struct(512, 128, dtype=dtype))
+    text = compiled(layer.apply, variables, struct(512, 128, dtype=dtype)).as_text()
+    (call,) = re.findall(r"(?m)^.*__cublas\$lt\$matmul\$f8.*$", text)
+    scale = re.search(r"custom-call\(([^)]*)\)", call).group(1).split(", ")[2].split()[-1]
+    producer = re.search(rf"(?m)^ *{re.escape(scale)} = (\S+)", text).group(1)
+    assert producer == "f32[]"
+    for narrow in ("bf16", "f16"):
+        assert f"= {narrow}[] convert(" not in text
+    assert ("bf16[512,256]" in call) == (dtype == jnp.bfloat16)
+
+
+EXPERTS = nn.vmap(
+    nn.Dense, variable_axes={"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0}, split_rngs={"params": True}
+)
+SCALED = {
+    # layer and its input; MiB that its three GEMMs and all else move
+    "16384x768x768": (partial(nn.Dense, 768), (16384, 768), 241),
+    "2048x1024x1024": (partial(nn.Dense, 1024), (2048, 1024), 65),
+    "query": (partial(nn.DenseGeneral, (16, 64)), (8, 512, 1024), 101),
+    "attention out": (partial(nn.DenseGeneral, 1024, axis=(-2, -1)), (8, 512, 16, 64), 101),
+    "experts": (partial(EXPERTS, 512), (8, 256, 512), 66),
+}
+
+
+@pytest.mark.parametrize("name", list(SCALED))
+def test_every_scale_is_applied_in_float32(name):
+    """Also where cublasLt does not take it in: after a sum in parts, and with a scale per expert."""
+    make, shape, mebibytes = SCALED[name]
+    layer = make(use_bias=False, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp)
+    x = struct(*shape)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def step(variables, x, g):
+        out, vjp = jax.vjp(layer.apply, variables, x)
+        return out, vjp(g)
+
+    args = variables, x, jax.eval_shape(layer.apply, variables, x)
+    report, text = fp8.audit(step, *args), compiled(step, *args).as_text()
+    assert report.num_fp8_gemms == 3
+    assert report.num_kernels <= 21
+    assert report.gemm_bytes + report.other_bytes < (mebibytes + 1) * MIB
+    assert not re.findall(r"= bf16\[[\d,]*\]\S* (?:multiply|divide)\(", text)
+    assert not re.findall(r"= bf16\[8?\]\S* convert\(", text)
+    calls = re.findall(r"custom-call\(([^)]*)\), custom_call_target=\"__cublas\$lt\$matmul\$f8\"", text)
+    taken_in = [
+        scale for _, _, scale, *_ in (call.split(", ") for call in calls) if "constant" not in scale
+    ]
+    for scale in taken_in:
+        assert re.search(rf"(?m)^ *{re.escape(scale)} = f32\[\]", text)
+    divided = re.findall(r"= f32\[\S* divide\(.*fp8_(?:forward|dgrad|wgrad)/", text)
+    whole = [line for line in divided if "f32[]" not in line and "f32[8]" not in line]
+    assert len(taken_in) + len(whole) == len(calls) == 3
+
+
+@pytest.mark.parametrize("shape", [(1, 4096, 4096), (33, 65, 129), (2048, 4095, 512)], ids=str)
+def test_odd_sizes_go_to_xlas_own_kernels(shape):
+    report = report_of_dense(shape, fp8.Fp8DotGeneralOp)
+    assert {g.accumulation for g in report.gemms} <= {"default"}
+    assert "cublasLt" not in {g.backend for g in report.gemms}
+
+
+@pytest.mark.parametrize(
+    "fp8_format", [fp8.Format.E4M3, fp8.Format.E5M2, fp8.Format.HYBRID_FNUZ], ids=lambda f: f.name
+)
+def test_other_formats_compile(fp8_format):
+    """HYBRID is everywhere else; the other two FNUZ formats have the dtypes of this one."""
+    recipe = fp8.DelayedScaling(fp8_format=fp8_format)
+    report = report_of_dense((512, 256, 256), partial(fp8.Fp8DotGeneralOp, recipe=recipe))
+    fnuz = fp8_format.name.endswith("FNUZ")
+    assert report.num_gemms == 3
+    if fp8_format != fp8.Format.E5M2:  # what XLA's own kernels do with e5m2 × e5m2 is theirs
+        assert report.num_fp8_gemms == (0 if fnuz else 3)
+
+
+def test_the_first_layer_of_a_model_without_fp8_has_a_wgrad():
+    layer, x = nn.Dense(256, dtype=jnp.bfloat16), struct(4096, 128)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    report = fp8.audit(jax.grad(lambda v, x: jnp.sum(layer.apply(v, x).astype(jnp.float32))), variables, x)
+    assert {g.role for g in report.gemms} - {"forward"} == {"wgrad"}
+
+
+def test_another_gpu_in_the_host_changes_nothing(monkeypatch):
+    """An old one, or several: the program is for one of the target."""
+    args = dense_step(512, 256, 256, fp8.Fp8DotGeneralOp)
+    expected = fp8.audit(*args)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert fp8.audit(*args) == expected
+
+
+def test_the_ambient_matmul_precision_does_not_matter():
+    args = dense_step(33, 65, 48, fp8.Fp8DotGeneralOp)
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+        assert fp8.audit(*args).num_fp8_gemms == 3
+
+
+LAYERS = {
+    "two result axes": (nn.DenseGeneral, {"features": (8, 64)}, (512, 256)),
+    "two contracted axes": (nn.DenseGeneral, {"features": 256, "axis": (-2, -1)}, (4, 128, 8, 64)),
+    "batch": (nn.DenseGeneral, {"features": 256, "batch_dims": (0,)}, (4, 128, 64)),
+    "experts": (fp8.Einsum, {"shape": (8, 256, 512), "einsum_str": "ebd,edf->ebf"}, (8, 128, 256)),
+    "result transposed": (fp8.Einsum, {"shape": (256, 512), "einsum_str": "bd,df->fb"}, (128, 256)),
+}
+
+
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_other_layers_run_three_of_three_too(name):
+    cls, fields, shape = LAYERS[name]
+    layer = cls(**fields, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp)
+    x = struct(*shape)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def loss(variables, x):
+        return jnp.sum(layer.apply(variables, x).astype(jnp.float32) ** 2)
+
+    report = fp8.audit(fp8.value_and_grad(loss, argnums=(0, 1)), variables, x)
+    assert [report.num_fp8_gemms, report.num_gemms] == [3, 3]
+    assert {g.role for g in report.gemms} == {"forward", "dgrad", "wgrad"}
+    assert {g.backend for g in report.gemms} == {"cublasLt"}
+    assert len({g.flops for g in report.gemms}) == 1
+
+
+class Stack(nn.Module):
+    """Eight linear layers with relu under ``nn.scan``."""
+
+    dot_general_cls: object
+    policy: object = "no remat"
+
+    @nn.compact
+    def __call__(self, x):
+        class Block(nn.Module):
+            dot_general_cls: object
+
+            @nn.compact
+            def __call__(self, x, _):
+                layer = nn.Dense(x.shape[-1], dtype=jnp.bfloat16, dot_general_cls=self.dot_general_cls)
+                return nn.relu(layer(x)), None
+
+        block = Block
+        if self.policy != "no remat":
+            block = nn.remat(Block, policy=self.policy, prevent_cse=False)
+        axes = {"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0}
+        scan = nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=8)
+        return scan(self.dot_general_cls)(x, None)[0]
+
+
+@functools.cache
+def report_of_stack(dot_general_cls, policy="no remat"):
+    model, x = Stack(dot_general_cls, policy), struct(4096, 1024)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    state = jax.eval_shape(
+        lambda v: fp8.TrainState.create(apply_fn=model.apply, params=v, tx=optax.sgd(1e-3)), variables
+    )
+
+    def train_step(state, x):
+        def loss(v):
+            return jnp.mean(state.apply_fn(v, x).astype(jnp.float32) ** 2)
+
+        value, grads = fp8.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    return fp8.audit(jax.jit(train_step, donate_argnums=0), state, x)
+
+
+@pytest.fixture
+def _promotion_of_flax():
+    """``nn.LayerNorm`` promotes bfloat16 implicitly, and so does Optax."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+KEPT_IN_FP8 = jax.checkpoint_policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
+REQUANTIZED = jax.checkpoint_policies.save_only_these_names("fp8_input", "fp8_scaling")
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then kept more, for bf16 and FP8 alike")
+@pytest.mark.usefixtures("_promotion_of_flax")
+@pytest.mark.parametrize(
+    ("policy_of_bfloat16", "policy"),
+    [("no remat", "no remat"), (None, KEPT_IN_FP8), (None, REQUANTIZED)],
+    ids=["no remat", "remat, FP8 kept", "remat, kernels requantized"],
+)
+def test_temporary_memory_of_a_scan_is_at_most_that_of_bfloat16(policy_of_bfloat16, policy, request):
+    if policy != KEPT_IN_FP8:
+        request.getfixturevalue("_all_cells")
+    plain = report_of_stack(None, policy_of_bfloat16)
+    ours = report_of_stack(fp8.Fp8DotGeneralOp, policy)
+    assert ours.num_fp8_gemms == ours.num_gemms == plain.num_gemms
+    assert {g.trip_count for g in ours.gemms} == {8}
+    assert ours.flops == plain.flops
+    assert ours.temp_bytes <= 0.9 * plain.temp_bytes
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then kept more, for bf16 and FP8 alike")
+@pytest.mark.usefixtures("_promotion_of_flax", "_all_cells")
+def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed():
+    """cublasLt's transposed copies take a few percent more than bf16; XLA's own kernels need none."""
+    classes = (None, WITH_XLAS_OWN, fp8.Fp8DotGeneralOp)
+    plain, ours, cublaslt = (report_of_stack(cls, None) for cls in classes)
+    assert ours.num_fp8_gemms == ours.num_gemms == plain.num_gemms
+    assert ours.temp_bytes <= plain.temp_bytes
+    assert cublaslt.temp_bytes <= 1.1 * plain.temp_bytes
+
+
+@pytest.mark.usefixtures("_promotion_of_flax")
+def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
+    settings = training.Settings(num_layers=1)
+    # AdamW takes most of the time to compile, and has no GEMM.
+    monkeypatch.setattr(training, "make_optimizer", lambda settings: optax.sgd(1e-3))
+    state = jax.eval_shape(lambda: training.make_state("fp8", 0, settings))
+    report = fp8.audit(training.train_step, state, struct(16, settings.length + 1, dtype=jnp.int32))
+    attention = [g for g in report.gemms if "..." in g.path]
+    assert {(g.is_fp8, g.batch > 1) for g in attention} == {(False, True)}
+    assert all("batched product (attention" in g.reason for g in attention)
+    linear = [g for g in report.gemms if g not in attention]
+    assert len(linear) == 3 * 7
+    assert {(g.is_fp8, g.backend) for g in linear} == {(True, "cublasLt")}
+    layers = ["attn/query", "attn/key", "attn/value", "attn/out", "up", "down"]
+    paths = {f"ByteTransformer/block_0/{layer}" for layer in layers} | {"ByteTransformer/logits"}
+    assert {(g.path, g.role) for g in linear} == {
+        (path, role) for path in paths for role in ("forward", "dgrad", "wgrad")
+    }
+
+
+RECIPES = {
+    # recipe: for each GPU, what multiplies, and why not in FP8
+    "tensorwise": (fp8.Float8CurrentScaling(), {"h200": ("cublasLt", ""), "b200": ("cublasLt", "")}),
+    "axiswise": (
+        fp8.Float8CurrentScaling(granularity="axiswise"),
+        {"h200": ("cublasLt", ""), "b200": ("cublasLt", "")},
+    ),
+    "MX": (
+        fp8.MXFP8BlockScaling(),
+        {"h200": ("Triton", "the same values, multiplied in bfloat16"), "b200": ("cuDNN", "")},
+    ),
+    "128 blocks": (
+        fp8.Float8BlockScaling(),
+        {"h200": ("Pallas", "read as FP8 and multiplied in float16"), "b200": ("cuDNN", "")},
+    ),
+    "128 blocks, float32": (
+        fp8.Float8BlockScaling(use_f32_scales=True),
+        {"h200": ("Pallas", "read as FP8 and multiplied in float16"), "b200": ("Pallas", "")},
+    ),
+}
+
+
+EVEN, ODD = (512, 256, 384), (33, 70, 45)
+MULTIPLIED = [
+    # Each recipe for both GPUs and in both shapes; both shapes of each kernel on the GPU that it is for.
+    ("tensorwise", EVEN, "h200"),
+    ("tensorwise", ODD, "b200"),
+    ("axiswise", ODD, "h200"),
+    ("axiswise", EVEN, "b200"),
+    ("MX", ODD, "h200"),
+    ("MX", EVEN, "b200"),
+    ("MX", ODD, "b200"),
+    ("128 blocks", EVEN, "h200"),
+    ("128 blocks", ODD, "h200"),
+    ("128 blocks", ODD, "b200"),
+    ("128 blocks, float32", ODD, "h200"),
+    ("128 blocks, float32", EVEN, "b200"),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "target"), MULTIPLIED, ids=str)
+def test_what_multiplies_under_each_recipe(name, shape, target):
+    recipe, per_target = RECIPES[name]
+    backend, reason = per_target[target]
+    if "cublasLt" in backend and shape[0] % 16:
+        backend = "Triton"
+    with jax.numpy_rank_promotion("allow"):
+        report = fp8.audit(*dense_step(*shape, partial(fp8.Fp8DotGeneralOp, recipe=recipe)), target=target)
+    if backend == "cuDNN" and jax.__version_info__ >= (0, 11):
+        # Without the device, XLA then writes the block-scaled GEMM as plain loops, and the audit says so.
+        backend, reason = "other", " "
+    if backend == "cuDNN" and jax.__version_info__ < (0, 10):  # XLA forgot the call's name
+        assert report.num_gemms == 3
+    elif backend != "other":
+        assert sorted((g.path, g.role) for g in report.gemms) == [
+            ("Dense", "dgrad"),
+            ("Dense", "forward"),
+            ("Dense", "wgrad"),
+        ]
+    assert report.num_gemms == 3
+    for gemm in report.gemms:
+        assert (gemm.is_fp8, gemm.backend) == (not reason, backend)
+        assert reason in gemm.reason
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="XLA then writes plain loops, see above")
+@pytest.mark.parametrize("axes", [(0, None), (None, 0)], ids=str)
+def test_blackwell_under_vmap(axes):
+    def dot(x, w):
+        return fp8_dot_general(x, w, (((1,), (0,)), ((), ())), recipe=fp8.MXFP8BlockScaling())
+
+    shapes = [(128, 64), (64, 96)]
+    args = [struct(*shape) if axis is None else struct(4, *shape) for shape, axis in zip(shapes, axes)]
+    report = fp8.audit(jax.vmap(dot, axes), *args, target="b200")
+    assert [(g.backend, g.is_fp8) for g in report.gemms] == [("cuDNN", True)]
+
+
+@pytest.mark.parametrize(
+    ("make_context", "recipe", "roles", "reason"),
+    [
+        (
+            contextlib.nullcontext,
+            fp8.Float8CurrentScaling(high_precision_wgrad=True),
+            {"wgrad"},
+            "the recipe keeps an operand of this GEMM wide",
+        ),
+        (
+            partial(fp8.autocast, enabled=False),
+            None,
+            {"forward", "dgrad", "wgrad"},
+            "FP8 is off here, by autocast",
+        ),
+    ],
+    ids=["high-precision wgrad", "switched off"],
+)
+def test_what_the_user_keeps_wide_is_said(make_context, recipe, roles, reason):
+    step, *args = dense_step(64, 32, 48, partial(fp8.Fp8DotGeneralOp, recipe=recipe))
+    with make_context(), jax.numpy_rank_promotion("allow"):
+        report = fp8.audit(step, *args)
+    wide = {g.role: g for g in report.gemms if not g.is_fp8}
+    assert set(wide) == roles
+    assert all(reason in g.reason and g.path == "Dense" for g in wide.values())
+
+
+SCRIPT = """
+import sys
+import jax, jax.numpy as jnp
+import fp8flax as fp8
+from fp8flax._dot_general import fp8_dot_general
+
+x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+recipe = fp8.Float8BlockScaling(use_f32_scales=True)
+dot = lambda x, w: fp8_dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe)
+fp8.audit(dot, x, x, target=sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="XLA then shows no machine code")
+@pytest.mark.parametrize(
+    ("target", "instruction"),
+    [("h200", r"wgmma\.mma_async\S*\.f32\.f16\.f16"), ("b200", r"tcgen05\.mma\S*kind::f8f6f4")],
+)
+def test_instructions_of_the_block_kernel(target, instruction, tmp_path):
+    """What the audit says of the kernel is in its machine code: FP8 on Blackwell, float16 on Hopper."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, target],
+        env={**os.environ, "XLA_FLAGS": f"--xla_dump_to={tmp_path}", "JAX_ENABLE_COMPILATION_CACHE": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    code = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))
+    assert re.search(instruction, code)
+
+
+@pytest.mark.parametrize(
+    ("after", "dtype", "target"),
+    [
+        ("a second output", jnp.bfloat16, "h200"),
+        ("a split result", jnp.bfloat16, "b200"),
+        ("recomputed", jnp.bfloat16, "h200"),
+        ("a second output", jnp.float32, "h200"),
+        ("a second output, by vmap", jnp.bfloat16, "h200"),
+    ],
+)
+def test_a_gelu_of_a_result_that_is_used_otherwise_too(after, dtype, target):
+    """XLA asks cublasLt for the gelu and its argument, which it cannot give in FP8: nothing compiles."""
+    layer = nn.Dense(256, dtype=dtype, dot_general_cls=fp8.Fp8DotGeneralOp)
+    x = struct(2048, 256, dtype=dtype)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def forward(variables, x):
+        y = layer.apply(variables, x)
+        if after.startswith("a second output"):
+            return y, nn.gelu(y)
+        gate, up = jnp.split(y, 2, axis=-1)
+        return nn.gelu(gate) * up
+
+    def loss(variables, x):
+        return jnp.sum(jax.checkpoint(nn.gelu)(layer.apply(variables, x)).astype(jnp.float32))
+
+    f = fp8.grad(loss) if after == "recomputed" else forward
+    if after.endswith("by vmap"):
+        f, x = jax.vmap(forward, (None, 0)), struct(64, 32, 256, dtype=dtype)
+    report = fp8.audit(f, variables, x, target=target)
+    assert report.num_fp8_gemms == report.num_gemms > 0

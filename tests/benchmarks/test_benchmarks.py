@@ -1,0 +1,209 @@
+"""The CPU benchmark runs, reports every figure, and the figure that needs no clock is as claimed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from benchmarks import outlier, step_cpu
+from tests import ROOT
+
+SCRIPT = ROOT / "benchmarks" / "step_cpu.py"
+MODELS = ("mlp", "transformer")
+DTYPES = ("float32", "bfloat16")
+CONTENDERS = ("plain", "flax-qdq", "flax-direct", "fp8flax")
+
+
+RUN = {
+    "mlp": (("bfloat16",), CONTENDERS),
+    "transformer": (("float32",), ("plain", "fp8flax")),
+}
+"""What the tests run of each model, for time; what the backward pass keeps is counted for all."""
+PROGRAM = """
+import json, runpy, sys
+
+script, models = sys.argv.pop(1), json.loads(sys.argv.pop(1))
+sys.argv[0] = script
+main = runpy.run_path(script)["main"]
+names = main.__globals__
+all_tasks, all_contenders, out = names["tasks"], names["contenders"], sys.argv[-1]
+for model, (dtypes, contenders) in models.items():
+    names["DTYPES"] = tuple(dtypes)
+    names["BASELINES"] = tuple(name for name in contenders if name != "fp8flax")
+    names["tasks"] = lambda sizes, model=model: {model: all_tasks(sizes)[model]}
+    names["contenders"] = lambda kept=contenders: {
+        name: entrant for name, entrant in all_contenders().items() if name in kept
+    }
+    sys.argv[-1] = model + out
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], str]:
+    """The report on each model, and all that was printed."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    arguments = [str(SCRIPT), json.dumps(RUN), "--quick", "--rounds", "2", "--out", ".json"]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        cwd=folder,
+        # XLA's optimizations take most of the time here and change no figure that is checked.
+        env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    return {model: json.loads((folder / f"{model}.json").read_text()) for model in RUN}, done.stdout
+
+
+@pytest.fixture(scope="module")
+def rows(runs: tuple[dict[str, dict[str, Any]], str]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    return {
+        (row["model"], row["dtype"], row["contender"]): row
+        for report in runs[0].values()
+        for row in report["results"]
+    }
+
+
+def rows_of_run() -> list[tuple[str, str, str]]:
+    return [
+        (model, *row) for model, (dtypes, names) in RUN.items() for row in itertools.product(dtypes, names)
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_report_names_question_method_and_machine(
+    runs: tuple[dict[str, dict[str, Any]], str], model: str
+) -> None:
+    reports, printed = runs
+    report = reports[model]
+    assert report["question"] in printed
+    assert all(line in printed for line in report["method"])
+    assert {
+        "cpu",
+        "cores",
+        "python",
+        "jax",
+        "jaxlib",
+        "flax",
+        "optax",
+        "numpy",
+        "ml_dtypes",
+        "fp8flax",
+    } <= set(report["machine"])
+    assert all(f"{name} {value}" in printed for name, value in report["machine"].items())
+    assert report["rounds"] == 2
+
+
+def test_all_that_is_measured_without_this_choice() -> None:
+    assert (tuple(step_cpu.DTYPES), tuple(step_cpu.contenders())) == (DTYPES, CONTENDERS)
+    assert tuple(step_cpu.tasks(step_cpu.QUICK)) == MODELS == tuple(RUN)
+    assert set(step_cpu.BASELINES) == {"plain", "flax-qdq", "flax-direct"}
+
+
+def test_every_contender_has_every_figure(rows: dict[tuple[str, str, str], dict[str, Any]]) -> None:
+    assert set(rows) == set(rows_of_run())
+    for row in rows.values():
+        summaries = [row["trace_seconds"], row["compile_seconds"], row["step_seconds"]]
+        assert set(row["step_ratio_to"]) == {*RUN[row["model"]][1]} - {"fp8flax"}
+        for figure in summaries + list(row["step_ratio_to"].values()):
+            assert 0 < figure["min"] <= figure["median"] <= figure["max"]
+        assert row["residual_bytes"] > 0
+        assert len(row["step_seconds_by_round"]) == 2
+        for base, ratio in row["step_ratio_to"].items():
+            if base == row["contender"]:
+                assert ratio == {"median": 1.0, "min": 1.0, "max": 1.0}
+
+
+def test_table_has_every_row(runs: tuple[dict[str, dict[str, Any]], str]) -> None:
+    starts = [tuple(line.split()[:3]) for line in runs[1].splitlines()]
+    for row in rows_of_run():
+        assert starts.count(row) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", MODELS)
+def test_backward_keeps_no_more_than_with_flax(
+    rows: dict[tuple[str, str, str], dict[str, Any]], model: str, dtype: str
+) -> None:
+    kept = {name: residual_bytes_of(model, dtype, name) for name in CONTENDERS}
+    assert kept["fp8flax"] < min(kept["flax-qdq"], kept["flax-direct"])
+    for name in CONTENDERS:
+        if (model, dtype, name) in rows:
+            assert rows[model, dtype, name]["residual_bytes"] == kept[name]
+
+
+def residual_bytes_of(model: str, dtype: str, contender: str) -> int:
+    """What the script reports, without running anything."""
+    task = step_cpu.tasks(step_cpu.QUICK)[model]
+    module = task.make_model(step_cpu.contenders()[contender].dot_general_cls, jax.numpy.dtype(dtype))
+    with (
+        warnings.catch_warnings(),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        warnings.filterwarnings("ignore", "The Fp8DotGeneralOp is deprecated", DeprecationWarning)
+        variables = jax.eval_shape(module.init, jax.random.key(1), task.inputs)
+        state = types.SimpleNamespace(apply_fn=module.apply)
+        loss = step_cpu.make_loss(task, state, task.inputs, task.targets)
+        return step_cpu.residual_bytes(loss, variables)
+
+
+def test_rejects_zero_rounds(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick", "--rounds", "0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "--rounds must be 1 or more" in done.stderr
+
+
+# What an outlier does to delayed scaling.
+
+
+def test_the_outlier_benchmark_reports_each_rule_and_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("float32", "max of 1024", "DelayedScaling()")
+    kinds = ("no outlier", "one in the input")
+    all_cases = outlier.cases
+    monkeypatch.setattr(outlier, "RULES", {name: outlier.RULES[name] for name in names})
+    monkeypatch.setattr(outlier, "cases", lambda steps: {kind: all_cases(steps)[kind] for kind in kinds})
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        outlier.main(["--steps", "200", "--seeds", "1", "--json", str(tmp_path / "out.json")])
+    report, printed = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
+    assert report["question"] in printed
+    assert all(line in printed for line in report["method"])
+    rows = {(row["case"], row["rule"]): row for row in report["rows"]}
+    assert list(rows) == list(itertools.product(kinds, names))
+    assert rows["one in the input", "max of 1024"]["flushed"] > 0.5
+    assert rows["one in the input", "DelayedScaling()"]["flushed"] < 0.01
+    assert rows["no outlier", "max of 1024"]["flushed"] < 0.001
+
+
+def test_what_the_outlier_benchmark_found() -> None:
+    report = json.loads(outlier.RESULT.read_text())
+    loss = {(row["case"], row["rule"]): row["loss"] for row in report["rows"]}
+    assert set(loss) == set(itertools.product(outlier.cases(outlier.STEPS), outlier.RULES))
+    worst = {rule: max(v for (_, name), v in loss.items() if name == rule) for rule in outlier.RULES}
+    assert worst["DelayedScaling()"] < 1.5 * worst["float32"]
+    assert worst["max of 1024"] > 10 * worst["float32"]
+    assert worst["max of 1024, entries within 16x"] > 10 * worst["float32"]
+    rows = {(row["case"], row["rule"]): row for row in report["rows"]}
+    recurring = {rule: rows["in the input of every 50th", rule]["flushed"] for rule in outlier.RULES}
+    assert recurring["DelayedScaling()"] < 0.01 < recurring["max of 1024, reset"]
+    noisy = {rule: rows["noisy, log-normal, sigma 1.5", rule]["saturated"] for rule in outlier.RULES}
+    assert noisy["DelayedScaling()"] == noisy["max of 1024"] < noisy["max of 16"] / 5

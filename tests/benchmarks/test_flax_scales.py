@@ -1,0 +1,91 @@
+"""Flax's ops are off the product that their scales mean, ours are not; and the script that measures it."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import flax_scales
+from benchmarks.flax_scales import GEMMS, OPS, measure
+from tests import ROOT
+
+SIZES, SEEDS = (32, 48, 64), 3
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion(_strict_jax):
+    """Flax's ops need it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def off(name, dtype, gradient=1.0, after=1):
+    row = measure(name, dtype, gradient, SIZES, after, SEEDS)
+    return [row[gemm]["off"] for gemm in GEMMS]
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_ours_multiply_what_they_mean(after):
+    assert max(off("fp8flax", "bfloat16", after=after)) <= 0.3
+    assert max(off("fp8flax-qdq", "bfloat16", after=after)) <= 0.5
+
+
+@pytest.mark.parametrize("gradient", [1.0, 1e-4])
+def test_ours_in_float16(gradient):
+    assert max(off("fp8flax", "float16", gradient)) <= 0.1
+
+
+@pytest.mark.parametrize("name", ["flax-direct", "flax-qdq"])
+def test_flaxs_ops_do_not(name):
+    """If this fails, Flax has changed, and what the README says of it has to change too."""
+    assert min(off(name, "bfloat16")) > 1.0
+
+
+def test_flaxs_ops_in_float16():
+    assert off("flax-direct", "float16") == [None] * 3
+    forward, dgrad, wgrad = off("flax-qdq", "float16", 1e-4)
+    assert 0.1 < forward < 2
+    assert dgrad == wgrad == 100  # gradients of zero: the scale, 8e-9, is zero in float16
+
+
+def test_what_the_figures_mean():
+    """In the first step the scale is 1, so all that is off is the rounding of the result."""
+    row = measure("fp8flax", "bfloat16", 1.0, SIZES, 0, 1)
+    assert all(row[gemm]["off"] < 0.2 < row[gemm]["error"] for gemm in GEMMS)
+    assert all(abs(row[gemm]["error"] - row[gemm]["error of meant"]) < 0.1 for gemm in GEMMS)
+    e4m3 = flax_scales.ml_dtypes.float8_e4m3fn
+    meant = flax_scales.meant_tensor(np.array([1.06, 1.07, 1e6, -1.0]), 0.5, e4m3)
+    np.testing.assert_array_equal(meant, [1.0, 1.125, 224.0, -1.0])
+
+
+def test_the_script(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(flax_scales, "CASES", (("bfloat16", 1.0),))
+    path = tmp_path / "results" / "scales.json"
+    flax_scales.main(["--shapes", "32x48x64", "--after", "1", "--seeds", "2", "--json", str(path)])
+    report = json.loads(path.read_text())
+    assert report["machine"].keys() >= {"cpu", "jax", "flax", "fp8flax", "ml_dtypes"}
+    assert [row["op"] for row in report["summary"]] == list(OPS)
+    assert len(report["rows"]) == len(OPS)
+    assert capsys.readouterr().out.count("bfloat16  1 ") == len(OPS)
+
+
+def test_the_readme_has_the_figures_that_were_measured():
+    report = json.loads((ROOT / "benchmarks" / "results" / "flax_scales.json").read_text())
+    readme = (ROOT / "README.md").read_text()
+    shown = re.findall(r"^\| (?:bfloat16|float16)[^|]*\| `.*$", readme, re.MULTILINE)
+    assert len(shown) == len(report["summary"]) - 2  # ours have one row for both gradients of float16
+    rows = [
+        row for row in report["summary"] if not (row["op"].startswith("fp8flax") and row["gradient"] < 1)
+    ]
+    for line, row in zip(shown, rows, strict=True):
+        cells = [cell.strip() for cell in line.split("|")[3:6]]
+        for cell, gemm in zip(cells, GEMMS, strict=True):
+            figures = row[gemm]
+            if figures["off"] is None:
+                assert cell == "not finite"
+            else:
+                assert (
+                    cell == f"{figures['off']:.2f} ({figures['off, least']:.2f}–{figures['off, most']:.2f})"
+                )

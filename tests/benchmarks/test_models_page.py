@@ -1,0 +1,41 @@
+"""docs/models.md shows what benchmarks/results/models.json holds, which is of the script as it stands."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import models
+from tests import ROOT
+
+PAGE = ROOT / "docs" / "models.md"
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return json.loads(models.RESULT.read_text())
+
+
+def test_result_is_that_of_the_script(report: dict[str, Any]) -> None:
+    assert report["question"] == models.QUESTION
+    assert report["method"] == models.method(models.STEPS)
+    assert [row["model"] for row in report["models"]] == list(models.MODELS)
+    assert set(report["machine"]) == set(models.machine())
+
+
+def test_tables_on_the_page_are_those_of_the_result(report: dict[str, Any]) -> None:
+    page = PAGE.read_text()
+    for table in models.tables(report):
+        assert table in page
+
+
+def test_versions_on_the_page_are_those_of_the_result(report: dict[str, Any]) -> None:
+    page = PAGE.read_text()
+    for package in ("jax", "flax", "transformers", "flaxmodels"):
+        assert report["machine"][package] in page
+
+
+def test_frozen_models_have_the_same_bits(report: dict[str, Any]) -> None:
+    assert all(row["frozen_is_bitwise_equal"] and row["same_initial_params"] for row in report["models"])

@@ -1,0 +1,694 @@
+"""Convolutions beside a NumPy reference: values, gradients and state; what they compile to for a GPU."""
+
+import functools
+import types
+import warnings
+from functools import partial
+from operator import itemgetter
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import fp8flax as fp8
+from fp8flax import _audit
+from fp8flax._conv import fp8_conv_general_dilated
+from fp8flax._dot_general import DotStates, fp8_dot_general
+from fp8flax._state import ScalingState
+from tests import reference, reference_recipes
+from tests.audit.test_audit import struct
+from tests.linen.test_modules import OWG, error_of_product
+
+pytestmark = pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
+
+# Most of the time goes into compiling.
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+ROLES = ("input", "kernel", "output_grad")
+DTYPES = ("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2")
+RECIPE = fp8.DelayedScaling(amax_history_len=2)
+OP = partial(fp8.Fp8ConvGeneralDilatedOp, recipe=RECIPE)
+
+
+class Reference:
+    """A convolution and its two transposes in float64, channels last, by a sum over the kernel's elements.
+
+    ``padding`` has a pair for each dimension, negative to crop.
+    """
+
+    def __init__(self, x_shape, w_shape, strides, padding, lhs_dilation=None, rhs_dilation=None, groups=1):
+        self.x_shape, self.w_shape, self.groups = x_shape, w_shape, groups
+        num = len(strides)
+        self.strides, self.padding = strides, padding
+        self.lhs_dilation, self.rhs_dilation = lhs_dilation or (1,) * num, rhs_dilation or (1,) * num
+        self.dilated = [max(0, (n - 1) * d + 1) for n, d in zip(x_shape[1:-1], self.lhs_dilation)]
+        self.padded = [n + low + high for n, (low, high) in zip(self.dilated, padding)]
+        windows = [(k - 1) * d + 1 for k, d in zip(w_shape, self.rhs_dilation)]
+        self.count = [max(0, (n - k) // s + 1) for n, k, s in zip(self.padded, windows, strides)]
+        self.out_shape = (x_shape[0], *self.count, w_shape[-1])
+
+    def _spread(self, x):
+        """Dilates and pads."""
+        wide = np.zeros((x.shape[0], *self.dilated, x.shape[-1]))
+        wide[(slice(None), *(slice(None, None, d) for d in self.lhs_dilation))] = x
+        wide = np.pad(wide, [(0, 0), *((max(0, a), max(0, b)) for a, b in self.padding), (0, 0)])
+        crop = (slice(max(0, -a), n - max(0, -b)) for n, (a, b) in zip(wide.shape[1:-1], self.padding))
+        return wide[(slice(None), *crop)]
+
+    def _gather(self, wide):
+        """The transpose of ``_spread``."""
+        full = np.zeros((wide.shape[0], *self.dilated, wide.shape[-1]))
+        here = [slice(max(0, -a), n - max(0, -b)) for n, (a, b) in zip(self.dilated, self.padding)]
+        there = [slice(max(0, a), n - max(0, b)) for n, (a, b) in zip(self.padded, self.padding)]
+        full[(slice(None), *here)] = wide[(slice(None), *there)]
+        return full[(slice(None), *(slice(None, None, d) for d in self.lhs_dilation))]
+
+    def _elements(self):
+        """Yields for each group and element of the kernel: the kernel's, input's and output's part."""
+        per_in, per_out = self.w_shape[-2], self.w_shape[-1] // self.groups
+        for group in range(self.groups):
+            of_in = slice(group * per_in, (group + 1) * per_in)
+            of_out = slice(group * per_out, (group + 1) * per_out)
+            for at in np.ndindex(*self.w_shape[:-2]):
+                places = zip(at, self.rhs_dilation, self.strides, self.count)
+                spatial = tuple(slice(k * d, k * d + s * n, s) for k, d, s, n in places)
+                yield (*at, slice(None), of_out), (slice(None), *spatial, of_in), (..., of_out)
+
+    def forward(self, x, w):
+        wide, out = self._spread(x), np.zeros(self.out_shape)
+        for of_w, of_x, of_out in self._elements():
+            out[of_out] += wide[of_x] @ w[of_w]
+        return out
+
+    def dgrad(self, g, w):
+        wide = np.zeros((self.x_shape[0], *self.padded, self.x_shape[-1]))
+        for of_w, of_x, of_out in self._elements():
+            wide[of_x] += g[of_out] @ w[of_w].T
+        return self._gather(wide)
+
+    def wgrad(self, x, g):
+        wide, out = self._spread(x), np.zeros(self.w_shape)
+        for of_w, of_x, of_out in self._elements():
+            piece, cotangent = wide[of_x], g[of_out]
+            out[of_w] = piece.reshape(-1, piece.shape[-1]).T @ cotangent.reshape(-1, cotangent.shape[-1])
+        return out
+
+
+def case(x_shape, w_shape, strides, padding, matmul=False, **kwargs):
+    return types.SimpleNamespace(
+        x=x_shape, w=w_shape, strides=strides, padding=padding, matmul=matmul, kwargs=kwargs
+    )
+
+
+CASES = {
+    "SAME, odd sizes": case((2, 7, 5, 3), (3, 3, 3, 5), (1, 1), [(1, 1), (1, 1)]),
+    "strides": case((2, 8, 9, 3), (3, 2, 3, 4), (2, 3), [(0, 0), (0, 0)]),
+    "dilated kernel": case((1, 9, 8, 2), (3, 2, 2, 3), (1, 2), [(2, 2), (0, 1)], rhs_dilation=(2, 3)),
+    "dilated input, cropped": case(
+        (2, 5, 4, 3), (2, 3, 3, 4), (2, 1), [(1, -1), (-1, 2)], lhs_dilation=(3, 2)
+    ),
+    "groups": case((2, 5, 5, 4), (3, 3, 2, 6), (1, 1), [(1, 1), (1, 1)], groups=2),
+    "depthwise, stride": case((2, 6, 5, 3), (3, 3, 1, 6), (2, 2), [(0, 1), (1, 1)], groups=3),
+    "1D": case((3, 11, 2), (4, 2, 3), (1,), [(3, 0)]),
+    "3D": case((1, 4, 3, 5, 2), (2, 2, 3, 2, 3), (1, 2, 1), [(0, 1), (0, 0), (1, 1)]),
+    "no batch": case((0, 6, 6, 3), (3, 3, 3, 4), (1, 1), [(1, 1), (1, 1)]),
+    "1×1, strides, padding": case((2, 4, 5, 3), (1, 1, 3, 4), (2, 3), [(1, 2), (0, 1)], matmul=True),
+    "patches": case((2, 8, 6, 3), (4, 2, 3, 5), (4, 2), [(0, 0), (0, 0)], matmul=True),
+    "patches, a rest": case((1, 11, 7, 3), (4, 2, 3, 5), (4, 2), [(0, 0), (0, 0)], matmul=True),
+    "patches, SAME": case((2, 7, 3), (3, 3, 4), (3,), [(1, 1)], matmul=True),
+    "one window": case((2, 4, 5, 3), (4, 3, 3, 4), (1, 1), [(0, 0), (0, -2)], matmul=True),
+    "windows apart, dilated": case((2, 13, 3), (2, 3, 4), (5,), [(-1, 2)], matmul=True, rhs_dilation=(3,)),
+    "no patches": case((2, 3, 3), (4, 3, 4), (4,), [(0, 0)], matmul=True),
+}
+
+
+def channels_last(num_spatial):
+    spatial = "XYZ"[:num_spatial]
+    return f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"
+
+
+def convolution_of(case, convolve=fp8_conv_general_dilated, **options):
+    kwargs = dict(case.kwargs)
+    if "groups" in kwargs:
+        kwargs["feature_group_count"] = kwargs.pop("groups")
+    return partial(
+        convolve,
+        window_strides=case.strides,
+        padding=case.padding,
+        dimension_numbers=channels_last(len(case.strides)),
+        **kwargs,
+        **options,
+    )
+
+
+def operands(case, seed=0, dtype=np.float32):
+    by_numpy = Reference(case.x, case.w, case.strides, case.padding, **case.kwargs)
+    rng = np.random.default_rng(seed)
+    shapes = (case.x, case.w, by_numpy.out_shape)
+    return [
+        np.asarray(rng.normal(size=s) * a, np.float32).astype(dtype)
+        for s, a in zip(shapes, (3.0, 0.2, 1e-3))
+    ]
+
+
+def states_of(*amaxes, length=2):
+    return DotStates(
+        *(ScalingState(jnp.ones((1,)), jnp.zeros((length,)).at[-1].set(amax)) for amax in amaxes)
+    )
+
+
+def make_vjp(convolve):
+    @jit
+    def run(x, w, g, states):
+        out, vjp = jax.vjp(lambda x, w, states: convolve(x, w, states=states), x, w, states)
+        return out, *vjp(g.astype(out.dtype))
+
+    return run
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "patches"])  # see below
+def test_values_gradients_and_state_beside_numpy(name):
+    """With amaxes that are too low for some of the data: those saturate."""
+    c = CASES[name]
+    by_numpy = Reference(c.x, c.w, c.strides, c.padding, **c.kwargs)
+    tensors, amaxes = operands(c), (5.0, 0.3, 2e-3)
+    states = states_of(*amaxes)
+    traced = make_vjp(convolution_of(c, recipe=RECIPE)).trace(*tensors, states)
+    assert ("conv_general_dilated" not in str(traced.jaxpr)) == c.matmul
+    out, dx, dw, new = traced.lower().compile()(*tensors, states)
+    assert out.shape == by_numpy.out_shape
+    x, w, g = (
+        reference.qdq(t, dtype, reference.next_scale([a], np.ones(1), dtype)).astype(np.float64)
+        for t, dtype, a in zip(tensors, DTYPES, amaxes)
+    )
+    for actual, expected, factors in (
+        (out, by_numpy.forward(x, w), (x, w)),
+        (dx, by_numpy.dgrad(g, w), (g, w)),
+        (dw, by_numpy.wgrad(x, g), (x, g)),
+    ):
+        assert actual.shape == expected.shape
+        if expected.size and all(map(np.size, factors)):
+            assert error_of_product(actual, expected, *factors) <= 1e-6
+        else:
+            np.testing.assert_array_equal(actual, np.zeros(expected.shape))
+    seen = list(tensors)
+    if c.matmul:  # the amax of what enters a window
+        enters = by_numpy.dgrad(np.ones(by_numpy.out_shape), np.ones(c.w)) > 0
+        seen[0] = np.where(enters, tensors[0], 0) if enters.any() else np.zeros((0,))
+    for role, tensor, dtype, amax in zip(ROLES, seen, DTYPES, amaxes):
+        state = getattr(new, role)
+        np.testing.assert_array_equal(state.scale, reference.next_scale([amax], np.ones(1), dtype))
+        np.testing.assert_array_equal(state.amax_history, reference.next_history(tensor, [0.0, amax]))
+
+
+def test_layouts():
+    """The same numbers, with every tensor in another order."""
+    c = CASES["strides"]
+    tensors, states = operands(c), states_of(5.0, 0.3, 2e-3)
+    expected = make_vjp(convolution_of(c, recipe=RECIPE))(*tensors, states)
+    orders = (("NXYC", "CXNY"), ("XYIO", "OXIY"), ("NXYC", "YNCX"))
+    convolve = partial(
+        fp8_conv_general_dilated,
+        window_strides=c.strides,
+        padding="VALID",
+        dimension_numbers=tuple(order for _, order in orders),
+        recipe=RECIPE,
+    )
+    moved = [np.einsum(f"{a}->{b}", t) for t, (a, b) in zip(tensors, orders)]
+    out, dx, dw, new = make_vjp(convolve)(*moved, states)
+    back = [np.einsum(f"{b}->{a}", t) for t, (a, b) in zip((dx, dw, out), orders)]
+    for actual, wanted in zip(back, (expected[1], expected[2], expected[0])):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, new, expected[3])
+
+
+ONE_SCALE = {
+    "tensorwise": fp8.Float8CurrentScaling(use_power_2_scales=True),
+    "high-precision wgrad": fp8.Float8CurrentScaling(high_precision_wgrad=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [("tensorwise", "bfloat16"), ("high-precision wgrad", "float32")]
+)
+def test_current_scaling(recipe, dtype):
+    c, recipe = CASES["strides"], ONE_SCALE[recipe]
+    by_numpy = Reference(c.x, c.w, c.strides, c.padding)
+    tensors = operands(c, dtype=jnp.dtype(dtype))
+    out, dx, dw, _ = make_vjp(convolution_of(c, recipe=recipe))(*tensors, DotStates())
+
+    def quantized(quantizer, tensor):
+        if quantizer is None:
+            return tensor.astype(np.float64)
+        kind = "power_of_two" if quantizer.use_power_2_scales else "exact"
+        return reference_recipes.dequantize(
+            *reference_recipes.tensorwise(tensor, quantizer.dtype.name, kind)
+        )
+
+    gemms = recipe.gemms
+    for actual, product, gemm, (lhs, rhs) in (
+        (out, by_numpy.forward, gemms.forward, tensors[:2]),
+        (dx, by_numpy.dgrad, gemms.dgrad, tensors[:0:-1]),
+        (dw, by_numpy.wgrad, gemms.wgrad, tensors[::2]),
+    ):
+        lhs, rhs = quantized(gemm.lhs, lhs), quantized(gemm.rhs, rhs)
+        assert actual.dtype == dtype
+        # A power of two leaves FP8 values that bfloat16 holds, so only the result is rounded.
+        assert error_of_product(actual, product(lhs, rhs), lhs, rhs) <= {"bfloat16": 2**-9}.get(dtype, 1e-6)
+
+
+RECIPES_OF_MATMULS = {
+    "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
+    "MX": fp8.MXFP8BlockScaling(),
+}
+
+
+@pytest.mark.parametrize("name", list(RECIPES_OF_MATMULS))
+def test_recipes_of_matmuls(name):
+    """On patches they are the matmul of the patches, in the kernel's order; elsewhere an error."""
+    recipe, c = RECIPES_OF_MATMULS[name], CASES["patches"]
+    x, w, g = operands(c)
+    actual = make_vjp(convolution_of(c, recipe=recipe))(x, w, g, DotStates())
+    rows = np.einsum("NXxYyC->NXYxyC", x.reshape(2, 2, 4, 3, 2, 3)).reshape(2, 2, 3, -1)
+    dims = (((3,), (0,)), ((), ()))
+    out, dx, dw, _ = make_vjp(partial(fp8_dot_general, dimension_numbers=dims, recipe=recipe))(
+        rows, w.reshape(-1, 5), g, DotStates()
+    )
+    dx = np.einsum("NXYxyC->NXxYyC", np.asarray(dx).reshape(2, 2, 3, 4, 2, 3))
+    for ours, expected in zip(actual, (out, dx.reshape(c.x), np.asarray(dw).reshape(c.w))):
+        np.testing.assert_array_equal(ours, expected)
+    c = CASES["groups"]
+    with pytest.raises(ValueError, match=r"takes one scale per tensor: .* Got the recipe .*group_count=2"):
+        jax.eval_shape(convolution_of(c, recipe=recipe), *operands(c)[:2])
+
+
+def test_a_recipe_without_fp8_is_the_convolution():
+    c = CASES["groups"]
+    x, w, _ = operands(c)
+    plain = convolution_of(c, lax.conv_general_dilated)
+    np.testing.assert_array_equal(convolution_of(c, recipe=fp8.CustomRecipe())(x, w), plain(x, w))
+
+
+@functools.cache
+def small(**fields):
+    """A layer with overlapping windows, its input, its variables, and its compiled gradient."""
+    fields = {"features": 4, "kernel_size": (3, 3), "strides": 2, **fields}
+    layer = nn.Conv(conv_general_dilated_cls=OP, **fields)
+    shape = (2, 7, 6, 3) if len(fields["kernel_size"]) == 2 else (2, 9, 3)
+    x = np.asarray(np.random.default_rng(0).normal(size=shape), np.float32)
+    variables = jit(layer.init)(jax.random.key(0), x)
+    return layer, x, variables
+
+
+def squares(layer, variables, x):
+    return jnp.sum(layer.apply(variables, x) ** 2)
+
+
+gradient = jit(fp8.value_and_grad(squares, (1, 2)), static_argnums=0)
+
+
+PADDINGS = {
+    "SAME": ({"strides": 2}, None, [(1, 1), (0, 1)]),
+    "CIRCULAR": ({"strides": 1}, "wrap", [(1, 1), (1, 1)]),
+    "CAUSAL": ({"kernel_size": (3,), "kernel_dilation": 2, "strides": 1}, None, [(4, 0)]),
+}
+
+
+@pytest.mark.parametrize("padding", list(PADDINGS))
+def test_layers_over_steps(padding):
+    """Three steps of ``nn.Conv``: the scale of each comes from the amaxes before it."""
+    fields, mode, pairs = PADDINGS[padding]
+    layer, x, variables = small(padding=padding, **fields)
+    names = {f"{role}_{suffix}" for role in ROLES for suffix in ("scale", "amax_history")}
+    assert set(variables[OWG]["Fp8ConvGeneralDilatedOp_0"]) == names
+    scale = {role: np.ones((1,), np.float32) for role in ROLES}
+    history = {role: np.zeros((2,), np.float32) for role in ROLES}
+    w, b = variables["params"]["kernel"], variables["params"]["bias"]
+    strides, dilation = (fields["strides"],) * len(pairs), (fields.get("kernel_dilation", 1),) * len(pairs)
+    for step in range(3):
+        x = x * np.float32(1.5**step)
+        value, (grads, dx) = gradient(layer, variables, x)
+        whole = [(0, 0), *pairs, (0, 0)]
+        given = np.pad(x, whole, mode=mode) if mode else np.pad(x, whole)
+        by_numpy = Reference(given.shape, w.shape, strides, [(0, 0)] * len(pairs), rhs_dilation=dilation)
+        tensors = {"input": given, "kernel": w}
+        for role in ("input", "kernel"):
+            scale[role] = reference.next_scale(history[role], scale[role], "float8_e4m3fn")
+            history[role] = reference.next_history(tensors[role], history[role])
+        x8, w8 = (reference.qdq(t, "float8_e4m3fn", scale[r]).astype(float) for r, t in tensors.items())
+        y = by_numpy.forward(x8, w8) + np.asarray(b)
+        g = np.asarray(2 * y, np.float32)
+        scale["output_grad"] = reference.next_scale(
+            history["output_grad"], scale["output_grad"], "float8_e5m2"
+        )
+        np.testing.assert_allclose(value, np.sum(y**2), rtol=1e-5)
+        state = grads[OWG]["Fp8ConvGeneralDilatedOp_0"]
+        history["output_grad"] = reference.next_history(g, history["output_grad"])
+        for role in ROLES:
+            np.testing.assert_allclose(state[f"{role}_scale"], scale[role], rtol=1e-5)
+            np.testing.assert_allclose(state[f"{role}_amax_history"], history[role], rtol=1e-5)
+        g8 = reference.qdq(g, "float8_e5m2", scale["output_grad"]).astype(float)
+        dw = by_numpy.wgrad(x8, g8)
+        # A cotangent that differs in the last bit may round to the next of e5m2's values, 1/4 away.
+        assert error_of_product(grads["params"]["kernel"], dw, x8, g8) <= 1e-3
+        assert dx.shape == x.shape
+        variables = {**variables, OWG: grads[OWG]}
+
+
+def new_state(grads):
+    return grads[OWG]["Fp8ConvGeneralDilatedOp_0"]
+
+
+def test_nan_and_inf():
+    """NaN reaches the loss and an Inf in the cotangent the gradients; neither enters the state."""
+    layer, x, variables = small()
+    _, (clean, _) = gradient(layer, variables, x)
+    before = {**variables, OWG: clean[OWG]}
+    spoilt = x.copy()
+    spoilt[0, 0, 0, 0] = np.nan
+    value, (grads, dx) = gradient(layer, before, spoilt)
+    assert np.isnan(value)
+    old, new = new_state(before), new_state(grads)
+    np.testing.assert_array_equal(new["input_amax_history"], old["input_amax_history"])
+    np.testing.assert_array_equal(new["output_grad_amax_history"], old["output_grad_amax_history"])
+    assert new["kernel_amax_history"][0] == np.max(np.abs(variables["params"]["kernel"]))
+    # Only the windows that hold the NaN are touched.
+    assert np.isnan(dx[0]).any()
+    assert np.isfinite(dx[1]).all()
+    # An Inf in the cotangent is NaN in what it reaches: here one window of the first example.
+    infinite = jit(jax.grad(lambda v, x: layer.apply(v, x)[0, 0, 0, 0] * np.inf, (0, 1)))
+    grads, dx = infinite(before, x)
+    np.testing.assert_array_equal(np.isnan(dx).any((1, 2, 3)), [True, False])
+    assert np.isnan(grads["params"]["kernel"]).any()
+    np.testing.assert_array_equal(
+        new_state(grads)["output_grad_amax_history"], old["output_grad_amax_history"]
+    )
+
+
+def test_large_values_and_zeros():
+    c = CASES["strides"]
+    x, w, g = operands(c)
+    run = make_vjp(convolution_of(c, recipe=fp8.Float8CurrentScaling(use_power_2_scales=True)))
+    small_out, small_dx, small_dw, _ = run(x, w, g, DotStates())
+    big = np.float32(2.0**100)  # about 1e30
+    out, dx, dw, _ = run(x * big, w / big, g, DotStates())
+    np.testing.assert_array_equal(out, small_out)
+    np.testing.assert_array_equal(dx, small_dx / big)
+    np.testing.assert_array_equal(dw, small_dw * big)
+    for zeros in run(0 * x, w, 0 * g, DotStates())[:3]:
+        np.testing.assert_array_equal(zeros, np.zeros_like(zeros))
+
+
+def test_uses_merge_by_maximum():
+    """Called twice, under ``jax.vmap`` and over devices: the state is that of one call on all the data."""
+    layer, x, variables = small()
+    more = np.concatenate([x, 3 * x])
+    _, (whole, dx) = gradient(layer, variables, more)
+
+    def twice(variables, x):
+        return squares(layer, variables, x[:2]) + squares(layer, variables, x[2:])
+
+    def mapped(variables, x):
+        return jnp.sum(jax.vmap(lambda x: squares(layer, variables, x))(x[:, None]))
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    def sharded(variables, x):
+        return lax.psum(squares(layer, variables, x), "data")
+
+    for way in (twice, mapped, sharded):
+        _, (grads, dx_) = jit(fp8.value_and_grad(way, (0, 1)))(variables, more)
+        jax.tree.map(np.testing.assert_array_equal, new_state(grads), new_state(whole))
+        np.testing.assert_allclose(dx_, dx, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            grads["params"]["kernel"], whole["params"]["kernel"], rtol=1e-5, atol=1e-4
+        )
+
+
+def test_explicit_axes():
+    """A batch that JAX knows to be sharded, in a convolution and in patches."""
+    x = small()[1][:, :6]
+
+    class Both(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            conv = partial(nn.Conv, 4, strides=2, conv_general_dilated_cls=OP)
+            return conv((2, 2))(x) + conv((3, 3))(x)
+
+    variables = jit(Both().init)(jax.random.key(0), x)
+    _, (expected, dx) = gradient(Both(), variables, x)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x, variables = (
+            jax.device_put(t, jax.sharding.NamedSharding(mesh, spec))
+            for t, spec in ((x, P("data")), (variables, P()))
+        )
+        _, (grads, dx_) = gradient(Both(), variables, x)
+    assert jax.typeof(dx_).sharding.spec[0] == "data"
+    np.testing.assert_allclose(dx_, dx, rtol=1e-5, atol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), grads, expected)
+
+
+class Stack(nn.Module):
+    """Two equal blocks: written out, or scanned, with or without ``nn.remat``."""
+
+    policy: object = None
+    scanned: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        class Body(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return jnp.tanh(nn.Conv(3, (3, 3), conv_general_dilated_cls=OP)(x)), None
+
+        body = nn.remat(Body, policy=self.policy) if self.policy else Body
+        if self.scanned:
+            axes = {"params": 0, OWG: 0}
+            return nn.scan(body, variable_axes=axes, split_rngs={"params": True}, length=2)(name="b")(
+                x, None
+            )[0]
+        for i in range(2):
+            x, _ = body(name=f"b{i}")(x, None)
+        return x
+
+
+def test_scan_and_remat():
+    x = small()[1]
+    scan = Stack(scanned=True)
+    shapes = jax.eval_shape(scan.init, jax.random.key(0), x)
+    rng = np.random.default_rng(0)
+    stacked = jax.tree.map(lambda s: np.asarray(rng.uniform(0.1, 0.3, s.shape), s.dtype), shapes)
+    value, (scanned, dx) = gradient(scan, stacked, x)
+
+    def apart(tree):
+        return {
+            kind: {f"b{i}": jax.tree.map(itemgetter(i), of["b"]) for i in range(2)}
+            for kind, of in tree.items()
+        }
+
+    policy = jax.checkpoint_policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
+    value_, (grads, dx_) = gradient(Stack(policy=policy), apart(stacked), x)
+    np.testing.assert_allclose(value_, value, rtol=1e-5)
+    np.testing.assert_allclose(dx_, dx, rtol=1e-5, atol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), grads, apart(scanned))
+
+
+def test_it_keeps_fp8_only():
+    layer, x, variables = small()
+    vjp = jax.eval_shape(lambda v, x: jax.vjp(lambda v, x: layer.apply(v, x + 1), v, x)[1], variables, x)
+    kept = [leaf for leaf in jax.tree.leaves(vjp) if leaf.size == x.size]
+    assert [leaf.dtype for leaf in kept] == [jnp.uint8]
+
+
+def test_without_jit_and_in_the_other_form():
+    c, states = CASES["strides"], states_of(5.0, 0.3, 2e-3)
+    run, other = (make_vjp(convolution_of(c, recipe=RECIPE, form=form)) for form in ("direct", "qdq"))
+    expected = run(*operands(c), states)
+    for actual in (run.__wrapped__(*operands(c), states), other(*operands(c), states)):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), actual, expected)
+
+
+def test_forward_mode_is_refused():
+    layer, x, variables = small()
+    with pytest.raises(TypeError, match="cannot be differentiated in forward mode"):
+        jax.jvp(lambda x: layer.apply(variables, x), (x,), (x,))
+
+
+def test_fp8_off():
+    layer, x, variables = small()
+    with fp8.autocast(enabled=False):
+        out, state = jit(partial(layer.apply, mutable=[OWG]))(variables, x)
+        assert list(jax.eval_shape(layer.init, jax.random.key(0), x)) == ["params"]
+    plain = layer.clone(conv_general_dilated_cls=None)
+    np.testing.assert_array_equal(out, jit(plain.apply)({"params": variables["params"]}, x))
+    jax.tree.map(np.testing.assert_array_equal, state[OWG], variables[OWG])
+
+
+def test_calibrate():
+    layer, x, variables = small()
+    filled = fp8.calibrate(partial(squares, layer), variables, [x, 2 * x], backward=True)
+    state = new_state(filled)
+    assert state["input_amax_history"][0] == 2 * np.max(np.abs(x))
+    np.testing.assert_allclose(state["input_scale"], state["input_amax_history"][:1] / 448, rtol=1e-6)
+    plain = layer.clone(conv_general_dilated_cls=None)
+    y = plain.apply({"params": variables["params"]}, 2 * x)
+    np.testing.assert_allclose(state["output_grad_amax_history"][0], np.max(np.abs(2 * y)), rtol=1e-6)
+
+
+def test_arguments_are_honoured_or_refused():
+    c = CASES["strides"]
+    x, w, g = operands(c, dtype=jnp.bfloat16)
+    states = states_of(5.0, 0.3, 2e-3)
+    convolve = convolution_of(c, recipe=RECIPE, states=states)
+    made = str(jax.make_jaxpr(partial(convolve, precision="highest"))(x, w))
+    assert "precision=Precision.HIGHEST" in made or "precision=(Precision.HIGHEST" in made
+    # A cotangent wider than the operands: float16 does not hold 1e6.
+    x16, w16 = x.astype(np.float16), w.astype(np.float16)
+    wide = make_vjp(partial(convolution_of(c, recipe=RECIPE), preferred_element_type=jnp.float32))
+    out, dx, dw, _ = wide(
+        x16, w16 / np.float16(64), np.full(g.shape, 1e6, np.float32), states_of(5.0, 0.3, 1e6)
+    )
+    assert (out.dtype, dx.dtype, dw.dtype) == (jnp.float32, jnp.float16, jnp.float16)
+    assert np.isfinite(dx).all()
+    for padding in ("SAME", "SAME_LOWER", "VALID"):
+        shapes = [
+            jax.eval_shape(partial(f, padding=padding), x, w).shape
+            for f in (convolve, convolution_of(c, lax.conv_general_dilated))
+        ]
+        assert shapes[0] == shapes[1]
+    with pytest.raises(TypeError, match="preferred_element_type must be None"):
+        convolve(x, w, preferred_element_type=jnp.int32)
+    with pytest.raises(TypeError, match="lhs must have a floating-point dtype"):
+        convolve(x.astype(np.int32), w)
+    with pytest.raises(TypeError, match="same dtypes"):
+        convolve(x, w.astype(np.float32))
+    with pytest.raises(TypeError, match="out_sharding"):
+        convolve(x, w, out_sharding=P())
+    with pytest.raises(ValueError, match="feature_group_count"):
+        convolve(x, w, feature_group_count=2)
+    batch_groups = partial(
+        fp8_conv_general_dilated,
+        window_strides=(1, 1),
+        padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        batch_group_count=2,
+        recipe=RECIPE,
+        states=states,
+    )
+
+    @jit
+    def whole_and_halves(x, w):
+        halves = [
+            batch_groups(x[i : i + 1], w[..., 2 * i : 2 * i + 2], batch_group_count=1) for i in range(2)
+        ]
+        return batch_groups(x, w), jnp.concatenate(halves, -1)
+
+    np.testing.assert_array_equal(*whole_and_halves(x, w))
+
+
+@pytest.mark.filterwarnings("always")
+def test_one_warning_where_it_is_no_matmul():
+    for name in ("groups", "patches"):
+        c = CASES[name]
+        x, w, _ = operands(c)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("default")
+            for _ in range(2):
+                jax.eval_shape(convolution_of(c, recipe=fp8.Float8CurrentScaling()), x, w)
+        ours = [w for w in seen if "FP8 convolutions that are not matmuls" in str(w.message)]
+        assert len(ours) == (not c.matmul)
+        assert all(issubclass(w.category, fp8.Fp8EmulationWarning) for w in ours)
+
+
+# What it compiles to.
+
+
+def step_of(layer, *shape, dtype=jnp.bfloat16):
+    layer = layer.clone(dtype=dtype, param_dtype=dtype, use_bias=False)
+    x = struct(*shape, dtype=dtype)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    y = jax.eval_shape(layer.apply, variables, x)
+
+    def step(variables, x, g):
+        y, vjp = jax.vjp(layer.apply, variables, x)
+        return y, vjp(g)
+
+    return step, variables, x, y
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_patch_embedding_runs_in_fp8():
+    layer = nn.Conv(768, (16, 16), (16, 16), conv_general_dilated_cls=OP)
+    report = fp8.audit(*step_of(layer, 32, 224, 224, 3), target="h200")
+    assert [report.num_fp8_gemms, report.num_gemms] == [3, 3]
+    found = {g.role: (g.path, g.m, g.k, g.n, g.lhs_dtype, g.rhs_dtype, g.backend) for g in report.gemms}
+    e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
+    assert found == {
+        "forward": ("Conv", 6272, 768, 768, e4m3, e4m3, "cublasLt"),
+        "dgrad": ("Conv", 6272, 768, 768, e5m2, e4m3, "cublasLt"),
+        "wgrad": ("Conv", 768, 6272, 768, e4m3, e5m2, "cublasLt"),
+    }
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("form", ["direct", "qdq"])
+def test_overlapping_windows_are_convolved_wide(form, monkeypatch):
+    """In float32 XLA would find its way back to FP8, which fails where cuDNN has no such convolution."""
+    texts, read = [], _audit._hlo.read
+    monkeypatch.setattr(_audit._hlo, "read", lambda text: texts.append(text) or read(text))
+    layer = nn.Conv(64, (3, 3), 2, conv_general_dilated_cls=partial(OP, form=form))
+    report = fp8.audit(*step_of(layer, 4, 16, 16, 3, dtype=jnp.float32), target="h200")
+    assert [report.num_fp8_gemms, report.num_gemms] == [0, 3]
+    assert {(g.path, g.lhs_dtype, g.backend) for g in report.gemms} == {("Conv", "float32", "cuDNN")}
+    # The rounding to FP8 is there.
+    assert "f8e4m3fn[4,16,16,3]" in texts[0]
+    assert "f8e5m2[4,8,8,64]" in texts[0]
+    if form == "direct":
+        assert {g.role for g in report.gemms} == {"forward", "dgrad", "wgrad"}
+        (reason,) = {g.reason for g in report.gemms}
+        assert "not a matmul: the same FP8 values, convolved in float32" in reason
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_xla_does_with_fp8_convolutions():
+    """Forward it has them, from FP8 operands as well as from float32; if that changes, so may we."""
+
+    def convolve(x, w):
+        return lax.conv_general_dilated(
+            x,
+            w,
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            preferred_element_type=jnp.float32,
+        )
+
+    x, w = (struct(*shape, dtype=jnp.float8_e4m3fn) for shape in ((4, 16, 16, 32), (3, 3, 32, 64)))
+    (gemm,) = fp8.audit(convolve, x, w, target="h200").gemms
+    assert (gemm.is_fp8, gemm.backend, gemm.m, gemm.k, gemm.n) == (True, "cuDNN", 1024, 288, 64)
+    (gemm,) = fp8.audit(
+        lambda x, w: convolve(x.astype(jnp.float32), w.astype(jnp.float32)), x, w, target="h200"
+    ).gemms
+    assert gemm.is_fp8
+
+
+@pytest.mark.parametrize(("target", "groups"), [("local", 2), ("h200", 2), ("h200", 1)])
+def test_the_audit_lists_convolutions(target, groups, request):
+    if target == "h200":
+        request.getfixturevalue("gpu")
+    layer = nn.Conv(64, (3, 3), feature_group_count=groups)
+    report = fp8.audit(*step_of(layer, 4, 16, 16, 32), target=target)
+    assert report.num_fp8_gemms == 0
+    assert {g.backend for g in report.gemms} == {"other" if target == "local" else "cuDNN"}
+    k, n = 288 // groups, 64 // groups
+    forward = next(g for g in report.gemms if g.role == "forward")
+    assert (forward.batch, forward.m, forward.k, forward.n) == (groups, 1024, k, n)
+    assert forward.reason.endswith("layer not converted")
+    if groups == 1:
+        roles = {g.role: (g.m, g.k, g.n) for g in report.gemms}
+        assert roles == {"forward": (1024, k, n), "dgrad": (1024, n, k), "wgrad": (k, 1024, n)}

@@ -1,0 +1,467 @@
+"""The direct form: transposes, values beside the quantize-dequantize form, what it keeps and lowers to."""
+
+import functools
+import re
+import warnings
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.linen import fp8_ops as flax_ops
+from jax import lax
+
+import fp8flax as fp8
+from benchmarks.step_cpu import residual_bytes
+from fp8flax._dot_general import DotStates, fp8_dot_general
+from fp8flax._state import ScalingState, merge_by_max
+from tests import reference
+from tests.linen.test_modules import CONTRACTIONS, OWG, data, error_of_product, init, make_step, name_of
+
+MATMUL = (((1,), (0,)), ((), ()))
+WIDE = [jnp.float32, jnp.bfloat16, jnp.float16]
+POLICIES = jax.checkpoint_policies
+
+
+def fresh_states(length=2, scale=1.0):
+    state = ScalingState(jnp.full((1,), scale), jnp.zeros((length,)))
+    return DotStates(state, state, state)
+
+
+def multiply(lhs, rhs, dims=MATMUL, *args, states=None, recipe=None):
+    states = fresh_states() if states is None else states
+    recipe = fp8.DelayedScaling(amax_history_len=2) if recipe is None else recipe
+    return fp8_dot_general(lhs, rhs, dims, *args, states=states, recipe=recipe)
+
+
+def lowered_for_cuda(f, *args):
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def algorithms(text):
+    """Returns each GEMM of a StableHLO text: "fast", "exact" or "default", and its operands' dtypes."""
+    found = []
+    for line in text.splitlines():
+        if "stablehlo.dot_general" in line:
+            fast = re.search(r"allow_imprecise_accumulation = (\w+)", line)
+            word = "default" if fast is None else {"true": "fast", "false": "exact"}[fast.group(1)]
+            lhs, rhs = re.search(r": \(tensor<(.*?)>, tensor<(.*?)>\) ->", line).groups()
+            found.append((word, lhs.split("x")[-1], rhs.split("x")[-1]))
+    return found
+
+
+# Every contraction; in bfloat16 test_recipe_dot takes more of them.
+EXACTLY = [
+    *((name, jnp.float32) for name in CONTRACTIONS),
+    ("dense on a sequence", jnp.bfloat16),
+    ("two batches, moved", jnp.bfloat16),
+]
+# One of each kind, and the two that test_modules cannot compare with Flax.
+BOTH_FORMS = [
+    ("two contracting, crossed", jnp.float32),
+    ("one batch", jnp.float32),
+    ("vector", jnp.float32),
+    ("no rows", jnp.float32),
+    ("dense on a sequence", jnp.bfloat16),
+    ("two batches, moved", jnp.bfloat16),
+    ("dot to a scalar", jnp.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("contraction", "dtype"), EXACTLY, ids=name_of)
+def test_integers_multiply_exactly_forward_and_backward(contraction, dtype):
+    """FP8 holds these integers, so all three GEMMs must give what ``lax.dot_general`` does."""
+    lhs_shape, rhs_shape, dims = CONTRACTIONS[contraction]
+    rng = np.random.default_rng(0)
+    lhs, rhs = (jnp.asarray(rng.integers(-3, 4, s), dtype) for s in (lhs_shape, rhs_shape))
+    out = jax.eval_shape(partial(lax.dot_general, dimension_numbers=dims), lhs, rhs)
+    g = jnp.asarray(rng.integers(-2, 3, out.shape), dtype)
+
+    @partial(jax.jit, static_argnums=0)
+    def out_and_gradients(f):
+        out, vjp = jax.vjp(lambda a, b: f(a, b, dims), lhs, rhs)
+        return out, *vjp(g)
+
+    for ours, theirs in zip(out_and_gradients(multiply), out_and_gradients(lax.dot_general)):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("contraction", "dtype"), BOTH_FORMS, ids=name_of)
+def test_the_two_forms_agree(contraction, dtype):
+    lhs_shape, rhs_shape, dims = CONTRACTIONS[contraction]
+    recipe = fp8.DelayedScaling(amax_history_len=3)
+    steps = {
+        form: make_step(fp8.Fp8DotGeneralOp(recipe=recipe, form=form), dims) for form in ("direct", "qdq")
+    }
+    lhs, rhs, _ = data(0, lhs_shape, rhs_shape, dims, dtype)
+    variables = init(fp8.Fp8DotGeneralOp(recipe=recipe), lhs, rhs, dims)
+    # Four roundings apart: of the result in both forms, of both dequantized operands in the reference.
+    tolerance = {jnp.float32: 1e-6, jnp.bfloat16: 2**-6, jnp.float16: 2**-9}[dtype]
+    for i in range(3):
+        lhs, rhs, g = data(i, lhs_shape, rhs_shape, dims, dtype)
+        (new, *grads), out = steps["direct"](variables, lhs, rhs, g)
+        (qdq_new, *qdq_grads), qdq_out = steps["qdq"](variables, lhs, rhs, g)
+        jax.tree.map(np.testing.assert_array_equal, new, qdq_new)
+        for ours, theirs, factors in zip(
+            (out, *grads), (qdq_out, *qdq_grads), ((lhs, rhs), (g, rhs), (lhs, g))
+        ):
+            assert ours.dtype == theirs.dtype
+            if lhs.size:
+                assert error_of_product(ours, theirs, *factors) <= tolerance
+        variables = new
+
+
+def test_bfloat16_results_are_rounded_once():
+    """The quantize-dequantize form rounds both operands as well; the direct form only the result."""
+    lhs = jax.random.normal(jax.random.key(0), (32, 64)) * 3
+    rhs = jax.random.normal(jax.random.key(1), (64, 16))
+    scales = [np.max(np.abs(x)) / np.float32(448) for x in (lhs, rhs)]
+    states = DotStates(*(ScalingState(jnp.full((1,), s), jnp.zeros((1,))) for s in (*scales, 1.0)))
+    lhs, rhs = lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
+    out = jax.jit(lambda lhs, rhs, states: multiply(lhs, rhs, states=states))(lhs, rhs, states)
+    q_lhs, q_rhs = (reference.quantize(x, "float8_e4m3fn", scale) for x, scale in zip((lhs, rhs), scales))
+    exact = np.asarray(q_lhs, np.float64) @ np.asarray(q_rhs, np.float64) * float(scales[0] * scales[1])
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=2**-8)
+
+
+def test_float16_does_not_overflow_on_the_way():
+    """448 * 448 * 64 is far above the largest float16; times the scales it is not."""
+    x, w = jnp.full((2, 64), 4.48, jnp.float16), jnp.full((64, 3), 4.48, jnp.float16)
+    states = fresh_states(scale=0.01)
+    expected = np.full((2, 3), 4.48 * 4.48 * 64)
+    np.testing.assert_allclose(multiply(x, w, states=states), expected, rtol=2e-3)
+    lines = lowered_for_cuda(partial(multiply, states=states), x, w).splitlines()
+    dots = [line for line in lines if "stablehlo.dot_general" in line]
+    assert dots
+    assert not any("f16>" in line for line in dots)
+
+
+@jax.jit
+def out_and_gradients_of(x, w, g, states):
+    out, vjp = jax.vjp(lambda x, w: multiply(x, w, states=states), x, w)
+    return out, *vjp(g)
+
+
+@pytest.mark.parametrize("amplitude", [1e30, 1e-30])
+def test_extreme_amplitudes(amplitude):
+    x, w = jnp.full((4, 8), amplitude), jnp.full((8, 2), 1 / amplitude)
+    states = DotStates(
+        *(ScalingState(jnp.full((1,), a / 448), jnp.zeros((1,))) for a in (amplitude, 1 / amplitude, 1.0))
+    )
+    out, dx, dw = out_and_gradients_of(x, w, jnp.ones((4, 2)), states)
+    np.testing.assert_allclose(out, np.full((4, 2), 8.0), rtol=1e-6)
+    np.testing.assert_allclose(dx, np.full((4, 8), 2 / amplitude), rtol=1e-6)
+    np.testing.assert_allclose(dw, np.full((8, 2), 4 * amplitude), rtol=1e-6)
+
+
+def test_zeros_stay_zeros_where_the_scales_multiply_to_infinity():
+    x, w, g = (jnp.zeros(shape, jnp.bfloat16) for shape in ((2, 3), (3, 4), (2, 4)))
+    for leaf in out_and_gradients_of(x, w, g, fresh_states(scale=1e30)):
+        np.testing.assert_array_equal(leaf, np.zeros(leaf.shape))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64], ids=lambda d: d.__name__)
+def test_scales_whose_product_overflows(dtype):
+    with jax.enable_x64(dtype == jnp.float64):
+        x, w = jnp.full((2, 4), 1e30, dtype), jnp.full((4, 3), 1e30, dtype)
+        scale = jnp.full((1,), 1e30 / 448, jnp.float32)
+        state = ScalingState(scale, jnp.zeros((1,), jnp.float32))
+        out = jax.jit(lambda x, w, state: multiply(x, w, states=DotStates(*[state] * 3)))(x, w, state)
+        expected = np.full((2, 3), 4e60 if dtype == jnp.float64 else np.inf)
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("second", "match"),
+    [
+        (jax.hessian, "cannot be differentiated in forward mode"),
+        (lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x))), "can be differentiated once.*form='qdq'"),
+    ],
+)
+def test_a_second_derivative_is_refused(second, match):
+    """It would be zero without a word: quantization passes no tangent on."""
+    w = jnp.ones((3, 2))
+    with pytest.raises(TypeError, match=match):
+        second(lambda x: jnp.sum(jnp.tanh(multiply(x, w))))(jnp.ones((2, 3)))
+
+
+def test_nan_reaches_the_result_and_inf_saturates():
+    x = jnp.array([[jnp.nan, 1.0], [jnp.inf, 1.0]])
+    out = multiply(x, jnp.eye(2))
+    np.testing.assert_array_equal(out, [[np.nan, np.nan], [448.0, 1.0]])
+
+
+class TestOnCuda:
+    """What is handed to the compiler for an NVIDIA GPU; nothing is compiled."""
+
+    x, w = jnp.ones((32, 64), jnp.bfloat16), jnp.ones((64, 16), jnp.bfloat16)
+
+    def gemms(self, x, w, *args, **kwargs):
+        def f(x, w, g):
+            out, vjp = jax.vjp(lambda x, w: multiply(x, w, MATMUL, *args, **kwargs), x, w)
+            return out, vjp(g)
+
+        out = jax.eval_shape(lambda x, w: multiply(x, w, MATMUL, *args, **kwargs), x, w)
+        return algorithms(lowered_for_cuda(f, x, w, jnp.ones(out.shape, out.dtype)))
+
+    def test_fp8_operands_and_the_default_accumulation(self):
+        assert self.gemms(self.x, self.w) == [
+            ("fast", "f8E4M3FN", "f8E4M3FN"),
+            ("exact", "f8E5M2", "f8E4M3FN"),
+            ("exact", "f8E4M3FN", "f8E5M2"),
+        ]
+
+    @pytest.mark.parametrize("dtype", WIDE, ids=lambda d: d.__name__)
+    def test_whatever_the_dtype(self, dtype):
+        gemms = self.gemms(self.x.astype(dtype), self.w.astype(dtype))
+        assert [lhs[:2] + rhs[:2] for _, lhs, rhs in gemms] == ["f8f8"] * 3
+
+    @pytest.mark.parametrize("word", ["fast", "exact", "default"])
+    @pytest.mark.parametrize("gemm", ["forward", "dgrad", "wgrad"])
+    def test_accumulation_of_each_gemm(self, gemm, word):
+        recipe = fp8.DelayedScaling(amax_history_len=2, accumulation=fp8.Accumulation(**{gemm: word}))
+        expected = {"forward": "fast", "dgrad": "exact", "wgrad": "exact", gemm: word}
+        assert [g[0] for g in self.gemms(self.x, self.w, recipe=recipe)] == list(expected.values())
+
+    @pytest.mark.parametrize(
+        ("precision", "expected"),
+        [
+            ("default", "fast"),
+            (lax.Precision.HIGH, "exact"),
+            ("highest", "exact"),
+            ((lax.Precision.DEFAULT, lax.Precision.HIGHEST), "exact"),
+            (("default", "default"), "fast"),
+        ],
+    )
+    def test_precision_sets_all_three(self, precision, expected):
+        assert [g[0] for g in self.gemms(self.x, self.w, precision)] == [expected] * 3
+
+    @pytest.mark.parametrize(
+        "shapes", [((1, 64), (64, 16)), ((32, 17), (17, 16)), ((32, 64), (64, 8))], ids=str
+    )
+    def test_sizes_that_cublaslt_would_pad_go_to_xla(self, shapes):
+        gemms = self.gemms(*(jnp.ones(s, jnp.bfloat16) for s in shapes))
+        assert [g[0] for g in gemms] == ["default"] * 3
+        assert {g[1][:2] for g in gemms} == {"f8"}
+
+    def test_e5m2_by_e5m2_goes_to_xla(self):
+        recipe = fp8.DelayedScaling(fp8_format=fp8.Format.E5M2, amax_history_len=2)
+        assert self.gemms(self.x, self.w, recipe=recipe) == [("default", "f8E5M2", "f8E5M2")] * 3
+
+    def test_fnuz_is_emulated(self):
+        recipe = fp8.DelayedScaling(fp8_format=fp8.Format.HYBRID_FNUZ, amax_history_len=2)
+        assert self.gemms(self.x, self.w, recipe=recipe) == [("default", "f32", "f32")] * 3
+
+    def test_elsewhere_the_values_are_multiplied_in_float32(self):
+        text = jax.jit(multiply).lower(self.x, self.w).as_text()
+        assert algorithms(text) == [("default", "f32", "f32")]
+
+
+@pytest.mark.parametrize(
+    "bad", ["fastest please", 3, lax.DotAlgorithmPreset.BF16_BF16_F32, ("high", "what")]
+)
+def test_a_precision_that_cannot_be_honoured(bad):
+    with pytest.raises(TypeError, match="precision of an FP8 matmul must be None"):
+        multiply(jnp.ones((2, 3)), jnp.ones((3, 4)), MATMUL, bad)
+
+
+@pytest.mark.parametrize(
+    "dims", [(((1,), (1,)), ((), ())), (((5,), (0,)), ((), ())), (((1,), ()), ((), ()))], ids=str
+)
+def test_dimension_numbers_that_do_not_fit(dims):
+    with pytest.raises((TypeError, ValueError), match="dot_general"):
+        multiply(jnp.ones((2, 3)), jnp.ones((3, 4)), dims)
+
+
+def test_emulation_warns_once():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            multiply(jnp.ones((2, 3)), jnp.ones((3, 4)))
+    assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
+    assert "emulated on cpu" in str(caught[0].message)
+
+
+def test_a_wrong_form_is_refused():
+    with pytest.raises(ValueError, match=r"form must be one of \('direct', 'qdq'\); got 'fast'"):
+        fp8.Fp8DotGeneralOp(form="fast")
+
+
+def test_under_vmap_of_the_operands():
+    """A batch axis of the operands alone; shared state is another matter."""
+    x, w = jnp.arange(24.0).reshape(4, 2, 3) % 7, jnp.ones((3, 5))
+    np.testing.assert_array_equal(jax.jit(jax.vmap(multiply, (0, None)))(x, w), x @ w)
+    np.testing.assert_array_equal(
+        jax.jit(jax.vmap(multiply, (None, 0)))(x[0], jnp.ones((4, 3, 5))), [x[0] @ w] * 4
+    )
+
+
+M, K, N = 64, 32, 48
+SCALARS = 3 * 4 + 2 * 2
+"""Bytes of three float32 scales and of two bfloat16 amaxes."""
+
+
+class Block(nn.Module):
+    """A linear layer between two that hand on their input: what is counted is the layer's own."""
+
+    features: int
+    dot_general_cls: object = None
+    dtype: object = jnp.bfloat16
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        layer = nn.Dense(
+            self.features, use_bias=False, dtype=self.dtype, dot_general_cls=self.dot_general_cls
+        )
+        return layer(x), None
+
+
+def kept(model, x, merge=merge_by_max):
+    """Bytes that the backward pass keeps of a bfloat16 input that the model did not get as an argument."""
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def loss(v):
+        variables, x = v
+        out = model.apply(merge(variables), x + 1)
+        return jnp.sum((out[0] if isinstance(out, tuple) else out).astype(jnp.float32))
+
+    return residual_bytes(loss, (variables, x))
+
+
+def scanned(block, length=8, **kwargs):
+    return nn.scan(block, variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True}, length=length)(
+        **kwargs
+    )
+
+
+def init_and_step_of(block):
+    """In float32: XLA leaves out roundings to bfloat16 where it fuses, in each program others."""
+    x = jax.random.normal(jax.random.key(0), (M, K))
+    model = scanned(block, features=K, dot_general_cls=fp8.Fp8DotGeneralOp, dtype=jnp.float32)
+    step = jax.jit(fp8.value_and_grad(lambda v: jnp.mean(model.apply(v, x)[0] ** 2)))
+    return partial(jax.jit(model.init), jax.random.key(1), x), step
+
+
+@functools.cache
+def two_steps_without_remat():
+    """The variables before each step, and its loss and gradients."""
+    init, step = init_and_step_of(Block)
+    variables, results = init(), []
+    for _ in range(2):
+        results.append((variables, step(variables)))
+        variables = {"params": variables["params"], OWG: results[-1][1][1][OWG]}
+    return results
+
+
+class TestResiduals:
+    x = jax.ShapeDtypeStruct((M, K), jnp.bfloat16)
+    square = jax.ShapeDtypeStruct((M, K), jnp.bfloat16)
+
+    def test_of_a_layer_are_half_those_of_bfloat16(self):
+        plain, ours = Block(N), Block(N, fp8.Fp8DotGeneralOp)
+        assert kept(plain, self.x) == 2 * (M * K + K * N)
+        assert kept(ours, self.x) == M * K + K * N + SCALARS
+
+    def test_of_flax_are_one_and_a_half_times(self):
+        """Row 18 of the defects that this package must not have."""
+        with warnings.catch_warnings(), jax.numpy_rank_promotion("allow"):
+            warnings.simplefilter("ignore", DeprecationWarning)
+            theirs = kept(Block(N, flax_ops.Fp8DirectDotGeneralOp), self.x, merge=lambda v: v)
+        histories = 2 * 4 * 1024
+        assert theirs == 3 * (M * K + K * N) + histories + 2 * 4
+
+    def test_under_scan(self):
+        plain, ours = (
+            scanned(Block, features=K, dot_general_cls=cls) for cls in (None, fp8.Fp8DotGeneralOp)
+        )
+        assert kept(plain, self.square) == 8 * 2 * (M * K + K * K)
+        assert kept(ours, self.square) == 8 * (M * K + K * K + SCALARS)
+
+    @pytest.mark.parametrize(
+        ("policy", "per_layer"),
+        [
+            (POLICIES.save_only_these_names(*fp8.RESIDUAL_NAMES), M * K + K * K + SCALARS),
+            (POLICIES.save_only_these_names("fp8_input", "fp8_scaling"), M * K + SCALARS),
+            (None, 2 * M * K),
+            (POLICIES.dots_saveable, 2 * M * K),
+        ],
+        ids=["keep FP8", "requantize the kernel", "recompute", "dots, which FP8 GEMMs are not to JAX"],
+    )
+    def test_under_remat_and_scan(self, policy, per_layer):
+        block = nn.remat(Block, policy=policy, prevent_cse=False)
+        assert (
+            kept(scanned(block, features=K, dot_general_cls=fp8.Fp8DotGeneralOp), self.square)
+            == 8 * per_layer
+        )
+
+    def test_a_policy_can_keep_the_outputs(self):
+        class Two(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                x = nn.relu(Block(K, fp8.Fp8DotGeneralOp)(x)[0])
+                return Block(K, fp8.Fp8DotGeneralOp)(x)[0]
+
+        policy = POLICIES.save_from_both_policies(
+            POLICIES.dots_saveable, POLICIES.save_only_these_names("fp8_output")
+        )
+        assert kept(nn.remat(Two, policy=policy)(), self.square) == 2 * M * K + 2 * M * K
+
+    def test_a_gemm_that_is_computed_again_starts_from_what_was_kept(self):
+        """relu needs the result of the GEMM; the block's wide input is not kept for it."""
+
+        class WithRelu(Block):
+            @nn.compact
+            def __call__(self, x, _=None):
+                return nn.relu(Block(self.features, self.dot_general_cls)(x)[0]), None
+
+        policy = POLICIES.save_only_these_names(*fp8.RESIDUAL_NAMES)
+        block = nn.remat(WithRelu, policy=policy, prevent_cse=False)
+        model = scanned(block, features=K, dot_general_cls=fp8.Fp8DotGeneralOp)
+        assert kept(model, self.square) == 8 * (M * K + K * K + SCALARS)
+
+    @pytest.mark.parametrize(
+        "policy",
+        [
+            POLICIES.save_only_these_names(*fp8.RESIDUAL_NAMES),
+            POLICIES.save_only_these_names("fp8_input", "fp8_scaling"),
+            POLICIES.everything_saveable,
+            None,
+        ],
+        ids=["keep", "requantize", "everything", "recompute"],
+    )
+    def test_remat_changes_no_value(self, policy):
+        """JAX damages an e4m3fn array that a policy keeps; ours are kept as codes."""
+        step = init_and_step_of(nn.remat(Block, policy=policy, prevent_cse=False))[1]
+        for variables, result in two_steps_without_remat():
+            jax.tree.map(np.testing.assert_array_equal, result, step(variables))
+
+
+class Layers(nn.Module):
+    """Dense layers of one shape, one after the other."""
+
+    count: int
+    op: type | None
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(self.count):
+            x = nn.Dense(x.shape[-1], dot_general_cls=self.op)(x)
+        return x
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_layers_that_are_alike_are_traced_once(by_hand):
+    """More layers add no functions to the lowered program: all but the first and the last are alike."""
+
+    def functions(count):
+        model, x = Layers(count, fp8.Fp8DotGeneralOp if by_hand else None), jnp.ones((4, 16))
+        model = model if by_hand else fp8.quantize_model(model, include=".*")
+        variables = jax.eval_shape(model.init, jax.random.key(0), x)
+        step = jax.jit(fp8.grad(lambda variables, x: jnp.sum(model.apply(variables, x))))
+        text = step.lower(variables, x).as_text()
+        return sorted(re.findall(r"func\.func private @(_direct_[a-z]+)", text))
+
+    assert functions(5) == functions(3) == 2 * ["_direct_bwd"] + 3 * ["_direct_fwd"]

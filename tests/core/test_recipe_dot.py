@@ -1,0 +1,529 @@
+"""The op under every recipe: values beside NumPy, what is kept for the backward pass, recipes in parts."""
+
+import dataclasses
+import warnings
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import fp8flax as fp8
+from fp8flax import _gemm
+from fp8flax._core.device import compile_target
+from fp8flax._dot_general import fp8_dot_general
+from fp8flax._kernels.block_gemm import block_gemm, block_gemm_in_jax
+from tests import reference_recipes
+from tests.core.test_dot_general import MATMUL, Block, kept
+from tests.linen.test_modules import CONTRACTIONS, OWG, data, error_of_product, init
+
+E4M3 = fp8.Format.E4M3
+STATELESS = {
+    "tensorwise": fp8.Float8CurrentScaling(),
+    "tensorwise, powers of two": fp8.Float8CurrentScaling(use_power_2_scales=True, fp8_format=E4M3),
+    "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
+    "high-precision wgrad": fp8.Float8CurrentScaling(granularity="axiswise", high_precision_wgrad=True),
+    "MX": fp8.MXFP8BlockScaling(),
+    "MX, hybrid, floor": fp8.MXFP8BlockScaling(fp8_format=fp8.Format.HYBRID, scale_rounding="floor"),
+    "128 blocks": fp8.Float8BlockScaling(),
+    "128 blocks, float32": fp8.Float8BlockScaling(use_f32_scales=True, fp8_format=fp8.Format.HYBRID),
+}
+KINDS = {"float32": "exact", "power_of_two": "power_of_two"}
+
+
+def with_reference(quantizer, x, contract):
+    """What is left of a matrix after quantization along ``contract``, float64, by the NumPy reference."""
+    if quantizer is None:
+        return np.asarray(x, np.float64)
+    name = quantizer.dtype.name
+    if isinstance(quantizer, fp8.CurrentQuantizer):
+        kind = "power_of_two" if quantizer.use_power_2_scales else "exact"
+        if quantizer.granularity == "tensorwise":
+            return reference_recipes.dequantize(*reference_recipes.tensorwise(x, name, kind))
+        return reference_recipes.dequantize(*reference_recipes.axiswise(x, name, contract, kind))
+    kind = KINDS.get(quantizer.scale, f"e8m0_{quantizer.scale_rounding}")
+    matrix = np.moveaxis(x, contract, -1)
+    quantized = reference_recipes.blockwise(matrix, name, quantizer.block, kind)
+    back = reference_recipes.dequantize(*quantized, quantizer.block)
+    return np.moveaxis(back[: matrix.shape[0], : matrix.shape[1]], -1, contract)
+
+
+def make_vjp(recipe, dims=MATMUL, form="direct"):
+    @jax.jit
+    def run(lhs, rhs, g):
+        out, vjp = jax.vjp(lambda a, b: fp8_dot_general(a, b, dims, recipe=recipe, form=form), lhs, rhs)
+        return out, *vjp(g.astype(out.dtype))
+
+    return run
+
+
+@pytest.mark.parametrize("name", list(STATELESS))
+def test_three_gemms_beside_numpy(name):
+    """Each operand is quantized from the wide tensor along the contraction of the GEMM that it enters."""
+    M, K, N = 133, 70, 45
+    recipe = STATELESS[name]
+    run = make_vjp(recipe)
+    forward, dgrad, wgrad = recipe.gemms.forward, recipe.gemms.dgrad, recipe.gemms.wgrad
+    for kind in ("heavy-tailed", "outliers", "tiny"):
+        x, w, g = (
+            reference_recipes.tensors(shape, seed)[kind if seed != 1 else "random"]
+            for seed, shape in enumerate(((M, K), (K, N), (M, N)))
+        )
+        out, dx, dw = run(x, w, g)
+        for actual, lhs, rhs in (
+            (out, with_reference(forward.lhs, x, 1), with_reference(forward.rhs, w, 0)),
+            (dx, with_reference(dgrad.lhs, g, 1), with_reference(dgrad.rhs, w, 1).T),
+            (dw, with_reference(wgrad.lhs, x, 0).T, with_reference(wgrad.rhs, g, 0)),
+        ):
+            if kind != "tiny" or actual is not dw:  # 1e-30 squared is no float32
+                assert error_of_product(actual, lhs @ rhs, lhs, rhs) <= 1e-6
+
+
+# Which axes are contracted, and in which order, is tested with every contraction in test_dot_general; here
+# is what scales per slice and per block make of them.
+EXACTLY = {
+    "axiswise, powers of two": [
+        "dense on a sequence",
+        "two contracting, crossed",
+        "two batches, moved",
+        "dot to a scalar",
+        "no rows",
+    ],
+    "128 blocks": [
+        "rhs transposed",
+        "two contracting, crossed",
+        "two batches, moved",
+        "batch, no free rhs",
+        "outer product",
+        "vector",
+        "dot to a scalar",
+        "no rows",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("contraction", "name"), [(contraction, name) for name in EXACTLY for contraction in EXACTLY[name]]
+)
+def test_integers_multiply_exactly(contraction, name):
+    """FP8 holds these integers under any power of two, so nothing may be lost."""
+    recipe = STATELESS.get(name) or fp8.Float8CurrentScaling(
+        granularity="axiswise", use_power_2_scales=True
+    )
+    lhs_shape, rhs_shape, dims = CONTRACTIONS[contraction]
+    rng = np.random.default_rng(0)
+    lhs, rhs = (jnp.asarray(rng.integers(-3, 4, s), jnp.bfloat16) for s in (lhs_shape, rhs_shape))
+    out = jax.eval_shape(partial(lax.dot_general, dimension_numbers=dims), lhs, rhs)
+    g = jnp.asarray(rng.integers(-2, 3, out.shape), jnp.bfloat16)
+
+    @jax.jit
+    def plain(lhs, rhs, g):
+        out, vjp = jax.vjp(partial(lax.dot_general, dimension_numbers=dims), lhs, rhs)
+        return out, *vjp(g)
+
+    for ours, theirs in zip(make_vjp(recipe, dims)(lhs, rhs, g), plain(lhs, rhs, g)):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["high-precision wgrad", "MX", "128 blocks, float32"])
+def test_the_two_forms_agree(name):
+    lhs_shape, rhs_shape, dims = CONTRACTIONS["two contracting, crossed"]
+    lhs, rhs, g = data(0, lhs_shape, rhs_shape, dims, jnp.float32)
+    results = [make_vjp(STATELESS[name], dims, form)(lhs, rhs, g) for form in ("direct", "qdq")]
+    for ours, theirs, factors in zip(*results, ((lhs, rhs), (g, rhs), (lhs, g))):
+        assert ours.dtype == theirs.dtype
+        assert error_of_product(ours, theirs, *factors) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "axiswise", "MX", "128 blocks, float32"])
+def test_nan_stays_where_it_is_and_inf_saturates(name):
+    x = np.ones((4, 64), np.float32)
+    x[0, 3], x[1, 5] = np.nan, np.inf
+    out, dx, dw = make_vjp(STATELESS[name])(x, np.eye(64, 8, dtype=np.float32), np.ones((4, 8), np.float32))
+    assert np.isnan(out[0]).all()
+    assert np.isfinite(out[1:]).all()
+    # The row beside them keeps its precision: no scale was spoiled.
+    np.testing.assert_allclose(out[2], np.ones(8), rtol=1e-6)
+    np.testing.assert_allclose(dx, np.tile(np.eye(64, 8).sum(1), (4, 1)), rtol=1e-6)
+    assert np.isnan(dw[3]).all()
+    expected = np.full((62, 8), 4.0)
+    np.testing.assert_allclose(np.delete(np.asarray(dw), (3, 5), axis=0), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tensorwise, powers of two", "high-precision wgrad", "MX, hybrid, floor", "128 blocks, float32"],
+)
+def test_with_x64_and_nan_checks(name):
+    """Nothing on the way is a NaN where the data hold none; float64 stays float64."""
+    with jax.enable_x64(True), jax.debug_nans(True):
+        x, w, g = (np.linspace(-1, 1, m * n).reshape(m, n) for m, n in ((4, 40), (40, 3), (4, 3)))
+        x[0] = 0
+        out, dx, dw = make_vjp(STATELESS[name])(x, w, g)
+    assert {out.dtype, dx.dtype, dw.dtype} == {np.dtype(np.float64)}
+    for actual, lhs, rhs in ((out, x, w), (dx, g, w.T), (dw, x.T, g)):
+        assert error_of_product(actual, lhs @ rhs, lhs, rhs) <= 0.08
+
+
+@pytest.mark.parametrize("name", list(STATELESS))
+def test_a_model_has_the_variables_of_the_plain_model(name):
+    x = jnp.ones((2, 8))
+    cls = partial(fp8.Fp8DotGeneralOp, recipe=STATELESS[name])
+    plain, ours = (
+        jax.eval_shape(nn.Dense(4, dot_general_cls=c).init, jax.random.key(0), x) for c in (None, cls)
+    )
+    assert plain == ours
+
+
+# Bytes kept for the backward pass.
+
+M, K, N = 256, 384, 512
+BFLOAT16 = 2 * (M * K + K * N)
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "scales"),
+    [
+        # One scale for each tensor.
+        ("tensorwise", M * K + K * N, 4 + 4),
+        # For wgrad a scale per feature of the input, for dgrad one per row of the kernel.
+        ("axiswise", M * K + K * N, 4 * K + 4 * K),
+        # One byte per 32 codes.
+        ("MX", M * K + K * N, (M * K + K * N) // 32),
+        # float32 for each 128 codes of the input, and each 128x128 of the kernel.
+        ("128 blocks", M * K + K * N, 4 * (M * K // 128 + K * N // 128**2)),
+        # The input stays wide.
+        ("high-precision wgrad", 2 * M * K + K * N, 4 * K),
+    ],
+)
+def test_bytes_kept_for_the_backward_pass(name, codes, scales):
+    """Only the orientation that the backward pass needs is kept, quantized from the wide tensor."""
+    x = jax.ShapeDtypeStruct((M, K), jnp.bfloat16)
+    assert kept(Block(N), x) == BFLOAT16
+    ours = kept(Block(N, partial(fp8.Fp8DotGeneralOp, recipe=STATELESS[name])), x)
+    assert ours == codes + scales
+    if name != "high-precision wgrad":
+        assert ours <= 0.55 * BFLOAT16
+
+
+@pytest.mark.parametrize("name", ["MX", "128 blocks"])
+def test_what_fills_up_the_last_blocks_is_not_kept(name):
+    """Many small matrices, as of the experts of a mixture: no code more than there are values."""
+    B, M, K, N = 16, 8, 96, 40
+    dims = (((2,), (1,)), ((0,), (0,)))
+    lhs, rhs = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((B, M, K), (B, K, N)))
+    _, vjp = jax.eval_shape(
+        lambda a, b: jax.vjp(
+            partial(fp8_dot_general, dimension_numbers=dims, recipe=STATELESS[name]), a, b
+        ),
+        lhs,
+        rhs,
+    )
+    codes = [leaf for leaf in jax.tree.leaves(vjp) if leaf.dtype == jnp.uint8 and leaf.ndim == 3]
+    assert B * M * K + B * K * N <= sum(leaf.size for leaf in codes) <= (B * M * K + B * K * N) * 9 / 8
+
+
+# Each recipe for both GPUs and in both contractions, each contraction for both GPUs.
+LOWERED = {
+    9.0: [
+        ("MX, hybrid, floor", "two batches, moved"),
+        ("128 blocks", "wide"),
+        ("128 blocks, float32", "two batches, moved"),
+    ],
+    10.0: [
+        ("MX, hybrid, floor", "wide"),
+        ("128 blocks", "two batches, moved"),
+        ("128 blocks, float32", "wide"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "contraction", "capability"),
+    [(*case, capability) for capability in LOWERED for case in LOWERED[capability]],
+)
+def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability, monkeypatch):
+    """The branch for NVIDIA GPUs, run here: our kernel interpreted, the block-scaled GEMM written out."""
+    wide = ((150, 300), (300, 140), MATMUL)
+    lhs_shape, rhs_shape, dims = wide if contraction == "wide" else CONTRACTIONS[contraction]
+    lhs, rhs, g = data(0, lhs_shape, rhs_shape, dims, jnp.float32)
+    expected = make_vjp(STATELESS[name], dims)(lhs, rhs, g)
+    calls = []
+
+    def scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, preferred_element_type):
+        calls.append("cuDNN")
+        lhs, rhs = (
+            x.astype(jnp.float32) * jnp.repeat(s.astype(jnp.float32), 32, axis=2)
+            for x, s in ((lhs, lhs_scale), (rhs, rhs_scale))
+        )
+        return jnp.einsum("bmk,bnk->bmn", lhs, rhs).astype(preferred_element_type)
+
+    def interpreted(*args, **kwargs):
+        calls.append("Pallas")
+        return block_gemm(*args, **kwargs, interpret=True)
+
+    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
+    monkeypatch.setattr(_gemm, "block_gemm", interpreted)
+    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
+    with compile_target(capability):
+        actual = make_vjp(STATELESS[name], dims)(lhs, rhs, g)
+    on_blackwell = {"128 blocks, float32": "Pallas"}.get(name, "cuDNN")
+    on_hopper = {"MX, hybrid, floor": None}.get(name, "Pallas")
+    backend = on_blackwell if capability == 10 else on_hopper
+    assert calls == [backend] * 3 * (backend is not None)
+    for ours, wanted, factors in zip(actual, expected, ((lhs, rhs), (g, rhs), (lhs, g))):
+        assert error_of_product(ours, wanted, *factors) <= 1e-6
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
+def test_block_scaled_gemm_under_vmap(axes, monkeypatch):
+    """JAX's own rule takes no operand that is not batched."""
+
+    def scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, preferred_element_type):
+        assert lhs.ndim == rhs.ndim == lhs_scale.ndim == rhs_scale.ndim == 3
+        return jnp.einsum("bmk,bnk->bmn", lhs * lhs_scale, rhs * rhs_scale)
+
+    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
+    rng = np.random.default_rng(0)
+    operands = []
+    for axis, rows in zip(axes, (5, 7)):
+        shape = (2, rows, 6) if axis is None else (4, 2, rows, 6)
+        operands.append(
+            (rng.normal(size=shape).astype(np.float32), np.full((*shape[:-1], 1), 2, np.float32))
+        )
+    out = jax.vmap(_gemm._scaled_matmul(jnp.float32), axes)(*operands)
+    lhs, rhs = (2 * (x if x.ndim == 4 else np.stack([x] * 4)) for x, _ in operands)
+    np.testing.assert_allclose(out, lhs @ rhs.swapaxes(2, 3), rtol=1e-5, atol=1e-5)
+
+
+# The demonstration of the Transformer Engine primer.
+
+PRIMER = {
+    "delayed": (fp8.DelayedScaling(), True),
+    "tensorwise": (fp8.Float8CurrentScaling(), False),
+    "tensorwise, powers of two": (fp8.Float8CurrentScaling(use_power_2_scales=True), True),
+    "axiswise": (fp8.Float8CurrentScaling(granularity="axiswise"), False),
+    "axiswise, powers of two": (
+        fp8.Float8CurrentScaling(granularity="axiswise", use_power_2_scales=True),
+        True,
+    ),
+    "MX": (fp8.MXFP8BlockScaling(), True),
+    "128 blocks": (fp8.Float8BlockScaling(), True),
+    "128 blocks, float32": (fp8.Float8BlockScaling(use_f32_scales=True), False),
+}
+
+
+@pytest.mark.parametrize("name", list(PRIMER))
+def test_representable_data_loses_nothing(name):
+    """Where scales are powers of two, inputs that FP8 holds multiply as in float32; others do not."""
+    recipe, applies = PRIMER[name]
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(1024, 768)), jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=(768, 768)) / 768**0.5, jnp.float32)
+    layer8 = nn.Dense(768, use_bias=False, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe))
+    state = jax.tree.map(
+        lambda leaf: jnp.ones(leaf.shape) if leaf.shape == (1,) else jnp.zeros(leaf.shape),
+        jax.eval_shape(layer8.init, jax.random.key(0), x).get(OWG, {}),
+    )
+
+    @jax.jit
+    def difference(x, kernel):
+        y8 = layer8.apply({"params": {"kernel": kernel}, OWG: state}, x)
+        return jnp.max(jnp.abs(y8 - x @ kernel))
+
+    assert difference(x, kernel) > 1e-2
+    representable = (fp8.cast_to_representable(x), fp8.cast_to_representable(kernel))
+    assert (difference(*representable) < 1e-3) == applies
+
+
+# Recipes of one's own.
+
+
+def grads_and_state(recipe, x, w):
+    op = fp8.Fp8DotGeneralOp(recipe=recipe)
+    variables = init(op, x, w, MATMUL)
+
+    @jax.jit
+    def run(variables, x, w):
+        def loss(variables, x, w):
+            return jnp.sum(jnp.sin(op.apply(variables, x, w, MATMUL)))
+
+        return fp8.grad(loss, (0, 1, 2))(variables, x, w)
+
+    return run(variables, x, w)
+
+
+class TestCustom:
+    x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    w = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32)
+
+    def test_wgrad_in_high_precision(self):
+        recipe = dataclasses.replace(fp8.DelayedScaling(amax_history_len=2).gemms, wgrad=fp8.GemmRecipe())
+        state, _, dw = grads_and_state(recipe, self.x, self.w)
+        assert sorted(state[OWG]) == [
+            f"{role}_{leaf}"
+            for role in ("input", "kernel", "output_grad")
+            for leaf in ("amax_history", "scale")
+        ]
+        # The cotangent has the forward pass's error in it; given a cotangent, wgrad is a plain product.
+        run = make_vjp(dataclasses.replace(fp8.MXFP8BlockScaling().gemms, wgrad=fp8.GemmRecipe()))
+        g = np.random.default_rng(2).normal(size=(16, 32)).astype(np.float32)
+        np.testing.assert_allclose(run(self.x, self.w, g)[2], self.x.T @ g, rtol=1e-4, atol=1e-5)
+        assert dw.shape == self.w.shape
+
+    def test_parts_of_different_recipes(self):
+        """Delayed scaling forward, MXFP8 in dgrad, a wide operand in wgrad: state for two tensors only."""
+        recipe = fp8.CustomRecipe(
+            forward=fp8.DelayedScaling(amax_history_len=3).gemms.forward,
+            dgrad=fp8.MXFP8BlockScaling().gemms.dgrad,
+            wgrad=fp8.GemmRecipe(lhs=fp8.CurrentQuantizer(dtype=fp8.float8_e5m2)),
+        )
+        assert sorted(recipe.delayed) == ["input", "kernel"]
+        state, dx, dw = grads_and_state(recipe, self.x, self.w)
+        assert sorted(state[OWG]) == [
+            "input_amax_history",
+            "input_scale",
+            "kernel_amax_history",
+            "kernel_scale",
+        ]
+        np.testing.assert_array_equal(state[OWG]["input_amax_history"], [np.abs(self.x).max(), 0, 0])
+        np.testing.assert_array_equal(state[OWG]["kernel_amax_history"], [np.abs(self.w).max(), 0, 0])
+        assert np.isfinite(dx).all()
+        assert np.isfinite(dw).all()
+
+    def test_a_wide_operand_meets_the_other_dequantized(self):
+        recipe = fp8.CustomRecipe(forward=fp8.GemmRecipe(rhs=fp8.BlockQuantizer(dtype=fp8.float8_e4m3fn)))
+        out, dx, dw = make_vjp(recipe)(self.x, self.w, np.ones((16, 32), np.float32))
+        w8 = with_reference(recipe.forward.rhs, self.w, 0)
+        assert error_of_product(out, self.x @ w8, self.x, self.w) <= 1e-6
+        np.testing.assert_allclose(dx, np.tile(self.w.sum(1), (16, 1)), rtol=1e-5)
+        np.testing.assert_allclose(dw, np.tile(self.x.sum(0)[:, None], (1, 32)), rtol=1e-4, atol=1e-5)
+
+    def test_blocks_meet_a_tensorwise_operand(self):
+        recipe = fp8.CustomRecipe(
+            forward=fp8.GemmRecipe(
+                lhs=fp8.BlockQuantizer(dtype=fp8.float8_e4m3fn, block=(1, 16)),
+                rhs=fp8.CurrentQuantizer(dtype=fp8.float8_e4m3fn),
+            )
+        )
+        out = make_vjp(recipe)(self.x, self.w, np.ones((16, 32), np.float32))[0]
+        x8, w8 = (
+            with_reference(recipe.forward.lhs, self.x, 1),
+            with_reference(recipe.forward.rhs, self.w, 0),
+        )
+        assert error_of_product(out, x8 @ w8, x8, w8) <= 1e-6
+
+    def test_a_class_of_ones_own(self):
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class OnlyForward(fp8.Recipe):
+            @property
+            def gemms(self):
+                return fp8.CustomRecipe(forward=fp8.MXFP8BlockScaling().gemms.forward)
+
+        g = np.ones((16, 32), np.float32)
+        ours = make_vjp(OnlyForward())(self.x, self.w, g)
+        mx = make_vjp(fp8.MXFP8BlockScaling())(self.x, self.w, g)
+        np.testing.assert_array_equal(ours[0], mx[0])
+        np.testing.assert_allclose(ours[1], g @ self.w.T, rtol=1e-4)
+
+    def test_power_of_two_scales_of_delayed_scaling(self):
+        recipe = fp8.DelayedScaling(amax_history_len=2, use_power_2_scales=True, margin=1)
+        op = fp8.Fp8DotGeneralOp(recipe=recipe)
+        variables = init(op, self.x, self.w, MATMUL)
+        step = jax.jit(fp8.grad(lambda v: jnp.sum(op.apply(v, self.x, self.w, MATMUL) * np.float32(1e-3))))
+        variables = step(step(variables))
+        for role, tensor, limit in (("input", self.x, 448), ("kernel", self.w, 448)):
+            expected = 2.0 ** np.ceil(np.log2(np.abs(tensor).max() * 2 / limit))
+            assert variables[OWG][f"{role}_scale"] == expected
+        np.testing.assert_array_equal(
+            variables[OWG]["output_grad_scale"], [2.0 ** np.ceil(np.log2(np.float32(1e-3) * 2 / 57344))]
+        )
+
+
+@pytest.mark.parametrize("in_float16", [False, True], ids=["FP8", "float16"])
+@pytest.mark.parametrize("shape", [(1, 128, 128, 128), (2, 40, 384, 150), (1, 1, 256, 3)], ids=str)
+def test_the_block_kernel_beside_its_twin(shape, in_float16):
+    """Interpreted, step by step; sizes that its tiles do not divide."""
+    batch, rows, depth, columns = shape
+    rng = np.random.default_rng(0)
+    dtypes = (jnp.float8_e5m2 if in_float16 else jnp.float8_e4m3fn, jnp.float8_e4m3fn)
+    codes = [
+        jnp.asarray(rng.normal(size=(batch, n, depth)) * 50, dtype)
+        for n, dtype in zip((rows, columns), dtypes)
+    ]
+    scales = [
+        jnp.asarray(2.0 ** rng.uniform(-9, 9, (batch, n, depth // 128)), jnp.float32)
+        for n in (rows, columns)
+    ]
+    wide = [np.repeat(s, 128, 2) * np.asarray(c, np.float64) for c, s in zip(codes, scales)]
+    exact = wide[0] @ wide[1].transpose(0, 2, 1)
+    twin = jax.jit(partial(block_gemm_in_jax, out_dtype=jnp.float32))(*codes, *scales)
+    assert error_of_product(twin, exact, *wide) <= 1e-6
+    for out_dtype, tolerance in ((jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)):
+        ours = jax.jit(partial(block_gemm, out_dtype=out_dtype, in_float16=in_float16, interpret=True))(
+            *codes, *scales
+        )
+        assert (ours.shape, ours.dtype) == ((batch, rows, columns), out_dtype)
+        assert error_of_product(ours, exact, *wide) <= tolerance
+
+
+def test_second_derivatives_are_refused():
+    with pytest.raises(TypeError, match="can be differentiated once"):
+        jax.jacrev(
+            jax.grad(
+                lambda x: jnp.sum(
+                    jnp.tanh(fp8_dot_general(x, jnp.ones((3, 2)), MATMUL, recipe=fp8.MXFP8BlockScaling()))
+                )
+            )
+        )(jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("name", ["axiswise", "MX"])
+def test_under_remat_and_scan(name):
+    """Policies that keep the FP8 residuals change no bit."""
+    cls = partial(fp8.Fp8DotGeneralOp, recipe=STATELESS[name])
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32)), jnp.float32)
+    keep = jax.checkpoint_policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
+
+    def model_of(block, cls=cls):
+        stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return stack(features=32, dot_general_cls=cls, dtype=jnp.float32)
+
+    variables = jax.jit(model_of(Block, None).init)(jax.random.key(0), x)
+    # That it changes nothing without a policy, where nothing is kept, does not depend on the recipe.
+    blocks = [Block, nn.remat(Block, policy=keep), *([nn.remat(Block)] if name == "MX" else [])]
+    results = [
+        jax.jit(jax.grad(lambda v, m: jnp.sum(m.apply(v, x)[0] ** 2)), static_argnums=1)(
+            variables, model_of(block)
+        )
+        for block in blocks
+    ]
+    for other in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, results[0], other)
+
+
+def test_a_recipe_that_keeps_all_wide_can_be_differentiated_twice():
+    f = jax.jit(
+        jax.hessian(lambda x: jnp.sum(fp8_dot_general(x, x, (((0,), (0,)), ((), ())), recipe=WIDE) ** 2))
+    )
+    x = jnp.arange(3.0)
+    np.testing.assert_allclose(f(x), 4 * jnp.sum(x**2) * jnp.eye(3) + 8 * jnp.outer(x, x))
+
+
+WIDE = fp8.CustomRecipe()
+
+
+def test_an_older_gpu_is_told_that_block_scales_are_not_native(monkeypatch):
+    monkeypatch.setattr("fp8flax._gemm.compute_capability", lambda: 9.0)
+    x, w = jnp.ones((2, 32)), jnp.ones((32, 2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for recipe in (fp8.Float8CurrentScaling(), fp8.MXFP8BlockScaling()):
+            assert not caught
+            jax.eval_shape(lambda x, w, r=recipe: fp8_dot_general(x, w, MATMUL, recipe=r), x, w)
+    assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
+    assert "has no units for block scales" in str(caught[0].message)

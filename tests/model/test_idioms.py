@@ -1,0 +1,694 @@
+"""What users do with models, with converted ones: methods, decorators, structs, maps, pickles."""
+
+import copy
+import dataclasses
+import functools
+import pickle
+import subprocess
+import sys
+import warnings
+from typing import Any, NamedTuple
+
+import cloudpickle
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fp8flax as fp8
+from tests.model.test_models import ALL, OWG, Body, assert_same, flat, normal
+
+KEY = jax.random.key(0)
+X = normal(1, 4, 8)
+
+
+def skip_some(request, name, left_out):
+    """Skips, in CI, what repeats the path of others."""
+    if name in left_out:
+        request.getfixturevalue("_all_cells")
+
+
+def ops(variables):
+    """Returns the paths of the ops that have state."""
+    return {path.rpartition("/")[0] for path in flat(variables.get(OWG, {}))}
+
+
+def plain(variables):
+    return fp8.remove_fp8_state(variables)
+
+
+def assert_in_fp8(model, model8, variables, x=X):
+    """Asserts that a converted model computes what the model does, with the errors of FP8."""
+    out, wide = model8.apply(variables, x), model.apply(plain(variables), x)
+    assert 0 < np.linalg.norm(out - wide) / np.linalg.norm(wide) < 0.12
+
+
+def assert_frozen_equal(model8, variables, x=X):
+    variables = fp8.calibrate(model8.apply, variables, [x])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="These kernels of FP8 ops stay wide")
+        serve, served = fp8.freeze(model8, variables, x)
+    np.testing.assert_array_equal(serve.apply(served, x), model8.apply(variables, x))
+    return serve, served
+
+
+class Coder(nn.Module):
+    """A model with several methods and a submodule that it is given."""
+
+    head: nn.Module | None = None
+
+    def setup(self):
+        self.encoder = nn.Dense(8)
+        self.decoder = nn.Dense(8)
+
+    def encode(self, x, scale=1.0):
+        return self.encoder(x) * scale
+
+    @nn.nowrap
+    def unwrapped(self, x):
+        return self.encoder(x)
+
+    def __call__(self, x):
+        x = self.decoder(self.encode(x))
+        return x if self.head is None else self.head(x)
+
+
+MODEL = Coder()
+MODEL8 = fp8.quantize_model(MODEL, **ALL)
+METHODS = {
+    "bound": MODEL8.encode,
+    "unbound": type(MODEL8).encode,
+    "function": lambda m, x: m.encode(x),
+    "of a submodule": lambda m, x: m.encoder(x),
+    "bound, of the model": MODEL.encode,
+    "unbound, of the model": Coder.encode,
+    "partial": functools.partial(Coder.encode, scale=1.0),
+    "unwrapped": "unwrapped",
+}
+
+
+@functools.cache
+def encoded():
+    """Returns variables of that model, and what its method computes."""
+    variables = MODEL8.init(KEY, X)
+    expected = MODEL8.apply(variables, X, method="encode")
+    assert (expected != MODEL.apply(plain(variables), X, method="encode")).any()
+    return variables, expected
+
+
+class TestMethods:
+    @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+    def test_of_every_kind(self, method):
+        variables, expected = encoded()
+        np.testing.assert_array_equal(MODEL8.apply(variables, X, method=method), expected)
+        out, made = MODEL8.init_with_output(KEY, X, method=method)
+        np.testing.assert_array_equal(out, expected)
+        assert ops(made) == {"encoder/Fp8DotGeneralOp_0"}
+        assert set(jax.eval_shape(lambda: MODEL8.init(KEY, X, method=method))) == {"params", OWG}
+
+    def test_by_the_functions_of_linen(self):
+        variables, expected = encoded()
+        for function in (Coder.encode, lambda m, x: m.encode(x)):
+            np.testing.assert_array_equal(nn.apply(function, MODEL8)(variables, X), expected)
+            assert ops(nn.init(function, MODEL8)(KEY, X)) == {"encoder/Fp8DotGeneralOp_0"}
+
+    def test_report_and_freeze(self):
+        variables, expected = encoded()
+        assert len(fp8.report(MODEL8, X, method=MODEL8.encode).rows) == 1
+        serve, served = fp8.freeze(MODEL8, fp8.calibrate(MODEL8.apply, variables, [X]), X)
+        first = serve.apply(served, X, method=serve.encode)
+        np.testing.assert_array_equal(serve.apply(served, X, method=MODEL.encode), first)
+        np.testing.assert_allclose(first, expected, atol=0.2)
+
+    def test_the_name_of_a_submodule(self):
+        model = Coder(nn.Dense(8))
+        model8 = fp8.quantize_model(model, **ALL)
+        variables = model8.init(KEY, X)
+        out = model8.apply(variables, X, method="head")
+        assert (out != model.apply(plain(variables), X, method="head")).any()
+
+    def test_intermediates_are_those_of_the_model(self):
+        variables, _ = encoded()
+
+        def everything(module, name):
+            return not isinstance(module, fp8.Fp8DotGeneralOp)
+
+        for method in ("__call__", Coder.encode):
+            options = {"method": method, "capture_intermediates": everything}
+            _, captured = MODEL8.apply(variables, X, **options)
+            _, expected = MODEL.apply(plain(variables), X, **options)
+            assert jax.tree.structure(captured) == jax.tree.structure(expected)
+
+
+class Looped(nn.Module):
+    """The main method itself is a loop."""
+
+    @functools.partial(nn.scan, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.tanh(nn.Dense(8)(x)), None
+
+
+TRANSFORMED = {
+    "nn.jit": (nn.jit(Coder)(), (X,), {"encoder": (1,), "decoder": (1,)}),
+    "nn.remat": (nn.remat(Coder)(), (X,), {"encoder": (1,), "decoder": (1,)}),
+    "nn.vmap": (
+        nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True})(4),
+        (normal(0, 3, 4, 8),),
+        {"": (3, 1)},
+    ),
+    "nn.scan": (
+        nn.scan(Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)(),
+        (X, None),
+        {"Dense_0": (2, 1)},
+    ),
+    "a method": (Looped(), (X, None), {"Dense_0": (2, 1)}),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_a_transformed_class_as_the_model(name, request):
+    skip_some(request, name, ("nn.remat", "nn.scan", "nn.vmap"))
+    model, args, shapes = TRANSFORMED[name]
+    model8 = fp8.quantize_model(model, **ALL)
+    variables = model8.init(KEY, *args)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4), plain(variables), model.init(KEY, *args)
+    )
+    state = flat(variables[OWG])
+    for path, shape in shapes.items():
+        assert state[f"{path}/Fp8DotGeneralOp_0/input_scale".lstrip("/")].shape == shape
+    out = jax.tree.leaves(model8.apply(variables, *args))[0]
+    same, captured = model8.clone().apply(variables, *args, capture_intermediates=True)
+    assert 0 < np.linalg.norm(out - jax.tree.leaves(model.apply(plain(variables), *args))[0]) < 1
+    _, expected = model.apply(plain(variables), *args, capture_intermediates=True)
+    assert len(captured.get("intermediates", {}).get("__call__", ())) == len(
+        expected.get("intermediates", {}).get("__call__", ())
+    )
+    np.testing.assert_array_equal(out, jax.tree.leaves(same)[0])
+
+
+class WithConfig:
+    @property
+    def config(self):
+        return self._config
+
+
+def registered(cls):
+    """Notes the arguments of ``__init__`` as Diffusers' decorator of Flax models does."""
+    plain_init = cls.__init__
+
+    @functools.wraps(plain_init)
+    def init(self, *args, **kwargs):
+        fields = [f for f in dataclasses.fields(self) if f.name not in ("parent", "name", "dtype")]
+        given = {**dict(zip((f.name for f in fields), args)), **kwargs}
+        self._config = {f.name: given.get(f.name, f.default) for f in fields}
+        plain_init(self, *args, **kwargs)
+
+    cls.__init__ = init
+    return cls
+
+
+@registered
+class UNet(nn.Module, WithConfig):
+    features: int
+    dtype: Any = jnp.float32
+
+    def setup(self):
+        self.layer = nn.Dense(self.config["features"], dtype=self.dtype)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+class Pipeline(nn.Module):
+    unet: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.unet.config["features"])(self.unet(x))
+
+
+def test_a_decorated_init():
+    model = UNet(8)
+    model.revision = "main"  # as what loads a model does
+    model8 = fp8.quantize_model(model, **ALL)
+    assert model8.revision == "main"
+    variables = model8.init(KEY, X)
+    assert_in_fp8(model, model8, variables)
+    serve, _ = assert_frozen_equal(model8, variables)
+    again = pickle.loads(pickle.dumps(model8))
+    for one in (model8, model8.clone(), model8.copy(), again, copy.deepcopy(model8), serve):
+        assert one.config == {"features": 8}
+    assert dataclasses.replace(model8, features=4).config == {"features": 4}
+    assert again.revision == "main"
+    for outer in (fp8.quantize_model(Pipeline(model), **ALL), Pipeline(model8)):
+        variables = outer.init(KEY, X)
+        assert "unet/layer/Fp8DotGeneralOp_0" in ops(variables)
+        assert outer.unet.config == {"features": 8}
+        outer.apply(variables, X)
+
+
+class Hashed(nn.Module):
+    """With a field that has no hash."""
+
+    config: dict
+
+    def __hash__(self):
+        return hash(self.config["features"])
+
+    def __eq__(self, other):
+        return isinstance(other, Hashed) and self.config == other.config
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.config["features"])(x)
+
+
+def test_a_hash_of_its_own():
+    model = Hashed({"features": 8})
+    model8 = fp8.quantize_model(model, **ALL)
+    variables = model8.init(KEY, X)
+    assert hash(model8) == hash(model)
+    assert model8 == fp8.quantize_model(Hashed({"features": 8}), **ALL)
+    assert model8 != model
+    apply = jax.jit(lambda model, variables: model.apply(variables, X), static_argnums=0)
+    assert (apply(model, variables) != apply(model8, variables)).any()
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@flax.struct.dataclass
+class Weights:
+    kernel: Any
+    bias: Any
+
+
+class Structs(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        def kernel(key):
+            return nn.initializers.lecun_normal()(key, (8, 8))
+
+        a, b = self.param("tuple", lambda key: (kernel(key), jnp.zeros((1, 8))))
+        pair = self.param("pair", lambda key: Pair(jnp.ones(()), [kernel(key) - 0.1]))
+        struct = self.param("struct", lambda key: Weights(kernel(key), jnp.zeros((1, 8))))
+        x = (x @ a + b) @ pair.second[0] * pair.first
+        return x @ struct.kernel + struct.bias
+
+
+def test_parameters_in_tuples_and_structs(request):
+    model, model8 = Structs(), fp8.quantize_model(Structs(), **ALL)
+    variables = model8.init(KEY, X)
+    names = {"tuple-0", "pair-second-0", "struct-kernel"}
+    assert ops(variables) == {f"Fp8DotGeneralOp_{name}" for name in names}
+    assert_in_fp8(model, model8, variables)
+    added = fp8.add_fp8_state(model.init(KEY, X), model8, X)
+    jax.tree.map(np.testing.assert_array_equal, added, variables)
+    kernels = {row.kernel for row in fp8.report(model8, X).rows}
+    assert kernels == {"tuple/0", "pair/second/0", "struct/kernel"}
+    state = fp8.TrainState.create(apply_fn=model8.apply, params=variables, tx=optax.sgd(1e-3))
+    grads = fp8.grad(lambda v: jnp.sum(state.apply_fn(v, X) ** 2))(state.params)
+    state = state.apply_gradients(grads=grads)
+    fp8.check_state(state.params)
+    for weight_only in (False, True)[: 1 + request.config.getoption("--all-cells")]:
+        serve, served = fp8.freeze(model8, state.params, X, weight_only=weight_only)
+        assert isinstance(served["params"]["struct"], Weights)
+        dtypes = [x.dtype.name for x in jax.tree.leaves(served["params"]["pair"])]
+        assert dtypes == ["float32", "float8_e4m3fn"]
+        assert served["params"]["tuple"][0].dtype == jnp.float8_e4m3fn
+        assert served["params"]["struct"].bias.dtype == jnp.float32
+        if not weight_only:
+            np.testing.assert_array_equal(serve.apply(served, X), model8.apply(state.params, X))
+
+
+class Recursive(nn.Module):
+    """Applies a model of its own class to variables that it holds."""
+
+    depth: int = 1
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8)(x)
+        if self.depth:
+            inner = self.clone(depth=0, parent=None)
+            x = inner.apply({"params": self.param("inner", lambda key: inner.init(key, x)["params"])}, x)
+        return x
+
+
+class OfItself(nn.Module):
+    """Applies itself to all of its variables."""
+
+    def setup(self):
+        self.layer = nn.Dense(8)
+
+    def first(self, x):
+        return self.layer(x)
+
+    def __call__(self, x):
+        return self.layer(x) + self.apply(self.variables, x, method="first")
+
+
+class Jitted(nn.Module):
+    """Applies a layer to variables of another, in a function that is compiled by itself."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8)(x)
+        return jax.jit(nn.Dense(8, parent=None).apply)({"params": self.variables["params"]["Dense_0"]}, x)
+
+
+class Converted(nn.Module):
+    """Applies a converted model to variables that it holds, with their state."""
+
+    @nn.compact
+    def __call__(self, x):
+        inner = fp8.quantize_model(nn.Dense(8, parent=None), **ALL)
+        made = self.param("inner", lambda key: inner.init(key, x)["params"])
+        return nn.Dense(8)(x) + inner.apply(fp8.add_fp8_state({"params": made}, inner, x), x)
+
+
+class ByHand(nn.Module):
+    """Applies a layer that was given an op to variables that it holds."""
+
+    @nn.compact
+    def __call__(self, x):
+        inner = nn.Dense(8, dot_general_cls=fp8.Fp8DotGeneralOp, parent=None)
+        made = self.variable("inner", "variables", lambda: inner.init(KEY, x))
+        return nn.Dense(8)(x) + inner.apply(made.value, x)
+
+
+class Adapted(nn.Module):
+    """Takes a step of gradient descent on parameters before it applies them."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(8)(x)
+        net = nn.Sequential([nn.Dense(8), nn.tanh, nn.Dense(8)], parent=None)
+        params = self.param("net", lambda key: net.init(key, x)["params"])
+        grads = jax.grad(lambda params: net.apply({"params": params}, x).sum())(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return net.apply({"params": params}, y)
+
+
+@pytest.mark.parametrize(
+    ("cls", "converted"),
+    [(Recursive, 1), (OfItself, 1), (Jitted, 1), (Converted, 1), (ByHand, 1), (Adapted, 1)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_models_applied_inside_of_models(cls, converted):
+    model, model8 = cls(), fp8.quantize_model(cls(), **ALL)
+    before = fp8.report(model8, X)
+    variables = model8.init(KEY, X)
+    assert len(ops(variables)) == converted
+    assert_in_fp8(model, model8, variables)
+    assert fp8.report(model8, X) == before
+    assert len(before.converted) == converted
+    assert_frozen_equal(model8, variables)
+
+
+def transposed(variables):
+    def transpose(x):
+        return jnp.swapaxes(x, -1, -2) if x.shape[-2:] == (8, 8) else x
+
+    return jax.tree.map(transpose, variables)
+
+
+def renamed(variables):
+    params = variables.get("params", {})
+    return {"params": {"kernel": params["w"].T, "bias": params["b"]}} if "w" in params else variables
+
+
+def named_back(variables):
+    params = variables.get("params", {})
+    return {"params": {"w": params["kernel"].T, "b": params["bias"]}} if "kernel" in params else variables
+
+
+def masked(variables):
+    return jax.tree.map(lambda x: jnp.tril(x) if x.ndim > 1 else x, variables)
+
+
+def mapped(cls=None, *, what="params", around=(transposed, transposed), **options):
+    """Returns a model with a layer whose parameters are mapped."""
+
+    class Mapped(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.map_variables(nn.Dense, what, *around, init=True, **options)
+            return layer(8, dot_general_cls=cls, name="layer")(x)
+
+    return Mapped()
+
+
+def in_a_loop(cls=None, *, inside):
+    """Returns a model whose parameters are mapped in a loop, or around it."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.tanh(nn.Dense(8, dot_general_cls=cls)(x)), None
+
+    class Loop(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            options = {"trans_in_fn": transposed, "trans_out_fn": transposed, "init": True, "mutable": True}
+            axes = {"variable_axes": {"params": 0, OWG: 0}, "split_rngs": {"params": True}, "length": 2}
+            if inside:
+                loop = nn.scan(nn.map_variables(Layer, "params", **options), **axes)
+            else:
+                loop = nn.map_variables(nn.scan(Layer, **axes), "params", **options)
+            return loop(name="layer")(x, None)[0]
+
+    return Loop()
+
+
+class Tied(nn.Module):
+    cls: Any = None
+
+    def setup(self):
+        self.layer = nn.Dense(8, use_bias=False, dot_general_cls=self.cls)
+
+    def __call__(self, x):
+        x = self.layer(x)
+        return nn.map_variables(lambda m, x: m.layer(x), "params", transposed, transposed)(self, x)
+
+
+class Normalized(nn.Module):
+    cls: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.WeightNorm(nn.Dense(8, dot_general_cls=self.cls, name="layer"))(x)
+
+
+MAPS = {
+    "transposed": mapped,
+    "masked": functools.partial(mapped, around=(masked,)),
+    "renamed": functools.partial(mapped, around=(renamed, named_back)),
+    "all collections": functools.partial(mapped, what=True, mutable=True),
+    "tied": Tied,
+    "in a loop": functools.partial(in_a_loop, inside=True),
+    "around a loop": functools.partial(in_a_loop, inside=False),
+    "WeightNorm": Normalized,
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_mapped_variables(name, request):
+    skip_some(request, name, ("all collections", "around a loop", "tied"))
+    model, by_hand = MAPS[name](), MAPS[name](fp8.Fp8DotGeneralOp)
+    model8 = fp8.quantize_model(model, include="layer", allow_unmatched=True)
+    variables = model8.init(KEY, X)
+    assert_frozen_equal(model8, variables)
+    if name == "WeightNorm":
+        assert_frozen_equal(by_hand, variables)
+    assert len(fp8.report(model8, X).converted) >= 1
+    if name == "in a loop":  # which compiles anew at each call
+        return
+    assert_same(variables, by_hand.init(KEY, X))
+    assert_same(plain(variables), model.init(KEY, X))
+    assert_in_fp8(model, model8, variables)
+    np.testing.assert_array_equal(model8.apply(variables, X), by_hand.apply(variables, X))
+    grads = [fp8.grad(lambda v, m=m: jnp.sum(m.apply(v, X) ** 2))(variables) for m in (model8, by_hand)]
+    assert_same(*grads)
+    assert min(float(leaf.max()) for leaf in jax.tree.leaves(grads[0][OWG])) > 0
+
+
+PICKLED = {
+    "delayed": {"recipe": fp8.DelayedScaling(amax_history_len=4), **ALL},
+    "rules": {
+        "rules": [("code", fp8.Float8CurrentScaling(granularity="axiswise"))],
+        "exclude": "z",
+        "allow_unmatched": True,
+    },
+    "blocks": {"recipe": fp8.MXFP8BlockScaling(), **ALL},
+}
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_copies_and_pickles(name, request):
+    skip_some(request, name, ("blocks",))
+    model8 = fp8.quantize_model(Coder(), **PICKLED[name])
+    variables = model8.init(KEY, X)
+    if OWG in variables:
+        variables = fp8.calibrate(model8.apply, variables, [X])
+    frozen = fp8.freeze(model8, variables)
+    for model, values in ((model8, variables), frozen):
+        for again in (
+            *(way.loads(way.dumps(model)) for way in (pickle, cloudpickle)),
+            *(copy.copy(model), copy.deepcopy(model), dataclasses.replace(model), model.clone(parent=None)),
+        ):
+            assert type(again) is type(model)
+            assert again == model
+            assert hash(again) == hash(model)
+        again = pickle.loads(pickle.dumps(model))
+        np.testing.assert_array_equal(again.apply(values, X), model.apply(values, X))
+        bound = cloudpickle.loads(cloudpickle.dumps(functools.partial(model.apply, values)))
+        np.testing.assert_array_equal(bound(X), model.apply(values, X))
+    # What it was seen to compute stays with a copy, and not with a pickle.
+    assert fp8.freeze(copy.deepcopy(model8), variables)[0] == frozen[0]
+    with pytest.raises(ValueError, match="Give freeze inputs"):
+        fp8.freeze(pickle.loads(pickle.dumps(model8)), variables)
+
+
+IN_ANOTHER_PROCESS = """
+import pickle, sys
+import jax
+import numpy as np
+expected, things = pickle.load(sys.stdin.buffer)
+for (model, variables, x), result in zip(things, expected):
+    np.testing.assert_array_equal(model.apply(variables, x), result)
+model, _, x = things[0]
+assert "_overwrite_with_gradient" in jax.eval_shape(model.init, jax.random.key(0), x)
+print("equal")
+"""
+
+
+def test_pickles_in_another_process():
+    """As multiprocessing's spawn, Ray and joblib have it, which send local classes by cloudpickle."""
+
+    class Local(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8)(x)
+
+    x = np.asarray(X)
+    model8 = fp8.quantize_model(Local(), **ALL)
+    variables = fp8.calibrate(model8.apply, model8.init(KEY, X), [X])
+    models = (model8, variables), fp8.freeze(model8, variables)
+    things = [(model, jax.tree.map(np.asarray, values), x) for model, values in models]
+    expected = [np.asarray(model.apply(variables, x)) for model, variables, x in things]
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IN_ANOTHER_PROCESS],
+        input=cloudpickle.dumps((expected, things)),
+        capture_output=True,
+        timeout=300,
+    )
+    assert run.stdout.decode().strip() == "equal", run.stderr.decode()
+
+
+class TestBinding:
+    def test_bind_and_share_scope(self):
+        class Sharing(nn.Module):
+            def setup(self):
+                self.inner = nn.Dense(8)
+                nn.share_scope(self, self.inner)
+
+            def __call__(self, x):
+                return self.inner(x)
+
+        model8 = fp8.quantize_model(Sharing(), **ALL)
+        variables = model8.init(KEY, X)
+        assert ops(variables) == {"Fp8DotGeneralOp_kernel"}
+        assert_in_fp8(Sharing(), model8, variables)
+        unbound, same = model8.bind(variables).unbind()
+        assert unbound == model8
+        assert_same(same, variables)
+        assert_frozen_equal(model8, variables)
+        assert "Fp8DotGeneralOp_kernel" in model8.tabulate(KEY, X, console_kwargs={"width": 200})
+
+    def test_converted_models_inside_of_models(self):
+        first = fp8.quantize_model(nn.Dense(8), **ALL)
+        model = nn.Sequential([first, nn.relu, fp8.quantize_model(Coder(), include="decoder")])
+        paths = {"layers_0/Fp8DotGeneralOp_0", "layers_2/decoder/Fp8DotGeneralOp_0"}
+        assert ops(model.init(KEY, X)) == paths
+        # In one that is converted too, the rules of the inner one hold for its layers.
+        outer = fp8.quantize_model(nn.Sequential([*model.layers, nn.Dense(8)]), include="layers_3")
+        variables = outer.init(KEY, X)
+        assert ops(variables) == {*paths, "layers_3/Fp8DotGeneralOp_0"}
+        reasons = {row.path: row.reason for row in fp8.report(outer, X).rows}
+        assert reasons == {
+            "layers_0": "by include '.*'",
+            "layers_2/encoder": "not included",
+            "layers_2/decoder": "by include 'decoder'",
+            "layers_3": "by include 'layers_3'",
+        }
+        assert_frozen_equal(outer, variables)
+
+    def test_a_report_inside_of_a_method(self):
+        class Reporting(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                inner = fp8.quantize_model(nn.Dense(8, parent=None), **ALL)
+                assert len(fp8.report(inner, x).rows) == 1
+                return nn.Dense(8)(x)
+
+        assert len(fp8.report(fp8.quantize_model(Reporting(), **ALL), X).rows) == 1
+
+
+class TestAdvice:
+    """Errors advise what can be done."""
+
+    class Products(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ x.T
+
+    def test_include_is_not_advised_where_it_does_not_help(self):
+        for options in (ALL, {}, {"exclude": ".*", "allow_unmatched": True}):
+            model8 = fp8.quantize_model(self.Products(), **{"allow_unmatched": True, **options})
+            with pytest.raises(ValueError, match="None of the model's 1 contractions") as error:
+                model8.init(KEY, X)
+            assert "include=" not in str(error.value)
+        assert "products=True" in str(self.error_of(fp8.quantize_model(self.Products())))
+        assert "include=r'.*'" in str(self.error_of(fp8.quantize_model(nn.Dense(8))))
+        nothing = fp8.quantize_model(nn.LayerNorm())
+        assert "no contraction that quantize_model looks into" in str(self.error_of(nothing))
+
+    def error_of(self, model8):
+        with pytest.raises(ValueError, match="contraction") as error:
+            model8.init(KEY, X)
+        return error.value
+
+    def test_second_derivatives_of_a_converted_model(self):
+        model8 = fp8.quantize_model(nn.Dense(8), **ALL)
+        variables = model8.init(KEY, X)
+
+        def second(x):
+            return jax.grad(
+                lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(model8.apply(variables, x) ** 3))(x))
+            )(x)
+
+        with pytest.raises(TypeError, match=r"quantize_model has no other form.*enabled=False"):
+            second(X)
+        with fp8.autocast(enabled=False):
+            assert np.isfinite(second(X)).all()
+
+
+def test_names_that_begin_like_our_scopes():
+    """What tells that an op was dealt with is a whole element of the stack of names."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(16, name="fp8_ops_proj")(x)
+            return nn.Dense(16, name="fp8_site_plan")(x)
+
+    report = fp8.report(fp8.quantize_model(Model(), include=".*"), jnp.ones((4, 16)))
+    assert [row.converted for row in report.rows] == [True, True]

@@ -1,0 +1,273 @@
+"""Which contractions run in FP8: the order of the rules, the defaults, the report."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8flax as fp8
+from fp8flax._rules import BREAK_EVEN, Rules, Site, Sizes
+from tests.model.test_models import OWG, Attention, flat, in_scan, normal
+
+CURRENT, MX = fp8.Float8CurrentScaling(), fp8.MXFP8BlockScaling()
+
+
+def site(path="mlp/up", k=4096, n=4096, *, module=None, kernel="kernel", **changes):
+    options = {
+        "path": path,
+        "module": module or nn.Dense(n),
+        "kernel": f"{path}/{kernel}",
+        "kind": "kernel",
+        "primitive": "dot_general",
+        "shapes": ((8, k), (k, n)),
+        "dtypes": (jnp.dtype("bfloat16"), jnp.dtype("float32")),
+        "sizes": Sizes(1, 8, k, n),
+        "is_matmul": True,
+    }
+    return Site(**{**options, **changes})
+
+
+class TestOrder:
+    def test_the_first_that_speaks_decides(self):
+        rules = Rules(
+            exclude="attention/out",
+            rules=[("attention", MX), ("up$", "leave"), (".*/down", CURRENT)],
+            include=("up", "down", "head"),
+        )
+        said = {
+            path: rules.decide(site(path))
+            for path in ("attention/out", "attention/key", "mlp/up", "mlp/down", "head", "other")
+        }
+        assert [d.converts for d in said.values()] == [False, True, False, True, True, False]
+        assert [d.recipe for d in said.values()] == [None, MX, None, CURRENT, None, None]
+        assert [d.rule for d in said.values()] == [0, 1, 2, 3, 6, None]
+        assert [d.reason for d in said.values()] == [
+            "excluded by 'attention/out'",
+            "by the rule 'attention'",
+            "left by the rule 'up$'",
+            "by the rule '.*/down'",
+            "by include 'head'",
+            "not included",
+        ]
+
+    def test_patterns_see_the_parameter_too(self):
+        rules = Rules(rules=[("up/kernel$", CURRENT)])
+        assert rules.decide(site()).recipe is CURRENT
+        assert rules.decide(site(kernel="w")).recipe is None
+
+    def test_a_callable(self):
+        asked = []
+
+        def rule(path, module, shapes):
+            asked.append((path, type(module), shapes))
+            return {"a": CURRENT, "b": "leave"}.get(path)
+
+        rules = Rules(rules=rule, recipe=MX)
+        decisions = [rules.decide(site(path)) for path in "abc"]
+        assert [d.converts for d in decisions] == [True, False, True]
+        assert [d.recipe for d in decisions] == [CURRENT, None, MX]
+        assert asked == [(path, nn.Dense, ((8, 4096), (4096, 4096))) for path in "abc"]
+        with pytest.raises(ValueError, match="a rule, of 'a', must say a recipe or 'leave'; got 'fp8'"):
+            Rules(rules=lambda *_: "fp8").decide(site("a"))
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"include": "("}, r"include must be regular expressions on module paths; got '\('"),
+            ({"exclude": ["ok", 3]}, "exclude must be regular expressions"),
+            ({"rules": [("[", "leave")]}, "rules must be regular expressions"),
+            ({"rules": ["Dense"]}, "rules must be pairs .* got 'Dense'"),
+            ({"rules": [("Dense", "skip")]}, "'Dense' must say a recipe or 'leave'; got 'skip'"),
+        ],
+    )
+    def test_errors(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            fp8.quantize_model(nn.Dense(4), **options)
+
+
+class TestDefaults:
+    @pytest.mark.parametrize(
+        "path",
+        ["lm_head", "model/lm_head", "logits", "decoder/logits_dense", "classifier", "predictions/decoder",
+         "head", "qa_logits", "LMHead_0", "unembed"],
+    )  # fmt: skip
+    def test_the_last_layer(self, path):
+        decision = Rules().decide(site(path))
+        assert not decision.converts
+        assert decision.reason == "the logits, by the layer's name"
+        assert Rules(include=path).decide(site(path)).converts
+
+    @pytest.mark.parametrize(
+        "path",
+        ["heads/up", "attention_head_0", "headdim", "multi_head/query", "x", "predictions/transform"],
+    )
+    def test_other_names(self, path):
+        assert Rules().decide(site(path)).converts
+
+    def test_sizes(self):
+        """By facts.md: FP8 gains where 1/(1/M + 1/K + 1/N) is above the limit; here with any M."""
+        for k, n in [(562, 562), (281, 10**6), (16, 10**6), (300, 4096), (4096, 4096)]:
+            decision = Rules().decide(site(k=k, n=n))
+            assert decision.converts == (1 / (1 / k + 1 / n) >= BREAK_EVEN), (k, n)
+        assert "K=15, N=4096: a size below 16" in Rules().decide(site(k=15)).reason
+        assert "too small to gain, 1/(1/K + 1/N) = 256 < 281" in Rules().decide(site(k=512, n=512)).reason
+
+    def test_the_batch_has_no_say(self):
+        for m in (1, 10**6):
+            assert Rules().decide(site(sizes=Sizes(1, m, 4096, 4096))).converts
+
+    def test_what_else_is_left(self):
+        reasons = {
+            "an embedding": site(module=nn.Embed(8, 4096)),
+            "a convolution that is not a matmul": site(primitive="conv_general_dilated", is_matmul=False),
+            "a product of two activations": site(kind="product", kernel=None),
+            "a product of two parameters": site(kind="parameters", kernel=None),
+            "operands of int8": site(dtypes=(jnp.dtype("int8"), jnp.dtype("float32"))),
+            "told the sharding": site(impossible="told the sharding of its result"),
+        }
+        for reason, one in reasons.items():
+            decision = Rules().decide(one)
+            assert not decision.converts
+            assert reason in decision.reason
+        # What is only slow is converted on demand; what is impossible is not.
+        converts = [Rules(include=".*").decide(one).converts for one in reasons.values()]
+        assert converts == [True, True, False, False, False, False]
+        assert Rules(products=True).decide(reasons["a product of two activations"]).converts
+
+
+class Model(nn.Module):
+    """Two layers that gain, a logits layer, a small one, a product, and a loop that is not Linen's."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(1024, name="up")(x)
+        x = nn.Dense(512, name="down")(nn.relu(x))
+        x = x + (x @ x.T) @ nn.Dense(512, name="value")(x)
+        w = self.param("w", nn.initializers.lecun_normal(), (512, 512))
+        x = jax.lax.scan(lambda c, _: (c @ w, None), x, length=2)[0]
+        return nn.Dense(512, name="lm_head")(x)
+
+
+class TestReport:
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+
+    def test_rows(self):
+        model8 = fp8.quantize_model(Model(), rules=[("value", "leave")])
+        result = fp8.report(model8, self.x)
+        rows = [(r.path, r.kernel, r.m, r.k, r.n, r.converted) for r in result.rows]
+        assert rows == [
+            ("up", "up/kernel", 64, 1024, 1024, True),
+            ("down", "down/kernel", 64, 1024, 512, True),
+            ("", None, 64, 512, 64, False),
+            ("value", "value/kernel", 64, 512, 512, False),
+            ("", None, 64, 64, 512, False),
+            ("lm_head", "lm_head/kernel", 64, 512, 512, False),
+        ]
+        reasons = [r.reason for r in result.rows]
+        assert reasons[:2] == ["by default"] * 2
+        assert reasons[3] == "left by the rule 'value'"
+        assert reasons[2] == reasons[4] == "a product of two activations (products=True converts them)"
+        assert result.rows[0].flops == 2 * 64 * 1024 * 1024
+        seen = 2 * 64 * (1024 * 1024 + 1024 * 512 + 2 * 512 * 512 + 2 * 64 * 512)
+        assert result.fp8_share == pytest.approx(2 * 64 * (1024 * 1024 + 1024 * 512) / seen)
+        assert len(result.unseen) == 1
+        assert "(64, 512) by (512, 512)" in result.unseen[0]
+        text = str(result)
+        assert "2 of 6 contractions are converted" in text
+        assert "Not looked into" in text
+        assert all(r.reason in text for r in result.rows)
+
+    def test_what_is_converted_is_what_the_report_says(self):
+        model8 = fp8.quantize_model(Model())
+        converted = {row.path for row in fp8.report(model8, self.x).converted}
+        variables = jax.eval_shape(model8.init, jax.random.key(0), self.x)
+        assert {path.split("/")[0] for path in flat(variables[OWG])} == converted == {"up", "down"}
+
+    def test_loops_count(self):
+        model8 = fp8.quantize_model(in_scan()(), include=".*")
+        (row,) = fp8.report(model8, np.ones((4, 8), np.float32)).rows
+        assert (row.path, row.count, row.flops) == ("layers/Dense_0", 3, 3 * 2 * 4 * 8 * 8)
+
+    def test_a_recurrent_layer_counts_its_steps(self):
+        model8 = fp8.quantize_model(nn.RNN(nn.SimpleCell(8)), include=".*")
+        rows = fp8.report(model8, np.ones((4, 512, 8), np.float32)).rows
+        assert {(r.kernel.split("/")[-2], r.count, r.m) for r in rows} == {("i", 512, 4), ("h", 512, 4)}
+
+    def test_a_batch_of_vmap_counts(self):
+        """Over examples as rows, over experts as matrices."""
+
+        class PerExample(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                dense = nn.Dense(8)
+                y = dense(x[:1])
+                return (
+                    nn.vmap(lambda m, x: m(x), variable_axes={"params": None}, split_rngs={})(dense, x) + y
+                )
+
+        class Experts(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+                return nn.vmap(nn.Dense, **axes)(5)(x)
+
+        model8 = fp8.quantize_model(PerExample(), include=".*")
+        rows = fp8.report(model8, np.ones((16, 4), np.float32)).rows
+        assert [(r.batch, r.m, r.k, r.n, r.count) for r in rows] == [(1, 1, 4, 8, 1), (1, 16, 4, 8, 1)]
+        model8 = fp8.quantize_model(Experts(), include=".*")
+        (row,) = fp8.report(model8, np.ones((3, 16, 4), np.float32)).rows
+        assert (row.batch, row.m, row.k, row.n, row.count) == (3, 16, 4, 5, 1)
+
+    def test_two_kernels_of_one_method_are_two_rows(self):
+        class Two(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                a, b = (self.param(name, nn.initializers.lecun_normal(), (8, 8)) for name in "ab")
+                return x @ a + x @ b + (x @ a)
+
+        rows = fp8.report(fp8.quantize_model(Two(), include=".*"), np.ones((4, 8), np.float32)).rows
+        assert [(row.kernel, row.count) for row in rows] == [("a", 2), ("b", 1)]
+
+    def test_predictions(self):
+        """Large matmuls near the ratio of the rates; small ones, and MXFP8 on Hopper, below one."""
+        x = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)
+        model = nn.Dense(8192, dtype=jnp.bfloat16)
+        speedup = {}
+        for target in ("h100", "h200", "b200"):
+            for name, recipe in (("delayed", None), ("current", CURRENT), ("mx", MX)):
+                speedup[target, name] = fp8.report(
+                    fp8.quantize_model(model, recipe), x, target=target
+                ).speedup
+        assert 1.4 < speedup["h200", "delayed"] < 1400 / 790
+        assert speedup["h200", "current"] < speedup["h200", "delayed"]
+        assert speedup["h100", "delayed"] < speedup["h200", "delayed"]
+        assert speedup["h200", "mx"] < 1 < speedup["b200", "mx"]
+        small = fp8.report(fp8.quantize_model(nn.Dense(64), include=""), np.ones((64, 64), np.float32))
+        assert small.speedup < 1
+        # By hand: three GEMMs at their peaks, and the bytes of quantizing.
+        n, elements = 8192, 3 * 8192**2
+        wide = 6 * n**3 / 790e12
+        narrow = 6 * n**3 / 1400e12 + 5.2 * elements / 4.8e12
+        assert speedup["h200", "delayed"] == pytest.approx(wide / narrow, rel=1e-6)
+
+    def test_products_of_attention(self):
+        x = normal(0, 2, 4, 8)
+        left = fp8.report(fp8.quantize_model(Attention(), include=".*"), x)
+        assert [row.converted for row in left.rows].count(False) == 2
+        assert {(r.batch, r.m, r.k, r.n) for r in left.rows if not r.converted} == {(4, 4, 4, 4)}
+        both = fp8.report(fp8.quantize_model(Attention(), include=".*", products=True), x)
+        assert all(row.converted for row in both.rows)
+
+    def test_errors(self):
+        with pytest.raises(TypeError, match=r"must come from fp8flax.quantize_model; got Dense"):
+            fp8.report(nn.Dense(4), self.x)
+        model8 = fp8.quantize_model(Model(), include=["up", "absent"])
+        with pytest.raises(ValueError, match=r"include 'absent'. The modules with contractions are"):
+            fp8.report(model8, self.x)
+        with pytest.raises(ValueError, match=r"one of \['b200', 'h100', 'h200'\]; got 'a100'"):
+            fp8.report(fp8.quantize_model(Model()), self.x, target="a100")
+        # Where nothing is converted the report is what says why.
+        result = fp8.report(fp8.quantize_model(nn.Dense(4)), self.x)
+        assert not result.converted
+        assert result.speedup == 1

@@ -1,0 +1,149 @@
+"""A file imports only from files above it in the list, and says which internals of JAX and Flax it uses."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import flax.core
+import flax.linen as nn
+import pytest
+
+import fp8flax
+
+PACKAGE = Path(fp8flax.__file__).parent
+ORDER = [
+    "_interrupt",
+    "_versions",
+    "_files",
+    "_core/names",
+    "_core/device",
+    "_formats",
+    "_max_dtype",
+    "_transforms",
+    "_scaling",
+    "_quantize",
+    "_recipes",
+    "_autocast",
+    "_state",
+    "_check",
+    "_qdq",
+    "_operands",
+    "_kernels",
+    "_gemm",
+    "_dot_general",
+    "_conv",
+    "_ragged",
+    "_modules",
+    "_train",
+    "_convert",
+    "_inference",
+    "_hlo",
+    "_audit",
+    "_intercept",
+    "_lift",
+    "_rules",
+    "_models",
+    "_report",
+    "_freeze",
+    "_safetensors",
+]
+COMMANDS = ("audit",)  # what python -m runs
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path):
+    """Yields the dotted name of everything that a file imports, at any depth of the code."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+INTERNAL_MODULES = ("jax._src.", "jax.interpreters.", "jax.extend.", "flax.core.lift.", "flax.core.scope.")
+PRIVATE_OF_FLAX = {
+    name
+    for thing in (nn.Module, nn.module, flax.core.Scope({}))
+    for name in dir(thing)
+    if name.startswith("_") and not name.startswith("__")
+}
+
+
+def internals(path):
+    """Yields the dotted name of each internal of JAX that a file uses, and the name of each of Flax's."""
+    attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    names = [*imports(path), *map(ast.unparse, attributes)]
+    yield from (name for name in names if f"{name}.".startswith(INTERNAL_MODULES))
+    yield from (node.attr for node in attributes if node.attr in PRIVATE_OF_FLAX)
+
+
+def said_internals(path):
+    """Returns the names in the paragraph of a file's docstring that begins with "Internals:"."""
+    paragraphs = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")
+    names = (name for p in paragraphs if p.startswith("Internals:") for name in re.findall("``(.+?)``", p))
+    return {name for name in names if f"{name}.".startswith((*INTERNAL_MODULES, "_"))}
+
+
+def place(name):
+    """Returns the entry of the list that a dotted name belongs to, or None."""
+    return next((e for e in ORDER if f"{name}.".startswith(f"fp8flax.{e.replace('/', '.')}.")), None)
+
+
+def files_of(entry):
+    path = PACKAGE / entry
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+
+
+def test_every_file_is_in_the_list():
+    listed = [path for entry in ORDER for path in files_of(entry)]
+    files = [p for p in FILES if p.parent.name != "demo" and p.stem not in COMMANDS]
+    assert sorted(listed) == [p for p in files if p.name != "__init__.py" or p in listed]
+
+
+@pytest.mark.parametrize("entry", ORDER)
+def test_imports_go_up_the_list(entry):
+    above = ORDER[: ORDER.index(entry)]
+    for imported in (i for path in files_of(entry) for i in imports(path)):
+        if imported.startswith("fp8flax"):
+            assert place(imported) in above, f"{entry} imports {imported}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_says_which_internals_it_uses(path):
+    used, said = set(internals(path)), said_internals(path)
+    covered = {name: [part for part in said if f"{name}.".startswith(f"{part}.")] for name in used}
+    assert all(covered.values()), f"the docstring does not say {[n for n, c in covered.items() if not c]}"
+    assert said == {part for parts in covered.values() for part in parts}, "said, and not used"
+
+
+def test_internals_are_found(tmp_path):
+    path = tmp_path / "file.py"
+    path.write_text(
+        "import jax\nimport jax.extend.core\nfrom jax._src import core\nfrom jax.interpreters import ad\n"
+        "from flax.core import lift\njax._src.api.jit\nx._call_wrapped_method\njax.core.Tracer\nx._a\n"
+    )
+    assert set(internals(path)) == {
+        *("jax._src.core", "jax.interpreters.ad", "flax.core.lift", "jax.extend.core"),
+        *("jax._src", "jax._src.api", "jax._src.api.jit", "_call_wrapped_method"),
+    }
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "demo").glob("*.py")), ids=lambda p: p.name)
+def test_demo_uses_the_public_api(path):
+    """And what a command needs: how the package writes a file, and meets Ctrl-C."""
+    allowed = ("fp8flax._files.", "fp8flax._interrupt.")
+    for imported in imports(path):
+        if imported.startswith("fp8flax") and not imported.startswith(allowed):
+            assert not any(part.startswith("_") for part in imported.split(".")), imported
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_star_imports(path):
+    assert not any(i.endswith(".*") for i in imports(path))
+
+
+def test_all_is_complete_and_sorted_by_the_linter():
+    public = {n for n, v in vars(fp8flax).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    assert set(fp8flax.__all__) == public

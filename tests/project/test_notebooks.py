@@ -1,0 +1,174 @@
+"""Every notebook runs from a clean kernel, and is committed with the outputs of such a run."""
+
+import importlib.util
+import re
+
+import nbformat
+import pytest
+from nbclient.exceptions import CellExecutionError
+
+from tests import ROOT
+
+FOLDER = ROOT / "notebooks"
+NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+ABSOLUTE_PATH = re.compile(r"(?<![\w.])(?<!:/)/(work|tmp|home|root|usr|opt|var|Users)\b")
+
+
+def _load_execute_script():
+    spec = importlib.util.spec_from_file_location("notebooks_execute", FOLDER / "execute.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+execute_script = _load_execute_script()
+
+
+@pytest.fixture(scope="module")
+def fresh_run():
+    """A function from a notebook's name to the notebook with fresh outputs; each one is run once."""
+    runs = {}
+
+    def run(name):
+        if name not in runs:
+            try:
+                runs[name] = execute_script.execute(FOLDER / name)
+            except CellExecutionError as error:
+                runs[name] = error
+        if isinstance(runs[name], CellExecutionError):
+            pytest.fail(f"{name}: {runs[name]}", pytrace=False)
+        return runs[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        yield run
+
+
+def _code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _printed(cell):
+    return "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stdout")
+
+
+def _printed_lines(notebook):
+    return "".join(_printed(cell) for cell in _code_cells(notebook)).splitlines()
+
+
+def test_there_are_notebooks():
+    assert "01_fp8_basics.ipynb" in NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_from_a_clean_kernel(name, fresh_run):
+    cells = _code_cells(fresh_run(name))
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_running_leaves_the_file_alone(name, fresh_run):
+    before = nbformat.read(FOLDER / name, as_version=4)
+    fresh_run(name)
+    assert nbformat.read(FOLDER / name, as_version=4) == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_outputs_are_those_of_a_clean_run(name):
+    notebook = nbformat.read(FOLDER / name, as_version=4)
+    nbformat.validate(notebook)
+    cells = _code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    for cell in cells:
+        if re.search(r"\bprint\(|plt\.show\(", cell.source):
+            assert cell.outputs, f"no outputs under:\n{cell.source}"
+        for output in cell.outputs:
+            assert output.output_type != "error", f"an error under:\n{cell.source}"
+            assert output.get("name") != "stderr", f"stderr under:\n{cell.source}\n{output.text}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_file_holds_nothing_of_the_machine(name):
+    notebook = nbformat.read(FOLDER / name, as_version=4)
+    assert "version" not in notebook.metadata.get("language_info", {})
+    for cell in _code_cells(notebook):
+        assert "execution" not in cell.metadata
+        for output in cell.outputs:
+            data = output.get("data", {})
+            texts = [output.get("text", ""), *(data[mime] for mime in data if mime.startswith("text/"))]
+            for text in texts:
+                assert not ABSOLUTE_PATH.search(text), f"a path under:\n{cell.source}\n{text[:500]}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fresh_run_prints_in_the_same_cells_as_the_committed_one(name, fresh_run):
+    committed = nbformat.read(FOLDER / name, as_version=4)
+    prints = [bool(_printed(cell)) for cell in _code_cells(committed)]
+    assert [bool(_printed(cell)) for cell in _code_cells(fresh_run(name))] == prints
+
+
+class TestFp8Basics:
+    """What notebook 01 claims in its prose, read from what it prints."""
+
+    @pytest.fixture
+    def lines(self, fresh_run):
+        return _printed_lines(fresh_run("01_fp8_basics.ipynb"))
+
+    def test_runs_on_the_cpu(self, lines):
+        assert "JAX runs on: cpu" in lines
+
+    def test_formats(self, lines):
+        rows = {line.split()[0]: line.split()[1:] for line in lines if re.match(r"float8_e\w+ +\d", line)}
+        largest_and_count = {name: (row[0], row[-1]) for name, row in rows.items()}
+        assert largest_and_count == {
+            "float8_e4m3fn": ("448", "253"),
+            "float8_e5m2": ("57344", "247"),
+            "float8_e4m3fnuz": ("240", "255"),
+            "float8_e5m2fnuz": ("57344", "255"),
+            "float8_e8m0fnu": ("1.7014e+38", "255"),
+        }
+
+    def test_rounding(self, lines):
+        assert "every value went to the nearest: True" in lines
+        normals = next(line for line in lines if line.startswith("largest relative error, normals:"))
+        assert 0.05 < float(normals.split()[4]) <= 1 / 16
+
+    def test_a_scale_lowers_the_error_of_a_matmul(self, lines):
+        errors = [
+            float(line.split()[-1].rstrip("%"))
+            for line in lines
+            if "relative error against float32" in line
+        ]
+        unscaled, scaled = errors
+        assert scaled < 5 < unscaled
+
+    def test_the_matmul_is_of_float32_operands(self, lines):
+        (dot,) = (line for line in lines if "dot_general" in line)
+        assert "f8E4M3FN" not in dot
+        assert sum("stablehlo.convert" in line and "f8E4M3FN" in line for line in lines) == 4
+
+    def test_losses_fall_together(self, lines):
+        rows = [line.split() for line in lines if re.match(r" *\d+ +\d\.\d{4} +\d\.\d{4}", line)]
+        losses = {int(row[0]): (float(row[1]), float(row[2])) for row in rows}
+        assert losses[39][0] < losses[0][0] / 5
+        assert losses[39][1] == pytest.approx(losses[39][0], rel=0.05)
+        assert losses[14][1] > 1.2 * losses[14][0]  # the first loud step saturates
+
+    def test_delayed_scale_follows_one_step_later_and_comes_down(self, lines):
+        pattern = r"step (\d+): input amax +([\d.]+)   scale used ([\d.]+)"
+        found = [match.groups() for match in map(re.compile(pattern).match, lines) if match]
+        amax = {int(step): float(a) for step, a, _ in found}
+        used = {int(step): float(s) for step, _, s in found}
+        assert amax[14] > 5 * amax[13]
+        assert used[14] == used[13]
+        assert used[15] == pytest.approx(amax[14] / 448, abs=1e-5)
+        assert used[33] > 5 * used[34]
+
+    def test_maximum_and_sum_of_a_state_that_is_used_twice(self, lines):
+        i = lines.index("1.0 [3. 0. 0. ... 0. 0. 0.]")
+        assert lines[i + 1] == "2.0 [5. 0. 0. ... 0. 0. 0.]"
+
+    def test_a_layer_called_twice(self, lines):
+        assert "jax.value_and_grad, twice  2.0 [5. 0. 0. ... 0. 0. 0.]" in lines
+        assert "fp8.value_and_grad, twice  1.0 [3. 0. 0. ... 0. 0. 0.]" in lines
+        assert "one call on both batches   1.0 [3. 0. 0. ... 0. 0. 0.]" in lines

@@ -1,0 +1,84 @@
+"""What the README and the pages under docs show runs as it stands there."""
+
+import json
+import re
+
+import jax
+import pytest
+
+from tests import ROOT
+
+README = (ROOT / "README.md").read_text()
+PAGES = {"README.md": README, **{f"docs/{p.name}": p.read_text() for p in (ROOT / "docs").glob("*.md")}}
+
+
+def examples_of(text):
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+EXAMPLES = examples_of(README)
+
+
+def test_there_are_examples_and_no_gaps():
+    assert len(EXAMPLES) >= 2
+    assert not any("@@" in text for text in PAGES.values())
+
+
+# test_loops.py runs the page on loops, and looks at what it leaves.
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/loops.md"])
+def test_examples_run_in_order(page):
+    namespace = {}
+    # Compiling takes most of the time; only what is compiled for a GPU needs all optimizations.
+    is_audited = "audit(" in "".join(examples_of(PAGES[page]))
+    jax.config.update("jax_disable_most_optimizations", not is_audited)  # conftest sets it back
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for example in examples_of(PAGES[page]):
+            exec(compile(example, page, "exec"), namespace)
+
+
+def test_accuracy_in_the_docs_is_that_of_the_benchmark():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "accuracy.json").read_text())["rows"]
+    found = re.findall(
+        r"^\| ([\w-]+) \|" + r" ([\d.]+) / ([\d.]+) / ([\d.]+) \|" * 3, PAGES["docs/recipes.md"], re.M
+    )
+    table = {name: figures for name, *figures in found}
+    assert set(table) == {row["recipe"] for row in rows}
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    for row in rows:
+        first = 3 * kinds.index(row["kind"])
+        shown = table[row["recipe"]][first : first + 3]
+        assert shown == [f"{row[gemm]:.1f}" for gemm in ("forward", "dgrad", "wgrad")]
+
+
+def test_the_training_example_is_short():
+    lines = [line for line in EXAMPLES[0].splitlines() if line.strip()]
+    assert len(lines) <= 15
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"\bmake ([a-z-]+)", "\n".join(PAGES.values()))):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_what_ci_runs_on_the_oldest_jax():
+    makefile = (ROOT / "Makefile").read_text()
+    files = re.search(r"^OLDEST_TESTS = (.*)$", makefile, re.MULTILINE)[1].split()
+    assert all(list(ROOT.glob(f"tests/*/test_{name}.py")) for name in files)
+    assert "$(OLDEST_TESTS:%=tests/*/test_%.py)" in makefile
+    oldest = re.search(r"^OLDEST_JAX = (.*)$", makefile, re.MULTILINE)[1]
+    assert f"On {oldest} it runs {len(files)} of the test files" in " ".join(README.split())
+    assert "make test\nmake test-oldest\n" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("page", list(PAGES))
+def test_linked_files_exist(page):
+    for link in re.findall(r"\]\(([^)#:]+)\)", PAGES[page]):
+        assert ((ROOT / page).parent / link).exists(), link
+
+
+def test_accuracy_of_imdb_in_the_readme_is_that_of_the_results():
+    results = json.loads((ROOT / "benchmarks" / "results" / "imdb.json").read_text())
+    for run in results["runs"]:
+        cells = (f"{100 * run[which]['accuracy']:.2f}" for which in ("bf16", "delayed", "current"))
+        assert f"| {run['seed']} | {' | '.join(cells)} |" in README

@@ -1,0 +1,595 @@
+"""``freeze``: the same logits from kernels in FP8; decoding, export, and what a GPU would run."""
+
+import os
+import subprocess
+import sys
+
+import flax.linen as nn
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+
+import fp8flax as fp8
+from tests.model.test_models import ALL, MODELS, OWG, Attention, flat, in_scan, normal
+
+E4M3 = jnp.float8_e4m3fn
+WIDE = pytest.mark.filterwarnings("ignore:These kernels of FP8 ops stay wide:UserWarning")
+RECIPES = {
+    "delayed": fp8.DelayedScaling(),
+    "current": fp8.Float8CurrentScaling(),
+    "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
+    "mxfp8": fp8.MXFP8BlockScaling(),
+    "block128": fp8.Float8BlockScaling(),
+}
+
+
+class Block(nn.Module):
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        h = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(2, decode=self.decode, name="attention")(h, mask=mask)
+        h = nn.gelu(nn.Dense(4 * x.shape[-1], name="up")(nn.LayerNorm()(x)))
+        return x + nn.Dense(x.shape[-1], name="down")(h)
+
+
+class LanguageModel(nn.Module):
+    width: int = 32
+    layers: int = 2
+    vocabulary: int = 16
+    decode: bool = False
+    tied: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(self.vocabulary, self.width)
+        x = embed(tokens)
+        mask = None if self.decode else nn.make_causal_mask(tokens)
+        for i in range(self.layers):
+            x = Block(self.decode, name=f"block_{i}")(x, mask)
+        x = nn.LayerNorm()(x)
+        return embed.attend(x) if self.tied else nn.Dense(self.vocabulary, name="lm_head")(x)
+
+
+TOKENS = np.random.default_rng(0).integers(0, 16, (2, 8)).astype(np.int32)
+
+
+def trained(model, *inputs, recipe=None, **options):
+    """A converted model with state that has seen data."""
+    model8 = fp8.quantize_model(model, recipe, **{**ALL, "allow_unmatched": True, **options})
+    variables = jax.jit(model8.init)(jax.random.key(0), *inputs)
+    if OWG in variables:
+        variables = fp8.calibrate(model8.apply, variables, [inputs] if len(inputs) > 1 else list(inputs))
+    return model8, variables
+
+
+def size(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+CASES = [
+    *((name, "delayed") for name in MODELS),
+    *(("scan", recipe) for recipe in RECIPES if recipe != "delayed"),
+    ("vmap", "axiswise"),
+    ("patches", "current"),
+]
+STAYS_WIDE = ("patches", "current")
+"""A convolution's kernel is stored in FP8 where its scale is delayed."""
+
+
+@pytest.mark.filterwarnings("ignore:Not calibrated", "ignore:These scales are frozen")  # a branch not taken
+@WIDE  # a convolution
+@pytest.mark.parametrize(("name", "recipe"), CASES)
+def test_same_logits(name, recipe, request):
+    if name in ("scan, tied", "remat", "attention") or (name, recipe) == ("scan", "current"):
+        request.getfixturevalue("_all_cells")
+    model, _, _ = MODELS[name]
+    x = normal(0, 2, 4, 8)
+    model8, variables = trained(model(), x, recipe=RECIPES[recipe])
+    serve, served = fp8.freeze(model8, variables)
+    assert list(served) == ["params"]
+    expected, out = (jax.jit(m.apply)(v, x) for m, v in ((model8, variables), (serve, served)))
+    np.testing.assert_array_equal(out, expected)
+    # Every kernel is where it was, in FP8, and its scale beside it.
+    before, after = flat(variables["params"]), flat(served["params"])
+    is_stored = (name, recipe) != STAYS_WIDE
+    for path, leaf in before.items():
+        assert after[path].shape == leaf.shape
+        is_kernel = is_stored and not path.endswith("bias")
+        assert after[path].dtype == (E4M3 if is_kernel else leaf.dtype), path
+    added = {path.rpartition("/")[2] for path in set(after) - set(before)}
+    expected = ["kernel_scale"] * is_stored + ["input_scale"] * (recipe == "delayed")
+    assert sorted(added) == sorted(expected)
+
+
+def test_the_codes_are_those_of_the_newest_scale():
+    """Beside NumPy: the scale from the state's history, as the next step would compute it."""
+    x, model = np.asarray(3 * normal(0, 4, 8)), nn.Dense(6)
+    model8, variables = trained(model, x)
+    kernel = np.asarray(variables["params"]["kernel"])
+    served = fp8.freeze(model8, variables)[1]["params"]
+    scale = np.float32(np.abs(kernel).max()) / np.float32(448)
+    np.testing.assert_allclose(served["Fp8DotGeneralOp_0"]["kernel_scale"], [scale], rtol=1e-6)
+    scale = np.asarray(served["Fp8DotGeneralOp_0"]["kernel_scale"])
+    codes = np.clip(kernel / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(served["kernel"].astype(np.float32), codes.astype(np.float32))
+    np.testing.assert_allclose(
+        served["Fp8DotGeneralOp_0"]["input_scale"], [np.abs(x).max() / 448], rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["own", "scan", "vmap", "patches"])
+def test_weights_only(name):
+    """Each output feature has a scale; the inputs stay wide."""
+    model, x = MODELS[name][0](), normal(0, 2, 4, 8)
+    model8, variables = trained(model, x)
+    serve, served = fp8.freeze(model8, variables, weight_only=True)
+    out, expected = jax.jit(serve.apply)(served, x), model.apply({"params": variables["params"]}, x)
+    error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
+    assert 0 < error < 0.05
+    names = {path.rpartition("/")[2] for path in flat(served["params"])}
+    assert "kernel_scale" in names
+    assert "input_scale" not in names
+
+
+def test_weights_only_beside_numpy():
+    model8, variables = trained(nn.Dense(6), np.ones((2, 8), np.float32))
+    serve, served = fp8.freeze(model8, variables, weight_only=True)
+    kernel = np.asarray(variables["params"]["kernel"])
+    scale = np.abs(kernel).max(0) / np.float32(448)
+    kernel = (kernel / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+    x = np.asarray(normal(0, 2, 8))
+    np.testing.assert_allclose(serve.apply(served, x), x @ kernel, rtol=1e-5, atol=1e-6)
+
+
+def test_bytes_of_a_transformer():
+    model = LanguageModel(width=256, layers=2, vocabulary=64)
+    model8 = fp8.quantize_model(model, **ALL)
+    shapes = jax.eval_shape(model8.init, jax.random.key(0), TOKENS)
+    variables = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)
+    wide = size(variables["params"])
+    assert size(fp8.freeze(model8, variables, TOKENS)[1]) <= 0.27 * wide
+
+
+@WIDE
+def test_what_is_used_otherwise_stays_wide():
+    """An embedding that is the logits' kernel too: quantized at each call, the same logits."""
+    model8, variables = trained(LanguageModel(layers=1, tied=True), TOKENS)
+    assert "Embed_0" in variables[OWG]
+    serve, served = fp8.freeze(model8, variables)
+    assert served["params"]["Embed_0"]["embedding"].dtype == jnp.float32
+    expected, out = (jax.jit(m.apply)(v, TOKENS) for m, v in ((model8, variables), (serve, served)))
+    np.testing.assert_array_equal(out, expected)
+
+
+HIDDEN = ("scan", "carried", "cond", "while", "checkpoint", "derivative", "jit", "vmap")
+
+
+class ReadTwice(nn.Module):
+    """Kernels that something else reads too, where no op is made of what it computes; one that is not."""
+
+    @nn.compact
+    def __call__(self, x):
+        weights = []
+        for name in (*HIDDEN, "alone"):
+            weights.append(self.param(name, nn.initializers.lecun_normal(), (8, 8)))
+            x = x @ weights[-1]
+        a, b, c, d, e, f, g, h, _ = weights
+        x = lax.scan(lambda x, _: (x @ a, None), x, length=2)[0]
+        x += lax.scan(lambda b, _: (b, None), b, length=2)[0].sum()
+        x = lax.cond(jnp.mean(x) > 9, lambda: x, lambda: x + c[:4])
+        x = lax.while_loop(lambda x: jnp.sum(x * d[:4]) > 1e9, lambda x: x * jnp.sum(d), x)
+        x = jax.checkpoint(lambda x, e: jnp.tanh(x @ e))(x, e)
+        x += jax.nn.relu(f)[:4]
+        x = jax.jit(lambda x, g: x * jnp.sum(jnp.sin(g)))(x, g)
+        return jax.vmap(lambda row: row * h[0])(x)
+
+
+@WIDE
+def test_what_is_read_in_hidden_places_stays_wide():
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(ReadTwice(), RECIPES["current"], **ALL)
+    variables = jax.jit(model8.init)(jax.random.key(0), x)
+    serve, served = fp8.freeze(model8, variables)
+    expected, out = (jax.jit(m.apply)(v, x) for m, v in ((model8, variables), (serve, served)))
+    np.testing.assert_array_equal(out, expected)
+    narrow = {name for name, leaf in served["params"].items() if getattr(leaf, "dtype", None) == E4M3}
+    assert narrow == {"alone"}
+
+
+class Heads(nn.Module):
+    """One op for two kernels, as the caller chooses."""
+
+    def setup(self):
+        self.kernels = [self.param(f"w{i}", nn.initializers.lecun_normal(), (8, 8)) for i in range(2)]
+
+    def __call__(self, x, i=0):
+        return x @ self.kernels[i]
+
+
+class OneOp(Heads):
+    """The same with an op by hand, which has one state for both kernels."""
+
+    def setup(self):
+        super().setup()
+        self.op = fp8.Fp8DotGeneralOp()
+
+    def __call__(self, x, i=0):
+        return self.op(x, self.kernels[i], (((x.ndim - 1,), (0,)), ((), ())))
+
+
+class BothHeads(nn.Module):
+    heads: type = OneOp
+
+    @nn.compact
+    def __call__(self, x):
+        heads = self.heads()
+        return heads(x, 0) + 2 * jnp.tanh(heads(x, 1))
+
+
+class NormInSetup(nn.Module):
+    def setup(self):
+        self.w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
+        self.norm = jnp.linalg.norm(self.w)
+
+    def __call__(self, x):
+        return x @ self.w / self.norm
+
+    def penalty(self):
+        return jnp.sum(self.w**2)
+
+
+class Penalized(nn.Module):
+    def setup(self):
+        self.layer = nn.Dense(8)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+    def penalty(self):
+        return jnp.sum(self.layer.variables["params"]["kernel"] ** 2)
+
+
+class TestOtherUses:
+    """Codes are never taken for values: the logits are right, or there is an error."""
+
+    x = np.asarray(normal(0, 4, 8))
+
+    @pytest.mark.parametrize("model", [BothHeads(), NormInSetup()], ids=lambda m: type(m).__name__)
+    def test_same_logits(self, model):
+        model8, variables = trained(model, self.x)
+        with pytest.warns(UserWarning, match=r"stay wide: (Heads_0/w0|OneOp_0/w0|w) \((one op|something)"):
+            serve, served = fp8.freeze(model8, variables)
+        np.testing.assert_array_equal(serve.apply(served, self.x), model8.apply(variables, self.x))
+        assert not any(leaf.dtype == E4M3 for leaf in jax.tree.leaves(served))
+
+    def test_an_op_for_each_kernel(self):
+        model8, variables = trained(BothHeads(Heads), self.x)
+        serve, served = fp8.freeze(model8, variables)
+        np.testing.assert_array_equal(serve.apply(served, self.x), model8.apply(variables, self.x))
+        assert {leaf.dtype for leaf in served["params"]["Heads_0"].values() if hasattr(leaf, "dtype")} == {
+            jnp.dtype(E4M3)
+        }
+
+    @pytest.mark.parametrize("heads", [Heads, OneOp])
+    def test_another_kernel_than_was_seen(self, heads):
+        model8, variables = trained(heads(), self.x)
+        serve, served = fp8.freeze(model8, variables)
+        serve.apply(served, self.x)
+        with pytest.raises(
+            ValueError, match="comes from other parameters than when|did not see the FP8 op"
+        ):
+            serve.apply(served, self.x, 1)
+
+    def test_a_method_that_was_not_seen(self):
+        model8, variables = trained(Penalized(), self.x)
+        serve, served = fp8.freeze(model8, variables)
+        with pytest.raises(ValueError, match=r"Penalized.penalty reads layer/kernel, stored in FP8"):
+            serve.apply(served, method="penalty")
+
+
+class SplitOnly(nn.Module):
+    """Fused queries, keys and values, split; two stacked layers; a kernel used twice."""
+
+    stack: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        qkv, layers = self.param("qkv", init, (8, 24)), self.param("layers", init, (2, 8, 8))
+        twice = self.param("twice", init, (8, 8))
+        q, k, v = (x @ w for w in jnp.split(qkv, 3, axis=1))
+        x = q * k + v
+        for i in range(2):
+            x = x @ layers[i]
+        x = nn.tanh(x @ twice) @ twice
+        return (x, None) if self.stack else x
+
+
+class StackOfParts(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        scan = nn.scan(lambda m, x, _: m(x), length=3, **axes)
+        return scan(SplitOnly(stack=True, name="blocks"), x, None)[0]
+
+
+@pytest.mark.parametrize("model", [SplitOnly(), StackOfParts()], ids=["plain", "scan"])
+@pytest.mark.parametrize("recipe", ["delayed", "axiswise", "weight only"])
+def test_parts_of_a_parameter_are_stored(model, recipe, request):
+    if (recipe == "delayed") != isinstance(model, StackOfParts) or recipe == "axiswise":
+        request.getfixturevalue("_all_cells")
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(model, RECIPES.get(recipe, RECIPES["delayed"]), **ALL)
+    variables = model8.init(jax.random.key(0), x)
+    if OWG in variables:
+        variables = fp8.calibrate(model8.apply, variables, [x])
+    serve, served = fp8.freeze(model8, variables, x, weight_only=recipe == "weight only")
+    params = served["params"].get("blocks", served["params"])
+    assert {params[name].dtype for name in ("qkv", "layers", "twice")} == {jnp.dtype(E4M3)}
+    actual = serve.apply(served, x)
+    if recipe == "weight only":
+        expected = model.apply({"params": variables["params"]}, x)
+        assert np.linalg.norm(actual - expected) < 0.1 * np.linalg.norm(expected)
+    else:
+        np.testing.assert_array_equal(actual, model8.apply(variables, x))
+
+
+class NotAsAWhole(nn.Module):
+    """What cannot be stored, each for its reason."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        half, tied, scaled, read = (
+            self.param(name, init, (8, 8)) for name in ("half", "tied", "scaled", "read")
+        )
+        x = jnp.concatenate([x @ half[:, :4]] * 2, -1)
+        x = (x @ tied) @ tied.T
+        return x @ (2 * scaled) @ read + jnp.sum(read)
+
+
+def test_what_stays_wide_is_said():
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(NotAsAWhole(), **ALL)
+    variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+    with pytest.warns(UserWarning, match="stay wide") as caught:
+        serve, served = fp8.freeze(model8, variables, x)
+    text = "".join(str(warning.message) for warning in caught)
+    for reason in (
+        "half (not all of it is stored in FP8)",
+        "tied (several ops multiply by it)",
+        "scaled (it is computed from parameters)",
+        "read (something else than an FP8 op reads it too)",
+    ):
+        assert reason in text
+    np.testing.assert_array_equal(serve.apply(served, x), model8.apply(variables, x))
+
+
+def test_sharded_parameters_stay_where_they_are():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
+    x, init = normal(0, 4, 8), nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    model8 = fp8.quantize_model(nn.Dense(6, kernel_init=init), **ALL)
+    variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+    boxed = variables["params"]["kernel"]
+    variables["params"]["kernel"] = boxed.replace_boxed(jax.device_put(boxed.value, sharding))
+    serve, served = fp8.freeze(model8, variables)
+    assert served["params"]["kernel"].value.sharding == sharding
+    assert nn.get_partition_spec(served)["params"]["kernel"] == sharding.spec
+    np.testing.assert_array_equal(serve.apply(served, x), model8.apply(variables, x))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_as_many_layers_as_heads(axis, recipe, request):
+    """Shapes alone do not say which axis of a kernel counts the layers."""
+    if axis == 0 or recipe == "current":
+        request.getfixturevalue("_all_cells")
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.MultiHeadDotProductAttention(4)(x), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = {"variable_axes": {"params": axis}, "split_rngs": {"params": True}}
+            return nn.scan(Layer, length=4, **axes)(name="layers")(x, None)[0]
+
+    x = normal(0, 2, 3, 8)
+    model8, variables = trained(Model(), x, recipe=RECIPES[recipe])
+    serve, served = fp8.freeze(model8, variables)
+    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
+
+
+def test_shapes_without_values():
+    """What a checkpoint of a frozen model is restored into."""
+    x = normal(0, 4, 8)
+    model8, variables = trained(Attention(), x[None])
+    shapes = jax.eval_shape(lambda v: fp8.freeze(model8, v)[1], variables)
+    served = fp8.freeze(model8, variables)[1]
+    assert jax.tree.map(jnp.shape, served) == jax.tree.map(jnp.shape, shapes)
+
+
+def test_layers_with_ops_by_hand():
+    """A model that quantize_model did not make is frozen too."""
+    model, x = in_scan()(fp8.Fp8DotGeneralOp), normal(0, 2, 8)
+    variables = fp8.calibrate(model.apply, model.init(jax.random.key(0), x), [x])
+    serve, served = fp8.freeze(model, variables, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    assert served["params"]["layers"]["Dense_0"]["kernel"].dtype == E4M3
+    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model.apply)(variables, x))
+
+
+@pytest.fixture(scope="module")
+def models():
+    model8, variables = trained(LanguageModel(), TOKENS)
+    decoder = fp8.quantize_model(LanguageModel(decode=True), **ALL)
+    cache = jax.jit(decoder.init)(jax.random.key(0), jnp.zeros_like(TOKENS))["cache"]
+    return model8, decoder, variables, cache
+
+
+class TestDecoding:
+    def decode(self, model, variables, steps=8):
+        """The logits of one token after the other, from one compiled step."""
+
+        @jax.jit
+        def step(variables, token):
+            logits, changed = model.apply(variables, token, mutable=["cache"])
+            return logits, {**variables, **changed}
+
+        logits = []
+        for i in range(steps):
+            out, variables = step(variables, TOKENS[:, i : i + 1])
+            logits.append(out)
+        assert step._cache_size() == 1
+        return np.concatenate(logits, 1), variables["cache"]
+
+    def test_like_the_whole_sequence(self, models):
+        model8, decoder, variables, cache = models
+        whole = jax.jit(model8.apply)(variables, TOKENS)
+        out, _ = self.decode(decoder, {**variables, "cache": cache})
+        serve, served = fp8.freeze(decoder, {**variables, "cache": cache}, TOKENS[:, :1])
+        assert OWG not in served
+        frozen, _ = self.decode(serve, served)
+        np.testing.assert_array_equal(frozen, out)
+        # Attention sums in another order, and rounding may fall the other way.
+        np.testing.assert_allclose(out, whole, atol=0.3)
+        assert np.mean(np.abs(out - whole)) < 0.02
+
+    @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+    def test_with_a_cache_in_fp8(self, models, dtype, request):
+        if dtype == "float8_e5m2":
+            request.getfixturevalue("_all_cells")
+        _, decoder, variables, cache = models
+        served = {**variables, "cache": cache}
+        wide, wide_cache = self.decode(*fp8.freeze(decoder, served, TOKENS[:, :1]))
+        serve, served = fp8.freeze(decoder, served, TOKENS[:, :1], kv_cache_dtype=dtype)
+        out, narrow_cache = self.decode(serve, served)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(narrow_cache)} == {dtype, "int32", "float32"}
+        assert size(narrow_cache) < 0.26 * size(wide_cache)
+        keys = "block_0", "attention", "cached_key"
+        narrow, wide_keys = (
+            flax.traverse_util.flatten_dict(tree)[keys] for tree in (narrow_cache, wide_cache)
+        )
+        # The first layer's keys are the same but for rounding, with a scale of 1.
+        np.testing.assert_array_equal(
+            np.asarray(narrow, np.float32), np.asarray(wide_keys).astype(dtype).astype(np.float32)
+        )
+        error = np.linalg.norm(out - wide) / np.linalg.norm(wide)
+        assert 0 < error < (0.1 if dtype.endswith("e4m3fn") else 0.2)
+
+
+def test_export_to_a_new_process(tmp_path):
+    """Which knows JAX alone: neither this package nor the model."""
+    x = np.asarray(normal(0, 2, 4, 8))
+    model8, variables = trained(Attention(), x)
+    serve, served = fp8.freeze(model8, variables)
+    exported = jax.export.export(jax.jit(serve.apply))(served, x)
+    leaves, _ = jax.tree.flatten((served, x))
+    bits = [np.asarray(leaf).view(np.uint8) if leaf.dtype == E4M3 else np.asarray(leaf) for leaf in leaves]
+    np.savez(tmp_path / "inputs.npz", *bits)
+    (tmp_path / "model.bin").write_bytes(exported.serialize())
+    program = """
+import sys
+import jax, jax.export, ml_dtypes, numpy as np
+exported = jax.export.deserialize(bytearray(open("model.bin", "rb").read()))
+arrays = np.load("inputs.npz")
+leaves = [arrays[f"arr_{i}"] for i in range(len(arrays.files))]
+leaves = [x.view(ml_dtypes.float8_e4m3fn) if x.dtype == np.uint8 else x for x in leaves]
+(args, kwargs) = jax.tree.unflatten(exported.in_tree, leaves)
+np.save("out.npy", exported.call(*args, **kwargs))
+assert not {"fp8flax", "flax"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, env=os.environ, timeout=300)
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), jax.jit(model8.apply)(variables, x))
+
+
+def test_every_converted_gemm_runs_in_fp8_on_hopper(gpu):
+    tokens = jax.ShapeDtypeStruct((8, 128), jnp.int32)
+    model8 = fp8.quantize_model(LanguageModel(width=128, layers=1), exclude="lm_head", include=".*")
+    shapes = jax.eval_shape(model8.init, jax.random.key(0), tokens)
+    variables = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)
+    serve, served = fp8.freeze(model8, variables, tokens)
+    result = fp8.audit(serve.apply, served, tokens, target="h200")
+    converted = [gemm for gemm in result.gemms if "Fp8DotGeneralOp" in gemm.path]
+    assert len(converted) == 6
+    assert all(gemm.is_fp8 for gemm in converted)
+    left = [gemm for gemm in result.gemms if gemm not in converted]
+    assert len(left) == 3  # two of attention, and the logits
+    for gemm in left:
+        assert "fp8flax.report says why" in gemm.reason
+
+
+class TestErrors:
+    x = np.ones((2, 8), np.float32)
+
+    @pytest.fixture
+    def dense(self):
+        return trained(nn.Dense(4), self.x)
+
+    def test_what_is_no_model(self):
+        with pytest.raises(TypeError, match=r"flax.linen.Module; got dict"):
+            fp8.freeze({}, {})
+
+    def test_nothing_is_in_fp8(self):
+        variables = nn.Dense(4).init(jax.random.key(0), self.x)
+        with pytest.raises(
+            ValueError, match=r"Dense has not been seen .* freeze\(model, variables, \*inputs\)"
+        ):
+            fp8.freeze(nn.Dense(4), variables)
+        with pytest.raises(ValueError, match="Dense has not been seen"):
+            fp8.freeze(nn.Dense(4), variables, self.x)
+
+    def test_variables_of_another_model(self, dense):
+        model8, variables = dense
+        with pytest.raises(fp8.MissingStateError, match=r"input_scale is missing .* fp8flax.calibrate"):
+            fp8.freeze(model8, {"params": variables["params"]})
+        with pytest.raises(ValueError, match="params/kernel is missing"):
+            fp8.freeze(model8, {OWG: variables[OWG], "params": {}})
+        serve, served = fp8.freeze(model8, variables)
+        with pytest.raises(ValueError, match=r"params/kernel is missing .* to serve, those that"):
+            serve.apply({"params": {"bias": served["params"]["bias"]}}, self.x)
+
+    def test_scales_that_have_seen_no_data(self):
+        model8 = fp8.quantize_model(nn.Dense(4), **ALL)
+        variables = model8.init(jax.random.key(0), self.x)
+        with pytest.warns(
+            UserWarning, match=r"no data: Fp8DotGeneralOp_0/input_scale, Fp8.*kernel_scale. "
+        ):
+            fp8.freeze(model8, variables)
+        fp8.freeze(model8, variables, weight_only=True)
+
+    def test_a_cache_that_is_not_in_fp8(self, dense):
+        with pytest.raises((TypeError, ValueError), match="kv_cache_dtype"):
+            fp8.freeze(*dense, kv_cache_dtype=jnp.bfloat16)
+
+    def test_fp8_cannot_be_turned_off(self, dense):
+        serve, served = fp8.freeze(*dense)
+        with (
+            fp8.autocast(enabled=False),
+            pytest.raises(ValueError, match="cannot turn FP8 off"),
+        ):
+            serve.apply(served, self.x)
+
+    def test_an_op_that_was_not_seen(self):
+        class Two(nn.Module):
+            @nn.compact
+            def __call__(self, x, second=False):
+                y = nn.Dense(8)(x)
+                z = nn.Dense(8)
+                return z(y) if second or self.is_initializing() else y
+
+        model8 = fp8.quantize_model(Two(), RECIPES["current"], **ALL)
+        variables = model8.init(jax.random.key(0), self.x)
+        fresh = fp8.quantize_model(Two(), RECIPES["current"], **ALL)
+        serve, served = fp8.freeze(fresh, variables, self.x)
+        serve.apply(served, self.x)
+        with pytest.raises(ValueError, match=r"did not see the FP8 op at Dense_1"):
+            serve.apply(served, self.x, second=True)

@@ -1,0 +1,423 @@
+"""Eight virtual devices, sharded in every way, against one."""
+
+import collections
+import functools
+import warnings
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8flax as fp8
+from fp8flax import _audit, _hlo
+from fp8flax._core.device import compile_target
+from fp8flax._core.names import BLOCK_GEMM_F16
+from tests.linen.test_transformations import RECIPES, added_up
+from tests.what_works import COLUMNS
+
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+BATCH, WIDTH, HIDDEN = 16, 16, 32
+X, WEIGHTS = (jax.random.normal(jax.random.key(i), (BATCH, WIDTH)) for i in (0, 1))
+
+
+def mesh(kind=AxisType.Auto, **sizes):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+class MLP(nn.Module):
+    recipe: object
+
+    @nn.compact
+    def __call__(self, x):
+        op = partial(fp8.Fp8DotGeneralOp, recipe=self.recipe)
+        x = nn.relu(nn.Dense(HIDDEN, dot_general_cls=op, name="up")(x))
+        return nn.Dense(WIDTH, dot_general_cls=op, name="down")(x)
+
+
+class Case:
+    """The MLP under one recipe, and what one device computes.
+
+    The loss has fixed weights (see test_transformations), so the state is equal to the last bit.
+    """
+
+    def __init__(self, recipe):
+        self.model = MLP(RECIPES[recipe])
+        self.plain = jax.jit(fp8.value_and_grad(self.loss))
+        variables = jax.jit(self.model.init)(jax.random.key(2), X)
+        for factor in (3.0, 1.5):
+            grads = self.plain(variables, factor * X, factor * WEIGHTS)[1]
+            variables = {**variables, **({OWG: grads[OWG]} if OWG in grads else {})}
+        self.variables = variables
+
+    def loss(self, variables, x, weights):
+        return jnp.sum(self.model.apply(variables, x) * weights)
+
+    @functools.cached_property
+    def whole(self):
+        return self.plain(self.variables, X, WEIGHTS)
+
+    @functools.cached_property
+    def per_shard(self):
+        """One call for each of eight shards of the batch, added up, the state merged."""
+        shards = [a.reshape(8, -1, WIDTH) for a in (X, WEIGHTS)]
+        return added_up([self.plain(self.variables, x, w) for x, w in zip(*shards)])
+
+    def check(self, actual, expected):
+        def close(a, b):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * (1e-3 + np.max(np.abs(b))))
+
+        actual, expected = jax.device_get((actual, expected))
+        close(actual[0], expected[0])
+        assert jax.tree.structure(actual[1]) == jax.tree.structure(expected[1])
+        jax.tree.map(close, actual[1]["params"], expected[1]["params"])
+        jax.tree.map(np.testing.assert_array_equal, actual[1].get(OWG), expected[1].get(OWG))
+
+
+case = functools.cache(Case)
+
+
+def specs(variables, up, down):
+    """The partition of the two kernels; what else there is, is the same on all devices."""
+    kernels = {"up": up, "down": down}
+
+    def spec(path, leaf):
+        return kernels[path[1].key] if path[-1].key == "kernel" else P()
+
+    return jax.tree_util.tree_map_with_path(spec, variables)
+
+
+def under_jit(c, on, batch, up, down):
+    place = partial(jax.tree.map, lambda a, spec: jax.device_put(a, NamedSharding(on, spec)))
+    variables = place(c.variables, specs(c.variables, up, down))
+    x, weights = (jax.device_put(a, NamedSharding(on, batch)) for a in (X, WEIGHTS))
+    with jax.set_mesh(on):
+        actual = jax.jit(fp8.value_and_grad(c.loss))(variables, x, weights)
+    for leaf in jax.tree.leaves(actual[1].get(OWG, {})):
+        assert leaf.is_fully_replicated
+    c.check(actual, c.whole)
+
+
+def data(c):
+    under_jit(c, mesh(data=8), P("data"), P(), P())
+
+
+def tensor(c):
+    under_jit(c, mesh(model=8), P(), P(None, "model"), P("model", None))
+
+
+def fsdp(c):
+    under_jit(c, mesh(data=8), P("data"), P("data"), P("data"))
+
+
+def data_and_tensor(c):
+    under_jit(c, mesh(data=4, model=2), P("data"), P(None, "model"), P("model", None))
+
+
+def explicit_data(c):
+    under_jit(c, mesh(AxisType.Explicit, data=8), P("data"), P(), P())
+
+
+def explicit_tensor(c):
+    # The second kernel is whole: Flax has no field to say where its sum over devices belongs.
+    under_jit(c, mesh(AxisType.Explicit, data=4, model=2), P("data"), P(None, "model"), P())
+
+
+def gradient_inside(c):
+    def of_shard(v, x, w):
+        return fp8.value_and_grad(lambda v: lax.psum(c.loss(v, x, w), "data"))(v)
+
+    step = jax.shard_map(of_shard, mesh=mesh(data=8), in_specs=(P(), P("data"), P("data")), out_specs=P())
+    c.check(jax.jit(step)(c.variables, X, WEIGHTS), c.per_shard)
+
+
+def gradient_outside(c):
+    def of_shard(v, x, w):
+        return lax.psum(c.loss(v, x, w), "data")
+
+    loss = jax.shard_map(of_shard, mesh=mesh(data=8), in_specs=(P(), P("data"), P("data")), out_specs=P())
+    c.check(jax.jit(fp8.value_and_grad(loss))(c.variables, X, WEIGHTS), c.per_shard)
+
+
+def tensor_by_hand(c):
+    """Each device has a slice of the first kernel's columns and of the second one's rows."""
+
+    def of_slice(v, x):
+        def dense(name, x, params):
+            op = partial(fp8.Fp8DotGeneralOp, recipe=c.model.recipe)
+            layer = nn.Dense(params["kernel"].shape[1], use_bias="bias" in params, dot_general_cls=op)
+            state = {OWG: v[OWG][name]} if OWG in v else {}
+            return layer.apply({"params": params, **state}, x)
+
+        hidden = nn.relu(dense("up", x, v["params"]["up"]))
+        return dense("down", hidden, {"kernel": v["params"]["down"]["kernel"]})
+
+    def of_device(v, x, w):
+        return jnp.sum((lax.psum(of_slice(v, x), "model") + v["params"]["down"]["bias"][None]) * w)
+
+    def one_after_another(v, x, w):
+        up, down = v["params"]["up"], v["params"]["down"]
+        ups = [jnp.split(up["kernel"], 4, axis=1), jnp.split(up["bias"], 4)]
+        total = down["bias"][None]
+        for kernel, bias, last in zip(*ups, jnp.split(down["kernel"], 4)):
+            params = {"up": {"kernel": kernel, "bias": bias}, "down": {"kernel": last}}
+            total = total + of_slice({**v, "params": params}, x)
+        return jnp.sum(total * w)
+
+    on = specs(c.variables, P(None, "model"), P("model"))
+    on["params"]["up"]["bias"] = P("model")
+    loss = jax.shard_map(of_device, mesh=mesh(model=4), in_specs=(on, P(), P()), out_specs=P())
+    actual = jax.jit(fp8.value_and_grad(loss))(c.variables, X, WEIGHTS)
+    c.check(actual, jax.jit(fp8.value_and_grad(one_after_another))(c.variables, X, WEIGHTS))
+    if OWG in c.variables:  # with past scales nothing depends on how the kernels are split
+        c.check(actual, c.whole)
+
+
+def reduced_by_hand(c):
+    def of_shard(v, x, w):
+        value, grads = fp8.value_and_grad(lambda v: c.loss(v, x, w))(v)
+        grads = fp8.pmean_gradients(grads, "data")
+        params = jax.tree.map(lambda g: 8 * g, grads["params"])
+        return lax.psum(value, "data"), {**grads, "params": params}
+
+    step = jax.shard_map(
+        of_shard,
+        mesh=mesh(data=8),
+        in_specs=(P(), P("data"), P("data")),
+        out_specs=P(),
+        check_vma=False,
+    )
+    c.check(jax.jit(step)(c.variables, X, WEIGHTS), c.per_shard)
+
+
+STAGES, MICROBATCHES = 4, 4
+
+
+def pipeline(c):
+    """GPipe: each stage is a layer; a microbatch moves on by one stage a tick. Two replicas of it all."""
+    layer = nn.Dense(WIDTH, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=c.model.recipe))
+    each = [jax.jit(layer.init)(jax.random.key(i), X) for i in range(STAGES)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    rows = BATCH // MICROBATCHES // 2  # of a microbatch on one replica
+
+    def of_device(v, x, w):
+        v = jax.tree.map(lambda leaf: lax.squeeze(leaf, (0,)), v)
+        stage = lax.axis_index("stage")
+        x, w = (a.reshape(MICROBATCHES, rows, WIDTH) for a in (x, w))
+
+        def tick(carry, t):
+            arrived, total = carry
+            inputs = jnp.where(stage == 0, x[jnp.clip(t, 0, MICROBATCHES - 1)], arrived)
+            out = layer.apply(v, inputs)
+            done = t - (STAGES - 1)
+            is_last = (stage == STAGES - 1) & (done >= 0)
+            weights = jnp.where(is_last, w[jnp.clip(done, 0, MICROBATCHES - 1)], 0.0)
+            out = jnp.where((stage <= t) & (t < stage + MICROBATCHES), out, 0.0)
+            moved = lax.ppermute(out, "stage", [(i, i + 1) for i in range(STAGES - 1)])
+            return (moved, total + jnp.sum(out * weights)), None
+
+        axes = ("stage", "data")
+        start = lax.pcast((jnp.zeros((rows, WIDTH)), jnp.zeros(())), axes, to="varying")
+        (_, total), _ = lax.scan(tick, start, jnp.arange(STAGES + MICROBATCHES - 1))
+        return lax.psum(total, axes)
+
+    loss = jax.shard_map(
+        of_device,
+        mesh=mesh(stage=STAGES, data=2),
+        in_specs=(P("stage"), P("data"), P("data")),
+        out_specs=P(),
+    )
+    actual = jax.jit(fp8.value_and_grad(loss))(stacked, X, WEIGHTS)
+
+    def through_all(each, x, w):
+        for v in each:
+            x = layer.apply(v, x)
+        return jnp.sum(x * w)
+
+    through_all = jax.jit(fp8.value_and_grad(through_all))
+    pieces = [a.reshape(2 * MICROBATCHES, rows, WIDTH) for a in (X, WEIGHTS)]
+    results = [through_all(each, x, w) for x, w in zip(*pieces)]
+    stages = [added_up([(value, grads[i]) for value, grads in results]) for i in range(STAGES)]
+    expected = stages[0][0], jax.tree.map(lambda *g: jnp.stack(g), *(g for _, g in stages))
+    c.check(actual, expected)
+    for leaf in jax.tree.leaves(actual[1].get(OWG, {})):  # the same on the two replicas of a stage
+        by_index = {}
+        for shard in leaf.addressable_shards:
+            by_index.setdefault(str(shard.index), []).append(np.asarray(shard.data))
+        assert len(by_index) == STAGES
+        for copies in by_index.values():
+            assert len(copies) == 2
+            np.testing.assert_array_equal(copies[0], copies[1])
+
+
+def unchecked_gradient_outside(c):
+    """JAX adds cotangents there, of the state as well, which it cannot know."""
+
+    def of_shard(v, x, w):
+        return c.loss(v, x, w)[None]
+
+    losses = jax.shard_map(
+        of_shard,
+        mesh=mesh(data=8),
+        in_specs=(P(), P("data"), P("data")),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    step = jax.jit(fp8.value_and_grad(lambda *args: jnp.sum(losses(*args))))
+    if OWG not in c.variables:
+        c.check(step(c.variables, X, WEIGHTS), c.per_shard)
+        return "yes"
+    with pytest.raises(TypeError, match="went into jax.shard_map with check_vma=False"):
+        step(c.variables, X, WEIGHTS)
+    return "refused (3)"
+
+
+def a_nan_on_one_device(c):
+    """The whole batch is bad then; a maximum over devices may lose a NaN."""
+    on = mesh(data=8)
+    x = X.at[5, 3].set(jnp.nan)
+    place = partial(jax.device_put, device=NamedSharding(on, P("data")))
+    expected = c.plain(c.variables, x, WEIGHTS)[1].get(OWG)
+    grads = jax.jit(fp8.grad(c.loss))(c.variables, place(x), place(WEIGHTS))
+    jax.tree.map(np.testing.assert_array_equal, grads.get(OWG), expected)
+
+    def of_shard(v, x, w):
+        return lax.psum(c.loss(v, x, w), "data")
+
+    loss = jax.shard_map(of_shard, mesh=on, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    grads = jax.jit(fp8.grad(loss))(c.variables, x, WEIGHTS)
+    jax.tree.map(np.testing.assert_array_equal, grads.get(OWG), expected)
+
+
+WAYS = {
+    "data parallel, `jax.jit`": data,
+    "tensor parallel, `jax.jit`": tensor,
+    "FSDP, `jax.jit`": fsdp,
+    "data and tensor parallel, `jax.jit`": data_and_tensor,
+    "data parallel, explicit axes": explicit_data,
+    "data and tensor parallel, explicit axes": explicit_tensor,
+    "`jax.shard_map`, gradient inside": gradient_inside,
+    "`jax.shard_map`, gradient outside": gradient_outside,
+    "tensor parallel in `jax.shard_map`": tensor_by_hand,
+    "`check_vma=False`, `fp8.pmean_gradients`": reduced_by_hand,
+    "`check_vma=False`, gradient outside": unchecked_gradient_outside,
+    "pipeline in `jax.shard_map`": pipeline,
+    "a NaN on one device": a_nan_on_one_device,
+}
+
+
+def covered(recipe, i):
+    """Delayed scaling everywhere, and one other recipe in turn."""
+    return recipe == "delayed" or i % 8 == COLUMNS.index(recipe) - 1
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("recipe", COLUMNS)
+def test_as_one_device(recipe, name, cell, request):
+    if not covered(recipe, list(WAYS).index(name)):
+        request.getfixturevalue("_all_cells")
+    seen = WAYS[name](case(recipe))
+    cell("devices", name, recipe, seen or "yes")
+
+
+def compiled_for_gpus(function, *args):
+    """Compiles for GPUs that are not there."""
+    lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+    with warnings.catch_warnings():
+        # Without the GPU nothing can be loaded from the tests' compilation cache.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+        return lowered.compile().as_text()
+
+
+def gpus(target="h200"):
+    return jax.sharding.Mesh(np.array(_audit.devices(target, 8)), ("data",), axis_types=(AxisType.Auto,))
+
+
+def bytes_gathered(program):
+    """Returns the bytes that all-gathers put out, by dtype; those of single numbers and rows left out."""
+    total = collections.Counter()
+    for computation in _hlo.parse(program).computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode in ("all-gather", "all-gather-done"):
+                for array in instruction.results:
+                    if len(array.dims) > 1:
+                        total[array.dtype] += array.bytes
+    return total
+
+
+def fsdp_step(recipe, on):
+    """Two layers in bf16 with their kernels and the batch sharded; the arguments are shapes."""
+    op = None if recipe is None else partial(fp8.Fp8DotGeneralOp, recipe=RECIPES[recipe])
+    layer = partial(nn.Dense, dot_general_cls=op, dtype=jnp.bfloat16, use_bias=False)
+    model = nn.Sequential([layer(512), nn.relu, layer(256)])
+    x = jax.ShapeDtypeStruct((1024, 256), jnp.bfloat16)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    place = jax.tree.map(lambda leaf: NamedSharding(on, P("data") if leaf.ndim == 2 else P()), variables)
+    step = jax.jit(
+        fp8.value_and_grad(lambda v, x: jnp.mean(model.apply(v, x) ** 2)),
+        in_shardings=(place, NamedSharding(on, P("data"))),
+        out_shardings=(NamedSharding(on, P()), place),
+    )
+    return step, (variables, x)
+
+
+@pytest.mark.parametrize(("recipe", "part"), [("delayed", 0.5), ("current", 0.5), ("axiswise", 0.8)])
+@pytest.mark.usefixtures("gpu")
+def test_fsdp_gathers_fp8(recipe, part, request):
+    if recipe != "delayed":
+        request.getfixturevalue("_all_cells")
+    on = gpus()
+    in_bf16 = bytes_gathered(compiled_for_gpus(*flat(fsdp_step(None, on))))
+    kernels = 2 * (256 * 512 + 512 * 256)
+    assert in_bf16 == {"bf16": kernels}
+    in_fp8 = bytes_gathered(compiled_for_gpus(*flat(fsdp_step(recipe, on))))
+    assert set(in_fp8) == {"f8e4m3fn"}
+    assert in_fp8["f8e4m3fn"] <= part * kernels
+
+
+def flat(step):
+    function, args = step
+    return function, *args
+
+
+@pytest.mark.parametrize("target", ["h200", "b200"])
+@pytest.mark.parametrize("recipe", COLUMNS)
+@pytest.mark.usefixtures("gpu")
+def test_shard_map_on_gpus(recipe, target, request):
+    """What is lowered for GPUs keeps account of what varies over devices."""
+    if (recipe, target) not in (("delayed", "h200"), ("block128", "h200"), ("mxfp8", "b200")):
+        request.getfixturevalue("_all_cells")
+    on = gpus(target)
+    op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES[recipe])
+    layer = nn.Dense(256, dot_general_cls=op, dtype=jnp.bfloat16)
+
+    def shapes(tree, spec):
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(on, spec)), tree
+        )
+
+    x = jax.ShapeDtypeStruct((1024, 256), jnp.bfloat16)
+    variables = shapes(jax.eval_shape(layer.init, jax.random.key(0), x), P())
+
+    def loss(v, x):
+        def of_shard(v, x):
+            return lax.pmean(jnp.mean(layer.apply(v, x) ** 2), "data")
+
+        return jax.shard_map(of_shard, mesh=on, in_specs=(P(), P("data")), out_specs=P())(v, x)
+
+    capability = {"h200": 9.0, "b200": 10.0}[target]
+    with compile_target(capability), _audit._abstract_gpu(target):
+        program = compiled_for_gpus(fp8.value_and_grad(loss), variables, shapes(x, P("data")))
+    assert "f8e4m3fn" in program
+    assert not bytes_gathered(program)
+    expected = {
+        ("mxfp8", "b200"): "__cudnn$blockScaledDot",
+        ("block128", "b200"): "__cudnn$blockScaledDot",
+        ("block128", "h200"): BLOCK_GEMM_F16,
+    }
+    assert expected.get((recipe, target), "") in program

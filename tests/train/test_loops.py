@@ -1,0 +1,497 @@
+"""Loops that are not ours: a loss scale, what is seen of a state that another loop went over, the page."""
+
+import copy
+import functools
+import re
+from functools import partial
+
+import flax.core
+import flax.linen as nn
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import dynamic_scale
+
+import fp8flax as fp8
+from tests import ROOT
+
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+Op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
+X = jax.random.normal(jax.random.key(0), (16, 8))
+Y = jnp.sin(X.sum(-1, keepdims=True))
+
+
+@pytest.fixture(autouse=True)
+def _promotion_of_users():
+    """Flax's ``DynamicScale``, ``nn.Dense(dtype=float16)`` and Optax mix dtypes and ranks."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        jax.config.update("jax_disable_most_optimizations", True)  # conftest sets it back
+        yield
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        dense = partial(nn.Dense, dot_general_cls=Op)
+        return dense(1, name="second")(nn.relu(dense(16, name="first")(x)))
+
+
+class Half(nn.Module):
+    """One FP8 layer in float16, which compiles in half the time."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(32, dtype=jnp.float16, dot_general_cls=Op, name="first")(x))
+        return nn.Dense(1, dtype=jnp.float16, name="last")(x).astype(jnp.float32)
+
+
+def loss_of(model, variables, x=X):
+    return jnp.mean((model.apply(variables, x) - Y) ** 2)
+
+
+def assert_trees_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+HALF = Half()
+HALF_START = jax.jit(HALF.init)(jax.random.key(1), X)
+MODEL = MLP()
+START = jax.jit(MODEL.init)(jax.random.key(1), X)
+GROWING = {"growth_interval": 6, "scale": 2.0**14}
+
+
+@partial(jax.jit, static_argnames="by_hand")
+def half_step(state, scale, x=X, by_hand=False):
+    """One step as in Flax's examples; ``by_hand`` leaves the state alone beside Flax's class."""
+
+    def loss(variables):
+        return jnp.mean((state.apply_fn(variables, x) - Y) ** 2)
+
+    scale_after, is_finite, value, grads = scale.value_and_grad(loss)(state.params)
+    if by_hand:
+        grads = {**grads, OWG: jax.tree.map(lambda s: s * scale.scale, grads[OWG])}
+    new = state.apply_gradients(grads=grads)
+    select = partial(jnp.where, is_finite)
+    new = new.replace(
+        params=jax.tree.map(select, new.params, state.params),
+        opt_state=jax.tree.map(select, new.opt_state, state.opt_state),
+    )
+    return new, scale_after, value, is_finite
+
+
+def train_in_half(scale, steps=60, **kwargs):
+    state = fp8.TrainState.create(apply_fn=HALF.apply, params=HALF_START, tx=optax.adam(1e-2))
+    seen = []
+    for i in range(steps):
+        x = X.at[0, 0].set(jnp.nan) if i == 9 else X
+        state, scale, value, is_finite = half_step(state, scale, x, **kwargs)
+        seen.append((float(value) if is_finite else None, float(scale.scale), int(scale.fin_steps)))
+    return seen, state, scale
+
+
+class TestDynamicScale:
+    def test_as_with_the_state_left_alone_and_as_flaxs_own(self):
+        """The same losses, scales and variables, step by step, through growth, overflows and a NaN."""
+        ours, state, scale = train_in_half(fp8.DynamicScale(**GROWING))
+        flaxs, flax_state, _ = train_in_half(dynamic_scale.DynamicScale(**GROWING))
+        alone, alone_state, _ = train_in_half(dynamic_scale.DynamicScale(**GROWING), by_hand=True)
+        assert ours == flaxs == alone
+        assert_trees_equal(state.params, flax_state.params)
+        assert_trees_equal(state.params, alone_state.params)
+        assert isinstance(scale, fp8.DynamicScale)
+        losses, scales, _ = zip(*ours)
+        assert losses[-1] < 0.2 * losses[0]
+        assert losses[9] is None
+        assert scales[5:10] == (2.0**14, 2.0**15, 2.0**15, 2.0**15, 2.0**14)
+        assert sum(loss is None for loss in losses) > 1  # it grew until it overflowed
+        history = state.params[OWG]["first"]["Fp8DotGeneralOp_0"]["input_amax_history"]
+        assert history[0] == np.max(np.abs(X.astype(jnp.float16)))
+        fp8.check_state(state.params)
+
+    def test_it_has_flaxs_fields(self):
+        ours, flaxs = fp8.DynamicScale(growth_interval=3), dynamic_scale.DynamicScale(growth_interval=3)
+        assert isinstance(ours, dynamic_scale.DynamicScale)
+        assert vars(ours) == vars(flaxs)
+
+    def test_the_smallest_scale(self):
+        for minimum in (1.0, None):
+            scale = fp8.DynamicScale(scale=1.0, minimum_scale=minimum)
+            after = scale.value_and_grad(lambda w: w * jnp.inf)(jnp.ones(()))
+            assert not after.finite
+            assert after.dynamic_scale.scale == (minimum or 0.5)
+
+    def test_has_aux_argnums_and_keywords(self):
+        def loss(variables, offset, power=1):
+            value = loss_of(HALF, variables) + offset**power
+            return value, {"offset": offset}
+
+        gradient = fp8.DynamicScale(scale=256.0).value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        result = jax.jit(partial(gradient, power=2))(HALF_START, 3.0)
+        assert isinstance(result, dynamic_scale.DynamicScaleResult)
+        (value, aux), (grads, offset_grad) = result.aux, result.grad
+        np.testing.assert_allclose(value, loss_of(HALF, HALF_START) + 9, rtol=1e-5)
+        assert (aux["offset"], offset_grad, bool(result.finite)) == (3.0, 6.0, True)
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(grads))
+        op = grads[OWG]["first"]["Fp8DotGeneralOp_0"]
+        assert_trees_equal(op["input_scale"], jnp.ones((1,)))
+
+    def test_resumed_from_a_checkpoint(self):
+        _, state, scale = train_in_half(fp8.DynamicScale(**GROWING), steps=6)
+        saved = flax.serialization.to_bytes(scale)
+        restored = flax.serialization.from_bytes(fp8.DynamicScale(**GROWING), saved)
+        assert isinstance(restored, fp8.DynamicScale)
+        assert restored.scale == 2.0**14
+        for a, b in zip(half_step(state, scale), half_step(state, restored)):
+            assert_trees_equal(jax.tree.leaves(a), jax.tree.leaves(b))
+
+    def test_over_devices_the_state_is_the_maximum(self):
+        xs = jnp.stack([X, 3 * X])
+        scale = fp8.DynamicScale(scale=256.0)
+
+        def of_device(x):
+            return scale.value_and_grad(partial(loss_of, HALF), axis_name="data")(HALF_START, x).grad
+
+        reduced = jax.jit(jax.vmap(of_device, axis_name="data"))(xs)
+        one = jax.jit(lambda x: scale.value_and_grad(partial(loss_of, HALF))(HALF_START, x).grad)
+        each = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(one, xs))
+        merged = jax.tree.map(lambda leaf: jnp.max(leaf, 0), each[OWG])
+        mean = jax.tree.map(lambda leaf: jnp.mean(leaf, 0), each["params"])
+        one_device = jax.tree.map(lambda leaf: leaf[1], reduced)
+        assert_trees_equal(one_device[OWG], merged)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-3), one_device["params"], mean)
+
+    def test_without_state_it_is_flaxs(self):
+        def loss(params, x):
+            return jnp.mean((x @ params["w"]) ** 2)
+
+        args = {"w": jnp.ones((8, 2))}, X
+        ours, flaxs = (
+            c().value_and_grad(loss)(*args) for c in (fp8.DynamicScale, dynamic_scale.DynamicScale)
+        )
+        assert_trees_equal(jax.tree.leaves(ours), jax.tree.leaves(flaxs))
+
+    def test_a_loss_scale_by_hand(self):
+        """It divides what lies under ``params``."""
+
+        @jax.jit
+        def step(variables, s):
+            grads = fp8.grad(lambda v: s * loss_of(MODEL, v))(variables)
+            return {**grads, "params": jax.tree.map(lambda g: g / s, grads["params"])}
+
+        grads = step(START, 1024.0)
+        np.testing.assert_array_equal(
+            grads[OWG]["first"]["Fp8DotGeneralOp_0"]["input_amax_history"][0], np.max(np.abs(X))
+        )
+
+
+gradient = jax.jit(fp8.grad(partial(loss_of, MODEL)))
+
+
+@functools.cache
+def _trained(steps):
+    variables = START
+    for i in range(steps):
+        variables = {**variables, OWG: gradient(variables, (i + 1.0) * X)[OWG]}
+    return variables
+
+
+def trained(steps=2):
+    return copy.deepcopy(_trained(steps))
+
+
+def op_of(variables, layer="first"):
+    return variables[OWG][layer]["Fp8DotGeneralOp_0"]
+
+
+NAME = f"{OWG}/first/Fp8DotGeneralOp_0/"
+
+
+class TestCheckState:
+    @pytest.mark.parametrize(
+        "form", [lambda v: v, flax.core.freeze, lambda v: v[OWG], partial(jax.tree.map, np.asarray)]
+    )
+    def test_good_state_passes(self, form):
+        fp8.check_state(form(trained(1)))
+        fp8.check_state(form(trained(2)), before=form(trained(1)))
+        fp8.check_state(form(trained(6)), before=form(trained(5)))
+
+    def test_without_state_there_is_nothing_to_check(self):
+        fp8.check_state({"params": {"w": jnp.ones(2)}})
+        fp8.check_state({})
+
+    @pytest.mark.parametrize(
+        ("leaf", "change", "message"),
+        [
+            ("input_scale", lambda a: 0 * a, "input_scale is not positive and finite"),
+            ("kernel_scale", lambda a: jnp.nan * a, "kernel_scale is not positive and finite"),
+            ("kernel_scale", lambda a: a.astype(jnp.bfloat16), "kernel_scale is bfloat16, not float32"),
+            (
+                "kernel_scale",
+                lambda a: a[0],
+                r"kernel_amax_history has shape \(4,\) beside a scale of shape \(\)",
+            ),
+            ("input_amax_history", lambda a: -a, "input_amax_history has entries that are negative"),
+            ("input_amax_history", lambda a: a.at[2].set(jnp.inf), "negative or not finite"),
+            ("input_amax_history", lambda a: a[:0], r"input_amax_history has shape \(0,\)"),
+            ("input_amax_history", None, "input_scale lacks its scale or history"),
+        ],
+    )
+    def test_a_bad_leaf_is_named(self, leaf, change, message):
+        variables = trained()
+        if change is None:
+            del op_of(variables)[leaf]
+        else:
+            op_of(variables)[leaf] = change(op_of(variables)[leaf])
+        with pytest.raises(ValueError, match=f"{NAME}{message}" if leaf in message else message):
+            fp8.check_state(variables)
+
+    def test_every_problem_is_listed(self):
+        variables = trained()
+        op_of(variables)["input_scale"] = jnp.zeros((1,))
+        op_of(variables, "second")["kernel_amax_history"] = jnp.full((4,), -1.0)
+        with pytest.raises(ValueError, match=r"(?s)\n- .*first.*input_scale.*\n- .*second.*kernel_amax"):
+            fp8.check_state(variables)
+
+    def test_a_state_that_never_moved(self):
+        with pytest.raises(ValueError, match="No history has moved"):
+            fp8.check_state(START)
+        variables = trained()
+        with pytest.raises(ValueError, match="No history has moved"):
+            fp8.check_state(variables, before=variables)
+
+    def test_a_layer_that_did_not_move_is_a_warning(self):
+        variables, before = trained(2), trained(1)
+        variables[OWG]["second"] = START[OWG]["second"]
+        with pytest.warns(UserWarning, match="second/Fp8DotGeneralOp_0/input_amax_history"):
+            fp8.check_state(variables)
+        variables[OWG]["second"] = before[OWG]["second"]
+        with pytest.warns(UserWarning, match="second/Fp8DotGeneralOp_0/input_amax_history.* did not move"):
+            fp8.check_state(variables, before=before)
+
+    def test_a_stacked_layer_that_did_not_move(self):
+        stacked = jax.tree.map(lambda *a: jnp.stack(a), trained()[OWG], START[OWG])
+        with pytest.warns(UserWarning, match=r"input_amax_history \(1 of 2 layers\)"):
+            fp8.check_state({OWG: stacked})
+
+    @pytest.mark.parametrize("steps", [0, 1, 5])
+    def test_a_step_that_was_none(self, steps):
+        before = trained(steps)
+        grads = gradient(before, 3 * X)
+        scaled = {**before, OWG: jax.tree.map(lambda g: 0.3 * g, grads[OWG])}
+        with pytest.raises(ValueError, match="past entries other than those of `before`"):
+            fp8.check_state(scaled, before=before)
+        halved = {**before, OWG: jax.tree.map(lambda g: 0.25 * g, grads[OWG])}
+        with pytest.raises(ValueError, match="was multiplied by 0.25"):
+            fp8.check_state(halved, before=before)
+
+    def test_before_of_another_model(self):
+        variables = trained()
+        with pytest.raises(ValueError, match="is not in `before`"):
+            fp8.check_state(variables, before={OWG: {"first": variables[OWG]["first"]}})
+
+    def test_sharded_and_stacked(self):
+        mesh = jax.make_mesh((2,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
+        stacked = jax.tree.map(lambda *a: jnp.stack(a), trained(1)[OWG], trained(2)[OWG])
+        after = jax.tree.map(lambda *a: jnp.stack(a), trained(2)[OWG], trained(3)[OWG])
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("stage"))
+        stacked, after = jax.device_put(stacked, sharding), jax.device_put(after, sharding)
+        fp8.check_state({OWG: after}, before={OWG: stacked})
+
+    def test_traced_values_are_refused(self):
+        with pytest.raises(TypeError, match="Call it outside of jax.jit"):
+            jax.jit(fp8.check_state)(START)
+
+    def test_a_state_that_is_frozen_under_a_trace_is_seen(self):
+        """Where ``apply_gradients`` could not raise."""
+
+        @jax.jit
+        def step(state):
+            grads = jax.tree.map(lambda g: 0.7 * g, fp8.grad(partial(loss_of, MODEL))(state.params))
+            return state.apply_gradients(grads=grads)
+
+        state = fp8.TrainState.create(apply_fn=MODEL.apply, params=START, tx=optax.sgd(0.1))
+        state = step(step(state))
+        with pytest.raises(ValueError, match="No history has moved"):
+            fp8.check_state(state.params)
+
+
+def optimizer_over_all(variables):
+    tx = optax.adam(1e-2)
+    updates, _ = tx.update(gradient(variables), tx.init(variables))
+    return optax.apply_updates(variables, updates)
+
+
+def ema_over_all(variables):
+    new = {**variables, OWG: gradient(variables)[OWG]}
+    return optax.incremental_update(new, variables, 0.1)
+
+
+# At the very first step an average is the newest entry alone, which may be anything.
+@pytest.mark.parametrize(
+    ("loop", "steps"),
+    [(optimizer_over_all, 0), (optimizer_over_all, 2), (ema_over_all, 1), (ema_over_all, 2)],
+)
+def test_a_loop_that_goes_over_the_state_is_seen_after_a_step(loop, steps):
+    before = trained(steps)
+    with pytest.raises(ValueError, match="is not what training leaves"):
+        fp8.check_state(loop(before), before=before)
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        class Body(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return nn.Dense(8, dot_general_cls=Op)(x), None
+
+        axes = {"params": 0, OWG: 0}
+        return nn.scan(Body, variable_axes=axes, split_rngs={"params": True}, length=2)()(x, None)[0]
+
+
+class TestMutable:
+    """What ``apply`` returns for a mutable collection is the old state."""
+
+    @pytest.mark.parametrize("mutable", [OWG, [OWG], (OWG, "batch_stats"), {OWG}])
+    @pytest.mark.parametrize("model", [MODEL, Stack()])
+    def test_naming_the_collection_warns(self, mutable, model):
+        variables = jax.jit(model.init)(jax.random.key(0), X)
+        with pytest.warns(UserWarning, match="the old state.*fp8flax.value_and_grad"):
+            jax.eval_shape(partial(model.apply, mutable=mutable), variables, X)
+
+    @pytest.mark.parametrize(
+        "mutable", [False, True, "batch_stats", ["batch_stats"], flax.core.DenyList("params")]
+    )
+    @pytest.mark.parametrize("model", [MODEL, Stack()])
+    def test_nothing_else_warns(self, mutable, model):
+        variables = jax.jit(model.init)(jax.random.key(0), X)
+        jax.eval_shape(partial(model.apply, mutable=mutable), variables, X)
+
+    def test_creating_what_is_missing_does_not_warn(self):
+        params = {"params": START["params"]}
+        _, created = MODEL.apply(params, X, mutable=[OWG])
+        assert_trees_equal(created[OWG], START[OWG])
+        init = partial(MODEL.init, mutable=["params", OWG])
+        assert set(jax.eval_shape(init, jax.random.key(0), X)) == {"params", OWG}
+
+    def test_a_converted_model(self):
+        model = fp8.quantize_model(nn.Sequential([nn.Dense(8), nn.Dense(8)]), include=".*")
+        variables = jax.jit(model.init)(jax.random.key(0), X)
+        with pytest.warns(UserWarning, match="the old state"):
+            jax.eval_shape(partial(model.apply, mutable=[OWG]), variables, X)
+        jax.eval_shape(partial(model.apply, mutable=True), variables, X)
+
+
+PAGE = (ROOT / "docs" / "loops.md").read_text()
+SECTIONS = re.split(r"(?m)^## ", PAGE)
+
+
+@functools.cache
+def page():
+    """What the code of the page leaves, by section, and what it prints."""
+    namespace, seen, printed = {}, {}, []
+    namespace["print"] = lambda error: printed.append(str(error))
+    for section in SECTIONS:
+        for block in re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL):
+            exec(compile(block, "docs/loops.md", "exec"), namespace)
+        seen[section.split("\n")[0].strip()] = dict(namespace)
+    return seen, printed
+
+
+class TestPage:
+    """What the page says of each loop; its code runs in one go."""
+
+    def test_it_starts_with_a_recipe_without_state(self):
+        assert SECTIONS[1].startswith("First advice: a recipe without state")
+        assert len(SECTIONS) == 12
+
+    def test_it_shows_the_message(self):
+        (message,) = page()[1]
+        assert "input_amax_history has entries that are negative or not finite" in message
+
+    def test_the_optimizer_over_all_variables(self):
+        """What brax does, beside what the page writes: after 60 steps."""
+        space = page()[0]["An optimizer over all variables (brax)"]
+        tx, both_losses, params = optax.adam(1e-2), space["both_losses"], space["before"]
+
+        @jax.jit
+        def brax_update(params, opt_state):
+            loss, grads = jax.value_and_grad(both_losses)(params)
+            updates, opt_state = tx.update(grads, opt_state)
+            return loss, optax.apply_updates(params, updates), opt_state
+
+        losses = []
+        for update, opt_state in (
+            (brax_update, tx.init(params)),
+            (space["update"], space["optimizer"].init(params)),
+        ):
+            now = params
+            for i in range(60):
+                loss, now, opt_state = update(now, opt_state)
+                if update is brax_update and i == 0:
+                    with pytest.raises(ValueError, match="negative or not finite"):
+                        fp8.check_state(now)
+            losses.append(float(loss))
+        assert losses[1] < 0.5 * losses[0]
+
+    def test_the_state_in_an_average(self):
+        space = page()[0]["An average of the weights (EMA)"]
+        before = space["variables"]
+        everything = optax.incremental_update(space["state"].params, before, step_size=0.1)
+        with pytest.raises(ValueError, match="past entries other than"):
+            fp8.check_state(everything, before=space["state"].params)
+
+    def test_adapters_alone_leave_the_state_behind(self):
+        space = page()[0]["LoRA, and all else that trains some parameters"]
+        with pytest.raises(ValueError, match="No history has moved"):
+            fp8.check_state(space["all_variables"])
+        op = space["scaling"]["base"]["Fp8DotGeneralOp_0"]
+        assert op["output_grad_amax_history"][0] > 0
+
+        @jax.jit
+        def step(state):
+            grads = fp8.grad(lambda v: jnp.mean((state.apply_fn(v, space["x"]) - space["y"]) ** 2))(
+                state.params
+            )
+            return state.apply_gradients(grads=grads)
+
+        new = step(space["state"])
+        fp8.check_state(new.params, before=space["all_variables"])
+        assert_trees_equal(new.params["params"]["base"], space["all_variables"]["params"]["base"])
+
+    def test_numpyro(self):
+        """``params`` alone, and the state as what it calls mutable."""
+        model, variables, x = (page()[0]["NumPyro"][name] for name in ("model", "variables", "x"))
+        with pytest.raises(fp8.MissingStateError):
+            model.apply({"params": variables["params"]}, x)
+        with pytest.warns(UserWarning, match="the old state"):
+            _, state = model.apply(variables, x, mutable=[OWG])
+        with pytest.raises(ValueError, match="No history has moved"):
+            fp8.check_state(state)
+
+    @pytest.mark.usefixtures("_all_cells")
+    def test_inner_steps(self):
+        space = page()[0]["MAML, gradients of gradients"]
+        variables, loss_fn = space["variables"], space["loss_fn"]
+
+        def outer(variables):
+            grads = fp8.grad(loss_fn)(variables)
+            return loss_fn(jax.tree.map(lambda p, g: p - 0.1 * g, variables, grads))
+
+        with pytest.raises(TypeError):
+            fp8.grad(outer)(variables)
+        plain = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(1)])
+
+        def loss(params):
+            return jnp.mean((plain.apply({"params": params}, space["x"]) - space["y"]) ** 2)
+
+        def plain_outer(params):
+            return loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params)))
+
+        expected = jax.jit(jax.grad(plain_outer))(variables["params"])
+        actual, expected = (jax.flatten_util.ravel_pytree(g)[0] for g in (space["meta_grads"], expected))
+        assert jnp.linalg.norm(actual - expected) < 0.1 * jnp.linalg.norm(expected)
