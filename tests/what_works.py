@@ -1,9 +1,10 @@
 """The tables of docs/what_works.md: each cell is written, and later checked, by the test that saw it."""
 
 import re
-from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "what_works.md"
+from tests import ROOT
+
+PAGE = ROOT / "docs" / "what_works.md"
 COLUMNS = ("delayed", "current", "axiswise", "mxfp8", "block128")
 
 
@@ -16,6 +17,11 @@ def _cells(page):
     return cells
 
 
+def rows(table):
+    """Returns the rows of a table, in its order."""
+    return list(_cells(PAGE.read_text(encoding="utf-8"))[table])
+
+
 def read(table, row, column):
     """Returns what the page says in a cell, None where it says nothing."""
     return _cells(PAGE.read_text(encoding="utf-8")).get(table, {}).get(row, {}).get(column)
@@ -23,8 +29,6 @@ def read(table, row, column):
 
 def write(seen):
     """Writes what was seen into the page. Two tests of one cell must agree; others stay as they are."""
-    from tests.linen.test_transformations import REFUSED, TRANSFORMATIONS
-    from tests.train.test_devices import WAYS
 
     page = PAGE.read_text(encoding="utf-8")
     cells = _cells(page)
@@ -37,7 +41,7 @@ def write(seen):
         cells.setdefault(table, {}).setdefault(row, {})[column] = text
     for table, rows in cells.items():
         lines = [["", *COLUMNS], ["---"] * (len(COLUMNS) + 1)]
-        for row in filter(rows.get, (*TRANSFORMATIONS, *REFUSED, *WAYS)):
+        for row in rows:
             lines.append([row, *(rows[row].get(column, "not tested") for column in COLUMNS)])
         text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
         start = page.index(f"<!-- table: {table} -->\n") + len(f"<!-- table: {table} -->\n")

@@ -18,36 +18,20 @@ import numpy as np
 import optax
 import pytest
 from flax.linen import fp8_ops
+from fp8flax._audit import AuditReport, Gemm, assert_fp8, audit
+from fp8flax._hlo import Dot
 from jax import lax
 from jax.lax import DotAlgorithmPreset as Preset
 
 import fp8flax
 from fp8flax import _audit
-from fp8flax._audit import AuditReport, Gemm, assert_fp8, audit
 from fp8flax._core.device import has_fp8_units
-from fp8flax._hlo import Dot
+from tests.cases import dense_step, struct
 
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 MIB = 2**20
 NEWER_THAN_0_9 = jax.__version_info__ >= (0, 10)
 COMMAND = Path(fp8flax.__file__).parent / "audit.py"
-
-
-def struct(*shape, dtype=BF16):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def dense_step(M, K, N, dot_general_cls=None):
-    """Returns a Dense layer's forward and backward pass and its arguments."""
-    layer = nn.Dense(N, use_bias=False, dtype=BF16, param_dtype=BF16, dot_general_cls=dot_general_cls)
-    variables = jax.eval_shape(layer.init, jax.random.key(0), struct(M, K))
-
-    def step(variables, x, g):
-        with jax.numpy_dtype_promotion("standard"):  # which Flax's ops need
-            y, vjp = jax.vjp(layer.apply, variables, x)
-            return y, vjp(g)
-
-    return step, variables, struct(M, K), struct(M, N)
 
 
 def product(preset, lhs_dtype, rhs_dtype):

@@ -20,7 +20,7 @@ import fp8flax as fp8
 from fp8flax import _audit
 from fp8flax._dot_general import fp8_dot_general
 from fp8flax.demo import training
-from tests.audit.test_audit import dense_step, struct
+from tests.cases import dense_step, struct
 
 pytestmark = pytest.mark.usefixtures("gpu")
 

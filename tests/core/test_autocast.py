@@ -17,7 +17,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._autocast import _jit_key, recipe_in_use
-from tests.linen.test_modules import OWG
+from tests.cases import OWG
 
 X = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
 MX, CURRENT = fp8.MXFP8BlockScaling(), fp8.Float8CurrentScaling()

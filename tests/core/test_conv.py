@@ -20,8 +20,7 @@ from fp8flax._conv import fp8_conv_general_dilated
 from fp8flax._dot_general import DotStates, fp8_dot_general
 from fp8flax._state import ScalingState
 from tests import reference, reference_recipes
-from tests.audit.test_audit import struct
-from tests.linen.test_modules import OWG, error_of_product
+from tests.cases import OWG, error_of_product, struct
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
 

@@ -14,13 +14,22 @@ from flax.linen import fp8_ops as flax_ops
 from jax import lax
 
 import fp8flax as fp8
-from benchmarks.step_cpu import residual_bytes
 from fp8flax._dot_general import DotStates, fp8_dot_general
-from fp8flax._state import ScalingState, merge_by_max
+from fp8flax._state import ScalingState
 from tests import reference
-from tests.linen.test_modules import CONTRACTIONS, OWG, data, error_of_product, init, make_step, name_of
+from tests.cases import (
+    CONTRACTIONS,
+    MATMUL,
+    OWG,
+    Block,
+    data,
+    error_of_product,
+    init,
+    kept,
+    make_step,
+    name_of,
+)
 
-MATMUL = (((1,), (0,)), ((), ()))
 WIDE = [jnp.float32, jnp.bfloat16, jnp.float16]
 POLICIES = jax.checkpoint_policies
 
@@ -302,33 +311,6 @@ def test_under_vmap_of_the_operands():
 M, K, N = 64, 32, 48
 SCALARS = 3 * 4 + 2 * 2
 """Bytes of three float32 scales and of two bfloat16 amaxes."""
-
-
-class Block(nn.Module):
-    """A linear layer between two that hand on their input: what is counted is the layer's own."""
-
-    features: int
-    dot_general_cls: object = None
-    dtype: object = jnp.bfloat16
-
-    @nn.compact
-    def __call__(self, x, _=None):
-        layer = nn.Dense(
-            self.features, use_bias=False, dtype=self.dtype, dot_general_cls=self.dot_general_cls
-        )
-        return layer(x), None
-
-
-def kept(model, x, merge=merge_by_max):
-    """Bytes that the backward pass keeps of a bfloat16 input that the model did not get as an argument."""
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
-
-    def loss(v):
-        variables, x = v
-        out = model.apply(merge(variables), x + 1)
-        return jnp.sum((out[0] if isinstance(out, tuple) else out).astype(jnp.float32))
-
-    return residual_bytes(loss, (variables, x))
 
 
 def scanned(block, length=8, **kwargs):

@@ -17,9 +17,7 @@ from fp8flax._kernels.block_gemm import block_gemm, block_gemm_in_jax
 from fp8flax._ragged import fp8_ragged_dot
 from fp8flax._state import ScalingState
 from tests import reference_recipes
-from tests.core.test_dot_general import MATMUL
-from tests.core.test_recipe_dot import with_reference
-from tests.linen.test_modules import error_of_product
+from tests.cases import MATMUL, error_of_product, with_reference
 
 TINY, HUGE = 2.0**-126, float(np.finfo(np.float32).max)
 

@@ -17,8 +17,7 @@ from fp8flax._core.device import compile_target
 from fp8flax._dot_general import fp8_dot_general
 from fp8flax._kernels.block_gemm import block_gemm, block_gemm_in_jax
 from tests import reference_recipes
-from tests.core.test_dot_general import MATMUL, Block, kept
-from tests.linen.test_modules import CONTRACTIONS, OWG, data, error_of_product, init
+from tests.cases import CONTRACTIONS, MATMUL, OWG, Block, data, error_of_product, init, kept, with_reference
 
 E4M3 = fp8.Format.E4M3
 STATELESS = {
@@ -31,24 +30,6 @@ STATELESS = {
     "128 blocks": fp8.Float8BlockScaling(),
     "128 blocks, float32": fp8.Float8BlockScaling(use_f32_scales=True, fp8_format=fp8.Format.HYBRID),
 }
-KINDS = {"float32": "exact", "power_of_two": "power_of_two"}
-
-
-def with_reference(quantizer, x, contract):
-    """What is left of a matrix after quantization along ``contract``, float64, by the NumPy reference."""
-    if quantizer is None:
-        return np.asarray(x, np.float64)
-    name = quantizer.dtype.name
-    if isinstance(quantizer, fp8.CurrentQuantizer):
-        kind = "power_of_two" if quantizer.use_power_2_scales else "exact"
-        if quantizer.granularity == "tensorwise":
-            return reference_recipes.dequantize(*reference_recipes.tensorwise(x, name, kind))
-        return reference_recipes.dequantize(*reference_recipes.axiswise(x, name, contract, kind))
-    kind = KINDS.get(quantizer.scale, f"e8m0_{quantizer.scale_rounding}")
-    matrix = np.moveaxis(x, contract, -1)
-    quantized = reference_recipes.blockwise(matrix, name, quantizer.block, kind)
-    back = reference_recipes.dequantize(*quantized, quantizer.block)
-    return np.moveaxis(back[: matrix.shape[0], : matrix.shape[1]], -1, contract)
 
 
 def make_vjp(recipe, dims=MATMUL, form="direct"):

@@ -14,27 +14,8 @@ from jax import lax
 
 import fp8flax as fp8
 from tests import reference
+from tests.cases import CONTRACTIONS, NO_BATCH, OWG, data, error_of_product, init, make_step, name_of
 
-OWG = fp8.OVERWRITE_WITH_GRADIENT
-NO_BATCH = ((), ())
-
-# name: (lhs shape, rhs shape, dimension numbers)
-CONTRACTIONS = {
-    "matmul": ((5, 7), (7, 3), (((1,), (0,)), NO_BATCH)),
-    "dense on a sequence": ((2, 5, 7), (7, 3), (((2,), (0,)), NO_BATCH)),
-    "rhs transposed": ((5, 7), (3, 7), (((1,), (1,)), NO_BATCH)),
-    "lhs transposed": ((7, 5), (7, 3), (((0,), (0,)), NO_BATCH)),
-    "two contracting": ((2, 4, 6), (4, 6, 3), (((1, 2), (0, 1)), NO_BATCH)),
-    "two contracting, crossed": ((2, 4, 6), (6, 3, 4), (((1, 2), (2, 0)), NO_BATCH)),
-    "one batch": ((4, 5, 7), (4, 7, 3), (((2,), (1,)), ((0,), (0,)))),
-    "two batches, moved": ((5, 2, 7, 4), (4, 7, 3, 2), (((2,), (1,)), ((1, 3), (3, 0)))),
-    "batch, no free rhs": ((4, 5, 7), (4, 7), (((2,), (1,)), ((0,), (0,)))),
-    "outer product": ((5,), (3,), (((), ()), NO_BATCH)),
-    "vector": ((7,), (7, 3), (((0,), (0,)), NO_BATCH)),
-    "dot to a scalar": ((7,), (7,), (((0,), (0,)), NO_BATCH)),
-    "one row": ((1, 17), (17, 33), (((1,), (0,)), NO_BATCH)),
-    "no rows": ((0, 7), (7, 3), (((1,), (0,)), NO_BATCH)),
-}
 # That the three products of each contraction are the right ones is test_dot_general's; Flax cannot scale a
 # scalar cotangent, nor take the amax of an empty tensor.
 IN_FLAX = [
@@ -48,63 +29,16 @@ IN_FLAX = [
 ]
 
 
-def name_of(value):
-    return getattr(value, "__name__", getattr(value, "name", str(value)))
-
-
 def flax_op(**kwargs):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return flax_ops.Fp8DotGeneralOp(**kwargs)
 
 
-def make_step(op, dims):
-    """A step: forward, the gradients of both operands, and the new variables."""
-
-    @jax.jit
-    def step(variables, lhs, rhs, g):
-        def loss(variables, lhs, rhs):
-            out = op.apply(variables, lhs, rhs, dims)
-            return jnp.sum(out.astype(jnp.float32) * g), out
-
-        return jax.grad(loss, (0, 1, 2), has_aux=True)(variables, lhs, rhs)
-
-    return step
-
-
-def init(op, lhs, rhs, dims):
-    """The op's variables, by one compilation."""
-    return jax.jit(lambda key, lhs, rhs: op.init(key, lhs, rhs, dims))(jax.random.key(0), lhs, rhs)
-
-
-def data(i, lhs_shape, rhs_shape, dims, dtype):
-    """Operands and cotangent of step ``i``, of an amplitude that changes from step to step."""
-    out = jax.eval_shape(
-        partial(lax.dot_general, dimension_numbers=dims), *map(np.empty, (lhs_shape, rhs_shape))
-    )
-    rng = np.random.default_rng(i)
-    lhs, rhs, g = (
-        rng.normal(scale=scale, size=shape)
-        for scale, shape in zip((3.0 * 2**i, 0.1, 1e-3 / 2**i), (lhs_shape, rhs_shape, out.shape))
-    )
-    return jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype), jnp.asarray(g, jnp.float32)
-
-
 def relative_error(actual, expected):
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     norm = np.linalg.norm(expected)
     return np.linalg.norm(actual - expected) / norm if norm else np.linalg.norm(actual)
-
-
-def error_of_product(actual, expected, *factors):
-    """The norm of the difference, relative to the product of the norms of the two factors.
-
-    One unit of the smallest subnormal is granted to each element.
-    """
-    norm = np.prod([np.linalg.norm(np.asarray(f, np.float64)) for f in factors])
-    granted = float(jnp.finfo(actual.dtype).smallest_subnormal) * actual.size**0.5
-    error = np.linalg.norm(np.asarray(actual, np.float64) - np.asarray(expected, np.float64))
-    return max(error - granted, 0.0) / norm
 
 
 def with_power_of_two_scale(x):

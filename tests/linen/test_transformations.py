@@ -17,22 +17,11 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
+from tests import what_works
+from tests.cases import OWG, RECIPES, added_up
 from tests.what_works import COLUMNS
 
-OWG = fp8.OVERWRITE_WITH_GRADIENT
 EXAMPLES, LENGTH, WIDTH = 4, 3, 8
-RECIPES = dict(
-    zip(
-        COLUMNS,
-        (
-            fp8.DelayedScaling(amax_history_len=4),
-            fp8.Float8CurrentScaling(),
-            fp8.Float8CurrentScaling(granularity="axiswise"),
-            fp8.MXFP8BlockScaling(),
-            fp8.Float8BlockScaling(),
-        ),
-    )
-)
 
 
 class Own(nn.Module):
@@ -140,18 +129,6 @@ class Case:
 
 
 case = functools.cache(Case)
-
-
-def added_up(results):
-    values, grads = zip(*results)
-    merged = {
-        name: jax.tree.map(
-            lambda *leaves, name=name: functools.reduce(jnp.maximum if name == OWG else jnp.add, leaves),
-            *(g[name] for g in grads),
-        )
-        for name in grads[0]
-    }
-    return sum(values), merged
 
 
 def nested(variables):
@@ -429,6 +406,11 @@ def test_second_derivatives(recipe, cell):
 
 
 # By layer and recipe, so that a case's compiled references are made once.
+def test_rows_of_the_page(request):
+    if not request.config.getoption("--write-table"):
+        assert what_works.rows("transformations") == [*TRANSFORMATIONS, *REFUSED]
+
+
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize("recipe", COLUMNS)
 @pytest.mark.parametrize("layer", LAYERS)

@@ -19,7 +19,8 @@ import optax
 import pytest
 
 import fp8flax as fp8
-from tests.model.test_models import ALL, OWG, Body, assert_same, flat, normal
+from tests.cases import OWG, assert_same, flat, normal
+from tests.models import ALL, Body
 
 KEY = jax.random.key(0)
 X = normal(1, 4, 8)

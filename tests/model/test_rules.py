@@ -8,7 +8,8 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._rules import BREAK_EVEN, Rules, Site, Sizes
-from tests.model.test_models import OWG, Attention, flat, in_scan, normal
+from tests.cases import OWG, flat, normal
+from tests.models import Attention, in_scan
 
 CURRENT, MX = fp8.Float8CurrentScaling(), fp8.MXFP8BlockScaling()
 

@@ -14,58 +14,11 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from tests.model.test_models import ALL, MODELS, OWG, Attention, flat, in_scan, normal
+from tests.cases import OWG, RECIPES, flat, normal
+from tests.models import ALL, MODELS, TOKENS, Attention, LanguageModel, in_scan, trained
 
 E4M3 = jnp.float8_e4m3fn
 WIDE = pytest.mark.filterwarnings("ignore:These kernels of FP8 ops stay wide:UserWarning")
-RECIPES = {
-    "delayed": fp8.DelayedScaling(),
-    "current": fp8.Float8CurrentScaling(),
-    "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
-    "mxfp8": fp8.MXFP8BlockScaling(),
-    "block128": fp8.Float8BlockScaling(),
-}
-
-
-class Block(nn.Module):
-    decode: bool = False
-
-    @nn.compact
-    def __call__(self, x, mask=None):
-        h = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(2, decode=self.decode, name="attention")(h, mask=mask)
-        h = nn.gelu(nn.Dense(4 * x.shape[-1], name="up")(nn.LayerNorm()(x)))
-        return x + nn.Dense(x.shape[-1], name="down")(h)
-
-
-class LanguageModel(nn.Module):
-    width: int = 32
-    layers: int = 2
-    vocabulary: int = 16
-    decode: bool = False
-    tied: bool = False
-
-    @nn.compact
-    def __call__(self, tokens):
-        embed = nn.Embed(self.vocabulary, self.width)
-        x = embed(tokens)
-        mask = None if self.decode else nn.make_causal_mask(tokens)
-        for i in range(self.layers):
-            x = Block(self.decode, name=f"block_{i}")(x, mask)
-        x = nn.LayerNorm()(x)
-        return embed.attend(x) if self.tied else nn.Dense(self.vocabulary, name="lm_head")(x)
-
-
-TOKENS = np.random.default_rng(0).integers(0, 16, (2, 8)).astype(np.int32)
-
-
-def trained(model, *inputs, recipe=None, **options):
-    """A converted model with state that has seen data."""
-    model8 = fp8.quantize_model(model, recipe, **{**ALL, "allow_unmatched": True, **options})
-    variables = jax.jit(model8.init)(jax.random.key(0), *inputs)
-    if OWG in variables:
-        variables = fp8.calibrate(model8.apply, variables, [inputs] if len(inputs) > 1 else list(inputs))
-    return model8, variables
 
 
 def size(tree):

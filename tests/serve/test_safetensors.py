@@ -18,8 +18,8 @@ import safetensors
 import safetensors.numpy
 
 import fp8flax as fp8
-from tests.model.test_models import ALL, MODELS, assert_same, normal
-from tests.serve.test_freeze import RECIPES, TOKENS, LanguageModel, trained
+from tests.cases import RECIPES, assert_same, normal
+from tests.models import ALL, MODELS, TOKENS, LanguageModel, trained
 
 DTYPES = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "F32": np.float32}
 

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import warnings
 from functools import partial
 
 import flax.linen as nn
@@ -18,10 +17,11 @@ import fp8flax as fp8
 from fp8flax import _audit, _hlo
 from fp8flax._core.device import compile_target
 from fp8flax._core.names import BLOCK_GEMM_F16
-from tests.linen.test_transformations import RECIPES, added_up
+from tests import what_works
+from tests.cases import OWG, RECIPES, added_up
+from tests.gpus import compiled_for_gpus, gpus
 from tests.what_works import COLUMNS
 
-OWG = fp8.OVERWRITE_WITH_GRADIENT
 BATCH, WIDTH, HIDDEN = 16, 16, 32
 X, WEIGHTS = (jax.random.normal(jax.random.key(i), (BATCH, WIDTH)) for i in (0, 1))
 
@@ -316,6 +316,11 @@ def covered(recipe, i):
     return recipe == "delayed" or i % 8 == COLUMNS.index(recipe) - 1
 
 
+def test_rows_of_the_page(request):
+    if not request.config.getoption("--write-table"):
+        assert what_works.rows("devices") == [*WAYS]
+
+
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("recipe", COLUMNS)
 def test_as_one_device(recipe, name, cell, request):
@@ -323,19 +328,6 @@ def test_as_one_device(recipe, name, cell, request):
         request.getfixturevalue("_all_cells")
     seen = WAYS[name](case(recipe))
     cell("devices", name, recipe, seen or "yes")
-
-
-def compiled_for_gpus(function, *args):
-    """Compiles for GPUs that are not there."""
-    lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
-    with warnings.catch_warnings():
-        # Without the GPU nothing can be loaded from the tests' compilation cache.
-        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
-        return lowered.compile().as_text()
-
-
-def gpus(target="h200"):
-    return jax.sharding.Mesh(np.array(_audit.devices(target, 8)), ("data",), axis_types=(AxisType.Auto,))
 
 
 def bytes_gathered(program):

@@ -1,0 +1,187 @@
+"""Contractions, recipes, data and comparisons that several files of tests share."""
+
+import functools
+from functools import partial
+
+import flax.linen as nn
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import fp8flax as fp8
+from benchmarks.step_cpu import residual_bytes
+from fp8flax._state import merge_by_max
+from tests import reference_recipes
+
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+MATMUL = (((1,), (0,)), ((), ()))
+NO_BATCH = ((), ())
+
+# name: (lhs shape, rhs shape, dimension numbers)
+CONTRACTIONS = {
+    "matmul": ((5, 7), (7, 3), (((1,), (0,)), NO_BATCH)),
+    "dense on a sequence": ((2, 5, 7), (7, 3), (((2,), (0,)), NO_BATCH)),
+    "rhs transposed": ((5, 7), (3, 7), (((1,), (1,)), NO_BATCH)),
+    "lhs transposed": ((7, 5), (7, 3), (((0,), (0,)), NO_BATCH)),
+    "two contracting": ((2, 4, 6), (4, 6, 3), (((1, 2), (0, 1)), NO_BATCH)),
+    "two contracting, crossed": ((2, 4, 6), (6, 3, 4), (((1, 2), (2, 0)), NO_BATCH)),
+    "one batch": ((4, 5, 7), (4, 7, 3), (((2,), (1,)), ((0,), (0,)))),
+    "two batches, moved": ((5, 2, 7, 4), (4, 7, 3, 2), (((2,), (1,)), ((1, 3), (3, 0)))),
+    "batch, no free rhs": ((4, 5, 7), (4, 7), (((2,), (1,)), ((0,), (0,)))),
+    "outer product": ((5,), (3,), (((), ()), NO_BATCH)),
+    "vector": ((7,), (7, 3), (((0,), (0,)), NO_BATCH)),
+    "dot to a scalar": ((7,), (7,), (((0,), (0,)), NO_BATCH)),
+    "one row": ((1, 17), (17, 33), (((1,), (0,)), NO_BATCH)),
+    "no rows": ((0, 7), (7, 3), (((1,), (0,)), NO_BATCH)),
+}
+
+RECIPES = {
+    "delayed": fp8.DelayedScaling(amax_history_len=4),
+    "current": fp8.Float8CurrentScaling(),
+    "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
+    "mxfp8": fp8.MXFP8BlockScaling(),
+    "block128": fp8.Float8BlockScaling(),
+}
+
+
+def name_of(value):
+    return getattr(value, "__name__", getattr(value, "name", str(value)))
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def struct(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def flat(tree):
+    return {"/".join(path): leaf for path, leaf in flax.traverse_util.flatten_dict(tree).items()}
+
+
+def assert_same(actual, expected):
+    actual, expected = flat(actual), flat(expected)
+    assert list(actual) == list(expected) or sorted(actual) == sorted(expected)
+    for path, leaf in expected.items():
+        assert actual[path].dtype == leaf.dtype, path
+        np.testing.assert_array_equal(actual[path], leaf, err_msg=path)
+
+
+def data(i, lhs_shape, rhs_shape, dims, dtype):
+    """Operands and cotangent of step ``i``, of an amplitude that changes from step to step."""
+    out = jax.eval_shape(
+        partial(lax.dot_general, dimension_numbers=dims), *map(np.empty, (lhs_shape, rhs_shape))
+    )
+    rng = np.random.default_rng(i)
+    lhs, rhs, g = (
+        rng.normal(scale=scale, size=shape)
+        for scale, shape in zip((3.0 * 2**i, 0.1, 1e-3 / 2**i), (lhs_shape, rhs_shape, out.shape))
+    )
+    return jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype), jnp.asarray(g, jnp.float32)
+
+
+def init(op, lhs, rhs, dims):
+    """The op's variables, by one compilation."""
+    return jax.jit(lambda key, lhs, rhs: op.init(key, lhs, rhs, dims))(jax.random.key(0), lhs, rhs)
+
+
+def make_step(op, dims):
+    """A step: forward, the gradients of both operands, and the new variables."""
+
+    @jax.jit
+    def step(variables, lhs, rhs, g):
+        def loss(variables, lhs, rhs):
+            out = op.apply(variables, lhs, rhs, dims)
+            return jnp.sum(out.astype(jnp.float32) * g), out
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(variables, lhs, rhs)
+
+    return step
+
+
+def error_of_product(actual, expected, *factors):
+    """The norm of the difference, relative to the product of the norms of the two factors.
+
+    One unit of the smallest subnormal is granted to each element.
+    """
+    norm = np.prod([np.linalg.norm(np.asarray(f, np.float64)) for f in factors])
+    granted = float(jnp.finfo(actual.dtype).smallest_subnormal) * actual.size**0.5
+    error = np.linalg.norm(np.asarray(actual, np.float64) - np.asarray(expected, np.float64))
+    return max(error - granted, 0.0) / norm
+
+
+KINDS = {"float32": "exact", "power_of_two": "power_of_two"}
+
+
+def with_reference(quantizer, x, contract):
+    """What is left of a matrix after quantization along ``contract``, float64, by the NumPy reference."""
+    if quantizer is None:
+        return np.asarray(x, np.float64)
+    name = quantizer.dtype.name
+    if isinstance(quantizer, fp8.CurrentQuantizer):
+        kind = "power_of_two" if quantizer.use_power_2_scales else "exact"
+        if quantizer.granularity == "tensorwise":
+            return reference_recipes.dequantize(*reference_recipes.tensorwise(x, name, kind))
+        return reference_recipes.dequantize(*reference_recipes.axiswise(x, name, contract, kind))
+    kind = KINDS.get(quantizer.scale, f"e8m0_{quantizer.scale_rounding}")
+    matrix = np.moveaxis(x, contract, -1)
+    quantized = reference_recipes.blockwise(matrix, name, quantizer.block, kind)
+    back = reference_recipes.dequantize(*quantized, quantizer.block)
+    return np.moveaxis(back[: matrix.shape[0], : matrix.shape[1]], -1, contract)
+
+
+def added_up(results):
+    values, grads = zip(*results)
+    merged = {
+        name: jax.tree.map(
+            lambda *leaves, name=name: functools.reduce(jnp.maximum if name == OWG else jnp.add, leaves),
+            *(g[name] for g in grads),
+        )
+        for name in grads[0]
+    }
+    return sum(values), merged
+
+
+class Block(nn.Module):
+    """A linear layer between two that hand on their input: what is counted is the layer's own."""
+
+    features: int
+    dot_general_cls: object = None
+    dtype: object = jnp.bfloat16
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        layer = nn.Dense(
+            self.features, use_bias=False, dtype=self.dtype, dot_general_cls=self.dot_general_cls
+        )
+        return layer(x), None
+
+
+def kept(model, x, merge=merge_by_max):
+    """Bytes that the backward pass keeps of a bfloat16 input that the model did not get as an argument."""
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def loss(v):
+        variables, x = v
+        out = model.apply(merge(variables), x + 1)
+        return jnp.sum((out[0] if isinstance(out, tuple) else out).astype(jnp.float32))
+
+    return residual_bytes(loss, (variables, x))
+
+
+def dense_step(M, K, N, dot_general_cls=None):
+    """Returns a Dense layer's forward and backward pass and its arguments."""
+    layer = nn.Dense(
+        N, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, dot_general_cls=dot_general_cls
+    )
+    variables = jax.eval_shape(layer.init, jax.random.key(0), struct(M, K))
+
+    def step(variables, x, g):
+        with jax.numpy_dtype_promotion("standard"):  # which Flax's ops need
+            y, vjp = jax.vjp(layer.apply, variables, x)
+            return y, vjp(g)
+
+    return step, variables, struct(M, K), struct(M, N)

@@ -1,0 +1,80 @@
+"""Eight GPUs that are not there, and programs for them. As a program, tells what ``seen_here`` sees."""
+
+import collections
+import json
+import warnings
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8flax as fp8
+from fp8flax import _audit, _hlo
+from fp8flax._core.device import compile_target
+from fp8flax._core.names import BLOCK_GEMM
+from tests.cases import RECIPES
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+KERNELS = {"data parallel": P(), "FSDP": P("data")}
+CASES = ["bfloat16, FSDP", "delayed, FSDP", "block128, data parallel"]
+
+
+def compiled_for_gpus(function, *args):
+    """Compiles for GPUs that are not there."""
+    lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+    with warnings.catch_warnings():
+        # Without the GPU nothing can be loaded from the tests' compilation cache.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+        return lowered.compile().as_text()
+
+
+def gpus(target="h200"):
+    return jax.sharding.Mesh(np.array(_audit.devices(target, 8)), ("data",), axis_types=(AxisType.Auto,))
+
+
+def bytes_sent(program):
+    """Returns the bytes that collectives put out, by kind; those of single numbers left out."""
+    total = collections.Counter()
+    for computation in _hlo.parse(program).computations.values():
+        for instruction in computation.instructions.values():
+            kind = instruction.opcode.removesuffix("-start")
+            if kind in COLLECTIVES:
+                total[kind] += sum(array.bytes for array in instruction.results if array.dims)
+    return dict(total)
+
+
+def compiled_step(recipe, kernels):
+    """Two layers and their gradients for eight GPUs, the batch sharded; their kernels as told."""
+    on = gpus()
+    op = None if recipe is None else partial(fp8.Fp8DotGeneralOp, recipe=recipe)
+    layer = partial(nn.Dense, dot_general_cls=op, dtype=jnp.bfloat16, use_bias=False)
+    model = nn.Sequential([layer(512), nn.relu, layer(256)])
+    x = jax.ShapeDtypeStruct((1024, 256), jnp.bfloat16)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    place = jax.tree.map(lambda leaf: NamedSharding(on, kernels if leaf.ndim == 2 else P()), variables)
+    step = jax.jit(
+        fp8.value_and_grad(lambda v, x: jnp.mean(model.apply(v, x) ** 2)),
+        in_shardings=(place, NamedSharding(on, P("data"))),
+        out_shardings=(NamedSharding(on, P()), place),
+    )
+    with compile_target(9.0):
+        return compiled_for_gpus(step, variables, x)
+
+
+def seen_here():
+    """Returns the bytes per recipe and way of sharding; and whether our kernel is in a program."""
+    programs = {}
+    for case in CASES:
+        recipe, way = case.split(", ")
+        programs[case] = compiled_step(RECIPES.get(recipe), KERNELS[way])
+    return {
+        name: {"kernel": BLOCK_GEMM in program, **bytes_sent(program)} for name, program in programs.items()
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({"devices": jax.device_count(), **seen_here()}))  # noqa: T201

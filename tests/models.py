@@ -1,0 +1,200 @@
+"""Models to convert, each also with its ops given by hand; and a small language model."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import fp8flax as fp8
+from tests.cases import OWG
+
+ALL = {"include": ".*"}
+
+
+class Layers(nn.Module):
+    """Linen's own layers, each with its own way to be given an op."""
+
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, dot_general_cls=self.cls)(x)
+        x = nn.DenseGeneral((2, 8), dot_general_cls=self.cls)(x)
+        return fp8.Einsum((2, 8, 6), "...hd,hdo->...o", dot_general_cls=self.cls)(x)
+
+
+class LinensEinsum(nn.Module):
+    """The same with Linen's Einsum, which fp8flax.Einsum is when nothing is converted."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.DenseGeneral((2, 8))(nn.Dense(8)(x))
+        return nn.Einsum((2, 8, 6), "...hd,hdo->...o")(x)
+
+
+class Attention(nn.Module):
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(
+            2, qkv_dot_general_cls=self.cls, out_dot_general_cls=self.cls
+        )(x)
+
+
+class Patches(nn.Module):
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        options = {"conv_general_dilated_cls": self.cls} if self.cls else {}
+        return nn.Conv(8, (2, 2), strides=(2, 2), **options)(x[..., None])
+
+
+class Own(nn.Module):
+    """A user's own layer: with operators or einsum or lax, the kernel cast, transposed, or on the left."""
+
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        weights = [
+            self.param(name, nn.initializers.lecun_normal(), (8, 8), jnp.float32) for name in "abcde"
+        ]
+        a, b, c, d, e = (w.astype(x.dtype) for w in weights)
+        if self.cls is None:
+            x = x @ a
+            x = jnp.einsum("...i,oi->...o", x, b)
+            x = lax.dot_general(x, c, (((x.ndim - 1,), (0,)), ((), ())))
+            x = jnp.dot(x, d.T)
+            return jnp.swapaxes(jnp.einsum("oi,...ti->...ot", e, x), -1, -2)
+        dims = (((x.ndim - 1,), (0,)), ((), ()))
+        x = self.op("a")(x, a, dims)
+        x = self.op("b-T")(x, b, (((x.ndim - 1,), (1,)), ((), ())))
+        x = self.op("c")(x, c, dims)
+        x = self.op("d-T")(x, d.T, dims)
+        return self.op("e-T")(x, e, (((x.ndim - 1,), (1,)), ((), ())))
+
+    def op(self, name):
+        """Named as that of a converted layer, by its kernel."""
+        return self.cls(name=f"{self.cls.__name__}_{name}")
+
+
+class Body(nn.Module):
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.tanh(nn.Dense(x.shape[-1], dot_general_cls=self.cls)(x)), None
+
+
+def in_scan(tied=False, remat=False):
+    class Scanned(nn.Module):
+        cls: type | None = None
+
+        @nn.compact
+        def __call__(self, x):
+            state = {OWG: nn.broadcast if tied else 0} if self.cls else {}
+            shared = nn.broadcast if tied else 0
+            body = nn.remat(Body, prevent_cse=False) if remat else Body
+            if tied:
+                axes = {"variable_broadcast": ["params", *state], "split_rngs": {"params": False}}
+            else:
+                axes = {"variable_axes": {"params": shared, **state}, "split_rngs": {"params": True}}
+            return nn.scan(body, length=3, **axes)(self.cls, name="layers")(x, None)[0]
+
+    return Scanned
+
+
+class Remat(nn.Module):
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.remat(Body)(self.cls)(x, None)[0]
+
+
+class Experts(nn.Module):
+    """Three experts under nn.vmap."""
+
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        state = {OWG: 0} if self.cls else {}
+        many = nn.vmap(
+            nn.Dense, variable_axes={"params": 0, **state}, split_rngs={"params": True}, in_axes=None,
+            axis_size=3,
+        )  # fmt: skip
+        return many(5, dot_general_cls=self.cls)(x)
+
+
+class Lifted(nn.Module):
+    """Inside nn.jit, and in one branch of nn.cond."""
+
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.jit(nn.Dense)(8, dot_general_cls=self.cls, name="first")(x)
+        one, other = (nn.Dense(8, dot_general_cls=self.cls, name=name) for name in ("one", "other"))
+        if self.is_initializing():
+            return one(x) + other(x)
+        return nn.cond(jnp.mean(x) > -100, lambda _, x: one(x), lambda _, x: other(x), self, x)
+
+
+# name: (model, with ops by hand, what it is converted from)
+MODELS = {
+    "layers": (LinensEinsum, Layers, fp8.Fp8DotGeneralOp),
+    "attention": (Attention, Attention, fp8.Fp8DotGeneralOp),
+    "patches": (Patches, Patches, fp8.Fp8ConvGeneralDilatedOp),
+    "own": (Own, Own, fp8.Fp8DotGeneralOp),
+    "scan": (in_scan(),) * 2 + (fp8.Fp8DotGeneralOp,),
+    "scan, tied": (in_scan(tied=True),) * 2 + (fp8.Fp8DotGeneralOp,),
+    "remat in scan": (in_scan(remat=True),) * 2 + (fp8.Fp8DotGeneralOp,),
+    "remat": (Remat, Remat, fp8.Fp8DotGeneralOp),
+    "vmap": (Experts, Experts, fp8.Fp8DotGeneralOp),
+    "jit and cond": (Lifted, Lifted, fp8.Fp8DotGeneralOp),
+}
+
+
+class Block(nn.Module):
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        h = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(2, decode=self.decode, name="attention")(h, mask=mask)
+        h = nn.gelu(nn.Dense(4 * x.shape[-1], name="up")(nn.LayerNorm()(x)))
+        return x + nn.Dense(x.shape[-1], name="down")(h)
+
+
+class LanguageModel(nn.Module):
+    width: int = 32
+    layers: int = 2
+    vocabulary: int = 16
+    decode: bool = False
+    tied: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(self.vocabulary, self.width)
+        x = embed(tokens)
+        mask = None if self.decode else nn.make_causal_mask(tokens)
+        for i in range(self.layers):
+            x = Block(self.decode, name=f"block_{i}")(x, mask)
+        x = nn.LayerNorm()(x)
+        return embed.attend(x) if self.tied else nn.Dense(self.vocabulary, name="lm_head")(x)
+
+
+TOKENS = np.random.default_rng(0).integers(0, 16, (2, 8)).astype(np.int32)
+
+
+def trained(model, *inputs, recipe=None, **options):
+    """A converted model with state that has seen data."""
+    model8 = fp8.quantize_model(model, recipe, **{**ALL, "allow_unmatched": True, **options})
+    variables = jax.jit(model8.init)(jax.random.key(0), *inputs)
+    if OWG in variables:
+        variables = fp8.calibrate(model8.apply, variables, [inputs] if len(inputs) > 1 else list(inputs))
+    return model8, variables
