@@ -21,10 +21,10 @@ from fp8flax._formats import (
     fp8_limits,
     fp8_max,
 )
-from fp8flax._freeze import freeze
 from fp8flax._inference import calibrate
 from fp8flax._max_dtype import fp32_max_grad
-from fp8flax._models import quantize_model
+from fp8flax._model.quantize_model import quantize_model
+from fp8flax._model.report import ModelReport, report
 from fp8flax._modules import (
     Einsum,
     Fp8ConvGeneralDilatedOp,
@@ -57,9 +57,9 @@ from fp8flax._recipes import (
     Recipe,
     torchao_recipe,
 )
-from fp8flax._report import ModelReport, report
-from fp8flax._safetensors import load_safetensors, save_safetensors
 from fp8flax._scaling import compute_amax_history, compute_scale
+from fp8flax._serve.freeze import freeze
+from fp8flax._serve.safetensors import load_safetensors, save_safetensors
 from fp8flax._state import OVERWRITE_WITH_GRADIENT, MissingStateError
 from fp8flax._train import (
     DynamicScale,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._rules import BREAK_EVEN, Rules, Site, Sizes
+from fp8flax._model.rules import BREAK_EVEN, Rules, Site, Sizes
 from tests.cases import OWG, flat, normal
 from tests.models import Attention, in_scan
 

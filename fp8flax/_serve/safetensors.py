@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._files import replacing
-from fp8flax._freeze import ServedOp, serving_ops
 from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, DelayedQuantizer
+from fp8flax._serve.freeze import ServedOp, serving_ops
 from fp8flax._state import PARAMS, state_leaf_names
 
 _KERNEL_SCALE, _INPUT_SCALE = (state_leaf_names(role)[0] for role in ("kernel", "input"))

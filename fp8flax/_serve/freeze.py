@@ -16,13 +16,22 @@ import numpy as np
 
 from fp8flax._dot_general import DotStates, delayed_scale, frozen_dot_general, quantize_kernel
 from fp8flax._formats import as_fp8_dtype, float8_e4m3fn, fp8_max
-from fp8flax._intercept import Derived, Source
-from fp8flax._models import Call, FoundOp, as_jax, convert, converted_class, reporting, seen_of, trace_apply
+from fp8flax._model.interception import Derived, Source
+from fp8flax._model.quantize_model import (
+    Call,
+    FoundOp,
+    as_jax,
+    convert,
+    converted_class,
+    reporting,
+    seen_of,
+    trace_apply,
+)
+from fp8flax._model.rules import Rules
 from fp8flax._modules import Fp8DotGeneralOp, Fp8Einsum, Fp8Op
 from fp8flax._operands import Quantized
 from fp8flax._quantize import quantize
 from fp8flax._recipes import CurrentQuantizer, CustomRecipe, DelayedQuantizer, GemmRecipe, Recipe
-from fp8flax._rules import Rules
 from fp8flax._scaling import current_scale, finite_amax
 from fp8flax._state import (
     OVERWRITE_WITH_GRADIENT,

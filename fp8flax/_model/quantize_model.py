@@ -25,7 +25,7 @@ import numpy as np
 from fp8flax._conv import is_matmul
 from fp8flax._convert import split_arrays
 from fp8flax._core.names import BY_OP
-from fp8flax._intercept import (
+from fp8flax._model.interception import (
     CONV,
     DOT,
     RAGGED_DOT,
@@ -35,7 +35,8 @@ from fp8flax._intercept import (
     Interception,
     Left,
 )
-from fp8flax._lift import beside_params, in_custom_vjp
+from fp8flax._model.lifting import beside_params, in_custom_vjp
+from fp8flax._model.rules import Decision, Rules, Site, Sizes
 from fp8flax._modules import (
     Fp8ConvGeneralDilatedOp,
     Fp8DotGeneralOp,
@@ -44,7 +45,6 @@ from fp8flax._modules import (
     op_handler,
 )
 from fp8flax._recipes import CustomRecipe, Recipe
-from fp8flax._rules import Decision, Rules, Site, Sizes
 from fp8flax._state import OVERWRITE_WITH_GRADIENT, PARAMS
 
 

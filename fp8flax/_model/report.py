@@ -13,10 +13,10 @@ from fp8flax._autocast import recipe_in_use
 from fp8flax._convert import eval_init
 from fp8flax._core.device import GPUS, Gpu
 from fp8flax._core.names import NOT_CONVERTED, SITE
-from fp8flax._intercept import contractions_in
-from fp8flax._models import reporting, seen_of, sizes_of, trace_apply
+from fp8flax._model.interception import contractions_in
+from fp8flax._model.quantize_model import reporting, seen_of, sizes_of, trace_apply
+from fp8flax._model.rules import Sizes
 from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, CustomRecipe, DelayedScaling
-from fp8flax._rules import Sizes
 
 # Bytes per element of input, kernel and output that one step's quantization moves, beside what the GEMMs
 # read and write: from the programs of the Dense layer in docs/recipes.md.
