@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import glob
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -31,9 +32,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 import fp8flax as fp8
 from benchmarks import accuracy, dense, llama
-from fp8flax import _audit, _hlo
-from fp8flax._core.device import GPUS
 from fp8flax._operands import View, quantize_operand
+from fp8flax.audit.compiling import compile_for, find_target
+from fp8flax.audit.gemms import read_gemms
+from fp8flax.audit.kernels import read
 
 Row = dict[str, Any]
 Shape = tuple[int, int, int]
@@ -253,38 +255,32 @@ def compiled_here(program: Program) -> Any:
 
 def compiled_ahead(program: Program, target: str = "h200") -> Any:
     """Compiles for a GPU that need not be there."""
-    sharding, gpu = jax.sharding.SingleDeviceSharding(_audit._device(target)), GPUS[target]
+    gpu = find_target(target)
     # JAX asks the cuDNN that is here whether it knows attention. (Internals: there is no other way.)
     where = "jax._src.cudnn.fused_attention_stablehlo"
     with (
         mock.patch(f"{where}.check_cudnn_version", return_value=91000),
         mock.patch(f"{where}.check_compute_capability", return_value=True),
     ):
-        return _audit._compile(program.function, program.specs, sharding, gpu.name, gpu.compute_capability)
+        return compile_for(gpu, program.function, program.specs)
 
 
 def reading(compiled: Any, steps: int, *, on_gpu: bool) -> Row:
     """Returns what a program does in one of its steps: kernels, bytes, GEMMs and how each is run."""
     text = compiled.as_text()
-    summary = _hlo.read(text)
+    summary = read(text)
+    gemms = read_gemms(summary, platform="cuda" if on_gpu else "cpu", has_fp8_units=on_gpu)
+    in_order = iter(gemms)
     lines = dict(re.findall(r"^\s*(?:ROOT )?%(\S+) = (.*)$", text, re.MULTILINE))
-    gemms: list[_audit.Gemm] = []
     chosen: list[str] = []
-    dots: list[_hlo.Dot] = []
     predicted = 0.0
     for kernel in summary.kernels:
-        of_kernel = [
-            _audit._gemm(dot, kernel.trip_count, kernel.bytes, True, on_gpu, "cuda" if on_gpu else "cpu")
-            for dot in kernel.dots
-        ]
+        of_kernel = list(itertools.islice(in_order, len(kernel.dots)))
         rate = FP8_RATE if of_kernel and all(gemm.is_fp8 for gemm in of_kernel) else BF16_RATE
         flops = sum(gemm.flops for gemm in of_kernel)
         moving = kernel.bytes * kernel.trip_count / BANDWIDTH
         predicted += max(flops / rate, moving) + kernel.trip_count * LAUNCH
-        gemms += of_kernel
-        dots += kernel.dots
         chosen += [choice_of(lines.get(kernel.name, ""))] * len(of_kernel)
-    told_apart = list(_audit._tell_gradients_apart(gemms, dots))
     memory = compiled.memory_analysis()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return {
@@ -307,7 +303,7 @@ def reading(compiled: Any, steps: int, *, on_gpu: bool) -> Row:
                 "choice": choice,
                 "times": gemm.trip_count / steps,
             }
-            for gemm, choice in zip(told_apart, chosen, strict=True)
+            for gemm, choice in zip(gemms, chosen, strict=True)
         ),
     }
 

@@ -3,7 +3,6 @@
 from fp8flax import _interrupt, _versions  # noqa: F401 (first: the rest takes time, and needs JAX's internals)
 
 # isort: split
-from fp8flax._audit import AuditReport, assert_fp8, audit
 from fp8flax._autocast import autocast
 from fp8flax._check import check_state
 from fp8flax._convert import add_fp8_state, remove_fp8_state
@@ -69,6 +68,7 @@ from fp8flax._train import (
     pmean_gradients,
     value_and_grad,
 )
+from fp8flax.audit import AuditReport, assert_fp8, audit
 
 __version__ = "0.1.0"
 

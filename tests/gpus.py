@@ -13,9 +13,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax import _audit, _hlo
 from fp8flax._core.device import compile_target
 from fp8flax._core.names import BLOCK_GEMM
+from fp8flax.audit.compiling import devices
+from fp8flax.audit.hlo import parse
 from tests.cases import RECIPES
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -33,13 +34,13 @@ def compiled_for_gpus(function, *args):
 
 
 def gpus(target="h200"):
-    return jax.sharding.Mesh(np.array(_audit.devices(target, 8)), ("data",), axis_types=(AxisType.Auto,))
+    return jax.sharding.Mesh(np.array(devices(target, 8)), ("data",), axis_types=(AxisType.Auto,))
 
 
 def bytes_sent(program):
     """Returns the bytes that collectives put out, by kind; those of single numbers left out."""
     total = collections.Counter()
-    for computation in _hlo.parse(program).computations.values():
+    for computation in parse(program).computations.values():
         for instruction in computation.instructions.values():
             kind = instruction.opcode.removesuffix("-start")
             if kind in COLLECTIVES:

@@ -5,7 +5,6 @@ import importlib
 import io
 import json
 import os
-import runpy
 import subprocess
 import sys
 import types
@@ -18,20 +17,22 @@ import numpy as np
 import optax
 import pytest
 from flax.linen import fp8_ops
-from fp8flax._audit import AuditReport, Gemm, assert_fp8, audit
-from fp8flax._hlo import Dot
 from jax import lax
 from jax.lax import DotAlgorithmPreset as Preset
 
 import fp8flax
-from fp8flax import _audit
 from fp8flax._core.device import has_fp8_units
+from fp8flax.audit import AuditReport, assert_fp8, audit, compiling
+from fp8flax.audit.command import main
+from fp8flax.audit.dots import Dot
+from fp8flax.audit.gemms import AuditedGemm, why_not
+from fp8flax.audit.op_names import path_of, role_of
 from tests.cases import dense_step, struct
 
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 MIB = 2**20
 NEWER_THAN_0_9 = jax.__version_info__ >= (0, 10)
-COMMAND = Path(fp8flax.__file__).parent / "audit.py"
+PACKAGE = Path(fp8flax.__file__).parent
 
 
 def product(preset, lhs_dtype, rhs_dtype):
@@ -198,7 +199,7 @@ def test_other_reasons(dot, has_units, platform, reason):
         contracts_leading=None,
         fp8_sources=("f8e4m3fn", "f8e4m3fn"),
     )
-    assert _audit._reason(dot, True, has_units, platform).startswith(reason)
+    assert why_not(dot, True, has_units, platform).startswith(reason)
 
 
 # Paths and roles.
@@ -240,7 +241,7 @@ def test_other_reasons(dot, has_units, platform, reason):
     ],
 )
 def test_path_and_role(op_name, path, role):
-    assert (_audit._path(op_name), _audit._role(op_name)) == (path, role)
+    assert (path_of(op_name), role_of(op_name)) == (path, role)
 
 
 def test_gradients_of_square_layers_are_told_apart(gpu):
@@ -424,13 +425,13 @@ def test_missing_plugin(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(ImportError, match=r"pip install jax-cuda13-plugin==\d"):
-        _audit._device.__wrapped__("h200")
+        compiling._device.__wrapped__("h200")
 
 
 def test_plugin_of_another_version(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.0.1")
     with pytest.raises(ImportError, match=r"jax-cuda13-plugin 0\.0\.1 does not fit jaxlib .*==\d"):
-        _audit._device.__wrapped__("h200")
+        compiling._device.__wrapped__("h200")
 
 
 def test_plugin_that_jax_refused(monkeypatch):
@@ -438,10 +439,10 @@ def test_plugin_that_jax_refused(monkeypatch):
         raise NotImplementedError("topology not implemented for cuda")
 
     topologies = importlib.import_module("jax.experimental.topologies")
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: _audit.jaxlib.__version__)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: compiling.jaxlib.__version__)
     monkeypatch.setattr(topologies, "get_topology_desc", refuse)
     with pytest.raises(ImportError, match="topology not implemented.*JAX_PLATFORMS=cpu"):
-        _audit._device.__wrapped__("h200")
+        compiling._device.__wrapped__("h200")
 
 
 def test_function_that_cannot_be_traced():
@@ -480,7 +481,7 @@ def test_assert_fp8_takes_a_share(share):
         assert_fp8(jnp.dot, struct(4, 4), struct(4, 4), min_flops=share, target="local")
 
 
-GEMM = Gemm(
+GEMM = AuditedGemm(
     path="M/up",
     role="forward",
     batch=1,
@@ -609,7 +610,7 @@ def command(tmp_path, monkeypatch):
     (tmp_path / "program_broken.py").write_text("raise ValueError('first\\nsecond')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    yield runpy.run_path(str(COMMAND), run_name="audit_command")["main"]
+    yield main
     sys.modules.pop("program_to_audit", None)
 
 
@@ -617,7 +618,7 @@ def test_command_in_a_process_of_its_own(command, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "fp8flax.audit", "program_to_audit:step", "--target", "local"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(COMMAND.parents[1])},
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
         capture_output=True,
         text=True,
     )
@@ -684,7 +685,7 @@ def test_missing_extras_are_usage_errors(command, capsys, monkeypatch):
     def missing(target):
         raise ImportError("install it")
 
-    monkeypatch.setattr(_audit, "_device", missing)
+    monkeypatch.setattr(compiling, "_device", missing)
     assert command(["program_to_audit:step"]) == 2
     assert capsys.readouterr().err == "fp8flax.audit: install it\n"
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
@@ -754,7 +755,7 @@ def test_a_program_that_replaces_what_the_command_ends_by(command, tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-m", "fp8flax.audit", "program_replaces:step", "--target=local", "--min-flops=1"],
-        env={**os.environ, "PYTHONPATH": str(COMMAND.parents[1])},
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
         capture_output=True,
         text=True,
     )
@@ -777,9 +778,6 @@ def test_command_audits_the_demo(gpu, command, capsys, monkeypatch):
     assert "ByteTransformer/block_0/up" in capsys.readouterr().out
 
 
-def test_the_name_in_the_package_is_the_function(monkeypatch):
-    for name in ("fp8flax.audit", "audit"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(fp8flax, "audit", audit, raising=False)
-    assert importlib.import_module("fp8flax.audit") is audit
-    assert fp8flax.audit is audit
+def test_the_name_in_the_package_is_the_function():
+    assert importlib.import_module("fp8flax.audit").audit is fp8flax.audit is audit
+    assert callable(fp8flax.audit)

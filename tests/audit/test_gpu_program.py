@@ -17,8 +17,8 @@ import pytest
 from flax.linen import fp8_ops as flax_ops
 
 import fp8flax as fp8
-from fp8flax import _audit
 from fp8flax._dot_general import fp8_dot_general
+from fp8flax.audit import compiling
 from fp8flax.demo import training
 from tests.cases import dense_step, struct
 
@@ -95,8 +95,7 @@ def test_bytes_and_kernels_beside_flax():
 
 
 def compiled(fn, *args):
-    sharding = jax.sharding.SingleDeviceSharding(_audit._device("h200"))
-    return _audit._compile(fn, args, sharding, "NVIDIA H200", 9.0)
+    return compiling.compile_for(compiling.find_target("h200"), fn, args)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16], ids=lambda d: d.__name__)

@@ -2,8 +2,9 @@ import math
 
 import pytest
 
-from fp8flax import _hlo
-from fp8flax._hlo import Array, parse, read
+from fp8flax.audit import dots, hlo, traffic
+from fp8flax.audit.hlo import Array, parse
+from fp8flax.audit.kernels import read
 
 HEADER = 'HloModule jit_f, is_scheduled=true\n\nFileNames\n1 "f.py"\n\n'
 FUSED_DOT = """%fused (a: f8e4m3fn[8,16], b: f8e4m3fn[16,4]) -> bf16[8,4] {
@@ -319,5 +320,6 @@ def test_sizes_of_a_dot_follow_its_dimension_numbers():
     assert math.prod((dot.batch, dot.m, dot.n)) == 2 * 8 * 4
 
 
-def test_no_array_library_is_imported():
-    assert not {"jax", "numpy", "np", "jnp"} & set(vars(_hlo))
+@pytest.mark.parametrize("module", [hlo, traffic, dots], ids=lambda m: m.__name__)
+def test_no_array_library_is_imported(module):
+    assert not {"jax", "numpy", "np", "jnp"} & set(vars(module))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import fp8flax
-from fp8flax import _audit
+from fp8flax.audit.compiling import find_target
 from tests import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "dense.py"
@@ -83,7 +83,7 @@ def keep(dense: Any, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def gpu() -> None:
     """Skips where the compiler for GPUs is not installed."""
     try:
-        _audit._device("h200")
+        find_target("h200")
     except ImportError as error:
         pytest.skip(str(error))
 

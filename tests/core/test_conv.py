@@ -15,10 +15,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax import _audit
 from fp8flax._conv import fp8_conv_general_dilated
 from fp8flax._dot_general import DotStates, fp8_dot_general
 from fp8flax._state import ScalingState
+from fp8flax.audit import auditing
 from tests import reference, reference_recipes
 from tests.cases import OWG, error_of_product, struct
 
@@ -638,8 +638,8 @@ def test_a_patch_embedding_runs_in_fp8():
 @pytest.mark.parametrize("form", ["direct", "qdq"])
 def test_overlapping_windows_are_convolved_wide(form, monkeypatch):
     """In float32 XLA would find its way back to FP8, which fails where cuDNN has no such convolution."""
-    texts, read = [], _audit._hlo.read
-    monkeypatch.setattr(_audit._hlo, "read", lambda text: texts.append(text) or read(text))
+    texts, read = [], auditing.read
+    monkeypatch.setattr(auditing, "read", lambda text: texts.append(text) or read(text))
     layer = nn.Conv(64, (3, 3), 2, conv_general_dilated_cls=partial(OP, form=form))
     report = fp8.audit(*step_of(layer, 4, 16, 16, 3, dtype=jnp.float32), target="h200")
     assert [report.num_fp8_gemms, report.num_gemms] == [0, 3]

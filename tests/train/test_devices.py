@@ -14,9 +14,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax import _audit, _hlo
-from fp8flax._core.device import compile_target
+from fp8flax._core.device import GPUS
 from fp8flax._core.names import BLOCK_GEMM_F16
+from fp8flax.audit.compiling import compiling_for
+from fp8flax.audit.hlo import parse
 from tests import what_works
 from tests.cases import OWG, RECIPES, added_up
 from tests.gpus import compiled_for_gpus, gpus
@@ -333,7 +334,7 @@ def test_as_one_device(recipe, name, cell, request):
 def bytes_gathered(program):
     """Returns the bytes that all-gathers put out, by dtype; those of single numbers and rows left out."""
     total = collections.Counter()
-    for computation in _hlo.parse(program).computations.values():
+    for computation in parse(program).computations.values():
         for instruction in computation.instructions.values():
             if instruction.opcode in ("all-gather", "all-gather-done"):
                 for array in instruction.results:
@@ -402,8 +403,7 @@ def test_shard_map_on_gpus(recipe, target, request):
 
         return jax.shard_map(of_shard, mesh=on, in_specs=(P(), P("data")), out_specs=P())(v, x)
 
-    capability = {"h200": 9.0, "b200": 10.0}[target]
-    with compile_target(capability), _audit._abstract_gpu(target):
+    with compiling_for(GPUS[target]):
         program = compiled_for_gpus(fp8.value_and_grad(loss), variables, shapes(x, P("data")))
     assert "f8e4m3fn" in program
     assert not bytes_gathered(program)

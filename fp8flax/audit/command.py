@@ -1,4 +1,4 @@
-"""Command line of the audit: ``python -m fp8flax.audit --help``."""
+"""The command line of the audit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import importlib
 import json
-import os
 import sys
 import traceback
 import warnings
@@ -16,10 +15,12 @@ from typing import Any, NoReturn
 
 import jax
 
-from fp8flax._audit import TARGETS, AuditReport, audit
 from fp8flax._core.device import Fp8EmulationWarning
 from fp8flax._files import write_text
 from fp8flax._interrupt import raise_from_now_on
+from fp8flax.audit.auditing import audit
+from fp8flax.audit.compiling import TARGETS
+from fp8flax.audit.report import AuditReport
 
 
 class _UsageError(Exception):
@@ -161,12 +162,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    # JAX would look for CUDA's libraries as it starts; the compiler does not need them.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    raise SystemExit(main())  # not by sys.exit, which the program may have replaced
-
-# Importing a submodule binds it in its package; the name ``fp8flax.audit`` belongs to the function.
-sys.modules[__name__] = audit  # type: ignore[assignment]

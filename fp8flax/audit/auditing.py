@@ -1,0 +1,119 @@
+"""``audit`` and ``assert_fp8``: compile a function, and say which of its GEMMs run in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jaxlib
+
+from fp8flax._core.device import GPUS
+from fp8flax.audit.compiling import compile_for, find_target
+from fp8flax.audit.gemms import read_gemms
+from fp8flax.audit.kernels import read
+from fp8flax.audit.report import AuditReport
+
+
+def audit(fn: Callable[..., Any], *args: Any, target: str = "h200") -> AuditReport:
+    """Compiles a function for a GPU, which need not be there, and reports which of its GEMMs run in FP8.
+
+    Nothing runs and no donated buffer is used up. Targets other than ``local`` need the extra
+    ``fp8flax[audit]``.
+
+    Args:
+        fn: what you would give to ``jax.jit``, or a function already jitted, whose donated and static
+            arguments then stay what they are.
+        *args: its arguments. Arrays may be of any shape and dtype and may be ``jax.ShapeDtypeStruct``; they
+            are taken to lie on one device.
+        target: ``"h100"``, ``"h200"``, ``"b200"``, or ``"local"`` for the device that JAX uses here.
+
+    Returns:
+        The report; ``print`` it.
+
+    Raises:
+        ValueError: ``target`` is not known, or the local device is a TPU.
+        ImportError: the extra is missing, or does not fit the installed jaxlib.
+        RuntimeError: ``fn`` cannot be traced, lowered or compiled; its cause says why.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+        >>> w = jax.ShapeDtypeStruct((128, 256), jnp.float32)
+        >>> report = audit(lambda x, w: jnp.dot(x, w), x, w, target="local")
+        >>> [(gemm.m, gemm.k, gemm.n, gemm.is_fp8) for gemm in report.gemms]
+        [(64, 128, 256, False)]
+
+    Source: XLA's optimized HLO, as ``jax.stages.Compiled.as_text`` gives it.
+    """
+    device = find_target(target)
+    compiled = compile_for(device, fn, args)
+    text = compiled.as_text()
+    if text is None:
+        raise RuntimeError(
+            f"XLA shows no program for {device.name}; use one of the targets {', '.join(GPUS)}."
+        )
+    program = read(text)
+    memory = compiled.memory_analysis()
+    return AuditReport(
+        target=target,
+        device=device.name,
+        jax_version=jax.__version__,
+        jaxlib_version=jaxlib.__version__,
+        gemms=read_gemms(program, platform=device.platform, has_fp8_units=device.has_fp8_units),
+        num_kernels=len(program.kernels),
+        num_launches=sum(kernel.trip_count for kernel in program.kernels),
+        other_bytes=sum(k.bytes * k.trip_count for k in program.kernels if not k.dots),
+        temp_bytes=memory.temp_size_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        donated_bytes=memory.alias_size_in_bytes,
+        unknown_trip_counts=program.unknown_trip_counts,
+    )
+
+
+def assert_fp8(
+    fn: Callable[..., Any], *args: Any, min_flops: float = 1.0, target: str = "h200"
+) -> AuditReport:
+    """Raises where less of a function's GEMM FLOPs than asked for runs in FP8; see ``audit``.
+
+    FP8 operands in a Triton kernel count, though the program does not say what multiplies them
+    (``AuditedGemm.may_be_fp8``): to leave them out, look at ``maybe_fp8_flops_share`` of the report.
+
+    Args:
+        fn: as for ``audit``.
+        *args: as for ``audit``.
+        min_flops: the share, 0 to 1, of the FLOPs of all GEMMs.
+        target: as for ``audit``.
+
+    Returns:
+        The report.
+
+    Raises:
+        AssertionError: too little runs in FP8; the message holds the report.
+        ValueError: ``min_flops`` is not between 0 and 1, or ``target`` is not known.
+        ImportError: as ``audit``.
+        RuntimeError: as ``audit``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+        >>> try:
+        ...     assert_fp8(jnp.dot, x, x, min_flops=0.9, target="local")
+        ... except AssertionError as error:
+        ...     print(str(error).splitlines()[0])
+        0.0 % of the GEMMs' FLOPs run in FP8; at least 90.0 % were asked for.
+
+    Source: as ``audit``.
+    """
+    if not 0 <= min_flops <= 1:
+        raise ValueError(f"min_flops is a share between 0 and 1; got {min_flops}.")
+    report = audit(fn, *args, target=target)
+    if report.fp8_flops_share < min_flops:
+        if not report.gemms:
+            raise AssertionError(f"There is no GEMM in the program.\n\n{report}")
+        raise AssertionError(
+            f"{100 * report.fp8_flops_share:.1f} % of the GEMMs' FLOPs run in FP8; at least "
+            f"{100 * min_flops:.1f} % were asked for.\n\n{report}"
+        )
+    return report

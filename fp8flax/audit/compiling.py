@@ -1,0 +1,184 @@
+"""Compiles a function for one device, which need not be there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import jaxlib
+import numpy as np
+
+from fp8flax._core.device import GPUS, Gpu, compile_target, has_fp8_units
+
+_T = TypeVar("_T")
+
+TARGETS = (*GPUS, "local")
+"""What ``audit`` can compile for."""
+
+# The text of a GpuTargetConfigProto: what XLA's decisions depend on.
+_TARGET_CONFIG = """
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: {gpu.cores}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  memory_bandwidth: {gpu.bandwidth}
+  l2_cache_size: {gpu.l2_cache}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {gpu.memory}
+  cuda_compute_capability {{ major: {gpu.compute_capability:.0f} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{gpu.name}"
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a program is compiled for."""
+
+    name: str
+    platform: str
+    has_fp8_units: bool
+    gpu: Gpu | None = None
+    """The GPU that need not be there, None for the local device."""
+    sharding: jax.sharding.Sharding | None = None
+    """Lays arrays on that GPU."""
+
+
+def find_target(target: str) -> Target:
+    """Returns the device of one of the names in ``TARGETS``; errors as those of ``audit``."""
+    if target in GPUS:
+        gpu = GPUS[target]
+        sharding = jax.sharding.SingleDeviceSharding(_device(target))
+        return Target(name=gpu.name, platform="cuda", has_fp8_units=True, gpu=gpu, sharding=sharding)
+    if target != "local":
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}; got {target!r}.")
+    device = jax.config.jax_default_device or jax.devices()[0]
+    device = jax.devices(device)[0] if isinstance(device, str) else device
+    if device.platform == "tpu":
+        raise ValueError(f"audit reads programs for CPUs and GPUs; use one of {', '.join(GPUS)}.")
+    return Target(
+        name=str(device.device_kind), platform=device.platform, has_fp8_units=has_fp8_units(device)
+    )
+
+
+@functools.cache
+def _device(target: str) -> Any:
+    """Returns a device of the given kind that compiles and cannot run."""
+    return devices(target, 1)[0]
+
+
+def devices(target: str, count: int) -> list[Any]:
+    """Returns several of them, in one machine."""
+    from jax.experimental import topologies
+
+    wanted = jaxlib.__version__
+    packages = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+    install = f"pip install {' '.join(f'{package}=={wanted}' for package in packages)}"
+    for package in packages:
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise ImportError(
+                f"Compiling for {target} without the device needs {package} (and neither driver nor GPU). "
+                f"Install it with: {install}; or use target='local'."
+            ) from None
+        if found != wanted:
+            raise ImportError(f"{package} {found} does not fit jaxlib {wanted}. Install with: {install}")
+    config = _TARGET_CONFIG.format(gpu=GPUS[target])
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=config, topology=f"1x1x{count}"
+        )
+    except Exception as error:
+        raise ImportError(
+            f"JAX refused jax-cuda13-plugin {wanted} when it started ({_first_line(error)}), which it does "
+            f"where CUDA's libraries are missing. Start Python with JAX_PLATFORMS=cpu, and on JAX 0.9 with "
+            f"JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 as well."
+        ) from error
+    return list(topology.devices)
+
+
+@contextlib.contextmanager
+def compiling_for(gpu: Gpu) -> Iterator[None]:
+    """Has this package, and Pallas from JAX 0.11 on, know for which GPU a program is traced and lowered."""
+    mesh: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if jax.__version_info__ >= (0, 11):
+        device = jax.sharding.AbstractDevice(device_kind=gpu.name, num_cores=None, platform="gpu")
+        mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+    with compile_target(gpu.compute_capability), mesh:
+        yield
+
+
+def compile_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Compiled:
+    """Compiles ``fn(*args)``, whose arrays may be shapes and dtypes; errors as those of ``audit``."""
+    name = getattr(fn, "__name__", repr(fn))
+    shapes = jax.tree.map(functools.partial(_shape_of, sharding=target.sharding), args)
+    jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
+    if target.gpu is not None and not any(
+        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes)
+    ):
+        # Without an argument that lies on the device, only the outputs can say which it is.
+        jitted, shapes = jax.jit(functools.partial(fn, *args), out_shardings=target.sharding), ()
+    with contextlib.nullcontext() if target.gpu is None else compiling_for(target.gpu):
+        traced = _explained(
+            lambda: jitted.trace(*shapes),
+            f"{name} cannot be traced",
+            "It must work under jax.jit with these arguments; bind those that are not arrays with "
+            "functools.partial, or make them static.",
+        )
+        platforms = {} if target.gpu is None else {"lowering_platforms": ("cuda",)}
+        lowered = _explained(
+            lambda: traced.lower(**platforms),
+            f"{name} cannot be lowered for {target.name}",
+            "Leave out shardings and meshes of other devices: the audit is for one device.",
+        )
+        with warnings.catch_warnings():
+            # A compiler without its GPU cannot load what it wrote to the persistent compilation cache
+            # (JAX_COMPILATION_CACHE_DIR); JAX warns and compiles anew.
+            warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+            return _explained(
+                lowered.compile,
+                f"XLA cannot compile {name} for {target.name}",
+                "If it speaks of an algorithm, a dot asks for one that its dtypes lack there: e5m2 × e5m2 "
+                "has none in FP8.",
+            )
+
+
+def _shape_of(leaf: Any, sharding: Any) -> Any:
+    """Returns an array's shape and dtype, and anything else as it is."""
+    if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return leaf
+    weak = getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
+
+
+def _explained(step: Callable[[], _T], failure: str, advice: str) -> _T:
+    """Runs a step of compiling; of its error says what failed and what to do."""
+    try:
+        return step()
+    except Exception as error:
+        raise RuntimeError(f"{failure} ({_first_line(error)}). {advice}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,0 +1,240 @@
+"""Which instructions of a compiled program are GEMMs: their sizes, dtypes, and what multiplies them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16
+from fp8flax.audit.hlo import Array, Computation, Instruction, Program
+from fp8flax.audit.traffic import SLICES, VIEWS
+
+_VALUE_KEEPING = VIEWS | SLICES | {"broadcast", "multiply", "divide", "pad"}
+"""Instructions that may stand between an FP8 value converted back and the GEMM that reads it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dot:
+    """One matrix product or convolution, as the hardware is asked to do it."""
+
+    op_name: str
+    batch: int
+    m: int
+    k: int
+    n: int
+    lhs_dtype: str
+    rhs_dtype: str
+    out_dtype: str
+    backend: str
+    """``cublasLt``, ``cuBLAS``, ``Triton``, ``cuDNN``, ``Pallas`` (this package's kernel) or ``other``."""
+    accumulation: str = "default"
+    """``fast`` or ``exact`` in cublasLt's FP8 kernel, else ``default``."""
+    contracts_leading: bool | None = None
+    """Whether both operands are contracted along their first (True) or last (False) dimension."""
+    fp8_sources: tuple[str, ...]
+    """The FP8 dtype that each of both operands is or was converted back from, or ``""``."""
+    is_convolution: bool = False
+    """Whether it is a convolution; its sizes are those of the product of its windows with the kernel."""
+
+
+class _Place(NamedTuple):
+    """Where an instruction stands."""
+
+    computation: Computation
+    instruction: Instruction
+    caller: _Place | None = None
+    """The fusion that it is part of."""
+
+    @property
+    def kernel(self) -> _Place:
+        """The outermost fusion around it, or itself."""
+        return self if self.caller is None else self.caller.kernel
+
+    def operand(self, index: int) -> _Place:
+        """Returns the place of one of the instruction's operands."""
+        return self._replace(instruction=self.computation.instructions[self.instruction.operands[index]])
+
+
+def dots_of(program: Program, computation: Computation, instruction: Instruction) -> Iterator[Dot]:
+    """Yields the products and convolutions that an instruction of ``computation`` launches."""
+    backend = _backend(instruction)
+    if backend is not None:
+        for place in _multiplying(program, _Place(computation, instruction)):
+            is_convolution = place.instruction.opcode == "convolution" or (
+                place.instruction.attribute("custom_call_target").startswith("__cudnn$conv")
+            )
+            yield (_read_convolution if is_convolution else _read_dot)(program, place, backend)
+
+
+def _backend(instruction: Instruction) -> str | None:
+    """Returns what runs an instruction, None where that is no product."""
+    if instruction.opcode in ("fusion", "fusion-start"):
+        kind = instruction.config.get("fusion_backend_config", {}).get("kind", "")
+        parts = {"triton": "Triton", "cudnn": "cuDNN", "cublas": "cublasLt"}
+        return next((backend for part, backend in parts.items() if part in kind), "other")
+    if instruction.opcode in ("dot", "convolution"):
+        return "other"
+    target = instruction.attribute("custom_call_target") if instruction.opcode == "custom-call" else ""
+    if target == "__gpu$xla.gpu.triton":
+        is_ours = not {BLOCK_GEMM, BLOCK_GEMM_F16}.isdisjoint(instruction.op_name.split("/"))
+        return "Pallas" if is_ours else None
+    if target.startswith("__cublas$lt$matmul"):
+        return "cublasLt"
+    if target == "__cublas$gemm":
+        return "cuBLAS"
+    is_cudnns = target.startswith("__cudnn$conv") or target == "__cudnn$blockScaledDot"
+    return "cuDNN" if is_cudnns else None
+
+
+def _multiplying(program: Program, place: _Place) -> Iterator[_Place]:
+    """Yields an instruction, of a fusion each dot and convolution in it and in the fusions in it."""
+    fused = program.fused(place.instruction)
+    if fused is None:
+        yield place
+        return
+    for instruction in fused.instructions.values():
+        if instruction.opcode in ("dot", "convolution", "fusion"):
+            yield from _multiplying(program, _Place(fused, instruction, place))
+
+
+def _multiplied(program: Program, place: _Place) -> tuple[Array, Array, dict[str, Any]]:
+    """Returns both operands, and what a ``Dot`` says of them."""
+    lhs, rhs = (place.operand(i).instruction.result for i in (0, 1))
+    sources = tuple(next(_fp8_sources(program, place.operand(i)), "") for i in (0, 1))
+    said = {"lhs_dtype": lhs.dtype, "rhs_dtype": rhs.dtype, "fp8_sources": sources}
+    return lhs, rhs, {**said, "op_name": place.instruction.op_name}
+
+
+def _read_dot(program: Program, place: _Place, backend: str) -> Dot:
+    lhs, rhs, said = _multiplied(program, place)
+    dot, kernel = place.instruction, place.kernel
+    is_block_scaled = backend in ("cuDNN", "Pallas") and place.caller is None
+    contracting, batch = _dimensions(dot, (lhs, rhs), is_block_scaled)
+    size = math.prod(dot.result.dims)
+    out = next((a for a in kernel.instruction.results if math.prod(a.dims) == size), dot.result)
+    for i in sorted(_summed_dims(program, kernel.computation, kernel.instruction), reverse=True):
+        if i < len(batch[0]):
+            # A long sum was cut into batches whose products a later kernel adds up ("split-K").
+            for c, b in zip(contracting, batch):
+                c.append(b.pop(i))
+    free = [
+        [i for i in range(len(a.dims)) if i not in (*c, *b)]
+        for a, c, b in zip((lhs, rhs), contracting, batch)
+    ]
+    m, n = (math.prod(a.dims[i] for i in f) for a, f in zip((lhs, rhs), free))
+    leading = {f > sorted(c) for f, c in zip(free, contracting)} if all(free) else {True, False}
+    return Dot(
+        **said,
+        batch=math.prod(lhs.dims[i] for i in batch[0]),
+        m=m,
+        k=math.prod(lhs.dims[i] for i in contracting[0]),
+        n=n,
+        out_dtype=out.dtype,
+        backend=backend,
+        accumulation=_accumulation(dot),
+        contracts_leading=leading.pop() if len(leading) == 1 else None,
+    )
+
+
+def _dimensions(
+    dot: Instruction, operands: tuple[Array, Array], is_block_scaled: bool
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns the contracted dimensions of both operands, and the batch dimensions."""
+    sides = ("lhs", "rhs")
+    if is_block_scaled:  # rows times rows
+        ndims = [len(a.dims) for a in operands]
+        return [[ndim - 1] for ndim in ndims], [list(range(ndim - 2)) for ndim in ndims]
+    dims = dot.config.get("gemm_backend_config", {}).get("dot_dimension_numbers")
+    if dims is None:
+        contracting = [list(dot.ints(f"{side}_contracting_dims")) for side in sides]
+        return contracting, [list(dot.ints(f"{side}_batch_dims")) for side in sides]
+    contracting = [[int(i) for i in dims.get(f"{side}_contracting_dimensions") or ()] for side in sides]
+    return contracting, [[int(i) for i in dims.get(f"{side}_batch_dimensions") or ()] for side in sides]
+
+
+def _read_convolution(program: Program, place: _Place, backend: str) -> Dot:
+    lhs, rhs, said = _multiplied(program, place)
+    conv = place.instruction
+    target = conv.attribute("custom_call_target")
+    # cuDNN's gradients name the dimensions of the forward convolution's tensors.
+    arrays = {
+        "__cudnn$convBackwardInput": (rhs, lhs),
+        "__cudnn$convBackwardFilter": (conv.result, rhs),
+    }
+    kernel, out = arrays.get(target, (rhs, conv.result))
+    labels = re.split("_|->", conv.attribute("dim_labels"))
+    num_features = out.dims[labels[2].index("f")]
+    groups = int(conv.attribute("feature_group_count") or 1)
+    m = math.prod(out.dims) // max(1, num_features)
+    k = math.prod(kernel.dims) // max(1, kernel.dims[labels[1].index("o")])
+    n = num_features // groups
+    sizes = {
+        "__cudnn$convBackwardInput": (m, n, k),
+        "__cudnn$convBackwardFilter": (k, m, n),
+    }
+    m, k, n = sizes.get(target, (m, k, n))
+    return Dot(
+        **said,
+        batch=groups,
+        m=m,
+        k=k,
+        n=n,
+        out_dtype=conv.result.dtype,
+        backend=backend,
+        is_convolution=True,
+    )
+
+
+def _summed_dims(program: Program, computation: Computation, value: Instruction) -> frozenset[int]:
+    """Returns the dimensions of an array over which everything that reads it sums."""
+    summed: list[frozenset[int]] = []
+    for user in computation.users[value.name]:
+        fused = program.fused(user)
+        if fused is not None:
+            read = [p for p, o in zip(fused.parameters, user.operands) if o == value.name]
+            summed += [_summed_dims(program, fused, parameter) for parameter in read]
+        elif user.opcode == "get-tuple-element" and user.attribute("index") != "0":
+            continue  # the workspace of a library's kernel
+        elif user.opcode in ("get-tuple-element", "convert", "bitcast"):
+            pairs = enumerate(zip(user.result.dims, value.result.dims))
+            same = next((i for i, (a, b) in pairs if a != b), len(user.result.dims))
+            summed.append(_summed_dims(program, computation, user) & frozenset(range(same)))
+        else:
+            summed.append(frozenset(user.ints("dimensions") if user.opcode == "reduce" else ()))
+    return frozenset.intersection(*summed) if summed else frozenset()
+
+
+def _fp8_sources(program: Program, place: _Place, element: int = 0) -> Iterator[str]:
+    """Yields the FP8 dtypes of the values that one (``element`` of a tuple) was converted from.
+
+    Looks through the instructions that keep a value or scale it, out of the fusion into those that made
+    its inputs.
+    """
+    instruction = place.instruction
+    if instruction.result.dtype.startswith("f8") and len(instruction.results) == 1:
+        yield instruction.result.dtype
+    elif instruction.opcode == "parameter" and place.caller is not None:
+        yield from _fp8_sources(program, place.caller.operand(int(instruction.text)))
+    elif instruction.opcode == "get-tuple-element":
+        yield from _fp8_sources(program, place.operand(0), int(instruction.attribute("index") or 0))
+    elif instruction.opcode == "fusion":
+        fused = program.computations[instruction.called("calls")[0]]
+        made = fused.outputs[min(element, len(fused.outputs) - 1)]
+        yield from _fp8_sources(program, _Place(fused, made, place))
+    elif instruction.opcode in _VALUE_KEEPING:
+        for i in range(len(instruction.operands)):
+            yield from _fp8_sources(program, place.operand(i))
+
+
+def _accumulation(dot: Instruction) -> str:
+    """Returns how cublasLt accumulates in FP8; what other backends do does not stand in the program."""
+    if dot.attribute("custom_call_target") != "__cublas$lt$matmul$f8":
+        return "default"
+    precision = dot.config.get("gemm_backend_config", {}).get("precision_config", {})
+    algorithm = precision.get("algorithm", "ALG_UNSET")
+    if algorithm == "ALG_UNSET":
+        return "fast" if set(precision.get("operand_precision", ())) <= {"DEFAULT"} else "exact"
+    return "fast" if algorithm.endswith("_FAST_ACCUM") else "exact"

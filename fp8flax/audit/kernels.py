@@ -1,0 +1,126 @@
+"""Reads optimized HLO text: which kernels a program launches, what they move, which of them are GEMMs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from fp8flax.audit.dots import Dot, dots_of
+from fp8flax.audit.hlo import Computation, Instruction, Program, parse
+from fp8flax.audit.traffic import bytes_moved
+
+_FREE = frozenset(
+    (
+        "add-dependency",
+        "after-all",
+        "async-done",
+        "async-update",
+        "bitcast",
+        "constant",
+        "copy-done",
+        "domain",
+        "get-tuple-element",
+        "opt-barrier",
+        "parameter",
+        "partition-id",
+        "replica-id",
+        "tuple",
+    )
+)
+"""Instructions that launch nothing."""
+
+_CALLS = (
+    "to_apply",
+    "calls",
+    "branch_computations",
+    "called_computations",
+    "true_computation",
+    "false_computation",
+)
+"""Attributes that name what a call or a conditional runs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One launch: an instruction in the entry or in a loop's body."""
+
+    name: str
+    bytes: int
+    """Bytes that one launch reads and writes."""
+    trip_count: int
+    """Launches per call of the program: the product of the trip counts of the loops around it."""
+    dots: tuple[Dot, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Everything that ``read`` finds."""
+
+    kernels: tuple[Kernel, ...]
+    unknown_trip_counts: bool
+    """Whether some loop's trip count is not known; such a loop counts once."""
+    has_fp8: bool
+    """Whether any array in the program is FP8."""
+
+
+def read(text: str) -> Summary:
+    """Reads the text of an optimized HLO module.
+
+    Args:
+        text: what ``compiled.as_text()`` returns.
+
+    Returns:
+        The kernels, with all branches of a conditional.
+
+    Raises:
+        ValueError: the text is not that of an HLO module.
+
+    Example:
+        >>> summary = read('''HloModule example
+        ...
+        ... ENTRY %main (x: bf16[8,4]) -> f32[8,4] {
+        ...   %x = bf16[8,4]{1,0} parameter(0)
+        ...   ROOT %convert.1 = f32[8,4]{1,0} convert(%x), metadata={op_name="jit(f)/convert"}
+        ... }''')
+        >>> summary.kernels
+        (Kernel(name='convert.1', bytes=192, trip_count=1, dots=()),)
+    """
+    program = parse(text)
+    kernels = tuple(_kernels(program, program.computations[program.entry], 1))
+    instructions = [i for c in program.computations.values() for i in c.instructions.values()]
+    return Summary(
+        kernels=kernels,
+        unknown_trip_counts=any(i.opcode == "while" and _trip_count(i) is None for i in instructions),
+        has_fp8=any(array.dtype.startswith("f8") for i in instructions for array in i.results),
+    )
+
+
+def _kernels(program: Program, computation: Computation, trip_count: int) -> Iterator[Kernel]:
+    for instruction in computation.instructions.values():
+        opcode = instruction.opcode
+        if opcode == "while":
+            known = _trip_count(instruction)
+            count = 1 if known is None else known
+            # A loop that runs a known number of times does not evaluate its condition.
+            called = ["condition", "body"] if known is None else ["body"]
+            for name in instruction.called(*called):
+                yield from _kernels(program, program.computations[name], trip_count * count)
+        elif opcode in ("call", "conditional", "async-start", "call-start"):
+            for name in instruction.called(*_CALLS):
+                yield from _kernels(program, program.computations[name], trip_count)
+        elif opcode not in _FREE and not opcode.endswith("-done") and not _allocates(instruction):
+            yield Kernel(
+                name=instruction.name,
+                bytes=bytes_moved(program, computation, instruction),
+                trip_count=trip_count,
+                dots=tuple(dots_of(program, computation, instruction)),
+            )
+
+
+def _trip_count(loop: Instruction) -> int | None:
+    known = loop.config.get("known_trip_count", {}).get("n")
+    return None if known is None else int(known)
+
+
+def _allocates(instruction: Instruction) -> bool:
+    return instruction.attribute("custom_call_target") in ("AllocateBuffer", "CreateBuffer")

@@ -1,0 +1,162 @@
+"""What a compiled program does, as a table, as text and as numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import re
+from typing import Any
+
+from fp8flax.audit.gemms import AuditedGemm
+
+_HEADER = ("GEMM", "role", "M×K×N", "operands", "backend", "% FLOPs", "FP8?")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """What a compiled program does; print it, show it in a notebook, or assert on its fields.
+
+    A loop whose trip count XLA does not know counts once, and each branch of a conditional counts as if it
+    were taken. Only what XLA itself shows as a matrix product or a convolution is a GEMM: a matrix times a
+    vector or a hand-written kernel (Pallas, cuDNN attention) counts among the other kernels.
+    """
+
+    target: str
+    """The name that was asked for."""
+    device: str
+    """What the program was compiled for."""
+    jax_version: str
+    jaxlib_version: str
+    gemms: tuple[AuditedGemm, ...]
+    """In the order in which they run; one in a loop stands here once."""
+    num_kernels: int
+    """Kernels in the program, loops' bodies counted once."""
+    num_launches: int
+    """Kernels that one call launches."""
+    other_bytes: int
+    """Bytes that all kernels that are not GEMMs read and write in one call."""
+    temp_bytes: int
+    """Memory for temporaries."""
+    argument_bytes: int
+    output_bytes: int
+    donated_bytes: int
+    """Arguments whose memory is used again for outputs."""
+    unknown_trip_counts: bool
+    """Whether a loop's trip count is not known, so that it was counted once."""
+
+    @property
+    def num_gemms(self) -> int:
+        """GEMMs in the program, loops' bodies counted once."""
+        return len(self.gemms)
+
+    @property
+    def num_fp8_gemms(self) -> int:
+        """How many of them run in FP8, those included that only may (``AuditedGemm.may_be_fp8``)."""
+        return sum(gemm.is_fp8 for gemm in self.gemms)
+
+    @property
+    def num_gemm_launches(self) -> int:
+        """GEMMs that one call runs."""
+        return sum(gemm.trip_count for gemm in self.gemms)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all GEMMs in one call."""
+        return sum(gemm.flops for gemm in self.gemms)
+
+    @property
+    def fp8_flops_share(self) -> float:
+        """The share of ``flops`` that runs in FP8, or may, 0 to 1; 0 without any GEMM."""
+        return sum(gemm.flops for gemm in self.gemms if gemm.is_fp8) / max(1, self.flops)
+
+    @property
+    def maybe_fp8_flops_share(self) -> float:
+        """The part of ``fp8_flops_share`` that only may (``AuditedGemm.may_be_fp8``)."""
+        return sum(gemm.flops for gemm in self.gemms if gemm.may_be_fp8) / max(1, self.flops)
+
+    @property
+    def gemm_bytes(self) -> int:
+        """Bytes that the GEMMs' kernels read and write in one call."""
+        return sum(gemm.bytes for gemm in self.gemms)
+
+    @property
+    def summary(self) -> str:
+        """The result in one sentence."""
+        may = sum(gemm.may_be_fp8 for gemm in self.gemms)
+        share = 100 * (self.fp8_flops_share - self.maybe_fp8_flops_share)
+        maybe = f", {may} may ({100 * self.maybe_fp8_flops_share:.1f} %)," if may else ""
+        return (
+            f"{self.num_fp8_gemms - may} of {self.num_gemms} GEMMs run in FP8 ({share:.1f} % of FLOPs)"
+            f"{maybe} on {self.device}, JAX {self.jax_version}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all fields and totals as values that JSON can hold."""
+        totals = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
+        gemms = [
+            {**dataclasses.asdict(gemm), "may_be_fp8": gemm.may_be_fp8, "flops": gemm.flops}
+            for gemm in self.gemms
+        ]
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**fields, **{name: getattr(self, name) for name in totals}, "gemms": gemms}
+
+    def __str__(self) -> str:
+        reasons = self._reasons()
+        rows = [_HEADER, *(self._row(gemm, reasons) for gemm in self.gemms)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        if self.gemms:
+            lines.insert(1, "-" * max(map(len, lines)))
+        notes = [f"[{number}] {reason}" for reason, number in reasons.items()]
+        return "\n".join([*lines, *([""] if notes else []), *notes, "", *self._totals()])
+
+    def _repr_html_(self) -> str:
+        reasons = self._reasons()
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in _HEADER)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in self._row(gemm, reasons)) + "</tr>"
+            for gemm in self.gemms
+        )
+        notes = [f"[{number}] {reason}" for reason, number in reasons.items()]
+        text = "".join(f"<div>{html.escape(line)}</div>" for line in [*notes, *self._totals()])
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{text}"
+
+    def _reasons(self) -> dict[str, int]:
+        reasons = dict.fromkeys(gemm.reason for gemm in self.gemms if gemm.reason)
+        return {reason: number for number, reason in enumerate(reasons, 1)}
+
+    def _row(self, gemm: AuditedGemm, reasons: dict[str, int]) -> tuple[str, ...]:
+        sizes = [gemm.m, gemm.k, gemm.n] if gemm.batch == 1 else [gemm.batch, gemm.m, gemm.k, gemm.n]
+        accumulation = "" if gemm.accumulation == "default" else f", {gemm.accumulation}"
+        return (
+            gemm.path or "(no name)",
+            gemm.role,
+            "×".join(map(str, sizes)) + (f" ({gemm.trip_count} times)" if gemm.trip_count > 1 else ""),
+            f"{_short(gemm.lhs_dtype)}×{_short(gemm.rhs_dtype)}→{_short(gemm.out_dtype)}",
+            gemm.backend + accumulation,
+            f"{100 * gemm.flops / max(1, self.flops):.1f}",
+            "FP8" if not gemm.reason else f"{'may ' * gemm.may_be_fp8}[{reasons[gemm.reason]}]",
+        )
+
+    def _totals(self) -> list[str]:
+        lines = [
+            self.summary,
+            f"{self.num_kernels} kernels, {self.num_launches} launches. The GEMMs move "
+            f"{_mebibytes(self.gemm_bytes)}, the other kernels {_mebibytes(self.other_bytes)}; "
+            f"temporaries take {_mebibytes(self.temp_bytes)}.",
+        ]
+        if self.unknown_trip_counts:
+            lines.append("The trip count of a loop is not known: what runs in it counts once.")
+        if self.target != "local":
+            lines.append("Compiled without the device, which might choose another backend after measuring.")
+        return lines
+
+
+def _short(dtype: str) -> str:
+    """Returns a dtype's name for a table."""
+    short = re.sub(r"^float8_(e\dm\d).*", r"\1", dtype)
+    return {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}.get(short, short)
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
