@@ -51,7 +51,8 @@ def name_of(value):
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    """Normally distributed numbers by NumPy: JAX would compile a program for every shape."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def struct(*shape, dtype=jnp.bfloat16):

@@ -28,6 +28,7 @@ from tests.cases import (
     kept,
     make_step,
     name_of,
+    normal,
 )
 
 WIDE = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -125,8 +126,8 @@ def test_the_two_forms_agree(contraction, dtype):
 
 def test_bfloat16_results_are_rounded_once():
     """The quantize-dequantize form rounds both operands as well; the direct form only the result."""
-    lhs = jax.random.normal(jax.random.key(0), (32, 64)) * 3
-    rhs = jax.random.normal(jax.random.key(1), (64, 16))
+    lhs = normal(0, 32, 64) * 3
+    rhs = normal(1, 64, 16)
     scales = [np.max(np.abs(x)) / np.float32(448) for x in (lhs, rhs)]
     states = DotStates(*(ScalingState(jnp.full((1,), s), jnp.zeros((1,))) for s in (*scales, 1.0)))
     lhs, rhs = lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
@@ -321,7 +322,7 @@ def scanned(block, length=8, **kwargs):
 
 def init_and_step_of(block):
     """In float32: XLA leaves out roundings to bfloat16 where it fuses, in each program others."""
-    x = jax.random.normal(jax.random.key(0), (M, K))
+    x = normal(0, M, K)
     model = scanned(block, features=K, dot_general_cls=fp8.Fp8DotGeneralOp, dtype=jnp.float32)
     step = jax.jit(fp8.value_and_grad(lambda v: jnp.mean(model.apply(v, x)[0] ** 2)))
     return partial(jax.jit(model.init), jax.random.key(1), x), step

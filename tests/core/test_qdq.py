@@ -12,6 +12,7 @@ from fp8flax._qdq import DelayedConfig, delayed_scale, delayed_scales
 from fp8flax._scaling import push_amax
 from fp8flax._state import ScalingState
 from tests import reference
+from tests.cases import normal
 
 F32, E4M3, E5M2 = jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -113,8 +114,8 @@ def test_in_qdq_over_steps_is_the_reference(wrap, state_dtype, scale_shape, q_dt
     scale, history = jnp.ones(scale_shape), jnp.zeros((3,))
     want_scale, want_history = np.ones(scale_shape, np.float32), np.zeros((3,), np.float32)
     for i in range(5):
-        x = (jax.random.normal(jax.random.key(i), (4, 7)) * 10.0 ** (2 - i)).astype(dtype)
-        g = jax.random.normal(jax.random.key(9), (4, 7))
+        x = (normal(i, 4, 7) * 10.0 ** (2 - i)).astype(dtype)
+        g = normal(9, 4, 7)
         (dx, scale, history), out = step(x, scale, history, g)
         want_scale = reference.next_scale(want_history, want_scale, q_dtype)
         want_history = reference.next_history(x, want_history)
@@ -135,8 +136,8 @@ def test_out_qdq_over_steps_is_the_reference(q_dtype):
     scale, history = jnp.ones((1,)), jnp.zeros((3,))
     want_scale, want_history = np.ones((1,), np.float32), np.zeros((3,), np.float32)
     for i in range(5):
-        y = jax.random.normal(jax.random.key(i), (4, 7))
-        g = jax.random.normal(jax.random.key(7), (4, 7)) * 100.0 ** (2 - i)
+        y = normal(i, 4, 7)
+        g = normal(7, 4, 7) * 100.0 ** (2 - i)
         out, dy, scale, history = step(y, scale, history, g)
         want_scale = reference.next_scale(want_history, want_scale, q_dtype)
         want_history = reference.next_history(g, want_history)
@@ -147,7 +148,7 @@ def test_out_qdq_over_steps_is_the_reference(q_dtype):
 
 
 def test_in_q_and_out_dq_are_flax():
-    x, history = jax.random.normal(jax.random.key(0), (4, 7)), jnp.array([3.0, 8.0])
+    x, history = normal(0, 4, 7), jnp.array([3.0, 8.0])
 
     def ours(x, scale, history):
         q, new_scale = fp8.in_q(F32, E4M3, x, scale, history)

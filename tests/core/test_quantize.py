@@ -15,6 +15,7 @@ from flax.linen import fp8_ops as flax_ops
 
 import fp8flax as fp8
 from tests import reference
+from tests.cases import normal
 
 DTYPES = list(reference.FP8)
 ALL_BITS = np.arange(65536, dtype=np.uint16)
@@ -113,7 +114,7 @@ def test_any_float32_array(x, scale, name):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", DTYPES)
 def test_compute_dtype_of_the_layer_reproduces_flax(name, dtype):
-    x = (jax.random.normal(jax.random.key(0), (64, 33)) * 10).astype(dtype)
+    x = (normal(0, 64, 33) * 10).astype(dtype)
     scale = jnp.float32(3.0 / 448.0)
     ours = fp8.quantize_dequantize(x, getattr(fp8, name), scale, dtype)
     theirs = flax_ops.qdq(x, getattr(fp8, name), scale, dtype)
@@ -121,7 +122,7 @@ def test_compute_dtype_of_the_layer_reproduces_flax(name, dtype):
 
 
 def test_scale_shapes():
-    x = jax.random.normal(jax.random.key(0), (4, 6))
+    x = normal(0, 4, 6)
     by_scalar = fp8.quantize(x, jnp.float8_e4m3fn, jnp.float32(0.5))
     assert_same_bits(fp8.quantize(x, jnp.float8_e4m3fn, jnp.full((1,), 0.5)), by_scalar)
     assert_same_bits(fp8.quantize(x, jnp.float8_e4m3fn, jnp.full((4, 1), 0.5)), by_scalar)
@@ -156,7 +157,7 @@ def test_under_debug_nans():
 @pytest.mark.parametrize("scale", [1.0, 0.125])
 def test_cast_to_representable_loses_nothing_the_second_time(name, scale):
     dtype = getattr(fp8, name)
-    x = jax.random.normal(jax.random.key(1), (300,)) * 20
+    x = normal(1, 300) * 20
     once = fp8.cast_to_representable(x, dtype, scale)
     assert (once != x).any()
     assert_same_bits(fp8.cast_to_representable(once, dtype, scale), once)

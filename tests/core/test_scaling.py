@@ -1,4 +1,3 @@
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +6,7 @@ from flax.linen import fp8_ops as flax_ops
 import fp8flax as fp8
 from fp8flax import _scaling
 from tests import reference
+from tests.cases import normal
 
 AMAXES = [3.0, 1e-30, 1e30, 0.1, 448.0, 3.4e38, 57344.0, 1.17e-38]
 
@@ -73,7 +73,7 @@ def test_unusable_data_leave_the_history(x):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0, 4)])
 def test_amax(dtype, shape):
-    x = jax.random.normal(jax.random.key(0), shape, dtype)
+    x = normal(0, *shape, dtype=dtype)
     amax = _scaling.compute_amax(x)
     assert amax.dtype == jnp.float32
     assert amax.shape == ()

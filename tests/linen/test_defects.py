@@ -16,11 +16,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
+from tests.cases import normal
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 Op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
 LAYER = nn.Dense(6, dot_general_cls=Op)
-X = jax.random.normal(jax.random.key(0), (4, 6))
+X = normal(0, 4, 6)
 VARIABLES = LAYER.init(jax.random.key(1), X)
 AMAX = float(np.max(np.abs(X)))
 NO_BATCH = ((), ())

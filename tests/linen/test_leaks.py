@@ -10,9 +10,10 @@ import optax
 import pytest
 
 import fp8flax as fp8
+from tests.cases import normal
 
-X = jax.random.normal(jax.random.key(0), (32, 32))
-IMAGES = jax.random.normal(jax.random.key(1), (2, 8, 8, 16))
+X = normal(0, 32, 32)
+IMAGES = normal(1, 2, 8, 8, 16)
 RECIPES = {
     "delayed": fp8.DelayedScaling(),
     "most_recent": fp8.DelayedScaling(amax_compute_algo="most_recent", use_power_2_scales=True),
@@ -96,7 +97,7 @@ def over_examples():
 
 
 def ragged():
-    kernels = jax.random.normal(jax.random.key(2), (2, 32, 32))
+    kernels = normal(2, 2, 32, 32)
     return calls_of(fp8.Fp8RaggedDotOp(), X, kernels, jnp.array([20, 12]))
 
 

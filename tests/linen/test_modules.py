@@ -14,7 +14,17 @@ from jax import lax
 
 import fp8flax as fp8
 from tests import reference
-from tests.cases import CONTRACTIONS, NO_BATCH, OWG, data, error_of_product, init, make_step, name_of
+from tests.cases import (
+    CONTRACTIONS,
+    NO_BATCH,
+    OWG,
+    data,
+    error_of_product,
+    init,
+    make_step,
+    name_of,
+    normal,
+)
 
 # That the three products of each contraction are the right ones is test_dot_general's; Flax cannot scale a
 # scalar cotangent, nor take the amax of an empty tensor.
@@ -173,7 +183,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("layer", list(LAYERS))
 def test_injected_into_layers(layer):
-    x = jax.random.normal(jax.random.key(0), (3, 5, 6))
+    x = normal(0, 3, 5, 6)
     plain, with_fp8 = LAYERS[layer](), LAYERS[layer](dot_general_cls=fp8.Fp8DotGeneralOp)
     variables, plain_variables = jax.jit(lambda k, x: (with_fp8.init(k, x), plain.init(k, x)))(
         jax.random.key(1), x
@@ -230,7 +240,7 @@ class TestEinsum:
         self.check((6, 2, 3), "abc,cde->abde", (3, 5, 6), use_bias=False)
 
     def check(self, shape, eqn, x_shape, use_bias):
-        x = jax.random.normal(jax.random.key(0), x_shape)
+        x = normal(0, *x_shape)
         layers = (
             fp8.Einsum(shape, eqn, use_bias=use_bias),
             nn.Einsum(shape, eqn, use_bias=use_bias),
@@ -270,8 +280,8 @@ class TestFp8Einsum:
         ],
     )
     def test_is_einsum_of_the_quantized_operands(self, eqn, lhs_shape, rhs_shape):
-        lhs = jax.random.normal(jax.random.key(0), lhs_shape) * 50
-        rhs = jax.random.normal(jax.random.key(1), rhs_shape)
+        lhs = normal(0, *lhs_shape) * 50
+        rhs = normal(1, *rhs_shape)
         op = fp8.Fp8Einsum(recipe=fp8.DelayedScaling(amax_history_len=2))
 
         @jax.jit
@@ -316,7 +326,7 @@ def test_nanoo_uses_fnuz():
 @pytest.fixture(scope="module")
 def three_steps_of_flax():
     """A function that differentiates; variables after three steps of Flax's op; gradients of a fourth."""
-    x = jax.random.normal(jax.random.key(0), (8, 6)) * 20
+    x = normal(0, 8, 6) * 20
     theirs = nn.Dense(4, dot_general_cls=partial(flax_ops.Fp8DotGeneralOp, amax_history_length=4))
 
     def gradients_of(model):

@@ -18,7 +18,7 @@ from jax import lax
 
 import fp8flax as fp8
 from tests import what_works
-from tests.cases import OWG, RECIPES, added_up
+from tests.cases import OWG, RECIPES, added_up, normal
 from tests.what_works import COLUMNS
 
 EXAMPLES, LENGTH, WIDTH = 4, 3, 8
@@ -49,7 +49,7 @@ LAYERS = {
     "Attention": attention,
     "Own": lambda op, name: Own(op, name=name),
 }
-X, WEIGHTS = (jax.random.normal(jax.random.key(i), (EXAMPLES, LENGTH, WIDTH)) for i in (0, 1))
+X, WEIGHTS = (normal(i, EXAMPLES, LENGTH, WIDTH) for i in (0, 1))
 
 
 class Case:

@@ -7,14 +7,10 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
+from tests.cases import OWG, normal
+from tests.models import ALL
 
-OWG = fp8.OVERWRITE_WITH_GRADIENT
-ALL = {"include": ".*"}
 init = nn.initializers.lecun_normal()
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
 
 
 def names(variables):

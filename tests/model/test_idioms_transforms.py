@@ -12,10 +12,11 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._dot_general import DotStates
+from tests.cases import normal
 
 OWG = "_overwrite_with_gradient"
 KEY = jax.random.key(0)
-X = np.asarray(jax.random.normal(KEY, (3, 32)))
+X = np.asarray(normal(0, 3, 32))
 Dense = partial(nn.Dense, dot_general_cls=fp8.Fp8DotGeneralOp)
 QdqDense = partial(nn.Dense, dot_general_cls=partial(fp8.Fp8DotGeneralOp, form="qdq"))
 RECIPES = {
@@ -64,7 +65,7 @@ class TestInputGradientOfAFrozenModel:
         if scale.ndim == 3:  # (1, columns of the kernel, blocks)
             scale = np.repeat(scale[0].T, 32, axis=0)
         kernel = np.asarray(params["kernel"], np.float32) * scale
-        g = np.asarray(jax.random.normal(jax.random.key(1), (3, 8)))
+        g = np.asarray(normal(1, 3, 8))
 
         def f(x):
             return jnp.sum(model.apply(variables, x) * g)
@@ -132,7 +133,7 @@ class TestInputGradientOfAFrozenModel:
         from fp8flax._ragged import fp8_ragged_dot
 
         x, sizes = jnp.asarray(X[:, :4]), jnp.array([1, 1])
-        kernels = jax.random.normal(KEY, (2, 4, 2))
+        kernels = normal(0, 2, 4, 2)
         dot = partial(fp8_ragged_dot, states=DotStates(), recipe=fp8.Float8CurrentScaling(), is_frozen=True)
         scale = jnp.abs(kernels).max((1, 2), keepdims=True) / 448
         wide = jnp.stack([fp8.qdq(w, jnp.float8_e4m3fn, s) for w, s in zip(kernels, scale)])

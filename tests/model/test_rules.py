@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._model.rules import BREAK_EVEN, Rules, Site, Sizes
+from fp8flax._model.rules import BREAK_EVEN, GemmSizes, Rules, Site
 from tests.cases import OWG, flat, normal
 from tests.models import Attention, in_scan
 
@@ -23,7 +23,7 @@ def site(path="mlp/up", k=4096, n=4096, *, module=None, kernel="kernel", **chang
         "primitive": "dot_general",
         "shapes": ((8, k), (k, n)),
         "dtypes": (jnp.dtype("bfloat16"), jnp.dtype("float32")),
-        "sizes": Sizes(1, 8, k, n),
+        "sizes": GemmSizes(1, 8, k, n),
         "is_matmul": True,
     }
     return Site(**{**options, **changes})
@@ -116,7 +116,7 @@ class TestDefaults:
 
     def test_the_batch_has_no_say(self):
         for m in (1, 10**6):
-            assert Rules().decide(site(sizes=Sizes(1, m, 4096, 4096))).converts
+            assert Rules().decide(site(sizes=GemmSizes(1, m, 4096, 4096))).converts
 
     def test_what_else_is_left(self):
         reasons = {

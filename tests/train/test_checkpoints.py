@@ -16,9 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
+from tests.cases import normal
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
-X = jax.random.normal(jax.random.key(0), (8, 16), jnp.bfloat16)
+X = normal(0, 8, 16, dtype=jnp.bfloat16)
 AMAX = np.float32(np.max(np.abs(np.float32(X))))
 TX = optax.adam(1e-2)
 

@@ -19,12 +19,12 @@ from fp8flax._core.names import BLOCK_GEMM_F16
 from fp8flax.audit.compiling import compiling_for
 from fp8flax.audit.hlo import parse
 from tests import what_works
-from tests.cases import OWG, RECIPES, added_up
+from tests.cases import OWG, RECIPES, added_up, normal
 from tests.gpus import compiled_for_gpus, gpus
 from tests.what_works import COLUMNS
 
 BATCH, WIDTH, HIDDEN = 16, 16, 32
-X, WEIGHTS = (jax.random.normal(jax.random.key(i), (BATCH, WIDTH)) for i in (0, 1))
+X, WEIGHTS = (normal(i, BATCH, WIDTH) for i in (0, 1))
 
 
 def mesh(kind=AxisType.Auto, **sizes):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
+from tests.cases import normal
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
@@ -29,7 +30,7 @@ class Net(nn.Module):
 
 
 MODEL = Net()
-X = 1e3 * jax.random.normal(jax.random.key(0), (8, 16))
+X = 1e3 * normal(0, 8, 16)
 VARIABLES = jax.jit(MODEL.init)(jax.random.key(1), X)
 HIDDEN = jax.jit(partial(Net(None).apply, use_second=False))({"params": VARIABLES["params"]}, X)
 

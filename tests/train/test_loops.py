@@ -17,10 +17,11 @@ from flax.training import dynamic_scale
 
 import fp8flax as fp8
 from tests import ROOT
+from tests.cases import normal
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 Op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
-X = jax.random.normal(jax.random.key(0), (16, 8))
+X = normal(0, 16, 8)
 Y = jnp.sin(X.sum(-1, keepdims=True))
 
 

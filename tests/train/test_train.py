@@ -17,6 +17,7 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
+from tests.cases import normal
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
@@ -50,7 +51,7 @@ class Net(nn.Module):
 
 
 MODEL = Net()
-X = jax.random.normal(jax.random.key(0), (4, 6))
+X = normal(0, 4, 6)
 VARIABLES = MODEL.init(jax.random.key(1), X)
 
 
@@ -211,7 +212,7 @@ class TestMergeByMax:
     @pytest.mark.parametrize("tied", [False, True], ids=["stacked", "tied"])
     def test_nn_scan(self, tied, remat, wrap):
         model = Scanned(tied=tied, remat=remat)
-        x = jax.random.normal(jax.random.key(0), (4, 6))
+        x = normal(0, 4, 6)
         variables = model.init(jax.random.key(1), x)
         layer = nn.Dense(6, dot_general_cls=Op, use_bias=False)
         kernels = variables["params"]["stack"]["Dense_0"]["kernel"]
@@ -857,7 +858,7 @@ class TestAllGradientsTouched:
 
 @pytest.mark.usefixtures("_promotion_of_optax")
 def test_training_in_fp8_keeps_up_with_float32():
-    target = jnp.sin(3 * X @ jax.random.normal(jax.random.key(5), (6, 8)))
+    target = jnp.sin(3 * X @ normal(5, 6, 8))
 
     def train(dot_general_cls):
         model = Net(dot_general_cls=dot_general_cls)
