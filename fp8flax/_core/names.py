@@ -8,7 +8,7 @@ FORWARD, DGRAD, WGRAD = "fp8_forward", "fp8_dgrad", "fp8_wgrad"
 BY_OP = "fp8_op"
 """The scope of an FP8 op in a model of ``quantize_model``."""
 
-SITE = "fp8_site_"
+COUNTED = "fp8_site_"
 """How the scopes begin in which ``report`` counts contractions."""
 
 QDQ = "fp8_qdq"

@@ -14,20 +14,16 @@ those maps and inside of ``beside_params``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from flax.core import lift
 from flax.core.scope import DenyList, in_filter, subtract_filters, union_filters
 
+from fp8flax._model.conversion import OnMap, conversion, converting
 from fp8flax._state import OVERWRITE_WITH_GRADIENT, PARAMS
 
-OnMap = Callable[[Any, Any, Any], None]
-_beside_params: ContextVar[tuple[str, ...]] = ContextVar("beside_params", default=())
-_on_map: ContextVar[tuple[OnMap, ...]] = ContextVar("on_map", default=())
-_in_custom_vjp: ContextVar[bool] = ContextVar("in_custom_vjp", default=False)
 _flax_pack = lift.pack
 
 
@@ -37,20 +33,10 @@ def beside_params(collection: str, on_map: OnMap) -> Iterator[None]:
 
     Args:
         collection: its name.
-        on_map: called as ``(scope, given, mapped)`` by ``nn.map_variables`` of the parameters: the scope
-            that has the variables, those that it maps, and the scope of what it has made of them.
+        on_map: told what ``nn.map_variables`` makes of the parameters.
     """
-    tokens = _beside_params.set((collection,)), _on_map.set((*_on_map.get(), on_map))
-    try:
+    with converting(beside_params=collection, on_map=(*conversion().on_map, on_map)):
         yield
-    finally:
-        _beside_params.reset(tokens[0])
-        _on_map.reset(tokens[1])
-
-
-def in_custom_vjp() -> bool:
-    """Tells whether the code that runs is that of ``nn.custom_vjp``, inside of ``beside_params``."""
-    return _in_custom_vjp.get()
 
 
 def _beside(filters: Sequence[Any], ours: str) -> tuple[Any, ...]:
@@ -70,13 +56,13 @@ def _passed_by(filters: Sequence[Any], ours: str) -> tuple[Any, ...]:
 
 
 def _pack(fn: Any, ins: Sequence[Any], outs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    collections, name = _beside_params.get(), kwargs.get("name")
+    ours, name = conversion().beside_params, kwargs.get("name")
     if name == "map_variables" and (ins[0] is True or isinstance(ins[0], DenyList)):
-        for ours in {OVERWRITE_WITH_GRADIENT, *collections}:
-            ins, outs = _passed_by(ins, ours), _passed_by(outs, ours)
-    for ours in collections:
+        for collection in {OVERWRITE_WITH_GRADIENT, ours or OVERWRITE_WITH_GRADIENT}:
+            ins, outs = _passed_by(ins, collection), _passed_by(outs, collection)
+    if ours is not None:
         ins, outs = _beside(ins, ours), _beside(outs, ours)
-    if name == "map_variables" and _on_map.get() and in_filter(ins[0], PARAMS):
+    if name == "map_variables" and conversion().on_map and in_filter(ins[0], PARAMS):
 
         def packed(scopes: Any, *rest: Any, **options: Any) -> Any:
             return _flax_pack(_telling(fn, scopes), ins, outs, *args, **kwargs)(scopes, *rest, **options)
@@ -87,11 +73,8 @@ def _pack(fn: Any, ins: Sequence[Any], outs: Sequence[Any], *args: Any, **kwargs
 
 def _marked(fn: Any) -> Any:
     def marked(*args: Any, **kwargs: Any) -> Any:
-        token = _in_custom_vjp.set(True)
-        try:
+        with converting(in_custom_vjp=True):
             return fn(*args, **kwargs)
-        finally:
-            _in_custom_vjp.reset(token)
 
     return marked
 
@@ -102,7 +85,7 @@ def _telling(fn: Any, outer: Any) -> Any:
     def telling(make_scopes: Any, repack: Any, groups: Any, *rest: Any, **kwargs: Any) -> Any:
         def make(*args: Any, **options: Any) -> Any:
             scopes = make_scopes(*args, **options)
-            for tell in _on_map.get():
+            for tell in conversion().on_map:
                 for before, after in zip(jax.tree.leaves(outer), jax.tree.leaves(scopes)):
                     tell(before, groups[0], after)
             return scopes

@@ -12,10 +12,13 @@ import flax.linen as nn
 from fp8flax._autocast import recipe_in_use
 from fp8flax._convert import eval_init
 from fp8flax._core.device import GPUS, Gpu
-from fp8flax._core.names import NOT_CONVERTED, SITE
-from fp8flax._model.interception import contractions_in
-from fp8flax._model.quantize_model import reporting, seen_of, sizes_of, trace_apply
-from fp8flax._model.rules import Sizes
+from fp8flax._core.names import COUNTED, NOT_CONVERTED
+from fp8flax._model.calls import seen_of
+from fp8flax._model.conversion import reporting
+from fp8flax._model.converted import trace_apply
+from fp8flax._model.jaxprs import contractions_in
+from fp8flax._model.rules import GemmSizes
+from fp8flax._model.sites import sizes_of
 from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, CustomRecipe, DelayedScaling
 
 # Bytes per element of input, kernel and output that one step's quantization moves, beside what the GEMMs
@@ -35,7 +38,7 @@ def _kind(gemms: CustomRecipe) -> str:
     return max(kinds, key=_QUANTIZATION_BYTES.__getitem__)
 
 
-def _seconds(sizes: Sizes, gpu: Gpu, gemms: CustomRecipe | None, is_matmul: bool) -> float:
+def _seconds(sizes: GemmSizes, gpu: Gpu, gemms: CustomRecipe | None, is_matmul: bool) -> float:
     """Returns the time of the forward and both backward GEMMs, with quantization, on a roofline."""
     b, m, k, n = sizes
     operations, elements = 3 * sizes.flops, b * (m * k + k * n + m * n)
@@ -193,10 +196,10 @@ def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) ->
         shapes, _ = eval_init(model, args, kwargs)
         jaxpr = trace_apply(model, shapes, args, kwargs)
     by_scope = {found.scope: found for found in seen_of(model).sites}
-    counts: Counter[tuple[str, Sizes]] = Counter()
+    counts: Counter[tuple[str, GemmSizes]] = Counter()
     unseen = []
     for one in contractions_in(jaxpr.jaxpr):
-        scope = next(reversed(re.findall(f"{SITE}[0-9a-f]{{8}}", one.stack)), "")
+        scope = next(reversed(re.findall(f"{COUNTED}[0-9a-f]{{8}}", one.stack)), "")
         if scope in by_scope:
             sizes = sizes_of(one.primitive, one.params, one.shapes, by_scope[scope].is_swapped)
             counts[scope, sizes] += one.times

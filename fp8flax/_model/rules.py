@@ -32,7 +32,7 @@ LOGITS = re.compile(
 """Names of the layers that are taken for a model's last one."""
 
 
-class Sizes(NamedTuple):
+class GemmSizes(NamedTuple):
     """A contraction as ``batch`` matmuls of (M, K) by (K, N)."""
 
     batch: int
@@ -61,7 +61,7 @@ class Site(NamedTuple):
     primitive: str
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[Any, Any]
-    sizes: Sizes
+    sizes: GemmSizes
     is_matmul: bool
     """False for a convolution that no matmul computes."""
     impossible: str | None = None

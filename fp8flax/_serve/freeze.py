@@ -16,17 +16,10 @@ import numpy as np
 
 from fp8flax._dot_general import DotStates, delayed_scale, frozen_dot_general, quantize_kernel
 from fp8flax._formats import as_fp8_dtype, float8_e4m3fn, fp8_max
-from fp8flax._model.interception import Derived, Source
-from fp8flax._model.quantize_model import (
-    Call,
-    FoundOp,
-    as_jax,
-    convert,
-    converted_class,
-    reporting,
-    seen_of,
-    trace_apply,
-)
+from fp8flax._model.calls import Call, SeenOp, as_jax, seen_of
+from fp8flax._model.conversion import reporting
+from fp8flax._model.converted import convert, converted_class, trace_apply
+from fp8flax._model.provenance import Derived, Source
 from fp8flax._model.rules import Rules
 from fp8flax._modules import Fp8DotGeneralOp, Fp8Einsum, Fp8Op
 from fp8flax._operands import Quantized
@@ -143,7 +136,7 @@ class ServingCall(Call):
 
     def finish(self, model: Any, method: str) -> None:
         stored = {path for op in self._serving.ops for path, _ in op.kernels}
-        if read := sorted(stored & self.interception.used_otherwise):
+        if read := sorted(stored & self.provenance.used_otherwise):
             raise ValueError(
                 f"{type(model).__name__}.{method} reads {', '.join(map('/'.join, read))}, stored in FP8, "
                 "other than by an FP8 op, which it did not when the model was frozen. Freeze the model "
@@ -174,7 +167,7 @@ class ServingCall(Call):
             if gemms.forward.lhs is None and gemms.forward.rhs is None:
                 return op.plain(lhs, rhs, *rest)
             return compute(lhs, rhs, *rest, fixed=(_fixed_states(op, gemms), gemms))
-        derived = self.interception.derived(rhs, op.scope)
+        derived = self.provenance.of(rhs, op.scope)
         stored = [path for path, _ in served.kernels]
         if derived is None or derived.rebuild is None or [s.path for s in derived.sources] != stored:
             raise ValueError(
@@ -334,7 +327,7 @@ def _is_on_several_devices(x: Any) -> bool:
     return is_here and len(x.sharding.device_set) > 1
 
 
-def _stacked_axis(kernel: Derived, ops: Mapping[Path, FoundOp], params: Any) -> int | None:
+def _stacked_axis(kernel: Derived, ops: Mapping[Path, SeenOp], params: Any) -> int | None:
     """Returns the axis by which one transformation stacked a kernel's parameters; None if it is not one.
 
     Where the shapes leave several, those of the other kernels under the same module decide.
@@ -397,7 +390,7 @@ def _counts(kernel: Derived, shape: tuple[int, ...]) -> list[Any]:
 
 
 def _left_wide(
-    ops: Mapping[Path, FoundOp], recipes: Mapping[Path, CustomRecipe], seen: Any
+    ops: Mapping[Path, SeenOp], recipes: Mapping[Path, CustomRecipe], seen: Any
 ) -> dict[Path, str]:
     """Returns the ops whose kernels cannot be stored in FP8, and why."""
     reasons: dict[Path, str] = {}
@@ -438,7 +431,7 @@ def _left_wide(
         reasons |= more
 
 
-def _kernel_quantizer(found: FoundOp, gemms: CustomRecipe) -> Any:
+def _kernel_quantizer(found: SeenOp, gemms: CustomRecipe) -> Any:
     """Returns the quantizer with which an op's kernel is stored, None if it is not stored in FP8."""
     quantizer = gemms.forward.rhs
     if _is_dot(found.op) or gemms is _WEIGHT_ONLY or isinstance(quantizer, DelayedQuantizer):
@@ -446,9 +439,7 @@ def _kernel_quantizer(found: FoundOp, gemms: CustomRecipe) -> Any:
     return None
 
 
-def _quantized(
-    found: FoundOp, gemms: CustomRecipe, kernel: jax.Array, scale: jax.Array | None
-) -> Quantized:
+def _quantized(found: SeenOp, gemms: CustomRecipe, kernel: jax.Array, scale: jax.Array | None) -> Quantized:
     """Returns an op's kernel as it is stored: codes of its shape, scales as the recipe has them."""
     lhs, _, *rest = found.args
     if _is_dot(found.op):
@@ -626,7 +617,7 @@ def serving_ops(model: Any) -> tuple[ServedOp, ...]:
     return serving.ops
 
 
-def _said(left_wide: Mapping[Path, str], ops: Mapping[Path, FoundOp]) -> str:
+def _said(left_wide: Mapping[Path, str], ops: Mapping[Path, SeenOp]) -> str:
     """Returns the parameters that stay wide, with the reasons."""
     reasons = {}
     for path, reason in left_wide.items():
@@ -637,7 +628,7 @@ def _said(left_wide: Mapping[Path, str], ops: Mapping[Path, FoundOp]) -> str:
     return "; ".join(f"{name} ({reason})" for name, reason in sorted(reasons.items()))
 
 
-def _layout(found: FoundOp, whole: tuple[int, ...]) -> Any:
+def _layout(found: SeenOp, whole: tuple[int, ...]) -> Any:
     kernel = found.kernel
     assert kernel is not None
     shape = kernel.sources[0].shape
@@ -693,7 +684,7 @@ def _per_slice_of_state(f: Callable[..., Any], scale: jax.Array, history: jax.Ar
 
 
 def _store(
-    found: FoundOp,
+    found: SeenOp,
     gemms: CustomRecipe,
     wide: list[Any],
     scale: jax.Array | None,

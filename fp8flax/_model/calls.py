@@ -1,0 +1,240 @@
+"""One call of a converted model: what it computes, op by op, and what it is seen to compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from fp8flax._core.names import BY_OP, COUNTED
+from fp8flax._model.conversion import conversion
+from fp8flax._model.interception import Contraction, Interception, Left
+from fp8flax._model.lifting import beside_params
+from fp8flax._model.provenance import Derived, Provenance
+from fp8flax._model.rules import Decision, Rules, Site
+from fp8flax._model.sites import as_op, name_of, site_of
+from fp8flax._modules import Fp8Op, op_handler
+from fp8flax._recipes import CustomRecipe, Recipe
+from fp8flax._state import OVERWRITE_WITH_GRADIENT, PARAMS
+
+
+class SeenOp(NamedTuple):
+    """An FP8 op that a model computes."""
+
+    op: type[Fp8Op]
+    gemms: CustomRecipe
+    kernel: Derived | None
+    """What its kernel owes to parameters."""
+    args: tuple[Any, ...]
+    """Shapes and dtypes of the input and the kernel; dimension numbers, precision, dtype of the result."""
+    others: frozenset[tuple[str, ...]] = frozenset()
+    """Where it multiplies by several kernels, the parameters of all of them."""
+
+
+class SeenSite(NamedTuple):
+    """A contraction that a model computes, and what became of it."""
+
+    site: Site
+    decision: Decision
+    name: str
+    """Of the contraction in its module, and of the op if it was converted."""
+    is_swapped: bool
+    """Whether the kernel is its left operand."""
+
+    @property
+    def scope(self) -> str:
+        """A name by which ``report`` finds it in a jaxpr: the same whenever it is traced."""
+        text = f"{self.site.path}/{self.name}/{self.site.shapes}/{self.site.impossible}"
+        return f"{COUNTED}{zlib.crc32(text.encode()):08x}"
+
+
+class Seen:
+    """What a model was last seen to compute, shared by its clones."""
+
+    def __init__(self) -> None:
+        self.sites: list[SeenSite] = []
+        self.ops: dict[tuple[str, ...], SeenOp] = {}
+        self.used_otherwise: set[tuple[str, ...]] = set()
+
+    def __deepcopy__(self, memo: Any) -> Seen:
+        return self  # by a copy of the model
+
+    def __reduce__(self) -> Any:
+        return Seen, ()  # nothing of it outlives the process
+
+
+def seen_of(model: Any) -> Seen:
+    """Returns what a converted model was last seen to compute."""
+    if "_fp8_seen" not in vars(model):
+        object.__setattr__(model, "_fp8_seen", Seen())
+    seen: Seen = model._fp8_seen
+    return seen
+
+
+class Call:
+    """One call of a converted model from outside."""
+
+    def __init__(self, cls: type, rules: Rules) -> None:
+        self.cls = cls
+        self.rules = self._rules_here = rules
+        self.sites: list[SeenSite] = []
+        self.ops: dict[tuple[str, ...], SeenOp] = {}
+        self.provenance = Provenance()
+        self.interception = Interception(
+            self.convert,
+            self.provenance,
+            leave_alone=lambda module: isinstance(module, Fp8Op),
+            model=cls,
+            state=self.beside_params,
+        )
+
+    def convert(self, contraction: Contraction) -> Any:
+        """Computes a contraction as the rules say."""
+        op, arguments, restore = as_op(contraction)
+        site = site_of(contraction, arguments)
+        decision = self._rules_here.decide(site)
+        if self._rules_here is not self.rules:
+            decision = decision._replace(rule=None)  # none of the model's own
+        name = f"{op.__name__}_{name_of(site, contraction, arguments)}"
+        scope: Any = contraction.frame.module.scope
+        bare = site._replace(module=type(site.module))  # of whose scope nothing may outlive its trace
+        found = SeenSite(bare, decision, name, arguments[0] is not contraction.operands[0])
+        self.sites.append(found)
+        if self.is_counting:
+            return Left(found.scope)
+        if not decision.converts:
+            return Left()
+        with jax.named_scope(BY_OP):
+            out = op(recipe=decision.recipe, parent=scope.push(name, reuse=True))(*arguments)
+        return restore(out)
+
+    def on_op(
+        self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any
+    ) -> jax.Array:
+        """Remembers what an op computes, and computes it."""
+        if recipe is not None and not self.interception.is_apart:
+            kernel = self.provenance.of(rhs, op.scope)
+            args = jax.tree.map(_as_struct, (lhs, rhs, *rest))  # no arrays: it outlives the call
+            self._remember(op.path, SeenOp(type(op), recipe.gemms, kernel, args))
+        return compute(lhs, rhs, *rest)
+
+    def _remember(self, path: tuple[str, ...], found: SeenOp) -> None:
+        before = self.ops.get(path)
+        if before is not None and not _is_same_kernel(before, found):
+            # One op, and one state, of several kernels: none of them is the op's own.
+            kernels = [kernel for kernel in (before.kernel, found.kernel) if kernel is not None]
+            others = before.others.union(source.path for kernel in kernels for source in kernel.sources)
+            self.provenance.used_otherwise |= others
+            found = found._replace(kernel=None, others=others)
+        self.ops[path] = found
+
+    @contextmanager
+    def running(self, model: nn.Module) -> Iterator[None]:
+        """A context for the model's method, whose loops take what ops have along with the parameters."""
+        token = op_handler.set(self.on_op)
+        self.provenance.mark(model.scope)
+        try:
+            with (
+                beside_params(self.beside_params, self.provenance.on_map),
+                self.interception.active(),
+            ):
+                yield
+        finally:
+            op_handler.reset(token)
+
+    @contextmanager
+    def ruled_by(self, rules: Rules) -> Iterator[None]:
+        """A context for a method of a converted model inside of the model."""
+        before, self._rules_here = self._rules_here, rules
+        try:
+            yield
+        finally:
+            self._rules_here = before
+
+    beside_params = OVERWRITE_WITH_GRADIENT
+    """The collection of what the ops have."""
+    collections: tuple[str, ...] = (PARAMS,)
+    """The collections that the method sees otherwise than the caller."""
+    is_init = False
+    """Whether it is one of ``init``, which makes the variables."""
+    is_counting = False
+    """Whether nothing is converted, and each contraction stands in its ``SeenSite.scope``."""
+
+    def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns these collections as the method sees them, NumPy's arrays as JAX's."""
+        return jax.tree.map(as_jax, variables)
+
+    def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns these collections as the caller sees them."""
+        return variables
+
+    def finish(self, model: Any, method: str) -> None:
+        """Looks at what the method has computed."""
+        seen = seen_of(model)
+        seen.sites = self.sites
+        if not self.is_counting:
+            before, self.ops = self.ops, dict(seen.ops)
+            for path, found in before.items():
+                self._remember(path, found)
+            seen.ops = self.ops
+            seen.used_otherwise |= self.provenance.used_otherwise
+        if method == "__call__" and model.is_initializing():
+            check_matched(self.rules, self.sites)
+            if not conversion().is_reporting:
+                _check_converted(self.rules, self.sites, self.ops)
+
+
+def _as_struct(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
+
+
+def as_jax(x: Any) -> Any:
+    """Returns NumPy's arrays as JAX's, which keep their identity in a computation."""
+    return jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def _is_same_kernel(a: SeenOp, b: SeenOp) -> bool:
+    """Tells whether an op multiplied with the same kernel twice."""
+    if a.kernel is None or b.kernel is None:
+        return a.kernel is b.kernel
+    return a.kernel.sources == b.kernel.sources and a.kernel.moves == b.kernel.moves
+
+
+def check_matched(rules: Rules, sites: list[SeenSite]) -> None:
+    """Raises ``ValueError`` where a rule matched nothing."""
+    paths = sorted({found.site.path or "(the model itself)" for found in sites})
+    used = {found.decision.rule for found in sites}
+    unmatched = [text for i, text in enumerate(rules.patterns) if i not in used]
+    if unmatched and not rules.allow_unmatched:
+        raise ValueError(
+            f"No contraction was the first to match {', '.join(unmatched)}. The modules with contractions "
+            f"are: {', '.join(paths)}. Correct the pattern, or say allow_unmatched=True."
+        )
+
+
+def _check_converted(rules: Rules, sites: list[SeenSite], ops: Mapping[Any, SeenOp]) -> None:
+    """Raises ``ValueError`` where nothing at all runs in FP8."""
+    if ops or any(found.decision.converts for found in sites):
+        return
+    if not sites:
+        raise ValueError(
+            "The model's methods compute no contraction that quantize_model looks into. It does not look "
+            "into JAX's own lax.scan, jax.checkpoint and custom derivatives; Linen's nn.scan and nn.remat "
+            "it does."
+        )
+    reasons = sorted({f"{f.site.path or 'the model'}: {f.decision.reason}" for f in sites})
+    patterns = tuple(rule for rule in rules.rules if not callable(rule))
+    everything = dataclasses.replace(rules, rules=patterns, include=(".*",))
+    advice = ""
+    if rules.include is None and any(everything.decide(found.site).converts for found in sites):
+        advice = " include=r'.*' converts all layers, small ones too."
+    raise ValueError(
+        f"None of the model's {len(sites)} contractions would run in FP8. {'; '.join(reasons[:8])}"
+        f"{'; …' if len(reasons) > 8 else ''}.{advice}"
+    )

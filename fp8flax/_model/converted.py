@@ -1,0 +1,223 @@
+"""The class of a converted model: a subclass of the model's, around whose methods a call begins.
+
+Internals: ``_call_wrapped_method`` of Linen modules, around which a converted model counts its calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import Any
+
+import flax.core
+import flax.errors
+import flax.linen as nn
+import jax
+
+from fp8flax._convert import split_arrays
+from fp8flax._model.calls import seen_of
+from fp8flax._model.conversion import conversion, converting
+from fp8flax._model.rules import Rules
+from fp8flax._state import OVERWRITE_WITH_GRADIENT, PARAMS
+
+# Held by their instances: when these are gone, so are the class and what rules and calls refer to.
+_classes: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
+
+
+def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
+    """Returns the subclass whose methods compute in FP8; one class for equal arguments."""
+    key = cls, rules, make_call
+    found = _classes.get(key)
+    if found is None:
+        found = _classes.setdefault(key, _make_class(cls, rules, make_call))
+    return found
+
+
+def _make_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
+    """Makes that class; of its own name, for Linen's automatic names."""
+    names = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        # Not those that a dataclass makes anew: a decorator may have wrapped them.
+        "__init__": cls.__init__,
+        "__hash__": cls.__hash__,
+        "__eq__": _is_equal,
+        "_fp8_base": cls,
+        "_fp8_rules": rules,
+        "_fp8_make_call": staticmethod(make_call),
+        "_fp8_serving": getattr(make_call, "serving", None),
+        **{name: _with_call(method) for name, method in _transformed_methods(cls)},
+    }
+    return type(cls.__name__, (_Converted, cls), names)
+
+
+class _Converted:
+    """What the classes of converted models have beside those of the models."""
+
+    _fp8_base: Any
+    _fp8_rules: Rules
+    _fp8_make_call: Callable[..., Any]
+    _fp8_serving: Any
+
+    def _call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
+        def compute(module: Any, args: Any, kwargs: Any) -> Any:
+            return super()._call_wrapped_method(fun, args, kwargs)  # type: ignore[misc]
+
+        return _in_call(self, getattr(fun, "__name__", type(fun).__name__), compute, args, kwargs)
+
+    def apply(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        return super().apply(*args, method=_as_method(self, method), **kwargs)  # type: ignore[misc]
+
+    def init_with_output(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        method = _as_method(self, method)
+        return super().init_with_output(*args, method=method, **kwargs)  # type: ignore[misc]
+
+    def clone(self: Any, **kwargs: Any) -> Any:
+        copy = super().clone(**kwargs)  # type: ignore[misc]
+        if set(kwargs) <= {"parent", "name", "_deep_clone", "_reset_names"}:
+            object.__setattr__(copy, "_fp8_seen", seen_of(self))
+        return copy
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        if self.scope is not None:
+            return super().__reduce_ex__(protocol)
+        made_by = self._fp8_base, self._fp8_rules, self._fp8_make_call
+        return _assembled, (*made_by, *_parts(self))
+
+
+def _is_equal(self: Any, other: Any) -> bool:
+    return type(other) is type(self) and self._fp8_base.__eq__(self, other)
+
+
+def _in_call(self: Any, name: str, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns ``compute(model, args, kwargs)``, of the model as its method sees it."""
+    calls, cls = conversion().calls, type(self)
+    if self.scope is None or name == "setup" or any(call.cls is cls for call in calls):
+        return compute(self, args, kwargs)
+    if calls and self._fp8_serving is None and calls[-1].provenance.has_place(self.scope.root):
+        with calls[-1].ruled_by(self._fp8_rules):
+            return compute(self, args, kwargs)
+    call = self._fp8_make_call(cls, self._fp8_rules)
+    call.is_counting = conversion().counted == len(calls)
+    call.is_init = self.is_initializing()
+
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with call.running(module):
+            return compute(module, args, kwargs)
+
+    run.method_handler_wrapped = True  # type: ignore[attr-defined]  # it is not a method of its own
+    with converting(calls=(*calls, call)):
+        mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
+        with call.interception.active_in_setup():  # which Linen runs before the method
+            result = mapped(self, *args, **kwargs)
+        call.finish(self, name)
+    return result
+
+
+def _with_call(transformed: Any) -> Any:
+    """Returns a method that a transformation has made, such that a call begins outside of it."""
+
+    @wraps(transformed, updated=())
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def compute(module: Any, args: Any, kwargs: Any) -> Any:
+            return transformed(module, *args, **kwargs)
+
+        return _in_call(self, transformed.__name__, compute, args, kwargs)
+
+    return nn.nowrap(method)
+
+
+def _transformed_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yields the methods that ``nn.scan``, ``nn.jit`` and the like have made of others.
+
+    These reach the module's method inside of the transformation alone, which must know before of what the
+    ops have.
+    """
+    for name in dir(cls):
+        method = inspect.getattr_static(cls, name)
+        if _is_wrapped(method) and _is_wrapped(getattr(method, "__wrapped__", None)):
+            yield name, method
+
+
+def _is_wrapped(method: Any) -> bool:
+    """Tells whether Linen has wrapped a method."""
+    return callable(method) and hasattr(method, "method_handler_wrapped")
+
+
+def _as_method(model: Any, method: Any) -> Any:
+    """Returns what is given to ``apply`` or ``init`` as a method: ``lambda m, x: m.encoder(x)`` is none."""
+    if isinstance(method, str):
+        found = getattr(model, method, None)
+        if isinstance(found, nn.Module):
+            return _as_method(model, partial(_call_submodule, method))
+        method = found if callable(found) else method
+    if inspect.ismethod(method) and isinstance(method.__self__, nn.Module):
+        method = method.__func__
+    if method is None or not callable(method):
+        return method  # for Linen to refuse
+    own = vars(type(model)).get(getattr(method, "__name__", ""))
+    if own is not None and method in (own, getattr(own, "__wrapped__", None)):
+        return own
+    if _is_wrapped(method):
+        return method
+    return lambda model, *args, **kwargs: model._call_wrapped_method(method, args, kwargs)
+
+
+def _call_submodule(name: str, model: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(model, name)(*args, **kwargs)
+
+
+def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """Returns a model of this class with the fields of ``model``."""
+    fields, others = _parts(model)
+    return _with_parts(cls, fields, {name: x for name, x in others.items() if name != "_fp8_seen"})
+
+
+_LINENS_ATTRIBUTES = ("_id", "_state", "_parent_ref", "scope")
+
+
+def _parts(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the fields of an unbound model, and what else was set on it, by its ``__init__`` for one."""
+    fields = [f.name for f in dataclasses.fields(model) if f.init and f.name != "parent"]
+    known = (*fields, *_LINENS_ATTRIBUTES)
+    others = {name: value for name, value in vars(model).items() if name not in known}
+    return {name: getattr(model, name) for name in fields}, others
+
+
+def _with_parts(cls: Any, fields: dict[str, Any], others: dict[str, Any]) -> Any:
+    model = cls(**fields, parent=None)
+    for name, value in others.items():
+        object.__setattr__(model, name, value)
+    return model
+
+
+def _assembled(
+    cls: type[nn.Module],
+    rules: Rules,
+    make_call: Callable[..., Any],
+    fields: dict[str, Any],
+    others: dict[str, Any],
+) -> Any:
+    """Makes a converted model of what its copies and pickles consist of."""
+    return _with_parts(converted_class(cls, rules, make_call), fields, others)
+
+
+def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the jaxpr of ``model.apply`` for variables and inputs of these shapes."""
+    arrays, fill = split_arrays(args, kwargs)
+
+    def apply(mutable: Any, variables: Any, arrays: list[Any]) -> Any:
+        args, kwargs = fill(arrays)
+        out = model.apply(variables, *args, rngs=jax.random.key(0), mutable=mutable, **kwargs)
+        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
+
+    all_others = flax.core.DenyList((PARAMS, OVERWRITE_WITH_GRADIENT))
+    try:
+        return jax.make_jaxpr(partial(apply, all_others))(shapes, arrays)
+    except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeParamNotFoundError):
+        # Where anything is mutable, nn.map_variables(init=True) of Linen loses the parameters.
+        return jax.make_jaxpr(partial(apply, False))(shapes, arrays)

@@ -1,0 +1,262 @@
+"""Provenance: which of a model's values are parameters, and how these were moved and cast since.
+
+A ``Provenance`` is told of each primitive that a call of a model computes, and remembers for each value
+which parameters it is made of, and how to make it again from arrays in the places of these: a cast, a
+slice, a transpose, a concatenation, in any order. By this a contraction's kernel is known by name, and its
+codes can be stored where the parameters were.
+
+Internals: what a scope of Flax holds, ``_variables``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax.core
+import flax.linen as nn
+import jax
+import numpy as np
+
+from fp8flax._model.jaxprs import CASTS, MOVEMENTS, passed_through, reads_otherwise
+from fp8flax._state import PARAMS, key_name
+
+_PARAMETER = "parameter"  # in the place of a primitive, for a parameter as it is
+# Flags of scopes, which Linen's transformations pass on: to which calls one belongs; the paths of what
+# nn.map_variables has made of parameters, and of these parameters.
+_MARK, _MAPPED = "fp8flax", "fp8flax_mapped"
+_NOTHING: tuple[frozenset[Any], frozenset[Any]] = frozenset(), frozenset()
+
+
+class Source(NamedTuple):
+    """A parameter as a method sees it: inside ``nn.scan``, a slice of what the variables hold."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class Derived(NamedTuple):
+    """What a value owes to parameters."""
+
+    sources: tuple[Source, ...]
+    """The parameters that it is made of, alone."""
+    rebuild: Callable[[tuple[jax.Array, ...], bool], jax.Array] | None
+    """Makes it from arrays of the shapes of ``sources``, with or without casts; None if it is computed, and
+    not only moved."""
+    moves: Any
+    """What was moved how, to compare: the primitive, its parameters, which of its results it is, and the
+    moves of its operands. Arithmetic that keeps the shape does not count."""
+
+    @property
+    def is_one_parameter(self) -> bool:
+        """Whether it is one parameter, at most cast."""
+        move = self.moves
+        while move[0] in CASTS:
+            (move,) = move[3]
+        return bool(move[0] == _PARAMETER) and self.rebuild is not None
+
+    def part(self, summed: Sequence[int]) -> str:
+        """Returns what tells this use of a parameter from others, the same whenever it is computed.
+
+        Args:
+            summed: the dimensions over which a contraction sums.
+
+        Nothing for a parameter that is taken whole; ``-1`` for ``w[1]``, ``-64-128`` for ``w[:, 64:128]``;
+        and ``-T`` after that where the parameter's last dimension is summed over, as in ``x @ w.T``. What
+        was reshaped or joined counts as whole.
+        """
+        chain = [self.moves]
+        while chain[-1][0] != _PARAMETER:
+            if len(chain[-1][3]) != 1:
+                return ""
+            chain.append(chain[-1][3][0])
+        rank = len(chain.pop()[1]["of"])
+        axes: list[int] | None = list(range(rank))
+        text = ""
+        for name, params, index, _ in reversed(chain):
+            if axes is None or name in ("broadcast_in_dim", "reshape"):
+                axes = None
+            elif name == "transpose":
+                axes = [axes[i] for i in params["permutation"]]
+            elif name == "squeeze":
+                axes = [axis for i, axis in enumerate(axes) if i not in params["dimensions"]]
+            text += _range_of(name, params, index)
+        if axes and len(axes) > 1 and rank - 1 in (axes[i] for i in summed):
+            text += "-T"
+        return text
+
+
+def _range_of(name: str, params: dict[str, Any], index: int) -> str:
+    """Returns what a slice or a split takes, of the dimensions that it does not take whole."""
+    if name == "split":
+        start = sum(params["sizes"][:index])
+        return f"-{start}-{start + params['sizes'][index]}"
+    if name != "slice":
+        return ""
+    limits, shape = params["limit_indices"], params["of"]
+    ranges = [(a, b) for a, b, size in zip(params["start_indices"], limits, shape) if (a, b) != (0, size)]
+    return "".join(f"-{a}" if b == a + 1 else f"-{a}-{b}" for a, b in ranges)
+
+
+class _ByIdentity:
+    """A dict by the identity of objects. It keeps none alive: a tracer must not outlive its trace."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Any, Any]] = {}
+
+    def get(self, key: Any) -> Any:
+        """Returns what was set for this very object, or None."""
+        _, value = self._found.get(id(key), (None, None))
+        return value
+
+    def set(self, key: Any, value: Any) -> None:
+        """Sets a value that may not refer to the object."""
+        found, name = self._found, id(key)
+        try:
+            held: Any = weakref.ref(key, lambda _: found.pop(name, None))
+        except TypeError:  # a number of NumPy
+            held = key
+        found[name] = held, value
+
+
+class Provenance:
+    """Where the values of one call of a model come from, in all traces of it."""
+
+    def __init__(self) -> None:
+        self._derived = _ByIdentity()
+        self._constants = _ByIdentity()
+        self._known = _ByIdentity()
+        self.used_otherwise: set[tuple[str, ...]] = set()
+        """Parameters that something reads that is neither a contraction nor a movement."""
+
+    def of(self, value: Any, scope: Any) -> Derived | None:
+        """Returns what a value owes to a scope's parameters; None if it has anything from elsewhere."""
+        if not isinstance(value, jax.Array | np.ndarray):
+            return None
+        found: Derived | None = self._derived.get(value)
+        if found is None:
+            self._look_for_params(scope.root)
+            found = self._derived.get(value)
+        return found
+
+    def mark(self, scope: Any) -> None:
+        """Remembers that a scope, and what Linen makes of it, is the model's."""
+        _set_flag(scope, _MARK, (*scope.flags.get(_MARK, ()), self))
+
+    def has_place(self, root: Any) -> bool:
+        """Tells whether the variables of a root are the model's, with a place for state."""
+        return bool(root.path) or any(one is self for one in root.flags.get(_MARK, ()))
+
+    def _look_for_params(self, root: Any) -> None:
+        if not self.has_place(root):
+            return
+        count = len(jax.tree.leaves(root._variables.get(PARAMS, {})))
+        if self._known.get(root) == count:  # this is asked of every value
+            return
+        self._known.set(root, count)
+        mapped, made_of = root.flags.get(_MAPPED, _NOTHING)
+        for source, leaf in _params_in(root):
+            if self._derived.get(leaf) is None:
+                rebuild = None if source.path in mapped else _first
+                moves = _PARAMETER, {"of": leaf.shape}, 0, ()
+                self._derived.set(leaf, Derived((source,), rebuild, moves))
+                if rebuild is None:
+                    self.used_otherwise |= made_of
+
+    def on_map(self, scope: Any, given: Any, mapped: Any) -> None:
+        """Remembers what ``nn.map_variables`` makes of parameters, for where no trace of ours sees it.
+
+        Args:
+            scope: whose variables it maps.
+            given: these variables.
+            mapped: the scope of what it has made of them.
+        """
+        before, after = jax.tree.leaves(given), _params_in(mapped.root)
+        old, new = {id(leaf) for leaf in before}, {id(leaf) for _, leaf in after}
+        paths, made_of = mapped.flags.get(_MAPPED, _NOTHING)
+        paths |= {source.path for source, leaf in after if id(leaf) not in old}
+        lost = [self.of(leaf, scope) for leaf in before if id(leaf) not in new]
+        made_of |= {source.path for found in lost if found is not None for source in found.sources}
+        if paths:
+            _set_flag(mapped, _MAPPED, (paths, made_of))
+
+    def follow(self, primitive: Any, operands: Any, params: Any, results: Any, scope: Any) -> None:
+        """Remembers what the results of a primitive owe to parameters."""
+        results = results if primitive.multiple_results else [results]
+        if all(map(self._is_constant, operands)):
+            for result in results:
+                self._constants.set(result, True)
+            return
+        derived = [self.of(x, scope) for x in operands if not self._is_constant(x)]
+        made_of = [d for d in derived if d is not None]
+        sources = tuple(source for d in made_of for source in d.sources)
+        is_moved = primitive.name in MOVEMENTS and len(made_of) == len(operands)
+        can_rebuild = is_moved and all(d.rebuild is not None for d in made_of)
+        if not is_moved:
+            is_read = reads_otherwise(primitive.name, params, len(operands))
+            for operand, reads in zip(operands, is_read):
+                if reads:
+                    self.use(operand, scope)
+        passed = passed_through(primitive.name, params) or [None] * len(results)
+        for i, (result, index) in enumerate(zip(results, passed)):
+            owes = None
+            if index is not None:
+                owes = self.of(operands[index], scope)
+            elif can_rebuild:
+                known = {**params, "of": operands[0].shape}
+                moves = primitive.name, known, i, tuple(d.moves for d in made_of)
+                owes = Derived(sources, _rebuilder(primitive, params, made_of, i), moves)
+            elif made_of and len(made_of) == len(derived):
+                kept = [self.of(x, scope) for x in operands if np.shape(x) == result.shape]
+                moves = next((d.moves for d in kept if d is not None), (primitive.name, {}, i, ()))
+                owes = Derived(sources, None, moves)
+            if owes is not None:
+                self._derived.set(result, owes)
+
+    def _is_constant(self, value: Any) -> bool:
+        """Tells whether a value is a number in the model's source, or made of such numbers alone."""
+        return bool(self._constants.get(value)) if isinstance(value, jax.Array) else np.ndim(value) == 0
+
+    def use(self, value: Any, scope: Any) -> None:
+        """Remembers that something else than an FP8 op reads a value."""
+        derived = self.of(value, scope)
+        if derived is not None:
+            self.used_otherwise.update(source.path for source in derived.sources)
+
+
+def _rebuilder(
+    primitive: Any, params: dict[str, Any], made_of: list[Derived], index: int
+) -> Callable[[tuple[jax.Array, ...], bool], jax.Array]:
+    def rebuild(arrays: tuple[jax.Array, ...], casts: bool) -> jax.Array:
+        operands, rest = [], arrays
+        for d in made_of:
+            assert d.rebuild is not None
+            operands.append(d.rebuild(rest[: len(d.sources)], casts))
+            rest = rest[len(d.sources) :]
+        if primitive.name == "convert_element_type" and not casts:
+            return operands[0]
+        result = primitive.bind(*operands, **params)
+        return result[index] if primitive.multiple_results else result
+
+    return rebuild
+
+
+def _first(arrays: tuple[jax.Array, ...], casts: bool) -> jax.Array:
+    return arrays[0]
+
+
+def _set_flag(scope: Any, name: str, value: Any) -> None:
+    for one in (scope, scope.root):
+        one.flags = flax.core.freeze({**one.flags, name: value})
+
+
+def _params_in(root: Any) -> list[tuple[Source, Any]]:
+    """Returns the parameters in a root scope."""
+    params = nn.meta.unbox(root._variables.get(PARAMS, {}))
+    return [
+        (Source((*root.path, *(str(key_name(key)) for key in path)), leaf.shape, leaf.dtype), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+        if hasattr(leaf, "shape")
+    ]
