@@ -89,25 +89,25 @@ test-oldest: .venv-oldest/installed
 	  -k "not float16] and not b200 and not Attention- and not Einsum- and not Own- and not eager]" $(ARGS)
 
 bench: .venv/installed
-	.venv/bin/python benchmarks/step_cpu.py $(ARGS)
+	.venv/bin/python -m benchmarks.step_cpu $(ARGS)
 
 bench-dense: .venv/installed
-	.venv/bin/python benchmarks/dense.py $(ARGS)
+	.venv/bin/python -m benchmarks.dense $(ARGS)
 
 bench-accuracy: .venv/installed
-	.venv/bin/python benchmarks/accuracy.py $(ARGS)
+	.venv/bin/python -m benchmarks.accuracy $(ARGS)
 
 bench-outlier: .venv/installed
-	.venv/bin/python benchmarks/outlier.py $(ARGS)
+	.venv/bin/python -m benchmarks.outlier $(ARGS)
 
 bench-flax-scales: .venv/installed
-	.venv/bin/python benchmarks/flax_scales.py $(ARGS)
+	.venv/bin/python -m benchmarks.flax_scales $(ARGS)
 
 bench-trace: .venv/installed
-	.venv/bin/python benchmarks/trace_time.py $(ARGS)
+	.venv/bin/python -m benchmarks.trace_time $(ARGS)
 
 bench-models: .venv/installed-models
-	.venv/bin/python benchmarks/models.py $(ARGS)
+	.venv/bin/python -m benchmarks.models $(ARGS)
 
 # In no environment of its own: JAX for the GPU, Flax and Optax are taken to be there.
 bench-gpu:

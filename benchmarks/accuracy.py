@@ -1,6 +1,6 @@
 """How much error does each recipe add to the three GEMMs of one Dense layer, on which data?
 
-Run ``python benchmarks/accuracy.py``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu`` where
+Run ``python -m benchmarks.accuracy``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu`` where
 JAX finds the CUDA plugin but no GPU.
 
 The figure is the signal-to-quantization-noise ratio, in dB, more is better::
@@ -26,16 +26,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.metadata
-import json
 import math
-import os
-import platform
-import re
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -44,6 +37,21 @@ import jax.numpy as jnp
 import numpy as np
 
 import fp8flax as fp8
+from benchmarks.common import (
+    RESULTS,
+    Row,
+    Shape,
+    add_json,
+    aligned,
+    begin,
+    machine,
+    parse_shape,
+    quiet,
+    run,
+    sqnr,
+    text_of,
+    write,
+)
 
 QUESTION = (
     "How much error does each recipe add to the forward GEMM, dgrad and wgrad of one nn.Dense, on which "
@@ -72,11 +80,9 @@ GEMMS = ("forward", "dgrad", "wgrad")
 SHAPE = (1024, 1024, 1024)
 SEEDS = 3
 OUTLIER_RATE, OUTLIER_FACTOR = 1e-3, 100.0
-RESULT = Path(__file__).resolve().parent / "results" / "accuracy.json"
+RESULT = RESULTS / "accuracy.json"
 
-Shape = tuple[int, int, int]
 Arrays = tuple[np.ndarray, ...]
-Row = dict[str, Any]
 
 
 def _gaussian(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
@@ -151,48 +157,15 @@ def results(name: str, x: Any, w: Any, g: Any) -> Arrays:
 
 def measure(recipe_name: str, kind: str, sizes: Shape = SHAPE, seeds: int = SEEDS) -> dict[str, float]:
     """Returns the SQNR in dB of each GEMM, by ``GEMMS``, over the seeds 0 to ``seeds - 1``."""
-    signal, noise = dict.fromkeys(GEMMS, 0.0), dict.fromkeys(GEMMS, 0.0)
+    runs = []
     for seed in range(seeds):
         tensors, exact = data(kind, sizes, seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", fp8.Fp8EmulationWarning)
-            measured = results(recipe_name, *tensors)
-        for gemm, wanted, got in zip(GEMMS, exact, measured, strict=True):
-            signal[gemm] += float(np.sum(np.square(wanted)))
-            noise[gemm] += float(np.sum(np.square(got - wanted)))
-    return {gemm: decibels(signal[gemm], noise[gemm]) for gemm in GEMMS}
-
-
-def decibels(signal: float, noise: float) -> float:
-    return 10 * math.log10(signal / noise) if noise else math.inf
+        with quiet():
+            runs.append(zip(exact, results(recipe_name, *tensors), strict=True))
+    return {gemm: sqnr(pairs) for gemm, pairs in zip(GEMMS, zip(*runs), strict=True)}
 
 
 # The report.
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def machine(
-    packages: Sequence[str] = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes"),
-) -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        cpu = models[0].partition(":")[2].strip() if models else cpu
-    device = jax.devices()[0]
-    return {
-        "cpu": cpu,
-        "gpu": device.device_kind if device.platform == "gpu" else None,
-        "python": platform.python_version(),
-        **{package: version_of(package) for package in packages},
-        "fp8flax": fp8.__version__,
-    }
 
 
 def method(sizes: Shape, seeds: int) -> list[str]:
@@ -226,10 +199,6 @@ def recipe_text(name: str) -> str:
     return f"{type(recipe).__name__}({', '.join(options)})"
 
 
-def text_of(sizes: Iterable[int]) -> str:
-    return "x".join(map(str, sizes))
-
-
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows as text: one line for each recipe, one column for each kind of data and GEMM."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
@@ -237,18 +206,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = [["SQNR, dB", *(f"{kind} {gemm}" for kind in kinds for gemm in GEMMS)]]
     for name in dict.fromkeys(row["recipe"] for row in rows):
         lines.append([name, *(cell for kind in kinds for cell in cells[name, kind])])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines
-    )
-
-
-def parse_shape(text: str) -> Shape:
-    match = re.fullmatch(r"(\d+)[x×](\d+)[x×](\d+)", text)
-    if match is None or 0 in map(int, match.groups()):
-        raise argparse.ArgumentTypeError(f"a shape is written MxKxN, as in 1024x1024x1024; got {text!r}")
-    M, K, N = map(int, match.groups())
-    return M, K, N
+    return aligned(lines, 1)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -257,13 +215,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--shape", type=parse_shape, default=SHAPE, metavar="MxKxN", help=f"({text_of(SHAPE)})"
     )
     parser.add_argument("--seeds", type=int, default=SEEDS, help="how many (%(default)s)")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        default=RESULT,
-        metavar="PATH",
-        help=f"to write (benchmarks/results/{RESULT.name})",
-    )
+    add_json(parser, RESULT)
     args = parser.parse_args(argv)
     if args.seeds < 1:
         parser.error("--seeds must be 1 or more.")
@@ -272,28 +224,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    report: dict[str, Any] = {
-        "question": QUESTION,
-        "method": method(args.shape, args.seeds),
-        "machine": machine(),
-        "arguments": {"shape": list(args.shape), "seeds": args.seeds},
-        "rows": [],
-    }
-    print(f"Question: {QUESTION}\n")
-    print("Method:", *report["method"], sep="\n  - ")
-    print("\nMachine:", ", ".join(f"{k} {v}" for k, v in report["machine"].items()), flush=True)
+    arguments = {"shape": list(args.shape), "seeds": args.seeds}
+    report = begin(QUESTION, method(args.shape, args.seeds), machine(), arguments=arguments, rows=[])
     for kind in KINDS:
         for name in RECIPES:
             ratios = measure(name, kind, args.shape, args.seeds)
             rounded = {gemm: round(ratio, 2) for gemm, ratio in ratios.items()}
             report["rows"].append({"recipe": name, "kind": kind, **rounded})
     print("\n" + table(report["rows"]), flush=True)
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nWritten: {args.json}")
+    write(report, args.json)
 
 
 if __name__ == "__main__":
-    # JAX 0.9 asks for CUDA's libraries where it finds the plugin.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    main()
+    run(main)

@@ -1,6 +1,6 @@
 """How much error does FP8 in attention's own two products add, with which recipe, on which data?
 
-Run ``python benchmarks/attention.py``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu``
+Run ``python -m benchmarks.attention``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu``
 where JAX finds the CUDA plugin but no GPU.
 
 The products are ``S = q k^T / sqrt(d)`` and ``out = softmax(S) v``: not those of the layer's projections,
@@ -22,13 +22,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
-import os
-import sys
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -38,11 +33,9 @@ import numpy as np
 from jax import lax
 
 import fp8flax as fp8
-
-# As a script it finds only the files beside it.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.accuracy import RECIPES as ALL_RECIPES
-from benchmarks.accuracy import decibels, machine, recipe_text
+from benchmarks.accuracy import recipe_text
+from benchmarks.common import RESULTS, Row, add_json, aligned, begin, machine, quiet, run, sqnr, write
 
 QUESTION = "How much error does FP8 add in the two products of attention, q k^T and softmax v?"
 BF16 = "bf16"
@@ -62,16 +55,15 @@ RECIPES = {
 """None stands for attention without FP8, in bfloat16."""
 PRODUCTS = {"both": ("qk", "pv"), "q k^T only": ("qk",), "softmax v only": ("pv",)}
 """Which of the two run in FP8."""
-RESULTS = ("out", "dq", "dk", "dv")
+PARTS = ("out", "dq", "dk", "dv")
 SHAPE = (2, 4, 256, 64)
 """Batch, heads, length and head dimension."""
 SEEDS = 3
 NUM_SINKS, PULL = 4, 8.0
-RESULT = Path(__file__).resolve().parent / "results" / "attention.json"
+RESULT = RESULTS / "attention.json"
 
 Shape = tuple[int, int, int, int]
 Arrays = tuple[np.ndarray, ...]
-Row = dict[str, Any]
 QK = (((3,), (3,)), ((0, 1), (0, 1)))
 PV = (((3,), (2,)), ((0, 1), (0, 1)))
 
@@ -155,7 +147,7 @@ def make_step(name: str, products: str) -> Callable[..., tuple[Any, ...]]:
 
 
 def results(name: str, products: str, tensors: Arrays) -> Arrays:
-    """Returns what attention gives for float32 tensors, by ``RESULTS``."""
+    """Returns what attention gives for float32 tensors, by ``PARTS``."""
     step = make_step(name, products)
     q, k, v, g = (jnp.asarray(a, jnp.bfloat16 if RECIPES[name] is None else jnp.float32) for a in tensors)
     layer = Attention(RECIPES[name], PRODUCTS[products])
@@ -169,17 +161,13 @@ def results(name: str, products: str, tensors: Arrays) -> Arrays:
 def measure(
     name: str, products: str, kind: str, shape: Shape = SHAPE, seeds: int = SEEDS
 ) -> dict[str, float]:
-    """Returns the SQNR in dB, by ``RESULTS``, over the seeds 0 to ``seeds - 1``."""
-    signal, noise = dict.fromkeys(RESULTS, 0.0), dict.fromkeys(RESULTS, 0.0)
+    """Returns the SQNR in dB, by ``PARTS``, over the seeds 0 to ``seeds - 1``."""
+    runs = []
     for seed in range(seeds):
         tensors, exact, _ = data(kind, shape, seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", fp8.Fp8EmulationWarning)
-            measured = results(name, products, tensors)
-        for result, wanted, got in zip(RESULTS, exact, measured, strict=True):
-            signal[result] += float(np.sum(np.square(wanted)))
-            noise[result] += float(np.sum(np.square(got - wanted)))
-    return {result: decibels(signal[result], noise[result]) for result in RESULTS}
+        with quiet():
+            runs.append(zip(exact, results(name, products, tensors), strict=True))
+    return {result: sqnr(pairs) for result, pairs in zip(PARTS, zip(*runs), strict=True)}
 
 
 # The report.
@@ -210,31 +198,21 @@ def method(shape: Shape, seeds: int) -> list[str]:
 
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows as text: one line for each recipe, one column for each kind of data and result."""
-    lines = [["SQNR, dB", "in FP8", *(f"{kind} {result}" for kind in KINDS for result in RESULTS)]]
+    lines = [["SQNR, dB", "in FP8", *(f"{kind} {result}" for kind in KINDS for result in PARTS)]]
     for recipe, products in dict.fromkeys((row["recipe"], row["products"]) for row in rows):
         of_line = {
             row["kind"]: row for row in rows if (row["recipe"], row["products"]) == (recipe, products)
         }
-        cells = (f"{of_line[kind][result]:.2f}" for kind in KINDS for result in RESULTS)
+        cells = (f"{of_line[kind][result]:.2f}" for kind in KINDS for result in PARTS)
         lines.append([recipe, products, *cells])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join([*map(str.ljust, line[:2], widths[:2]), *map(str.rjust, line[2:], widths[2:])])
-        for line in lines
-    )
+    return aligned(lines, 2)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=QUESTION)
     parser.add_argument("--length", type=int, default=SHAPE[2], help="of the sequence (%(default)s)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="how many (%(default)s)")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        default=RESULT,
-        metavar="PATH",
-        help=f"to write (benchmarks/results/{RESULT.name})",
-    )
+    add_json(parser, RESULT)
     args = parser.parse_args(argv)
     if args.seeds < 1 or args.length < NUM_SINKS:
         parser.error(f"--seeds must be 1 or more, --length {NUM_SINKS} or more.")
@@ -244,16 +222,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     shape = (*SHAPE[:2], args.length, SHAPE[3])
-    report: dict[str, Any] = {
-        "question": QUESTION,
-        "method": method(shape, args.seeds),
-        "machine": machine(),
-        "arguments": {"shape": list(shape), "seeds": args.seeds},
-        "rows": [],
-    }
-    print(f"Question: {QUESTION}\n")
-    print("Method:", *report["method"], sep="\n  - ")
-    print("\nMachine:", ", ".join(f"{k} {v}" for k, v in report["machine"].items()), flush=True)
+    arguments = {"shape": list(shape), "seeds": args.seeds}
+    report = begin(QUESTION, method(shape, args.seeds), machine(), arguments=arguments, rows=[])
     for name in RECIPES:
         for products in PRODUCTS if name != BF16 else ("both",):
             for kind in KINDS:
@@ -262,12 +232,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 written = "none" if name == BF16 else products
                 report["rows"].append({"recipe": name, "products": written, "kind": kind, **rounded})
     print("\n" + table(report["rows"]), flush=True)
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nWritten: {args.json}")
+    write(report, args.json)
 
 
 if __name__ == "__main__":
-    # JAX 0.9 asks for CUDA's libraries where it finds the plugin.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    main()
+    run(main)

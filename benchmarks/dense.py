@@ -1,27 +1,21 @@
 """What does one Dense layer, forward and backward, cost in FP8, next to bf16 and the other libraries?
 
-Run ``python benchmarks/dense.py``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu`` where
+Run ``python -m benchmarks.dense``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu`` where
 JAX finds the CUDA plugin but no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import gc
 import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
-import re
-import statistics
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +27,25 @@ from flax.linen import fp8_ops
 from jax import lax
 
 import fp8flax as fp8
+from benchmarks.common import (
+    RESULTS,
+    WARM_UP,
+    NotMeasuredError,
+    Row,
+    Shape,
+    begin,
+    compilations,
+    interleaved,
+    machine,
+    parse_shape,
+    quiet,
+    ratio,
+    reason_of,
+    run,
+    summary,
+    text_of,
+    write,
+)
 
 QUESTION = (
     "What does one nn.Dense, forward and backward, cost in FP8: in GEMMs, kernels and bytes as XLA "
@@ -64,18 +77,10 @@ SHAPES = (
 PARTS = ("counts", "cpu", "gpu")
 TARGETS = ("h200", "h100", "b200", "local")
 COMPILATIONS = 5
-WARM_UP = 2
 STEPS = 20
 MIB = 2**20
-RESULTS = Path(__file__).resolve().parent / "results"
 
-Shape = tuple[int, int, int]
 Step = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any, jax.Array]]
-Row = dict[str, Any]
-
-
-class NotMeasuredError(Exception):
-    """Why a row has no figures."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,34 +195,8 @@ def arguments(contender: Contender, shape: Shape) -> tuple[nn.Module, tuple[Any,
     return layer, (jax.jit(layer.init)(keys[2], inputs), inputs, gradient)
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silences what the contenders say about themselves, and what ours says of the CPU."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.simplefilter("ignore", fp8.Fp8EmulationWarning)
-        yield
-
-
 def not_measured(part: str, shape: Shape, name: str, reason: str) -> Row:
     return {"part": part, "shape": list(shape), "contender": name, "not_measured": reason}
-
-
-def reason_of(error: Exception) -> str:
-    """Returns the first line of an error, without folders."""
-    if isinstance(error, NotMeasuredError):
-        return str(error)
-    lines = str(error).strip().splitlines() or [""]
-    text = lines[0] if isinstance(error, ImportError) else f"{type(error).__name__}: {lines[0]}"
-    return re.sub(r"(?<![\w:])/\S*/", "", text)[:300]
-
-
-def summary(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def ratio(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
-    return summary([a / b for a, b in zip(values, base, strict=True)])
 
 
 def elements(shape: Shape) -> int:
@@ -261,28 +240,6 @@ def counts(shapes: Sequence[Shape], target: str) -> list[Row]:
 # Part B: what tracing, compiling and emulating cost on a CPU.
 
 
-def seconds_of(fun: Callable[[], Any]) -> tuple[float, Any]:
-    gc.collect()
-    began = time.perf_counter()
-    result = fun()
-    return time.perf_counter() - began, result
-
-
-def interleaved(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of each run in each round, after rounds of warm-up; in rotated order."""
-    names = list(runs)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    gc.collect()
-    for i in range(WARM_UP + rounds):
-        # Rotated, so that none always runs after the same one.
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            began = time.perf_counter()
-            runs[name]()
-            if i >= WARM_UP:
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
-
-
 def threaded(
     step: Any, args: tuple[Any, jax.Array, jax.Array], steps: int = 1, queued: list[float] | None = None
 ) -> Callable[[], Any]:
@@ -324,18 +281,9 @@ def on_cpu(shape: Shape, rounds: int) -> list[Row]:
                 rows[name] = not_measured("cpu", shape, name, reason_of(error))
             else:
                 args[name] = jax.device_put(args[name], cpu)
-        trace_seconds: dict[str, list[float]] = {name: [] for name in layers}
-        compile_seconds: dict[str, list[float]] = {name: [] for name in layers}
-        runs = {}
-        for _ in range(COMPILATIONS):
-            for name, layer in layers.items():
-                jitted = jax.jit(make_step(layer))
-                jax.clear_caches()
-                seconds, traced = seconds_of(partial(jitted.trace, *args[name]))
-                trace_seconds[name].append(seconds)
-                seconds, compiled = seconds_of(lambda traced=traced: traced.lower().compile())
-                compile_seconds[name].append(seconds)
-                runs[name] = threaded(compiled, args[name])
+        steps = {name: lambda layer=layer: jax.jit(make_step(layer)) for name, layer in layers.items()}
+        trace_seconds, compile_seconds, compiled = compilations(steps, args, COMPILATIONS)
+        runs = {name: threaded(step, args[name]) for name, step in compiled.items()}
         step_seconds = interleaved(runs, rounds)
     figures = {"trace": trace_seconds, "compile": compile_seconds, "step": step_seconds}
     for name in layers:
@@ -431,7 +379,8 @@ def peaks_of_fresh_process(name: str, shapes: Sequence[Shape]) -> dict[Shape, in
     """Returns ``peaks`` of a contender that has a process for itself."""
     ordered = sorted(shapes, key=elements)
     done = subprocess.run(
-        [sys.executable, __file__, "--peaks-of", name, "--shapes", *map(text_of, ordered)],
+        [sys.executable, "-m", "benchmarks.dense", "--peaks-of", name, "--shapes", *map(text_of, ordered)],
+        cwd=RESULTS.parents[1],
         env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         capture_output=True,
         text=True,
@@ -514,31 +463,9 @@ def on_gpu(shapes: Sequence[Shape], rounds: int) -> list[Row]:
 # The report.
 
 
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        cpu = models[0].partition(":")[2].strip() if models else cpu
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    device = jax.devices()[0]
+def full_machine() -> Row:
     packages = ("jax", "jaxlib", "flax", "qwix", "torch", "jax-cuda13-plugin", "numpy", "ml_dtypes")
-    return {
-        "cpu": cpu,
-        "cores": cores,
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        "gpu": device.device_kind if device.platform == "gpu" else None,
-        "python": platform.python_version(),
-        **{package: version_of(package) for package in packages},
-        "fp8flax": fp8.__version__,
-    }
+    return machine(packages, ("cores", "load_average", "gpu"))
 
 
 def method(target: str, cpu_shape: Shape, rounds: int) -> list[str]:
@@ -574,10 +501,6 @@ def method(target: str, cpu_shape: Shape, rounds: int) -> list[str]:
         "ceiling's. peak = peak_bytes_in_use of device.memory_stats() after one step in a process of "
         "its own: arguments, results and temporaries.",
     ]
-
-
-def text_of(shape: Iterable[int]) -> str:
-    return "x".join(map(str, shape))
 
 
 def mib(size: float | None) -> str:
@@ -682,14 +605,6 @@ def table(part: str, rows: Sequence[Row]) -> str:
     return "\n".join(text)
 
 
-def parse_shape(text: str) -> Shape:
-    match = re.fullmatch(r"(\d+)[x×](\d+)[x×](\d+)", text)
-    if match is None or 0 in map(int, match.groups()):
-        raise argparse.ArgumentTypeError(f"a shape is written MxKxN, as in 8192x4096x4096; got {text!r}")
-    M, K, N = map(int, match.groups())
-    return M, K, N
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=QUESTION)
     parser.add_argument("--target", choices=TARGETS, default="h200", help="of part A (%(default)s)")
@@ -722,22 +637,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         with quiet():
             print(json.dumps(peaks(args.peaks_of, args.shapes, jax.devices()[0])))
         return
-    report: dict[str, Any] = {
-        "question": QUESTION,
-        "method": method(args.target, args.cpu_shape, args.rounds),
-        "machine": machine(),
-        "arguments": {
-            "target": args.target,
-            "shapes": [list(shape) for shape in args.shapes],
-            "cpu_shape": list(args.cpu_shape),
-            "rounds": args.rounds,
-            "part": args.part,
-        },
-        "rows": [],
+    arguments = {
+        "target": args.target,
+        "shapes": [list(shape) for shape in args.shapes],
+        "cpu_shape": list(args.cpu_shape),
+        "rounds": args.rounds,
+        "part": args.part,
     }
-    print(f"Question: {QUESTION}\n")
-    print("Method:", *report["method"], sep="\n  - ")
-    print("\nMachine:", ", ".join(f"{k} {v}" for k, v in report["machine"].items()), flush=True)
+    said = method(args.target, args.cpu_shape, args.rounds)
+    report = begin(QUESTION, said, full_machine(), arguments=arguments, rows=[])
     measure: dict[str, Callable[[], list[Row]]] = {
         "counts": lambda: counts(args.shapes, args.target),
         "cpu": lambda: on_cpu(args.cpu_shape, args.rounds),
@@ -749,14 +657,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         report["rows"] += rows
         print("\n" + table(part, rows), flush=True)
     path = args.json or RESULTS / f"dense_{args.target}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nWritten: {path}")
+    write(report, path)
 
 
 if __name__ == "__main__":
-    # Both are read when JAX meets a GPU: the processes that measure memory need some of it, and JAX 0.9
-    # asks for CUDA's libraries, which compiling does not need.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    main()
+    # The processes that measure memory need some of the GPU's.
+    run(main, XLA_PYTHON_CLIENT_PREALLOCATE="false")

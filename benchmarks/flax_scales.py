@@ -1,6 +1,6 @@
 """How far is an FP8 Dense layer from the product that its codes and scales mean, by Flax's ops and by ours?
 
-Run ``python benchmarks/flax_scales.py``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu``
+Run ``python -m benchmarks.flax_scales``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu``
 where JAX finds the CUDA plugin but no GPU.
 
 With delayed scaling an op divides each tensor by a float32 scale, rounds to FP8, multiplies the codes and
@@ -28,14 +28,10 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import math
-import os
 import statistics
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -46,11 +42,21 @@ import numpy as np
 from flax.linen import fp8_ops
 
 import fp8flax as fp8
-
-try:
-    from benchmarks.accuracy import GEMMS, Shape, machine, parse_shape, text_of
-except ImportError:  # run as a script
-    from accuracy import GEMMS, Shape, machine, parse_shape, text_of  # type: ignore[no-redef]
+from benchmarks.accuracy import GEMMS
+from benchmarks.common import (
+    RESULTS,
+    Row,
+    Shape,
+    add_json,
+    aligned,
+    begin,
+    machine,
+    parse_shape,
+    quiet,
+    run,
+    text_of,
+    write,
+)
 
 QUESTION = (
     "How far is what an FP8 nn.Dense computes in bfloat16 and float16 from the product that its codes and "
@@ -68,18 +74,14 @@ SHAPES: tuple[Shape, ...] = ((64, 96, 128), (256, 256, 256), (512, 256, 384))
 AFTER = (1, 5)
 SEEDS = 10
 OWG = fp8.OVERWRITE_WITH_GRADIENT
-RESULT = Path(__file__).resolve().parent / "results" / "flax_scales.json"
-
-Row = dict[str, Any]
+RESULT = RESULTS / "flax_scales.json"
 
 
 @functools.cache
 def make_step(name: str, dtype: str, sizes: Shape) -> tuple[Any, Callable[..., Any]]:
     """Returns a fresh state, and the jitted step: output, and next state, gradients of kernel and input."""
     M, K, N = sizes
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Flax's quantize-dequantize op
-        warnings.simplefilter("ignore", fp8.Fp8EmulationWarning)
+    with quiet():
         layer = nn.Dense(
             N,
             use_bias=False,
@@ -122,9 +124,7 @@ def errors(
         return jnp.asarray(deviation * rng.standard_normal(shape), jnp.dtype(dtype))
 
     w = draw(1 / math.sqrt(K), K, N)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.simplefilter("ignore", fp8.Fp8EmulationWarning)
+    with quiet():
         for _ in range(after + 1):
             x, g = draw(1.0, M, K), draw(gradient, M, N)
             out, (state, dw, dx) = step(state, w, x, g)
@@ -245,11 +245,7 @@ def table(rows: Sequence[Row]) -> str:
             span = "" if cell["off"] is None else f"{text(cell['off, least'])}-{text(cell['off, most'])}"
             cells += [text(cell["off"]), span, text(cell["error"])]
         lines.append([row["dtype"], f"{row['gradient']:g}", row["op"], *cells])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join([*map(str.ljust, line[:3], widths[:3]), *map(str.rjust, line[3:], widths[3:])])
-        for line in lines
-    )
+    return aligned(lines, 3)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -257,13 +253,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", type=parse_shape, nargs="+", default=SHAPES, metavar="MxKxN")
     parser.add_argument("--after", type=int, nargs="+", default=AFTER, help="steps before the one measured")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="how many (%(default)s)")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        default=RESULT,
-        metavar="PATH",
-        help=f"to write (benchmarks/results/{RESULT.name})",
-    )
+    add_json(parser, RESULT)
     args = parser.parse_args(argv)
     if args.seeds < 1 or min(args.after) < 0:
         parser.error("--seeds must be 1 or more, --after 0 or more.")
@@ -272,31 +262,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    report: dict[str, Any] = {
-        "question": QUESTION,
-        "method": method(args.shapes, args.after, args.seeds),
-        "machine": machine(),
-        "arguments": {
-            "shapes": [list(sizes) for sizes in args.shapes],
-            "after": list(args.after),
-            "seeds": args.seeds,
-        },
+    arguments = {
+        "shapes": [list(sizes) for sizes in args.shapes],
+        "after": list(args.after),
+        "seeds": args.seeds,
     }
-    print(f"Question: {QUESTION}\n")
-    print("Method:", *report["method"], sep="\n  - ")
-    print("\nMachine:", ", ".join(f"{k} {v}" for k, v in report["machine"].items()), flush=True)
-    report["rows"] = []
+    report = begin(
+        QUESTION, method(args.shapes, args.after, args.seeds), machine(), arguments=arguments, rows=[]
+    )
     for case, name, sizes, after in itertools.product(CASES, OPS, args.shapes, args.after):
         report["rows"].append(measure(name, *case, sizes, after, args.seeds))
         print(".", end="", flush=True)
     report["summary"] = summarize(report["rows"])
     print("\nPercent:\n" + table(report["summary"]), flush=True)
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nWritten: {args.json}")
+    write(report, args.json)
 
 
 if __name__ == "__main__":
-    # JAX 0.9 asks for CUDA's libraries where it finds the plugin.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    main()
+    run(main)

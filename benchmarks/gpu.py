@@ -35,21 +35,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-if __package__ in (None, ""):  # run as a script
-    sys.path.insert(0, str(ROOT))
+import jax
 
-import jax  # noqa: E402
-
-from benchmarks import dense, gpu_entries  # noqa: E402
-from benchmarks.gpu_entries import Entry, Row  # noqa: E402
+from benchmarks import dense, gpu_entries
+from benchmarks.common import RESULTS, NotMeasuredError, Row, quiet, reason_of, text_of
+from benchmarks.gpu_entries import Entry
 
 QUESTION = (
     "On an NVIDIA GPU: are the values of every recipe those of NumPy, which backend runs each GEMM, and "
     "what do FP8 GEMMs, one Dense layer, a training step of a 1B-parameter model and a decoding step cost "
     "beside bf16?"
 )
-RESULTS = ROOT / "benchmarks" / "results"
+ROOT = RESULTS.parents[1]
 RESULT, RESULT_AHEAD = RESULTS / "h200.json", RESULTS / "h200_ahead.json"
 BUDGET, OVERTIME = 520.0, 45.0
 MOST_DEATHS = 3
@@ -159,14 +156,14 @@ def measure(entry: Entry, store: Store, limit: float | None = None) -> Row:
     if limit is not None:
         faulthandler.dump_traceback_later(limit, exit=True)
     try:
-        with dense.quiet(), warnings.catch_warnings():
+        with quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = entry.measure(Noted(store, entry.name, running))
         done = {**running, "status": "done", "result": result}
     except Exception as error:
-        if not isinstance(error, dense.NotMeasuredError):
+        if not isinstance(error, NotMeasuredError):
             traceback.print_exc()
-        done = {**running, "status": "failed", "error": dense.reason_of(error)}
+        done = {**running, "status": "failed", "error": reason_of(error)}
     finally:
         if limit is not None:
             faulthandler.cancel_dump_traceback_later()
@@ -413,8 +410,7 @@ def sums_of_transformer_engine(entries: Mapping[str, Row]) -> Iterator[str]:
     """Yields each contender's sum over the four layers that Transformer Engine publishes."""
     shapes = gpu_entries.FULL.transformer_engine
     rows = [
-        entries.get(f"dense/{dense.text_of(shape)}", {}).get("result", {}).get("rows", {})
-        for shape in shapes
+        entries.get(f"dense/{text_of(shape)}", {}).get("result", {}).get("rows", {}) for shape in shapes
     ]
     for label in rows[0]:
         of_both = [[row.get(name, {}) for row in rows] for name in (dense.BF16, label)]
@@ -430,14 +426,14 @@ def compile_ahead(chosen: Sequence[Entry], store: Store) -> None:
         if store.entries.get(entry.name, {}).get("status") == "done":
             continue
         rows: dict[str, Row] = {}
-        with dense.quiet(), warnings.catch_warnings():
+        with quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for name, program in entry.programs().items():
                 try:
                     compiled = gpu_entries.compiled_ahead(program)
                     rows[name] = gpu_entries.reading(compiled, program.steps, on_gpu=True)
                 except Exception as error:
-                    rows[name] = {"not_measured": dense.reason_of(error)}
+                    rows[name] = {"not_measured": reason_of(error)}
                 print(entry.name, name, summary_of(rows[name]), flush=True)
         if rows:
             gpu_entries.predict_times_base(rows, "bf16")
@@ -507,7 +503,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    machine = dense.machine()
+    machine = dense.full_machine()
     default = RESULT_AHEAD if args.ahead else RESULT
     if args.small:
         default = Path(tempfile.gettempdir()) / "fp8flax-bench-gpu-small.json"

@@ -32,13 +32,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 import fp8flax as fp8
 from benchmarks import accuracy, dense, llama
+from benchmarks.common import NotMeasuredError, Row, Shape, ratio, reason_of, summary, text_of
 from fp8flax._operands import View, quantize_operand
 from fp8flax.audit.compiling import compile_for, find_target
 from fp8flax.audit.gemms import read_gemms
 from fp8flax.audit.kernels import read
 
-Row = dict[str, Any]
-Shape = tuple[int, int, int]
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 BF16, E4M3, E5M2 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -152,7 +151,7 @@ class Progress:
     def at(self, name: str) -> None:
         """Says which program comes next; raises ``NotMeasuredError`` where it ended the process before."""
         if name in self._excluded:
-            raise dense.NotMeasuredError(self._excluded[name])
+            raise NotMeasuredError(self._excluded[name])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +190,7 @@ def entries(sizes: Sizes) -> list[Entry]:
 
     def of_dense(shape: Shape, *, in_full: bool) -> Entry:
         loops = partial(dense_loops, sizes, shape, in_full=in_full)
-        name = f"dense/{dense.text_of(shape)}"
+        name = f"dense/{text_of(shape)}"
         entry = timed_entry(name, sizes, loops, base=dense.BF16, expected=50 if in_full else 30)
         said = partial(speedup_of_report, shape)
         return dataclasses.replace(
@@ -200,7 +199,7 @@ def entries(sizes: Sizes) -> list[Entry]:
 
     def of_gemm(shape: Shape) -> Entry:
         return timed_entry(
-            f"gemm/{dense.text_of(shape)}",
+            f"gemm/{text_of(shape)}",
             sizes,
             partial(gemm_loops, sizes, shape),
             base="bf16",
@@ -436,22 +435,22 @@ def measure_timed(
             runs[name]()
         except Exception as error:
             runs.pop(name, None)
-            rows[name] = {**rows.get(name, {}), "not_measured": dense.reason_of(error)}
+            rows[name] = {**rows.get(name, {}), "not_measured": reason_of(error)}
     if not runs:
-        raise dense.NotMeasuredError("; ".join(dict.fromkeys(row["not_measured"] for row in rows.values())))
+        raise NotMeasuredError("; ".join(dict.fromkeys(row["not_measured"] for row in rows.values())))
     progress.at("timing")
     seconds = interleaved(runs, sizes.rounds)
     for name, values in seconds.items():
         row = rows[name]
         per_step = [value / row["steps"] for value in values]
-        row["seconds"] = dense.summary(per_step)
+        row["seconds"] = summary(per_step)
         if row["flops"]:
-            row["tflops"] = dense.summary([1e-12 * row["flops"] / s for s in per_step])
+            row["tflops"] = summary([1e-12 * row["flops"] / s for s in per_step])
         if row["must_move"]:
-            row["gigabytes_per_second"] = dense.summary([1e-9 * row["must_move"] / s for s in per_step])
+            row["gigabytes_per_second"] = summary([1e-9 * row["must_move"] / s for s in per_step])
         if base in seconds:
             of_base = [value / rows[base]["steps"] for value in seconds[base]]
-            row["times_base"] = dense.ratio(of_base, per_step)
+            row["times_base"] = ratio(of_base, per_step)
     predict_times_base(rows, base)
     return {"base": base, "rows": rows}
 
@@ -469,7 +468,7 @@ def read_or_say(compiled: Any, steps: int, on_gpu: bool) -> Row:
     try:
         return reading(compiled, steps, on_gpu=on_gpu)
     except Exception as error:
-        return {"not_read": dense.reason_of(error)}
+        return {"not_read": reason_of(error)}
 
 
 def running(compiled: Any, carry: Any) -> Callable[[], float]:
@@ -551,7 +550,7 @@ def speedup_of_report(shape: Shape) -> float | str:
         model = fp8.quantize_model(nn.Dense(N, use_bias=False), include=".*")
         return fp8.report(model, jax.ShapeDtypeStruct((M, K), BF16)).speedup
     except Exception as error:  # what was measured beside it must not be lost
-        return dense.reason_of(error)
+        return reason_of(error)
 
 
 # GEMMs alone.
@@ -719,9 +718,9 @@ def measure_model(sizes: Sizes, name: str, op: str, progress: Progress) -> Row:
             row |= {"attention": attention, "compile_seconds": time.perf_counter() - began}
             break
         except Exception as error:
-            reasons.append(f"{attention}: {dense.reason_of(error)}")
+            reasons.append(f"{attention}: {reason_of(error)}")
     else:
-        raise dense.NotMeasuredError("; ".join(reasons))
+        raise NotMeasuredError("; ".join(reasons))
     if reasons:
         row["attention_refused"] = reasons
     row |= read_or_say(compiled, 1, on_gpu)
@@ -739,10 +738,10 @@ def measure_model(sizes: Sizes, name: str, op: str, progress: Progress) -> Row:
             seconds.append(time.perf_counter() - began)
     flops = config.flops(batch * length)
     return row | {
-        "seconds": dense.summary(seconds),
+        "seconds": summary(seconds),
         "flops": flops,
-        "tflops": dense.summary([1e-12 * flops / s for s in seconds]),
-        "tokens_per_second": dense.summary([batch * length / s for s in seconds]),
+        "tflops": summary([1e-12 * flops / s for s in seconds]),
+        "tokens_per_second": summary([batch * length / s for s in seconds]),
         "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
         "peak_bytes_before": before,
         "losses": losses,
@@ -834,7 +833,7 @@ def measure_torch(sizes: Sizes, progress: Progress) -> Row:
         flops = 2 * M * K * N
         steps = rounds_per_call(sizes, flops)
         try:
-            progress.at(dense.text_of(shape))
+            progress.at(text_of(shape))
             a, b = (torch.randn(n, K, device="cuda", dtype=torch.bfloat16) for n in (M, N))
             a8, b8 = (x.to(torch.float8_e4m3fn) for x in (a, b))
             one = torch.ones((), device="cuda")
@@ -861,16 +860,16 @@ def measure_torch(sizes: Sizes, progress: Progress) -> Row:
             seconds = interleaved(
                 {name: partial(repeated, fun) for name, fun in kinds.items()}, sizes.rounds
             )
-            rows[dense.text_of(shape)] = {
+            rows[text_of(shape)] = {
                 name: {
-                    "seconds": dense.summary(values),
-                    "tflops": dense.summary([1e-12 * flops / s for s in values]),
-                    "times_base": dense.ratio(seconds["bf16"], values),
+                    "seconds": summary(values),
+                    "tflops": summary([1e-12 * flops / s for s in values]),
+                    "times_base": ratio(seconds["bf16"], values),
                 }
                 for name, values in seconds.items()
             }
         except Exception as error:
-            rows[dense.text_of(shape)] = {"not_measured": dense.reason_of(error)}
+            rows[text_of(shape)] = {"not_measured": reason_of(error)}
     return {"torch": torch.__version__, "base": "bf16", "rows": rows}
 
 
@@ -900,7 +899,7 @@ def measure_kernels(sizes: Sizes, progress: Progress) -> Row:
                 },
             }
         except Exception as error:
-            rows[name] = {"not_measured": dense.reason_of(error)}
+            rows[name] = {"not_measured": reason_of(error)}
     return {"rows": rows}
 
 
@@ -918,7 +917,7 @@ def profiled(folder: str) -> tuple[Counter[str], Counter[str], float]:
                 begins.append(event.start_ns)
                 ends.append(event.start_ns + event.duration_ns)
     if not begins:
-        raise dense.NotMeasuredError("the profiler saw no kernel on a GPU")
+        raise NotMeasuredError("the profiler saw no kernel on a GPU")
     return seconds, times, 1e-9 * (max(ends) - min(begins))
 
 
@@ -952,7 +951,7 @@ class Quantized(NamedTuple):
     """``codes * scale`` in float64."""
 
 
-def quantized(quantizer: Any, matrix: np.ndarray) -> Quantized:
+def by_formulas(quantizer: Any, matrix: np.ndarray) -> Quantized:
     """Returns a matrix of normal float32 numbers as a quantizer's formulas have it.
 
     A delayed quantizer is taken to have seen the matrix itself.
@@ -1054,7 +1053,7 @@ def values_row(recipe: fp8.Recipe, shape: Shape) -> Row:
     ):
         quantizers = (part.lhs, part.rhs)
         sides = [
-            matrix.astype(np.float64) if quantizer is None else quantized(quantizer, matrix).values
+            matrix.astype(np.float64) if quantizer is None else by_formulas(quantizer, matrix).values
             for quantizer, matrix in zip(quantizers, matrices)
         ]
         wanted = sides[0] @ sides[1].T
@@ -1085,7 +1084,7 @@ class Operand(NamedTuple):
 
 def differences(operands: Sequence[Operand]) -> Row:
     """Returns how many codes and scales the device makes otherwise than NumPy, in bits."""
-    wanted = [quantized(operand.quantizer, operand.matrix) for operand in operands]
+    wanted = [by_formulas(operand.quantizer, operand.matrix) for operand in operands]
 
     @jax.jit
     def on_device(tensors: list[jax.Array], scales: list[jax.Array]) -> Any:
@@ -1123,5 +1122,5 @@ def states_that_differ(gemms: fp8.CustomRecipe, state: Any, tensors: Sequence[np
         amax = np.abs(tensor).max()
         wanted = np.zeros_like(history)
         wanted[[0, -1]] = amax  # today's, and that of the step before
-        count += int(np.sum(history != wanted)) + int(np.sum(scale != quantized(quantizer, tensor).scale))
+        count += int(np.sum(history != wanted)) + int(np.sum(scale != by_formulas(quantizer, tensor).scale))
     return count

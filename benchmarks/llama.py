@@ -43,27 +43,38 @@ class Config:
         return 6 * tokens * self.parameters
 
 
-class Attention(nn.Module):
-    """Causal attention with rotary positions and grouped keys and values."""
+class Part(nn.Module):
+    """What the model and its parts are made with."""
 
     config: Config
     op: Any = None
+    """The ``dot_general_cls`` of the layers in the blocks; the logits stay in bfloat16."""
     param_dtype: Any = jnp.float32
     implementation: str = "xla"
+    """Of attention, as ``jax.nn.dot_product_attention`` has it; that with a cache is always XLA's."""
     cache_length: int = 0
+    """Room for this many tokens in the collection ``cache``; 0 for training."""
+
+    @property
+    def dtypes(self) -> dict[str, Any]:
+        """Those of every layer."""
+        return {"dtype": jnp.bfloat16, "param_dtype": self.param_dtype}
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """Hands all of it on to a part."""
+        return self.config, self.op, self.param_dtype, self.implementation, self.cache_length
+
+
+class Attention(Part):
+    """Causal attention with rotary positions and grouped keys and values."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``(batch, length, width)`` to the same; with a cache, after what is in the cache."""
         batch, length, width = x.shape
         size = width // self.config.heads
-        dense = partial(
-            nn.Dense,
-            use_bias=False,
-            dtype=jnp.bfloat16,
-            param_dtype=self.param_dtype,
-            dot_general_cls=self.op,
-        )
+        dense = partial(nn.Dense, use_bias=False, dot_general_cls=self.op, **self.dtypes)
         q = dense(width, name="query")(x).reshape(batch, length, -1, size)
         k, v = (
             dense(self.config.kv_heads * size, name=name)(x).reshape(batch, length, -1, size)
@@ -106,48 +117,29 @@ def rotated(x: jax.Array, start: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-class Block(nn.Module):
+class Block(Part):
     """Attention and a gated feed-forward layer, each after a norm and around a residual."""
-
-    config: Config
-    op: Any = None
-    param_dtype: Any = jnp.float32
-    implementation: str = "xla"
-    cache_length: int = 0
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
         """Maps ``(batch, length, width)`` to the same, in the form that ``nn.scan`` takes."""
-        dtypes = {"dtype": jnp.bfloat16, "param_dtype": self.param_dtype}
-        dense = partial(nn.Dense, use_bias=False, dot_general_cls=self.op, **dtypes)
-        attention = Attention(
-            self.config, self.op, self.param_dtype, self.implementation, self.cache_length, name="attention"
-        )
-        x += attention(nn.RMSNorm(name="attention_norm", **dtypes)(x))
-        h = nn.RMSNorm(name="norm", **dtypes)(x)
+        dense = partial(nn.Dense, use_bias=False, dot_general_cls=self.op, **self.dtypes)
+        attention = Attention(*self.options, name="attention")
+        x += attention(nn.RMSNorm(name="attention_norm", **self.dtypes)(x))
+        h = nn.RMSNorm(name="norm", **self.dtypes)(x)
         h = nn.silu(dense(self.config.hidden, name="gate")(h)) * dense(self.config.hidden, name="up")(h)
         return x + dense(self.config.width, name="down")(h), None
 
 
-class Llama(nn.Module):
+class Llama(Part):
     """The model."""
 
-    config: Config
-    op: Any = None
-    """The ``dot_general_cls`` of the layers in the blocks; the logits stay in bfloat16."""
-    param_dtype: Any = jnp.float32
-    implementation: str = "xla"
-    """Of attention, as ``jax.nn.dot_product_attention`` has it; that with a cache is always XLA's."""
-    cache_length: int = 0
-    """Room for this many tokens in the collection ``cache``; 0 for training."""
     scan: bool = True
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps tokens ``(batch, length)`` to logits in bfloat16."""
-        dtypes = {"dtype": jnp.bfloat16, "param_dtype": self.param_dtype}
-        embed = nn.Embed(self.config.vocabulary, self.config.width, name="embed", **dtypes)
-        options = (self.config, self.op, self.param_dtype, self.implementation, self.cache_length)
+        embed = nn.Embed(self.config.vocabulary, self.config.width, name="embed", **self.dtypes)
         x = embed(tokens)
         if self.scan:
             blocks = nn.scan(
@@ -156,11 +148,11 @@ class Llama(nn.Module):
                 split_rngs={"params": True},
                 length=self.config.layers,
             )
-            x, _ = blocks(*options, name="blocks")(x, None)
+            x, _ = blocks(*self.options, name="blocks")(x, None)
         else:
             for i in range(self.config.layers):
-                x, _ = Block(*options, name=f"block_{i}")(x)
-        return embed.attend(nn.RMSNorm(name="norm", **dtypes)(x))
+                x, _ = Block(*self.options, name=f"block_{i}")(x)
+        return embed.attend(nn.RMSNorm(name="norm", **self.dtypes)(x))
 
 
 OPTIMIZER = optax.adamw(1e-4)

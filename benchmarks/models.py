@@ -1,6 +1,6 @@
 """What does ``quantize_model`` make of Linen models that others wrote, as they stand?
 
-Run ``make bench-models``, or ``python benchmarks/models.py`` with the extra ``models``; ``--help`` for the
+Run ``make bench-models``, or ``python -m benchmarks.models`` with the extra ``models``; ``--help`` for the
 options. Nothing is downloaded: the models have random weights and small vocabularies, and layers as wide as
 those of the models that people use, so that the default rules decide as they would there.
 
@@ -24,17 +24,13 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import json
 import math
-import os
 import re
 import statistics
-import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -44,13 +40,11 @@ import numpy as np
 import optax
 
 import fp8flax as fp8
-
-# As a script it finds only the files beside it.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks import accuracy
+from benchmarks.common import RESULTS, add_json, begin, machine, run, sqnr, write
 
 QUESTION = "What does quantize_model make of Linen models that others wrote, as they stand?"
-RESULT = Path(__file__).resolve().parent / "results" / "models.json"
+RESULT = RESULTS / "models.json"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "transformers", "flaxmodels")
 VOCABULARY, WIDTH, HEADS, LAYERS = 512, 768, 12, 2
 TEXT, IMAGE, PATCH, LABELS = 64, 64, 16, 128
 STEPS, LEARNING_RATE = 10, 1e-4
@@ -131,147 +125,131 @@ def with_old_clip() -> Iterator[None]:
         jnp.clip = clip
 
 
-def of_transformers(cls: str, config: Any, args: Any, checkpointing: bool = False, **others: Any) -> Case:
+def of_transformers(
+    cls: str, config: str, sizes: dict[str, Any], args: Any, checkpointing: bool = False, **others: Any
+) -> Case:
+    """Returns a model of transformers; ``config`` is the class that is made with ``sizes``."""
     import transformers
 
     with others.get("shim", contextlib.nullcontext)(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()
-        model = getattr(transformers, cls)(config, _do_init=False)
+        model = getattr(transformers, cls)(getattr(transformers, config)(**sizes), _do_init=False)
         if checkpointing:
             model.enable_gradient_checkpointing()
     options = {"deterministic": True, "return_dict": False}
     return Case(f"transformers {cls}", model.module, args, options, options, **others)
 
 
-def bert(checkpointing: bool = False) -> Case:
-    import transformers
+ENCODER_AND_DECODER = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "encoder_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "encoder_ffn_dim": 4 * WIDTH,
+    "decoder_ffn_dim": 4 * WIDTH,
+}
 
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, max_position_embeddings=128
-    )
+
+def bert(checkpointing: bool = False) -> Case:
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "max_position_embeddings": 128}
     x = tokens(2, TEXT)
     args = (x, jnp.ones_like(x), jnp.zeros_like(x), positions(x), None)
-    return of_transformers("FlaxBertForMaskedLM", config, args, checkpointing)
+    return of_transformers(
+        "FlaxBertForMaskedLM", "BertConfig", {"vocab_size": VOCABULARY, **sizes}, args, checkpointing
+    )
 
 
 def gpt2(layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Case:
-    import transformers
-
-    config = transformers.GPT2Config(
-        vocab_size=vocabulary, n_embd=WIDTH, n_layer=layers, n_head=HEADS, n_positions=128
-    )
+    sizes = {"vocab_size": vocabulary, "n_embd": WIDTH, "n_layer": layers, "n_head": HEADS}
     x = tokens(2, TEXT)
     args = (x, jnp.ones_like(x), positions(x))
-    return of_transformers("FlaxGPT2LMHeadModel", config, args)
+    return of_transformers("FlaxGPT2LMHeadModel", "GPT2Config", {**sizes, "n_positions": 128}, args)
 
 
 def llama() -> Case:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=2048,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=4,
-        max_position_embeddings=128,
-    )
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 2048,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128,
+    }
     x = tokens(2, TEXT)
-    return of_transformers("FlaxLlamaForCausalLM", config, (x, jnp.ones_like(x), positions(x)))
+    args = (x, jnp.ones_like(x), positions(x))
+    return of_transformers("FlaxLlamaForCausalLM", "LlamaConfig", sizes, args)
 
 
 def t5() -> Case:
-    import transformers
-
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        d_kv=WIDTH // HEADS,
-        d_ff=2048,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-    )
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "d_model": WIDTH,
+        "d_kv": WIDTH // HEADS,
+        "d_ff": 2048,
+        "num_layers": LAYERS,
+        "num_heads": HEADS,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    }
     x, y = tokens(2, TEXT), tokens(2, TEXT // 2)
     args = (x, jnp.ones_like(x), y, jnp.ones_like(y))
-    return of_transformers("FlaxT5ForConditionalGeneration", config, args, shim=with_old_clip)
+    return of_transformers("FlaxT5ForConditionalGeneration", "T5Config", sizes, args, shim=with_old_clip)
 
 
 def bart() -> Case:
-    import transformers
-
-    config = transformers.BartConfig(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        encoder_layers=LAYERS,
-        decoder_layers=LAYERS,
-        encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS,
-        encoder_ffn_dim=4 * WIDTH,
-        decoder_ffn_dim=4 * WIDTH,
-        max_position_embeddings=128,
-    )
+    sizes = {**ENCODER_AND_DECODER, "max_position_embeddings": 128}
     x, y = tokens(2, TEXT), tokens(2, TEXT // 2)
     args = (x, jnp.ones_like(x), y, jnp.ones_like(y), positions(x), positions(y))
-    return of_transformers("FlaxBartForConditionalGeneration", config, args)
+    return of_transformers("FlaxBartForConditionalGeneration", "BartConfig", sizes, args)
 
 
 def whisper() -> Case:
-    import transformers
-
-    config = transformers.WhisperConfig(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        encoder_layers=LAYERS,
-        decoder_layers=LAYERS,
-        encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS,
-        encoder_ffn_dim=4 * WIDTH,
-        decoder_ffn_dim=4 * WIDTH,
-        max_source_positions=TEXT,
-        max_target_positions=TEXT,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-    )
+    bands = 80
+    sizes = {
+        **ENCODER_AND_DECODER,
+        "num_mel_bins": bands,
+        "max_source_positions": TEXT,
+        "max_target_positions": TEXT,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    }
     y = tokens(2, TEXT // 2)
-    sound = jax.random.normal(jax.random.key(2), (2, config.num_mel_bins, 2 * TEXT))
+    sound = jax.random.normal(jax.random.key(2), (2, bands, 2 * TEXT))
     args = (sound, y, jnp.ones_like(y), positions(y))
-    return of_transformers("FlaxWhisperForConditionalGeneration", config, args)
+    return of_transformers("FlaxWhisperForConditionalGeneration", "WhisperConfig", sizes, args)
 
 
 def vit() -> Case:
-    import transformers
-
-    config = transformers.ViTConfig(
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        image_size=IMAGE,
-        patch_size=PATCH,
-        num_labels=LABELS,
-    )
-    return of_transformers("FlaxViTForImageClassification", config, (images(4),))
+    sizes = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "image_size": IMAGE,
+        "patch_size": PATCH,
+        "num_labels": LABELS,
+    }
+    return of_transformers("FlaxViTForImageClassification", "ViTConfig", sizes, (images(4),))
 
 
 def clip() -> Case:
-    import transformers
-
     both = {
         "hidden_size": WIDTH,
         "intermediate_size": 4 * WIDTH,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
     }
-    config = transformers.CLIPConfig(
-        text_config={"vocab_size": VOCABULARY, "eos_token_id": VOCABULARY - 1, **both},
-        vision_config={"image_size": IMAGE, "patch_size": PATCH, **both},
-    )
+    sizes = {
+        "text_config": {"vocab_size": VOCABULARY, "eos_token_id": VOCABULARY - 1, **both},
+        "vision_config": {"image_size": IMAGE, "patch_size": PATCH, **both},
+    }
     x = tokens(4, TEXT // 2)
-    return of_transformers("FlaxCLIPModel", config, (x, images(4), jnp.ones_like(x), positions(x)))
+    args = (x, images(4), jnp.ones_like(x), positions(x))
+    return of_transformers("FlaxCLIPModel", "CLIPConfig", sizes, args)
 
 
 def resnet50() -> Case:
@@ -296,12 +274,6 @@ MODELS: dict[str, Callable[[], Case]] = {
 
 
 # What is measured of each model.
-
-
-def decibels(wanted: Any, got: Any) -> float:
-    wanted, got = (np.asarray(x, np.float64) for x in (wanted, got))
-    noise = float(np.sum(np.square(got - wanted)))
-    return 10 * math.log10(float(np.sum(np.square(wanted))) / noise) if noise else math.inf
 
 
 def size(tree: Any) -> int:
@@ -389,7 +361,7 @@ def _measure(case: Case, steps: int) -> dict[str, Any]:
     plain = jitted(case, model, variables)
     logits8 = jitted(case, model8, calibrated)
     in_bf16 = jitted(case, model.clone(dtype=jnp.bfloat16), variables)
-    sqnr = decibels(plain, logits8)
+    error = sqnr([(plain, logits8)])
 
     served, frozen = fp8.freeze(model8, calibrated)
     # Without jit, where each operation is a program of its own: a compiler fuses two models differently.
@@ -402,9 +374,9 @@ def _measure(case: Case, steps: int) -> dict[str, Any]:
         "weights": weights,
         "same_initial_params": bool(same),
         **row,
-        "sqnr_db": round(sqnr, 1),
-        "relative_error": float(f"{10 ** (-sqnr / 20):.2g}"),
-        "bf16_sqnr_db": round(decibels(plain, in_bf16), 1),
+        "sqnr_db": round(error, 1),
+        "relative_error": float(f"{10 ** (-error / 20):.2g}"),
+        "bf16_sqnr_db": round(sqnr([(plain, in_bf16)]), 1),
         "losses_float32": losses(case, model, variables, steps),
         "losses_fp8": losses(case, model8, trained8, steps),
         "frozen_bytes": size(frozen),
@@ -413,7 +385,7 @@ def _measure(case: Case, steps: int) -> dict[str, Any]:
         "weights_in_fp8": round(count_fp8(frozen["params"]) / weights, 3),
         "frozen_is_bitwise_equal": bool(bitwise),
         "frozen_is_bitwise_equal_under_jit": bool(jnp.array_equal(logits_served, logits8)),
-        "frozen_sqnr_db": round(decibels(plain, logits_served), 1),
+        "frozen_sqnr_db": round(sqnr([(plain, logits_served)]), 1),
     }
 
 
@@ -550,7 +522,7 @@ def decode(steps: int = TRAIN_STEPS, decoded: int = DECODED) -> dict[str, Any]:
                 "activations": dtype,
                 "model": text,
                 "same_tokens": round(float(np.mean(got.argmax(-1) == wanted.argmax(-1))), 4),
-                "sqnr_db": None if i == 0 else round(decibels(wanted, got), 1),
+                "sqnr_db": None if i == 0 else round(sqnr([(wanted, got)]), 1),
                 "variable_bytes": size(decoder.variables),
                 "cache_bytes": decoder.cache_bytes,
                 "step_ms": round(1e3 * statistics.median(times[:, i]), 2),
@@ -568,11 +540,6 @@ def decode(steps: int = TRAIN_STEPS, decoded: int = DECODED) -> dict[str, Any]:
 
 
 # The report.
-
-
-def machine() -> dict[str, Any]:
-    packages = ("jax", "jaxlib", "flax", "optax", "numpy", "transformers", "flaxmodels")
-    return {**accuracy.machine(packages), "cores": os.cpu_count()}
 
 
 def method(steps: int) -> list[str]:
@@ -701,17 +668,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION)
     parser.add_argument("--model", choices=MODELS, action="append", help="one of them (all, and decoding)")
     parser.add_argument("--steps", type=int, default=STEPS, help="of training (%(default)s)")
-    parser.add_argument("--json", type=Path, default=RESULT, metavar="PATH", help="to write")
+    add_json(parser, RESULT)
     args = parser.parse_args(argv)
-    report: dict[str, Any] = {
-        "question": QUESTION,
-        "method": method(args.steps),
-        "machine": machine(),
-        "models": [],
-    }
-    print(f"Question: {QUESTION}\n")
-    print("Method:", *report["method"], sep="\n  - ")
-    print("\nMachine:", ", ".join(f"{k} {v}" for k, v in report["machine"].items()), flush=True)
+    report = begin(QUESTION, method(args.steps), machine(PACKAGES, ("gpu", "cores")), models=[])
     for name in args.model or MODELS:
         row = measure(name, args.steps)
         report["models"].append(row)
@@ -724,12 +683,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("", conversion_table(report["models"]), result_table(report["models"]), sep="\n\n")
         args.json = args.json if args.json != RESULT else None
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-        print(f"\nWritten: {args.json}")
+        write(report, args.json)
 
 
 if __name__ == "__main__":
-    # JAX 0.9 asks for CUDA's libraries where it finds the plugin.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    main()
+    run(main)

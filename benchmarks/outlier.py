@@ -1,6 +1,6 @@
 """What does one outlier do to the scales of delayed scaling, by each rule for them, and to the training?
 
-Run ``python benchmarks/outlier.py``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu`` where
+Run ``python -m benchmarks.outlier``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu`` where
 JAX finds the CUDA plugin but no GPU.
 
 A small network learns what a random one computes, in float32 and with delayed scaling by several rules. The
@@ -17,13 +17,9 @@ FP8 values are emulated: they are those of a GPU, up to the order of accumulatio
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -34,11 +30,7 @@ import optax
 from jax import lax
 
 import fp8flax as fp8
-
-try:
-    from benchmarks.accuracy import machine
-except ImportError:  # run as a script
-    from accuracy import machine  # type: ignore[no-redef]
+from benchmarks.common import RESULTS, Row, add_json, aligned, begin, machine, quiet, run, write
 
 QUESTION = (
     "Which rule for the scales of delayed scaling bears an outlier, and neither saturates nor flushes to "
@@ -47,10 +39,9 @@ QUESTION = (
 BATCH, WIDTH, HIDDEN, OUTPUTS = 64, 16, 64, 4
 STEPS, SEEDS = 1000, 3
 OUTLIER, GUARD, WINDOW = 1e6, 16.0, 16
-RESULT = Path(__file__).resolve().parent / "results" / "outlier.json"
+RESULT = RESULTS / "outlier.json"
 FIGURES = ("loss", "flushed", "saturated")
 
-Row = dict[str, Any]
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 
 
@@ -224,8 +215,7 @@ def measure(name: str, chosen: dict[str, Case], steps: int = STEPS, seeds: int =
     """Returns a row for each case: the median loss, and the mean shares of the worse of both tensors."""
     run = make_run(name, steps)
     rows = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fp8.Fp8EmulationWarning)
+    with quiet():
         for kind, case in chosen.items():
             arrays = Case(*(jnp.asarray(array, jnp.float32) for array in case))
             results = [run(arrays, jax.random.key(seed)) for seed in range(seeds)]
@@ -271,24 +261,14 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         percent = (f"{100 * row[name]:.2f}%" for name in ("flushed", "saturated"))
         lines.append([row["case"], row["rule"], f"{row['loss']:.4f}", *percent])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join([*map(str.ljust, line[:2], widths[:2]), *map(str.rjust, line[2:], widths[2:])])
-        for line in lines
-    )
+    return aligned(lines, 2)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=QUESTION)
     parser.add_argument("--steps", type=int, default=STEPS, help="of training, 100 or more (%(default)s)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="how many (%(default)s)")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        default=RESULT,
-        metavar="PATH",
-        help=f"to write (benchmarks/results/{RESULT.name})",
-    )
+    add_json(parser, RESULT)
     args = parser.parse_args(argv)
     if args.steps < 100 or args.seeds < 1:
         parser.error("--steps must be 100 or more, --seeds 1 or more.")
@@ -297,25 +277,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    report: dict[str, Any] = {
-        "question": QUESTION,
-        "method": method(args.steps, args.seeds),
-        "machine": machine(),
-        "arguments": {"steps": args.steps, "seeds": args.seeds},
-    }
-    print(f"Question: {QUESTION}\n")
-    print("Method:", *report["method"], sep="\n  - ")
-    print("\nMachine:", ", ".join(f"{k} {v}" for k, v in report["machine"].items()), flush=True)
+    arguments = {"steps": args.steps, "seeds": args.seeds}
+    report = begin(QUESTION, method(args.steps, args.seeds), machine(), arguments=arguments)
     chosen = cases(args.steps)
     rows = [row for name in RULES for row in measure(name, chosen, args.steps, args.seeds)]
     report["rows"] = sorted(rows, key=lambda row: list(chosen).index(row["case"]))
     print("\n" + table(report["rows"]), flush=True)
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nWritten: {args.json}")
+    write(report, args.json)
 
 
 if __name__ == "__main__":
-    # JAX 0.9 asks for CUDA's libraries where it finds the plugin.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    main()
+    run(main)

@@ -1,21 +1,13 @@
 """What does an FP8 training step cost on a CPU, next to the step without FP8 and with Flax's ops?
 
-Run ``python benchmarks/step_cpu.py``; ``--help`` for the options.
+Run ``python -m benchmarks.step_cpu``; ``--help`` for the options.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
-import importlib.metadata
-import json
-import os
-import platform
-import statistics
-import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +21,19 @@ import optax
 from flax.linen import fp8_ops
 
 import fp8flax as fp8
+from benchmarks.common import (
+    RESULTS,
+    aligned,
+    begin,
+    compilations,
+    interleaved,
+    machine,
+    quiet,
+    ratio,
+    run,
+    summary,
+    write,
+)
 from fp8flax.demo.model import VOCABULARY, ByteTransformer
 from fp8flax.demo.training import loss_of
 
@@ -40,7 +45,8 @@ PLAIN, FLAX_QDQ, FLAX_DIRECT, OURS = "plain", "flax-qdq", "flax-direct", "fp8fla
 BASELINES = (PLAIN, FLAX_QDQ, FLAX_DIRECT)
 DTYPES = ("float32", "bfloat16")
 HISTORY = 1024
-RESULT = Path(__file__).resolve().parent / "results" / "step_cpu.json"
+RESULT = RESULTS / "step_cpu.json"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,81 +207,36 @@ def residual_bytes(loss_fn: Callable[[Any], jax.Array], variables: Any) -> int:
     return sum(var.aval.size * var.aval.dtype.itemsize for var in kept)
 
 
-def seconds_of(fun: Callable[[], Any]) -> tuple[float, Any]:
-    gc.collect()
-    began = time.perf_counter()
-    result = fun()
-    return time.perf_counter() - began, result
-
-
-def summary(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def measure(task: Task, dtype: str, sizes: Sizes, rounds: int) -> dict[str, dict[str, Any]]:
     """Returns the figures of one model and dtype, by contender."""
     entrants = contenders()
     names = list(entrants)
     states = {name: make_state(task, entrants[name], dtype) for name in names}
     batch = (task.inputs, task.targets)
-    trace_seconds: dict[str, list[float]] = {name: [] for name in names}
-    compile_seconds: dict[str, list[float]] = {name: [] for name in names}
-    compiled: dict[str, Any] = {}
-    for _ in range(sizes.compilations):
-        for name in names:
-            step = make_step(task, entrants[name])
-            jax.clear_caches()
-            seconds, traced = seconds_of(lambda step=step, name=name: step.trace(states[name], *batch))
-            trace_seconds[name].append(seconds)
-            seconds, compiled[name] = seconds_of(lambda traced=traced: traced.lower().compile())
-            compile_seconds[name].append(seconds)
+    trace_seconds, compile_seconds, compiled = compilations(
+        {name: partial(make_step, task, entrants[name]) for name in names},
+        {name: (states[name], *batch) for name in names},
+        sizes.compilations,
+    )
     residuals = {
         name: residual_bytes(make_loss(task, state, *batch), state.params) for name, state in states.items()
     }
 
-    step_seconds: dict[str, list[float]] = {name: [] for name in names}
-    warm_up = 2
-    gc.collect()
-    for i in range(warm_up + rounds):
-        # Rotated, so that no contender always runs after the same one.
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            began = time.perf_counter()
-            states[name], loss = compiled[name](states[name], *batch)
-            jax.block_until_ready((states[name], loss))
-            if i >= warm_up:
-                step_seconds[name].append(time.perf_counter() - began)
+    def take_step(name: str) -> None:
+        states[name], loss = compiled[name](states[name], *batch)
+        jax.block_until_ready((states[name], loss))
+
+    step_seconds = interleaved({name: partial(take_step, name) for name in names}, rounds)
     return {
         name: {
             "trace_seconds": summary(trace_seconds[name]),
             "compile_seconds": summary(compile_seconds[name]),
             "step_seconds": summary(step_seconds[name]),
-            "step_ratio_to": {
-                base: summary([a / b for a, b in zip(step_seconds[name], step_seconds[base])])
-                for base in BASELINES
-            },
+            "step_ratio_to": {base: ratio(step_seconds[name], step_seconds[base]) for base in BASELINES},
             "residual_bytes": residuals[name],
             "step_seconds_by_round": step_seconds[name],
         }
         for name in names
-    }
-
-
-def machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        cpu = models[0].partition(":")[2].strip() if models else cpu
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    packages = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes")
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    return {
-        "cpu": cpu,
-        "cores": cores,
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        "python": platform.python_version(),
-        **versions,
-        "fp8flax": fp8.__version__,
     }
 
 
@@ -329,45 +290,33 @@ def table(results: list[dict[str, Any]]) -> str:
                 f"{row['residual_bytes'] / 1024:.1f}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))
-        )
-        for line in lines
-    )
+    return aligned(lines, 3)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION)
     parser.add_argument("--rounds", type=int, default=40, help="timed steps per contender (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: says nothing about speed")
     parser.add_argument(
         "--out", type=Path, help=f"the JSON file to write ({RESULT}; with --quick none unless given)"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error("--rounds must be 1 or more.")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     sizes = QUICK if args.quick else Sizes()
-    report: dict[str, Any] = {
-        "question": QUESTION,
-        "method": method(sizes, args.rounds),
-        "machine": machine(),
-        "rounds": args.rounds,
-        "sizes": dataclasses.asdict(sizes),
-        "results": [],
-    }
-    print(f"Question: {QUESTION}\n")
-    print("Method:", *report["method"], sep="\n  - ")
-    print("\nMachine:", ", ".join(f"{k} {v}" for k, v in report["machine"].items()), flush=True)
+    report = begin(
+        QUESTION,
+        method(sizes, args.rounds),
+        machine(PACKAGES, ("cores", "load_average")),
+        rounds=args.rounds,
+        sizes=dataclasses.asdict(sizes),
+        results=[],
+    )
     for model, task in tasks(sizes).items():
         for dtype in DTYPES:
-            with warnings.catch_warnings():
-                # Flax deprecates its quantize-dequantize op, which is why it is measured beside the other.
-                warnings.filterwarnings("ignore", "The Fp8DotGeneralOp is deprecated", DeprecationWarning)
-                warnings.simplefilter("ignore", fp8.Fp8EmulationWarning)
+            with quiet():
                 figures = measure(task, dtype, sizes, args.rounds)
             report["results"] += [
                 {"model": model, "dtype": dtype, "contender": name, **figure}
@@ -376,10 +325,8 @@ def main() -> None:
     print("\n" + table(report["results"]))
     out = args.out or (None if args.quick else RESULT)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=2) + "\n")
-        print(f"\nWritten: {out}")
+        write(report, out)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

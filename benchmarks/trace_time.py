@@ -1,6 +1,6 @@
 """How long does an FP8 training step take to trace, to lower and to compile, beside bf16 and Flax's ops?
 
-Run ``python benchmarks/trace_time.py``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu``
+Run ``python -m benchmarks.trace_time``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu``
 where JAX finds the CUDA plugin but no GPU.
 
 The model is a stack of Transformer blocks that is written as a Python loop (no ``nn.scan``), each of six
@@ -14,14 +14,10 @@ the device at hand; small sizes, as none of the three depends on them.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -30,14 +26,10 @@ import jax.numpy as jnp
 from flax.linen import fp8_ops
 
 import fp8flax as fp8
-
-try:
-    from benchmarks.accuracy import machine
-except ImportError:  # run as a script
-    from accuracy import machine  # type: ignore[no-redef]
+from benchmarks.common import RESULTS, add_json, machine, quiet, run, write
 
 QUESTION = "How long does an FP8 step take to trace, lower and compile, beside bf16 and Flax's ops?"
-RESULT = Path(__file__).with_name("results") / "trace_time.json"
+RESULT = RESULTS / "trace_time.json"
 PARTS = ("trace", "lower", "compile")
 
 
@@ -121,18 +113,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION)
     parser.add_argument("--blocks", type=int, default=6, help="of six matmuls (default 6)")
     parser.add_argument("--repetitions", type=int, default=5, help="of each case (default 5)")
-    parser.add_argument(
-        "--json", type=Path, default=RESULT, metavar="PATH", help=f"benchmarks/results/{RESULT.name}"
-    )
+    add_json(parser, RESULT)
     args = parser.parse_args(argv)
     if min(args.blocks, args.repetitions) < 1:
         parser.error("--blocks and --repetitions must be 1 or more.")
-    warnings.simplefilter("ignore", fp8.Fp8EmulationWarning)
-    warnings.simplefilter("ignore", DeprecationWarning)  # of Flax's direct op
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
-    for _ in range(args.repetitions):
-        for name, case in CASES.items():
-            seconds[name].append(measure(case, args.blocks))
+    with quiet():
+        for _ in range(args.repetitions):
+            for name, case in CASES.items():
+                seconds[name].append(measure(case, args.blocks))
     medians = {
         name: {part: statistics.median(s[part] for s in all_of) for part in PARTS}
         for name, all_of in seconds.items()
@@ -145,12 +134,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "cpu_seconds": seconds,
         "median_cpu_seconds": medians,
     }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"Written: {args.json}")
+    write(report, args.json)
 
 
 if __name__ == "__main__":
-    # JAX 0.9 asks for CUDA's libraries where it finds the plugin.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    main()
+    run(main)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import json
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,9 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import attention
-from tests import ROOT
+from benchmarks import accuracy, attention, common
 from tests.reference_recipes import as_float64, tensorwise
 
-SCRIPT = ROOT / "benchmarks" / "accuracy.py"
 RECIPES = (
     "bf16",
     "delayed",
@@ -52,25 +48,13 @@ def product(*operands: float) -> float:
 
 
 @pytest.fixture(scope="module")
-def accuracy() -> Iterator[Any]:
-    spec = importlib.util.spec_from_file_location("benchmark_accuracy", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
-@pytest.fixture(scope="module")
-def sqnr(accuracy: Any) -> Callable[[str, str], dict[str, float]]:
+def sqnr() -> Callable[[str, str], dict[str, float]]:
     """Measures each recipe on each kind of data once."""
     return functools.cache(lambda name, kind: accuracy.measure(name, kind, SIZES, 1))
 
 
 @pytest.fixture(scope="module")
-def committed(accuracy: Any) -> dict[str, Any]:
+def committed() -> dict[str, Any]:
     return json.loads(accuracy.RESULT.read_text())
 
 
@@ -135,7 +119,7 @@ def test_floor_costs_accuracy(sqnr: Any) -> None:
         assert sqnr("mxfp8-floor", "Gaussian")[gemm] < sqnr("mxfp8", "Gaussian")[gemm] - 0.5
 
 
-def test_measure_agrees_with_numpy(accuracy: Any) -> None:
+def test_measure_agrees_with_numpy() -> None:
     (x, w, g), exact = accuracy.data("log-normal", SMALL, 0)
     x, w, g = (
         codes.astype(np.float64) * as_float64(scale)
@@ -148,7 +132,7 @@ def test_measure_agrees_with_numpy(accuracy: Any) -> None:
     assert accuracy.measure("current-e4m3", "log-normal", SMALL, 1) == pytest.approx(expected, abs=0.01)
 
 
-def test_measure_averages_the_power_over_the_seeds(accuracy: Any, monkeypatch: Any) -> None:
+def test_measure_averages_the_power_over_the_seeds(monkeypatch: Any) -> None:
     exact = [accuracy.data("log-normal", SMALL, seed)[1] for seed in range(2)]
     factors = iter((1.0, 1.1))
     pairs = iter(exact)
@@ -164,7 +148,7 @@ def test_measure_averages_the_power_over_the_seeds(accuracy: Any, monkeypatch: A
         assert measured[gemm] == pytest.approx(10 * np.log10((first + second) / (0.01 * second)))
 
 
-def test_data_is_of_its_kind(accuracy: Any) -> None:
+def test_data_is_of_its_kind() -> None:
     M, K, N = SIZES
     drawn = {kind: accuracy.data(kind, SIZES, 0)[0] for kind in accuracy.KINDS}
     assert all([array.shape for array in arrays] == [(M, K), (K, N), (M, N)] for arrays in drawn.values())
@@ -183,11 +167,11 @@ def test_data_is_of_its_kind(accuracy: Any) -> None:
         assert np.mean(drawn["log-normal"][i] > 0) == pytest.approx(0.5, abs=0.01)
 
 
-def test_command(accuracy: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_command(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     names = ("bf16", "current-e4m3")
     monkeypatch.setattr(accuracy, "RECIPES", {name: accuracy.RECIPES[name] for name in names})
     path = tmp_path / "new" / "out.json"
-    accuracy.main(["--shape", accuracy.text_of(SMALL), "--seeds", "1", "--json", str(path)])
+    accuracy.main(["--shape", common.text_of(SMALL), "--seeds", "1", "--json", str(path)])
     report, printed = json.loads(path.read_text()), capsys.readouterr().out
     assert report["question"] in printed
     assert all(line in printed for line in report["method"])
@@ -209,13 +193,13 @@ def test_command(accuracy: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -
         (["--shape", "8x0x8"], "a shape is written MxKxN"),
     ],
 )
-def test_rejects(accuracy: Any, arguments: list[str], message: str, capsys: Any) -> None:
+def test_rejects(arguments: list[str], message: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         accuracy.main(arguments)
     assert message in capsys.readouterr().err
 
 
-def test_committed_result_is_that_of_the_script(accuracy: Any, committed: dict[str, Any]) -> None:
+def test_committed_result_is_that_of_the_script(committed: dict[str, Any]) -> None:
     assert tuple(accuracy.RECIPES) == RECIPES
     assert tuple(accuracy.KINDS) == KINDS
     assert [(row["kind"], row["recipe"]) for row in committed["rows"]] == [
@@ -224,7 +208,7 @@ def test_committed_result_is_that_of_the_script(accuracy: Any, committed: dict[s
     assert committed["arguments"] == {"shape": list(accuracy.SHAPE), "seeds": accuracy.SEEDS}
     assert committed["question"] == accuracy.QUESTION
     assert committed["method"] == accuracy.method(accuracy.SHAPE, accuracy.SEEDS)
-    assert set(committed["machine"]) == set(accuracy.machine())
+    assert set(committed["machine"]) == set(common.machine())
     for row, gemm in itertools.product(committed["rows"], GEMMS):
         assert row[gemm] == round(row[gemm], 2)
 
@@ -258,7 +242,7 @@ def test_report_on_attention(
     assert len(by) == len(rows) == 2 * 4
     for kind in attention.KINDS:
         none, both, qk, pv = (by[p, kind] for p in ("none", "both", "q k^T only", "softmax v only"))
-        for result in attention.RESULTS:
+        for result in attention.PARTS:
             assert none[result] > max(qk[result], pv[result]) + 10
             assert min(qk[result], pv[result]) > both[result] > 10
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 import fp8flax
+from benchmarks import common, dense
 from fp8flax.audit.compiling import find_target
 from tests import ROOT
 
-SCRIPT = ROOT / "benchmarks" / "dense.py"
 HAS_QWIX = importlib.util.find_spec("qwix") is not None
 CONTENDERS = (
     "bf16",
@@ -43,18 +43,6 @@ SHAPE = (32, 32, 32)
 CPU_SHAPE = (16, 32, 16)
 
 
-@pytest.fixture(scope="module")
-def dense() -> Any:
-    spec = importlib.util.spec_from_file_location("benchmark_dense", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
 @pytest.fixture(autouse=True)
 def _standard_promotion(_strict_jax: None) -> Iterator[None]:
     """Flax's ops and Qwix need it."""
@@ -73,7 +61,7 @@ def little_optimization() -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", before)
 
 
-def keep(dense: Any, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+def keep(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Leaves out the other contenders."""
     entrants = dense.contenders()
     monkeypatch.setattr(dense, "contenders", lambda: {name: entrants[name] for name in names})
@@ -89,11 +77,11 @@ def gpu() -> None:
 
 
 @pytest.fixture(scope="module")
-def run(dense: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """Runs all parts with some contenders; the counts are those of the CPU, which needs no plugin."""
     path = tmp_path_factory.mktemp("benchmark") / "new" / "out.json"
-    arguments = ["--target", "local", "--shapes", dense.text_of(SHAPE), "--rounds", "2"]
-    arguments += ["--cpu-shape", dense.text_of(CPU_SHAPE), "--json", str(path)]
+    arguments = ["--target", "local", "--shapes", common.text_of(SHAPE), "--rounds", "2"]
+    arguments += ["--cpu-shape", common.text_of(CPU_SHAPE), "--json", str(path)]
     with (
         pytest.MonkeyPatch.context() as patch,
         jax.numpy_dtype_promotion("standard"),
@@ -101,7 +89,7 @@ def run(dense: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str,
         little_optimization(),
     ):
         patch.setattr(dense, "COMPILATIONS", 1)
-        keep(dense, patch, *RUN)
+        keep(patch, *RUN)
         lines: list[str] = []
         patch.setattr("builtins.print", lambda *a, sep=" ", **_: lines.append(sep.join(map(str, a))))
         dense.main(arguments)
@@ -128,10 +116,10 @@ def test_report_names_question_method_machine_and_arguments(run: tuple[dict[str,
         "rounds": 2,
         "part": "all",
     }
-    assert str(SCRIPT.parents[1]) not in json.dumps(report)
+    assert str(ROOT) not in json.dumps(report)
 
 
-def test_every_part_has_every_row(dense: Any, run: tuple[dict[str, Any], str]) -> None:
+def test_every_part_has_every_row(run: tuple[dict[str, Any], str]) -> None:
     report, printed = run
     assert tuple(dense.contenders()) == CONTENDERS
     assert set(rows_of(report, "counts")) == set(itertools.product([SHAPE], RUN))
@@ -171,9 +159,9 @@ def test_gpu_rows_without_a_gpu(run: tuple[dict[str, Any], str]) -> None:
 
 
 def test_qwix_missing(
-    dense: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep(dense, monkeypatch, "bf16", "qwix")
+    keep(monkeypatch, "bf16", "qwix")
     monkeypatch.setitem(sys.modules, "qwix", None)
     path = tmp_path / "out.json"
     dense.main(["--target", "local", "--part", "counts", "--shapes", "16x16x16", "--json", str(path)])
@@ -183,11 +171,11 @@ def test_qwix_missing(
     assert "not measured: qwix is not installed" in capsys.readouterr().out
 
 
-def test_counts_without_the_compiler_for_gpus(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_without_the_compiler_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise ImportError("Compiling needs jax-cuda13-plugin.\nmore")
 
-    keep(dense, monkeypatch, "bf16", "fp8flax")
+    keep(monkeypatch, "bf16", "fp8flax")
     monkeypatch.setattr(fp8flax, "audit", refuse)
     rows = dense.counts([SHAPE], "h200")
     assert [row["not_measured"] for row in rows] == ["Compiling needs jax-cuda13-plugin."] * 2
@@ -196,9 +184,9 @@ def test_counts_without_the_compiler_for_gpus(dense: Any, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_counts_for_a_gpu(gpu: None, dense: Any, name: str) -> None:
+def test_counts_for_a_gpu(gpu: None, name: str) -> None:
     shape = (64, 32, 128)
-    with dense.quiet():
+    with common.quiet():
         row = dense.count(name, dense.contenders()[name], shape, "h200")
     # Hopper has no FP8 units that scales per block reach.
     in_fp8 = name != "bf16" and not name.endswith(("qdq", "mxfp8", "block128"))
@@ -218,7 +206,7 @@ def test_counts_for_a_gpu(gpu: None, dense: Any, name: str) -> None:
         np.testing.assert_allclose(row["gemm_bytes"], 4 * dense.elements(shape), rtol=0.01)
 
 
-def test_loop_of_the_ceiling_keeps_every_step(gpu: None, dense: Any) -> None:
+def test_loop_of_the_ceiling_keeps_every_step(gpu: None) -> None:
     preset = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
     carry = jax.eval_shape(lambda: dense.initial_ceiling((64, 32, 128)))
     report = fp8flax.audit(dense.repeated_ceiling(preset, 10), carry)
@@ -226,9 +214,9 @@ def test_loop_of_the_ceiling_keeps_every_step(gpu: None, dense: Any) -> None:
     assert report.gemms[0].is_fp8
 
 
-def test_steps_hand_on_the_scaling_state(dense: Any) -> None:
+def test_steps_hand_on_the_scaling_state() -> None:
     queued: list[float] = []
-    with dense.quiet(), little_optimization():
+    with common.quiet(), little_optimization():
         layer, args = dense.arguments(dense.contenders()["fp8flax"], (16, 32, 16))
         step = jax.jit(dense.make_step(layer))
         run = dense.threaded(step, args, 2, queued)
@@ -244,11 +232,11 @@ def test_steps_hand_on_the_scaling_state(dense: Any) -> None:
         assert (np.asarray(history) > 0).sum() == 4
 
 
-def test_timing_of_a_device(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a CPU in the place of the GPU."""
     names = ("bf16", "fp8flax")
-    keep(dense, monkeypatch, *names)
-    with dense.quiet(), little_optimization():
+    keep(monkeypatch, *names)
+    with common.quiet(), little_optimization():
         device = jax.devices("cpu")[0]
         rows = {row["contender"]: row for row in dense.on_device((16, 32, 16), 2, device, 2)}
     assert list(rows) == [*names, "ceiling", "torch"]
@@ -277,13 +265,13 @@ class _Device:
         return {"peak_bytes_in_use": next(self.peaks)}
 
 
-def test_peaks_hide_smaller_ones(dense: Any) -> None:
+def test_peaks_hide_smaller_ones() -> None:
     shapes = [(16, 16, 16)] * 3
-    with dense.quiet():
+    with common.quiet():
         assert dense.peaks("bf16", shapes, _Device(10, 10, 30)) == [10, None, 30]
 
 
-def test_peaks_of_a_process_of_its_own(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_of_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
 
     def run(command: list[str], **kwargs: Any) -> Any:
@@ -295,17 +283,17 @@ def test_peaks_of_a_process_of_its_own(dense: Any, monkeypatch: pytest.MonkeyPat
         (16, 16, 16): 5,
         (32, 32, 32): None,
     }
-    assert commands[0][2:] == ["--peaks-of", "fp8flax", "--shapes", "16x16x16", "32x32x32"]
+    assert commands[0][3:] == ["--peaks-of", "fp8flax", "--shapes", "16x16x16", "32x32x32"]
 
 
-def test_gpu_rows_hold_time_and_memory(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_rows_hold_time_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_device(shape: tuple[int, ...], *args: Any) -> list[dict[str, Any]]:
         rows = [
             {"shape": list(shape), "contender": name, "peak_bytes": None} for name in ("bf16", "ceiling")
         ]
         return [*rows, dense.not_measured("gpu", shape, "fp8flax", "out of memory")]
 
-    keep(dense, monkeypatch, "bf16", "fp8flax")
+    keep(monkeypatch, "bf16", "fp8flax")
     monkeypatch.setattr(dense, "on_device", on_device)
     monkeypatch.setattr(dense, "peaks_of_fresh_process", lambda name, shapes: dict.fromkeys(shapes, 7))
     monkeypatch.setattr(dense.jax, "devices", lambda: [types.SimpleNamespace(platform="gpu")])
@@ -314,22 +302,22 @@ def test_gpu_rows_hold_time_and_memory(dense: Any, monkeypatch: pytest.MonkeyPat
     assert rows[2]["not_measured"] == "out of memory"
 
 
-def test_command_of_that_process(dense: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_of_that_process(capsys: pytest.CaptureFixture[str]) -> None:
     dense.main(["--peaks-of", "fp8flax", "--shapes", "16x16x16"])
     peaks = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(peaks) == 1
 
 
-def test_interleaved_rotates_after_warm_up(dense: Any) -> None:
+def test_interleaved_rotates_after_warm_up() -> None:
     order: list[str] = []
-    seconds = dense.interleaved({name: lambda name=name: order.append(name) for name in "abc"}, 2)
+    seconds = common.interleaved({name: lambda name=name: order.append(name) for name in "abc"}, 2)
     assert "".join(order) == "abcbcacababc"
     assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2, "c": 2}
 
 
-def test_reasons_name_no_folders(dense: Any) -> None:
+def test_reasons_name_no_folders() -> None:
     error = RuntimeError("cannot open /home/someone/lib.so of jax/jaxlib\nmore")
-    assert dense.reason_of(error) == "RuntimeError: cannot open lib.so of jax/jaxlib"
+    assert common.reason_of(error) == "RuntimeError: cannot open lib.so of jax/jaxlib"
 
 
 @pytest.mark.parametrize(
@@ -341,9 +329,7 @@ def test_reasons_name_no_folders(dense: Any) -> None:
         (["--target", "tpu"], "invalid choice"),
     ],
 )
-def test_rejects(
-    dense: Any, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rejects(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         dense.main(arguments)
     assert message in capsys.readouterr().err

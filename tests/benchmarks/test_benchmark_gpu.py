@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from benchmarks import dense, gpu, gpu_entries
+from benchmarks import common, dense, gpu, gpu_entries
 from benchmarks.gpu_entries import FULL, SMALL, Entry
 from tests import reference_recipes
 
@@ -101,7 +101,7 @@ def test_a_program_that_fails_leaves_the_others() -> None:
     rows = gpu_entries.measure_timed(SMALL, loops, "good", gpu_entries.Progress())["rows"]
     assert rows["bad"] == {"not_measured": "RuntimeError: XLA refuses"}
     assert rows["good"]["times_base"] == {"median": 1.0, "min": 1.0, "max": 1.0}
-    with pytest.raises(dense.NotMeasuredError, match="RuntimeError: XLA refuses"):
+    with pytest.raises(common.NotMeasuredError, match="RuntimeError: XLA refuses"):
         gpu_entries.measure_timed(SMALL, {"bad": refused}, None, gpu_entries.Progress())
 
 
@@ -170,7 +170,7 @@ def test_the_program_that_ended_a_process_is_left_out(store: gpu.Store) -> None:
             try:
                 progress.at(name)
                 rows[name] = "measured"
-            except dense.NotMeasuredError as error:
+            except common.NotMeasuredError as error:
                 rows[name] = str(error)
         return rows
 
@@ -231,7 +231,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
     time.sleep(0.5)  # in which the process that measured ends, too
     killed = path.read_text()
     assert entries().get("gaps/no-graphs", {}).get("status") != "done"  # which has a process of its own
-    store = gpu.Store(path, gpu.key_of(dense.machine()), MACHINE)
+    store = gpu.Store(path, gpu.key_of(dense.full_machine()), MACHINE)
     before = store.entries
     chosen = gpu.chosen_entries(gpu_entries.entries(SMALL), names)
     worker = Worker(store)
@@ -255,7 +255,7 @@ def test_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_redo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
-    store = gpu.Store(path, gpu.key_of(dense.machine()), MACHINE)
+    store = gpu.Store(path, gpu.key_of(dense.full_machine()), MACHINE)
     for name in ("gaps/graphs", "memory"):
         store.put(name, {"status": "done", "result": {"not_measured": "before"}})
     monkeypatch.setattr(gpu, "start_process", lambda arguments: Worker(store))
@@ -294,7 +294,7 @@ def test_figures_beside_bf16() -> None:
     entries = {"model/a/bf16": step(4, 10), "model/a/delayed": step(2, 5), "model/b/delayed": step(1, 1)}
     for i, shape in enumerate(FULL.transformer_engine):
         rows = {"bf16": {"seconds": {"median": 3 + i}}, "fp8flax": {"seconds": {"median": 2}}, "other": {}}
-        entries[f"dense/{dense.text_of(shape)}"] = {"result": {"rows": rows}}
+        entries[f"dense/{common.text_of(shape)}"] = {"result": {"rows": rows}}
     assert [*gpu.ratios_of_models(entries)] == [
         "model/a/delayed: 2.000 times as fast as bf16 (predicted 4.000), 0.500 of its memory."
     ]
@@ -370,7 +370,7 @@ def test_every_shape_and_contender_is_an_entry() -> None:
     names = [entry.name for entry in gpu_entries.entries(FULL)]
     assert len(set(names)) == len(names)
     shapes = (*dense.SHAPES, *((15872, k, n) for k, n in FULL_TE))
-    assert {f"dense/{dense.text_of(shape)}" for shape in shapes} <= set(names)
+    assert {f"dense/{common.text_of(shape)}" for shape in shapes} <= set(names)
     contenders = gpu_entries.dense_contenders(in_full=False)
     for name in (
         "bf16",
@@ -397,7 +397,7 @@ def test_reference_is_that_of_the_tests(name: str) -> None:
     )
     gemms = gpu_entries.VALUES[name].gemms
     for quantizer in (gemms.forward.lhs, gemms.forward.rhs, gemms.dgrad.lhs):
-        got, dtype = gpu_entries.quantized(quantizer, matrix), quantizer.dtype.name
+        got, dtype = gpu_entries.by_formulas(quantizer, matrix), quantizer.dtype.name
         if isinstance(quantizer, fp8.BlockQuantizer):
             kind = {"float32": "exact", "e8m0": f"e8m0_{quantizer.scale_rounding}"}
             scale_kind = kind.get(quantizer.scale, quantizer.scale)
@@ -438,7 +438,7 @@ def test_a_dense_layer_for_a_gpu_repeats_the_whole_step(name: str) -> None:
     shape = (2048, 2048, 2048)
     timed = gpu_entries.dense_loops(FULL, shape, in_full=False)[name]()
     row = gpu_entries.reading(gpu_entries.compiled_ahead(timed.program), timed.program.steps, on_gpu=True)
-    with dense.quiet():
+    with common.quiet():
         alone = dense.count(name, dense.contenders()[name], shape, "h200")
     assert [gemm["times"] for gemm in row["gemms"]] == [1.0] * 3
     assert alone["kernels"] < row["kernels"] < alone["kernels"] + 8  # copies, and the loop's counter

@@ -18,7 +18,6 @@ import pytest
 from benchmarks import outlier, step_cpu
 from tests import ROOT
 
-SCRIPT = ROOT / "benchmarks" / "step_cpu.py"
 MODELS = ("mlp", "transformer")
 DTYPES = ("float32", "bfloat16")
 CONTENDERS = ("plain", "flax-qdq", "flax-direct", "fp8flax")
@@ -30,13 +29,12 @@ RUN = {
 }
 """What the tests run of each model, for time; what the backward pass keeps is counted for all."""
 PROGRAM = """
-import json, runpy, sys
+import json, sys
 
-script, models = sys.argv.pop(1), json.loads(sys.argv.pop(1))
-sys.argv[0] = script
-main = runpy.run_path(script)["main"]
-names = main.__globals__
-all_tasks, all_contenders, out = names["tasks"], names["contenders"], sys.argv[-1]
+from benchmarks import step_cpu
+
+models, out, names = json.loads(sys.argv[1]), sys.argv.pop(), vars(step_cpu)
+all_tasks, all_contenders = names["tasks"], names["contenders"]
 for model, (dtypes, contenders) in models.items():
     names["DTYPES"] = tuple(dtypes)
     names["BASELINES"] = tuple(name for name in contenders if name != "fp8flax")
@@ -44,8 +42,7 @@ for model, (dtypes, contenders) in models.items():
     names["contenders"] = lambda kept=contenders: {
         name: entrant for name, entrant in all_contenders().items() if name in kept
     }
-    sys.argv[-1] = model + out
-    main()
+    step_cpu.main([*sys.argv[2:], model + out])
 """
 
 
@@ -53,12 +50,12 @@ for model, (dtypes, contenders) in models.items():
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], str]:
     """The report on each model, and all that was printed."""
     folder = tmp_path_factory.mktemp("benchmark")
-    arguments = [str(SCRIPT), json.dumps(RUN), "--quick", "--rounds", "2", "--out", ".json"]
+    arguments = [json.dumps(RUN), "--quick", "--rounds", "2", "--out", ".json"]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments],
         cwd=folder,
         # XLA's optimizations take most of the time here and change no figure that is checked.
-        env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
@@ -160,15 +157,10 @@ def residual_bytes_of(model: str, dtype: str, contender: str) -> int:
         return step_cpu.residual_bytes(loss, variables)
 
 
-def test_rejects_zero_rounds(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--quick", "--rounds", "0"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert "--rounds must be 1 or more" in done.stderr
+def test_rejects_zero_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        step_cpu.main(["--quick", "--rounds", "0"])
+    assert "--rounds must be 1 or more" in capsys.readouterr().err
 
 
 # What an outlier does to delayed scaling.
