@@ -1,4 +1,7 @@
-"""Every test runs on the CPU, under strict dtype promotion and without implicit rank promotion."""
+"""Every test runs on the CPU, under strict dtype promotion and without implicit rank promotion.
+
+Internals: ``jax._src.compiler``, for options of the compiler that no configuration of JAX sets.
+"""
 
 import importlib.metadata
 import os
@@ -18,6 +21,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax._src import compiler  # noqa: E402
 
 from tests import what_works  # noqa: E402
 
@@ -31,27 +35,25 @@ def _strict_jax():
         yield
 
 
-# Files whose time goes into compiling, which is done in full with --all-cells alone. The arithmetic itself,
-# and what a GPU would run, is always compiled as users have it.
-LITTLE_OPTIMIZATION = {
-    f"test_{name}.py"
-    for name in (
-        *("autocast", "checkpoints", "conv", "convert", "defects", "demo", "demo_tasks", "devices"),
-        *("dot_general", "errors", "faults", "freeze", "identity", "idioms", "idioms_transforms"),
-        *("inference", "kill", "loops", "models"),
-        *("flax_scales", "modules", "ragged", "benchmark_gpu"),
-        *("recipe_dot", "safetensors", "train", "transformations"),
-    )
-} | {"quantize_model.py", "_modules.py", "_ragged.py", "_recipes.py", "_train.py"}  # their docstrings
+def _compile_options(*args, **kwargs):
+    options = get_compile_options(*args, **kwargs)
+    if options.executable_build_options.debug_options.xla_llvm_disable_expensive_passes:
+        options.env_option_overrides = [*options.env_option_overrides, *LITTLE.items()]
+    return options
+
+
+get_compile_options, compiler.get_compile_options = compiler.get_compile_options, _compile_options
+LITTLE = {"xla_cpu_use_fusion_emitters": False}
+"""Compiles in a third of the time, beside what JAX leaves out with ``jax_disable_most_optimizations``."""
 
 
 @pytest.fixture(autouse=True)
-def _little_optimization(request):
-    is_enough = request.path.name in LITTLE_OPTIMIZATION and "gpu" not in request.fixturenames
-    in_full = request.config.getoption("--all-cells")
-    jax.config.update("jax_disable_most_optimizations", is_enough and not in_full)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def _optimizations(request):
+    """Most of the time is the compiler's. It does all for marked tests, for GPUs, and for all cells."""
+    marked = request.node.get_closest_marker("optimized") or "gpu" in request.fixturenames
+    jax.config.update(
+        "jax_disable_most_optimizations", not (marked or request.config.getoption("--all-cells"))
+    )
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,8 @@ import pytest
 import fp8flax as fp8
 from tests import reference
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.mark.parametrize(
     ("name", "largest", "normal", "subnormal", "finite"),

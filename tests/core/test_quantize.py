@@ -17,6 +17,8 @@ import fp8flax as fp8
 from tests import reference
 from tests.cases import normal
 
+pytestmark = pytest.mark.optimized
+
 DTYPES = list(reference.FP8)
 ALL_BITS = np.arange(65536, dtype=np.uint16)
 # 1 and powers of two, ordinary amax/448 values, and the far ends of what float32 scales can be.

@@ -8,6 +8,8 @@ from fp8flax import _scaling
 from tests import reference
 from tests.cases import normal
 
+pytestmark = pytest.mark.optimized
+
 AMAXES = [3.0, 1e-30, 1e30, 0.1, 448.0, 3.4e38, 57344.0, 1.17e-38]
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from fp8flax import _state
 
+pytestmark = pytest.mark.optimized
+
 OWG = _state.OVERWRITE_WITH_GRADIENT
 
 
