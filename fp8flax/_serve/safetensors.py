@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._files import replacing
-from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, DelayedQuantizer
-from fp8flax._serve.freeze import ServedOp, serving_ops
-from fp8flax._state import PARAMS, state_leaf_names
+from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE, ServedOp
+from fp8flax._serve.kinds import has_blocks, has_one_scale, is_deepseeks, needs_state
+from fp8flax._serve.serving import serving_ops
+from fp8flax._state import PARAMS
 
-_KERNEL_SCALE, _INPUT_SCALE = (state_leaf_names(role)[0] for role in ("kernel", "input"))
 _METADATA = "fp8flax"
 _VERSION = 3
 _DTYPES = {
@@ -337,8 +337,8 @@ def _named(
     plain = [op for op in ops if op.layout is not None]
     kernels = {op.kernels[0][0]: op for op in plain}
     biases = {(*path[:-1], "bias"): op for path, op in kernels.items() if path[-1] == "kernel"}
-    scales = {(*op.path, _KERNEL_SCALE): op for op in plain}
-    inputs = {(*op.path, _INPUT_SCALE): op for op in plain}
+    scales = {(*op.path, KERNEL_SCALE): op for op in plain}
+    inputs = {(*op.path, INPUT_SCALE): op for op in plain}
     for collection, tree in variables.items():
         for keys, leaf in jax.tree_util.tree_flatten_with_path(nn.meta.unbox(tree))[0]:
             if not all(isinstance(key, jax.tree_util.DictKey) for key in keys):
@@ -355,8 +355,8 @@ def _named(
                 name, matrix = f"{_layer(kernels[path])}.weight", kernels[path].layout
             elif path in scales:
                 op = scales[path]
-                name = f"{_layer(op)}.weight_scale{'_inv' if _is_deepseek(op) else ''}"
-                if isinstance(op.gemms.forward.rhs, BlockQuantizer):  # of a batch of one matrix
+                name = f"{_layer(op)}.weight_scale{'_inv' if is_deepseeks(op.gemms.forward.rhs) else ''}"
+                if has_blocks(op.gemms.forward.rhs):  # of a batch of one matrix
                     written = array.reshape(*array.shape[:-3], *array.shape[-2:])
                 elif array.shape[-1] != 1 or array.ndim > 2:
                     matrix = op.layout
@@ -381,11 +381,6 @@ def _layer(op: ServedOp) -> str:
     return ".".join(module if last == "kernel" and module else (*module, last))
 
 
-def _is_deepseek(op: ServedOp) -> bool:
-    quantizer = op.gemms.forward.rhs
-    return isinstance(quantizer, BlockQuantizer) and quantizer.block == (128, 128)
-
-
 def _config(ops: tuple[ServedOp, ...], names: Iterable[str]) -> dict[str, Any] | None:
     """Returns the quantization config that inference servers know; None if they know none."""
     plain = [op for op in ops if op.layout is not None]
@@ -394,17 +389,17 @@ def _config(ops: tuple[ServedOp, ...], names: Iterable[str]) -> dict[str, Any] |
         return None
     lhs, rhs = kinds.pop()
     wide = sorted(n.removesuffix(".kernel") for n in names if n.endswith(".kernel"))
-    if isinstance(rhs, DelayedQuantizer) or _is_tensorwise(rhs) or _is_deepseek(plain[0]):
-        scheme = "static" if isinstance(lhs, DelayedQuantizer) else "dynamic"
+    if has_one_scale(rhs) or is_deepseeks(rhs):
+        scheme = "static" if needs_state(lhs) else "dynamic"
         config: dict[str, Any] = {
             "quant_method": "fp8",
             "activation_scheme": scheme,
             "modules_to_not_convert": wide,
         }
-        if _is_deepseek(plain[0]):
+        if is_deepseeks(rhs):
             config["weight_block_size"] = [128, 128]
         return config
-    if isinstance(rhs, BlockQuantizer):
+    if has_blocks(rhs):
         return None
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
     inputs = None if lhs is None else {**weights, "strategy": "token", "dynamic": True}
@@ -417,7 +412,3 @@ def _config(ops: tuple[ServedOp, ...], names: Iterable[str]) -> dict[str, Any] |
         },
         "ignore": wide,
     }
-
-
-def _is_tensorwise(quantizer: Any) -> bool:
-    return isinstance(quantizer, CurrentQuantizer) and quantizer.granularity == "tensorwise"

@@ -59,6 +59,13 @@ ORDER = [
     "_model/converted",
     "_model/quantize_model",
     "_model/report",
+    "_serve/trees",
+    "_serve/kinds",
+    "_serve/hidden_state",
+    "_serve/kernels",
+    "_serve/coverage",
+    "_serve/scales",
+    "_serve/serving",
     "_serve/freeze",
     "_serve/safetensors",
 ]

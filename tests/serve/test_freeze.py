@@ -285,6 +285,8 @@ def test_parts_of_a_parameter_are_stored(model, recipe, request):
     serve, served = fp8.freeze(model8, variables, x, weight_only=recipe == "weight only")
     params = served["params"].get("blocks", served["params"])
     assert {params[name].dtype for name in ("qkv", "layers", "twice")} == {jnp.dtype(E4M3)}
+    fresh = jax.eval_shape(serve.init, jax.random.key(0), x)  # what a checkpoint is restored into
+    assert fresh == jax.eval_shape(lambda v: v, served)
     actual = serve.apply(served, x)
     if recipe == "weight only":
         expected = model.apply({"params": variables["params"]}, x)

@@ -1,0 +1,98 @@
+"""Which kernels can be stored in FP8, and why the others stay wide."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fp8flax._model.calls import Seen, SeenOp
+from fp8flax._model.provenance import Derived
+from fp8flax._recipes import CustomRecipe
+from fp8flax._serve.kernels import WEIGHT_ONLY, into_sources, is_dot
+from fp8flax._serve.kinds import needs_state
+from fp8flax._serve.trees import Path
+
+
+def left_wide(seen: Seen, recipes: Mapping[Path, CustomRecipe]) -> dict[Path, str]:
+    """Returns the ops whose kernels cannot be stored in FP8, and why; "" where nobody expects it.
+
+    Every element of a parameter must be in the kernel of one op, and all of these be stored: what speaks
+    against one op speaks against those that have parts of the same parameters, and so on.
+    """
+    reasons = {
+        path: reason
+        for path, found in seen.ops.items()
+        if (reason := _own_reason(found, recipes[path], seen)) is not None
+    }
+    while True:
+        stored = {path: found for path, found in seen.ops.items() if path not in reasons}
+        more = _reasons_of_parts(stored, recipes)
+        if not more:
+            return reasons
+        reasons |= more
+
+
+def _own_reason(found: SeenOp, gemms: CustomRecipe, seen: Seen) -> str | None:
+    quantizer, kernel = gemms.forward.rhs, found.kernel
+    if found.others:
+        return "one op multiplies by it and by others"
+    if quantizer is None or kernel is None:
+        return ""
+    if kernel.rebuild is None:
+        return "it is computed from parameters"
+    if any(source.path in seen.used_otherwise for source in kernel.sources):
+        return "something else than an FP8 op reads it too"
+    if not (is_dot(found.op) or gemms is WEIGHT_ONLY or needs_state(quantizer)):
+        return "convolutions and ragged dots store kernels with delayed scales alone"
+    return None
+
+
+def _reasons_of_parts(
+    stored: Mapping[Path, SeenOp], recipes: Mapping[Path, CustomRecipe]
+) -> dict[Path, str]:
+    """Returns which of these ops share parameters as they cannot, and why."""
+    counts: dict[Path, Any] = {}
+    dtypes: dict[Path, set[Any]] = {}
+    sources = {path: found.kernel.sources for path, found in stored.items() if found.kernel}
+    for path, found in stored.items():
+        quantizer = recipes[path].forward.rhs
+        assert found.kernel is not None
+        assert quantizer is not None
+        for source, count in zip(sources[path], _counts(found.kernel, found.args[1].shape)):
+            counts[source.path] = counts.get(source.path, 0) + count
+            dtypes.setdefault(source.path, set()).add(quantizer.dtype)
+    reasons: dict[Path, str] = {}
+    for path in stored:
+        for source in sources[path]:
+            if np.max(counts[source.path]) > 1:
+                reasons[path] = "several ops multiply by it"
+            elif np.min(counts[source.path], initial=1) < 1:
+                reasons[path] = "not all of it is stored in FP8"
+            elif len(dtypes[source.path]) > 1:
+                reasons[path] = "it would be stored in two formats"
+    return reasons
+
+
+def _counts(kernel: Derived, shape: tuple[int, ...]) -> list[Any]:
+    """Returns how often each element of a kernel's parameters is in it."""
+    if kernel.is_one_parameter:
+        return [np.ones(shape, np.uint8)]
+    with jax.ensure_compile_time_eval():
+        ones = jax.device_put(np.ones(shape, np.float32))
+    count = jax.jit(functools.partial(into_sources, kernel)).lower(ones).compile()
+    return list(jax.device_get(count(ones)))
+
+
+def said(reasons: Mapping[Path, str], ops: Mapping[Path, SeenOp]) -> str:
+    """Returns the parameters that stay wide, with the reasons, in words."""
+    texts = {}
+    for path, reason in reasons.items():
+        kernel = ops[path].kernel
+        for source in ops[path].others or (s.path for s in (kernel.sources if kernel else ())):
+            if reason:
+                texts["/".join(source)] = reason
+    return "; ".join(f"{name} ({reason})" for name, reason in sorted(texts.items()))

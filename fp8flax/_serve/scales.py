@@ -1,0 +1,68 @@
+"""The scales that a frozen model keeps: of its delayed quantizers, those that the next step would use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8flax._core.delayed import delayed_config, delayed_scale
+from fp8flax._recipes import CustomRecipe
+from fp8flax._serve.kinds import needs_state
+from fp8flax._serve.trees import Path
+from fp8flax._state import OVERWRITE_WITH_GRADIENT, MissingStateError, ScalingState, state_leaf_names
+
+
+def fixed_scales(
+    path: Path, gemms: CustomRecipe, state: Mapping[str, Any], fresh: list[str]
+) -> dict[str, jax.Array]:
+    """Returns the scales of input and kernel in the next forward pass, where they are delayed.
+
+    Args:
+        path: the op's.
+        gemms: its recipe.
+        state: the collection of all scaling state.
+        fresh: takes the names of scales that have seen no data.
+
+    Raises:
+        MissingStateError: the state is not there.
+    """
+    scales = {}
+    for role, used in (("input", gemms.forward.lhs), ("kernel", gemms.forward.rhs)):
+        quantizer = gemms.delayed.get(role)
+        if quantizer is None or not needs_state(used):
+            continue
+        node = state
+        for name in path:
+            node = node.get(name, {})
+        names = state_leaf_names(role)
+        if not all(name in node for name in names):
+            raise MissingStateError(
+                f"{OVERWRITE_WITH_GRADIENT}/{'/'.join((*path, names[0]))} is missing from the variables: "
+                "freeze needs the scales that training or fp8flax.calibrate left, or fresh ones from "
+                "fp8flax.add_fp8_state."
+            )
+        scale, history = (jnp.asarray(node[name]) for name in names)
+        if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
+            fresh.append("/".join((*path, names[0])))
+        scales[role] = jax.jit(functools.partial(_per_state, functools.partial(_next, quantizer)))(
+            scale, history
+        )
+    return scales
+
+
+def _next(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
+    return delayed_scale(delayed_config(quantizer), ScalingState(scale, history))
+
+
+def _per_state(f: Callable[..., Any], scale: jax.Array, history: jax.Array) -> jax.Array:
+    """Returns ``f`` of a scale of shape (1,) and its history, for each of those that are stacked."""
+    if scale.ndim == 1:
+        return f(scale, history)
+    own = [i for i, (a, b) in enumerate(zip(scale.shape, history.shape)) if a != b] or [scale.ndim - 1]
+    axis = next(i for i in range(scale.ndim) if i not in own[-1:])
+    return jax.vmap(lambda s, h: _per_state(f, s, h), in_axes=axis, out_axes=axis)(scale, history)

@@ -1,0 +1,186 @@
+"""The serving model: each op multiplies by a kernel and with scales that are fixed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8flax._core.differentiable import States
+from fp8flax._core.dot_general import frozen_dot_general
+from fp8flax._core.qtensor import QTensor
+from fp8flax._model.calls import Call, as_jax
+from fp8flax._model.rules import Rules
+from fp8flax._modules import Fp8Op
+from fp8flax._recipes import CustomRecipe, Recipe
+from fp8flax._serve.hidden_state import (
+    CACHE,
+    INPUT_SCALE,
+    KERNEL_SCALE,
+    SERVED,
+    ServedOp,
+    as_caller_sees_init,
+    as_method_sees,
+    narrowed,
+    widened,
+)
+from fp8flax._serve.kernels import broadcastable, is_dot
+from fp8flax._serve.kinds import needs_state
+from fp8flax._state import PARAMS, ScalingState, state_leaf_names
+
+
+class Serving(NamedTuple):
+    """What a serving model must know statically (hashable)."""
+
+    ops: tuple[ServedOp, ...]
+    cache_dtype: np.dtype | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MakeServingCall:
+    """Makes the calls of a serving model; equal for equal ones."""
+
+    serving: Serving
+
+    def __call__(self, cls: Any, rules: Rules) -> Call:
+        """Returns one call of the model of this class."""
+        return ServingCall(self.serving, cls, rules)
+
+
+def serving_ops(model: Any) -> tuple[ServedOp, ...]:
+    """Returns the ops of a model that ``freeze`` returned, or raises ``TypeError``."""
+    serving: Serving | None = getattr(model, "_fp8_serving", None)
+    if serving is None:
+        raise TypeError(f"model must come from fp8flax.freeze; got {type(model).__name__}.")
+    return serving.ops
+
+
+class ServingCall(Call):
+    """A call of a serving model: kernels and scales come from the variables, none of them mutable."""
+
+    beside_params = SERVED
+
+    def __init__(self, serving: Serving, cls: Any, rules: Rules) -> None:
+        super().__init__(cls, rules)
+        self._ops = {op.path: op for op in serving.ops}
+        self._cache_dtype = serving.cache_dtype
+        self.collections = (PARAMS, SERVED) if serving.cache_dtype is None else (PARAMS, SERVED, CACHE)
+
+    def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Gives each op the codes of its kernel, and the model wide arrays of which nothing is read."""
+        variables = jax.tree.map(as_jax, nn.meta.unbox(variables))
+        seen = as_method_sees(variables, list(self._ops.values()), is_init=self.is_init)
+        if CACHE in seen and self._cache_dtype is not None:
+            seen = {**seen, CACHE: widened(seen[CACHE])}
+        return seen
+
+    def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        variables = {name: value for name, value in variables.items() if name != SERVED}
+        if self.is_init:
+            params = as_caller_sees_init(variables.get(PARAMS, {}), list(self._ops.values()))
+            variables = {**variables, PARAMS: params}
+        if CACHE in variables and self._cache_dtype is not None:
+            variables = {**variables, CACHE: narrowed(variables[CACHE], self._cache_dtype)}
+        return variables
+
+    def finish(self, model: Any, method: str) -> None:
+        stored = {path for op in self._ops.values() for path, _ in op.kernels}
+        if read := sorted(stored & self.provenance.used_otherwise):
+            raise ValueError(
+                f"{type(model).__name__}.{method} reads {', '.join(map('/'.join, read))}, stored in FP8, "
+                "other than by an FP8 op, which it did not when the model was frozen. Freeze the model "
+                "after it has been called like this, or call the model that was frozen."
+            )
+
+    def on_op(
+        self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any
+    ) -> jax.Array:
+        """Computes what an op computes, with a kernel and scales that are fixed."""
+        if self.interception.is_apart:
+            return compute(lhs, rhs, *rest)
+        if self.is_init:
+            return op.plain(lhs, rhs, *rest)
+        served = self._served(op, recipe)
+        gemms, kernel = served.gemms, self._kernel(served, op, rhs)
+        if kernel is not None and is_dot(type(op)):
+            return _multiply(op, gemms, kernel, lhs, rhs, *rest)
+        if kernel is not None:
+            codes, scale = kernel.codes, kernel.scale
+            rhs = (codes.astype(scale.dtype) * broadcastable(scale, codes)).astype(rhs.dtype)
+        if gemms.forward.lhs is None and (kernel is not None or gemms.forward.rhs is None):
+            return op.plain(lhs, rhs, *rest)
+        return compute(lhs, rhs, *rest, fixed=(_fixed_states(op, gemms), gemms))
+
+    def _served(self, op: Fp8Op, recipe: Recipe | None) -> ServedOp:
+        if recipe is None:
+            raise ValueError(
+                "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
+                "stored in FP8. Call it outside of that context, or call the model that was frozen."
+            )
+        served = self._ops.get(op.path)
+        if served is None:
+            raise ValueError(
+                f"fp8flax.freeze did not see the FP8 op at {'/'.join(op.path)}: the model computes "
+                "something else than before. Freeze it with inputs that reach this op."
+            )
+        return served
+
+    def _kernel(self, served: ServedOp, op: Fp8Op, rhs: jax.Array) -> QTensor | None:
+        """Returns an op's kernel as it is stored, None where it is not; ``rhs`` stands in its place."""
+        if not served.kernels:
+            return None
+        derived = self.provenance.of(rhs, op.scope)
+        stored = [path for path, _ in served.kernels]
+        if derived is None or derived.rebuild is None or [s.path for s in derived.sources] != stored:
+            raise ValueError(
+                f"The kernel of the FP8 op at {'/'.join(op.path)} comes from other parameters than when "
+                "the model was frozen. Freeze it with inputs like those that it serves."
+            )
+        parts = tuple(_constant(op.get_variable(SERVED, name)) for name in served.codes)
+        codes, scale = derived.rebuild(parts, False), _constant(op.get_variable(SERVED, KERNEL_SCALE))
+        return QTensor(codes, scale, served.gemms.forward.rhs)
+
+
+@jax.custom_jvp
+def _constant(x: jax.Array) -> jax.Array:
+    """Returns codes or scales, which have no derivative: that of casts and roundings means nothing."""
+    return x
+
+
+@_constant.defjvp
+def _constant_jvp(primals: Any, tangents: Any) -> Any:
+    del primals, tangents
+    raise TypeError(
+        "The FP8 kernels of a frozen model, and its scales, have no gradient. Differentiate with respect "
+        "to the inputs, or to wide parameters alone, with the other variables closed over; to train the "
+        "kernels, train the model that was frozen."
+    )
+
+
+def _multiply(op: Fp8Op, gemms: CustomRecipe, kernel: QTensor, lhs: Any, rhs: Any, *rest: Any) -> jax.Array:
+    scale = kernel.scale
+    is_fixed = needs_state(gemms.forward.lhs)
+    return frozen_dot_general(
+        lhs,
+        rhs,
+        *rest,
+        kernel=dataclasses.replace(kernel, scale=scale.reshape(()) if scale.shape == (1,) else scale),
+        input_scale=_constant(op.get_variable(SERVED, INPUT_SCALE)) if is_fixed else None,
+        recipe=gemms,
+        form=op.form,
+    )
+
+
+def _fixed_states(op: Fp8Op, gemms: CustomRecipe) -> States:
+    """Returns states of which a matmul uses the scale as it is: no amax was ever seen."""
+    states = {}
+    for role in gemms.delayed:
+        name, _ = state_leaf_names(role)
+        scale = _constant(op.get_variable(SERVED, name, jnp.ones((1,))))
+        states[role] = ScalingState(scale, jnp.zeros((*scale.shape[:-1], 1)))
+    return States(**states)

@@ -1,0 +1,75 @@
+"""Trees of parameters, by the names of their nodes, which are dicts, tuples or structs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from fp8flax._state import PARAMS, key_name
+
+Path = tuple[str, ...]
+
+
+def _children(node: Any) -> Mapping[str, Any]:
+    """Returns what a dict, a tuple or a struct holds, by name."""
+    if isinstance(node, Mapping):
+        return node
+    children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    return {str(key_name(path[0])): child for path, child in children if path}
+
+
+def has(tree: Any, path: Path) -> bool:
+    """Tells whether there is a node at a path."""
+    for name in path:
+        children = _children(tree)
+        if name not in children:
+            return False
+        tree = children[name]
+    return True
+
+
+def get(params: Any, path: Path) -> Any:
+    """Returns the node of the parameters at a path, or raises ``ValueError``."""
+    if not has(params, path):
+        raise ValueError(
+            f"{PARAMS}/{'/'.join(path)} is missing from the variables. Pass those of this model: "
+            "to freeze, the trained ones; to serve, those that fp8flax.freeze returned."
+        )
+    for name in path:
+        params = _children(params)[name]
+    return params
+
+
+def replaced(tree: Any, path: Path, value: Any) -> Any:
+    """Returns a tree with this value at a path, in dicts where nothing was."""
+    name, *rest = path
+    children = _children(tree)
+    value = replaced(children.get(name, {}), tuple(rest), value) if rest else value
+    if isinstance(tree, Mapping):
+        return {**tree, name: value}
+    treedef = jax.tree.structure(tree, is_leaf=lambda x: x is not tree)
+    return treedef.unflatten({**children, name: value}.values())
+
+
+def without(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Returns a tree without the node at a path, nor what held nothing else."""
+    name, *rest = path
+    others = {key: value for key, value in tree.items() if key != name}
+    below = without(tree[name], tuple(rest)) if rest else {}
+    return {**others, name: below} if below else others
+
+
+def reboxed(params: Any, boxed: Any) -> Any:
+    """Returns parameters in the boxes that they came in, such as those of ``nn.with_partitioning``."""
+
+    def is_box(x: Any) -> bool:
+        return isinstance(x, nn.meta.AxisMetadata)
+
+    for keys, box in jax.tree_util.tree_flatten_with_path(boxed, is_leaf=is_box)[0]:
+        if is_box(box):
+            path = tuple(str(key_name(key)) for key in keys)
+            params = replaced(params, path, box.replace_boxed(get(params, path)))
+    return params
