@@ -33,7 +33,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 import fp8flax as fp8
 from benchmarks import accuracy, dense, llama
 from benchmarks.common import NotMeasuredError, Row, Shape, ratio, reason_of, summary, text_of
-from fp8flax._operands import View, quantize_operand
+from fp8flax._core.qtensor import View
+from fp8flax._core.quantizers import quantized
 from fp8flax.audit.compiling import compile_for, find_target
 from fp8flax.audit.gemms import read_gemms
 from fp8flax.audit.kernels import read
@@ -1089,7 +1090,7 @@ def differences(operands: Sequence[Operand]) -> Row:
     @jax.jit
     def on_device(tensors: list[jax.Array], scales: list[jax.Array]) -> Any:
         return [
-            quantize_operand(o.quantizer, tensor, View(tensor.shape, (o.axis,), ()), scale)
+            quantized(o.quantizer, tensor, View(tensor.shape, (o.axis,), ()), scale)
             for o, tensor, scale in zip(operands, tensors, scales, strict=True)
         ]
 

@@ -7,8 +7,9 @@ from fp8flax._autocast import autocast
 from fp8flax._check import check_state
 from fp8flax._convert import add_fp8_state, remove_fp8_state
 from fp8flax._core.device import Fp8EmulationWarning
+from fp8flax._core.dot_general import dot_general_with_precision
 from fp8flax._core.names import RESIDUAL_NAMES
-from fp8flax._dot_general import dot_general_with_precision
+from fp8flax._core.qdq import in_q, in_qdq, out_dq, out_qdq
 from fp8flax._formats import (
     Format,
     Fp8Limits,
@@ -34,7 +35,6 @@ from fp8flax._modules import (
     Fp8RaggedDotOp,
     NANOOFp8DotGeneralOp,
 )
-from fp8flax._qdq import in_q, in_qdq, out_dq, out_qdq
 from fp8flax._quantize import (
     cast_to_representable,
     dequantize,

@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from fp8flax._recipes import Recipe, check_bool, check_recipe
+from fp8flax._core.options import check_bool
+from fp8flax._recipes import Recipe, check_recipe
 
 _OFF = "off"
 

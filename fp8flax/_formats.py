@@ -115,3 +115,11 @@ def fp8_max(dtype: Any) -> float:
     Source: OCP 8-bit Floating Point Specification (OFP8) v1.0, table 1.
     """
     return fp8_limits(dtype).max
+
+
+def is_wide_float(dtype: Any) -> bool:
+    """Tells whether a dtype is a float of two bytes or more."""
+    try:
+        return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
+    except TypeError:
+        return False

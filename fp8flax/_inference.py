@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._dot_general import measuring
+from fp8flax._core.differentiable import calibrating
 from fp8flax._scaling import SMALLEST_SCALE
 from fp8flax._state import (
     OVERWRITE_WITH_GRADIENT,
@@ -141,7 +141,7 @@ class _Measure:
     def __call__(self, variables: Any, batch: Any) -> dict[str, Any]:
         if self._reports is None:
             try:
-                with measuring(True):
+                with calibrating(True):
                     return self._as_gradient(variables, batch)
             except (NotImplementedError, TypeError, ValueError) as error:
                 if not self._is_forward or UNCHECKED in str(error):
@@ -149,7 +149,7 @@ class _Measure:
             # Perhaps it has no reverse mode. If that is not it, this raises the same error.
             self._reports = _Reports(variables)
         self._reports.clear()
-        with _one_at_a_time, measuring(_report):
+        with _one_at_a_time, calibrating(_report):
             _told.append(self._reports)
             try:
                 jax.block_until_ready(self._run(self._reports.named, batch))
@@ -194,10 +194,12 @@ class _Reports:
         self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def __call__(self, name: Any, scale: Any, history: Any) -> None:
-        key, new = int(np.asarray(name).item()), (np.asarray(scale), np.asarray(history))
+        length = np.shape(history)[-1]
+        rows = np.reshape(name, -1), np.reshape(scale, (-1, 1)), np.reshape(history, (-1, length))
         with self._lock:
-            before = self._seen.get(key, new)
-            self._seen[key] = np.maximum(before[0], new[0]), np.maximum(before[1], new[1])
+            for key, *new in zip(*rows):
+                before = self._seen.get(int(key), new)
+                self._seen[int(key)] = np.maximum(before[0], new[0]), np.maximum(before[1], new[1])
 
     def state(self) -> dict[str, Any]:
         """Returns the collection, with -inf where nothing was told."""

@@ -18,12 +18,14 @@ import numpy as np
 from flax.core import DenyList
 
 from fp8flax._autocast import recipe_in_use
-from fp8flax._conv import fp8_conv_general_dilated
+from fp8flax._core.conv import fp8_conv_general_dilated
+from fp8flax._core.differentiable import FORMS, States
+from fp8flax._core.dot_general import DimensionNumbers, fp8_dot_general
+from fp8flax._core.einsum import einsum_with
 from fp8flax._core.names import SWITCHED_OFF
-from fp8flax._dot_general import FORMS, DimensionNumbers, DotStates, einsum_with, fp8_dot_general
+from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax._formats import Format
 from fp8flax._max_dtype import is_max_dtype
-from fp8flax._ragged import fp8_ragged_dot
 from fp8flax._recipes import DelayedQuantizer, DelayedScaling, Recipe, check_recipe
 from fp8flax._state import (
     OVERWRITE_WITH_GRADIENT,
@@ -81,7 +83,7 @@ class Fp8Op(nn.Module):
         """
         recipe = recipe_in_use(self.recipe, self._default_recipe())
 
-        def compute(*args: Any, fixed: tuple[DotStates, Recipe] | None = None) -> jax.Array:
+        def compute(*args: Any, fixed: tuple[States, Recipe] | None = None) -> jax.Array:
             if recipe is None:  # FP8 is off here
                 with jax.named_scope(SWITCHED_OFF):
                     return self.plain(*args)
@@ -93,7 +95,7 @@ class Fp8Op(nn.Module):
         handler = op_handler.get()
         return compute if handler is None else partial(handler, self, recipe, compute)
 
-    def _states(self, recipe: Recipe, **stacked: tuple[int, ...]) -> DotStates:
+    def _states(self, recipe: Recipe, **stacked: tuple[int, ...]) -> States:
         """Declares the state that a recipe needs, with leading dimensions for the roles that have any."""
         delayed = recipe.gemms.delayed
         if delayed and not self.is_initializing() and self._is_named_mutable():
@@ -104,7 +106,7 @@ class Fp8Op(nn.Module):
                 "as fp8flax.TrainState does, and leave the collection out of mutable.",
                 stacklevel=1,
             )
-        return DotStates(
+        return States(
             **{r: self._declare(r, delayed[r], stacked.get(r, ())) for r in ROLES if r in delayed}
         )
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8flax._formats import as_fp8_dtype, fp8_max
+from fp8flax._formats import as_fp8_dtype, fp8_max, is_wide_float
 
 
 def as_float_array(x: Any, name: str) -> jax.Array:
     """Returns ``x`` as an array of a wide float dtype, or raises ``TypeError``."""
     x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+    if not is_wide_float(x.dtype):
         raise TypeError(
             f"{name} must have a floating-point dtype of 16 bits or more (bfloat16, float16, float32, "
             f"float64); got {x.dtype} of shape {x.shape}. Cast it before the FP8 operation."
@@ -23,7 +23,7 @@ def as_float_array(x: Any, name: str) -> jax.Array:
 
 
 def _as_compute_dtype(dtype: Any) -> Any:
-    if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
+    if not is_wide_float(dtype):
         raise TypeError(f"compute_dtype must be bfloat16, float32 or float64; got {dtype!r}.")
     if jnp.dtype(dtype) == jnp.float16:
         raise TypeError(
@@ -108,7 +108,7 @@ def dequantize(x: jax.Array, dq_dtype: Any, scale: float | jax.Array) -> jax.Arr
     Source: OCP 8-bit Floating Point Specification (OFP8) v1.0.
     """
     x, factor = jnp.asarray(x), jnp.asarray(scale)
-    if not jnp.issubdtype(dq_dtype, jnp.floating) or jnp.dtype(dq_dtype).itemsize < 2:
+    if not is_wide_float(dq_dtype):
         raise TypeError(f"dq_dtype must be bfloat16, float16, float32 or float64; got {dq_dtype!r}.")
     return (x.astype(factor.dtype) * _match_rank(factor, x, factor.dtype)).astype(dq_dtype)
 

@@ -5,45 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import operator
 from typing import Any
 
 import numpy as np
 
-from fp8flax._formats import Format, as_fp8_dtype
+from fp8flax._core.options import check_bool, check_choice
+from fp8flax._core.quantizers import (
+    ROUNDINGS,
+    BlockQuantizer,
+    CurrentQuantizer,
+    DelayedQuantizer,
+    Quantizer,
+)
+from fp8flax._formats import Format
 
-_AMAX_ALGORITHMS = ("max", "most_recent")
 _ACCUMULATIONS = ("fast", "exact", "default")
-_GRANULARITIES = ("tensorwise", "axiswise")
-_ROUNDINGS = ("up", "floor")
-_BLOCK_SCALES = ("e8m0", "power_of_two", "float32")
-_FLOAT32 = np.finfo(np.float32)
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {choices}; got {value!r}.")
-
-
-def _check_int(name: str, value: Any, smallest: int, largest: int | None = None, why: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int; got {value!r} of type {type(value).__name__}.")
-    if value < smallest:
-        raise ValueError(f"{name} must be {smallest} or more; got {value}.")
-    if largest is not None and value > largest:
-        raise ValueError(f"{name} must be {largest} or less; got {value}. {why}")
-
-
-def _check_epsilon(name: str, value: Any) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a float; got {value!r} of type {type(value).__name__}.")
-    if not (value == 0 or float(_FLOAT32.tiny) <= value <= float(_FLOAT32.max)):
-        raise ValueError(f"{name} must be 0 or a normal, positive float32; got {value}.")
-
-
-def check_bool(name: str, value: Any) -> None:
-    """Raises ``TypeError`` where an option is not a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False; got {value!r} of type {type(value).__name__}.")
 
 
 def _check_format(value: Any) -> None:
@@ -61,14 +38,6 @@ def _check_ocp_format(value: Any, recipe: str) -> None:
             f"fp8_format of {recipe} must be E4M3, E5M2 or HYBRID, which block scales are defined for; "
             f"got {value.name}. For FNUZ formats use DelayedScaling or Float8CurrentScaling."
         )
-
-
-def _set_dtype(quantizer: Any) -> None:
-    """Stores the dtype in one form, so that equal quantizers compare and hash equal."""
-    object.__setattr__(quantizer, "dtype", as_fp8_dtype(quantizer.dtype, "dtype"))
-
-
-_MARGIN_LIMIT = "More would push the data below the smallest FP8 values."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +76,7 @@ class Accumulation:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_choice(field.name, getattr(self, field.name), _ACCUMULATIONS)
+            check_choice(field.name, getattr(self, field.name), _ACCUMULATIONS)
 
 
 def _check_accumulation(value: Any) -> None:
@@ -115,133 +84,6 @@ def _check_accumulation(value: Any) -> None:
         raise TypeError(
             f"accumulation must be an fp8flax.Accumulation(forward=…, dgrad=…, wgrad=…); got {value!r}."
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DelayedQuantizer:
-    """One scale per tensor, from the amaxes of past steps, which the layer keeps as its scaling state.
-
-    Attributes:
-        dtype: FP8 dtype of the codes.
-        margin: headroom in powers of two, 0 to 16.
-        amax_history_len: number of past steps that are remembered, 1 or more.
-        amax_compute_algo: ``"max"`` of the history (bounded, see ``DelayedScaling``), or its
-            ``"most_recent"`` entry.
-        use_power_2_scales: whether the scale is rounded up to a power of two.
-
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: a field has a value out of range.
-
-    Example:
-        >>> import fp8flax as fp8
-        >>> fp8.DelayedQuantizer(dtype=fp8.float8_e4m3fn, amax_history_len=16).dtype
-        dtype(float8_e4m3fn)
-
-    Source: Micikevicius et al., 2022, arXiv:2209.05433; Transformer Engine, ``DelayedScaling``.
-    """
-
-    dtype: Any
-    margin: int = 0
-    amax_history_len: int = 1024
-    amax_compute_algo: str = "max"
-    use_power_2_scales: bool = False
-
-    def __post_init__(self) -> None:
-        _set_dtype(self)
-        _check_int("margin", self.margin, 0, 16, _MARGIN_LIMIT)
-        _check_int("amax_history_len", self.amax_history_len, 1)
-        _check_choice("amax_compute_algo", self.amax_compute_algo, _AMAX_ALGORITHMS)
-        check_bool("use_power_2_scales", self.use_power_2_scales)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CurrentQuantizer:
-    """Scales from the tensor itself: one, or one per slice along the contraction.
-
-    Attributes:
-        dtype: FP8 dtype of the codes.
-        granularity: ``"tensorwise"`` for one scale; ``"axiswise"`` for one per row of the left operand, or
-            column of the right one, along the contraction.
-        use_power_2_scales: whether scales are rounded up to powers of two.
-        amax_epsilon: what a smaller amax counts as, so that scales are never less than those of it.
-
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: ``granularity`` is none of the two words, or ``amax_epsilon`` is neither 0 nor a normal,
-            positive float32.
-
-    Example:
-        >>> import fp8flax as fp8
-        >>> fp8.CurrentQuantizer(dtype=fp8.float8_e4m3fn, granularity="axiswise").use_power_2_scales
-        False
-
-    Source: Transformer Engine, ``Float8CurrentScaling`` and ``QParams.amax_epsilon``; torchao, "axiswise".
-    """
-
-    dtype: Any
-    granularity: str = "tensorwise"
-    use_power_2_scales: bool = False
-    amax_epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        _set_dtype(self)
-        _check_choice("granularity", self.granularity, _GRANULARITIES)
-        check_bool("use_power_2_scales", self.use_power_2_scales)
-        _check_epsilon("amax_epsilon", self.amax_epsilon)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockQuantizer:
-    """One scale per block of the tensor itself, the operand seen as a matrix.
-
-    The free dimensions of the operand are its rows; the contracted ones, flattened in their order, its
-    columns. Sizes that the block does not divide are filled up with zeros at the end.
-
-    Attributes:
-        dtype: FP8 dtype of the codes.
-        block: ``(rows, columns)`` of a block, such as ``(1, 32)``, ``(1, 128)`` or ``(128, 128)``; the
-            columns run along the contraction.
-        scale: ``"e8m0"``, one byte per scale, a power of two; or float32 scales, either a
-            ``"power_of_two"`` or exact (``"float32"``).
-        scale_rounding: of powers of two: ``"up"``, so that nothing saturates, or ``"floor"``, the rule of
-            the MX specification (``"e8m0"`` only), where the largest values of a block may saturate.
-
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: a field has another value than those above.
-
-    Example:
-        >>> import fp8flax as fp8
-        >>> fp8.BlockQuantizer(dtype=fp8.float8_e4m3fn, block=(1, 128), scale="float32").block
-        (1, 128)
-
-    Source: OCP Microscaling Formats (MX) Specification v1.0; DeepSeek-AI, "DeepSeek-V3 Technical Report",
-    2024, arXiv:2412.19437, section 3.3.2.
-    """
-
-    dtype: Any
-    block: tuple[int, int] = (1, 32)
-    scale: str = "e8m0"
-    scale_rounding: str = "up"
-
-    def __post_init__(self) -> None:
-        _set_dtype(self)
-        if not (isinstance(self.block, tuple) and len(self.block) == 2):
-            raise TypeError(f"block must be a pair (rows, columns) such as (1, 32); got {self.block!r}.")
-        _check_int("block[0] (rows)", self.block[0], 1)
-        _check_int("block[1] (columns)", self.block[1], 1)
-        _check_choice("scale", self.scale, _BLOCK_SCALES)
-        _check_choice("scale_rounding", self.scale_rounding, _ROUNDINGS)
-        if self.scale_rounding == "floor" and self.scale != "e8m0":
-            raise ValueError(
-                f"scale_rounding 'floor' is that of E8M0 scales; got scale={self.scale!r}. Use "
-                "scale='e8m0', or leave scale_rounding out."
-            )
-
-
-Quantizer = DelayedQuantizer | CurrentQuantizer | BlockQuantizer
-"""How one operand of one GEMM becomes FP8."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -277,10 +119,10 @@ class GemmRecipe:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Quantizer):
                 raise TypeError(
-                    f"{name} must be a DelayedQuantizer, a CurrentQuantizer, a BlockQuantizer or None "
-                    f"(stay wide); got {value!r}."
+                    f"{name} must be a DelayedQuantizer, a CurrentQuantizer, a BlockQuantizer, another "
+                    f"fp8flax.Quantizer or None (stay wide); got {value!r}."
                 )
-        _check_choice("accumulation", self.accumulation, _ACCUMULATIONS)
+        check_choice("accumulation", self.accumulation, _ACCUMULATIONS)
 
 
 class Recipe:
@@ -362,11 +204,12 @@ class CustomRecipe(Recipe):
             if not isinstance(value, GemmRecipe):
                 hint = "; take it from its gemms" if isinstance(value, Recipe) else ""
                 raise TypeError(f"{field.name} must be a GemmRecipe(lhs=…, rhs=…); got {value!r}{hint}.")
-        for role, uses in self._uses().items():
-            delayed = dict.fromkeys(q for q in uses.values() if isinstance(q, DelayedQuantizer))
+        for role, (first, second) in self._uses().items():
+            both = [self._quantizer(first), self._quantizer(second)]
+            delayed = dict.fromkeys(q for q in both if q is not None and q.needs_state)
             if len(delayed) > 1:
                 raise ValueError(
-                    f"{' and '.join(uses)} quantize the {role} by two different DelayedQuantizers, and "
+                    f"{first} and {second} quantize the {role} by two different DelayedQuantizers, and "
                     f"there is one scaling state for it; make them equal: {list(delayed)}."
                 )
 
@@ -375,22 +218,35 @@ class CustomRecipe(Recipe):
         """The recipe itself."""
         return self
 
-    def _uses(self) -> dict[str, dict[str, Quantizer | None]]:
+    def _uses(self) -> dict[str, tuple[str, str]]:
+        """Returns, for each role, the operand that it is in the first and in the second of its GEMMs."""
         return {
-            "input": {"forward.lhs": self.forward.lhs, "wgrad.lhs": self.wgrad.lhs},
-            "kernel": {"forward.rhs": self.forward.rhs, "dgrad.rhs": self.dgrad.rhs},
-            "output_grad": {"dgrad.lhs": self.dgrad.lhs, "wgrad.rhs": self.wgrad.rhs},
+            "input": ("forward.lhs", "wgrad.lhs"),
+            "kernel": ("forward.rhs", "dgrad.rhs"),
+            "output_grad": ("dgrad.lhs", "wgrad.rhs"),
         }
+
+    def _quantizer(self, operand: str) -> Quantizer | None:
+        return operator.attrgetter(operand)(self)
+
+    def of_role(self, role: str) -> tuple[Quantizer | None, Quantizer | None]:
+        """Returns how a tensor is quantized for the first and for the second of its two GEMMs."""
+        first, second = self._uses()[role]
+        return self._quantizer(first), self._quantizer(second)
+
+    @property
+    def quantizers(self) -> tuple[Quantizer | None, ...]:
+        """Those of all six operands."""
+        return tuple(q for gemm in (self.forward, self.dgrad, self.wgrad) for q in (gemm.lhs, gemm.rhs))
 
     @property
     def delayed(self) -> dict[str, DelayedQuantizer]:
         """For each role that needs scaling state (``input``, ``kernel``, ``output_grad``) its quantizer."""
-        return {
-            role: quantizer
-            for role, uses in self._uses().items()
-            for quantizer in uses.values()
-            if isinstance(quantizer, DelayedQuantizer)
+        of = {
+            role: [q for q in self.of_role(role) if q is not None and q.needs_state]
+            for role in self._uses()
         }
+        return {role: quantizers[-1] for role, quantizers in of.items() if quantizers}  # type: ignore[misc]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -547,7 +403,7 @@ def torchao_recipe(name: str) -> CustomRecipe:
 
     Source: torchao, ``Float8LinearConfig.from_recipe_name`` and ``amax_to_scale``.
     """
-    _check_choice("name", name, _TORCHAO_RECIPES)
+    check_choice("name", name, _TORCHAO_RECIPES)
     x = CurrentQuantizer(dtype=Format.E4M3.forward_dtype, amax_epsilon=1e-12)
     if name == "tensorwise":
         g = dataclasses.replace(x, dtype=Format.E5M2.backward_dtype)
@@ -589,7 +445,7 @@ class MXFP8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         _check_ocp_format(self.fp8_format, type(self).__name__)
-        _check_choice("scale_rounding", self.scale_rounding, _ROUNDINGS)
+        check_choice("scale_rounding", self.scale_rounding, ROUNDINGS)
 
     @property
     def gemms(self) -> CustomRecipe:

@@ -131,20 +131,21 @@ def compute_scale(
 
 
 def push_amax(amax: jax.Array, amax_history: jax.Array) -> jax.Array:
-    """Rolls ``amax_history`` of shape ``(length,)`` by one and writes ``amax`` at index 0.
+    """Rolls ``amax_history`` of shape ``(..., length)`` by one and writes ``amax`` at index 0.
 
     A newest entry that is not finite becomes 0 on its way: a loop that stores what a merge by maximum
     says of a NaN or Inf, and does not ask whether to keep the old state, heals at the next step.
     """
     # The entry that leaves is at index 1 (the oldest), the one at index 0 moves to the end: the order
     # of Flax, which a checkpoint carries. Written with selects, which XLA fuses with their neighbours.
-    length = amax_history.shape[0]
-    position = lax.iota(np.int32, length)
-    newest = amax_history[0]
+    shape = amax_history.shape
+    position = lax.broadcasted_iota(np.int32, shape, len(shape) - 1)
+    newest = amax_history[..., :1]
     newest = jnp.where(lax.is_finite(newest), newest, 0.0)
-    rolled = lax.pad(amax_history, jnp.zeros((), amax_history.dtype), [(-1, 1, 0)])
-    rolled = jnp.where(position == length - 1, newest, rolled)
-    return jnp.where(position == 0, amax.reshape(()), rolled)
+    padding = [*((0, 0, 0) for _ in shape[1:]), (-1, 1, 0)]
+    rolled = lax.pad(amax_history, jnp.zeros((), amax_history.dtype), padding)
+    rolled = jnp.where(position == shape[-1] - 1, newest, rolled)
+    return jnp.where(position == 0, amax.reshape(*shape[:-1], 1), rolled)
 
 
 _NEWEST = 16
@@ -211,3 +212,20 @@ def compute_amax_history(x: jax.Array, amax_history: jax.Array) -> jax.Array:
     amax = compute_amax(jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), x))
     pushed = push_amax(amax.astype(amax_history.dtype), amax_history)
     return jnp.where(jnp.isfinite(amax), pushed, amax_history)
+
+
+def apply_scales(total: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array) -> jax.Array:
+    """Returns ``total * lhs_scale * rhs_scale`` in float32, right wherever that is in its range.
+
+    Not so the product of the scales, nor a sum times the larger of them, such as 1e6 times 1e34. Of a very
+    large or very small first scale a power of two therefore comes last; that changes no bit of the rest.
+
+    Args:
+        total: sums of products of FP8 codes, in magnitude 0 or from 2**-32 to 2**47.
+        lhs_scale: float32, as normal numbers; broadcasts with it.
+        rhs_scale: likewise.
+    """
+    # With what is left for last, the first product is in the range; and where that is not 1, it is far from
+    # the end to which the second scale could take it only to be brought back.
+    left = jnp.where(lhs_scale >= 2.0**80, 2.0**48, jnp.where(lhs_scale < 2.0**-94, 2.0**-32, 1.0))
+    return total * (lhs_scale / left) * rhs_scale * left

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16
-from fp8flax._operands import apply_scales
+from fp8flax._scaling import apply_scales
 from fp8flax._transforms import shape_varying_as, vary_alike
 
 BLOCK = 128

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 
-from fp8flax._dot_general import is_wide_float
+from fp8flax._formats import is_wide_float
 from fp8flax._recipes import Recipe, check_recipe
 
 LEAVE = "leave"

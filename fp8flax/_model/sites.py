@@ -9,7 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from fp8flax._conv import is_matmul
+from fp8flax._core.conv import is_matmul
 from fp8flax._model.conversion import conversion
 from fp8flax._model.interception import Contraction
 from fp8flax._model.jaxprs import CONV, DOT, RAGGED_DOT

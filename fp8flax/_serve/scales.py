@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -49,20 +49,19 @@ def fixed_scales(
         scale, history = (jnp.asarray(node[name]) for name in names)
         if not isinstance(history, jax.core.Tracer) and not np.any(jax.device_get(history)):
             fresh.append("/".join((*path, names[0])))
-        scales[role] = jax.jit(functools.partial(_per_state, functools.partial(_next, quantizer)))(
-            scale, history
-        )
+        scales[role] = _next(quantizer, scale, history)
     return scales
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _next(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
-    return delayed_scale(delayed_config(quantizer), ScalingState(scale, history))
+    """Returns the next scale, or one for each of the states that are stacked."""
 
+    def of_states(scale: jax.Array, history: jax.Array) -> jax.Array:
+        if scale.ndim == 1:
+            return delayed_scale(quantizer, ScalingState(scale, history)).reshape((1,))
+        own = [i for i, (a, b) in enumerate(zip(scale.shape, history.shape)) if a != b] or [scale.ndim - 1]
+        axis = next(i for i in range(scale.ndim) if i not in own[-1:])
+        return jax.vmap(of_states, in_axes=axis, out_axes=axis)(scale, history)
 
-def _per_state(f: Callable[..., Any], scale: jax.Array, history: jax.Array) -> jax.Array:
-    """Returns ``f`` of a scale of shape (1,) and its history, for each of those that are stacked."""
-    if scale.ndim == 1:
-        return f(scale, history)
-    own = [i for i, (a, b) in enumerate(zip(scale.shape, history.shape)) if a != b] or [scale.ndim - 1]
-    axis = next(i for i in range(scale.ndim) if i not in own[-1:])
-    return jax.vmap(lambda s, h: _per_state(f, s, h), in_axes=axis, out_axes=axis)(scale, history)
+    return of_states(scale, history)

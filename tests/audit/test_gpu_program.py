@@ -17,7 +17,7 @@ import pytest
 from flax.linen import fp8_ops as flax_ops
 
 import fp8flax as fp8
-from fp8flax._dot_general import fp8_dot_general
+from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax.audit import compiling
 from fp8flax.demo import training
 from tests.cases import dense_step, struct
@@ -434,7 +434,7 @@ SCRIPT = """
 import sys
 import jax, jax.numpy as jnp
 import fp8flax as fp8
-from fp8flax._dot_general import fp8_dot_general
+from fp8flax._core.dot_general import fp8_dot_general
 
 x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
 recipe = fp8.Float8BlockScaling(use_f32_scales=True)

@@ -15,8 +15,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._conv import fp8_conv_general_dilated
-from fp8flax._dot_general import DotStates, fp8_dot_general
+from fp8flax._core.conv import fp8_conv_general_dilated
+from fp8flax._core.differentiable import States
+from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._state import ScalingState
 from fp8flax.audit import auditing
 from tests import reference, reference_recipes
@@ -154,9 +155,7 @@ def operands(case, seed=0, dtype=np.float32):
 
 
 def states_of(*amaxes, length=2):
-    return DotStates(
-        *(ScalingState(jnp.ones((1,)), jnp.zeros((length,)).at[-1].set(amax)) for amax in amaxes)
-    )
+    return States(*(ScalingState(jnp.ones((1,)), jnp.zeros((length,)).at[-1].set(amax)) for amax in amaxes))
 
 
 def make_vjp(convolve):
@@ -237,7 +236,7 @@ def test_current_scaling(recipe, dtype):
     c, recipe = CASES["strides"], ONE_SCALE[recipe]
     by_numpy = Reference(c.x, c.w, c.strides, c.padding)
     tensors = operands(c, dtype=jnp.dtype(dtype))
-    out, dx, dw, _ = make_vjp(convolution_of(c, recipe=recipe))(*tensors, DotStates())
+    out, dx, dw, _ = make_vjp(convolution_of(c, recipe=recipe))(*tensors, States())
 
     def quantized(quantizer, tensor):
         if quantizer is None:
@@ -270,11 +269,11 @@ def test_recipes_of_matmuls(name):
     """On patches they are the matmul of the patches, in the kernel's order; elsewhere an error."""
     recipe, c = RECIPES_OF_MATMULS[name], CASES["patches"]
     x, w, g = operands(c)
-    actual = make_vjp(convolution_of(c, recipe=recipe))(x, w, g, DotStates())
+    actual = make_vjp(convolution_of(c, recipe=recipe))(x, w, g, States())
     rows = np.einsum("NXxYyC->NXYxyC", x.reshape(2, 2, 4, 3, 2, 3)).reshape(2, 2, 3, -1)
     dims = (((3,), (0,)), ((), ()))
     out, dx, dw, _ = make_vjp(partial(fp8_dot_general, dimension_numbers=dims, recipe=recipe))(
-        rows, w.reshape(-1, 5), g, DotStates()
+        rows, w.reshape(-1, 5), g, States()
     )
     dx = np.einsum("NXYxyC->NXxYyC", np.asarray(dx).reshape(2, 2, 3, 4, 2, 3))
     for ours, expected in zip(actual, (out, dx.reshape(c.x), np.asarray(dw).reshape(c.w))):
@@ -391,13 +390,13 @@ def test_large_values_and_zeros():
     c = CASES["strides"]
     x, w, g = operands(c)
     run = make_vjp(convolution_of(c, recipe=fp8.Float8CurrentScaling(use_power_2_scales=True)))
-    small_out, small_dx, small_dw, _ = run(x, w, g, DotStates())
+    small_out, small_dx, small_dw, _ = run(x, w, g, States())
     big = np.float32(2.0**100)  # about 1e30
-    out, dx, dw, _ = run(x * big, w / big, g, DotStates())
+    out, dx, dw, _ = run(x * big, w / big, g, States())
     np.testing.assert_array_equal(out, small_out)
     np.testing.assert_array_equal(dx, small_dx / big)
     np.testing.assert_array_equal(dw, small_dw * big)
-    for zeros in run(0 * x, w, 0 * g, DotStates())[:3]:
+    for zeros in run(0 * x, w, 0 * g, States())[:3]:
         np.testing.assert_array_equal(zeros, np.zeros_like(zeros))
 
 

@@ -14,7 +14,8 @@ from flax.linen import fp8_ops as flax_ops
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._dot_general import DotStates, fp8_dot_general
+from fp8flax._core.differentiable import States
+from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._state import ScalingState
 from tests import reference
 from tests.cases import (
@@ -37,7 +38,7 @@ POLICIES = jax.checkpoint_policies
 
 def fresh_states(length=2, scale=1.0):
     state = ScalingState(jnp.full((1,), scale), jnp.zeros((length,)))
-    return DotStates(state, state, state)
+    return States(state, state, state)
 
 
 def multiply(lhs, rhs, dims=MATMUL, *args, states=None, recipe=None):
@@ -129,7 +130,7 @@ def test_bfloat16_results_are_rounded_once():
     lhs = normal(0, 32, 64) * 3
     rhs = normal(1, 64, 16)
     scales = [np.max(np.abs(x)) / np.float32(448) for x in (lhs, rhs)]
-    states = DotStates(*(ScalingState(jnp.full((1,), s), jnp.zeros((1,))) for s in (*scales, 1.0)))
+    states = States(*(ScalingState(jnp.full((1,), s), jnp.zeros((1,))) for s in (*scales, 1.0)))
     lhs, rhs = lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
     out = jax.jit(lambda lhs, rhs, states: multiply(lhs, rhs, states=states))(lhs, rhs, states)
     q_lhs, q_rhs = (reference.quantize(x, "float8_e4m3fn", scale) for x, scale in zip((lhs, rhs), scales))
@@ -158,7 +159,7 @@ def out_and_gradients_of(x, w, g, states):
 @pytest.mark.parametrize("amplitude", [1e30, 1e-30])
 def test_extreme_amplitudes(amplitude):
     x, w = jnp.full((4, 8), amplitude), jnp.full((8, 2), 1 / amplitude)
-    states = DotStates(
+    states = States(
         *(ScalingState(jnp.full((1,), a / 448), jnp.zeros((1,))) for a in (amplitude, 1 / amplitude, 1.0))
     )
     out, dx, dw = out_and_gradients_of(x, w, jnp.ones((4, 2)), states)
@@ -179,7 +180,7 @@ def test_scales_whose_product_overflows(dtype):
         x, w = jnp.full((2, 4), 1e30, dtype), jnp.full((4, 3), 1e30, dtype)
         scale = jnp.full((1,), 1e30 / 448, jnp.float32)
         state = ScalingState(scale, jnp.zeros((1,), jnp.float32))
-        out = jax.jit(lambda x, w, state: multiply(x, w, states=DotStates(*[state] * 3)))(x, w, state)
+        out = jax.jit(lambda x, w, state: multiply(x, w, states=States(*[state] * 3)))(x, w, state)
         expected = np.full((2, 3), 4e60 if dtype == jnp.float64 else np.inf)
         np.testing.assert_allclose(out, expected, rtol=1e-6)
 
@@ -445,6 +446,6 @@ def test_layers_that_are_alike_are_traced_once(by_hand):
         variables = jax.eval_shape(model.init, jax.random.key(0), x)
         step = jax.jit(fp8.grad(lambda variables, x: jnp.sum(model.apply(variables, x))))
         text = step.lower(variables, x).as_text()
-        return sorted(re.findall(r"func\.func private @(_direct_[a-z]+)", text))
+        return sorted(re.findall(r"func\.func private @(_differentiable_[a-z]+)", text))
 
-    assert functions(5) == functions(3) == 2 * ["_direct_bwd"] + 3 * ["_direct_fwd"]
+    assert functions(5) == functions(3) == 2 * ["_differentiable_bwd"] + 3 * ["_differentiable_fwd"]

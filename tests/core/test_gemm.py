@@ -10,14 +10,17 @@ from jax import lax
 
 import fp8flax as fp8
 from fp8flax import _gemm, _operands
-from fp8flax._conv import fp8_conv_general_dilated
+from fp8flax._core.conv import fp8_conv_general_dilated
 from fp8flax._core.device import compile_target
-from fp8flax._dot_general import STATELESS, DotStates, fp8_dot_general
+from fp8flax._core.differentiable import STATELESS, States
+from fp8flax._core.dot_general import fp8_dot_general
+from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax._kernels.block_gemm import block_gemm, block_gemm_in_jax
-from fp8flax._ragged import fp8_ragged_dot
 from fp8flax._state import ScalingState
 from tests import reference_recipes
 from tests.cases import MATMUL, error_of_product, with_reference
+
+pytestmark = pytest.mark.optimized
 
 TINY, HUGE = 2.0**-126, float(np.finfo(np.float32).max)
 
@@ -100,7 +103,7 @@ def check(actual, expected, lhs, rhs):
 def calibrated(recipe, x, w, g):
     """States that have seen the tensors."""
     amaxes = dict(zip(("input", "kernel", "output_grad"), (np.abs(t).max() for t in (x, w, g))))
-    return DotStates(
+    return States(
         **{role: ScalingState(jnp.ones(1), jnp.full(2, amaxes[role])) for role in recipe.gemms.delayed}
     )
 

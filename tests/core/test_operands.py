@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._operands import Quantized, View, dequantize_operand, mx_operand, quantize_operand
+from fp8flax._core.qtensor import QTensor, View, dequantized, mx_operand
+from fp8flax._core.quantizers import quantized
 from fp8flax._scaling import current_scale, e8m0_scale, scale_exponent
 from tests import reference, reference_recipes
+
+pytestmark = pytest.mark.optimized
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 KINDS = {
@@ -78,7 +81,7 @@ def test_codes_and_scales(name, dtype, contract):
     """Both orientations, of odd sizes that no block divides."""
     quantizer = QUANTIZERS[name](dtype)
     view = View((131, 70), (contract,), ())
-    quantize = jax.jit(lambda x: quantize_operand(quantizer, x, view))
+    quantize = jax.jit(lambda x: quantized(quantizer, x, view))
     for seed in range(2):
         for x in reference_recipes.tensors(view.shape, seed).values():
             assert_same_quantized(quantize(x), *expected_of(quantizer, x, contract))
@@ -91,7 +94,7 @@ def test_small_and_empty_shapes(name, shape):
     quantizer = QUANTIZERS[name](E4M3)
     for contract in (0, 1):
         view = View(shape, (contract,), ())
-        quantize = jax.jit(lambda x, view=view: quantize_operand(quantizer, x, view))
+        quantize = jax.jit(lambda x, view=view: quantized(quantizer, x, view))
         for x in reference_recipes.tensors(shape, 0).values():
             assert_same_quantized(quantize(x), *expected_of(quantizer, x, contract))
 
@@ -102,7 +105,7 @@ def test_operands_of_other_dtypes(name, dtype):
     quantizer = QUANTIZERS[name](E4M3)
     view = View((3, 70), (1,), ())
     with jax.enable_x64(dtype == np.float64):
-        quantize = jax.jit(lambda x: quantize_operand(quantizer, x, view))
+        quantize = jax.jit(lambda x: quantized(quantizer, x, view))
         for tensor in reference_recipes.tensors(view.shape, 0).values():
             with np.errstate(all="ignore"):
                 x = tensor.astype(dtype)
@@ -114,7 +117,7 @@ def test_float64_beyond_float32():
         x = np.array([[1e300, 1.0], [-2e300, 0.0]])
         for name in ("tensorwise", "axiswise"):
             quantizer = QUANTIZERS[name](E4M3)
-            q = jax.jit(lambda x, q=quantizer: quantize_operand(q, x, View(x.shape, (1,), ())))(x)
+            q = jax.jit(lambda x, q=quantizer: quantized(q, x, View(x.shape, (1,), ())))(x)
             assert_same_quantized(q, *expected_of(quantizer, x, 1))
 
 
@@ -127,10 +130,10 @@ def test_batched_and_flattened_dimensions():
         quantizer = QUANTIZERS[name](E4M3)
         kind = KINDS[quantizer.scale, quantizer.scale_rounding]
         expected = reference_recipes.blockwise(matrix, E4M3, quantizer.block, kind)
-        assert_same_quantized(jax.jit(lambda x, q=quantizer: quantize_operand(q, x, view))(x), *expected)
+        assert_same_quantized(jax.jit(lambda x, q=quantizer: quantized(q, x, view))(x), *expected)
     quantizer = QUANTIZERS["axiswise"](E4M3)
     expected = reference_recipes.axiswise(x, E4M3, (1, 3))
-    assert_same_quantized(jax.jit(lambda x: quantize_operand(quantizer, x, view))(x), *expected)
+    assert_same_quantized(jax.jit(lambda x: quantized(quantizer, x, view))(x), *expected)
 
 
 @pytest.mark.parametrize("name", ["MX", "MX, floor", "1x128, float32", "128x128"])
@@ -140,7 +143,7 @@ def test_padding_has_no_say(name):
     x = reference_recipes.tensors((70, 50), 0)["heavy-tailed"]
     padded = np.pad(x, ((0, 0), (0, -50 % quantizer.block[1])))
     q, q_padded = (
-        jax.jit(lambda a: quantize_operand(quantizer, a, View(a.shape, (1,), ())))(a) for a in (x, padded)
+        jax.jit(lambda a: quantized(quantizer, a, View(a.shape, (1,), ())))(a) for a in (x, padded)
     )
     assert_same_quantized(q, q_padded.codes, np.asarray(q_padded.scale))
 
@@ -170,11 +173,11 @@ def test_all_e8m0_values_dequantize(name):
     scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
     quantizer = fp8.BlockQuantizer(dtype=name)
     # 256 rows of 8 blocks of 32: each row holds all codes, and one scale.
-    q = Quantized(
+    q = QTensor(
         jnp.asarray(np.tile(codes, (256, 1)))[None], jnp.asarray(np.repeat(scales[:, None], 8, 1))[None]
     )
     view = View((256, 256), (1,), ())
-    values = jax.jit(lambda q: dequantize_operand(quantizer, q, view, jnp.float32))(q)
+    values = jax.jit(lambda q: dequantized(quantizer, q, view, jnp.float32))(q)
     expected = reference_recipes.as_float64(scales)[:, None] * codes.astype(np.float64)
     representable = ~(np.abs(expected) < 2.0**-126) | (expected == 0)
     with np.errstate(over="ignore"):
@@ -189,7 +192,7 @@ def test_the_form_for_blackwell_has_the_same_values(name):
     x = reference_recipes.tensors((130, 200), 0)["subnormal"]
     quantizer = QUANTIZERS[name](E4M3)
     view = View(x.shape, (1,), ())
-    q = jax.jit(lambda x: quantize_operand(quantizer, x, view))(x)
+    q = jax.jit(lambda x: quantized(quantizer, x, view))(x)
     mx = jax.jit(lambda q: mx_operand(quantizer, q))(q)
     assert mx.scale.shape == (*q.codes.shape[:2], q.codes.shape[2] // 32)
     expected = reference_recipes.dequantize(*map(np.asarray, q), quantizer.block)
@@ -205,8 +208,8 @@ def test_there_and_back(name):
 
     @jax.jit
     def there_and_back(x):
-        q = quantize_operand(quantizer, x, view)
-        return tuple(dequantize_operand(quantizer, q, view, d) for d in (jnp.float32, jnp.bfloat16))
+        q = quantized(quantizer, x, view)
+        return tuple(dequantized(quantizer, q, view, d) for d in (jnp.float32, jnp.bfloat16))
 
     for dtype, back in zip((jnp.float32, jnp.bfloat16), there_and_back(x)):
         assert (back.shape, back.dtype) == (x.shape, dtype)

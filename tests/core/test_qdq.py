@@ -8,11 +8,13 @@ import pytest
 from flax.linen import fp8_ops as flax_ops
 
 import fp8flax as fp8
-from fp8flax._qdq import DelayedConfig, delayed_scale, delayed_scales
+from fp8flax._core.delayed import DelayedConfig, delayed_scale, delayed_scales
 from fp8flax._scaling import push_amax
 from fp8flax._state import ScalingState
 from tests import reference
 from tests.cases import normal
+
+pytestmark = pytest.mark.optimized
 
 F32, E4M3, E5M2 = jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
 

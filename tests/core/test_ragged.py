@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax import _ragged
-from fp8flax._dot_general import DotStates
-from fp8flax._ragged import fp8_ragged_dot
+from fp8flax._core.differentiable import States
+from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax._state import ScalingState
 from fp8flax.demo.moe import MoE
 from tests import reference, reference_recipes
@@ -324,7 +324,7 @@ def test_one_row():
         out, vjp = jax.vjp(lambda x, w: dot(x, w, sizes), x, w)
         return out, *vjp(jnp.ones_like(out))
 
-    ours = run(partial(fp8_ragged_dot, states=DotStates(), recipe=recipe), x[:1], w)
+    ours = run(partial(fp8_ragged_dot, states=States(), recipe=recipe), x[:1], w)
     for a, b in zip(ours, run(lax.ragged_dot, x[:1], w)):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         np.testing.assert_array_equal(a, b)
@@ -398,7 +398,7 @@ def call(x=None, w=None, sizes=(5, 0, 6), recipe=None, states=None, **kwargs):
     default_x, default_w = small()
     x, w = default_x if x is None else x, default_w if w is None else w
     recipe = fp8.Float8CurrentScaling() if recipe is None else recipe
-    return fp8_ragged_dot(x, w, jnp.asarray(sizes), states=states or DotStates(), recipe=recipe, **kwargs)
+    return fp8_ragged_dot(x, w, jnp.asarray(sizes), states=states or States(), recipe=recipe, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_state_of_other_experts_is_refused():
         op.apply(variables, x, w[:2], jnp.array([5, 6]))
     with pytest.raises(fp8.MissingStateError, match="'Fp8RaggedDotOp'.*input_scale is missing"):
         op.apply({}, x, w, jnp.array([5, 0, 6]))
-    states = DotStates(*[ScalingState(np.ones(1, np.float32), np.zeros(2, np.float32))] * 3)
+    states = States(*[ScalingState(np.ones(1, np.float32), np.zeros(2, np.float32))] * 3)
     with pytest.raises(ValueError, match=r"one row per expert, of which there are 3; got shape \(1,\)"):
         call(recipe=EXACT, states=states)
 
@@ -464,7 +464,7 @@ def test_three_gemms_in_fp8_on_hopper():
         out, vjp = jax.vjp(lambda x, w: dot(x, w, sizes), x, w)
         return vjp(out)
 
-    fp8_dot = partial(fp8_ragged_dot, states=DotStates(), recipe=fp8.Float8CurrentScaling())
+    fp8_dot = partial(fp8_ragged_dot, states=States(), recipe=fp8.Float8CurrentScaling())
     ours, theirs = (fp8.audit(partial(step, dot), x, w, sizes) for dot in (fp8_dot, lax.ragged_dot))
     assert [ours.num_fp8_gemms, ours.num_gemms] == [3, 3]
     assert {(gemm.role, gemm.backend, gemm.accumulation) for gemm in ours.gemms} == {

@@ -14,7 +14,7 @@ from jax import lax
 import fp8flax as fp8
 from fp8flax import _gemm
 from fp8flax._core.device import compile_target
-from fp8flax._dot_general import fp8_dot_general
+from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._kernels.block_gemm import block_gemm, block_gemm_in_jax
 from tests import reference_recipes
 from tests.cases import CONTRACTIONS, MATMUL, OWG, Block, data, error_of_product, init, kept, with_reference

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import fp8flax as fp8
-from fp8flax._dot_general import DotStates
+from fp8flax._core.differentiable import States
 from tests.cases import normal
 
 OWG = "_overwrite_with_gradient"
@@ -130,11 +130,11 @@ class TestInputGradientOfAFrozenModel:
         assert_close(jax.vjp(lambda x: model.apply(variables, x), x)[1](g)[0], reference)
 
     def test_of_a_ragged_dot(self):
-        from fp8flax._ragged import fp8_ragged_dot
+        from fp8flax._core.ragged_dot import fp8_ragged_dot
 
         x, sizes = jnp.asarray(X[:, :4]), jnp.array([1, 1])
         kernels = normal(0, 2, 4, 2)
-        dot = partial(fp8_ragged_dot, states=DotStates(), recipe=fp8.Float8CurrentScaling(), is_frozen=True)
+        dot = partial(fp8_ragged_dot, states=States(), recipe=fp8.Float8CurrentScaling(), is_frozen=True)
         scale = jnp.abs(kernels).max((1, 2), keepdims=True) / 448
         wide = jnp.stack([fp8.qdq(w, jnp.float8_e4m3fn, s) for w, s in zip(kernels, scale)])
         grad = jax.jit(jax.grad(lambda x: jnp.sum(dot(x, kernels, sizes))))(x)

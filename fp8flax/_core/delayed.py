@@ -1,0 +1,222 @@
+"""Delayed scaling: the state of a tensor, the scale that follows from it, and its next value.
+
+State may be that of several tensors, each with a scale of its own: it then has leading dimensions, as of
+stacked experts, which the amax has too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8flax._core.quantizers import DelayedQuantizer
+from fp8flax._formats import fp8_max
+from fp8flax._max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
+from fp8flax._scaling import (
+    SMALLEST_SCALE,
+    bounded_amax,
+    compute_scale,
+    is_newest,
+    power_of_two,
+    push_amax,
+    scale_exponent,
+)
+from fp8flax._state import ScalingState
+from fp8flax._transforms import merge_amax
+
+
+class DelayedConfig(NamedTuple):
+    """What a delayed-scaling cast must know statically (hashable)."""
+
+    compute_dtype: Any
+    q_dtype: Any
+    margin: int = 0
+    amax_compute_algo: str = "max"
+    power_2: bool = False
+    bounded: bool = True
+    """Whether ``"max"`` is bounded by the newest amaxes, see ``bounded_amax``."""
+
+
+def delayed_config(quantizer: DelayedQuantizer) -> DelayedConfig:
+    """Returns a quantizer as the arithmetic here takes it."""
+    return DelayedConfig(
+        jnp.float32,
+        quantizer.dtype,
+        quantizer.margin,
+        quantizer.amax_compute_algo,
+        quantizer.use_power_2_scales,
+    )
+
+
+def delayed_scale(config: DelayedConfig, state: ScalingState) -> jax.Array:
+    """Returns the float32 scale of this step, from the amaxes before it, of the shape of the old one."""
+    return delayed_scales([config], [state])[0].reshape(state.scale.shape)
+
+
+def delayed_scales(configs: Sequence[DelayedConfig], states: Sequence[ScalingState]) -> list[jax.Array]:
+    """Returns the float32 scales of several tensors; those that are alike are computed as one.
+
+    A GPU then starts fewer kernels. Alike are those that differ in dtype and rounding alone, with histories
+    of one shape; of a history ``(..., length)`` the scale has shape ``(...)``.
+    """
+    # Never differentiated, even where the rest is for a second time.
+    histories = [lax.stop_gradient(from_max_dtype(state.amax_history)) for state in states]
+    alike = defaultdict(list)
+    for i, (config, history) in enumerate(zip(configs, histories)):
+        alike[config.amax_compute_algo, config.bounded, history.shape].append(i)
+    amaxes: dict[int, jax.Array] = {}
+    for (algorithm, bounded, _), group in alike.items():
+        of_group = [histories[i] for i in group]
+        if algorithm == "most_recent":
+            found = [history[..., 0] for history in of_group]
+        elif bounded:
+            found = _bounded_amaxes([configs[i].q_dtype for i in group], of_group)
+        else:
+            start = [np.float32(-np.inf)] * len(group)
+            found = lax.reduce(of_group, start, _maxima, (of_group[0].ndim - 1,))
+        amaxes.update(zip(group, found))
+    return [
+        _scale_from_amax(config, amaxes[i], from_max_dtype(state.scale).reshape(amaxes[i].shape))
+        for i, (config, state) in enumerate(zip(configs, states))
+    ]
+
+
+def _bounded_amaxes(dtypes: Sequence[Any], histories: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the bounded maximum of each history, all by one reduction of many operands."""
+    shape = histories[0].shape
+    newest = jnp.broadcast_to(is_newest(shape[-1]), shape)
+    none = jnp.zeros(shape, jnp.float32)
+    operands = [(history, jnp.where(newest, history, none), none) for history in histories]
+    start = [(np.float32(0),) * 3] * len(histories)
+    found = lax.reduce(operands, start, _largest_two, (len(shape) - 1,))
+    return [bounded_amax(largest, second, dtype) for dtype, (largest, _, second) in zip(dtypes, found)]
+
+
+# What reduces is one function for all calls, or each call that is not jitted would compile anew.
+def _maxima(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
+    return [lax.max(x, y) for x, y in zip(xs, ys)]
+
+
+def _largest_two(xs: Sequence[Sequence[jax.Array]], ys: Sequence[Sequence[jax.Array]]) -> list[Any]:
+    """Merges triples: the largest, and the largest and the second largest of the newest."""
+    return [
+        (lax.max(x, y), lax.max(x1, y1), lax.max(lax.min(x1, y1), lax.max(x2, y2)))
+        for (x, x1, x2), (y, y1, y2) in zip(xs, ys)
+    ]
+
+
+def _scale_from_amax(config: DelayedConfig, amax: jax.Array, old_scale: jax.Array) -> jax.Array:
+    scale = compute_scale(amax, old_scale, fp8_max(config.q_dtype), config.margin)
+    if not config.power_2:
+        return scale
+    rounded = power_of_two(scale_exponent(amax, fp8_max(config.q_dtype), "up", config.margin))
+    return jnp.where(lax.is_finite(amax) & (amax > 0), rounded, scale)
+
+
+def inf_to_nan(g: jax.Array) -> jax.Array:
+    """Returns a cotangent with NaN for Inf, which a cast to FP8 would saturate.
+
+    A gradient that overflowed must be seen by whoever skips such steps (``optax.apply_if_finite``, a loss
+    scale), and must not look like an amax to the layers before.
+    """
+    return jnp.where(lax.is_finite(g), g, np.array(np.nan, g.dtype))
+
+
+def delayed_amax(x: jax.Array) -> jax.Array:
+    """Returns what ``next_state_of`` must know of a tensor: its amax in its dtype.
+
+    That is inf where it holds a NaN or an Inf, and -inf where it is empty. (A NaN would be lost in a
+    maximum over devices, at least on CPUs.)
+    """
+    magnitude = jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), jnp.abs(x))
+    return jnp.max(magnitude, initial=-jnp.inf)
+
+
+def next_state_of(amax: jax.Array, new_scale: jax.Array, state: ScalingState) -> ScalingState:
+    """Returns the cotangents of scale and amax history, in the dtype of ``state``.
+
+    Args:
+        amax: that of ``delayed_amax``, of shape ``(...)``.
+        new_scale: the scale used, float32, as many elements.
+        state: the state before this step, float32 or ``fp32_max_grad``, the history ``(..., length)``.
+    """
+    history = from_max_dtype(state.amax_history)
+    amax = merge_amax(amax.astype(jnp.float32), history[..., 0])
+    new_scale = new_scale.reshape(state.scale.shape)
+    is_usable = lax.is_finite(amax)
+    if not is_max_dtype(state.scale):
+        kept = jnp.where(is_usable[..., None], push_amax(amax, history), history)
+        return ScalingState(new_scale, kept)
+    # A NaN or Inf anywhere must win over all other uses, as it would in one call on the concatenated
+    # data. Whoever overwrites the state then keeps the old history. An empty tensor has nothing to say:
+    # -inf leaves the word to the other uses.
+    is_empty = amax == -jnp.inf
+    pushed = push_amax(jnp.where(is_usable, amax, jnp.inf), history)
+    return ScalingState(
+        to_max_dtype(new_scale), to_max_dtype(jnp.where(is_empty[..., None], -jnp.inf, pushed))
+    )
+
+
+def calibrated_state(config: DelayedConfig, amax: jax.Array, state: ScalingState) -> ScalingState:
+    """Returns ``next_state_of`` with the scale that follows from this amax as well."""
+    history = from_max_dtype(state.amax_history)
+    merged = merge_amax(amax.astype(jnp.float32), history[..., 0])
+    seen = jnp.where(lax.is_finite(merged)[..., None], push_amax(merged, history), history)
+    new_scale = delayed_scales([config], [ScalingState(state.scale, seen)])[0]
+    # Where there is only zero no scale follows; the smallest one gives way to that of any other data.
+    new_scale = jnp.where(jnp.max(seen, axis=-1) > 0, new_scale, SMALLEST_SCALE)
+    return next_state_of(merged, new_scale, state)
+
+
+def report_calibrated(
+    report: Callable[..., None], config: DelayedConfig, amax: jax.Array, state: ScalingState
+) -> None:
+    """Tells the host ``calibrated_state`` of a tensor, whose number stands in the place of its scale.
+
+    Unlike a cotangent, a callback also comes out of a ``lax.while_loop``, and of forward mode.
+    """
+    scale, history = (to_max_dtype(lax.stop_gradient(leaf)) for leaf in state)
+    new = calibrated_state(config, lax.stop_gradient(amax), ScalingState(scale, history))
+    jax.debug.callback(report, state.scale, *map(from_max_dtype, new))
+
+
+def check_state(scale: Any, amax_history: Any, stacked: tuple[int, ...] = ()) -> ScalingState:
+    """Returns the two as arrays, or raises where their dtypes or shapes do not fit.
+
+    Args:
+        scale: that of the state.
+        amax_history: likewise.
+        stacked: leading dimensions, as of experts whose kernels have a scale each.
+    """
+    scale = scale if is_max_dtype(scale) else jnp.asarray(scale)
+    amax_history = amax_history if is_max_dtype(amax_history) else jnp.asarray(amax_history)
+    for name, value in (("scale", scale), ("amax_history", amax_history)):
+        if value.dtype != jnp.float32 and not is_max_dtype(value):
+            raise TypeError(
+                f"{name} must be float32 (or fp32_max_grad); got {value.dtype} of shape {value.shape}. "
+                "Scaling state loses its meaning in a narrower dtype: keep it out of any cast of the "
+                "variables."
+            )
+        if stacked and value.shape[:-1] != stacked:
+            raise ValueError(
+                f"The {name} of stacked kernels must have one row for each of them, of which there are "
+                f"{stacked[0]}; got shape {value.shape}. Its shape is ({stacked[0]}, 1) for scales and "
+                f"({stacked[0]}, amax_history_len) for amax histories."
+            )
+    if is_max_dtype(scale) != is_max_dtype(amax_history):
+        raise TypeError(
+            f"scale and amax_history must have the same dtype; got {scale.dtype} and {amax_history.dtype}."
+        )
+    if scale.shape[len(stacked) :] not in ((), (1,)):
+        raise ValueError(f"scale must be a scalar or have shape (1,); got shape {scale.shape}.")
+    if amax_history.ndim != len(stacked) + 1 or amax_history.shape[-1] == 0:
+        raise ValueError(
+            f"amax_history must have shape (length,) with length 1 or more; got {amax_history.shape}."
+        )
+    return ScalingState(scale, amax_history)

@@ -1,0 +1,560 @@
+"""The one ``custom_vjp`` of contractions: residuals, next states, calibrating, frozen kernels, all forms.
+
+A contraction is a *plan*: its products, and how each operand enters them. Plans differ in nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from fp8flax._core.delayed import (
+    calibrated_state,
+    check_state,
+    delayed_amax,
+    delayed_config,
+    delayed_scales,
+    inf_to_nan,
+    next_state_of,
+    report_calibrated,
+)
+from fp8flax._core.multiply import ONCE
+from fp8flax._core.names import DGRAD, FORWARD, KEPT_WIDE, OUTPUT_NAME, RESIDUAL_NAMES, WGRAD
+from fp8flax._core.qdq import in_qdq_as, out_qdq_as
+from fp8flax._core.qtensor import QTensor, View
+from fp8flax._core.quantizers import quantized, serves, straight_through
+from fp8flax._formats import is_wide_float
+from fp8flax._max_dtype import is_max_dtype
+from fp8flax._quantize import as_float_array
+from fp8flax._recipes import CustomRecipe, GemmRecipe
+from fp8flax._state import ScalingState
+from fp8flax._transforms import (
+    manual_axes,
+    refuse_unchecked_axes,
+    reverse_mode_only,
+    sum_to_axes,
+    traced_once,
+)
+
+_INPUT_NAME, _KERNEL_NAME, _SCALING_NAME = RESIDUAL_NAMES
+
+Extra = tuple[jax.Array, ...]
+"""What a contraction takes beside its operands, and is not differentiated."""
+
+FORMS = ("direct", "qdq")
+"""How an FP8 contraction is written down for the compiler."""
+
+calibrating = jax.make_user_context(False)
+"""Whether contractions run in the operands' wide dtypes, and only the next scaling states are made.
+
+True to make them as gradients of the states; a function to tell it those of inputs and kernels."""
+
+
+class States(NamedTuple):
+    """The scaling states of one contraction; None for a tensor without delayed scaling."""
+
+    input: ScalingState | None = None
+    kernel: ScalingState | None = None
+    output_grad: ScalingState | None = None
+
+
+STATELESS = States()
+
+
+class Operand(NamedTuple):
+    """What a plan must know of an operand (hashable)."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Any
+    """On a mesh with explicit axes, else None."""
+    axes: frozenset[str]
+    """The manual axes of ``shard_map`` over which it varies."""
+
+    @classmethod
+    def of(cls, x: jax.Array) -> Operand:
+        """Returns that of an array."""
+        return cls(x.shape, x.dtype, explicit_sharding(x), manual_axes(x))
+
+
+def explicit_sharding(x: Any) -> Any:
+    """Returns the sharding of an array on a mesh with explicit axes, else None."""
+    sharding = jax.typeof(x).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A contraction: its three products, and how to view each tensor in the two of them that it enters.
+
+    Everything that it must know statically (hashable). A tensor goes by its role: ``input``, ``kernel`` or
+    ``output_grad``.
+    """
+
+    recipe: CustomRecipe
+    lhs: Operand
+    rhs: Operand
+    out_dtype: np.dtype
+    out_sharding: Any = None
+    precision: Any = None
+    """Of products that do not run in FP8."""
+    dequantized: bool = False
+    """Whether all products are computed in the operands' wide dtypes, as a reference."""
+
+    stacked: ClassVar[tuple[str, ...]] = ()
+    """Roles whose tensors are stacked along their first axis, each with scales of its own."""
+    has_fake_quantized: ClassVar[bool] = True
+    """Whether the quantize-dequantize form is made of ``in_qdq`` and ``out_qdq``, with delayed scaling."""
+    is_automatic: ClassVar[Any] = False
+    """Whether axes of the mesh that are explicit are left to XLA inside of the contraction."""
+
+    @property
+    def views(self) -> dict[str, tuple[View, View]]:
+        """How each tensor is seen by the first and by the second product that it enters."""
+        raise NotImplementedError
+
+    def forward(self, lhs: Any, rhs: Any, extra: Extra) -> jax.Array:
+        """Returns the result, of quantized operands or wide ones."""
+        raise NotImplementedError
+
+    def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra) -> jax.Array:
+        """Returns the input's cotangent; ``like`` has the shape of the input, and is sharded as it is."""
+        raise NotImplementedError
+
+    def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra) -> jax.Array:
+        """Returns the kernel's cotangent; ``like`` has the shape of the kernel."""
+        raise NotImplementedError
+
+    def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
+        """Returns the contraction of wide operands, as JAX computes it."""
+        raise NotImplementedError
+
+    def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
+        """Returns the contraction of operands that went through FP8, where ``has_fake_quantized``."""
+        return self.wide(lhs, rhs, extra)
+
+    def prepared(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+        """Returns a tensor as it is quantized."""
+        del role, extra
+        return x
+
+    def amax(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+        """Returns the ``delayed_amax`` of a prepared tensor, one for each of those that are stacked."""
+        del extra
+        return jax.vmap(delayed_amax)(x) if role in self.stacked else delayed_amax(x)
+
+    def warn(self, *recipes: GemmRecipe) -> None:
+        """Warns where the device at hand has no units for these products."""
+
+    def each(self, role: str, f: Callable[..., Any], *args: Any) -> Any:
+        """Calls ``f`` for each of the tensors that are stacked, else once."""
+        return jax.vmap(f)(*args) if role in self.stacked else f(*args)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _quantized_once(quantizer: Any, view: View, x: jax.Array, delayed_scale: Any) -> Any:
+    """Quantizes, and refuses to be differentiated: a second derivative would silently be zero."""
+    return quantized(quantizer, x, view, delayed_scale)
+
+
+@_quantized_once.defjvp
+def _quantized_once_jvp(quantizer: Any, view: View, primals: Any, tangents: Any) -> Any:
+    raise TypeError(ONCE)
+
+
+def _quantized_for(plan: Plan, role: str, which: int, x: jax.Array, scale: jax.Array | None) -> Any:
+    """Returns a tensor as the first (0) or the second (1) product that it enters takes it."""
+    quantize = partial(_quantized_once, plan.recipe.of_role(role)[which], plan.views[role][which])
+    return plan.each(role, quantize, x, scale)
+
+
+def _serves_both(plan: Plan, role: str) -> bool:
+    """Tells whether a tensor is quantized once for its two products."""
+    return serves(*plan.recipe.of_role(role), plan.views[role][0])
+
+
+def _transposed(plan: Plan, role: str, operand: Any) -> Any:
+    """Returns an operand that serves both products as the other one takes it."""
+    if not isinstance(operand, QTensor):
+        return operand
+    return plan.each(role, operand.quantizer.transpose, operand)
+
+
+def _quantized_for_both(plan: Plan, role: str, x: jax.Array, scale: jax.Array | None) -> tuple[Any, Any]:
+    first = _quantized_for(plan, role, 0, x, scale)
+    if _serves_both(plan, role):
+        return first, _transposed(plan, role, first)
+    return first, _quantized_for(plan, role, 1, x, scale)
+
+
+def _quantized_with_amax(
+    plan: Plan, role: str, x: jax.Array, scale: jax.Array | None, extra: Extra
+) -> tuple[Any, Any, jax.Array | None]:
+    """Returns a tensor for its two products, and its amax where it has delayed scaling."""
+    first, second = _quantized_for_both(plan, role, x, scale)
+    amax = None if scale is None else plan.amax(role, x, extra)
+    # Together, so that XLA reads the wide tensor once for all, and does not cast it a second time where
+    # a GEMM wants it transposed. (For kernels that saves nothing, and a policy that recomputes the
+    # quantized kernel would take the amax along.)
+    codes = [q.codes if isinstance(q, QTensor) else None for q in (first, second)]
+    is_shared = codes[0] is codes[1]
+    codes, amax = lax.optimization_barrier((codes[:1] if is_shared else codes, amax))
+    first, second = (
+        dataclasses.replace(q, codes=c) if isinstance(q, QTensor) else q
+        for q, c in zip((first, second), codes * 2 if is_shared else codes)
+    )
+    return first, second, amax
+
+
+def _kept(plan: Plan, role: str, name: str, operand: Any, scale: jax.Array | None) -> Any:
+    """Returns an operand of the second product to keep for the backward pass, under a name for policies."""
+    if not isinstance(operand, QTensor):
+        # A wide kernel is an argument, and there anyway.
+        return checkpoint_name(operand, name) if role == "input" else operand
+    trim = partial(operand.quantizer.trim, view=plan.views[role][1])
+    bits = plan.each(role, trim, operand).as_bits()
+    if scale is None or not operand.quantizer.needs_state:  # a delayed scale has its name
+        scale = checkpoint_name(bits.scale, _SCALING_NAME)
+    return QTensor(checkpoint_name(bits.codes, name), scale, operand.quantizer)
+
+
+def _restored(plan: Plan, role: str, kept: Any) -> Any:
+    """Returns the operand that ``_kept`` was given."""
+    if not isinstance(kept, QTensor):
+        return kept
+    fill = partial(kept.quantizer.fill, view=plan.views[role][1])
+    return plan.each(role, fill, kept.from_bits())
+
+
+def _kept_sharding(plan: Plan, role: str, operand: Operand) -> Any:
+    """Returns the sharding of an operand as ``_kept`` returns it."""
+    quantizer = plan.recipe.of_role(role)[1]
+    if operand.sharding is None or quantizer is None:  # None: not on the mesh
+        return operand.sharding
+    return quantizer.shardings(operand.sharding, plan.views[role][1])
+
+
+def _on_automatic_axes(plan: Plan, f: Callable[..., Any], out_shardings: Any, *args: Any) -> Any:
+    """Calls ``f(plan, *args)``, with explicit axes left to XLA where the plan asks for that.
+
+    None stands for a replicated result.
+    """
+    if not plan.is_automatic:
+        return f(plan, *args)
+    mesh = plan.lhs.sharding.mesh
+    explicit = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
+    lhs, rhs = plan.lhs._replace(sharding=None), plan.rhs._replace(sharding=None)
+    inner = partial(f, dataclasses.replace(plan, lhs=lhs, rhs=rhs))
+    whole = NamedSharding(mesh, PartitionSpec())
+    out_shardings = jax.tree.map(
+        lambda s: whole if s is None else s, out_shardings, is_leaf=lambda s: s is None
+    )
+    return jax.sharding.auto_axes(inner, axes=explicit, out_sharding=out_shardings)(*args)
+
+
+def _scales_of(plan: Plan, states: States) -> dict[str, jax.Array]:
+    """Returns the scale of each role with delayed scaling."""
+    delayed = plan.recipe.delayed
+    configs = [delayed_config(quantizer) for quantizer in delayed.values()]
+    return dict(zip(delayed, delayed_scales(configs, [getattr(states, role) for role in delayed])))
+
+
+class _Residuals(NamedTuple):
+    """What the backward pass needs: operands in FP8, scalars, and the states, which are arguments."""
+
+    lhs: Any
+    """The input as wgrad takes it: a ``QTensor`` of bits; wide if wgrad is in high precision."""
+    rhs: Any
+    """Likewise the kernel as dgrad takes it."""
+    extra: Extra
+    scales: dict[str, jax.Array]
+    """The scale of each role that has delayed scaling."""
+    amaxes: dict[str, jax.Array]
+    """The amax of the input and of the kernel, where they have delayed scaling."""
+    states: States
+
+
+# Derivation. A contraction is linear in each of its operands. With straight-through quantization their
+# cotangents are its two transposes, of quantized values, where q scales as the recipe of that product says:
+# for a matmul dlhs = q(g) . q(rhs) and drhs = q(lhs) . q(g). The cotangents of the scaling states are their
+# next values (see qdq).
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@traced_once
+def differentiable(plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: States) -> jax.Array:
+    """Returns the contraction in FP8; the "gradients" of the states are their next values."""
+    scales = _scales_of(plan, states)
+    return _on_automatic_axes(plan, _primal, plan.out_sharding, lhs, rhs, extra, scales, None)
+
+
+def _primal(
+    plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, scales: dict[str, jax.Array], kernel: Any
+) -> jax.Array:
+    """Returns the contraction, of a kernel that is quantized here if it does not come so."""
+    q_lhs = _quantized_for(plan, "input", 0, plan.prepared("input", lhs, extra), scales.get("input"))
+    if kernel is None:
+        rhs = plan.prepared("kernel", rhs, extra)
+        q_rhs = _quantized_for(plan, "kernel", 0, rhs, scales.get("kernel"))
+    else:
+        q_rhs = kernel.quantizer.unpack(kernel, plan.views["kernel"][0])
+    with jax.named_scope(FORWARD):
+        return plan.forward(q_lhs, q_rhs, extra)
+
+
+@traced_once
+def _differentiable_fwd(
+    plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: States
+) -> tuple[jax.Array, _Residuals]:
+    scales = jax.tree.map(partial(checkpoint_name, name=_SCALING_NAME), _scales_of(plan, states))
+    kept_shardings = _kept_sharding(plan, "input", plan.lhs), _kept_sharding(plan, "kernel", plan.rhs)
+    out_shardings = (plan.out_sharding, *kept_shardings, None)
+    out, lhs_kept, rhs_kept, amaxes = _on_automatic_axes(
+        plan, _forward, out_shardings, lhs, rhs, extra, scales
+    )
+    return out, _Residuals(lhs_kept, rhs_kept, extra, scales, amaxes, states)
+
+
+def _forward(
+    plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, scales: dict[str, jax.Array]
+) -> tuple[jax.Array, Any, Any, dict[str, jax.Array]]:
+    """Returns the result, both operands to keep, and their amaxes where they have delayed scaling."""
+    lhs, rhs = plan.prepared("input", lhs, extra), plan.prepared("kernel", rhs, extra)
+    lhs_first, lhs_second, lhs_amax = _quantized_with_amax(plan, "input", lhs, scales.get("input"), extra)
+    rhs_first, rhs_second = _quantized_for_both(plan, "kernel", rhs, scales.get("kernel"))
+    amaxes = {} if lhs_amax is None else {"input": lhs_amax}
+    if "kernel" in scales:
+        amaxes["kernel"] = plan.amax("kernel", rhs, extra)
+    amaxes = jax.tree.map(partial(checkpoint_name, name=_SCALING_NAME), amaxes)
+    lhs_kept = _kept(plan, "input", _INPUT_NAME, lhs_second, scales.get("input"))
+    rhs_kept = _kept(plan, "kernel", _KERNEL_NAME, rhs_second, scales.get("kernel"))
+    # Where a tensor's codes serve both products, from the residuals: a product that is computed again then
+    # starts from what a policy kept.
+    if _serves_both(plan, "input"):
+        lhs_first = _transposed(plan, "input", _restored(plan, "input", lhs_kept))
+    if _serves_both(plan, "kernel"):
+        rhs_first = _transposed(plan, "kernel", _restored(plan, "kernel", rhs_kept))
+    with jax.named_scope(FORWARD):
+        out = plan.forward(lhs_first, rhs_first, extra)
+    return checkpoint_name(out, OUTPUT_NAME), lhs_kept, rhs_kept, amaxes
+
+
+@traced_once
+def _differentiable_bwd(
+    plan: Plan, residuals: _Residuals, g: jax.Array
+) -> tuple[jax.Array, jax.Array, None, States]:
+    lhs_kept, rhs_kept, extra, scales, kept_amaxes, states = residuals
+    out_shardings = (plan.lhs.sharding, plan.rhs.sharding, None)
+    *grads, g_amax = _on_automatic_axes(
+        plan, _backward, out_shardings, lhs_kept, rhs_kept, extra, scales, inf_to_nan(g)
+    )
+    amaxes = {**kept_amaxes, "output_grad": g_amax}
+    new = {role: next_state_of(amaxes[role], scales[role], getattr(states, role)) for role in scales}
+    for i, operand in enumerate((plan.lhs, plan.rhs)):
+        # Inside shard_map an operand that is the same everywhere gets the sum of all cotangents.
+        grads[i] = sum_to_axes(grads[i], operand.axes).astype(operand.dtype)
+        if operand.sharding is not None:  # scales per row or column may have brought one of their own
+            grads[i] = jax.sharding.reshard(grads[i], operand.sharding)
+    return grads[0], grads[1], None, States(**new)
+
+
+def _backward(
+    plan: Plan, lhs_kept: Any, rhs_kept: Any, extra: Extra, scales: dict[str, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns the two gradients, and the amax of ``g`` where it has delayed scaling."""
+    g = plan.prepared("output_grad", g, extra)
+    g_first, g_second, g_amax = _quantized_with_amax(
+        plan, "output_grad", g, scales.get("output_grad"), extra
+    )
+    like_lhs, like_rhs = (
+        kept.codes if isinstance(kept, QTensor) else kept for kept in (lhs_kept, rhs_kept)
+    )
+    with jax.named_scope(DGRAD):
+        lhs_grad = plan.dgrad(g_first, _restored(plan, "kernel", rhs_kept), like_lhs, extra)
+    with jax.named_scope(WGRAD):
+        rhs_grad = plan.wgrad(_restored(plan, "input", lhs_kept), g_second, like_rhs, extra)
+    return lhs_grad, rhs_grad, g_amax
+
+
+differentiable.defvjp(_differentiable_fwd, _differentiable_bwd)
+
+
+class _Fixed(NamedTuple):
+    """What does not change from call to call of a frozen contraction."""
+
+    scales: dict[str, jax.Array]
+    kernel: QTensor | None
+    """Packed; None where it is quantized at each call."""
+
+
+# Derivation. With straight-through quantization the derivative of q(x) . q(w) in the direction (dx, dw) is
+# dx . q(w) + q(x) . dw. There is no scale for tangents, nor for cotangents: both stay wide.
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _frozen(plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
+    return _on_automatic_axes(plan, _primal, plan.out_sharding, lhs, rhs, extra, *fixed)
+
+
+def _along_lhs(plan: Plan, tangent: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
+    quantizer, view = plan.recipe.forward.rhs, plan.views["kernel"][0]
+    if fixed.kernel is not None:
+        unpacked = fixed.kernel.quantizer.unpack(fixed.kernel, view)
+        return plan.wide(tangent, unpacked.dequantize(view, plan.rhs.dtype), extra)
+    quantize = partial(straight_through, quantizer, view)
+    scale = fixed.scales.get("kernel")
+    return plan.wide(tangent, plan.each("kernel", quantize, rhs, scale), extra)
+
+
+def _along_rhs(plan: Plan, tangent: jax.Array, lhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
+    lhs = plan.prepared("input", lhs, extra)
+    view, scale = plan.views["input"][0], fixed.scales.get("input")
+    return plan.wide(straight_through(plan.recipe.forward.lhs, view, lhs, scale), tangent, extra)
+
+
+def _frozen_jvp(plan: Plan, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (lhs, rhs, extra, fixed), (lhs_dot, rhs_dot, *_) = primals, tangents
+    terms = [
+        _on_automatic_axes(plan, along, plan.out_sharding, tangent, other, extra, fixed)
+        for along, tangent, other in ((_along_lhs, lhs_dot, rhs), (_along_rhs, rhs_dot, lhs))
+        if not isinstance(tangent, SymbolicZero)
+    ]
+    out = _frozen(plan, lhs, rhs, extra, fixed)
+    return out, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out)
+
+
+_frozen.defjvp(_frozen_jvp, symbolic_zeros=True)
+
+
+# Derivation. The operand and its cotangent pass as they are. The cotangent of the state is the state after
+# a step whose tensor has this amax, with the scale that follows from it.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _observed(config: Any, x: jax.Array, amax: jax.Array, state: ScalingState) -> jax.Array:
+    del config, amax, state
+    return x
+
+
+_observed.defvjp(
+    lambda config, x, amax, state: (x, (amax, state)),
+    lambda config, residuals, g: (g, None, calibrated_state(config, *residuals)),
+)
+
+
+# Derivation. Likewise, of the cotangent's amax.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_observed_grad(plan: Plan, out: jax.Array, extra: Extra, state: ScalingState) -> jax.Array:
+    del plan, extra, state
+    return out
+
+
+def _observed_grad_bwd(plan: Plan, residuals: Any, g: jax.Array) -> Any:
+    extra, state = residuals
+    amax = plan.amax("output_grad", plan.prepared("output_grad", g, extra), extra)
+    return g, None, calibrated_state(delayed_config(plan.recipe.delayed["output_grad"]), amax, state)
+
+
+_with_observed_grad.defvjp(lambda plan, out, extra, state: (out, (extra, state)), _observed_grad_bwd)
+
+
+def _calibrated(plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: States) -> jax.Array:
+    """Returns the contraction as JAX computes it, from which only the next scaling states are taken."""
+    report, delayed = calibrating.value, plan.recipe.delayed
+    operands = {"input": lhs, "kernel": rhs}
+    for role, x in operands.items():
+        if role not in delayed:
+            continue
+        config, state = delayed_config(delayed[role]), getattr(states, role)
+        amax = plan.amax(role, plan.prepared(role, lax.stop_gradient(x), extra), extra)
+        if callable(report):
+            report_calibrated(report, config, amax, state)
+        else:
+            operands[role] = _observed(config, x, amax, state)
+    out = plan.wide(operands["input"], operands["kernel"], extra)
+    if callable(report) or "output_grad" not in delayed:
+        return out
+    return _with_observed_grad(plan, out, extra, states.output_grad)
+
+
+def _fake_quantized(plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: States) -> jax.Array:
+    """Returns the quantize-dequantize form of delayed scaling, which can be differentiated twice."""
+    configs = {role: delayed_config(quantizer) for role, quantizer in plan.recipe.delayed.items()}
+    assert states.input is not None
+    assert states.kernel is not None
+    assert states.output_grad is not None
+    lhs = in_qdq_as(configs["input"], lhs, states.input)
+    rhs = in_qdq_as(configs["kernel"], rhs, states.kernel)
+    return out_qdq_as(configs["output_grad"], plan.fake_quantized(lhs, rhs, extra), states.output_grad)
+
+
+def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the operands as arrays, or raises ``TypeError`` where a dtype is not a wide float."""
+    if preferred_element_type is not None and not is_wide_float(preferred_element_type):
+        raise TypeError(
+            "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "
+            f"{preferred_element_type!r}."
+        )
+    return as_float_array(lhs, "lhs"), as_float_array(rhs, "rhs")
+
+
+def _checked_states(plan: Plan, states: States) -> States:
+    """Returns the states that some product uses, or raises where one cannot be state."""
+    if any(map(is_max_dtype, jax.tree.leaves(states, is_leaf=is_max_dtype))):
+        refuse_unchecked_axes()
+    checked = {}
+    for role in plan.recipe.delayed:
+        scale, amax_history = getattr(states, role)
+        stacked = plan.rhs.shape[:1] if role in plan.stacked else ()
+        checked[role] = check_state(scale, amax_history, stacked)
+    return States(**checked)
+
+
+def contract(
+    plan: Plan,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *extra: jax.Array,
+    states: States = STATELESS,
+    is_frozen: bool = False,
+    kernel: QTensor | None = None,
+    input_scale: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the contraction of a plan, in the form and the mode that are asked for.
+
+    Args:
+        plan: what is contracted.
+        lhs: the input, a wide float.
+        rhs: the kernel, a wide float.
+        *extra: what the plan takes beside them.
+        states: scaling states of the roles that have delayed scaling.
+        is_frozen: whether the states stay as they are, and derivatives are those of the wide contraction.
+        kernel: the packed kernel of a frozen contraction, instead of ``rhs``, whose values are not read.
+        input_scale: the input's scale beside it, where that is delayed.
+    """
+    if not any(plan.recipe.quantizers):
+        with jax.named_scope(KEPT_WIDE):
+            return plan.wide(lhs, rhs, extra)
+    if kernel is not None:
+        plan.warn(plan.recipe.forward)
+        fixed = _Fixed({} if input_scale is None else {"input": input_scale}, kernel)
+        return _frozen(plan, lhs, lax.stop_gradient(rhs), extra, fixed)
+    states = _checked_states(plan, states)
+    if is_frozen:
+        plan.warn(plan.recipe.forward)
+        return _frozen(plan, lhs, rhs, extra, _Fixed(_scales_of(plan, states), None))
+    if not callable(calibrating.value):
+        lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
+    if calibrating.value:
+        return _calibrated(plan, lhs, rhs, extra, states)
+    is_delayed = all(
+        quantizer is not None and quantizer.needs_state for quantizer in plan.recipe.quantizers
+    )
+    if plan.dequantized and plan.has_fake_quantized and is_delayed:
+        return _fake_quantized(plan, lhs, rhs, extra, states)
+    plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
+    return differentiable(plan, lhs, rhs, extra, states)

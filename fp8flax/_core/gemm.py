@@ -1,0 +1,117 @@
+"""One GEMM: what must be known of it, and what any device makes of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8flax._core.names import DEQUANTIZED, KEPT_WIDE, QDQ
+from fp8flax._core.qtensor import QTensor, View, dequantized
+from fp8flax._recipes import GemmRecipe
+from fp8flax._scaling import apply_scales
+
+
+class Gemm(NamedTuple):
+    """What a GEMM must know statically (hashable)."""
+
+    recipe: GemmRecipe
+    dimension_numbers: Any
+    lhs: View
+    rhs: View
+    lhs_dtype: np.dtype
+    """Of the wide operand that was quantized."""
+    rhs_dtype: np.dtype
+    out_dtype: np.dtype
+    precision: Any = None
+    """For a GEMM that does not run in FP8."""
+    out_sharding: Any = None
+    """Of the result, on a mesh with explicit axes, where JAX may not be able to tell."""
+    dequantized: bool = False
+    """Whether to multiply in the operands' wide dtypes on every device, as a reference."""
+    is_read_by_model: bool = False
+    """Whether the result goes to whatever the model computes next: that of a forward GEMM."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, K and N of one product."""
+        return (
+            math.prod(self.lhs.sizes(self.lhs.free)),
+            math.prod(self.lhs.sizes(self.lhs.contract)),
+            math.prod(self.rhs.sizes(self.rhs.free)),
+        )
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        lhs, rhs = self.lhs, self.rhs
+        return (*lhs.sizes(lhs.batch), *lhs.sizes(lhs.free), *rhs.sizes(rhs.free))
+
+
+def dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: Any) -> jax.Array:
+    """Returns ``dot_general`` of two arrays."""
+    return lax.dot_general(
+        lhs,
+        rhs,
+        gemm.dimension_numbers,
+        # Not None, which would be the ambient jax.default_matmul_precision.
+        lax.Precision.DEFAULT if precision is None else precision,
+        preferred_element_type=sum_dtype,
+        out_sharding=gemm.out_sharding,
+    )
+
+
+def wide_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) -> jax.Array:
+    """Multiplies in the dtypes that the operands had before they were quantized."""
+    is_kept = gemm.recipe.lhs is None or gemm.recipe.rhs is None
+    with jax.named_scope(KEPT_WIDE if is_kept else QDQ if gemm.dequantized else DEQUANTIZED):
+        return lax.dot_general(
+            dequantized(lhs, gemm.lhs, gemm.lhs_dtype),
+            dequantized(rhs, gemm.rhs, gemm.rhs_dtype),
+            gemm.dimension_numbers,
+            gemm.precision,
+            preferred_element_type=gemm.out_dtype,
+            out_sharding=gemm.out_sharding,
+        )
+
+
+def emulated_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
+    """Multiplies FP8 values in float32, which holds them and their products exactly."""
+    wide = jnp.dtype(jnp.float64 if gemm.out_dtype == jnp.float64 else jnp.float32)
+    if lhs.quantizer.scales_along_contraction:
+        return dequantized_gemm(gemm, lhs, rhs, wide)
+    out = dot(gemm, lhs.codes.astype(wide), rhs.codes.astype(wide), None, wide)
+    return scaled(gemm, out, lhs, rhs)
+
+
+def dequantized_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor, dtype: Any) -> jax.Array:
+    """Multiplies the values that the codes stand for, in a dtype that holds them."""
+    operands = lhs.dequantize(gemm.lhs, dtype), rhs.dequantize(gemm.rhs, dtype)
+    sum_dtype = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    precision = lax.Precision.HIGHEST if dtype == sum_dtype else None
+    with jax.named_scope(DEQUANTIZED):
+        return dot(gemm, *operands, precision, sum_dtype).astype(gemm.out_dtype)
+
+
+def scaled(gemm: Gemm, out: jax.Array, lhs: QTensor, rhs: QTensor) -> jax.Array:
+    """Returns a product of codes times the scales of both operands, in the dtype of the result."""
+    lhs_scale, rhs_scale = lhs.scale, rhs.scale
+    batch = gemm.lhs.sizes(gemm.lhs.batch)
+    rows, columns = gemm.lhs.sizes(gemm.lhs.free), gemm.rhs.sizes(gemm.rhs.free)
+    if lhs_scale.ndim:
+        lhs_scale = lax.transpose(lhs_scale, gemm.lhs.order)
+        lhs_scale = lhs_scale.reshape(*batch, *rows, *(1 for _ in columns))
+    else:  # XLA would multiply two scalars that are constants, as in a model that is closed over
+        lhs_scale = lax.optimization_barrier(lhs_scale)
+    if rhs_scale.ndim:
+        rhs_scale = lax.transpose(rhs_scale, gemm.rhs.order)
+        rhs_scale = rhs_scale.reshape(*batch, *(1 for _ in rows), *columns)
+    if out.dtype == jnp.float64:  # which holds the product of any two scales
+        out = out * lhs_scale.astype(out.dtype) * rhs_scale.astype(out.dtype)
+    else:
+        out = apply_scales(out, lhs_scale, rhs_scale)
+    return out.astype(gemm.out_dtype)

@@ -1,0 +1,195 @@
+"""What NVIDIA GPUs make of a GEMM: cublasLt, hardware for block scales, or a kernel of our own."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability
+from fp8flax._core.gemm import Gemm, dequantized_gemm, dot, scaled
+from fp8flax._core.qtensor import QTensor
+from fp8flax._core.quantizers import MX_COLUMNS
+from fp8flax._kernels.block_gemm import BLOCK, block_gemm
+from fp8flax._transforms import unless_partitioned, vary_alike
+
+# cublasLt takes FP8 operands in multiples of this; XLA would pad, and copy, for it.
+_CUBLASLT_MULTIPLE = 16
+_E5M2 = np.dtype(jnp.float8_e5m2)
+
+
+def cuda_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
+    """Multiplies FP8 operands in FP8 units: by cublasLt, or as XLA chooses where that does not fit.
+
+    cublasLt takes in the product of two scalar scales, so that must be in the range of float32, too. Above
+    2**126 it counts as that, which changes no result but those whose codes sum to less than 4; below
+    2**-126, where the amaxes' product is below 3e-31 for a gradient (e5m2) and 2e-33 for a result, all may
+    be zeros. More would cost a pass over the result.
+    """
+    preset = {
+        "fast": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
+        "exact": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
+    }.get(gemm.recipe.accumulation)
+    if any(size % _CUBLASLT_MULTIPLE for size in gemm.sizes) or (
+        lhs.codes.dtype == rhs.codes.dtype == _E5M2
+    ):
+        preset = None
+    q_lhs, q_rhs = _row_major(lhs.codes), _row_major(rhs.codes)
+    if preset is None or lhs.scale.ndim or rhs.scale.ndim:
+        # A kernel of XLA's own takes the scales in. One per row or column is a pass over cublasLt's result,
+        # which is not rounded before it.
+        return scaled(gemm, dot(gemm, q_lhs, q_rhs, preset, jnp.float32), lhs, rhs)
+    # One scalar, which is all that cublasLt takes in. An infinite one would turn zeros into NaN.
+    scale = jnp.minimum(lhs.scale * rhs.scale, jnp.float32(2.0**126))
+    if gemm.out_dtype == jnp.float16:  # which the unscaled sums would overflow
+        return (dot(gemm, q_lhs, q_rhs, preset, jnp.float32) * scale).astype(gemm.out_dtype)
+    if gemm.out_dtype != jnp.bfloat16:
+        out = _apart(gemm, dot(gemm, q_lhs, q_rhs, preset, jnp.float32) * scale)
+        return out.astype(gemm.out_dtype)
+    # As written the divisor would be rounded to bfloat16. But XLA hands the scale itself to cublasLt, in
+    # float32, which multiplies before it rounds; and where it does not (a sum in parts, a scale per element
+    # of jax.vmap), it divides in float32, as GPUs have no division in bfloat16. They do multiply in it: a
+    # product would be that by a rounded scale. (Seen in compiled programs; tests hold it.)
+    out = dot(gemm, q_lhs, q_rhs, preset, jnp.bfloat16)
+    return _apart(gemm, out / (np.float32(1) / scale).astype(jnp.bfloat16))
+
+
+def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:
+    """Keeps what follows a GEMM out of cublasLt.
+
+    XLA would have it compute an approximate gelu, too; and where anything else reads what the gelu does
+    (``gelu(gate) * up`` of one split result, a second output, ``jax.checkpoint``), it asks for both, which
+    cublasLt cannot give in FP8, and does not compile. A bias is then added where it is read.
+    """
+    return lax.optimization_barrier(out) if gemm.is_read_by_model else out
+
+
+def cuda_block_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
+    """Multiplies operands whose scales change along the contraction, by what the GPU has for them.
+
+    * Blackwell multiplies with a power-of-two scale per 32 columns; larger blocks are expanded to that.
+    * With float32 scales per 128 columns, and on Hopper with all scales per 128, a kernel of our own reads
+      FP8 and applies the scales to the sum of each block.
+    * What is left is dequantized: to bfloat16, which holds products of a code and a power of two exactly,
+      or to float32.
+    """
+    exact = lhs.quantizer.is_exact_in_bfloat16 and rhs.quantizer.is_exact_in_bfloat16
+    if 0 in gemm.sizes:
+        return dequantized_gemm(gemm, lhs, rhs, jnp.float32)
+    if compute_capability() >= NATIVE_MX:
+        mx_lhs, mx_rhs = lhs.quantizer.as_mx(lhs), rhs.quantizer.as_mx(rhs)
+        if mx_lhs is not None and mx_rhs is not None:
+            out = _mx_gemm(gemm, mx_lhs, mx_rhs)
+            out = vary_alike(out, lhs.codes, rhs.codes)[0]  # of which JAX's own loses track
+            return _unpadded(gemm, out)
+    dequantized = partial(dequantized_gemm, gemm, dtype=jnp.bfloat16 if exact else jnp.float32)
+    if _fits_kernel(lhs, rhs):
+        return unless_partitioned(partial(_kernel_gemm, gemm, compute_capability()), dequantized, lhs, rhs)
+    return dequantized(lhs, rhs)
+
+
+def _kernel_gemm(gemm: Gemm, capability: float, lhs: QTensor, rhs: QTensor) -> jax.Array:
+    lhs_blocks = lhs.quantizer.as_row_blocks(lhs, BLOCK)
+    rhs_blocks = rhs.quantizer.as_row_blocks(rhs, BLOCK)
+    out = block_gemm(
+        lhs_blocks.codes,
+        rhs_blocks.codes,
+        lhs_blocks.scale,
+        rhs_blocks.scale,
+        out_dtype=_at_most_float32(gemm.out_dtype),
+        in_float16=capability < NATIVE_MX or lhs.codes.dtype != rhs.codes.dtype,
+    )
+    return _unpadded(gemm, out)
+
+
+def _unpadded(gemm: Gemm, out: jax.Array) -> jax.Array:
+    """Returns a product of whole blocks, ``(batch, rows, columns)``, as the result of the GEMM."""
+    _, rows, _ = gemm.lhs.matrix_shape
+    _, columns, _ = gemm.rhs.matrix_shape
+    return out[:, :rows, :columns].reshape(gemm.out_shape).astype(gemm.out_dtype)
+
+
+def _fits_kernel(lhs: QTensor, rhs: QTensor) -> bool:
+    """Tells whether our own kernel multiplies these.
+
+    Triton counts elements in 32 bits. JAX 0.11 calls its Triton backend for Pallas deprecated: it may be
+    gone one day. (Nor would it be partitioned over several devices, see ``unless_partitioned``.)
+    """
+    return (
+        compute_capability() >= NATIVE_FP8
+        and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+        and all(x.quantizer.as_row_blocks(x, BLOCK) is not None for x in (lhs, rhs))
+        # Nor those of which jax.export does not know the size.
+        and all(isinstance(x.codes.size, int) and x.codes.size < 2**31 for x in (lhs, rhs))
+    )
+
+
+def _at_most_float32(dtype: np.dtype) -> Any:
+    return jnp.float32 if dtype == jnp.float64 else dtype
+
+
+def _mx_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
+    # Blocks of two widths are padded differently.
+    width = max(lhs.codes.shape[2], rhs.codes.shape[2])
+    return _scaled_matmul(_at_most_float32(gemm.out_dtype))(
+        *((_widen(x.codes, width), _widen(x.scale, width // MX_COLUMNS)) for x in (lhs, rhs))
+    )
+
+
+def _scaled_matmul(out_dtype: Any) -> Callable[..., jax.Array]:
+    """Returns ``jax.nn.scaled_matmul`` of pairs of codes and scales, with a rule for ``jax.vmap``.
+
+    JAX's own refuses an operand that is not batched, such as the kernel under ``vmap`` over examples.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def matmul(lhs: Any, rhs: Any) -> jax.Array:
+        return jax.nn.scaled_matmul(lhs[0], rhs[0], lhs[1], rhs[1], preferred_element_type=out_dtype)
+
+    @matmul.def_vmap
+    def _(size: int, is_batched: Any, lhs: Any, rhs: Any) -> tuple[jax.Array, bool]:
+        # Codes and scales come from one tensor.
+        (lhs_batched, _), (rhs_batched, _) = is_batched
+        assert all(codes == scale for codes, scale in is_batched)
+        if lhs_batched and rhs_batched:
+            # More matrices.
+            lhs, rhs = ([x.reshape(-1, *x.shape[2:]) for x in side] for side in (lhs, rhs))
+            out = _scaled_matmul(out_dtype)(lhs, rhs)
+            return out.reshape(size, -1, *out.shape[1:]), True
+        # More rows of the matrices that are batched.
+        lhs, rhs = (
+            [jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, x.shape[3]) for x in side] if batched else side
+            for side, batched in ((lhs, lhs_batched), (rhs, rhs_batched))
+        )
+        out = _scaled_matmul(out_dtype)(lhs, rhs)
+        axis = 1 if lhs_batched else 2
+        shape = (*out.shape[:axis], size, out.shape[axis] // size, *out.shape[axis + 1 :])
+        return jnp.moveaxis(out.reshape(shape), axis, 0), True
+
+    return matmul
+
+
+def _widen(x: jax.Array, width: int) -> jax.Array:
+    """Pads the columns with zero bytes (for a scale that is 2**-127)."""
+    codes = lax.bitcast_convert_type(x, jnp.uint8)
+    padded = lax.pad(codes, np.uint8(0), ((0, 0, 0), (0, 0, 0), (0, width - x.shape[2], 0)))
+    return lax.bitcast_convert_type(padded, x.dtype)
+
+
+def _row_major(q: jax.Array) -> jax.Array:
+    """Holds an FP8 operand to the layout that it has in memory anyway.
+
+    cublasLt wants some operands transposed. Left alone, XLA prefers that layout for all that an operand is
+    made from, back to the float32 kernels that ``nn.scan`` stacks, of which it then makes a transposed
+    copy. Held here, it transposes FP8. The partitioner for many devices would gather an array for this, so
+    there XLA is left alone.
+    """
+    layout = Layout(major_to_minor=tuple(range(q.ndim)))
+    return unless_partitioned(lambda q: with_layout_constraint(q, layout), lambda q: q, q)

@@ -1,0 +1,250 @@
+"""Quantize-dequantize primitives that hand the next scaling state back as the state's gradient.
+
+Derivation. Quantization has a derivative of zero almost everywhere, so the straight-through estimator
+is used: the cotangent of the data passes unchanged. Scale and amax history are not differentiated at
+all; their cotangent slots carry their *next values*, which a train state writes over the old ones.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8flax._core.delayed import (
+    DelayedConfig,
+    check_state,
+    delayed_amax,
+    delayed_scale,
+    inf_to_nan,
+    next_state_of,
+)
+from fp8flax._formats import as_fp8_dtype
+from fp8flax._max_dtype import from_max_dtype, is_max_dtype
+from fp8flax._quantize import as_float_array, dequantize, quantize, quantize_dequantize
+from fp8flax._state import ScalingState
+
+
+def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
+    return DelayedConfig(compute_dtype, as_fp8_dtype(q_dtype, "q_dtype"), bounded=False)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_qdq(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> jax.Array:
+    return _in_qdq_fwd(config, inp, scale, amax_history)[0]
+
+
+def _in_qdq_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> Any:
+    state = ScalingState(scale, amax_history)
+    new_scale = delayed_scale(config, state)
+    out = quantize_dequantize(inp, config.q_dtype, new_scale, config.compute_dtype)
+    return out, next_state_of(delayed_amax(inp), new_scale, state)
+
+
+def _in_qdq_bwd(config: DelayedConfig, next_state: Any, g: jax.Array) -> Any:
+    del config
+    return g, *next_state
+
+
+_in_qdq.defvjp(_in_qdq_fwd, _in_qdq_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _out_qdq(config: DelayedConfig, out: jax.Array, scale: Any, amax_history: Any) -> jax.Array:
+    del config, scale, amax_history
+    return out
+
+
+def _out_qdq_fwd(config: DelayedConfig, out: jax.Array, scale: Any, amax_history: Any) -> Any:
+    del config
+    return out, ScalingState(scale, amax_history)
+
+
+def _out_qdq_bwd(config: DelayedConfig, state: ScalingState, g: jax.Array) -> Any:
+    new_scale = delayed_scale(config, state)
+    g = inf_to_nan(g)
+    q_g = quantize_dequantize(g, config.q_dtype, new_scale, config.compute_dtype)
+    return q_g, *next_state_of(delayed_amax(g), new_scale, state)
+
+
+_out_qdq.defvjp(_out_qdq_fwd, _out_qdq_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_q(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> Any:
+    return _in_q_fwd(config, inp, scale, amax_history)[0]
+
+
+def _in_q_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> Any:
+    state = ScalingState(scale, amax_history)
+    new_scale = delayed_scale(config, state)
+    q = quantize(inp, config.q_dtype, new_scale, config.compute_dtype)
+    return (q, new_scale), next_state_of(delayed_amax(inp), new_scale, state)
+
+
+def _in_q_bwd(config: DelayedConfig, next_state: Any, g: Any) -> Any:
+    del config, g
+    return None, *next_state
+
+
+_in_q.defvjp(_in_q_fwd, _in_q_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _out_dq(dq_type: Any, out_dtype: Any, lhs_scale: Any, rhs_scale: Any, out: jax.Array) -> jax.Array:
+    del out_dtype
+    return dequantize(out, dq_type, from_max_dtype(lhs_scale) * from_max_dtype(rhs_scale))
+
+
+def _out_dq_fwd(dq_type: Any, out_dtype: Any, lhs_scale: Any, rhs_scale: Any, out: jax.Array) -> Any:
+    return _out_dq(dq_type, out_dtype, lhs_scale, rhs_scale, out), None
+
+
+def _out_dq_bwd(dq_type: Any, out_dtype: Any, residuals: None, g: jax.Array) -> Any:
+    del dq_type, residuals
+    return None, None, g.astype(out_dtype)
+
+
+_out_dq.defvjp(_out_dq_fwd, _out_dq_bwd)
+
+
+def in_qdq_as(config: DelayedConfig, inp: jax.Array, state: ScalingState) -> jax.Array:
+    """``in_qdq`` with every option of a delayed-scaling recipe."""
+    return _in_qdq(config, inp, *state)
+
+
+def out_qdq_as(config: DelayedConfig, out: jax.Array, state: ScalingState) -> jax.Array:
+    """``out_qdq`` with every option of a delayed-scaling recipe."""
+    return _out_qdq(config, out, *state)
+
+
+def in_qdq(compute_dtype: Any, q_dtype: Any, inp: Any, scale: Any, amax_history: Any) -> jax.Array:
+    """Passes a GEMM operand through FP8 with delayed scaling.
+
+    The scale used comes from ``amax_history`` as given. The "gradients" of ``scale`` and
+    ``amax_history`` are their next values: the scale used, and the history with the amax of ``inp`` in
+    it. The gradient of ``inp`` is the incoming cotangent (straight-through).
+
+    Args:
+        compute_dtype: dtype of the scaling arithmetic; see ``quantize``.
+        q_dtype: FP8 dtype.
+        inp: array of any shape, bfloat16, float16, float32 or float64.
+        scale: scalar or shape ``(1,)``, float32 or ``fp32_max_grad``.
+        amax_history: shape ``(length,)``, float32 or ``fp32_max_grad``.
+
+    Returns:
+        Array of ``inp``'s shape and dtype.
+
+    Raises:
+        TypeError: a dtype is not of the kind above.
+        ValueError: ``scale`` or ``amax_history`` has another shape.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, fp8flax as fp8
+        >>> def f(x, scale, history):
+        ...     return jnp.sum(fp8.in_qdq(jnp.float32, jnp.float8_e4m3fn, x, scale, history))
+        >>> x, scale, history = jnp.array([1.0, -3.0]), jnp.ones((1,)), jnp.zeros((4,))
+        >>> jax.grad(f, argnums=(1, 2))(x, scale, history)
+        (Array([1.], dtype=float32), Array([3., 0., 0., 0.], dtype=float32))
+
+    Source: ``flax.linen.fp8_ops.in_qdq``.
+    """
+    config = _public_config(compute_dtype, q_dtype)
+    return _in_qdq(config, as_float_array(inp, "inp"), *check_state(scale, amax_history))
+
+
+def out_qdq(compute_dtype: Any, q_dtype: Any, out: Any, scale: Any, amax_history: Any) -> jax.Array:
+    """Returns ``out`` as it is, and passes its *cotangent* through FP8 with delayed scaling.
+
+    The "gradients" of ``scale`` and ``amax_history`` are their next values, from the cotangent.
+
+    Args:
+        compute_dtype: dtype of the scaling arithmetic; see ``quantize``.
+        q_dtype: FP8 dtype.
+        out: array of any shape, bfloat16, float16, float32 or float64.
+        scale: scalar or shape ``(1,)``, float32 or ``fp32_max_grad``.
+        amax_history: shape ``(length,)``, float32 or ``fp32_max_grad``.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError: a dtype is not of the kind above.
+        ValueError: ``scale`` or ``amax_history`` has another shape.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, fp8flax as fp8
+        >>> def f(y, scale, history):
+        ...     return jnp.sum(5 * fp8.out_qdq(jnp.float32, jnp.float8_e5m2, y, scale, history))
+        >>> jax.grad(f, argnums=(1, 2))(jnp.ones((2,)), jnp.ones((1,)), jnp.zeros((4,)))
+        (Array([1.], dtype=float32), Array([5., 0., 0., 0.], dtype=float32))
+
+    Source: ``flax.linen.fp8_ops.out_qdq``.
+    """
+    config = _public_config(compute_dtype, q_dtype)
+    return _out_qdq(config, as_float_array(out, "out"), *check_state(scale, amax_history))
+
+
+def in_q(
+    compute_dtype: Any, q_dtype: Any, inp: Any, scale: Any, amax_history: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Quantizes a GEMM operand with delayed scaling and returns ``(q, scale used)``.
+
+    Like ``in_qdq`` without the way back: ``q`` is FP8, and no gradient reaches ``inp`` through it. The
+    "gradients" of ``scale`` and ``amax_history`` are their next values.
+
+    Args:
+        compute_dtype: dtype of the scaling arithmetic; see ``quantize``.
+        q_dtype: FP8 dtype.
+        inp: array of any shape, bfloat16, float16, float32 or float64.
+        scale: scalar or shape ``(1,)``, float32 or ``fp32_max_grad``.
+        amax_history: shape ``(length,)``, float32 or ``fp32_max_grad``.
+
+    Returns:
+        ``q`` of ``inp``'s shape in ``q_dtype``, and the scale in float32, of the shape of ``scale``.
+
+    Raises:
+        TypeError: a dtype is not of the kind above.
+        ValueError: ``scale`` or ``amax_history`` has another shape.
+
+    Example:
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> fp8.in_q(jnp.float32, jnp.float8_e4m3fn, jnp.array([0.3]), jnp.ones((1,)), jnp.zeros((4,)))
+        (Array([0.3125], dtype=float8_e4m3fn), Array([1.], dtype=float32))
+
+    Source: ``flax.linen.fp8_ops.in_q``.
+    """
+    config = _public_config(compute_dtype, q_dtype)
+    return _in_q(config, as_float_array(inp, "inp"), *check_state(scale, amax_history))
+
+
+def out_dq(dq_type: Any, lhs_scale: Any, rhs_scale: Any, out: Any) -> jax.Array:
+    """Rescales the result of an FP8 GEMM: ``out * (lhs_scale * rhs_scale)``.
+
+    The cotangent passes to ``out`` unchanged: the backward GEMMs bring scales of their own.
+
+    Args:
+        dq_type: floating-point dtype of the result.
+        lhs_scale: scalar or shape ``(1,)``, float32 or ``fp32_max_grad``.
+        rhs_scale: likewise.
+        out: array of any shape.
+
+    Returns:
+        Array of ``out``'s shape in ``dq_type``.
+
+    Raises:
+        TypeError: ``dq_type`` is not a wide float.
+        ValueError: a scale does not fit ``out``.
+
+    Example:
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> fp8.out_dq(jnp.float32, jnp.float32(0.5), jnp.float32(4.0), jnp.array([3.0]))
+        Array([6.], dtype=float32)
+
+    Source: ``flax.linen.fp8_ops.out_dq``.
+    """
+    lhs_scale, rhs_scale = (s if is_max_dtype(s) else jnp.asarray(s) for s in (lhs_scale, rhs_scale))
+    out = jnp.asarray(out)
+    return _out_dq(dq_type, out.dtype, lhs_scale, rhs_scale, out)

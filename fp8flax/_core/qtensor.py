@@ -1,0 +1,100 @@
+"""What a GEMM takes: how an operand is seen as a matrix, and its FP8 codes with their scales."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+class View(NamedTuple):
+    """How an operand enters a GEMM (hashable)."""
+
+    shape: tuple[int, ...]
+    contract: tuple[int, ...]
+    """The dimensions that are summed over."""
+    batch: tuple[int, ...]
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The dimensions that are neither contracted nor batched, in order."""
+        return tuple(i for i in range(len(self.shape)) if i not in self.contract and i not in self.batch)
+
+    def sizes(self, dims: Sequence[int]) -> tuple[int, ...]:
+        """Returns the sizes of these dimensions."""
+        return tuple(self.shape[i] for i in dims)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions as ``(batch, rows, columns)`` of the matrix that the GEMM sees."""
+        return (*self.batch, *self.free, *self.contract)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """Sizes of ``(batch, rows, columns)``, each flattened."""
+        batch, rows, columns = (math.prod(self.sizes(d)) for d in (self.batch, self.free, self.contract))
+        return batch, rows, columns
+
+    def to_matrix(self, x: jax.Array) -> jax.Array:
+        """Returns an operand as ``(batch, rows, columns)``."""
+        return lax.transpose(x, self.order).reshape(self.matrix_shape)
+
+    def from_matrix(self, matrix: jax.Array) -> jax.Array:
+        """Returns an operand in its own shape."""
+        return lax.transpose(matrix.reshape(self.sizes(self.order)), np.argsort(self.order))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["quantizer"])
+@dataclasses.dataclass(frozen=True)
+class QTensor:
+    """FP8 codes with their scales, and the quantizer that knows what they mean: ``x ≈ codes * scale``.
+
+    Attributes:
+        codes: of the operand's shape; for scales per block ``(batch, rows, columns)``, zeros filling up the
+            last blocks.
+        scale: a scalar; or of the operand's rank, contracted dimensions at size 1; or as the quantizer has
+            it.
+        quantizer: the ``Quantizer`` that made it.
+
+    Source: none.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+    quantizer: Any
+
+    def dequantize(self, view: View, dtype: Any) -> jax.Array:
+        """Returns the operand in its own shape and a wide dtype."""
+        return self.quantizer.dequantize(self, view, dtype)
+
+    def as_bits(self) -> QTensor:
+        """Returns it with codes, and scales of one byte, as uint8.
+
+        ``jax.checkpoint`` passes every float that it saves through ``lax.reduce_precision``, which knows no
+        e4m3fn: 448 would become NaN, subnormals zero.
+        """
+        return dataclasses.replace(self, codes=_bits(self.codes), scale=_bits(self.scale))
+
+    def from_bits(self) -> QTensor:
+        """Returns what ``as_bits`` was called on."""
+        scale = self.scale
+        if scale.dtype == jnp.uint8:
+            scale = lax.bitcast_convert_type(scale, self.quantizer.scale_dtype)
+        codes = lax.bitcast_convert_type(self.codes, self.quantizer.dtype)
+        return dataclasses.replace(self, codes=codes, scale=scale)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+
+
+def dequantized(operand: QTensor | jax.Array, view: View, dtype: Any) -> jax.Array:
+    """Returns an operand in a wide dtype, whether it was quantized or not."""
+    return operand.dequantize(view, dtype) if isinstance(operand, QTensor) else operand.astype(dtype)

@@ -1,0 +1,476 @@
+"""The kinds of quantizer: how one operand of one GEMM becomes FP8, and all that depends on that."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fp8flax._core.options import check_bool, check_choice, check_epsilon, check_int
+from fp8flax._core.qtensor import QTensor, View
+from fp8flax._formats import as_fp8_dtype, fp8_max
+from fp8flax._quantize import quantize
+from fp8flax._scaling import (
+    current_scale,
+    e8m0_factors,
+    e8m0_scale,
+    finite_amax,
+    power_of_two,
+    scale_exponent,
+)
+
+AMAX_ALGORITHMS = ("max", "most_recent")
+GRANULARITIES = ("tensorwise", "axiswise")
+ROUNDINGS = ("up", "floor")
+_BLOCK_SCALES = ("e8m0", "power_of_two", "float32")
+_MARGIN_LIMIT = "More would push the data below the smallest FP8 values."
+
+MX_COLUMNS = 32
+"""Columns that share a scale where hardware multiplies block-scaled operands."""
+
+
+def _set_dtype(quantizer: Any) -> None:
+    """Stores the dtype in one form, so that equal quantizers compare and hash equal."""
+    object.__setattr__(quantizer, "dtype", as_fp8_dtype(quantizer.dtype, "dtype"))
+
+
+class Quantizer:
+    """How one operand of one GEMM becomes FP8: the base of all kinds.
+
+    A kind of your own is a frozen dataclass with a field ``dtype`` and the method ``quantize``. What the
+    methods below do is right for a scale that is a scalar, or has the operand's rank with size 1 wherever
+    elements share it; any other layout of codes and scales needs its own ``dequantize``. Unless a kind says
+    that its scales do not change along the contraction, its values are multiplied in a wide dtype.
+
+    Attributes:
+        dtype: FP8 dtype of the codes.
+        scale_dtype: dtype of the scales.
+        needs_state: whether scales come from past steps, which the layer keeps as its scaling state.
+        scales_along_contraction: whether the scale changes along the contraction, so that it has to be
+            applied inside the GEMM, and not to its result.
+        has_one_scale: whether a tensor has one scale, whatever is contracted.
+        is_exact_in_bfloat16: whether bfloat16 holds the product of any code and its scale, as it does for
+            powers of two.
+        strategy: what compressed-tensors and inference servers call such scales of a kernel (``"tensor"``,
+            ``"channel"``, ``"block"``); None for those that they do not know.
+        quantization_bytes: bytes that one step moves to quantize, per element of input, kernel and output,
+            beside what the GEMMs read and write, for the predictions of ``fp8flax.report``.
+
+    Example:
+        >>> import dataclasses, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class FixedScale(fp8.Quantizer):
+        ...     dtype: type = fp8.float8_e4m3fn
+        ...     scale: float = 0.01
+        ...     scales_along_contraction = False
+        ...
+        ...     def quantize(self, x, view, delayed_scale=None):
+        ...         scale = jnp.float32(self.scale)
+        ...         return fp8.QTensor(fp8.quantize(x, self.dtype, scale), scale, self)
+        >>> gemm = fp8.GemmRecipe(lhs=FixedScale(), rhs=FixedScale())
+        >>> op = fp8.Fp8DotGeneralOp(recipe=fp8.CustomRecipe(forward=gemm))
+        >>> op.apply({}, jnp.ones((1, 2)), jnp.ones((2, 1)), (((1,), (0,)), ((), ()))).round(2)
+        Array([[1.94]], dtype=float32)
+
+    Source: none.
+    """
+
+    dtype: Any
+    scale_dtype: ClassVar[Any] = np.dtype(np.float32)
+    needs_state: ClassVar[bool] = False
+    scales_along_contraction: ClassVar[bool] = True
+    has_one_scale: ClassVar[Any] = False
+    is_exact_in_bfloat16: ClassVar[Any] = False
+    strategy: ClassVar[Any] = None
+    quantization_bytes: ClassVar[Any] = 8.0
+
+    def quantize(self, x: jax.Array, view: View, delayed_scale: jax.Array | None = None) -> QTensor:
+        """Quantizes an operand for one GEMM.
+
+        NaN stays NaN; an Inf saturates, and neither has a say in the scales of current and block scaling.
+
+        Args:
+            x: the wide operand, of shape ``view.shape``.
+            view: which dimensions the GEMM contracts.
+            delayed_scale: the scale, of one element, where ``needs_state``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define quantize.")
+
+    def dequantize(self, q: QTensor, view: View, dtype: Any) -> jax.Array:
+        """Returns the operand in its own shape and a wide dtype; multiplied in float32, rounded once."""
+        del view
+        values = wide_codes(q, dtype)
+        return (values * q.scale.astype(values.dtype)).astype(dtype)
+
+    def serves(self, other: Quantizer | None, view: View) -> bool:
+        """Tells whether the codes for one of an operand's GEMMs serve the other, which sums over its rows.
+
+        ``view`` is that of the first. Where they do not, the operand is quantized again, from the wide
+        tensor.
+        """
+        del view
+        return self == other and self.has_one_scale
+
+    def transpose(self, q: QTensor) -> QTensor:
+        """Returns the operand for the other GEMM, given that it ``serves``."""
+        return q
+
+    def trim(self, q: QTensor, view: View) -> QTensor:
+        """Returns the operand without what fills it up, to be kept for the backward pass."""
+        del view
+        return q
+
+    def fill(self, q: QTensor, view: View) -> QTensor:
+        """Returns what ``trim`` was given."""
+        del view
+        return q
+
+    def pack(self, q: QTensor, view: View) -> QTensor:
+        """Returns the operand with its codes in its own shape, to be stored in place of a kernel."""
+        del view
+        return q
+
+    def unpack(self, q: QTensor, view: View) -> QTensor:
+        """Returns what ``pack`` was given."""
+        del view
+        return q
+
+    def shardings(self, sharding: NamedSharding, view: View) -> QTensor:
+        """Returns how codes and scales are sharded, of a trimmed operand that was sharded like this."""
+        del view
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+        return QTensor(whole if self.scales_along_contraction else sharding, whole, self)
+
+    def as_mx(self, q: QTensor) -> QTensor | None:
+        """Returns the same values with an E8M0 scale per 32 columns of each row, or None."""
+        del q
+        return None
+
+    def as_row_blocks(self, q: QTensor, columns: int) -> QTensor | None:
+        """Returns the same values with a float32 scale per so many columns of each row, or None."""
+        del q, columns
+        return None
+
+
+def wide_codes(q: QTensor, dtype: Any) -> jax.Array:
+    """Returns codes in float32, or in float64 for that; what they are multiplied in to be dequantized."""
+    # The barrier keeps the FP8 values: on GPUs XLA takes a cast to a narrower float and back for nothing.
+    codes = lax.optimization_barrier(q.codes)
+    return codes.astype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DelayedQuantizer(Quantizer):
+    """One scale per tensor, from the amaxes of past steps, which the layer keeps as its scaling state.
+
+    Attributes:
+        dtype: FP8 dtype of the codes.
+        margin: headroom in powers of two, 0 to 16.
+        amax_history_len: number of past steps that are remembered, 1 or more.
+        amax_compute_algo: ``"max"`` of the history (bounded, see ``DelayedScaling``), or its
+            ``"most_recent"`` entry.
+        use_power_2_scales: whether the scale is rounded up to a power of two.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has a value out of range.
+
+    Example:
+        >>> import fp8flax as fp8
+        >>> fp8.DelayedQuantizer(dtype=fp8.float8_e4m3fn, amax_history_len=16).dtype
+        dtype(float8_e4m3fn)
+
+    Source: Micikevicius et al., 2022, arXiv:2209.05433; Transformer Engine, ``DelayedScaling``.
+    """
+
+    dtype: Any
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    use_power_2_scales: bool = False
+
+    def __post_init__(self) -> None:
+        _set_dtype(self)
+        check_int("margin", self.margin, 0, 16, _MARGIN_LIMIT)
+        check_int("amax_history_len", self.amax_history_len, 1)
+        check_choice("amax_compute_algo", self.amax_compute_algo, AMAX_ALGORITHMS)
+        check_bool("use_power_2_scales", self.use_power_2_scales)
+
+    needs_state: ClassVar[bool] = True
+    scales_along_contraction: ClassVar[bool] = False
+    has_one_scale: ClassVar[bool] = True
+    strategy: ClassVar[str] = "tensor"
+    quantization_bytes: ClassVar[float] = 5.2
+
+    def quantize(self, x: jax.Array, view: View, delayed_scale: jax.Array | None = None) -> QTensor:
+        """Quantizes with the scale that is given."""
+        del view
+        assert delayed_scale is not None
+        scale = delayed_scale.reshape(())
+        return QTensor(quantize(x, self.dtype, scale), scale, self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurrentQuantizer(Quantizer):
+    """Scales from the tensor itself: one, or one per slice along the contraction.
+
+    Attributes:
+        dtype: FP8 dtype of the codes.
+        granularity: ``"tensorwise"`` for one scale; ``"axiswise"`` for one per row of the left operand, or
+            column of the right one, along the contraction.
+        use_power_2_scales: whether scales are rounded up to powers of two.
+        amax_epsilon: what a smaller amax counts as, so that scales are never less than those of it.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: ``granularity`` is none of the two words, or ``amax_epsilon`` is neither 0 nor a normal,
+            positive float32.
+
+    Example:
+        >>> import fp8flax as fp8
+        >>> fp8.CurrentQuantizer(dtype=fp8.float8_e4m3fn, granularity="axiswise").use_power_2_scales
+        False
+
+    Source: Transformer Engine, ``Float8CurrentScaling`` and ``QParams.amax_epsilon``; torchao, "axiswise".
+    """
+
+    dtype: Any
+    granularity: str = "tensorwise"
+    use_power_2_scales: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        _set_dtype(self)
+        check_choice("granularity", self.granularity, GRANULARITIES)
+        check_bool("use_power_2_scales", self.use_power_2_scales)
+        check_epsilon("amax_epsilon", self.amax_epsilon)
+
+    scales_along_contraction: ClassVar[bool] = False
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether there is one scale per tensor, and not one per slice."""
+        return self.granularity == "tensorwise"
+
+    @property
+    def strategy(self) -> str:
+        """How inference servers call it."""
+        return "tensor" if self.has_one_scale else "channel"
+
+    @property
+    def quantization_bytes(self) -> float:
+        """As of ``Quantizer``."""
+        return 6.8 if self.has_one_scale else 18.0
+
+    def quantize(self, x: jax.Array, view: View, delayed_scale: jax.Array | None = None) -> QTensor:
+        """Quantizes with scales from the largest magnitudes of ``x``."""
+        del delayed_scale
+        amax = finite_amax(x, None if self.has_one_scale else view.contract)
+        if self.amax_epsilon:
+            amax = jnp.maximum(amax, np.float32(self.amax_epsilon))
+        scale = current_scale(amax, fp8_max(self.dtype), power_2=self.use_power_2_scales)
+        return QTensor(quantize(x, self.dtype, scale), scale, self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockQuantizer(Quantizer):
+    """One scale per block of the tensor itself, the operand seen as a matrix.
+
+    The free dimensions of the operand are its rows; the contracted ones, flattened in their order, its
+    columns. Sizes that the block does not divide are filled up with zeros at the end.
+
+    Attributes:
+        dtype: FP8 dtype of the codes.
+        block: ``(rows, columns)`` of a block, such as ``(1, 32)``, ``(1, 128)`` or ``(128, 128)``; the
+            columns run along the contraction.
+        scale: ``"e8m0"``, one byte per scale, a power of two; or float32 scales, either a
+            ``"power_of_two"`` or exact (``"float32"``).
+        scale_rounding: of powers of two: ``"up"``, so that nothing saturates, or ``"floor"``, the rule of
+            the MX specification (``"e8m0"`` only), where the largest values of a block may saturate.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has another value than those above.
+
+    Example:
+        >>> import fp8flax as fp8
+        >>> fp8.BlockQuantizer(dtype=fp8.float8_e4m3fn, block=(1, 128), scale="float32").block
+        (1, 128)
+
+    Source: OCP Microscaling Formats (MX) Specification v1.0; DeepSeek-AI, "DeepSeek-V3 Technical Report",
+    2024, arXiv:2412.19437, section 3.3.2.
+    """
+
+    dtype: Any
+    block: tuple[int, int] = (1, 32)
+    scale: str = "e8m0"
+    scale_rounding: str = "up"
+
+    def __post_init__(self) -> None:
+        _set_dtype(self)
+        if not (isinstance(self.block, tuple) and len(self.block) == 2):
+            raise TypeError(f"block must be a pair (rows, columns) such as (1, 32); got {self.block!r}.")
+        check_int("block[0] (rows)", self.block[0], 1)
+        check_int("block[1] (columns)", self.block[1], 1)
+        check_choice("scale", self.scale, _BLOCK_SCALES)
+        check_choice("scale_rounding", self.scale_rounding, ROUNDINGS)
+        if self.scale_rounding == "floor" and self.scale != "e8m0":
+            raise ValueError(
+                f"scale_rounding 'floor' is that of E8M0 scales; got scale={self.scale!r}. Use "
+                "scale='e8m0', or leave scale_rounding out."
+            )
+
+    @property
+    def scale_dtype(self) -> np.dtype:
+        """One byte, or float32."""
+        return np.dtype(jnp.float8_e8m0fnu if self.scale == "e8m0" else np.float32)
+
+    @property
+    def is_exact_in_bfloat16(self) -> bool:
+        """Whether the scales are powers of two."""
+        return self.scale != "float32"
+
+    @property
+    def strategy(self) -> str | None:
+        """How inference servers call it."""
+        return "block" if self.block == (128, 128) else None
+
+    def quantize(self, x: jax.Array, view: View, delayed_scale: jax.Array | None = None) -> QTensor:
+        """Quantizes with scales from the largest magnitudes of each block."""
+        del delayed_scale
+        padded = self._filled(view.to_matrix(x), view)
+        blocks = self._blocks(padded, view)
+        limit = fp8_max(self.dtype)
+        amax = finite_amax(blocks, (2, 4))
+        if self.scale == "float32":
+            scale = current_scale(amax, limit)
+            codes = quantize(blocks, self.dtype, scale)
+        else:
+            lowest = -127 if self.scale == "e8m0" else -126
+            exponent = scale_exponent(amax, limit, self.scale_rounding)
+            # By the reciprocal, which is exact: 2**-127 is a subnormal number, 2**127 is not.
+            inverse = power_of_two(-jnp.maximum(exponent, np.int32(lowest)))
+            codes = quantize(blocks.astype(jnp.float32) * inverse, self.dtype, 1.0)
+            scale = e8m0_scale(exponent) if self.scale == "e8m0" else power_of_two(exponent)
+        return QTensor(codes.reshape(padded.shape), scale.reshape(self._scale_shape(view)), self)
+
+    def dequantize(self, q: QTensor, view: View, dtype: Any) -> jax.Array:
+        """Returns the operand without what fills up its last blocks."""
+        values = wide_codes(q, dtype)
+        blocks = self._blocks(values, view)
+        is_e8m0 = q.scale.dtype == jnp.float8_e8m0fnu
+        for factor in e8m0_factors(q.scale) if is_e8m0 else (q.scale,):
+            blocks = blocks * factor.astype(blocks.dtype)[:, :, None, :, None]
+        return view.from_matrix(self._cut(blocks.reshape(values.shape), view)).astype(dtype)
+
+    def serves(self, other: Quantizer | None, view: View) -> bool:
+        """Tells whether blocks are square, and the other GEMM flattens what is summed over as this one."""
+        # It does so in ascending order.
+        is_square = self.block[0] == self.block[1]
+        return self == other and is_square and list(view.contract) == sorted(view.contract)
+
+    def transpose(self, q: QTensor) -> QTensor:
+        """Swaps rows and columns."""
+        return QTensor(jnp.swapaxes(q.codes, 1, 2), jnp.swapaxes(q.scale, 1, 2), self)
+
+    def trim(self, q: QTensor, view: View) -> QTensor:
+        """Returns the matrix without the zeros that fill up its last blocks."""
+        return dataclasses.replace(q, codes=self._cut(q.codes, view))
+
+    def fill(self, q: QTensor, view: View) -> QTensor:
+        """Fills up the last blocks with zeros, which no amax sees and no sum."""
+        return dataclasses.replace(q, codes=self._filled(q.codes, view))
+
+    def pack(self, q: QTensor, view: View) -> QTensor:
+        """Returns the codes in the operand's own shape; scales per block as they are."""
+        return dataclasses.replace(q, codes=view.from_matrix(self._cut(q.codes, view)))
+
+    def unpack(self, q: QTensor, view: View) -> QTensor:
+        """Returns the matrix, its last blocks filled up."""
+        return self.fill(dataclasses.replace(q, codes=view.to_matrix(q.codes)), view)
+
+    def shardings(self, sharding: NamedSharding, view: View) -> QTensor:
+        """Dimensions that are flattened together can only be sharded by the first of them."""
+        spec = []
+        for dims, size in zip((view.batch, view.free, view.contract), view.matrix_shape):
+            names = [sharding.spec[i] for i in dims]
+            axes = names[0] if names and not any(names[1:]) else None
+            axes = (axes,) if isinstance(axes, str) else axes or ()
+            devices = math.prod(sharding.mesh.shape[axis] for axis in axes)
+            spec.append(axes if axes and size % devices == 0 else None)
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+        return QTensor(NamedSharding(sharding.mesh, PartitionSpec(*spec)), whole, self)
+
+    def as_mx(self, q: QTensor) -> QTensor | None:
+        """Repeats the scales of larger blocks, where they are powers of two."""
+        height, width = self.block
+        if not self.is_exact_in_bfloat16 or width % MX_COLUMNS:
+            return None
+        scale = q.scale
+        if scale.dtype != jnp.float8_e8m0fnu:
+            exponent = lax.bitcast_convert_type(scale, jnp.int32) >> np.int32(23)
+            scale = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
+        codes = lax.bitcast_convert_type(scale, jnp.uint8)
+        codes = jnp.repeat(jnp.repeat(codes, height, axis=1), width // MX_COLUMNS, axis=2)
+        return dataclasses.replace(q, scale=lax.bitcast_convert_type(codes, jnp.float8_e8m0fnu))
+
+    def as_row_blocks(self, q: QTensor, columns: int) -> QTensor | None:
+        """Repeats the scales of blocks of several rows, where they are so wide and float32."""
+        if self.block[1] != columns or q.scale.dtype != jnp.float32:
+            return None
+        return dataclasses.replace(q, scale=jnp.repeat(q.scale, self.block[0], axis=1))
+
+    def _num_blocks(self, view: View) -> tuple[int, int]:
+        _, rows, columns = view.matrix_shape
+        height, width = self.block
+        return -(-rows // height), -(-columns // width)
+
+    def _scale_shape(self, view: View) -> tuple[int, int, int]:
+        return (view.matrix_shape[0], *self._num_blocks(view))
+
+    def _blocks(self, matrix: jax.Array, view: View) -> jax.Array:
+        """Returns whole blocks as ``(batch, block rows, height, block columns, width)``."""
+        (num_rows, num_columns), (height, width) = self._num_blocks(view), self.block
+        return matrix.reshape(matrix.shape[0], num_rows, height, num_columns, width)
+
+    def _filled(self, matrix: jax.Array, view: View) -> jax.Array:
+        _, rows, columns = view.matrix_shape
+        (num_rows, num_columns), (height, width) = self._num_blocks(view), self.block
+        padding = ((0, 0, 0), (0, num_rows * height - rows, 0), (0, num_columns * width - columns, 0))
+        return lax.pad(matrix, jnp.zeros((), matrix.dtype), padding)
+
+    def _cut(self, matrix: jax.Array, view: View) -> jax.Array:
+        _, rows, columns = view.matrix_shape
+        return matrix[:, :rows, :columns]
+
+
+def quantized(quantizer: Quantizer | None, x: jax.Array, view: View, delayed_scale: Any = None) -> Any:
+    """Returns an operand as a ``QTensor``; as it is where the quantizer is None."""
+    return x if quantizer is None else quantizer.quantize(x, view, delayed_scale)
+
+
+def serves(first: Quantizer | None, second: Quantizer | None, view: View) -> bool:
+    """Tells whether an operand for one GEMM serves the other, see ``Quantizer.serves``."""
+    return second is None if first is None else first.serves(second, view)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def straight_through(
+    quantizer: Quantizer | None, view: View, x: jax.Array, delayed_scale: jax.Array | None
+) -> jax.Array:
+    """Returns an operand with the values that FP8 leaves of it, and with its own derivative."""
+    if quantizer is None:
+        return x
+    return quantizer.quantize(x, view, delayed_scale).dequantize(view, x.dtype)
+
+
+@straight_through.defjvp
+def _straight_through_jvp(quantizer: Any, view: View, primals: Any, tangents: Any) -> Any:
+    return straight_through(quantizer, view, *primals), tangents[0]
