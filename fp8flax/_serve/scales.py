@@ -59,7 +59,7 @@ def _next(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
 
     def of_states(scale: jax.Array, history: jax.Array) -> jax.Array:
         if scale.ndim == 1:
-            return delayed_scale(quantizer, ScalingState(scale, history)).reshape((1,))
+            return delayed_scale(delayed_config(quantizer), ScalingState(scale, history)).reshape((1,))
         own = [i for i, (a, b) in enumerate(zip(scale.shape, history.shape)) if a != b] or [scale.ndim - 1]
         axis = next(i for i in range(scale.ndim) if i not in own[-1:])
         return jax.vmap(of_states, in_axes=axis, out_axes=axis)(scale, history)
