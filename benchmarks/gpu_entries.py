@@ -34,7 +34,7 @@ import fp8flax as fp8
 from benchmarks import accuracy, dense, llama
 from benchmarks.common import NotMeasuredError, Row, Shape, ratio, reason_of, summary, text_of
 from fp8flax._core.qtensor import View
-from fp8flax._core.quantizers import quantized
+from fp8flax._core.quantizers import quantized as quantize_operand
 from fp8flax.audit.compiling import compile_for, find_target
 from fp8flax.audit.gemms import read_gemms
 from fp8flax.audit.kernels import read

@@ -1,16 +1,13 @@
 """FP8 training and inference for Flax Linen."""
 
-from fp8flax import _interrupt, _versions  # noqa: F401 (first: the rest takes time, and needs JAX's internals)
+from fp8flax._host import interrupt as _interrupt  # noqa: F401 (first: the rest takes time, and needs JAX's internals)
+from fp8flax._host import versions as _versions
 
 # isort: split
-from fp8flax._autocast import autocast
-from fp8flax._check import check_state
-from fp8flax._convert import add_fp8_state, remove_fp8_state
+from fp8flax._core.autocast import autocast
 from fp8flax._core.device import Fp8EmulationWarning
 from fp8flax._core.dot_general import dot_general_with_precision
-from fp8flax._core.names import RESIDUAL_NAMES
-from fp8flax._core.qdq import in_q, in_qdq, out_dq, out_qdq
-from fp8flax._formats import (
+from fp8flax._core.formats import (
     Format,
     Fp8Limits,
     float8_e4m3fn,
@@ -21,11 +18,25 @@ from fp8flax._formats import (
     fp8_limits,
     fp8_max,
 )
-from fp8flax._inference import calibrate
-from fp8flax._max_dtype import fp32_max_grad
-from fp8flax._model.quantize_model import quantize_model
-from fp8flax._model.report import ModelReport, report
-from fp8flax._modules import (
+from fp8flax._core.max_dtype import fp32_max_grad
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, RESIDUAL_NAMES
+from fp8flax._core.qdq import in_q, in_qdq, out_dq, out_qdq
+from fp8flax._core.quantize import cast_to_representable, dequantize, qdq, quantize, quantize_dequantize
+from fp8flax._core.quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer
+from fp8flax._core.recipes import (
+    Accumulation,
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GemmRecipe,
+    MXFP8BlockScaling,
+    Recipe,
+    torchao_recipe,
+)
+from fp8flax._core.scaling import compute_amax_history, compute_scale
+from fp8flax._linen.op import MissingStateError
+from fp8flax._linen.ops import (
     Einsum,
     Fp8ConvGeneralDilatedOp,
     Fp8DirectDotGeneralOp,
@@ -35,39 +46,15 @@ from fp8flax._modules import (
     Fp8RaggedDotOp,
     NANOOFp8DotGeneralOp,
 )
-from fp8flax._quantize import (
-    cast_to_representable,
-    dequantize,
-    qdq,
-    quantize,
-    quantize_dequantize,
-)
-from fp8flax._recipes import (
-    Accumulation,
-    BlockQuantizer,
-    CurrentQuantizer,
-    CustomRecipe,
-    DelayedQuantizer,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    GemmRecipe,
-    MXFP8BlockScaling,
-    Recipe,
-    torchao_recipe,
-)
-from fp8flax._scaling import compute_amax_history, compute_scale
+from fp8flax._model.quantize_model import quantize_model
+from fp8flax._model.report import ModelReport, report
 from fp8flax._serve.freeze import freeze
 from fp8flax._serve.safetensors import load_safetensors, save_safetensors
-from fp8flax._state import OVERWRITE_WITH_GRADIENT, MissingStateError
-from fp8flax._train import (
-    DynamicScale,
-    TrainState,
-    accumulate_gradients,
-    grad,
-    pmean_gradients,
-    value_and_grad,
-)
+from fp8flax._train.bridge import add_fp8_state, remove_fp8_state
+from fp8flax._train.calibrate import calibrate
+from fp8flax._train.check import check_state
+from fp8flax._train.gradients import accumulate_gradients, grad, pmean_gradients, value_and_grad
+from fp8flax._train.train_state import DynamicScale, TrainState
 from fp8flax.audit import AuditReport, assert_fp8, audit
 
 __version__ = "0.1.0"

@@ -19,7 +19,7 @@ from fp8flax._core.differentiable import STATELESS, Extra, Operand, Plan, States
 from fp8flax._core.dot_general import fp8_dot_general, hashable_precision
 from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE
 from fp8flax._core.qtensor import QTensor, View, dequantized
-from fp8flax._recipes import GemmRecipe, Recipe
+from fp8flax._core.recipes import GemmRecipe, Recipe
 
 
 class _Convolution(NamedTuple):

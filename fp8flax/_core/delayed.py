@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8flax._core.formats import fp8_max
+from fp8flax._core.jax_rules import merge_amax
+from fp8flax._core.max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
 from fp8flax._core.quantizers import DelayedQuantizer
-from fp8flax._formats import fp8_max
-from fp8flax._max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
-from fp8flax._scaling import (
+from fp8flax._core.scaling import (
     SMALLEST_SCALE,
     bounded_amax,
     compute_scale,
@@ -27,8 +28,15 @@ from fp8flax._scaling import (
     push_amax,
     scale_exponent,
 )
-from fp8flax._state import ScalingState
-from fp8flax._transforms import merge_amax
+
+
+class ScalingState(NamedTuple):
+    """The delayed-scaling state of one tensor, or of several that are stacked."""
+
+    scale: jax.Array
+    """Shape ``(1,)``, float32 (or ``fp32_max_grad`` inside a differentiated function)."""
+    amax_history: jax.Array
+    """Shape ``(amax_history_len,)``, newest entry at index 0; dtype as ``scale``."""
 
 
 class DelayedConfig(NamedTuple):

@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8flax._core.delayed import (
+    ScalingState,
     calibrated_state,
     check_state,
     delayed_amax,
@@ -28,23 +29,22 @@ from fp8flax._core.delayed import (
     next_state_of,
     report_calibrated,
 )
-from fp8flax._core.multiply import ONCE
-from fp8flax._core.names import DGRAD, FORWARD, KEPT_WIDE, OUTPUT_NAME, RESIDUAL_NAMES, WGRAD
-from fp8flax._core.qdq import in_qdq_as, out_qdq_as
-from fp8flax._core.qtensor import QTensor, View
-from fp8flax._core.quantizers import quantized, serves, straight_through
-from fp8flax._formats import is_wide_float
-from fp8flax._max_dtype import is_max_dtype
-from fp8flax._quantize import as_float_array
-from fp8flax._recipes import CustomRecipe, GemmRecipe
-from fp8flax._state import ScalingState
-from fp8flax._transforms import (
+from fp8flax._core.formats import is_wide_float
+from fp8flax._core.jax_rules import (
     manual_axes,
     refuse_unchecked_axes,
     reverse_mode_only,
     sum_to_axes,
     traced_once,
 )
+from fp8flax._core.max_dtype import is_max_dtype
+from fp8flax._core.multiply import ONCE
+from fp8flax._core.names import DGRAD, FORWARD, KEPT_WIDE, OUTPUT_NAME, RESIDUAL_NAMES, WGRAD
+from fp8flax._core.qdq import in_qdq_as, out_qdq_as
+from fp8flax._core.qtensor import QTensor, View
+from fp8flax._core.quantize import as_float_array
+from fp8flax._core.quantizers import quantized, serves, straight_through
+from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 
 _INPUT_NAME, _KERNEL_NAME, _SCALING_NAME = RESIDUAL_NAMES
 

@@ -18,7 +18,7 @@ from fp8flax._core.gemm import Gemm
 from fp8flax._core.multiply import multiply, warn_if_emulated
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import quantized
-from fp8flax._recipes import CustomRecipe, GemmRecipe, Recipe
+from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 _Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]

@@ -12,8 +12,8 @@ from jax import lax
 
 from fp8flax._core.names import DEQUANTIZED, KEPT_WIDE, QDQ
 from fp8flax._core.qtensor import QTensor, View, dequantized
-from fp8flax._recipes import GemmRecipe
-from fp8flax._scaling import apply_scales
+from fp8flax._core.recipes import GemmRecipe
+from fp8flax._core.scaling import apply_scales
 
 
 class Gemm(NamedTuple):

@@ -15,10 +15,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability
 from fp8flax._core.gemm import Gemm, dequantized_gemm, dot, scaled
+from fp8flax._core.jax_rules import unless_partitioned, vary_alike
+from fp8flax._core.kernels.block_gemm import BLOCK, block_gemm
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import MX_COLUMNS
-from fp8flax._kernels.block_gemm import BLOCK, block_gemm
-from fp8flax._transforms import unless_partitioned, vary_alike
 
 # cublasLt takes FP8 operands in multiples of this; XLA would pad, and copy, for it.
 _CUBLASLT_MULTIPLE = 16

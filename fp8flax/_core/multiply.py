@@ -21,7 +21,7 @@ from fp8flax._core.device import (
 from fp8flax._core.gemm import Gemm, emulated_gemm, wide_gemm
 from fp8flax._core.gemm_cuda import cuda_block_gemm, cuda_gemm
 from fp8flax._core.qtensor import QTensor
-from fp8flax._recipes import GemmRecipe
+from fp8flax._core.recipes import GemmRecipe
 
 _OCP_DTYPES = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 

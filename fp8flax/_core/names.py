@@ -1,4 +1,4 @@
-"""The names that this package writes into programs, and what the audit says where it reads them."""
+"""The names that this package writes into programs and variables, and what the audit says of them."""
 
 from __future__ import annotations
 
@@ -59,3 +59,20 @@ Without a policy, or with one that names none of them, all are computed again fr
 
 OUTPUT_NAME = "fp8_output"
 """The ``checkpoint_name`` of the result of the forward GEMM."""
+
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+"""The Linen collection whose "gradient" is its next value. Flax uses the same name."""
+
+PARAMS = "params"
+"""The Linen collection of what is trained."""
+
+ROLES = ("input", "kernel", "output_grad")
+"""The three tensors of a matmul that are quantized, as they appear in the names of the state."""
+
+SCALE, AMAX_HISTORY = "_scale", "_amax_history"
+"""How the names of the state end."""
+
+
+def state_leaf_names(role: str) -> tuple[str, str]:
+    """Returns the variable names of a role's scale and amax history."""
+    return role + SCALE, role + AMAX_HISTORY

@@ -15,16 +15,16 @@ import jax.numpy as jnp
 
 from fp8flax._core.delayed import (
     DelayedConfig,
+    ScalingState,
     check_state,
     delayed_amax,
     delayed_scale,
     inf_to_nan,
     next_state_of,
 )
-from fp8flax._formats import as_fp8_dtype
-from fp8flax._max_dtype import from_max_dtype, is_max_dtype
-from fp8flax._quantize import as_float_array, dequantize, quantize, quantize_dequantize
-from fp8flax._state import ScalingState
+from fp8flax._core.formats import as_fp8_dtype
+from fp8flax._core.max_dtype import from_max_dtype, is_max_dtype
+from fp8flax._core.quantize import as_float_array, dequantize, quantize, quantize_dequantize
 
 
 def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:

@@ -13,11 +13,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fp8flax._core.formats import as_fp8_dtype, fp8_max
 from fp8flax._core.options import check_bool, check_choice, check_epsilon, check_int
 from fp8flax._core.qtensor import QTensor, View
-from fp8flax._formats import as_fp8_dtype, fp8_max
-from fp8flax._quantize import quantize
-from fp8flax._scaling import (
+from fp8flax._core.quantize import quantize
+from fp8flax._core.scaling import (
     current_scale,
     e8m0_factors,
     e8m0_scale,

@@ -23,10 +23,10 @@ from fp8flax._core.differentiable import (
 )
 from fp8flax._core.dot_general import hashable_precision, with_precision
 from fp8flax._core.gemm import Gemm
+from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.multiply import multiply, warn_if_emulated
 from fp8flax._core.qtensor import QTensor, View
-from fp8flax._recipes import GemmRecipe, Recipe
-from fp8flax._transforms import vary_alike
+from fp8flax._core.recipes import GemmRecipe, Recipe
 
 # A tile of rows is multiplied by one expert's kernel at a time, and once more for each further expert that
 # owns some of its rows. Small tiles waste few rows; large ones read a kernel less often and fill more of

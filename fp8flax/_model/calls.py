@@ -12,16 +12,15 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from fp8flax._core.names import BY_OP, COUNTED
+from fp8flax._core.names import BY_OP, COUNTED, OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._core.recipes import CustomRecipe, Recipe
+from fp8flax._linen.op import Fp8Op, op_handler
 from fp8flax._model.conversion import conversion
 from fp8flax._model.interception import Contraction, Interception, Left
 from fp8flax._model.lifting import beside_params
 from fp8flax._model.provenance import Derived, Provenance
 from fp8flax._model.rules import Decision, Rules, Site
 from fp8flax._model.sites import as_op, name_of, site_of
-from fp8flax._modules import Fp8Op, op_handler
-from fp8flax._recipes import CustomRecipe, Recipe
-from fp8flax._state import OVERWRITE_WITH_GRADIENT, PARAMS
 
 
 class SeenOp(NamedTuple):

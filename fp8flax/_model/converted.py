@@ -17,11 +17,11 @@ import flax.errors
 import flax.linen as nn
 import jax
 
-from fp8flax._convert import split_arrays
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._model.calls import seen_of
 from fp8flax._model.conversion import conversion, converting
 from fp8flax._model.rules import Rules
-from fp8flax._state import OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._train.bridge import split_arrays
 
 # Held by their instances: when these are gone, so are the class and what rules and calls refer to.
 _classes: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()

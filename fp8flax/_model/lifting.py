@@ -21,8 +21,8 @@ import jax
 from flax.core import lift
 from flax.core.scope import DenyList, in_filter, subtract_filters, union_filters
 
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._model.conversion import OnMap, conversion, converting
-from fp8flax._state import OVERWRITE_WITH_GRADIENT, PARAMS
 
 _flax_pack = lift.pack
 

@@ -19,8 +19,9 @@ import flax.linen as nn
 import jax
 import numpy as np
 
+from fp8flax._core.names import PARAMS
 from fp8flax._model.jaxprs import CASTS, MOVEMENTS, passed_through, reads_otherwise
-from fp8flax._state import PARAMS, key_name
+from fp8flax._train.collection import key_name
 
 _PARAMETER = "parameter"  # in the place of a primitive, for a parameter as it is
 # Flags of scopes, which Linen's transformations pass on: to which calls one belongs; the paths of what

@@ -6,10 +6,10 @@ from typing import Any
 
 import flax.linen as nn
 
+from fp8flax._core.recipes import Recipe
 from fp8flax._model.calls import Call
 from fp8flax._model.converted import convert, converted_class
 from fp8flax._model.rules import Rules
-from fp8flax._recipes import Recipe
 
 
 def quantize_model(

@@ -9,17 +9,18 @@ from typing import Any
 
 import flax.linen as nn
 
-from fp8flax._autocast import recipe_in_use
-from fp8flax._convert import eval_init
+from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.device import GPUS, Gpu
 from fp8flax._core.names import COUNTED, NOT_CONVERTED
+from fp8flax._core.quantizers import BlockQuantizer, CurrentQuantizer
+from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._model.calls import seen_of
 from fp8flax._model.conversion import reporting
 from fp8flax._model.converted import trace_apply
 from fp8flax._model.jaxprs import contractions_in
 from fp8flax._model.rules import GemmSizes
 from fp8flax._model.sites import sizes_of
-from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, CustomRecipe, DelayedScaling
+from fp8flax._train.bridge import eval_init
 
 # Bytes per element of input, kernel and output that one step's quantization moves, beside what the GEMMs
 # read and write: from the programs of the Dense layer in docs/recipes.md.

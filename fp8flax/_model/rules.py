@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 
-from fp8flax._formats import is_wide_float
-from fp8flax._recipes import Recipe, check_recipe
+from fp8flax._core.formats import is_wide_float
+from fp8flax._core.recipes import Recipe, check_recipe
 
 LEAVE = "leave"
 """What a rule says of a contraction that is to stay as it is."""

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.calls import Seen, SeenOp
 from fp8flax._model.provenance import Derived
-from fp8flax._recipes import CustomRecipe
 from fp8flax._serve.kernels import WEIGHT_ONLY, into_sources, is_dot
 from fp8flax._serve.kinds import needs_state
 from fp8flax._serve.trees import Path

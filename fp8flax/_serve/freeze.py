@@ -11,12 +11,13 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from fp8flax._formats import as_fp8_dtype
+from fp8flax._core.formats import as_fp8_dtype
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.calls import Call, Seen, SeenOp, seen_of
 from fp8flax._model.conversion import reporting
 from fp8flax._model.converted import convert, converted_class, trace_apply
 from fp8flax._model.rules import Rules
-from fp8flax._recipes import CustomRecipe
 from fp8flax._serve import trees
 from fp8flax._serve.coverage import left_wide, said
 from fp8flax._serve.hidden_state import CACHE, ServedOp, narrowed
@@ -24,7 +25,6 @@ from fp8flax._serve.kernels import WEIGHT_ONLY, layout, stacked_axis, store
 from fp8flax._serve.scales import fixed_scales
 from fp8flax._serve.serving import MakeServingCall, Serving
 from fp8flax._serve.trees import Path
-from fp8flax._state import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
 
 
 def freeze(

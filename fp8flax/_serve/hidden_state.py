@@ -37,11 +37,11 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._quantize import quantize
-from fp8flax._recipes import CustomRecipe
+from fp8flax._core.names import PARAMS, state_leaf_names
+from fp8flax._core.quantize import quantize
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._serve import trees
 from fp8flax._serve.trees import Path
-from fp8flax._state import PARAMS, state_leaf_names
 
 SERVED = "_fp8_served"
 CACHE = "cache"

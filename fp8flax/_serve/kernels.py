@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from fp8flax._core.dot_general import quantize_kernel
+from fp8flax._core.formats import float8_e4m3fn, fp8_max
 from fp8flax._core.qtensor import QTensor
-from fp8flax._formats import float8_e4m3fn, fp8_max
+from fp8flax._core.quantize import quantize
+from fp8flax._core.quantizers import CurrentQuantizer
+from fp8flax._core.recipes import CustomRecipe, GemmRecipe
+from fp8flax._core.scaling import current_scale, finite_amax
+from fp8flax._linen.op import Fp8Op
+from fp8flax._linen.ops import Fp8DotGeneralOp, Fp8Einsum
 from fp8flax._model.calls import SeenOp
 from fp8flax._model.provenance import Derived, Source
-from fp8flax._modules import Fp8DotGeneralOp, Fp8Einsum, Fp8Op
-from fp8flax._quantize import quantize
-from fp8flax._recipes import CurrentQuantizer, CustomRecipe, GemmRecipe
-from fp8flax._scaling import current_scale, finite_amax
 from fp8flax._serve import trees
 from fp8flax._serve.trees import Path
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8flax._recipes import BlockQuantizer, CurrentQuantizer, DelayedQuantizer
+from fp8flax._core.quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer
 
 
 def needs_state(quantizer: Any) -> bool:

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._files import replacing
+from fp8flax._core.names import PARAMS
+from fp8flax._host.files import replacing
 from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE, ServedOp
 from fp8flax._serve.kinds import has_blocks, has_one_scale, is_deepseeks, needs_state
 from fp8flax._serve.serving import serving_ops
-from fp8flax._state import PARAMS
 
 _METADATA = "fp8flax"
 _VERSION = 3

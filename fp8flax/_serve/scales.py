@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.delayed import delayed_config, delayed_scale
-from fp8flax._recipes import CustomRecipe
+from fp8flax._core.delayed import ScalingState, delayed_config, delayed_scale
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
+from fp8flax._core.recipes import CustomRecipe
+from fp8flax._linen.op import MissingStateError
 from fp8flax._serve.kinds import needs_state
 from fp8flax._serve.trees import Path
-from fp8flax._state import OVERWRITE_WITH_GRADIENT, MissingStateError, ScalingState, state_leaf_names
 
 
 def fixed_scales(

@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8flax._core.delayed import ScalingState
 from fp8flax._core.differentiable import States
 from fp8flax._core.dot_general import frozen_dot_general
+from fp8flax._core.names import PARAMS, state_leaf_names
 from fp8flax._core.qtensor import QTensor
+from fp8flax._core.recipes import CustomRecipe, Recipe
+from fp8flax._linen.op import Fp8Op
 from fp8flax._model.calls import Call, as_jax
 from fp8flax._model.rules import Rules
-from fp8flax._modules import Fp8Op
-from fp8flax._recipes import CustomRecipe, Recipe
 from fp8flax._serve.hidden_state import (
     CACHE,
     INPUT_SCALE,
@@ -31,7 +33,6 @@ from fp8flax._serve.hidden_state import (
 )
 from fp8flax._serve.kernels import broadcastable, is_dot
 from fp8flax._serve.kinds import needs_state
-from fp8flax._state import PARAMS, ScalingState, state_leaf_names
 
 
 class Serving(NamedTuple):

@@ -8,7 +8,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from fp8flax._state import PARAMS, key_name
+from fp8flax._core.names import PARAMS
+from fp8flax._train.collection import key_name
 
 Path = tuple[str, ...]
 

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import jax
 
 from fp8flax._core.device import Fp8EmulationWarning
-from fp8flax._files import write_text
-from fp8flax._interrupt import raise_from_now_on
+from fp8flax._host.files import write_text
+from fp8flax._host.interrupt import raise_from_now_on
 from fp8flax.audit.auditing import audit
 from fp8flax.audit.compiling import TARGETS
 from fp8flax.audit.report import AuditReport

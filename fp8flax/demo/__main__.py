@@ -25,8 +25,8 @@ except ImportError as error:
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fp8flax._files import replacing, write_text
-from fp8flax._interrupt import raise_from_now_on
+from fp8flax._host.files import replacing, write_text
+from fp8flax._host.interrupt import raise_from_now_on
 from fp8flax.demo import compare, digits, imdb, report
 from fp8flax.demo.data import Corpus, DemoError, load_corpus
 from fp8flax.demo.training import PRECISIONS, RECIPES, Record, Settings, train

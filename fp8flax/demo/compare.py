@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import fp8flax as fp8
-from fp8flax._files import replacing, write_text
+from fp8flax._host.files import replacing, write_text
 from fp8flax.demo import report
 from fp8flax.demo.classify import Outcome, Task, quantized, train
 from fp8flax.demo.training import PRECISIONS, ROLES

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fp8flax as fp8
-from fp8flax._files import replacing, write_text
+from fp8flax._host.files import replacing, write_text
 from fp8flax.demo.training import ROLES, Record, Settings
 
 COLOURS = {"bf16": "#444444", "fp8": "#d1495b"}

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from fp8flax._core.device import compile_target
 from fp8flax._core.dot_general import fp8_dot_general
+from fp8flax._core.jax_rules import unless_partitioned
 from fp8flax._core.names import BLOCK_GEMM_F16
-from fp8flax._transforms import unless_partitioned
 from tests import ROOT
 from tests.cases import RECIPES
 from tests.gpus import CASES, compiled_for_gpus, gpus, seen_here

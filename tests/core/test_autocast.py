@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._autocast import _jit_key, recipe_in_use
+from fp8flax._core.autocast import _jit_key, recipe_in_use
 from tests.cases import OWG
 
 X = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)

@@ -9,14 +9,14 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax import _gemm, _operands
+from fp8flax._core import scaling
 from fp8flax._core.conv import fp8_conv_general_dilated
+from fp8flax._core.delayed import ScalingState
 from fp8flax._core.device import compile_target
 from fp8flax._core.differentiable import STATELESS, States
 from fp8flax._core.dot_general import fp8_dot_general
+from fp8flax._core.kernels.block_gemm import block_gemm, block_gemm_in_jax
 from fp8flax._core.ragged_dot import fp8_ragged_dot
-from fp8flax._kernels.block_gemm import block_gemm, block_gemm_in_jax
-from fp8flax._state import ScalingState
 from tests import reference_recipes
 from tests.cases import MATMUL, error_of_product, with_reference
 
@@ -35,7 +35,7 @@ def test_scales_are_applied_in_range():
     rng, size = np.random.default_rng(0), 300_000
     total = numbers(rng, -32, 47, size) * rng.choice([-1, 1], size).astype(np.float32)
     lhs, rhs = (numbers(rng, -126, 127.99, size) for _ in range(2))
-    actual = jax.jit(_operands.apply_scales)(total, lhs, rhs)
+    actual = jax.jit(scaling.apply_scales)(total, lhs, rhs)
     plainly = np.asarray(jax.jit(lambda total, lhs, rhs: total * lhs * rhs)(total, lhs, rhs))
     exact = total.astype(np.float64) * lhs * rhs
     in_range = (np.abs(exact) >= TINY) & (np.abs(exact) <= 0.999999 * HUGE)
@@ -54,7 +54,7 @@ def test_scales_that_are_no_numbers_stay_that(scale):
     with np.errstate(invalid="ignore"):
         expected = totals * np.float32(scale)
     for scales in ((np.float32(scale), ones), (ones, np.float32(scale))):
-        np.testing.assert_array_equal(_operands.apply_scales(totals, *scales), expected)
+        np.testing.assert_array_equal(scaling.apply_scales(totals, *scales), expected)
 
 
 RECIPES = {

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.qtensor import QTensor, View, dequantized, mx_operand
+from fp8flax._core.qtensor import QTensor, View, dequantized
 from fp8flax._core.quantizers import quantized
-from fp8flax._scaling import current_scale, e8m0_scale, scale_exponent
+from fp8flax._core.scaling import current_scale, e8m0_scale, scale_exponent
 from tests import reference, reference_recipes
 
 pytestmark = pytest.mark.optimized
@@ -177,7 +177,7 @@ def test_all_e8m0_values_dequantize(name):
         jnp.asarray(np.tile(codes, (256, 1)))[None], jnp.asarray(np.repeat(scales[:, None], 8, 1))[None]
     )
     view = View((256, 256), (1,), ())
-    values = jax.jit(lambda q: dequantized(quantizer, q, view, jnp.float32))(q)
+    values = jax.jit(lambda q: dequantized(q, view, jnp.float32))(q)
     expected = reference_recipes.as_float64(scales)[:, None] * codes.astype(np.float64)
     representable = ~(np.abs(expected) < 2.0**-126) | (expected == 0)
     with np.errstate(over="ignore"):
@@ -193,7 +193,7 @@ def test_the_form_for_blackwell_has_the_same_values(name):
     quantizer = QUANTIZERS[name](E4M3)
     view = View(x.shape, (1,), ())
     q = jax.jit(lambda x: quantized(quantizer, x, view))(x)
-    mx = jax.jit(lambda q: mx_operand(quantizer, q))(q)
+    mx = jax.jit(lambda q: q.quantizer.as_mx(q))(q)
     assert mx.scale.shape == (*q.codes.shape[:2], q.codes.shape[2] // 32)
     expected = reference_recipes.dequantize(*map(np.asarray, q), quantizer.block)
     np.testing.assert_array_equal(reference_recipes.dequantize(*map(np.asarray, mx), (1, 32)), expected)
@@ -209,7 +209,7 @@ def test_there_and_back(name):
     @jax.jit
     def there_and_back(x):
         q = quantized(quantizer, x, view)
-        return tuple(dequantized(quantizer, q, view, d) for d in (jnp.float32, jnp.bfloat16))
+        return tuple(dequantized(q, view, d) for d in (jnp.float32, jnp.bfloat16))
 
     for dtype, back in zip((jnp.float32, jnp.bfloat16), there_and_back(x)):
         assert (back.shape, back.dtype) == (x.shape, dtype)

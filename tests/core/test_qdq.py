@@ -8,9 +8,8 @@ import pytest
 from flax.linen import fp8_ops as flax_ops
 
 import fp8flax as fp8
-from fp8flax._core.delayed import DelayedConfig, delayed_scale, delayed_scales
-from fp8flax._scaling import push_amax
-from fp8flax._state import ScalingState
+from fp8flax._core.delayed import DelayedConfig, ScalingState, delayed_scale, delayed_scales
+from fp8flax._core.scaling import push_amax
 from tests import reference
 from tests.cases import normal
 

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax import _ragged
+from fp8flax._core.delayed import ScalingState
 from fp8flax._core.differentiable import States
 from fp8flax._core.ragged_dot import fp8_ragged_dot
-from fp8flax._state import ScalingState
 from fp8flax.demo.moe import MoE
 from tests import reference, reference_recipes
 

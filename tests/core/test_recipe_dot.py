@@ -12,10 +12,10 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax import _gemm
+from fp8flax._core import gemm_cuda
 from fp8flax._core.device import compile_target
 from fp8flax._core.dot_general import fp8_dot_general
-from fp8flax._kernels.block_gemm import block_gemm, block_gemm_in_jax
+from fp8flax._core.kernels.block_gemm import block_gemm, block_gemm_in_jax
 from tests import reference_recipes
 from tests.cases import CONTRACTIONS, MATMUL, OWG, Block, data, error_of_product, init, kept, with_reference
 
@@ -276,7 +276,7 @@ def test_block_scaled_gemm_under_vmap(axes, monkeypatch):
         operands.append(
             (rng.normal(size=shape).astype(np.float32), np.full((*shape[:-1], 1), 2, np.float32))
         )
-    out = jax.vmap(_gemm._scaled_matmul(jnp.float32), axes)(*operands)
+    out = jax.vmap(gemm_cuda._scaled_matmul(jnp.float32), axes)(*operands)
     lhs, rhs = (2 * (x if x.ndim == 4 else np.stack([x] * 4)) for x, _ in operands)
     np.testing.assert_allclose(out, lhs @ rhs.swapaxes(2, 3), rtol=1e-5, atol=1e-5)
 
@@ -499,7 +499,7 @@ WIDE = fp8.CustomRecipe()
 
 
 def test_an_older_gpu_is_told_that_block_scales_are_not_native(monkeypatch):
-    monkeypatch.setattr("fp8flax._gemm.compute_capability", lambda: 9.0)
+    monkeypatch.setattr("fp8flax._core.multiply.compute_capability", lambda: 9.0)
     x, w = jnp.ones((2, 32)), jnp.ones((32, 2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from fp8flax._files import replacing, write_text
+from fp8flax._host.files import replacing, write_text
 
 
 @pytest.fixture

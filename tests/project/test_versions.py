@@ -15,7 +15,7 @@ import jax
 import pytest
 
 import fp8flax
-from fp8flax import _versions
+from fp8flax._host import versions
 
 PACKAGE = Path(fp8flax.__file__).parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
@@ -25,14 +25,14 @@ PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["projec
 def test_warns_of_a_version_that_is_not_known(version, monkeypatch):
     monkeypatch.setattr(jax, "__version__", version)
     with pytest.warns(UserWarning, match=rf"JAX 0.9 to 0.11; this is JAX {version}. .*'jax>=0.9,<0.12'"):
-        runpy.run_path(_versions.__file__)
+        runpy.run_path(versions.__file__)
 
 
 @pytest.mark.parametrize("version", [jax.__version__, "0.9.0", "0.10.2", "0.11.9", "0.11.0rc1"])
 def test_versions_that_are_known(version):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _versions.warn_of_unknown(version)
+        versions.warn_of_unknown(version)
 
 
 def declared(requirements):

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from fp8flax._core.options import check_bool
-from fp8flax._recipes import Recipe, check_recipe
+from fp8flax._core.recipes import Recipe, check_recipe
 
 _OFF = "off"
 

@@ -1,12 +1,10 @@
-"""Training: gradients that merge scaling state by maximum, and the train state that keeps it."""
+"""The train state that overwrites scaling state with its gradient, and a loss scale that passes it by."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import flax.core
@@ -18,247 +16,17 @@ import numpy as np
 import optax
 from jax import lax
 
-from fp8flax._check import WHAT_TO_CALL, overwrite
-from fp8flax._state import (
-    OVERWRITE_WITH_GRADIENT,
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._train.check import WHAT_TO_CALL, overwrite
+from fp8flax._train.collection import (
     check_state_dtype,
     has_state,
     key_name,
     map_state,
     merge_by_max,
-    next_state,
     unmerge,
 )
-from fp8flax._transforms import current_manual_axes, merged_in
-
-
-def value_and_grad(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-) -> Callable[..., Any]:
-    """``jax.value_and_grad`` for functions of variables that hold FP8 scaling state.
-
-    Wherever a differentiated argument holds the collection ``_overwrite_with_gradient`` (or is it), the
-    collection's gradient is its next value: that of one call on all the data, however often a layer ran
-    (shared weights, scanned microbatches, ``jax.vmap`` over examples, ``jax.shard_map`` over devices). A
-    layer that got no gradient keeps its state, and a tensor that held a NaN or an Inf leaves no trace in
-    its history. All other gradients are those of ``jax.value_and_grad``.
-
-    Args:
-        fun: a function whose differentiated arguments are trees of arrays; returns a scalar, or a pair
-            ``(scalar, aux)`` with ``has_aux``.
-        argnums: which positional arguments to differentiate.
-        has_aux: whether ``fun`` returns auxiliary data.
-        holomorphic: passed to JAX.
-        allow_int: passed to JAX.
-
-    Returns:
-        A function with the arguments of ``fun`` that returns ``(value, gradients)``.
-
-    Raises:
-        TypeError: (when called) scaling state is not float32.
-
-    Example:
-        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
-        >>> layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
-        >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 4)))
-        >>> def loss(variables, x):
-        ...     return jnp.sum(layer.apply(variables, x) + layer.apply(variables, 3 * x))
-        >>> value, grads = fp8.value_and_grad(loss)(variables, jnp.ones((2, 4)))
-        >>> state = grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]
-        >>> state["input_scale"], state["input_amax_history"][:2]
-        (Array([1.], dtype=float32), Array([3., 0.], dtype=float32))
-
-    Source: signature of ``jax.value_and_grad``.
-    """
-    single = not isinstance(argnums, Sequence)
-    positions = (operator.index(argnums),) if single else tuple(map(operator.index, argnums))  # type: ignore
-
-    def merged_fun(*args: Any, **kwargs: Any) -> Any:
-        merged = list(args)
-        for i in positions:
-            merged[i] = merge_by_max(args[i])
-        with merged_in(current_manual_axes()):
-            return unmerge(fun(*merged, **kwargs))
-
-    jax_value_and_grad = jax.value_and_grad(merged_fun, positions, has_aux, holomorphic, allow_int)
-
-    @functools.wraps(fun)
-    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        # Inside of another one, the state comes as that has merged it; it is not differentiated twice.
-        args = tuple(unmerge(arg) if i in positions else arg for i, arg in enumerate(args))
-        value, grads = jax_value_and_grad(*args, **kwargs)
-        grads = tuple(next_state(args[i], g, poisonable=False) for i, g in zip(positions, grads))
-        return value, grads[0] if single else grads
-
-    return value_and_grad_fun
-
-
-def grad(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-) -> Callable[..., Any]:
-    """``jax.grad`` for functions of variables that hold FP8 scaling state; see ``value_and_grad``.
-
-    Args:
-        fun: as for ``value_and_grad``.
-        argnums: which positional arguments to differentiate.
-        has_aux: whether ``fun`` returns auxiliary data.
-        holomorphic: passed to JAX.
-        allow_int: passed to JAX.
-
-    Returns:
-        A function with the arguments of ``fun`` that returns the gradients, or with ``has_aux``
-        ``(gradients, aux)``.
-
-    Raises:
-        TypeError: (when called) scaling state is not float32.
-
-    Example:
-        >>> import jax.numpy as jnp, fp8flax as fp8
-        >>> fp8.grad(lambda x: x**2)(3.0)
-        Array(6., dtype=float32, weak_type=True)
-
-    Source: signature of ``jax.grad``.
-    """
-    fun_with_value = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
-
-    @functools.wraps(fun)
-    def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        value, grads = fun_with_value(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return grad_fun
-
-
-def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
-    """``value_and_grad`` of a mean over microbatches, one microbatch in memory at a time.
-
-    Every microbatch is cast with the same scales, and the scaling state is that of one call on all of them;
-    the gradients are averaged in float32. With a loss that is a mean over examples, and microbatches of one
-    size, both are those of one large batch. Call it under ``jax.jit``: un-jitted, each call compiles anew.
-
-    Args:
-        fun: ``fun(variables, microbatch)``; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``.
-        has_aux: whether ``fun`` returns auxiliary data.
-
-    Returns:
-        A function of two positional arguments, ``(variables, microbatches)``, that returns ``(value,
-        gradients)``, or with ``has_aux`` ``((value, aux), gradients)``: the mean value, the gradient with
-        respect to ``variables`` in their dtypes, and ``aux`` of each microbatch, stacked. The leaves of
-        ``microbatches`` have the number of microbatches as their first dimension, as those of
-        ``jax.lax.scan``; a key for each comes from ``jax.random.split``.
-
-    Raises:
-        TypeError: (when called) scaling state is not float32.
-        ValueError: (when called) there is no microbatch, or the first dimensions differ.
-
-    Example:
-        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
-        >>> layer, x = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp), jnp.ones((8, 4))
-        >>> variables = layer.init(jax.random.key(0), x)
-        >>> microbatches = jnp.arange(1.0, 5.0)[:, None, None] * x.reshape(4, 2, 4)
-        >>> step = fp8.accumulate_gradients(lambda v, x: jnp.mean(layer.apply(v, x) ** 2))
-        >>> value, grads = step(variables, microbatches)
-        >>> grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"][:2]
-        Array([4., 0.], dtype=float32)
-
-    Source: none; ``optax.MultiSteps`` accumulates over steps instead, each with a state of its own.
-    """
-
-    @functools.wraps(fun)
-    def accumulated(variables: Any, microbatches: Any) -> Any:
-        sizes = {next(iter(np.shape(leaf)), 0) for leaf in jax.tree.leaves(microbatches)}
-        if len(sizes) != 1 or 0 in sizes:
-            raise ValueError(
-                "The leaves of microbatches must share a first dimension, the number of microbatches, of 1 "
-                f"or more; got shapes {jax.tree.map(np.shape, microbatches)}. Reshape a batch to "
-                "(microbatches, -1, …)."
-            )
-        num = sizes.pop()
-
-        def merged_fun(variables: Any, microbatch: Any) -> Any:
-            with merged_in(current_manual_axes()):
-                value = unmerge(fun(merge_by_max(variables, resolve=False), microbatch))
-            # Divided before the backward pass: output gradients are then as large as in one large batch.
-            return (value[0] / num, value[1]) if has_aux else value / num
-
-        def step(total: Any, microbatch: Any) -> Any:
-            value, grads = jax.value_and_grad(merged_fun, has_aux=has_aux, allow_int=True)(
-                variables, microbatch
-            )
-            return map_state(jnp.maximum, add, total, grads), value
-
-        def add(total: Any, grad: Any) -> Any:
-            return total if grad.dtype == jax.dtypes.float0 else total + grad.astype(total.dtype)
-
-        def zeros(leaf: Any) -> Any:
-            leaf = jnp.asarray(leaf)
-            is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
-            return jnp.zeros_like(leaf, dtype=jnp.float32 if is_narrow else leaf.dtype)
-
-        # As one, also un-jitted: what stands for no state at all is no Inf for jax_debug_infs to find.
-        @partial(jax.jit, inline=True)
-        def run(variables: Any, microbatches: Any) -> Any:
-            start = map_state(lambda leaf: jnp.full_like(leaf, -jnp.inf), zeros, variables)
-            total, value = lax.scan(step, start, microbatches)
-            total = jax.tree.map(
-                lambda total, leaf: total.astype(jnp.asarray(leaf).dtype), total, variables
-            )
-            return next_state(variables, total), value
-
-        def gradient(total: Any) -> Any:
-            is_float = jnp.issubdtype(total.dtype, jnp.inexact)
-            return total if is_float else np.zeros(total.shape, jax.dtypes.float0)
-
-        total, value = run(variables, microbatches)
-        grads = jax.tree.map(gradient, total)
-        if has_aux:
-            return (jnp.sum(value[0], axis=0), value[1]), grads
-        return jnp.sum(value, axis=0), grads
-
-    return accumulated
-
-
-def pmean_gradients(grads: Any, axis_name: Any) -> Any:
-    """Averages gradients over devices, and takes the maximum of what is scaling state.
-
-    For loops that compute a gradient for each device and reduce it by hand, in ``jax.pmap`` or in
-    ``jax.shard_map`` with ``check_vma=False``. (With its default checks, and under ``jax.jit`` on sharded
-    arrays, the state is already that of all the data.)
-
-    A device whose own data held a NaN or an Inf, or that skipped a layer, has kept its old history, while
-    the others moved on by one step. The maximum of both is finite, the same everywhere, and not below any
-    amax that either remembers.
-
-    Args:
-        grads: a tree of gradients that ``value_and_grad`` or ``grad`` returned, floats of any shapes.
-        axis_name: the mapped axis, or a tuple of them.
-
-    Returns:
-        A tree of the same structure, shapes and dtypes.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, fp8flax as fp8
-        >>> state = {"input_scale": jnp.ones((2, 1)), "input_amax_history": jnp.array([[3.0], [5.0]])}
-        >>> grads = {"params": jnp.array([1.0, 2.0]), "_overwrite_with_gradient": state}
-        >>> reduced = jax.vmap(lambda g: fp8.pmean_gradients(g, "data"), axis_name="data")(grads)
-        >>> reduced["params"], reduced["_overwrite_with_gradient"]["input_amax_history"][0]
-        (Array([1.5, 1.5], dtype=float32), Array([5.], dtype=float32))
-
-    Source: ``jax.lax.pmean``, which would average the state as well.
-    """
-
-    def mean(x: Any) -> Any:  # but not of what stands for the gradient of an integer
-        return x if x.dtype == jax.dtypes.float0 else lax.pmean(x, axis_name)
-
-    return map_state(lambda x: lax.pmax(x, axis_name), mean, grads)
+from fp8flax._train.gradients import pmean_gradients, value_and_grad
 
 
 class DynamicScale(flax.training.dynamic_scale.DynamicScale):

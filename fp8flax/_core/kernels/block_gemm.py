@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8flax._core.jax_rules import shape_varying_as, vary_alike
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16
-from fp8flax._scaling import apply_scales
-from fp8flax._transforms import shape_varying_as, vary_alike
+from fp8flax._core.scaling import apply_scales
 
 BLOCK = 128
 """Columns per scale, and rows and columns of a tile of the result."""

@@ -12,17 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._scaling import SMALLEST_SCALE, power_of_two, scale_exponent
-from fp8flax._state import (
-    ROLES,
-    ScalingState,
-    find_pairs,
-    find_state,
-    next_state,
-    path_str,
-    state_leaf_names,
-)
-from fp8flax._transforms import vary_alike
+from fp8flax._core.delayed import ScalingState
+from fp8flax._core.jax_rules import vary_alike
+from fp8flax._core.names import ROLES, state_leaf_names
+from fp8flax._core.scaling import SMALLEST_SCALE, power_of_two, scale_exponent
+from fp8flax._train.collection import find_pairs, find_state, next_state, path_str
 
 # Past entries may differ by the rounding of an average over devices, of one number.
 _TOLERANCE = 2.0**-20

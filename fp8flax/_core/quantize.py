@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8flax._formats import as_fp8_dtype, fp8_max, is_wide_float
+from fp8flax._core.formats import as_fp8_dtype, fp8_max, is_wide_float
 
 
 def as_float_array(x: Any, name: str) -> jax.Array:

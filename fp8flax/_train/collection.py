@@ -4,43 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import KeyPath
 
-from fp8flax._max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
+from fp8flax._core.delayed import ScalingState
+from fp8flax._core.max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
+from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, ROLES, SCALE
 
-OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-"""The Linen collection whose "gradient" is its next value. Flax uses the same name."""
-
-ROLES = ("input", "kernel", "output_grad")
-"""The three tensors of a matmul that are quantized, as they appear in the names of the state."""
-
-_SCALE, _HISTORY = "_scale", "_amax_history"
-_LEAF_NAMES = frozenset(role + suffix for role in ROLES for suffix in (_SCALE, _HISTORY))
-
-PARAMS = "params"
-
-
-class MissingStateError(ValueError):
-    """An FP8 layer was applied with variables that hold no scaling state for it."""
-
-
-class ScalingState(NamedTuple):
-    """The delayed-scaling state of one tensor."""
-
-    scale: jax.Array
-    """Shape ``(1,)``, float32 (or ``fp32_max_grad`` inside a differentiated function)."""
-    amax_history: jax.Array
-    """Shape ``(amax_history_len,)``, newest entry at index 0; dtype as ``scale``."""
-
-
-def state_leaf_names(role: str) -> tuple[str, str]:
-    """Returns the variable names of a role's scale and amax history."""
-    return role + _SCALE, role + _HISTORY
+_LEAF_NAMES = frozenset(role + suffix for role in ROLES for suffix in (SCALE, AMAX_HISTORY))
 
 
 def key_name(key: Any) -> Any:
@@ -55,9 +30,9 @@ def _partner(name: Any) -> str | None:
     """Returns the leaf name that must stand beside ``name`` for both to be scaling state."""
     if name not in _LEAF_NAMES:
         return None
-    if name.endswith(_SCALE):
-        return name.removesuffix(_SCALE) + _HISTORY
-    return name.removesuffix(_HISTORY) + _SCALE
+    if name.endswith(SCALE):
+        return name.removesuffix(SCALE) + AMAX_HISTORY
+    return name.removesuffix(AMAX_HISTORY) + SCALE
 
 
 def find_state(paths: list[KeyPath]) -> list[bool]:
@@ -85,7 +60,7 @@ def find_pairs(paths: list[KeyPath]) -> list[tuple[int, int]]:
     for (names, i), is_state in zip(index.items(), find_state(paths)):
         partner = _partner(names[-1]) if names else None
         j = index.get((*names[:-1], partner))
-        if is_state and partner is not None and partner.endswith(_HISTORY) and j is not None:
+        if is_state and partner is not None and partner.endswith(AMAX_HISTORY) and j is not None:
             pairs.append((i, j))
     return pairs
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._formats import fp8_limits
+from fp8flax._core.formats import fp8_limits
 
 # Scales stay in the normal range of float32: XLA flushes subnormals to zero, and a scale of zero or
 # infinity turns every value into NaN.

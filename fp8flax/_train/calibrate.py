@@ -14,16 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.differentiable import calibrating
-from fp8flax._scaling import SMALLEST_SCALE
-from fp8flax._state import (
-    OVERWRITE_WITH_GRADIENT,
-    check_state_dtype,
-    merge_by_max,
-    next_state,
-    path_str,
-    unmerge,
-)
-from fp8flax._transforms import UNCHECKED, current_manual_axes, merged_in
+from fp8flax._core.jax_rules import UNCHECKED, current_manual_axes, merged_in
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.scaling import SMALLEST_SCALE
+from fp8flax._train.collection import check_state_dtype, merge_by_max, next_state, path_str, unmerge
 
 
 def calibrate(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8flax._core.formats import Format
 from fp8flax._core.options import check_bool, check_choice
 from fp8flax._core.quantizers import (
     ROUNDINGS,
@@ -18,7 +19,6 @@ from fp8flax._core.quantizers import (
     DelayedQuantizer,
     Quantizer,
 )
-from fp8flax._formats import Format
 
 _ACCUMULATIONS = ("fast", "exact", "default")
 

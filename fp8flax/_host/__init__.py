@@ -1,0 +1,1 @@
+"""What a process meets: versions, interrupts, files."""

@@ -1,0 +1,1 @@
+"""The Linen ops, and the variables that they declare."""

@@ -1,0 +1,163 @@
+"""What all Linen ops share: their variables, and the recipe in use.
+
+Internals: ``_context`` of ``nn.module``, the modules whose methods run, for what ``apply`` was given.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import DenyList
+
+from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.delayed import ScalingState
+from fp8flax._core.differentiable import FORMS, States
+from fp8flax._core.dot_general import fp8_dot_general
+from fp8flax._core.max_dtype import is_max_dtype
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, SWITCHED_OFF, state_leaf_names
+from fp8flax._core.quantizers import DelayedQuantizer
+from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
+
+
+class MissingStateError(ValueError):
+    """An FP8 layer was applied with variables that hold no scaling state for it."""
+
+
+op_handler: ContextVar[Callable[..., jax.Array] | None] = ContextVar("op_handler", default=None)
+"""Called as ``(op, recipe, compute, lhs, rhs, *rest)`` in the place of ``compute(lhs, rhs, *rest)``, which
+declares an op's state and computes, or takes ``fixed`` states with their recipe. The recipe is None where
+FP8 is off."""
+
+
+class Fp8Op(nn.Module):
+    """Declares the scaling state of one matmul, if its recipe has any, and multiplies."""
+
+    recipe: Recipe | None = None
+    form: str = "direct"
+
+    # What it computes, without FP8 and with it; the field of Flax's layers for such a function.
+    plain: ClassVar[Callable[..., jax.Array]] = staticmethod(jax.lax.dot_general)
+    in_fp8: ClassVar[Callable[..., jax.Array]] = staticmethod(fp8_dot_general)
+    field: ClassVar[str | None] = None
+
+    def __new__(cls, *fields: Any, **more_fields: Any) -> Self:
+        """Refuses operands, which an instance takes: a layer has the class in the wrong field."""
+        if any(isinstance(field, jax.Array | np.ndarray) for field in fields):
+            name = cls.__name__
+            fix = f"A layer takes the class as {cls.field}_cls=, not as {cls.field}=. " if cls.field else ""
+            raise TypeError(
+                f"The class fp8flax.{name} was called with arrays, as its instances are. {fix}Where a "
+                f"function is expected, give an instance: {name}()."
+            )
+        return super().__new__(cls)
+
+    def _default_recipe(self) -> Recipe:
+        return DelayedScaling()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recipe is not None:
+            check_recipe(self.recipe)
+        if self.form not in FORMS:
+            raise ValueError(f"form must be one of {FORMS}; got {self.form!r}.")
+
+    def _multiplier(self, **stacked: tuple[int, ...]) -> Callable[..., jax.Array]:
+        """Returns what the op computes by the recipe in use, with the state that it needs.
+
+        At each call: an op may be called twice, under different ambient recipes.
+
+        Args:
+            **stacked: leading dimensions of the state of the roles that have any.
+        """
+        recipe = recipe_in_use(self.recipe, self._default_recipe())
+
+        def compute(*args: Any, fixed: tuple[States, Recipe] | None = None) -> jax.Array:
+            if recipe is None:  # FP8 is off here
+                with jax.named_scope(SWITCHED_OFF):
+                    return self.plain(*args)
+            states, used = (self._states(recipe, **stacked), recipe) if fixed is None else fixed
+            return self.in_fp8(
+                *args, states=states, recipe=used, form=self.form, is_frozen=fixed is not None
+            )
+
+        handler = op_handler.get()
+        return compute if handler is None else partial(handler, self, recipe, compute)
+
+    def _states(self, recipe: Recipe, **stacked: tuple[int, ...]) -> States:
+        """Declares the state that a recipe needs, with leading dimensions for the roles that have any."""
+        delayed = recipe.gemms.delayed
+        if delayed and not self.is_initializing() and self._is_named_mutable():
+            # From one place, so that Python's default filter shows it once.
+            warnings.warn(
+                f"mutable names {OVERWRITE_WITH_GRADIENT!r}, but what apply returns is the old state: "
+                "the next one is the gradient with respect to it. Take that from fp8flax.value_and_grad, "
+                "as fp8flax.TrainState does, and leave the collection out of mutable.",
+                stacklevel=1,
+            )
+        return States(
+            **{r: self._declare(r, delayed[r], stacked.get(r, ())) for r in ROLES if r in delayed}
+        )
+
+    def _is_named_mutable(self) -> bool:
+        """Tells whether ``apply`` was asked by name to return the state, and was given one."""
+        name, _ = state_leaf_names(ROLES[0])
+        if not self.is_mutable_collection(OVERWRITE_WITH_GRADIENT) or not self.has_variable(
+            OVERWRITE_WITH_GRADIENT, name
+        ):
+            return False
+        modules = nn.module._context.module_stack
+        filters = [m.scope.root.mutable for m in modules if m is not None and m.scope is not None]
+        # A set is what lifted transformations, such as nn.scan, leave of what apply was given.
+        given = next((f for f in reversed(filters) if not isinstance(f, set)), OVERWRITE_WITH_GRADIENT)
+        return not isinstance(given, bool | DenyList)
+
+    def _declare(self, role: str, quantizer: DelayedQuantizer, stacked: tuple[int, ...]) -> ScalingState:
+        length, collection = quantizer.amax_history_len, OVERWRITE_WITH_GRADIENT
+        scale_name, history_name = state_leaf_names(role)
+        values = []
+        for name, shape, init in (
+            (scale_name, (*stacked, 1), jnp.ones),
+            (history_name, (*stacked, length), jnp.zeros),
+        ):
+            where = "/".join((*self.path, name))
+            if not (self.has_variable(collection, name) or self.is_mutable_collection(collection)):
+                if self.is_initializing():
+                    raise MissingStateError(
+                        f"The FP8 layer {'/'.join(self.path[:-1]) or type(self).__name__!r} cannot make "
+                        f"its scaling state {collection}/{where}: init may not make this collection here. "
+                        "nn.scan and nn.vmap around the layer must name it, as they do the parameters: "
+                        f"variable_axes={{'params': 0, {collection!r}: 0}}; and variables= of nn.remat, or "
+                        "mutable= of init, if they are given. (Recipes without delayed scaling, such as "
+                        "Float8CurrentScaling, need no state.)"
+                    )
+                raise MissingStateError(
+                    f"The FP8 layer {'/'.join(self.path[:-1]) or type(self).__name__!r} has no scaling "
+                    f"state: {OVERWRITE_WITH_GRADIENT}/{where} is missing from the variables. Variables "
+                    "of a model without FP8 get their state from fp8flax.add_fp8_state(variables, model, "
+                    f"*inputs); variables of this model must be passed whole, with their "
+                    f"{OVERWRITE_WITH_GRADIENT!r} collection. (Recipes without delayed scaling, such as "
+                    "Float8CurrentScaling, need no state.)"
+                )
+            value = self.variable(collection, name, init, shape, jnp.float32).value
+            if value.dtype != jnp.float32 and not is_max_dtype(value):
+                raise TypeError(
+                    f"The scaling state {OVERWRITE_WITH_GRADIENT}/{where} must be float32; got "
+                    f"{value.dtype}. Cast variables['params'] alone, or cast this leaf back with "
+                    ".astype(jnp.float32)."
+                )
+            if value.shape != shape:
+                raise ValueError(
+                    f"The scaling state {OVERWRITE_WITH_GRADIENT}/{where} has shape {value.shape}; the "
+                    f"recipe asks for {shape}. Set amax_history_len to that of the variables, or change "
+                    "theirs with fp8flax.add_fp8_state."
+                )
+            values.append(value)
+        return ScalingState(*values)
