@@ -1090,7 +1090,7 @@ def differences(operands: Sequence[Operand]) -> Row:
     @jax.jit
     def on_device(tensors: list[jax.Array], scales: list[jax.Array]) -> Any:
         return [
-            quantized(o.quantizer, tensor, View(tensor.shape, (o.axis,), ()), scale)
+            quantize_operand(o.quantizer, tensor, View(tensor.shape, (o.axis,), ()), scale)
             for o, tensor, scale in zip(operands, tensors, scales, strict=True)
         ]
 

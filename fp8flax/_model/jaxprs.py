@@ -22,6 +22,8 @@ MOVEMENTS = (
 )
 # Of these, what leaves every value in its place.
 CASTS = ("convert_element_type", "copy", "copy_p", "sharding_constraint")
+# What leaves every value somewhere, once.
+BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
 # What may return an operand as it is.
 _RETURNING = ("jit", "checkpoint", "remat2")  # two names of jax.checkpoint
 # A whole element of a stack of names, where a module's name may only begin alike.

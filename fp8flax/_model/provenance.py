@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from fp8flax._core.names import PARAMS
-from fp8flax._model.jaxprs import CASTS, MOVEMENTS, passed_through, reads_otherwise
+from fp8flax._model.jaxprs import BIJECTIONS, CASTS, MOVEMENTS, passed_through, reads_otherwise
 from fp8flax._train.collection import key_name
 
 _PARAMETER = "parameter"  # in the place of a primitive, for a parameter as it is
@@ -53,8 +53,16 @@ class Derived(NamedTuple):
     @property
     def is_one_parameter(self) -> bool:
         """Whether it is one parameter, at most cast."""
+        return self._is_parameter_after(CASTS)
+
+    @property
+    def is_whole_parameter(self) -> bool:
+        """Whether it has each element of one parameter once, wherever."""
+        return self._is_parameter_after(BIJECTIONS)
+
+    def _is_parameter_after(self, names: tuple[str, ...]) -> bool:
         move = self.moves
-        while move[0] in CASTS:
+        while move[0] in names:
             (move,) = move[3]
         return bool(move[0] == _PARAMETER) and self.rebuild is not None
 

@@ -12,7 +12,6 @@ import flax.linen as nn
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.device import GPUS, Gpu
 from fp8flax._core.names import COUNTED, NOT_CONVERTED
-from fp8flax._core.quantizers import BlockQuantizer, CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._model.calls import seen_of
 from fp8flax._model.conversion import reporting
@@ -22,21 +21,8 @@ from fp8flax._model.rules import GemmSizes
 from fp8flax._model.sites import sizes_of
 from fp8flax._train.bridge import eval_init
 
-# Bytes per element of input, kernel and output that one step's quantization moves, beside what the GEMMs
-# read and write: from the programs of the Dense layer in docs/recipes.md.
-_QUANTIZATION_BYTES = {"delayed": 5.2, "current": 6.8, "axiswise": 18.0, "block": 8.0}
-
-
-def _kind(gemms: CustomRecipe) -> str:
-    kinds = []
-    for quantizer in (gemms.forward.lhs, gemms.forward.rhs):
-        if isinstance(quantizer, BlockQuantizer):
-            kinds.append("block")
-        elif isinstance(quantizer, CurrentQuantizer):
-            kinds.append("current" if quantizer.granularity == "tensorwise" else "axiswise")
-        else:
-            kinds.append("delayed")
-    return max(kinds, key=_QUANTIZATION_BYTES.__getitem__)
+_LEAST_QUANTIZATION_BYTES = 5.2
+"""``Quantizer.quantization_bytes`` where nothing is quantized forward: as with delayed scaling."""
 
 
 def _seconds(sizes: GemmSizes, gpu: Gpu, gemms: CustomRecipe | None, is_matmul: bool) -> float:
@@ -46,9 +32,11 @@ def _seconds(sizes: GemmSizes, gpu: Gpu, gemms: CustomRecipe | None, is_matmul: 
     wide = max(operations / gpu.bf16, 6 * elements / gpu.bandwidth)
     if gemms is None:
         return wide
-    kind = _kind(gemms)
-    quantization = _QUANTIZATION_BYTES[kind] * elements / gpu.bandwidth
-    if not is_matmul or (kind == "block" and not gpu.has_block_scales):
+    used = [quantizer for quantizer in (gemms.forward.lhs, gemms.forward.rhs) if quantizer is not None]
+    most = max((quantizer.quantization_bytes for quantizer in used), default=_LEAST_QUANTIZATION_BYTES)
+    quantization = most * elements / gpu.bandwidth
+    per_block = any(quantizer.scales_along_contraction for quantizer in used)
+    if not is_matmul or (per_block and not gpu.has_block_scales):
         return wide + quantization
     total = 0.0
     for gemm in (gemms.forward, gemms.dgrad, gemms.wgrad):

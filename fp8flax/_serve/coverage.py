@@ -13,7 +13,6 @@ from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.calls import Seen, SeenOp
 from fp8flax._model.provenance import Derived
 from fp8flax._serve.kernels import WEIGHT_ONLY, into_sources, is_dot
-from fp8flax._serve.kinds import needs_state
 from fp8flax._serve.trees import Path
 
 
@@ -46,7 +45,8 @@ def _own_reason(found: SeenOp, gemms: CustomRecipe, seen: Seen) -> str | None:
         return "it is computed from parameters"
     if any(source.path in seen.used_otherwise for source in kernel.sources):
         return "something else than an FP8 op reads it too"
-    if not (is_dot(found.op) or gemms is WEIGHT_ONLY or needs_state(quantizer)):
+    is_delayed = quantizer is not None and quantizer.needs_state
+    if not (is_dot(found.op) or gemms is WEIGHT_ONLY or is_delayed):
         return "convolutions and ragged dots store kernels with delayed scales alone"
     return None
 
@@ -79,8 +79,8 @@ def _reasons_of_parts(
 
 def _counts(kernel: Derived, shape: tuple[int, ...]) -> list[Any]:
     """Returns how often each element of a kernel's parameters is in it."""
-    if kernel.is_one_parameter:
-        return [np.ones(shape, np.uint8)]
+    if kernel.is_whole_parameter:
+        return [np.ones(kernel.sources[0].shape, np.uint8)]
     with jax.ensure_compile_time_eval():
         ones = jax.device_put(np.ones(shape, np.float32))
     count = jax.jit(functools.partial(into_sources, kernel)).lower(ones).compile()

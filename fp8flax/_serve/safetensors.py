@@ -17,7 +17,6 @@ import numpy as np
 from fp8flax._core.names import PARAMS
 from fp8flax._host.files import replacing
 from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE, ServedOp
-from fp8flax._serve.kinds import has_blocks, has_one_scale, is_deepseeks, needs_state
 from fp8flax._serve.serving import serving_ops
 
 _METADATA = "fp8flax"
@@ -355,8 +354,10 @@ def _named(
                 name, matrix = f"{_layer(kernels[path])}.weight", kernels[path].layout
             elif path in scales:
                 op = scales[path]
-                name = f"{_layer(op)}.weight_scale{'_inv' if is_deepseeks(op.gemms.forward.rhs) else ''}"
-                if has_blocks(op.gemms.forward.rhs):  # of a batch of one matrix
+                quantizer = op.gemms.forward.rhs
+                assert quantizer is not None
+                name = f"{_layer(op)}.weight_scale{'_inv' if quantizer.strategy == 'block' else ''}"
+                if quantizer.scales_along_contraction:  # of a batch of one matrix
                     written = array.reshape(*array.shape[:-3], *array.shape[-2:])
                 elif array.shape[-1] != 1 or array.ndim > 2:
                     matrix = op.layout
@@ -389,19 +390,26 @@ def _config(ops: tuple[ServedOp, ...], names: Iterable[str]) -> dict[str, Any] |
         return None
     lhs, rhs = kinds.pop()
     wide = sorted(n.removesuffix(".kernel") for n in names if n.endswith(".kernel"))
-    if has_one_scale(rhs) or is_deepseeks(rhs):
-        scheme = "static" if needs_state(lhs) else "dynamic"
+    assert rhs is not None
+    if rhs.strategy in ("tensor", "block"):
+        scheme = "static" if lhs is not None and lhs.needs_state else "dynamic"
         config: dict[str, Any] = {
             "quant_method": "fp8",
             "activation_scheme": scheme,
             "modules_to_not_convert": wide,
         }
-        if is_deepseeks(rhs):
+        if rhs.strategy == "block":
             config["weight_block_size"] = [128, 128]
         return config
-    if has_blocks(rhs):
+    if rhs.strategy is None:
         return None
-    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+    weights = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": rhs.strategy,
+        "dynamic": False,
+    }
     inputs = None if lhs is None else {**weights, "strategy": "token", "dynamic": True}
     return {
         "quant_method": "compressed-tensors",

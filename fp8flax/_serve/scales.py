@@ -14,7 +14,6 @@ from fp8flax._core.delayed import ScalingState, delayed_config, delayed_scale
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.op import MissingStateError
-from fp8flax._serve.kinds import needs_state
 from fp8flax._serve.trees import Path
 
 
@@ -35,7 +34,7 @@ def fixed_scales(
     scales = {}
     for role, used in (("input", gemms.forward.lhs), ("kernel", gemms.forward.rhs)):
         quantizer = gemms.delayed.get(role)
-        if quantizer is None or not needs_state(used):
+        if quantizer is None or used is None or not used.needs_state:
             continue
         node = state
         for name in path:

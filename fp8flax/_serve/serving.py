@@ -32,7 +32,6 @@ from fp8flax._serve.hidden_state import (
     widened,
 )
 from fp8flax._serve.kernels import broadcastable, is_dot
-from fp8flax._serve.kinds import needs_state
 
 
 class Serving(NamedTuple):
@@ -165,7 +164,7 @@ def _constant_jvp(primals: Any, tangents: Any) -> Any:
 
 def _multiply(op: Fp8Op, gemms: CustomRecipe, kernel: QTensor, lhs: Any, rhs: Any, *rest: Any) -> jax.Array:
     scale = kernel.scale
-    is_fixed = needs_state(gemms.forward.lhs)
+    is_fixed = gemms.forward.lhs is not None and gemms.forward.lhs.needs_state
     return frozen_dot_general(
         lhs,
         rhs,

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core import scaling
+from fp8flax._core import gemm_cuda, scaling
 from fp8flax._core.conv import fp8_conv_general_dilated
 from fp8flax._core.delayed import ScalingState
 from fp8flax._core.device import compile_target
@@ -154,8 +154,8 @@ def test_magnitudes_in_the_branch_for_gpus(name, monkeypatch):
         return lax.dot_general(lhs.astype(sum_dtype), rhs.astype(sum_dtype), gemm.dimension_numbers)
 
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
-    monkeypatch.setattr(_gemm, "_dot", dot)
-    monkeypatch.setattr(_gemm, "block_gemm", partial(block_gemm, interpret=True))
+    monkeypatch.setattr(gemm_cuda, "dot", dot)
+    monkeypatch.setattr(gemm_cuda, "block_gemm", partial(block_gemm, interpret=True))
     with compile_target(9.0):
         check_three_gemms(RECIPES[name])
 

@@ -174,7 +174,9 @@ def test_all_e8m0_values_dequantize(name):
     quantizer = fp8.BlockQuantizer(dtype=name)
     # 256 rows of 8 blocks of 32: each row holds all codes, and one scale.
     q = QTensor(
-        jnp.asarray(np.tile(codes, (256, 1)))[None], jnp.asarray(np.repeat(scales[:, None], 8, 1))[None]
+        jnp.asarray(np.tile(codes, (256, 1)))[None],
+        jnp.asarray(np.repeat(scales[:, None], 8, 1))[None],
+        quantizer,
     )
     view = View((256, 256), (1,), ())
     values = jax.jit(lambda q: dequantized(q, view, jnp.float32))(q)

@@ -248,7 +248,7 @@ def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability
         return block_gemm(*args, **kwargs, interpret=True)
 
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
-    monkeypatch.setattr(_gemm, "block_gemm", interpreted)
+    monkeypatch.setattr(gemm_cuda, "block_gemm", interpreted)
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
     with compile_target(capability):
         actual = make_vjp(STATELESS[name], dims)(lhs, rhs, g)
