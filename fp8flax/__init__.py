@@ -1,129 +1,103 @@
-"""FP8 training and inference for Flax Linen."""
+"""FP8 training and inference for Flax Linen: what is public, in reading order.
 
-from fp8flax._host import interrupt as _interrupt  # noqa: F401 (first: the rest takes time, and needs JAX's internals)
+The folders are the floors of the package, each built on those above it: ``_host``, ``_core`` (pure
+functions of arrays), ``_linen``, ``_train``, ``_model``, ``_serve``, ``audit`` and ``demo``.
+"""
+
+# First: the rest takes time, and needs JAX's internals.
+from fp8flax._host import interrupt as _interrupt
 from fp8flax._host import versions as _versions
 
-# isort: split
-from fp8flax._core.autocast import autocast
-from fp8flax._core.device import Fp8EmulationWarning
-from fp8flax._core.dot_general import dot_general_with_precision
-from fp8flax._core.formats import (
-    Format,
-    Fp8Limits,
-    float8_e4m3fn,
-    float8_e4m3fnuz,
-    float8_e5m2,
-    float8_e5m2fnuz,
-    float8_e8m0fnu,
-    fp8_limits,
-    fp8_max,
-)
-from fp8flax._core.max_dtype import fp32_max_grad
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, RESIDUAL_NAMES
-from fp8flax._core.qdq import in_q, in_qdq, out_dq, out_qdq
-from fp8flax._core.quantize import cast_to_representable, dequantize, qdq, quantize, quantize_dequantize
-from fp8flax._core.quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer
-from fp8flax._core.recipes import (
-    Accumulation,
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    GemmRecipe,
-    MXFP8BlockScaling,
-    Recipe,
-    torchao_recipe,
-)
-from fp8flax._core.scaling import compute_amax_history, compute_scale
-from fp8flax._linen.op import MissingStateError
+# Ops, to be given to layers.
 from fp8flax._linen.ops import (
-    Einsum,
-    Fp8ConvGeneralDilatedOp,
-    Fp8DirectDotGeneralOp,
-    Fp8DotGeneral,
-    Fp8DotGeneralOp,
-    Fp8Einsum,
-    Fp8RaggedDotOp,
-    NANOOFp8DotGeneralOp,
+    Einsum as Einsum,
+    Fp8ConvGeneralDilatedOp as Fp8ConvGeneralDilatedOp,
+    Fp8DotGeneralOp as Fp8DotGeneralOp,
+    Fp8Einsum as Fp8Einsum,
+    Fp8RaggedDotOp as Fp8RaggedDotOp,
 )
-from fp8flax._model.quantize_model import quantize_model
-from fp8flax._model.report import ModelReport, report
-from fp8flax._serve.freeze import freeze
-from fp8flax._serve.safetensors import load_safetensors, save_safetensors
-from fp8flax._train.bridge import add_fp8_state, remove_fp8_state
-from fp8flax._train.calibrate import calibrate
-from fp8flax._train.check import check_state
-from fp8flax._train.gradients import accumulate_gradients, grad, pmean_gradients, value_and_grad
-from fp8flax._train.train_state import DynamicScale, TrainState
-from fp8flax.audit import AuditReport, assert_fp8, audit
+
+# Recipes: how tensors are scaled.
+from fp8flax._core.recipes import (
+    Accumulation as Accumulation,
+    DelayedScaling as DelayedScaling,
+    Float8BlockScaling as Float8BlockScaling,
+    Float8CurrentScaling as Float8CurrentScaling,
+    MXFP8BlockScaling as MXFP8BlockScaling,
+    torchao_recipe as torchao_recipe,
+)
+from fp8flax._core.autocast import autocast as autocast
+from fp8flax._core.formats import Format as Format
+
+# Recipes of one's own.
+from fp8flax._core.recipes import CustomRecipe as CustomRecipe, GemmRecipe as GemmRecipe, Recipe as Recipe
+from fp8flax._core.quantizers import (
+    BlockQuantizer as BlockQuantizer,
+    CurrentQuantizer as CurrentQuantizer,
+    DelayedQuantizer as DelayedQuantizer,
+    Quantizer as Quantizer,
+)
+from fp8flax._core.qtensor import QTensor as QTensor, View as View
+
+# Training.
+from fp8flax._train.gradients import (
+    accumulate_gradients as accumulate_gradients,
+    grad as grad,
+    pmean_gradients as pmean_gradients,
+    value_and_grad as value_and_grad,
+)
+from fp8flax._train.train_state import DynamicScale as DynamicScale, TrainState as TrainState
+from fp8flax._core.names import RESIDUAL_NAMES as RESIDUAL_NAMES
+
+# The scaling state in a tree of variables.
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
+from fp8flax._linen.op import MissingStateError as MissingStateError
+from fp8flax._train.bridge import add_fp8_state as add_fp8_state, remove_fp8_state as remove_fp8_state
+from fp8flax._train.calibrate import calibrate as calibrate
+from fp8flax._train.check import check_state as check_state
+
+# Whole models.
+from fp8flax._model.quantize_model import quantize_model as quantize_model
+from fp8flax._model.report import ModelReport as ModelReport, report as report
+
+# Serving.
+from fp8flax._serve.freeze import freeze as freeze
+from fp8flax._serve.safetensors import load_safetensors as load_safetensors
+from fp8flax._serve.safetensors import save_safetensors as save_safetensors
+
+# Proof of what runs in FP8.
+from fp8flax.audit import AuditReport as AuditReport, assert_fp8 as assert_fp8, audit as audit
+from fp8flax._core.device import Fp8EmulationWarning as Fp8EmulationWarning
+
+# Arithmetic.
+from fp8flax._core.formats import Fp8Limits as Fp8Limits, fp8_limits as fp8_limits, fp8_max as fp8_max
+from fp8flax._core.quantize import (
+    cast_to_representable as cast_to_representable,
+    dequantize as dequantize,
+    quantize as quantize,
+    quantize_dequantize as quantize_dequantize,
+)
+
+# What code that was written against flax.linen.fp8_ops also takes from it.
+from fp8flax._core.dot_general import dot_general_with_precision as dot_general_with_precision
+from fp8flax._core.max_dtype import fp32_max_grad as fp32_max_grad
+from fp8flax._core.qdq import in_q as in_q, in_qdq as in_qdq, out_dq as out_dq, out_qdq as out_qdq
+from fp8flax._core.quantize import qdq as qdq
+from fp8flax._core.scaling import compute_amax_history as compute_amax_history
+from fp8flax._core.scaling import compute_scale as compute_scale
+from fp8flax._linen.ops import (
+    Fp8DirectDotGeneralOp as Fp8DirectDotGeneralOp,
+    Fp8DotGeneral as Fp8DotGeneral,
+    NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp,
+)
+
+# What jax.numpy has too.
+from fp8flax._core.formats import (
+    float8_e4m3fn as float8_e4m3fn,
+    float8_e4m3fnuz as float8_e4m3fnuz,
+    float8_e5m2 as float8_e5m2,
+    float8_e5m2fnuz as float8_e5m2fnuz,
+    float8_e8m0fnu as float8_e8m0fnu,
+)
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "OVERWRITE_WITH_GRADIENT",
-    "RESIDUAL_NAMES",
-    "Accumulation",
-    "AuditReport",
-    "BlockQuantizer",
-    "CurrentQuantizer",
-    "CustomRecipe",
-    "DelayedQuantizer",
-    "DelayedScaling",
-    "DynamicScale",
-    "Einsum",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
-    "Format",
-    "Fp8ConvGeneralDilatedOp",
-    "Fp8DirectDotGeneralOp",
-    "Fp8DotGeneral",
-    "Fp8DotGeneralOp",
-    "Fp8Einsum",
-    "Fp8EmulationWarning",
-    "Fp8Limits",
-    "Fp8RaggedDotOp",
-    "GemmRecipe",
-    "MXFP8BlockScaling",
-    "MissingStateError",
-    "ModelReport",
-    "NANOOFp8DotGeneralOp",
-    "Recipe",
-    "TrainState",
-    "accumulate_gradients",
-    "add_fp8_state",
-    "assert_fp8",
-    "audit",
-    "autocast",
-    "calibrate",
-    "cast_to_representable",
-    "check_state",
-    "compute_amax_history",
-    "compute_scale",
-    "dequantize",
-    "dot_general_with_precision",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "fp8_limits",
-    "fp8_max",
-    "fp32_max_grad",
-    "freeze",
-    "grad",
-    "in_q",
-    "in_qdq",
-    "load_safetensors",
-    "out_dq",
-    "out_qdq",
-    "pmean_gradients",
-    "qdq",
-    "quantize",
-    "quantize_dequantize",
-    "quantize_model",
-    "remove_fp8_state",
-    "report",
-    "save_safetensors",
-    "torchao_recipe",
-    "value_and_grad",
-]

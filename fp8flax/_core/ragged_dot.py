@@ -365,7 +365,8 @@ def fp8_ragged_dot(
         preferred_element_type: dtype of the result; None for what ``lax.ragged_dot`` gives.
         states: scaling states of the roles that have delayed scaling, the kernels' of shapes
             ``(experts, 1)`` and ``(experts, amax_history_len)``; their "gradients" are their next values.
-        recipe: how the tensors are scaled: with scales per tensor or slice, not per block.
+        recipe: how the tensors are scaled. With scales per block the values are multiplied in the dtype of
+            the operands, and a block of rows may hold those of two experts.
         form: ``"direct"`` puts FP8 operands into the GEMMs; ``"qdq"`` quantizes and dequantizes around
             GEMMs in the dtype of the operands.
         is_frozen: as of ``fp8_dot_general``.
@@ -376,7 +377,7 @@ def fp8_ragged_dot(
     Raises:
         TypeError: an operand is not a wide float, ``group_sizes`` are not integers, or
             ``preferred_element_type`` or ``precision`` is none of the above.
-        ValueError: the shapes do not fit, or the recipe scales per block.
+        ValueError: the shapes do not fit.
         NotImplementedError: an operand lies on explicit axes of a mesh.
 
     Example:

@@ -278,8 +278,7 @@ class Fp8RaggedDotOp(Fp8Op):
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
         TypeError: an operand is not a wide float, or the state is not float32.
-        ValueError: the shapes do not fit, the state does not fit the recipe or the experts, or the recipe
-            scales per block.
+        ValueError: the shapes do not fit, or the state does not fit the recipe or the experts.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8

@@ -12,9 +12,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax import _ragged
+from fp8flax._core import ragged_dot
 from fp8flax._core.delayed import ScalingState
-from fp8flax._core.differentiable import States
+from fp8flax._core.differentiable import Operand, States
+from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax.demo.moe import MoE
 from tests import reference, reference_recipes
@@ -368,25 +369,26 @@ def test_switched_off_it_is_ragged_dot():
     [(1, 8, 16), (100, 2, 112), (300, 4, 128), (8192, 8, 512), (4096, 8, 256), (10**6, 2, 512)],
 )
 def test_rows_of_a_tile(rows, experts, tile):
-    assert _ragged._tile_of(rows, experts) == tile
+    assert ragged_dot._tile_of(rows, experts) == tile
 
 
 def test_every_row_is_visited_once_by_its_expert():
     """The plan itself, for many group sizes at once."""
-    config = _ragged._Config(*[None] * len(_ragged._Config._fields))._replace(rows=M, groups=EXPERTS)
+    lhs, rhs = (Operand(shape, None, None, frozenset()) for shape in ((M, 1), (EXPERTS, 1, 1)))
+    plan = ragged_dot.RaggedPlan(recipe=fp8.CustomRecipe(), lhs=lhs, rhs=rhs, out_dtype=None)
     rng = np.random.default_rng(0)
     drawn = rng.multinomial(M, rng.dirichlet(np.full(EXPERTS, 0.3), size=200))
     sizes = np.concatenate([drawn, np.array(SIZES), drawn * rng.integers(0, 2, drawn.shape)])
-    visits = jit(jax.vmap(partial(_ragged._visits, config)))(sizes)
+    visits = jit(jax.vmap(partial(ragged_dot._visits, plan)))(sizes)
     assert visits.row.shape[1] == 3 + EXPERTS - 1
     for size, *visit in zip(sizes, *map(np.asarray, visits)):
-        owners = [[] for _ in range(config.padded_rows)]
+        owners = [[] for _ in range(plan.padded_rows)]
         for row, expert, low, high, _ in zip(*visit):
-            assert 0 <= row <= config.padded_rows - config.tile
+            assert 0 <= row <= plan.padded_rows - plan.tile
             for i in range(low, high):
                 owners[row + i].append(int(expert))
         expected = np.repeat(np.arange(EXPERTS), size)[:M].tolist()
-        assert owners == [[e] for e in expected] + [[]] * (config.padded_rows - len(expected))
+        assert owners == [[e] for e in expected] + [[]] * (plan.padded_rows - len(expected))
         firsts = [int(expert) for expert, is_first in zip(visit[1], visit[4]) if is_first]
         assert firsts == sorted(set(expected))
 
@@ -404,8 +406,6 @@ def call(x=None, w=None, sizes=(5, 0, 6), recipe=None, states=None, **kwargs):
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"recipe": fp8.MXFP8BlockScaling()}, ValueError, r"per block.*Use DelayedScaling\(\) or"),
-        ({"recipe": fp8.Float8BlockScaling()}, ValueError, "per block"),
         ({"x": np.ones((2, 3, 8), np.float32)}, ValueError, r"\(rows, K\).*got \(2, 3, 8\)"),
         ({"w": np.ones((3, 7, 5), np.float32)}, ValueError, r"got \(12, 8\) and \(3, 7, 5\)"),
         ({"w": np.ones((0, 8, 5), np.float32)}, ValueError, "one expert or more"),
@@ -429,7 +429,7 @@ def test_state_of_other_experts_is_refused():
     with pytest.raises(fp8.MissingStateError, match="'Fp8RaggedDotOp'.*input_scale is missing"):
         op.apply({}, x, w, jnp.array([5, 0, 6]))
     states = States(*[ScalingState(np.ones(1, np.float32), np.zeros(2, np.float32))] * 3)
-    with pytest.raises(ValueError, match=r"one row per expert, of which there are 3; got shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"one row for each of them, of which there are 3; got"):
         call(recipe=EXACT, states=states)
 
 
@@ -473,7 +473,7 @@ def test_three_gemms_in_fp8_on_hopper():
         ("wgrad", "cublasLt", "exact"),
     }
     floor = 6 * rows * depth * columns
-    tile = _ragged._tile_of(rows, experts)
+    tile = ragged_dot._tile_of(rows, experts)
     assert ours.flops == floor * (1 + (experts - 1) * tile / rows) == floor * 1.4375
     # If this fails, XLA has learned to leave out the products of rows with other experts' kernels.
     assert theirs.flops == floor * experts
@@ -549,3 +549,22 @@ def test_the_layer_trains():
     for op in ("Fp8RaggedDotOp_0", "Fp8RaggedDotOp_1"):
         assert (state.params[OWG][op]["kernel_amax_history"] > 0).all()
         assert len(np.unique(state.params[OWG][op]["kernel_scale"])) == 4  # each expert its own
+
+
+@pytest.mark.parametrize("recipe", [fp8.MXFP8BlockScaling(), fp8.Float8BlockScaling()], ids=repr)
+def test_scales_per_block_are_those_of_each_experts_own_matmul(recipe):
+    """Where no block of rows has two experts; the products are those of the values, in a wide dtype."""
+    rng = np.random.default_rng(0)
+    x, w, g = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((256, 64), (2, 64, 48), (256, 48)))
+    sizes = jnp.array([128, 128])
+
+    def each(x, w):
+        dims = (((1,), (0,)), ((), ()))
+        parts = [fp8_dot_general(x[:128], w[0], dims, recipe=recipe)]
+        return jnp.concatenate([*parts, fp8_dot_general(x[128:], w[1], dims, recipe=recipe)])
+
+    expected, expected_vjp = jax.vjp(each, x, w)
+    actual, vjp = jax.vjp(lambda x, w: fp8_ragged_dot(x, w, sizes, states=States(), recipe=recipe), x, w)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(vjp(g), expected_vjp(g)):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
