@@ -59,6 +59,24 @@ def struct(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def variables_of(model, *inputs, seed=1, **named):
+    """The variables of a model: their shapes by tracing ``init``, values by NumPy. Nothing is compiled."""
+    rng = np.random.default_rng(seed)
+
+    def fill(path, leaf):
+        name = path[-1].key
+        if name == "var" or name.endswith("scale"):
+            drawn = np.ones(leaf.shape)
+        elif path[0].key == "params" and leaf.ndim > 1:
+            drawn = rng.standard_normal(leaf.shape) / leaf.shape[-2] ** 0.5
+        else:
+            drawn = np.zeros(leaf.shape)
+        return jnp.asarray(drawn, leaf.dtype)
+
+    shapes = jax.eval_shape(lambda key: model.init(key, *inputs, **named), jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
 def flat(tree):
     return {"/".join(path): leaf for path, leaf in flax.traverse_util.flatten_dict(tree).items()}
 
@@ -85,8 +103,8 @@ def data(i, lhs_shape, rhs_shape, dims, dtype):
 
 
 def init(op, lhs, rhs, dims):
-    """The op's variables, by one compilation."""
-    return jax.jit(lambda key, lhs, rhs: op.init(key, lhs, rhs, dims))(jax.random.key(0), lhs, rhs)
+    """The op's variables."""
+    return variables_of(op, lhs, rhs, dims)
 
 
 def make_step(op, dims):

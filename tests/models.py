@@ -1,13 +1,12 @@
 """Models to convert, each also with its ops given by hand; and a small language model."""
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 import fp8flax as fp8
-from tests.cases import OWG
+from tests.cases import OWG, variables_of
 
 ALL = {"include": ".*"}
 
@@ -194,7 +193,7 @@ TOKENS = np.random.default_rng(0).integers(0, 16, (2, 8)).astype(np.int32)
 def trained(model, *inputs, recipe=None, **options):
     """A converted model with state that has seen data."""
     model8 = fp8.quantize_model(model, recipe, **{**ALL, "allow_unmatched": True, **options})
-    variables = jax.jit(model8.init)(jax.random.key(0), *inputs)
+    variables = variables_of(model8, *inputs)
     if OWG in variables:
         variables = fp8.calibrate(model8.apply, variables, [inputs] if len(inputs) > 1 else list(inputs))
     return model8, variables

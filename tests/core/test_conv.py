@@ -21,7 +21,7 @@ from fp8flax._core.differentiable import States
 from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax.audit import auditing
 from tests import reference, reference_recipes
-from tests.cases import OWG, error_of_product, struct
+from tests.cases import OWG, error_of_product, struct, variables_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
 
@@ -297,7 +297,7 @@ def small(**fields):
     layer = nn.Conv(conv_general_dilated_cls=OP, **fields)
     shape = (2, 7, 6, 3) if len(fields["kernel_size"]) == 2 else (2, 9, 3)
     x = np.asarray(np.random.default_rng(0).normal(size=shape), np.float32)
-    variables = jit(layer.init)(jax.random.key(0), x)
+    variables = variables_of(layer, x)
     return layer, x, variables
 
 
@@ -437,7 +437,7 @@ def test_explicit_axes():
             conv = partial(nn.Conv, 4, strides=2, conv_general_dilated_cls=OP)
             return conv((2, 2))(x) + conv((3, 3))(x)
 
-    variables = jit(Both().init)(jax.random.key(0), x)
+    variables = variables_of(Both(), x)
     _, (expected, dx) = gradient(Both(), variables, x)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):

@@ -11,7 +11,7 @@ import fp8flax as fp8
 from fp8flax._core.delayed import DelayedConfig, ScalingState, delayed_scale, delayed_scales
 from fp8flax._core.scaling import push_amax
 from tests import reference
-from tests.cases import normal
+from tests.cases import normal, variables_of
 
 pytestmark = pytest.mark.optimized
 
@@ -77,7 +77,7 @@ def test_the_flax_guide_runs_with_this_package_in_its_place():
 
     state = jnp.array(1.0), jnp.zeros((1024,))
     layer = nn.Dense(64, use_bias=False, dot_general_cls=fp8_ops.Fp8DotGeneral)
-    variables = jax.jit(layer.init)(jax.random.key(0), a)
+    variables = variables_of(layer, a)
     assert set(variables[fp8_ops.OVERWRITE_WITH_GRADIENT]) == {"Fp8DirectDotGeneralOp_0"}
     in_dense = jax.jit(layer.apply)({**variables, "params": {"kernel": b}}, a)
     for out in (current(a, b), delayed(a, b, *state), direct(a, b, *state), in_dense):

@@ -17,7 +17,18 @@ from fp8flax._core.device import compile_target
 from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.kernels.block_gemm import block_gemm, block_gemm_in_jax
 from tests import reference_recipes
-from tests.cases import CONTRACTIONS, MATMUL, OWG, Block, data, error_of_product, init, kept, with_reference
+from tests.cases import (
+    CONTRACTIONS,
+    MATMUL,
+    OWG,
+    Block,
+    data,
+    error_of_product,
+    init,
+    kept,
+    variables_of,
+    with_reference,
+)
 
 E4M3 = fp8.Format.E4M3
 STATELESS = {
@@ -474,7 +485,7 @@ def test_under_remat_and_scan(name):
         stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
         return stack(features=32, dot_general_cls=cls, dtype=jnp.float32)
 
-    variables = jax.jit(model_of(Block, None).init)(jax.random.key(0), x)
+    variables = variables_of(model_of(Block, None), x)
     # That it changes nothing without a policy, where nothing is kept, does not depend on the recipe.
     blocks = [Block, nn.remat(Block, policy=keep), *([nn.remat(Block)] if name == "MX" else [])]
     results = [

@@ -16,13 +16,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from tests.cases import normal
+from tests.cases import normal, variables_of
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 Op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
 LAYER = nn.Dense(6, dot_general_cls=Op)
 X = normal(0, 4, 6)
-VARIABLES = LAYER.init(jax.random.key(1), X)
+VARIABLES = variables_of(LAYER, X)
 AMAX = float(np.max(np.abs(X)))
 NO_BATCH = ((), ())
 
@@ -55,7 +55,7 @@ def test_02_nn_scan_with_the_state_broadcast():
 
     model = nn.scan(Body, variable_broadcast=["params", OWG], split_rngs={"params": False})()
     xs = jnp.stack([X, 2 * X, 4 * X, 3 * X])
-    variables = model.init(jax.random.key(0), 0.0, xs)
+    variables = variables_of(model, 0.0, xs)
     grads = fp8.grad(lambda v: model.apply(v, 0.0, xs)[0])(variables)
     assert_merged({OWG: grads[OWG]["Dense_0"]}, 4 * AMAX)
 
@@ -175,7 +175,7 @@ def test_10_the_optimizer_never_sees_the_state():
 
 def test_12_variables_without_state():
     """There: ScopeCollectionNotFound, naming an internal variable."""
-    plain = nn.Dense(6).init(jax.random.key(1), X)
+    plain = variables_of(nn.Dense(6), X)
     with pytest.raises(fp8.MissingStateError, match="fp8flax.add_fp8_state"):
         LAYER.apply(plain, X)
     bridged = fp8.add_fp8_state(plain, LAYER, X)
@@ -190,7 +190,7 @@ def test_13_other_formats_are_honoured(fp8_format, largest, largest_gradient):
     """There: e5m2 and fnuz dtypes are ignored by the direct op."""
     op = fp8.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(fp8_format=fp8.Format[fp8_format]))
     x, w, dims = jnp.full((1, 1), 1e6), jnp.ones((1, 1)), (((1,), (0,)), NO_BATCH)
-    variables = op.init(jax.random.key(0), x, w, dims)
+    variables = variables_of(op, x, w, dims)
     out, vjp = jax.vjp(lambda w: op.apply(variables, x, w, dims), w)
     assert out[0, 0] == largest
     assert vjp(jnp.full((1, 1), 1e6))[0][0, 0] == largest * largest_gradient
@@ -200,7 +200,7 @@ def test_14_preferred_element_type():
     """There: bfloat16 comes back where float32 was asked for."""
     x, w = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
     op, dims = Op(), (((1,), (0,)), NO_BATCH)
-    variables = op.init(jax.random.key(0), x, w, dims)
+    variables = variables_of(op, x, w, dims)
     assert op.apply(variables, x, w, dims, preferred_element_type=jnp.float32).dtype == jnp.float32
 
 
@@ -208,7 +208,7 @@ def test_15_keyword_arguments():
     """There: an empty AssertionError."""
     op, dims = Op(), (((1,), (0,)), NO_BATCH)
     w = jnp.ones((6, 4))
-    variables = op.init(jax.random.key(0), lhs=X, rhs=w, dimension_numbers=dims)
+    variables = variables_of(op, lhs=X, rhs=w, dimension_numbers=dims)
     out = op.apply(variables, lhs=X, rhs=w, dimension_numbers=dims)
     np.testing.assert_array_equal(out, op.apply(variables, X, w, dims))
 

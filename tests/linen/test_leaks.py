@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fp8flax as fp8
-from tests.cases import normal
+from tests.cases import normal, variables_of
 
 X = normal(0, 32, 32)
 IMAGES = normal(1, 2, 8, 8, 16)
@@ -26,7 +26,7 @@ RECIPES = {
 
 def calls_of(module, *args):
     """Returns ``(forward, gradient)``, two functions to call un-jitted."""
-    variables = jax.jit(module.init)(jax.random.key(0), *args)
+    variables = variables_of(module, *args)
 
     def loss(variables, x):
         return jnp.sum(module.apply(variables, x, *args[1:]) ** 2)
@@ -76,7 +76,7 @@ def primitives():
 
 def train_state():
     layer = nn.Dense(32, dot_general_cls=fp8.Fp8DotGeneralOp)
-    variables = layer.init(jax.random.key(0), X)
+    variables = variables_of(layer, X)
     state = fp8.TrainState.create(apply_fn=layer.apply, params=variables, tx=optax.sgd(0.1))
 
     def step():
@@ -88,7 +88,7 @@ def train_state():
 
 def over_examples():
     layer = nn.Dense(32, dot_general_cls=fp8.Fp8DotGeneralOp)
-    variables = layer.init(jax.random.key(0), X)
+    variables = variables_of(layer, X)
 
     def call(variables):
         return jnp.sum(jax.vmap(partial(layer.apply, variables))(X))
@@ -174,7 +174,7 @@ def test_calibrate_compiles_once_a_call_and_lets_go_of_it(backward, what_calls_l
     if not backward:
         request.getfixturevalue("_all_cells")
     layer = nn.Dense(32, dot_general_cls=fp8.Fp8DotGeneralOp)
-    variables = layer.init(jax.random.key(0), X)
+    variables = variables_of(layer, X)
 
     def call():
         fun = (lambda v, x: jnp.sum(layer.apply(v, x))) if backward else layer.apply

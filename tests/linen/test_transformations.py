@@ -18,7 +18,7 @@ from jax import lax
 
 import fp8flax as fp8
 from tests import what_works
-from tests.cases import OWG, RECIPES, added_up, normal
+from tests.cases import OWG, RECIPES, added_up, normal, variables_of
 from tests.what_works import COLUMNS
 
 EXAMPLES, LENGTH, WIDTH = 4, 3, 8
@@ -63,8 +63,7 @@ class Case:
         # Compiled once, it serves most references.
         self.plain = jax.jit(fp8.value_and_grad(self.loss))
         self.tolerance = 0.05 if layer == "Attention" else 1e-6
-        init = jax.jit(self.layer.init)
-        variables = [init(jax.random.key(i), X) for i in (10, 11, 12)]
+        variables = [variables_of(self.layer, X, seed=seed) for seed in (10, 11, 12)]
         self.each = [self.advanced(v) for v in variables]
         self.variables = self.each[0]
 

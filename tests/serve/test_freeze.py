@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from tests.cases import OWG, RECIPES, flat, normal
+from tests.cases import OWG, RECIPES, flat, normal, variables_of
 from tests.models import ALL, MODELS, TOKENS, Attention, LanguageModel, in_scan, trained
 
 E4M3 = jnp.float8_e4m3fn
@@ -147,7 +147,7 @@ class ReadTwice(nn.Module):
 def test_what_is_read_in_hidden_places_stays_wide():
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(ReadTwice(), RECIPES["current"], **ALL)
-    variables = jax.jit(model8.init)(jax.random.key(0), x)
+    variables = variables_of(model8, x)
     serve, served = fp8.freeze(model8, variables)
     expected, out = (jax.jit(m.apply)(v, x) for m, v in ((model8, variables), (serve, served)))
     np.testing.assert_array_equal(out, expected)
@@ -279,7 +279,7 @@ def test_parts_of_a_parameter_are_stored(model, recipe, request):
         request.getfixturevalue("_all_cells")
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(model, RECIPES.get(recipe, RECIPES["delayed"]), **ALL)
-    variables = model8.init(jax.random.key(0), x)
+    variables = variables_of(model8, x)
     if OWG in variables:
         variables = fp8.calibrate(model8.apply, variables, [x])
     serve, served = fp8.freeze(model8, variables, x, weight_only=recipe == "weight only")
@@ -312,7 +312,7 @@ class NotAsAWhole(nn.Module):
 def test_what_stays_wide_is_said():
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(NotAsAWhole(), **ALL)
-    variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+    variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
     with pytest.warns(UserWarning, match="stay wide") as caught:
         serve, served = fp8.freeze(model8, variables, x)
     text = "".join(str(warning.message) for warning in caught)
@@ -331,7 +331,7 @@ def test_sharded_parameters_stay_where_they_are():
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
     x, init = normal(0, 4, 8), nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
     model8 = fp8.quantize_model(nn.Dense(6, kernel_init=init), **ALL)
-    variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+    variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
     boxed = variables["params"]["kernel"]
     variables["params"]["kernel"] = boxed.replace_boxed(jax.device_put(boxed.value, sharding))
     serve, served = fp8.freeze(model8, variables)
@@ -376,7 +376,7 @@ def test_shapes_without_values():
 def test_layers_with_ops_by_hand():
     """A model that quantize_model did not make is frozen too."""
     model, x = in_scan()(fp8.Fp8DotGeneralOp), normal(0, 2, 8)
-    variables = fp8.calibrate(model.apply, model.init(jax.random.key(0), x), [x])
+    variables = fp8.calibrate(model.apply, variables_of(model, x), [x])
     serve, served = fp8.freeze(model, variables, jax.ShapeDtypeStruct(x.shape, x.dtype))
     assert served["params"]["layers"]["Dense_0"]["kernel"].dtype == E4M3
     np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model.apply)(variables, x))
@@ -386,7 +386,7 @@ def test_layers_with_ops_by_hand():
 def models():
     model8, variables = trained(LanguageModel(), TOKENS)
     decoder = fp8.quantize_model(LanguageModel(decode=True), **ALL)
-    cache = jax.jit(decoder.init)(jax.random.key(0), jnp.zeros_like(TOKENS))["cache"]
+    cache = variables_of(decoder, jnp.zeros_like(TOKENS))["cache"]
     return model8, decoder, variables, cache
 
 
@@ -494,7 +494,7 @@ class TestErrors:
             fp8.freeze({}, {})
 
     def test_nothing_is_in_fp8(self):
-        variables = nn.Dense(4).init(jax.random.key(0), self.x)
+        variables = variables_of(nn.Dense(4), self.x)
         with pytest.raises(
             ValueError, match=r"Dense has not been seen .* freeze\(model, variables, \*inputs\)"
         ):
@@ -514,7 +514,7 @@ class TestErrors:
 
     def test_scales_that_have_seen_no_data(self):
         model8 = fp8.quantize_model(nn.Dense(4), **ALL)
-        variables = model8.init(jax.random.key(0), self.x)
+        variables = variables_of(model8, self.x)
         with pytest.warns(
             UserWarning, match=r"no data: Fp8DotGeneralOp_0/input_scale, Fp8.*kernel_scale. "
         ):
@@ -542,7 +542,7 @@ class TestErrors:
                 return z(y) if second or self.is_initializing() else y
 
         model8 = fp8.quantize_model(Two(), RECIPES["current"], **ALL)
-        variables = model8.init(jax.random.key(0), self.x)
+        variables = variables_of(model8, self.x)
         fresh = fp8.quantize_model(Two(), RECIPES["current"], **ALL)
         serve, served = fp8.freeze(fresh, variables, self.x)
         serve.apply(served, self.x)

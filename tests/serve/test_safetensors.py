@@ -18,7 +18,7 @@ import safetensors
 import safetensors.numpy
 
 import fp8flax as fp8
-from tests.cases import RECIPES, assert_same, normal
+from tests.cases import RECIPES, assert_same, normal, variables_of
 from tests.models import ALL, MODELS, TOKENS, LanguageModel, trained
 
 DTYPES = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "F32": np.float32}
@@ -133,7 +133,7 @@ def test_any_model_comes_back(name, tmp_path):
     else:
         model, x = MODELS[name][0](), normal(0, 2, 4, 8)
     model8 = fp8.quantize_model(model, **ALL)
-    variables = jax.jit(model8.init)(jax.random.key(0), x)
+    variables = variables_of(model8, x)
     model, served = fp8.freeze(model8, variables, **options)
     fp8.save_safetensors(tmp_path / "model", model, served)
     assert_same(fp8.load_safetensors(str(tmp_path / "model")), served)
@@ -158,7 +158,7 @@ def test_what_a_file_cannot_hold(tmp_path):
 
     x = np.ones((2, 4), np.float32)
     model8 = fp8.quantize_model(Outer(), RECIPES["current"], **ALL)
-    variables = model8.init(jax.random.key(0), x)
+    variables = variables_of(model8, x)
     model, served = fp8.freeze(model8, variables)
     with pytest.raises(ValueError, match=r"two/weight and params/two/kernel would both be 'two.weight'"):
         fp8.save_safetensors(tmp_path / "model", model, {"params": served["params"]})
@@ -205,7 +205,7 @@ def small(tmp_path_factory):
     """A model with a matrix, a stored file of it, and the variables that are in the file."""
     x = np.ones((2, 8), np.float32)
     model8 = fp8.quantize_model(Small(), RECIPES["mxfp8"], include="")
-    model, served = fp8.freeze(model8, jax.jit(model8.init)(jax.random.key(0), x))
+    model, served = fp8.freeze(model8, variables_of(model8, x))
     # What no layer needs, but a file may hold.
     served = {
         **served,

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from tests.cases import normal
+from tests.cases import normal, variables_of
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 X = normal(0, 8, 16, dtype=jnp.bfloat16)
@@ -44,7 +44,7 @@ net = cache(Net)  # one object per model, so that its train states are of one ki
 
 def start(model):
     """Returns the train state at step 0, all of it arrays."""
-    state = fp8.TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(1), X), tx=TX)
+    state = fp8.TrainState.create(apply_fn=model.apply, params=variables_of(model, X), tx=TX)
     return state.replace(step=jnp.int32(0))
 
 

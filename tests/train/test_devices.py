@@ -19,7 +19,7 @@ from fp8flax._core.names import BLOCK_GEMM_F16
 from fp8flax.audit.compiling import compiling_for
 from fp8flax.audit.hlo import parse
 from tests import what_works
-from tests.cases import OWG, RECIPES, added_up, normal
+from tests.cases import OWG, RECIPES, added_up, normal, variables_of
 from tests.gpus import compiled_for_gpus, gpus
 from tests.what_works import COLUMNS
 
@@ -50,7 +50,7 @@ class Case:
     def __init__(self, recipe):
         self.model = MLP(RECIPES[recipe])
         self.plain = jax.jit(fp8.value_and_grad(self.loss))
-        variables = jax.jit(self.model.init)(jax.random.key(2), X)
+        variables = variables_of(self.model, X)
         for factor in (3.0, 1.5):
             grads = self.plain(variables, factor * X, factor * WEIGHTS)[1]
             variables = {**variables, **({OWG: grads[OWG]} if OWG in grads else {})}
@@ -202,7 +202,7 @@ STAGES, MICROBATCHES = 4, 4
 def pipeline(c):
     """GPipe: each stage is a layer; a microbatch moves on by one stage a tick. Two replicas of it all."""
     layer = nn.Dense(WIDTH, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=c.model.recipe))
-    each = [jax.jit(layer.init)(jax.random.key(i), X) for i in range(STAGES)]
+    each = [variables_of(layer, X, seed=i) for i in range(STAGES)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
     rows = BATCH // MICROBATCHES // 2  # of a microbatch on one replica
 

@@ -23,6 +23,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 import fp8flax as fp8
+from tests.cases import variables_of
 
 SEQUENCES = 2000
 STEPS = 8
@@ -81,7 +82,7 @@ def zero_taps(*lead):
 
 def create(model, inner):
     x = jnp.ones((ROWS, FEATURES))
-    variables = model.init(jax.random.key(0), x, jnp.array(False), zero_taps(ROWS))
+    variables = variables_of(model, x, jnp.array(False), zero_taps(ROWS))
     tx = optax.apply_if_finite(inner, NEVER)
     state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
     return state.replace(step=jnp.zeros((), jnp.int32))
@@ -447,7 +448,7 @@ class TestANaNBatch:
         return state.apply_gradients(grads=grads), value
 
     def start(self):
-        variables = NaNNet().init(jax.random.key(0), jnp.ones((ROWS, FEATURES)))
+        variables = variables_of(NaNNet(), jnp.ones((ROWS, FEATURES)))
         return fp8.TrainState.create(apply_fn=NaNNet().apply, params=variables, tx=self.tx)
 
     def run(self, state, batches):
@@ -519,7 +520,7 @@ class TestOneTensor:
         """Returns a state at its first step, and the jitted step."""
         op = op_with(fp8.DelayedScaling(amax_history_len=HISTORY), form)
         model = nn.Dense(3, use_bias=False, dot_general_cls=op)
-        variables = model.init(jax.random.key(0), jnp.ones((ROWS, FEATURES)))
+        variables = variables_of(model, jnp.ones((ROWS, FEATURES)))
         state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(LEARNING_RATE))
 
         @jax.jit
@@ -611,7 +612,7 @@ def test_an_overflow_of_the_gradient_is_seen_in_every_layer(recipe, form, overfl
     layer = partial(nn.Dense, use_bias=False, dot_general_cls=op_with(recipe, form))
     model = nn.Sequential([layer(HIDDEN), jnp.tanh, layer(3)])
     tx = optax.apply_if_finite(optax.sgd(LEARNING_RATE), NEVER)
-    variables = model.init(jax.random.key(0), X[0, 0])
+    variables = variables_of(model, X[0, 0])
     state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
 
     @jax.jit

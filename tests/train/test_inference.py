@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from tests.cases import normal
+from tests.cases import normal, variables_of
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 MODEL = Net()
 X = 1e3 * normal(0, 8, 16)
-VARIABLES = jax.jit(MODEL.init)(jax.random.key(1), X)
+VARIABLES = variables_of(MODEL, X)
 HIDDEN = jax.jit(partial(Net(None).apply, use_second=False))({"params": VARIABLES["params"]}, X)
 
 
@@ -100,7 +100,7 @@ def test_the_next_step_uses_these_scales():
 def test_options_of_the_recipe(recipe):
     layer = nn.Dense(4, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe))
     x = jnp.full((2, 4), 3000.0)
-    variables = fp8.calibrate(layer.apply, layer.init(jax.random.key(0), x), [x, x / 8])
+    variables = fp8.calibrate(layer.apply, variables_of(layer, x), [x, x / 8])
     scale = 3000 * 2.0**recipe.margin / 448
     expected = 2.0 ** np.ceil(np.log2(scale)) if recipe.use_power_2_scales else scale
     state = variables[OWG]["Fp8DotGeneralOp_0"]
@@ -124,7 +124,7 @@ def test_11_the_first_step(positive):
     def loss(layer, variables, x):
         return jnp.sum(layer.apply(variables, x) * weights)
 
-    fresh = layer.init(jax.random.key(4), x)
+    fresh = variables_of(layer, x)
     wide = {"params": fresh["params"]}
     calibrated = fp8.calibrate(partial(loss, layer), fresh, [x], backward=True)
     out, wgrad = plain.apply(wide, x), jax.grad(partial(loss, plain))(wide, x)["params"]["kernel"]
@@ -162,7 +162,7 @@ class Stack(nn.Module):
 @pytest.mark.parametrize("tied", [False, True], ids=["stacked", "tied"])
 def test_under_transformations(tied):
     model = Stack(tied)
-    variables = jax.jit(model.init)(jax.random.key(0), X)
+    variables = variables_of(model, X)
     after = fp8.calibrate(model.apply, variables, [X])
     params = variables["params"]["stack"]["Dense_0"]
     x, amaxes = X, []

@@ -17,7 +17,7 @@ from flax.training import dynamic_scale
 
 import fp8flax as fp8
 from tests import ROOT
-from tests.cases import normal
+from tests.cases import normal, variables_of
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 Op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
@@ -59,9 +59,9 @@ def assert_trees_equal(a, b):
 
 
 HALF = Half()
-HALF_START = jax.jit(HALF.init)(jax.random.key(1), X)
+HALF_START = variables_of(HALF, X)
 MODEL = MLP()
-START = jax.jit(MODEL.init)(jax.random.key(1), X)
+START = variables_of(MODEL, X)
 GROWING = {"growth_interval": 6, "scale": 2.0**14}
 
 
@@ -360,7 +360,7 @@ class TestMutable:
     @pytest.mark.parametrize("mutable", [OWG, [OWG], (OWG, "batch_stats"), {OWG}])
     @pytest.mark.parametrize("model", [MODEL, Stack()])
     def test_naming_the_collection_warns(self, mutable, model):
-        variables = jax.jit(model.init)(jax.random.key(0), X)
+        variables = variables_of(model, X)
         with pytest.warns(UserWarning, match="the old state.*fp8flax.value_and_grad"):
             jax.eval_shape(partial(model.apply, mutable=mutable), variables, X)
 
@@ -369,7 +369,7 @@ class TestMutable:
     )
     @pytest.mark.parametrize("model", [MODEL, Stack()])
     def test_nothing_else_warns(self, mutable, model):
-        variables = jax.jit(model.init)(jax.random.key(0), X)
+        variables = variables_of(model, X)
         jax.eval_shape(partial(model.apply, mutable=mutable), variables, X)
 
     def test_creating_what_is_missing_does_not_warn(self):
@@ -381,7 +381,7 @@ class TestMutable:
 
     def test_a_converted_model(self):
         model = fp8.quantize_model(nn.Sequential([nn.Dense(8), nn.Dense(8)]), include=".*")
-        variables = jax.jit(model.init)(jax.random.key(0), X)
+        variables = variables_of(model, X)
         with pytest.warns(UserWarning, match="the old state"):
             jax.eval_shape(partial(model.apply, mutable=[OWG]), variables, X)
         jax.eval_shape(partial(model.apply, mutable=True), variables, X)

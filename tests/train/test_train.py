@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from tests.cases import normal
+from tests.cases import normal, variables_of
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 MODEL = Net()
 X = normal(0, 4, 6)
-VARIABLES = MODEL.init(jax.random.key(1), X)
+VARIABLES = variables_of(MODEL, X)
 
 
 def mse(variables, x, **kwargs):
@@ -213,14 +213,14 @@ class TestMergeByMax:
     def test_nn_scan(self, tied, remat, wrap):
         model = Scanned(tied=tied, remat=remat)
         x = normal(0, 4, 6)
-        variables = model.init(jax.random.key(1), x)
+        variables = variables_of(model, x)
         layer = nn.Dense(6, dot_general_cls=Op, use_bias=False)
         kernels = variables["params"]["stack"]["Dense_0"]["kernel"]
         kernels = [kernels] * 3 if tied else list(kernels)
         grads = wrap(fp8.grad(lambda v: jnp.mean(model.apply(v, x) ** 2)))(variables)
         state = grads[OWG]["stack"]["Dense_0"]["Fp8DotGeneralOp_0"]
         # The inputs of the three layers, by hand.
-        fresh = layer.init(jax.random.key(1), x)[OWG]
+        fresh = variables_of(layer, x)[OWG]
         inputs, h = [], x
         for kernel in kernels:
             inputs.append(np.max(np.abs(h)))
@@ -538,7 +538,7 @@ class TestTrainState:
     @pytest.mark.parametrize("gradient", [fp8.grad, jax.grad], ids=["fp8.grad", "jax.grad"])
     def test_batch_stats_survive(self, gradient):
         model = Net(batch_norm=True)
-        variables = model.init(jax.random.key(0), X)
+        variables = variables_of(model, X)
         state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adamw(1e-2))
 
         @jax.jit
@@ -567,7 +567,7 @@ class TestTrainState:
                 return layer(layer(x))
 
         model = Twice()
-        variables = model.init(jax.random.key(0), X)
+        variables = variables_of(model, X)
         state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
         grads = jax.grad(lambda v: jnp.sum(state.apply_fn(v, X)))(state.params)
         op = grads[OWG]["Dense_0"]["Fp8DotGeneralOp_0"]
@@ -596,7 +596,7 @@ class TestTrainState:
     @pytest.mark.parametrize("bare", [False, True], ids=["variables", "params"])
     def test_without_fp8_it_is_the_flax_train_state(self, bare):
         model = Net(dot_general_cls=None)
-        variables = model.init(jax.random.key(0), X)
+        variables = variables_of(model, X)
         params = variables["params"] if bare else variables
 
         def step(state):
@@ -821,7 +821,7 @@ class TestAllGradientsTouched:
             dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=1))
         )
         gradient = jax.jit(fp8.grad(lambda v: jnp.mean(model.apply(v, X) ** 2)))
-        variables = model.init(jax.random.key(1), X)
+        variables = variables_of(model, X)
         for _ in range(steps):
             variables = {**variables, OWG: gradient(variables)[OWG]}
         grads = gradient(variables)
@@ -862,7 +862,7 @@ def test_training_in_fp8_keeps_up_with_float32():
 
     def train(dot_general_cls):
         model = Net(dot_general_cls=dot_general_cls)
-        variables = model.init(jax.random.key(1), X)
+        variables = variables_of(model, X)
         state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-2))
 
         @jax.jit
