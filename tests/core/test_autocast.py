@@ -16,4 +16,541 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
+from fp8flax._core.autocast import _jit_key, recipe_in_use
 from tests.cases import OWG, variables_of
+
+X = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
+MX, CURRENT = fp8.MXFP8BlockScaling(), fp8.Float8CurrentScaling()
+LAYER = nn.Dense(16, use_bias=False, dot_general_cls=fp8.Fp8DotGeneralOp)
+PLAIN = nn.Dense(16, use_bias=False)
+
+
+def layer_with(recipe):
+    return nn.Dense(16, use_bias=False, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe))
+
+
+@pytest.fixture(scope="module")
+def variables():
+    """With the state of delayed scaling."""
+    return variables_of(LAYER, X)
+
+
+@pytest.fixture(scope="module")
+def expected(variables):
+    """The result under each recipe, given to the op itself."""
+    recipes = {"MX": MX, "current": CURRENT, "delayed": fp8.DelayedScaling()}
+    results = {name: np.asarray(layer_with(r).apply(variables, X)) for name, r in recipes.items()}
+    results["off"] = np.asarray(PLAIN.apply({"params": variables["params"]}, X))
+    assert len({result.tobytes() for result in results.values()}) == 4
+    return results
+
+
+def same(actual, wanted):
+    np.testing.assert_array_equal(actual, wanted)
+
+
+def test_without_it_an_op_has_its_default(variables, expected):
+    same(LAYER.apply(variables, X), expected["delayed"])
+
+
+def test_nested_and_left(variables, expected):
+    with fp8.autocast(recipe=MX):
+        same(LAYER.apply(variables, X), expected["MX"])
+        with fp8.autocast(recipe=CURRENT):
+            same(LAYER.apply(variables, X), expected["current"])
+            with fp8.autocast(enabled=False):
+                same(LAYER.apply(variables, X), expected["off"])
+                with fp8.autocast(recipe=MX):
+                    same(LAYER.apply(variables, X), expected["MX"])
+            with fp8.autocast():
+                same(LAYER.apply(variables, X), expected["delayed"])
+            same(LAYER.apply(variables, X), expected["current"])
+        same(LAYER.apply(variables, X), expected["MX"])
+    same(LAYER.apply(variables, X), expected["delayed"])
+
+
+class TwoCalls(nn.Module):
+    """One op, called twice under two ambient recipes."""
+
+    first: object
+    second: object
+    in_setup: bool
+
+    def setup(self):
+        self.op = fp8.Fp8DotGeneralOp()
+
+    @nn.compact
+    def __call__(self, x, w):
+        op = self.op if self.in_setup else fp8.Fp8DotGeneralOp()
+        results = []
+        for context in (self.first, self.second):
+            with context():
+                results.append(op(x, w, (((1,), (0,)), ((), ()))))
+        return results
+
+
+@pytest.mark.parametrize("in_setup", [True, False], ids=["setup", "compact"])
+@pytest.mark.parametrize(
+    "order", [("MX", "off"), ("off", "delayed"), ("delayed", "MX"), ("off", "MX")], ids=str
+)
+def test_one_op_under_two_recipes(order, in_setup, variables, expected):
+    contexts = {
+        "MX": partial(fp8.autocast, recipe=MX),
+        "off": partial(fp8.autocast, enabled=False),
+        "delayed": fp8.autocast,
+    }
+    w = variables["params"]["kernel"]
+    model = TwoCalls(*(contexts[name] for name in order), in_setup)
+    own = variables_of(model, X, w)
+    assert bool(own) == ("delayed" in order)
+    for name, result in zip(order, model.apply(own, X, w)):
+        same(result, expected[name])
+
+
+def test_a_bound_op(variables, expected):
+    op, w = fp8.Fp8DotGeneralOp().bind({}), variables["params"]["kernel"]
+    for context, name in ((fp8.autocast(recipe=MX), "MX"), (fp8.autocast(enabled=False), "off")):
+        with context:
+            same(op(X, w, (((1,), (0,)), ((), ()))), expected[name])
+
+
+def test_left_by_an_error(variables, expected):
+    with pytest.raises(KeyError), fp8.autocast(recipe=MX):
+        raise KeyError
+    same(LAYER.apply(variables, X), expected["delayed"])
+
+
+def test_as_a_decorator(variables, expected):
+    @fp8.autocast(recipe=MX)
+    def apply():
+        return LAYER.apply(variables, X)
+
+    for _ in range(2):
+        same(apply(), expected["MX"])
+    same(LAYER.apply(variables, X), expected["delayed"])
+
+
+def test_an_own_recipe_comes_first_and_off_is_off(variables, expected):
+    layer = layer_with(CURRENT)
+    with fp8.autocast(recipe=MX):
+        same(layer.apply(variables, X), expected["current"])
+    with fp8.autocast(enabled=False):
+        same(layer.apply(variables, X), expected["off"])
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: jax.jit(jax.vmap(f, (None, 0)))], ids=["jit", "vmap"])
+def test_a_jitted_function_is_traced_again(wrap, variables, expected):
+    traces = []
+
+    def apply(variables, x):
+        traces.append(1)
+        return LAYER.apply(variables, x)
+
+    jitted = wrap(apply)
+    x = X if wrap is jax.jit else X[None]
+    for _ in range(2):
+        for context, name in (
+            (fp8.autocast(recipe=MX), "MX"),
+            (fp8.autocast(recipe=CURRENT), "current"),
+            (fp8.autocast(enabled=False), "off"),
+            (fp8.autocast(), "delayed"),
+            # An equal recipe is the same recipe.
+            (fp8.autocast(recipe=fp8.MXFP8BlockScaling()), "MX"),
+        ):
+            with context:
+                same(jitted(variables, x).reshape(8, 16), expected[name])
+    assert len(traces) == 4
+
+
+def test_the_backward_pass_has_the_precision_of_the_forward_pass(variables):
+    params = {"params": variables["params"]}
+    g = np.ones((8, 16), np.float32)
+
+    def vjp_of(layer, wrapped=lambda f: f):
+        # Outside of the context, and compiled there.
+        vjp = jax.vjp(jax.jit(wrapped(lambda v, x: layer.apply(v, x))), params, X)[1]
+        return partial(jax.jit(lambda vjp, g: vjp(g)), vjp)
+
+    wanted = jax.tree.leaves(vjp_of(layer_with(MX))(g))
+    plain = jax.tree.leaves(vjp_of(PLAIN)(g))
+    for wrapped in (lambda f: f, jax.checkpoint):
+        with fp8.autocast(recipe=MX):
+            vjp = vjp_of(LAYER, wrapped)
+        for actual, expected in zip(jax.tree.leaves(vjp(g)), wanted):
+            same(actual, expected)
+        with fp8.autocast(enabled=False):
+            for actual, expected in zip(jax.tree.leaves(vjp(g)), wanted):
+                same(actual, expected)
+            vjp = vjp_of(LAYER, wrapped)
+        with fp8.autocast(recipe=MX):
+            for actual, expected in zip(jax.tree.leaves(vjp(g)), plain):
+                np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+def test_off_touches_no_state(variables):
+    state = {OWG: jax.tree.map(lambda leaf: leaf + 0.25, variables[OWG])}
+
+    @jax.jit
+    def grads(v):
+        return fp8.grad(lambda v: jnp.sum(LAYER.apply(v, X)))(v)
+
+    with fp8.autocast(enabled=False):
+        # No variable is declared, none is needed, and what is there is kept.
+        assert list(jax.eval_shape(LAYER.init, jax.random.key(0), X)) == ["params"]
+        jax.eval_shape(LAYER.apply, {"params": variables["params"]}, X)
+        new = grads({**variables, **state})
+    jax.tree.map(np.testing.assert_array_equal, new[OWG], state[OWG])
+    assert (grads({**variables, **state})[OWG]["Fp8DotGeneralOp_0"]["input_amax_history"][0]) != 0.25
+
+
+def test_a_recipe_without_state_leaves_state_alone(variables):
+    with fp8.autocast(recipe=MX):
+        new = jax.jit(fp8.grad(lambda v: jnp.sum(LAYER.apply(v, X))))(variables)
+    jax.tree.map(np.testing.assert_array_equal, new[OWG], variables[OWG])
+
+
+def test_state_that_is_missing_under_another_recipe():
+    with fp8.autocast(recipe=MX):
+        variables = variables_of(LAYER, X)
+        assert fp8.add_fp8_state(variables, LAYER, X) is variables
+    with pytest.raises(fp8.MissingStateError, match="Recipes without delayed scaling.*need no state"):
+        LAYER.apply(variables, X)
+    LAYER.apply(fp8.add_fp8_state(variables, LAYER, X), X)
+    with pytest.raises(ValueError, match="has no FP8 layer"):
+        fp8.add_fp8_state(variables, PLAIN, X)
+
+
+def test_einsum_and_the_other_ops(variables):
+    x, w = jnp.asarray(X), variables["params"]["kernel"]
+    with fp8.autocast(recipe=MX):
+        wanted = LAYER.apply(variables, X)
+        same(fp8.Fp8Einsum().apply({}, "ab,bc->ac", x, w), wanted)
+        same(fp8.NANOOFp8DotGeneralOp().apply({}, x, w, (((1,), (0,)), ((), ()))), wanted)
+    with fp8.autocast(enabled=False):
+        same(fp8.Fp8Einsum().apply({}, "ab,bc->ac", x, w), PLAIN.apply(variables, X))
+
+
+@pytest.mark.parametrize("bad", ["MXFP8", fp8.MXFP8BlockScaling, 3])
+def test_a_wrong_recipe(bad):
+    with pytest.raises(TypeError, match="recipe must be an instance of a recipe class"):
+        fp8.autocast(recipe=bad)
+    with pytest.raises(TypeError, match="recipe must be an instance of a recipe class"):
+        fp8.Fp8DotGeneralOp(recipe=bad)
+
+
+class NotInParts(fp8.Recipe):
+    gemms = fp8.MXFP8BlockScaling()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "message"),
+    [
+        (NotInParts(), TypeError, "must be an fp8flax.CustomRecipe; got MXFP8BlockScaling"),
+        (fp8.Recipe(), NotImplementedError, "Recipe must define the property gemms"),
+    ],
+)
+def test_a_recipe_of_ones_own_that_says_nothing(recipe, error, message):
+    with pytest.raises(error, match=message):
+        fp8.autocast(recipe=recipe)
+    with pytest.raises(error, match=message):
+        fp8.Fp8DotGeneralOp(recipe=recipe)
+
+
+def test_a_recipe_in_the_place_of_enabled():
+    with pytest.raises(TypeError, match=r"enabled must be True or False; got MXFP8BlockScaling"):
+        fp8.autocast(MX)
+
+
+JITTED = jax.jit(LAYER.apply)
+RECIPES = {"MX": MX, "current": CURRENT}
+
+
+@pytest.fixture
+def in_force(variables, expected):
+    """Returns a function that calls the jitted function and says which recipe it ran under."""
+    names = {result.tobytes(): name for name, result in expected.items()}
+    return lambda: names[np.asarray(JITTED(variables, X)).tobytes()]
+
+
+def in_a_thread(function):
+    """Returns what the function returns in a new thread, under none of this one's context variables."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(contextvars.Context().run(function)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_each_task_computes_with_its_own_recipe(in_force):
+    """Three tasks take turns, and leave in the order in which they entered."""
+
+    async def run(name, steps):
+        seen = [in_force()]
+        with fp8.autocast(enabled=name != "off", recipe=RECIPES.get(name)):
+            for _ in range(steps):
+                await asyncio.sleep(0)
+                seen.append(in_force())
+        await asyncio.sleep(0)
+        return [*seen, in_force()]
+
+    async def main():
+        results = await asyncio.gather(run("MX", 2), run("current", 3), run("off", 4))
+        return results, in_force()
+
+    for _ in range(2):  # compiling, then compiled
+        results, after = asyncio.run(main())
+        for name, steps, seen in zip(("MX", "current", "off"), (2, 3, 4), results):
+            assert seen == ["delayed", *[name] * steps, "delayed"]
+        assert after == in_force() == "delayed"
+
+
+def test_a_task_keeps_the_recipe_that_it_was_started_under(in_force):
+    async def child(go_on):
+        before = in_force()
+        with fp8.autocast(recipe=CURRENT):
+            await go_on.wait()
+            inside = in_force()
+        return before, inside, in_force()
+
+    async def main():
+        go_on = asyncio.Event()
+        with fp8.autocast(recipe=MX):
+            task = asyncio.create_task(child(go_on))
+            await asyncio.sleep(0)
+            assert in_force() == "MX"
+        assert in_force() == "delayed"
+        go_on.set()
+        assert await task == ("MX", "current", "MX")
+        assert in_force() == "delayed"
+
+    asyncio.run(main())
+
+
+def under(recipe):
+    with fp8.autocast(recipe=recipe):
+        while True:
+            yield
+
+
+def test_a_suspended_generator_shares_its_callers_context(in_force):
+    first, second = under(MX), under(CURRENT)
+    next(first)
+    assert in_force() == "MX"
+    next(second)
+    assert in_force() == "current"
+    first.close()  # not the one that was entered last
+    assert in_force() == "current"
+    with fp8.autocast(enabled=False):
+        second.close()
+        assert in_force() == "off"
+    assert in_force() == "delayed"
+
+
+def test_a_generator_that_nobody_closes(in_force):
+    abandoned = under(MX)
+    next(abandoned)
+    with fp8.autocast(recipe=CURRENT):
+        del abandoned
+        gc.collect()
+        assert in_force() == "current"
+    assert in_force() == "delayed"
+
+
+def test_a_generator_that_another_thread_or_context_closes(in_force):
+    for close_by in (in_a_thread, lambda close: contextvars.copy_context().run(close)):
+        generator = under(MX)
+        next(generator)
+        assert in_force() == "MX"
+        close_by(generator.close)
+        assert in_force() == "delayed"
+
+
+def test_an_asynchronous_generator_that_nobody_closes(in_force):
+    """The event loop closes it, in a task of its own."""
+
+    async def steps():
+        with fp8.autocast(recipe=MX):
+            while True:
+                yield in_force()
+
+    async def main():
+        async for name in steps():
+            assert name == in_force() == "MX"
+            break
+        gc.collect()
+        await asyncio.sleep(0.01)
+        assert in_force() == "delayed"
+
+    asyncio.run(main())
+
+
+def test_a_thread_has_its_own(in_force):
+    with fp8.autocast(recipe=MX):
+        context = contextvars.copy_context()
+        assert in_a_thread(in_force) == "delayed"
+        assert in_a_thread(lambda: context.run(in_force)) == "delayed"
+        assert asyncio.run(asyncio.to_thread(in_force)) == "delayed"
+
+        def enters():
+            with fp8.autocast(recipe=CURRENT):
+                return in_force(), in_a_thread(in_force)
+
+        assert in_a_thread(lambda: context.run(enters)) == ("current", "delayed")
+        assert in_force() == "MX"
+
+
+def test_one_object_is_used_many_times(in_force):
+    context = fp8.autocast(recipe=MX)
+    for _ in range(2):
+        with context:
+            assert in_force() == "MX"
+            with fp8.autocast(recipe=CURRENT), context:
+                assert in_force() == "MX"
+                with contextlib.suppress(KeyError), context:
+                    raise KeyError
+                assert in_force() == "MX"
+            assert in_force() == "MX"
+        assert in_force() == "delayed"
+
+    @context
+    def recursive(n):
+        assert in_force() == "MX"
+        if n:
+            recursive(n - 1)
+        return in_force()
+
+    assert recursive(3) == "MX"
+    assert in_force() == "delayed"
+
+
+def test_one_object_in_two_tasks(in_force):
+    context = fp8.autocast(recipe=MX)
+
+    async def run(steps):
+        with context:
+            for _ in range(steps):
+                await asyncio.sleep(0)
+                assert in_force() == "MX"
+        await asyncio.sleep(0)
+        assert in_force() == "delayed"
+
+    async def main():
+        await asyncio.gather(run(1), run(2))
+
+    asyncio.run(main())
+    assert in_force() == "delayed"
+
+
+def test_what_it_does_not_decorate():
+    async def coroutine():
+        pass
+
+    async def generator():
+        yield
+
+    for function in (coroutine, generator, under):
+        with pytest.raises(TypeError, match=r"got <function .*Write the with statement in it"):
+            fp8.autocast()(function)
+
+
+OWN, DEFAULT = fp8.Float8BlockScaling(), fp8.DelayedScaling()
+AMBIENT = [MX.gemms, CURRENT.gemms, None, DEFAULT]
+
+
+def number_in_use(x):
+    """Adds the index of the recipe in ``AMBIENT``."""
+    return x + AMBIENT.index(recipe_in_use(None, DEFAULT))
+
+
+def test_a_recipe_entered_in_a_function_that_is_being_compiled():
+    """In a new thread, whose key is another one after the first function than before it."""
+
+    @jax.jit
+    def numbers(x):
+        with fp8.autocast(recipe=MX):
+            inside = number_in_use(x)
+        return inside, number_in_use(x)
+
+    def run():
+        results = [numbers(0)]
+        for _ in range(2):
+            with fp8.autocast(recipe=CURRENT):
+                results.append(numbers(0))
+            results.append(numbers(0))
+        return results
+
+    assert in_a_thread(run) == [(0, 3), (0, 1), (0, 3), (0, 1), (0, 3)]
+
+
+def test_a_compiled_function_is_found_without_a_line_of_python():
+    """One is where another thread may go on, and change jit's table while it is read."""
+    function, x = jax.jit(number_in_use), np.int32(0)
+    calls = []
+
+    def profiled():
+        sys.setprofile(lambda frame, event, _: calls.append(frame.f_code) if event == "call" else None)
+        result = function(x)
+        sys.setprofile(None)
+        return result
+
+    for _ in range(2):
+        for context in (fp8.autocast(recipe=fp8.MXFP8BlockScaling()), fp8.autocast(False), fp8.autocast()):
+            with context:
+                assert function(x) == profiled()
+        assert function(x) == profiled()
+    assert calls == []
+
+
+def test_the_key_of_another_thread_that_may_change_matches_nothing():
+    def enter():
+        with fp8.autocast(recipe=MX):
+            context = contextvars.copy_context()
+        return _jit_key.value, context
+
+    key, context = in_a_thread(enter)
+    with fp8.autocast(recipe=MX):
+        for other in (None, _jit_key.value, *AMBIENT):
+            assert key != other
+            assert context.run(key.__ne__, other)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_tasks_and_generators(seed):
+    """Whatever takes turns with whatever, a function runs as compiled for the recipe of its caller."""
+    options = [{"recipe": MX}, {"recipe": CURRENT}, {"enabled": False}, {}]
+    choose = random.Random(seed)
+    functions = [jax.jit(number_in_use), jax.jit(lambda x: jax.jit(number_in_use)(x)), number_in_use]
+
+    def check(wanted):
+        assert recipe_in_use(OWN, DEFAULT) is (None if wanted == 2 else OWN)
+        assert choose.choice(functions)(np.int32(0)) == wanted
+
+    async def wander(outer, depth):
+        for _ in range(choose.randrange(4)):
+            check(outer)
+            await asyncio.sleep(0)
+            check(outer)
+            match choose.randrange(4) if depth else 3:
+                case 0:
+                    inner = choose.randrange(4)
+                    with fp8.autocast(**options[inner]):
+                        await wander(inner, depth - 1)
+                case 1:
+                    tasks = [asyncio.create_task(wander(outer, depth - 1)) for _ in range(2)]
+                    await wander(outer, depth - 1)
+                    await asyncio.gather(*tasks)
+                case 2:
+                    generators = [under(recipe) for recipe in (MX, CURRENT)]
+                    for generator in generators:
+                        next(generator)
+                    choose.shuffle(generators)
+                    await asyncio.sleep(0)
+                    for generator in generators:
+                        generator.close()
+            check(outer)
+
+    async def main():
+        await asyncio.gather(*(wander(3, 3) for _ in range(4)))
+
+    asyncio.run(main())
+    check(3)
