@@ -27,9 +27,9 @@ _OCP_DTYPES = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 
 ONCE = (
     "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second derivatives "
-    "give the layer an op with delayed scaling in another form, partial(fp8flax.Fp8DotGeneralOp, "
-    "form='qdq'). A model of fp8flax.quantize_model has no other form: compute what is differentiated "
-    "twice under fp8flax.autocast(enabled=False), or leave those layers out by exclude."
+    "use delayed scaling in another form: partial(fp8flax.Fp8DotGeneralOp, form='qdq'), or "
+    "fp8flax.quantize_model(…, form='qdq'); or compute what is differentiated twice under "
+    "fp8flax.autocast(enabled=False)."
 )
 
 

@@ -110,7 +110,9 @@ class Call:
         if not decision.converts:
             return Left()
         with jax.named_scope(BY_OP):
-            out = op(recipe=decision.recipe, parent=scope.push(name, reuse=True))(*arguments)
+            out = op(
+                recipe=decision.recipe, form=self._rules_here.form, parent=scope.push(name, reuse=True)
+            )(*arguments)
         return restore(out)
 
     def on_op(

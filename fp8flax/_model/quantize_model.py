@@ -21,6 +21,7 @@ def quantize_model(
     rules: Any = (),
     products: bool = False,
     allow_unmatched: bool = False,
+    form: str = "direct",
 ) -> nn.Module:
     """Returns the model with its contractions in FP8; its source and its fields stay as they are.
 
@@ -57,6 +58,8 @@ def quantize_model(
         products: whether to convert products of two activations too, such as the two of attention, which
             have the state of an op with the second as its kernel.
         allow_unmatched: whether a pattern that is the first to match nothing is no error.
+        form: of its ops: ``"direct"``, or ``"qdq"``, which with delayed scaling can be differentiated twice
+            and is never faster; see ``Fp8DotGeneralOp``.
 
     Returns:
         A module of a subclass of ``type(model)``, equal for equal arguments. ``init`` raises ``ValueError``
@@ -69,7 +72,7 @@ def quantize_model(
 
     Raises:
         TypeError: ``model`` is not a Linen module, or a recipe is none.
-        ValueError: ``model`` is bound, or converted already; or a rule is not valid.
+        ValueError: ``model`` is bound, or converted already; or a rule or ``form`` is not valid.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -103,5 +106,6 @@ def quantize_model(
         rules=rules,
         products=products,
         allow_unmatched=allow_unmatched,
+        form=form,
     )
     return convert(model, converted_class(type(model), options, Call))

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 
+from fp8flax._core.differentiable import FORMS
 from fp8flax._core.formats import is_wide_float
+from fp8flax._core.options import check_choice
 from fp8flax._core.recipes import Recipe, check_recipe
 
 LEAVE = "leave"
@@ -105,8 +107,10 @@ class Rules:
     rules: tuple[Rule, ...] = ()
     products: bool = False
     allow_unmatched: bool = False
+    form: str = "direct"
 
     def __post_init__(self) -> None:
+        check_choice("form", self.form, FORMS)
         if self.recipe is not None:
             check_recipe(self.recipe)
         if self.include is not None:

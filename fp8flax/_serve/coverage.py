@@ -82,7 +82,7 @@ def _counts(kernel: Derived, shape: tuple[int, ...]) -> list[Any]:
     if kernel.is_whole_parameter:
         return [np.ones(kernel.sources[0].shape, np.uint8)]
     with jax.ensure_compile_time_eval():
-        ones = jax.device_put(np.ones(shape, np.float32))
+        ones = jax.device_put(np.ones(shape, np.uint8))
     count = jax.jit(functools.partial(into_sources, kernel)).lower(ones).compile()
     return list(jax.device_get(count(ones)))
 

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -676,10 +677,18 @@ class TestAdvice:
                 lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(model8.apply(variables, x) ** 3))(x))
             )(x)
 
-        with pytest.raises(TypeError, match=r"quantize_model has no other form.*enabled=False"):
+        with pytest.raises(TypeError, match=r"quantize_model\(…, form='qdq'\).*enabled=False"):
             second(X)
         with fp8.autocast(enabled=False):
             assert np.isfinite(second(X)).all()
+        by_hand = nn.Dense(8, dot_general_cls=partial(fp8.Fp8DotGeneralOp, form="qdq"))
+        expected_variables = {**by_hand.init(KEY, X), "params": variables["params"]}
+        model8 = fp8.quantize_model(nn.Dense(8), **ALL, form="qdq")
+        actual = second(X)
+        model8, variables = by_hand, expected_variables
+        np.testing.assert_array_equal(actual, second(X))
+        with pytest.raises(ValueError, match="form must be one of"):
+            fp8.quantize_model(nn.Dense(8), form="fake")
 
 
 def test_names_that_begin_like_our_scopes():
