@@ -10,13 +10,16 @@ export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-gpu what-works notebooks clean
+.PHONY: help environments demo audit test test-all test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-gpu what-works notebooks clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
 	@echo "make audit         show which matmuls of the demo would run in FP8 on an H200 (no GPU needed)"
-	@echo "make test          lint, format check, types, doctests, tests"
-	@echo "make test-oldest   what depends most on JAX's version, on the oldest supported ($(OLDEST_JAX))"
+	@echo "make test          lint, format check, types, doctests, tests (8 minutes on 2 cores)"
+	@echo "make test ARGS='-k scan'  the tests whose name has scan in it, and nothing else"
+	@echo "make test-all      the tests that make test leaves out for their time, too (an hour)"
+	@echo "make test-oldest   some tests of every folder on the oldest JAX that is supported ($(OLDEST_JAX))"
+	@echo "make lint typecheck pytest  the parts of make test"
 	@echo "make bench         time training steps on this CPU and write benchmarks/results/"
 	@echo "make bench-dense   one Dense layer: FP8 matmuls, kernels and bytes on an H200, time on this CPU"
 	@echo "make bench-accuracy  the error that each recipe adds to a Dense layer, on three kinds of data"
@@ -28,6 +31,7 @@ help:
 	@echo "make what-works    every recipe with every transformation and sharding; writes docs/what_works.md"
 	@echo "make notebooks     execute the notebooks and save their outputs"
 	@echo "make format        format the code and fix what the linter can"
+	@echo "make environments  .venv and .venv-oldest, which other targets make when they need them"
 	@echo "make clean         remove the virtual environments and caches"
 
 .venv/installed: pyproject.toml $(CONSTRAINTS)
@@ -68,7 +72,12 @@ audit: .venv/installed-audit
 # Both virtual environments; with -j2 at the same time.
 environments: .venv/installed .venv-oldest/installed
 
+# With ARGS only pytest, in one process: the first test starts within seconds.
+ifdef ARGS
+test: pytest
+else
 test: lint typecheck pytest
+endif
 
 lint: .venv/installed
 	.venv/bin/ruff check .
@@ -77,16 +86,16 @@ lint: .venv/installed
 typecheck: .venv/installed
 	.venv/bin/mypy
 
+IN_PARALLEL = --numprocesses $(WORKERS) --dist loadfile
 pytest: .venv/installed
-	.venv/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	.venv/bin/python -m pytest $(if $(ARGS),$(ARGS),$(IN_PARALLEL))
 
-# What depends most on the version of JAX: extended dtypes, traces, transformations, compiled programs. In float32
-# alone where a test takes several dtypes, and compiling for one GPU.
-OLDEST_TESTS = audit gemm gpu_program identity max_dtype models scaling state train transformations
+test-all: .venv/installed
+	.venv/bin/python -m pytest $(IN_PARALLEL) --all-cells $(ARGS)
+
+# The tests marked oldest: some of every folder, most of them where much depends on the version of JAX.
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
-	  $(OLDEST_TESTS:%=tests/*/test_%.py) \
-	  -k "not float16] and not b200 and not Attention- and not Einsum- and not Own- and not eager]" $(ARGS)
+	.venv-oldest/bin/python -m pytest $(IN_PARALLEL) -m oldest $(ARGS) tests
 
 bench: .venv/installed
 	.venv/bin/python -m benchmarks.step_cpu $(ARGS)
@@ -114,7 +123,7 @@ bench-gpu:
 	env -u JAX_PLATFORMS $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 what-works: .venv/installed
-	.venv/bin/python -m pytest --numprocesses $(WORKERS) --all-cells --write-table \
+	.venv/bin/python -m pytest $(IN_PARALLEL) --all-cells --write-table \
 	  tests/linen/test_transformations.py tests/train/test_devices.py $(ARGS)
 
 notebooks: .venv/installed

@@ -29,7 +29,7 @@ from fp8flax.audit.gemms import AuditedGemm, why_not
 from fp8flax.audit.op_names import path_of, role_of
 from tests.cases import dense_step, struct
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 MIB = 2**20

@@ -42,6 +42,7 @@ def report_of_dense(shape, dot_general_cls):
         return fp8.audit(*dense_step(*shape, dot_general_cls), target="h200")
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_three_of_three_gemms_of_a_dense_layer(shape):
     report = report_of_dense(shape, fp8.Fp8DotGeneralOp)
@@ -77,6 +78,7 @@ def test_the_quantize_dequantize_form_keeps_the_rounding():
     assert "f8e5m2[256,256]" in text
 
 
+@pytest.mark.oldest
 def test_bytes_and_kernels_beside_flax():
     """Each beside Flax's direct op with the GEMM backend that it then has: XLA's own kernels."""
     theirs = report_of_dense(SHAPES[0], flax_direct)
@@ -126,6 +128,7 @@ SCALED = {
 }
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", list(SCALED))
 def test_every_scale_is_applied_in_float32(name):
     """Also where cublasLt does not take it in: after a sum in parts, and with a scale per expert."""
@@ -306,6 +309,7 @@ def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed(
     assert cublaslt.temp_bytes <= 1.1 * plain.temp_bytes
 
 
+@pytest.mark.oldest
 @pytest.mark.usefixtures("_promotion_of_flax")
 def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
     settings = training.Settings(num_layers=1)

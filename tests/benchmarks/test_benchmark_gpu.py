@@ -350,6 +350,7 @@ def measure_small(store: gpu.Store, names: Any) -> None:
     assert not any(word in text for word in ("predicted", "cublasLt", "H200", "not measured: None"))
 
 
+@pytest.mark.oldest
 def test_small(store: gpu.Store) -> None:
     measure_small(store, IN_CI)
 
@@ -387,6 +388,7 @@ def test_every_shape_and_contender_is_an_entry() -> None:
 FULL_TE = ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(
     "name", ["torchao-rowwise", "block128-f32", "mxfp8-floor", "current-e4m3-pow2", "axiswise"]
 )

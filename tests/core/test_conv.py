@@ -167,6 +167,7 @@ def make_vjp(convolve):
     return run
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", [name for name in CASES if name != "patches"])  # see below
 def test_values_gradients_and_state_beside_numpy(name):
     """With amaxes that are too low for some of the data: those saturate."""
@@ -264,6 +265,7 @@ RECIPES_OF_MATMULS = {
 }
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", list(RECIPES_OF_MATMULS))
 def test_recipes_of_matmuls(name):
     """On patches they are the matmul of the patches, in the kernel's order; elsewhere an error."""
@@ -475,6 +477,7 @@ class Stack(nn.Module):
         return x
 
 
+@pytest.mark.oldest
 def test_scan_and_remat():
     x = small()[1]
     scan = Stack(scanned=True)
@@ -619,6 +622,7 @@ def step_of(layer, *shape, dtype=jnp.bfloat16):
     return step, variables, x, y
 
 
+@pytest.mark.oldest
 @pytest.mark.usefixtures("gpu")
 def test_a_patch_embedding_runs_in_fp8():
     layer = nn.Conv(768, (16, 16), (16, 16), conv_general_dilated_cls=OP)

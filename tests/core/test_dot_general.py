@@ -100,6 +100,7 @@ def test_integers_multiply_exactly_forward_and_backward(contraction, dtype):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(("contraction", "dtype"), BOTH_FORMS, ids=name_of)
 def test_the_two_forms_agree(contraction, dtype):
     lhs_shape, rhs_shape, dims = CONTRACTIONS[contraction]
@@ -205,6 +206,7 @@ def test_nan_reaches_the_result_and_inf_saturates():
     np.testing.assert_array_equal(out, [[np.nan, np.nan], [448.0, 1.0]])
 
 
+@pytest.mark.oldest
 class TestOnCuda:
     """What is handed to the compiler for an NVIDIA GPU; nothing is compiled."""
 
@@ -436,6 +438,7 @@ class Layers(nn.Module):
         return x
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_layers_that_are_alike_are_traced_once(by_hand):
     """More layers add no functions to the lowered program: all but the first and the last are alike."""

@@ -20,7 +20,7 @@ from fp8flax._core.ragged_dot import fp8_ragged_dot
 from tests import reference_recipes
 from tests.cases import MATMUL, error_of_product, with_reference
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
 TINY, HUGE = 2.0**-126, float(np.finfo(np.float32).max)
 

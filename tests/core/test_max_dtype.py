@@ -7,7 +7,7 @@ from jax import lax
 import fp8flax as fp8
 from fp8flax import _max_dtype
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
 MAX = fp8.fp32_max_grad
 

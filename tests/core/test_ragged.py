@@ -131,6 +131,7 @@ def check(actual, results):
         assert (np.abs(np.nan_to_num(ours - wanted)) <= 2e-6 * np.nan_to_num(magnitude) + smallest).all()
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_steps_beside_numpy(name):
     """Results, both gradients and the next states, of steps with growing data and other groups."""
@@ -232,6 +233,7 @@ def small_variables():
     return op, {OWG: state}
 
 
+@pytest.mark.oldest
 def test_variables_of_the_op():
     _, variables = small_variables()
     assert {name: leaf.shape for name, leaf in variables[OWG].items()} == {
@@ -452,6 +454,7 @@ def test_explicit_axes_are_refused():
 # What an NVIDIA GPU would run.
 
 
+@pytest.mark.oldest
 @pytest.mark.usefixtures("gpu")
 def test_three_gemms_in_fp8_on_hopper():
     """All in FP8 units, and with less than half of the operations of lax.ragged_dot, which XLA expands."""
@@ -512,6 +515,7 @@ def dense_loop(params, x, top_k):
     return out.reshape(x.shape)
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(("name", "low", "high"), [(None, 0, 1e-6), ("tensorwise", 1e-3, 0.08)])
 def test_the_layer_equals_a_dense_loop_over_experts(name, low, high):
     x = np.random.default_rng(0).normal(size=(2, 9, 16)).astype(np.float32)
@@ -521,6 +525,7 @@ def test_the_layer_equals_a_dense_loop_over_experts(name, low, high):
     assert low < np.linalg.norm(out - expected) / np.linalg.norm(expected) < high
 
 
+@pytest.mark.oldest
 def test_the_layer_trains():
     """On a target that is piecewise, the loss with FP8 falls as that of bfloat16 does."""
     rng = np.random.default_rng(0)

@@ -52,6 +52,7 @@ def make_vjp(recipe, dims=MATMUL, form="direct"):
     return run
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", list(STATELESS))
 def test_three_gemms_beside_numpy(name):
     """Each operand is quantized from the wide tensor along the contraction of the GEMM that it enters."""
@@ -177,6 +178,7 @@ M, K, N = 256, 384, 512
 BFLOAT16 = 2 * (M * K + K * N)
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(
     ("name", "codes", "scales"),
     [
@@ -349,6 +351,7 @@ def grads_and_state(recipe, x, w):
     return run(variables, x, w)
 
 
+@pytest.mark.oldest
 class TestCustom:
     x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
     w = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32)

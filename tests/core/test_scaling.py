@@ -8,7 +8,7 @@ from fp8flax import _scaling
 from tests import reference
 from tests.cases import normal
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
 AMAXES = [3.0, 1e-30, 1e30, 0.1, 448.0, 3.4e38, 57344.0, 1.17e-38]
 

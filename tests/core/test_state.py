@@ -6,7 +6,7 @@ import pytest
 
 from fp8flax import _state
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
 OWG = _state.OVERWRITE_WITH_GRADIENT
 

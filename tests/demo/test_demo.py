@@ -117,6 +117,7 @@ class TestData:
         np.testing.assert_array_equal(batches[0][0], corpus.validation[:17])
 
 
+@pytest.mark.oldest
 class TestTraining:
     def test_both_precisions_start_from_the_same_weights(self):
         states = [training.make_state(p, 3, TINY()) for p in training.PRECISIONS]

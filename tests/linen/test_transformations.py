@@ -21,6 +21,8 @@ from tests import what_works
 from tests.cases import OWG, RECIPES, added_up, normal, variables_of
 from tests.what_works import COLUMNS
 
+pytestmark = pytest.mark.oldest
+
 EXAMPLES, LENGTH, WIDTH = 4, 3, 8
 
 

@@ -10,6 +10,8 @@ import fp8flax as fp8
 from tests.cases import OWG, normal
 from tests.models import ALL
 
+pytestmark = pytest.mark.oldest
+
 init = nn.initializers.lecun_normal()
 
 

@@ -17,6 +17,8 @@ import fp8flax as fp8
 from tests.cases import OWG, assert_same, flat, normal
 from tests.models import ALL, MODELS, Attention, Layers, Own
 
+pytestmark = pytest.mark.oldest
+
 
 def steps(model, variables, x):
     """The output and all gradients of the second of two steps: state is used, and made anew."""

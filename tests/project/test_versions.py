@@ -17,6 +17,8 @@ import pytest
 import fp8flax
 from fp8flax._host import versions
 
+pytestmark = pytest.mark.oldest
+
 PACKAGE = Path(fp8flax.__file__).parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
 

@@ -35,6 +35,7 @@ STAYS_WIDE = ("patches", "current")
 """A convolution's kernel is stored in FP8 where its scale is delayed."""
 
 
+@pytest.mark.oldest
 @pytest.mark.filterwarnings("ignore:Not calibrated", "ignore:These scales are frozen")  # a branch not taken
 @WIDE  # a convolution
 @pytest.mark.parametrize(("name", "recipe"), CASES)
@@ -390,6 +391,7 @@ def models():
     return model8, decoder, variables, cache
 
 
+@pytest.mark.oldest
 class TestDecoding:
     def decode(self, model, variables, steps=8):
         """The logits of one token after the other, from one compiled step."""
@@ -482,6 +484,7 @@ def test_every_converted_gemm_runs_in_fp8_on_hopper(gpu):
         assert "fp8flax.report says why" in gemm.reason
 
 
+@pytest.mark.oldest
 class TestErrors:
     x = np.ones((2, 8), np.float32)
 

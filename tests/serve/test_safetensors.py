@@ -122,6 +122,7 @@ def test_what_a_server_reads(recipe, tmp_path, request):
     np.testing.assert_array_equal(jax.jit(model.apply)(loaded, x), expected)
 
 
+@pytest.mark.oldest
 @pytest.mark.filterwarnings("ignore:These scales are frozen")
 @pytest.mark.parametrize("name", ["own", "scan", "vmap", "patches", "decoder"])
 def test_any_model_comes_back(name, tmp_path):

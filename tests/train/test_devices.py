@@ -322,6 +322,7 @@ def test_rows_of_the_page(request):
         assert what_works.rows("devices") == [*WAYS]
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("recipe", COLUMNS)
 def test_as_one_device(recipe, name, cell, request):

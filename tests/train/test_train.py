@@ -19,6 +19,8 @@ from jax import lax
 import fp8flax as fp8
 from tests.cases import normal, variables_of
 
+pytestmark = pytest.mark.oldest
+
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
 Op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPE)
