@@ -1,4 +1,4 @@
-"""Frozen models as safetensors files, with the names and layouts that inference servers read."""
+"""Frozen models as safetensors files: what is written, and what is checked as it is read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.names import PARAMS
 from fp8flax._host.files import replacing
-from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE, ServedOp
+from fp8flax._serve.server_layout import from_matrix, matrix_shape, named, quantization_config
 from fp8flax._serve.serving import serving_ops
 
 _METADATA = "fp8flax"
@@ -111,7 +110,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
     library, ops = _library(), serving_ops(model)
     tensors: dict[str, np.ndarray] = {}
     entries: dict[str, Any] = {}
-    for name, path_in_tree, array, written, matrix in _named(ops, variables):
+    for name, path_in_tree, array, written, matrix in named(ops, variables):
         if name in tensors:
             raise ValueError(
                 f"{'/'.join(path_in_tree)} and {'/'.join(entries[name]['path'])} would both be {name!r} in "
@@ -133,7 +132,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
         }
     own = {"version": _VERSION, "tensors": entries, "checksum": _checksum(entries)}
     metadata = {_METADATA: json.dumps(own), "format": "np"}
-    config = _config(ops, tensors)
+    config = quantization_config(ops, tensors)
     if config is not None:
         metadata["quantization_config"] = json.dumps(config)
     with replacing(path) as new:
@@ -191,7 +190,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
             )
         array = np.frombuffer(tensors[name]["data"], _DTYPES[entry["dtype"]])
         if entry["matrix"] is not None:
-            array = _from_matrix(array, entry["shape"], *entry["matrix"])
+            array = from_matrix(array, entry["shape"], *entry["matrix"])
         return jnp.asarray(array.reshape(entry["shape"]))
 
     return jax.tree.map(load, tree)
@@ -296,127 +295,9 @@ def _check_entry(entry: Any, fields: set[str], dtype: str, shape_in_file: list[i
         axes = [*matrix[0], *matrix[1]]
         if sorted(axes) != list(range(len(axes))) or len(axes) > len(shape):
             return f"must have each of the last axes of {shape} once in its matrix; got {matrix!r}"
-        fits = _matrix_shape(shape, *matrix) == shape_in_file
+        fits = matrix_shape(shape, *matrix) == shape_in_file
     return None if fits else f"has the shape {shape_in_file}, which does not become {shape}"
 
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-
-
-def _order(ndim: int, out: Sequence[int], summed: Sequence[int]) -> list[int]:
-    """Returns a kernel's dimensions in the file's order: stacked, of the output, summed over."""
-    stacked = ndim - len(out) - len(summed)
-    return [*range(stacked), *(stacked + i for i in out), *(stacked + i for i in summed)]
-
-
-def _matrix_shape(shape: Sequence[int], out: Sequence[int], summed: Sequence[int]) -> list[int]:
-    ordered = [shape[i] for i in _order(len(shape), out, summed)]
-    end = len(shape) - len(summed)
-    start = end - len(out)
-    return [*ordered[:start], math.prod(ordered[start:end]), math.prod(ordered[end:])]
-
-
-def _as_matrix(array: np.ndarray, out: Sequence[int], summed: Sequence[int]) -> np.ndarray:
-    order = _order(array.ndim, out, summed)
-    return array.transpose(order).reshape(_matrix_shape(array.shape, out, summed))
-
-
-def _from_matrix(
-    matrix: np.ndarray, shape: Sequence[int], out: Sequence[int], summed: Sequence[int]
-) -> np.ndarray:
-    order = _order(len(shape), out, summed)
-    return matrix.reshape([shape[i] for i in order]).transpose(np.argsort(order))
-
-
-def _named(
-    ops: tuple[ServedOp, ...], variables: Mapping[str, Any]
-) -> Iterator[tuple[str, list[str], np.ndarray, np.ndarray, Any]]:
-    """Yields each variable: name in the file, path, value, value in the file, how it became a matrix."""
-    plain = [op for op in ops if op.layout is not None]
-    kernels = {op.kernels[0][0]: op for op in plain}
-    biases = {(*path[:-1], "bias"): op for path, op in kernels.items() if path[-1] == "kernel"}
-    scales = {(*op.path, KERNEL_SCALE): op for op in plain}
-    inputs = {(*op.path, INPUT_SCALE): op for op in plain}
-    for collection, tree in variables.items():
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(nn.meta.unbox(tree))[0]:
-            if not all(isinstance(key, jax.tree_util.DictKey) for key in keys):
-                raise ValueError(
-                    f"The collection {collection!r} must be dicts of arrays; got "
-                    f"{jax.tree_util.keystr(keys)} in it. Leave sown values out of the variables."
-                )
-            path = tuple(str(key.key) for key in keys)
-            array, matrix = np.asarray(leaf), None
-            written, name = array, ".".join(path if collection == PARAMS else (collection, *path))
-            if collection != PARAMS:
-                pass
-            elif path in kernels:
-                name, matrix = f"{_layer(kernels[path])}.weight", kernels[path].layout
-            elif path in scales:
-                op = scales[path]
-                quantizer = op.gemms.forward.rhs
-                assert quantizer is not None
-                name = f"{_layer(op)}.weight_scale{'_inv' if quantizer.strategy == 'block' else ''}"
-                if quantizer.scales_along_contraction:  # of a batch of one matrix
-                    written = array.reshape(*array.shape[:-3], *array.shape[-2:])
-                elif array.shape[-1] != 1 or array.ndim > 2:
-                    matrix = op.layout
-            elif path in inputs:
-                name = f"{_layer(inputs[path])}.input_scale"
-            elif path in biases:
-                written = _flat_bias(array, biases[path].layout)
-            if matrix is not None:
-                written = _as_matrix(array, *matrix)
-            yield name, [collection, *path], array, written, matrix
-
-
-def _flat_bias(bias: np.ndarray, layout: Any) -> np.ndarray:
-    """Returns a bias with one dimension for all features, as PyTorch has it."""
-    stacked = max(0, bias.ndim - len(layout[0]))
-    return bias.reshape(*bias.shape[:stacked], -1)
-
-
-def _layer(op: ServedOp) -> str:
-    """Returns the name of a layer: of its module, or of the parameter if the module has several."""
-    *module, last = op.kernels[0][0]
-    return ".".join(module if last == "kernel" and module else (*module, last))
-
-
-def _config(ops: tuple[ServedOp, ...], names: Iterable[str]) -> dict[str, Any] | None:
-    """Returns the quantization config that inference servers know; None if they know none."""
-    plain = [op for op in ops if op.layout is not None]
-    kinds = {(op.gemms.forward.lhs, op.gemms.forward.rhs) for op in plain}
-    if len(kinds) != 1 or len(plain) != len(ops):
-        return None
-    lhs, rhs = kinds.pop()
-    wide = sorted(n.removesuffix(".kernel") for n in names if n.endswith(".kernel"))
-    assert rhs is not None
-    if rhs.strategy in ("tensor", "block"):
-        scheme = "static" if lhs is not None and lhs.needs_state else "dynamic"
-        config: dict[str, Any] = {
-            "quant_method": "fp8",
-            "activation_scheme": scheme,
-            "modules_to_not_convert": wide,
-        }
-        if rhs.strategy == "block":
-            config["weight_block_size"] = [128, 128]
-        return config
-    if rhs.strategy is None:
-        return None
-    weights = {
-        "num_bits": 8,
-        "type": "float",
-        "symmetric": True,
-        "strategy": rhs.strategy,
-        "dynamic": False,
-    }
-    inputs = None if lhs is None else {**weights, "strategy": "token", "dynamic": True}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-        },
-        "ignore": wide,
-    }

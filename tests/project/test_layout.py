@@ -65,6 +65,7 @@ ORDER = [
     "_serve/scales",
     "_serve/serving",
     "_serve/freeze",
+    "_serve/server_layout",
     "_serve/safetensors",
     "audit/hlo",
     "audit/traffic",
