@@ -159,7 +159,7 @@ def test_what_a_file_cannot_hold(tmp_path):
 
     x = np.ones((2, 4), np.float32)
     model8 = fp8.quantize_model(Outer(), RECIPES["current"], **ALL)
-    variables = variables_of(model8, x)
+    variables = model8.init(jax.random.key(0), x)
     model, served = fp8.freeze(model8, variables)
     with pytest.raises(ValueError, match=r"two/weight and params/two/kernel would both be 'two.weight'"):
         fp8.save_safetensors(tmp_path / "model", model, {"params": served["params"]})
