@@ -5,7 +5,7 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax import _max_dtype
+from fp8flax._core import max_dtype
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
@@ -51,13 +51,13 @@ def test_gradients_merge_by_max(use, wrap):
 
 def test_casts():
     x = jnp.array([1.0, -2.0])
-    y = _max_dtype.to_max_dtype(x)
-    assert _max_dtype.is_max_dtype(y)
-    assert not _max_dtype.is_max_dtype(x)
-    assert not _max_dtype.is_max_dtype("text")
-    assert _max_dtype.to_max_dtype(y) is y
-    assert _max_dtype.from_max_dtype(x) is x
-    np.testing.assert_array_equal(_max_dtype.from_max_dtype(y), x)
+    y = max_dtype.to_max_dtype(x)
+    assert max_dtype.is_max_dtype(y)
+    assert not max_dtype.is_max_dtype(x)
+    assert not max_dtype.is_max_dtype("text")
+    assert max_dtype.to_max_dtype(y) is y
+    assert max_dtype.from_max_dtype(x) is x
+    np.testing.assert_array_equal(max_dtype.from_max_dtype(y), x)
     assert repr(MAX) == MAX.name == "fp32_max_grad"
     assert MAX.itemsize == 4
 

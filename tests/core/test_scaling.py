@@ -4,7 +4,7 @@ import pytest
 from flax.linen import fp8_ops as flax_ops
 
 import fp8flax as fp8
-from fp8flax import _scaling
+from fp8flax._core import scaling
 from tests import reference
 from tests.cases import normal
 
@@ -76,7 +76,7 @@ def test_unusable_data_leave_the_history(x):
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0, 4)])
 def test_amax(dtype, shape):
     x = normal(0, *shape, dtype=dtype)
-    amax = _scaling.compute_amax(x)
+    amax = scaling.compute_amax(x)
     assert amax.dtype == jnp.float32
     assert amax.shape == ()
     assert amax == np.max(np.abs(np.asarray(x, np.float32)), initial=0)
@@ -96,7 +96,7 @@ def test_amax(dtype, shape):
     ids=str,
 )
 def test_the_newest_are_index_0_and_the_last_15(history, second):
-    is_newest = np.asarray(_scaling.is_newest(len(history)))
+    is_newest = np.asarray(scaling.is_newest(len(history)))
     assert is_newest.sum() == min(len(history), 16)
     newest = [-np.inf, *sorted(np.asarray(history)[is_newest])]
     assert newest[-2] == second
@@ -108,9 +108,7 @@ def test_within_the_bound_the_largest_amax_counts(dtype):
     factor = reference.MAX[dtype] / (64 * smallest_normal)
 
     def bounded(largest, ordinary):
-        return float(
-            _scaling.bounded_amax(jnp.float32(largest), jnp.float32(ordinary), getattr(jnp, dtype))
-        )
+        return float(scaling.bounded_amax(jnp.float32(largest), jnp.float32(ordinary), getattr(jnp, dtype)))
 
     assert bounded(3 * factor, 3.0) == np.float32(3 * factor)
     assert bounded(1e30, 3.0) == np.float32(3 * factor)

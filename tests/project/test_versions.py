@@ -67,7 +67,7 @@ def test_ctrl_c_while_a_command_imports():
         text=True,
     )
     for line in process.stderr:
-        if line.split("|")[-1].strip() == "fp8flax._interrupt":
+        if line.split("|")[-1].strip() == "fp8flax._host.interrupt":
             break
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)

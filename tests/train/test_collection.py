@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax import _state
+from fp8flax._train import collection
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
@@ -35,21 +35,21 @@ def assert_trees_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("cast", [lambda t: t, _state.merge_by_max], ids=["float32", "max"])
+@pytest.mark.parametrize("cast", [lambda t: t, collection.merge_by_max], ids=["float32", "max"])
 def test_a_good_new_state_is_taken(cast):
     new = with_state(op_state(0.25, [4.0, 2.0]))
-    assert_trees_equal(_state.next_state(OLD, cast(new)), new)
+    assert_trees_equal(collection.next_state(OLD, cast(new)), new)
 
 
 @pytest.mark.parametrize("scale", [0.0, -np.inf, np.nan, np.inf, -1.0])
 def test_no_gradient_keeps_the_state(scale):
-    kept = _state.next_state(OLD, with_state(op_state(scale, [0.0, 0.0])))
+    kept = collection.next_state(OLD, with_state(op_state(scale, [0.0, 0.0])))
     assert_trees_equal(kept, with_state(op_state(0.5, [2.0, 1.0])))
 
 
 @pytest.mark.parametrize("amax", [np.inf, np.nan, -np.inf, -1.0])
 def test_a_non_finite_amax_keeps_the_history(amax):
-    kept = _state.next_state(OLD, with_state(op_state(0.25, [amax, 2.0])))
+    kept = collection.next_state(OLD, with_state(op_state(0.25, [amax, 2.0])))
     assert_trees_equal(kept, with_state(op_state(0.25, [2.0, 1.0])))
 
 
@@ -59,7 +59,7 @@ def test_stacked_layers_are_judged_one_by_one():
     op = new[OWG]["op"]
     op["input_scale"] = op["input_scale"].at[1].set(0)
     op["kernel_amax_history"] = op["kernel_amax_history"].at[2, 0].set(jnp.inf)
-    kept = _state.next_state(old, new)[OWG]["op"]
+    kept = collection.next_state(old, new)[OWG]["op"]
     np.testing.assert_array_equal(kept["input_scale"][:, 0], [0.25, 0.5, 0.25])
     np.testing.assert_array_equal(kept["input_amax_history"][:, 0], [4.0, 2.0, 4.0])
     np.testing.assert_array_equal(kept["kernel_scale"][:, 0], [0.25, 0.25, 0.25])
@@ -73,42 +73,42 @@ def test_layers_stacked_along_another_axis(length):
     history = new[OWG]["op"]["input_amax_history"]
     new[OWG]["op"]["input_amax_history"] = history.at[1, 0].set(jnp.inf)
     transposed = [jax.tree.map(lambda x: x.T, tree) for tree in (old, new)]
-    kept = jax.tree.map(lambda x: x.T, _state.next_state(*transposed))
+    kept = jax.tree.map(lambda x: x.T, collection.next_state(*transposed))
     np.testing.assert_array_equal(kept[OWG]["op"]["input_amax_history"], [[4.0] * length, [2.0] * length])
-    assert_trees_equal(kept, _state.next_state(old, new))
+    assert_trees_equal(kept, collection.next_state(old, new))
 
 
 @pytest.mark.parametrize("freeze", [lambda t: t, flax.core.freeze], ids=["dict", "FrozenDict"])
 def test_only_state_is_cast(freeze):
-    cast = _state.merge_by_max(freeze(OLD))
+    cast = collection.merge_by_max(freeze(OLD))
     assert cast["params"]["w"] is OLD["params"]["w"]
     leaves = jax.tree.leaves(cast[OWG])
     assert len(leaves) == 6
     assert all(str(leaf.dtype) == "fp32_max_grad" for leaf in leaves)
-    assert_trees_equal(_state.unmerge(cast), freeze(OLD))
+    assert_trees_equal(collection.unmerge(cast), freeze(OLD))
 
 
 def test_a_bare_collection_is_recognised_by_its_names():
-    cast = _state.merge_by_max(OLD[OWG])
+    cast = collection.merge_by_max(OLD[OWG])
     assert all(str(leaf.dtype) == "fp32_max_grad" for leaf in jax.tree.leaves(cast))
-    assert _state.merge_by_max([jnp.ones(2), 3.0])[1] == 3.0
+    assert collection.merge_by_max([jnp.ones(2), 3.0])[1] == 3.0
 
 
 def test_foreign_leaves_of_the_collection_are_overwritten_as_they_are():
     old = {OWG: {"other": {"moment": jnp.ones((2,))}}}
     new = {OWG: {"other": {"moment": jnp.zeros((2,))}}}
-    assert_trees_equal(_state.next_state(old, new), new)
+    assert_trees_equal(collection.next_state(old, new), new)
 
 
 def test_narrow_state_is_refused_by_name():
     bad = jax.tree.map(lambda x: x.astype(jnp.bfloat16), OLD)
     message = r"Dense_0/Fp8DotGeneralOp_0/input_amax_history must be float32; got bfloat16"
     with pytest.raises(TypeError, match=message):
-        _state.merge_by_max(bad)
+        collection.merge_by_max(bad)
     with pytest.raises(TypeError, match=message):
-        _state.next_state(OLD, bad)
+        collection.next_state(OLD, bad)
 
 
 def test_another_shape_is_refused_by_name():
     with pytest.raises(ValueError, match=r"input_amax_history has shape \(2,\), its new value \(3,\)"):
-        _state.next_state(OLD, with_state(op_state(0.25, [4.0, 2.0, 1.0])))
+        collection.next_state(OLD, with_state(op_state(0.25, [4.0, 2.0, 1.0])))
