@@ -1,6 +1,6 @@
 """Defects of ``flax.linen.fp8_ops`` (0.12.8) that this package must not have, by their numbers.
 
-Each test names what happens there. Row 11 is in ``test_inference``, row 17 in ``test_gpu_program``, row 18
+Each test names what happens there. Row 11 is in ``test_calibrate``, row 17 in ``test_gpu_program``, row 18
 in ``test_dot_general``.
 """
 

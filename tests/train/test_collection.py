@@ -4,18 +4,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fp8flax._core import names
 from fp8flax._train import collection
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
-OWG = _state.OVERWRITE_WITH_GRADIENT
+OWG = names.OVERWRITE_WITH_GRADIENT
 
 
 def op_state(scale, history, lead=()):
     shape = (*lead, len(history))
     return {
         f"{role}{suffix}": value
-        for role in _state.ROLES
+        for role in names.ROLES
         for suffix, value in (
             ("_scale", jnp.full((*lead, 1), scale)),
             ("_amax_history", jnp.broadcast_to(jnp.float32(history), shape)),
