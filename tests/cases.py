@@ -64,11 +64,11 @@ def variables_of(model, *inputs, seed=1, **named):
     rng = np.random.default_rng(seed)
 
     def fill(path, leaf):
-        name = path[-1].key
+        name = jax.tree_util.keystr(path[-1:], simple=True)
         if name == "var" or name.endswith("scale"):
             drawn = np.ones(leaf.shape)
         elif path[0].key == "params" and leaf.ndim > 1:
-            drawn = rng.standard_normal(leaf.shape) / leaf.shape[-2] ** 0.5
+            drawn = rng.standard_normal(leaf.shape) / np.prod(leaf.shape[:-1]) ** 0.5
         else:
             drawn = np.zeros(leaf.shape)
         return jnp.asarray(drawn, leaf.dtype)

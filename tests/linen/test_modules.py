@@ -103,6 +103,7 @@ OVER_STEPS = [
 ]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(("form", "options", "fp8_format", "dtype"), OVER_STEPS, ids=name_of)
 def test_agrees_with_numpy_over_steps(form, options, fp8_format, dtype):
     recipe = fp8.DelayedScaling(

@@ -9,10 +9,8 @@ import pytest
 from tests import ROOT
 
 README = (ROOT / "README.md").read_text()
-PAGES = {
-    str(path.relative_to(ROOT)): path.read_text()
-    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
-}
+FILES = (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 
 
 def examples_of(text):
