@@ -79,6 +79,15 @@ def seen_of(model: Any) -> Seen:
 class Call:
     """One call of a converted model from outside."""
 
+    beside_params = OVERWRITE_WITH_GRADIENT
+    """The collection of what the ops have."""
+    collections: tuple[str, ...] = (PARAMS,)
+    """The collections that the method sees otherwise than the caller."""
+    is_init = False
+    """Whether it is one of ``init``, which makes the variables."""
+    is_counting = False
+    """Whether nothing is converted, and each contraction stands in its ``SeenSite.scope``."""
+
     def __init__(self, cls: type, rules: Rules) -> None:
         self.cls = cls
         self.rules = self._rules_here = rules
@@ -158,15 +167,6 @@ class Call:
         finally:
             self._rules_here = before
 
-    beside_params = OVERWRITE_WITH_GRADIENT
-    """The collection of what the ops have."""
-    collections: tuple[str, ...] = (PARAMS,)
-    """The collections that the method sees otherwise than the caller."""
-    is_init = False
-    """Whether it is one of ``init``, which makes the variables."""
-    is_counting = False
-    """Whether nothing is converted, and each contraction stands in its ``SeenSite.scope``."""
-
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns these collections as the method sees them, NumPy's arrays as JAX's."""
         return jax.tree.map(as_jax, variables)
@@ -186,7 +186,7 @@ class Call:
             seen.ops = self.ops
             seen.used_otherwise |= self.provenance.used_otherwise
         if method == "__call__" and model.is_initializing():
-            check_matched(self.rules, self.sites)
+            _check_matched(self.rules, self.sites)
             if not conversion().is_reporting:
                 _check_converted(self.rules, self.sites, self.ops)
 
@@ -207,7 +207,7 @@ def _is_same_kernel(a: SeenOp, b: SeenOp) -> bool:
     return a.kernel.sources == b.kernel.sources and a.kernel.moves == b.kernel.moves
 
 
-def check_matched(rules: Rules, sites: list[SeenSite]) -> None:
+def _check_matched(rules: Rules, sites: list[SeenSite]) -> None:
     """Raises ``ValueError`` where a rule matched nothing."""
     paths = sorted({found.site.path or "(the model itself)" for found in sites})
     used = {found.decision.rule for found in sites}
