@@ -6,13 +6,14 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from fp8flax._core.device import Fp8EmulationWarning, compile_target
 from fp8flax._core.differentiable import STATELESS, Extra, Operand, Plan, States, check_operands, contract
@@ -20,6 +21,9 @@ from fp8flax._core.dot_general import fp8_dot_general, hashable_precision
 from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE
 from fp8flax._core.qtensor import QTensor, View, dequantized
 from fp8flax._core.recipes import GemmRecipe, Recipe
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class _Convolution(NamedTuple):
@@ -269,8 +273,8 @@ def _as_convolution(
 
 
 def fp8_conv_general_dilated(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: Float[jax.Array, "*input"],
+    rhs: Float[jax.Array, "*kernel"],
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
@@ -278,14 +282,14 @@ def fp8_conv_general_dilated(
     dimension_numbers: Any = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     *,
     states: States = STATELESS,
     recipe: Recipe,
     form: str = "direct",
     is_frozen: bool = False,
-) -> jax.Array:
+) -> Float[jax.Array, "*output"]:
     """Convolves in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
 
     Where the windows do not overlap (1×1 kernels, patches, a window that covers all of the input),

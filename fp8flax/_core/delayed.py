@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +29,16 @@ from fp8flax._core.scaling import (
     scale_exponent,
 )
 
+if TYPE_CHECKING:
+    from jaxtyping import Float, Float32, Shaped
+
 
 class ScalingState(NamedTuple):
     """The delayed-scaling state of one tensor, or of several that are stacked."""
 
-    scale: jax.Array
+    scale: Shaped[jax.Array, "*scale"]
     """Shape ``(1,)``, float32 (or ``fp32_max_grad`` inside a differentiated function)."""
-    amax_history: jax.Array
+    amax_history: Shaped[jax.Array, "*stack length"]
     """Shape ``(amax_history_len,)``, newest entry at index 0; dtype as ``scale``."""
 
 
@@ -62,7 +65,7 @@ def delayed_config(quantizer: DelayedQuantizer) -> DelayedConfig:
     )
 
 
-def delayed_scale(config: DelayedConfig, state: ScalingState) -> jax.Array:
+def delayed_scale(config: DelayedConfig, state: ScalingState) -> Float32[jax.Array, "*scale"]:
     """Returns the float32 scale of this step, from the amaxes before it, of the shape of the old one."""
     return delayed_scales([config], [state])[0].reshape(state.scale.shape)
 
@@ -127,7 +130,7 @@ def _scale_from_amax(config: DelayedConfig, amax: jax.Array, old_scale: jax.Arra
     return jnp.where(lax.is_finite(amax) & (amax > 0), rounded, scale)
 
 
-def inf_to_nan(g: jax.Array) -> jax.Array:
+def inf_to_nan(g: Float[jax.Array, "*dims"]) -> Float[jax.Array, "*dims"]:
     """Returns a cotangent with NaN for Inf, which a cast to FP8 would saturate.
 
     A gradient that overflowed must be seen by whoever skips such steps (``optax.apply_if_finite``, a loss
@@ -136,7 +139,7 @@ def inf_to_nan(g: jax.Array) -> jax.Array:
     return jnp.where(lax.is_finite(g), g, np.array(np.nan, g.dtype))
 
 
-def delayed_amax(x: jax.Array) -> jax.Array:
+def delayed_amax(x: Float[jax.Array, "*dims"]) -> Float[jax.Array, ""]:
     """Returns what ``next_state_of`` must know of a tensor: its amax in its dtype.
 
     That is inf where it holds a NaN or an Inf, and -inf where it is empty. (A NaN would be lost in a
@@ -146,7 +149,9 @@ def delayed_amax(x: jax.Array) -> jax.Array:
     return jnp.max(magnitude, initial=-jnp.inf)
 
 
-def next_state_of(amax: jax.Array, new_scale: jax.Array, state: ScalingState) -> ScalingState:
+def next_state_of(
+    amax: Float[jax.Array, "*stack"], new_scale: Float32[jax.Array, "*scale"], state: ScalingState
+) -> ScalingState:
     """Returns the cotangents of scale and amax history, in the dtype of ``state``.
 
     Args:
@@ -171,7 +176,9 @@ def next_state_of(amax: jax.Array, new_scale: jax.Array, state: ScalingState) ->
     )
 
 
-def calibrated_state(config: DelayedConfig, amax: jax.Array, state: ScalingState) -> ScalingState:
+def calibrated_state(
+    config: DelayedConfig, amax: Float[jax.Array, "*stack"], state: ScalingState
+) -> ScalingState:
     """Returns ``next_state_of`` with the scale that follows from this amax as well."""
     history = from_max_dtype(state.amax_history)
     merged = merge_amax(amax.astype(jnp.float32), history[..., 0])

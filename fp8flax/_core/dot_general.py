@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from fp8flax._core.differentiable import STATELESS, Extra, Operand, Plan, States, check_operands, contract
 from fp8flax._core.gemm import Gemm
@@ -20,18 +21,21 @@ from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import quantized
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
 
+if TYPE_CHECKING:
+    from jaxtyping import Float, Float32
+
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 _Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def dot_general_with_precision(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: Float[jax.Array, "*lhs"],
+    rhs: Float[jax.Array, "*rhs"],
     dimension_numbers: DimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-) -> jax.Array:
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Float[jax.Array, "*output"]:
     """``lax.dot_general`` with fast accumulation forward and exact accumulation in the two gradients.
 
     Args:
@@ -256,17 +260,17 @@ def _plan(
 
 
 def fp8_dot_general(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: Float[jax.Array, "*input"],
+    rhs: Float[jax.Array, "*kernel"],
     dimension_numbers: DimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     *,
     states: States = STATELESS,
     recipe: Recipe,
     form: str = "direct",
     is_frozen: bool = False,
-) -> jax.Array:
+) -> Float[jax.Array, "*output"]:
     """Multiplies in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
 
     Args:
@@ -297,7 +301,11 @@ def fp8_dot_general(
 
 
 def quantize_kernel(
-    lhs: Any, rhs: jax.Array, dimension_numbers: DimensionNumbers, recipe: CustomRecipe, scale: Any
+    lhs: Any,
+    rhs: Float[jax.Array, "*kernel"],
+    dimension_numbers: DimensionNumbers,
+    recipe: CustomRecipe,
+    scale: Any,
 ) -> QTensor:
     """Quantizes a kernel as the forward GEMM takes it, with its codes in its own shape.
 
@@ -316,17 +324,17 @@ def quantize_kernel(
 
 
 def frozen_dot_general(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: Float[jax.Array, "*input"],
+    rhs: Float[jax.Array, "*kernel"],
     dimension_numbers: DimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     *,
     kernel: QTensor,
-    input_scale: jax.Array | None,
+    input_scale: Float32[jax.Array, "*scale"] | None,
     recipe: CustomRecipe,
     form: str = "direct",
-) -> jax.Array:
+) -> Float[jax.Array, "*output"]:
     """Multiplies an input by a kernel that is quantized already: the forward GEMM of ``fp8_dot_general``.
 
     It can be differentiated with respect to the input, in forward and reverse mode and any number of times:

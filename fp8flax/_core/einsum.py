@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import opt_einsum
 from jax import lax
+from jax.typing import DTypeLike
 
 from fp8flax._core.dot_general import DimensionNumbers
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class _Steps(NamedTuple):
@@ -74,11 +78,11 @@ def _steps(eqn: str, lhs: jax.Array, rhs: jax.Array) -> _Steps:
 def einsum_with(
     dot_general: Callable[..., jax.Array],
     eqn: str,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-) -> jax.Array:
+    lhs: Float[jax.Array, "*input"],
+    rhs: Float[jax.Array, "*kernel"],
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Float[jax.Array, "*output"]:
     """Evaluates a two-operand einsum by one call of ``dot_general(lhs, rhs, …)``, never with them swapped.
 
     ``jnp.einsum`` swaps the operands where that saves a transpose, which would exchange the roles of

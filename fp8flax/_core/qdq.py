@@ -8,10 +8,11 @@ all; their cotangent slots carry their *next values*, which a train state writes
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from fp8flax._core.delayed import (
     DelayedConfig,
@@ -25,6 +26,9 @@ from fp8flax._core.delayed import (
 from fp8flax._core.formats import as_fp8_dtype
 from fp8flax._core.max_dtype import from_max_dtype, is_max_dtype
 from fp8flax._core.quantize import as_float_array, dequantize, quantize, quantize_dequantize
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Float32, Shaped
 
 
 def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
@@ -120,7 +124,13 @@ def out_qdq_as(config: DelayedConfig, out: jax.Array, state: ScalingState) -> ja
     return _out_qdq(config, out, *state)
 
 
-def in_qdq(compute_dtype: Any, q_dtype: Any, inp: Any, scale: Any, amax_history: Any) -> jax.Array:
+def in_qdq(
+    compute_dtype: DTypeLike,
+    q_dtype: DTypeLike,
+    inp: Float[ArrayLike, "*dims"],
+    scale: Shaped[ArrayLike, "*scale"],
+    amax_history: Shaped[ArrayLike, " length"],
+) -> Float[jax.Array, "*dims"]:
     """Passes a GEMM operand through FP8 with delayed scaling.
 
     The scale used comes from ``amax_history`` as given. The "gradients" of ``scale`` and
@@ -155,7 +165,13 @@ def in_qdq(compute_dtype: Any, q_dtype: Any, inp: Any, scale: Any, amax_history:
     return _in_qdq(config, as_float_array(inp, "inp"), *check_state(scale, amax_history))
 
 
-def out_qdq(compute_dtype: Any, q_dtype: Any, out: Any, scale: Any, amax_history: Any) -> jax.Array:
+def out_qdq(
+    compute_dtype: DTypeLike,
+    q_dtype: DTypeLike,
+    out: Float[ArrayLike, "*dims"],
+    scale: Shaped[ArrayLike, "*scale"],
+    amax_history: Shaped[ArrayLike, " length"],
+) -> Float[jax.Array, "*dims"]:
     """Returns ``out`` as it is, and passes its *cotangent* through FP8 with delayed scaling.
 
     The "gradients" of ``scale`` and ``amax_history`` are their next values, from the cotangent.
@@ -188,8 +204,12 @@ def out_qdq(compute_dtype: Any, q_dtype: Any, out: Any, scale: Any, amax_history
 
 
 def in_q(
-    compute_dtype: Any, q_dtype: Any, inp: Any, scale: Any, amax_history: Any
-) -> tuple[jax.Array, jax.Array]:
+    compute_dtype: DTypeLike,
+    q_dtype: DTypeLike,
+    inp: Float[ArrayLike, "*dims"],
+    scale: Shaped[ArrayLike, "*scale"],
+    amax_history: Shaped[ArrayLike, " length"],
+) -> tuple[Float[jax.Array, "*dims"], Float32[jax.Array, "*scale"]]:
     """Quantizes a GEMM operand with delayed scaling and returns ``(q, scale used)``.
 
     Like ``in_qdq`` without the way back: ``q`` is FP8, and no gradient reaches ``inp`` through it. The
@@ -220,7 +240,12 @@ def in_q(
     return _in_q(config, as_float_array(inp, "inp"), *check_state(scale, amax_history))
 
 
-def out_dq(dq_type: Any, lhs_scale: Any, rhs_scale: Any, out: Any) -> jax.Array:
+def out_dq(
+    dq_type: DTypeLike,
+    lhs_scale: Shaped[ArrayLike, "*lhs_scale"],
+    rhs_scale: Shaped[ArrayLike, "*rhs_scale"],
+    out: Float[ArrayLike, "*dims"],
+) -> Float[jax.Array, "*dims"]:
     """Rescales the result of an FP8 GEMM: ``out * (lhs_scale * rhs_scale)``.
 
     The cotangent passes to ``out`` unchanged: the backward GEMMs bring scales of their own.

@@ -6,12 +6,16 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Shaped, UInt8
 
 
 class View(NamedTuple):
@@ -42,11 +46,11 @@ class View(NamedTuple):
         batch, rows, columns = (math.prod(self.sizes(d)) for d in (self.batch, self.free, self.contract))
         return batch, rows, columns
 
-    def to_matrix(self, x: jax.Array) -> jax.Array:
+    def to_matrix(self, x: Float[jax.Array, "*dims"]) -> Float[jax.Array, "batch rows columns"]:
         """Returns an operand as ``(batch, rows, columns)``."""
         return lax.transpose(x, self.order).reshape(self.matrix_shape)
 
-    def from_matrix(self, matrix: jax.Array) -> jax.Array:
+    def from_matrix(self, matrix: Float[jax.Array, "batch rows columns"]) -> Float[jax.Array, "*dims"]:
         """Returns an operand in its own shape."""
         return lax.transpose(matrix.reshape(self.sizes(self.order)), np.argsort(self.order))
 
@@ -66,11 +70,11 @@ class QTensor:
     Source: none.
     """
 
-    codes: jax.Array
-    scale: jax.Array
+    codes: Float[jax.Array, "*codes"] | UInt8[jax.Array, "*codes"]
+    scale: Shaped[jax.Array, "*scale"]
     quantizer: Any
 
-    def dequantize(self, view: View, dtype: Any) -> jax.Array:
+    def dequantize(self, view: View, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
         """Returns the operand in its own shape and a wide dtype."""
         return self.quantizer.dequantize(self, view, dtype)
 
@@ -95,6 +99,8 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
 
 
-def dequantized(operand: QTensor | jax.Array, view: View, dtype: Any) -> jax.Array:
+def dequantized(
+    operand: QTensor | Float[jax.Array, "*dims"], view: View, dtype: DTypeLike
+) -> Float[jax.Array, "*dims"]:
     """Returns an operand in a wide dtype, whether it was quantized or not."""
     return operand.dequantize(view, dtype) if isinstance(operand, QTensor) else operand.astype(dtype)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from fp8flax._core.formats import as_fp8_dtype, fp8_max, is_wide_float
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
-def as_float_array(x: Any, name: str) -> jax.Array:
+
+def as_float_array(x: Any, name: str) -> Float[jax.Array, "*dims"]:
     """Returns ``x`` as an array of a wide float dtype, or raises ``TypeError``."""
     x = jnp.asarray(x)
     if not is_wide_float(x.dtype):
@@ -46,8 +50,11 @@ def _match_rank(scale: Any, x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def quantize(
-    x: jax.Array, q_dtype: Any, scale: float | jax.Array, compute_dtype: Any = jnp.float32
-) -> jax.Array:
+    x: Float[jax.Array, "*dims"],
+    q_dtype: DTypeLike,
+    scale: Float[ArrayLike, "*scale"],
+    compute_dtype: DTypeLike = jnp.float32,
+) -> Float[jax.Array, "*dims"]:
     """Casts ``x / scale`` to FP8, saturating.
 
     ``q = round_to_nearest_even(clip(x / scale, -fp8_max, fp8_max))``. An Inf saturates like any other
@@ -83,7 +90,9 @@ def quantize(
     return lax.clamp(-limit, scaled, limit).astype(q_dtype)
 
 
-def dequantize(x: jax.Array, dq_dtype: Any, scale: float | jax.Array) -> jax.Array:
+def dequantize(
+    x: Float[jax.Array, "*dims"], dq_dtype: DTypeLike, scale: Float[ArrayLike, "*scale"]
+) -> Float[jax.Array, "*dims"]:
     """Casts FP8 codes back: ``x * scale``, multiplied in the dtype of ``scale``, cast to ``dq_dtype``.
 
     Args:
@@ -114,8 +123,11 @@ def dequantize(x: jax.Array, dq_dtype: Any, scale: float | jax.Array) -> jax.Arr
 
 
 def quantize_dequantize(
-    x: jax.Array, q_dtype: Any, scale: float | jax.Array, compute_dtype: Any = jnp.float32
-) -> jax.Array:
+    x: Float[jax.Array, "*dims"],
+    q_dtype: DTypeLike,
+    scale: Float[ArrayLike, "*scale"],
+    compute_dtype: DTypeLike = jnp.float32,
+) -> Float[jax.Array, "*dims"]:
     """Returns what is left of ``x`` after a cast to FP8 and back ("fake quantization").
 
     Args:
@@ -149,8 +161,10 @@ qdq = quantize_dequantize
 
 
 def cast_to_representable(
-    x: jax.Array, q_dtype: Any = jnp.float8_e4m3fn, scale: float | jax.Array = 1.0
-) -> jax.Array:
+    x: Float[jax.Array, "*dims"],
+    q_dtype: DTypeLike = jnp.float8_e4m3fn,
+    scale: Float[ArrayLike, "*scale"] = 1.0,
+) -> Float[jax.Array, "*dims"]:
     """Rounds ``x`` to values that FP8 represents exactly under ``scale``.
 
     A tensor prepared like this loses nothing when it is quantized with the same scale, or with one that

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from fp8flax._core.formats import as_fp8_dtype, fp8_max
 from fp8flax._core.options import check_bool, check_choice, check_epsilon, check_int
@@ -25,6 +26,9 @@ from fp8flax._core.scaling import (
     power_of_two,
     scale_exponent,
 )
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Float32
 
 AMAX_ALGORITHMS = ("max", "most_recent")
 GRANULARITIES = ("tensorwise", "axiswise")
@@ -91,7 +95,12 @@ class Quantizer:
     strategy: ClassVar[Any] = None
     quantization_bytes: ClassVar[Any] = 8.0
 
-    def quantize(self, x: jax.Array, view: View, delayed_scale: jax.Array | None = None) -> QTensor:
+    def quantize(
+        self,
+        x: Float[jax.Array, "*dims"],
+        view: View,
+        delayed_scale: Float32[jax.Array, "*scale"] | None = None,
+    ) -> QTensor:
         """Quantizes an operand for one GEMM.
 
         NaN stays NaN; an Inf saturates, and neither has a say in the scales of current and block scaling.
@@ -103,7 +112,7 @@ class Quantizer:
         """
         raise NotImplementedError(f"{type(self).__name__} must define quantize.")
 
-    def dequantize(self, q: QTensor, view: View, dtype: Any) -> jax.Array:
+    def dequantize(self, q: QTensor, view: View, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
         """Returns the operand in its own shape and a wide dtype; multiplied in float32, rounded once."""
         del view
         values = wide_codes(q, dtype)
@@ -159,7 +168,7 @@ class Quantizer:
         return None
 
 
-def wide_codes(q: QTensor, dtype: Any) -> jax.Array:
+def wide_codes(q: QTensor, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
     """Returns codes in float32, or in float64 for that; what they are multiplied in to be dequantized."""
     # The barrier keeps the FP8 values: on GPUs XLA takes a cast to a narrower float and back for nothing.
     codes = lax.optimization_barrier(q.codes)
@@ -209,7 +218,12 @@ class DelayedQuantizer(Quantizer):
     strategy: ClassVar[str] = "tensor"
     quantization_bytes: ClassVar[float] = 5.2
 
-    def quantize(self, x: jax.Array, view: View, delayed_scale: jax.Array | None = None) -> QTensor:
+    def quantize(
+        self,
+        x: Float[jax.Array, "*dims"],
+        view: View,
+        delayed_scale: Float32[jax.Array, "*scale"] | None = None,
+    ) -> QTensor:
         """Quantizes with the scale that is given."""
         del view
         assert delayed_scale is not None
@@ -269,7 +283,12 @@ class CurrentQuantizer(Quantizer):
         """As of ``Quantizer``."""
         return 6.8 if self.has_one_scale else 18.0
 
-    def quantize(self, x: jax.Array, view: View, delayed_scale: jax.Array | None = None) -> QTensor:
+    def quantize(
+        self,
+        x: Float[jax.Array, "*dims"],
+        view: View,
+        delayed_scale: Float32[jax.Array, "*scale"] | None = None,
+    ) -> QTensor:
         """Quantizes with scales from the largest magnitudes of ``x``."""
         del delayed_scale
         amax = finite_amax(x, None if self.has_one_scale else view.contract)
@@ -342,7 +361,12 @@ class BlockQuantizer(Quantizer):
         """How inference servers call it."""
         return "block" if self.block == (128, 128) else None
 
-    def quantize(self, x: jax.Array, view: View, delayed_scale: jax.Array | None = None) -> QTensor:
+    def quantize(
+        self,
+        x: Float[jax.Array, "*dims"],
+        view: View,
+        delayed_scale: Float32[jax.Array, "*scale"] | None = None,
+    ) -> QTensor:
         """Quantizes with scales from the largest magnitudes of each block."""
         del delayed_scale
         padded = self._filled(view.to_matrix(x), view)
@@ -361,7 +385,7 @@ class BlockQuantizer(Quantizer):
             scale = e8m0_scale(exponent) if self.scale == "e8m0" else power_of_two(exponent)
         return QTensor(codes.reshape(padded.shape), scale.reshape(self._scale_shape(view)), self)
 
-    def dequantize(self, q: QTensor, view: View, dtype: Any) -> jax.Array:
+    def dequantize(self, q: QTensor, view: View, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
         """Returns the operand without what fills up its last blocks."""
         values = wide_codes(q, dtype)
         blocks = self._blocks(values, view)
@@ -451,7 +475,9 @@ class BlockQuantizer(Quantizer):
         return matrix[:, :rows, :columns]
 
 
-def quantized(quantizer: Quantizer | None, x: jax.Array, view: View, delayed_scale: Any = None) -> Any:
+def quantized(
+    quantizer: Quantizer | None, x: Float[jax.Array, "*dims"], view: View, delayed_scale: Any = None
+) -> Any:
     """Returns an operand as a ``QTensor``; as it is where the quantizer is None."""
     return x if quantizer is None else quantizer.quantize(x, view, delayed_scale)
 
@@ -463,8 +489,11 @@ def serves(first: Quantizer | None, second: Quantizer | None, view: View) -> boo
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def straight_through(
-    quantizer: Quantizer | None, view: View, x: jax.Array, delayed_scale: jax.Array | None
-) -> jax.Array:
+    quantizer: Quantizer | None,
+    view: View,
+    x: Float[jax.Array, "*dims"],
+    delayed_scale: Float32[jax.Array, "*scale"] | None,
+) -> Float[jax.Array, "*dims"]:
     """Returns an operand with the values that FP8 leaves of it, and with its own derivative."""
     if quantizer is None:
         return x

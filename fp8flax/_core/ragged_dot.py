@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from fp8flax._core.delayed import delayed_amax
 from fp8flax._core.differentiable import (
@@ -27,6 +28,9 @@ from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.multiply import multiply, warn_if_emulated
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.recipes import GemmRecipe, Recipe
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer
 
 # A tile of rows is multiplied by one expert's kernel at a time, and once more for each further expert that
 # owns some of its rows. Small tiles waste few rows; large ones read a kernel less often and fill more of
@@ -333,17 +337,17 @@ def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> Non
 
 
 def fp8_ragged_dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    lhs: Float[jax.Array, "rows depth"],
+    rhs: Float[jax.Array, "experts depth columns"],
+    group_sizes: Integer[jax.Array, " experts"],
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     *,
     states: States,
     recipe: Recipe,
     form: str = "direct",
     is_frozen: bool = False,
-) -> jax.Array:
+) -> Float[jax.Array, "rows columns"]:
     """Multiplies in FP8 the rows of each group with that group's matrix, and the cotangent on the way back.
 
     ``out[m] = lhs[m] . rhs[e]`` where ``e`` is the expert of row ``m``: the first ``group_sizes[0]`` rows

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from fp8flax._core.formats import fp8_limits
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
 # Scales stay in the normal range of float32: XLA flushes subnormals to zero, and a scale of zero or
 # infinity turns every value into NaN.
@@ -18,12 +22,14 @@ SMALLEST_SCALE = np.finfo(np.float32).tiny
 _LARGEST_SCALE = np.finfo(np.float32).max
 
 
-def compute_amax(x: jax.Array) -> jax.Array:
+def compute_amax(x: Float[jax.Array, "*dims"]) -> Float32[jax.Array, ""]:
     """Returns the largest magnitude in ``x``, a float32 scalar; NaN where ``x`` holds one, 0 if empty."""
     return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
 
 
-def finite_amax(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
+def finite_amax(
+    x: Float[jax.Array, "*dims"], axes: Sequence[int] | None = None
+) -> Float32[jax.Array, "*reduced"]:
     """Returns the largest finite magnitude over ``axes`` (kept, with size 1), or of all of ``x``; float32.
 
     What is not finite has no say in a scale that is used at once: an Inf then saturates and a NaN stays
@@ -40,7 +46,9 @@ def _exponent_and_mantissa(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return lax.shift_right_logical(bits, np.int32(23)) - np.int32(127), bits & np.int32(0x7FFFFF)
 
 
-def scale_exponent(amax: jax.Array, fp8_max: float, rounding: str, margin: int = 0) -> jax.Array:
+def scale_exponent(
+    amax: Float32[jax.Array, "*dims"], fp8_max: float, rounding: str, margin: int = 0
+) -> Int32[jax.Array, "*dims"]:
     """Returns the exponent of the power of two that scales ``amax``, int32; 0 where ``amax`` is 0.
 
     Args:
@@ -60,26 +68,30 @@ def scale_exponent(amax: jax.Array, fp8_max: float, rounding: str, margin: int =
     return jnp.where(amax >= SMALLEST_SCALE, result, np.int32(0))
 
 
-def power_of_two(exponent: jax.Array) -> jax.Array:
+def power_of_two(exponent: Int32[jax.Array, "*dims"]) -> Float32[jax.Array, "*dims"]:
     """Returns ``2**exponent``, float32; the exponent is clipped to -126 to 127."""
     exponent = jnp.clip(exponent, np.int32(-126), np.int32(127))
     return lax.bitcast_convert_type(lax.shift_left(exponent + np.int32(127), np.int32(23)), jnp.float32)
 
 
-def current_scale(amax: jax.Array, fp8_max: float, *, power_2: bool = False) -> jax.Array:
+def current_scale(
+    amax: Float32[jax.Array, "*dims"], fp8_max: float, *, power_2: bool = False
+) -> Float32[jax.Array, "*dims"]:
     """Returns the float32 scale of a tensor, row or block with this ``finite_amax``; 1 where that is 0."""
     if power_2:
         return power_of_two(scale_exponent(amax, fp8_max, "up"))
     return compute_scale(jnp.where(amax >= SMALLEST_SCALE, amax, 0.0), 1.0, fp8_max)
 
 
-def e8m0_scale(exponent: jax.Array) -> jax.Array:
+def e8m0_scale(exponent: Int32[jax.Array, "*dims"]) -> Shaped[jax.Array, "*dims"]:
     """Returns ``2**exponent`` in ``float8_e8m0fnu``; the exponent is clipped to -127 to 127."""
     exponent = jnp.clip(exponent, np.int32(-127), np.int32(127))
     return lax.bitcast_convert_type((exponent + np.int32(127)).astype(jnp.uint8), jnp.float8_e8m0fnu)
 
 
-def e8m0_factors(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+def e8m0_factors(
+    scale: Shaped[jax.Array, "*dims"],
+) -> tuple[Float32[jax.Array, "*dims"], Float32[jax.Array, "*dims"]]:
     """Returns two float32 powers of two whose product is an E8M0 scale; NaN for its NaN.
 
     One would not do: the smallest scale, 2**-127, is a subnormal float32, which XLA may flush to zero.
@@ -92,8 +104,11 @@ def e8m0_factors(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def compute_scale(
-    amax: float | jax.Array, scale: float | jax.Array, fp8_max: float | jax.Array, margin: int = 0
-) -> jax.Array:
+    amax: Float[ArrayLike, "*#dims"],
+    scale: Float[ArrayLike, "*#dims"],
+    fp8_max: Float[ArrayLike, "*#dims"],
+    margin: int = 0,
+) -> Float32[jax.Array, "*dims"]:
     """Returns the scale that maps ``amax`` onto the largest FP8 value.
 
     ``scale = amax * 2**margin / fp8_max``, so that ``x ≈ q * scale`` with ``|q| <= fp8_max / 2**margin``.
@@ -130,7 +145,9 @@ def compute_scale(
     return jnp.where(usable, new_scale, kept_scale)
 
 
-def push_amax(amax: jax.Array, amax_history: jax.Array) -> jax.Array:
+def push_amax(
+    amax: Float32[jax.Array, "*stack"], amax_history: Float32[jax.Array, "*stack length"]
+) -> Float32[jax.Array, "*stack length"]:
     """Rolls ``amax_history`` of shape ``(..., length)`` by one and writes ``amax`` at index 0.
 
     A newest entry that is not finite becomes 0 on its way: a loop that stores what a merge by maximum
@@ -152,13 +169,15 @@ _NEWEST = 16
 _PRECISE = 64.0
 
 
-def is_newest(length: int) -> jax.Array:
+def is_newest(length: int) -> Bool[jax.Array, " length"]:
     """Tells for each entry of an amax history whether it is one of the 16 newest."""
     position = lax.iota(np.int32, length)
     return (position == 0) | (position > length - _NEWEST)
 
 
-def bounded_amax(largest: jax.Array, ordinary: jax.Array, dtype: Any) -> jax.Array:
+def bounded_amax(
+    largest: Float32[jax.Array, "*stack"], ordinary: Float32[jax.Array, "*stack"], dtype: DTypeLike
+) -> Float32[jax.Array, "*stack"]:
     """Returns the largest amax of a history, but no more than what ordinary data can bear as a scale.
 
     A single outlier would else set the scale for as long as the history remembers it, and flush all other
@@ -179,7 +198,9 @@ def bounded_amax(largest: jax.Array, ordinary: jax.Array, dtype: Any) -> jax.Arr
     return jnp.where(lax.is_finite(largest) & (ordinary > 0), jnp.minimum(largest, bound), largest)
 
 
-def compute_amax_history(x: jax.Array, amax_history: jax.Array) -> jax.Array:
+def compute_amax_history(
+    x: Float[jax.Array, "*dims"], amax_history: Float32[jax.Array, " length"]
+) -> Float32[jax.Array, " length"]:
     """Returns ``amax_history`` with the amax of ``x`` entered at index 0.
 
     The history rolls by -1 and the newest amax replaces the entry that arrives at index 0; so after index
@@ -214,7 +235,11 @@ def compute_amax_history(x: jax.Array, amax_history: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(amax), pushed, amax_history)
 
 
-def apply_scales(total: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array) -> jax.Array:
+def apply_scales(
+    total: Float32[jax.Array, "*dims"],
+    lhs_scale: Float32[jax.Array, "*#dims"],
+    rhs_scale: Float32[jax.Array, "*#dims"],
+) -> Float32[jax.Array, "*dims"]:
     """Returns ``total * lhs_scale * rhs_scale`` in float32, right wherever that is in its range.
 
     Not so the product of the scales, nor a sum times the larger of them, such as 1e6 times 1e34. Of a very

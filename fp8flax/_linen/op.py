@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -25,16 +24,11 @@ from fp8flax._core.max_dtype import is_max_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, SWITCHED_OFF, state_leaf_names
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
+from fp8flax._linen.conversion import conversion
 
 
 class MissingStateError(ValueError):
     """An FP8 layer was applied with variables that hold no scaling state for it."""
-
-
-op_handler: ContextVar[Callable[..., jax.Array] | None] = ContextVar("op_handler", default=None)
-"""Called as ``(op, recipe, compute, lhs, rhs, *rest)`` in the place of ``compute(lhs, rhs, *rest)``, which
-declares an op's state and computes, or takes ``fixed`` states with their recipe. The recipe is None where
-FP8 is off."""
 
 
 class Fp8Op(nn.Module):
@@ -88,8 +82,8 @@ class Fp8Op(nn.Module):
                 *args, states=states, recipe=used, form=self.form, is_frozen=fixed is not None
             )
 
-        handler = op_handler.get()
-        return compute if handler is None else partial(handler, self, recipe, compute)
+        on_op = conversion().on_op
+        return compute if on_op is None else partial(on_op, self, recipe, compute)
 
     def _states(self, recipe: Recipe, **stacked: tuple[int, ...]) -> States:
         """Declares the state that a recipe needs, with leading dimensions for the roles that have any."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from fp8flax._core.conv import fp8_conv_general_dilated
 from fp8flax._core.dot_general import DimensionNumbers
@@ -16,6 +17,9 @@ from fp8flax._core.formats import Format
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._linen.op import Fp8Op
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer
 
 
 class Fp8DotGeneralOp(Fp8Op):
@@ -68,12 +72,12 @@ class Fp8DotGeneralOp(Fp8Op):
     @nn.compact
     def __call__(
         self,
-        lhs: jax.Array,
-        rhs: jax.Array,
+        lhs: Float[jax.Array, "*input"],
+        rhs: Float[jax.Array, "*kernel"],
         dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-    ) -> jax.Array:
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Float[jax.Array, "*output"]:
         return self._multiplier()(lhs, rhs, dimension_numbers, precision, preferred_element_type)
 
 
@@ -148,11 +152,11 @@ class Fp8Einsum(Fp8Op):
     def __call__(
         self,
         eqn: str,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-    ) -> jax.Array:
+        lhs: Float[jax.Array, "*input"],
+        rhs: Float[jax.Array, "*kernel"],
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Float[jax.Array, "*output"]:
         if not isinstance(eqn, str):
             raise TypeError(
                 f"eqn must be an equation such as 'ab,bc->ac'; got {type(eqn).__name__}. Fp8Einsum is "
@@ -222,8 +226,8 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     @nn.compact
     def __call__(
         self,
-        lhs: jax.Array,
-        rhs: jax.Array,
+        lhs: Float[jax.Array, "*input"],
+        rhs: Float[jax.Array, "*kernel"],
         window_strides: Sequence[int],
         padding: str | Sequence[tuple[int, int]],
         lhs_dilation: Sequence[int] | None = None,
@@ -231,9 +235,9 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
         dimension_numbers: Any = None,
         feature_group_count: int = 1,
         batch_group_count: int = 1,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-    ) -> jax.Array:
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Float[jax.Array, "*output"]:
         return self._multiplier()(
             lhs,
             rhs,
@@ -296,12 +300,12 @@ class Fp8RaggedDotOp(Fp8Op):
     @nn.compact
     def __call__(
         self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        group_sizes: jax.Array,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-    ) -> jax.Array:
+        lhs: Float[jax.Array, "rows depth"],
+        rhs: Float[jax.Array, "experts depth columns"],
+        group_sizes: Integer[jax.Array, " experts"],
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Float[jax.Array, "rows columns"]:
         multiply = self._multiplier(kernel=jnp.shape(rhs)[:1])
         return multiply(lhs, rhs, group_sizes, precision, preferred_element_type)
 
@@ -332,7 +336,9 @@ class Einsum(nn.Einsum):
     dot_general_cls: Callable[[], Callable[..., jax.Array]] | None = None
 
     @nn.compact
-    def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+    def __call__(
+        self, inputs: Float[jax.Array, "*input"], einsum_str: str | None = None
+    ) -> Float[jax.Array, "*output"]:
         eqn = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
         if "->" not in eqn or eqn.count(",") != 1:
             raise ValueError(

@@ -14,8 +14,8 @@ import numpy as np
 
 from fp8flax._core.names import BY_OP, COUNTED, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.recipes import CustomRecipe, Recipe
-from fp8flax._linen.op import Fp8Op, op_handler
-from fp8flax._model.conversion import conversion
+from fp8flax._linen.conversion import conversion, converting
+from fp8flax._linen.op import Fp8Op
 from fp8flax._model.interception import Contraction, Interception, Left
 from fp8flax._model.lifting import beside_params
 from fp8flax._model.provenance import Derived, Provenance
@@ -147,16 +147,13 @@ class Call:
     @contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
         """A context for the model's method, whose loops take what ops have along with the parameters."""
-        token = op_handler.set(self.on_op)
         self.provenance.mark(model.scope)
-        try:
-            with (
-                beside_params(self.beside_params, self.provenance.on_map),
-                self.interception.active(),
-            ):
-                yield
-        finally:
-            op_handler.reset(token)
+        with (
+            converting(on_op=self.on_op),
+            beside_params(self.beside_params, self.provenance.on_map),
+            self.interception.active(),
+        ):
+            yield
 
     @contextmanager
     def ruled_by(self, rules: Rules) -> Iterator[None]:

@@ -18,8 +18,8 @@ import flax.linen as nn
 import jax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._linen.conversion import conversion, converting
 from fp8flax._model.calls import seen_of
-from fp8flax._model.conversion import conversion, converting
 from fp8flax._model.rules import Rules
 from fp8flax._train.bridge import split_arrays
 

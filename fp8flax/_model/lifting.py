@@ -22,7 +22,7 @@ from flax.core import lift
 from flax.core.scope import DenyList, in_filter, subtract_filters, union_filters
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._model.conversion import OnMap, conversion, converting
+from fp8flax._linen.conversion import OnMap, conversion, converting
 
 _flax_pack = lift.pack
 

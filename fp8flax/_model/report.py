@@ -13,8 +13,8 @@ from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.device import GPUS, Gpu
 from fp8flax._core.names import COUNTED, NOT_CONVERTED
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
+from fp8flax._linen.conversion import reporting
 from fp8flax._model.calls import seen_of
-from fp8flax._model.conversion import reporting
 from fp8flax._model.converted import trace_apply
 from fp8flax._model.jaxprs import contractions_in
 from fp8flax._model.rules import GemmSizes

@@ -10,9 +10,9 @@ import flax.linen as nn
 import jax
 
 from fp8flax._core.conv import is_matmul
+from fp8flax._linen.conversion import conversion
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8RaggedDotOp
-from fp8flax._model.conversion import conversion
 from fp8flax._model.interception import Contraction
 from fp8flax._model.jaxprs import CONV, DOT, RAGGED_DOT
 from fp8flax._model.rules import GemmSizes, Site

@@ -14,8 +14,8 @@ import numpy as np
 from fp8flax._core.formats import as_fp8_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
 from fp8flax._core.recipes import CustomRecipe
+from fp8flax._linen.conversion import reporting
 from fp8flax._model.calls import Call, Seen, SeenOp, seen_of
-from fp8flax._model.conversion import reporting
 from fp8flax._model.converted import convert, converted_class, trace_apply
 from fp8flax._model.rules import Rules
 from fp8flax._serve import trees

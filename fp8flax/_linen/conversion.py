@@ -25,6 +25,10 @@ class Conversion(NamedTuple):
     """The collection that lifted transformations take along with the parameters."""
     on_map: tuple[OnMap, ...] = ()
     """Each is told what ``nn.map_variables`` makes of parameters."""
+    on_op: Callable[..., Any] | None = None
+    """Called as ``(op, recipe, compute, lhs, rhs, *rest)`` in the place of ``compute(lhs, rhs, *rest)``,
+    which declares an op's state and computes, or takes ``fixed`` states with their recipe. The recipe is
+    None where FP8 is off."""
     in_custom_vjp: bool = False
     """Whether the code is that of ``nn.custom_vjp``."""
 
