@@ -45,7 +45,8 @@ def declared(requirements):
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_what_is_imported_is_declared(path):
-    known = declared(PROJECT["dependencies"]) | {"fp8flax", *sys.stdlib_module_names}
+    # jaxtyping for the type checker alone, see test_types.py.
+    known = declared(PROJECT["dependencies"]) | {"fp8flax", "jaxtyping", *sys.stdlib_module_names}
     for extra in ("demo",) if path.parent.name == "demo" else ("safetensors",):
         known |= declared(PROJECT["optional-dependencies"][extra])
     for node in ast.walk(ast.parse(path.read_text())):
