@@ -185,3 +185,40 @@ def test_the_root_lists_each_public_name_once():
     assert {alias.asname for alias in names} - set(public) == {"_interrupt", "_versions"}
     here = {n for n, v in vars(fp8flax).items() if not n.startswith("_") and not inspect.ismodule(v)}
     assert here == set(public)
+
+
+def sources():
+    return {str(path.relative_to(PACKAGE)): path.read_text() for path in FILES}
+
+
+def test_kinds_of_quantizers_are_told_apart_by_their_own_methods():
+    kinds = re.compile(r"isinstance\([^()]*(?:Delayed|Current|Block)Quantizer")
+    assert [name for name, text in sources().items() if kinds.search(text)] == []
+
+
+def test_contractions_have_one_derivative():
+    """Other rules are those of one tensor, and of the collection."""
+    have = [
+        name
+        for name, text in sources().items()
+        if "custom_vjp, nondiff" in text or "@jax.custom_vjp" in text
+    ]
+    assert have == ["_core/differentiable.py", "_core/qdq.py", "_train/collection.py"]
+    plans = {name: text for name, text in sources().items() if "(Plan):" in text}
+    assert set(plans) == {f"_core/{name}.py" for name in ("dot_general", "conv", "ragged_dot")}
+    assert not any("custom_vjp" in text for text in plans.values())
+
+
+def test_what_follows_the_context():
+    found = {
+        (name, variable)
+        for name, text in sources().items()
+        for variable in re.findall(r"^ *(\w+).* = (?:jax\.make_user_context|ContextVar)\(", text, re.M)
+    }
+    assert found == {
+        ("_core/autocast.py", "_jit_key"),
+        ("_core/device.py", "compile_target"),
+        ("_core/differentiable.py", "calibrating"),
+        ("_core/jax_rules.py", "merged_in"),
+        ("_linen/conversion.py", "_running"),
+    }
