@@ -3,3 +3,14 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+FEW_OPTIMIZATIONS = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+"""With these XLA compiles for CPUs in a third of the time."""
+
+
+def xla_flags(options):
+    """Returns the environment of a process whose XLA has these options."""
+    return {"XLA_FLAGS": " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())}

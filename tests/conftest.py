@@ -23,7 +23,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax._src import compiler  # noqa: E402
 
-from tests import what_works  # noqa: E402
+from tests import FEW_OPTIMIZATIONS, what_works  # noqa: E402
 
 # For the tests of sharding; all others use the first.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -35,25 +35,28 @@ def _strict_jax():
         yield
 
 
-def _compile_options(*args, **kwargs):
-    options = get_compile_options(*args, **kwargs)
-    if options.executable_build_options.debug_options.xla_llvm_disable_expensive_passes:
-        options.env_option_overrides = [*options.env_option_overrides, *LITTLE.items()]
+FEW = True
+
+
+def _compile_options(*args, backend=None, **kwargs):
+    """Lets XLA compile for CPUs in a third of the time; what it compiles for GPUs is as users have it."""
+    options = get_compile_options(*args, backend=backend, **kwargs)
+    if FEW and backend is not None and backend.platform == "cpu":
+        options.env_option_overrides = [*options.env_option_overrides, *FEW_OPTIMIZATIONS.items()]
     return options
 
 
 get_compile_options, compiler.get_compile_options = compiler.get_compile_options, _compile_options
-LITTLE = {"xla_cpu_use_fusion_emitters": False}
-"""Compiles in a third of the time, beside what JAX leaves out with ``jax_disable_most_optimizations``."""
 
 
-@pytest.fixture(autouse=True)
-def _optimizations(request):
-    """Most of the time is the compiler's. It does all for marked tests, for GPUs, and for all cells."""
-    marked = request.node.get_closest_marker("optimized") or "gpu" in request.fixturenames
-    jax.config.update(
-        "jax_disable_most_optimizations", not (marked or request.config.getoption("--all-cells"))
-    )
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Most of the time is the compiler's. It does all for tests marked ``optimized`` and all cells."""
+    global FEW
+    all_cells = item.config.getoption("--all-cells")
+    FEW = not (all_cells or item.get_closest_marker("optimized"))
+    if item.get_closest_marker("all_cells") and not all_cells:
+        pytest.skip("only with --all-cells")
 
 
 @pytest.fixture(scope="session")

@@ -33,8 +33,7 @@ def test_a_host_with_one_device_compiles_as_one_with_eight():
     assert on_one_device == seen_here()
     assert not any(seen["kernel"] for seen in on_one_device.values())  # which cannot be partitioned
     assert all("all-gather" not in on_one_device[case] for case in CASES if "data" in case)
-    gathered = [on_one_device[f"{recipe}, FSDP"]["all-gather"] for recipe in ("bfloat16", "delayed")]
-    assert gathered[0] == 2 * gathered[1]
+    assert on_one_device["delayed, FSDP"]["all-gather"]  # in FP8, says test_devices
 
 
 @pytest.mark.usefixtures("gpu")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from tests.cases import OWG, normal
+from tests.cases import OWG, normal, variables_of
 from tests.models import ALL
 
 pytestmark = pytest.mark.oldest
@@ -88,7 +88,7 @@ class Sliced(nn.Module):
 def test_a_contraction_in_training_alone():
     model, x = OtherInTraining(), normal(0, 4, 8)
     model8 = fp8.quantize_model(model, **ALL)
-    variables = model8.init(jax.random.key(0), x, True)
+    variables = variables_of(model8, x, True)
     assert names(variables) == ["Fp8DotGeneralOp_a", "Fp8DotGeneralOp_b"]
     loss = fp8.value_and_grad(lambda v: jnp.mean(model8.apply(v, x, True) ** 2))
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_two_kernels_by_a_flag():
 def test_methods_and_a_cached_pass():
     model, x = EncoderDecoder(), normal(0, 4, 8)
     model8 = fp8.quantize_model(model, **ALL)
-    variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+    variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
     assert names(variables) == ["Fp8DotGeneralOp_k", "Fp8DotGeneralOp_q", "Fp8DotGeneralOp_v"]
     whole = model8.apply(variables, x)
     close(whole, model.apply({"params": variables["params"]}, x), 0.2)
@@ -125,7 +125,7 @@ def test_methods_and_a_cached_pass():
 def test_beside_an_op_that_was_given():
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(BesideGiven(), **ALL)
-    variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+    variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
     assert names(variables) == ["Fp8DotGeneralOp_0", "Fp8DotGeneralOp_kernel"]
     params = variables["params"]
     close(model8.apply(variables, x), x @ params["w"] @ (1e5 * params["kernel"]))
@@ -134,7 +134,7 @@ def test_beside_an_op_that_was_given():
 def test_parts_of_a_parameter():
     model, x = Sliced(), normal(0, 4, 8)
     model8 = fp8.quantize_model(model, **ALL)
-    variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+    variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
     ends = [name.removeprefix("Fp8DotGeneralOp_") for name in names(variables)]
     assert ends == ["layers-0", "layers-1", "qkv-0-8", "qkv-16-24", "qkv-8-16", "tied", "tied-T"]
     plain = {"params": variables["params"]}
@@ -154,7 +154,7 @@ def test_one_kernel_used_twice_has_one_state():
 
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(Twice(), **ALL)
-    variables = model8.init(jax.random.key(0), x)
+    variables = variables_of(model8, x)
     grads = fp8.grad(lambda v: jnp.sum(model8.apply(v, x)))(variables)
     history = grads[OWG]["Fp8DotGeneralOp_w"]["input_amax_history"]
     assert history[0] == jnp.max(jnp.abs(3 * x))
@@ -180,7 +180,7 @@ class SignGrad(nn.Module):
 def test_in_nn_custom_vjp():
     model, x = SignGrad(), normal(0, 4, 8)
     model8 = fp8.quantize_model(model, **ALL)
-    variables = model8.init(jax.random.key(0), x)
+    variables = variables_of(model8, x)
     assert names(variables) == ["first"]
     [row] = [row for row in fp8.report(model8, x).rows if row.path == "second"]
     assert not row.converted
@@ -214,7 +214,7 @@ class LooksAtItself(nn.Module):
 def test_a_model_sees_its_own_parameters(frozen, jit):
     model, x = LooksAtItself(), normal(0, 4, 8)
     model8 = fp8.quantize_model(model, **ALL, exclude="one" if frozen else ())
-    variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+    variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
     plain = {"params": variables["params"]}
     if frozen:
         model8, variables = fp8.freeze(model8, variables, x)
@@ -243,7 +243,7 @@ def test_what_scanned_layers_have_is_beside_them():
 
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(Loop(), **ALL)
-    variables = model8.init(jax.random.key(0), x)
+    variables = variables_of(model8, x)
     assert variables[OWG]["ScanBody_0"]["Dense_0"]["Fp8DotGeneralOp_0"]["input_scale"].shape == (3, 1)
     _, totals = model8.apply(variables, x)
     expected = Loop().apply({"params": variables["params"]}, x)[1]

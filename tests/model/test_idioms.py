@@ -20,7 +20,7 @@ import optax
 import pytest
 
 import fp8flax as fp8
-from tests.cases import OWG, assert_same, flat, normal
+from tests.cases import OWG, assert_same, flat, normal, variables_of
 from tests.models import ALL, Body
 
 KEY = jax.random.key(0)
@@ -128,7 +128,7 @@ class TestMethods:
     def test_the_name_of_a_submodule(self):
         model = Coder(nn.Dense(8))
         model8 = fp8.quantize_model(model, **ALL)
-        variables = model8.init(KEY, X)
+        variables = variables_of(model8, X)
         out = model8.apply(variables, X, method="head")
         assert (out != model.apply(plain(variables), X, method="head")).any()
 
@@ -239,7 +239,7 @@ def test_a_decorated_init():
     model.revision = "main"  # as what loads a model does
     model8 = fp8.quantize_model(model, **ALL)
     assert model8.revision == "main"
-    variables = model8.init(KEY, X)
+    variables = variables_of(model8, X)
     assert_in_fp8(model, model8, variables)
     serve, _ = assert_frozen_equal(model8, variables)
     again = pickle.loads(pickle.dumps(model8))
@@ -248,7 +248,7 @@ def test_a_decorated_init():
     assert dataclasses.replace(model8, features=4).config == {"features": 4}
     assert again.revision == "main"
     for outer in (fp8.quantize_model(Pipeline(model), **ALL), Pipeline(model8)):
-        variables = outer.init(KEY, X)
+        variables = variables_of(outer, X)
         assert "unet/layer/Fp8DotGeneralOp_0" in ops(variables)
         assert outer.unet.config == {"features": 8}
         outer.apply(variables, X)
@@ -273,7 +273,7 @@ class Hashed(nn.Module):
 def test_a_hash_of_its_own():
     model = Hashed({"features": 8})
     model8 = fp8.quantize_model(model, **ALL)
-    variables = model8.init(KEY, X)
+    variables = variables_of(model8, X)
     assert hash(model8) == hash(model)
     assert model8 == fp8.quantize_model(Hashed({"features": 8}), **ALL)
     assert model8 != model
@@ -407,7 +407,7 @@ class Adapted(nn.Module):
 def test_models_applied_inside_of_models(cls, converted):
     model, model8 = cls(), fp8.quantize_model(cls(), **ALL)
     before = fp8.report(model8, X)
-    variables = model8.init(KEY, X)
+    variables = variables_of(model8, X)
     assert len(ops(variables)) == converted
     assert_in_fp8(model, model8, variables)
     assert fp8.report(model8, X) == before
@@ -537,7 +537,7 @@ PICKLED = {
 def test_copies_and_pickles(name, request):
     skip_some(request, name, ("blocks",))
     model8 = fp8.quantize_model(Coder(), **PICKLED[name])
-    variables = model8.init(KEY, X)
+    variables = variables_of(model8, X)
     if OWG in variables:
         variables = fp8.calibrate(model8.apply, variables, [X])
     frozen = fp8.freeze(model8, variables)
@@ -582,7 +582,7 @@ def test_pickles_in_another_process():
 
     x = np.asarray(X)
     model8 = fp8.quantize_model(Local(), **ALL)
-    variables = fp8.calibrate(model8.apply, model8.init(KEY, X), [X])
+    variables = fp8.calibrate(model8.apply, variables_of(model8, X), [X])
     models = (model8, variables), fp8.freeze(model8, variables)
     things = [(model, jax.tree.map(np.asarray, values), x) for model, values in models]
     expected = [np.asarray(model.apply(variables, x)) for model, variables, x in things]
@@ -606,7 +606,7 @@ class TestBinding:
                 return self.inner(x)
 
         model8 = fp8.quantize_model(Sharing(), **ALL)
-        variables = model8.init(KEY, X)
+        variables = variables_of(model8, X)
         assert ops(variables) == {"Fp8DotGeneralOp_kernel"}
         assert_in_fp8(Sharing(), model8, variables)
         unbound, same = model8.bind(variables).unbind()
@@ -622,7 +622,7 @@ class TestBinding:
         assert ops(model.init(KEY, X)) == paths
         # In one that is converted too, the rules of the inner one hold for its layers.
         outer = fp8.quantize_model(nn.Sequential([*model.layers, nn.Dense(8)]), include="layers_3")
-        variables = outer.init(KEY, X)
+        variables = variables_of(outer, X)
         assert ops(variables) == {*paths, "layers_3/Fp8DotGeneralOp_0"}
         reasons = {row.path: row.reason for row in fp8.report(outer, X).rows}
         assert reasons == {
@@ -670,7 +670,7 @@ class TestAdvice:
 
     def test_second_derivatives_of_a_converted_model(self):
         model8 = fp8.quantize_model(nn.Dense(8), **ALL)
-        variables = model8.init(KEY, X)
+        variables = variables_of(model8, X)
 
         def second(x):
             return jax.grad(

@@ -12,7 +12,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._core.differentiable import States
-from tests.cases import normal
+from tests.cases import normal, variables_of
 
 OWG = "_overwrite_with_gradient"
 KEY = jax.random.key(0)
@@ -36,7 +36,7 @@ def repeats(request, is_repeat):
 def frozen(model, x, recipe=None, weight_only=False, **options):
     """Returns a converted model, frozen with its initial variables."""
     model8 = fp8.quantize_model(model, include=".*", recipe=recipe, **options)
-    variables = model8.init(KEY, x)
+    variables = variables_of(model8, x)
     if OWG in variables:
         variables = fp8.calibrate(model8.apply, variables, [x])
     return fp8.freeze(model8, variables, weight_only=weight_only)
@@ -104,7 +104,7 @@ class TestInputGradientOfAFrozenModel:
         x, dx = jnp.asarray(X), jnp.asarray(X[::-1])
         _, tangent = jax.jvp(partial(model.apply, variables), (x,), (dx,))
         wide = Attention()
-        _, expected = jax.jvp(partial(wide.apply, wide.init(KEY, x)), (x,), (dx,))
+        _, expected = jax.jvp(partial(wide.apply, variables_of(wide, x)), (x,), (dx,))
         assert np.linalg.norm(tangent - expected) < 0.15 * np.linalg.norm(expected)
         back = jax.vjp(partial(model.apply, variables), x)[1](tangent)[0]
         np.testing.assert_allclose(np.vdot(back, dx), np.vdot(tangent, tangent), rtol=1e-4)
@@ -164,7 +164,7 @@ class TestInputGradientOfAFrozenModel:
 
         model, variables = frozen(Forces(), X, fp8.Float8CurrentScaling())
         wide = Forces()
-        expected = wide.apply(wide.init(KEY, X), X)
+        expected = wide.apply(variables_of(wide, X), X)
         assert np.linalg.norm(model.apply(variables, X) - expected) < 0.1 * np.linalg.norm(expected)
 
 
@@ -185,7 +185,7 @@ class TestInitOfAFrozenModel:
         repeats(request, dtype is None)
         x = jnp.ones((2, 5, 16))
         decoder = fp8.quantize_model(Decoder(), include=".*", recipe=fp8.Float8CurrentScaling())
-        model, served = fp8.freeze(decoder, decoder.init(KEY, x), kv_cache_dtype=dtype)
+        model, served = fp8.freeze(decoder, variables_of(decoder, x), kv_cache_dtype=dtype)
         made = jax.jit(model.init)(jax.random.key(1), x)
         shapes = partial(jax.tree.map, lambda a: (a.shape, a.dtype))
         assert shapes(dict(made)) == shapes(dict(served))
@@ -234,7 +234,7 @@ class TestSecondDerivatives:
 
     @pytest.fixture
     def variables(self):
-        return fp8.calibrate(self.model.apply, self.model.init(KEY, X), [X])
+        return fp8.calibrate(self.model.apply, variables_of(self.model, X), [X])
 
     def loss(self, variables):
         return jnp.mean(self.model.apply(variables, X) ** 2)
@@ -295,7 +295,7 @@ class TestDebuggingFlags:
 
     def test_un_jitted_training_raises_no_alarm(self):
         model, x = Dense(4), jnp.asarray(X)
-        variables = model.init(KEY, x)
+        variables = variables_of(model, x)
 
         def loss(v, x):
             return jnp.mean(model.apply(v, x) ** 2)
@@ -310,7 +310,7 @@ class TestDebuggingFlags:
 
     def test_an_inf_of_the_model_still_does(self, request):
         layer = Dense(4)
-        variables = layer.init(KEY, X)
+        variables = variables_of(layer, X)
         if not jax.config.jax_debug_infs:
             pytest.skip("infs are not looked for")
         with pytest.raises(FloatingPointError, match="inf"):
@@ -351,7 +351,7 @@ class TestCalibrateWithoutReverseMode:
         def model(kind):
             return fp8.quantize_model(Loop(kind, nn.Dense), include=".*") if converted else Loop(kind)
 
-        variables = model(kind).init(KEY, X)
+        variables = variables_of(model(kind), X)
         batches = [jnp.asarray(X), jnp.asarray(3 * X)]
         state = fp8.calibrate(model(kind).apply, variables, batches)
         expected = fp8.calibrate(model("unrolled").apply, variables, batches)
@@ -360,7 +360,7 @@ class TestCalibrateWithoutReverseMode:
 
     def test_no_variables_are_kept(self):
         model = Loop("while_loop")
-        variables = model.init(KEY, X)
+        variables = variables_of(model, X)
         fp8.calibrate(model.apply, variables, [jnp.asarray(X)])
         gc.collect()
         assert not [x for x in gc.get_objects() if type(x).__name__ == "_Reports"]
@@ -387,14 +387,14 @@ class TestCalibrateWithoutReverseMode:
             )[1]
 
         model, x = Stack(), jnp.asarray(X)
-        variables = model.init(KEY, x)
+        variables = variables_of(model, x)
         out = model.apply(variables, x)
         state = fp8.calibrate(looped, variables, [x])
         jax.tree.map(np.testing.assert_array_equal, state, fp8.calibrate(model.apply, variables, [x]))
 
     def test_a_nan_and_errors_of_the_model_are_said(self):
         model = Loop("while_loop")
-        variables = model.init(KEY, X)
+        variables = variables_of(model, X)
         with pytest.raises(ValueError, match="NaN or an Inf into .*input_amax_history"):
             fp8.calibrate(model.apply, variables, [X * np.float32(np.nan)])
         with pytest.raises(ValueError, match="mine"):
@@ -427,10 +427,10 @@ def test_no_tracer_outlives_its_trace(kind, request):
     model = fp8.quantize_model(Lifted(kind), include=".*")
     x = jnp.asarray(X)
     with jax.checking_leaks():
-        variables = jax.jit(model.init)(KEY, x)
-        jax.jit(fp8.grad(lambda v: jnp.mean(model.apply(v, x) ** 2)))(variables)
+        variables = variables_of(model, x)
+        jax.jit(fp8.grad(lambda v: jnp.mean(model.apply(v, x) ** 2))).lower(variables)
         serve, served = fp8.freeze(model, variables, weight_only=True)
-        jax.jit(serve.apply)(served, x)
+        jax.jit(serve.apply).lower(served, x)
 
 
 class TestExportOfABatchOfAnySize:
@@ -447,7 +447,7 @@ class TestExportOfABatchOfAnySize:
     def test_forward_gradient_and_frozen(self, recipe, request):
         repeats(request, not isinstance(recipe, fp8.MXFP8BlockScaling))
         model = fp8.quantize_model(nn.Dense(32), include=".*", recipe=recipe)
-        variables = model.init(KEY, self.x)
+        variables = variables_of(model, self.x)
         if OWG in variables:
             variables = fp8.calibrate(model.apply, variables, [self.x])
 
@@ -463,7 +463,7 @@ def test_no_implicit_transfers():
     """Other ones, ``jax.device_put``, are allowed; what Optax makes of a state is its own."""
     model = nn.Sequential([Dense(32), nn.relu, Dense(4)])
     x = jax.device_put(X)
-    variables = jax.device_put(model.init(KEY, x))
+    variables = jax.device_put(variables_of(model, x))
     longer = nn.Dense(
         32, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=1100))
     )
@@ -503,7 +503,7 @@ class TestOtherIdioms:
                 return nn.Dense(8)(nn.Dropout(0.5, deterministic=False)(x))
 
         model8 = fp8.quantize_model(Net(), include=".*", recipe=fp8.Float8CurrentScaling())
-        serve, served = fp8.freeze(model8, model8.init(KEY, X), jnp.asarray(X))
+        serve, served = fp8.freeze(model8, variables_of(model8, X), jnp.asarray(X))
         keys = jax.random.split(KEY, 3)
 
         def apply(v, key):

@@ -14,25 +14,24 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from tests.cases import OWG, assert_same, flat, normal
+from tests.cases import OWG, assert_same, flat, normal, variables_of
 from tests.models import ALL, MODELS, Attention, Layers, Own
 
 pytestmark = pytest.mark.oldest
 
 
-def steps(model, variables, x):
-    """The output and all gradients of the second of two steps: state is used, and made anew."""
+def steps(models, variables, x):
+    """Of each model all gradients and the output of a second step: state is used, and made anew."""
 
-    @jax.jit
-    def step(variables):
-        def loss(variables):
+    @jax.jit  # one program: where the models are the same, it is compiled once
+    def step(each):
+        def loss(variables, model):
             out = model.apply(variables, x)
             return jnp.sum(jnp.sin(out) ** 2), out
 
-        return jax.grad(loss, has_aux=True)(variables)
+        return [jax.grad(loss, has_aux=True)(v, model) for v, model in zip(each, models)]
 
-    grads, _ = step(variables)
-    return step({**variables, **({OWG: grads[OWG]} if OWG in grads else {})})
+    return step([{**variables, OWG: grads.get(OWG, {})} for grads, _ in step([variables] * len(models))])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -40,12 +39,13 @@ def test_equals_ops_by_hand(name):
     plain, by_hand, op = MODELS[name]
     x = normal(0, 2, 4, 8)
     model8 = fp8.quantize_model(plain(), **ALL)
-    variables = jax.jit(model8.init)(jax.random.key(1), x)
-    expected = jax.jit(by_hand(op).init)(jax.random.key(1), x)
+    models = model8, by_hand(op), plain()
+    variables, expected, of_plain = jax.jit(lambda key: [model.init(key, x) for model in models])(
+        jax.random.key(1)
+    )
     assert_same(variables, expected)
-    assert_same({"params": variables["params"]}, jax.jit(plain().init)(jax.random.key(1), x))
-    grads, out = steps(model8, variables, x)
-    expected_grads, expected_out = steps(by_hand(op), expected, x)
+    assert_same({"params": variables["params"]}, of_plain)
+    (grads, out), (expected_grads, expected_out) = steps(models[:2], variables, x)
     np.testing.assert_array_equal(out, expected_out)
     assert_same(grads, expected_grads)
     state = flat(grads[OWG])
@@ -84,15 +84,14 @@ def test_under_a_transformation(around):
     """The same loss, gradients and state as with ops by hand, to the last bit."""
     x = normal(0, 2, 4, 8)
     models = fp8.quantize_model(Own(), **ALL), Own(fp8.Fp8DotGeneralOp)
-    variables = jax.jit(models[1].init)(jax.random.key(1), x)
-    actual, expected = (
-        jax.jit(
-            fp8.value_and_grad(
-                lambda v, m=m: around(lambda v, x: jnp.sum(jnp.sin(m.apply(v, x)) ** 2), v, x)
-            )
-        )(variables)
-        for m in models
-    )
+    variables = variables_of(models[1], x)
+
+    @jax.jit
+    def step(v):
+        losses = [lambda v, x, m=m: jnp.sum(jnp.sin(m.apply(v, x)) ** 2) for m in models]
+        return [fp8.value_and_grad(lambda v, f=f: around(f, v, x))(v) for f in losses]
+
+    actual, expected = step(variables)
     assert actual[0] == expected[0]
     assert_same(actual[1], expected[1])
 
@@ -101,7 +100,7 @@ def test_a_stateless_recipe_has_no_state():
     x = normal(0, 4, 8)
     recipe = fp8.Float8CurrentScaling()
     model8 = fp8.quantize_model(Own(), recipe, **ALL)
-    variables = model8.init(jax.random.key(1), x)
+    variables = variables_of(model8, x)
     assert list(variables) == ["params"]
     with fp8.autocast(recipe=recipe):
         by_hand = Own(fp8.Fp8DotGeneralOp).apply(variables, x)
@@ -312,7 +311,7 @@ def test_variables_of_numpy():
     """As ``flax.serialization`` restores them; un-jitted, where JAX would copy them at each use."""
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(Own(), **ALL)
-    variables = jax.jit(model8.init)(jax.random.key(1), x)
+    variables = variables_of(model8, x)
     variables = fp8.calibrate(model8.apply, variables, [x])
     expected = model8.apply(variables, x)
     assert (expected != Own().apply({"params": variables["params"]}, x)).any()
@@ -345,7 +344,7 @@ def test_normalized_weights(normalization):
 def test_nothing_of_a_call_is_kept():
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(Own(), **ALL)
-    variables = jax.jit(model8.init)(jax.random.key(1), x)
+    variables = variables_of(model8, x)
     with jax.checking_leaks():
         jax.jit(model8.apply)(variables, x)
     again = dataclasses.replace(model8, cls=None, name=None)
@@ -372,7 +371,7 @@ class AppliedApart(nn.Module):
 def test_a_module_with_variables_of_its_own():
     tokens = np.arange(4)
     model8 = fp8.quantize_model(AppliedApart(), **ALL)
-    variables = model8.init(jax.random.key(0), tokens)
+    variables = variables_of(model8, tokens)
     assert set(variables[OWG]) == {"Dense_0"}
     _, left = fp8.report(model8, tokens).rows
     assert "applied to variables of its own" in left.reason
@@ -384,11 +383,10 @@ def test_a_module_with_variables_of_its_own():
 def test_products():
     x = normal(0, 2, 4, 8)
     model8 = fp8.quantize_model(Attention(), products=True, **ALL)
-    variables = model8.init(jax.random.key(0), x)
+    variables = variables_of(model8, x)
     ops = {path.rpartition("/")[0].rpartition("/")[2] for path in flat(variables[OWG])}
     assert ops == {"Fp8DotGeneralOp_0", "Fp8DotGeneralOp_product_0", "Fp8DotGeneralOp_product_1"}
-    _, out = steps(model8, variables, x)
-    _, wide = steps(Attention(), {"params": variables["params"]}, x)
+    (_, out), (_, wide) = steps([model8, Attention()], variables, x)
     assert 0 < np.linalg.norm(out - wide) / np.linalg.norm(wide) < 0.1
 
 
@@ -410,7 +408,7 @@ class TestErrors:
             fp8.quantize_model(nn.Dense(4), "delayed")
 
     def test_a_bound_or_converted_model(self):
-        variables = nn.Dense(4).init(jax.random.key(0), self.x)
+        variables = variables_of(nn.Dense(4), self.x)
         with pytest.raises(ValueError, match=r"bound Dense. Convert the model first"):
             fp8.quantize_model(nn.Dense(4).bind(variables))
         with pytest.raises(ValueError, match="Dense is converted already"):
@@ -475,7 +473,7 @@ def test_nothing_of_a_model_is_kept(jit, request):
 
         model8, again = (fp8.quantize_model(Model(), rules=[rule], **ALL) for _ in range(2))
         assert model8 == again
-        variables = fp8.calibrate(model8.apply, model8.init(jax.random.key(0), x), [x])
+        variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
         serve, served = fp8.freeze(model8, variables)
         assert serve == fp8.freeze(model8, variables)[0]
         for model, values in ((model8, variables), (serve, served)):
@@ -491,7 +489,7 @@ def test_nothing_of_a_model_is_kept(jit, request):
 def test_unjitted_calls_compile_nothing_anew():
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(Own(), **ALL)
-    variables = fp8.calibrate(model8.apply, jax.jit(model8.init)(jax.random.key(1), x), [x])
+    variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
     serve, served = fp8.freeze(model8, variables)
     calls = (
         lambda: model8.apply(variables, x),

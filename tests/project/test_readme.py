@@ -29,9 +29,6 @@ def test_there_are_examples_and_no_gaps():
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/loops.md"])
 def test_examples_run_in_order(page):
     namespace = {}
-    # Compiling takes most of the time; only what is compiled for a GPU needs all optimizations.
-    is_audited = "audit(" in "".join(examples_of(PAGES[page]))
-    jax.config.update("jax_disable_most_optimizations", not is_audited)  # conftest sets it back
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for example in examples_of(PAGES[page]):
             exec(compile(example, page, "exec"), namespace)

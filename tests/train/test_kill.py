@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import FEW_OPTIMIZATIONS, xla_flags
+
 PROGRAM = Path(__file__).parent / "programs" / "train_with_checkpoints.py"
 PATIENCE = 240  # seconds until a process that should have done something is given up; nothing else is timed
 
@@ -25,7 +27,7 @@ class Run:
         cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
         self.process = subprocess.Popen(
             [sys.executable, PROGRAM, self.log, *options],
-            env={**os.environ, "JAX_NUM_CPU_DEVICES": "1", **cache},
+            env={**os.environ, **xla_flags(FEW_OPTIMIZATIONS), "JAX_NUM_CPU_DEVICES": "1", **cache},
             stdout=subprocess.DEVNULL,
             stderr=self.errors,
         )

@@ -29,7 +29,6 @@ Y = jnp.sin(X.sum(-1, keepdims=True))
 def _promotion_of_users():
     """Flax's ``DynamicScale``, ``nn.Dense(dtype=float16)`` and Optax mix dtypes and ranks."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        jax.config.update("jax_disable_most_optimizations", True)  # conftest sets it back
         yield
 
 
@@ -59,7 +58,7 @@ def assert_trees_equal(a, b):
 
 
 HALF = Half()
-HALF_START = variables_of(HALF, X)
+HALF_START = variables_of(HALF, X, seed=5)
 MODEL = MLP()
 START = variables_of(MODEL, X)
 GROWING = {"growth_interval": 6, "scale": 2.0**14}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from tests import ROOT
+from tests import FEW_OPTIMIZATIONS, ROOT, xla_flags
 
 PROGRAM = ROOT / "tests" / "train" / "programs" / "train_on_processes.py"
 PAGE = ROOT / "docs" / "clusters.md"
@@ -32,6 +32,7 @@ def run(folder, commands, **environment):
         **{name: value for name, value in os.environ.items() if "proxy" not in name.lower()},
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1",
+        **xla_flags(FEW_OPTIMIZATIONS),
         **environment,
     }
     logs = [folder / f"{i}.txt" for i in range(len(commands))]
