@@ -131,6 +131,7 @@ def check(actual, results):
         assert (np.abs(np.nan_to_num(ours - wanted)) <= 2e-6 * np.nan_to_num(magnitude) + smallest).all()
 
 
+@pytest.mark.optimized
 @pytest.mark.oldest
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_steps_beside_numpy(name):
