@@ -56,8 +56,8 @@ class Quantizer:
     Attributes:
         dtype: FP8 dtype of the codes.
         scale_dtype: dtype of the scales.
-        needs_state: whether scales come from past steps, which the layer keeps as its scaling state: only of
-            kinds derived from ``DelayedQuantizer``, whose state that is.
+        needs_state: whether scales come from past steps, which the layer keeps as its scaling state; of
+            kinds derived from ``DelayedQuantizer`` alone, whose state that is.
         scales_along_contraction: whether the scale changes along the contraction, so that it has to be
             applied inside the GEMM, and not to its result.
         has_one_scale: whether a tensor has one scale, whatever is contracted.
