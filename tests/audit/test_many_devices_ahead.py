@@ -18,7 +18,7 @@ from fp8flax._core.jax_rules import unless_partitioned
 from fp8flax._core.names import BLOCK_GEMM_F16
 from tests import ROOT
 from tests.cases import RECIPES
-from tests.gpus import CASES, compiled_for_gpus, gpus, seen_here
+from tests.gpus import CASES, KERNELS, bytes_sent, compiled_for_gpus, compiled_step, gpus, seen_here
 
 
 @pytest.mark.usefixtures("gpu")
@@ -33,7 +33,8 @@ def test_a_host_with_one_device_compiles_as_one_with_eight():
     assert on_one_device == seen_here()
     assert not any(seen["kernel"] for seen in on_one_device.values())  # which cannot be partitioned
     assert all("all-gather" not in on_one_device[case] for case in CASES if "data" in case)
-    assert on_one_device["delayed, FSDP"]["all-gather"]  # in FP8, says test_devices
+    in_bf16 = bytes_sent(compiled_step(None, KERNELS["FSDP"]))
+    assert in_bf16["all-gather"] == 2 * on_one_device["delayed, FSDP"]["all-gather"]
 
 
 @pytest.mark.usefixtures("gpu")
