@@ -320,7 +320,7 @@ def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed(
 @pytest.mark.oldest
 @pytest.mark.usefixtures("_promotion_of_flax")
 def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
-    settings = training.Settings(num_layers=1)
+    settings = training.Settings(num_layers=1, width=64, length=64)  # the same GEMMs, sooner compiled
     # AdamW takes most of the time to compile, and has no GEMM.
     monkeypatch.setattr(training, "make_optimizer", lambda settings: optax.sgd(1e-3))
     state = jax.eval_shape(lambda: training.make_state("fp8", 0, settings))
