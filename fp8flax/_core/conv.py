@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +134,8 @@ def _as_matmul(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvPlan(Plan):
     """Three convolutions of FP8 values in a wide dtype; JAX derives the two transposes."""
+
+    wide_scope: ClassVar[str] = CONVOLVED_WIDE
 
     conv: _Convolution
     out_shape: tuple[int, ...]

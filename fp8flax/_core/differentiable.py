@@ -115,6 +115,8 @@ class Plan:
     """Roles whose tensors are stacked along their first axis, each with scales of its own."""
     has_fake_quantized: ClassVar[bool] = True
     """Whether the quantize-dequantize form is made of ``in_qdq`` and ``out_qdq``, with delayed scaling."""
+    wide_scope: ClassVar[str] = KEPT_WIDE
+    """The scope of products of values that stay wide, as of tangents."""
     is_automatic: ClassVar[Any] = False
     """Whether axes of the mesh that are explicit are left to XLA inside of the contraction."""
 
@@ -420,11 +422,12 @@ def _along_rhs(plan: Plan, tangent: jax.Array, lhs: jax.Array, extra: Extra, fix
 
 def _frozen_jvp(plan: Plan, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (lhs, rhs, extra, fixed), (lhs_dot, rhs_dot, *_) = primals, tangents
-    terms = [
-        _on_automatic_axes(plan, along, plan.out_sharding, tangent, other, extra, fixed)
-        for along, tangent, other in ((_along_lhs, lhs_dot, rhs), (_along_rhs, rhs_dot, lhs))
-        if not isinstance(tangent, SymbolicZero)
-    ]
+    with jax.named_scope(plan.wide_scope):
+        terms = [
+            _on_automatic_axes(plan, along, plan.out_sharding, tangent, other, extra, fixed)
+            for along, tangent, other in ((_along_lhs, lhs_dot, rhs), (_along_rhs, rhs_dot, lhs))
+            if not isinstance(tangent, SymbolicZero)
+        ]
     out = _frozen(plan, lhs, rhs, extra, fixed)
     return out, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out)
 

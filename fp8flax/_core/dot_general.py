@@ -14,7 +14,16 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from fp8flax._core.differentiable import STATELESS, Extra, Operand, Plan, States, check_operands, contract
+from fp8flax._core.differentiable import (
+    STATELESS,
+    Extra,
+    Operand,
+    Plan,
+    States,
+    calibrating,
+    check_operands,
+    contract,
+)
 from fp8flax._core.gemm import Gemm
 from fp8flax._core.multiply import multiply, warn_if_emulated
 from fp8flax._core.qtensor import QTensor, View
@@ -208,9 +217,12 @@ def hashable_precision(precision: Any) -> Any:
     return tuple(precision) if isinstance(precision, list) else precision
 
 
-def with_precision(recipe: CustomRecipe, precision: Any) -> CustomRecipe:
-    """Returns the recipe with the accumulation that ``precision`` asks for, or raises ``TypeError``."""
-    if precision is None:
+def with_precision(recipe: CustomRecipe, precision: Any, form: str) -> CustomRecipe:
+    """Returns the recipe with the accumulation that ``precision`` asks for, or raises ``TypeError``.
+
+    Where nothing is multiplied in FP8 it is left to ``lax``.
+    """
+    if precision is None or form == "qdq" or calibrating.value or not any(recipe.quantizers):
         return recipe
     pair = precision if isinstance(precision, tuple | list) else (precision, precision)
     try:
@@ -248,7 +260,7 @@ def _plan(
         rhs,
     )
     return DotPlan(
-        recipe=with_precision(recipe, precision) if any(recipe.quantizers) else recipe,
+        recipe=with_precision(recipe, precision, form),
         lhs=Operand.of(lhs),
         rhs=Operand.of(rhs),
         out_dtype=out.dtype,
@@ -320,7 +332,13 @@ def quantize_kernel(
     plan = _plan(x, rhs, dimension_numbers, None, None, recipe, "direct")
     view, _ = plan.views["kernel"]
     operand = quantized(recipe.forward.rhs, rhs, view, scale)
-    return operand.quantizer.pack(operand, view)
+    packed = operand.quantizer.pack(operand, view)
+    if packed.codes.shape != rhs.shape:
+        raise ValueError(
+            f"pack of {operand.quantizer!r} must return codes of the kernel's shape {rhs.shape}, to be "
+            f"stored in its place; got {packed.codes.shape}. Define pack and unpack."
+        )
+    return packed
 
 
 def frozen_dot_general(

@@ -99,7 +99,7 @@ def dequantized_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor, dtype: Any) -> jax.
 
 def scaled(gemm: Gemm, out: jax.Array, lhs: QTensor, rhs: QTensor) -> jax.Array:
     """Returns a product of codes times the scales of both operands, in the dtype of the result."""
-    lhs_scale, rhs_scale = lhs.scale, rhs.scale
+    lhs_scale, rhs_scale = lhs.scale.astype(jnp.float32), rhs.scale.astype(jnp.float32)
     batch = gemm.lhs.sizes(gemm.lhs.batch)
     rows, columns = gemm.lhs.sizes(gemm.lhs.free), gemm.rhs.sizes(gemm.rhs.free)
     if lhs_scale.ndim:

@@ -47,7 +47,9 @@ def cuda_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
         # which is not rounded before it.
         return scaled(gemm, dot(gemm, q_lhs, q_rhs, preset, jnp.float32), lhs, rhs)
     # One scalar, which is all that cublasLt takes in. An infinite one would turn zeros into NaN.
-    scale = jnp.minimum(lhs.scale * rhs.scale, jnp.float32(2.0**126))
+    scale = jnp.minimum(
+        lhs.scale.astype(jnp.float32) * rhs.scale.astype(jnp.float32), jnp.float32(2.0**126)
+    )
     if gemm.out_dtype == jnp.float16:  # which the unscaled sums would overflow
         return (dot(gemm, q_lhs, q_rhs, preset, jnp.float32) * scale).astype(gemm.out_dtype)
     if gemm.out_dtype != jnp.bfloat16:

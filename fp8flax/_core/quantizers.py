@@ -49,15 +49,17 @@ class Quantizer:
     """How one operand of one GEMM becomes FP8: the base of all kinds.
 
     A kind of your own is a frozen dataclass with a field ``dtype`` and the method ``quantize``. What the
-    methods below do is right for a scale that is a scalar, or has the operand's rank with size 1 wherever
-    elements share it; any other layout of codes and scales needs its own ``dequantize``. Unless a kind says
-    that its scales do not change along the contraction, its values are multiplied in a wide dtype.
+    methods below do is right for codes of the operand's shape and a scale that is a scalar, or has its rank
+    with size 1 wherever elements share it; any other layout needs its own ``dequantize``, and ``pack`` and
+    ``unpack`` to be frozen. Unless a kind says that its scales do not change along the contraction, its
+    values are multiplied in a wide dtype. Where it does, its codes are multiplied as they are, and what
+    ``dequantize`` would say is not asked.
 
     Attributes:
         dtype: FP8 dtype of the codes.
         scale_dtype: dtype of the scales.
-        needs_state: whether scales come from past steps, which the layer keeps as its scaling state; of
-            kinds derived from ``DelayedQuantizer`` alone, whose state that is.
+        needs_state: whether scales come from past steps, which the layer keeps as its scaling state: of
+            ``DelayedQuantizer`` alone.
         scales_along_contraction: whether the scale changes along the contraction, so that it has to be
             applied inside the GEMM, and not to its result.
         has_one_scale: whether a tensor has one scale, whatever is contracted.
@@ -95,6 +97,15 @@ class Quantizer:
     is_exact_in_bfloat16: ClassVar[Any] = False
     strategy: ClassVar[Any] = None
     quantization_bytes: ClassVar[Any] = 8.0
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.needs_state and cls.__module__ != __name__:
+            raise TypeError(
+                f"{cls.__name__} cannot have scaling state (needs_state): that is DelayedQuantizer's, "
+                "which cannot be derived from. Derive from fp8flax.Quantizer, or give DelayedQuantizer "
+                "options."
+            )
 
     def quantize(
         self,
@@ -480,7 +491,16 @@ def quantized(
     quantizer: Quantizer | None, x: Float[jax.Array, "*dims"], view: View, delayed_scale: Any = None
 ) -> Any:
     """Returns an operand as a ``QTensor``; as it is where the quantizer is None."""
-    return x if quantizer is None else quantizer.quantize(x, view, delayed_scale)
+    if quantizer is None:
+        return x
+    q = quantizer.quantize(x, view, delayed_scale)
+    expected = np.dtype(quantizer.dtype), np.dtype(quantizer.scale_dtype)
+    if (q.codes.dtype, q.scale.dtype) != expected:
+        raise TypeError(
+            f"quantize of {quantizer!r} must return codes in its dtype and scales in its scale_dtype, "
+            f"{expected[0]} and {expected[1]}; got {q.codes.dtype} and {q.scale.dtype}."
+        )
+    return q
 
 
 def serves(first: Quantizer | None, second: Quantizer | None, view: View) -> bool:

@@ -402,7 +402,7 @@ def fp8_ragged_dot(
     )
     gemms = recipe.gemms
     plan = RaggedPlan(
-        recipe=with_precision(gemms, precision) if any(gemms.quantizers) else gemms,
+        recipe=with_precision(gemms, precision, form),
         lhs=Operand.of(lhs),
         rhs=Operand.of(rhs),
         out_dtype=out.dtype,

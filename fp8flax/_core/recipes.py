@@ -505,15 +505,15 @@ class Float8BlockScaling(Recipe):
 _IN_FLOAT32 = Accumulation(forward="exact")
 
 
-def _why_it_can_change(recipe: Recipe) -> str | None:
-    """Returns how a recipe could be changed in place; None if it is frozen."""
+def _why_it_can_change(recipe: Any) -> str | None:
+    """Returns how a recipe, or a quantizer, could be changed in place; None if it is frozen."""
     cls = type(recipe)
     params = getattr(cls, "__dataclass_params__", None)
     if params is None:
         return "is no dataclass"
     if not params.frozen:
         return "is not frozen"
-    fields = [field.name for field in dataclasses.fields(recipe)]  # type: ignore[arg-type]
+    fields = [field.name for field in dataclasses.fields(recipe)]
     for base in cls.__mro__:
         if "__dataclass_params__" in vars(base):
             break
@@ -552,11 +552,11 @@ def check_recipe(recipe: Any) -> CustomRecipe:
             f"gemms of the recipe {recipe!r} must be an fp8flax.CustomRecipe; got {gemms!r}. If that is a "
             "recipe itself, return its gemms."
         )
-    why = _why_it_can_change(recipe)
-    if why is not None:
-        raise TypeError(
-            f"recipe must be frozen, since functions are compiled for it as it is; got {recipe!r}, whose "
-            f"class {type(recipe).__name__} {why}. Make the class @dataclasses.dataclass(frozen=True, "
-            "kw_only=True), with its attributes as fields that can be hashed."
-        )
+    for name, part in (("recipe", recipe), *(("a quantizer", q) for q in set(gemms.quantizers) if q)):
+        if why := _why_it_can_change(part):
+            raise TypeError(
+                f"{name} must be frozen, since functions are compiled for it as it is; got {part!r}, whose "
+                f"class {type(part).__name__} {why}. Make the class @dataclasses.dataclass(frozen=True, "
+                "kw_only=True), with its attributes as fields that can be hashed."
+            )
     return gemms

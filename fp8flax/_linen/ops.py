@@ -274,8 +274,8 @@ class Fp8RaggedDotOp(Fp8Op):
         preferred_element_type: dtype of the result; None for what ``lax.ragged_dot`` gives.
 
     Attributes:
-        recipe: how the tensors are scaled, by ``DelayedScaling`` or ``Float8CurrentScaling``; None for that
-            of ``fp8flax.autocast``, or ``DelayedScaling()`` outside of it.
+        recipe: how the tensors are scaled; with scales per block their values are multiplied in a wide
+            dtype. None for that of ``fp8flax.autocast``, or ``DelayedScaling()`` outside of it.
         form: ``"direct"`` multiplies FP8 operands, in the FP8 units of GPUs that have them. ``"qdq"`` casts
             to FP8 and back around matmuls in the operands' dtype: a reference, and never faster.
 

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import fp8flax as fp8
+from fp8flax._core import gemm_cuda
+from fp8flax._core.device import compile_target
 
 WIDTH = 64
 
@@ -35,6 +38,14 @@ class RowBlocks(fp8.Quantizer):
         _, rows, columns = view.matrix_shape
         matrix = blocks.reshape(*blocks.shape[:2], -1)[:, :rows, :columns]
         return view.from_matrix(matrix).astype(dtype)
+
+    def pack(self, q, view):
+        _, rows, columns = view.matrix_shape
+        matrix = q.codes.reshape(*q.codes.shape[:2], -1)[:, :rows, :columns]
+        return dataclasses.replace(q, codes=view.from_matrix(matrix))
+
+    def unpack(self, q, view):
+        return dataclasses.replace(q, codes=self._blocks(view.to_matrix(q.codes)))
 
     @staticmethod
     def _blocks(matrix):
@@ -123,7 +134,7 @@ def test_a_convolution_of_overlapping_windows_says_what_it_takes():
         conv(kernel_size=(3, 3)).init(jax.random.key(0), jnp.ones((1, 8, 8, 4)))
 
 
-def test_it_is_kept_under_remat_and_frozen():
+def test_it_is_kept_under_remat():
     layer = nn.remat(nn.Dense, policy=jax.checkpoint_policies.save_only_these_names(*fp8.RESIDUAL_NAMES))(
         8, dot_general_cls=lambda: fp8.Fp8DotGeneralOp(recipe=RECIPE)
     )
@@ -134,3 +145,80 @@ def test_it_is_kept_under_remat_and_frozen():
         return jax.jit(jax.grad(lambda v: jnp.sum(jnp.sin(layer.apply(v, X)))))(variables)
 
     jax.tree.map(np.testing.assert_array_equal, gradient(layer), gradient(plain))
+
+
+def test_it_is_frozen():
+    layer = LAYERS["Dense"]
+    variables = layer.init(jax.random.key(0), X)
+    served, served_variables = fp8.freeze(layer, variables, X)
+    assert served_variables["params"]["kernel"].dtype == fp8.float8_e4m3fn
+    np.testing.assert_array_equal(served.apply(served_variables, X), layer.apply(variables, X))
+
+
+class TestErrors:
+    def test_state_is_that_of_delayed_scaling_alone(self):
+        with pytest.raises(TypeError, match="Own cannot have scaling state"):
+
+            class Own(fp8.DelayedQuantizer):
+                pass
+
+    def test_what_could_be_changed(self):
+        class Mutable(fp8.Quantizer):
+            dtype = fp8.float8_e4m3fn
+
+        gemm = fp8.GemmRecipe(lhs=Mutable(), rhs=Mutable())
+        with pytest.raises(TypeError, match=r"a quantizer must be frozen.*is no dataclass"):
+            fp8.Fp8DotGeneralOp(recipe=fp8.CustomRecipe(forward=gemm))
+
+    @pytest.mark.parametrize("name", ["codes", "scale"])
+    def test_dtypes_that_it_did_not_say(self, name):
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class Wrong(RowBlocks):
+            def quantize(self, x, view, delayed_scale=None):
+                q = super().quantize(x, view)
+                return dataclasses.replace(q, **{name: getattr(q, name).astype(jnp.bfloat16)})
+
+        gemm = fp8.GemmRecipe(lhs=Wrong(), rhs=Wrong())
+        op = fp8.Fp8DotGeneralOp(recipe=fp8.CustomRecipe(forward=gemm))
+        with pytest.raises(TypeError, match="must return codes in its dtype and scales in its scale_dtype"):
+            op.apply({}, X, W, (((1,), (0,)), ((), ())))
+
+    def test_a_kernel_that_is_not_packed(self):
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class Unpacked(RowBlocks):
+            def pack(self, q, view):
+                return q
+
+        gemm = fp8.GemmRecipe(lhs=Unpacked(), rhs=Unpacked())
+        layer = nn.Dense(
+            8, dot_general_cls=lambda: fp8.Fp8DotGeneralOp(recipe=fp8.CustomRecipe(forward=gemm))
+        )
+        with pytest.raises(ValueError, match="Define pack and unpack"):
+            fp8.freeze(layer, layer.init(jax.random.key(0), X), X)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NarrowScale(fp8.Quantizer):
+    """One scale per tensor, in a dtype that does not hold the product of two."""
+
+    dtype: Any = fp8.float8_e4m3fn
+    scale_dtype: ClassVar[Any] = jnp.float16
+    scales_along_contraction: ClassVar[bool] = False
+
+    def quantize(self, x, view, delayed_scale=None):
+        scale = (jnp.max(jnp.abs(x)) / 448).astype(self.scale_dtype)
+        return fp8.QTensor(fp8.quantize(x, self.dtype, scale.astype(jnp.float32)), scale, self)
+
+
+@pytest.mark.parametrize("capability", [None, 9.0])
+def test_scales_are_multiplied_in_float32(capability, monkeypatch):
+    """Also as the lowering for GPUs does it."""
+    if capability is not None:
+        monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
+        monkeypatch.setattr(gemm_cuda, "dot", lambda _, x, w, precision, t: x.astype(t) @ w.astype(t))
+    gemm = fp8.GemmRecipe(lhs=NarrowScale(), rhs=NarrowScale())
+    op = fp8.Fp8DotGeneralOp(recipe=fp8.CustomRecipe(forward=gemm))
+    with compile_target(capability):
+        out = op.apply({}, 0.02 * X, 0.02 * W, (((1,), (0,)), ((), ())))
+    np.testing.assert_allclose(out, 0.0004 * X @ W, atol=1e-3)
+    assert np.max(np.abs(out)) > 5e-3
