@@ -64,7 +64,8 @@ class Case:
         self.reference = LAYERS[layer](partial(op, form="qdq"), None)
         # Compiled once, it serves most references.
         self.plain = jax.jit(fp8.value_and_grad(self.loss))
-        self.tolerance = 0.05 if layer == "Attention" else 1e-6
+        # Of sums in float32 that XLA orders one way or another.
+        self.tolerance = 0.05 if layer == "Attention" else 3e-6
         variables = [variables_of(self.layer, X, seed=seed) for seed in (10, 11, 12)]
         self.each = [self.advanced(v) for v in variables]
         self.variables = self.each[0]
