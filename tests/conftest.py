@@ -3,6 +3,7 @@
 Internals: ``jax._src.compiler``, for options of the compiler that no configuration of JAX sets.
 """
 
+import gc
 import importlib.metadata
 import os
 import tempfile
@@ -24,6 +25,11 @@ import pytest  # noqa: E402
 from jax._src import compiler  # noqa: E402
 
 from tests import FEW_OPTIMIZATIONS, what_works  # noqa: E402
+
+# Programs are full of cycles that live as long as JAX's caches: to look for them often only takes time.
+gc.set_threshold(100_000, 20, 50)
+# No test reads where a program's operations were written, which takes time to write down.
+jax.config.update("jax_traceback_in_locations_limit", 1)
 
 # For the tests of sharding; all others use the first.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -102,6 +108,15 @@ def pytest_sessionfinish(session):
     is_worker = hasattr(session.config, "workerinput")
     if session.config.getoption("--write-table") and not is_worker and not session.testsfailed:
         what_works.write(CELLS)
+
+
+@pytest.fixture
+def small_heap():
+    """Leaves what is there already out of garbage collections, of which a check for leaks makes dozens."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

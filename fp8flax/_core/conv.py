@@ -179,8 +179,7 @@ class ConvPlan(Plan):
         Behind a barrier: from float32 values XLA would go back to the codes, for a convolution of cuDNN's
         in FP8, and where cuDNN has none for these sizes the program would fail (openxla/xla#40021).
         """
-        view, _ = self.views[role]
-        wide = dequantized(operand, view, dtype)
+        wide = dequantized(operand, self.uses(role).first.view, dtype)
         return lax.optimization_barrier(wide) if isinstance(operand, QTensor) else wide
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:

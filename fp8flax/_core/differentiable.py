@@ -43,7 +43,7 @@ from fp8flax._core.names import DGRAD, FORWARD, KEPT_WIDE, OUTPUT_NAME, RESIDUAL
 from fp8flax._core.qdq import in_qdq_as, out_qdq_as
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantize import as_float_array
-from fp8flax._core.quantizers import quantized, serves, straight_through
+from fp8flax._core.quantizers import Quantizer, quantized, serves, straight_through
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 
 _INPUT_NAME, _KERNEL_NAME, _SCALING_NAME = RESIDUAL_NAMES
@@ -93,6 +93,21 @@ def explicit_sharding(x: Any) -> Any:
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
 
+class Use(NamedTuple):
+    """How a tensor enters one of its two products."""
+
+    role: str
+    quantizer: Quantizer | None
+    view: View
+
+
+class Uses(NamedTuple):
+    """Both, in the order in which a training step multiplies."""
+
+    first: Use
+    second: Use
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """A contraction: its three products, and how to view each tensor in the two of them that it enters.
@@ -124,6 +139,11 @@ class Plan:
     def views(self) -> dict[str, tuple[View, View]]:
         """How each tensor is seen by the first and by the second product that it enters."""
         raise NotImplementedError
+
+    def uses(self, role: str) -> Uses:
+        """Returns how a tensor enters its two products."""
+        both = zip(self.recipe.of_role(role), self.views[role])
+        return Uses(*(Use(role, quantizer, view) for quantizer, view in both))
 
     def forward(self, lhs: Any, rhs: Any, extra: Extra) -> jax.Array:
         """Returns the result, of quantized operands or wide ones."""
@@ -174,15 +194,15 @@ def _quantized_once_jvp(quantizer: Any, view: View, primals: Any, tangents: Any)
     raise TypeError(ONCE)
 
 
-def _quantized_for(plan: Plan, role: str, which: int, x: jax.Array, scale: jax.Array | None) -> Any:
-    """Returns a tensor as the first (0) or the second (1) product that it enters takes it."""
-    quantize = partial(_quantized_once, plan.recipe.of_role(role)[which], plan.views[role][which])
-    return plan.each(role, quantize, x, scale)
+def _quantized_for(plan: Plan, use: Use, x: jax.Array, scale: jax.Array | None) -> Any:
+    """Returns a tensor as one of its products takes it."""
+    return plan.each(use.role, partial(_quantized_once, use.quantizer, use.view), x, scale)
 
 
 def _serves_both(plan: Plan, role: str) -> bool:
     """Tells whether a tensor is quantized once for its two products."""
-    return serves(*plan.recipe.of_role(role), plan.views[role][0])
+    first, second = plan.uses(role)
+    return serves(first.quantizer, second.quantizer, first.view)
 
 
 def _transposed(plan: Plan, role: str, operand: Any) -> Any:
@@ -193,10 +213,11 @@ def _transposed(plan: Plan, role: str, operand: Any) -> Any:
 
 
 def _quantized_for_both(plan: Plan, role: str, x: jax.Array, scale: jax.Array | None) -> tuple[Any, Any]:
-    first = _quantized_for(plan, role, 0, x, scale)
+    uses = plan.uses(role)
+    first = _quantized_for(plan, uses.first, x, scale)
     if _serves_both(plan, role):
         return first, _transposed(plan, role, first)
-    return first, _quantized_for(plan, role, 1, x, scale)
+    return first, _quantized_for(plan, uses.second, x, scale)
 
 
 def _quantized_with_amax(
@@ -223,7 +244,7 @@ def _kept(plan: Plan, role: str, name: str, operand: Any, scale: jax.Array | Non
     if not isinstance(operand, QTensor):
         # A wide kernel is an argument, and there anyway.
         return checkpoint_name(operand, name) if role == "input" else operand
-    trim = partial(operand.quantizer.trim, view=plan.views[role][1])
+    trim = partial(operand.quantizer.trim, view=plan.uses(role).second.view)
     bits = plan.each(role, trim, operand).as_bits()
     if scale is None or not operand.quantizer.needs_state:  # a delayed scale has its name
         scale = checkpoint_name(bits.scale, _SCALING_NAME)
@@ -234,16 +255,16 @@ def _restored(plan: Plan, role: str, kept: Any) -> Any:
     """Returns the operand that ``_kept`` was given."""
     if not isinstance(kept, QTensor):
         return kept
-    fill = partial(kept.quantizer.fill, view=plan.views[role][1])
+    fill = partial(kept.quantizer.fill, view=plan.uses(role).second.view)
     return plan.each(role, fill, kept.from_bits())
 
 
 def _kept_sharding(plan: Plan, role: str, operand: Operand) -> Any:
     """Returns the sharding of an operand as ``_kept`` returns it."""
-    quantizer = plan.recipe.of_role(role)[1]
+    _, quantizer, view = plan.uses(role).second
     if operand.sharding is None or quantizer is None:  # None: not on the mesh
         return operand.sharding
-    return quantizer.shardings(operand.sharding, plan.views[role][1])
+    return quantizer.shardings(operand.sharding, view)
 
 
 def _on_automatic_axes(plan: Plan, f: Callable[..., Any], out_shardings: Any, *args: Any) -> Any:
@@ -302,12 +323,13 @@ def _primal(
     plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, scales: dict[str, jax.Array], kernel: Any
 ) -> jax.Array:
     """Returns the contraction, of a kernel that is quantized here if it does not come so."""
-    q_lhs = _quantized_for(plan, "input", 0, plan.prepared("input", lhs, extra), scales.get("input"))
+    lhs = plan.prepared("input", lhs, extra)
+    q_lhs = _quantized_for(plan, plan.uses("input").first, lhs, scales.get("input"))
     if kernel is None:
         rhs = plan.prepared("kernel", rhs, extra)
-        q_rhs = _quantized_for(plan, "kernel", 0, rhs, scales.get("kernel"))
+        q_rhs = _quantized_for(plan, plan.uses("kernel").first, rhs, scales.get("kernel"))
     else:
-        q_rhs = kernel.quantizer.unpack(kernel, plan.views["kernel"][0])
+        q_rhs = kernel.quantizer.unpack(kernel, plan.uses("kernel").first.view)
     with jax.named_scope(FORWARD):
         return plan.forward(q_lhs, q_rhs, extra)
 
@@ -405,7 +427,7 @@ def _frozen(plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fi
 
 
 def _along_lhs(plan: Plan, tangent: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
-    quantizer, view = plan.recipe.forward.rhs, plan.views["kernel"][0]
+    _, quantizer, view = plan.uses("kernel").first
     if fixed.kernel is not None:
         unpacked = fixed.kernel.quantizer.unpack(fixed.kernel, view)
         return plan.wide(tangent, unpacked.dequantize(view, plan.rhs.dtype), extra)
@@ -416,7 +438,7 @@ def _along_lhs(plan: Plan, tangent: jax.Array, rhs: jax.Array, extra: Extra, fix
 
 def _along_rhs(plan: Plan, tangent: jax.Array, lhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
     lhs = plan.prepared("input", lhs, extra)
-    view, scale = plan.views["input"][0], fixed.scales.get("input")
+    view, scale = plan.uses("input").first.view, fixed.scales.get("input")
     return plan.wide(straight_through(plan.recipe.forward.lhs, view, lhs, scale), tangent, extra)
 
 

@@ -330,8 +330,8 @@ def quantize_kernel(
     """
     x = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
     plan = _plan(x, rhs, dimension_numbers, None, None, recipe, "direct")
-    view, _ = plan.views["kernel"]
-    operand = quantized(recipe.forward.rhs, rhs, view, scale)
+    _, quantizer, view = plan.uses("kernel").first
+    operand = quantized(quantizer, rhs, view, scale)
     packed = operand.quantizer.pack(operand, view)
     if packed.codes.shape != rhs.shape:
         raise ValueError(

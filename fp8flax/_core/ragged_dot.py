@@ -18,6 +18,7 @@ from fp8flax._core.differentiable import (
     Operand,
     Plan,
     States,
+    Use,
     check_operands,
     contract,
     explicit_sharding,
@@ -174,7 +175,8 @@ class RaggedPlan(Plan):
 
     def forward(self, lhs: Any, rhs: Any, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
-        lhs, rhs = self._in_rows("input", 0, lhs), self._in_rows("kernel", 0, rhs)
+        lhs = self._in_rows(self.uses("input").first, lhs)
+        rhs = self._in_rows(self.uses("kernel").first, rhs)
         # Transposed once for all visits.
         kernels = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, rhs)
         visits = _visits(self, group_sizes)
@@ -183,14 +185,16 @@ class RaggedPlan(Plan):
     def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
         del like
-        g, rhs = self._in_rows("output_grad", 0, g), self._in_rows("kernel", 1, rhs)
+        g = self._in_rows(self.uses("output_grad").first, g)
+        rhs = self._in_rows(self.uses("kernel").second, rhs)
         visits = _visits(self, group_sizes)
         return _multiply_rows(self, self.gemms.dgrad, g, rhs, self.depth, visits)[: self.rows]
 
     def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
         del like
-        lhs, g = self._in_rows("input", 1, lhs), self._in_rows("output_grad", 1, g)
+        lhs = self._in_rows(self.uses("input").second, lhs)
+        g = self._in_rows(self.uses("output_grad").second, g)
         return _multiply_groups(self, lhs, g, _visits(self, group_sizes))
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
@@ -201,13 +205,13 @@ class RaggedPlan(Plan):
     def warn(self, *recipes: GemmRecipe) -> None:
         warn_if_emulated(*recipes)
 
-    def _in_rows(self, role: str, which: int, operand: Any) -> Any:
+    def _in_rows(self, use: Use, operand: Any) -> Any:
         """Returns an operand of which a tile of rows can be cut: wide where scales are per block."""
         if not (isinstance(operand, QTensor) and operand.quantizer.scales_along_contraction):
             return operand
-        view = self.views[role][which]
-        dtype = {"input": self.lhs.dtype, "kernel": self.rhs.dtype, "output_grad": self.out_dtype}[role]
-        return self.each(role, lambda q: q.dequantize(view, dtype), operand)
+        dtypes = {"input": self.lhs.dtype, "kernel": self.rhs.dtype, "output_grad": self.out_dtype}
+        dtype = dtypes[use.role]
+        return self.each(use.role, lambda q: q.dequantize(use.view, dtype), operand)
 
 
 def _visits(plan: RaggedPlan, group_sizes: jax.Array) -> _Visit:

@@ -118,7 +118,7 @@ CASES = {
 
 
 @pytest.fixture
-def what_calls_leave():
+def what_calls_leave(small_heap):
     """Returns a function that calls another, and returns what was compiled, and what stayed in memory."""
     compiled = []
 

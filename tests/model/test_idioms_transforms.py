@@ -358,6 +358,7 @@ class TestCalibrateWithoutReverseMode:
         assert np.max(expected[OWG]["Dense_0"]["Fp8DotGeneralOp_0"]["input_amax_history"]) > 1
         jax.tree.map(np.testing.assert_array_equal, state, expected)
 
+    @pytest.mark.usefixtures("small_heap")
     def test_no_variables_are_kept(self):
         model = Loop("while_loop")
         variables = variables_of(model, X)
@@ -421,6 +422,7 @@ class Lifted(nn.Module):
         return nn.RNN(nn.SimpleCell(32))(x[None])
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("kind", ["remat", "scan", "rnn"])
 def test_no_tracer_outlives_its_trace(kind, request):
     repeats(request, kind != "remat")

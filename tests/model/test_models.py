@@ -341,6 +341,7 @@ def test_normalized_weights(normalization):
     assert 0 < np.linalg.norm(out - wide) / np.linalg.norm(wide) < 0.1
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_nothing_of_a_call_is_kept():
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(Own(), **ALL)
@@ -454,6 +455,7 @@ class TestErrors:
         assert_same(added, model8.init(jax.random.key(0), self.x))
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("jit", [False, True])
 def test_nothing_of_a_model_is_kept(jit, request):
     """Neither classes nor what rules refer to outlive the models; equal arguments give equal models."""
