@@ -8,6 +8,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 import fp8flax as fp8
@@ -57,6 +58,18 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 def struct(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def cells(values, repeated):
+    """Parameters of a test, of which these repeat another's path of the code: with --all-cells alone."""
+    values = list(values)
+    assert not [value for value in repeated if value not in values]
+    return [
+        pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.all_cells)
+        if v in repeated
+        else v
+        for v in values
+    ]
 
 
 def variables_of(model, *inputs, seed=1, **named):

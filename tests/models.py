@@ -1,6 +1,7 @@
 """Models to convert, each also with its ops given by hand; and a small language model."""
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -191,9 +192,16 @@ TOKENS = np.random.default_rng(0).integers(0, 16, (2, 8)).astype(np.int32)
 
 
 def trained(model, *inputs, recipe=None, **options):
-    """A converted model with state that has seen data."""
+    """A converted model with state that has seen data: amaxes from 2 to 3. Nothing is compiled."""
     model8 = fp8.quantize_model(model, recipe, **{**ALL, "allow_unmatched": True, **options})
     variables = variables_of(model8, *inputs)
+    rng = np.random.default_rng(2)
+
+    def seen(path, leaf):
+        if not path[-1].key.endswith("amax_history"):
+            return leaf
+        return leaf.at[..., 0].set(rng.uniform(2, 3, leaf.shape[:-1]).astype(leaf.dtype))
+
     if OWG in variables:
-        variables = fp8.calibrate(model8.apply, variables, [inputs] if len(inputs) > 1 else list(inputs))
+        variables = {**variables, OWG: jax.tree_util.tree_map_with_path(seen, variables[OWG])}
     return model8, variables

@@ -21,7 +21,7 @@ from fp8flax._core.differentiable import States
 from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax.audit import auditing
 from tests import reference, reference_recipes
-from tests.cases import OWG, error_of_product, struct, variables_of
+from tests.cases import OWG, cells, error_of_product, struct, variables_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
 
@@ -168,7 +168,13 @@ def make_vjp(convolve):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("name", [name for name in CASES if name != "patches"])  # see below
+@pytest.mark.parametrize(
+    "name",  # of patches, see below
+    cells(
+        [name for name in CASES if name != "patches"],
+        repeated=["strides", "dilated kernel", "groups", "1D", "patches, a rest", "one window"],
+    ),
+)
 def test_values_gradients_and_state_beside_numpy(name):
     """With amaxes that are too low for some of the data: those saturate."""
     c = CASES[name]

@@ -19,6 +19,7 @@ from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax.demo.moe import MoE
 from tests import reference, reference_recipes
+from tests.cases import cells
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 M, K, N, EXPERTS, LENGTH = 300, 24, 40, 4, 3  # three tiles of rows, the last one not full
@@ -133,7 +134,7 @@ def check(actual, results):
 
 @pytest.mark.optimized
 @pytest.mark.oldest
-@pytest.mark.parametrize("name", list(RECIPES))
+@pytest.mark.parametrize("name", cells(RECIPES, repeated=["tensorwise"]))
 def test_steps_beside_numpy(name):
     """Results, both gradients and the next states, of steps with growing data and other groups."""
     theirs, state = RaggedStep(name), {}
@@ -557,7 +558,14 @@ def test_the_layer_trains():
         assert len(np.unique(state.params[OWG][op]["kernel_scale"])) == 4  # each expert its own
 
 
-@pytest.mark.parametrize("recipe", [fp8.MXFP8BlockScaling(), fp8.Float8BlockScaling()], ids=repr)
+@pytest.mark.parametrize(
+    "recipe",
+    cells(
+        [fp8.MXFP8BlockScaling(), fp8.Float8BlockScaling()],
+        repeated=[fp8.Float8BlockScaling()],
+    ),
+    ids=repr,
+)
 def test_scales_per_block_are_those_of_each_experts_own_matmul(recipe):
     """Where no block of rows has two experts; the products are those of the values, in a wide dtype."""
     rng = np.random.default_rng(0)

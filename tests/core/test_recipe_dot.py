@@ -22,6 +22,7 @@ from tests.cases import (
     MATMUL,
     OWG,
     Block,
+    cells,
     data,
     error_of_product,
     init,
@@ -99,7 +100,20 @@ EXACTLY = {
 
 
 @pytest.mark.parametrize(
-    ("contraction", "name"), [(contraction, name) for name in EXACTLY for contraction in EXACTLY[name]]
+    ("contraction", "name"),
+    cells(
+        [(contraction, name) for name in EXACTLY for contraction in EXACTLY[name]],
+        repeated=[
+            (contraction, "128 blocks")
+            for contraction in (
+                "rhs transposed",
+                "outer product",
+                "vector",
+                "batch, no free rhs",
+                "no rows",
+            )
+        ],
+    ),
 )
 def test_integers_multiply_exactly(contraction, name):
     """FP8 holds these integers under any power of two, so nothing may be lost."""
@@ -238,7 +252,13 @@ LOWERED = {
 
 @pytest.mark.parametrize(
     ("name", "contraction", "capability"),
-    [(*case, capability) for capability in LOWERED for case in LOWERED[capability]],
+    cells(
+        [(*case, capability) for capability in LOWERED for case in LOWERED[capability]],
+        repeated=[
+            ("128 blocks, float32", "two batches, moved", 9.0),
+            ("128 blocks, float32", "wide", 10.0),
+        ],
+    ),
 )
 def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability, monkeypatch):
     """The branch for NVIDIA GPUs, run here: our kernel interpreted, the block-scaled GEMM written out."""
@@ -311,7 +331,9 @@ PRIMER = {
 }
 
 
-@pytest.mark.parametrize("name", list(PRIMER))
+@pytest.mark.parametrize(
+    "name", cells(PRIMER, repeated=["tensorwise, powers of two", "axiswise", "128 blocks, float32"])
+)
 def test_representable_data_loses_nothing(name):
     """Where scales are powers of two, inputs that FP8 holds multiply as in float32; others do not."""
     recipe, applies = PRIMER[name]
@@ -439,8 +461,13 @@ class TestCustom:
         )
 
 
-@pytest.mark.parametrize("in_float16", [False, True], ids=["FP8", "float16"])
-@pytest.mark.parametrize("shape", [(1, 128, 128, 128), (2, 40, 384, 150), (1, 1, 256, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "in_float16"),
+    cells(
+        [((2, 40, 384, 150), False), ((1, 1, 256, 3), True), ((1, 128, 128, 128), False)],
+        repeated=[((1, 128, 128, 128), False)],
+    ),
+)
 def test_the_block_kernel_beside_its_twin(shape, in_float16):
     """Interpreted, step by step; sizes that its tiles do not divide."""
     batch, rows, depth, columns = shape
@@ -477,7 +504,7 @@ def test_second_derivatives_are_refused():
         )(jnp.ones((2, 3)))
 
 
-@pytest.mark.parametrize("name", ["axiswise", "MX"])
+@pytest.mark.parametrize("name", cells(["axiswise", "MX"], repeated=["axiswise"]))
 def test_under_remat_and_scan(name):
     """Policies that keep the FP8 residuals change no bit."""
     cls = partial(fp8.Fp8DotGeneralOp, recipe=STATELESS[name])

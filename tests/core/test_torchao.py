@@ -1,5 +1,8 @@
 """torchao's recipes by its names, beside a reference in NumPy of what torchao says and does."""
 
+import itertools
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 import fp8flax as fp8
 from fp8flax._core.qtensor import View
 from fp8flax._core.quantizers import quantized
+from tests.cases import cells
 from tests.reference import FP8, MAX, nearest_code
 
 pytestmark = pytest.mark.optimized
@@ -61,21 +65,28 @@ def tensors(dtype, seed=0):
     return made
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    cells(
+        list(itertools.product(RECIPES, ["float32", "bfloat16"])),
+        repeated=[("tensorwise", "float32"), ("rowwise", "bfloat16")],
+    ),
+)
 def test_codes_and_scales_bit_for_bit(name, dtype):
     made = tensors(dtype)
     made["tiny"] = {key: t * np.float32(1e-16) for key, t in made.items()}
-    cases = [made, made.pop("tiny")]
+    both = [made, made.pop("tiny")]
     for gemm, sides in SIDES.items():
         recipe = getattr(fp8.torchao_recipe(name), gemm)
         for (tensor, axis), quantizer, how in zip(sides, (recipe.lhs, recipe.rhs), RECIPES[name][gemm]):
             if how is WIDE:
                 assert quantizer is None
                 continue
-            for case in cases:
+            view = View(made[tensor].shape, (axis,), ())
+            quantize = jax.jit(partial(quantized, quantizer, view=view))
+            for case in both:
                 x = jnp.asarray(case[tensor], dtype)
-                codes, scale = jax.tree.leaves(quantized(quantizer, x, View(x.shape, (axis,), ())))
+                codes, scale = jax.tree.leaves(quantize(x))
                 expected, _, multiplier = torchao_cast(x, how, axis)
                 assert codes.dtype == expected.dtype
                 np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), expected.view(np.uint8))
