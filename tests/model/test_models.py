@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from tests.cases import OWG, assert_same, flat, normal, variables_of
+from tests.cases import OWG, assert_same, cells, flat, normal, variables_of
 from tests.models import ALL, MODELS, Attention, Layers, Own
 
 pytestmark = pytest.mark.oldest
@@ -34,7 +34,7 @@ def steps(models, variables, x):
     return step([{**variables, OWG: grads.get(OWG, {})} for grads, _ in step([variables] * len(models))])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cells(MODELS, repeated=["scan, tied", "remat", "attention"]))
 def test_equals_ops_by_hand(name):
     plain, by_hand, op = MODELS[name]
     x = normal(0, 2, 4, 8)
@@ -79,11 +79,26 @@ def on_devices(loss, variables, x):
     return jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())(variables, x)
 
 
+class Two(nn.Module):
+    """A layer of Linen's, and a product with the kernel on the left."""
+
+    cls: type | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, dot_general_cls=self.cls)(x)
+        w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
+        if self.cls is None:
+            return jnp.swapaxes(jnp.einsum("oi,...ti->...ot", w, x), -1, -2)
+        op = self.cls(name=f"{self.cls.__name__}_w-T")
+        return op(x, w, (((x.ndim - 1,), (1,)), ((), ())))
+
+
 @pytest.mark.parametrize("around", [over_examples, over_microbatches, recomputed, on_devices])
 def test_under_a_transformation(around):
     """The same loss, gradients and state as with ops by hand, to the last bit."""
     x = normal(0, 2, 4, 8)
-    models = fp8.quantize_model(Own(), **ALL), Own(fp8.Fp8DotGeneralOp)
+    models = fp8.quantize_model(Two(), **ALL), Two(fp8.Fp8DotGeneralOp)
     variables = variables_of(models[1], x)
 
     @jax.jit
@@ -456,11 +471,9 @@ class TestErrors:
 
 
 @pytest.mark.usefixtures("small_heap")
-@pytest.mark.parametrize("jit", [False, True])
-def test_nothing_of_a_model_is_kept(jit, request):
+@pytest.mark.parametrize("jit", cells([False, True], repeated=[True]))
+def test_nothing_of_a_model_is_kept(jit):
     """Neither classes nor what rules refer to outlive the models; equal arguments give equal models."""
-    if jit:
-        request.getfixturevalue("_all_cells")
 
     def use():
         class Model(nn.Module):
