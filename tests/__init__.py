@@ -11,6 +11,10 @@ FEW_OPTIMIZATIONS = {
 """With these XLA compiles for CPUs in a third of the time."""
 
 
+FEW_OPTIMIZATIONS_OF_MACHINE_CODE = {"xla_gpu_disable_gpuasm_optimizations": True}
+"""With this ptxas compiles for GPUs in less time."""
+
+
 def xla_flags(options):
     """Returns the environment of a process whose XLA has these options."""
     return {"XLA_FLAGS": " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())}

@@ -24,7 +24,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax._src import compiler  # noqa: E402
 
-from tests import FEW_OPTIMIZATIONS, what_works  # noqa: E402
+from tests import FEW_OPTIMIZATIONS, FEW_OPTIMIZATIONS_OF_MACHINE_CODE, what_works  # noqa: E402
 
 # Programs are full of cycles that live as long as JAX's caches: to look for them often only takes time.
 gc.set_threshold(100_000, 20, 50)
@@ -47,10 +47,11 @@ IS_OLD = jax.__version_info__ < (0, 10)
 
 
 def _compile_options(*args, backend=None, **kwargs):
-    """Lets XLA compile for CPUs in a third of the time; what it compiles for GPUs is as users have it."""
+    """Lets XLA compile for CPUs in a third of the time; for GPUs all but machine code is as users have it."""
     options = get_compile_options(*args, backend=backend, **kwargs)
-    if FEW and backend is not None and backend.platform == "cpu":
-        options.env_option_overrides = [*options.env_option_overrides, *FEW_OPTIMIZATIONS.items()]
+    if FEW and backend is not None:
+        few = FEW_OPTIMIZATIONS if backend.platform == "cpu" else FEW_OPTIMIZATIONS_OF_MACHINE_CODE
+        options.env_option_overrides = [*options.env_option_overrides, *few.items()]
     return options
 
 
