@@ -69,8 +69,16 @@ def test_03_scan_over_microbatches_in_the_loss():
     assert_merged(grads, 4 * AMAX)
 
 
-@pytest.mark.parametrize("form", ["direct", "qdq"])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("form", "wrap"),
+    [
+        ("direct", lambda f: f),
+        ("direct", jax.jit),
+        ("qdq", jax.jit),
+        pytest.param("qdq", lambda f: f, marks=pytest.mark.all_cells),
+    ],
+    ids=["direct-eager", "direct-jit", "qdq-jit", "qdq-eager"],
+)
 def test_04_vmap_over_examples(wrap, form):
     """There: the states add; in the max dtype a TypeError."""
     layer = nn.Dense(6, dot_general_cls=partial(Op, form=form))
