@@ -611,6 +611,7 @@ class TestTrainState:
         variables = variables_of(model, X)
         params = variables["params"] if bare else variables
 
+        @jax.jit
         def step(state):
             grads = jax.grad(lambda p: jnp.mean(state.apply_fn({"params": p} if bare else p, X) ** 2))(
                 state.params
