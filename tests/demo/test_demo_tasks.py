@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from matplotlib.figure import Figure
 
 import fp8flax as fp8
 from fp8flax.demo import __main__ as cli
@@ -100,6 +101,8 @@ class TestImdb:
     def test_a_whole_run(self, reviews, tmp_path, capsys, monkeypatch):
         # Without dropout it compiles in half the time.
         monkeypatch.setattr(imdb, "Settings", partial(imdb.Settings, length=40, dropout=0.0))
+        # What this draws is in test_demo.
+        monkeypatch.setattr(report, "plot_scaling", lambda path, _: report.save_figure(path, Figure()))
         out = tmp_path / "out"
         options = ["--epochs", "1", "--batch-size", "8", "--out", str(out)]
         assert cli.main(["--task", "imdb", "--data", str(reviews), *options]) == 0

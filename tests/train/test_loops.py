@@ -61,7 +61,8 @@ HALF = Half()
 HALF_START = variables_of(HALF, X, seed=5)
 MODEL = MLP()
 START = variables_of(MODEL, X)
-GROWING = {"growth_interval": 6, "scale": 2.0**14}
+GROWING = {"growth_interval": 6, "scale": jnp.float32(2.0**14), "fin_steps": jnp.int32(0)}
+ADAM = optax.adam(1e-2)  # one object, so that all steps of a kind are one program
 
 
 @partial(jax.jit, static_argnames="by_hand")
@@ -84,8 +85,8 @@ def half_step(state, scale, x=X, by_hand=False):
 
 
 def train_in_half(scale, steps=60, **kwargs):
-    state = fp8.TrainState.create(apply_fn=HALF.apply, params=HALF_START, tx=optax.adam(1e-2))
-    seen = []
+    state = fp8.TrainState.create(apply_fn=HALF.apply, params=HALF_START, tx=ADAM)
+    state, seen = state.replace(step=jnp.int32(0)), []
     for i in range(steps):
         x = X.at[0, 0].set(jnp.nan) if i == 9 else X
         state, scale, value, is_finite = half_step(state, scale, x, **kwargs)
@@ -319,10 +320,14 @@ class TestCheckState:
             fp8.check_state(state.params)
 
 
-def optimizer_over_all(variables):
-    tx = optax.adam(1e-2)
-    updates, _ = tx.update(gradient(variables), tx.init(variables))
+@jax.jit
+def after_adam(variables, grads):
+    updates, _ = ADAM.update(grads, ADAM.init(variables))
     return optax.apply_updates(variables, updates)
+
+
+def optimizer_over_all(variables):
+    return after_adam(variables, gradient(variables))
 
 
 def ema_over_all(variables):
