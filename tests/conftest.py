@@ -47,7 +47,7 @@ IS_OLD = jax.__version_info__ < (0, 10)
 
 
 def _compile_options(*args, backend=None, **kwargs):
-    """Lets XLA compile for CPUs in a third of the time; for GPUs all but machine code is as users have it."""
+    """Lets XLA compile for CPUs in a third of the time; for GPUs all but the last step is theirs."""
     options = get_compile_options(*args, backend=backend, **kwargs)
     if FEW and backend is not None:
         few = FEW_OPTIMIZATIONS if backend.platform == "cpu" else FEW_OPTIMIZATIONS_OF_MACHINE_CODE

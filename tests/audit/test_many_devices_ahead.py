@@ -16,7 +16,7 @@ from fp8flax._core.device import compile_target
 from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.jax_rules import unless_partitioned
 from fp8flax._core.names import BLOCK_GEMM_F16
-from tests import ROOT
+from tests import FEW_OPTIMIZATIONS_OF_MACHINE_CODE, ROOT, xla_flags
 from tests.cases import RECIPES
 from tests.gpus import CASES, KERNELS, bytes_sent, compiled_for_gpus, compiled_step, gpus, seen_here
 
@@ -24,6 +24,7 @@ from tests.gpus import CASES, KERNELS, bytes_sent, compiled_for_gpus, compiled_s
 @pytest.mark.usefixtures("gpu")
 def test_a_host_with_one_device_compiles_as_one_with_eight():
     env = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    env |= xla_flags(FEW_OPTIMIZATIONS_OF_MACHINE_CODE)
     command = [sys.executable, "-W", "ignore", "-m", "tests.gpus"]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
