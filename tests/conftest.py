@@ -111,7 +111,7 @@ def pytest_sessionfinish(session):
         what_works.write(CELLS)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def small_heap():
     """Leaves what is there already out of garbage collections, of which a check for leaks makes dozens."""
     gc.collect()

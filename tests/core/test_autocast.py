@@ -346,7 +346,6 @@ def test_a_suspended_generator_shares_its_callers_context(in_force):
     assert in_force() == "delayed"
 
 
-@pytest.mark.usefixtures("small_heap")
 def test_a_generator_that_nobody_closes(in_force):
     abandoned = under(MX)
     next(abandoned)
@@ -366,7 +365,6 @@ def test_a_generator_that_another_thread_or_context_closes(in_force):
         assert in_force() == "delayed"
 
 
-@pytest.mark.usefixtures("small_heap")
 def test_an_asynchronous_generator_that_nobody_closes(in_force):
     """The event loop closes it, in a task of its own."""
 

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
-from tests import FEW_OPTIMIZATIONS, ROOT, xla_flags
+from tests import FEW_OPTIMIZATIONS, FEW_OPTIMIZATIONS_OF_MACHINE_CODE, ROOT, xla_flags
 
 FOLDER = ROOT / "notebooks"
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
@@ -31,7 +31,8 @@ def fresh_run():
 
     def run(name):
         if name not in runs:
-            few = {} if "audit" in (FOLDER / name).read_text() else xla_flags(FEW_OPTIMIZATIONS)
+            audits = "audit" in (FOLDER / name).read_text()
+            few = xla_flags(FEW_OPTIMIZATIONS_OF_MACHINE_CODE if audits else FEW_OPTIMIZATIONS)
             try:
                 with pytest.MonkeyPatch.context() as patch:
                     for variable, value in few.items():

@@ -67,8 +67,8 @@ def test_same_logits(name, recipe):
 def test_the_codes_are_those_of_the_newest_scale():
     """Beside NumPy: the scale from the state's history, as the next step would compute it."""
     x, model = np.asarray(3 * normal(0, 4, 8)), nn.Dense(6)
-    model8, variables = trained(model, x)
-    variables = fp8.calibrate(model8.apply, variables, [x])
+    model8 = fp8.quantize_model(model, **ALL)
+    variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
     kernel = np.asarray(variables["params"]["kernel"])
     served = fp8.freeze(model8, variables)[1]["params"]
     scale = np.float32(np.abs(kernel).max()) / np.float32(448)

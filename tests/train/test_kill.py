@@ -121,7 +121,7 @@ def kill(run, moment, checkpoints, draw, startup):
 
 
 def test_killed_again_and_again(tmp_path, request):
-    moments = MOMENTS if request.config.getoption("--all-cells") else MOMENTS[:3]
+    moments = MOMENTS if request.config.getoption("--all-cells") else MOMENTS[:2]
     checkpoints, draw = tmp_path / "checkpoints", random.Random(0)
     logs, startup = [], 0.0
     for number, moment in enumerate(moments):
