@@ -27,7 +27,7 @@ from fp8flax.audit.command import main
 from fp8flax.audit.dots import Dot
 from fp8flax.audit.gemms import AuditedGemm, why_not
 from fp8flax.audit.op_names import path_of, role_of
-from tests.cases import dense_step, struct
+from tests.cases import cells, dense_step, struct
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
@@ -256,7 +256,7 @@ def test_gradients_of_square_layers_are_told_apart(gpu):
 # Control flow.
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", cells([False, True], repeated=[False]))
 def test_scanned_layers(gpu, remat):
     layer = nn.remat(Layer, prevent_cse=False) if remat else Layer
     model = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=8)(

@@ -20,7 +20,7 @@ import fp8flax as fp8
 from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax.audit import auditing, compiling
 from fp8flax.demo import training
-from tests.cases import dense_step, struct
+from tests.cases import cells, dense_step, struct
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -201,7 +201,9 @@ def test_odd_sizes_go_to_xlas_own_kernels(shape):
 
 
 @pytest.mark.parametrize(
-    "fp8_format", [fp8.Format.E4M3, fp8.Format.E5M2, fp8.Format.HYBRID_FNUZ], ids=lambda f: f.name
+    "fp8_format",
+    cells([fp8.Format.E4M3, fp8.Format.E5M2, fp8.Format.HYBRID_FNUZ], repeated=[fp8.Format.E4M3]),
+    ids=lambda f: f.name,
 )
 def test_other_formats_compile(fp8_format):
     """HYBRID is everywhere else; the other two FNUZ formats have the dtypes of this one."""
@@ -352,6 +354,7 @@ def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed(
 
 @pytest.mark.oldest
 @pytest.mark.usefixtures("_promotion_of_flax")
+@pytest.mark.all_cells  # its layers are those above
 def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
     settings = training.Settings(num_layers=1, width=64, length=64)  # the same GEMMs, sooner compiled
     state = jax.eval_shape(lambda: training.make_state("fp8", 0, settings))

@@ -1,5 +1,6 @@
 """The casts, bit by bit against NumPy and ml_dtypes."""
 
+import itertools
 from functools import partial
 
 import chex
@@ -15,7 +16,7 @@ from flax.linen import fp8_ops as flax_ops
 
 import fp8flax as fp8
 from tests import reference
-from tests.cases import normal
+from tests.cases import cells, normal
 
 pytestmark = pytest.mark.optimized
 
@@ -38,10 +39,20 @@ def assert_same_bits(actual, expected):
     )
 
 
-@pytest.mark.parametrize("source", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("compute", [np.float32, ml_dtypes.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+INPUTS = list(
+    itertools.product(
+        [False, True], [np.float32, ml_dtypes.bfloat16], DTYPES, [ml_dtypes.bfloat16, np.float16]
+    )
+)
+# Un-jitted each operation is the same one.
+REPEATED = [c for c in INPUTS if not c[0] and (c[1] == np.float32) == (c[3] == np.float16)]
+
+
+@pytest.mark.parametrize(
+    ("jit", "compute", "name", "source"),
+    cells(INPUTS, repeated=REPEATED),
+    ids=lambda v: getattr(v, "__name__", str(v)),
+)
 def test_all_16_bit_inputs(name, source, compute, jit):
     x = ALL_BITS.view(source)
     wrap = jax.jit if jit else lambda f: f

@@ -282,7 +282,9 @@ def rematerialized_microbatches(op, variables, xs, w, sizes):
     return jax.checkpoint(partial(microbatches, op), policy=keep)(variables, xs, w, sizes)
 
 
-@pytest.mark.parametrize("way", [twice, rematerialized_microbatches, over_examples])
+@pytest.mark.parametrize(
+    "way", cells([twice, rematerialized_microbatches, over_examples], repeated=[twice])
+)
 def test_as_one_example_after_another(way):
     op, variables = small_variables()
     xs, w = small(batch=(2,))

@@ -54,7 +54,9 @@ def make_vjp(recipe, dims=MATMUL, form="direct"):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("name", list(STATELESS))
+@pytest.mark.parametrize(
+    "name", cells(STATELESS, repeated=["tensorwise, powers of two", "MX", "128 blocks"])
+)
 def test_three_gemms_beside_numpy(name):
     """Each operand is quantized from the wide tensor along the contraction of the GEMM that it enters."""
     M, K, N = 133, 70, 45
@@ -136,7 +138,9 @@ def test_integers_multiply_exactly(contraction, name):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["high-precision wgrad", "MX", "128 blocks, float32"])
+@pytest.mark.parametrize(
+    "name", cells(["high-precision wgrad", "MX", "128 blocks, float32"], repeated=["MX"])
+)
 def test_the_two_forms_agree(name):
     lhs_shape, rhs_shape, dims = CONTRACTIONS["two contracting, crossed"]
     lhs, rhs, g = data(0, lhs_shape, rhs_shape, dims, jnp.float32)
@@ -256,6 +260,7 @@ LOWERED = {
         [(*case, capability) for capability in LOWERED for case in LOWERED[capability]],
         repeated=[
             ("128 blocks, float32", "two batches, moved", 9.0),
+            ("MX, hybrid, floor", "wide", 10.0),
             ("128 blocks, float32", "wide", 10.0),
         ],
     ),

@@ -99,14 +99,14 @@ OVER_STEPS = [
         if fp8_format not in IN_CI
     ),
     ("direct", {}, H, jnp.bfloat16),
-    ("direct", {}, H, jnp.float16),
+    all_cells("direct", {}, H, jnp.float16),
     all_cells("direct", {}, H_FNUZ, jnp.bfloat16),
     ("direct", {"margin": 2}, H, jnp.float32),
     all_cells("direct", {"margin": 2}, H_FNUZ, jnp.bfloat16),
     ("direct", {"algorithm": "most_recent"}, H_FNUZ, jnp.float32),
     all_cells("direct", {"algorithm": "most_recent"}, H, jnp.bfloat16),
     ("qdq", {}, H, jnp.bfloat16),
-    ("qdq", {}, H_FNUZ, jnp.float32),
+    all_cells("qdq", {}, H_FNUZ, jnp.float32),
 ]
 
 

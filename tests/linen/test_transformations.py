@@ -347,10 +347,8 @@ REFUSED = ("forward mode: `jax.jvp`, `jax.jacfwd`", "second derivatives")
 OTHERS = {
     "`jax.jit`": ("Einsum", "delayed"),
     "`nn.remat`": ("Dense", "axiswise"),
-    "`nn.remat` inside `nn.scan`": ("Dense", "mxfp8"),
     "`nn.vmap` over experts": ("Dense", "block128"),
     "`jax.vmap` over examples": ("Own", "delayed"),
-    "nested `jax.vmap`": ("Dense", "axiswise"),
     "`lax.scan` over microbatches": ("Dense", "mxfp8"),
     "`lax.cond`, in one branch": ("Dense", "current"),
     "donated variables": ("Attention", "delayed"),

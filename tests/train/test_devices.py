@@ -324,15 +324,13 @@ WAYS = {
 
 # Beside delayed scaling: under jax.jit, which makes scales of whole tensors, and in jax.shard_map.
 OTHERS = {
-    "tensor parallel, `jax.jit`": "axiswise",
     "data and tensor parallel, `jax.jit`": "mxfp8",
     "`check_vma=False`, gradient outside": "current",
-    "pipeline in `jax.shard_map`": "block128",
 }
 
 
 def covered(recipe, name):
-    """Delayed scaling everywhere, and each other recipe once."""
+    """Delayed scaling everywhere, and what is scaled per tensor and per block at once."""
     return recipe in ("delayed", OTHERS.get(name))
 
 
