@@ -16,7 +16,7 @@ from fp8flax._core.delayed import ScalingState
 from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.names import ROLES, state_leaf_names
 from fp8flax._core.scaling import SMALLEST_SCALE, power_of_two, scale_exponent
-from fp8flax._train.collection import find_pairs, find_state, next_state, path_str
+from fp8flax._train.collection import find_pairs, find_state, kind_of, next_state, path_str
 
 # Past entries may differ by the rounding of an average over devices, of one number.
 _TOLERANCE = 2.0**-20
@@ -69,8 +69,8 @@ def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
     for pair in find_pairs([path for path, _ in old_leaves]):
         axis = history_axis(*(old_leaves[i][1] for i in pair))
         if axis is not None:
-            types = *(jax.typeof(old_leaves[i][1]) for i in pair), *(jax.typeof(leaves[i]) for i in pair)
-            groups.setdefault((axis, types), []).append(pair)
+            kinds = *(kind_of(old_leaves[i][1]) for i in pair), *(kind_of(leaves[i]) for i in pair)
+            groups.setdefault((axis, kinds), []).append(pair)
     given_up = []
     for (axis, _), pairs in groups.items():
         olds = [ScalingState(old_leaves[i][1], old_leaves[j][1]) for i, j in pairs]

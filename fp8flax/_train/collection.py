@@ -153,6 +153,12 @@ def unmerge(tree: Any) -> Any:
     return jax.tree.map(from_max_dtype, tree)
 
 
+def kind_of(leaf: Any) -> Any:
+    """Returns what leaves have in common that can be one array: their type, and where they lie."""
+    is_traced = isinstance(leaf, jax.core.Tracer)
+    return jax.typeof(leaf), None if is_traced else getattr(leaf, "sharding", None)
+
+
 @partial(jax.jit, static_argnums=2)
 def _next_states(
     olds: Sequence[ScalingState], news: Sequence[ScalingState], poisonable: bool
@@ -218,8 +224,8 @@ def next_state(old: Any, new: Any, *, poisonable: bool = True) -> Any:
             )
     groups: dict[Any, list[tuple[int, int]]] = {}
     for i, j in find_pairs(list(index)):
-        types = tuple(map(jax.typeof, (old_leaves[i][1], old_leaves[j][1], new_leaves[i], new_leaves[j])))
-        groups.setdefault(types, []).append((i, j))
+        leaves = old_leaves[i][1], old_leaves[j][1], new_leaves[i], new_leaves[j]
+        groups.setdefault(tuple(map(kind_of, leaves)), []).append((i, j))
     for pairs in groups.values():
         olds = [ScalingState(old_leaves[i][1], old_leaves[j][1]) for i, j in pairs]
         news = [ScalingState(new_leaves[i], new_leaves[j]) for i, j in pairs]
