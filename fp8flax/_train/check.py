@@ -16,7 +16,7 @@ from fp8flax._core.delayed import ScalingState
 from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.names import ROLES, state_leaf_names
 from fp8flax._core.scaling import SMALLEST_SCALE, power_of_two, scale_exponent
-from fp8flax._train.collection import find_pairs, find_state, next_state, path_str
+from fp8flax._train.collection import find_pairs, find_state, kind_of, next_state, path_str
 
 # Past entries may differ by the rounding of an average over devices, of one number.
 _TOLERANCE = 2.0**-20
@@ -69,8 +69,8 @@ def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
     for pair in find_pairs([path for path, _ in old_leaves]):
         axis = history_axis(*(old_leaves[i][1] for i in pair))
         if axis is not None:
-            types = *(jax.typeof(old_leaves[i][1]) for i in pair), *(jax.typeof(leaves[i]) for i in pair)
-            groups.setdefault((axis, types), []).append(pair)
+            kinds = *(kind_of(old_leaves[i][1]) for i in pair), *(kind_of(leaves[i]) for i in pair)
+            groups.setdefault((axis, kinds), []).append(pair)
     given_up = []
     for (axis, _), pairs in groups.items():
         olds = [ScalingState(old_leaves[i][1], old_leaves[j][1]) for i, j in pairs]
@@ -102,12 +102,36 @@ def judge(
     each, and XLA compiles one reduction.
     """
     old, new = (ScalingState(*map(jnp.stack, zip(*states))) for states in (olds, news))
+    # Read once: where a step is donated its state, XLA else copies each history before it writes the next.
+    old = lax.optimization_barrier(old)
     histories = _Histories(old.amax_history, new.amax_history, axis + 1)
     arrays = histories.to_reduce()
     reduced = lax.reduce(arrays, [np.float32(0)] * len(arrays), _larger, (axis + 1,))
     judged = _verdict(old, new, histories, *(lax.expand_dims(array, (axis + 1,)) for array in reduced))
-    each = [_Judged(ScalingState(*pair), factor) for *pair, factor in zip(*judged.kept, judged.factor)]
-    return each, jnp.all(judged.factor > 0, axis=tuple(range(1, judged.factor.ndim)))
+    each = [
+        _Judged(_kept(*states, axis, *verdict), verdict[0])
+        for states, *verdict in zip(zip(map(ScalingState, *old), news), *judged)
+    ]
+    return each, jnp.all(judged[0] > 0, axis=tuple(range(1, judged[0].ndim)))
+
+
+def _kept(
+    old: ScalingState,
+    new: ScalingState,
+    axis: int,
+    factor: jax.Array,
+    is_as_is: jax.Array,
+    enters: jax.Array,
+) -> ScalingState:
+    """Returns the state to keep of one tensor, so that no array of all is cut up."""
+    histories = _Histories(old.amax_history, new.amax_history, axis)
+    divisor = jnp.where(factor > 0, factor, 1.0)
+    restored = jnp.where(histories.is_newest, histories.new / divisor, histories.moved)
+    history = jnp.where(enters, restored, old.amax_history)
+    return ScalingState(
+        jnp.where(factor > 0, new.scale / divisor, old.scale),
+        jnp.where(is_as_is, new.amax_history, history),
+    )
 
 
 def _larger(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
@@ -155,7 +179,10 @@ def _factor(up: jax.Array, down: jax.Array) -> jax.Array:
     return jnp.where(jnp.maximum(up, down) == 0, 1.0, jnp.where(fits, power, 0.0))
 
 
-def _verdict(old: ScalingState, new: ScalingState, histories: _Histories, *largest: jax.Array) -> _Judged:
+def _verdict(
+    old: ScalingState, new: ScalingState, histories: _Histories, *largest: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns by what the new state was multiplied, and whether it stays, or its newest amax enters."""
     newest, before = histories.newest, histories.before
     moved, merged, kept = (_factor(*largest[i : i + 2]) for i in (0, 2, 4))
     is_first = largest[6] == 0
@@ -166,17 +193,7 @@ def _verdict(old: ScalingState, new: ScalingState, histories: _Histories, *large
     is_merged = (merged == 1) & ~is_first & (newest >= before)
     is_as_is = (moved == 1) | (kept == 1) | is_merged
     factor = jnp.where(is_as_is, 1.0, jnp.where(kept > 0, kept, moved))
-    divisor = jnp.where(factor > 0, factor, 1.0)
-    enters = (moved > 0) & (kept == 0) & histories.newest_is_finite
-    restored = jnp.where(histories.is_newest, histories.new / divisor, histories.moved)
-    history = jnp.where(enters, restored, old.amax_history)
-    return _Judged(
-        ScalingState(
-            jnp.where(factor > 0, new.scale / divisor, old.scale),
-            jnp.where(is_as_is, new.amax_history, history),
-        ),
-        factor,
-    )
+    return factor, is_as_is, (moved > 0) & (kept == 0) & histories.newest_is_finite
 
 
 def check_state(variables: Any, before: Any = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -153,7 +153,24 @@ def unmerge(tree: Any) -> Any:
     return jax.tree.map(from_max_dtype, tree)
 
 
+def kind_of(leaf: Any) -> Any:
+    """Returns what leaves have in common that can be one array: their type, and where they lie."""
+    is_traced = isinstance(leaf, jax.core.Tracer)
+    return jax.typeof(leaf), None if is_traced else getattr(leaf, "sharding", None)
+
+
 @partial(jax.jit, static_argnums=2)
+def _next_states(
+    olds: Sequence[ScalingState], news: Sequence[ScalingState], poisonable: bool
+) -> list[ScalingState]:
+    """Returns ``_next_state`` of tensors of one shape, as one array: a GPU starts a few kernels for all."""
+    old, new = (ScalingState(*map(jnp.stack, zip(*states))) for states in (olds, news))
+    return [
+        ScalingState(*each)
+        for each in zip(*jax.vmap(partial(_next_state, poisonable=poisonable))(old, new))
+    ]
+
+
 def _next_state(old: ScalingState, new: ScalingState, poisonable: bool) -> ScalingState:
     """Returns ``new`` where it is a state that a step can produce, else ``old``.
 
@@ -205,10 +222,15 @@ def next_state(old: Any, new: Any, *, poisonable: bool = True) -> Any:
                 f"The scaling state at {path_str(path)} has shape {old_leaf.shape}, its new value "
                 f"{new_leaves[i].shape}. Pass the gradient with respect to the same variables."
             )
+    groups: dict[Any, list[tuple[int, int]]] = {}
     for i, j in find_pairs(list(index)):
-        old_state = ScalingState(old_leaves[i][1], old_leaves[j][1])
-        kept = _next_state(old_state, ScalingState(new_leaves[i], new_leaves[j]), poisonable)
-        new_leaves[i], new_leaves[j] = kept
+        leaves = old_leaves[i][1], old_leaves[j][1], new_leaves[i], new_leaves[j]
+        groups.setdefault(tuple(map(kind_of, leaves)), []).append((i, j))
+    for pairs in groups.values():
+        olds = [ScalingState(old_leaves[i][1], old_leaves[j][1]) for i, j in pairs]
+        news = [ScalingState(new_leaves[i], new_leaves[j]) for i, j in pairs]
+        for (i, j), kept in zip(pairs, _next_states(olds, news, poisonable)):
+            new_leaves[i], new_leaves[j] = kept
     return treedef.unflatten(new_leaves)
 
 

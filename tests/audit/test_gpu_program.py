@@ -18,7 +18,7 @@ from flax.linen import fp8_ops as flax_ops
 
 import fp8flax as fp8
 from fp8flax._core.dot_general import fp8_dot_general
-from fp8flax.audit import auditing, compiling
+from fp8flax.audit import auditing, compiling, kernels
 from fp8flax.demo import training
 from tests.cases import cells, dense_step, struct
 
@@ -213,6 +213,34 @@ def test_other_formats_compile(fp8_format):
     assert report.num_gemms == 3
     if fp8_format != fp8.Format.E5M2:  # what XLA's own kernels do with e5m2 × e5m2 is theirs
         assert report.num_fp8_gemms == (0 if fnuz else 3)
+
+
+def step_of_layers(number):
+    """Compiles a training step of layers that are alike, which is donated its state."""
+    layer = partial(nn.Dense, 256, dtype=jnp.bfloat16, use_bias=False, dot_general_cls=fp8.Fp8DotGeneralOp)
+    model, x = nn.Sequential([layer() for _ in range(number)]), struct(512, 256)
+    state = jax.eval_shape(
+        lambda: fp8.TrainState.create(
+            apply_fn=model.apply,
+            params=model.init(jax.random.key(0), jnp.zeros(x.shape, x.dtype)),
+            tx=optax.sgd(0.1),
+        )
+    )
+
+    def step(state, x):
+        grads = fp8.grad(lambda v: jnp.mean(state.apply_fn(v, x).astype(jnp.float32) ** 2))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    return compiled(jax.jit(step, donate_argnums=0), state, x).as_text()
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise")
+def test_the_states_of_all_layers_are_stored_by_a_few_kernels():
+    two, four = step_of_layers(2), step_of_layers(4)
+    assert "f32[1024]" in four
+    assert not re.search(r"= f32\[1(024)?\]\S* copy\(", four)  # of what is donated
+    of_two, of_four = (kernels.read(text).kernels for text in (two, four))
+    assert len(of_four) - len(of_two) <= 2 * 13  # three of them GEMMs; 25 where each state is stored apart
 
 
 def test_the_first_layer_of_a_model_without_fp8_has_a_wgrad():

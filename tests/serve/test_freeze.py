@@ -297,7 +297,7 @@ def test_parts_of_a_parameter_are_stored(parts, recipe):
     actual = jax.jit(serve.apply)(served, x)
     if recipe == "weight only":
         expected = model.apply({"params": variables["params"]}, x)
-        assert np.linalg.norm(actual - expected) < 0.1 * np.linalg.norm(expected)
+        assert np.linalg.norm(actual - expected) < 0.15 * np.linalg.norm(expected)  # up to 15 products
     else:
         np.testing.assert_array_equal(actual, jax.jit(model8.apply)(variables, x))
 

@@ -507,6 +507,27 @@ def _promotion_of_optax():
 
 
 @pytest.mark.usefixtures("_promotion_of_optax")
+def test_unjitted_layers_may_lie_on_devices_of_their_own():
+    one, two = jax.devices()[:2]
+    layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
+    x = normal(0, 4, 4)
+    start = variables_of(layer, x)
+    variables = {c: {"one": tree, "two": jax.device_put(tree, two)} for c, tree in start.items()}
+    variables = jax.device_put(variables, {c: {"one": one, "two": two} for c in variables})
+
+    def loss(variables):
+        first, second = ({c: tree[name] for c, tree in variables.items()} for name in ("one", "two"))
+        h = layer.apply(first, x)
+        return jnp.mean(layer.apply(second, jax.device_put(h, two)) ** 2)
+
+    state = fp8.TrainState.create(apply_fn=None, params=variables, tx=optax.sgd(0.1))
+    new = state.apply_gradients(grads=fp8.grad(loss)(state.params)).params[OWG]
+    assert {leaf.device for leaf in jax.tree.leaves(new["two"])} == {two}
+    np.testing.assert_array_equal(
+        new["one"]["Fp8DotGeneralOp_0"]["input_amax_history"][0], np.max(np.abs(x))
+    )
+
+
 class TestTrainState:
     def loss(self, state, x):
         return lambda v: jnp.mean((state.apply_fn(v, x) - 1.0) ** 2)
