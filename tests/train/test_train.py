@@ -506,7 +506,6 @@ def _promotion_of_optax():
         yield
 
 
-@pytest.mark.usefixtures("_promotion_of_optax")
 def test_unjitted_layers_may_lie_on_devices_of_their_own():
     one, two = jax.devices()[:2]
     layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
@@ -528,6 +527,7 @@ def test_unjitted_layers_may_lie_on_devices_of_their_own():
     )
 
 
+@pytest.mark.usefixtures("_promotion_of_optax")
 class TestTrainState:
     def loss(self, state, x):
         return lambda v: jnp.mean((state.apply_fn(v, x) - 1.0) ** 2)
