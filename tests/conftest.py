@@ -47,7 +47,10 @@ IS_OLD = jax.__version_info__ < (0, 10)
 
 
 def _compile_options(*args, backend=None, **kwargs):
-    """Lets XLA compile for CPUs in a third of the time; for GPUs all but the last step is theirs."""
+    """Lets XLA compile for CPUs in a third of the time.
+
+    A program for GPUs is optimized as users have it; only ptxas, which makes machine code of it, does less.
+    """
     options = get_compile_options(*args, backend=backend, **kwargs)
     if FEW and backend is not None:
         few = FEW_OPTIMIZATIONS if backend.platform == "cpu" else FEW_OPTIMIZATIONS_OF_MACHINE_CODE
