@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -17,7 +18,14 @@ from jax import lax
 
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.jax_rules import merge_amax
-from fp8flax._core.max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
+from fp8flax._core.max_dtype import (
+    digested,
+    from_max_dtype,
+    is_digest,
+    is_max_dtype,
+    to_digest,
+    to_max_dtype,
+)
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import (
     SMALLEST_SCALE,
@@ -40,6 +48,23 @@ class ScalingState(NamedTuple):
     """Shape ``(1,)``, float32 (or ``fp32_max_grad`` inside a differentiated function)."""
     amax_history: Shaped[jax.Array, "*stack length"]
     """Shape ``(amax_history_len,)``, newest entry at index 0; dtype as ``scale``."""
+
+
+class Digest(NamedTuple):
+    """What the scale of this step follows from; of each tensor one number, in the shape of the old scale.
+
+    Inside of a step that has all states at hand the scale of each is an array of these four
+    (``digest_dtype``), made of all histories at once. The cotangent of a digest is the scale of this step in
+    the place of the old one, and the amax of this step in that of the largest; what the step leaves of all
+    histories is then made at once, too.
+    """
+
+    scale: jax.Array
+    largest: jax.Array
+    """Of the history."""
+    ordinary: jax.Array
+    """The second largest of its newest, see ``bounded_amax``."""
+    newest: jax.Array
 
 
 class DelayedConfig(NamedTuple):
@@ -76,6 +101,8 @@ def delayed_scales(configs: Sequence[DelayedConfig], states: Sequence[ScalingSta
     A GPU then starts fewer kernels. Alike are those that differ in dtype and rounding alone, with histories
     of one shape; of a history ``(..., length)`` the scale has shape ``(...)``.
     """
+    if any(is_digest(state.scale) for state in states):
+        return [_scale_from_digest(config, state) for config, state in zip(configs, states)]
     # Never differentiated, even where the rest is for a second time.
     histories = [lax.stop_gradient(from_max_dtype(state.amax_history)) for state in states]
     alike = defaultdict(list)
@@ -96,6 +123,73 @@ def delayed_scales(configs: Sequence[DelayedConfig], states: Sequence[ScalingSta
         _scale_from_amax(config, amaxes[i], from_max_dtype(state.scale).reshape(amaxes[i].shape))
         for i, (config, state) in enumerate(zip(configs, states))
     ]
+
+
+def _scale_from_digest(config: DelayedConfig, state: ScalingState) -> jax.Array:
+    if not is_digest(state.scale):
+        return delayed_scales([config], [state])[0]
+    # Of the shape of the history but for its length, as below.
+    digest = Digest(*(number.reshape(state.amax_history.shape[:-1]) for number in digested(state.scale)))
+    if config.amax_compute_algo == "most_recent":
+        amax = digest.newest
+    elif config.bounded:
+        amax = bounded_amax(digest.largest, digest.ordinary, config.q_dtype)
+    else:
+        amax = digest.largest
+    return _scale_from_amax(config, amax, digest.scale)
+
+
+@partial(jax.jit, static_argnums=1)
+def digests(states: Sequence[ScalingState], axis: int) -> list[jax.Array]:
+    """Returns the digest of each state, of tensors of one shape whose histories run along ``axis``.
+
+    All as one array: a GPU starts a few kernels, not some for each.
+    """
+    scales, histories = map(jnp.stack, zip(*states))
+    axis += 1
+    newest = lax.expand_dims(is_newest(histories.shape[axis]), range(1, histories.ndim - axis))
+    candidates = jnp.where(newest, histories, np.float32(0))
+    start = (np.float32(0),) * 3
+    found = lax.reduce([(histories, candidates, jnp.zeros_like(histories))], [start], _largest_two, (axis,))
+    largest, _, ordinary = (lax.expand_dims(x, (axis,)) for x in found[0])
+    return list(to_digest(scales, largest, ordinary, lax.slice_in_dim(histories, 0, 1, axis=axis)))
+
+
+@partial(jax.jit, static_argnums=3)
+def after_digests(
+    olds: Sequence[ScalingState],
+    scales: Sequence[jax.Array],
+    histories: Sequence[jax.Array | None],
+    axis: int,
+) -> list[ScalingState]:
+    """Returns the state to keep of tensors of one shape, whose histories run along ``axis``.
+
+    A scale that is not positive means that no gradient arrived; an amax of inf that a NaN or Inf was seen,
+    of -inf that the tensor was empty. Stacked layers have a verdict each.
+
+    Args:
+        olds: the states before the step.
+        scales: the cotangents of their digests.
+        histories: those of their histories, as float32; None or -inf but where something other than our
+            ops used the history, and said what comes next.
+        axis: of the histories.
+    """
+    old = lax.optimization_barrier(ScalingState(*map(jnp.stack, zip(*olds))))
+    axis += 1
+    new_scale, amax, *_ = digested(jnp.stack(scales))
+    history, entry = (jnp.moveaxis(x, axis, -1) for x in (old.amax_history, amax))
+    pushed = jnp.moveaxis(push_amax(entry[..., 0], history), -1, axis)
+    if any(history is not None for history in histories):
+        none = jnp.full_like(olds[0].amax_history, -jnp.inf)
+        by_hand = jnp.stack([none if history is None else history for history in histories])
+        pushed = jnp.where(amax == -jnp.inf, by_hand, pushed)
+        amax = jnp.maximum(amax, lax.slice_in_dim(by_hand, 0, 1, axis=axis))
+    scale_ok = lax.is_finite(new_scale) & (new_scale > 0)
+    history_ok = scale_ok & lax.is_finite(amax) & (amax >= 0)
+    kept = ScalingState(
+        jnp.where(scale_ok, new_scale, old.scale), jnp.where(history_ok, pushed, old.amax_history)
+    )
+    return [ScalingState(*each) for each in zip(*kept)]
 
 
 def _bounded_amaxes(dtypes: Sequence[Any], histories: Sequence[jax.Array]) -> list[jax.Array]:
@@ -169,6 +263,10 @@ def next_state_of(
     # A NaN or Inf anywhere must win over all other uses, as it would in one call on the concatenated
     # data. Whoever overwrites the state then keeps the old history. An empty tensor has nothing to say:
     # -inf leaves the word to the other uses.
+    if is_digest(state.scale):
+        amax = jnp.where(is_usable | (amax == -jnp.inf), amax, jnp.inf).reshape(state.scale.shape)
+        none = jnp.zeros_like(amax)
+        return ScalingState(to_digest(new_scale, amax, none, none), None)  # type: ignore[arg-type]
     is_empty = amax == -jnp.inf
     pushed = push_amax(jnp.where(is_usable, amax, jnp.inf), history)
     return ScalingState(

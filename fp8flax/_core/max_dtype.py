@@ -6,7 +6,7 @@ sum, so a float32 array that is cast to this dtype and then read in many places 
 its cotangents instead.
 
 Internals: ``jax._src.ad_util``, ``jax._src.core``, ``jax._src.dtypes``, ``jax._src.earray``,
-``jax._src.tree_util`` and ``jax._src.interpreters.pxla``, which know extended dtypes and arrays of them.
+``jax._src.sharding_impls``, ``jax._src.tree_util`` and ``jax._src.interpreters.pxla``, which know extended dtypes and arrays of them.
 The supported versions of JAX differ in one entry point below, how an array class says that it needs no
 canonicalisation.
 """
@@ -14,13 +14,15 @@ canonicalisation.
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import ad_util, core, dtypes, earray, tree_util
+from jax._src import ad_util, core, dtypes, earray, sharding_impls, tree_util
 from jax._src.interpreters import pxla
 
 
@@ -31,7 +33,7 @@ class _MaxDtypeRules:
 
     @staticmethod
     def physical_element_aval(dtype: MaxDtype) -> core.ShapedArray:
-        return core.ShapedArray((), dtype.float_dtype)
+        return core.ShapedArray(dtype.element_shape, dtype.float_dtype)
 
     @staticmethod
     def add(dtype: MaxDtype, x: Any, y: Any) -> Any:
@@ -41,7 +43,7 @@ class _MaxDtypeRules:
     @staticmethod
     def zero(dtype: MaxDtype) -> Any:
         # The identity of max, so "no gradient" is told apart from a gradient of 0.
-        return lax.convert_element_type(np.array(-np.inf, dtype.float_dtype), dtype)
+        return lax.convert_element_type(np.full(dtype.element_shape, -np.inf, dtype.float_dtype), dtype)
 
     @staticmethod
     def tangent_dtype(dtype: MaxDtype) -> MaxDtype:
@@ -50,12 +52,15 @@ class _MaxDtypeRules:
     @staticmethod
     def full(shape: Any, fill_value: Any, dtype: MaxDtype) -> Any:
         fill_value = lax.convert_element_type(fill_value, dtype.float_dtype)
-        return lax.convert_element_type(lax.full(shape, fill_value, dtype.float_dtype), dtype)
+        shape = (*shape, *dtype.element_shape)
+        dims = range(len(shape) - np.ndim(fill_value), len(shape))
+        return lax.convert_element_type(lax.broadcast_in_dim(fill_value, shape, dims), dtype)
 
     @staticmethod
     def global_sharded_result_handler(aval: Any, out_sharding: Any, committed: Any) -> Any:
         physical = core.physical_aval(aval)
-        handler = pxla.global_result_handlers[core.ShapedArray](physical, out_sharding, committed)
+        sharding = sharding_impls.physical_sharding(aval, out_sharding)
+        handler = pxla.global_result_handlers[core.ShapedArray](physical, sharding, committed)
         return handler.wrap(lambda array: MaxArray(aval, array))
 
 
@@ -68,11 +73,14 @@ class MaxDtype(dtypes.ExtendedDType):
     """A float dtype whose cotangents merge by ``max`` where others add."""
 
     float_dtype: np.dtype
+    element_shape: tuple[int, ...] = ()
+    """Of the floats that make one element, and merge one by one."""
     _rules: type = _MaxDtypeRules
     type: type = _MaxScalar
 
     def __repr__(self) -> str:
-        return f"fp{8 * self.float_dtype.itemsize}_max_grad"
+        name = f"fp{8 * self.float_dtype.itemsize}_max_grad"
+        return f"{name}{list(self.element_shape)}" if self.element_shape else name
 
     @property
     def name(self) -> str:
@@ -80,7 +88,7 @@ class MaxDtype(dtypes.ExtendedDType):
 
     @property
     def itemsize(self) -> int:
-        return self.float_dtype.itemsize
+        return self.float_dtype.itemsize * math.prod(self.element_shape)
 
 
 class MaxArray(earray.EArray):
@@ -123,19 +131,42 @@ Example:
 """
 
 
+digest_dtype = MaxDtype(np.dtype(np.float32), (4,))
+"""A scale with three more numbers to each, see ``delayed.Digest``; they merge as those of ``fp32_max_grad``."""
+
+
 def is_max_dtype(x: Any) -> bool:
-    """Tells whether ``x`` is an array (or tracer) of ``fp32_max_grad``."""
-    return getattr(x, "dtype", None) == fp32_max_grad
+    """Tells whether ``x`` is an array (or tracer) of ``fp32_max_grad``, or a digest."""
+    return isinstance(getattr(x, "dtype", None), MaxDtype)
 
 
 def to_max_dtype(x: jax.Array) -> jax.Array:
-    """Casts a float32 array to ``fp32_max_grad``; leaves an array of that dtype alone."""
+    """Casts a float32 array to ``fp32_max_grad``; leaves an array of that dtype, or a digest, alone."""
     return x if is_max_dtype(x) else lax.convert_element_type(x, fp32_max_grad)
 
 
 def from_max_dtype(x: Any) -> Any:
     """Casts an ``fp32_max_grad`` array to float32, without a gradient; leaves everything else alone.
 
-    (A second derivative would ask for the transpose of that cast, in which JAX 0.10 fails.)
+    A digest gives its scale. (A second derivative would ask for the transpose of that cast, in which JAX
+    0.10 fails.)
     """
+    if is_digest(x):
+        return digested(x)[0]
     return lax.stop_gradient(lax.convert_element_type(x, np.float32)) if is_max_dtype(x) else x
+
+
+def is_digest(x: Any) -> bool:
+    """Tells whether ``x`` is an array (or tracer) of ``digest_dtype``."""
+    return getattr(x, "dtype", None) == digest_dtype
+
+
+def to_digest(*numbers: jax.Array) -> jax.Array:
+    """Returns a digest of four float32 arrays of one shape, which is its shape."""
+    return lax.convert_element_type(jnp.stack(numbers, axis=-1), digest_dtype)
+
+
+def digested(x: jax.Array) -> list[jax.Array]:
+    """Returns the four arrays of a digest, without a gradient."""
+    numbers = lax.stop_gradient(lax.convert_element_type(x, np.float32))
+    return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(4)]

@@ -16,7 +16,7 @@ from fp8flax._core.delayed import ScalingState
 from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.names import ROLES, state_leaf_names
 from fp8flax._core.scaling import SMALLEST_SCALE, power_of_two, scale_exponent
-from fp8flax._train.collection import find_pairs, find_state, kind_of, next_state, path_str
+from fp8flax._train.collection import alike, find_pairs, find_state, history_axis, next_state, path_str
 
 # Past entries may differ by the rounding of an average over devices, of one number.
 _TOLERANCE = 2.0**-20
@@ -30,15 +30,6 @@ WHAT_TO_CALL = (
     "fp8flax.accumulate_gradients over microbatches, and optax.clip_by_global_norm in tx clips. By hand: "
     "grads = {**grads, 'params': …}."
 )
-
-
-def history_axis(scale: Any, history: Any) -> int | None:
-    """Returns the axis of the history, wherever layers were stacked; None if the two do not fit."""
-    if len(scale.shape) != len(history.shape):
-        return None
-    differing = [i for i, (one, length) in enumerate(zip(scale.shape, history.shape)) if one != length]
-    axes = differing or [i for i, length in enumerate(history.shape) if length == 1]
-    return axes[0] if axes and len(differing) <= 1 and scale.shape[axes[0]] == 1 else None
 
 
 def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
@@ -65,14 +56,10 @@ def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
     """
     old_leaves = jax.tree_util.tree_flatten_with_path(old)[0]
     leaves, treedef = jax.tree.flatten(next_state(old, new, poisonable=False))
-    groups: dict[Any, list[tuple[int, int]]] = {}
-    for pair in find_pairs([path for path, _ in old_leaves]):
-        axis = history_axis(*(old_leaves[i][1] for i in pair))
-        if axis is not None:
-            kinds = *(kind_of(old_leaves[i][1]) for i in pair), *(kind_of(leaves[i]) for i in pair)
-            groups.setdefault((axis, kinds), []).append(pair)
     given_up = []
-    for (axis, _), pairs in groups.items():
+    for axis, pairs in alike([path for path, _ in old_leaves], [leaf for _, leaf in old_leaves], leaves):
+        if axis is None:
+            continue
         olds = [ScalingState(old_leaves[i][1], old_leaves[j][1]) for i, j in pairs]
         judged, is_next = judge(olds, [ScalingState(leaves[i], leaves[j]) for i, j in pairs], axis)
         for (i, j), tensor in zip(pairs, judged):

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import KeyPath
 
-from fp8flax._core.delayed import ScalingState
+from fp8flax._core.delayed import ScalingState, after_digests, digests
 from fp8flax._core.max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, ROLES, SCALE
 
@@ -114,7 +115,7 @@ def merge_by_max(tree: Any, *, resolve: bool = True) -> Any:
             places[i] = path_str(path[:-1]), name
             state.setdefault(places[i][0], {})[name] = leaf
     if places:
-        cast = _cast_to_max if resolve else partial(jax.tree.map, to_max_dtype)
+        cast = in_step if resolve else partial(jax.tree.map, to_max_dtype)
         state = cast({OVERWRITE_WITH_GRADIENT: state})[OVERWRITE_WITH_GRADIENT]
     for i, (node, name) in places.items():
         merged[i] = state[node][name]
@@ -122,20 +123,86 @@ def merge_by_max(tree: Any, *, resolve: bool = True) -> Any:
 
 
 @jax.custom_vjp
-def _cast_to_max(state: Any) -> Any:
-    """Casts a collection to ``fp32_max_grad``; its gradient is the state to keep, poison resolved."""
-    return jax.tree.map(to_max_dtype, state)
+def in_step(state: Any) -> Any:
+    """Returns a collection as our ops take it in a step; its gradient is the state to keep, poison resolved.
+
+    Histories are cast to ``fp32_max_grad``, and scales become digests of them, so that all layers together
+    read and push their histories in a few kernels.
+    """
+    paths, leaves, treedef = _flatten(state)
+    cast = [to_max_dtype(leaf) for leaf in leaves]
+    for axis, pairs in alike(paths, leaves):
+        if axis is not None:
+            states = [ScalingState(leaves[i], leaves[j]) for i, j in pairs]
+            for (i, _), digest in zip(pairs, digests(states, axis)):
+                cast[i] = digest
+    return treedef.unflatten(cast)
 
 
-def _cast_to_max_fwd(state: Any) -> Any:
-    return jax.tree.map(to_max_dtype, state), state
+def after_step(old: Any, cotangents: Any) -> Any:
+    """Returns the collection to keep, given the old one and the cotangents of ``in_step``'s."""
+    paths, leaves, treedef = _flatten(old)
+    # Of what nothing read there is no cotangent, and no array of -inf is made for it.
+    new = [None if isinstance(x, SymbolicZero) else x for x in treedef.flatten_up_to(cotangents)]
+    kept: dict[int, jax.Array] = {}
+    for axis, pairs in alike(paths, leaves):
+        if axis is None:
+            continue
+        kept.update((k, leaves[k]) for pair in pairs for k in pair if new[pair[0]] is None)
+        used = [pair for pair in pairs if new[pair[0]] is not None]
+        if used:
+            states = [ScalingState(leaves[i], leaves[j]) for i, j in used]
+            scales, histories = [new[i] for i, _ in used], [from_max_dtype(new[j]) for _, j in used]
+            for pair, state in zip(used, after_digests(states, scales, histories, axis)):
+                kept.update(zip(pair, state))
+    # The rest: what is state by its place alone, or a pair of which no axis is that of the history.
+    rest = [None if i in kept else x for i, x in enumerate(leaves)]
+    for i, x in enumerate(rest):
+        if x is not None and new[i] is None:
+            new[i] = jnp.full_like(x, -jnp.inf)
+    new = [None if i in kept else x for i, x in enumerate(new)]
+    others = iter(jax.tree.leaves(next_state(treedef.unflatten(rest), treedef.unflatten(new))))
+    return treedef.unflatten([kept[i] if i in kept else next(others) for i in range(len(leaves))])
 
 
-def _cast_to_max_bwd(old: Any, merged: Any) -> Any:
-    return (next_state(old, merged),)
+def _in_step_fwd(state: Any) -> tuple[Any, Any]:
+    state = jax.tree.map(lambda x: x.value, state)
+    return in_step(state), state
 
 
-_cast_to_max.defvjp(_cast_to_max_fwd, _cast_to_max_bwd)
+in_step.defvjp(_in_step_fwd, lambda old, new: (after_step(old, new),), symbolic_zeros=True)
+
+
+def _flatten(tree: Any) -> tuple[list[KeyPath], list[Any], Any]:
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    return [path for path, _ in leaves], [leaf for _, leaf in leaves], treedef
+
+
+def history_axis(scale: Any, history: Any) -> int | None:
+    """Returns the axis of the history, wherever layers were stacked; None if the two do not fit."""
+    if len(scale.shape) != len(history.shape):
+        return None
+    differing = [i for i, (one, length) in enumerate(zip(scale.shape, history.shape)) if one != length]
+    axes = differing or [i for i, length in enumerate(history.shape) if length == 1]
+    return axes[0] if axes and len(differing) <= 1 and scale.shape[axes[0]] == 1 else None
+
+
+def alike(paths: list[KeyPath], *trees: Sequence[Any]) -> list[tuple[int | None, list[tuple[int, int]]]]:
+    """Returns the pairs of ``find_pairs`` that can be one array, with the axis of their histories.
+
+    Alike are those whose leaves in all of ``trees``, lists as ``paths``, have one type and one place.
+    """
+    groups: dict[Any, list[tuple[int, int]]] = {}
+    for i, j in find_pairs(paths):
+        kinds = tuple(_kind_of(leaves[k]) for leaves in trees for k in (i, j))
+        groups.setdefault((history_axis(trees[0][i], trees[0][j]), kinds), []).append((i, j))
+    return [(axis, pairs) for (axis, _), pairs in groups.items()]
+
+
+def _kind_of(leaf: Any) -> Any:
+    """Returns what leaves have in common that can be one array: their type, and where they lie."""
+    is_traced = isinstance(leaf, jax.core.Tracer)
+    return jax.typeof(leaf), None if is_traced else getattr(leaf, "sharding", None)
 
 
 def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -151,12 +218,6 @@ def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any, *rest: An
 def unmerge(tree: Any) -> Any:
     """Casts every ``fp32_max_grad`` leaf of ``tree`` back to float32."""
     return jax.tree.map(from_max_dtype, tree)
-
-
-def kind_of(leaf: Any) -> Any:
-    """Returns what leaves have in common that can be one array: their type, and where they lie."""
-    is_traced = isinstance(leaf, jax.core.Tracer)
-    return jax.typeof(leaf), None if is_traced else getattr(leaf, "sharding", None)
 
 
 @partial(jax.jit, static_argnums=2)
@@ -222,11 +283,7 @@ def next_state(old: Any, new: Any, *, poisonable: bool = True) -> Any:
                 f"The scaling state at {path_str(path)} has shape {old_leaf.shape}, its new value "
                 f"{new_leaves[i].shape}. Pass the gradient with respect to the same variables."
             )
-    groups: dict[Any, list[tuple[int, int]]] = {}
-    for i, j in find_pairs(list(index)):
-        leaves = old_leaves[i][1], old_leaves[j][1], new_leaves[i], new_leaves[j]
-        groups.setdefault(tuple(map(kind_of, leaves)), []).append((i, j))
-    for pairs in groups.values():
+    for _, pairs in alike(list(index), [leaf for _, leaf in old_leaves], new_leaves):
         olds = [ScalingState(old_leaves[i][1], old_leaves[j][1]) for i, j in pairs]
         news = [ScalingState(new_leaves[i], new_leaves[j]) for i, j in pairs]
         for (i, j), kept in zip(pairs, _next_states(olds, news, poisonable)):

@@ -85,13 +85,13 @@ def test_only_state_is_cast(freeze):
     assert cast["params"]["w"] is OLD["params"]["w"]
     leaves = jax.tree.leaves(cast[OWG])
     assert len(leaves) == 6
-    assert all(str(leaf.dtype) == "fp32_max_grad" for leaf in leaves)
+    assert all(str(leaf.dtype).startswith("fp32_max_grad") for leaf in leaves)
     assert_trees_equal(collection.unmerge(cast), freeze(OLD))
 
 
 def test_a_bare_collection_is_recognised_by_its_names():
     cast = collection.merge_by_max(OLD[OWG])
-    assert all(str(leaf.dtype) == "fp32_max_grad" for leaf in jax.tree.leaves(cast))
+    assert all(str(leaf.dtype).startswith("fp32_max_grad") for leaf in jax.tree.leaves(cast))
     assert collection.merge_by_max([jnp.ones(2), 3.0])[1] == 3.0
 
 
