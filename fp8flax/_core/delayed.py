@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.jax_rules import merge_amax
+from fp8flax._core.jax_rules import kind_of, merge_amax
 from fp8flax._core.max_dtype import (
     digested,
     from_max_dtype,
@@ -54,9 +55,9 @@ class Digest(NamedTuple):
     """What the scale of this step follows from; of each tensor one number, in the shape of the old scale.
 
     Inside of a step that has all states at hand the scale of each is an array of these four
-    (``digest_dtype``), made of all histories at once. The cotangent of a digest is the scale of this step in
-    the place of the old one, and the amax of this step in that of the largest; what the step leaves of all
-    histories is then made at once, too.
+    (``digest_dtype``), made of all histories at once. The cotangent of a digest is the scale of this step
+    in the place of the old one, and the amax of this step in that of the largest; what the step leaves of
+    all histories is then made at once, too.
     """
 
     scale: jax.Array
@@ -139,12 +140,49 @@ def _scale_from_digest(config: DelayedConfig, state: ScalingState) -> jax.Array:
     return _scale_from_amax(config, amax, digest.scale)
 
 
-@partial(jax.jit, static_argnums=1)
-def digests(states: Sequence[ScalingState], axis: int) -> list[jax.Array]:
-    """Returns the digest of each state, of tensors of one shape whose histories run along ``axis``.
+# Derivation. Nothing of it is differentiated: the cotangents of the states are their next values.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def digests(axes: tuple[int, ...], states: Sequence[ScalingState]) -> list[jax.Array]:
+    """Returns the digest of each state, whose history runs along this axis; the gradient is what to keep.
 
-    All as one array: a GPU starts a few kernels, not some for each.
+    States of one kind are one array here: a GPU starts a few kernels, not some for each.
     """
+    made: dict[int, jax.Array] = {}
+    for group in _alike(axes, states):
+        of_group = _digests_alike(axes[group[0]], [states[i] for i in group])
+        made.update(zip(group, of_group))
+    return [made[i] for i in range(len(states))]
+
+
+def _digests_fwd(axes: tuple[int, ...], states: Sequence[Any]) -> tuple[list[jax.Array], Any]:
+    states = [ScalingState(scale.value, history.value) for scale, history in states]
+    return digests(axes, states), states
+
+
+def _digests_bwd(axes: tuple[int, ...], states: Sequence[ScalingState], cotangents: Sequence[Any]) -> Any:
+    kept = list(states)
+    # Of what nothing read there is no cotangent.
+    used = [i for i, cotangent in enumerate(cotangents) if not isinstance(cotangent, SymbolicZero)]
+    for group in _alike([axes[i] for i in used], [states[i] for i in used]):
+        places = [used[i] for i in group]
+        olds, new = [states[i] for i in places], [cotangents[i] for i in places]
+        for i, state in zip(places, _next_states_alike(axes[places[0]], olds, new)):
+            kept[i] = state
+    return (kept,)
+
+
+digests.defvjp(_digests_fwd, _digests_bwd, symbolic_zeros=True)
+
+
+def _alike(axes: Sequence[int], states: Sequence[ScalingState]) -> list[list[int]]:
+    groups = defaultdict(list)
+    for i, (axis, state) in enumerate(zip(axes, states)):
+        groups[axis, tuple(map(kind_of, state))].append(i)
+    return list(groups.values())
+
+
+@partial(jax.jit, static_argnums=0)
+def _digests_alike(axis: int, states: Sequence[ScalingState]) -> list[jax.Array]:
     scales, histories = map(jnp.stack, zip(*states))
     axis += 1
     newest = lax.expand_dims(is_newest(histories.shape[axis]), range(1, histories.ndim - axis))
@@ -155,35 +193,21 @@ def digests(states: Sequence[ScalingState], axis: int) -> list[jax.Array]:
     return list(to_digest(scales, largest, ordinary, lax.slice_in_dim(histories, 0, 1, axis=axis)))
 
 
-@partial(jax.jit, static_argnums=3)
-def after_digests(
-    olds: Sequence[ScalingState],
-    scales: Sequence[jax.Array],
-    histories: Sequence[jax.Array | None],
-    axis: int,
+@partial(jax.jit, static_argnums=0)
+def _next_states_alike(
+    axis: int, olds: Sequence[ScalingState], cotangents: Sequence[jax.Array]
 ) -> list[ScalingState]:
-    """Returns the state to keep of tensors of one shape, whose histories run along ``axis``.
+    """Returns the states to keep, given the old ones and the cotangents of their digests.
 
     A scale that is not positive means that no gradient arrived; an amax of inf that a NaN or Inf was seen,
     of -inf that the tensor was empty. Stacked layers have a verdict each.
-
-    Args:
-        olds: the states before the step.
-        scales: the cotangents of their digests.
-        histories: those of their histories, as float32; None or -inf but where something other than our
-            ops used the history, and said what comes next.
-        axis: of the histories.
     """
+    # Read once: where a step is donated its state, XLA else copies each history before it writes the next.
     old = lax.optimization_barrier(ScalingState(*map(jnp.stack, zip(*olds))))
     axis += 1
-    new_scale, amax, *_ = digested(jnp.stack(scales))
+    new_scale, amax, *_ = digested(jnp.stack(cotangents))
     history, entry = (jnp.moveaxis(x, axis, -1) for x in (old.amax_history, amax))
     pushed = jnp.moveaxis(push_amax(entry[..., 0], history), -1, axis)
-    if any(history is not None for history in histories):
-        none = jnp.full_like(olds[0].amax_history, -jnp.inf)
-        by_hand = jnp.stack([none if history is None else history for history in histories])
-        pushed = jnp.where(amax == -jnp.inf, by_hand, pushed)
-        amax = jnp.maximum(amax, lax.slice_in_dim(by_hand, 0, 1, axis=axis))
     scale_ok = lax.is_finite(new_scale) & (new_scale > 0)
     history_ok = scale_ok & lax.is_finite(amax) & (amax >= 0)
     kept = ScalingState(

@@ -69,6 +69,11 @@ def traced_once(f: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def kind_of(x: Any) -> Any:
+    """Returns what arrays have in common that can be stacked: their type, and where they lie."""
+    return jax.typeof(x), None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+
+
 def manual_axes(x: Any) -> frozenset[str]:
     """Returns the axes of the mesh over which ``x`` varies inside ``jax.shard_map``.
 

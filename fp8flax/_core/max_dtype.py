@@ -6,9 +6,9 @@ sum, so a float32 array that is cast to this dtype and then read in many places 
 its cotangents instead.
 
 Internals: ``jax._src.ad_util``, ``jax._src.core``, ``jax._src.dtypes``, ``jax._src.earray``,
-``jax._src.sharding_impls``, ``jax._src.tree_util`` and ``jax._src.interpreters.pxla``, which know extended dtypes and arrays of them.
-The supported versions of JAX differ in one entry point below, how an array class says that it needs no
-canonicalisation.
+``jax._src.sharding_impls``, ``jax._src.tree_util`` and ``jax._src.interpreters.pxla``, which know extended
+dtypes and arrays of them. The supported versions of JAX differ in one entry point below, how an array class
+says that it needs no canonicalisation.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ Example:
 
 
 digest_dtype = MaxDtype(np.dtype(np.float32), (4,))
-"""A scale with three more numbers to each, see ``delayed.Digest``; they merge as those of ``fp32_max_grad``."""
+"""A scale with three more numbers to each, see ``delayed.Digest``; all four merge as ``fp32_max_grad``."""
 
 
 def is_max_dtype(x: Any) -> bool:

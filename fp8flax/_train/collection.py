@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import KeyPath
 
-from fp8flax._core.delayed import ScalingState, after_digests, digests
+from fp8flax._core.delayed import ScalingState, digests
+from fp8flax._core.jax_rules import kind_of
 from fp8flax._core.max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, ROLES, SCALE
 
@@ -100,77 +100,50 @@ def merge_by_max(tree: Any, *, resolve: bool = True) -> Any:
     Raises:
         TypeError: a leaf of scaling state is not float32.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    merged = [leaf for _, leaf in leaves]
-    # Collected in one tree, by node and name, so that scale and history meet in its gradient.
-    state: dict[str, dict[str, Any]] = {}
-    places: dict[int, tuple[str, str]] = {}
-    for i, is_state in enumerate(find_state([path for path, _ in leaves])):
-        path, leaf = leaves[i]
-        if not is_state:
-            continue
-        check_state_dtype(path, leaf)
-        if not is_max_dtype(leaf):
-            *_, name = (str(key_name(k)) for k in path)
-            places[i] = path_str(path[:-1]), name
-            state.setdefault(places[i][0], {})[name] = leaf
+    paths, leaves, treedef = _flatten(tree)
+    merged = list(leaves)
+    is_state = find_state(paths)
+    for path, leaf, found in zip(paths, leaves, is_state):
+        if found:
+            check_state_dtype(path, leaf)
+    places = {i for i, found in enumerate(is_state) if found and not is_max_dtype(leaves[i])}
+    if resolve:
+        pairs = {pair: history_axis(*(leaves[i] for i in pair)) for pair in find_pairs(paths)}
+        pairs = {pair: axis for pair, axis in pairs.items() if axis is not None and places.issuperset(pair)}
+        states = [ScalingState(leaves[i], leaves[j]) for i, j in pairs]
+        for (i, j), digest in zip(pairs, digests(tuple(pairs.values()), states)):
+            # Of the history only the shape is read.
+            merged[i], merged[j] = digest, to_max_dtype(lax.stop_gradient(leaves[j]))
+            places -= {i, j}
+    # What is left is state by its place alone, or a pair of which no axis is that of the history. In one
+    # tree, by node and name, so that scale and history meet in its gradient.
+    rest: dict[str, dict[str, Any]] = {}
+    names = {i: (path_str(paths[i][:-1]), path_str(paths[i][-1:])) for i in sorted(places)}
+    for i, (node, name) in names.items():
+        rest.setdefault(node, {})[name] = leaves[i]
     if places:
-        cast = in_step if resolve else partial(jax.tree.map, to_max_dtype)
-        state = cast({OVERWRITE_WITH_GRADIENT: state})[OVERWRITE_WITH_GRADIENT]
-    for i, (node, name) in places.items():
-        merged[i] = state[node][name]
+        cast = _cast_to_max if resolve else partial(jax.tree.map, to_max_dtype)
+        rest = cast({OVERWRITE_WITH_GRADIENT: rest})[OVERWRITE_WITH_GRADIENT]
+    for i, (node, name) in names.items():
+        merged[i] = rest[node][name]
     return treedef.unflatten(merged)
 
 
 @jax.custom_vjp
-def in_step(state: Any) -> Any:
-    """Returns a collection as our ops take it in a step; its gradient is the state to keep, poison resolved.
-
-    Histories are cast to ``fp32_max_grad``, and scales become digests of them, so that all layers together
-    read and push their histories in a few kernels.
-    """
-    paths, leaves, treedef = _flatten(state)
-    cast = [to_max_dtype(leaf) for leaf in leaves]
-    for axis, pairs in alike(paths, leaves):
-        if axis is not None:
-            states = [ScalingState(leaves[i], leaves[j]) for i, j in pairs]
-            for (i, _), digest in zip(pairs, digests(states, axis)):
-                cast[i] = digest
-    return treedef.unflatten(cast)
+def _cast_to_max(state: Any) -> Any:
+    """Casts a collection to ``fp32_max_grad``; its gradient is the state to keep, poison resolved."""
+    return jax.tree.map(to_max_dtype, state)
 
 
-def after_step(old: Any, cotangents: Any) -> Any:
-    """Returns the collection to keep, given the old one and the cotangents of ``in_step``'s."""
-    paths, leaves, treedef = _flatten(old)
-    # Of what nothing read there is no cotangent, and no array of -inf is made for it.
-    new = [None if isinstance(x, SymbolicZero) else x for x in treedef.flatten_up_to(cotangents)]
-    kept: dict[int, jax.Array] = {}
-    for axis, pairs in alike(paths, leaves):
-        if axis is None:
-            continue
-        kept.update((k, leaves[k]) for pair in pairs for k in pair if new[pair[0]] is None)
-        used = [pair for pair in pairs if new[pair[0]] is not None]
-        if used:
-            states = [ScalingState(leaves[i], leaves[j]) for i, j in used]
-            scales, histories = [new[i] for i, _ in used], [from_max_dtype(new[j]) for _, j in used]
-            for pair, state in zip(used, after_digests(states, scales, histories, axis)):
-                kept.update(zip(pair, state))
-    # The rest: what is state by its place alone, or a pair of which no axis is that of the history.
-    rest = [None if i in kept else x for i, x in enumerate(leaves)]
-    for i, x in enumerate(rest):
-        if x is not None and new[i] is None:
-            new[i] = jnp.full_like(x, -jnp.inf)
-    new = [None if i in kept else x for i, x in enumerate(new)]
-    others = iter(jax.tree.leaves(next_state(treedef.unflatten(rest), treedef.unflatten(new))))
-    return treedef.unflatten([kept[i] if i in kept else next(others) for i in range(len(leaves))])
+def _cast_to_max_fwd(state: Any) -> Any:
+    return jax.tree.map(to_max_dtype, state), state
 
 
-def _in_step_fwd(state: Any) -> tuple[Any, Any]:
-    state = jax.tree.map(lambda x: x.value, state)
-    return in_step(state), state
+def _cast_to_max_bwd(old: Any, merged: Any) -> Any:
+    return (next_state(old, merged),)
 
 
-in_step.defvjp(_in_step_fwd, lambda old, new: (after_step(old, new),), symbolic_zeros=True)
+_cast_to_max.defvjp(_cast_to_max_fwd, _cast_to_max_bwd)
 
 
 def _flatten(tree: Any) -> tuple[list[KeyPath], list[Any], Any]:
@@ -194,15 +167,9 @@ def alike(paths: list[KeyPath], *trees: Sequence[Any]) -> list[tuple[int | None,
     """
     groups: dict[Any, list[tuple[int, int]]] = {}
     for i, j in find_pairs(paths):
-        kinds = tuple(_kind_of(leaves[k]) for leaves in trees for k in (i, j))
+        kinds = tuple(kind_of(leaves[k]) for leaves in trees for k in (i, j))
         groups.setdefault((history_axis(trees[0][i], trees[0][j]), kinds), []).append((i, j))
     return [(axis, pairs) for (axis, _), pairs in groups.items()]
-
-
-def _kind_of(leaf: Any) -> Any:
-    """Returns what leaves have in common that can be one array: their type, and where they lie."""
-    is_traced = isinstance(leaf, jax.core.Tracer)
-    return jax.typeof(leaf), None if is_traced else getattr(leaf, "sharding", None)
 
 
 def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any, *rest: Any) -> Any:
