@@ -268,34 +268,42 @@ def delayed_amax(x: Float[jax.Array, "*dims"]) -> Float[jax.Array, ""]:
 
 
 def next_state_of(
-    amax: Float[jax.Array, "*stack"], new_scale: Float32[jax.Array, "*scale"], state: ScalingState
-) -> ScalingState:
+    amax: Float[jax.Array, "*stack"],
+    new_scale: Float32[jax.Array, "*scale"],
+    state: ScalingState | None,
+) -> Any:
     """Returns the cotangents of scale and amax history, in the dtype of ``state``.
 
     Args:
         amax: that of ``delayed_amax``, of shape ``(...)``.
         new_scale: the scale used, float32, as many elements.
-        state: the state before this step, float32 or ``fp32_max_grad``, the history ``(..., length)``.
+        state: the state before this step, float32 or ``fp32_max_grad``, the history ``(..., length)``; None
+            for one with a digest, of which no more is asked.
     """
-    history = from_max_dtype(state.amax_history)
-    amax = merge_amax(amax.astype(jnp.float32), history[..., 0])
-    new_scale = new_scale.reshape(state.scale.shape)
+    # That shares the data of the amax which is batched, and varies, as the state is.
+    like = new_scale.reshape(amax.shape) if state is None else from_max_dtype(state.amax_history)[..., 0]
+    amax = merge_amax(amax.astype(jnp.float32), like)
     is_usable = lax.is_finite(amax)
+    # Of what other uses say a NaN or Inf anywhere must win over all, as it would in one call on the
+    # concatenated data. Whoever overwrites the state then keeps the old history. An empty tensor has
+    # nothing to say: -inf leaves the word to the other uses.
+    is_empty = amax == -jnp.inf
+    merged = jnp.where(is_usable, amax, jnp.inf)
+    if state is None:
+        numbers = new_scale.reshape(amax.shape), jnp.where(is_empty, -jnp.inf, merged)
+        none = jnp.zeros_like(amax)
+        return ScalingState(to_digest(*(x[..., None] for x in (*numbers, none, none))), None)  # type: ignore
+    history, new_scale = from_max_dtype(state.amax_history), new_scale.reshape(state.scale.shape)
     if not is_max_dtype(state.scale):
         kept = jnp.where(is_usable[..., None], push_amax(amax, history), history)
         return ScalingState(new_scale, kept)
-    # A NaN or Inf anywhere must win over all other uses, as it would in one call on the concatenated
-    # data. Whoever overwrites the state then keeps the old history. An empty tensor has nothing to say:
-    # -inf leaves the word to the other uses.
-    if is_digest(state.scale):
-        amax = jnp.where(is_usable | (amax == -jnp.inf), amax, jnp.inf).reshape(state.scale.shape)
-        none = jnp.zeros_like(amax)
-        return ScalingState(to_digest(new_scale, amax, none, none), None)  # type: ignore[arg-type]
-    is_empty = amax == -jnp.inf
-    pushed = push_amax(jnp.where(is_usable, amax, jnp.inf), history)
-    return ScalingState(
-        to_max_dtype(new_scale), to_max_dtype(jnp.where(is_empty[..., None], -jnp.inf, pushed))
-    )
+    pushed = jnp.where(is_empty[..., None], -jnp.inf, push_amax(merged, history))
+    return ScalingState(to_max_dtype(new_scale), to_max_dtype(pushed))
+
+
+def state_to_keep(state: ScalingState | None) -> ScalingState | None:
+    """Returns what ``next_state_of`` must know of a state."""
+    return None if state is None or is_digest(state.scale) else state
 
 
 def calibrated_state(
@@ -308,7 +316,7 @@ def calibrated_state(
     new_scale = delayed_scales([config], [ScalingState(state.scale, seen)])[0]
     # Where there is only zero no scale follows; the smallest one gives way to that of any other data.
     new_scale = jnp.where(jnp.max(seen, axis=-1) > 0, new_scale, SMALLEST_SCALE)
-    return next_state_of(merged, new_scale, state)
+    return next_state_of(merged, new_scale, state_to_keep(state))
 
 
 def report_calibrated(

@@ -28,6 +28,7 @@ from fp8flax._core.delayed import (
     inf_to_nan,
     next_state_of,
     report_calibrated,
+    state_to_keep,
 )
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.jax_rules import (
@@ -39,7 +40,15 @@ from fp8flax._core.jax_rules import (
 )
 from fp8flax._core.max_dtype import is_max_dtype
 from fp8flax._core.multiply import ONCE
-from fp8flax._core.names import DGRAD, FORWARD, KEPT_WIDE, OUTPUT_NAME, RESIDUAL_NAMES, WGRAD
+from fp8flax._core.names import (
+    DGRAD,
+    FORWARD,
+    KEPT_WIDE,
+    KERNEL_FORWARD_NAME,
+    OUTPUT_NAME,
+    RESIDUAL_NAMES,
+    WGRAD,
+)
 from fp8flax._core.qdq import in_qdq_as, out_qdq_as
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantize import as_float_array
@@ -305,6 +314,7 @@ class _Residuals(NamedTuple):
     amaxes: dict[str, jax.Array]
     """The amax of the input and of the kernel, where they have delayed scaling."""
     states: States
+    """Those that have no digest."""
 
 
 # Derivation. A contraction is linear in each of its operands. With straight-through quantization their
@@ -344,7 +354,8 @@ def _differentiable_fwd(
     out, lhs_kept, rhs_kept, amaxes = _on_automatic_axes(
         plan, _forward, out_shardings, lhs, rhs, extra, scales
     )
-    return out, _Residuals(lhs_kept, rhs_kept, extra, scales, amaxes, states)
+    kept_states = States(*map(state_to_keep, states))
+    return out, _Residuals(lhs_kept, rhs_kept, extra, scales, amaxes, kept_states)
 
 
 def _forward(
@@ -366,6 +377,9 @@ def _forward(
         lhs_first = _transposed(plan, "input", _restored(plan, "input", lhs_kept))
     if _serves_both(plan, "kernel"):
         rhs_first = _transposed(plan, "kernel", _restored(plan, "kernel", rhs_kept))
+    elif isinstance(rhs_first, QTensor):
+        bits = jax.tree.map(partial(checkpoint_name, name=KERNEL_FORWARD_NAME), rhs_first.as_bits())
+        rhs_first = bits.from_bits()
     with jax.named_scope(FORWARD):
         out = plan.forward(lhs_first, rhs_first, extra)
     return checkpoint_name(out, OUTPUT_NAME), lhs_kept, rhs_kept, amaxes

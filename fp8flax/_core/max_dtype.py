@@ -156,6 +156,21 @@ def from_max_dtype(x: Any) -> Any:
     return lax.stop_gradient(lax.convert_element_type(x, np.float32)) if is_max_dtype(x) else x
 
 
+def to_floats(x: jax.Array) -> jax.Array:
+    """Returns what an ``fp32_max_grad`` array or a digest is made of, float32; all else as it is."""
+    return lax.convert_element_type(x, np.float32) if is_max_dtype(x) else x
+
+
+# Derivation. A cast, whose cotangent is cast back. (That of JAX's own fails where there is none.)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def of_floats(dtype: Any, x: jax.Array) -> jax.Array:
+    """Returns the array of a ``MaxDtype`` that is made of these float32."""
+    return lax.convert_element_type(x, dtype)
+
+
+of_floats.defvjp(lambda dtype, x: (of_floats(dtype, x), None), lambda dtype, _, g: (to_floats(g),))
+
+
 def is_digest(x: Any) -> bool:
     """Tells whether ``x`` is an array (or tracer) of ``digest_dtype``."""
     return getattr(x, "dtype", None) == digest_dtype

@@ -57,6 +57,11 @@ Without a policy, or with one that names none of them, all are computed again fr
 (``dots_saveable`` alone does not see FP8 GEMMs.)
 """
 
+KERNEL_FORWARD_NAME = "fp8_kernel_forward"
+"""That of the kernel for its forward GEMM, where those codes are not the ones that are kept.
+
+``accumulate_gradients`` makes them once for all microbatches."""
+
 OUTPUT_NAME = "fp8_output"
 """The ``checkpoint_name`` of the result of the forward GEMM."""
 

@@ -22,6 +22,7 @@ from fp8flax._core.delayed import (
     delayed_scale,
     inf_to_nan,
     next_state_of,
+    state_to_keep,
 )
 from fp8flax._core.formats import as_fp8_dtype
 from fp8flax._core.max_dtype import from_max_dtype, is_max_dtype
@@ -44,7 +45,7 @@ def _in_qdq_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history:
     state = ScalingState(scale, amax_history)
     new_scale = delayed_scale(config, state)
     out = quantize_dequantize(inp, config.q_dtype, new_scale, config.compute_dtype)
-    return out, next_state_of(delayed_amax(inp), new_scale, state)
+    return out, next_state_of(delayed_amax(inp), new_scale, state_to_keep(state))
 
 
 def _in_qdq_bwd(config: DelayedConfig, next_state: Any, g: jax.Array) -> Any:
@@ -70,7 +71,7 @@ def _out_qdq_bwd(config: DelayedConfig, state: ScalingState, g: jax.Array) -> An
     new_scale = delayed_scale(config, state)
     g = inf_to_nan(g)
     q_g = quantize_dequantize(g, config.q_dtype, new_scale, config.compute_dtype)
-    return q_g, *next_state_of(delayed_amax(g), new_scale, state)
+    return q_g, *next_state_of(delayed_amax(g), new_scale, state_to_keep(state))
 
 
 _out_qdq.defvjp(_out_qdq_fwd, _out_qdq_bwd)
@@ -85,7 +86,7 @@ def _in_q_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: A
     state = ScalingState(scale, amax_history)
     new_scale = delayed_scale(config, state)
     q = quantize(inp, config.q_dtype, new_scale, config.compute_dtype)
-    return (q, new_scale), next_state_of(delayed_amax(inp), new_scale, state)
+    return (q, new_scale), next_state_of(delayed_amax(inp), new_scale, state_to_keep(state))
 
 
 def _in_q_bwd(config: DelayedConfig, next_state: Any, g: Any) -> Any:

@@ -14,12 +14,9 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core.jax_rules import current_manual_axes, merged_in
-from fp8flax._train.collection import (
-    map_state,
-    merge_by_max,
-    next_state,
-    unmerge,
-)
+from fp8flax._core.max_dtype import is_max_dtype, of_floats, to_floats
+from fp8flax._train.collection import map_state, merge_by_max, next_state, unmerge
+from fp8flax._train.hoisting import hoisted
 
 
 def value_and_grad(
@@ -132,7 +129,9 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
 
     Every microbatch is cast with the same scales, and the scaling state is that of one call on all of them;
     the gradients are averaged in float32. With a loss that is a mean over examples, and microbatches of one
-    size, both are those of one large batch. Call it under ``jax.jit``: un-jitted, each call compiles anew.
+    size, both are those of one large batch. Kernels are quantized once for all microbatches; their codes, a
+    byte per element (two, for block scales that differ between the forward and the backward pass), stay in
+    memory for as long. Call it under ``jax.jit``: un-jitted, each call compiles anew.
 
     Args:
         fun: ``fun(variables, microbatch)``; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``.
@@ -173,47 +172,66 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
             )
         num = sizes.pop()
 
-        def merged_fun(variables: Any, microbatch: Any) -> Any:
-            with merged_in(current_manual_axes()):
-                value = unmerge(fun(merge_by_max(variables, resolve=False), microbatch))
-            # Divided before the backward pass: output gradients are then as large as in one large batch.
-            return (value[0] / num, value[1]) if has_aux else value / num
-
-        def step(total: Any, microbatch: Any) -> Any:
-            value, grads = jax.value_and_grad(merged_fun, has_aux=has_aux, allow_int=True)(
-                variables, microbatch
-            )
-            return map_state(jnp.maximum, add, total, grads), value
-
-        def add(total: Any, grad: Any) -> Any:
-            return total if grad.dtype == jax.dtypes.float0 else total + grad.astype(total.dtype)
-
-        def zeros(leaf: Any) -> Any:
-            leaf = jnp.asarray(leaf)
-            is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
-            return jnp.zeros_like(leaf, dtype=jnp.float32 if is_narrow else leaf.dtype)
-
         # As one, also un-jitted: what stands for no state at all is no Inf for jax_debug_infs to find.
         @partial(jax.jit, inline=True)
         def run(variables: Any, microbatches: Any) -> Any:
-            start = map_state(lambda leaf: jnp.full_like(leaf, -jnp.inf), zeros, variables)
-            total, value = lax.scan(step, start, microbatches)
-            total = jax.tree.map(
-                lambda total, leaf: total.astype(jnp.asarray(leaf).dtype), total, variables
+            variables = jax.tree.map(jnp.asarray, unmerge(variables))
+            merged, to_next = jax.vjp(merge_by_max, variables)
+            leaves, treedef = jax.tree.flatten(merged)
+            is_state = list(map(is_max_dtype, leaves))
+            # In floats, of which JAX takes gradients.
+            floats = list(map(to_floats, leaves))
+
+            def cast(xs: Sequence[Any]) -> Any:
+                return treedef.unflatten(
+                    [of_floats(x.dtype, y) if s else y for x, y, s in zip(leaves, xs, is_state)]
+                )
+
+            def loss(floats: Any, microbatch: Any) -> Any:
+                with merged_in(current_manual_axes()):
+                    value = unmerge(fun(cast(floats), microbatch))
+                # Divided before the backward pass: output gradients are then as those of one large batch.
+                return (value[0] / num, value[1]) if has_aux else value / num
+
+            def step(floats: Any, total_and_microbatch: Any) -> Any:
+                total, microbatch = total_and_microbatch
+                value, grads = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(floats, microbatch)
+                return list(map(_add, total, grads, is_state)), value
+
+            total = [jnp.full_like(x, -jnp.inf) if s else _zeros(x) for x, s in zip(floats, is_state)]
+            example = total, jax.tree.map(lambda x: jnp.asarray(x)[0], microbatches)
+            step_of = hoisted(step, floats, example)
+            total, value = lax.scan(lambda total, x: step_of((total, x)), total, microbatches)
+            (grads,) = to_next(
+                jax.tree.map(_cotangent, cast([t.astype(x.dtype) for t, x in zip(total, floats)]))
             )
-            return next_state(variables, total), value
+            return jax.tree.map(
+                lambda g, x: x if g.dtype == jax.dtypes.float0 else g, grads, variables
+            ), value
 
-        def gradient(total: Any) -> Any:
-            is_float = jnp.issubdtype(total.dtype, jnp.inexact)
-            return total if is_float else np.zeros(total.shape, jax.dtypes.float0)
-
-        total, value = run(variables, microbatches)
-        grads = jax.tree.map(gradient, total)
+        grads, value = run(variables, microbatches)
+        grads = jax.tree.map(_cotangent, grads)
         if has_aux:
             return (jnp.sum(value[0], axis=0), value[1]), grads
         return jnp.sum(value, axis=0), grads
 
     return accumulated
+
+
+def _zeros(leaf: jax.Array) -> jax.Array:
+    is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+    return jnp.zeros_like(leaf, dtype=jnp.float32 if is_narrow else leaf.dtype)
+
+
+def _add(total: jax.Array, grad: Any, is_state: bool) -> jax.Array:
+    if grad.dtype == jax.dtypes.float0:
+        return total
+    return jnp.maximum(total, grad) if is_state else total + grad.astype(total.dtype)
+
+
+def _cotangent(x: Any) -> Any:  # jit does not return what stands for the gradient of an integer
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact) or is_max_dtype(x)
+    return x if is_float else np.zeros(x.shape, jax.dtypes.float0)
 
 
 def pmean_gradients(grads: Any, axis_name: Any) -> Any:

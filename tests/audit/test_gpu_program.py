@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import math
 import os
 import re
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from functools import partial
 
 import flax.linen as nn
@@ -18,7 +20,7 @@ from flax.linen import fp8_ops as flax_ops
 
 import fp8flax as fp8
 from fp8flax._core.dot_general import fp8_dot_general
-from fp8flax.audit import auditing, compiling, kernels
+from fp8flax.audit import auditing, compiling, hlo, kernels
 from fp8flax.demo import training
 from tests.cases import cells, dense_step, struct
 
@@ -217,8 +219,8 @@ def test_other_formats_compile(fp8_format):
 
 def step_of_layers(number):
     """Compiles a training step of layers that are alike, which is donated its state."""
-    layer = partial(nn.Dense, 256, dtype=jnp.bfloat16, use_bias=False, dot_general_cls=fp8.Fp8DotGeneralOp)
-    model, x = nn.Sequential([layer() for _ in range(number)]), struct(512, 256)
+    layer = partial(nn.Dense, 1024, dtype=jnp.bfloat16, use_bias=False, dot_general_cls=fp8.Fp8DotGeneralOp)
+    model, x = nn.Sequential([layer() for _ in range(number)]), struct(2048, 1024)
     state = jax.eval_shape(
         lambda: fp8.TrainState.create(
             apply_fn=model.apply,
@@ -236,12 +238,63 @@ def step_of_layers(number):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise")
 def test_the_states_of_all_layers_are_stored_by_a_few_kernels():
-    """Each further layer adds 13, of which three are GEMMs, and no copy of what is donated."""
+    """Each further layer adds 12, of which three are GEMMs, and no copy of what is donated."""
     two, four = step_of_layers(2), step_of_layers(4)
     assert "f32[1024]" in four
     assert not re.search(r"= f32\[1(024)?\]\S* copy\(", four)  # of what is donated
     of_two, of_four = (kernels.read(text).kernels for text in (two, four))
-    assert len(of_four) - len(of_two) <= 2 * 13  # 25 where each state is stored by itself
+    assert len(of_four) - len(of_two) <= 2 * 12  # 15 where each makes its own scales
+
+
+ONCE = {
+    "delayed": fp8.DelayedScaling(),
+    "current": fp8.Float8CurrentScaling(),
+    "1x128 blocks": fp8.Float8BlockScaling(),
+    "MXFP8": fp8.MXFP8BlockScaling(),
+}
+
+
+@pytest.mark.parametrize("remat", cells([False, True], repeated=[]))
+@pytest.mark.parametrize("name", cells(list(ONCE), repeated=["MXFP8"]))
+def test_kernels_are_quantized_once_for_all_microbatches(name, remat):
+    """Of two stacked layers, and one by itself; 5 microbatches."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.tanh(Dense(256, dtype=jnp.bfloat16)(x)), None
+
+    Dense = partial(nn.Dense, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=ONCE[name]))
+    stack = nn.scan(
+        nn.remat(Block) if remat else Block,
+        variable_axes={"params": 0, "_overwrite_with_gradient": 0},
+        split_rngs={"params": True},
+        length=2,
+    )
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Dense(384, dtype=jnp.bfloat16)(stack()(x, None)[0])
+
+    model, x = Model(), struct(5, 640, 256)
+    variables = jax.eval_shape(lambda x: model.init(jax.random.key(0), x[0]), x)
+    step = fp8.accumulate_gradients(lambda v, x: jnp.mean(model.apply(v, x).astype(jnp.float32) ** 2))
+    text = compiled(jax.jit(step), variables, x).as_text()
+    program = hlo.parse(text)
+    kernel_of = {i.name: i for c in program.computations.values() for i in c.instructions.values()}
+    launches = Counter()
+    for kernel in kernels.read(text).kernels:
+        for name in kernel_of[kernel.name].called("calls"):
+            for inner in program.computations[name].instructions.values():
+                array = inner.result
+                if inner.opcode == "abs" or (inner.opcode == "convert" and array.dtype == "f8e4m3fn"):
+                    launches[inner.opcode, math.prod(array.dims)] += kernel.trip_count
+    # No more than a few by itself, of which remat computes one again; five times that in the loop.
+    for opcode in ("abs", "convert"):
+        assert 1 <= launches[opcode, 256 * 384] <= 2
+        assert 2 <= launches[opcode, 256 * 256] <= 2 * 3
+        assert launches[opcode, 640 * 256] >= 5 * 3
 
 
 def test_the_first_layer_of_a_model_without_fp8_has_a_wgrad():

@@ -44,6 +44,7 @@ ORDER = [
     "_linen/ops",
     "_train/collection",
     "_train/check",
+    "_train/hoisting",
     "_train/gradients",
     "_train/train_state",
     "_train/bridge",
@@ -197,13 +198,19 @@ def test_kinds_of_quantizers_are_told_apart_by_their_own_methods():
 
 
 def test_contractions_have_one_derivative():
-    """Other rules are those of one tensor, and of the collection."""
+    """Other rules are those of one tensor, of scaling state, and of casts."""
     have = [
         name
         for name, text in sources().items()
         if "custom_vjp, nondiff" in text or "@jax.custom_vjp" in text
     ]
-    assert have == ["_core/differentiable.py", "_core/qdq.py", "_train/collection.py"]
+    assert have == [
+        "_core/delayed.py",
+        "_core/differentiable.py",
+        "_core/max_dtype.py",
+        "_core/qdq.py",
+        "_train/collection.py",
+    ]
     plans = {name: text for name, text in sources().items() if "(Plan):" in text}
     assert set(plans) == {f"_core/{name}.py" for name in ("dot_general", "conv", "ragged_dot")}
     assert not any("custom_vjp" in text for text in plans.values())
