@@ -10,13 +10,14 @@ export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-all test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-gpu what-works notebooks clean
+.PHONY: help environments demo audit test test-long test-all test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-gpu what-works notebooks clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
 	@echo "make audit         show which matmuls of the demo would run in FP8 on an H200 (no GPU needed)"
 	@echo "make test          lint, format check, types, doctests, tests (10 minutes on 2 cores)"
 	@echo "make test ARGS='-k scan'  the tests whose name has scan in it, and nothing else"
+	@echo "make test-long     tests that take 6 seconds or more: notebooks, kills, whole runs (2 minutes)"
 	@echo "make test-all      the tests that make test leaves out for their time, too"
 	@echo "make test-oldest   some tests of every folder on the oldest JAX that is supported ($(OLDEST_JAX))"
 	@echo "make lint typecheck pytest  the parts of make test"
@@ -90,12 +91,16 @@ IN_PARALLEL = --numprocesses $(WORKERS) --dist loadfile
 pytest: .venv/installed
 	.venv/bin/python -m pytest $(if $(ARGS),$(ARGS),$(IN_PARALLEL))
 
+# Whole runs, in processes of their own: notebooks, kills, several hosts. CI runs them.
+test-long: .venv/installed
+	.venv/bin/python -m pytest $(IN_PARALLEL) -m long --long $(ARGS) tests
+
 test-all: .venv/installed
 	.venv/bin/python -m pytest $(IN_PARALLEL) --all-cells $(ARGS)
 
 # The tests marked oldest: some of every folder, most of them where much depends on the version of JAX.
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest $(IN_PARALLEL) -m oldest $(ARGS) tests
+	.venv-oldest/bin/python -m pytest $(IN_PARALLEL) -m oldest --long $(ARGS) tests
 
 bench: .venv/installed
 	.venv/bin/python -m benchmarks.step_cpu $(ARGS)

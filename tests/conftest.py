@@ -71,6 +71,8 @@ def pytest_runtest_setup(item):
         FEW = False
     if item.get_closest_marker("all_cells") and not all_cells:
         pytest.skip("only with --all-cells")
+    if item.get_closest_marker("long") and not (all_cells or item.config.getoption("--long")):
+        pytest.skip("only with --long (make test-long)")
 
 
 @pytest.fixture(scope="session")
@@ -85,6 +87,7 @@ def gpu():
 def pytest_addoption(parser):
     group = parser.getgroup("what works with what")
     group.addoption("--all-cells", action="store_true", help="also what is left out in CI for its time")
+    group.addoption("--long", action="store_true", help="also tests that take 6 seconds or more each")
     group.addoption("--write-table", action="store_true", help="write what was seen to docs/what_works.md")
 
 

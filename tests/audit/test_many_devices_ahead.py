@@ -21,6 +21,7 @@ from tests.cases import RECIPES
 from tests.gpus import CASES, KERNELS, bytes_sent, compiled_for_gpus, compiled_step, gpus, seen_here
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 def test_a_host_with_one_device_compiles_as_one_with_eight():
     env = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}

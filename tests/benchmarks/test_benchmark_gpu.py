@@ -211,6 +211,7 @@ def test_the_time_is_kept(store: gpu.Store, capsys: pytest.CaptureFixture[str]) 
     assert set(statuses(store).values()) == {"done"}
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     names = ["gaps", "torch"]

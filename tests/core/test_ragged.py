@@ -530,6 +530,7 @@ def test_the_layer_equals_a_dense_loop_over_experts(name, low, high):
 
 
 @pytest.mark.oldest
+@pytest.mark.long
 def test_the_layer_trains():
     """On a target that is piecewise, the loss with FP8 falls as that of bfloat16 does."""
     rng = np.random.default_rng(0)

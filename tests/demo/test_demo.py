@@ -244,6 +244,7 @@ class TestTraining:
 @pytest.mark.usefixtures("tiny")
 class TestCommandLine:
     @pytest.mark.usefixtures("drawn")
+    @pytest.mark.long
     def test_a_whole_run(self, text, tmp_path, capsys):
         out = tmp_path / "out"
         arguments = ["--data", str(text), "--steps", str(STEPS), "--seeds", "0", "1", "--out", str(out)]

@@ -98,6 +98,7 @@ def check_results(out, printed, layers):
 
 
 class TestImdb:
+    @pytest.mark.long
     def test_a_whole_run(self, reviews, tmp_path, capsys, monkeypatch):
         # Without dropout it compiles in half the time.
         monkeypatch.setattr(imdb, "Settings", partial(imdb.Settings, length=40, dropout=0.0))

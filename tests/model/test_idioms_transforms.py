@@ -366,6 +366,7 @@ class TestCalibrateWithoutReverseMode:
         gc.collect()
         assert not [x for x in gc.get_objects() if type(x).__name__ == "_Reports"]
 
+    @pytest.mark.long
     def test_of_stacked_layers_convolutions_and_experts(self):
         class Stack(nn.Module):
             @nn.compact
@@ -461,6 +462,7 @@ class TestExportOfABatchOfAnySize:
         assert_close(self.export(serve.apply, served), jax.jit(serve.apply)(served, self.x))
 
 
+@pytest.mark.long
 def test_no_implicit_transfers():
     """Other ones, ``jax.device_put``, are allowed; what Optax makes of a state is its own."""
     model = nn.Sequential([Dense(32), nn.relu, Dense(4)])

@@ -65,12 +65,14 @@ def test_there_are_notebooks():
     assert "01_fp8_basics.ipynb" in NAMES
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_from_a_clean_kernel(name, fresh_run):
     cells = _code_cells(fresh_run(name))
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_running_leaves_the_file_alone(name, fresh_run):
     before = nbformat.read(FOLDER / name, as_version=4)
@@ -105,6 +107,7 @@ def test_committed_file_holds_nothing_of_the_machine(name):
                 assert not ABSOLUTE_PATH.search(text), f"a path under:\n{cell.source}\n{text[:500]}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_fresh_run_prints_in_the_same_cells_as_the_committed_one(name, fresh_run):
     committed = nbformat.read(FOLDER / name, as_version=4)
@@ -112,6 +115,7 @@ def test_fresh_run_prints_in_the_same_cells_as_the_committed_one(name, fresh_run
     assert [bool(_printed(cell)) for cell in _code_cells(fresh_run(name))] == prints
 
 
+@pytest.mark.long
 class TestFp8Basics:
     """What notebook 01 claims in its prose, read from what it prints."""
 

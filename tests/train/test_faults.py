@@ -398,6 +398,7 @@ class Training(RuleBasedStateMachine):
         assert not changed
 
 
+@pytest.mark.long
 def test_any_sequence_of_good_and_bad_steps(request):
     all_cells = request.config.getoption("--all-cells")
     settings = hypothesis.settings(

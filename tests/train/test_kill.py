@@ -120,6 +120,7 @@ def kill(run, moment, checkpoints, draw, startup):
     return startup
 
 
+@pytest.mark.long
 def test_killed_again_and_again(tmp_path, request):
     moments = MOMENTS if request.config.getoption("--all-cells") else MOMENTS[:2]
     checkpoints, draw = tmp_path / "checkpoints", random.Random(0)

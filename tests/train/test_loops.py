@@ -407,6 +407,7 @@ def page():
     return seen, printed
 
 
+@pytest.mark.long
 class TestPage:
     """What the page says of each loop; its code runs in one go."""
 

@@ -83,6 +83,7 @@ def is_state(name):
     return fp8.OVERWRITE_WITH_GRADIENT in name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.all_cells)])
 def test_as_one_process(count, kinds_in_ci, alone, tmp_path):
     kinds = kinds_in_ci if count == 2 else ("exact", "shard_map")
@@ -100,6 +101,7 @@ def test_as_one_process(count, kinds_in_ci, alone, tmp_path):
                 np.testing.assert_array_equal(value, expected, err_msg=name)
 
 
+@pytest.mark.long
 def test_the_run_changes_the_state(alone, kinds_in_ci):
     """Else equal states would say nothing."""
     for name in filter(is_state, alone):
