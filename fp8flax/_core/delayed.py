@@ -140,6 +140,23 @@ def _scale_from_digest(config: DelayedConfig, state: ScalingState) -> jax.Array:
     return _scale_from_amax(config, amax, digest.scale)
 
 
+# Derivation. An array read in the place of another, which alone gets the cotangent.
+@jax.custom_vjp
+def _read_for(other: jax.Array, own: jax.Array) -> jax.Array:
+    del own
+    return other
+
+
+_read_for.defvjp(lambda other, own: (other, None), lambda _, g: (None, g))
+
+
+def with_scale_of(other: ScalingState, own: ScalingState) -> ScalingState:
+    """Returns a state from which the scale of another follows, and whose gradient is that of ``own``."""
+    if is_digest(own.scale):
+        return ScalingState(_read_for(other.scale, own.scale), own.amax_history)
+    return ScalingState(*map(_read_for, other, own))
+
+
 # Derivation. Nothing of it is differentiated: the cotangents of the states are their next values.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def digests(axes: tuple[int, ...], states: Sequence[ScalingState]) -> list[jax.Array]:

@@ -154,6 +154,11 @@ class Recipe:
         """The recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
         raise NotImplementedError(f"{type(self).__name__} must define the property gemms: a CustomRecipe.")
 
+    @property
+    def shares_inputs(self) -> bool:
+        """Whether ops that take the same array cast it with one scale, see ``DelayedScaling``."""
+        return False
+
 
 def _gemms(
     accumulation: Accumulation,
@@ -269,6 +274,10 @@ class DelayedScaling(Recipe):
         amax_history_len: number of past steps that are remembered, 1 or more.
         amax_compute_algo: ``"max"`` of the history (bounded, see above), or its ``"most_recent"`` entry.
         use_power_2_scales: whether scales are rounded up to powers of two.
+        shared_inputs: whether Linen ops that take the same array, one after the other (query, key and
+            value; gate and up), cast it with the scale of the first of them. It is then cast, and
+            transposed, once. Each keeps a state of its own; where those are equal, as they are when the
+            layers have always seen the same arrays, no bit changes.
         accumulation: how each of the three GEMMs accumulates on a GPU.
 
     Raises:
@@ -288,12 +297,19 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
     use_power_2_scales: bool = False
+    shared_inputs: bool = False
     accumulation: Accumulation = Accumulation()
 
     def __post_init__(self) -> None:
         _check_format(self.fp8_format)
         _check_accumulation(self.accumulation)
+        check_bool("shared_inputs", self.shared_inputs)
         self._quantizer(self.fp8_format.forward_dtype)  # checks the other fields
+
+    @property
+    def shares_inputs(self) -> bool:
+        """As ``shared_inputs`` says."""
+        return self.shared_inputs
 
     def _quantizer(self, dtype: np.dtype) -> DelayedQuantizer:
         return DelayedQuantizer(

@@ -25,6 +25,7 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, SWITCHED_OFF, st
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
 from fp8flax._linen.conversion import conversion
+from fp8flax._linen.sharing import as_the_op_before
 
 
 class MissingStateError(ValueError):
@@ -78,6 +79,8 @@ class Fp8Op(nn.Module):
                 with jax.named_scope(SWITCHED_OFF):
                     return self.plain(*args)
             states, used = (self._states(recipe, **stacked), recipe) if fixed is None else fixed
+            if fixed is None and states.input is not None and recipe.shares_inputs:
+                states = states._replace(input=as_the_op_before(self.scope, recipe, args[0], states.input))
             return self.in_fp8(
                 *args, states=states, recipe=used, form=self.form, is_frozen=fixed is not None
             )

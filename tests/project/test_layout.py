@@ -40,6 +40,7 @@ ORDER = [
     "_core/conv",
     "_core/ragged_dot",
     "_linen/conversion",
+    "_linen/sharing",
     "_linen/op",
     "_linen/ops",
     "_train/collection",
