@@ -18,8 +18,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.jax_rules import kind_of, merge_amax
+from fp8flax._core.jax_rules import each_alike, kind_of, merge_amax
 from fp8flax._core.max_dtype import (
+    DIGEST_SIZE,
     digested,
     from_max_dtype,
     is_digest,
@@ -54,7 +55,7 @@ class ScalingState(NamedTuple):
 class Digest(NamedTuple):
     """What the scale of this step follows from; of each tensor one number, in the shape of the old scale.
 
-    Inside of a step that has all states at hand the scale of each is an array of these four
+    Inside of a step that has all states at hand the scale of each is an array of these six
     (``digest_dtype``), made of all histories at once. The cotangent of a digest is the scale of this step
     in the place of the old one, and the amax of this step in that of the largest; what the step leaves of
     all histories is then made at once, too.
@@ -66,6 +67,8 @@ class Digest(NamedTuple):
     ordinary: jax.Array
     """The second largest of its newest, see ``bounded_amax``."""
     newest: jax.Array
+    usual_scales: tuple[jax.Array, jax.Array]
+    """Of this step, by the ``USUAL`` arithmetic; any other takes the numbers above."""
 
 
 class DelayedConfig(NamedTuple):
@@ -78,6 +81,10 @@ class DelayedConfig(NamedTuple):
     power_2: bool = False
     bounded: bool = True
     """Whether ``"max"`` is bounded by the newest amaxes, see ``bounded_amax``."""
+
+
+USUAL = tuple(DelayedConfig(np.float32, np.dtype(d)) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2))
+"""The arithmetic of ``DelayedScaling()``, for both of its dtypes."""
 
 
 def delayed_config(quantizer: DelayedQuantizer) -> DelayedConfig:
@@ -130,7 +137,10 @@ def _scale_from_digest(config: DelayedConfig, state: ScalingState) -> jax.Array:
     if not is_digest(state.scale):
         return delayed_scales([config], [state])[0]
     # Of the shape of the history but for its length, as below.
-    digest = Digest(*(number.reshape(state.amax_history.shape[:-1]) for number in digested(state.scale)))
+    *numbers, e4m3fn, e5m2 = (x.reshape(state.amax_history.shape[:-1]) for x in digested(state.scale))
+    digest = Digest(*numbers, (e4m3fn, e5m2))
+    if config in USUAL:
+        return digest.usual_scales[USUAL.index(config)]
     if config.amax_compute_algo == "most_recent":
         amax = digest.newest
     elif config.bounded:
@@ -200,14 +210,21 @@ def _alike(axes: Sequence[int], states: Sequence[ScalingState]) -> list[list[int
 
 @partial(jax.jit, static_argnums=0)
 def _digests_alike(axis: int, states: Sequence[ScalingState]) -> list[jax.Array]:
-    scales, histories = map(jnp.stack, zip(*states))
-    axis += 1
-    newest = lax.expand_dims(is_newest(histories.shape[axis]), range(1, histories.ndim - axis))
-    candidates = jnp.where(newest, histories, np.float32(0))
-    start = (np.float32(0),) * 3
-    found = lax.reduce([(histories, candidates, jnp.zeros_like(histories))], [start], _largest_two, (axis,))
-    largest, _, ordinary = (lax.expand_dims(x, (axis,)) for x in found[0])
-    return list(to_digest(scales, largest, ordinary, lax.slice_in_dim(histories, 0, 1, axis=axis)))
+    def digest(state: ScalingState) -> Digest:
+        history = state.amax_history
+        newest = lax.expand_dims(is_newest(history.shape[axis]), range(1, history.ndim - axis))
+        candidates = jnp.where(newest, history, np.float32(0))
+        start = (np.float32(0),) * 3
+        found = lax.reduce([(history, candidates, jnp.zeros_like(history))], [start], _largest_two, (axis,))
+        largest, _, ordinary = (lax.expand_dims(x, (axis,)) for x in found[0])
+        usual = (
+            _scale_from_amax(config, bounded_amax(largest, ordinary, config.q_dtype), state.scale)
+            for config in USUAL
+        )
+        newest_amax = lax.slice_in_dim(history, 0, 1, axis=axis)
+        return Digest(state.scale, largest, ordinary, newest_amax, tuple(usual))
+
+    return [to_digest(*jax.tree.leaves(each)) for each in each_alike(digest, states)]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -219,18 +236,18 @@ def _next_states_alike(
     A scale that is not positive means that no gradient arrived; an amax of inf that a NaN or Inf was seen,
     of -inf that the tensor was empty. Stacked layers have a verdict each.
     """
-    # Read once: where a step is donated its state, XLA else copies each history before it writes the next.
-    old = lax.optimization_barrier(ScalingState(*map(jnp.stack, zip(*olds))))
-    axis += 1
-    new_scale, amax, *_ = digested(jnp.stack(cotangents))
-    history, entry = (jnp.moveaxis(x, axis, -1) for x in (old.amax_history, amax))
-    pushed = jnp.moveaxis(push_amax(entry[..., 0], history), -1, axis)
-    scale_ok = lax.is_finite(new_scale) & (new_scale > 0)
-    history_ok = scale_ok & lax.is_finite(amax) & (amax >= 0)
-    kept = ScalingState(
-        jnp.where(scale_ok, new_scale, old.scale), jnp.where(history_ok, pushed, old.amax_history)
-    )
-    return [ScalingState(*each) for each in zip(*kept)]
+
+    def next_state(old: ScalingState, new_scale: jax.Array, amax: jax.Array) -> ScalingState:
+        pushed = push_amax(lax.squeeze(amax, (axis,)), jnp.moveaxis(old.amax_history, axis, -1))
+        scale_ok = lax.is_finite(new_scale) & (new_scale > 0)
+        history_ok = scale_ok & lax.is_finite(amax) & (amax >= 0)
+        return ScalingState(
+            jnp.where(scale_ok, new_scale, old.scale),
+            jnp.where(history_ok, jnp.moveaxis(pushed, -1, axis), old.amax_history),
+        )
+
+    new_scales, amaxes, *_ = zip(*map(digested, cotangents))
+    return each_alike(next_state, olds, new_scales, amaxes)
 
 
 def _bounded_amaxes(dtypes: Sequence[Any], histories: Sequence[jax.Array]) -> list[jax.Array]:
@@ -308,8 +325,8 @@ def next_state_of(
     merged = jnp.where(is_usable, amax, jnp.inf)
     if state is None:
         numbers = new_scale.reshape(amax.shape), jnp.where(is_empty, -jnp.inf, merged)
-        none = jnp.zeros_like(amax)
-        return ScalingState(to_digest(*(x[..., None] for x in (*numbers, none, none))), None)  # type: ignore
+        none = [jnp.zeros_like(amax)] * (DIGEST_SIZE - len(numbers))
+        return ScalingState(to_digest(*(x[..., None] for x in (*numbers, *none))), None)  # type: ignore
     history, new_scale = from_max_dtype(state.amax_history), new_scale.reshape(state.scale.shape)
     if not is_max_dtype(state.scale):
         kept = jnp.where(is_usable[..., None], push_amax(amax, history), history)

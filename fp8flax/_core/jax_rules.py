@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -72,6 +72,23 @@ def traced_once(f: Callable[..., Any]) -> Callable[..., Any]:
 def kind_of(x: Any) -> Any:
     """Returns what arrays have in common that can be stacked: their type, and where they lie."""
     return jax.typeof(x), None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+
+
+def each_alike(f: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
+    """Returns ``[f(*each) for each in zip(*args)]``, of trees of arrays that can be stacked.
+
+    GPUs get it as one array, for which they start a few kernels and not some for each; CPUs as a loop,
+    which XLA compiles once, where it would compile the stacked arrays anew into all that reads them.
+    """
+    (number,) = {len(arg) for arg in args}
+    if number == 1:
+        return [f(*(arg[0] for arg in args))]
+    # Read once: where a step is donated these arrays, XLA else copies each before it writes the next.
+    stacked = lax.optimization_barrier(jax.tree.map(lambda *xs: jnp.stack(xs), *zip(*args)))
+    results = lax.platform_dependent(
+        *stacked, cpu=lambda *xs: lax.map(lambda each: f(*each), xs), default=jax.vmap(f)
+    )
+    return [jax.tree.map(lambda x, i=i: x[i], results) for i in range(number)]
 
 
 def manual_axes(x: Any) -> frozenset[str]:

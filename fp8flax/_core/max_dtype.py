@@ -131,8 +131,9 @@ Example:
 """
 
 
-digest_dtype = MaxDtype(np.dtype(np.float32), (4,))
-"""A scale with three more numbers to each, see ``delayed.Digest``; all four merge as ``fp32_max_grad``."""
+DIGEST_SIZE = 6
+digest_dtype = MaxDtype(np.dtype(np.float32), (DIGEST_SIZE,))
+"""A scale with more numbers to each, see ``delayed.Digest``; all merge as ``fp32_max_grad`` does."""
 
 
 def is_max_dtype(x: Any) -> bool:
@@ -177,11 +178,11 @@ def is_digest(x: Any) -> bool:
 
 
 def to_digest(*numbers: jax.Array) -> jax.Array:
-    """Returns a digest of four float32 arrays of one shape, which is its shape."""
+    """Returns a digest of float32 arrays of one shape, which is its shape."""
     return lax.convert_element_type(jnp.stack(numbers, axis=-1), digest_dtype)
 
 
 def digested(x: jax.Array) -> list[jax.Array]:
-    """Returns the four arrays of a digest, without a gradient."""
+    """Returns the arrays that a digest is made of, without a gradient."""
     numbers = lax.stop_gradient(lax.convert_element_type(x, np.float32))
-    return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(4)]
+    return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(DIGEST_SIZE)]
