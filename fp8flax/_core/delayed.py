@@ -67,8 +67,10 @@ class Digest(NamedTuple):
     ordinary: jax.Array
     """The second largest of its newest, see ``bounded_amax``."""
     newest: jax.Array
-    usual_scales: tuple[jax.Array, jax.Array]
-    """Of this step, by the ``USUAL`` arithmetic; any other takes the numbers above."""
+    e4m3fn: jax.Array
+    """The scale of this step, by the arithmetic of ``USUAL``; any other takes the numbers above."""
+    e5m2: jax.Array
+    """Likewise."""
 
 
 class DelayedConfig(NamedTuple):
@@ -137,10 +139,9 @@ def _scale_from_digest(config: DelayedConfig, state: ScalingState) -> jax.Array:
     if not is_digest(state.scale):
         return delayed_scales([config], [state])[0]
     # Of the shape of the history but for its length, as below.
-    *numbers, e4m3fn, e5m2 = (x.reshape(state.amax_history.shape[:-1]) for x in digested(state.scale))
-    digest = Digest(*numbers, (e4m3fn, e5m2))
+    digest = Digest(*(number.reshape(state.amax_history.shape[:-1]) for number in digested(state.scale)))
     if config in USUAL:
-        return digest.usual_scales[USUAL.index(config)]
+        return (digest.e4m3fn, digest.e5m2)[USUAL.index(config)]
     if config.amax_compute_algo == "most_recent":
         amax = digest.newest
     elif config.bounded:
@@ -221,10 +222,9 @@ def _digests_alike(axis: int, states: Sequence[ScalingState]) -> list[jax.Array]
             _scale_from_amax(config, bounded_amax(largest, ordinary, config.q_dtype), state.scale)
             for config in USUAL
         )
-        newest_amax = lax.slice_in_dim(history, 0, 1, axis=axis)
-        return Digest(state.scale, largest, ordinary, newest_amax, tuple(usual))
+        return Digest(state.scale, largest, ordinary, lax.slice_in_dim(history, 0, 1, axis=axis), *usual)
 
-    return [to_digest(*jax.tree.leaves(each)) for each in each_alike(digest, states)]
+    return [to_digest(*each) for each in each_alike(digest, states)]
 
 
 @partial(jax.jit, static_argnums=0)

@@ -74,17 +74,24 @@ def kind_of(x: Any) -> Any:
     return jax.typeof(x), None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
 
 
-def each_alike(f: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
+def each_alike(f: Callable[..., Any], *args: Sequence[Any], read_once: bool = True) -> list[Any]:
     """Returns ``[f(*each) for each in zip(*args)]``, of trees of arrays that can be stacked.
 
     GPUs get it as one array, for which they start a few kernels and not some for each; CPUs as a loop,
     which XLA compiles once, where it would compile the stacked arrays anew into all that reads them.
+
+    Args:
+        f: a function of trees of arrays.
+        *args: its arguments, a list of each.
+        read_once: whether each array is read by one kernel alone. Where a step is donated arrays that
+            several kernels read, XLA copies them before it writes the next values over them.
     """
     (number,) = {len(arg) for arg in args}
     if number == 1:
         return [f(*(arg[0] for arg in args))]
-    # Read once: where a step is donated these arrays, XLA else copies each before it writes the next.
-    stacked = lax.optimization_barrier(jax.tree.map(lambda *xs: jnp.stack(xs), *zip(*args)))
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *zip(*args))
+    if read_once:
+        stacked = lax.optimization_barrier(stacked)
     results = lax.platform_dependent(
         *stacked, cpu=lambda *xs: lax.map(lambda each: f(*each), xs), default=jax.vmap(f)
     )

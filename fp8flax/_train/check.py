@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core.delayed import ScalingState
-from fp8flax._core.jax_rules import vary_alike
+from fp8flax._core.jax_rules import each_alike, vary_alike
 from fp8flax._core.names import ROLES, state_leaf_names
 from fp8flax._core.scaling import SMALLEST_SCALE, power_of_two, scale_exponent
 from fp8flax._train.collection import alike, find_pairs, find_state, history_axis, next_state, path_str
@@ -86,20 +86,31 @@ def judge(
     """Judges tensors of one shape, and tells for each whether all of its layers are what a step can leave.
 
     The histories run along ``axis``. All are judged as one array: a GPU starts a few kernels, not some for
-    each, and XLA compiles one reduction.
+    each. CPUs do it in a loop, see ``each_alike``.
     """
+    each = lax.platform_dependent(
+        list(olds), list(news), cpu=partial(_judged_in_a_loop, axis), default=partial(_judged_at_once, axis)
+    )
+    return each, jnp.stack([jnp.all(tensor.factor > 0) for tensor in each])
+
+
+def _judged_in_a_loop(axis: int, olds: list[ScalingState], news: list[ScalingState]) -> list[_Judged]:
+    def judged(old: ScalingState, new: ScalingState) -> _Judged:
+        factor, *rest = _verdict(axis, old, new)
+        return _Judged(_kept(old, new, axis, factor, *rest), factor)
+
+    return each_alike(judged, olds, news)
+
+
+def _judged_at_once(axis: int, olds: list[ScalingState], news: list[ScalingState]) -> list[_Judged]:
     old, new = (ScalingState(*map(jnp.stack, zip(*states))) for states in (olds, news))
     # Read once: where a step is donated its state, XLA else copies each history before it writes the next.
     old = lax.optimization_barrier(old)
-    histories = _Histories(old.amax_history, new.amax_history, axis + 1)
-    arrays = histories.to_reduce()
-    reduced = lax.reduce(arrays, [np.float32(0)] * len(arrays), _larger, (axis + 1,))
-    judged = _verdict(old, new, histories, *(lax.expand_dims(array, (axis + 1,)) for array in reduced))
-    each = [
-        _Judged(_kept(*states, axis, *verdict), verdict[0])
-        for states, *verdict in zip(zip(map(ScalingState, *old), news), *judged)
+    verdicts = zip(*jax.vmap(partial(_verdict, axis))(old, new))
+    return [
+        _Judged(_kept(before, after, axis, factor, is_as_is, enters), factor)
+        for before, after, (factor, is_as_is, enters) in zip(map(ScalingState, *old), news, verdicts)
     ]
-    return each, jnp.all(judged[0] > 0, axis=tuple(range(1, judged[0].ndim)))
 
 
 def _kept(
@@ -166,10 +177,12 @@ def _factor(up: jax.Array, down: jax.Array) -> jax.Array:
     return jnp.where(jnp.maximum(up, down) == 0, 1.0, jnp.where(fits, power, 0.0))
 
 
-def _verdict(
-    old: ScalingState, new: ScalingState, histories: _Histories, *largest: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _verdict(axis: int, old: ScalingState, new: ScalingState) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns by what the new state was multiplied, and whether it stays, or its newest amax enters."""
+    histories = _Histories(old.amax_history, new.amax_history, axis)
+    arrays = histories.to_reduce()
+    reduced = lax.reduce(arrays, [np.float32(0)] * len(arrays), _larger, (axis,))
+    largest = [lax.expand_dims(array, (axis,)) for array in reduced]
     newest, before = histories.newest, histories.before
     moved, merged, kept = (_factor(*largest[i : i + 2]) for i in (0, 2, 4))
     is_first = largest[6] == 0

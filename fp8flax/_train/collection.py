@@ -12,7 +12,7 @@ from jax import lax
 from jax.tree_util import KeyPath
 
 from fp8flax._core.delayed import ScalingState, digests
-from fp8flax._core.jax_rules import kind_of
+from fp8flax._core.jax_rules import each_alike, kind_of
 from fp8flax._core.max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, ROLES, SCALE
 
@@ -192,11 +192,7 @@ def _next_states(
     olds: Sequence[ScalingState], news: Sequence[ScalingState], poisonable: bool
 ) -> list[ScalingState]:
     """Returns ``_next_state`` of tensors of one shape, as one array: a GPU starts a few kernels for all."""
-    old, new = (ScalingState(*map(jnp.stack, zip(*states))) for states in (olds, news))
-    return [
-        ScalingState(*each)
-        for each in zip(*jax.vmap(partial(_next_state, poisonable=poisonable))(old, new))
-    ]
+    return each_alike(partial(_next_state, poisonable=poisonable), olds, news, read_once=False)
 
 
 def _next_state(old: ScalingState, new: ScalingState, poisonable: bool) -> ScalingState:

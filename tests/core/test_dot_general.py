@@ -328,7 +328,7 @@ def test_under_vmap_of_the_operands():
 
 M, K, N = 64, 32, 48
 SCALARS = 3 * 4 + 2 * 2
-DIGESTS = 3 * 4 * 4  # of what the scales follow from
+DIGESTS = 3 * 6 * 4  # of what the scales follow from
 """Bytes of three float32 scales and of two bfloat16 amaxes."""
 
 
