@@ -1,0 +1,77 @@
+"""What FP8 adds to a whole training step, in kernels, bytes and memory, as XLA compiles it for an H200."""
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import fp8flax as fp8
+from fp8flax.audit import compiling, kernels
+from tests.cases import struct
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.usefixtures("gpu"),
+    pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise"),
+]
+
+
+class Layer(nn.Module):
+    """The matmuls of a Llama's layer; in the place of attention an elementwise product."""
+
+    op: Any
+
+    @nn.compact
+    def __call__(self, x):
+        dense = partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=self.op)
+        norm = partial(nn.RMSNorm, dtype=jnp.bfloat16)
+        h = norm()(x)
+        query, key, value = (dense(4096, name=name)(h) for name in ("query", "key", "value"))
+        x = x + dense(4096, name="out")(nn.tanh(query) * key + value)
+        h = norm()(x)
+        gate, up = (dense(14336, name=name)(h) for name in ("gate", "up"))
+        return x + dense(4096, name="down")(nn.silu(gate) * up)
+
+
+def figures(op):
+    """Returns the kernels of a step of 2 layers, the MiB that they move beside GEMMs, and of temporaries."""
+    model, x = nn.Sequential([Layer(op), Layer(op)]), struct(8192, 4096)
+
+    def initial(x):
+        return fp8.TrainState.create(
+            apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=optax.adamw(1e-4)
+        )
+
+    def step(state, x):
+        def loss(variables):
+            return jnp.mean(jnp.square(state.apply_fn(variables, x).astype(jnp.float32)))
+
+        value, grads = fp8.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        program = compiling.compile_for(
+            compiling.find_target("h200"),
+            jax.jit(step, donate_argnums=0),
+            (jax.eval_shape(initial, x), x),
+        )
+    found = kernels.read(program.as_text()).kernels
+    others = sum(k.bytes for k in found if not k.dots) // 2**20
+    return len(found), others, program.memory_analysis().temp_size_in_bytes // 2**20
+
+
+def test_of_a_llama():
+    shared = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(shared_inputs=True))
+    wide, delayed, sharing = map(figures, (None, fp8.Fp8DotGeneralOp, shared))
+    # Of 14 layers, each of which has five kernels more: three casts or transposes, two amaxes.
+    assert delayed[0] - wide[0] <= 14 * 5 + 2
+    assert delayed[1] <= 1.1 * wide[1]
+    assert delayed[2] <= 0.93 * wide[2]
+    # Six of the 14 take the array of the one before them: no transposed codes of their own.
+    assert sharing[0] <= delayed[0] - 6
+    assert sharing[1] <= delayed[1] - 6 * 96
+    assert sharing[2] <= delayed[2] - 6 * 32
