@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 def figures(op):
-    """Returns the kernels of a step of 2 layers, the MiB that they move beside GEMMs, and of temporaries."""
+    """Returns the kernels of a step of 2 layers, the MiB that they move beside GEMMs, and temporary MiB."""
     model, x = nn.Sequential([Layer(op), Layer(op)]), struct(8192, 4096)
 
     def initial(x):
