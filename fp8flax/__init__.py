@@ -17,6 +17,9 @@ from fp8flax._linen.ops import (
     Fp8RaggedDotOp as Fp8RaggedDotOp,
 )
 
+# A block of layers, computed as one.
+from fp8flax._linen.mlp import MLP as MLP
+
 # Recipes: how tensors are scaled.
 from fp8flax._core.recipes import (
     Accumulation as Accumulation,

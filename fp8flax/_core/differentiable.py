@@ -229,7 +229,7 @@ def _quantized_for_both(plan: Plan, role: str, x: jax.Array, scale: jax.Array | 
     return first, _quantized_for(plan, uses.second, x, scale)
 
 
-def _quantized_with_amax(
+def quantized_with_amax(
     plan: Plan, role: str, x: jax.Array, scale: jax.Array | None, extra: Extra
 ) -> tuple[Any, Any, jax.Array | None]:
     """Returns a tensor for its two products, and its amax where it has delayed scaling."""
@@ -260,7 +260,7 @@ def _kept(plan: Plan, role: str, name: str, operand: Any, scale: jax.Array | Non
     return QTensor(checkpoint_name(bits.codes, name), scale, operand.quantizer)
 
 
-def _restored(plan: Plan, role: str, kept: Any) -> Any:
+def restored(plan: Plan, role: str, kept: Any) -> Any:
     """Returns the operand that ``_kept`` was given."""
     if not isinstance(kept, QTensor):
         return kept
@@ -294,7 +294,7 @@ def _on_automatic_axes(plan: Plan, f: Callable[..., Any], out_shardings: Any, *a
     return jax.sharding.auto_axes(inner, axes=explicit, out_sharding=out_shardings)(*args)
 
 
-def _scales_of(plan: Plan, states: States) -> dict[str, jax.Array]:
+def scales_of(plan: Plan, states: States) -> dict[str, jax.Array]:
     """Returns the scale of each role with delayed scaling."""
     delayed = plan.recipe.delayed
     configs = [delayed_config(quantizer) for quantizer in delayed.values()]
@@ -325,7 +325,7 @@ class _Residuals(NamedTuple):
 @traced_once
 def differentiable(plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: States) -> jax.Array:
     """Returns the contraction in FP8; the "gradients" of the states are their next values."""
-    scales = _scales_of(plan, states)
+    scales = scales_of(plan, states)
     return _on_automatic_axes(plan, _primal, plan.out_sharding, lhs, rhs, extra, scales, None)
 
 
@@ -348,7 +348,7 @@ def _primal(
 def _differentiable_fwd(
     plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: States
 ) -> tuple[jax.Array, _Residuals]:
-    scales = jax.tree.map(partial(checkpoint_name, name=_SCALING_NAME), _scales_of(plan, states))
+    scales = named_scaling(scales_of(plan, states))
     kept_shardings = _kept_sharding(plan, "input", plan.lhs), _kept_sharding(plan, "kernel", plan.rhs)
     out_shardings = (plan.out_sharding, *kept_shardings, None)
     out, lhs_kept, rhs_kept, amaxes = _on_automatic_axes(
@@ -358,31 +358,59 @@ def _differentiable_fwd(
     return out, _Residuals(lhs_kept, rhs_kept, extra, scales, amaxes, kept_states)
 
 
+class Entering(NamedTuple):
+    """A tensor that is quantized, as the forward product takes it."""
+
+    first: Any
+    kept: Any
+    """For its second product, in the backward pass."""
+    amax: jax.Array | None
+    """Where it has delayed scaling."""
+
+
+def input_of(plan: Plan, lhs: jax.Array, scale: jax.Array | None, extra: Extra = ()) -> Entering:
+    """Returns the input, quantized."""
+    lhs = plan.prepared("input", lhs, extra)
+    first, second, amax = quantized_with_amax(plan, "input", lhs, scale, extra)
+    kept = _kept(plan, "input", _INPUT_NAME, second, scale)
+    # Where a tensor's codes serve both products, from the residuals: a product that is computed again then
+    # starts from what a policy kept.
+    if _serves_both(plan, "input"):
+        first = _transposed(plan, "input", restored(plan, "input", kept))
+    return Entering(first, kept, named_scaling(amax))
+
+
+def kernel_of(plan: Plan, rhs: jax.Array, scale: jax.Array | None, extra: Extra = ()) -> Entering:
+    """Returns the kernel, quantized."""
+    rhs = plan.prepared("kernel", rhs, extra)
+    first, second = _quantized_for_both(plan, "kernel", rhs, scale)
+    amax = None if scale is None else plan.amax("kernel", rhs, extra)
+    kept = _kept(plan, "kernel", _KERNEL_NAME, second, scale)
+    if _serves_both(plan, "kernel"):
+        first = _transposed(plan, "kernel", restored(plan, "kernel", kept))
+    elif isinstance(first, QTensor):
+        bits = jax.tree.map(partial(checkpoint_name, name=KERNEL_FORWARD_NAME), first.as_bits())
+        first = bits.from_bits()
+    return Entering(first, kept, named_scaling(amax))
+
+
+def named_scaling(numbers: Any) -> Any:
+    """Returns scales or amaxes under the name that policies know them by."""
+    return jax.tree.map(partial(checkpoint_name, name=_SCALING_NAME), numbers)
+
+
 def _forward(
     plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, scales: dict[str, jax.Array]
 ) -> tuple[jax.Array, Any, Any, dict[str, jax.Array]]:
     """Returns the result, both operands to keep, and their amaxes where they have delayed scaling."""
-    lhs, rhs = plan.prepared("input", lhs, extra), plan.prepared("kernel", rhs, extra)
-    lhs_first, lhs_second, lhs_amax = _quantized_with_amax(plan, "input", lhs, scales.get("input"), extra)
-    rhs_first, rhs_second = _quantized_for_both(plan, "kernel", rhs, scales.get("kernel"))
-    amaxes = {} if lhs_amax is None else {"input": lhs_amax}
-    if "kernel" in scales:
-        amaxes["kernel"] = plan.amax("kernel", rhs, extra)
-    amaxes = jax.tree.map(partial(checkpoint_name, name=_SCALING_NAME), amaxes)
-    lhs_kept = _kept(plan, "input", _INPUT_NAME, lhs_second, scales.get("input"))
-    rhs_kept = _kept(plan, "kernel", _KERNEL_NAME, rhs_second, scales.get("kernel"))
-    # Where a tensor's codes serve both products, from the residuals: a product that is computed again then
-    # starts from what a policy kept.
-    if _serves_both(plan, "input"):
-        lhs_first = _transposed(plan, "input", _restored(plan, "input", lhs_kept))
-    if _serves_both(plan, "kernel"):
-        rhs_first = _transposed(plan, "kernel", _restored(plan, "kernel", rhs_kept))
-    elif isinstance(rhs_first, QTensor):
-        bits = jax.tree.map(partial(checkpoint_name, name=KERNEL_FORWARD_NAME), rhs_first.as_bits())
-        rhs_first = bits.from_bits()
+    entering = {
+        "input": input_of(plan, lhs, scales.get("input"), extra),
+        "kernel": kernel_of(plan, rhs, scales.get("kernel"), extra),
+    }
     with jax.named_scope(FORWARD):
-        out = plan.forward(lhs_first, rhs_first, extra)
-    return checkpoint_name(out, OUTPUT_NAME), lhs_kept, rhs_kept, amaxes
+        out = plan.forward(entering["input"].first, entering["kernel"].first, extra)
+    amaxes = {role: one.amax for role, one in entering.items() if one.amax is not None}
+    return checkpoint_name(out, OUTPUT_NAME), entering["input"].kept, entering["kernel"].kept, amaxes
 
 
 @traced_once
@@ -409,16 +437,16 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns the two gradients, and the amax of ``g`` where it has delayed scaling."""
     g = plan.prepared("output_grad", g, extra)
-    g_first, g_second, g_amax = _quantized_with_amax(
+    g_first, g_second, g_amax = quantized_with_amax(
         plan, "output_grad", g, scales.get("output_grad"), extra
     )
     like_lhs, like_rhs = (
         kept.codes if isinstance(kept, QTensor) else kept for kept in (lhs_kept, rhs_kept)
     )
     with jax.named_scope(DGRAD):
-        lhs_grad = plan.dgrad(g_first, _restored(plan, "kernel", rhs_kept), like_lhs, extra)
+        lhs_grad = plan.dgrad(g_first, restored(plan, "kernel", rhs_kept), like_lhs, extra)
     with jax.named_scope(WGRAD):
-        rhs_grad = plan.wgrad(_restored(plan, "input", lhs_kept), g_second, like_rhs, extra)
+        rhs_grad = plan.wgrad(restored(plan, "input", lhs_kept), g_second, like_rhs, extra)
     return lhs_grad, rhs_grad, g_amax
 
 
@@ -585,7 +613,7 @@ def contract(
     states = _checked_states(plan, states)
     if is_frozen:
         plan.warn(plan.recipe.forward)
-        return _frozen(plan, lhs, rhs, extra, _Fixed(_scales_of(plan, states), None))
+        return _frozen(plan, lhs, rhs, extra, _Fixed(scales_of(plan, states), None))
     if not callable(calibrating.value):
         lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
     if calibrating.value:

@@ -51,6 +51,16 @@ class Gemm(NamedTuple):
         lhs, rhs = self.lhs, self.rhs
         return (*lhs.sizes(lhs.batch), *lhs.sizes(lhs.free), *rhs.sizes(rhs.free))
 
+    def of_transposed(self, *, lhs: bool = False, rhs: bool = False) -> Gemm:
+        """Returns the GEMM of the same two matrices, given that one or both come transposed."""
+        views = [self.lhs, self.rhs]
+        for i, is_transposed in enumerate((lhs, rhs)):
+            if is_transposed:
+                assert len(views[i].shape) == 2
+                views[i] = View(views[i].shape[::-1], tuple(1 - axis for axis in views[i].contract), ())
+        dims = tuple(view.contract for view in views), tuple(view.batch for view in views)
+        return self._replace(lhs=views[0], rhs=views[1], dimension_numbers=dims)
+
 
 def dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: Any) -> jax.Array:
     """Returns ``dot_general`` of two arrays."""

@@ -226,20 +226,24 @@ _unless_partitioned_p = Primitive("fp8_unless_partitioned")
 _unless_partitioned_p.multiple_results = True
 
 
-def unless_partitioned(whole: Callable[..., Any], split: Callable[..., Any], *args: Any) -> jax.Array:
+def unless_partitioned(whole: Callable[..., Any], split: Callable[..., Any], *args: Any) -> Any:
     """Returns ``whole(*args)``, or ``split(*args)`` where XLA splits the program over several devices.
 
     It does not inside of ``jax.shard_map``, if that is over all axes of the mesh.
 
     Args:
-        whole: a function of the arguments alone, which gives one array.
-        split: likewise, of the same shape and dtype.
-        *args: trees of arrays. Under ``jax.vmap`` the result of one array is batched where that is, else
+        whole: a function of the arguments alone, which gives a tree of arrays.
+        split: likewise, of the same shapes and dtypes.
+        *args: trees of arrays. Under ``jax.vmap`` results of one array are batched where that is, else
             along the first axis.
     """
     leaves, treedef = jax.tree.flatten(args)
-    jaxprs = [jax.make_jaxpr(lambda *x, f=f: f(*treedef.unflatten(x)))(*leaves) for f in (whole, split)]
-    return _unless_partitioned_p.bind(*leaves, whole=jaxprs[0], split=jaxprs[1])[0]
+    (one, shapes), (other, _) = (
+        jax.make_jaxpr(lambda *x, f=f: f(*treedef.unflatten(x)), return_shape=True)(*leaves)
+        for f in (whole, split)
+    )
+    results = _unless_partitioned_p.bind(*leaves, whole=one, split=other)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 def _is_partitioned(context: Any) -> bool:
@@ -260,9 +264,10 @@ def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, split: Any) -> A
 def _batch_unless_partitioned(args: Any, dims: Any, *, whole: Any, split: Any) -> Any:
     out = dims[0] if len(args) == 1 else 0
     whole, split = (
-        jax.vmap(lambda *x, f=f: jaxpr_as_fun(f)(*x)[0], in_axes=dims, out_axes=out) for f in (whole, split)
+        jax.vmap(lambda *x, f=f: jaxpr_as_fun(f)(*x), in_axes=dims, out_axes=out) for f in (whole, split)
     )
-    return [unless_partitioned(whole, split, *args)], [out]
+    results = unless_partitioned(whole, split, *args)
+    return results, [out] * len(results)
 
 
 _unless_partitioned_p.def_impl(

@@ -17,6 +17,9 @@ QDQ = "fp8_qdq"
 BLOCK_GEMM, BLOCK_GEMM_F16 = "fp8_block_gemm", "fp8_block_gemm_f16"
 """Our kernel for block scales: what multiplies in FP8, and what reads FP8 and multiplies in float16."""
 
+CAST_TRANSPOSE = "fp8_cast_transpose"
+"""Our kernel that casts in both orientations."""
+
 NOT_CONVERTED = "fp8_not_converted"
 SWITCHED_OFF = "fp8_switched_off"
 KEPT_WIDE = "fp8_kept_wide"

@@ -24,6 +24,8 @@ class Layer(nn.Module):
     """The matmuls of a Llama's layer; in the place of attention an elementwise product."""
 
     op: Any
+    mlp: Any = None
+    """A block in the place of gate, up and down."""
 
     @nn.compact
     def __call__(self, x):
@@ -33,13 +35,15 @@ class Layer(nn.Module):
         query, key, value = (dense(4096, name=name)(h) for name in ("query", "key", "value"))
         x = x + dense(4096, name="out")(nn.tanh(query) * key + value)
         h = norm()(x)
+        if self.mlp is not None:
+            return x + self.mlp(14336, activation="silu", gated=True, dtype=jnp.bfloat16, name="mlp")(h)
         gate, up = (dense(14336, name=name)(h) for name in ("gate", "up"))
         return x + dense(4096, name="down")(nn.silu(gate) * up)
 
 
-def figures(op):
+def figures(op, mlp=None):
     """Returns the kernels of a step of 2 layers, the MiB that they move beside GEMMs, and temporary MiB."""
-    model, x = nn.Sequential([Layer(op), Layer(op)]), struct(8192, 4096)
+    model, x = nn.Sequential([Layer(op, mlp), Layer(op, mlp)]), struct(8192, 4096)
 
     def initial(x):
         return fp8.TrainState.create(
@@ -65,8 +69,10 @@ def figures(op):
 
 
 def test_of_a_llama():
-    shared = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(shared_inputs=True))
+    recipe = fp8.DelayedScaling(shared_inputs=True)
+    shared = partial(fp8.Fp8DotGeneralOp, recipe=recipe)
     wide, delayed, sharing = map(figures, (None, fp8.Fp8DotGeneralOp, shared))
+    block = figures(shared, partial(fp8.MLP, recipe=recipe))
     # Of 14 layers, each of which has five kernels more: three casts or transposes, two amaxes.
     assert delayed[0] - wide[0] <= 14 * 5 + 2
     assert delayed[1] <= 1.1 * wide[1]
@@ -75,3 +81,7 @@ def test_of_a_llama():
     assert sharing[0] <= delayed[0] - 6
     assert sharing[1] <= delayed[1] - 6 * 96
     assert sharing[2] <= delayed[2] - 6 * 32
+    # Of the block's activations nothing is written in a wide dtype.
+    assert block[0] <= sharing[0] + 12
+    assert block[1] <= 1.05 * wide[1]
+    assert block[1] <= sharing[1] - 1000

@@ -93,8 +93,9 @@ class RaggedStep:
 
 
 def state_of(reference_step):
+    """Returns it as it is now: the next step changes it in place, and JAX may not copy what it is given."""
     return {
-        f"{role}_{leaf}": getattr(reference_step, field)[role]
+        f"{role}_{leaf}": getattr(reference_step, field)[role].copy()
         for role in reference_step.dtypes
         for leaf, field in (("scale", "scale"), ("amax_history", "history"))
     }

@@ -37,12 +37,14 @@ ORDER = [
     "_core/differentiable",
     "_core/dot_general",
     "_core/einsum",
+    "_core/mlp",
     "_core/conv",
     "_core/ragged_dot",
     "_linen/conversion",
     "_linen/sharing",
     "_linen/op",
     "_linen/ops",
+    "_linen/mlp",
     "_train/collection",
     "_train/check",
     "_train/hoisting",
@@ -199,7 +201,7 @@ def test_kinds_of_quantizers_are_told_apart_by_their_own_methods():
 
 
 def test_contractions_have_one_derivative():
-    """Other rules are those of one tensor, of scaling state, and of casts."""
+    """Other rules are those of one tensor, of scaling state and of casts; a block is made of its parts."""
     have = [
         name
         for name, text in sources().items()
@@ -209,6 +211,7 @@ def test_contractions_have_one_derivative():
         "_core/delayed.py",
         "_core/differentiable.py",
         "_core/max_dtype.py",
+        "_core/mlp.py",
         "_core/qdq.py",
         "_train/collection.py",
     ]

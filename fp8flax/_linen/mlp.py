@@ -1,0 +1,173 @@
+"""The feed-forward block of a Transformer, whose activations are cast to FP8 as they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
+
+from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.differentiable import States, calibrating, explicit_sharding
+from fp8flax._core.mlp import ACTIVATIONS, hidden, is_all_delayed, mlp
+from fp8flax._core.options import check_bool, check_choice, check_int
+from fp8flax._core.quantize import as_float_array
+from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
+from fp8flax._linen.conversion import conversion
+from fp8flax._linen.ops import Fp8DotGeneralOp
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class _States(Fp8DotGeneralOp):
+    """Gives the scaling state of an op, and does not multiply."""
+
+    @nn.compact
+    def __call__(self, recipe: Recipe) -> States:  # type: ignore[override]
+        return self._states(recipe)
+
+
+class _Given(NamedTuple):
+    """What a layer computes with."""
+
+    kernel: jax.Array
+    bias: jax.Array | None
+    states: States
+
+
+class _Parts(nn.Dense):
+    """Gives what ``nn.Dense`` computes with, and does not compute."""
+
+    @nn.compact
+    def __call__(self, inputs: int, recipe: Recipe) -> _Given:  # type: ignore[override]
+        kernel = self.param("kernel", self.kernel_init, (inputs, self.features), self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+        return _Given(kernel, bias, _States(name=f"{Fp8DotGeneralOp.__name__}_0")(recipe))
+
+
+class MLP(nn.Module):
+    """A dense layer, an activation, and a dense layer, in FP8; gated or not.
+
+    It has the parameters, the scaling state and, but for rounding, the values of three (two, if it is not
+    gated) ``nn.Dense`` with ``dot_general_cls=Fp8DotGeneralOp``::
+
+        up, gate, down = (nn.Dense(n, name=…) for n in (hidden, hidden, features))
+        down(activation(gate(x)) * up(x))  # gated
+        down(activation(up(x)))  # else
+
+    What stands between the layers exists in FP8 alone, forward and backward: the activation is computed in
+    float32 and cast at once, in both orders that Hopper's GEMMs read, by one kernel that finds the amax.
+    For the backward pass the results of ``gate`` and ``up`` are kept, and the cast activation.
+
+    It is the layers above, one after the other, where that cannot be: with other recipes than delayed
+    scaling of all six operands, while calibrating, in frozen models, without FP8, in float64, and on a mesh
+    with explicit axes. XLA writes the kernel on other GPUs than Hopper's, where it splits the program over
+    several devices, and for sizes that are no multiples of 64.
+
+    Attributes:
+        hidden_features: of ``up`` and ``gate``.
+        features: of ``down``; None for those of the input.
+        activation: ``"gelu"`` (the tanh approximation, as ``nn.gelu``), ``"gelu_exact"``, ``"relu"`` or
+            ``"silu"``.
+        gated: whether the activation is that of ``gate``, and multiplies ``up``, which then take the input
+            with one scale, that of ``gate``.
+        use_bias: whether the layers have biases.
+        dtype: of the computation; None for that of input and parameters.
+        param_dtype: of the parameters.
+        kernel_init: initializer of the kernels.
+        bias_init: initializer of the biases.
+        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
+            outside of it.
+
+    Raises:
+        MissingStateError: the variables hold no scaling state for this layer.
+        TypeError: the input is not a wide float, or a field has the wrong type.
+        ValueError: a field has a value that is not allowed, or the state another history length than the
+            recipe.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, fp8flax as fp8
+        >>> block, x = fp8.MLP(64, activation="silu", gated=True), jnp.ones((2, 16))
+        >>> variables = block.init(jax.random.key(0), x)
+        >>> jax.tree.map(jnp.shape, variables["params"]["gate"])
+        {'kernel': (16, 64)}
+        >>> block.apply(variables, x).shape
+        (2, 16)
+
+    Source: Shazeer, 2020, arXiv:2002.05202, for gates; the fused cast and transpose of Transformer Engine's
+    ``LayerNormMLP``.
+    """
+
+    hidden_features: int
+    features: int | None = None
+    activation: str = "gelu"
+    gated: bool = False
+    use_bias: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
+    bias_init: Callable[..., Any] = nn.initializers.zeros
+    recipe: Recipe | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("hidden_features", self.hidden_features, 1)
+        if self.features is not None:
+            check_int("features", self.features, 1)
+        check_choice("activation", self.activation, tuple(ACTIVATIONS))
+        check_bool("gated", self.gated)
+        check_bool("use_bias", self.use_bias)
+        if self.recipe is not None:
+            check_recipe(self.recipe)
+
+    @nn.compact
+    def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
+        x = as_float_array(x, "x")
+        names = [("gate", self.hidden_features)] * self.gated + [("up", self.hidden_features)]
+        names += [("down", x.shape[-1] if self.features is None else self.features)]
+        recipe = recipe_in_use(self.recipe, DelayedScaling())
+        if recipe is None or not self._is_one(recipe, x):
+            *into, down = (self._layer(nn.Dense, *name) for name in names)
+            return down(hidden(self.activation, [layer(x) for layer in into]))
+        sizes = [*[x.shape[-1]] * (len(names) - 1), self.hidden_features]
+        given = [self._layer(_Parts, *name)(size, recipe) for name, size in zip(names, sizes, strict=True)]
+        # As the layers do, but for kernels: those are cast to FP8 from what they are.
+        x, *biases = promote_dtype(
+            x, *(one.bias for one in given), *(one.kernel for one in given), dtype=self.dtype
+        )
+        *biases, last_bias = biases[: len(given)]
+        biases = [bias for bias in biases if bias is not None]
+        kernels = [one.kernel for one in given]
+        states = [one.states for one in given]
+        out = mlp(x, kernels, biases, states, recipe.gemms, self.activation)
+        return out if last_bias is None else out + last_bias.reshape(*[1] * (out.ndim - 1), -1)
+
+    def _is_one(self, recipe: Recipe, x: jax.Array) -> bool:
+        """Tells whether nothing stands against computing all layers as one."""
+        return (
+            is_all_delayed(recipe.gemms)
+            and not self.is_initializing()
+            and not calibrating.value
+            and conversion().on_op is None
+            and jnp.float64 not in (x.dtype, self.dtype or self.param_dtype)
+            and explicit_sharding(x) is None
+        )
+
+    def _layer(self, kind: type[nn.Dense], name: str, features: int) -> Any:
+        return kind(
+            features,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            dot_general_cls=partial(Fp8DotGeneralOp, recipe=self.recipe),
+            name=name,
+        )
