@@ -77,6 +77,7 @@ ORDER = [
     "audit/kernels",
     "audit/op_names",
     "audit/gemms",
+    "audit/time_model",
     "audit/compiling",
     "audit/report",
     "audit/auditing",
