@@ -236,6 +236,7 @@ def step_of_layers(number):
     return compiled(jax.jit(step, donate_argnums=0), state, x).as_text()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise")
 def test_the_states_of_all_layers_are_stored_by_a_few_kernels():
     """Each further layer adds 12, of which three are GEMMs, and no copy of what is donated."""

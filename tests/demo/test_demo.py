@@ -144,6 +144,7 @@ class TestData:
 
 
 @pytest.mark.oldest
+@pytest.mark.long
 class TestTraining:
     def test_both_precisions_start_from_the_same_weights(self):
         states = [training.make_state(p, 3, TINY()) for p in training.PRECISIONS]

@@ -322,6 +322,7 @@ def test_inputs_of_one_element_are_inputs(apply, request):
     np.testing.assert_array_equal(apply(serve.apply)(served, token), expected)
 
 
+@pytest.mark.long
 def test_variables_of_numpy():
     """As ``flax.serialization`` restores them; un-jitted, where JAX would copy them at each use."""
     x = normal(0, 4, 8)
@@ -501,6 +502,7 @@ def test_nothing_of_a_model_is_kept(jit):
     assert [ref() for ref in refs] == [None] * 4
 
 
+@pytest.mark.long
 def test_unjitted_calls_compile_nothing_anew():
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(Own(), **ALL)

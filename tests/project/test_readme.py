@@ -25,8 +25,18 @@ def test_there_are_examples_and_no_gaps():
     assert not any("@@" in text for text in PAGES.values())
 
 
+LONG = ("docs/serving.md", "docs/checkpoints.md", "docs/clusters.md")
+
+
 # test_loops.py runs the page on loops, and looks at what it leaves.
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/loops.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.long if page in LONG else ())
+        for page in PAGES
+        if page != "docs/loops.md"
+    ],
+)
 def test_examples_run_in_order(page):
     namespace = {}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

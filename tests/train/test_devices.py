@@ -437,3 +437,36 @@ def test_shard_map_on_gpus(recipe, target, request):
         ("block128", "h200"): BLOCK_GEMM_F16,
     }
     assert expected.get((recipe, target), "") in program
+
+
+def accumulated_in_shard_map(loss, variables, batches):
+    def of_shard(variables, batches):
+        return fp8.accumulate_gradients(lambda v, x: lax.pmean(loss(v, x), "data"))(variables, batches)
+
+    specs = (P(), P(None, "data"))
+    step = jax.shard_map(of_shard, mesh=mesh(data=8), in_specs=specs, out_specs=(P(), P()))
+    return jax.jit(step)(variables, batches)
+
+
+def accumulated_on_explicit_axes(loss, variables, batches):
+    on = mesh(AxisType.Explicit, data=8)
+    with jax.set_mesh(on):
+        batches = jax.device_put(batches, NamedSharding(on, P(None, "data")))
+        variables = jax.device_put(variables, NamedSharding(on, P()))
+        return jax.jit(fp8.accumulate_gradients(loss))(variables, batches)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("way", [accumulated_in_shard_map, accumulated_on_explicit_axes])
+def test_microbatches_of_several_devices(way):
+    """Kernels are quantized before the loop there, too."""
+    model, batches = MLP(RECIPES["delayed"]), normal(3, 4, BATCH, WIDTH)
+    variables = variables_of(model, X)
+
+    def loss(variables, x):
+        return jnp.mean(jnp.square(model.apply(variables, x)))
+
+    expected = jax.jit(fp8.accumulate_gradients(loss))(variables, batches)
+    actual = way(loss, variables, batches)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8), actual, expected)
+    jax.tree.map(np.testing.assert_array_equal, actual[1][OWG], expected[1][OWG])
