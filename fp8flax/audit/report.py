@@ -107,7 +107,7 @@ class AuditReport:
             A ``matplotlib.figure.Figure``.
 
         Raises:
-            ImportError: matplotlib is not installed.
+            ImportError: matplotlib is not installed (``fp8flax[demo]`` brings it).
             ValueError: a report is of another target, or of ``"local"``, of which nothing is predicted.
 
         Example:

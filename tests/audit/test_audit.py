@@ -808,6 +808,7 @@ def test_a_program_that_replaces_what_the_command_ends_by(command, tmp_path):
     assert "0 of 1 GEMMs run in FP8" in done.stdout
 
 
+@pytest.mark.long
 def test_command_audits_the_demo(gpu, command, capsys, monkeypatch):
     training = pytest.importorskip("fp8flax.demo.training")
     settings = training.Settings(num_layers=1, batch_size=2, length=16, width=32)

@@ -406,6 +406,7 @@ KEPT_IN_FP8 = jax.checkpoint_policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
 REQUANTIZED = jax.checkpoint_policies.save_only_these_names("fp8_input", "fp8_scaling")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then kept more, for bf16 and FP8 alike")
 @pytest.mark.usefixtures("_promotion_of_flax")
 @pytest.mark.parametrize(
@@ -583,6 +584,7 @@ for target in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="XLA then shows no machine code")
 def test_instructions_of_the_block_kernel(tmp_path):
     """What the audit says of the kernel is in its machine code: FP8 on Blackwell, float16 on Hopper."""

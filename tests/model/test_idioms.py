@@ -572,6 +572,7 @@ print("equal")
 """
 
 
+@pytest.mark.long
 def test_pickles_in_another_process():
     """As multiprocessing's spawn, Ray and joblib have it, which send local classes by cloudpickle."""
 

@@ -129,6 +129,7 @@ class TestInputGradientOfAFrozenModel:
         ]
         assert_close(jax.vjp(lambda x: model.apply(variables, x), x)[1](g)[0], reference)
 
+    @pytest.mark.long
     def test_of_a_ragged_dot(self):
         from fp8flax._core.ragged_dot import fp8_ragged_dot
 
@@ -444,6 +445,7 @@ class TestExportOfABatchOfAnySize:
         exported = jax.export.export(jax.jit(fun))(jax.eval_shape(lambda *args: args, *args)[0], batch)
         return jax.export.deserialize(exported.serialize()).call(*args, self.x)
 
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "recipe", [*RECIPES.values(), fp8.Float8BlockScaling()], ids=lambda r: type(r).__name__
     )

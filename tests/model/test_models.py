@@ -122,6 +122,7 @@ def test_a_stateless_recipe_has_no_state():
     np.testing.assert_array_equal(model8.apply(variables, x), by_hand)
 
 
+@pytest.mark.long
 def test_a_recurrent_cell():
     model, x = nn.RNN(nn.OptimizedLSTMCell(6)), normal(0, 2, 5, 4)
     model8 = fp8.quantize_model(model, fp8.Float8CurrentScaling(), **ALL)
@@ -397,6 +398,7 @@ def test_a_module_with_variables_of_its_own():
     assert served["params"]["Dense_0"]["kernel"].dtype == jnp.float8_e4m3fn
 
 
+@pytest.mark.long
 def test_products():
     x = normal(0, 2, 4, 8)
     model8 = fp8.quantize_model(Attention(), products=True, **ALL)

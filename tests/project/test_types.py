@@ -253,6 +253,7 @@ def test_what_is_not_as_annotated_is_found():
     assert [list(arrays_in(hint)) for hint in hints_of(plain).values()] == [[jax.Array], [matrix]]
 
 
+@pytest.mark.long
 @pytest.mark.oldest
 def test_users_need_no_type_checker():
     code = "import sys, fp8flax; assert not {'jaxtyping', 'beartype'} & set(sys.modules)"

@@ -47,8 +47,8 @@ def declared(requirements):
 def test_what_is_imported_is_declared(path):
     # jaxtyping for the type checker alone, see test_types.py.
     known = declared(PROJECT["dependencies"]) | {"fp8flax", "jaxtyping", *sys.stdlib_module_names}
-    for extra in ("demo",) if path.parent.name == "demo" else ("safetensors",):
-        known |= declared(PROJECT["optional-dependencies"][extra])
+    extra = "demo" if path.parent.name in ("demo", "audit") else "safetensors"
+    known |= declared(PROJECT["optional-dependencies"][extra])
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) else []

@@ -413,6 +413,7 @@ class TestDecoding:
         assert step._cache_size() == 1
         return np.concatenate(logits, 1), variables["cache"]
 
+    @pytest.mark.long
     def test_like_the_whole_sequence(self, models):
         model8, decoder, variables, cache = models
         whole = jax.jit(model8.apply)(variables, TOKENS)
@@ -425,6 +426,7 @@ class TestDecoding:
         np.testing.assert_allclose(out, whole, atol=0.3)
         assert np.mean(np.abs(out - whole)) < 0.02
 
+    @pytest.mark.long
     @pytest.mark.optimized  # with few optimizations XLA of before JAX 0.10 rounds otherwise
     @pytest.mark.parametrize("dtype", cells(["float8_e4m3fn", "float8_e5m2"], repeated=["float8_e5m2"]))
     def test_with_a_cache_in_fp8(self, models, dtype):
@@ -447,6 +449,7 @@ class TestDecoding:
         assert 0 < error < (0.1 if dtype.endswith("e4m3fn") else 0.2)
 
 
+@pytest.mark.long
 def test_export_to_a_new_process(tmp_path):
     """Which knows JAX alone: neither this package nor the model."""
     x = np.asarray(normal(0, 2, 4, 8))

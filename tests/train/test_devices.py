@@ -380,6 +380,7 @@ def fsdp_step(recipe, on):
     return step, (variables, x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("recipe", "part"), [("delayed", 0.5), ("current", 0.5), ("axiswise", 0.8)])
 @pytest.mark.usefixtures("gpu")
 def test_fsdp_gathers_fp8(recipe, part, request):
@@ -402,6 +403,7 @@ def flat(step):
     return function, *args
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["h200", "b200"])
 @pytest.mark.parametrize("recipe", COLUMNS)
 @pytest.mark.usefixtures("gpu")

@@ -95,6 +95,7 @@ def train_in_half(scale, steps=60, **kwargs):
 
 
 class TestDynamicScale:
+    @pytest.mark.long
     def test_as_with_the_state_left_alone_and_as_flaxs_own(self):
         """The same losses, scales and variables, step by step, through growth, overflows and a NaN."""
         ours, state, scale = train_in_half(fp8.DynamicScale(**GROWING))
