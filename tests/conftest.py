@@ -87,7 +87,7 @@ def gpu():
 def pytest_addoption(parser):
     group = parser.getgroup("what works with what")
     group.addoption("--all-cells", action="store_true", help="also what is left out in CI for its time")
-    group.addoption("--long", action="store_true", help="also tests that take 4 seconds or more each")
+    group.addoption("--long", action="store_true", help="also tests that take 2 seconds or more each")
     group.addoption("--write-table", action="store_true", help="write what was seen to docs/what_works.md")
 
 

@@ -160,6 +160,7 @@ def test_reasons_of_products_in_bf16(gpu, lhs_dtype, rhs_dtype, reason):
     assert [g.reason for g in report.gemms] == [reason]
 
 
+@pytest.mark.long
 def test_attention_is_told_from_layers(gpu):
     model = nn.MultiHeadDotProductAttention(4, dtype=BF16, param_dtype=BF16, use_bias=False)
     report = audit(*gradient_of(model, struct(2, 64, 128)))
@@ -315,6 +316,7 @@ def test_bytes_of_a_small_program(gpu):
 # What may be audited.
 
 
+@pytest.mark.long
 def test_train_step_with_donation(gpu):
     model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(32)])
     x = np.ones((128, 32), np.float32)
@@ -659,6 +661,7 @@ def command(tmp_path, monkeypatch):
     sys.modules.pop("program_to_audit", None)
 
 
+@pytest.mark.long
 def test_command_in_a_process_of_its_own(command, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "fp8flax.audit", "program_to_audit:step", "--target", "local"],
@@ -794,6 +797,7 @@ def test_a_report_that_cannot_be_written(command, capsys, monkeypatch):
     assert capsys.readouterr().err == "fp8flax.audit: no space left\n"
 
 
+@pytest.mark.long
 def test_a_program_that_replaces_what_the_command_ends_by(command, tmp_path):
     (tmp_path / "program_replaces.py").write_text(
         PROGRAM + "import io, sys\nsys.exit, sys.stdout = print, io.StringIO()\n"

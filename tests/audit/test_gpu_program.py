@@ -85,6 +85,7 @@ def test_the_quantize_dequantize_form_keeps_the_rounding():
     assert "f8e5m2[256,256]" in text
 
 
+@pytest.mark.long
 @pytest.mark.oldest
 def test_bytes_and_kernels_beside_flax():
     """Each beside Flax's direct op with the GEMM backend that it then has: XLA's own kernels."""
@@ -143,6 +144,7 @@ def runs_three_of_three(report):
     assert len({g.flops for g in report.gemms}) == 1
 
 
+@pytest.mark.long
 @pytest.mark.oldest
 @pytest.mark.parametrize(
     "name",
@@ -505,6 +507,7 @@ MULTIPLIED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "shape", "target"), MULTIPLIED, ids=str)
 def test_what_multiplies_under_each_recipe(name, shape, target):
     recipe, per_target = RECIPES[name]
@@ -603,6 +606,7 @@ def test_instructions_of_the_block_kernel(tmp_path):
         assert re.search(instruction, "".join(text for text in code if re.search(target, text)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("after", "dtype", "target"),
     [

@@ -39,6 +39,7 @@ def test_a_host_with_one_device_compiles_as_one_with_eight():
     assert in_bf16["all-gather"] == 2 * on_one_device["delayed, FSDP"]["all-gather"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 def test_for_one_gpu_the_kernel_is_there_whatever_the_host_has():
     def dot(x, w):

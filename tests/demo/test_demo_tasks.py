@@ -267,6 +267,7 @@ class TestDigits:
         for layer in ("stem", "patches", "logits"):
             assert layer in printed
 
+    @pytest.mark.long
     @pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
     def test_every_layer_is_converted(self):
         task = digits.make_task(digits.Settings(), "delayed")
@@ -395,6 +396,7 @@ class TestClassify:
             assert all((b.labels == b.inputs % 3).all() for b in batch)
             assert len(set(orders[0])) == 8
 
+    @pytest.mark.long
     def test_evaluation_counts_each_example_once(self):
         task = linear_task()
         examples = task.split(0).train
@@ -405,6 +407,7 @@ class TestClassify:
         assert loss == pytest.approx(float(jnp.mean(classify.cross_entropy(logits, examples.labels))))
         assert accuracy == np.mean(np.argmax(logits, axis=1) == examples.labels)
 
+    @pytest.mark.long
     def test_a_run_depends_on_its_seed_alone(self):
         task = linear_task(epochs=2)
         models = {"bf16": task.model, "fp8": classify.quantized(task)}

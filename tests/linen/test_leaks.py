@@ -170,6 +170,7 @@ def test_thirty_calls(what_calls_leave):
         check(what_calls_leave(call, 30), 30)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_calibrate_compiles_once_a_call_and_lets_go_of_it(backward, what_calls_leave, request):
     if not backward:

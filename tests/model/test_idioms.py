@@ -305,6 +305,7 @@ class Structs(nn.Module):
         return x @ struct.kernel + struct.bias
 
 
+@pytest.mark.long
 def test_parameters_in_tuples_and_structs(request):
     model, model8 = Structs(), fp8.quantize_model(Structs(), **ALL)
     variables = model8.init(KEY, X)
@@ -399,6 +400,7 @@ class Adapted(nn.Module):
         return net.apply({"params": params}, y)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cls", "converted"),
     [(Recursive, 1), (OfItself, 1), (Jitted, 1), (Converted, 1), (ByHand, 1), (Adapted, 1)],
@@ -501,6 +503,7 @@ MAPS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MAPS)
 def test_mapped_variables(name, request):
     skip_some(request, name, ("all collections", "around a loop", "tied"))
@@ -533,6 +536,7 @@ PICKLED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PICKLED)
 def test_copies_and_pickles(name, request):
     skip_some(request, name, ("blocks",))
@@ -616,6 +620,7 @@ class TestBinding:
         assert_frozen_equal(model8, variables)
         assert "Fp8DotGeneralOp_kernel" in model8.tabulate(KEY, X, console_kwargs={"width": 200})
 
+    @pytest.mark.long
     def test_converted_models_inside_of_models(self):
         first = fp8.quantize_model(nn.Dense(8), **ALL)
         model = nn.Sequential([first, nn.relu, fp8.quantize_model(Coder(), include="decoder")])
@@ -669,6 +674,7 @@ class TestAdvice:
             model8.init(KEY, X)
         return error.value
 
+    @pytest.mark.long
     def test_second_derivatives_of_a_converted_model(self):
         model8 = fp8.quantize_model(nn.Dense(8), **ALL)
         variables = variables_of(model8, X)

@@ -156,6 +156,7 @@ class TestInputGradientOfAFrozenModel:
 
         np.testing.assert_array_equal(jax.grad(loss)(variables["params"]["bias"]), np.full(8, 3.0))
 
+    @pytest.mark.long
     def test_forces_inside_of_the_model(self):
         class Forces(nn.Module):
             @nn.compact
@@ -181,6 +182,7 @@ class Decoder(nn.Module):
 
 
 class TestInitOfAFrozenModel:
+    @pytest.mark.long
     @pytest.mark.parametrize("dtype", [None, "float8_e4m3fn"])
     def test_gives_the_cache(self, dtype, request):
         repeats(request, dtype is None)
@@ -243,6 +245,7 @@ class TestSecondDerivatives:
     def squares(self, tree):
         return sum(jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(tree))
 
+    @pytest.mark.long
     def test_of_all_variables_and_of_params_are_the_same(self, variables):
         """A Hessian-vector product with the gradient itself, in three ways."""
 
@@ -294,6 +297,7 @@ class TestDebuggingFlags:
         yield
         jax.config.update(request.param, False)
 
+    @pytest.mark.long
     def test_un_jitted_training_raises_no_alarm(self):
         model, x = Dense(4), jnp.asarray(X)
         variables = variables_of(model, x)
@@ -424,6 +428,7 @@ class Lifted(nn.Module):
         return nn.RNN(nn.SimpleCell(32))(x[None])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("kind", ["remat", "scan", "rnn"])
 def test_no_tracer_outlives_its_trace(kind, request):

@@ -34,6 +34,7 @@ def steps(models, variables, x):
     return step([{**variables, OWG: grads.get(OWG, {})} for grads, _ in step([variables] * len(models))])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", cells(MODELS, repeated=["scan, tied", "remat", "attention"]))
 def test_equals_ops_by_hand(name):
     plain, by_hand, op = MODELS[name]
@@ -259,6 +260,7 @@ class TestLikeTheModel:
             Outer(inner).apply(variables, self.x), by_hand.apply(variables, self.x)
         )
 
+    @pytest.mark.long
     def test_training(self, model8, variables):
         state = fp8.TrainState.create(apply_fn=model8.apply, params=variables, tx=optax.sgd(0.3))
 
@@ -277,6 +279,7 @@ class TestLikeTheModel:
             losses.append(float(value))
         assert losses[-1] < 0.5 * losses[0]
 
+    @pytest.mark.long
     def test_autocast(self, model8, variables):
         plain = {k: v for k, v in variables.items() if k != OWG}
         with fp8.autocast(enabled=False):
@@ -307,6 +310,7 @@ class OneElement(nn.Module):
         return nn.Dense(8, name="last")(x @ self.param("w", nn.initializers.lecun_normal(), (8, 1)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("apply", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_inputs_of_one_element_are_inputs(apply, request):
     """One token of one sequence: no number of the model's, though it has one element."""
@@ -337,6 +341,7 @@ def test_variables_of_numpy():
     np.testing.assert_array_equal(serve.apply(jax.tree.map(np.asarray, served), x), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("normalization", [nn.WeightNorm, nn.SpectralNorm])
 def test_normalized_weights(normalization):
     class Model(nn.Module):

@@ -114,6 +114,7 @@ def test_bytes_of_a_transformer():
     assert size(fp8.freeze(model8, variables, TOKENS)[1]) <= 0.27 * wide
 
 
+@pytest.mark.long
 @WIDE
 def test_what_is_used_otherwise_stays_wide():
     """An embedding that is the logits' kernel too: quantized at each call, the same logits."""
@@ -282,6 +283,7 @@ PARTS = {"plain": SplitOnly(), "scan": StackOfParts()}
 STORED = list(itertools.product(PARTS, ["delayed", "axiswise", "weight only"]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("parts", "recipe"),
     cells(STORED, repeated=[c for c in STORED if c not in (("scan", "delayed"), ("plain", "weight only"))]),
@@ -475,6 +477,7 @@ assert not {"fp8flax", "flax"} & set(sys.modules)
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), jax.jit(model8.apply)(variables, x))
 
 
+@pytest.mark.long
 def test_every_converted_gemm_runs_in_fp8_on_hopper(gpu):
     tokens = jax.ShapeDtypeStruct((8, 128), jnp.int32)
     model8 = fp8.quantize_model(LanguageModel(width=128, layers=1), exclude="lm_head", include=".*")

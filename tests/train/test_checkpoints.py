@@ -107,6 +107,7 @@ def through_msgpack(path, tree, target):
 both = pytest.mark.parametrize("through", [through_orbax, through_msgpack], ids=["orbax", "msgpack"])
 
 
+@pytest.mark.long
 @both
 def test_a_train_state_comes_back(through, tmp_path):
     state = trained(net())
@@ -173,6 +174,7 @@ def test_sharded_over_eight_devices(tmp_path):
         assert_same(fp8.add_fp8_state(restored.params, STACKED, X), state.params)
 
 
+@pytest.mark.long
 @both
 def test_a_checkpoint_without_fp8_begins_an_fp8_run(through, tmp_path):
     before = trained(net(None))
@@ -194,6 +196,7 @@ def test_a_checkpoint_without_fp8_begins_an_fp8_run(through, tmp_path):
     train_step(back, X)
 
 
+@pytest.mark.long
 @both
 @pytest.mark.parametrize("length", [2, 6])
 def test_another_history_length(length, through, tmp_path):

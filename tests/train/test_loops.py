@@ -150,6 +150,7 @@ class TestDynamicScale:
         for a, b in zip(half_step(state, scale), half_step(state, restored)):
             assert_trees_equal(jax.tree.leaves(a), jax.tree.leaves(b))
 
+    @pytest.mark.long
     def test_over_devices_the_state_is_the_maximum(self):
         xs = jnp.stack([X, 3 * X])
         scale = fp8.DynamicScale(scale=256.0)
