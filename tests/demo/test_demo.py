@@ -143,9 +143,9 @@ class TestData:
         np.testing.assert_array_equal(batches[0][0], corpus.validation[:17])
 
 
-@pytest.mark.oldest
 @pytest.mark.long
 class TestTraining:
+    @pytest.mark.oldest
     def test_both_precisions_start_from_the_same_weights(self):
         states = [training.make_state(p, 3, TINY()) for p in training.PRECISIONS]
         params = [s.params["params"] for s in states]
@@ -183,6 +183,7 @@ class TestTraining:
         again = train(tmp_path / "parts", stop_at(STEPS))
         np.testing.assert_array_equal(again.train_loss, whole.train_loss)
 
+    @pytest.mark.oldest
     def test_recorded_scaling_is_that_of_the_state(self, whole_run):
         record = whole_run("fp8")
         assert record.scale.shape == record.amax.shape == (STEPS, 7, 3)
