@@ -44,6 +44,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 """By name, as ``flax.linen`` has them."""
 
+_NOT_IN_TRITON = ("gelu_exact",)
+"""Those that Pallas's Triton backend, which has no error function, does not compute."""
+
 _DENSE = (((1,), (0,)), ((), ()))
 
 
@@ -93,7 +96,8 @@ class MlpPlan:
     def casting(self, f: Callable[..., Any], role: str, *plans: DotPlan, has_sums: bool = False) -> Casting:
         """Returns how something elementwise is cast for these contractions."""
         dtypes = tuple(plan.recipe.delayed[role].dtype for plan in plans)
-        return Casting(partial(f, self.activation, len(self.into)), dtypes, has_sums)
+        f = partial(f, self.activation, len(self.into))
+        return Casting(f, dtypes, has_sums, fits_kernel=self.activation not in _NOT_IN_TRITON)
 
 
 def mlp_plan(x: jax.Array, kernels: Sequence[jax.Array], recipe: CustomRecipe, activation: str) -> MlpPlan:

@@ -62,14 +62,14 @@ class MLP(nn.Module):
         down(activation(gate(x)) * up(x))  # gated
         down(activation(up(x)))  # else
 
-    What stands between the layers exists in FP8 alone, forward and backward: the activation is computed in
+    What the activation makes, and the gradient of what it takes, exist in FP8 alone: they are computed in
     float32 and cast at once, in both orders that Hopper's GEMMs read, by one kernel that finds the amax.
     For the backward pass the results of ``gate`` and ``up`` are kept, and the cast activation.
 
     It is the layers above, one after the other, where that cannot be: with other recipes than delayed
     scaling of all six operands, while calibrating, in frozen models, without FP8, in float64, and on a mesh
     with explicit axes. XLA writes the kernel on other GPUs than Hopper's, where it splits the program over
-    several devices, and for sizes that are no multiples of 64.
+    several devices, for sizes that are no multiples of 64, and for ``"gelu_exact"``.
 
     Attributes:
         hidden_features: of ``up`` and ``gate``.

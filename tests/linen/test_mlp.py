@@ -357,6 +357,34 @@ def test_it_moves_little_more_than_bfloat16_on_hopper():
 
 
 @pytest.mark.long
+@pytest.mark.long
+@pytest.mark.oldest
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("over", ["a batch", "examples"])
+def test_compiles_for_hopper(activation, over):
+    """Kernels of parameters, and of activations but for the error function, which Triton does not have."""
+    if over == "examples" and activation != "silu":
+        pytest.skip("the batching does not ask what is computed")
+    block = fp8.MLP(256, **SIXTEEN_BITS, activation=activation, gated=True, use_bias=True)
+    x = struct(2, 64, 128)
+
+    def loss(variables, x):
+        apply = jax.vmap(block.apply, (None, 0)) if over == "examples" else block.apply
+        return jnp.mean(jnp.square(apply(variables, x)).astype(jnp.float32))
+
+    variables = jax.eval_shape(block.init, jax.random.key(0), x)
+    program = compiling.compile_for(
+        compiling.find_target("h200"), fp8.value_and_grad(loss), (variables, x)
+    ).as_text()
+    found = kernels.read(program).kernels
+    dots = [dot for kernel in found for dot in kernel.dots]  # of which XLA has merged some
+    assert dots
+    assert all(dot.lhs_dtype.startswith("f8") for dot in dots)
+    calls = [line for line in program.splitlines() if " custom-call(" in line and CAST_TRANSPOSE in line]
+    assert len(calls) == 3 + (0 if activation == "gelu_exact" else 2)
+
+
 @pytest.mark.usefixtures("gpu")
 def test_over_several_gpus_xla_writes_the_kernel():
     block = fp8.MLP(256, **SIXTEEN_BITS)

@@ -48,6 +48,8 @@ class Casting(NamedTuple):
     dtypes: tuple[Any, ...]
     """FP8 dtype of each result."""
     has_sums: bool = False
+    fits_kernel: bool = True
+    """Whether Pallas's Triton backend has all that ``f`` computes with."""
 
 
 def cast_transposed(casting: Casting, scales: Sequence[jax.Array], *args: jax.Array) -> list[Cast]:
@@ -61,7 +63,7 @@ def cast_transposed(casting: Casting, scales: Sequence[jax.Array], *args: jax.Ar
     twin = partial(_cast_in_jax, casting)
 
     def on_cuda(scales: Sequence[jax.Array], *args: jax.Array) -> list[Cast]:
-        if not _has_kernel(args):
+        if not (casting.fits_kernel and _has_kernel(args)):
             return twin(scales, *args)
         return unless_partitioned(partial(cast_by_kernel, casting), twin, scales, *args)
 
