@@ -1,7 +1,7 @@
 """FP8 training and inference for Flax Linen: what is public, in reading order.
 
 The folders are the floors of the package, each built on those above it: ``_host``, ``_core`` (pure
-functions of arrays), ``_linen``, ``_train``, ``_model``, ``_serve``, ``audit`` and ``demo``.
+functions of arrays), ``_linen``, ``_train``, ``audit``, ``_model``, ``_serve`` and ``demo``.
 """
 
 # First: the rest takes time, and needs JAX's internals.

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections import Counter
 from typing import Any
 
+import flax.core
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 
-from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.device import GPUS, Gpu
-from fp8flax._core.names import COUNTED, NOT_CONVERTED
+from fp8flax._core.autocast import autocast, recipe_in_use
+from fp8flax._core.device import GPUS, Gpu, compile_target
+from fp8flax._core.names import COUNTED, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._linen.conversion import reporting
 from fp8flax._model.calls import seen_of
@@ -19,7 +23,10 @@ from fp8flax._model.converted import trace_apply
 from fp8flax._model.jaxprs import contractions_in
 from fp8flax._model.rules import GemmSizes
 from fp8flax._model.sites import sizes_of
-from fp8flax._train.bridge import eval_init
+from fp8flax._train.bridge import eval_init, split_arrays
+from fp8flax._train.gradients import value_and_grad
+from fp8flax.audit.auditing import audit
+from fp8flax.audit.report import AuditReport
 
 _LEAST_QUANTIZATION_BYTES = 5.2
 """``Quantizer.quantization_bytes`` where nothing is quantized forward: as with delayed scaling."""
@@ -84,12 +91,16 @@ class ModelReport:
         speedup: predicted for all contractions together.
         unseen: contractions that ``quantize_model`` does not look into, by place and shapes: in a
             ``lax.scan``, ``jax.checkpoint`` or a function with a derivative of its own.
+        fp8: the forward and backward pass as it was compiled for the target; None if it was not.
+        wide: the same without FP8, in the dtypes that the model has by itself.
     """
 
     rows: tuple[Row, ...]
     target: str
     speedup: float
     unseen: tuple[str, ...] = ()
+    fp8: AuditReport | None = None
+    wide: AuditReport | None = None
 
     @property
     def converted(self) -> tuple[Row, ...]:
@@ -101,6 +112,27 @@ class ModelReport:
         """The share of FLOPs that run in FP8."""
         total = sum(row.flops for row in self.rows)
         return sum(row.flops for row in self.converted) / total if total else 0.0
+
+    @property
+    def step_speedup(self) -> float | None:
+        """Predicted for the forward and backward pass, all that it computes; None if it was not compiled."""
+        if self.fp8 is None or self.wide is None:
+            return None
+        return self.wide.predicted_seconds["total"] / self.fp8.predicted_seconds["total"]
+
+    def plot(self) -> Any:
+        """Draws where the predicted time of the forward and backward pass goes, in FP8 and without.
+
+        Returns:
+            A ``matplotlib.figure.Figure``.
+
+        Raises:
+            ImportError: matplotlib is not installed (``fp8flax[demo]`` brings it).
+            ValueError: the model was not compiled.
+        """
+        if self.fp8 is None or self.wide is None:
+            raise ValueError("Nothing was compiled: ask for it by fp8flax.report(…, compiled=True).")
+        return self.fp8.plot(wide=self.wide)
 
     def __str__(self) -> str:
         total = sum(row.flops for row in self.rows) or 1
@@ -127,11 +159,37 @@ class ModelReport:
         return "\n".join(lines) + (
             f"\n\n{len(self.converted)} of {len(self.rows)} contractions are converted "
             f"({100 * self.fp8_share:.1f} % of FLOPs).\nPredicted for all of them on {self.target}, "
-            f"forward and backward: {self.speedup:.2f} times as fast as in bf16.{unseen}"
+            f"forward and backward: {self.speedup:.2f} times as fast as in bf16.{unseen}{self._step()}"
+        )
+
+    def _step(self) -> str:
+        if self.fp8 is None or self.wide is None:
+            return ""
+        table = [("", "predicted ms", "GEMMs", "in FP8", "launches", "MiB beside the GEMMs", "temporary MiB")]
+        for name, one in (("FP8", self.fp8), ("without", self.wide)):
+            table.append(
+                (
+                    name,
+                    f"{1e3 * one.predicted_seconds['total']:.3g}",
+                    str(one.num_gemms),
+                    str(one.num_fp8_gemms),
+                    str(one.num_launches),
+                    f"{one.other_bytes / 2**20:.1f}",
+                    f"{one.temp_bytes / 2**20:.1f}",
+                )
+            )
+        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+        lines = ["  ".join(x.ljust(w) for x, w in zip(line, widths)).rstrip() for line in table]
+        return (
+            "\n\nCompiled, forward and backward, with all that the model computes:\n"
+            + "\n".join(lines)
+            + f"\n{self.step_speedup:.2f} times as fast in FP8, as predicted from these counts."
         )
 
 
-def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) -> ModelReport:
+def report(
+    model: nn.Module, *args: Any, target: str = "h200", compiled: bool = False, **kwargs: Any
+) -> ModelReport:
     """Lists every contraction of a converted model: sizes, whether it runs in FP8, and why or why not.
 
     Nothing is computed: the shapes come from tracing ``init`` and ``apply``. Sizes are those of one call
@@ -139,15 +197,19 @@ def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) ->
     ``nn.RNN`` a contraction counts as often as the loop runs (in ``nn.while_loop`` once, for want of a
     number).
 
-    The prediction is a roofline of the GEMMs of a training step, forward and backward, with the bytes that
+    The prediction of each contraction is a roofline of its GEMMs, forward and backward, with the bytes that
     quantizing moves (read from compiled programs) and the rates of large matmuls (80 % of a GPU's published
-    bf16 peak, 71 % of its FP8 peak, its full bandwidth). It leaves out all else that a model computes. It
-    has not been compared with a GPU.
+    bf16 peak, 71 % of its FP8 peak, its full bandwidth). It leaves out all else that a model computes.
+    ``compiled=True`` compiles the model, in FP8 and without, and predicts the time of all kernels, see
+    ``AuditReport.predicted_seconds``. Neither has been compared with a GPU.
 
     Args:
         model: what ``quantize_model`` returned.
         *args: inputs of the model; in the place of arrays ``jax.ShapeDtypeStruct`` will do.
         target: ``"h100"``, ``"h200"`` or ``"b200"``, for the prediction.
+        compiled: whether to compile forward and backward pass as well (of the mean of the squares of all
+            that the model returns, for its parameters), with FP8 and without. It takes as long as compiling
+            for the GPU does, twice, and the extra ``fp8flax[audit]``; see ``audit``.
         **kwargs: keyword inputs of the model.
 
     Returns:
@@ -156,6 +218,7 @@ def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) ->
     Raises:
         TypeError: ``model`` does not come from ``quantize_model``.
         ValueError: a rule of ``quantize_model`` matched nothing; or ``target`` is unknown.
+        ImportError: ``compiled``, and the extra is missing.
 
     Example:
         >>> import flax.linen as nn, jax.numpy as jnp, fp8flax as fp8
@@ -214,5 +277,32 @@ def report(model: nn.Module, *args: Any, target: str = "h200", **kwargs: Any) ->
             )
         )
     return ModelReport(
-        rows=tuple(rows), target=gpu.name, speedup=wide / time if time else 1.0, unseen=tuple(unseen)
+        rows=tuple(rows),
+        target=gpu.name,
+        speedup=wide / time if time else 1.0,
+        unseen=tuple(unseen),
+        fp8=_compiled(model, args, kwargs, target, is_fp8=True) if compiled else None,
+        wide=_compiled(model, args, kwargs, target, is_fp8=False) if compiled else None,
     )
+
+
+def _compiled(model: nn.Module, args: Any, kwargs: Any, target: str, *, is_fp8: bool) -> AuditReport:
+    """Returns what the forward and the backward pass are compiled to."""
+    with reporting(), compile_target(GPUS[target].compute_capability):
+        shapes, _ = eval_init(model, args, kwargs)
+    arrays, fill = split_arrays(args, kwargs)
+    learned = {name: shapes[name] for name in (PARAMS, OVERWRITE_WITH_GRADIENT) if name in shapes}
+    others = {name: tree for name, tree in shapes.items() if name not in learned}
+
+    def loss(learned: Any, others: Any, arrays: Any) -> jax.Array:
+        args, kwargs = fill(arrays)
+        variables = {**others, **learned}
+        out, _ = model.apply(variables, *args, rngs=jax.random.key(0), mutable=list(others), **kwargs)
+        leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+        return sum((jnp.mean(jnp.square(x.astype(jnp.float32))) for x in leaves), jnp.float32(0))
+
+    def step(*args: Any) -> Any:
+        with contextlib.nullcontext() if is_fp8 else autocast(enabled=False), reporting():
+            return value_and_grad(loss, allow_int=True)(*args)
+
+    return audit(step, flax.core.unfreeze(learned), others, arrays, target=target)

@@ -1,5 +1,7 @@
 """Which contractions run in FP8: the order of the rules, the defaults, the report."""
 
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -251,6 +253,44 @@ class TestReport:
         wide = 6 * n**3 / 790e12
         narrow = 6 * n**3 / 1400e12 + 5.2 * elements / 4.8e12
         assert speedup["h200", "delayed"] == pytest.approx(wide / narrow, rel=1e-6)
+
+    @pytest.mark.long
+    def test_compiled(self):
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x, scale, *, train):
+                x = nn.BatchNorm(use_running_average=not train, dtype=x.dtype)(x * scale)
+                x = nn.Dropout(0.1, deterministic=not train)(x)
+                self.sow("intermediates", "x", x)
+                return nn.Dense(2048, dtype=x.dtype)(x), jnp.argmax(x)
+
+        model, x = Block(), jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
+        args, kwargs = (x, 0.5), {"train": True}
+        # BatchNorm of Flax promotes; and there is no warning of emulation: it is compiled for a GPU.
+        with jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = fp8.report(fp8.quantize_model(model), *args, **kwargs, compiled=True)
+        # The kernel's gradient and that of the norm's parameters: no dgrad is saved.
+        assert (result.fp8.num_fp8_gemms, result.wide.num_fp8_gemms) == (3, 0)
+        assert result.fp8.num_gemms == result.wide.num_gemms == 3
+        assert result.fp8.num_launches > result.wide.num_launches
+        predicted = [one.predicted_seconds["total"] for one in (result.wide, result.fp8)]
+        assert result.step_speedup == pytest.approx(predicted[0] / predicted[1])
+        # Beside its one matmul there is a norm, which is as slow in both.
+        assert result.step_speedup < result.speedup
+        assert f"{result.step_speedup:.2f} times as fast in FP8" in str(result)
+        (axes,) = result.plot().axes
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["wide", "fp8"]
+        none = fp8.report(fp8.quantize_model(nn.Dense(4)), np.ones((2, 4)), compiled=True)
+        assert none.fp8.num_fp8_gemms == 0
+        assert none.step_speedup == 1
+
+    def test_not_compiled(self):
+        result = fp8.report(fp8.quantize_model(Model()), self.x)
+        assert result.step_speedup is None
+        assert "Compiled" not in str(result)
+        with pytest.raises(ValueError, match="compiled=True"):
+            result.plot()
 
     def test_products_of_attention(self):
         x = normal(0, 2, 4, 8)
