@@ -87,11 +87,8 @@ class MlpPlan:
     activation: str
     kernel_dtypes: tuple[np.dtype, ...]
     """As the kernels come, and go back; the gradients of all products are of the input's dtype."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Scopes of the contractions."""
-        return (*("gate", "up")[2 - len(self.into) :], "down")
+    names: tuple[str, ...]
+    """Scopes of the contractions."""
 
     def casting(self, f: Callable[..., Any], role: str, *plans: DotPlan, has_sums: bool = False) -> Casting:
         """Returns how something elementwise is cast for these contractions."""
@@ -100,7 +97,13 @@ class MlpPlan:
         return Casting(f, dtypes, has_sums, fits_kernel=self.activation not in _NOT_IN_TRITON)
 
 
-def mlp_plan(x: jax.Array, kernels: Sequence[jax.Array], recipe: CustomRecipe, activation: str) -> MlpPlan:
+def mlp_plan(
+    x: jax.Array,
+    kernels: Sequence[jax.Array],
+    recipe: CustomRecipe,
+    activation: str,
+    names: Sequence[str],
+) -> MlpPlan:
     """Returns the plan of a block.
 
     Args:
@@ -108,6 +111,7 @@ def mlp_plan(x: jax.Array, kernels: Sequence[jax.Array], recipe: CustomRecipe, a
         kernels: those of the first layers ``(K, H)``, and that of the last ``(H, N)``; of any wide floats.
         recipe: delayed scaling in all of it, see ``is_all_delayed``.
         activation: one of ``ACTIVATIONS``.
+        names: of the layers.
     """
     axes = frozenset().union(*(Operand.of(array).axes for array in (x, *kernels[:-1])))
 
@@ -121,6 +125,7 @@ def mlp_plan(x: jax.Array, kernels: Sequence[jax.Array], recipe: CustomRecipe, a
         out_of=plan(between, kernels[-1]),
         activation=activation,
         kernel_dtypes=tuple(kernel.dtype for kernel in kernels),
+        names=tuple(names),
     )
 
 
@@ -280,6 +285,7 @@ def mlp(
     states: Sequence[States],
     recipe: CustomRecipe,
     activation: str,
+    names: Sequence[str],
 ) -> jax.Array:
     """Returns ``hidden(activation, [x @ kernel + bias, …]) @ last kernel``, in FP8.
 
@@ -291,9 +297,10 @@ def mlp(
         states: of each contraction; their "gradients" are their next values.
         recipe: delayed scaling in all of it, see ``is_all_delayed``.
         activation: one of ``ACTIVATIONS``.
+        names: of the layers, as an audit shows them.
     """
     rows = lax.reshape(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
-    plan = mlp_plan(rows, kernels, recipe, activation)
+    plan = mlp_plan(rows, kernels, recipe, activation, names)
     plan.out_of.warn(recipe.forward, recipe.dgrad, recipe.wgrad)
     rows, kernels = reverse_mode_only(rows), tuple(map(reverse_mode_only, kernels))
     biases = tuple(reverse_mode_only(bias)[None] for bias in biases)

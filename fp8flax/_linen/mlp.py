@@ -52,6 +52,9 @@ class _Parts(nn.Dense):
         return _Given(kernel, bias, _States(name=f"{Fp8DotGeneralOp.__name__}_0")(recipe))
 
 
+_NAMES = ("gate", "up", "down")
+
+
 class MLP(nn.Module):
     """A dense layer, an activation, and a dense layer, in FP8; gated or not.
 
@@ -85,6 +88,9 @@ class MLP(nn.Module):
         bias_init: initializer of the biases.
         recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
             outside of it.
+        names: of the layers in the variables, in the order ``("gate", "up", "down")``, without the first if
+            it is not gated; None for these names. With those of a block that this one replaces, such as
+            ``("wi_0", "wi_1", "wo")`` of T5, its checkpoints fit.
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
@@ -115,6 +121,7 @@ class MLP(nn.Module):
     kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
     bias_init: Callable[..., Any] = nn.initializers.zeros
     recipe: Recipe | None = None
+    names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,18 +133,26 @@ class MLP(nn.Module):
         check_bool("use_bias", self.use_bias)
         if self.recipe is not None:
             check_recipe(self.recipe)
+        if self.names is not None:
+            expected = _NAMES[not self.gated :]
+            if len({*self.names}) != len(expected) or not all(isinstance(name, str) for name in self.names):
+                raise ValueError(
+                    f"names must be {len(expected)} different strings, of the layers {expected}; got "
+                    f"{self.names!r}."
+                )
 
     @nn.compact
     def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
         x = as_float_array(x, "x")
-        names = [("gate", self.hidden_features)] * self.gated + [("up", self.hidden_features)]
-        names += [("down", x.shape[-1] if self.features is None else self.features)]
+        names = self.names or _NAMES[not self.gated :]
+        features = x.shape[-1] if self.features is None else self.features
+        layers = list(zip(names, [self.hidden_features] * (len(names) - 1) + [features], strict=True))
         recipe = recipe_in_use(self.recipe, DelayedScaling())
         if recipe is None or not self._is_one(recipe, x):
-            *into, down = (self._layer(nn.Dense, *name) for name in names)
+            *into, down = (self._layer(nn.Dense, *layer) for layer in layers)
             return down(hidden(self.activation, [layer(x) for layer in into]))
-        sizes = [*[x.shape[-1]] * (len(names) - 1), self.hidden_features]
-        given = [self._layer(_Parts, *name)(size, recipe) for name, size in zip(names, sizes, strict=True)]
+        sizes = [*[x.shape[-1]] * (len(layers) - 1), self.hidden_features]
+        given = [self._layer(_Parts, *one)(size, recipe) for one, size in zip(layers, sizes, strict=True)]
         # As the layers do, but for kernels: those are cast to FP8 from what they are.
         x, *biases = promote_dtype(
             x, *(one.bias for one in given), *(one.kernel for one in given), dtype=self.dtype
@@ -146,7 +161,7 @@ class MLP(nn.Module):
         biases = [bias for bias in biases if bias is not None]
         kernels = [one.kernel for one in given]
         states = [one.states for one in given]
-        out = mlp(x, kernels, biases, states, recipe.gemms, self.activation)
+        out = mlp(x, kernels, biases, states, recipe.gemms, self.activation, names)
         return out if last_bias is None else out + last_bias.reshape(*[1] * (out.ndim - 1), -1)
 
     def _is_one(self, recipe: Recipe, x: jax.Array) -> bool:

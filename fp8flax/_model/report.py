@@ -165,7 +165,9 @@ class ModelReport:
     def _step(self) -> str:
         if self.fp8 is None or self.wide is None:
             return ""
-        table = [("", "predicted ms", "GEMMs", "in FP8", "launches", "MiB beside the GEMMs", "temporary MiB")]
+        table = [
+            ("", "predicted ms", "GEMMs", "in FP8", "launches", "MiB beside the GEMMs", "temporary MiB")
+        ]
         for name, one in (("FP8", self.fp8), ("without", self.wide)):
             table.append(
                 (

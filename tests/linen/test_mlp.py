@@ -91,6 +91,30 @@ def test_init_is_that_of_the_layers(gated, use_bias):
     assert_equal(block.init(jax.random.key(3), x), layers.init(jax.random.key(3), x))
 
 
+def test_with_the_names_of_a_block_its_checkpoints_fit():
+    class FeedForward(nn.Module):
+        """As Flax's examples write it, for bfloat16."""
+
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Dense(HIDDEN)(x))
+            return nn.Dense(WIDTH)(x)
+
+    model, x = FeedForward(), normal(0, ROWS, WIDTH)
+    variables = model.init(jax.random.key(0), x)
+    block = fp8.MLP(HIDDEN, activation="relu", use_bias=True, names=("Dense_0", "Dense_1"))
+    trained = fp8.calibrate(block.apply, fp8.add_fp8_state(variables, block, x), x)
+    assert trained["params"] == variables["params"]
+    assert list(trained[OWG]) == ["Dense_0", "Dense_1"]
+    expected = model.apply(variables, x)
+    error = np.linalg.norm(block.apply(trained, x) - expected) / np.linalg.norm(expected)
+    assert 0 < error < 0.1
+    # Named in the audit as they are in the variables.
+    text = step_of(block, x).lower(trained, x).as_text(debug_info=True)
+    assert "Dense_1/fp8_dgrad" in text
+    assert "down/fp8" not in text
+
+
 @pytest.mark.oldest
 @pytest.mark.parametrize(
     ("activation", "gated", "use_bias", "wrap"),
@@ -298,6 +322,12 @@ def test_the_state_is_that_of_one_call_on_all_data(way):
         ({"hidden_features": 8, "activation": "tanh"}, ValueError, "activation must be one of"),
         ({"hidden_features": 8, "gated": 1}, TypeError, "gated must be True or False; got 1"),
         ({"hidden_features": 8, "recipe": "delayed"}, TypeError, "recipe"),
+        ({"hidden_features": 8, "names": ("a", "b", "c")}, ValueError, r"2 different .* \('up', 'down'\)"),
+        (
+            {"hidden_features": 8, "gated": True, "names": ("a", "a", "b")},
+            ValueError,
+            "3 different strings",
+        ),
     ],
 )
 def test_errors(fields, error, message):
