@@ -115,7 +115,7 @@ class ModelReport:
 
     @property
     def step_speedup(self) -> float | None:
-        """Predicted for the forward and backward pass, all that it computes; None if it was not compiled."""
+        """Predicted for all of the forward and backward pass; None if it was not compiled."""
         if self.fp8 is None or self.wide is None:
             return None
         return self.wide.predicted_seconds["total"] / self.fp8.predicted_seconds["total"]
