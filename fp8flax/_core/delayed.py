@@ -282,15 +282,6 @@ def _scale_from_amax(config: DelayedConfig, amax: jax.Array, old_scale: jax.Arra
     return jnp.where(lax.is_finite(amax) & (amax > 0), rounded, scale)
 
 
-def inf_to_nan(g: Float[jax.Array, "*dims"]) -> Float[jax.Array, "*dims"]:
-    """Returns a cotangent with NaN for Inf, which a cast to FP8 would saturate.
-
-    A gradient that overflowed must be seen by whoever skips such steps (``optax.apply_if_finite``, a loss
-    scale), and must not look like an amax to the layers before.
-    """
-    return jnp.where(lax.is_finite(g), g, np.array(np.nan, g.dtype))
-
-
 def delayed_amax(x: Float[jax.Array, "*dims"]) -> Float[jax.Array, ""]:
     """Returns what ``next_state_of`` must know of a tensor: its amax in its dtype.
 

@@ -25,7 +25,6 @@ from fp8flax._core.delayed import (
     delayed_amax,
     delayed_config,
     delayed_scales,
-    inf_to_nan,
     next_state_of,
     report_calibrated,
     state_to_keep,
@@ -51,7 +50,7 @@ from fp8flax._core.names import (
 )
 from fp8flax._core.qdq import in_qdq_as, out_qdq_as
 from fp8flax._core.qtensor import QTensor, View
-from fp8flax._core.quantize import as_float_array
+from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import Quantizer, quantized, serves, straight_through
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 
@@ -211,7 +210,34 @@ def _quantized_for(plan: Plan, use: Use, x: jax.Array, scale: jax.Array | None) 
 def _serves_both(plan: Plan, role: str) -> bool:
     """Tells whether a tensor is quantized once for its two products."""
     first, second = plan.uses(role)
-    return serves(first.quantizer, second.quantizer, first.view)
+    return serves(first.quantizer, second.quantizer, first.view) and not _makes_pair(plan, role)
+
+
+def _makes_pair(plan: Plan, role: str) -> bool:
+    """Tells whether one kernel quantizes a tensor for both of its products."""
+    first, second = plan.uses(role)
+    operand = {"input": plan.lhs, "kernel": plan.rhs}.get(role) or Operand(
+        (), plan.out_dtype, plan.lhs.sharding, frozenset()
+    )
+    return (
+        first.quantizer is not None
+        and role not in plan.stacked
+        and operand.sharding is None
+        and first.quantizer.makes_pair(operand, first.view, second.quantizer, second.view)
+    )
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _pair_once(uses: Uses, inf_is_nan: bool, x: jax.Array) -> Any:
+    """Quantizes for two products, and refuses to be differentiated, as ``_quantized_once``."""
+    first, second = uses
+    assert first.quantizer is not None
+    return first.quantizer.quantize_pair(x, first.view, second.view, inf_is_nan=inf_is_nan)
+
+
+@_pair_once.defjvp
+def _pair_once_jvp(uses: Uses, inf_is_nan: bool, primals: Any, tangents: Any) -> Any:
+    raise TypeError(ONCE)
 
 
 def _transposed(plan: Plan, role: str, operand: Any) -> Any:
@@ -223,6 +249,8 @@ def _transposed(plan: Plan, role: str, operand: Any) -> Any:
 
 def _quantized_for_both(plan: Plan, role: str, x: jax.Array, scale: jax.Array | None) -> tuple[Any, Any]:
     uses = plan.uses(role)
+    if _makes_pair(plan, role):
+        return _pair_once(uses, role == "output_grad", x)
     first = _quantized_for(plan, uses.first, x, scale)
     if _serves_both(plan, role):
         return first, _transposed(plan, role, first)
@@ -420,7 +448,7 @@ def _differentiable_bwd(
     lhs_kept, rhs_kept, extra, scales, kept_amaxes, states = residuals
     out_shardings = (plan.lhs.sharding, plan.rhs.sharding, None)
     *grads, g_amax = _on_automatic_axes(
-        plan, _backward, out_shardings, lhs_kept, rhs_kept, extra, scales, inf_to_nan(g)
+        plan, _backward, out_shardings, lhs_kept, rhs_kept, extra, scales, g
     )
     amaxes = {**kept_amaxes, "output_grad": g_amax}
     new = {role: next_state_of(amaxes[role], scales[role], getattr(states, role)) for role in scales}
@@ -436,6 +464,8 @@ def _backward(
     plan: Plan, lhs_kept: Any, rhs_kept: Any, extra: Extra, scales: dict[str, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns the two gradients, and the amax of ``g`` where it has delayed scaling."""
+    if not _makes_pair(plan, "output_grad"):  # which does so by itself
+        g = inf_to_nan(g)
     g = plan.prepared("output_grad", g, extra)
     g_first, g_second, g_amax = quantized_with_amax(
         plan, "output_grad", g, scales.get("output_grad"), extra

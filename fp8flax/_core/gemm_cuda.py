@@ -17,8 +17,10 @@ from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability
 from fp8flax._core.gemm import Gemm, dequantized_gemm, dot, scaled
 from fp8flax._core.jax_rules import unless_partitioned, vary_alike
 from fp8flax._core.kernels.block_gemm import BLOCK, block_gemm
+from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC, HOPPER, hopper_block_gemm
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import MX_COLUMNS
+from fp8flax._core.recipes import GemmRecipe
 
 # cublasLt takes FP8 operands in multiples of this; XLA would pad, and copy, for it.
 _CUBLASLT_MULTIPLE = 16
@@ -77,8 +79,8 @@ def cuda_block_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
     """Multiplies operands whose scales change along the contraction, by what the GPU has for them.
 
     * Blackwell multiplies with a power-of-two scale per 32 columns; larger blocks are expanded to that.
-    * With float32 scales per 128 columns, and on Hopper with all scales per 128, a kernel of our own reads
-      FP8 and applies the scales to the sum of each block.
+    * With float32 scales per 128 columns a kernel of our own reads FP8 and applies the scales to the sum of
+      each block. On Hopper that multiplies in FP8 units if both operands are of one dtype, else in float16.
     * What is left is dequantized: to bfloat16, which holds products of a code and a power of two exactly,
       or to float32.
     """
@@ -97,18 +99,29 @@ def cuda_block_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
     return dequantized(lhs, rhs)
 
 
+def has_units(recipe: GemmRecipe, capability: float) -> bool:
+    """Tells whether a GPU of this compute capability multiplies operands of a GEMM as FP8.
+
+    Both have scales that change along the contraction. On Hopper those are a kernel's of our own.
+    """
+    lhs, rhs = recipe.lhs, recipe.rhs
+    assert lhs is not None
+    assert rhs is not None
+    is_for_kernel = lhs.scale_columns == rhs.scale_columns == BLOCK and lhs.dtype == rhs.dtype
+    return capability >= NATIVE_MX or (capability >= HOPPER and HAS_MOSAIC and is_for_kernel)
+
+
 def _kernel_gemm(gemm: Gemm, capability: float, lhs: QTensor, rhs: QTensor) -> jax.Array:
-    lhs_blocks = lhs.quantizer.as_row_blocks(lhs, BLOCK)
-    rhs_blocks = rhs.quantizer.as_row_blocks(rhs, BLOCK)
-    out = block_gemm(
-        lhs_blocks.codes,
-        rhs_blocks.codes,
-        lhs_blocks.scale,
-        rhs_blocks.scale,
-        out_dtype=_at_most_float32(gemm.out_dtype),
-        in_float16=capability < NATIVE_MX or lhs.codes.dtype != rhs.codes.dtype,
-    )
-    return _unpadded(gemm, out)
+    out_dtype, square = _at_most_float32(gemm.out_dtype), None
+    if capability < NATIVE_MX and has_units(gemm.recipe, capability):
+        multiply = partial(hopper_block_gemm, out_dtype=out_dtype)
+        square = rhs.quantizer.as_blocks(rhs, BLOCK, BLOCK)
+    else:
+        in_float16 = capability < NATIVE_MX or lhs.codes.dtype != rhs.codes.dtype
+        multiply = partial(block_gemm, out_dtype=out_dtype, in_float16=in_float16)
+    blocks = [x.quantizer.as_blocks(x, 1, BLOCK) for x in (lhs, rhs)]
+    blocks[1] = square or blocks[1]
+    return _unpadded(gemm, _of_stacks(multiply)(*((x.codes, x.scale) for x in blocks)))
 
 
 def _unpadded(gemm: Gemm, out: jax.Array) -> jax.Array:
@@ -127,7 +140,7 @@ def _fits_kernel(lhs: QTensor, rhs: QTensor) -> bool:
     return (
         compute_capability() >= NATIVE_FP8
         and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
-        and all(x.quantizer.as_row_blocks(x, BLOCK) is not None for x in (lhs, rhs))
+        and all(x.quantizer.as_blocks(x, 1, BLOCK) is not None for x in (lhs, rhs))
         # Nor those of which jax.export does not know the size.
         and all(isinstance(x.codes.size, int) and x.codes.size < 2**31 for x in (lhs, rhs))
     )
@@ -140,20 +153,22 @@ def _at_most_float32(dtype: np.dtype) -> Any:
 def _mx_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
     # Blocks of two widths are padded differently.
     width = max(lhs.codes.shape[2], rhs.codes.shape[2])
-    return _scaled_matmul(_at_most_float32(gemm.out_dtype))(
+    out_dtype = _at_most_float32(gemm.out_dtype)
+    return _of_stacks(partial(jax.nn.scaled_matmul, preferred_element_type=out_dtype))(
         *((_widen(x.codes, width), _widen(x.scale, width // MX_COLUMNS)) for x in (lhs, rhs))
     )
 
 
-def _scaled_matmul(out_dtype: Any) -> Callable[..., jax.Array]:
-    """Returns ``jax.nn.scaled_matmul`` of pairs of codes and scales, with a rule for ``jax.vmap``.
+def _of_stacks(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Returns ``multiply(*codes, *scales)`` of two pairs of codes and scales, with a rule for ``jax.vmap``.
 
-    JAX's own refuses an operand that is not batched, such as the kernel under ``vmap`` over examples.
+    JAX's own refuses an operand that is not batched, such as the kernel under ``vmap`` over examples, or
+    computes it again and again.
     """
 
     @jax.custom_batching.custom_vmap
     def matmul(lhs: Any, rhs: Any) -> jax.Array:
-        return jax.nn.scaled_matmul(lhs[0], rhs[0], lhs[1], rhs[1], preferred_element_type=out_dtype)
+        return multiply(lhs[0], rhs[0], lhs[1], rhs[1])
 
     @matmul.def_vmap
     def _(size: int, is_batched: Any, lhs: Any, rhs: Any) -> tuple[jax.Array, bool]:
@@ -163,14 +178,14 @@ def _scaled_matmul(out_dtype: Any) -> Callable[..., jax.Array]:
         if lhs_batched and rhs_batched:
             # More matrices.
             lhs, rhs = ([x.reshape(-1, *x.shape[2:]) for x in side] for side in (lhs, rhs))
-            out = _scaled_matmul(out_dtype)(lhs, rhs)
+            out = _of_stacks(multiply)(lhs, rhs)
             return out.reshape(size, -1, *out.shape[1:]), True
         # More rows of the matrices that are batched.
         lhs, rhs = (
             [jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, x.shape[3]) for x in side] if batched else side
             for side, batched in ((lhs, lhs_batched), (rhs, rhs_batched))
         )
-        out = _scaled_matmul(out_dtype)(lhs, rhs)
+        out = _of_stacks(multiply)(lhs, rhs)
         axis = 1 if lhs_batched else 2
         shape = (*out.shape[:axis], size, out.shape[axis] // size, *out.shape[axis + 1 :])
         return jnp.moveaxis(out.reshape(shape), axis, 0), True

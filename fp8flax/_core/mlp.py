@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8flax._core.delayed import inf_to_nan, next_state_of, state_to_keep
+from fp8flax._core.delayed import next_state_of, state_to_keep
 from fp8flax._core.differentiable import (
     Entering,
     Operand,
@@ -34,6 +34,7 @@ from fp8flax._core.kernels.cast_transpose import Cast, Casting, cast_transposed
 from fp8flax._core.multiply import multiply
 from fp8flax._core.names import DGRAD, FORWARD, KERNEL_FORWARD_NAME, OUTPUT_NAME, RESIDUAL_NAMES, WGRAD
 from fp8flax._core.qtensor import QTensor
+from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.recipes import CustomRecipe
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -13,13 +13,12 @@ from jax import lax
 
 from fp8flax._core.device import (
     NATIVE_FP8,
-    NATIVE_MX,
     Fp8EmulationWarning,
     compile_target,
     compute_capability,
 )
 from fp8flax._core.gemm import Gemm, emulated_gemm, wide_gemm
-from fp8flax._core.gemm_cuda import cuda_block_gemm, cuda_gemm
+from fp8flax._core.gemm_cuda import cuda_block_gemm, cuda_gemm, has_units
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import GemmRecipe
 
@@ -46,13 +45,22 @@ def warn_if_emulated(*recipes: GemmRecipe) -> None:
             Fp8EmulationWarning,
             stacklevel=1,
         )
-    elif capability < NATIVE_MX and any(map(_has_block_scales, recipes)):
+    elif any(_has_block_scales(one) and not has_units(one, capability) for one in recipes):
         warnings.warn(
-            f"{jax.devices()[0].device_kind} has no units for block scales: the FP8 values are multiplied "
-            "in a wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling runs in FP8.",
+            f"{jax.devices()[0].device_kind} has no units for these block scales: the FP8 values are "
+            "multiplied in a wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling "
+            "runs in FP8.",
             Fp8EmulationWarning,
             stacklevel=1,
         )
+
+
+def runs_in_fp8(recipe: GemmRecipe, capability: float) -> bool:
+    """Tells whether a GPU of this compute capability, which has FP8 units, multiplies a matmul in them."""
+    lhs, rhs = recipe.lhs, recipe.rhs
+    if lhs is None or rhs is None or lhs.scales_along_contraction != rhs.scales_along_contraction:
+        return False
+    return not lhs.scales_along_contraction or has_units(recipe, capability)
 
 
 def _has_block_scales(recipe: GemmRecipe) -> bool:

@@ -17,6 +17,12 @@ QDQ = "fp8_qdq"
 BLOCK_GEMM, BLOCK_GEMM_F16 = "fp8_block_gemm", "fp8_block_gemm_f16"
 """Our kernel for block scales: what multiplies in FP8, and what reads FP8 and multiplies in float16."""
 
+BLOCK_GEMM_HOPPER = "fp8_block_gemm_hopper"
+"""Our kernel for block scales that multiplies in Hopper's FP8 units."""
+
+BLOCK_QUANTIZE = "fp8_block_quantize"
+"""Our kernel that casts with a scale per block, in both orientations."""
+
 CAST_TRANSPOSE = "fp8_cast_transpose"
 """Our kernel that casts in both orientations."""
 

@@ -20,13 +20,18 @@ from fp8flax._core.delayed import (
     check_state,
     delayed_amax,
     delayed_scale,
-    inf_to_nan,
     next_state_of,
     state_to_keep,
 )
 from fp8flax._core.formats import as_fp8_dtype
 from fp8flax._core.max_dtype import from_max_dtype, is_max_dtype
-from fp8flax._core.quantize import as_float_array, dequantize, quantize, quantize_dequantize
+from fp8flax._core.quantize import (
+    as_float_array,
+    dequantize,
+    inf_to_nan,
+    quantize,
+    quantize_dequantize,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Shaped

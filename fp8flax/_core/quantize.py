@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -191,3 +192,12 @@ def cast_to_representable(
     Source: Transformer Engine, "Using FP8 with Transformer Engine".
     """
     return quantize_dequantize(x, q_dtype, jnp.asarray(scale, jnp.float32))
+
+
+def inf_to_nan(g: Float[jax.Array, "*dims"]) -> Float[jax.Array, "*dims"]:
+    """Returns a cotangent with NaN for Inf, which a cast to FP8 would saturate.
+
+    A gradient that overflowed must be seen by whoever skips such steps (``optax.apply_if_finite``, a loss
+    scale), and must not look like an amax to the layers before.
+    """
+    return jnp.where(lax.is_finite(g), g, np.array(np.nan, g.dtype))

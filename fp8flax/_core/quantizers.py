@@ -15,9 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8flax._core.formats import as_fp8_dtype, fp8_max
+from fp8flax._core.jax_rules import unless_partitioned
+from fp8flax._core.kernels.block_gemm import BLOCK
+from fp8flax._core.kernels.block_quantize import block_quantize, has_block_quantize
 from fp8flax._core.options import check_bool, check_choice, check_epsilon, check_int
 from fp8flax._core.qtensor import QTensor, View
-from fp8flax._core.quantize import quantize
+from fp8flax._core.quantize import inf_to_nan, quantize
 from fp8flax._core.scaling import (
     current_scale,
     e8m0_factors,
@@ -67,6 +70,7 @@ class Quantizer:
             powers of two.
         strategy: what compressed-tensors and inference servers call such scales of a kernel (``"tensor"``,
             ``"channel"``, ``"block"``); None for those that they do not know.
+        scale_columns: how many columns of a row share a float32 scale; None where scales are no such ones.
         quantization_bytes: bytes that one step moves to quantize, per element of input, kernel and output,
             beside what the GEMMs read and write, for the predictions of ``fp8flax.report``.
 
@@ -96,6 +100,7 @@ class Quantizer:
     has_one_scale: ClassVar[Any] = False
     is_exact_in_bfloat16: ClassVar[Any] = False
     strategy: ClassVar[Any] = None
+    scale_columns: ClassVar[Any] = None
     quantization_bytes: ClassVar[Any] = 8.0
 
     def __init_subclass__(cls) -> None:
@@ -143,6 +148,24 @@ class Quantizer:
         """Returns the operand for the other GEMM, given that it ``serves``."""
         return q
 
+    def makes_pair(self, x: Any, view: View, other: Quantizer | None, other_view: View) -> bool:
+        """Tells whether ``quantize_pair`` is to be asked: where one kernel does for both GEMMs."""
+        del x, view, other, other_view
+        return False
+
+    def quantize_pair(
+        self, x: Float[jax.Array, "*dims"], view: View, other_view: View, inf_is_nan: bool = False
+    ) -> tuple[QTensor, QTensor]:
+        """Quantizes an operand for both of its GEMMs, given that it ``makes_pair``.
+
+        Args:
+            x: as of ``quantize``.
+            view: of the first GEMM.
+            other_view: of the second.
+            inf_is_nan: whether an Inf becomes a NaN.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define quantize_pair if it makes_pair.")
+
     def trim(self, q: QTensor, view: View) -> QTensor:
         """Returns the operand without what fills it up, to be kept for the backward pass."""
         del view
@@ -174,9 +197,9 @@ class Quantizer:
         del q
         return None
 
-    def as_row_blocks(self, q: QTensor, columns: int) -> QTensor | None:
-        """Returns the same values with a float32 scale per so many columns of each row, or None."""
-        del q, columns
+    def as_blocks(self, q: QTensor, rows: int, columns: int) -> QTensor | None:
+        """Returns the same values with a float32 scale per so many rows and columns, or None."""
+        del q, rows, columns
         return None
 
 
@@ -373,6 +396,11 @@ class BlockQuantizer(Quantizer):
         """How inference servers call it."""
         return "block" if self.block == (128, 128) else None
 
+    @property
+    def scale_columns(self) -> int | None:
+        """Those of a block, where scales are float32."""
+        return None if self.scale == "e8m0" else self.block[1]
+
     def quantize(
         self,
         x: Float[jax.Array, "*dims"],
@@ -396,6 +424,42 @@ class BlockQuantizer(Quantizer):
             codes = quantize(blocks.astype(jnp.float32) * inverse, self.dtype, 1.0)
             scale = e8m0_scale(exponent) if self.scale == "e8m0" else power_of_two(exponent)
         return QTensor(codes.reshape(padded.shape), scale.reshape(self._scale_shape(view)), self)
+
+    def makes_pair(self, x: Any, view: View, other: Quantizer | None, other_view: View) -> bool:
+        """Tells whether there is a kernel, and the other GEMM sums over this one's rows."""
+        swapped = other_view.batch, other_view.contract, other_view.free
+        return (
+            self == other
+            and (view.batch, view.free, view.contract) == swapped
+            and sorted(view.order) in (list(view.order), list(other_view.order))
+            and self.block in ((1, BLOCK), (BLOCK, BLOCK))
+            and self.scale_columns is not None
+            and has_block_quantize(view.matrix_shape, x.dtype)
+        )
+
+    def quantize_pair(
+        self, x: Float[jax.Array, "*dims"], view: View, other_view: View, inf_is_nan: bool = False
+    ) -> tuple[QTensor, QTensor]:
+        """Quantizes with the kernel, where that is not split over several devices."""
+        if list(view.order) != sorted(view.order):  # the other is the matrix that is there
+            pair = self.quantize_pair(x, other_view, view, inf_is_nan=inf_is_nan)
+            return pair[1], pair[0]
+        is_square, power_2 = self.block[0] == BLOCK, self.scale == "power_of_two"
+        kernel = partial(
+            block_quantize, dtype=self.dtype, is_square=is_square, power_2=power_2, inf_is_nan=inf_is_nan
+        )
+
+        def twin(matrix: jax.Array) -> Any:
+            x = view.from_matrix(inf_to_nan(matrix) if inf_is_nan else matrix)
+            first = self.quantize(x, view)
+            second = self.transpose(first) if is_square else self.quantize(x, other_view)
+            return tuple((q.codes, q.scale) for q in (first, second))
+
+        pairs = lax.platform_dependent(
+            view.to_matrix(x), cuda=partial(unless_partitioned, kernel, twin), default=twin
+        )
+        first, second = (QTensor(codes, scale, self) for codes, scale in pairs)
+        return first, second
 
     def dequantize(self, q: QTensor, view: View, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
         """Returns the operand without what fills up its last blocks."""
@@ -457,11 +521,11 @@ class BlockQuantizer(Quantizer):
         codes = jnp.repeat(jnp.repeat(codes, height, axis=1), width // MX_COLUMNS, axis=2)
         return dataclasses.replace(q, scale=lax.bitcast_convert_type(codes, jnp.float8_e8m0fnu))
 
-    def as_row_blocks(self, q: QTensor, columns: int) -> QTensor | None:
-        """Repeats the scales of blocks of several rows, where they are so wide and float32."""
-        if self.block[1] != columns or q.scale.dtype != jnp.float32:
+    def as_blocks(self, q: QTensor, rows: int, columns: int) -> QTensor | None:
+        """Repeats the scales of blocks of more rows, where they are so wide and float32."""
+        if self.scale_columns != columns or self.block[0] % rows:
             return None
-        return dataclasses.replace(q, scale=jnp.repeat(q.scale, self.block[0], axis=1))
+        return dataclasses.replace(q, scale=jnp.repeat(q.scale, self.block[0] // rows, axis=1))
 
     def _num_blocks(self, view: View) -> tuple[int, int]:
         _, rows, columns = view.matrix_shape

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from fp8flax._core.autocast import autocast, recipe_in_use
 from fp8flax._core.device import GPUS, Gpu, compile_target
+from fp8flax._core.multiply import runs_in_fp8
 from fp8flax._core.names import COUNTED, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._linen.conversion import reporting
@@ -42,12 +43,11 @@ def _seconds(sizes: GemmSizes, gpu: Gpu, gemms: CustomRecipe | None, is_matmul: 
     used = [quantizer for quantizer in (gemms.forward.lhs, gemms.forward.rhs) if quantizer is not None]
     most = max((quantizer.quantization_bytes for quantizer in used), default=_LEAST_QUANTIZATION_BYTES)
     quantization = most * elements / gpu.bandwidth
-    per_block = any(quantizer.scales_along_contraction for quantizer in used)
-    if not is_matmul or (per_block and not gpu.has_block_scales):
+    if not is_matmul:
         return wide + quantization
     total = 0.0
     for gemm in (gemms.forward, gemms.dgrad, gemms.wgrad):
-        in_fp8 = gemm.lhs is not None and gemm.rhs is not None
+        in_fp8 = runs_in_fp8(gemm, gpu.compute_capability)
         peak, size = (gpu.fp8, 4) if in_fp8 else (gpu.bf16, 6)
         total += max(sizes.flops / peak, size * elements / 3 / gpu.bandwidth)
     return total + quantization

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16
+from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
 from fp8flax.audit.hlo import Array, Computation, Instruction, Program
 from fp8flax.audit.traffic import SLICES, VIEWS
 
@@ -58,6 +58,9 @@ class _Place(NamedTuple):
         return self._replace(instruction=self.computation.instructions[self.instruction.operands[index]])
 
 
+_OUR_KERNELS = frozenset({BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER})
+
+
 def dots_of(program: Program, computation: Computation, instruction: Instruction) -> Iterator[Dot]:
     """Yields the products and convolutions that an instruction of ``computation`` launches."""
     backend = _backend(instruction)
@@ -78,8 +81,8 @@ def _backend(instruction: Instruction) -> str | None:
     if instruction.opcode in ("dot", "convolution"):
         return "other"
     target = instruction.attribute("custom_call_target") if instruction.opcode == "custom-call" else ""
-    if target == "__gpu$xla.gpu.triton":
-        is_ours = not {BLOCK_GEMM, BLOCK_GEMM_F16}.isdisjoint(instruction.op_name.split("/"))
+    if target == "__gpu$xla.gpu.triton" or target.startswith("mosaic_gpu"):
+        is_ours = not _OUR_KERNELS.isdisjoint(instruction.op_name.split("/"))
         return "Pallas" if is_ours else None
     if target.startswith("__cublas$lt$matmul"):
         return "cublasLt"
@@ -125,10 +128,14 @@ def _read_dot(program: Program, place: _Place, backend: str) -> Dot:
         for a, c, b in zip((lhs, rhs), contracting, batch)
     ]
     m, n = (math.prod(a.dims[i] for i in f) for a, f in zip((lhs, rhs), free))
+    num = math.prod(lhs.dims[i] for i in batch[0])
+    if BLOCK_GEMM_HOPPER in dot.op_name.split("/"):  # of matrices one below the other
+        num = n // dot.result.dims[1]
+        m, n = m // num, n // num
     leading = {f > sorted(c) for f, c in zip(free, contracting)} if all(free) else {True, False}
     return Dot(
         **said,
-        batch=math.prod(lhs.dims[i] for i in batch[0]),
+        batch=num,
         m=m,
         k=math.prod(lhs.dims[i] for i in contracting[0]),
         n=n,

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -20,6 +21,8 @@ from flax.linen import fp8_ops as flax_ops
 
 import fp8flax as fp8
 from fp8flax._core.dot_general import fp8_dot_general
+from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax.audit import auditing, compiling, hlo, kernels
 from fp8flax.demo import training
 from tests.cases import cells, dense_step, struct
@@ -293,6 +296,10 @@ def test_kernels_are_quantized_once_for_all_microbatches(name, remat):
                 array = inner.result
                 if inner.opcode == "abs" or (inner.opcode == "convert" and array.dtype == "f8e4m3fn"):
                     launches[inner.opcode, math.prod(array.dims)] += kernel.trip_count
+        ours = kernel_of[kernel.name]
+        if BLOCK_QUANTIZE in ours.op_name.split("/"):
+            for opcode in ("abs", "convert"):
+                launches[opcode, math.prod(ours.results[0].dims)] += kernel.trip_count
     # No more than a few by itself, of which remat computes one again; five times that in the loop.
     for opcode in ("abs", "convert"):
         assert 1 <= launches[opcode, 256 * 384] <= 2
@@ -467,6 +474,7 @@ def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
     }
 
 
+BLOCKS_ON_HOPPER = "Pallas", "" if HAS_MOSAIC else "read as FP8 and multiplied in float16"
 RECIPES = {
     # recipe: for each GPU, what multiplies, and why not in FP8
     "tensorwise": (fp8.Float8CurrentScaling(), {"h200": ("cublasLt", ""), "b200": ("cublasLt", "")}),
@@ -480,11 +488,11 @@ RECIPES = {
     ),
     "128 blocks": (
         fp8.Float8BlockScaling(),
-        {"h200": ("Pallas", "read as FP8 and multiplied in float16"), "b200": ("cuDNN", "")},
+        {"h200": BLOCKS_ON_HOPPER, "b200": ("cuDNN", "")},
     ),
     "128 blocks, float32": (
         fp8.Float8BlockScaling(use_f32_scales=True),
-        {"h200": ("Pallas", "read as FP8 and multiplied in float16"), "b200": ("Pallas", "")},
+        {"h200": BLOCKS_ON_HOPPER, "b200": ("Pallas", "")},
     ),
 }
 
@@ -580,30 +588,98 @@ import fp8flax as fp8
 from fp8flax._core.dot_general import fp8_dot_general
 
 x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
-recipe = fp8.Float8BlockScaling(use_f32_scales=True)
+dtypes = [jnp.float8_e4m3fn, jnp.float8_e4m3fn if sys.argv[1] == "b200" else jnp.float8_e5m2]
+lhs, rhs = (fp8.BlockQuantizer(dtype=d, block=(1, 128), scale="float32") for d in dtypes)
+recipe = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=lhs, rhs=rhs))
 dot = lambda x, w: fp8_dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe)
-for target in sys.argv[1:]:
-    fp8.audit(dot, x, x, target=target)
+fp8.audit(dot, x, x, target=sys.argv[1])
 """
 
 
 @pytest.mark.long
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="XLA then shows no machine code")
 def test_instructions_of_the_block_kernel(tmp_path):
-    """What the audit says of the kernel is in its machine code: FP8 on Blackwell, float16 on Hopper."""
+    """What the audit says of Triton's kernel is in its code: FP8 on Blackwell, else float16 on Hopper."""
+    for target, instruction in (
+        ("h200", r"wgmma\.mma_async\S*\.f32\.f16\.f16"),
+        ("b200", r"tcgen05\.mma\S*kind::f8f6f4"),
+    ):
+        run(target, XLA_FLAGS=f"--xla_dump_to={tmp_path / target}")
+        code = [path.read_text() for path in (tmp_path / target).glob("*.ptx")]
+        assert re.search(instruction, "".join(code))
+
+
+def run(*args, script=SCRIPT, **env):
+    """Returns what a process prints that compiles for a GPU."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, "h200", "b200"],
-        env={**os.environ, "XLA_FLAGS": f"--xla_dump_to={tmp_path}", "JAX_ENABLE_COMPILATION_CACHE": "0"},
+        [sys.executable, "-c", script, *args],
+        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0", **env},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    code = [path.read_text() for path in tmp_path.glob("*.ptx")]
-    for target, instruction in (
-        (r"\.target sm_90", r"wgmma\.mma_async\S*\.f32\.f16\.f16"),
-        (r"\.target sm_100", r"tcgen05\.mma\S*kind::f8f6f4"),
-    ):
-        assert re.search(instruction, "".join(text for text in code if re.search(target, text)))
+    return done.stdout + done.stderr
+
+
+# Both kinds of operands: one scale for 128 rows of the right one, and one for each.
+ON_HOPPER = """
+import functools, jax, jax.numpy as jnp
+from fp8flax._core.kernels.block_gemm_hopper import hopper_block_gemm
+from fp8flax.audit.compiling import compile_for, find_target
+
+def of(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+    for rows in (4, 512):
+        for out_dtype in (jnp.bfloat16, jnp.float32):
+            codes = of(1, 512, 1024, dtype=dtype), of(1, 512, 1024, dtype=dtype)
+            f = functools.partial(hopper_block_gemm, out_dtype=out_dtype)
+            compile_for(find_target("h200"), f, (*codes, of(1, 512, 8), of(1, rows, 8)))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
+def test_hoppers_kernel_multiplies_in_fp8_and_spills_no_register():
+    said = run(script=ON_HOPPER, MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1")
+    multiplications = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", said)
+    # Four of 32 columns each for a block of 128; nothing else multiplies matrices.
+    assert Counter(multiplications) == {
+        "m64n128k32.f32.e4m3.e4m3": 4 * 4,
+        "m64n128k32.f32.e5m2.e5m2": 4 * 4,
+    }
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    assert set(spills) == {"0"}
+    assert len(spills) == 2 * 8
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
+def test_hoppers_kernel_is_machine_code_for_its_fp8_units():
+    found = [path for root in sys.path for path in Path(root).glob("nvidia/*/bin/nvdisasm")]
+    if not found:
+        pytest.skip("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
+    said = run(script=ON_HOPPER, MOSAIC_GPU_DUMP_SASS="1", CUDA_ROOT=str(found[0].parent.parent))
+    assert Counter(re.findall(r"\b[QH]GMMA\.\S+", said)) == {
+        "QGMMA.64x128x32.F32.E4M3.E4M3": 4 * 4,
+        "QGMMA.64x128x32.F32.E5M2.E5M2": 4 * 4,
+    }
+    assert "STL" not in said  # stores to memory that stand in for a register
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
+@pytest.mark.parametrize("use_f32_scales", [False, True])
+def test_a_layer_with_block_scales_on_hopper(use_f32_scales):
+    """Each tensor is read once to be quantized for both of its GEMMs, and those run in FP8."""
+    recipe = fp8.Float8BlockScaling(use_f32_scales=use_f32_scales)
+    report = fp8.audit(*dense_step(8192, 4096, 4096, partial(fp8.Fp8DotGeneralOp, recipe=recipe)))
+    assert report.fp8_flops_share == 1
+    assert report.maybe_fp8_flops_share == 0
+    assert [(g.m, g.k, g.n) for g in report.gemms if g.role == "wgrad"] == [(4096, 8192, 4096)]
+    assert report.num_launches <= 8
+    assert (report.gemm_bytes + report.other_bytes) / 2**20 <= 660
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.kernels.block_gemm import block_gemm, block_gemm_in_jax
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from tests import reference_recipes
-from tests.cases import MATMUL, cells, error_of_product, with_reference
+from tests.cases import MATMUL, cells, error_of_product, in_the_place_of_hoppers, with_reference
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
@@ -163,7 +163,9 @@ def test_magnitudes_in_the_branch_for_gpus(name, monkeypatch):
 
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
     monkeypatch.setattr(gemm_cuda, "dot", dot)
-    monkeypatch.setattr(gemm_cuda, "block_gemm", partial(block_gemm, interpret=True))
+    kernel = partial(block_gemm, interpret=True)
+    monkeypatch.setattr(gemm_cuda, "hopper_block_gemm", in_the_place_of_hoppers(kernel))
+    monkeypatch.setattr(gemm_cuda, "block_gemm", kernel)
     with compile_target(9.0):
         check_three_gemms(RECIPES[name])
 

@@ -25,6 +25,7 @@ from tests.cases import (
     cells,
     data,
     error_of_product,
+    in_the_place_of_hoppers,
     init,
     kept,
     variables_of,
@@ -287,6 +288,7 @@ def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability
 
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     monkeypatch.setattr(gemm_cuda, "block_gemm", interpreted)
+    monkeypatch.setattr(gemm_cuda, "hopper_block_gemm", in_the_place_of_hoppers(interpreted))
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
     with compile_target(capability):
         actual = make_vjp(STATELESS[name], dims)(lhs, rhs, g)
@@ -299,14 +301,13 @@ def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
-def test_block_scaled_gemm_under_vmap(axes, monkeypatch):
+def test_block_scaled_gemm_under_vmap(axes):
     """JAX's own rule takes no operand that is not batched."""
 
-    def scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, preferred_element_type):
+    def scaled_matmul(lhs, rhs, lhs_scale, rhs_scale):
         assert lhs.ndim == rhs.ndim == lhs_scale.ndim == rhs_scale.ndim == 3
         return jnp.einsum("bmk,bnk->bmn", lhs * lhs_scale, rhs * rhs_scale)
 
-    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     rng = np.random.default_rng(0)
     operands = []
     for axis, rows in zip(axes, (5, 7)):
@@ -314,7 +315,7 @@ def test_block_scaled_gemm_under_vmap(axes, monkeypatch):
         operands.append(
             (rng.normal(size=shape).astype(np.float32), np.full((*shape[:-1], 1), 2, np.float32))
         )
-    out = jax.vmap(gemm_cuda._scaled_matmul(jnp.float32), axes)(*operands)
+    out = jax.vmap(gemm_cuda._of_stacks(scaled_matmul), axes)(*operands)
     lhs, rhs = (2 * (x if x.ndim == 4 else np.stack([x] * 4)) for x, _ in operands)
     np.testing.assert_allclose(out, lhs @ rhs.swapaxes(2, 3), rtol=1e-5, atol=1e-5)
 
@@ -553,4 +554,4 @@ def test_an_older_gpu_is_told_that_block_scales_are_not_native(monkeypatch):
             assert not caught
             jax.eval_shape(lambda x, w, r=recipe: fp8_dot_general(x, w, MATMUL, recipe=r), x, w)
     assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
-    assert "has no units for block scales" in str(caught[0].message)
+    assert "has no units for these block scales" in str(caught[0].message)

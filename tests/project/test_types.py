@@ -15,7 +15,7 @@ from beartype import beartype
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core import conv, delayed, differentiable, dot_general, einsum, ragged_dot, scaling
+from fp8flax._core import conv, delayed, differentiable, dot_general, einsum, quantize, ragged_dot, scaling
 
 
 def hints_of(thing):
@@ -121,7 +121,17 @@ FUNCTIONS = {
         {"x": ints(2, 3), "delayed_scale": ints(1)},
     ),
     "CurrentQuantizer.quantize": ((CURRENT, MATRIX, VIEW), {"x": ints(2, 3)}),
+    "Quantizer.quantize_pair": (None, {}),
     "BlockQuantizer.quantize": ((BLOCK, MATRIX, VIEW), {"x": ints(2, 3)}),
+    "BlockQuantizer.quantize_pair": (
+        (
+            fp8.BlockQuantizer(dtype=E4M3, block=(1, 128), scale="float32"),
+            MATRIX,
+            VIEW,
+            fp8.View((2, 3), (0,), ()),
+        ),
+        {"x": ints(2, 3)},
+    ),
     "BlockQuantizer.dequantize": ((BLOCK, partial(quantized, BLOCK), VIEW, BF16), {"q": CODES}),
 }
 OPS = {
@@ -149,7 +159,7 @@ INNER = [
     (scaling.is_newest, (4,), {}),
     (scaling.bounded_amax, (f32(2, 3), f32(2, 3), E4M3), {}),
     (scaling.apply_scales, (f32(2, 3), f32(2, 1), f32()), {}),
-    (delayed.inf_to_nan, (MATRIX.astype(BF16),), {}),
+    (quantize.inf_to_nan, (MATRIX.astype(BF16),), {}),
     (delayed.delayed_amax, (MATRIX.astype(BF16),), {}),
 ]
 

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core.device import GPUS
-from fp8flax._core.names import BLOCK_GEMM_F16
+from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.names import BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
 from fp8flax.audit.compiling import compiling_for
 from fp8flax.audit.hlo import parse
 from tests import what_works
@@ -436,7 +437,7 @@ def test_shard_map_on_gpus(recipe, target, request):
     expected = {
         ("mxfp8", "b200"): "__cudnn$blockScaledDot",
         ("block128", "b200"): "__cudnn$blockScaledDot",
-        ("block128", "h200"): BLOCK_GEMM_F16,
+        ("block128", "h200"): BLOCK_GEMM_HOPPER if HAS_MOSAIC else BLOCK_GEMM_F16,
     }
     assert expected.get((recipe, target), "") in program
 

@@ -1,0 +1,197 @@
+"""A GEMM whose scales change along the contraction, on Hopper's FP8 units: a kernel in Mosaic GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8flax._core.jax_rules import vary_alike
+from fp8flax._core.kernels.block_gemm import BLOCK
+from fp8flax._core.names import BLOCK_GEMM_HOPPER
+
+# Two warpgroups multiply, each 64 rows of a tile of the result, and one warp of a third fetches.
+_ROWS = 64
+_TILE = 2 * _ROWS
+HOPPER = 9.0
+"""The compute capability, and the only one, whose units the kernel is written for."""
+
+_LARGE = 2.0**126
+
+HAS_MOSAIC = jax.__version_info__ >= (0, 10)
+"""Whether Pallas's Mosaic GPU is that which the kernel is written in."""
+
+_CORES = 132
+"""Of an H100 or H200. On a GPU with fewer some tiles wait for a second round."""
+
+
+def hopper_block_gemm(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_scale: jax.Array,
+    rhs_scale: jax.Array,
+    *,
+    out_dtype: Any,
+    interpret: Any = None,
+) -> jax.Array:
+    """Returns the product of two block-scaled stacks of matrices, ``(batch, M, N)``.
+
+    As ``block_gemm``, but that scales are taken relative to those of the first block: so each element is
+    multiplied once by the product of both, which would else leave the range of float32 before the result
+    does. (What ``block_gemm`` does for that takes longer than the FP8 units do.)
+
+    Args:
+        lhs: codes, ``(batch, M, K)``; K is a multiple of 128.
+        rhs: codes of the same dtype, ``float8_e4m3fn`` or ``float8_e5m2``; ``(batch, N, K)``.
+        lhs_scale: float32, ``(batch, M, K / 128)``.
+        rhs_scale: float32, ``(batch, N, K / 128)``, or ``(batch, ceil(N / 128), K / 128)`` with one for 128
+            rows.
+        out_dtype: ``bfloat16``, ``float16`` or ``float32``.
+        interpret: parameters of Pallas's GPU interpreter, to run on any device, for tests.
+
+    Source: the scheme of DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv:2412.19437, section
+    3.5.2: sums of 128 products are promoted to float32 outside of the tensor cores.
+    """
+    batch, rows, depth = lhs.shape
+    columns, num_blocks = rhs.shape[1], depth // BLOCK
+    is_square = rhs_scale.shape[1] != columns
+    codes = [_padded_rows(x, 0) for x in (lhs, rhs)]
+    # With the block first, a scale of each row: what the kernel fetches is then contiguous.
+    scales = [_padded_rows(lhs_scale, 1), rhs_scale if is_square else _padded_rows(rhs_scale, 1)]
+    scales = [jnp.moveaxis(x, 2, 0).reshape(num_blocks, -1) for x in scales]
+    m, n = (x.shape[1] // _TILE for x in codes)
+    kernel = _kernel(batch, m, n, num_blocks, jnp.dtype(out_dtype), lhs.dtype, is_square, interpret)
+    codes = [x.reshape(-1, depth) for x in codes]
+    if interpret is not None:  # which multiplies no reference that is transposed
+        codes[1] = codes[1].T
+    out = kernel(*vary_alike(*codes, *scales))
+    out = vary_alike(out, lhs)[0]  # of which the kernel loses track
+    return out.reshape(batch, m * _TILE, n * _TILE)[:, :rows, :columns]
+
+
+def _padded_rows(x: jax.Array, value: int) -> jax.Array:
+    """Fills up the last tile."""
+    return lax.pad(x, jnp.asarray(value, x.dtype), ((0, 0, 0), (0, -x.shape[1] % _TILE, 0), (0, 0, 0)))
+
+
+def _kernel(
+    batch: int, m: int, n: int, num_blocks: int, out_dtype: Any, dtype: Any, is_square: bool, interpret: Any
+) -> Any:
+    """Returns the kernel of a stack of ``m`` by ``n`` tiles."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    # Four blocks of both operands lie in shared memory beside the tile that is written.
+    stages = min(5 if out_dtype.itemsize < 4 else 4, num_blocks)
+    layout, is_interpreted = plgpu.Layout.WGMMA, interpret is not None
+    swizzle = 128
+    of_codes = (plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle))
+    of_result = (
+        plgpu.TilingTransform((8, swizzle // out_dtype.itemsize)),
+        plgpu.SwizzleTransform(swizzle),
+    )
+
+    def kernel(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, out: Any, written: Any) -> None:
+        def loaded(ref: Any, index: Any, axis: int, **options: Any) -> Any:
+            if is_interpreted:
+                return ref[index]
+            return plgpu.load(ref, index, layout=layout.reduce(axis), **options)
+
+        def pipeline(body: Any, context: Any) -> Any:
+            of_columns = lambda k: (k, 0) if is_interpreted else (0, k)  # noqa: E731
+            specs = [
+                plgpu.BlockSpec((_TILE, BLOCK), lambda k: (0, k), transforms=of_codes),
+                plgpu.BlockSpec((_TILE, BLOCK), of_columns, transforms=of_codes),
+                plgpu.BlockSpec((1, _TILE), lambda k: (k, 0)),
+                plgpu.BlockSpec((1, _TILE), lambda k: (k, 0)),
+            ]
+            return plgpu.emit_pipeline_warp_specialized(
+                body,
+                grid=(num_blocks,),
+                memory_registers=40,
+                in_specs=specs[: 4 - is_square],
+                wg_axis="warpgroup",
+                num_compute_wgs=2,
+                max_concurrent_steps=stages,
+                compute_context=context,
+            )
+
+        def nothing(*_: Any, **__: Any) -> None:
+            return None
+
+        fetched = (lhs, rhs, lhs_scale) if is_square else (lhs, rhs, lhs_scale, rhs_scale)
+        allocations = pipeline(nothing, nothing).get_allocations(*fetched)
+
+        @partial(pl.run_scoped, allocations=allocations, collective_axes="warpgroup")
+        def _(allocations: Any) -> None:
+            warpgroup = lax.axis_index("warpgroup")
+            mine = pl.ds(warpgroup * _ROWS, _ROWS)
+
+            @plgpu.nd_loop((batch * m * n,), collective_axes="core")
+            def _(loop: Any) -> None:
+                which, tile = lax.div(loop.index[0], m * n), lax.rem(loop.index[0], m * n)
+                # In the order in which neighbours share most of what they read.
+                i, j = plgpu.planar_snake(tile, (m, n), 1, 8)
+                of_rows = pl.ds((which * m + i) * _TILE, _TILE)
+                of_columns = pl.ds((which * n + j) * _TILE, _TILE)
+
+                shape, first = (_ROWS, _TILE), (which * n + j) * (1 if is_square else _TILE)
+
+                def add_block(index: Any, lhs_tile: Any, rhs_tile: Any, lhs_s: Any, *rest: Any) -> Any:
+                    total, inverse = rest[-1]
+
+                    def multiply(sums: Any) -> Any:
+                        right = rhs_tile if is_interpreted else plgpu.transpose_ref(rhs_tile, (1, 0))
+                        plgpu.wgmma(sums, lhs_tile.at[mine], right)
+                        plgpu.wgmma_wait(0)
+                        return sums[...]
+
+                    sums = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+                    # Relative to those of the first block, so that no product of scales leaves the range.
+                    scale = loaded(lhs_s, (0, mine), 1) * inverse
+                    scale = jnp.minimum(scale / rhs_scale[0, first], _LARGE)
+                    if is_square:
+                        factor = lax.broadcast_in_dim(scale * rhs_scale[index[0], first], shape, (0,))
+                    else:
+                        other = loaded(rest[0], (0,), 0)
+                        factor = lax.broadcast_in_dim(scale, shape, (0,))
+                        factor *= lax.broadcast_in_dim(other, shape, (1,))
+                    return total + sums * factor, inverse
+
+                def compute(run: Any) -> None:
+                    zeros = jnp.zeros(shape, jnp.float32)
+                    total = zeros if is_interpreted else plgpu.layout_cast(zeros, layout)
+                    here = pl.ds((which * m + i) * _TILE + warpgroup * _ROWS, _ROWS)
+                    of_first = loaded(lhs_scale, (0, here), 1, optimized=False)
+                    total, _ = run((total, 1 / of_first))
+                    of_first_column = rhs_scale[0, first]
+                    for scale in (jnp.minimum, jnp.maximum):  # in this order nothing overflows
+                        total *= lax.broadcast_in_dim(scale(of_first, of_first_column), shape, (0,))
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    written[warpgroup] = total.astype(out_dtype)
+                    plgpu.commit_smem()
+                    result = out.at[of_rows, pl.ds(j * _TILE, _TILE)]
+                    plgpu.copy_smem_to_gmem(written.at[warpgroup], result.at[mine])
+
+                right = rhs.at[:, of_columns] if is_interpreted else rhs.at[of_columns]
+                tiles = [lhs.at[of_rows], right, lhs_scale.at[:, of_rows]]
+                if not is_square:
+                    tiles.append(rhs_scale.at[:, of_columns])
+                pipeline(add_block, compute)(*tiles, allocations=allocations)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((batch * m * _TILE, n * _TILE), out_dtype),
+        grid=(min(_CORES, batch * m * n),),
+        grid_names=("core",),
+        num_threads=3,
+        thread_name="warpgroup",
+        kernel_name=BLOCK_GEMM_HOPPER,
+        scratch_types={"written": plgpu.SMEM((2, _ROWS, _TILE), out_dtype, transforms=of_result)},
+        interpret=interpret,
+    )

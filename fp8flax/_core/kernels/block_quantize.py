@@ -1,0 +1,159 @@
+"""Scales per 128 columns of a matrix and of its transpose, with their codes: one kernel.
+
+For its two GEMMs a tensor is cast twice, with blocks along either dimension. XLA reads it four times for
+that: for the amaxes of rows and of columns, and for both casts. Here each tile is read once.
+
+The kernel is one of Pallas's Triton backend; see ``cast_transpose``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability
+from fp8flax._core.formats import fp8_max
+from fp8flax._core.jax_rules import shape_varying_as
+from fp8flax._core.kernels.block_gemm import BLOCK
+from fp8flax._core.names import BLOCK_QUANTIZE
+from fp8flax._core.scaling import SMALLEST_SCALE, compute_scale, power_of_two, scale_exponent
+
+_LARGEST = np.finfo(np.float32).max
+
+
+def has_block_quantize(shape: tuple[int, ...], dtype: np.dtype) -> bool:
+    """Tells whether there is a kernel for a stack of matrices, and whether it is of use."""
+    batch, rows, columns = shape
+    return (
+        NATIVE_FP8 <= compute_capability() < NATIVE_MX
+        and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+        and all(isinstance(size, int) and size > 0 for size in shape)
+        # Triton counts elements in 32 bits, and computes in no more.
+        and batch * rows * columns < 2**31
+        and dtype.itemsize <= 4
+    )
+
+
+def block_quantize(
+    x: jax.Array,
+    dtype: Any,
+    *,
+    is_square: bool,
+    power_2: bool,
+    inf_is_nan: bool = False,
+    interpret: bool = False,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """Returns codes and scales of a stack of matrices, and those of its transpose.
+
+    Args:
+        x: ``(batch, M, N)``, a wide float of at most 32 bits.
+        dtype: FP8 dtype of all codes.
+        is_square: whether a scale is that of 128 rows and columns, or of 128 columns of one row.
+        power_2: whether scales are rounded up to powers of two.
+        inf_is_nan: whether an Inf becomes a NaN; else it saturates. Neither has a say in a scale.
+        interpret: whether to run the kernel step by step on any device, for tests.
+
+    Returns:
+        Codes ``(batch, M, N)`` and their scales, ``(batch, M, N / 128)``, or with ``is_square``
+        ``(batch, M / 128, N / 128)``, float32; and the same of the transpose, ``(batch, N, M)``. Scales are
+        those of ``BlockQuantizer``, and so is what fills up the last blocks of columns, with ``is_square``
+        of rows too: zeros.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    batch, rows, columns = x.shape
+    grid = batch, -(-rows // BLOCK), -(-columns // BLOCK)
+    filled = grid[1] * BLOCK, grid[2] * BLOCK
+    is_whole = filled == (rows, columns)
+    limit = fp8_max(dtype)
+
+    def cast(values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if power_2:
+            exponent = jnp.maximum(scale_exponent(amax, limit, "up"), np.int32(-126))
+            scale, scaled = power_of_two(exponent), values * power_of_two(-exponent)
+        else:
+            scale = compute_scale(jnp.where(amax >= SMALLEST_SCALE, amax, 0.0), 1.0, limit)
+            scaled = values / scale
+        return jnp.clip(scaled, -np.float32(limit), np.float32(limit)).astype(dtype), scale
+
+    def inside(axis: int, shape: tuple[int, ...], size: int) -> jax.Array:
+        """Returns which rows or columns of a tile, along the last axis of this one, there are."""
+        return pl.program_id(axis) * BLOCK + lax.broadcasted_iota(np.int32, shape, len(shape) - 1) < size
+
+    def store(ref: Any, value: jax.Array, mask: jax.Array | None) -> None:
+        if is_whole or is_square:
+            ref[...] = value
+        else:
+            triton.store(ref, value, mask=mask)
+
+    def kernel(x_ref: Any, codes: Any, transposed: Any, scales: Any, of_columns: Any) -> None:
+        tile = BLOCK, BLOCK
+        in_columns = inside(2, tile, columns)
+        in_rows = inside(1, tile, rows).T
+        if is_whole:
+            values = x_ref[...].astype(jnp.float32)
+        else:
+            mask = in_rows & in_columns
+            values = triton.load(x_ref, mask=mask, other=0).astype(jnp.float32)
+        is_finite = jnp.abs(values) <= _LARGEST
+        finite = jnp.where(is_finite, jnp.abs(values), np.float32(0))
+        if inf_is_nan:
+            values = jnp.where(is_finite, values, np.float32(np.nan))
+        if is_square:
+            along_rows, scale = cast(values, jnp.max(finite, keepdims=True))
+            codes[...], transposed[...] = along_rows, along_rows.T
+            scales[...] = of_columns[...] = scale
+        else:
+            along_rows, scale = cast(values, jnp.max(finite, axis=1, keepdims=True))
+            store(codes, along_rows, in_rows)
+            store(scales, scale.T, inside(1, (1, BLOCK), rows))
+            along_columns, scale = cast(values, jnp.max(finite, axis=0, keepdims=True))
+            store(transposed, along_columns.T, in_columns.T)
+            store(of_columns, scale, inside(2, (1, BLOCK), columns))
+
+    def tile(height: int, width: int, index: Any) -> Any:
+        return pl.BlockSpec((None, height, width), index)
+
+    def shape(*sizes: int, dtype: Any = dtype) -> Any:
+        return shape_varying_as(x, (batch, *sizes), dtype)
+
+    outs = [
+        (
+            shape(filled[0] if is_square else rows, filled[1]),
+            tile(BLOCK, BLOCK, lambda b, i, j: (b, i, j)),
+        ),
+        (
+            shape(filled[1] if is_square else columns, filled[0]),
+            tile(BLOCK, BLOCK, lambda b, i, j: (b, j, i)),
+        ),
+    ]
+    # Scales with the block first, as GEMMs read them.
+    if is_square:
+        scales = [
+            (shape(grid[2], grid[1], dtype=jnp.float32), tile(1, 1, lambda b, i, j: (b, j, i))),
+            (shape(grid[1], grid[2], dtype=jnp.float32), tile(1, 1, lambda b, i, j: (b, i, j))),
+        ]
+    else:
+        scales = [
+            (shape(grid[2], rows, dtype=jnp.float32), tile(1, BLOCK, lambda b, i, j: (b, j, i))),
+            (shape(grid[1], columns, dtype=jnp.float32), tile(1, BLOCK, lambda b, i, j: (b, i, j))),
+        ]
+    params = {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=8, num_stages=1)}
+    codes, transposed, scale, other_scale = pl.pallas_call(
+        kernel,
+        out_shape=[out for out, _ in (*outs, *scales)],
+        grid=grid,
+        in_specs=[tile(BLOCK, BLOCK, lambda b, i, j: (b, i, j))],
+        out_specs=[spec for _, spec in (*outs, *scales)],
+        name=BLOCK_QUANTIZE,
+        interpret=interpret,
+        **params,
+    )(x)
+    swapped = (0, 2, 1)
+    return (codes, lax.transpose(scale, swapped)), (transposed, lax.transpose(other_scale, swapped))

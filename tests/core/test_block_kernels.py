@@ -1,0 +1,157 @@
+"""The kernels for scales per block, interpreted step by step, beside what they stand for."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8flax as fp8
+from fp8flax._core import quantizers
+from fp8flax._core.device import compile_target
+from fp8flax._core.dot_general import fp8_dot_general
+from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC, hopper_block_gemm
+from fp8flax._core.kernels.block_quantize import block_quantize
+from fp8flax._core.qtensor import View
+from tests.cases import error_of_product
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+def ugly(dtype, rows=256, columns=384):
+    """Two matrices with rows of all magnitudes, blocks of zeros, NaN, Inf and what is no normal number."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 256, 384)) * np.exp(3 * rng.standard_normal((2, 256, 1)))
+    x[0, :130, :130] = 0
+    x[0, 200] *= 1e30
+    x[0, 201] *= 1e-36
+    x[0, 202] *= 1e-39
+    x[1, 3, 5], x[1, 4, 5], x[1, 7, 8] = np.inf, -np.inf, np.nan
+    return jnp.asarray(x, dtype)[:, :rows, :columns]
+
+
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "scale", "of"),
+    [(E4M3, "power_of_two", jnp.float32), (E4M3, "float32", jnp.bfloat16), (E5M2, "float32", jnp.float32)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("sizes", "inf_is_nan"),
+    [((256, 384), False), ((256, 384), True), ((203, 384), False), ((210, 140), True)],
+)
+def test_both_orders_are_those_of_the_quantizer(block, dtype, scale, of, sizes, inf_is_nan):
+    """To the last bit of codes and scales; of sizes that are no multiples of a block, too."""
+    quantizer = fp8.BlockQuantizer(dtype=dtype, block=block, scale=scale)
+    x = ugly(of, *sizes)
+    kernel = partial(
+        block_quantize,
+        dtype=dtype,
+        is_square=block[0] > 1,
+        power_2=scale == "power_of_two",
+        inf_is_nan=inf_is_nan,
+        interpret=True,
+    )
+    seen = jnp.where(jnp.isinf(x), jnp.nan, x) if inf_is_nan else x
+    for (codes, scales), contract in zip(jax.jit(kernel)(x), (2, 1)):
+        view = View(x.shape, (contract,), (0,))
+        wanted = jax.jit(lambda x, view=view: quantizer.quantize(x, view))(seen)
+        np.testing.assert_array_equal(scales, wanted.scale)
+        is_nan = np.isnan(np.asarray(codes, np.float32))
+        np.testing.assert_array_equal(is_nan, np.isnan(np.asarray(wanted.codes, np.float32)))
+        assert is_nan.sum() == (3 if inf_is_nan else 1)
+        np.testing.assert_array_equal(
+            np.asarray(codes).view(np.uint8)[~is_nan], np.asarray(wanted.codes).view(np.uint8)[~is_nan]
+        )
+
+
+@pytest.mark.parametrize(
+    ("shape", "recipe", "expected"),
+    [
+        ((256, 384), fp8.Float8BlockScaling(), [(1, 256, 384), (1, 384, 512), (1, 256, 512)]),
+        ((2, 128, 384), fp8.Float8BlockScaling(), [(1, 256, 384), (1, 384, 512), (1, 256, 512)]),
+        ((200, 384), fp8.Float8BlockScaling(), [(1, 200, 384), (1, 384, 512), (1, 200, 512)]),
+        ((256, 384), fp8.MXFP8BlockScaling(), []),
+        ((256, 384), fp8.Float8CurrentScaling(), []),
+    ],
+)
+def test_which_tensors_the_kernel_quantizes(shape, recipe, expected, monkeypatch):
+    """All of them, where the GPU is of Hopper's kind: the input, the kernel, the gradient."""
+    seen = []
+
+    def recorded(x, *args, **kwargs):
+        seen.append(x.shape)
+        return block_quantize(x, *args, **kwargs)
+
+    monkeypatch.setattr(quantizers, "block_quantize", recorded)
+    dims = ((len(shape) - 1,), (0,)), ((), ())
+
+    def step(x, w):
+        out, vjp = jax.vjp(partial(fp8_dot_general, dimension_numbers=dims, recipe=recipe), x, w)
+        return vjp(out)
+
+    for capability in (None, 10.0, 9.0):
+        assert not seen
+        with compile_target(capability):
+            jax.eval_shape(step, jnp.zeros(shape), jnp.zeros((384, 512)))
+    assert sorted(set(seen)) == sorted(expected)
+
+
+def interpreted(**kwargs):
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return jax.jit(partial(hopper_block_gemm, **kwargs, interpret=InterpretGPUParams()))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
+@pytest.mark.parametrize("is_square", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "out_dtype"),
+    [((1, 200, 256, 136), jnp.float32), ((2, 3, 384, 128), jnp.bfloat16), ((1, 130, 128, 1), jnp.float16)],
+    ids=str,
+)
+def test_hoppers_gemm(shape, is_square, out_dtype):
+    """Sizes that its tiles do not divide, several matrices, one block; against float64."""
+    batch, rows, depth, columns = shape
+    rng = np.random.default_rng(0)
+    blocks = -(-columns // 128)
+    filled = 128 * blocks if is_square else columns
+    dtype = E5M2 if out_dtype == jnp.bfloat16 else E4M3
+    codes = [jnp.asarray(rng.normal(size=(batch, n, depth)), dtype) for n in (rows, filled)]
+    scales = [
+        jnp.asarray(2.0 ** rng.uniform(-3, 3, (batch, n, depth // 128)), jnp.float32)
+        for n in (rows, blocks if is_square else columns)
+    ]
+    out = interpreted(out_dtype=out_dtype)(*codes, *scales)
+    assert (out.shape, out.dtype) == ((batch, rows, filled), out_dtype)
+    wide = [
+        np.repeat(np.repeat(s, c.shape[1] // s.shape[1], 1), 128, 2) * np.asarray(c, np.float64)
+        for c, s in zip(codes, scales)
+    ]
+    tolerance = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}[jnp.dtype(out_dtype).name]
+    assert error_of_product(out, wide[0] @ wide[1].transpose(0, 2, 1), *wide) <= tolerance
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
+def test_hoppers_gemm_in_range():
+    """Where the product of the scales is less than float32 holds, and where one of them is nearly more."""
+    rng = np.random.default_rng(0)
+    run = interpreted(out_dtype=jnp.float32)
+    codes = [jnp.asarray(rng.normal(size=(1, n, 256)) * 90, E4M3) for n in (2, 3)]
+    for magnitudes in ((1e37, 1e-12), (1e-30, 1e-5), (1e30, 1e-30), (1e-3, 1e-32), (1e-35, 1e2)):
+        scales = [
+            jnp.asarray(magnitude / 448 * rng.uniform(1, 2, (1, n, 2)), jnp.float32)
+            for n, magnitude in zip((2, 3), magnitudes)
+        ]
+        # A block of zeros has the scale 1.
+        blank = codes[0].at[0, 1, 128:].set(0), scales[0].at[0, 1, 1].set(1)
+        for lhs, lhs_scale in ((codes[0], scales[0]), blank):
+            wide = [
+                np.repeat(np.asarray(s, np.float64), 128, 2) * np.asarray(c, np.float64)
+                for c, s in zip((lhs, codes[1]), (lhs_scale, scales[1]))
+            ]
+            out = run(lhs, codes[1], lhs_scale, scales[1])
+            assert error_of_product(out, wide[0] @ wide[1].transpose(0, 2, 1), *wide) <= 1e-6
