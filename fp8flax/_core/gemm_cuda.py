@@ -18,6 +18,7 @@ from fp8flax._core.gemm import Gemm, dequantized_gemm, dot, scaled
 from fp8flax._core.jax_rules import unless_partitioned, vary_alike
 from fp8flax._core.kernels.block_gemm import BLOCK, block_gemm
 from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC, HOPPER, hopper_block_gemm
+from fp8flax._core.kernels.on_shards import gemm_on_shards
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import MX_COLUMNS
 from fp8flax._core.recipes import GemmRecipe
@@ -94,9 +95,9 @@ def cuda_block_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
             out = vary_alike(out, lhs.codes, rhs.codes)[0]  # of which JAX's own loses track
             return _unpadded(gemm, out)
     dequantized = partial(dequantized_gemm, gemm, dtype=jnp.bfloat16 if exact else jnp.float32)
-    if _fits_kernel(lhs, rhs):
-        return unless_partitioned(partial(_kernel_gemm, gemm, compute_capability()), dequantized, lhs, rhs)
-    return dequantized(lhs, rhs)
+    if not _fits_kernel(lhs, rhs):
+        return dequantized(lhs, rhs)
+    return _kernel_gemm(gemm, compute_capability(), lhs, rhs, dequantized)
 
 
 def has_units(recipe: GemmRecipe, capability: float) -> bool:
@@ -111,7 +112,10 @@ def has_units(recipe: GemmRecipe, capability: float) -> bool:
     return capability >= NATIVE_MX or (capability >= HOPPER and HAS_MOSAIC and is_for_kernel)
 
 
-def _kernel_gemm(gemm: Gemm, capability: float, lhs: QTensor, rhs: QTensor) -> jax.Array:
+def _kernel_gemm(
+    gemm: Gemm, capability: float, lhs: QTensor, rhs: QTensor, dequantized: Callable[..., jax.Array]
+) -> jax.Array:
+    """Multiplies by a kernel: on the one device, or on each of several. If it cannot, dequantized."""
     out_dtype, square = _at_most_float32(gemm.out_dtype), None
     if capability < NATIVE_MX and has_units(gemm.recipe, capability):
         multiply = partial(hopper_block_gemm, out_dtype=out_dtype)
@@ -119,9 +123,17 @@ def _kernel_gemm(gemm: Gemm, capability: float, lhs: QTensor, rhs: QTensor) -> j
     else:
         in_float16 = capability < NATIVE_MX or lhs.codes.dtype != rhs.codes.dtype
         multiply = partial(block_gemm, out_dtype=out_dtype, in_float16=in_float16)
-    blocks = [x.quantizer.as_blocks(x, 1, BLOCK) for x in (lhs, rhs)]
-    blocks[1] = square or blocks[1]
-    return _unpadded(gemm, _of_stacks(multiply)(*((x.codes, x.scale) for x in blocks)))
+    on_shards = gemm_on_shards(multiply, is_square=square is not None)
+
+    def of_blocks(multiply: Callable[..., jax.Array], lhs: QTensor, rhs: QTensor) -> jax.Array:
+        blocks = [x.quantizer.as_blocks(x, 1, BLOCK) for x in (lhs, rhs)]
+        if square is not None:
+            blocks[1] = rhs.quantizer.as_blocks(rhs, BLOCK, BLOCK)
+        return _unpadded(gemm, _of_stacks(multiply)(*((x.codes, x.scale) for x in blocks)))
+
+    return unless_partitioned(
+        partial(of_blocks, multiply), dequantized, lhs, rhs, on_shards=partial(of_blocks, on_shards)
+    )
 
 
 def _unpadded(gemm: Gemm, out: jax.Array) -> jax.Array:

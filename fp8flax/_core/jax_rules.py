@@ -226,7 +226,12 @@ _unless_partitioned_p = Primitive("fp8_unless_partitioned")
 _unless_partitioned_p.multiple_results = True
 
 
-def unless_partitioned(whole: Callable[..., Any], split: Callable[..., Any], *args: Any) -> Any:
+def unless_partitioned(
+    whole: Callable[..., Any],
+    split: Callable[..., Any],
+    *args: Any,
+    on_shards: Callable[..., Any] | None = None,
+) -> Any:
     """Returns ``whole(*args)``, or ``split(*args)`` where XLA splits the program over several devices.
 
     It does not inside of ``jax.shard_map``, if that is over all axes of the mesh.
@@ -234,15 +239,19 @@ def unless_partitioned(whole: Callable[..., Any], split: Callable[..., Any], *ar
     Args:
         whole: a function of the arguments alone, which gives a tree of arrays.
         split: likewise, of the same shapes and dtypes.
+        on_shards: likewise, for programs that are split over a mesh, in the place of ``split``; its rules
+            are those of ``custom_partitioning``. Under ``jax.vmap`` it is not asked.
         *args: trees of arrays. Under ``jax.vmap`` results of one array are batched where that is, else
             along the first axis.
     """
     leaves, treedef = jax.tree.flatten(args)
-    (one, shapes), (other, _) = (
+    functions = (whole, split) if on_shards is None else (whole, split, on_shards)
+    (one, shapes), (other, _), *rest = (
         jax.make_jaxpr(lambda *x, f=f: f(*treedef.unflatten(x)), return_shape=True)(*leaves)
-        for f in (whole, split)
+        for f in functions
     )
-    results = _unless_partitioned_p.bind(*leaves, whole=one, split=other)
+    third = rest[0][0] if rest else None
+    results = _unless_partitioned_p.bind(*leaves, whole=one, split=other, on_shards=third)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
@@ -256,12 +265,16 @@ def _is_partitioned(context: Any) -> bool:
     return False
 
 
-def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, split: Any) -> Any:
-    chosen = split if _is_partitioned(ctx.module_context.axis_context) else whole
+def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, split: Any, on_shards: Any) -> Any:
+    context = ctx.module_context.axis_context
+    chosen = split if _is_partitioned(context) else whole
+    if chosen is split and on_shards is not None and getattr(context, "abstract_mesh", None) is not None:
+        chosen = on_shards
     return mlir.lower_fun(jaxpr_as_fun(chosen))(ctx, *args)
 
 
-def _batch_unless_partitioned(args: Any, dims: Any, *, whole: Any, split: Any) -> Any:
+def _batch_unless_partitioned(args: Any, dims: Any, *, whole: Any, split: Any, on_shards: Any) -> Any:
+    del on_shards
     out = dims[0] if len(args) == 1 else 0
     whole, split = (
         jax.vmap(lambda *x, f=f: jaxpr_as_fun(f)(*x), in_axes=dims, out_axes=out) for f in (whole, split)
@@ -273,7 +286,7 @@ def _batch_unless_partitioned(args: Any, dims: Any, *, whole: Any, split: Any) -
 _unless_partitioned_p.def_impl(
     lambda *args, **params: jax.jit(lambda *x: _unless_partitioned_p.bind(*x, **params))(*args)
 )
-_unless_partitioned_p.def_abstract_eval(lambda *avals, whole, split: split.out_avals)
+_unless_partitioned_p.def_abstract_eval(lambda *avals, whole, split, on_shards: split.out_avals)
 # Not cached, as that would not ask for how many devices.
 mlir.register_lowering(_unless_partitioned_p, _lower_unless_partitioned, cacheable=False)
 batching.primitive_batchers[_unless_partitioned_p] = _batch_unless_partitioned

@@ -18,6 +18,7 @@ from fp8flax._core.formats import as_fp8_dtype, fp8_max
 from fp8flax._core.jax_rules import unless_partitioned
 from fp8flax._core.kernels.block_gemm import BLOCK
 from fp8flax._core.kernels.block_quantize import block_quantize, has_block_quantize
+from fp8flax._core.kernels.on_shards import quantize_on_shards
 from fp8flax._core.options import check_bool, check_choice, check_epsilon, check_int
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantize import inf_to_nan, quantize
@@ -455,9 +456,10 @@ class BlockQuantizer(Quantizer):
             second = self.transpose(first) if is_square else self.quantize(x, other_view)
             return tuple((q.codes, q.scale) for q in (first, second))
 
-        pairs = lax.platform_dependent(
-            view.to_matrix(x), cuda=partial(unless_partitioned, kernel, twin), default=twin
-        )
+        is_whole = not any(size % BLOCK for size in view.matrix_shape[1:])
+        on_shards = quantize_on_shards(kernel, is_square=is_square) if is_whole else None
+        on_cuda = partial(unless_partitioned, kernel, twin, on_shards=on_shards)
+        pairs = lax.platform_dependent(view.to_matrix(x), cuda=on_cuda, default=twin)
         first, second = (QTensor(codes, scale, self) for codes, scale in pairs)
         return first, second
 

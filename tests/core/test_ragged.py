@@ -5,7 +5,6 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType
@@ -17,7 +16,6 @@ from fp8flax._core.delayed import ScalingState
 from fp8flax._core.differentiable import Operand, States
 from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.ragged_dot import fp8_ragged_dot
-from fp8flax.demo.moe import MoE
 from tests import reference, reference_recipes
 from tests.cases import cells
 
@@ -486,81 +484,6 @@ def test_three_gemms_in_fp8_on_hopper():
     assert ours.flops == floor * (1 + (experts - 1) * tile / rows) == floor * 1.4375
     # If this fails, XLA has learned to leave out the products of rows with other experts' kernels.
     assert theirs.flops == floor * experts
-
-
-# The layer.
-
-
-def make_layer(recipe_name, dtype, hidden, width=16):
-    """Returns a layer of four experts, and its variables."""
-    cls = recipe_name and partial(fp8.Fp8RaggedDotOp, recipe=RECIPES[recipe_name])
-    layer = MoE(num_experts=4, hidden=hidden, ragged_dot_cls=cls, dtype=dtype)
-    variables = jax.eval_shape(layer.init, jax.random.key(0), np.ones((1, width), np.float32))
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: rng.normal(0, leaf.shape[-2] ** -0.5, leaf.shape).astype(np.float32),
-        variables["params"],
-    )
-    return layer, {"params": params} if OWG not in variables else fp8.add_fp8_state(
-        {"params": params}, layer, np.ones((1, width), np.float32)
-    )
-
-
-def dense_loop(params, x, top_k):
-    """Every expert on every token, by the formula."""
-    tokens = x.reshape(-1, x.shape[-1]).astype(np.float64)
-    router, up, down = params["router"]["kernel"], params["up"], params["down"]
-    p = np.exp(tokens @ router)
-    p[p < np.sort(p, axis=1)[:, -top_k, None]] = 0
-    p /= p.sum(1, keepdims=True)
-    out = np.zeros(tokens.shape)
-    for e in range(len(up)):
-        h = tokens @ up[e]
-        h = h / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
-        out += p[:, e, None] * (h @ down[e])
-    return out.reshape(x.shape)
-
-
-@pytest.mark.oldest
-@pytest.mark.parametrize(("name", "low", "high"), [(None, 0, 1e-6), ("tensorwise", 1e-3, 0.08)])
-def test_the_layer_equals_a_dense_loop_over_experts(name, low, high):
-    x = np.random.default_rng(0).normal(size=(2, 9, 16)).astype(np.float32)
-    layer, variables = make_layer(name, jnp.float32, 32)
-    expected = dense_loop(variables["params"], x, 2)
-    out = jit(layer.apply)(variables, x)
-    assert low < np.linalg.norm(out - expected) / np.linalg.norm(expected) < high
-
-
-@pytest.mark.oldest
-@pytest.mark.long
-def test_the_layer_trains():
-    """On a target that is piecewise, the loss with FP8 falls as that of bfloat16 does."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(256, 16)).astype(np.float32)
-    y = np.where(x[:, :1] > 0, np.sin(2 * x), np.abs(x)).astype(np.float32)
-    losses = {}
-    for name in (None, "delayed"):
-        layer, variables = make_layer(name, jnp.bfloat16, 64)
-        state = fp8.TrainState.create(
-            apply_fn=layer.apply, params=variables, tx=optax.sgd(0.3, momentum=0.9)
-        )
-
-        @jit
-        def step(state):
-            def loss_fn(params):
-                return jnp.mean(jnp.square(state.apply_fn(params, x).astype(jnp.float32) - y))
-
-            loss, grads = fp8.value_and_grad(loss_fn)(state.params)
-            return state.apply_gradients(grads=grads), loss
-
-        for _ in range(40):
-            state, loss = step(state)
-            losses.setdefault(name, []).append(float(loss))
-    assert losses["delayed"][-1] < 0.5 * losses["delayed"][0]
-    assert abs(losses["delayed"][-1] / losses[None][-1] - 1) < 0.05
-    for op in ("Fp8RaggedDotOp_0", "Fp8RaggedDotOp_1"):
-        assert (state.params[OWG][op]["kernel_amax_history"] > 0).all()
-        assert len(np.unique(state.params[OWG][op]["kernel_scale"])) == 4  # each expert its own
 
 
 @pytest.mark.long

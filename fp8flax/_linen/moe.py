@@ -1,0 +1,170 @@
+"""A mixture-of-experts layer, whose experts' matmuls run in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen.dtypes import promote_dtype
+from jax import lax
+
+from fp8flax._core.mlp import ACTIVATIONS, hidden
+from fp8flax._core.options import check_bool, check_choice, check_int
+from fp8flax._core.quantize import as_float_array
+from fp8flax._core.recipes import Recipe, check_recipe
+from fp8flax._linen.ops import Fp8RaggedDotOp
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+LOSSES = "losses"
+
+_default_init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=0)
+
+
+class _Experts(nn.Module):
+    """One kernel for each expert."""
+
+    features: int
+    dtype: Any
+    param_dtype: Any
+    kernel_init: Callable[..., Any]
+    recipe: Recipe | None
+
+    @nn.compact
+    def __call__(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        shape = len(sizes), rows.shape[-1], self.features
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        rows, kernel = promote_dtype(rows, kernel, dtype=self.dtype)
+        return Fp8RaggedDotOp(recipe=self.recipe, name=f"{Fp8RaggedDotOp.__name__}_0")(rows, kernel, sizes)
+
+
+class MoE(nn.Module):
+    """A feed-forward layer that sends each token to a few of its experts, which multiply in FP8.
+
+    ``out[t] = sum_e gate[t, e] * expert[e](x[t])``, where ``e`` runs over the ``top_k`` experts with the
+    largest router probabilities; the gates are these probabilities, made to sum to one. An expert is
+    ``down(activation(up(x)))``, or gated ``down(activation(gate(x)) * up(x))``. No token is dropped,
+    however many go to one expert: the rows are sorted by expert, and all experts are one ragged matmul.
+
+    The router runs in float32. Into the collection ``"losses"``, where that is mutable, the layer writes
+    what a loss should add, or the router sends all tokens to the same experts:
+
+    * ``load_balancing``, the number of experts times the sum over experts of the share of tokens that went
+      there times the mean probability of it: 1 where all are alike. Usually added times 0.01.
+    * ``router_z``, the mean square of the logarithm of the router's sum of exponentials. Times 0.001.
+
+    A module that is called twice adds both. The state is that of ``Fp8RaggedDotOp``: a scale for each
+    expert's kernel.
+
+    Attributes:
+        num_experts: how many experts there are.
+        hidden_features: width of each expert's hidden layer.
+        features: of the result; None for those of the input.
+        top_k: experts per token.
+        activation: ``"gelu"`` (the tanh approximation, as ``nn.gelu``), ``"gelu_exact"``, ``"relu"`` or
+            ``"silu"``.
+        gated: whether the activation is that of a third kernel, ``gate``, and multiplies ``up``.
+        dtype: of the experts' computation and the result; None for that of input and parameters.
+        param_dtype: of the parameters.
+        kernel_init: initializer of the experts' kernels, ``(num_experts, in, out)``.
+        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
+            outside of it.
+
+    Raises:
+        MissingStateError: the variables hold no scaling state for this layer.
+        TypeError: the input is not a wide float, or a field has the wrong type.
+        ValueError: a field has a value that is not allowed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer, x = fp8.MoE(num_experts=4, hidden_features=32), jnp.ones((2, 5, 16))
+        >>> variables = layer.init(jax.random.key(0), x)
+        >>> variables["_overwrite_with_gradient"]["up"]["Fp8RaggedDotOp_0"]["kernel_scale"].shape
+        (4, 1)
+        >>> out, aux = layer.apply(variables, x, mutable="losses")
+        >>> sorted(aux["losses"])
+        ['load_balancing', 'router_z']
+
+    Source: Shazeer et al., 2017, arXiv:1701.06538; Gale et al., 2022, arXiv:2211.15841, for the sorting;
+    Fedus et al., 2021, arXiv:2101.03961, equation 4, and Zoph et al., 2022, arXiv:2202.08906, equation 5,
+    for the losses.
+    """
+
+    num_experts: int
+    hidden_features: int
+    features: int | None = None
+    top_k: int = 2
+    activation: str = "gelu"
+    gated: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = _default_init
+    recipe: Recipe | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("num_experts", self.num_experts, 1)
+        check_int("hidden_features", self.hidden_features, 1)
+        if self.features is not None:
+            check_int("features", self.features, 1)
+        check_int("top_k", self.top_k, 1, self.num_experts, "A token goes to an expert once.")
+        check_choice("activation", self.activation, tuple(ACTIVATIONS))
+        check_bool("gated", self.gated)
+        if self.recipe is not None:
+            check_recipe(self.recipe)
+
+    @nn.compact
+    def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
+        x = as_float_array(x, "x")
+        tokens = lax.reshape(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
+        gates, experts = self._routed(tokens)
+
+        # Row i is a copy of token order[i] // top_k for one of its experts; rows are sorted by expert. Both
+        # ways are permutations, whose gradients are again: nothing is added in an order that may change.
+        order = jnp.argsort(experts.reshape(-1))
+        sizes = jnp.bincount(experts.reshape(-1), length=self.num_experts)
+        rows = _permuted(jnp.repeat(tokens, self.top_k, axis=0), order)
+        into = [self._experts(name, self.hidden_features) for name in ("gate", "up")[not self.gated :]]
+        features = x.shape[-1] if self.features is None else self.features
+        rows = hidden(self.activation, [experts_of(rows, sizes) for experts_of in into])
+        rows = self._experts("down", features)(rows, sizes)
+
+        of_tokens = _permuted(rows, jnp.argsort(order)).reshape(*gates.shape, features)
+        out = jnp.sum(of_tokens.astype(jnp.float32) * gates[..., None], axis=1).astype(rows.dtype)
+        return out.reshape(*x.shape[:-1], features)
+
+    def _routed(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the gate of each token's experts, ``(tokens, top_k)``, float32; and which they are."""
+        router = nn.Dense(
+            self.num_experts,
+            use_bias=False,
+            dtype=jnp.float32,
+            param_dtype=self.param_dtype,
+            precision=lax.Precision.HIGHEST,
+            name="router",
+        )
+        logits = router(tokens.astype(jnp.float32))
+        probabilities = nn.softmax(logits)
+        largest, experts = lax.top_k(probabilities, self.top_k)
+        if not self.is_initializing() and tokens.size:
+            sent = jnp.bincount(experts.reshape(-1), length=self.num_experts) / experts.size
+            mean = jnp.mean(probabilities, axis=0)
+            balance = self.num_experts * jnp.sum(lax.stop_gradient(sent) * mean)
+            z = jnp.mean(jnp.square(nn.logsumexp(logits, axis=-1)))
+            for name, loss in (("load_balancing", balance), ("router_z", z)):
+                self.sow(LOSSES, name, loss, jnp.add, lambda: jnp.float32(0))
+        return largest / jnp.sum(largest, axis=1, keepdims=True), experts
+
+    def _experts(self, name: str, features: int) -> _Experts:
+        return _Experts(
+            features, self.dtype, self.param_dtype, self.kernel_init, recipe=self.recipe, name=name
+        )
+
+
+def _permuted(x: jax.Array, order: jax.Array) -> jax.Array:
+    return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
