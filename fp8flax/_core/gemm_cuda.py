@@ -19,6 +19,7 @@ from fp8flax._core.jax_rules import unless_partitioned, vary_alike
 from fp8flax._core.kernels.block_gemm import BLOCK, block_gemm
 from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC, HOPPER, hopper_block_gemm
 from fp8flax._core.kernels.on_shards import gemm_on_shards
+from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import MX_COLUMNS
 from fp8flax._core.recipes import GemmRecipe
@@ -118,12 +119,13 @@ def _kernel_gemm(
     """Multiplies by a kernel: on the one device, or on each of several. If it cannot, dequantized."""
     out_dtype, square = _at_most_float32(gemm.out_dtype), None
     if capability < NATIVE_MX and has_units(gemm.recipe, capability):
-        multiply = partial(hopper_block_gemm, out_dtype=out_dtype)
+        name, multiply = BLOCK_GEMM_HOPPER, partial(hopper_block_gemm, out_dtype=out_dtype)
         square = rhs.quantizer.as_blocks(rhs, BLOCK, BLOCK)
     else:
         in_float16 = capability < NATIVE_MX or lhs.codes.dtype != rhs.codes.dtype
+        name = BLOCK_GEMM_F16 if in_float16 else BLOCK_GEMM
         multiply = partial(block_gemm, out_dtype=out_dtype, in_float16=in_float16)
-    on_shards = gemm_on_shards(multiply, is_square=square is not None)
+    on_shards = gemm_on_shards(multiply, name=name, is_square=square is not None)
 
     def of_blocks(multiply: Callable[..., jax.Array], lhs: QTensor, rhs: QTensor) -> jax.Array:
         blocks = [x.quantizer.as_blocks(x, 1, BLOCK) for x in (lhs, rhs)]

@@ -2,9 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
+from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +16,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import fp8flax as fp8
 from fp8flax._core.device import compile_target
 from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.jax_rules import unless_partitioned
+from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.names import BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE
 from tests import FEW_OPTIMIZATIONS_OF_MACHINE_CODE, ROOT, xla_flags
-from tests.cases import RECIPES
+from tests.cases import RECIPES, cells
 from tests.gpus import CASES, KERNELS, bytes_sent, compiled_for_gpus, compiled_step, gpus, seen_here
 
 
@@ -32,7 +39,7 @@ def test_a_host_with_one_device_compiles_as_one_with_eight():
     assert on_one_device.pop("devices") == 1
     assert jax.device_count() == 8
     assert on_one_device == seen_here()
-    assert not any(seen["kernel"] for seen in on_one_device.values())  # which cannot be partitioned
+    assert on_one_device["block128, data parallel"]["kernel"]  # each device's own
     assert all("all-gather" not in on_one_device[case] for case in CASES if "data" in case)
     in_bf16 = bytes_sent(compiled_step(None, KERNELS["FSDP"]))
     assert in_bf16["all-gather"] == 2 * on_one_device["delayed, FSDP"]["all-gather"]
@@ -49,6 +56,52 @@ def test_for_one_gpu_the_kernel_is_there_whatever_the_host_has():
     with compile_target(9.0):
         assert jax.device_count() == 8
         assert "/fp8_block_gemm" in compiled_for_gpus(jax.jit(dot, in_shardings=one), x, x)
+
+
+WAYS = {
+    # How the kernel is split, and the input.
+    "data parallel": (P(), P("data")),
+    "FSDP": (P("data"), P("data")),
+    "columns": (P(None, "model"), P("data")),
+    "rows": (P("model"), P("data", "model")),
+    "FSDP and columns": (P("data", "model"), P("data")),
+}
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("way", cells(list(WAYS), repeated=["data parallel", "columns"]))
+def test_block_scales_on_each_of_several_gpus(way):
+    """The kernels compute parts, and no more is sent than in bfloat16: codes of both orders, and scales."""
+    on = jax.sharding.Mesh(gpus().devices.reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
+    of_kernel, of_input = (NamedSharding(on, spec) for spec in WAYS[way])
+
+    def compiled(op):
+        layer = nn.Dense(2048, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=op)
+        variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+        def loss(kernel, x):
+            return jnp.mean(jnp.square(layer.apply({"params": {"kernel": kernel}}, x).astype(jnp.float32)))
+
+        step = jax.jit(
+            jax.value_and_grad(loss, (0, 1)),
+            in_shardings=(of_kernel, of_input),
+            out_shardings=(NamedSharding(on, P()), (of_kernel, of_input)),
+        )
+        with compile_target(9.0):
+            return compiled_for_gpus(step, variables["params"]["kernel"], x)
+
+    program = compiled(partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["block128"]))
+    kernels = Counter(
+        re.findall(r"custom_call_target=\S+, .*?/(fp8_block_\w+)/custom_partitioning\"", program)
+    )
+    assert kernels[BLOCK_GEMM_HOPPER if HAS_MOSAIC else BLOCK_GEMM_F16] == 3
+    assert kernels[BLOCK_QUANTIZE] == 3
+    sent, in_bf16 = bytes_sent(program), bytes_sent(compiled(None))
+    scales = 2**14
+    for kind in ("all-gather", "all-reduce", "reduce-scatter"):
+        assert sent.get(kind, 0) <= in_bf16.get(kind, 0) + scales
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (1, None), (None, 2)], ids=str)

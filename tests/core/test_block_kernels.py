@@ -6,13 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core import quantizers
 from fp8flax._core.device import compile_target
 from fp8flax._core.dot_general import fp8_dot_general
+from fp8flax._core.kernels.block_gemm import block_gemm_in_jax
 from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC, hopper_block_gemm
 from fp8flax._core.kernels.block_quantize import block_quantize
+from fp8flax._core.kernels.on_shards import gemm_on_shards, quantize_on_shards
 from fp8flax._core.qtensor import View
 from tests.cases import error_of_product
 
@@ -155,3 +159,69 @@ def test_hoppers_gemm_in_range():
             ]
             out = run(lhs, codes[1], lhs_scale, scales[1])
             assert error_of_product(out, wide[0] @ wide[1].transpose(0, 2, 1), *wide) <= 1e-6
+
+
+SPLITS = {
+    # How the left operand (batch, rows, summed) and the right one (batch, columns, summed) are split.
+    "rows": (P(None, "a"), P()),
+    "rows and columns": (P(None, "a"), P(None, "b")),
+    "summed": (P(None, None, "a"), P(None, None, "a")),
+    "rows and summed": (P(None, "b", "a"), P(None, None, "a")),
+    "over both axes": (P(None, ("a", "b")), P()),
+    "the same axis twice": (P(None, "a"), P(None, "a")),
+    "matrices": (P("b", "a"), P("b")),
+    "unlike": (P("b", None, "a"), P(None, "a")),
+}
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("way", SPLITS)
+@pytest.mark.parametrize("is_square", [True, False])
+def test_the_gemm_of_split_operands(way, is_square):
+    """With its twin in the place of the kernel, on eight CPUs."""
+    on = jax.sharding.Mesh(
+        np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2
+    )
+    rng = np.random.default_rng(0)
+    columns = 256
+    codes = [jnp.asarray(rng.normal(size=(2, n, 512)), E4M3) for n in (8, columns)]
+    scales = [
+        jnp.asarray(2.0 ** rng.uniform(-3, 3, (2, n, 4)), jnp.float32)
+        for n in (8, columns // 128 if is_square else columns)
+    ]
+
+    def twin(lhs, rhs, lhs_scale, rhs_scale):
+        if is_square:
+            rhs_scale = jnp.repeat(rhs_scale, 128, axis=1)
+        return block_gemm_in_jax(lhs, rhs, lhs_scale, rhs_scale, out_dtype=jnp.float32)
+
+    expected = twin(*codes, *scales)
+    lhs, rhs = (NamedSharding(on, spec) for spec in SPLITS[way])
+    # The scales lie as they come.
+    run = jax.jit(
+        gemm_on_shards(twin, name="twin", is_square=is_square), in_shardings=(lhs, rhs, None, None)
+    )
+    np.testing.assert_allclose(run(*codes, *scales), expected, rtol=1e-5, atol=1e-4)
+    if way in ("rows", "over both axes"):
+        assert "all-gather" not in run.lower(*codes, *scales).compile().as_text()
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("spec", [P(), P(None, "a"), P(None, "b", "a"), P("b", None, "a")], ids=str)
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)], ids=str)
+def test_split_tensors_are_quantized_as_whole_ones(spec, block):
+    """Four blocks over four devices, and over eight, which takes fewer."""
+    on = jax.sharding.Mesh(
+        np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2
+    )
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 512, 512)), jnp.float32)
+    quantizer = fp8.BlockQuantizer(dtype=E4M3, block=block, scale="float32")
+
+    def twin(x):
+        pair = [quantizer.quantize(x, View(x.shape, (contract,), (0,))) for contract in (2, 1)]
+        return tuple((q.codes, q.scale) for q in pair)
+
+    expected = jax.jit(twin)(x)
+    run = jax.jit(quantize_on_shards(twin, is_square=block[0] > 1), in_shardings=NamedSharding(on, spec))
+    jax.tree.map(np.testing.assert_array_equal, run(x), expected)
+    assert "all-gather" not in run.lower(x).compile().as_text()

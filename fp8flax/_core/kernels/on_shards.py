@@ -15,17 +15,21 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._core.kernels.block_gemm import BLOCK
+from fp8flax._core.names import BLOCK_QUANTIZE
 
 Axes = tuple[str, ...]
 
 
-def gemm_on_shards(multiply: Callable[..., jax.Array], *, is_square: bool) -> Callable[..., jax.Array]:
+def gemm_on_shards(
+    multiply: Callable[..., jax.Array], *, name: str, is_square: bool
+) -> Callable[..., jax.Array]:
     """Returns a GEMM of stacks, as ``hopper_block_gemm``, that may be split in every dimension.
 
     Where the contraction is, the parts of the result are added, in its dtype.
 
     Args:
         multiply: called as ``(lhs, rhs, lhs_scale, rhs_scale)``.
+        name: the scope of the kernel, by which an audit knows it.
         is_square: whether a scale of the right operand is that of 128 rows.
     """
 
@@ -61,7 +65,7 @@ def gemm_on_shards(multiply: Callable[..., jax.Array], *, is_square: bool) -> Ca
         i=BLOCK,
         **({"j": BLOCK} if is_square else {}),
     )
-    return split
+    return jax.named_scope(name)(split)
 
 
 def quantize_on_shards(kernel: Callable[..., Any], *, is_square: bool) -> Callable[..., Any]:
@@ -94,7 +98,7 @@ def quantize_on_shards(kernel: Callable[..., Any], *, is_square: bool) -> Callab
         i=BLOCK,
         j=BLOCK,
     )
-    return split
+    return jax.named_scope(BLOCK_QUANTIZE)(split)
 
 
 def _axes_of(x: Any) -> list[Axes]:
