@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -87,7 +88,7 @@ def cuda_block_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
       or to float32.
     """
     exact = lhs.quantizer.is_exact_in_bfloat16 and rhs.quantizer.is_exact_in_bfloat16
-    if 0 in gemm.sizes:
+    if 0 in (*gemm.sizes, *gemm.out_shape):
         return dequantized_gemm(gemm, lhs, rhs, jnp.float32)
     if compute_capability() >= NATIVE_MX:
         mx_lhs, mx_rhs = lhs.quantizer.as_mx(lhs), rhs.quantizer.as_mx(rhs)
@@ -96,7 +97,7 @@ def cuda_block_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
             out = vary_alike(out, lhs.codes, rhs.codes)[0]  # of which JAX's own loses track
             return _unpadded(gemm, out)
     dequantized = partial(dequantized_gemm, gemm, dtype=jnp.bfloat16 if exact else jnp.float32)
-    if not _fits_kernel(lhs, rhs):
+    if not _fits_kernel(gemm, lhs, rhs):
         return dequantized(lhs, rhs)
     return _kernel_gemm(gemm, compute_capability(), lhs, rhs, dequantized)
 
@@ -106,31 +107,35 @@ def has_units(recipe: GemmRecipe, capability: float) -> bool:
 
     Both have scales that change along the contraction. On Hopper those are a kernel's of our own.
     """
+    return capability >= NATIVE_MX or _is_for_hopper(recipe, capability)
+
+
+def _is_for_hopper(recipe: GemmRecipe, capability: float) -> bool:
+    """Tells whether the kernel for Hopper's FP8 units multiplies these operands."""
     lhs, rhs = recipe.lhs, recipe.rhs
     assert lhs is not None
     assert rhs is not None
-    is_for_kernel = lhs.scale_columns == rhs.scale_columns == BLOCK and lhs.dtype == rhs.dtype
-    return capability >= NATIVE_MX or (capability >= HOPPER and HAS_MOSAIC and is_for_kernel)
+    is_of_blocks = lhs.scale_columns == rhs.scale_columns == BLOCK and lhs.dtype == rhs.dtype
+    return HOPPER <= capability < NATIVE_MX and HAS_MOSAIC and is_of_blocks
 
 
 def _kernel_gemm(
     gemm: Gemm, capability: float, lhs: QTensor, rhs: QTensor, dequantized: Callable[..., jax.Array]
 ) -> jax.Array:
     """Multiplies by a kernel: on the one device, or on each of several. If it cannot, dequantized."""
-    out_dtype, square = _at_most_float32(gemm.out_dtype), None
-    if capability < NATIVE_MX and has_units(gemm.recipe, capability):
+    out_dtype, rhs_rows = _at_most_float32(gemm.out_dtype), 1
+    if _is_for_hopper(gemm.recipe, capability):
         name, multiply = BLOCK_GEMM_HOPPER, partial(hopper_block_gemm, out_dtype=out_dtype)
-        square = rhs.quantizer.as_blocks(rhs, BLOCK, BLOCK)
+        if rhs.quantizer.as_blocks(rhs, BLOCK, BLOCK) is not None:
+            rhs_rows = BLOCK
     else:
         in_float16 = capability < NATIVE_MX or lhs.codes.dtype != rhs.codes.dtype
         name = BLOCK_GEMM_F16 if in_float16 else BLOCK_GEMM
         multiply = partial(block_gemm, out_dtype=out_dtype, in_float16=in_float16)
-    on_shards = gemm_on_shards(multiply, name=name, is_square=square is not None)
+    on_shards = gemm_on_shards(multiply, name=name, is_square=rhs_rows > 1)
 
     def of_blocks(multiply: Callable[..., jax.Array], lhs: QTensor, rhs: QTensor) -> jax.Array:
-        blocks = [x.quantizer.as_blocks(x, 1, BLOCK) for x in (lhs, rhs)]
-        if square is not None:
-            blocks[1] = rhs.quantizer.as_blocks(rhs, BLOCK, BLOCK)
+        blocks = [x.quantizer.as_blocks(x, rows, BLOCK) for x, rows in ((lhs, 1), (rhs, rhs_rows))]
         return _unpadded(gemm, _of_stacks(multiply)(*((x.codes, x.scale) for x in blocks)))
 
     return unless_partitioned(
@@ -145,18 +150,20 @@ def _unpadded(gemm: Gemm, out: jax.Array) -> jax.Array:
     return out[:, :rows, :columns].reshape(gemm.out_shape).astype(gemm.out_dtype)
 
 
-def _fits_kernel(lhs: QTensor, rhs: QTensor) -> bool:
+def _fits_kernel(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> bool:
     """Tells whether our own kernel multiplies these.
 
     Triton counts elements in 32 bits. JAX 0.11 calls its Triton backend for Pallas deprecated: it may be
-    gone one day. (Nor would it be partitioned over several devices, see ``unless_partitioned``.)
+    gone one day.
     """
+    has_triton = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    sizes = lhs.codes.size, rhs.codes.size, math.prod(gemm.out_shape)
     return (
         compute_capability() >= NATIVE_FP8
-        and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+        and (has_triton or _is_for_hopper(gemm.recipe, compute_capability()))
         and all(x.quantizer.as_blocks(x, 1, BLOCK) is not None for x in (lhs, rhs))
         # Nor those of which jax.export does not know the size.
-        and all(isinstance(x.codes.size, int) and x.codes.size < 2**31 for x in (lhs, rhs))
+        and all(isinstance(size, int) and size < 2**31 for size in sizes)
     )
 
 

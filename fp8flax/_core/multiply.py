@@ -32,8 +32,13 @@ ONCE = (
 )
 
 
-def warn_if_emulated(*recipes: GemmRecipe) -> None:
-    """Warns, once, where the device at hand cannot multiply what one of the recipes makes."""
+def warn_if_emulated(*recipes: GemmRecipe, has_block_kernel: bool = True) -> None:
+    """Warns, once, where the device at hand cannot multiply what one of the recipes makes.
+
+    Args:
+        *recipes: of the GEMMs.
+        has_block_kernel: whether they may be those of the kernels for scales per block.
+    """
     if compile_target.value is not None:
         return
     # Each from one place, so that Python's default filter shows it once.
@@ -45,7 +50,9 @@ def warn_if_emulated(*recipes: GemmRecipe) -> None:
             Fp8EmulationWarning,
             stacklevel=1,
         )
-    elif any(_has_block_scales(one) and not has_units(one, capability) for one in recipes):
+    elif any(
+        _has_block_scales(one) and not (has_block_kernel and has_units(one, capability)) for one in recipes
+    ):
         warnings.warn(
             f"{jax.devices()[0].device_kind} has no units for these block scales: the FP8 values are "
             "multiplied in a wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling "

@@ -194,6 +194,15 @@ def cast_to_representable(
     return quantize_dequantize(x, q_dtype, jnp.asarray(scale, jnp.float32))
 
 
+def clipped(x: Float[jax.Array, "*dims"], limit: float) -> Float[jax.Array, "*dims"]:
+    """Returns ``x`` between ``-limit`` and ``limit``, a NaN as it is.
+
+    Not by minimum and maximum: Pallas's Triton backend takes those that prefer a number to a NaN.
+    """
+    bound = np.array(limit, x.dtype)
+    return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
+
+
 def inf_to_nan(g: Float[jax.Array, "*dims"]) -> Float[jax.Array, "*dims"]:
     """Returns a cotangent with NaN for Inf, which a cast to FP8 would saturate.
 

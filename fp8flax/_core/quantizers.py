@@ -431,6 +431,7 @@ class BlockQuantizer(Quantizer):
         swapped = other_view.batch, other_view.contract, other_view.free
         return (
             self == other
+            and type(self).quantize is BlockQuantizer.quantize  # not a kind of its own
             and (view.batch, view.free, view.contract) == swapped
             and sorted(view.order) in (list(view.order), list(other_view.order))
             and self.block in ((1, BLOCK), (BLOCK, BLOCK))
@@ -441,7 +442,7 @@ class BlockQuantizer(Quantizer):
     def quantize_pair(
         self, x: Float[jax.Array, "*dims"], view: View, other_view: View, inf_is_nan: bool = False
     ) -> tuple[QTensor, QTensor]:
-        """Quantizes with the kernel, where that is not split over several devices."""
+        """Quantizes with the kernel, as a whole or each device its part; elsewhere as ``quantize`` does."""
         if list(view.order) != sorted(view.order):  # the other is the matrix that is there
             pair = self.quantize_pair(x, other_view, view, inf_is_nan=inf_is_nan)
             return pair[1], pair[0]

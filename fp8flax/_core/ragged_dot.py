@@ -203,7 +203,7 @@ class RaggedPlan(Plan):
         return out[: self.rows]
 
     def warn(self, *recipes: GemmRecipe) -> None:
-        warn_if_emulated(*recipes)
+        warn_if_emulated(*recipes, has_block_kernel=False)
 
     def _in_rows(self, use: Use, operand: Any) -> Any:
         """Returns an operand of which a tile of rows can be cut: wide where scales are per block."""

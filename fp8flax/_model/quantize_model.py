@@ -39,11 +39,11 @@ def quantize_model(
 
     Rules are tried in this order; the first that speaks decides: ``exclude``, ``rules``, ``include``, and
     then the defaults, which leave out: embeddings; layers named like the last one (``lm_head``, ``logits``,
-    ``classifier``, …); convolutions that are not matmuls, for which XLA has no FP8 with gradients; kernels
-    with K or N below 16, or too small for FP8 to gain on an H200 with any batch (``1/(1/K + 1/N) < 281``).
-    The batch has no say, so that ``init``, training and decoding agree. A pattern is searched
-    (``re.search``) in a module's path, ``encoder/layer_0/Dense_0``, and in that path with the parameter's
-    name.
+    ``classifier``, …), or ``router``; convolutions that are not matmuls, for which XLA has no FP8 with
+    gradients; kernels with K or N below 16, or too small for FP8 to gain on an H200 with any batch
+    (``1/(1/K + 1/N) < 281``). The batch has no say, so that ``init``, training and decoding agree. A
+    pattern is searched (``re.search``) in a module's path, ``encoder/layer_0/Dense_0``, and in
+    that path with the parameter's name.
 
     Args:
         model: an unbound module.

@@ -21,7 +21,7 @@ from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._linen.conversion import reporting
 from fp8flax._model.calls import seen_of
 from fp8flax._model.converted import trace_apply
-from fp8flax._model.jaxprs import contractions_in
+from fp8flax._model.jaxprs import RAGGED_DOT, contractions_in
 from fp8flax._model.rules import GemmSizes
 from fp8flax._model.sites import sizes_of
 from fp8flax._train.bridge import eval_init, split_arrays
@@ -32,8 +32,13 @@ from fp8flax.audit.report import AuditReport
 _LEAST_QUANTIZATION_BYTES = 5.2
 """``Quantizer.quantization_bytes`` where nothing is quantized forward: as with delayed scaling."""
 
+_ONE_PASS_BYTES = 4.1
+"""Of scales per block on Hopper, where one kernel quantizes a tensor for both of its GEMMs."""
 
-def _seconds(sizes: GemmSizes, gpu: Gpu, gemms: CustomRecipe | None, is_matmul: bool) -> float:
+
+def _seconds(
+    sizes: GemmSizes, gpu: Gpu, gemms: CustomRecipe | None, is_matmul: bool, is_ragged: bool = False
+) -> float:
     """Returns the time of the forward and both backward GEMMs, with quantization, on a roofline."""
     b, m, k, n = sizes
     operations, elements = 3 * sizes.flops, b * (m * k + k * n + m * n)
@@ -42,8 +47,11 @@ def _seconds(sizes: GemmSizes, gpu: Gpu, gemms: CustomRecipe | None, is_matmul: 
         return wide
     used = [quantizer for quantizer in (gemms.forward.lhs, gemms.forward.rhs) if quantizer is not None]
     most = max((quantizer.quantization_bytes for quantizer in used), default=_LEAST_QUANTIZATION_BYTES)
+    per_block = any(quantizer.scales_along_contraction for quantizer in used)
+    if per_block and not gpu.has_block_scales and runs_in_fp8(gemms.forward, gpu.compute_capability):
+        most = _ONE_PASS_BYTES
     quantization = most * elements / gpu.bandwidth
-    if not is_matmul:
+    if not is_matmul or (is_ragged and per_block):
         return wide + quantization
     total = 0.0
     for gemm in (gemms.forward, gemms.dgrad, gemms.wgrad):
@@ -264,7 +272,8 @@ def report(
         site, decision = by_scope[scope].site, by_scope[scope].decision
         recipe = recipe_in_use(decision.recipe, DelayedScaling()) if decision.converts else None
         gemms = None if recipe is None else recipe.gemms
-        before, after = (count * _seconds(sizes, gpu, g, site.is_matmul) for g in (None, gemms))
+        is_ragged = site.primitive == RAGGED_DOT
+        before, after = (count * _seconds(sizes, gpu, g, site.is_matmul, is_ragged) for g in (None, gemms))
         wide, time = wide + before, time + after
         rows.append(
             Row(

@@ -194,6 +194,10 @@ def _matches(pattern: str, site: Site) -> bool:
     return any(re.search(pattern, path) for path in (site.path, site.kernel) if path is not None)
 
 
+ROUTER = re.compile(r"(^|[/_])router(_?\d*)($|/)", re.IGNORECASE)
+"""Names of the layers that are taken for the routers of experts."""
+
+
 def _cannot_gain(site: Site) -> str | None:
     """Returns why FP8 cannot make this contraction faster, whatever the batch; None if it may."""
     k, n = site.sizes.k, site.sizes.n
@@ -201,6 +205,8 @@ def _cannot_gain(site: Site) -> str | None:
         return "an embedding"
     if LOGITS.search(site.path):
         return "the logits, by the layer's name"
+    if ROUTER.search(site.path):
+        return "a router, by the layer's name"
     if not site.is_matmul:
         return "a convolution that is not a matmul, for which XLA has no FP8 with gradients"
     if min(k, n) < SMALLEST_SIZE:

@@ -1,5 +1,6 @@
 """The kernels for scales per block, interpreted step by step, beside what they stand for."""
 
+import re
 from functools import partial
 
 import jax
@@ -16,6 +17,7 @@ from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.kernels.block_gemm import block_gemm_in_jax
 from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC, hopper_block_gemm
 from fp8flax._core.kernels.block_quantize import block_quantize
+from fp8flax._core.kernels.cast_transpose import Casting, cast_by_kernel
 from fp8flax._core.kernels.on_shards import gemm_on_shards, quantize_on_shards
 from fp8flax._core.qtensor import View
 from tests.cases import error_of_product
@@ -141,24 +143,24 @@ def test_hoppers_gemm(shape, is_square, out_dtype):
 @pytest.mark.long
 @pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
 def test_hoppers_gemm_in_range():
-    """Where the product of the scales is less than float32 holds, and where one of them is nearly more."""
+    """Where one scale is nearly more than float32 holds, or less; and rows of most different magnitudes."""
     rng = np.random.default_rng(0)
     run = interpreted(out_dtype=jnp.float32)
     codes = [jnp.asarray(rng.normal(size=(1, n, 256)) * 90, E4M3) for n in (2, 3)]
-    for magnitudes in ((1e37, 1e-12), (1e-30, 1e-5), (1e30, 1e-30), (1e-3, 1e-32), (1e-35, 1e2)):
+    for magnitudes in ((1e37, 1e-12), (1e-12, 1e37), (1e-30, 1e-1), (1e30, 1e-30), (1e-35, 1e4)):
         scales = [
             jnp.asarray(magnitude / 448 * rng.uniform(1, 2, (1, n, 2)), jnp.float32)
             for n, magnitude in zip((2, 3), magnitudes)
         ]
-        # A block of zeros has the scale 1.
-        blank = codes[0].at[0, 1, 128:].set(0), scales[0].at[0, 1, 1].set(1)
+        # A block of zeros has the scale 1; the first block of the other row is all but nothing.
+        blank = codes[0].at[0, 1, 128:].set(0), scales[0].at[0, :, 1].set([1e-37, 1])
         for lhs, lhs_scale in ((codes[0], scales[0]), blank):
             wide = [
                 np.repeat(np.asarray(s, np.float64), 128, 2) * np.asarray(c, np.float64)
                 for c, s in zip((lhs, codes[1]), (lhs_scale, scales[1]))
             ]
             out = run(lhs, codes[1], lhs_scale, scales[1])
-            assert error_of_product(out, wide[0] @ wide[1].transpose(0, 2, 1), *wide) <= 1e-6
+            assert error_of_product(out, wide[0] @ wide[1].transpose(0, 2, 1), *wide) <= 2e-6
 
 
 SPLITS = {
@@ -171,6 +173,8 @@ SPLITS = {
     "the same axis twice": (P(None, "a"), P(None, "a")),
     "matrices": (P("b", "a"), P("b")),
     "unlike": (P("b", None, "a"), P(None, "a")),
+    "summed, fewer blocks than devices": (P(None, None, ("b", "a")), P(None, None, ("b", "a"))),
+    "columns, fewer blocks than devices": (P(), P(None, "a")),
 }
 
 
@@ -203,11 +207,19 @@ def test_the_gemm_of_split_operands(way, is_square):
     )
     np.testing.assert_allclose(run(*codes, *scales), expected, rtol=1e-5, atol=1e-4)
     if way in ("rows", "over both axes"):
-        assert "all-gather" not in run.lower(*codes, *scales).compile().as_text()
+        text = run.lower(*codes, *scales).compile().as_text()
+        assert not re.search(r"= f8e4m3fn\S* all-gather", text)
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("spec", [P(), P(None, "a"), P(None, "b", "a"), P("b", None, "a")], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(P(), P(None, "a"), P(None, "b", "a"), P("b", None, "a")),
+        *(P(None, ("a", "b")), P(None, None, ("b", "a"))),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("block", [(1, 128), (128, 128)], ids=str)
 def test_split_tensors_are_quantized_as_whole_ones(spec, block):
     """Four blocks over four devices, and over eight, which takes fewer."""
@@ -224,4 +236,23 @@ def test_split_tensors_are_quantized_as_whole_ones(spec, block):
     expected = jax.jit(twin)(x)
     run = jax.jit(quantize_on_shards(twin, is_square=block[0] > 1), in_shardings=NamedSharding(on, spec))
     jax.tree.map(np.testing.assert_array_equal, run(x), expected)
-    assert "all-gather" not in run.lower(x).compile().as_text()
+    gathered = re.findall(r"= (\w+\[\S*) all-gather", run.lower(x).compile().as_text())
+    assert not any("512,512" in shape for shape in gathered if not any(map(_is_pair, spec)))
+
+
+def _is_pair(names):
+    return isinstance(names, tuple)
+
+
+def test_nothing_that_may_be_nan_meets_a_minimum_or_maximum():
+    """Those of Pallas's Triton backend prefer a number to a NaN, which no interpreter shows."""
+    x = jnp.zeros((1, 128, 128))
+    casting = Casting(lambda x: [x], (E4M3,))
+    for kernel in (
+        partial(block_quantize, dtype=E4M3, is_square=False, power_2=True),
+        partial(block_quantize, dtype=E4M3, is_square=True, power_2=False),
+        lambda x: cast_by_kernel(casting, [jnp.float32(1)], x[0]),
+    ):
+        text = str(jax.make_jaxpr(kernel)(x))
+        assert "pallas_call" in text
+        assert not re.search(r":f32\[(128|64),(128|64)\] = (max|min|clamp)\b", text)

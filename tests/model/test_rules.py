@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
+from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC
 from fp8flax._model.rules import BREAK_EVEN, GemmSizes, Rules, Site
 from tests.cases import OWG, flat, normal
 from tests.models import Attention, in_scan
 
-CURRENT, MX = fp8.Float8CurrentScaling(), fp8.MXFP8BlockScaling()
+CURRENT, MX, BLOCK = fp8.Float8CurrentScaling(), fp8.MXFP8BlockScaling(), fp8.Float8BlockScaling()
 
 
 def site(path="mlp/up", k=4096, n=4096, *, module=None, kernel="kernel", **changes):
@@ -238,7 +239,7 @@ class TestReport:
         model = nn.Dense(8192, dtype=jnp.bfloat16)
         speedup = {}
         for target in ("h100", "h200", "b200"):
-            for name, recipe in (("delayed", None), ("current", CURRENT), ("mx", MX)):
+            for name, recipe in (("delayed", None), ("current", CURRENT), ("mx", MX), ("block", BLOCK)):
                 speedup[target, name] = fp8.report(
                     fp8.quantize_model(model, recipe), x, target=target
                 ).speedup
@@ -246,6 +247,8 @@ class TestReport:
         assert speedup["h200", "current"] < speedup["h200", "delayed"]
         assert speedup["h100", "delayed"] < speedup["h200", "delayed"]
         assert speedup["h200", "mx"] < 1 < speedup["b200", "mx"]
+        if HAS_MOSAIC:
+            assert speedup["h200", "block"] > speedup["h200", "delayed"]  # it quantizes in one pass
         small = fp8.report(fp8.quantize_model(nn.Dense(64), include=""), np.ones((64, 64), np.float32))
         assert small.speedup < 1
         # By hand: three GEMMs at their peaks, and the bytes of quantizing.

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp8flax._core.jax_rules import vary_alike
@@ -18,8 +19,6 @@ _ROWS = 64
 _TILE = 2 * _ROWS
 HOPPER = 9.0
 """The compute capability, and the only one, whose units the kernel is written for."""
-
-_LARGE = 2.0**126
 
 HAS_MOSAIC = jax.__version_info__ >= (0, 10)
 """Whether Pallas's Mosaic GPU is that which the kernel is written in."""
@@ -39,9 +38,9 @@ def hopper_block_gemm(
 ) -> jax.Array:
     """Returns the product of two block-scaled stacks of matrices, ``(batch, M, N)``.
 
-    As ``block_gemm``, but that scales are taken relative to those of the first block: so each element is
-    multiplied once by the product of both, which would else leave the range of float32 before the result
-    does. (What ``block_gemm`` does for that takes longer than the FP8 units do.)
+    As ``block_gemm``, but that the two scales of a block are multiplied first: what that block adds is lost
+    where their product is less than 2**-126, and the result is not finite where it is more than float32
+    holds. (To be careful with each element, as ``block_gemm`` is, takes longer than the FP8 units do.)
 
     Args:
         lhs: codes, ``(batch, M, K)``; K is a multiple of 128.
@@ -58,9 +57,9 @@ def hopper_block_gemm(
     batch, rows, depth = lhs.shape
     columns, num_blocks = rhs.shape[1], depth // BLOCK
     is_square = rhs_scale.shape[1] != columns
-    codes = [_padded_rows(x, 0) for x in (lhs, rhs)]
+    codes = [_padded_rows(x) for x in (lhs, rhs)]
     # With the block first, a scale of each row: what the kernel fetches is then contiguous.
-    scales = [_padded_rows(lhs_scale, 1), rhs_scale if is_square else _padded_rows(rhs_scale, 1)]
+    scales = [_padded_rows(lhs_scale), rhs_scale if is_square else _padded_rows(rhs_scale)]
     scales = [jnp.moveaxis(x, 2, 0).reshape(num_blocks, -1) for x in scales]
     m, n = (x.shape[1] // _TILE for x in codes)
     kernel = _kernel(batch, m, n, num_blocks, jnp.dtype(out_dtype), lhs.dtype, is_square, interpret)
@@ -68,13 +67,13 @@ def hopper_block_gemm(
     if interpret is not None:  # which multiplies no reference that is transposed
         codes[1] = codes[1].T
     out = kernel(*vary_alike(*codes, *scales))
-    out = vary_alike(out, lhs)[0]  # of which the kernel loses track
+    out = vary_alike(out, lhs, rhs)[0]  # of which the kernel loses track
     return out.reshape(batch, m * _TILE, n * _TILE)[:, :rows, :columns]
 
 
-def _padded_rows(x: jax.Array, value: int) -> jax.Array:
-    """Fills up the last tile."""
-    return lax.pad(x, jnp.asarray(value, x.dtype), ((0, 0, 0), (0, -x.shape[1] % _TILE, 0), (0, 0, 0)))
+def _padded_rows(x: jax.Array) -> jax.Array:
+    """Fills up the last tile with zeros."""
+    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, -x.shape[1] % _TILE, 0), (0, 0, 0)))
 
 
 def _kernel(
@@ -95,10 +94,8 @@ def _kernel(
     )
 
     def kernel(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, out: Any, written: Any) -> None:
-        def loaded(ref: Any, index: Any, axis: int, **options: Any) -> Any:
-            if is_interpreted:
-                return ref[index]
-            return plgpu.load(ref, index, layout=layout.reduce(axis), **options)
+        def loaded(ref: Any, index: Any, axis: int) -> Any:
+            return ref[index] if is_interpreted else plgpu.load(ref, index, layout=layout.reduce(axis))
 
         def pipeline(body: Any, context: Any) -> Any:
             of_columns = lambda k: (k, 0) if is_interpreted else (0, k)  # noqa: E731
@@ -132,16 +129,15 @@ def _kernel(
 
             @plgpu.nd_loop((batch * m * n,), collective_axes="core")
             def _(loop: Any) -> None:
-                which, tile = lax.div(loop.index[0], m * n), lax.rem(loop.index[0], m * n)
+                num_tiles = np.int32(m * n)
+                which, tile = lax.div(loop.index[0], num_tiles), lax.rem(loop.index[0], num_tiles)
                 # In the order in which neighbours share most of what they read.
                 i, j = plgpu.planar_snake(tile, (m, n), 1, 8)
                 of_rows = pl.ds((which * m + i) * _TILE, _TILE)
                 of_columns = pl.ds((which * n + j) * _TILE, _TILE)
 
-                shape, first = (_ROWS, _TILE), (which * n + j) * (1 if is_square else _TILE)
-
                 def add_block(index: Any, lhs_tile: Any, rhs_tile: Any, lhs_s: Any, *rest: Any) -> Any:
-                    total, inverse = rest[-1]
+                    total = rest[-1]
 
                     def multiply(sums: Any) -> Any:
                         right = rhs_tile if is_interpreted else plgpu.transpose_ref(rhs_tile, (1, 0))
@@ -149,27 +145,21 @@ def _kernel(
                         plgpu.wgmma_wait(0)
                         return sums[...]
 
-                    sums = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-                    # Relative to those of the first block, so that no product of scales leaves the range.
-                    scale = loaded(lhs_s, (0, mine), 1) * inverse
-                    scale = jnp.minimum(scale / rhs_scale[0, first], _LARGE)
+                    sums = pl.run_scoped(multiply, plgpu.ACC((_ROWS, _TILE), jnp.float32))
+                    shape = _ROWS, _TILE
+                    scale = loaded(lhs_s, (0, mine), 1)
                     if is_square:
-                        factor = lax.broadcast_in_dim(scale * rhs_scale[index[0], first], shape, (0,))
+                        scale *= rhs_scale[index[0], which * n + j]
+                        factor = lax.broadcast_in_dim(scale, shape, (0,))
                     else:
                         other = loaded(rest[0], (0,), 0)
                         factor = lax.broadcast_in_dim(scale, shape, (0,))
                         factor *= lax.broadcast_in_dim(other, shape, (1,))
-                    return total + sums * factor, inverse
+                    return total + sums * factor
 
                 def compute(run: Any) -> None:
-                    zeros = jnp.zeros(shape, jnp.float32)
-                    total = zeros if is_interpreted else plgpu.layout_cast(zeros, layout)
-                    here = pl.ds((which * m + i) * _TILE + warpgroup * _ROWS, _ROWS)
-                    of_first = loaded(lhs_scale, (0, here), 1, optimized=False)
-                    total, _ = run((total, 1 / of_first))
-                    of_first_column = rhs_scale[0, first]
-                    for scale in (jnp.minimum, jnp.maximum):  # in this order nothing overflows
-                        total *= lax.broadcast_in_dim(scale(of_first, of_first_column), shape, (0,))
+                    zeros = jnp.zeros((_ROWS, _TILE), jnp.float32)
+                    total = run(zeros if is_interpreted else plgpu.layout_cast(zeros, layout))
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     written[warpgroup] = total.astype(out_dtype)
                     plgpu.commit_smem()

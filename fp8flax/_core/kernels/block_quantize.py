@@ -21,6 +21,7 @@ from fp8flax._core.formats import fp8_max
 from fp8flax._core.jax_rules import shape_varying_as
 from fp8flax._core.kernels.block_gemm import BLOCK
 from fp8flax._core.names import BLOCK_QUANTIZE
+from fp8flax._core.quantize import clipped
 from fp8flax._core.scaling import SMALLEST_SCALE, compute_scale, power_of_two, scale_exponent
 
 _LARGEST = np.finfo(np.float32).max
@@ -80,7 +81,7 @@ def block_quantize(
         else:
             scale = compute_scale(jnp.where(amax >= SMALLEST_SCALE, amax, 0.0), 1.0, limit)
             scaled = values / scale
-        return jnp.clip(scaled, -np.float32(limit), np.float32(limit)).astype(dtype), scale
+        return clipped(scaled, limit).astype(dtype), scale
 
     def inside(axis: int, shape: tuple[int, ...], size: int) -> jax.Array:
         """Returns which rows or columns of a tile, along the last axis of this one, there are."""

@@ -55,16 +55,11 @@ def gemm_on_shards(
     def split(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
         return multiply(lhs, rhs, lhs_scale, rhs_scale)
 
-    columns = "(d j)" if is_square else "n"
-    split.def_partition(
-        partition,
-        sharding_rule=(
-            f"b m (c i), b {columns} (c i), b m c, b {'d' if is_square else 'n'} c -> b m {columns}"
-        ),
-        reduction_factors=("c", "i"),
-        i=BLOCK,
-        **({"j": BLOCK} if is_square else {}),
-    )
+    # Blocks are not said to be parts of columns: where the devices do not divide them, Shardy would split
+    # columns over parts of an axis, of which JAX's shardings know nothing.
+    scales = "d" if is_square else "n"
+    rule = f"b m k, b n k, b m c, b {scales} c -> b m n"
+    split.def_partition(partition, sharding_rule=rule, reduction_factors=("k",))
     return jax.named_scope(name)(split)
 
 
@@ -91,13 +86,8 @@ def quantize_on_shards(kernel: Callable[..., Any], *, is_square: bool) -> Callab
     def split(x: Any) -> Any:
         return kernel(x)
 
-    scales = ("b e c", "b c e") if is_square else ("b (e i) c", "b (c j) e")
-    split.def_partition(
-        partition,
-        sharding_rule=f"b (e i) (c j) -> b (e i) (c j), {scales[0]}, b (c j) (e i), {scales[1]}",
-        i=BLOCK,
-        j=BLOCK,
-    )
+    scales = ("b e c", "b c e") if is_square else ("b r c", "b s e")
+    split.def_partition(partition, sharding_rule=f"b r s -> b r s, {scales[0]}, b s r, {scales[1]}")
     return jax.named_scope(BLOCK_QUANTIZE)(split)
 
 
