@@ -77,8 +77,8 @@ def kind_of(x: Any) -> Any:
 def each_alike(f: Callable[..., Any], *args: Sequence[Any], read_once: bool = True) -> list[Any]:
     """Returns ``[f(*each) for each in zip(*args)]``, of trees of arrays that can be stacked.
 
-    GPUs get it as one array, for which they start a few kernels and not some for each; CPUs as a loop,
-    which XLA compiles once, where it would compile the stacked arrays anew into all that reads them.
+    GPUs get it as one array, for which they start a few kernels and not some for each. For CPUs XLA would
+    compile what is stacked, or a loop over it, for longer than all of them one by one.
 
     Args:
         f: a function of trees of arrays.
@@ -89,13 +89,17 @@ def each_alike(f: Callable[..., Any], *args: Sequence[Any], read_once: bool = Tr
     (number,) = {len(arg) for arg in args}
     if number == 1:
         return [f(*(arg[0] for arg in args))]
-    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *zip(*args))
-    if read_once:
-        stacked = lax.optimization_barrier(stacked)
-    results = lax.platform_dependent(
-        *stacked, cpu=lambda *xs: lax.map(lambda each: f(*each), xs), default=jax.vmap(f)
-    )
-    return [jax.tree.map(lambda x, i=i: x[i], results) for i in range(number)]
+
+    def one_by_one(*args: Any) -> list[Any]:
+        once = jax.jit(f)  # traced once
+        return [once(*each) for each in zip(*args)]
+
+    def at_once(*args: Any) -> list[Any]:
+        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *zip(*args))
+        results = jax.vmap(f)(*(lax.optimization_barrier(stacked) if read_once else stacked))
+        return [jax.tree.map(lambda x, i=i: x[i], results) for i in range(number)]
+
+    return lax.platform_dependent(*map(list, args), cpu=one_by_one, default=at_once)
 
 
 def manual_axes(x: Any) -> frozenset[str]:
