@@ -74,17 +74,21 @@ def kind_of(x: Any) -> Any:
     return jax.typeof(x), None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
 
 
-def each_alike(f: Callable[..., Any], *args: Sequence[Any], read_once: bool = True) -> list[Any]:
+def each_alike(
+    f: Callable[..., Any], *args: Sequence[Any], read_once: bool = True, loops: bool = False
+) -> list[Any]:
     """Returns ``[f(*each) for each in zip(*args)]``, of trees of arrays that can be stacked.
 
-    GPUs get it as one array, for which they start a few kernels and not some for each. For CPUs XLA would
-    compile what is stacked, or a loop over it, for longer than all of them one by one.
+    GPUs get it as one array, for which they start a few kernels and not some for each. CPUs do not: XLA
+    would compile stacked arrays anew into all that reads them.
 
     Args:
         f: a function of trees of arrays.
         *args: its arguments, a list of each.
         read_once: whether each array is read by one kernel alone. Where a step is donated arrays that
             several kernels read, XLA copies them before it writes the next values over them.
+        loops: whether CPUs do it in a loop, and not one by one. Either may compile in half the time of the
+            other, depending on what is around it: to be measured for each call.
     """
     (number,) = {len(arg) for arg in args}
     if number == 1:
@@ -94,12 +98,17 @@ def each_alike(f: Callable[..., Any], *args: Sequence[Any], read_once: bool = Tr
         once = jax.jit(f)  # traced once
         return [once(*each) for each in zip(*args)]
 
-    def at_once(*args: Any) -> list[Any]:
-        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *zip(*args))
-        results = jax.vmap(f)(*(lax.optimization_barrier(stacked) if read_once else stacked))
+    def stacked(run: Callable[..., Any], *args: Any) -> list[Any]:
+        whole = jax.tree.map(lambda *xs: jnp.stack(xs), *zip(*args))
+        results = run(*(lax.optimization_barrier(whole) if read_once else whole))
         return [jax.tree.map(lambda x, i=i: x[i], results) for i in range(number)]
 
-    return lax.platform_dependent(*map(list, args), cpu=one_by_one, default=at_once)
+    in_a_loop = functools.partial(stacked, lambda *xs: lax.map(lambda each: f(*each), xs))
+    return lax.platform_dependent(
+        *map(list, args),
+        cpu=in_a_loop if loops else one_by_one,
+        default=functools.partial(stacked, jax.vmap(f)),
+    )
 
 
 def manual_axes(x: Any) -> frozenset[str]:

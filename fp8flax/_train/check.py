@@ -99,7 +99,7 @@ def _judged_in_a_loop(axis: int, olds: list[ScalingState], news: list[ScalingSta
         factor, *rest = _verdict(axis, old, new)
         return _Judged(_kept(old, new, axis, factor, *rest), factor)
 
-    return each_alike(judged, olds, news)
+    return each_alike(judged, olds, news, loops=True)
 
 
 def _judged_at_once(axis: int, olds: list[ScalingState], news: list[ScalingState]) -> list[_Judged]:

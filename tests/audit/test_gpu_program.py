@@ -22,6 +22,7 @@ from flax.linen import fp8_ops as flax_ops
 import fp8flax as fp8
 from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.kernels.block_quantize import block_quantize
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax.audit import auditing, compiling, hlo, kernels
 from fp8flax.demo import training
@@ -666,6 +667,20 @@ def test_hoppers_kernel_is_machine_code_for_its_fp8_units():
         "QGMMA.64x128x32.F32.E5M2.E5M2": 4 * 4,
     }
     assert "STL" not in said  # stores to memory that stand in for a register
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_the_kernel_that_quantizes_blocks_compiles(dtype):
+    """Of whole blocks and of others. (On tiles of float32 the assembler may crash, and did.)"""
+    for shape in ((1, 256, 512), (2, 200, 300)):
+        for is_square, power_2 in ((False, True), (True, True), (True, False)):
+            options = {"is_square": is_square, "power_2": power_2, "inf_is_nan": power_2}
+            f = partial(block_quantize, dtype=jnp.float8_e4m3fn, **options)
+            target = compiling.find_target("h200")
+            assert (
+                BLOCK_QUANTIZE in compiling.compile_for(target, f, (struct(*shape, dtype=dtype),)).as_text()
+            )
 
 
 @pytest.mark.long
