@@ -1,0 +1,28 @@
+"""FP8 for Flax NNX: what is public, in reading order.
+
+A second front of the package: recipes, ``autocast`` and ``audit`` are those of ``fp8flax``.
+"""
+
+# Ops, to be given to layers.
+from fp8flax.nnx.ops import (
+    Fp8ConvGeneralDilatedOp as Fp8ConvGeneralDilatedOp,
+    Fp8DotGeneralOp as Fp8DotGeneralOp,
+    Fp8Einsum as Fp8Einsum,
+    Fp8RaggedDotOp as Fp8RaggedDotOp,
+    NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp,
+)
+
+# Their state.
+from fp8flax.nnx.ops import OverwriteWithGradient as OverwriteWithGradient
+
+# Training.
+from fp8flax.nnx.training import (
+    Optimizer as Optimizer,
+    grad as grad,
+    overwrite_state as overwrite_state,
+    value_and_grad as value_and_grad,
+)
+from fp8flax.nnx.training import check_state as check_state
+
+# To and from Linen.
+from fp8flax.nnx.variables import to_linen as to_linen, update_from_linen as update_from_linen

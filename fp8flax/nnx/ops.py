@@ -1,0 +1,438 @@
+"""The NNX ops: modules that layers take in the place of ``lax.dot_general`` and its like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.conv import fp8_conv_general_dilated
+from fp8flax._core.delayed import ScalingState
+from fp8flax._core.differentiable import FORMS, States
+from fp8flax._core.dot_general import DimensionNumbers, fp8_dot_general
+from fp8flax._core.einsum import einsum_with
+from fp8flax._core.formats import Format
+from fp8flax._core.max_dtype import is_max_dtype
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, SWITCHED_OFF, state_leaf_names
+from fp8flax._core.options import check_choice, check_int
+from fp8flax._core.quantizers import DelayedQuantizer
+from fp8flax._core.ragged_dot import fp8_ragged_dot
+from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
+from fp8flax._linen.op import MissingStateError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer
+
+
+# Flax's bridge makes a type of its own for a collection that it meets first: ours takes that place.
+class OverwriteWithGradient(nnx.Variable[Any]):
+    """A variable whose "gradient" is its next value: the scaling state of FP8 ops.
+
+    Its arrays are float32: the scale of a tensor, and the history of its largest magnitudes. It is not an
+    ``nnx.Param``, so an optimizer of parameters does not see it. To ``flax.nnx.bridge`` it is the
+    collection ``_overwrite_with_gradient``.
+
+    Example:
+        >>> from flax import nnx
+        >>> import fp8flax.nnx as fp8nnx
+        >>> op = fp8nnx.Fp8DotGeneralOp()
+        >>> op.input_scale.get_value()
+        Array([1.], dtype=float32)
+        >>> len(nnx.state(op, fp8nnx.OverwriteWithGradient).flat_state())
+        6
+
+    Source: the collection of ``flax.linen.fp8_ops``.
+    """
+
+
+nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overwrite=True)
+
+
+class Fp8Op(nnx.Module):
+    """Holds the scaling state of one contraction, if its recipe has any, and multiplies."""
+
+    # What it computes, without FP8 and with it; the field of NNX's layers for such a function.
+    plain: ClassVar[Callable[..., jax.Array]] = staticmethod(jax.lax.dot_general)
+    in_fp8: ClassVar[Callable[..., jax.Array]] = staticmethod(fp8_dot_general)
+    field: ClassVar[str] = ""
+    stacked: ClassVar[tuple[str, ...]] = ()
+    """Roles whose state has a leading dimension, of experts."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuses operands, which an instance takes: a layer has the class where it calls a function."""
+        if any(isinstance(arg, jax.Array | np.ndarray | str) for arg in args):
+            name = cls.__name__
+            fix = f" A layer takes an instance: {cls.field}=fp8flax.nnx.{name}()." if cls.field else ""
+            raise TypeError(f"The class fp8flax.nnx.{name} was called as its instances are.{fix}")
+        return super().__new__(cls)
+
+    def __init__(self, *, recipe: Recipe | None = None, form: str = "direct"):
+        self._set_up(recipe, form, ())
+
+    def _set_up(self, recipe: Recipe | None, form: str, stacked: tuple[int, ...]) -> None:
+        if recipe is not None:
+            check_recipe(recipe)
+        check_choice("form", form, FORMS)
+        self.recipe, self.form = recipe, form
+        in_use = recipe_in_use(recipe, self._default_recipe())
+        if in_use is None:  # FP8 is off here
+            return
+        _check_shares_nothing(in_use)
+        for role, quantizer in in_use.gemms.delayed.items():
+            for name, shape in _shapes(role, quantizer, stacked if role in self.stacked else ()).items():
+                fill = 1.0 if name == state_leaf_names(role)[0] else 0.0
+                setattr(self, name, OverwriteWithGradient(jnp.full(shape, fill, jnp.float32)))
+
+    def _default_recipe(self) -> Recipe:
+        return DelayedScaling()
+
+    def _multiplier(self, stacked: tuple[int, ...] = ()) -> Callable[..., jax.Array]:
+        """Returns what the op computes by the recipe in use, with the state that it needs.
+
+        At each call: an op may be called twice, under different ambient recipes.
+
+        Args:
+            stacked: leading dimensions of the state of the roles that have any.
+        """
+        recipe = recipe_in_use(self.recipe, self._default_recipe())
+
+        def compute(*args: Any) -> jax.Array:
+            if recipe is None:
+                with jax.named_scope(SWITCHED_OFF):
+                    return self.plain(*args)
+            _check_shares_nothing(recipe)
+            delayed = recipe.gemms.delayed
+            states = {
+                role: self._state(role, quantizer, stacked if role in self.stacked else ())
+                for role, quantizer in delayed.items()
+            }
+            return self.in_fp8(*args, states=States(**states), recipe=recipe, form=self.form)
+
+        return compute
+
+    def _state(self, role: str, quantizer: DelayedQuantizer, stacked: tuple[int, ...]) -> ScalingState:
+        values = []
+        for name, shape in _shapes(role, quantizer, stacked).items():
+            variable = getattr(self, name, None)
+            where = f"{type(self).__name__}.{name}"
+            if not isinstance(variable, nnx.Variable):
+                raise MissingStateError(
+                    f"The FP8 op has no scaling state {where}, which its recipe needs: it was made under a "
+                    "recipe without delayed scaling, or with FP8 switched off. Make the op, or the model, "
+                    "under the recipe that it is called under (fp8flax.autocast), or give it its own: "
+                    f"{type(self).__name__}(recipe=…)."
+                )
+            value = variable.get_value()
+            if value.dtype != jnp.float32 and not is_max_dtype(value):
+                raise TypeError(
+                    f"The scaling state {where} must be float32; got {value.dtype}. Cast the state of "
+                    "nnx.Param alone, or cast this leaf back with .astype(jnp.float32)."
+                )
+            if value.shape != shape:
+                raise ValueError(
+                    f"The scaling state {where} has shape {value.shape}; the recipe asks for {shape}. Make "
+                    "the op under the recipe (the amax_history_len) of its calls; of layers that "
+                    "nnx.vmap has stacked, call it inside of nnx.vmap or nnx.scan."
+                )
+            values.append(value)
+        return ScalingState(*values)
+
+
+def _shapes(role: str, quantizer: DelayedQuantizer, stacked: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a role's scale and amax history, by their names."""
+    lengths = (1, quantizer.amax_history_len)
+    return {name: (*stacked, length) for name, length in zip(state_leaf_names(role), lengths)}
+
+
+def _check_shares_nothing(recipe: Recipe) -> None:
+    if recipe.shares_inputs:
+        raise ValueError(
+            "shared_inputs=True is for Linen models: NNX has nothing that lives as long as one call of a "
+            "model, where ops could note their inputs. Leave it out of the recipe."
+        )
+
+
+def _with_sharding(out: jax.Array, sharding: Any) -> jax.Array:
+    """Returns a result, sharded as NNX's layers ask for; None for what JAX makes of the operands."""
+    return out if sharding is None else jax.sharding.reshard(out, sharding)
+
+
+class Fp8DotGeneralOp(Fp8Op):
+    """An FP8 matmul, called like ``lax.dot_general``.
+
+    Give an instance to a layer: ``nnx.Linear(…, dot_general=fp8flax.nnx.Fp8DotGeneralOp())``, likewise to
+    ``nnx.LinearGeneral``; or call it in a module of your own, which shares its state between the calls.
+    ``nnx.MultiHeadAttention`` would share one instance, and so its scales, between query, key and value;
+    ``quantize_model`` gives each layer its own. Do not give it as ``dot_general_cls``: NNX makes a new op
+    at each call of such a layer, whose state is lost, and its scales stay 1.
+
+    With delayed scaling, the default, it holds float32 variables ``{input,kernel,output_grad}_scale`` of
+    shape ``(1,)`` and ``{…}_amax_history`` of shape ``(amax_history_len,)``, of the type
+    ``OverwriteWithGradient``, whose gradients are their next values. Other recipes have none. Under
+    ``autocast(enabled=False)`` it is ``lax.dot_general``.
+
+    The call takes:
+        lhs: the input, any shape; bfloat16, float16, float32 or float64.
+        rhs: the kernel, likewise.
+        dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
+        precision: None for the accumulation of the recipe (fast forward, exact gradients); ``DEFAULT`` for
+            fast and ``HIGH`` or ``HIGHEST`` for exact accumulation in all three GEMMs.
+        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
+        out_sharding: how to shard the result, on a mesh with explicit axes; JAX must know without it what
+            the product is sharded like, or raises.
+
+    Args:
+        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
+            outside of it. The state is that of the recipe under which the op is made.
+        form: ``"direct"`` multiplies FP8 operands, in the FP8 units of GPUs that have them. ``"qdq"`` casts
+            to FP8 and back around a matmul in the operands' dtype: a reference, and never faster.
+
+    Raises:
+        MissingStateError: the op was made under a recipe without the state that it needs now.
+        TypeError: an operand is not a wide float, or the state is not float32.
+        ValueError: the state has another history length than the recipe, or the recipe shares inputs.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> layer = nnx.Linear(4, 8, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 4))).shape
+        (2, 8)
+        >>> layer.dot_general.kernel_amax_history.shape
+        (1024,)
+
+    Source: ``flax.linen.fp8_ops``, whose state it has; Micikevicius et al., 2022, arXiv:2209.05433.
+    """
+
+    field = "dot_general"
+
+    def __call__(
+        self,
+        lhs: Float[jax.Array, "*input"],
+        rhs: Float[jax.Array, "*kernel"],
+        dimension_numbers: DimensionNumbers,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> Float[jax.Array, "*output"]:
+        """Returns the product; see the class."""
+        out = self._multiplier()(lhs, rhs, dimension_numbers, precision, preferred_element_type)
+        return _with_sharding(out, out_sharding)
+
+
+class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
+    """``Fp8DotGeneralOp`` in the FNUZ formats of AMD MI300, unless a recipe says otherwise.
+
+    Example:
+        >>> from flax import nnx
+        >>> import fp8flax.nnx as fp8nnx
+        >>> layer = nnx.Linear(4, 8, dot_general=fp8nnx.NANOOFp8DotGeneralOp(), rngs=nnx.Rngs(0))
+
+    Source: ``flax.linen.fp8_ops.NANOOFp8DotGeneralOp``.
+    """
+
+    def _default_recipe(self) -> DelayedScaling:
+        return DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
+
+
+class Fp8Einsum(Fp8Op):
+    """A two-operand einsum in FP8, with the state of ``Fp8DotGeneralOp``.
+
+    The first operand is the input and the second the kernel, whatever the order of the result. Give an
+    instance to a layer: ``nnx.Einsum(…, einsum_op=fp8flax.nnx.Fp8Einsum())``.
+
+    The call takes:
+        eqn: the equation; no index may occur twice within one operand.
+        lhs: the input, any shape; bfloat16, float16, float32 or float64.
+        rhs: the kernel, likewise.
+        precision: as of ``Fp8DotGeneralOp``.
+        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
+        out_sharding: as of ``Fp8DotGeneralOp``.
+
+    Args:
+        recipe: as of ``Fp8DotGeneralOp``.
+        form: as of ``Fp8DotGeneralOp``.
+
+    Raises:
+        MissingStateError: the op was made under a recipe without the state that it needs now.
+        TypeError: the equation is no string, an operand is not a wide float, or the state is not float32.
+        ValueError: the equation does not fit the operands, or the state not the recipe.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> op = fp8nnx.Fp8Einsum()
+        >>> layer = nnx.Einsum("nta,hab->nthb", (8, 2, 4), einsum_op=op, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 3, 2))).shape
+        (1, 3, 8, 4)
+
+    Source: ``flax.linen.fp8_ops.Fp8Einsum``.
+    """
+
+    field = "einsum_op"
+
+    def __call__(
+        self,
+        eqn: str,
+        lhs: Float[jax.Array, "*input"],
+        rhs: Float[jax.Array, "*kernel"],
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> Float[jax.Array, "*output"]:
+        """Returns the contraction; see the class."""
+        if not isinstance(eqn, str):
+            raise TypeError(
+                f"eqn must be an equation such as 'ab,bc->ac'; got {type(eqn).__name__}. Fp8Einsum is "
+                "called like jnp.einsum; nnx.Linear takes fp8flax.nnx.Fp8DotGeneralOp() as dot_general=."
+            )
+        out = einsum_with(self._multiplier(), eqn, lhs, rhs, precision, preferred_element_type)
+        return _with_sharding(out, out_sharding)
+
+
+class Fp8ConvGeneralDilatedOp(Fp8Op):
+    """An FP8 convolution, called like ``lax.conv_general_dilated``.
+
+    Give an instance to a layer, as ``nnx.Conv(…, conv_general_dilated=…)``. What is a matmul
+    (windows that do not overlap, without groups) runs as one; what is not gets FP8 values, and is convolved
+    in the operands' dtype: see ``fp8flax.Fp8ConvGeneralDilatedOp``.
+
+    The call takes:
+        lhs: the input, in the layout of ``dimension_numbers``; bfloat16, float16, float32 or float64.
+        rhs: the kernel, likewise, of the same dtype.
+        window_strides: one int for each spatial dimension.
+        padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair ``(before, after)`` for each.
+        lhs_dilation: one int for each; None for 1.
+        rhs_dilation: one int for each; None for 1.
+        dimension_numbers: the layouts, as ``lax.conv_general_dilated`` takes them.
+        feature_group_count: number of groups of features.
+        batch_group_count: number of groups of the batch.
+        precision: that of ``Fp8DotGeneralOp`` for a matmul, else of all three convolutions.
+        preferred_element_type: dtype of the result; None for that of the operands.
+        out_sharding: as of ``Fp8DotGeneralOp``.
+
+    Args:
+        recipe: as of ``Fp8DotGeneralOp``.
+        form: as of ``Fp8DotGeneralOp``.
+
+    Raises:
+        MissingStateError: the op was made under a recipe without the state that it needs now.
+        TypeError: an operand is not a wide float, or the state is not float32.
+        ValueError: the recipe scales along the contraction and this is no matmul, or the state does not fit
+            the recipe.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> op = fp8nnx.Fp8ConvGeneralDilatedOp()
+        >>> layer = nnx.Conv(3, 8, (4, 4), (4, 4), conv_general_dilated=op, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 16, 16, 3))).shape
+        (2, 4, 4, 8)
+
+    Source: ``lax.conv_general_dilated``; the recipes are those of Micikevicius et al., 2022,
+    arXiv:2209.05433.
+    """
+
+    plain = staticmethod(jax.lax.conv_general_dilated)
+    in_fp8 = staticmethod(fp8_conv_general_dilated)
+    field = "conv_general_dilated"
+
+    def __call__(
+        self,
+        lhs: Float[jax.Array, "*input"],
+        rhs: Float[jax.Array, "*kernel"],
+        window_strides: Sequence[int],
+        padding: str | Sequence[tuple[int, int]],
+        lhs_dilation: Sequence[int] | None = None,
+        rhs_dilation: Sequence[int] | None = None,
+        dimension_numbers: Any = None,
+        feature_group_count: int = 1,
+        batch_group_count: int = 1,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> Float[jax.Array, "*output"]:
+        """Returns the convolution; see the class."""
+        out = self._multiplier()(
+            lhs,
+            rhs,
+            window_strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            dimension_numbers,
+            feature_group_count,
+            batch_group_count,
+            precision,
+            preferred_element_type,
+        )
+        return _with_sharding(out, out_sharding)
+
+
+class Fp8RaggedDotOp(Fp8Op):
+    """The FP8 matmul of a mixture of experts, called like ``lax.ragged_dot``.
+
+    The state is that of ``Fp8DotGeneralOp``, except that each expert's kernel has a scale and an amax
+    history of its own: ``kernel_scale`` has shape ``(num_experts, 1)`` and ``kernel_amax_history`` shape
+    ``(num_experts, amax_history_len)``. See ``fp8flax.Fp8RaggedDotOp``.
+
+    The call takes:
+        lhs: the input, ``(rows, K)``, sorted by expert; bfloat16, float16, float32 or float64.
+        rhs: the kernels, ``(experts, K, N)``, likewise.
+        group_sizes: rows of each expert, ``(experts,)``, integers.
+        precision: as of ``Fp8DotGeneralOp``.
+        preferred_element_type: dtype of the result; None for what ``lax.ragged_dot`` gives.
+
+    Args:
+        num_experts: of kernels, 1 or more.
+        recipe: as of ``Fp8DotGeneralOp``.
+        form: as of ``Fp8DotGeneralOp``.
+
+    Raises:
+        MissingStateError: the op was made under a recipe without the state that it needs now.
+        TypeError: an operand is not a wide float, or the state is not float32.
+        ValueError: the shapes do not fit, or the state does not fit the recipe or the experts.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> op, x, kernels = fp8nnx.Fp8RaggedDotOp(2), jnp.ones((6, 4)), jnp.ones((2, 4, 8))
+        >>> op(x, kernels, jnp.array([4, 2])).shape
+        (6, 8)
+        >>> op.kernel_scale.shape
+        (2, 1)
+
+    Source: ``jax.lax.ragged_dot``; the state is that of ``flax.linen.fp8_ops``, per expert.
+    """
+
+    plain = staticmethod(jax.lax.ragged_dot)
+    in_fp8 = staticmethod(fp8_ragged_dot)
+    stacked = ("kernel",)
+
+    def __init__(self, num_experts: int, *, recipe: Recipe | None = None, form: str = "direct"):
+        check_int("num_experts", num_experts, 1)
+        self._set_up(recipe, form, (num_experts,))
+
+    def __call__(
+        self,
+        lhs: Float[jax.Array, "rows depth"],
+        rhs: Float[jax.Array, "experts depth columns"],
+        group_sizes: Integer[jax.Array, " experts"],
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Float[jax.Array, "rows columns"]:
+        """Returns the product; see the class."""
+        multiply = self._multiplier(jnp.shape(rhs)[:1])
+        return multiply(lhs, rhs, group_sizes, precision, preferred_element_type)

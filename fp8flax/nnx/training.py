@@ -1,0 +1,311 @@
+"""A training step of an NNX model: gradients that merge scaling state by maximum, and what takes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from flax import nnx
+
+from fp8flax._core.jax_rules import current_manual_axes, merged_in
+from fp8flax._core.max_dtype import from_max_dtype
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._train import check
+from fp8flax._train.collection import merge_by_max, next_state, unmerge
+from fp8flax.nnx.ops import OverwriteWithGradient
+from fp8flax.nnx.variables import set_state, state_of
+
+
+@contextmanager
+def _replaced(nodes: Sequence[Any], f: Callable[[Any], Any]) -> Iterator[None]:
+    """A context in which the scaling state of models is what ``f`` makes of it."""
+    before = []
+    try:
+        for node in nodes:
+            before.append((node, state_of(node)))
+            set_state(node, f(before[-1][1]))
+        yield
+    finally:
+        # The other way round: models may share modules.
+        for node, state in reversed(before):
+            set_state(node, state)
+
+
+def _as_in(new: Any, old: Any) -> Any:
+    """Returns of ``old`` what ``new`` has: NNX gives a shared module's gradient once."""
+    flat = nnx.traversals.flatten_mapping(old)
+    kept = {path: flat[path] for path in nnx.traversals.flatten_mapping(new)}
+    return nnx.traversals.unflatten_mapping(kept) if kept else new
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def value_and_grad(
+    f: Callable[..., Any],
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """``nnx.value_and_grad`` for models that hold FP8 scaling state.
+
+    It differentiates the parameters and the scaling state. The gradient of the state is its next value:
+    that of one call on all the data, however often a layer ran (shared modules, ``nnx.scan``, ``nnx.vmap``
+    over examples, ``jax.shard_map`` over devices). A layer that got no gradient keeps its state, and a
+    tensor that held a NaN or an Inf leaves no trace in its history. All other gradients are those of
+    ``nnx.value_and_grad``. The model keeps its state until ``Optimizer.update``, or ``overwrite_state``.
+
+    Args:
+        f: a function of models and arrays; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``.
+        argnums: which positional arguments to differentiate. Of a model those are its ``nnx.Param``; with
+            an ``nnx.DiffState`` what its filter takes; the scaling state in either case.
+        has_aux: whether ``f`` returns auxiliary data.
+        holomorphic: passed to JAX.
+        allow_int: passed to JAX.
+
+    Returns:
+        A function with the arguments of ``f`` that returns ``(value, gradients)``: an ``nnx.State`` for
+        each differentiated model, with variables of ``nnx.Param`` and ``OverwriteWithGradient``.
+
+    Raises:
+        TypeError: (when called) scaling state is not float32.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+        >>> def loss(layer, x):
+        ...     return jnp.sum(layer(x) + layer(3 * x))
+        >>> value, grads = fp8nnx.value_and_grad(loss)(layer, jnp.ones((2, 4)))
+        >>> grads["dot_general"]["input_amax_history"][:2]
+        Array([3., 0.], dtype=float32)
+
+    Source: signature of ``nnx.value_and_grad``.
+    """
+    single = not isinstance(argnums, Sequence)
+    wanted: list[Any] = [argnums] if single else list(argnums)  # type: ignore[arg-type]
+    differentiated = [d if isinstance(d, nnx.DiffState) else nnx.DiffState(d, nnx.Param) for d in wanted]
+    positions = [d.argnum for d in differentiated]
+    with_state = [nnx.DiffState(d.argnum, nnx.Any(d.filter, OverwriteWithGradient)) for d in differentiated]
+
+    @functools.wraps(f)
+    def merged_f(*args: Any, **kwargs: Any) -> Any:
+        with _replaced([args[i] for i in positions], merge_by_max), merged_in(current_manual_axes()):
+            out = f(*args, **kwargs)
+        return jax.tree.map(from_max_dtype, out, is_leaf=_is_node)
+
+    nnx_value_and_grad = nnx.value_and_grad(
+        merged_f,
+        argnums=with_state[0] if single else tuple(with_state),
+        has_aux=has_aux,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+    )
+
+    @functools.wraps(f)
+    def value_and_grad_f(*args: Any, **kwargs: Any) -> Any:
+        nodes = [args[i] for i in positions]
+        # Inside of another one, the state comes as that has merged it; it is not differentiated twice.
+        with _replaced(nodes, unmerge):
+            old = [state_of(node) for node in nodes]
+            value, grads = nnx_value_and_grad(*args, **kwargs)
+        for before, after in zip(old, [grads] if single else grads):
+            new = state_of(after)
+            set_state(after, next_state(_as_in(new, before), new, poisonable=False))
+        return value, grads
+
+    return value_and_grad_f
+
+
+def grad(
+    f: Callable[..., Any],
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """``nnx.grad`` for models that hold FP8 scaling state; see ``value_and_grad``.
+
+    Args:
+        f: as for ``value_and_grad``.
+        argnums: as for ``value_and_grad``.
+        has_aux: whether ``f`` returns auxiliary data.
+        holomorphic: passed to JAX.
+        allow_int: passed to JAX.
+
+    Returns:
+        A function with the arguments of ``f`` that returns the gradients, or with ``has_aux``
+        ``(gradients, aux)``.
+
+    Raises:
+        TypeError: (when called) scaling state is not float32.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+        >>> sorted(fp8nnx.grad(lambda layer: jnp.sum(layer(jnp.ones((2, 4)))))(layer))
+        ['bias', 'dot_general', 'kernel']
+
+    Source: signature of ``nnx.grad``.
+    """
+    f_with_value = value_and_grad(f, argnums, has_aux, holomorphic, allow_int)
+
+    @functools.wraps(f)
+    def grad_f(*args: Any, **kwargs: Any) -> Any:
+        value, grads = f_with_value(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad_f
+
+
+_WHAT_TO_CALL = (
+    "Compute gradients with fp8flax.nnx.value_and_grad, and keep the scaling state out of what is done to "
+    "them: nnx.state(grads, nnx.Param) are those of the parameters."
+)
+
+
+def _next(model: nnx.Module, grads: Any) -> Mapping[str, Any]:
+    """Returns the scaling state of a model after a step with these gradients."""
+    old, new = state_of(model), state_of(grads)
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        what = "another scaling state than the model"
+        if not new[OVERWRITE_WITH_GRADIENT]:
+            what = "no scaling state, so that of the model would stand still"
+        raise ValueError(f"The gradients have {what}. {_WHAT_TO_CALL}")
+    kept, given_up = check.overwrite(old, new)
+    if given_up:
+        raise ValueError(
+            f"The gradient of {given_up[0]} (and of {len(given_up) - 1} more) is not the next state: its "
+            "past amaxes are not those of the model. It was scaled, clipped, averaged or added up with the "
+            f"other gradients, or belongs to another model. {_WHAT_TO_CALL}"
+        )
+    state: Mapping[str, Any] = kept
+    return state
+
+
+def overwrite_state(model: nnx.Module, grads: Any) -> None:
+    """Replaces the scaling state of a model by its gradient, for a loop with an ``nnx.Optimizer``.
+
+    A layer that got no gradient keeps its state, and a tensor that held a NaN or an Inf its history; what
+    is no next state is not taken. (Under ``jax.jit``, where nothing can be raised, the old one is kept.)
+
+    Args:
+        model: its variables of ``OverwriteWithGradient`` change.
+        grads: what ``value_and_grad`` returned for the model.
+
+    Raises:
+        TypeError: the gradient of scaling state is not float32.
+        ValueError: the gradient has no state or another one, or other arithmetic went over it.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+        >>> grads = fp8nnx.grad(lambda layer: jnp.sum(layer(jnp.full((2, 4), 3.0))))(layer)
+        >>> fp8nnx.overwrite_state(layer, grads)
+        >>> layer.dot_general.input_amax_history.get_value()[:2]
+        Array([3., 0.], dtype=float32)
+
+    Source: ``flax.linen.fp8_ops``, whose guide overwrites a collection.
+    """
+    set_state(model, _next(model, grads))
+
+
+class Optimizer(nnx.Optimizer):
+    """An ``nnx.Optimizer`` that steps the parameters and overwrites the FP8 scaling state.
+
+    Optax sees what ``wrt`` takes, and no scaling state: momentum, weight decay, clipping and norms are
+    those of the parameters. The state is replaced as ``overwrite_state`` does it.
+
+    Args:
+        model: the model, for the shapes of its parameters.
+        tx: an Optax gradient transformation.
+        wrt: which variables it steps, a filter of NNX.
+
+    Raises:
+        ValueError: ``wrt`` takes scaling state too.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp, optax
+        >>> import fp8flax.nnx as fp8nnx
+        >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+        >>> optimizer = fp8nnx.Optimizer(layer, optax.adamw(1e-3))
+        >>> @nnx.jit
+        ... def train_step(layer, optimizer, x):
+        ...     loss, grads = fp8nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(layer)
+        ...     optimizer.update(layer, grads)
+        ...     return loss
+        >>> loss = train_step(layer, optimizer, jnp.full((2, 4), 3.0))
+        >>> layer.dot_general.input_amax_history.get_value()[:2]
+        Array([3., 0.], dtype=float32)
+
+    Source: ``flax.nnx.Optimizer``.
+    """
+
+    def __init__(self, model: nnx.Module, tx: Any, *, wrt: Any = nnx.Param):
+        if state_of(nnx.state(model, wrt))[OVERWRITE_WITH_GRADIENT]:
+            raise ValueError(
+                f"The optimizer would see FP8 scaling state: wrt={wrt!r} takes it. Leave it out: "
+                "wrt=nnx.Param, or nnx.All(…, nnx.Not(fp8flax.nnx.OverwriteWithGradient))."
+            )
+        super().__init__(model, tx, wrt=wrt)
+
+    def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
+        """Steps the parameters of a model, and overwrites its scaling state.
+
+        Args:
+            model: its variables change.
+            grads: what ``value_and_grad`` returned for the model.
+            **kwargs: passed to ``tx.update``.
+
+        Returns:
+            What ``nnx.Optimizer.update`` does.
+
+        Raises:
+            TypeError: the gradient of scaling state is not float32.
+            ValueError: as of ``overwrite_state``; nothing has changed then.
+        """
+        state = _next(model, grads)
+        updates = super().update(model, grads, **kwargs)
+        set_state(model, state)
+        return updates
+
+
+def check_state(model: Any, before: Any = None) -> None:
+    """Raises where the scaling state of a model is none that training leaves; see ``fp8flax.check_state``.
+
+    Args:
+        model: an NNX module, or an ``nnx.State`` of it.
+        before: the same before one step, such as ``nnx.state(model)`` or ``nnx.clone(model)`` of then; None
+            to look at ``model`` alone.
+
+    Raises:
+        TypeError: the values are traced.
+        ValueError: lists each leaf that is wrong, and what to do.
+
+    Warns:
+        UserWarning: some histories are all zeros, or did not move, while others did.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+        >>> fp8nnx.check_state(layer)
+        Traceback (most recent call last):
+        ...
+        ValueError: The FP8 scaling state is not what training leaves...
+
+    Source: none.
+    """
+    check.check_state(state_of(model), None if before is None else state_of(before))

@@ -1,0 +1,143 @@
+"""The variables of an NNX model, as the functions of trees take them, and as Linen lays them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
+
+
+def state_of(node: Any) -> dict[str, Any]:
+    """Returns the scaling state of a model (or of an ``nnx.State``) in a collection, by NNX's paths."""
+    if jax.tree_util.treedef_is_leaf(jax.tree.structure(node)):  # an array, in which NNX finds no paths
+        return {OVERWRITE_WITH_GRADIENT: {}}
+    return {OVERWRITE_WITH_GRADIENT: nnx.to_pure_dict(nnx.state(node, OverwriteWithGradient))}
+
+
+def set_state(node: Any, state: Mapping[str, Any]) -> None:
+    """Writes what ``state_of`` returned, or another of its structure, into a model or an ``nnx.State``."""
+    if state[OVERWRITE_WITH_GRADIENT]:
+        nnx.update(node, state[OVERWRITE_WITH_GRADIENT])
+
+
+def _linen_name(op: Any) -> str:
+    """Returns what Linen calls an op that a layer has been given as a class."""
+    name = type(op).__name__
+    return f"{'Fp8DotGeneralOp' if name == 'Fp8Einsum' else name}_0"
+
+
+def _ops(model: nnx.Module) -> dict[tuple[Any, ...], Fp8Op]:
+    """Returns the FP8 ops of layers by their paths."""
+    ops = {path: node for path, node in nnx.iter_graph(model) if isinstance(node, Fp8Op)}
+    return {path: op for path, op in ops.items() if path and path[-1] == op.field}
+
+
+def _linen_path(path: tuple[Any, ...], ops: Mapping[tuple[Any, ...], Fp8Op]) -> tuple[str, ...]:
+    """Returns the path of a variable in a Linen model whose modules have the same names."""
+    op = ops.get(path[:-1])
+    if op is not None:
+        path = (*path[:-2], _linen_name(op), path[-1])
+    names: list[str] = []
+    for key in path:
+        if isinstance(key, int) and names:
+            names[-1] = f"{names[-1]}_{key}"  # of a list of modules
+        else:
+            names.append(str(key))
+    return tuple(names)
+
+
+def _places(model: nnx.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields the path of each variable in Linen's layout, the collection first, and the variable."""
+    ops = _ops(model)
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
+        collection = nnx.variable_name_from_type(type(variable), allow_register=True)
+        yield (collection, *_linen_path(path, ops)), (path, variable)
+
+
+def to_linen(model: nnx.Module) -> dict[str, Any]:
+    """Returns the variables of an NNX model, as a Linen model with modules of the same names has them.
+
+    The collections are ``params``, ``_overwrite_with_gradient``, ``batch_stats`` and so on; an op that a
+    layer was given is called ``Fp8DotGeneralOp_0`` there, and entry 0 of a list ``layers`` ``layers_0``. So
+    the functions of ``fp8flax`` that take variables, and checkpoints of Linen models, take these. Random
+    number generators are left out.
+
+    Args:
+        model: any NNX module.
+
+    Returns:
+        Dicts of arrays of the shapes and dtypes that they have in the model; nothing is copied.
+
+    Example:
+        >>> from flax import nnx
+        >>> import fp8flax.nnx as fp8nnx
+        >>> layer = nnx.Linear(4, 8, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+        >>> variables = fp8nnx.to_linen(layer)
+        >>> sorted(variables["params"]), list(variables["_overwrite_with_gradient"])
+        (['bias', 'kernel'], ['Fp8DotGeneralOp_0'])
+
+    Source: the layouts of ``flax.linen`` and ``flax.nnx``.
+    """
+    variables: dict[str, Any] = {}
+    for place, (_, variable) in _places(model):
+        node = variables
+        for name in place[:-1]:
+            node = node.setdefault(name, {})
+        node[place[-1]] = variable.get_value()
+    return variables
+
+
+def update_from_linen(model: nnx.Module, variables: Mapping[str, Any]) -> None:
+    """Writes the variables of a Linen model into an NNX model whose modules have the same names.
+
+    Only the collections that ``variables`` has are written.
+
+    Args:
+        model: any NNX module; its variables change.
+        variables: collections in Linen's layout, of arrays of the shapes and dtypes in the model; see
+            ``to_linen``.
+
+    Raises:
+        ValueError: a variable of the model is missing in its collection, has another shape or dtype there,
+            or something is there that the model does not have. The model is then left as it was.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> from flax import nnx
+        >>> import fp8flax.nnx as fp8nnx
+        >>> linen_layer = nn.Dense(8, dot_general_cls=fp8.Fp8DotGeneralOp)
+        >>> variables = linen_layer.init(jax.random.key(0), jnp.ones((2, 4)))
+        >>> layer = nnx.Linear(4, 8, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+        >>> fp8nnx.update_from_linen(layer, variables)
+        >>> bool(jnp.all(layer.kernel.get_value() == variables["params"]["kernel"]))
+        True
+
+    Source: the layouts of ``flax.linen`` and ``flax.nnx``.
+    """
+    given = {
+        (collection, *place): value
+        for collection, tree in variables.items()
+        for place, value in nnx.traversals.flatten_mapping(tree).items()
+    }
+    places = {place: entry for place, entry in _places(model) if place[0] in variables}
+    missing, unknown = sorted(places.keys() - given.keys()), sorted(given.keys() - places.keys())
+    if missing or unknown:
+        what = [f"{', '.join('/'.join(p) for p in missing)} is missing in them"] if missing else []
+        what += [f"the model has no {', '.join('/'.join(p) for p in unknown)}"] if unknown else []
+        raise ValueError(
+            f"The variables are not those of this model: {'; '.join(what)}. Modules must have the same "
+            "names; fp8flax.nnx.to_linen(model) shows what they are."
+        )
+    for place, (_, variable) in places.items():
+        old, new = variable.get_value(), given[place]
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise ValueError(
+                f"{'/'.join(place)} has shape {new.shape} and dtype {new.dtype}; the model's has shape "
+                f"{old.shape} and dtype {old.dtype}."
+            )
+    nnx.update(model, nnx.from_flat_state([(path, v.replace(given[p])) for p, (path, v) in places.items()]))

@@ -1,0 +1,232 @@
+"""The ops in NNX's layers give, bit for bit, what Linen's layers with the Linen ops give."""
+
+import dataclasses
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
+from tests.cases import normal
+
+DELAYED = fp8.DelayedScaling(amax_history_len=4)
+OWG = "_overwrite_with_gradient"
+X, IMAGES = normal(0, 2, 3, 16), normal(1, 2, 4, 4, 3)
+
+
+def rngs():
+    return nnx.Rngs(0)
+
+
+def nnx_attention(op):
+    layer = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs())
+    for part in (layer.query, layer.key, layer.value, layer.out):
+        part.dot_general = nnx.data(op())
+    return layer
+
+
+# The Linen layer, the NNX layer, and the class of their ops.
+LAYERS = {
+    "Linear": (
+        lambda op: nn.Dense(8, dot_general_cls=op),
+        lambda op: nnx.Linear(16, 8, dot_general=op(), rngs=rngs()),
+        "Fp8DotGeneralOp",
+        X,
+    ),
+    "LinearGeneral": (
+        lambda op: nn.DenseGeneral((2, 4), axis=(-2, -1), dot_general_cls=op),
+        lambda op: nnx.LinearGeneral((3, 16), (2, 4), axis=(-2, -1), dot_general=op(), rngs=rngs()),
+        "Fp8DotGeneralOp",
+        X,
+    ),
+    "Attention": (
+        lambda op: nn.MultiHeadDotProductAttention(2, qkv_dot_general_cls=op, out_dot_general_cls=op),
+        nnx_attention,
+        "Fp8DotGeneralOp",
+        X,
+    ),
+    "Einsum": (
+        lambda op: fp8.Einsum((16, 2, 4), "bta,ahd->bthd", use_bias=False, dot_general_cls=op),
+        lambda op: nnx.Einsum("bta,ahd->bthd", (16, 2, 4), einsum_op=op(), rngs=rngs()),
+        "Fp8DotGeneralOp",
+        X,
+    ),
+    "Patches": (
+        lambda op: nn.Conv(8, (2, 2), (2, 2), conv_general_dilated_cls=op),
+        lambda op: nnx.Conv(3, 8, (2, 2), (2, 2), conv_general_dilated=op(), rngs=rngs()),
+        "Fp8ConvGeneralDilatedOp",
+        IMAGES,
+    ),
+    "Conv": (
+        lambda op: nn.Conv(8, (3, 3), conv_general_dilated_cls=op),
+        lambda op: nnx.Conv(3, 8, (3, 3), conv_general_dilated=op(), rngs=rngs()),
+        "Fp8ConvGeneralDilatedOp",
+        IMAGES,
+    ),
+}
+
+
+@pytest.mark.oldest
+@pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == "Attention" else ()) for name in LAYERS]
+)
+def test_layers_give_what_linens_give(name):
+    make_linen, make_nnx, op, x = LAYERS[name]
+    linen_layer = make_linen(partial(getattr(fp8, op), recipe=DELAYED))
+    layer = make_nnx(partial(fp8nnx.Fp8Einsum if name == "Einsum" else getattr(fp8nnx, op), recipe=DELAYED))
+    variables = jax.jit(linen_layer.init)(jax.random.key(0), x)
+    assert list(jax.tree.leaves(variables[OWG]))
+    fp8nnx.update_from_linen(layer, variables)
+    graphdef, state = nnx.split(layer)
+
+    # Both in one program, so that it is compiled once.
+    @jax.jit
+    def both(variables, state):
+        def of_nnx(state):
+            return jnp.sum(jnp.sin(nnx.merge(graphdef, state)(x)))
+
+        ours = fp8nnx.value_and_grad(of_nnx)(state)
+        theirs = fp8.value_and_grad(lambda v: jnp.sum(jnp.sin(linen_layer.apply(v, x))))(variables)
+        return ours, theirs
+
+    (value, grads), (expected, expected_grads) = both(variables, state)
+    nnx.update(layer, grads)
+    equal = np.testing.assert_array_equal
+    if name == "Attention":  # whose products of activations NNX and Linen order otherwise
+        equal = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    equal(value, expected)
+    jax.tree.map(equal, fp8nnx.to_linen(layer), expected_grads)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("form", ["direct", "qdq"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "axiswise", "mxfp8", "block128"])
+def test_every_recipe_and_form(recipe, form):
+    recipe = {
+        "delayed": DELAYED,
+        "current": fp8.Float8CurrentScaling(),
+        "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
+        "mxfp8": fp8.MXFP8BlockScaling(),
+        "block128": fp8.Float8BlockScaling(),
+    }[recipe]
+    layer = nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp(recipe=recipe, form=form), rngs=rngs())
+    linen_layer = nn.Dense(8, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe, form=form))
+    variables = fp8nnx.to_linen(layer)
+    assert (OWG in variables) == (recipe is DELAYED)
+    np.testing.assert_array_equal(layer(X), linen_layer.apply(variables, X))
+
+
+@pytest.mark.oldest
+def test_ragged_dot():
+    x, kernels, sizes = normal(0, 6, 16), normal(1, 2, 16, 8), jnp.array([4, 1])
+    op = fp8nnx.Fp8RaggedDotOp(2, recipe=DELAYED)
+    assert op.kernel_amax_history.shape == (2, 4)
+    linen_op = fp8.Fp8RaggedDotOp(recipe=DELAYED)
+    state = {OWG: fp8nnx.to_linen(op)[OWG]}
+    np.testing.assert_array_equal(op(x, kernels, sizes), linen_op.apply(state, x, kernels, sizes))
+    with pytest.raises(ValueError, match=r"kernel_scale has shape \(2, 1\); the recipe asks for \(3, 1\)"):
+        op(x, normal(1, 3, 16, 8), jnp.array([4, 1, 1]))
+    with pytest.raises(ValueError, match="num_experts must be 1 or more; got 0"):
+        fp8nnx.Fp8RaggedDotOp(0)
+
+
+def test_fnuz_formats():
+    ours, theirs = fp8nnx.NANOOFp8DotGeneralOp(), fp8.NANOOFp8DotGeneralOp()
+    layer = nnx.Linear(16, 8, dot_general=ours, rngs=rngs())
+    variables = fp8nnx.to_linen(layer)
+    assert list(variables[OWG]) == ["NANOOFp8DotGeneralOp_0"]
+    linen_layer = nn.Dense(8, dot_general_cls=type(theirs))
+    np.testing.assert_array_equal(layer(X), linen_layer.apply(variables, X))
+
+
+def test_dtypes_and_precision_are_honoured():
+    op = fp8nnx.Fp8DotGeneralOp(recipe=DELAYED)
+    layer = nnx.Linear(16, 8, use_bias=False, dtype=jnp.bfloat16, dot_general=op, rngs=rngs())
+    layer.preferred_element_type = jnp.float32
+    assert jax.eval_shape(layer, X).dtype == jnp.float32
+    layer.precision = "nonsense"
+    with pytest.raises(TypeError, match="precision of an FP8 matmul"):
+        layer(X)
+
+
+def test_autocast():
+    with fp8.autocast(recipe=fp8.Float8CurrentScaling()):
+        layer = nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=rngs())
+        assert OWG not in fp8nnx.to_linen(layer)
+        current = layer(X)
+    with pytest.raises(fp8.MissingStateError, match=r"no scaling state Fp8DotGeneralOp\.input_scale"):
+        layer(X)
+    delayed = nnx.clone(layer)
+    delayed.dot_general = fp8nnx.Fp8DotGeneralOp()
+    with fp8.autocast(recipe=fp8.Float8CurrentScaling()):
+        np.testing.assert_array_equal(delayed(X), current)
+    plain = nnx.Linear(16, 8, rngs=rngs())
+    nnx.update(plain, nnx.state(layer, nnx.Param))
+    with fp8.autocast(enabled=False):
+        np.testing.assert_array_equal(delayed(X), plain(X))
+        assert OWG not in fp8nnx.to_linen(fp8nnx.Fp8DotGeneralOp(recipe=DELAYED))
+
+
+def test_recipe_in_use_is_part_of_what_nnx_jit_knows_a_function_by():
+    layer = nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=rngs())
+    call = nnx.jit(lambda layer, x: layer(x))
+    delayed = call(layer, X)
+    with fp8.autocast(enabled=False):
+        plain = call(layer, X)
+    assert not np.array_equal(delayed, plain)
+    np.testing.assert_array_equal(call(layer, X), delayed)
+
+
+def test_state_that_does_not_fit():
+    op = fp8nnx.Fp8DotGeneralOp(recipe=DELAYED)
+    layer = nnx.Linear(16, 8, dot_general=op, rngs=rngs())
+    op.input_scale.set_value(jnp.ones(1, jnp.bfloat16))
+    with pytest.raises(TypeError, match=r"Fp8DotGeneralOp\.input_scale must be float32; got bfloat16"):
+        layer(X)
+    op.input_scale.set_value(jnp.ones(1))
+    op.recipe = dataclasses.replace(DELAYED, amax_history_len=8)
+    with pytest.raises(ValueError, match=r"amax_history has shape \(4,\); the recipe asks for \(8,\)"):
+        layer(X)
+
+
+def test_arguments_that_are_wrong():
+    with pytest.raises(TypeError, match=r"dot_general=fp8flax\.nnx\.Fp8DotGeneralOp\(\)"):
+        nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp, rngs=rngs())(X)
+    with pytest.raises(TypeError, match=r"einsum_op=fp8flax\.nnx\.Fp8Einsum\(\)"):
+        nnx.Einsum("ab,bc->ac", (16, 8), einsum_op=fp8nnx.Fp8Einsum, rngs=rngs())(X[0])
+    with pytest.raises(TypeError, match="eqn must be an equation"):
+        nnx.Linear(16, 8, dot_general=fp8nnx.Fp8Einsum(), rngs=rngs())(X)
+    with pytest.raises(ValueError, match="form must be one of"):
+        fp8nnx.Fp8DotGeneralOp(form="nonsense")
+    with pytest.raises(TypeError, match="recipe"):
+        fp8nnx.Fp8DotGeneralOp(recipe="delayed")
+    with pytest.raises(ValueError, match="shared_inputs=True is for Linen"):
+        fp8nnx.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(shared_inputs=True))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 0.0])
+def test_ugly_values_reach_the_result(bad):
+    layer = nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp(recipe=DELAYED), rngs=rngs())
+    linen_layer = nn.Dense(8, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=DELAYED))
+    x = X.at[0, 0, 0].set(bad)
+    np.testing.assert_array_equal(layer(x), linen_layer.apply(fp8nnx.to_linen(layer), x))
+    assert np.isnan(layer(x)).any() == np.isnan(bad)
+    assert layer(X[:0]).shape == (0, 3, 8)
+
+
+def test_out_sharding():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    layer = nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp(recipe=DELAYED), rngs=rngs())
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
+        spread, gathered = layer(x), layer(x, out_sharding=PartitionSpec())
+    assert jax.typeof(spread).sharding.spec == PartitionSpec("data", None, None)
+    assert jax.typeof(gathered).sharding.spec == PartitionSpec(None, None, None)
+    np.testing.assert_array_equal(spread, gathered)

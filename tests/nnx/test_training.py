@@ -1,0 +1,239 @@
+"""Training steps of NNX models: those of the same Linen model, bit for bit, and what guards the state."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
+from tests.cases import normal
+
+DELAYED = fp8.DelayedScaling(amax_history_len=4)
+OWG = "_overwrite_with_gradient"
+X, Y = normal(0, 6, 16), normal(1, 6, 16)
+
+
+def nnx_op():
+    return fp8nnx.Fp8DotGeneralOp(recipe=DELAYED)
+
+
+class LinenModel(nn.Module):
+    """One layer that is called twice, one once, and one with no gradient."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer = partial(nn.Dense, 16, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=DELAYED))
+        shared = layer(name="shared")
+        unused = jax.lax.stop_gradient(layer(name="unused")(x))
+        return layer(name="last")(nn.relu(shared(2 * nn.relu(shared(x))))) + 0 * unused
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        layer = partial(nnx.Linear, 16, 16, rngs=rngs)
+        self.shared = layer(dot_general=nnx_op())
+        self.unused = layer(dot_general=nnx_op())
+        self.last = layer(dot_general=nnx_op())
+
+    def __call__(self, x):
+        unused = jax.lax.stop_gradient(self.unused(x))
+        return self.last(nnx.relu(self.shared(2 * nnx.relu(self.shared(x))))) + 0 * unused
+
+
+def loss_of(model, x):
+    return jnp.mean((model(x) - Y) ** 2)
+
+
+@nnx.jit
+def train_step(model, optimizer, x):
+    loss, grads = fp8nnx.value_and_grad(loss_of)(model, x)
+    optimizer.update(model, grads)
+    return loss
+
+
+def linear(seed=0):
+    return nnx.Linear(16, 16, dot_general=nnx_op(), rngs=nnx.Rngs(seed))
+
+
+def optimizer_of(model):
+    return fp8nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9))
+
+
+@pytest.mark.long
+@pytest.mark.oldest
+def test_steps_are_those_of_the_linen_model():
+    linen_model, model = LinenModel(), Model(nnx.Rngs(0))
+    variables = fp8nnx.to_linen(model)
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1e-2, momentum=0.9))
+    state = fp8.TrainState.create(apply_fn=linen_model.apply, params=variables, tx=tx)
+    optimizer = fp8nnx.Optimizer(model, tx)
+
+    @jax.jit
+    def linen_step(state, x):
+        loss, grads = fp8.value_and_grad(lambda v: jnp.mean((linen_model.apply(v, x) - Y) ** 2))(
+            state.params
+        )
+        return state.apply_gradients(grads=grads), loss
+
+    # NaN leaves no trace in a history, a batch of zeros and one of large values each theirs.
+    for factor in (1.0, 100.0, 0.0, 1.0):
+        state, expected = linen_step(state, factor * X)
+        assert train_step(model, optimizer, factor * X) == expected
+    jax.tree.map(np.testing.assert_array_equal, fp8nnx.to_linen(model), state.params)
+    assert optimizer.step.get_value() == state.step
+    unused = state.params[OWG]["unused"]["Fp8DotGeneralOp_0"]
+    assert unused["input_amax_history"].max() == 0
+    shared = state.params[OWG]["shared"]["Fp8DotGeneralOp_0"]
+    assert shared["kernel_amax_history"].min() > 0
+
+
+@pytest.mark.oldest
+def test_state_of_shared_calls_is_that_of_one_call():
+    layer = linear()
+    whole = fp8nnx.grad(lambda m: jnp.sum(jnp.sin(m(jnp.concatenate([X, 3 * X])))))(layer)
+    twice = fp8nnx.grad(lambda m: jnp.sum(jnp.sin(m(X))) + jnp.sum(jnp.sin(m(3 * X))))(layer)
+    ours, expected = (nnx.to_pure_dict(g.filter(fp8nnx.OverwriteWithGradient)) for g in (twice, whole))
+    assert len(jax.tree.leaves(ours)) == 6
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
+    added = nnx.grad(
+        lambda m: jnp.sum(m(X)) + jnp.sum(m(3 * X)), argnums=nnx.DiffState(0, fp8nnx.OverwriteWithGradient)
+    )(layer)
+    with pytest.raises(ValueError, match=r"is not the next state.*fp8flax\.nnx\.value_and_grad"):
+        fp8nnx.overwrite_state(layer, added)
+
+
+def test_model_keeps_its_state_until_it_is_overwritten():
+    layer = linear()
+    before = nnx.to_pure_dict(nnx.state(layer))
+    (value, aux), grads = fp8nnx.value_and_grad(lambda m: (jnp.sum(m(X)), {"x": X, "m": m}), has_aux=True)(
+        layer
+    )
+    assert value.dtype == jnp.float32
+    assert aux["m"] is layer
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(layer)), before)
+    kernel = layer.kernel.get_value()
+    fp8nnx.overwrite_state(layer, grads)
+    assert layer.dot_general.input_amax_history.get_value()[0] == jnp.max(jnp.abs(X))
+    assert layer.kernel.get_value() is kernel
+    gradient, aux = fp8nnx.grad(lambda m: (jnp.sum(m(X)), 1), has_aux=True)(layer)
+    assert set(gradient) == {"bias", "dot_general", "kernel"}
+    assert aux == 1
+
+
+def test_what_is_differentiated():
+    first, second = linear(0), linear(1)
+
+    def loss(x, first, second):
+        return jnp.sum(second(first(x)))
+
+    kernels = nnx.DiffState(1, nnx.PathContains("kernel"))
+    of_x, of_first, of_second = fp8nnx.grad(loss, argnums=(0, kernels, 2))(X, first, second)
+    assert of_x.shape == X.shape
+    assert set(of_first) == {"dot_general", "kernel"}
+    assert set(of_second) == {"bias", "dot_general", "kernel"}
+    fp8nnx.overwrite_state(first, of_first)
+    fp8nnx.overwrite_state(second, of_second)
+    both = nnx.List([first, second])
+    twice = fp8nnx.grad(lambda a, b: jnp.sum(a[0](X) + b(3 * X)), argnums=(0, 1))(both, second)
+    assert jnp.max(jnp.abs(X)) == twice[0][0]["dot_general"]["input_amax_history"].get_value()[0]
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_inf_leave_no_trace(bad):
+    layer = linear()
+    x = X.at[0, 0].set(bad)
+    loss, grads = fp8nnx.value_and_grad(lambda m: jnp.sum(m(x)))(layer)
+    assert not np.isfinite(loss) or bad == np.inf
+    fp8nnx.overwrite_state(layer, grads)
+    op = layer.dot_general
+    assert op.input_amax_history.get_value().max() == 0
+    assert op.kernel_amax_history.get_value()[0] == jnp.max(jnp.abs(layer.kernel.get_value()))
+    for variable in jax.tree.leaves(nnx.to_pure_dict(nnx.state(layer, fp8nnx.OverwriteWithGradient))):
+        assert np.isfinite(variable).all()
+
+
+def test_empty_batches_and_models_without_state():
+    layer = linear()
+    grads = fp8nnx.grad(lambda m: jnp.sum(m(X[:0])))(layer)
+    fp8nnx.overwrite_state(layer, grads)
+    assert layer.dot_general.input_amax_history.get_value().max() == 0
+    op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
+    plain = nnx.Linear(16, 16, dot_general=op, rngs=nnx.Rngs(0))
+    optimizer = optimizer_of(plain)
+    before = plain.kernel.get_value()
+    optimizer.update(plain, fp8nnx.grad(lambda m: jnp.sum(m(X)))(plain))
+    assert not np.array_equal(plain.kernel.get_value(), before)
+
+
+def test_optimizers_do_not_see_the_state():
+    layer = linear()
+    with pytest.raises(ValueError, match="optimizer would see FP8 scaling state"):
+        fp8nnx.Optimizer(layer, optax.sgd(0.1), wrt=nnx.Variable)
+    optimizer = optimizer_of(layer)
+    sizes = {leaf.size for leaf in jax.tree.leaves(nnx.state(optimizer))}
+    assert sizes == {1, 16, 16 * 16}
+    grads = fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer)
+    before = nnx.to_pure_dict(nnx.state(layer))
+    for wrong, message in (
+        (grads.filter(nnx.Param), "have no scaling state, so that of the model would stand still"),
+        (jax.tree.map(lambda g: 0.3 * g, grads), "is not the next state"),
+        (fp8nnx.grad(lambda m: jnp.sum(m[0](X)))(nnx.List([layer])), "have another scaling state"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.update(layer, wrong)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(layer)), before)
+    halved = nnx.to_pure_dict(grads)
+    halved["dot_general"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), halved["dot_general"])
+    nnx.update(grads, halved)
+    with pytest.raises(TypeError, match="must be float32; got bfloat16"):
+        optimizer.update(layer, grads)
+
+
+def test_optimizer_of_nnx():
+    layer, other = linear(), linear()
+    ours, theirs = (
+        fp8nnx.Optimizer(layer, optax.sgd(0.1)),
+        nnx.Optimizer(other, optax.sgd(0.1), wrt=nnx.Param),
+    )
+    grads = fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer)
+    ours.update(layer, grads)
+    theirs.update(other, grads)
+    fp8nnx.overwrite_state(other, grads)
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (layer, other)))
+
+
+def test_check_state():
+    layer = linear()
+    with pytest.raises(ValueError, match="No history has moved"):
+        fp8nnx.check_state(layer)
+    before = nnx.clone(layer)
+    grads = fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer)
+    fp8nnx.overwrite_state(layer, grads)
+    fp8nnx.check_state(layer)
+    fp8nnx.check_state(layer, before)
+    fp8nnx.check_state(nnx.state(layer), nnx.state(before))
+    stepped = jax.tree.map(lambda old, new: old - 0.1 * new, nnx.state(before), grads)
+    with pytest.raises(ValueError, match="other than a step went over it"):
+        fp8nnx.check_state(stepped, before)
+
+
+def test_inside_of_another_gradient():
+    """The state of an inner gradient is that of its own calls; it is not differentiated twice."""
+    layer = linear()
+    layer.dot_general.form = "qdq"  # which alone can be differentiated twice
+
+    def outer(layer):
+        grads = fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer)
+        assert grads["dot_general"]["input_scale"].get_value().dtype == jnp.float32
+        return jnp.sum(layer(3 * X)) + 0 * jnp.sum(grads["dot_general"]["input_scale"].get_value())
+
+    grads = fp8nnx.grad(outer)(layer)
+    fp8nnx.overwrite_state(layer, grads)
+    assert layer.dot_general.input_amax_history.get_value()[0] == 3 * jnp.max(jnp.abs(X))
