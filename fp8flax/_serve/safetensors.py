@@ -6,7 +6,8 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._host.files import replacing
+from fp8flax._host.files import replacing, write_text
+from fp8flax._serve.renaming import renamed
 from fp8flax._serve.server_layout import from_matrix, matrix_shape, named, quantization_config
 from fp8flax._serve.serving import serving_ops
 
@@ -61,7 +63,14 @@ def _library() -> Any:
     return safetensors
 
 
-def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: Mapping[str, Any]) -> None:
+def save_safetensors(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    variables: Mapping[str, Any],
+    *,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> None:
     """Writes a frozen model's variables to a safetensors file.
 
     A layer's kernel that is one parameter, multiplied as it is, becomes ``<layer>.weight``, of shape
@@ -72,11 +81,12 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
     if it has one, ``<layer>.input_scale``, of shape ``(1,)``. Layers that ``nn.scan`` stacked have a
     leading dimension. All else keeps its name, with dots, and its layout: ``embed.embedding``.
 
-    Those are the names of FP8 checkpoints in the Hugging Face hub, which vLLM and SGLang read. The config
-    that belongs to them is in the file's metadata, as ``quantization_config``: its ``quant_method`` is
-    ``fp8`` for scales per tensor and 128×128 blocks, ``compressed-tensors`` for scales per output feature;
-    there is none for MXFP8 and for several recipes in one model. A server must know the model's
-    architecture, by its own names; renaming layers to them is left to you.
+    Those are the names of FP8 checkpoints in the Hugging Face hub, which transformers, vLLM and SGLang
+    read. The config that belongs to them is in the file's metadata, as ``quantization_config``: its
+    ``quant_method`` is ``fp8`` for 128×128 blocks, ``compressed-tensors`` for scales per tensor and per
+    output feature; there is none for MXFP8, for other dtypes than e4m3fn, and for several recipes in one
+    model. A loader knows an architecture by names of its own: ``rename`` gives them to the tensors, and
+    ``config`` writes the ``config.json`` that it reads first.
 
     Arrays are written as they are: one of 64 bits also where JAX has none (``jax_enable_x64``), which
     ``load_safetensors`` then refuses.
@@ -87,12 +97,24 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
         path: the file to write.
         model: the serving model that ``freeze`` returned.
         variables: its variables. Collections other than ``params`` go under their own names.
+        rename: other names for the tensors: regular expressions and what to put in their place, each
+            substituted wherever it is found in a name, in their order; or a function of one name that
+            returns another. A name stays as it is where no pattern is found in it. What is not in FP8 and
+            becomes ``<layer>.weight`` of ``<layer>.kernel`` is transposed to ``(out, in)``, as PyTorch has
+            it. ``load_safetensors`` returns the variables under the names that they have in the model.
+        config: what ``config.json`` in the folder of ``path`` shall say of the architecture, as the
+            ``to_dict()`` of a transformers config does; ``quantization_config`` is added to it. None writes
+            no such file.
 
     Raises:
         ImportError: the library ``safetensors`` is not installed.
-        OSError: the file cannot be written, for instance as the disk is full.
-        TypeError: ``model`` does not come from ``freeze``.
-        ValueError: two variables would have one name; or one is no array of a dtype that files hold.
+        OSError: a file cannot be written, for instance as the disk is full.
+        TypeError: ``model`` does not come from ``freeze``; ``rename`` is no mapping of strings and no
+            function that returns strings; or ``config`` is no mapping that JSON can hold.
+        ValueError: two variables would have one name; one is no array of a dtype that files hold; a pattern
+            matches nothing; a name would be empty, or separate the tensors of a layer; a wide kernel that
+            becomes a weight has not two dimensions; or there is to be a ``config.json``, and no
+            ``quantization_config`` describes the model, or the one given has its own.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8
@@ -104,23 +126,32 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
         >>> loaded = fp8.load_safetensors(path)
         >>> bool((serve_model.apply(loaded, x) == serve_model.apply(served, x)).all())
         True
+        >>> fp8.save_safetensors(path, serve_model, served, rename={"^kernel": "model.proj"})
+        >>> import safetensors
+        >>> sorted(safetensors.safe_open(path, "np").keys())
+        ['bias', 'model.proj.weight', 'model.proj.weight_scale']
 
-    Source: the safetensors format; vLLM's FP8 and compressed-tensors checkpoints; DeepSeek-V3 for blocks.
+    Source: the safetensors format; vLLM's compressed-tensors checkpoints; DeepSeek-V3 for blocks.
     """
     library, ops = _library(), serving_ops(model)
     tensors: dict[str, np.ndarray] = {}
     entries: dict[str, Any] = {}
-    for name, path_in_tree, array, written, matrix in named(ops, variables):
+    wide_layers: list[str] = []
+    described = list(named(ops, variables))
+    for tensor in described if rename is None else renamed(described, rename):
+        name, path_in_tree, array, written, matrix, _ = tensor
         if name in tensors:
             raise ValueError(
                 f"{'/'.join(path_in_tree)} and {'/'.join(entries[name]['path'])} would both be {name!r} in "
-                "the file. Rename one of the parameters."
+                f"the file. {'Rename one of the parameters' if rename is None else 'Correct rename'}."
             )
         if array.dtype not in _NAMES:
             raise ValueError(
                 f"{'/'.join(path_in_tree)} is {array.dtype}, which safetensors files do not hold. Leave "
                 "its collection out, or convert it."
             )
+        if tensor.is_wide_kernel:
+            wide_layers.append(name.rpartition(".")[0] or name)
         tensors[name] = np.asarray(written, order="C")
         entries[name] = {
             "path": path_in_tree,
@@ -131,16 +162,48 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, variables: 
             "crc32": _crc32(tensors[name]),
         }
     own = {"version": _VERSION, "tensors": entries, "checksum": _checksum(entries)}
-    metadata = {_METADATA: json.dumps(own), "format": "np"}
-    config = quantization_config(ops, tensors)
-    if config is not None:
-        metadata["quantization_config"] = json.dumps(config)
+    metadata = {_METADATA: json.dumps(own), "format": "pt"}  # the layout is PyTorch's
+    quantization = quantization_config(ops, wide_layers)
+    if quantization is not None:
+        metadata["quantization_config"] = json.dumps(quantization)
+    text = None if config is None else _config_json(config, quantization)
     with replacing(path) as new:
         try:
             library.numpy.save_file(tensors, os.fspath(new), metadata)
         except library.SafetensorError as error:
             raise OSError(f"{path} cannot be written, and is as it was before: {error}.") from error
         _read_header(library, new, path)
+    if text is not None:
+        write_text(Path(path).with_name("config.json"), text)
+
+
+def _config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> str:
+    """Returns the text of a model's ``config.json``."""
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            "config must be a mapping, such as the to_dict() of a transformers config; got "
+            f"{type(config).__name__}."
+        )
+    if quantization is None:
+        raise ValueError(
+            "config was given, and no quantization_config describes this model to a loader, which would "
+            "take FP8 codes for weights: it is of MXFP8, of several recipes, not of e4m3fn, or "
+            "has kernels in FP8 that are no layer's alone. Freeze it with one other recipe, or with "
+            "weight_only=True, or leave config out."
+        )
+    if config.get("quantization_config") is not None:
+        raise ValueError(
+            f"config has the quantization_config {config['quantization_config']!r}; that of this model is "
+            "added by save_safetensors. Leave it out."
+        )
+    if config.get("tie_word_embeddings"):
+        # A layer that PyTorch has and the file has not: loaders would look for its scale.
+        key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
+        quantization = {**quantization, key: sorted({*quantization[key], "lm_head"})}
+    try:
+        return json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"config must be what JSON can hold: {error}.") from error
 
 
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.names import PARAMS
 from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE, ServedOp
+
+
+class Tensor(NamedTuple):
+    """A variable, and what it is in the file."""
+
+    name: str
+    """In the file."""
+    path: list[str]
+    """In the variables, the collection first."""
+    array: np.ndarray
+    written: np.ndarray
+    """The array in the order and the shape of the file."""
+    matrix: Any
+    """How a kernel became a matrix: its dimensions of the output, and those summed over. Else None."""
+    layer: str | None
+    """The name of the FP8 layer that it belongs to, as weight or scale."""
+
+    @property
+    def is_wide_kernel(self) -> bool:
+        """Whether it has the name of a layer's kernel, and is not in FP8."""
+        return self.path[0] == PARAMS and self.path[-1] == "kernel" and self.array.dtype.itemsize > 1
 
 
 def _order(ndim: int, out: Sequence[int], summed: Sequence[int]) -> list[int]:
@@ -41,10 +63,24 @@ def from_matrix(
     return matrix.reshape([shape[i] for i in order]).transpose(np.argsort(order))
 
 
-def named(
-    ops: tuple[ServedOp, ...], variables: Mapping[str, Any]
-) -> Iterator[tuple[str, list[str], np.ndarray, np.ndarray, Any]]:
-    """Yields each variable: name in the file, path, value, value in the file, how it became a matrix."""
+def as_torch_has_it(kernel: Tensor) -> Tensor:
+    """Returns the kernel of a wide dense layer, ``(in, out)``, as ``(out, in)``.
+
+    Raises:
+        ValueError: it has not two dimensions, and which of them are summed over is not known.
+    """
+    if kernel.array.ndim != 2:
+        raise ValueError(
+            f"rename makes a weight of {'/'.join(kernel.path)}, of shape {kernel.array.shape}. The weight "
+            "of a PyTorch layer has the output first, and which dimensions these are here is known only of "
+            "kernels in FP8 and of those with two dimensions. Leave it a name that ends in 'kernel'."
+        )
+    matrix = ((1,), (0,))
+    return kernel._replace(written=_as_matrix(kernel.array, *matrix), matrix=matrix)
+
+
+def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yields each variable as it is in the file."""
     plain = [op for op in ops if op.layout is not None]
     kernels = {op.kernels[0][0]: op for op in plain}
     biases = {(*path[:-1], "bias"): op for path, op in kernels.items() if path[-1] == "kernel"}
@@ -58,28 +94,31 @@ def named(
                     f"{jax.tree_util.keystr(keys)} in it. Leave sown values out of the variables."
                 )
             path = tuple(str(key.key) for key in keys)
-            array, matrix = np.asarray(leaf), None
+            array, matrix, layer = np.asarray(leaf), None, None
             written, name = array, ".".join(path if collection == PARAMS else (collection, *path))
             if collection != PARAMS:
                 pass
             elif path in kernels:
-                name, matrix = f"{_layer(kernels[path])}.weight", kernels[path].layout
+                layer, matrix = _layer(kernels[path]), kernels[path].layout
+                name = f"{layer}.weight"
             elif path in scales:
                 op = scales[path]
                 quantizer = op.gemms.forward.rhs
                 assert quantizer is not None
-                name = f"{_layer(op)}.weight_scale{'_inv' if quantizer.strategy == 'block' else ''}"
+                layer = _layer(op)
+                name = f"{layer}.weight_scale{'_inv' if quantizer.strategy == 'block' else ''}"
                 if quantizer.scales_along_contraction:  # of a batch of one matrix
                     written = array.reshape(*array.shape[:-3], *array.shape[-2:])
                 elif array.shape[-1] != 1 or array.ndim > 2:
                     matrix = op.layout
             elif path in inputs:
-                name = f"{_layer(inputs[path])}.input_scale"
+                layer = _layer(inputs[path])
+                name = f"{layer}.input_scale"
             elif path in biases:
                 written = _flat_bias(array, biases[path].layout)
             if matrix is not None:
                 written = _as_matrix(array, *matrix)
-            yield name, [collection, *path], array, written, matrix
+            yield Tensor(name, [collection, *path], array, written, matrix, layer)
 
 
 def _flat_bias(bias: np.ndarray, layout: Any) -> np.ndarray:
@@ -94,27 +133,30 @@ def _layer(op: ServedOp) -> str:
     return ".".join(module if last == "kernel" and module else (*module, last))
 
 
-def quantization_config(ops: tuple[ServedOp, ...], names: Iterable[str]) -> dict[str, Any] | None:
-    """Returns the quantization config that inference servers know; None if they know none."""
+def quantization_config(ops: tuple[ServedOp, ...], wide_layers: Sequence[str]) -> dict[str, Any] | None:
+    """Returns the quantization config that inference servers know; None if they know none.
+
+    Args:
+        ops: of the model.
+        wide_layers: the names in the file of layers that are not in FP8.
+    """
     plain = [op for op in ops if op.layout is not None]
     kinds = {(op.gemms.forward.lhs, op.gemms.forward.rhs) for op in plain}
     if len(kinds) != 1 or len(plain) != len(ops):
         return None
     lhs, rhs = kinds.pop()
-    wide = sorted(n.removesuffix(".kernel") for n in names if n.endswith(".kernel"))
     assert rhs is not None
-    if rhs.strategy in ("tensor", "block"):
-        scheme = "static" if lhs is not None and lhs.needs_state else "dynamic"
-        config: dict[str, Any] = {
-            "quant_method": "fp8",
-            "activation_scheme": scheme,
-            "modules_to_not_convert": wide,
-        }
-        if rhs.strategy == "block":
-            config["weight_block_size"] = [128, 128]
-        return config
-    if rhs.strategy is None:
+    if any(q.dtype != np.dtype(jnp.float8_e4m3fn) for q in (lhs, rhs) if q is not None):
         return None
+    if rhs.strategy == "block":
+        if lhs is None or lhs.scale_columns != 128 or rhs.scale_columns != 128:
+            return None
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": sorted(wide_layers),
+        }
     weights = {
         "num_bits": 8,
         "type": "float",
@@ -122,7 +164,10 @@ def quantization_config(ops: tuple[ServedOp, ...], names: Iterable[str]) -> dict
         "strategy": rhs.strategy,
         "dynamic": False,
     }
-    inputs = None if lhs is None else {**weights, "strategy": "token", "dynamic": True}
+    strategy = None if lhs is None else {"tensor": "tensor", "channel": "token"}.get(lhs.strategy)
+    if rhs.strategy not in ("tensor", "channel") or (lhs is not None and strategy is None):
+        return None
+    inputs = None if lhs is None else {**weights, "strategy": strategy, "dynamic": not lhs.needs_state}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
@@ -130,5 +175,5 @@ def quantization_config(ops: tuple[ServedOp, ...], names: Iterable[str]) -> dict
         "config_groups": {
             "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
         },
-        "ignore": wide,
+        "ignore": sorted(wide_layers),
     }

@@ -89,6 +89,7 @@ ORDER = [
     "_serve/serving",
     "_serve/freeze",
     "_serve/server_layout",
+    "_serve/renaming",
     "_serve/safetensors",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))

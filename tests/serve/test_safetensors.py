@@ -104,18 +104,24 @@ def test_what_a_server_reads(recipe, tmp_path, request):
     error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
     # The others quantize inputs as they come, which NumPy does not do here.
     assert error < (1e-5 if recipe == "weight_only" else 0.02 if recipe == "delayed" else 0.1)
-    if recipe in ("delayed", "current", "block128"):
-        assert config["quant_method"] == "fp8"
-        assert config["activation_scheme"] == ("static" if recipe == "delayed" else "dynamic")
-        assert config["modules_to_not_convert"] == ["last"]
-        assert config.get("weight_block_size") == ([128, 128] if recipe == "block128" else None)
+    if recipe == "block128":
+        assert config == {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["last"],
+        }
     elif recipe == "mxfp8":
         assert config is None
     else:
         assert config["quant_method"] == "compressed-tensors"
         assert config["ignore"] == ["last"]
         inputs = config["config_groups"]["group_0"]["input_activations"]
-        assert (inputs is None) == (recipe == "weight_only")
+        if recipe == "weight_only":
+            assert inputs is None
+        else:
+            strategy = "token" if recipe == "axiswise" else "tensor"
+            assert (inputs["strategy"], inputs["dynamic"]) == (strategy, recipe != "delayed")
     # And read back, it is the same model.
     loaded = fp8.load_safetensors(path)
     assert_same(loaded, served)

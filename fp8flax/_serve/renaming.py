@@ -1,0 +1,87 @@
+"""The names of a served model's tensors as another program knows them, checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from fp8flax._serve.server_layout import Tensor, as_torch_has_it
+
+Rename = Mapping[str, str] | Callable[[str], str]
+
+
+def renamed(tensors: Sequence[Tensor], rename: Rename) -> list[Tensor]:
+    """Returns the tensors under their new names; wide kernels that become weights are transposed.
+
+    Raises:
+        TypeError: ``rename`` is neither a mapping of strings nor a callable, or returns no string.
+        ValueError: a pattern is no regular expression or matches nothing; a name is empty, or separates an
+            FP8 layer's tensors; or a wide kernel becomes a weight, and has not two dimensions.
+    """
+    new_names = _new_names([tensor.name for tensor in tensors], rename)
+    layers: dict[str, str] = {}
+    result = []
+    for tensor in tensors:
+        new = new_names[tensor.name]
+        if tensor.layer is not None:
+            last = tensor.name.removeprefix(tensor.layer)
+            to = layers.setdefault(tensor.layer, new.removesuffix(last))
+            if new != to + last:
+                raise ValueError(
+                    f"rename makes {new!r} of {tensor.name!r}, where a loader looks for {to + last!r}: the "
+                    "FP8 tensors of a layer are found by its name and their own. Rename the layer, and "
+                    f"leave {last!r} as it is."
+                )
+        if tensor.is_wide_kernel and re.fullmatch(r"(.*\.)?weight", new):
+            tensor = as_torch_has_it(tensor)
+        result.append(tensor._replace(name=new))
+    return result
+
+
+def _new_names(names: Sequence[str], rename: Rename) -> dict[str, str]:
+    if isinstance(rename, Mapping):
+        return dict(zip(names, _substituted(names, rename)))
+    if not callable(rename):
+        raise TypeError(
+            "rename must be a dict of regular expressions and what to put in their place, or a callable "
+            f"that takes a name and returns one; got {rename!r}."
+        )
+    new_names = {name: rename(name) for name in names}
+    for name, new in new_names.items():
+        if not isinstance(new, str):
+            raise TypeError(
+                f"rename must return a string for each name; got {new!r} for {name!r}. Return the name as "
+                "it came where it is to stay."
+            )
+    return _not_empty(new_names)
+
+
+def _substituted(names: Iterable[str], patterns: Mapping[str, str]) -> list[str]:
+    """Returns the names after each pattern in its turn."""
+    original, result = list(names), list(names)
+    for pattern, replacement in patterns.items():
+        if not (isinstance(pattern, str) and isinstance(replacement, str)):
+            raise TypeError(
+                f"rename must be a dict of strings, or a callable; got {pattern!r}: {replacement!r} in it."
+            )
+        try:
+            found = [re.subn(pattern, replacement, name) for name in result]
+        except (re.error, IndexError) as error:
+            raise ValueError(
+                f"rename has {pattern!r}: {replacement!r}, which is no regular expression with what to put "
+                f"in its place: {error}."
+            ) from error
+        if not any(count for _, count in found):
+            raise ValueError(
+                f"rename has the pattern {pattern!r}, which matches none of {sorted(result)}. Correct it, "
+                "or leave it out."
+            )
+        result = [name for name, _ in found]
+    return list(_not_empty(dict(zip(original, result))).values())
+
+
+def _not_empty(new_names: dict[str, str]) -> dict[str, str]:
+    for name, new in new_names.items():
+        if not new:
+            raise ValueError(f"rename leaves nothing of {name!r}. A tensor must have a name.")
+    return new_names
