@@ -53,6 +53,21 @@ from fp8flax._train.gradients import (
 from fp8flax._train.train_state import DynamicScale as DynamicScale, TrainState as TrainState
 from fp8flax._core.names import RESIDUAL_NAMES as RESIDUAL_NAMES
 
+# What the scales of a run do to its tensors.
+from fp8flax._train.statistics import (
+    Statistics as Statistics,
+    Summary as Summary,
+    SummaryRow as SummaryRow,
+    every as every,
+    statistics as statistics,
+    summarize as summarize,
+)
+from fp8flax._train.plots import (
+    plot_histogram as plot_histogram,
+    plot_history as plot_history,
+    plot_underflow as plot_underflow,
+)
+
 # The scaling state in a tree of variables.
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 from fp8flax._linen.op import MissingStateError as MissingStateError

@@ -38,6 +38,7 @@ from fp8flax._core.jax_rules import (
     traced_once,
 )
 from fp8flax._core.max_dtype import is_max_dtype
+from fp8flax._core.measuring import Numbers, measuring, merged, merged_calls, numbers_of, tell
 from fp8flax._core.multiply import ONCE
 from fp8flax._core.names import (
     DGRAD,
@@ -559,6 +560,61 @@ def _observed_grad_bwd(plan: Plan, residuals: Any, g: jax.Array) -> Any:
 _with_observed_grad.defvjp(lambda plan, out, extra, state: (out, (extra, state)), _observed_grad_bwd)
 
 
+def _numbers_of_role(role: str, plan: Plan, x: jax.Array, extra: Extra, scale: jax.Array | None) -> Numbers:
+    """Returns what is left of a tensor by both of its quantizers; at least one is not None."""
+    x = plan.prepared(role, lax.stop_gradient(x), extra)
+    first, second = plan.uses(role)
+    uses = (first,) if serves(first.quantizer, second.quantizer, first.view) else (first, second)
+    found = []
+    for _, quantizer, view in uses:
+        if quantizer is not None:
+            numbers = plan.each(role, partial(numbers_of, quantizer, view), x, scale)
+            found.append(merged(numbers) if role in plan.stacked else numbers)
+    return merged_calls(found)._replace(nonfinite=found[0].nonfinite)
+
+
+def _told(
+    plan: Plan, path: tuple[str, ...], role: str, x: jax.Array, extra: Extra, scale: jax.Array | None
+) -> jax.Array:
+    """Returns a tensor, and tells what is left of it."""
+    if not any(plan.recipe.of_role(role)):
+        return x
+    numbers = _on_automatic_axes(plan, partial(_numbers_of_role, role), None, x, extra, scale)
+    return tell(path, role, x, numbers)
+
+
+# Derivation. An identity, whose cotangent passes as it is, and is told of.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_told_grad(
+    plan: Plan, path: tuple[str, ...], out: jax.Array, extra: Extra, scale: jax.Array | None
+) -> jax.Array:
+    del plan, path, extra, scale
+    return out
+
+
+_with_told_grad.defvjp(
+    lambda plan, path, out, extra, scale: (out, (extra, scale)),
+    lambda plan, path, residuals, g: (_told(plan, path, "output_grad", g, *residuals), None, None),
+)
+
+
+def _measured(
+    compute: Callable[..., jax.Array],
+    plan: Plan,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    extra: Extra,
+    states: States,
+) -> jax.Array:
+    """Returns the contraction, and tells what is left of its tensors."""
+    path, scales = measuring.value, scales_of(plan, states)
+    with measuring(None):  # under which all layers that are alike are traced once
+        lhs = _told(plan, path, "input", lhs, extra, scales.get("input"))
+        rhs = _told(plan, path, "kernel", rhs, extra, scales.get("kernel"))
+        out = compute(plan, lhs, rhs, extra, states)
+        return _with_told_grad(plan, path, out, extra, scales.get("output_grad"))
+
+
 def _calibrated(plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: States) -> jax.Array:
     """Returns the contraction as JAX computes it, from which only the next scaling states are taken."""
     report, delayed = calibrating.value, plan.recipe.delayed
@@ -651,7 +707,11 @@ def contract(
     is_delayed = all(
         quantizer is not None and quantizer.needs_state for quantizer in plan.recipe.quantizers
     )
+    compute: Callable[..., jax.Array] = differentiable
     if plan.dequantized and plan.has_fake_quantized and is_delayed:
-        return _fake_quantized(plan, lhs, rhs, extra, states)
-    plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
-    return differentiable(plan, lhs, rhs, extra, states)
+        compute = _fake_quantized
+    else:
+        plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
+    if measuring.value is not None:
+        return _measured(compute, plan, lhs, rhs, extra, states)
+    return compute(plan, lhs, rhs, extra, states)

@@ -13,6 +13,7 @@ from flax.linen.dtypes import promote_dtype
 
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.differentiable import States, calibrating, explicit_sharding
+from fp8flax._core.measuring import measuring
 from fp8flax._core.mlp import ACTIVATIONS, hidden, is_all_delayed, mlp
 from fp8flax._core.options import check_bool, check_choice, check_int
 from fp8flax._core.quantize import as_float_array
@@ -70,9 +71,10 @@ class MLP(nn.Module):
     For the backward pass the results of ``gate`` and ``up`` are kept, and the cast activation.
 
     It is the layers above, one after the other, where that cannot be: with other recipes than delayed
-    scaling of all six operands, while calibrating, in frozen models, without FP8, in float64, and on a mesh
-    with explicit axes. XLA writes the kernel on other GPUs than Hopper's, where it splits the program over
-    several devices, for sizes that are no multiples of 64, and for ``"gelu_exact"``.
+    scaling of all six operands, in ``calibrate`` and ``statistics``, in frozen models, without FP8, in
+    float64, and on a mesh with explicit axes. XLA writes the kernel on other GPUs than Hopper's, where it
+    splits the program over several devices, for sizes that are no multiples of 64, and for
+    ``"gelu_exact"``.
 
     Attributes:
         hidden_features: of ``up`` and ``gate``.
@@ -170,6 +172,7 @@ class MLP(nn.Module):
             is_all_delayed(recipe.gemms)
             and not self.is_initializing()
             and not calibrating.value
+            and measuring.value is None
             and conversion().on_op is None
             and jnp.float64 not in (x.dtype, self.dtype or self.param_dtype)
             and explicit_sharding(x) is None

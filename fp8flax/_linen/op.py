@@ -21,6 +21,7 @@ from fp8flax._core.delayed import ScalingState
 from fp8flax._core.differentiable import FORMS, States
 from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.max_dtype import is_max_dtype
+from fp8flax._core.measuring import measuring
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, SWITCHED_OFF, state_leaf_names
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
@@ -81,9 +82,11 @@ class Fp8Op(nn.Module):
             states, used = (self._states(recipe, **stacked), recipe) if fixed is None else fixed
             if fixed is None and states.input is not None and recipe.shares_inputs:
                 states = states._replace(input=as_the_op_before(self.scope, recipe, args[0], states.input))
-            return self.in_fp8(
-                *args, states=states, recipe=used, form=self.form, is_frozen=fixed is not None
-            )
+            path = None if measuring.value is None else self.path or (type(self).__name__,)
+            with measuring(path):
+                return self.in_fp8(
+                    *args, states=states, recipe=used, form=self.form, is_frozen=fixed is not None
+                )
 
         on_op = conversion().on_op
         return compute if on_op is None else partial(on_op, self, recipe, compute)

@@ -38,6 +38,7 @@ ORDER = [
     "_core/gemm",
     "_core/gemm_cuda",
     "_core/multiply",
+    "_core/measuring",
     "_core/differentiable",
     "_core/dot_general",
     "_core/einsum",
@@ -57,6 +58,8 @@ ORDER = [
     "_train/train_state",
     "_train/bridge",
     "_train/calibrate",
+    "_train/statistics",
+    "_train/plots",
     "nnx/ops",
     "nnx/variables",
     "nnx/training",
@@ -241,5 +244,6 @@ def test_what_follows_the_context():
         ("_core/device.py", "compile_target"),
         ("_core/differentiable.py", "calibrating"),
         ("_core/jax_rules.py", "merged_in"),
+        ("_core/measuring.py", "measuring"),
         ("_linen/conversion.py", "_running"),
     }

@@ -111,6 +111,7 @@ FUNCTIONS = {
         (MATRIX, KERNEL, MATMUL, "highest", BF16),
         {"lhs": ints(2, 3), "rhs": 3},
     ),
+    "plot_histogram": ((MATRIX, E4M3, 0.01), {"x": ints(2, 3)}),
     "View.to_matrix": ((VIEW, MATRIX), {"x": ints(2, 3)}),
     "View.from_matrix": ((VIEW, f32(1, 2, 3)), {"matrix": MATRIX}),
     "QTensor.dequantize": ((partial(quantized, BLOCK), VIEW, F16), {"dtype": 16}),

@@ -1,0 +1,315 @@
+"""Statistics of what FP8 leaves of each tensor of each op: what underflows, saturates, is lost.
+
+``statistics`` runs a loss forward and backward once more, as a program of its own in which every op tells
+what it sees (see ``_core.measuring``), and returns that: it is pure, and a branch of ``lax.cond`` like any
+other, so that steps that do not measure pay nothing. The other way would have been to sow into a
+collection: every step would measure, the backward pass cannot sow, and every ``nn.scan`` would have to name
+the collection.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8flax._core.measuring import Numbers, measured, merged_calls
+from fp8flax._core.names import ROLES
+from fp8flax._core.options import check_int
+
+if TYPE_CHECKING:
+    from jaxtyping import Float32
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["underflow", "saturation", "sqnr", "headroom", "amax", "scale", "nonfinite"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What FP8 leaves of one tensor of one op; all float32, scalars.
+
+    Of layers that ``nn.scan`` or ``nn.vmap`` stacked, and of microbatches in a ``lax.scan``, each field has
+    leading axes. A tensor enters two GEMMs; where its quantizers differ, as with scales per block, all
+    counts are over both. Of an op that is called several times they are over all calls.
+
+    Attributes:
+        underflow: share of the finite values that are not zero whose code is zero, 0 to 1.
+        saturation: share of the same values that were clipped at the largest FP8 value, 0 to 1.
+        sqnr: ratio of signal to quantization noise, ``10 log10(Σ x² / Σ (x - q * scale)²)``, in dB, of
+            finite values; inf where nothing is lost. About 31 for e4m3 and 25 for e5m2 at best; 0 where
+            nothing is left.
+        headroom: the largest magnitude that the scale represents, divided by the amax of today; below 1
+            something saturates. Where a tensor has several scales the smallest; inf for a tensor of zeros.
+        amax: the largest finite magnitude.
+        scale: that in use (``x ≈ q * scale``). Where a tensor has several, the largest, of slices or blocks
+            that are not all zero.
+        nonfinite: number of NaN and Inf.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> layer, x = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp), jnp.array([[1.0, 1e-4, 896.0]])
+        >>> variables = layer.init(jax.random.key(0), x)
+        >>> found = fp8.statistics(lambda v, x: jnp.sum(layer.apply(v, x)))(variables, x)
+        >>> one = found["Fp8DotGeneralOp_0"]["input"]
+        >>> print(f"{one.underflow:.2f} {one.saturation:.2f} {one.headroom:.1f}")
+        0.33 0.33 0.5
+
+    Source: none; torchao and Transformer Engine log some of these.
+    """
+
+    underflow: Float32[jax.Array, "*stack"]
+    saturation: Float32[jax.Array, "*stack"]
+    sqnr: Float32[jax.Array, "*stack"]
+    headroom: Float32[jax.Array, "*stack"]
+    amax: Float32[jax.Array, "*stack"]
+    scale: Float32[jax.Array, "*stack"]
+    nonfinite: Float32[jax.Array, "*stack"]
+
+
+def statistics(
+    fun: Callable[..., Any], has_aux: bool = False
+) -> Callable[..., dict[str, dict[str, Statistics]]]:
+    """Returns a function that says, of each FP8 op and role, what its scales do to the tensors of today.
+
+    It runs ``fun`` forward and backward, beside the training step: two of the three GEMMs of each layer,
+    since no gradient of a kernel is needed. It is pure, and works with every recipe, under ``jax.jit``
+    (without which it compiles anew at each call), ``jax.vmap`` and sharding, inside of ``jax.shard_map``,
+    and in models of ``quantize_model``; of a function with ``nn.scan``, ``nn.remat``, ``lax.scan`` and
+    ``lax.cond`` in it. For a look every so many steps see ``every``.
+
+    Not covered: frozen models, ``in_qdq`` and ``out_qdq`` on their own, ops whose result the loss does not
+    depend on differentiably (they have no output gradient), and a ``jax.shard_map`` inside of ``fun``.
+    ``MLP`` is measured as the layers that it consists of, whose activations are rounded to their dtype
+    before they are cast. Ops of two models that have the same path count as one.
+
+    Args:
+        fun: ``fun(variables, *args, **kwargs)``, a loss; returns a scalar, or a pair ``(scalar, aux)``.
+        has_aux: whether ``fun`` returns auxiliary data.
+
+    Returns:
+        A function of the same arguments that returns ``{path: {role: Statistics}}``: the path of each op,
+        ``"encoder/Dense_0/Fp8DotGeneralOp_0"`` (that of its scaling state, if it has one), and the roles
+        ``input``, ``kernel`` and ``output_grad``, of which those stand there that the recipe quantizes.
+
+    Raises:
+        ValueError: (when called) no FP8 op was reached, or one is inside of a ``jax.shard_map`` or
+            ``lax.while_loop`` of ``fun``.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> model, x = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp), jnp.ones((2, 8))
+        >>> variables = model.init(jax.random.key(0), x)
+        >>> measure = jax.jit(fp8.statistics(lambda v, x: 1e-9 * jnp.sum(model.apply(v, x))))
+        >>> found = measure(variables, x)["Fp8DotGeneralOp_0"]
+        >>> found["input"].underflow, found["output_grad"].underflow
+        (Array(0., dtype=float32), Array(1., dtype=float32))
+
+    Source: none.
+    """
+
+    def measure(variables: Any, *args: Any, **kwargs: Any) -> dict[str, dict[str, Statistics]]:
+        def gradient(variables: Any) -> Any:
+            grads = jax.grad(lambda v: fun(v, *args, **kwargs), has_aux=has_aux, allow_int=True)(variables)
+            return [x for x in jax.tree.leaves(grads) if x.dtype != jax.dtypes.float0]
+
+        @partial(jax.jit, inline=True)
+        def run(variables: Any) -> Any:
+            return measured(gradient, variables)[1]
+
+        told = run(variables)
+        if not told:
+            raise ValueError(
+                "No FP8 op was reached: the gradient of fun with respect to its first argument contains "
+                "none. fun must apply a model with FP8 ops to the variables that it is given, with a "
+                "recipe that quantizes, and not one that freeze has made."
+            )
+        found: dict[str, dict[str, Statistics]] = {}
+        for path, role in sorted(told, key=lambda key: (key[0], ROLES.index(key[1]))):
+            numbers = merged_calls(told[path, role])
+            found.setdefault("/".join(path), {})[role] = _statistics(numbers)
+        return found
+
+    return measure
+
+
+def _statistics(numbers: Numbers) -> Statistics:
+    count = jnp.maximum(numbers.values, np.float32(1))
+    is_exact = numbers.noise == 0
+    ratio = numbers.signal / jnp.where(is_exact, np.float32(1), numbers.noise)
+    return Statistics(
+        underflow=numbers.underflowed / count,
+        saturation=numbers.saturated / count,
+        sqnr=jnp.where(is_exact, np.float32(np.inf), np.float32(10) * jnp.log10(ratio)),
+        headroom=numbers.headroom,
+        amax=numbers.amax,
+        scale=numbers.scale,
+        nonfinite=numbers.nonfinite,
+    )
+
+
+def every(num_steps: int, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``fun`` for every so many steps, under ``lax.cond``: in between it costs nothing.
+
+    That is, its kernels are in the compiled step, and run when they are asked for. (Under ``jax.vmap`` over
+    the step they would always run.)
+
+    Args:
+        num_steps: 1 or more.
+        fun: a function that returns a tree of floats, such as that of ``statistics``.
+
+    Returns:
+        A function ``(step, *args, **kwargs)``, where ``step`` is an integer scalar: what ``fun`` returns
+        where that is a multiple of ``num_steps``, else NaN in its place.
+
+    Raises:
+        TypeError: ``num_steps`` is no integer; or (when called) ``fun`` returns something else than floats.
+        ValueError: ``num_steps`` is less than 1.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, fp8flax as fp8
+        >>> measure = jax.jit(fp8.every(100, jnp.sum))
+        >>> measure(200, jnp.ones(3)), measure(201, jnp.ones(3))
+        (Array(3., dtype=float32), Array(nan, dtype=float32))
+
+    Source: none.
+    """
+    check_int("num_steps", num_steps, 1)
+
+    def call(step: Any, *args: Any, **kwargs: Any) -> Any:
+        def run() -> Any:
+            return fun(*args, **kwargs)
+
+        shapes = jax.eval_shape(run)
+        others = [x for x in jax.tree.leaves(shapes) if not jnp.issubdtype(x.dtype, jnp.floating)]
+        if others:
+            raise TypeError(f"every takes a function that returns floats; this one returned {others}.")
+
+        def skip() -> Any:
+            return jax.tree.map(lambda x: jnp.full(x.shape, np.nan, x.dtype), shapes)
+
+        return lax.cond(jnp.asarray(step) % num_steps == 0, run, skip)
+
+    return call
+
+
+class SummaryRow(NamedTuple):
+    """One tensor of one op; numbers as of ``Statistics``."""
+
+    name: str
+    """Path and role, ``"Dense_0/Fp8DotGeneralOp_0/input"``; of one layer of a stack ``"…/input[3]"``."""
+    underflow: float
+    saturation: float
+    sqnr: float
+    headroom: float
+    amax: float
+    scale: float
+    nonfinite: float
+
+
+_HEADER = ("tensor", "SQNR dB", "underflow %", "saturation %", "headroom", "amax", "scale", "NaN, Inf")
+_SHOWN = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Statistics as rows, worst first; print it, or show it in a notebook: it shows the first 20."""
+
+    rows: tuple[SummaryRow, ...]
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """All numbers by names such as ``"Dense_0/Fp8DotGeneralOp_0/input/sqnr"``, for metric writers."""
+        return {
+            f"{row.name}/{field}": value
+            for row in self.rows
+            for field, value in zip(row._fields[1:], row[1:])
+        }
+
+    def __str__(self) -> str:
+        cells = [_HEADER, *self._cells()]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADER))]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
+            for row in cells
+        ]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self._rest()])
+
+    def _repr_html_(self) -> str:
+        head, *rows = (
+            "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+            for tag, row in [("th", _HEADER), *(("td", row) for row in self._cells())]
+        )
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        rest = "".join(f"<div>{line}</div>" for line in self._rest())
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                row.name,
+                f"{row.sqnr:.1f}",
+                f"{100 * row.underflow:.2f}",
+                f"{100 * row.saturation:.2f}",
+                *(f"{number:.3g}" for number in (row.headroom, row.amax, row.scale)),
+                f"{row.nonfinite:.0f}" if row.nonfinite == row.nonfinite else "nan",
+            )
+            for row in self.rows[:_SHOWN]
+        ]
+
+    def _rest(self) -> list[str]:
+        more = len(self.rows) - _SHOWN
+        return [f"… and {more} more."] if more > 0 else []
+
+
+def summarize(statistics: Mapping[str, Mapping[str, Statistics]]) -> Summary:
+    """Returns statistics as a table, the worst tensor first.
+
+    That is: tensors that hold a NaN or an Inf, then those with the lowest SQNR, then, where that is equal,
+    in the order of their names. What was not measured (see ``every``) comes last.
+
+    Args:
+        statistics: what the function of ``statistics`` returned, outside of ``jax.jit``.
+
+    Raises:
+        TypeError: ``statistics`` holds tracers.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> model, x = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp), jnp.ones((2, 8))
+        >>> variables = model.init(jax.random.key(0), x)
+        >>> found = fp8.statistics(lambda v, x: 1e-9 * jnp.sum(model.apply(v, x)))(variables, x)
+        >>> summary = fp8.summarize(found)
+        >>> summary.rows[0].name, summary.rows[0].underflow
+        ('Fp8DotGeneralOp_0/output_grad', 1.0)
+        >>> summary.scalars["Fp8DotGeneralOp_0/input/amax"]
+        1.0
+
+    Source: none.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(statistics)):
+        raise TypeError(
+            "summarize makes text of numbers, which jax.jit has not computed yet. Return the statistics "
+            "from the jitted function, and summarize them outside."
+        )
+    rows = []
+    for path, of_op in statistics.items():
+        for role, one in of_op.items():
+            fields = [np.asarray(getattr(one, name)) for name in SummaryRow._fields[1:]]
+            for index in np.ndindex(fields[0].shape):
+                place = f"[{', '.join(map(str, index))}]" if index else ""
+                rows.append(SummaryRow(f"{path}/{role}{place}", *(float(field[index]) for field in fields)))
+    return Summary(rows=tuple(sorted(rows, key=_badness)))
+
+
+def _badness(row: SummaryRow) -> tuple[Any, ...]:
+    is_measured = not np.isnan(row.amax)
+    return not is_measured, not row.nonfinite > 0, row.sqnr if is_measured else 0.0, row.name

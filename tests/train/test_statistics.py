@@ -1,0 +1,475 @@
+"""Statistics beside a reference in NumPy, out of every transformation, at no cost where not asked for."""
+
+import dataclasses
+import re
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8flax as fp8
+from tests import reference_recipes as ref
+from tests.cases import MATMUL, RECIPES, normal
+from tests.reference import MAX
+
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+FIELDS = [field.name for field in dataclasses.fields(fp8.Statistics)]
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+FLOOR = fp8.BlockQuantizer(dtype=fp8.float8_e4m3fn, block=(2, 16), scale_rounding="floor")
+CUSTOM = fp8.CustomRecipe(  # the output gradient wide in one of its products, the kernel in both
+    forward=fp8.GemmRecipe(lhs=FLOOR),
+    wgrad=fp8.GemmRecipe(lhs=FLOOR, rhs=fp8.CurrentQuantizer(dtype=fp8.float8_e5m2)),
+)
+ALL = {**RECIPES, "custom": CUSTOM}
+SHAPES = {"input": (5, 70), "kernel": (70, 33), "output_grad": (5, 33)}
+# Of the two products of each tensor, along which of its axes they sum.
+SUMMED = {"input": (1, 0), "kernel": (0, 1), "output_grad": (1, 0)}
+# Where the two differ for delayed and current scaling alone.
+BACKWARD = {"output_grad": E5M2}
+
+
+def each_use(recipe, role, x, scale):
+    """Yields what is left of ``x``, its codes, their scales and their dtype, for each of its quantizers."""
+    dtype = BACKWARD.get(role, E4M3)
+    if recipe == "delayed":
+        codes = ref.codes_of(x, scale, dtype)
+        yield ref.dequantize(codes, scale), codes, np.broadcast_to(scale, x.shape), dtype
+    elif recipe == "current" or (recipe == "custom" and role == "output_grad"):
+        codes, scale = ref.tensorwise(x, dtype)
+        yield ref.dequantize(codes, scale), codes, np.broadcast_to(scale, x.shape), dtype
+    elif recipe == "axiswise":
+        for axis in SUMMED[role]:
+            codes, scale = ref.axiswise(x, dtype, axis)
+            yield ref.dequantize(codes, scale), codes, np.broadcast_to(scale, x.shape), dtype
+    else:
+        block, kind = {
+            "mxfp8": ((1, 32), "e8m0_up"),
+            "block128": ((128, 128) if role == "kernel" else (1, 128), "power_of_two"),
+            "custom": ((2, 16), "e8m0_floor"),
+        }[recipe]
+        for axis in SUMMED[role][: 1 if block[0] == block[1] else 2]:
+            along = x if axis == 1 else x.T
+            codes, scale = ref.blockwise(along, E4M3, block, kind)
+            scales = ref.as_float64(ref.over_blocks(scale, block))
+            three = ref.dequantize(codes, scale, block), codes, scales
+            yield (
+                *(
+                    part[: along.shape[0], : along.shape[1]].T
+                    if axis == 0
+                    else part[: along.shape[0], : along.shape[1]]
+                    for part in three
+                ),
+                E4M3,
+            )
+
+
+def expected(recipe, role, x, scale):
+    """The fields of ``Statistics`` in float64."""
+    x = ref.as_float32(x)
+    finite = np.isfinite(x)
+    values = finite & (x != 0)
+    kept, codes, scales, dtypes = zip(*each_use(recipe, role, x, scale))
+    count, wide = max(1, len(kept) * values.sum()), np.where(values, x, 0).astype(np.float64)
+    largest = [MAX[dtype] * np.where(values, s, 0).astype(np.float64) for s, dtype in zip(scales, dtypes)]
+    noise = sum(np.sum((wide - np.where(values, ref.as_float32(k), 0)) ** 2) for k in kept)
+    signal = len(kept) * np.sum(wide**2)
+    with np.errstate(all="ignore"):
+        return {
+            "underflow": sum(np.sum(values & (np.asarray(c, np.float32) == 0)) for c in codes) / count,
+            "saturation": sum(np.sum(np.abs(wide) > m * (1 + 1e-6)) for m in largest) / count,
+            "sqnr": 10 * np.log10(signal / noise) if noise else np.inf,
+            "headroom": min(np.min(m[values] / np.abs(wide[values]), initial=np.inf) for m in largest),
+            "amax": np.max(np.abs(wide), initial=0),
+            "scale": max(
+                np.max(s[values] if values.any() else s, initial=0).astype(np.float64) for s in scales
+            ),
+            "nonfinite": np.sum(~finite),
+        }
+
+
+def operands(shape_of=SHAPES):
+    """For each kind of ugly tensor one of each role."""
+    made = {role: ref.tensors(shape, seed) for seed, (role, shape) in enumerate(shape_of.items())}
+    return {name: {role: made[role][name] for role in made} for name in made["input"]}
+
+
+OPERANDS = operands()
+
+
+def loss(op, variables, x, g):
+    state = {OWG: variables[OWG]} if OWG in variables else {}
+    return jnp.sum(op.apply(state, x, variables["w"], MATMUL) * g)
+
+
+def measure_of(recipe):
+    return jax.jit(fp8.statistics(partial(loss, fp8.Fp8DotGeneralOp(recipe=recipe))))
+
+
+MEASURES = {name: measure_of(recipe) for name, recipe in ALL.items()}
+# What the tensors of the tests need: some saturate, some underflow.
+SCALES = {"input": np.float32(0.01), "kernel": np.float32(3e-3), "output_grad": np.float32(1e-6)}
+
+
+def with_state(recipe, w):
+    if recipe != "delayed":
+        return {"w": w}
+    state = {}
+    for role, scale in SCALES.items():
+        dtype = BACKWARD.get(role, E4M3)
+        state[f"{role}_scale"] = np.ones(1, np.float32)
+        state[f"{role}_amax_history"] = np.full(4, scale * np.float32(MAX[dtype]), np.float32)
+    return {"w": w, OWG: state}
+
+
+def scale_in_use(role):
+    """As the package makes it of the histories above, in float32."""
+    limit = np.float32(MAX[BACKWARD.get(role, E4M3)])
+    return np.float32(1) / (limit / (SCALES[role] * limit))
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_beside_the_reference(recipe):
+    for name, tensors in OPERANDS.items():
+        variables = with_state(recipe, tensors["kernel"])
+        found = MEASURES[recipe](variables, tensors["input"], tensors["output_grad"])["Fp8DotGeneralOp"]
+        assert set(found) == set(SHAPES) - ({"kernel"} if recipe == "custom" else set())
+        for role, one in found.items():
+            x = tensors[role]
+            x = np.where(np.isinf(x), np.nan, x) if role == "output_grad" else x
+            for field, value in expected(recipe, role, x, scale_in_use(role)).items():
+                actual = getattr(one, field)
+                assert (actual.dtype, actual.shape) == (jnp.float32, ())
+                tolerance = {"rtol": 2e-6, "atol": 2.0**-126}
+                if field == "sqnr":
+                    tolerance = {"rtol": 0, "atol": 1e-3}
+                np.testing.assert_allclose(actual, value, err_msg=f"{name} {role} {field}", **tolerance)
+
+
+def assert_close(actual, expected):
+    """Of two trees of statistics."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for path, one in jax.tree_util.tree_leaves_with_path(actual):
+        other = expected
+        for key in path:
+            other = getattr(other, key.name) if hasattr(key, "name") else other[key.key]
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(8, use_bias=False, dot_general_cls=fp8.Fp8DotGeneralOp, name="dense")(x), None
+
+
+class Looped(nn.Module):
+    """Three blocks, rematerialized, in a loop; and one that runs twice."""
+
+    @nn.compact
+    def __call__(self, x):
+        loop = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        x, _ = loop(name="loop")(x, None)
+        tied = Block(name="tied")
+        return tied(jnp.sin(tied(x, None)[0]), None)[0]
+
+
+X = normal(0, 4, 8)
+PARAMS = {"loop": {"dense": {"kernel": normal(1, 3, 8, 8)}}, "tied": {"dense": {"kernel": normal(2, 8, 8)}}}
+
+
+@pytest.mark.oldest
+def test_out_of_loops_rematerialized_blocks_and_repeated_calls():
+    model = Looped()
+
+    def looped(params, x):
+        return jnp.mean(jnp.sin(model.apply({"params": params}, x)))
+
+    def written_out(extra, kernels, x):
+        seen = []
+        op = fp8.Fp8DotGeneralOp()
+        for i, kernel in enumerate((*kernels["loop"], kernels["tied"], kernels["tied"])):
+            x = jnp.sin(x) if i == 4 else x
+            seen.append(x)
+            x = x + op.apply({}, x, kernel, MATMUL) + extra[i]  # whose gradient is that of the product
+        return jnp.mean(jnp.sin(x)), seen
+
+    kernels = {name: block["dense"]["kernel"] for name, block in PARAMS.items()}
+    with fp8.autocast(recipe=fp8.Float8CurrentScaling()):
+        found = jax.jit(fp8.statistics(looped))(PARAMS, X)
+        extra = jnp.zeros((5, *X.shape))
+        grads, seen = jax.jit(jax.grad(written_out, has_aux=True))(extra, kernels, X)
+    paths = {"loop/dense/Fp8DotGeneralOp_0": (0, 1, 2), "tied/dense/Fp8DotGeneralOp_0": (3, 4)}
+    assert set(found) == set(paths)
+    of_calls = [*kernels["loop"], kernels["tied"], kernels["tied"]]
+    for path, calls in paths.items():
+        for role, tensors in (("input", seen), ("kernel", of_calls), ("output_grad", grads)):
+            one = found[path][role]
+            each = [expected("current", role, np.asarray(tensors[i]), None) for i in calls]
+            if path.startswith("loop"):
+                for field in FIELDS:
+                    values = [numbers[field] for numbers in each]
+                    # Compilers differ in how they round a cast to FP8 now and then.
+                    tolerance = 0.02 if field == "sqnr" else 0
+                    np.testing.assert_allclose(
+                        getattr(one, field), values, rtol=1e-4, atol=tolerance, err_msg=f"{role} {field}"
+                    )
+            else:
+                assert one.amax == pytest.approx(max(numbers["amax"] for numbers in each), rel=1e-6)
+                assert one.scale == pytest.approx(max(numbers["scale"] for numbers in each), rel=1e-6)
+                both = 10 * np.log10(
+                    sum(np.sum(np.square(tensors[i], dtype=np.float64)) for i in calls)
+                    / sum(
+                        np.sum(np.square(tensors[i], dtype=np.float64)) / 10 ** (numbers["sqnr"] / 10)
+                        for i, numbers in zip(calls, each)
+                    )
+                )
+                assert one.sqnr == pytest.approx(both, abs=0.02)
+
+
+OP = fp8.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
+W = normal(3, 8, 8)
+
+
+def test_out_of_branches_and_batches():
+    """Of a branch that was not taken there are no values."""
+
+    def branched(w, x, index):
+        def last(x):
+            return jnp.sum(jnp.sin(OP.apply({}, jnp.abs(x), w, MATMUL)))
+
+        def both(x):
+            return last(OP.apply({}, x, w, MATMUL))
+
+        return jax.lax.switch(index, (jnp.sum, last, both), x)
+
+    found = jax.jit(fp8.statistics(branched))
+    none, one, two = (found(W, X, i)["Fp8DotGeneralOp"]["input"] for i in range(3))
+    assert (none.amax, none.underflow, none.headroom) == (0, 0, np.inf)
+    assert one.amax == jnp.max(jnp.abs(X))
+    assert two.amax > one.amax
+
+
+def test_of_a_batch_by_vmap():
+    """Of each example by itself, whether the loss is batched or the measuring is."""
+    xs = normal(4, 3, 4, 8)
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(OP.apply({}, x, w, MATMUL)))
+
+    inside = jax.jit(fp8.statistics(lambda w, xs: jnp.sum(jax.vmap(partial(loss, w))(xs))))(W, xs)
+    outside = jax.jit(jax.vmap(fp8.statistics(loss), in_axes=(None, 0)))(W, xs)
+    of_inputs = inside["Fp8DotGeneralOp"]["input"]
+    for field, values in zip(FIELDS, zip(*(expected("current", "input", x, None).values() for x in xs))):
+        np.testing.assert_allclose(getattr(of_inputs, field), values, rtol=1e-5, err_msg=field)
+    kernel = outside["Fp8DotGeneralOp"].pop("kernel")
+    assert kernel.amax.shape == (3,)  # the output of a batch
+    assert inside["Fp8DotGeneralOp"].pop("kernel").amax.shape == ()
+    assert_close(outside, inside)
+
+
+def test_refuses_what_nothing_comes_out_of():
+    def looped(w):
+        w = jax.lax.stop_gradient(w)
+        y = jax.lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x + OP.apply({}, x, w, MATMUL), X)
+        return jnp.sum(OP.apply({}, X, w, MATMUL) * y)
+
+    with pytest.raises(ValueError, match="does not come out of while. Call fp8flax.statistics inside"):
+        fp8.statistics(looped)(W)
+    with pytest.raises(ValueError, match="No FP8 op was reached"):
+        fp8.statistics(jnp.sum)(W)
+    with fp8.autocast(enabled=False), pytest.raises(ValueError, match="No FP8 op was reached"):
+        fp8.statistics(lambda w: jnp.sum(OP.apply({}, X, w, MATMUL)))(W)
+
+
+def square(w, x):
+    return jnp.sum(jnp.square(OP.apply({}, x, w, MATMUL)))
+
+
+@pytest.mark.parametrize("recipe", ["current", pytest.param("mxfp8", marks=pytest.mark.long)])
+def test_on_many_devices(recipe):
+    """Split by XLA, of explicit axes, and by hand: there of each device's part."""
+    op = fp8.Fp8DotGeneralOp(recipe=RECIPES[recipe])
+
+    def square(w, x):
+        return jnp.sum(jnp.square(op.apply({}, x, w, MATMUL)))
+
+    measure = fp8.statistics(square)
+    expected = jax.jit(measure)(W, X)
+    devices = jax.devices()[:2]
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=devices)
+        with jax.set_mesh(mesh):
+            x = jax.device_put(X, jax.P("data"))
+            assert_close(jax.jit(measure)(jax.device_put(W, jax.P()), x), expected)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+
+    def of_one(w, x):
+        return jax.tree.map(lambda x: x[None], measure(w, x))
+
+    split = partial(jax.shard_map, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P("data"))
+    amax = jax.jit(split(of_one))(W, X)["Fp8DotGeneralOp"]["input"].amax
+    np.testing.assert_array_equal(amax, np.max(np.abs(X.reshape(2, -1)), axis=1))
+    whole = partial(jax.shard_map, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
+    with pytest.raises(ValueError, match="does not come out of shard_map"):
+        fp8.statistics(whole(lambda w, x: jax.lax.psum(square(w, x), "data")))(W, X)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
+def test_of_whole_models_and_all_ops():
+    """Paths are those of the scaling state, and the numbers those of the op by itself."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = fp8.MLP(16, name="mlp")(x)
+            x = x + fp8.MoE(2, 8, name="moe", recipe=fp8.Float8CurrentScaling())(x)
+            x = nn.Conv(8, (2,), conv_general_dilated_cls=fp8.Fp8ConvGeneralDilatedOp, name="conv")(x)
+            x = nn.Dense(8, dot_general_cls=partial(fp8.Fp8DotGeneralOp, form="qdq"), name="qdq")(x)
+            return nn.Dense(8, name="plain")(x)
+
+    model = fp8.quantize_model(Model(), include="plain")
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    variables["count"] = jnp.zeros((), jnp.int32)
+
+    def loss(variables, x):
+        used = {name: variables[name] for name in ("params", OWG)}
+        return jnp.mean(jnp.square(model.apply(used, x))), variables["count"]
+
+    found = jax.jit(fp8.statistics(loss, has_aux=True))(variables, X)
+    assert set(found) == {
+        *("mlp/up/Fp8DotGeneralOp_0", "mlp/down/Fp8DotGeneralOp_0", "plain/Fp8DotGeneralOp_0"),
+        *("moe/up/Fp8RaggedDotOp_0", "moe/down/Fp8RaggedDotOp_0", "conv/Fp8ConvGeneralDilatedOp_0"),
+        "qdq/Fp8DotGeneralOp_0",
+    }
+    assert all(set(of_op) == {"input", "kernel", "output_grad"} for of_op in found.values())
+    for path, of_op in found.items():
+        kernel = variables["params"]
+        for name in path.split("/")[:-1]:
+            kernel = kernel[name]
+        kernel, is_delayed = np.asarray(kernel["kernel"]), not path.startswith("moe")
+        assert of_op["output_grad"].amax > 0
+        if is_delayed:
+            for field, value in expected("delayed", "kernel", kernel, np.float32(1)).items():
+                np.testing.assert_allclose(getattr(of_op["kernel"], field), value, rtol=1e-5, err_msg=path)
+        else:  # each expert's kernel has a scale of its own
+            kept = [ref.dequantize(*ref.tensorwise(one, E4M3)) for one in kernel]
+            noise = np.sum(np.square(kernel - np.stack(kept)))
+            sqnr = 10 * np.log10(np.sum(np.square(kernel, dtype=np.float64)) / noise)
+            assert of_op["kernel"].sqnr == pytest.approx(sqnr, abs=1e-3)
+            assert of_op["kernel"].scale == pytest.approx(np.abs(kernel).max() / 448, rel=1e-6)
+            assert of_op["kernel"].headroom == pytest.approx(1, rel=1e-6)
+
+
+def kernels_of(program):
+    """Counts the operations, by name, that a compiled program runs whatever its conditionals choose."""
+    text, computations, name = program.as_text(), {}, None
+    for line in text.splitlines():
+        if start := re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line):
+            name = "ENTRY" if start[1] else start[2]
+            computations[name] = []
+        elif name and " = " in line:
+            computations[name].append(line)
+    counts, todo, seen = {}, ["ENTRY"], set()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for line in computations[name]:
+            # The first word that is called, behind the type of the result.
+            operation = re.search(r"[\])}] ([\w-]+)\(", line)[1]
+            kind = f"{operation} to FP8" if operation == "convert" and "= f8e" in line else operation
+            counts[kind] = counts.get(kind, 0) + 1
+            if operation != "conditional":
+                todo += re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)", line)
+    return counts
+
+
+@pytest.mark.oldest
+def test_steps_in_between_cost_nothing():
+    measure = fp8.every(10, fp8.statistics(square))
+
+    def step(index, w, x):
+        return fp8.grad(square)(w, x), measure(index, w, x)
+
+    compiled = jax.jit(step).lower(0, W, X).compile()
+    alone = jax.jit(fp8.grad(square)).lower(W, X).compile()
+    both, one = kernels_of(compiled), kernels_of(alone)
+    work = ("dot", "convert to FP8", "reduce", "custom-call", "while")
+    assert {kind: both.get(kind) for kind in work} == {kind: one.get(kind) for kind in work}
+    assert one["convert to FP8"] >= 3
+    assert both["conditional"] == 1
+    # The branch multiplies forward alone: there is no layer before that would need a gradient.
+    assert len(re.findall(r" dot\(", compiled.as_text())) == one["dot"] + 1
+
+    for index in (0, 20):
+        assert_close(compiled(index, W, X)[1], fp8.statistics(square)(W, X))
+    in_between = compiled(1, W, X)[1]
+    assert all(np.isnan(leaf) for leaf in jax.tree.leaves(in_between))
+    (row, *_) = fp8.summarize(in_between).rows
+    assert np.isnan(row.sqnr)
+    assert "nan" in str(fp8.summarize(in_between))
+
+
+def test_every_refuses():
+    with pytest.raises(ValueError, match="num_steps must be"):
+        fp8.every(0, square)
+    with pytest.raises(TypeError, match="returns floats"):
+        fp8.every(2, lambda: jnp.int32(0))(0)
+    with pytest.raises(TypeError, match="summarize them outside"):
+        jax.jit(lambda w: fp8.summarize(fp8.statistics(square)(w, X)).rows[0].amax)(W)
+
+
+def one(**fields):
+    return fp8.Statistics(**{name: np.float32(fields.get(name, 0)) for name in FIELDS})
+
+
+def stack(**fields):
+    return fp8.Statistics(**{name: np.float32(fields.get(name, [0, 0])) for name in FIELDS})
+
+
+FOUND = {
+    "b/Op": {"input": one(sqnr=30, amax=1), "output_grad": one(sqnr=3, underflow=0.5)},
+    "a/Op": {"kernel": one(sqnr=30), "input": one(sqnr=40, nonfinite=2)},
+    "loop/Op": {"kernel": stack(sqnr=[20, 2], scale=[1e-3, 2e-3])},
+    "later/Op": {"kernel": one(sqnr=np.nan, amax=np.nan)},
+}
+
+
+def test_summary_has_the_worst_first():
+    summary = fp8.summarize(FOUND)
+    assert [row.name for row in summary.rows] == [
+        *("a/Op/input", "loop/Op/kernel[1]", "b/Op/output_grad", "loop/Op/kernel[0]"),
+        *("a/Op/kernel", "b/Op/input", "later/Op/kernel"),
+    ]
+    lines = str(summary).splitlines()
+    header = "tensor SQNR dB underflow % saturation % headroom amax scale NaN, Inf"
+    assert " ".join(lines[0].split()) == header
+    assert lines[2].split() == ["a/Op/input", "40.0", "0.00", "0.00", "0", "0", "0", "2"]
+    assert lines[4].split() == ["b/Op/output_grad", "3.0", "50.00", "0.00", "0", "0", "0", "0"]
+    assert len({len(line) for line in lines}) == 1
+    page = summary._repr_html_()
+    assert page.count("<tr>") == 8
+    assert "<td>loop/Op/kernel[1]</td><td>2.0</td>" in page
+    many = {f"{i:02}": {"input": one()} for i in range(25)}
+    assert str(fp8.summarize(many)).splitlines()[-1] == "… and 5 more."
+    assert len(fp8.summarize(many).rows) == 25
+
+
+def test_metric_writers_take_the_scalars():
+    written = {}
+
+    class Writer:
+        """The interface of ``clu.metric_writers``."""
+
+        def write_scalars(self, step, scalars):
+            assert all(type(value) is float for value in scalars.values())
+            written[step] = dict(scalars)
+
+    Writer().write_scalars(3, fp8.summarize(FOUND).scalars)
+    assert written[3]["b/Op/output_grad/underflow"] == 0.5
+    assert written[3]["loop/Op/kernel[1]/sqnr"] == 2
+    assert len(written[3]) == 7 * len(FIELDS)
