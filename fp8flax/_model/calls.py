@@ -183,9 +183,9 @@ class Call:
             seen.ops = self.ops
             seen.used_otherwise |= self.provenance.used_otherwise
         if method == "__call__" and model.is_initializing():
-            _check_matched(self.rules, self.sites)
+            check_matched(self.rules, self.sites)
             if not conversion().is_reporting:
-                _check_converted(self.rules, self.sites, self.ops)
+                check_converted(self.rules, self.sites, self.ops)
 
 
 def _as_struct(x: Any) -> Any:
@@ -204,7 +204,7 @@ def _is_same_kernel(a: SeenOp, b: SeenOp) -> bool:
     return a.kernel.sources == b.kernel.sources and a.kernel.moves == b.kernel.moves
 
 
-def _check_matched(rules: Rules, sites: list[SeenSite]) -> None:
+def check_matched(rules: Rules, sites: list[SeenSite]) -> None:
     """Raises ``ValueError`` where a rule matched nothing."""
     paths = sorted({found.site.path or "(the model itself)" for found in sites})
     used = {found.decision.rule for found in sites}
@@ -216,7 +216,7 @@ def _check_matched(rules: Rules, sites: list[SeenSite]) -> None:
         )
 
 
-def _check_converted(rules: Rules, sites: list[SeenSite], ops: Mapping[Any, SeenOp]) -> None:
+def check_converted(rules: Rules, sites: list[SeenSite], ops: Mapping[Any, SeenOp]) -> None:
     """Raises ``ValueError`` where nothing at all runs in FP8."""
     if ops or any(found.decision.converts for found in sites):
         return

@@ -36,7 +36,7 @@ _ONE_PASS_BYTES = 4.1
 """Of scales per block on Hopper, where one kernel quantizes a tensor for both of its GEMMs."""
 
 
-def _seconds(
+def seconds(
     sizes: GemmSizes, gpu: Gpu, gemms: CustomRecipe | None, is_matmul: bool, is_ragged: bool = False
 ) -> float:
     """Returns the time of the forward and both backward GEMMs, with quantization, on a roofline."""
@@ -273,7 +273,7 @@ def report(
         recipe = recipe_in_use(decision.recipe, DelayedScaling()) if decision.converts else None
         gemms = None if recipe is None else recipe.gemms
         is_ragged = site.primitive == RAGGED_DOT
-        before, after = (count * _seconds(sizes, gpu, g, site.is_matmul, is_ragged) for g in (None, gemms))
+        before, after = (count * seconds(sizes, gpu, g, site.is_matmul, is_ragged) for g in (None, gemms))
         wide, time = wide + before, time + after
         rows.append(
             Row(

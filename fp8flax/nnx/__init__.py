@@ -26,3 +26,6 @@ from fp8flax.nnx.training import check_state as check_state
 
 # To and from Linen.
 from fp8flax.nnx.variables import to_linen as to_linen, update_from_linen as update_from_linen
+
+# Whole models.
+from fp8flax.nnx.models import quantize_model as quantize_model, report as report

@@ -60,9 +60,6 @@ ORDER = [
     "_train/calibrate",
     "_train/statistics",
     "_train/plots",
-    "nnx/ops",
-    "nnx/variables",
-    "nnx/training",
     "audit/hlo",
     "audit/traffic",
     "audit/dots",
@@ -94,6 +91,10 @@ ORDER = [
     "_serve/server_layout",
     "_serve/renaming",
     "_serve/safetensors",
+    "nnx/ops",
+    "nnx/variables",
+    "nnx/training",
+    "nnx/models",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
 

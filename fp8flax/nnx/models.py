@@ -1,0 +1,371 @@
+"""Whole NNX models: ``quantize_model``, which gives ops to their layers, and ``report``."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.conv import is_matmul
+from fp8flax._core.device import GPUS
+from fp8flax._core.einsum import einsum_with
+from fp8flax._core.recipes import DelayedScaling, Recipe
+from fp8flax._model.calls import SeenSite, check_converted, check_matched
+from fp8flax._model.jaxprs import CONV, DOT
+from fp8flax._model.report import ModelReport, Row, seconds
+from fp8flax._model.rules import GemmSizes, Rules, Site
+from fp8flax._model.sites import sizes_of
+from fp8flax._train.bridge import split_arrays
+from fp8flax.nnx.ops import (
+    Fp8ConvGeneralDilatedOp,
+    Fp8DotGeneralOp,
+    Fp8Einsum,
+    Fp8Op,
+    OverwriteWithGradient,
+)
+
+
+class _Kind(NamedTuple):
+    """A kind of NNX's layers that has a field for an op."""
+
+    op: type[Fp8Op]
+    plain: Any
+    """What the field holds by default."""
+    kernel_shape: Callable[[Any], tuple[int, ...]]
+    """Of a layer that is not stacked."""
+    axes: Callable[[Any], tuple[list[int], list[int]]]
+    """The axes of that kernel along which it is contracted, and those along which it is stacked."""
+
+
+def _einsum_axes(layer: nnx.Einsum) -> tuple[list[int], list[int]]:
+    operands, result = layer.einsum_str.split("->")
+    lhs, rhs = (names.replace("...", "") for names in operands.split(","))
+    shared = [i for i, name in enumerate(rhs) if name in lhs]
+    return [i for i in shared if rhs[i] not in result], [i for i in shared if rhs[i] in result]
+
+
+def _general_axes(layer: nnx.LinearGeneral) -> tuple[list[int], list[int]]:
+    batch = len(layer.batch_axis)
+    return list(range(batch, batch + len(layer.in_features))), list(range(batch))
+
+
+_KINDS: dict[type[nnx.Module], _Kind] = {
+    nnx.Linear: _Kind(
+        Fp8DotGeneralOp,
+        lax.dot_general,
+        lambda layer: (layer.in_features, layer.out_features),
+        lambda layer: ([0], []),
+    ),
+    nnx.LinearGeneral: _Kind(
+        Fp8DotGeneralOp,
+        None,
+        lambda layer: (*layer.batch_axis.values(), *layer.in_features, *layer.out_features),
+        _general_axes,
+    ),
+    nnx.Einsum: _Kind(Fp8Einsum, jnp.einsum, lambda layer: tuple(layer.kernel_shape), _einsum_axes),
+    nnx.Conv: _Kind(
+        Fp8ConvGeneralDilatedOp,
+        lax.conv_general_dilated,
+        lambda layer: tuple(layer.kernel_shape),
+        lambda layer: (list(range(len(layer.kernel_shape) - 1)), []),
+    ),
+}
+
+
+class _Layer(NamedTuple):
+    """A layer of a model, as it stands there and as the rules see it."""
+
+    module: Any
+    kind: _Kind
+    stacked: tuple[int, ...]
+    """The axes that ``nnx.vmap`` has put in front of its kernel."""
+    site: Site
+
+
+def _layers(model: nnx.Module) -> Iterator[_Layer]:
+    for path, module in nnx.iter_graph(model):
+        kind = next((k for cls, k in _KINDS.items() if isinstance(module, cls)), None)
+        if kind is None:
+            continue
+        shape, (contracted, batched) = kind.kernel_shape(module), kind.axes(module)
+        kernel = module.kernel.get_value()
+        stacked = kernel.shape[: kernel.ndim - len(shape)]
+        reason = None
+        if (*stacked, *shape) != kernel.shape:
+            reason = "its kernel is stacked along another axis than the first"
+        elif getattr(module, "dot_general_cls", None) is not None:
+            reason = "it has a dot_general_cls of its own"
+        elif not (_op_of(module, kind) or getattr(module, kind.op.field) is kind.plain):
+            reason = f"it has a {kind.op.field} of its own"
+        k = math.prod(shape[i] for i in contracted)
+        batch = math.prod(shape[i] for i in batched)
+        place = "/".join(map(str, path))
+        site = Site(
+            path=place,
+            module=module,
+            kernel=f"{place}/kernel".lstrip("/"),
+            kind="kernel",
+            primitive=CONV if isinstance(module, nnx.Conv) else DOT,
+            shapes=(tuple(shape[i] for i in contracted), shape),
+            dtypes=(jnp.dtype(module.dtype or kernel.dtype),) * 2,
+            sizes=GemmSizes(batch, 1, k, math.prod(shape) // max(1, k * batch)),
+            is_matmul=not isinstance(module, nnx.Conv) or _is_matmul(module),
+            impossible=reason,
+        )
+        yield _Layer(module, kind, stacked, site)
+
+
+def _op_of(module: Any, kind: _Kind) -> Fp8Op | None:
+    op = getattr(module, kind.op.field)
+    return op if isinstance(op, Fp8Op) else None
+
+
+def _is_matmul(layer: nnx.Conv) -> bool:
+    """Tells whether a convolution is one whatever the size of its input, which is not known here."""
+    ndim = len(layer.kernel_size)
+
+    def each(value: Any) -> tuple[Any, ...]:
+        value = 1 if value is None else value
+        return (value,) * ndim if isinstance(value, int) else tuple(value)
+
+    strides, dilation = each(layer.strides), each(layer.input_dilation)
+    kernel_dilation = each(layer.kernel_dilation)
+    sizes = [4 * s * ((k - 1) * d + 1) for k, d, s in zip(layer.kernel_size, kernel_dilation, strides)]
+    x = jax.ShapeDtypeStruct((1, *sizes, layer.in_features), jnp.float32)
+    kernel = jax.ShapeDtypeStruct(tuple(layer.kernel_shape), jnp.float32)
+    spatial = range(ndim)
+    channels_last = (0, ndim + 1, *(i + 1 for i in spatial))
+    numbers = lax.ConvDimensionNumbers(channels_last, (ndim + 1, ndim, *spatial), channels_last)
+    padding = layer.padding
+    if not isinstance(padding, str):
+        padding = [(p, p) if isinstance(p, int) else tuple(p) for p in each(padding)]
+    elif padding not in ("SAME", "SAME_LOWER", "VALID"):
+        padding = "VALID"  # NNX pads by itself
+    groups = layer.feature_group_count
+    return is_matmul(x, kernel, strides, padding, dilation, kernel_dilation, numbers, groups, 1, None)
+
+
+def quantize_model(
+    model: Any,
+    recipe: Recipe | None = None,
+    *,
+    include: Any = None,
+    exclude: Any = (),
+    rules: Any = (),
+    allow_unmatched: bool = False,
+    form: str = "direct",
+) -> Any:
+    """Returns a copy of an NNX model whose layers compute in FP8; the model stays as it is.
+
+    The layers are those that have a field for it: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum``
+    and ``nnx.Conv``, wherever they stand, so also those of ``nnx.MultiHeadAttention`` and of recurrent
+    cells. Each gets an op of its own, with fresh state; a module that stands in two places gets one. In
+    layers that ``nnx.vmap`` has stacked along the first axis, for ``nnx.scan``, the state is stacked too.
+    What a module writes out (``x @ w``, ``jnp.einsum``) is not looked into: give it an op.
+
+    The copy shares the arrays of the model, which are not mutable, and no variable.
+
+    Rules are tried in this order; the first that speaks decides: ``exclude``, ``rules``, ``include``, and
+    then the defaults, which leave out: layers named like the last one (``lm_head``, ``logits``,
+    ``classifier``, …), or ``router``; convolutions that are not matmuls; kernels with K or N below 16, or
+    too small for FP8 to gain on an H200 with any batch (``1/(1/K + 1/N) < 281``). A pattern is searched
+    (``re.search``) in a layer's path, ``encoder/layers/0/linear``, and in that path with ``/kernel``. (Of a
+    layer that stands in two places, in the path that comes first in ``nnx.iter_graph``.)
+
+    Args:
+        model: any NNX module; abstract ones (``nnx.eval_shape``) too.
+        recipe: how to scale, where a rule does not say; None for that of ``fp8flax.autocast``, or
+            ``DelayedScaling()`` outside of it.
+        include: a regular expression or several; what matches is converted, also against the defaults, and
+            nothing else is.
+        exclude: a regular expression or several; what matches is left as it is.
+        rules: pairs of a regular expression and a recipe or ``"leave"``, and callables ``(path, module,
+            shapes)`` of the layer's path, the layer, and the shapes of what its kernel contracts and of
+            its kernel, which return a recipe, ``"leave"``, or None for no opinion.
+        allow_unmatched: whether a pattern that is the first to match nothing is no error.
+        form: of its ops: ``"direct"`` or ``"qdq"``; see ``Fp8DotGeneralOp``.
+
+    Returns:
+        A model of the same type; ``report`` says what is converted and why.
+
+    Raises:
+        TypeError: ``model`` is not an NNX module, or a recipe is none.
+        ValueError: the model is converted already; a rule or ``form`` is not valid; a pattern matched
+            nothing; or nothing is converted.
+
+    Example:
+        >>> from flax import nnx
+        >>> import fp8flax.nnx as fp8nnx
+        >>> rngs = nnx.Rngs(0)
+        >>> model = nnx.Sequential(nnx.Linear(32, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 4, rngs=rngs))
+        >>> model8 = fp8nnx.quantize_model(model, include="layers/0")
+        >>> type(model8.layers[0].dot_general).__name__
+        'Fp8DotGeneralOp'
+        >>> model8.layers[2].dot_general is model.layers[2].dot_general
+        True
+
+    Source: none; see ``fp8flax.quantize_model``, whose rules they are.
+    """
+    if not isinstance(model, nnx.Module):
+        hint = " Pass an instance, not the class." if isinstance(model, type) else ""
+        raise TypeError(f"model must be a flax.nnx.Module; got {type(model).__name__}.{hint}")
+    if hasattr(model, "fp8_rules"):
+        raise ValueError(
+            f"{type(model).__name__} is converted already. Call quantize_model on the model that it was "
+            "made from, with all rules at once."
+        )
+    options = Rules(
+        recipe=recipe,
+        include=include,
+        exclude=exclude,
+        rules=rules,
+        allow_unmatched=allow_unmatched,
+        form=form,
+    )
+    copy: Any = nnx.clone(model)
+    layers = list(_layers(copy))
+    if not layers:
+        names = ", ".join(f"nnx.{cls.__name__}" for cls in _KINDS)
+        raise ValueError(
+            f"The model has no layer that takes an op: none of {names}. What its modules write out "
+            "themselves takes an op by hand: fp8flax.nnx.Fp8DotGeneralOp()."
+        )
+    decisions = [options.decide(layer.site) for layer in layers]
+    seen = [SeenSite(layer.site, decision, "0", False) for layer, decision in zip(layers, decisions)]
+    check_matched(options, seen)
+    if not any(_op_of(layer.module, layer.kind) for layer in layers):
+        check_converted(options, seen, {})
+    for layer, decision in zip(layers, decisions):
+        if decision.converts:
+            op = layer.kind.op(recipe=decision.recipe, form=form)
+            _stack(op, layer.stacked)
+            setattr(layer.module, layer.kind.op.field, nnx.data(op))
+    copy.fp8_rules = nnx.static(options)
+    return copy
+
+
+def _stack(op: Fp8Op, stacked: tuple[int, ...]) -> None:
+    """Gives the state of an op further axes, in front."""
+    for value in vars(op).values():
+        if isinstance(value, OverwriteWithGradient):
+            array = value.get_value()
+            value.set_value(jnp.broadcast_to(array, (*stacked, *array.shape)))
+
+
+def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -> ModelReport:
+    """Lists the layers of a converted model that it runs: sizes, whether in FP8, and why or why not.
+
+    Nothing is computed: the shapes come from tracing a call. They are those that the layer sees (under
+    ``jax.vmap`` and ``nnx.vmap`` of one example), and it counts as often as it is called (in a loop once).
+    The prediction is that of ``fp8flax.report``; ``fp8flax.audit`` reads the compiled step.
+
+    Args:
+        model: what ``quantize_model`` returned.
+        *args: inputs of the model; in the place of arrays ``jax.ShapeDtypeStruct`` will do.
+        target: ``"h100"``, ``"h200"`` or ``"b200"``, for the prediction.
+        **kwargs: keyword inputs of the model.
+
+    Returns:
+        A ``ModelReport``; print it, or look at its ``rows``.
+
+    Raises:
+        TypeError: ``model`` does not come from ``quantize_model``.
+        ValueError: ``target`` is unknown.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax, jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> make = lambda: nnx.Linear(4096, 1024, rngs=nnx.Rngs(0))
+        >>> model8 = nnx.eval_shape(lambda: fp8nnx.quantize_model(make()))
+        >>> print(fp8nnx.report(model8, jax.ShapeDtypeStruct((8192, 4096), jnp.float32)))
+        contraction  kernel  B×M×K×N         times  % FLOPs  FP8?  speed-up  why
+        -------------------------------------------------------------------------------
+        (the model)  kernel  8192×4096×1024  1      100.0    FP8   1.32      by default
+        <BLANKLINE>
+        1 of 1 contractions are converted (100.0 % of FLOPs).
+        Predicted for all of them on NVIDIA H200, forward and backward: 1.32 times as fast as in bf16.
+
+    Source: as of ``fp8flax.report``.
+    """
+    rules = getattr(model, "fp8_rules", None)
+    if rules is None:
+        raise TypeError(
+            f"model must come from fp8flax.nnx.quantize_model; got {type(model).__name__}. For any other "
+            "function, fp8flax.audit reads the compiled program."
+        )
+    if target not in GPUS:
+        raise ValueError(f"target must be one of {sorted(GPUS)}; got {target!r}.")
+    counts: Counter[tuple[str, GemmSizes]] = Counter()
+    copy = nnx.clone(model)
+    sites = {}
+    for module, kind, _, site in list(_layers(copy)):
+        decision, op = rules.decide(site), _op_of(module, kind)
+        if op is not None and not decision.converts:
+            decision = decision._replace(converts=True, recipe=op.recipe, reason="an op of its own")
+        sites[site.path] = site, decision
+        setattr(module, kind.op.field, nnx.static(_Counting(counts, site.path, kind)))
+    graphdef, state = nnx.split(copy)
+    arrays, fill = split_arrays(args, kwargs)
+
+    def call(state: Any, arrays: Any) -> None:
+        args, kwargs = fill(arrays)
+        nnx.merge(graphdef, state)(*args, **kwargs)
+
+    jax.eval_shape(call, state, arrays)
+    rows, wide, time = [], 0.0, 0.0
+    for (path, sizes), count in counts.items():
+        site, decision = sites[path]
+        recipe = recipe_in_use(decision.recipe, DelayedScaling()) if decision.converts else None
+        gemms = None if recipe is None else recipe.gemms
+        before, after = (count * seconds(sizes, GPUS[target], g, site.is_matmul) for g in (None, gemms))
+        wide, time = wide + before, time + after
+        rows.append(
+            Row(
+                path=path,
+                kernel=site.kernel,
+                **sizes._asdict(),
+                count=count,
+                converted=decision.converts,
+                reason=decision.reason,
+                flops=count * sizes.flops,
+                speedup=before / after if after else 1.0,
+            )
+        )
+    return ModelReport(rows=tuple(rows), target=GPUS[target].name, speedup=wide / time if time else 1.0)
+
+
+class _Counting:
+    """What counts the contractions of a layer in the place of its op."""
+
+    def __init__(self, counts: Counter[tuple[str, GemmSizes]], path: str, kind: _Kind):
+        self.counts, self.path, self.kind = counts, path, kind
+
+    def __call__(self, *args: Any, out_sharding: Any = None, **kwargs: Any) -> jax.Array:
+        del out_sharding
+        if self.kind.op is Fp8Einsum:
+            return einsum_with(self._dot_general, *args, **kwargs)
+        if self.kind.op is Fp8ConvGeneralDilatedOp:
+            return self._convolved(*args, **kwargs)
+        return self._dot_general(*args, **kwargs)
+
+    def _dot_general(
+        self, lhs: jax.Array, rhs: jax.Array, dims: Any, *rest: Any, **kwargs: Any
+    ) -> jax.Array:
+        params = {"dimension_numbers": dims}
+        self.counts[self.path, sizes_of(DOT, params, (lhs.shape, rhs.shape, ()))] += 1
+        return lax.dot_general(lhs, rhs, dims, *rest, **kwargs)
+
+    def _convolved(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        out = lax.conv_general_dilated(lhs, rhs, *args, **kwargs)
+        numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, kwargs["dimension_numbers"])
+        sizes = sizes_of(CONV, {"dimension_numbers": numbers}, (lhs.shape, rhs.shape, out.shape))
+        self.counts[self.path, sizes] += 1
+        return out

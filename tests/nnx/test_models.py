@@ -1,0 +1,210 @@
+"""``quantize_model`` of NNX: which layers get ops, by which rules, and what the report says of them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
+from tests.cases import normal
+
+OWG = "_overwrite_with_gradient"
+CURRENT, SHORT = fp8.Float8CurrentScaling(), fp8.DelayedScaling(amax_history_len=4)
+
+
+class Block(nnx.Module):
+    """Every kind of layer, one of them twice."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(8, 32, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs)
+        self.up = nnx.Linear(32, 64, rngs=rngs)
+        self.with_up = nnx.List([self.up])
+        self.einsum = nnx.Einsum("btm,mo->bto", (64, 32), (32,), rngs=rngs)
+        self.cell = nnx.OptimizedLSTMCell(32, 32, rngs=rngs)
+        self.logits = nnx.Linear(32, 48, rngs=rngs)
+        self.router = nnx.Linear(32, 48, rngs=rngs)
+        self.tiny = nnx.Linear(32, 4, rngs=rngs)
+        self.patches = nnx.Conv(4, 32, (2, 2), (2, 2), padding="VALID", rngs=rngs)
+        self.conv = nnx.Conv(32, 32, (3, 3), rngs=rngs)
+        self.w = nnx.Param(jnp.ones((32, 32)))
+
+    def __call__(self, tokens):
+        x = self.einsum(nnx.gelu(self.up(self.attention(self.embed(tokens)))))
+        return self.logits(x) + self.tiny(x).sum() + self.up(x @ self.w[...]).sum()
+
+
+@pytest.fixture(scope="module")
+def block():
+    return nnx.eval_shape(lambda: Block(nnx.Rngs(0)))
+
+
+def ops_of(model):
+    """The ops by the paths of their layers."""
+    return {
+        "/".join(map(str, path[:-1])): node
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, fp8nnx.Fp8DotGeneralOp | fp8nnx.Fp8Einsum | fp8nnx.Fp8ConvGeneralDilatedOp)
+    }
+
+
+CELL = {f"cell/{name}" for name in ("dense_i", "dense_h")}
+ATTENTION = {f"attention/{name}" for name in ("query", "key", "value", "out")}
+
+
+@pytest.mark.oldest
+def test_layers_and_defaults(block):
+    with pytest.raises(ValueError, match=r"None of the model's \d+ contractions would.*include=r'\.\*'"):
+        fp8nnx.quantize_model(block)
+    everything = fp8nnx.quantize_model(block, include=".*")
+    found = ops_of(everything)
+    assert set(found) == ATTENTION | CELL | {
+        *("up", "einsum", "logits", "router", "tiny", "patches", "conv"),
+    }
+    assert len({id(op) for op in found.values()}) == len(found)
+    assert everything.with_up[0] is everything.up
+    assert not ops_of(block)
+    assert type(found["einsum"]) is fp8nnx.Fp8Einsum
+    large = nnx.eval_shape(
+        lambda: nnx.Dict(
+            {
+                name: nnx.Linear(1024, 1024, rngs=nnx.Rngs(0))
+                for name in ("up", "lm_head", "head", "classifier_1", "router", "headless")
+            }
+            | {
+                "patches": nnx.Conv(64, 1024, (4, 4), (4, 4), padding="VALID", rngs=nnx.Rngs(0)),
+                "conv": nnx.Conv(64, 1024, (3, 3), rngs=nnx.Rngs(0)),
+                "causal": nnx.Conv(1024, 1024, 1, padding="CAUSAL", rngs=nnx.Rngs(0)),
+                "grouped": nnx.Conv(1024, 1024, 1, feature_group_count=2, rngs=nnx.Rngs(0)),
+            }
+        )
+    )
+    assert set(ops_of(fp8nnx.quantize_model(large))) == {"up", "headless", "patches", "causal"}
+
+
+def test_rules(block):
+    model8 = fp8nnx.quantize_model(
+        block,
+        SHORT,
+        exclude="attention/key",
+        include=["attention", "cell"],
+        rules=[
+            ("attention/out", CURRENT),
+            ("dense_h/kernel", "leave"),
+            lambda path, layer, shapes: CURRENT if shapes == ((32,), (32, 64)) and path == "up" else None,
+        ],
+        form="qdq",
+    )
+    found = ops_of(model8)
+    assert set(found) == ATTENTION - {"attention/key"} | {"cell/dense_i", "up"}
+    assert found["attention/out"].recipe == found["up"].recipe == CURRENT
+    assert found["attention/query"].recipe == SHORT
+    assert {op.form for op in found.values()} == {"qdq"}
+    assert OWG in fp8nnx.to_linen(found["attention/query"])
+    assert OWG not in fp8nnx.to_linen(found["attention/out"])
+
+
+def test_rules_and_models_that_are_wrong(block):
+    with pytest.raises(ValueError, match=r"first to match include 'encoder'.*attention/key, .*up"):
+        fp8nnx.quantize_model(block, include=["up", "encoder"])
+    assert set(ops_of(fp8nnx.quantize_model(block, include=["up", "encoder"], allow_unmatched=True))) == {
+        "up"
+    }
+    with pytest.raises(ValueError, match="rules must be pairs"):
+        fp8nnx.quantize_model(block, rules=["up"])
+    with pytest.raises(ValueError, match="form must be one of"):
+        fp8nnx.quantize_model(block, form="nonsense")
+    with pytest.raises(TypeError, match="recipe"):
+        fp8nnx.quantize_model(block, "delayed")
+    with pytest.raises(TypeError, match="Pass an instance, not the class"):
+        fp8nnx.quantize_model(Block)
+    with pytest.raises(ValueError, match="converted already"):
+        fp8nnx.quantize_model(fp8nnx.quantize_model(block, include="up"), include="up")
+    with pytest.raises(ValueError, match=r"no layer that takes an op: none of nnx\.Linear"):
+        fp8nnx.quantize_model(nnx.Embed(4, 4, rngs=nnx.Rngs(0)))
+
+
+def test_layers_with_functions_of_their_own_are_left():
+    rngs = nnx.Rngs(0)
+
+    def own(*args, **kwargs):
+        return jax.lax.dot_general(*args, **kwargs)
+
+    layers = {
+        "own": nnx.Linear(32, 32, dot_general=own, rngs=rngs),
+        "cls": nnx.LinearGeneral(32, 32, dot_general_cls=lambda: own, rngs=rngs),
+        "op": nnx.Linear(32, 32, dot_general=fp8nnx.Fp8DotGeneralOp(recipe=CURRENT), rngs=rngs),
+        "integers": nnx.Linear(32, 32, dtype=jnp.int8, rngs=rngs),
+    }
+    keys = jax.random.split(jax.random.key(0), 2)
+    layers["stacked"] = nnx.vmap(
+        lambda key: nnx.Linear(32, 16, use_bias=False, rngs=nnx.Rngs(key)), out_axes=2
+    )(keys)
+    model8 = fp8nnx.quantize_model(nnx.Dict(layers), SHORT, exclude="op")
+    assert set(ops_of(model8)) == {"op"}
+    assert model8["op"].dot_general.recipe == CURRENT
+    del layers["op"]
+    reasons = "cls: it has a dot_general_cls.*own: it has a dot_general of its.*along another axis"
+    with pytest.raises(ValueError, match=reasons):
+        fp8nnx.quantize_model(nnx.Dict(layers), rules=[(".*", SHORT)])
+
+
+@pytest.mark.oldest
+def test_the_model_stays_as_it_is_and_arrays_are_shared():
+    model = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+    model8 = fp8nnx.quantize_model(model, include=".*")
+    assert model8.kernel.get_value() is model.kernel.get_value()
+    by_hand = nnx.Linear(32, 16, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+    x = normal(0, 4, 32)
+    np.testing.assert_array_equal(model8(x), by_hand(x))
+    assert not np.array_equal(model8(x), model(x))
+    model8.kernel.set_value(jnp.zeros((32, 16)))
+    assert model(x).any()
+    with fp8.autocast(recipe=CURRENT):
+        assert OWG not in fp8nnx.to_linen(fp8nnx.quantize_model(model, include=".*"))
+    graphdef, _ = nnx.split(model8)
+    assert hash(graphdef) == hash(nnx.graphdef(fp8nnx.quantize_model(model, include=".*")))
+
+
+@pytest.mark.oldest
+def test_stacked_layers():
+    """Their state is stacked as their kernels are, and is that of each layer by itself."""
+    make = partial(nnx.Linear, 16, 16)
+    keys = jax.random.split(jax.random.key(0), 3)
+    stacked = nnx.vmap(lambda key: make(rngs=nnx.Rngs(key)))(keys)
+    model8 = fp8nnx.quantize_model(stacked, SHORT, include=".*")
+    assert model8.dot_general.kernel_amax_history.shape == (3, 4)
+    x = normal(0, 3, 5, 16)
+    out = nnx.vmap(lambda layer, x: layer(x), in_axes=(0, 0))(model8, x)
+    for i in range(3):
+        one = make(rngs=nnx.Rngs(0), dot_general=fp8nnx.Fp8DotGeneralOp(recipe=SHORT))
+        nnx.update(one, jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(model8)))
+        np.testing.assert_array_equal(out[i], one(x[i]))
+
+
+def test_report(block):
+    model8 = fp8nnx.quantize_model(block, include=["up", "einsum"], rules=[("attention/out", CURRENT)])
+    report = fp8nnx.report(model8, jax.ShapeDtypeStruct((8, 10), jnp.int32), target="b200")
+    rows = {row.path: row for row in report.rows}
+    assert set(rows) == ATTENTION | {"up", "einsum", "logits", "tiny"}  # what is not called is not there
+    up = rows["up"]
+    assert (up.batch, up.m, up.k, up.n, up.count) == (1, 80, 32, 64, 2)
+    assert (rows["einsum"].k, rows["einsum"].n) == (64, 32)
+    assert (rows["attention/out"].k, rows["attention/out"].n) == (32, 32)
+    assert up.reason == "by include 'up'"
+    assert rows["attention/out"].reason == "by the rule 'attention/out'"
+    assert rows["logits"].reason == "not included"
+    assert {row.path for row in report.converted} == {"up", "einsum", "attention/out"}
+    assert "3 of 8 contractions are converted" in str(report)
+    images = jax.ShapeDtypeStruct((2, 8, 8, 4), jnp.float32)
+    patches = fp8nnx.quantize_model(block.patches, include=".*")
+    (row,) = fp8nnx.report(patches, images).rows
+    assert (row.m, row.k, row.n, row.path) == (2 * 4 * 4, 2 * 2 * 4, 32, "")
+    with pytest.raises(TypeError, match="must come from fp8flax.nnx.quantize_model"):
+        fp8nnx.report(block)
+    with pytest.raises(ValueError, match="target must be one of"):
+        fp8nnx.report(patches, images, target="tpu")
