@@ -29,6 +29,11 @@ from fp8flax._linen.conversion import conversion
 from fp8flax._linen.sharing import as_the_op_before
 
 
+def with_sharding(out: jax.Array, sharding: Any) -> jax.Array:
+    """Returns a result, sharded as NNX's layers ask for; None for what JAX makes of the operands."""
+    return out if sharding is None else jax.sharding.reshard(out, sharding)
+
+
 class MissingStateError(ValueError):
     """An FP8 layer was applied with variables that hold no scaling state for it."""
 

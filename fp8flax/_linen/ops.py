@@ -16,7 +16,7 @@ from fp8flax._core.einsum import einsum_with
 from fp8flax._core.formats import Format
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax._core.recipes import DelayedScaling
-from fp8flax._linen.op import Fp8Op
+from fp8flax._linen.op import Fp8Op, with_sharding
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Integer
@@ -44,6 +44,8 @@ class Fp8DotGeneralOp(Fp8Op):
             fast and ``HIGH`` or ``HIGHEST`` for exact accumulation in all three GEMMs.
         preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives. (For operands
             of two dtypes that is the wider one; Flax's op casts the input to the kernel's dtype.)
+        out_sharding: how to shard the result, on a mesh with explicit axes, as NNX's layers say it. JAX
+            must know without it what the product is sharded like, or raises.
 
     Attributes:
         recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
@@ -77,8 +79,11 @@ class Fp8DotGeneralOp(Fp8Op):
         dimension_numbers: DimensionNumbers,
         precision: jax.lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
     ) -> Float[jax.Array, "*output"]:
-        return self._multiplier()(lhs, rhs, dimension_numbers, precision, preferred_element_type)
+        out = self._multiplier()(lhs, rhs, dimension_numbers, precision, preferred_element_type)
+        return with_sharding(out, out_sharding)
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):

@@ -24,7 +24,7 @@ from fp8flax._core.options import check_choice, check_int
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
-from fp8flax._linen.op import MissingStateError
+from fp8flax._linen.op import MissingStateError, with_sharding
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Integer
@@ -158,11 +158,6 @@ def _check_shares_nothing(recipe: Recipe) -> None:
         )
 
 
-def _with_sharding(out: jax.Array, sharding: Any) -> jax.Array:
-    """Returns a result, sharded as NNX's layers ask for; None for what JAX makes of the operands."""
-    return out if sharding is None else jax.sharding.reshard(out, sharding)
-
-
 class Fp8DotGeneralOp(Fp8Op):
     """An FP8 matmul, called like ``lax.dot_general``.
 
@@ -225,7 +220,7 @@ class Fp8DotGeneralOp(Fp8Op):
     ) -> Float[jax.Array, "*output"]:
         """Returns the product; see the class."""
         out = self._multiplier()(lhs, rhs, dimension_numbers, precision, preferred_element_type)
-        return _with_sharding(out, out_sharding)
+        return with_sharding(out, out_sharding)
 
 
 class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
@@ -297,7 +292,7 @@ class Fp8Einsum(Fp8Op):
                 "called like jnp.einsum; nnx.Linear takes fp8flax.nnx.Fp8DotGeneralOp() as dot_general=."
             )
         out = einsum_with(self._multiplier(), eqn, lhs, rhs, precision, preferred_element_type)
-        return _with_sharding(out, out_sharding)
+        return with_sharding(out, out_sharding)
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
@@ -378,7 +373,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
             precision,
             preferred_element_type,
         )
-        return _with_sharding(out, out_sharding)
+        return with_sharding(out, out_sharding)
 
 
 class Fp8RaggedDotOp(Fp8Op):

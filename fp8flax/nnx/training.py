@@ -106,6 +106,9 @@ def value_and_grad(
         has_aux=has_aux,
         holomorphic=holomorphic,
         allow_int=allow_int,
+        # Whatever nnx.set_graph_mode says: only so can a filter say what is differentiated.
+        graph=True,
+        graph_updates=True,
     )
 
     @functools.wraps(f)

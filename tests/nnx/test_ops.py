@@ -227,6 +227,12 @@ def test_out_sharding():
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
         spread, gathered = layer(x), layer(x, out_sharding=PartitionSpec())
+        # As a layer calls the Linen op, if that is in nnx.bridge.ToNNX.
+        bound = fp8.Fp8DotGeneralOp(recipe=DELAYED).bind({OWG: fp8nnx.to_linen(layer.dot_general)[OWG]})
+        layer.dot_general = nnx.static(bound)
+        of_linen = layer(x, out_sharding=PartitionSpec())
     assert jax.typeof(spread).sharding.spec == PartitionSpec("data", None, None)
     assert jax.typeof(gathered).sharding.spec == PartitionSpec(None, None, None)
     np.testing.assert_array_equal(spread, gathered)
+    assert jax.typeof(of_linen).sharding == jax.typeof(gathered).sharding
+    np.testing.assert_array_equal(of_linen, gathered)

@@ -1,0 +1,337 @@
+"""NNX's transformations, devices, checkpoints and bridge: the state is that of the plain calls."""
+
+import re
+from functools import cache, partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
+from tests import ROOT
+from tests.cases import normal
+
+SHORT = fp8.DelayedScaling(amax_history_len=4)
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+X, W = normal(0, 8, 16), normal(1, 8, 16)
+PAGE = (ROOT / "docs" / "nnx.md").read_text(encoding="utf-8")
+
+
+def nnx_op():
+    return fp8nnx.Fp8DotGeneralOp(recipe=SHORT)
+
+
+def layer_of(key):
+    return nnx.Linear(16, 16, dot_general=nnx_op(), rngs=nnx.Rngs(key))
+
+
+def linear():
+    return layer_of(jax.random.key(0))
+
+
+def stacked():
+    return nnx.vmap(layer_of)(jax.random.split(jax.random.key(0), 3))
+
+
+def call(layer, x):
+    return layer(x)
+
+
+def weighted(out):
+    return jnp.sum(out * W)
+
+
+# One layer and all the data.
+
+
+def in_jit(layer):
+    return weighted(nnx.jit(call)(layer, X))
+
+
+def in_remat(layer):
+    policy = jax.checkpoint_policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
+    return weighted(nnx.remat(call, policy=policy)(layer, X))
+
+
+def in_vmap(layer):
+    return weighted(nnx.vmap(call, in_axes=(None, 0))(layer, X))
+
+
+def in_cond(layer):
+    return weighted(nnx.cond(X[0, 0] < 100, call, lambda layer, x: 2 * x, layer, X))
+
+
+def in_switch(layer):
+    branches = [lambda layer, x: 2 * x, call]
+    return weighted(nnx.switch(jnp.int32(X[0, 0] < 100), branches, layer, X))
+
+
+def in_scan(layer):
+    @nnx.scan(in_axes=(nnx.Carry, None, 0, 0), out_axes=nnx.Carry)
+    def over_microbatches(total, layer, x, w):
+        return total + jnp.sum(layer(x) * w)
+
+    return over_microbatches(jnp.zeros(()), layer, X.reshape(4, 2, 16), W.reshape(4, 2, 16))
+
+
+def as_carry(layer):
+    @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=(nnx.Carry, 0))
+    def over_microbatches(layer, x, w):
+        return layer, jnp.sum(layer(x) * w)
+
+    return jnp.sum(over_microbatches(layer, X.reshape(4, 2, 16), W.reshape(4, 2, 16))[1])
+
+
+def split_and_merged(layer):
+    graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+    return weighted(nnx.merge(graphdef, params, rest)(X))
+
+
+def shared(layer):
+    model = nnx.List([layer, nnx.Dict({"again": layer})])
+    halves = model[0](X[:4]), model[1]["again"](X[4:])
+    return weighted(jnp.concatenate(halves))
+
+
+def in_shard_map(layer):
+    graphdef, state = nnx.split(layer)
+
+    def of_shard(state, x, w):
+        return jax.lax.psum(jnp.sum(nnx.merge(graphdef, state)(x) * w), "data")
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(of_shard, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())(
+        state, X, W
+    )
+
+
+WHOLE = {
+    "`nnx.jit`": in_jit,
+    "`nnx.remat`, with policies": in_remat,
+    "`nnx.vmap` over examples": in_vmap,
+    "`nnx.cond`": in_cond,
+    "`nnx.switch`": in_switch,
+    "`nnx.scan` over microbatches": in_scan,
+    "`nnx.scan`, the model in the carry": as_carry,
+    "`nnx.split`, `nnx.merge`": split_and_merged,
+    "shared modules": shared,
+    "`jax.shard_map`": in_shard_map,
+}
+
+# Three stacked layers, one after the other.
+
+
+def scanned(layers):
+    out = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(X, layers)
+    return weighted(out)
+
+
+def scanned_remat(layers):
+    body = nnx.remat(lambda x, layer: layer(x))
+    return weighted(nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(X, layers))
+
+
+STACKED = {
+    "`nnx.scan` over stacked layers": scanned,
+    "`nnx.remat` inside `nnx.scan`": scanned_remat,
+}
+
+
+def pure(tree):
+    return nnx.to_pure_dict(nnx.state(tree))
+
+
+@cache
+def whole():
+    value, grads = fp8nnx.value_and_grad(lambda layer: weighted(layer(X)))(linear())
+    return value, pure(grads)
+
+
+@cache
+def composed():
+    def loss(layers):
+        x = X
+        for layer in layers:
+            x = layer(x)
+        return weighted(x)
+
+    layers = nnx.List([layer_of(key) for key in jax.random.split(jax.random.key(0), 3)])
+    value, grads = nnx.jit(fp8nnx.value_and_grad(loss))(layers)
+    return value, jax.tree.map(lambda *each: jnp.stack(each), *(pure(grads)[i] for i in range(3)))
+
+
+def check(actual, expected, state_rtol=0.0):
+    (value, grads), (expected_value, expected_grads) = actual, expected
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    grads, expected_grads = dict(pure(grads)), dict(expected_grads)
+    state, expected_state = grads.pop("dot_general"), expected_grads.pop("dot_general")
+    assert len(state) == 6
+    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, grads, expected_grads)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=state_rtol), state, expected_state)
+
+
+@pytest.mark.long
+@pytest.mark.oldest
+@pytest.mark.parametrize("name", WHOLE)
+def test_one_layer(name):
+    check(nnx.jit(fp8nnx.value_and_grad(WHOLE[name]))(linear()), whole())
+
+
+@pytest.mark.long
+@pytest.mark.oldest
+@pytest.mark.parametrize("name", STACKED)
+def test_stacked_layers(name):
+    check(nnx.jit(fp8nnx.value_and_grad(STACKED[name]))(stacked()), composed(), state_rtol=1e-6)
+
+
+def test_where_nnx_is_in_tree_mode():
+    with nnx.set_graph_mode(False), nnx.set_graph_updates(False):
+        check(fp8nnx.value_and_grad(lambda layer: weighted(layer(X)))(linear()), whole())
+
+
+@pytest.mark.long
+def test_stacked_by_quantize_model():
+    make = partial(nnx.Linear, 16, 16)
+    wide = nnx.vmap(lambda key: make(rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+    layers = fp8nnx.quantize_model(wide, SHORT, include=".*")
+    check(nnx.jit(fp8nnx.value_and_grad(scanned))(layers), composed(), state_rtol=1e-6)
+
+
+@nnx.jit
+def train_step(model, optimizer, x):
+    loss, grads = fp8nnx.value_and_grad(lambda model: weighted(model(x)))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("spec", [P("data"), P("data", "model")], ids=str)
+def test_sharded_jit(spec):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    plain, spread = linear(), linear()
+    state = nnx.state(spread)
+    on_mesh = {2: NamedSharding(mesh, P("data", "model")), 1: NamedSharding(mesh, P())}
+    nnx.update(spread, jax.tree.map(lambda x: jax.device_put(x, on_mesh[x.ndim]), state))
+    optimizers = [fp8nnx.Optimizer(m, optax.sgd(0.01)) for m in (plain, spread)]
+    for factor in (1.0, 3.0):
+        expected = train_step(plain, optimizers[0], factor * X)
+        x = jax.device_put(factor * X, NamedSharding(mesh, spec))
+        np.testing.assert_allclose(train_step(spread, optimizers[1], x), expected, rtol=1e-5)
+    assert spread.kernel.get_value().sharding.spec == P("data", "model")
+    ours, theirs = (pure(m)["dot_general"] for m in (spread, plain))
+    assert len(ours) == 6
+    # The second step's kernels are sums of gradients in another order.
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), ours, theirs)
+
+
+def test_checkpoint_with_orbax(tmp_path):
+    model = linear()
+    optimizer = fp8nnx.Optimizer(model, optax.sgd(0.01, momentum=0.9))
+    train_step(model, optimizer, X)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "model", nnx.state((model, optimizer)))
+    abstract = nnx.eval_shape(lambda: (m := linear(), fp8nnx.Optimizer(m, optax.sgd(0.01, momentum=0.9))))
+    graphdef, shapes = nnx.split(abstract)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored, its_optimizer = nnx.merge(graphdef, checkpointer.restore(tmp_path / "model", shapes))
+    jax.tree.map(np.testing.assert_array_equal, pure(restored), pure(model))
+    assert type(restored.dot_general.input_scale) is fp8nnx.OverwriteWithGradient
+    assert train_step(restored, its_optimizer, X) == train_step(model, optimizer, X)
+    jax.tree.map(np.testing.assert_array_equal, pure(restored), pure(model))
+
+
+class Nested(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Dict({"up": layer_of(rngs.params())}) for _ in range(2)])
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+def test_linen_layout():
+    model = Nested(nnx.Rngs(0))
+    variables = fp8nnx.to_linen(model)
+    assert set(variables) == {"params", "batch_stats", OWG}  # no random numbers
+    assert set(variables["params"]) == {"blocks_0", "blocks_1", "norm"}
+    assert set(variables[OWG]["blocks_1"]["up"]) == {"Fp8DotGeneralOp_0"}
+    other = Nested(nnx.Rngs(1))
+    fp8nnx.update_from_linen(other, variables)
+    changed = fp8nnx.to_linen(other)
+    assert jax.tree.structure(changed) == jax.tree.structure(variables)
+    assert all(a is b for a, b in zip(jax.tree.leaves(changed), jax.tree.leaves(variables)))
+    fp8nnx.update_from_linen(other, {"batch_stats": {"norm": {"mean": jnp.ones(16), "var": jnp.ones(16)}}})
+    assert other.norm.mean.get_value()[0] == 1
+    before = pure(linear())
+    for wrong, message in (
+        ({"params": {"kernel": X}}, "params/bias is missing in them"),
+        ({"params": before | {"scale": X}}, "the model has no params/"),
+        (
+            {"params": {"kernel": jnp.zeros((8, 16)), "bias": before["bias"]}},
+            r"params/kernel has shape \(8, 16\) and dtype float32; the model's has shape \(16, 16\)",
+        ),
+    ):
+        model = linear()
+        with pytest.raises(ValueError, match=message):
+            fp8nnx.update_from_linen(model, wrong)
+        jax.tree.map(np.testing.assert_array_equal, pure(model), before)
+
+
+@pytest.mark.oldest
+def test_linen_op_in_nnx():
+    """``ToNNX`` of the Linen op keeps its state, in our type, and a layer of NNX takes it."""
+    op = nnx.bridge.ToNNX(fp8.Fp8DotGeneralOp(recipe=SHORT))
+    op.lazy_init(X, W, (((1,), (1,)), ((), ())))
+    assert isinstance(op.input_scale, fp8nnx.OverwriteWithGradient)
+    layer = linear()
+    layer.dot_general = nnx.data(op)
+    ours = fp8nnx.value_and_grad(lambda layer: weighted(layer(X)))(layer)
+    check(ours, whole())
+    fp8nnx.overwrite_state(layer, ours[1])
+    assert op.input_amax_history.get_value()[0] == jnp.max(jnp.abs(X))
+
+
+@pytest.mark.oldest
+def test_linen_model_in_nnx():
+    dense = nn.Dense(16, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=SHORT))
+    model = nnx.bridge.ToNNX(dense, rngs=nnx.Rngs(0)).lazy_init(X)
+    grads = fp8nnx.grad(lambda model: jnp.sum(model(X[:4])) + jnp.sum(model(X[4:])))(model)
+    fp8nnx.overwrite_state(model, grads)
+    history = model.Fp8DotGeneralOp_0["input_amax_history"].get_value()
+    assert history[0] == jnp.max(jnp.abs(X))
+
+
+class Made(nnx.Module):
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(16, 16, dot_general=nnx_op(), rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.oldest
+def test_nnx_model_in_linen():
+    model = nnx.bridge.ToLinen(Made)
+    variables = model.init(jax.random.key(0), X)
+    assert set(variables) == {"params", OWG}
+    state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
+    grads = fp8.grad(lambda v: jnp.sum(model.apply(v, X[:4])) + jnp.sum(model.apply(v, X[4:])))(variables)
+    state = state.apply_gradients(grads=grads)
+    history = state.params[OWG]["layer"]["dot_general"]["input_amax_history"]
+    assert history[0] == jnp.max(jnp.abs(X))
+
+
+def test_table_of_the_page():
+    """Each of its rows is a case above, or a test of its own here."""
+    rows = re.findall(r"^\| (.+?) \| \[?`?(test_\w+)", PAGE, re.M)
+    assert [name for name, test in rows if test == "test_one_layer"] == list(WHOLE)
+    assert [name for name, test in rows if test == "test_stacked_layers"] == list(STACKED)
+    assert {test for _, test in rows} <= {name for name in globals() if name.startswith("test_")}
+    assert len(rows) >= 20
