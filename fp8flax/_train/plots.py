@@ -90,7 +90,9 @@ def plot_history(history: History, names: Sequence[str] | None = None) -> Any:
     for name, colour in zip(names, _COLOURS):
         amax, headroom, scale = (_numbers(series[name], f) for f in ("amax", "headroom", "scale"))
         upper.plot(steps, _positive(amax), color=colour, marker="o", markersize=3, label=name)
-        upper.plot(steps, _positive(amax * headroom), color=colour, linestyle="--")
+        with np.errstate(invalid="ignore"):  # of zeros, whose headroom is inf
+            largest = amax * headroom
+        upper.plot(steps, _positive(largest), color=colour, linestyle="--")
         lower.plot(steps, _positive(scale), color=colour, marker="o", markersize=3)
     upper.plot([], [], color="#666666", linestyle="--", label="largest value that the scale represents")
     for axes, label in ((upper, "amax (units of the tensor)"), (lower, "scale (units of the tensor)")):
@@ -116,7 +118,7 @@ def plot_underflow(history: History, role: str | None = None) -> Any:
             underflow most at any step.
 
     Returns:
-        A ``matplotlib.figure.Figure``.
+        A ``matplotlib.figure.Figure``: in % of the values that are not 0, from dark (0) to light (100).
 
     Raises:
         ImportError: matplotlib is not installed (``fp8flax[plots]`` brings it).
@@ -151,11 +153,11 @@ def plot_underflow(history: History, role: str | None = None) -> Any:
         vmax=100,
         interpolation="nearest",
     )
-    shown = np.unique(np.linspace(0, len(steps) - 1, 8).round().astype(int))
+    shown = range(0, len(steps), -(-len(steps) // 8))
     axes.set_xticks(shown, [str(steps[i]) for i in shown])
     axes.set_yticks(range(len(names)), names, fontsize="small")
     axes.set_xlabel("step")
-    figure.colorbar(image, ax=axes, label="underflow, % of values that are not 0")
+    figure.colorbar(image, ax=axes, label="underflow, %")
     return figure
 
 

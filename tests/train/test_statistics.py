@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from functools import partial
 
 import flax.linen as nn
@@ -473,3 +474,73 @@ def test_metric_writers_take_the_scalars():
     assert written[3]["b/Op/output_grad/underflow"] == 0.5
     assert written[3]["loop/Op/kernel[1]/sqnr"] == 2
     assert len(written[3]) == 7 * len(FIELDS)
+
+
+HISTORY = {
+    0: {
+        "a": {"input": one(amax=2, scale=0.01, headroom=4, underflow=0.25), "kernel": one(headroom=np.inf)}
+    },
+    10: {"a": {"input": one(amax=4, scale=0.02, headroom=2, underflow=1)}, "b": {"kernel": stack()}},
+}
+
+
+def lines_of(axes):
+    """The points of each line."""
+    return [np.stack(line.get_data(), axis=1).tolist() for line in axes.lines]
+
+
+def test_plot_of_history():
+    figure = fp8.plot_history(HISTORY, ["a/input"])
+    upper, lower = figure.axes
+    amax, largest, _ = lines_of(upper)
+    assert amax == [[0, 2], [10, 4]]
+    assert largest == [[0, 8], [10, 8]]
+    np.testing.assert_allclose(lines_of(lower)[0], [[0, 0.01], [10, 0.02]])
+    assert (upper.get_yscale(), lower.get_xlabel()) == ("log", "step")
+    figure = fp8.plot_history(HISTORY)
+    assert len(figure.axes[1].lines) == 3  # of the last step
+    assert fp8.plot_history({0: HISTORY[0]}, ["a/kernel"])  # of zeros
+    with pytest.raises(ValueError, match="no tensor 'c'; it has a/input, a/kernel, b/kernel"):
+        fp8.plot_history(HISTORY, ["c"])
+    with pytest.raises(ValueError, match="history is empty"):
+        fp8.plot_history({})
+    with pytest.raises(ValueError, match="7 tensors at most; got 8"):
+        fp8.plot_history(HISTORY, ["a/input"] * 8)
+
+
+def test_plot_of_underflow():
+    figure = fp8.plot_underflow(HISTORY)
+    (image,) = figure.axes[0].images
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ["a/input", "a/kernel", "b/kernel[0]", "b/kernel[1]"]
+    expected = [[25, 100], [0, np.nan], [np.nan, 0], [np.nan, 0]]
+    np.testing.assert_array_equal(image.get_array().filled(np.nan), expected)
+    assert len(fp8.plot_underflow(HISTORY, role="kernel").axes[0].get_yticks()) == 3
+    with pytest.raises(ValueError, match="no tensor of the role 'output_grad'"):
+        fp8.plot_underflow(HISTORY, role="output_grad")
+
+
+def test_plot_of_a_histogram():
+    x = np.array([0, np.nan, np.inf, 1e-4, 2e-3, 1, 448, 500], np.float32)
+    axes = fp8.plot_histogram(x, fp8.float8_e4m3fn, 1.0).axes[0]
+    assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(100)
+    grid, *limits = axes.lines
+    assert len(grid.get_xdata()) == 126  # positive codes of e4m3fn
+    np.testing.assert_allclose([line.get_xdata()[0] for line in limits], [-10, -6, np.log2(448)])
+    assert [line.get_label().split(": ")[1] for line in limits[::2]] == [
+        "20.0 % of the values",
+        "20.0 % of the values",
+    ]
+    for args, message in (
+        ((x, fp8.float8_e4m3fn, 0.0), "scale must be a positive"),
+        ((np.zeros(3, np.float32), fp8.float8_e4m3fn, 1.0), "no finite value but 0, of 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fp8.plot_histogram(*args)
+
+
+def test_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for plot in (fp8.plot_history, fp8.plot_underflow):
+        with pytest.raises(ImportError, match=r"pip install 'fp8flax\[plots\]'"):
+            plot(HISTORY)
