@@ -10,7 +10,7 @@ export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-long test-all test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-gpu what-works notebooks clean
+.PHONY: help environments demo audit test test-long test-all test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-loaders bench-gpu what-works notebooks clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench-flax-scales  how far Flax's ops and ours are from the product that their scales mean"
 	@echo "make bench-trace   how long a step in FP8 takes to trace, lower and compile, beside bf16 and Flax's ops"
 	@echo "make bench-models  models of transformers and flaxmodels in FP8: what is converted, errors, bytes (15 minutes)"
+	@echo "make bench-loaders  frozen models loaded into PyTorch by transformers; with PYTHON=, one that has both"
 	@echo "make bench-gpu     what only a GPU can tell, nine minutes at a time; with PYTHON=, one whose JAX sees the GPU"
 	@echo "make what-works    every recipe with every transformation and sharding; writes docs/what_works.md"
 	@echo "make notebooks     execute the notebooks and save their outputs"
@@ -122,6 +123,10 @@ bench-trace: .venv/installed
 
 bench-models: .venv/installed-models
 	.venv/bin/python -m benchmarks.models $(ARGS)
+
+# In no environment of its own: see benchmarks/loaders.py.
+bench-loaders:
+	$(PYTHON) -m benchmarks.loaders $(ARGS)
 
 # In no environment of its own: JAX for the GPU, Flax and Optax are taken to be there.
 bench-gpu:

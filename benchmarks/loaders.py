@@ -1,0 +1,173 @@
+"""Do the loaders of other programs compute what a frozen model computes?
+
+Run ``make bench-loaders PYTHON=…`` with a Python that has this package, torch, accelerate, compressed-
+tensors, and transformers 4.57, the last with Flax models. ``ARGS="--python …"`` loads with another Python
+too, such as one that has transformers 5. Nothing is downloaded: a Llama of transformers with random
+weights, converted by ``quantize_model`` with its default rules, is frozen with each recipe and written by
+``save_safetensors``, with PyTorch's names and a ``config.json``. Then ``from_pretrained`` loads each
+folder, in a process of its own.
+
+Compared are the logits, as signal-to-quantization-noise ratio in dB, more is better::
+
+    SQNR = 10 log10(sum(wanted**2) / sum((loaded - wanted)**2))
+
+Assumptions: without a GPU transformers dequantizes; what its kernels for GPUs compute is not seen here.
+Where a value lies between two codes, a last bit decides which of them it gets, and Flax and PyTorch
+differ in last bits. How much that alone does to the logits is measured beside: those of the same frozen
+model with each embedding moved to the next float32. What each loaded layer makes of the input that it got
+is compared with the product of the file's codes and scales.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fp8flax as fp8
+from benchmarks import models
+from benchmarks.common import RESULTS, add_json, begin, machine, run, sqnr, write
+
+QUESTION = "Do the loaders of transformers compute in PyTorch what a frozen Flax model computes?"
+RESULT = RESULTS / "loaders.json"
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "safetensors")
+RECIPES = {
+    "delayed": fp8.DelayedScaling(),
+    "current": fp8.Float8CurrentScaling(),
+    "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
+    "weight_only": fp8.Float8CurrentScaling(),
+    "block128": fp8.Float8BlockScaling(),
+}
+TO_TORCH = {r"\.(kernel|embedding)$": ".weight"}
+"""Flax's Llama has PyTorch's names but for these."""
+
+
+def save(recipe: str, folder: Path) -> dict[str, Any]:
+    """Writes what ``from_pretrained`` loads; returns the logits that it is to give."""
+    case = models.MODELS["Llama"]()
+    model8 = fp8.quantize_model(case.model, RECIPES[recipe])
+    variables = jax.jit(functools.partial(model8.init, **case.kwargs))(jax.random.key(0), *case.args)
+    if recipe == "delayed":
+        variables = fp8.calibrate(lambda v, x: case.logits(model8, v, *x), variables, [case.args])
+    model, frozen = fp8.freeze(model8, variables, weight_only=recipe == "weight_only")
+    config = {**case.model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    folder.mkdir()
+    fp8.save_safetensors(folder / "model.safetensors", model, frozen, rename=TO_TORCH, config=config)
+    np.save(folder / "tokens.npy", np.asarray(case.args[0]))
+
+    def nudged(path: Any, leaf: jax.Array) -> jax.Array:
+        return jnp.nextafter(leaf, jnp.inf) if path[-1].key == "embedding" else leaf
+
+    return {
+        "float32": models.jitted(case, case.model, {"params": variables["params"]}),
+        "frozen": models.jitted(case, model, frozen),
+        "nudged": models.jitted(case, model, jax.tree_util.tree_map_with_path(nudged, frozen)),
+    }
+
+
+def loaded(python: str, folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Returns what a Python's transformers made of each folder."""
+    script = Path(__file__).with_name("load_in_torch.py")
+    done = subprocess.run([python, script, *folders], stdout=subprocess.PIPE, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def measure(recipes: Sequence[str], pythons: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns a row for each recipe and Python."""
+    with tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folders = {recipe: Path(root, recipe) for recipe in recipes}
+        logits = {recipe: save(recipe, folder) for recipe, folder in folders.items()}
+        rows = []
+        for row in (row for python in pythons for row in loaded(python, list(folders.values()))):
+            recipe, of = folders[row["recipe"]], logits[row["recipe"]]
+            config = json.loads((recipe / "config.json").read_text())["quantization_config"]
+            row = {**row, "quant_method": config["quant_method"]}
+            if "error" not in row:
+                out = np.load(recipe / "logits.npy")
+                row |= {
+                    "sqnr_db": round(sqnr([(of["frozen"], out)]), 1),
+                    "nudged_sqnr_db": round(sqnr([(of["frozen"], of["nudged"])]), 1),
+                    "sqnr_to_float32_db": round(sqnr([(of["float32"], out)]), 1),
+                    "frozen_sqnr_to_float32_db": round(sqnr([(of["float32"], of["frozen"])]), 1),
+                    "same_tokens": round(float(np.mean(out.argmax(-1) == of["frozen"].argmax(-1))), 4),
+                    "layer_error": float(f"{row['layer_error']:.1g}"),
+                }
+                (recipe / "logits.npy").unlink()
+            rows.append(row)
+    return rows
+
+
+def method() -> list[str]:
+    return [
+        f"Model: FlaxLlamaForCausalLM of transformers, random weights from one key, width {models.WIDTH}, "
+        f"{models.LAYERS} layers, vocabulary {models.VOCABULARY}, {models.TEXT} tokens, batch 2, float32; "
+        "quantize_model with its default rules; delayed scaling after calibrate on the same batch. Written "
+        f"by save_safetensors with rename={TO_TORCH}.",
+        "Loaded: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), on a CPU.",
+        "SQNR in dB = 10 log10(sum(wanted^2) / sum((loaded - wanted)^2)) of the logits; 6.02 dB are one "
+        "bit. Nudged: the frozen Flax model with each embedding moved to the next float32.",
+        "Layer: the largest relative error, Frobenius norm, of a loaded layer that is in FP8 in the file, "
+        "beside the product of the file's codes and scales with the input that it got, in float64.",
+    ]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns the table of docs/serving.md."""
+    header = (
+        "frozen with",
+        "`quant_method`",
+        "transformers",
+        "logits, SQNR",
+        "last bits alone",
+        "FP8 error: loaded, frozen",
+        "same tokens",
+        "a layer",
+    )
+    return models.markdown(header, [_cells(row) for row in rows])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    which = (f"`{row['recipe']}`", f"`{row['quant_method']}`", row["transformers"])
+    if "error" in row:
+        return (*which, "refused: no GPU" if "No GPU" in row["error"] else row["error"], "", "", "", "")
+    return (
+        *which,
+        f"{row['sqnr_db']:.1f} dB",
+        f"{row['nudged_sqnr_db']:.1f} dB",
+        f"{row['sqnr_to_float32_db']:.1f}, {row['frozen_sqnr_to_float32_db']:.1f} dB",
+        f"{100 * row['same_tokens']:.1f} %",
+        f"{row['layer_error']:.0e}",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=QUESTION)
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="PYTHON",
+        help="load with this one too; may be repeated",
+    )
+    add_json(parser, RESULT)
+    args = parser.parse_args(argv)
+    report = begin(QUESTION, method(), machine(PACKAGES, ("gpu", "cores")))
+    report["rows"] = measure(list(RECIPES), [sys.executable, *args.python])
+    print("", table(report["rows"]), sep="\n")
+    write(report, args.json)
+
+
+if __name__ == "__main__":
+    run(main)
