@@ -10,7 +10,7 @@ export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-long test-all test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-loaders bench-gpu what-works notebooks clean
+.PHONY: help environments demo audit test test-long test-all test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-loaders bench-gpu what-works notebooks dist clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -32,6 +32,7 @@ help:
 	@echo "make bench-gpu     what only a GPU can tell, nine minutes at a time; with PYTHON=, one whose JAX sees the GPU"
 	@echo "make what-works    every recipe with every transformation and sharding; writes docs/what_works.md"
 	@echo "make notebooks     execute the notebooks and save their outputs"
+	@echo "make dist          the wheel and the source distribution, in dist/"
 	@echo "make format        format the code and fix what the linter can"
 	@echo "make environments  .venv and .venv-oldest, which other targets make when they need them"
 	@echo "make clean         remove the virtual environments and caches"
@@ -138,6 +139,9 @@ what-works: .venv/installed
 
 notebooks: .venv/installed
 	.venv/bin/python notebooks/execute.py
+
+dist: .venv/installed
+	.venv/bin/python -m build --no-isolation
 
 format: .venv/installed
 	.venv/bin/ruff check --fix .

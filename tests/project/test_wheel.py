@@ -1,0 +1,108 @@
+"""The wheel that ``python -m build`` makes: what is in it, and that it works where there is no clone."""
+
+import json
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import fp8flax
+from tests import ROOT
+
+pytestmark = pytest.mark.long
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+INFO = f"fp8flax-{fp8flax.__version__}.dist-info"
+
+
+def run(*command, cwd):
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """The folder with the source distribution, and the wheel that was made of it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist):
+    (path,) = dist.glob("*.whl")
+    assert path.name == f"fp8flax-{fp8flax.__version__}-py3-none-any.whl"
+    return path
+
+
+def test_wheel_has_the_package_and_nothing_else(wheel):
+    package = ROOT / "fp8flax"
+    wanted = {str(path.relative_to(ROOT)) for path in (*package.rglob("*.py"), package / "py.typed")}
+    about = {f"{INFO}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")}
+    with zipfile.ZipFile(wheel) as file:
+        assert set(file.namelist()) == wanted | about
+        assert file.read(f"{INFO}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+        metadata = Parser().parsestr(file.read(f"{INFO}/METADATA").decode())
+    assert metadata["License-Expression"] == PROJECT["license"]
+    assert metadata["Requires-Python"] == PROJECT["requires-python"]
+    assert set(metadata.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
+    assert metadata.get_payload() == (ROOT / "README.md").read_text()
+
+
+def test_source_has_what_a_clone_has(dist):
+    """But for what is ignored: a check of the source runs the tests."""
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as file:
+        names = {Path(*Path(name).parts[1:]) for name in file.getnames()}
+    needed = ("Makefile", ".ci/constraints.txt", "tests/conftest.py", "benchmarks/results/models.json")
+    assert set(map(Path, needed)) <= names
+    assert not [name for name in names if name.parts[0] in (".git", ".venv", ".venv-oldest", "dist")]
+
+
+DENSE = """
+import importlib.metadata, json
+import flax.linen as nn, jax, jax.numpy as jnp
+import fp8flax as fp8
+
+layer = nn.Dense(8, dot_general_cls=fp8.Fp8DotGeneralOp, kernel_init=nn.initializers.constant(1.05))
+x = jnp.ones((2, 4))
+variables = layer.init(jax.random.key(0), x)
+out = layer.apply(variables, x, mutable=[fp8.OVERWRITE_WITH_GRADIENT])[0]
+version = importlib.metadata.version("fp8flax")
+print(json.dumps([fp8.__file__, version, fp8.__version__, out.tolist()]))
+"""
+
+
+def test_wheel_works_where_there_is_no_clone(wheel, tmp_path):
+    """In an environment of its own, which then borrows the dependencies: nothing is downloaded."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=tmp_path,
+    )
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    # Files .pth in a borrowed folder are not read, so the clone is not on the path.
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    output = run(python, "-I", "-W", "ignore", "-c", DENSE, cwd=tmp_path)
+    file, version, said, out = json.loads(output.splitlines()[-1])
+    assert Path(file) == site / "fp8flax" / "__init__.py"
+    assert version == said == fp8flax.__version__
+    assert out == [[4.0] * 8] * 2  # 1.05 is 1 in e4m3
+    assert "usage: " in run(python, "-I", "-m", "fp8flax.demo", "--help", cwd=tmp_path)
