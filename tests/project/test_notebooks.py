@@ -181,3 +181,36 @@ class TestFp8Basics:
         assert "jax.value_and_grad, twice  2.0 [5. 0. 0. ... 0. 0. 0.]" in lines
         assert "fp8.value_and_grad, twice  1.0 [3. 0. 0. ... 0. 0. 0.]" in lines
         assert "one call on both batches   1.0 [3. 0. 0. ... 0. 0. 0.]" in lines
+
+
+@pytest.mark.long
+class TestDiagnosing:
+    """What notebook 06 claims in its prose."""
+
+    @pytest.fixture
+    def notebook(self, fresh_run):
+        return fresh_run("06_diagnosing.ipynb")
+
+    def test_losses(self, notebook):
+        rows = [line for line in _printed_lines(notebook) if line.startswith("with")]
+        wide, drifting, _, fixed = ([float(x) for x in re.findall(r"\d\.\d+", row)] for row in rows)
+        assert drifting[-1] > 2 * wide[-1]
+        assert drifting[-1] < drifting[0]
+        assert fixed[-1] < 1.1 * wide[-1]
+
+    def test_the_worst_tensor(self, notebook):
+        worst = next(line.split() for line in _printed_lines(notebook) if line.startswith("layer_"))
+        assert worst[0] == "layer_1/Fp8DotGeneralOp_0/output_grad"
+        assert float(worst[1]) < 3
+        assert float(worst[2]) > 95
+        fixed = re.search(
+            r"layer_1/output_grad: underflow (.*) %, SQNR (.*) dB", _printed_lines(notebook)[-1]
+        )
+        assert float(fixed[1]) < 1
+        assert 23 < float(fixed[2]) < 28
+
+    def test_each_picture_is_described(self, notebook):
+        cells = notebook.cells
+        shown = [i for i, cell in enumerate(cells) if "image/png" in str(cell.get("outputs", ""))]
+        assert len(shown) == 4
+        assert all(cells[i + 1].source.startswith("*The picture") for i in shown)
