@@ -141,18 +141,18 @@ class ServingCall(Call):
                 f"The kernel of the FP8 op at {'/'.join(op.path)} comes from other parameters than when "
                 "the model was frozen. Freeze it with inputs like those that it serves."
             )
-        parts = tuple(_constant(op.get_variable(SERVED, name)) for name in served.codes)
-        codes, scale = derived.rebuild(parts, False), _constant(op.get_variable(SERVED, KERNEL_SCALE))
+        parts = tuple(constant(op.get_variable(SERVED, name)) for name in served.codes)
+        codes, scale = derived.rebuild(parts, False), constant(op.get_variable(SERVED, KERNEL_SCALE))
         return QTensor(codes, scale, served.gemms.forward.rhs)
 
 
 @jax.custom_jvp
-def _constant(x: jax.Array) -> jax.Array:
+def constant(x: jax.Array) -> jax.Array:
     """Returns codes or scales, which have no derivative: that of casts and roundings means nothing."""
     return x
 
 
-@_constant.defjvp
+@constant.defjvp
 def _constant_jvp(primals: Any, tangents: Any) -> Any:
     del primals, tangents
     raise TypeError(
@@ -170,7 +170,7 @@ def _multiply(op: Fp8Op, gemms: CustomRecipe, kernel: QTensor, lhs: Any, rhs: An
         rhs,
         *rest,
         kernel=dataclasses.replace(kernel, scale=scale.reshape(()) if scale.shape == (1,) else scale),
-        input_scale=_constant(op.get_variable(SERVED, INPUT_SCALE)) if is_fixed else None,
+        input_scale=constant(op.get_variable(SERVED, INPUT_SCALE)) if is_fixed else None,
         recipe=gemms,
         form=op.form,
     )
@@ -181,6 +181,6 @@ def _fixed_states(op: Fp8Op, gemms: CustomRecipe) -> States:
     states = {}
     for role in gemms.delayed:
         name, _ = state_leaf_names(role)
-        scale = _constant(op.get_variable(SERVED, name, jnp.ones((1,))))
+        scale = constant(op.get_variable(SERVED, name, jnp.ones((1,))))
         states[role] = ScalingState(scale, jnp.zeros((*scale.shape[:-1], 1)))
     return States(**states)

@@ -29,3 +29,7 @@ from fp8flax.nnx.variables import to_linen as to_linen, update_from_linen as upd
 
 # Whole models.
 from fp8flax.nnx.models import quantize_model as quantize_model, report as report
+
+# Serving, and what comes before.
+from fp8flax.nnx.calibrating import calibrate as calibrate
+from fp8flax.nnx.freezing import Frozen as Frozen, freeze as freeze

@@ -32,7 +32,7 @@ from fp8flax.nnx.ops import (
 )
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """A kind of NNX's layers that has a field for an op."""
 
     op: type[Fp8Op]
@@ -56,21 +56,21 @@ def _general_axes(layer: nnx.LinearGeneral) -> tuple[list[int], list[int]]:
     return list(range(batch, batch + len(layer.in_features))), list(range(batch))
 
 
-_KINDS: dict[type[nnx.Module], _Kind] = {
-    nnx.Linear: _Kind(
+_KINDS: dict[type[nnx.Module], Kind] = {
+    nnx.Linear: Kind(
         Fp8DotGeneralOp,
         lax.dot_general,
         lambda layer: (layer.in_features, layer.out_features),
         lambda layer: ([0], []),
     ),
-    nnx.LinearGeneral: _Kind(
+    nnx.LinearGeneral: Kind(
         Fp8DotGeneralOp,
         None,
         lambda layer: (*layer.batch_axis.values(), *layer.in_features, *layer.out_features),
         _general_axes,
     ),
-    nnx.Einsum: _Kind(Fp8Einsum, jnp.einsum, lambda layer: tuple(layer.kernel_shape), _einsum_axes),
-    nnx.Conv: _Kind(
+    nnx.Einsum: Kind(Fp8Einsum, jnp.einsum, lambda layer: tuple(layer.kernel_shape), _einsum_axes),
+    nnx.Conv: Kind(
         Fp8ConvGeneralDilatedOp,
         lax.conv_general_dilated,
         lambda layer: tuple(layer.kernel_shape),
@@ -79,17 +79,32 @@ _KINDS: dict[type[nnx.Module], _Kind] = {
 }
 
 
-class _Layer(NamedTuple):
+class Layer(NamedTuple):
     """A layer of a model, as it stands there and as the rules see it."""
 
     module: Any
-    kind: _Kind
+    kind: Kind
     stacked: tuple[int, ...]
     """The axes that ``nnx.vmap`` has put in front of its kernel."""
     site: Site
 
+    @property
+    def op(self) -> Fp8Op | None:
+        """Its op, if it has one of ours."""
+        return _op_of(self.module, self.kind)
 
-def _layers(model: nnx.Module) -> Iterator[_Layer]:
+    @property
+    def takes_codes(self) -> bool:
+        """Whether its kernel enters one matmul as it is stored."""
+        if self.kind.op is Fp8Einsum:
+            operands, result = self.module.einsum_str.split("->")
+            lhs, rhs = operands.split(",")
+            return all(name in lhs or name in result for name in rhs)
+        return self.site.primitive == DOT
+
+
+def layers_of(model: nnx.Module) -> Iterator[Layer]:
+    """Yields the layers of a model that have a field for an op."""
     for path, module in nnx.iter_graph(model):
         kind = next((k for cls, k in _KINDS.items() if isinstance(module, cls)), None)
         if kind is None:
@@ -119,10 +134,10 @@ def _layers(model: nnx.Module) -> Iterator[_Layer]:
             is_matmul=not isinstance(module, nnx.Conv) or _is_matmul(module),
             impossible=reason,
         )
-        yield _Layer(module, kind, stacked, site)
+        yield Layer(module, kind, stacked, site)
 
 
-def _op_of(module: Any, kind: _Kind) -> Fp8Op | None:
+def _op_of(module: Any, kind: Kind) -> Fp8Op | None:
     op = getattr(module, kind.op.field)
     return op if isinstance(op, Fp8Op) else None
 
@@ -230,7 +245,7 @@ def quantize_model(
         form=form,
     )
     copy: Any = nnx.clone(model)
-    layers = list(_layers(copy))
+    layers = list(layers_of(copy))
     if not layers:
         names = ", ".join(f"nnx.{cls.__name__}" for cls in _KINDS)
         raise ValueError(
@@ -240,11 +255,12 @@ def quantize_model(
     decisions = [options.decide(layer.site) for layer in layers]
     seen = [SeenSite(layer.site, decision, "0", False) for layer, decision in zip(layers, decisions)]
     check_matched(options, seen)
-    if not any(_op_of(layer.module, layer.kind) for layer in layers):
+    if not any(layer.op for layer in layers):
         check_converted(options, seen, {})
     for layer, decision in zip(layers, decisions):
         if decision.converts:
             op = layer.kind.op(recipe=decision.recipe, form=form)
+            op.scope = layer.site.path
             _stack(op, layer.stacked)
             setattr(layer.module, layer.kind.op.field, nnx.data(op))
     copy.fp8_rules = nnx.static(options)
@@ -306,12 +322,13 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
     counts: Counter[tuple[str, GemmSizes]] = Counter()
     copy = nnx.clone(model)
     sites = {}
-    for module, kind, _, site in list(_layers(copy)):
-        decision, op = rules.decide(site), _op_of(module, kind)
-        if op is not None and not decision.converts:
-            decision = decision._replace(converts=True, recipe=op.recipe, reason="an op of its own")
+    for layer in list(layers_of(copy)):
+        site, decision = layer.site, rules.decide(layer.site)
+        if layer.op is not None and not decision.converts:
+            decision = decision._replace(converts=True, recipe=layer.op.recipe, reason="an op of its own")
         sites[site.path] = site, decision
-        setattr(module, kind.op.field, nnx.static(_Counting(counts, site.path, kind)))
+        counting = _Counting(counts, site.path, layer.kind)
+        setattr(layer.module, layer.kind.op.field, nnx.static(counting))
     graphdef, state = nnx.split(copy)
     arrays, fill = split_arrays(args, kwargs)
 
@@ -345,7 +362,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
 class _Counting:
     """What counts the contractions of a layer in the place of its op."""
 
-    def __init__(self, counts: Counter[tuple[str, GemmSizes]], path: str, kind: _Kind):
+    def __init__(self, counts: Counter[tuple[str, GemmSizes]], path: str, kind: Kind):
         self.counts, self.path, self.kind = counts, path, kind
 
     def __call__(self, *args: Any, out_sharding: Any = None, **kwargs: Any) -> jax.Array:

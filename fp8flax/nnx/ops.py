@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -80,7 +81,8 @@ class Fp8Op(nnx.Module):
             check_recipe(recipe)
         check_choice("form", form, FORMS)
         self.recipe, self.form = recipe, form
-        in_use = recipe_in_use(recipe, self._default_recipe())
+        self.scope = ""  # where it stands in a model, for the audit: NNX names nothing in programs
+        in_use = recipe_in_use(recipe, self.default_recipe())
         if in_use is None:  # FP8 is off here
             return
         _check_shares_nothing(in_use)
@@ -89,7 +91,8 @@ class Fp8Op(nnx.Module):
                 fill = 1.0 if name == state_leaf_names(role)[0] else 0.0
                 setattr(self, name, OverwriteWithGradient(jnp.full(shape, fill, jnp.float32)))
 
-    def _default_recipe(self) -> Recipe:
+    def default_recipe(self) -> Recipe:
+        """Returns the recipe where neither the op nor ``autocast`` has one."""
         return DelayedScaling()
 
     def _multiplier(self, stacked: tuple[int, ...] = ()) -> Callable[..., jax.Array]:
@@ -100,21 +103,24 @@ class Fp8Op(nnx.Module):
         Args:
             stacked: leading dimensions of the state of the roles that have any.
         """
-        recipe = recipe_in_use(self.recipe, self._default_recipe())
+        recipe = recipe_in_use(self.recipe, self.default_recipe())
 
         def compute(*args: Any) -> jax.Array:
-            if recipe is None:
-                with jax.named_scope(SWITCHED_OFF):
-                    return self.plain(*args)
-            _check_shares_nothing(recipe)
-            delayed = recipe.gemms.delayed
-            states = {
-                role: self._state(role, quantizer, stacked if role in self.stacked else ())
-                for role, quantizer in delayed.items()
-            }
-            return self.in_fp8(*args, states=States(**states), recipe=recipe, form=self.form)
+            with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
+                return self._computed(recipe, stacked, *args)
 
         return compute
+
+    def _computed(self, recipe: Recipe | None, stacked: tuple[int, ...], *args: Any) -> jax.Array:
+        if recipe is None:
+            with jax.named_scope(SWITCHED_OFF):
+                return self.plain(*args)
+        _check_shares_nothing(recipe)
+        states = {
+            role: self._state(role, quantizer, stacked if role in self.stacked else ())
+            for role, quantizer in recipe.gemms.delayed.items()
+        }
+        return self.in_fp8(*args, states=States(**states), recipe=recipe, form=self.form)
 
     def _state(self, role: str, quantizer: DelayedQuantizer, stacked: tuple[int, ...]) -> ScalingState:
         values = []
@@ -234,7 +240,8 @@ class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
     Source: ``flax.linen.fp8_ops.NANOOFp8DotGeneralOp``.
     """
 
-    def _default_recipe(self) -> DelayedScaling:
+    def default_recipe(self) -> DelayedScaling:
+        """Returns ``DelayedScaling`` in the FNUZ formats."""
         return DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
 
 

@@ -208,3 +208,21 @@ def test_report(block):
         fp8nnx.report(block)
     with pytest.raises(ValueError, match="target must be one of"):
         fp8nnx.report(patches, images, target="tpu")
+
+
+@pytest.mark.long
+def test_audit_names_layers(gpu):
+    """NNX names nothing in programs; ops that ``quantize_model`` makes do."""
+    model = nnx.Sequential(
+        nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+    )
+    model8 = fp8nnx.quantize_model(model, CURRENT, include=".*", exclude="layers/2")
+    graphdef, state = nnx.split(model8)
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+
+    def step(state, x):
+        return fp8nnx.grad(lambda model: jnp.sum(model(x) ** 2))(nnx.merge(graphdef, state))
+
+    report = fp8.audit(step, state, x, target="h200")
+    in_fp8 = {(gemm.path, gemm.role) for gemm in report.gemms if gemm.is_fp8}
+    assert in_fp8 == {("layers/0", "forward"), ("layers/0", "wgrad")}

@@ -95,6 +95,8 @@ ORDER = [
     "nnx/variables",
     "nnx/training",
     "nnx/models",
+    "nnx/calibrating",
+    "nnx/freezing",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -25,7 +25,7 @@ def test_there_are_examples_and_no_gaps():
     assert not any("@@" in text for text in PAGES.values())
 
 
-LONG = ("docs/serving.md", "docs/checkpoints.md", "docs/clusters.md", "docs/diagnose.md")
+LONG = ("docs/serving.md", "docs/checkpoints.md", "docs/clusters.md", "docs/diagnose.md", "docs/nnx.md")
 
 
 # test_loops.py runs the page on loops, and looks at what it leaves.

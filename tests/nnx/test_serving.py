@@ -1,0 +1,218 @@
+"""``calibrate`` and ``freeze`` of NNX models, beside what Linen's of the same model give."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
+from tests.cases import normal
+
+SHORT = fp8.DelayedScaling(amax_history_len=4)
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+X = normal(0, 3, 4, 16)
+
+
+class Model(nnx.Module):
+    """Matmuls of every kind of layer, one of them shared, and statistics and dropout."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, dtype=jnp.bfloat16, rngs=rngs)
+        self.heads = nnx.LinearGeneral(32, (2, 8), rngs=rngs)
+        self.out = nnx.Einsum("bthd,hdo->bto", (2, 8, 16), (16,), rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        for _ in range(2):
+            x = self.out(self.heads(nnx.relu(self.up(x)).astype(jnp.float32)))
+        return self.norm(self.dropout(x))
+
+
+def model_of(recipe=SHORT, seed=0):
+    model = fp8nnx.quantize_model(Model(nnx.Rngs(seed)), recipe, include=".*")
+    return nnx.view(model, deterministic=True, use_running_average=True)
+
+
+def pure(tree):
+    return nnx.to_pure_dict(nnx.state(tree, nnx.Not(nnx.RngState)))
+
+
+def rngs_of(model):
+    """The keys and the counts of random number generators, as numbers."""
+    state = nnx.to_pure_dict(nnx.state(model, nnx.RngState))
+    keys = [jax.random.key_data(x) for x in jax.tree.leaves(state) if x.dtype != jnp.uint32]
+    return keys + [x for x in jax.tree.leaves(state) if x.dtype == jnp.uint32]
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    model = model_of()
+    fp8nnx.calibrate(lambda model, x: model(x), model, [X, 2 * X])
+    return model
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        op = partial(fp8.Fp8DotGeneralOp, recipe=SHORT)
+        return nn.Dense(8, dot_general_cls=op, name="second")(
+            nn.relu(nn.Dense(16, dot_general_cls=op, name="first")(x))
+        )
+
+
+class Twin(nnx.Module):
+    def __init__(self, rngs):
+        op = partial(fp8nnx.Fp8DotGeneralOp, recipe=SHORT)
+        self.first = nnx.Linear(16, 16, dot_general=op(), rngs=rngs)
+        self.second = nnx.Linear(16, 8, dot_general=op(), rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.first(x)))
+
+
+@pytest.mark.long
+@pytest.mark.oldest
+def test_calibration_is_that_of_the_linen_model():
+    linen_model, model = Dense(), Twin(nnx.Rngs(0))
+    variables = fp8nnx.to_linen(model)
+    assert jax.tree.structure(variables) == jax.tree.structure(
+        jax.eval_shape(linen_model.init, jax.random.key(0), X)
+    )
+    batches = [X, 3 * X]
+    fp8nnx.calibrate(lambda model, x: jnp.sum(model(x) ** 2), model, batches, backward=True)
+    expected = fp8.calibrate(
+        lambda v, x: jnp.sum(linen_model.apply(v, x) ** 2), variables, batches, backward=True
+    )
+    jax.tree.map(np.testing.assert_array_equal, fp8nnx.to_linen(model), expected)
+    assert model.first.dot_general.input_amax_history.get_value()[0] == 3 * jnp.max(jnp.abs(X))
+
+
+@pytest.mark.long
+def test_calibration_leaves_all_else():
+    model = nnx.view(model_of(), deterministic=False, use_running_average=False)
+    before, keys = pure(model), rngs_of(model)
+    fp8nnx.calibrate(lambda model, x: model(x), model, [X])
+    after = pure(model)
+    assert after["up"].pop("dot_general")["input_scale"] != before["up"].pop("dot_general")["input_scale"]
+    for name in ("heads", "out"):
+        for tree in (after, before):
+            tree[name].pop("dot_general" if name == "heads" else "einsum_op")
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert keys
+    assert all(map(np.array_equal, keys, rngs_of(model)))
+    with pytest.raises(ValueError, match="no scaling state, so there is nothing to calibrate"):
+        fp8nnx.calibrate(lambda model, x: model(x), model_of(fp8.Float8CurrentScaling()), [X])
+    with pytest.raises(ValueError, match="Batch 0 puts a NaN or an Inf into"):
+        fp8nnx.calibrate(lambda model, x: model(x), model, [X * np.nan])
+
+
+@pytest.mark.oldest
+def test_frozen_models_compute_the_same_bits(calibrated):
+    before = pure(calibrated)
+    frozen = fp8nnx.freeze(calibrated, X)
+    np.testing.assert_array_equal(frozen(X), calibrated(X))
+    jax.tree.map(np.testing.assert_array_equal, pure(calibrated), before)
+    kernels = [layer.kernel.get_value() for layer in (frozen.up, frozen.heads, frozen.out)]
+    assert [kernel.dtype for kernel in kernels] == [jnp.float8_e4m3fn] * 3
+    assert not jax.tree.leaves(nnx.state(frozen, fp8nnx.OverwriteWithGradient))
+    assert len(jax.tree.leaves(nnx.state(frozen, fp8nnx.Frozen))) == 3 * 3
+    assert len(jax.tree.leaves(nnx.state(frozen, nnx.Param))) == 3 + 2  # biases, and those of the norm
+    jitted = nnx.jit(lambda model, x: model(x))(frozen, X)
+    np.testing.assert_allclose(jitted, frozen(X), rtol=1e-2, atol=1e-2)
+    graphdef, state = nnx.split(frozen)
+    np.testing.assert_array_equal(nnx.merge(graphdef, state)(X), frozen(X))
+
+
+RECIPES = {
+    "current": fp8.Float8CurrentScaling(),
+    "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
+    "mxfp8": fp8.MXFP8BlockScaling(),
+    "block128": fp8.Float8BlockScaling(),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_frozen_layers_of_other_recipes(recipe):
+    layer = nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp(recipe=RECIPES[recipe]), rngs=nnx.Rngs(0))
+    frozen = fp8nnx.freeze(layer, X)
+    np.testing.assert_array_equal(frozen(X), layer(X))
+    assert frozen.kernel.get_value().dtype == jnp.float8_e4m3fn
+
+
+@pytest.mark.long
+def test_frozen_weights_only(calibrated):
+    frozen, wide = fp8nnx.freeze(calibrated, X, weight_only=True), nnx.clone(calibrated)
+    scale = frozen.heads.dot_general.kernel_scale.get_value()
+    assert scale.shape == (1, 2, 8)
+    amax = np.abs(calibrated.heads.kernel.get_value()).max(0, keepdims=True)
+    np.testing.assert_allclose(scale, amax / 448, rtol=1e-6)
+    with fp8.autocast(enabled=False):
+        expected = wide(X)
+    np.testing.assert_allclose(frozen(X), expected, atol=0.1 * np.abs(expected).max())
+
+
+@pytest.mark.long
+def test_frozen_stacked_layers():
+    keys = jax.random.split(jax.random.key(0), 3)
+    wide = nnx.vmap(lambda key: nnx.Linear(16, 16, rngs=nnx.Rngs(key)))(keys)
+
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.layers = wide
+
+        def __call__(self, x):
+            return nnx.scan(lambda x, l: l(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+    model = fp8nnx.quantize_model(Stack(), SHORT, include=".*")
+    fp8nnx.calibrate(lambda model, x: model(x), model, [X])
+    frozen = fp8nnx.freeze(model, X)
+    assert frozen.layers.dot_general.kernel_scale.get_value().shape == (3, 1)
+    np.testing.assert_array_equal(frozen(X), model(X))
+
+
+def test_what_cannot_be_frozen(calibrated):
+    with pytest.warns(UserWarning, match="have seen no data: up/input_scale, up/kernel_scale"):
+        fp8nnx.freeze(model_of(), X)
+
+    class Other(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(16, 16, rngs=rngs)
+            self.unused = nnx.Linear(16, 16, rngs=rngs)
+            self.sums = nnx.Einsum("btd,dox->bto", (16, 16, 2), rngs=rngs)
+            self.conv = nnx.Conv(16, 16, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.conv(self.sums(self.linear(x)))
+
+    recipe = fp8.Float8CurrentScaling()
+    model = fp8nnx.quantize_model(Other(nnx.Rngs(0)), recipe, include=".*")
+    wide = "conv/conv_general_dilated, sums/einsum_op, unused/dot_general"
+    with pytest.warns(UserWarning, match=f"kernels of these FP8 ops stay wide: {wide}"):
+        frozen = fp8nnx.freeze(model, X)
+    np.testing.assert_array_equal(frozen(X), model(X))
+    with pytest.raises(ValueError, match="there is nothing to freeze"):
+        fp8nnx.freeze(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), X)
+    frozen = fp8nnx.freeze(calibrated, X)
+    with fp8.autocast(enabled=False), pytest.raises(ValueError, match="cannot turn FP8 off in a frozen"):
+        frozen(X)
+
+
+def test_gradients_of_frozen_models(calibrated):
+    """With respect to inputs they are those of the dequantized kernels; codes have none."""
+    op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
+    frozen = fp8nnx.freeze(nnx.Linear(16, 8, dot_general=op, rngs=nnx.Rngs(0)), X)
+    (scale,) = frozen.dot_general.kernel_scale.get_value()
+    kernel = frozen.kernel.get_value().astype(jnp.float32) * scale
+    of_x = jax.grad(lambda x: jnp.sum(frozen(x)))(X)
+    np.testing.assert_allclose(of_x, jnp.broadcast_to(kernel.sum(1)[None, None], X.shape), rtol=1e-5)
+    assert set(nnx.grad(lambda model: jnp.sum(model(X)))(frozen)) == {"bias"}
+    scales = nnx.DiffState(0, nnx.PathContains("dot_general"))
+    with pytest.raises(TypeError, match="have no gradient"):
+        nnx.grad(lambda model: jnp.sum(model(X)), argnums=scales)(frozen)
