@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import jax
+
 ROOT = Path(__file__).resolve().parents[1]
 FEW_OPTIMIZATIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
 }
+if jax.__version_info__ < (0, 11):  # whose XLA no longer knows it
+    FEW_OPTIMIZATIONS["xla_cpu_use_fusion_emitters"] = False
 """With these XLA compiles for CPUs in a third of the time."""
 
 

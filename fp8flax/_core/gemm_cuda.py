@@ -18,7 +18,7 @@ from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability
 from fp8flax._core.gemm import Gemm, dequantized_gemm, dot, scaled
 from fp8flax._core.jax_rules import unless_partitioned, vary_alike
 from fp8flax._core.kernels.block_gemm import BLOCK, block_gemm
-from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC, HOPPER, hopper_block_gemm
+from fp8flax._core.kernels.block_gemm_hopper import HOPPER, hopper_block_gemm, multiplies_dtypes
 from fp8flax._core.kernels.on_shards import gemm_on_shards
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import QTensor
@@ -115,8 +115,8 @@ def _is_for_hopper(recipe: GemmRecipe, capability: float) -> bool:
     lhs, rhs = recipe.lhs, recipe.rhs
     assert lhs is not None
     assert rhs is not None
-    is_of_blocks = lhs.scale_columns == rhs.scale_columns == BLOCK and lhs.dtype == rhs.dtype
-    return HOPPER <= capability < NATIVE_MX and HAS_MOSAIC and is_of_blocks
+    is_of_blocks = lhs.scale_columns == rhs.scale_columns == BLOCK
+    return HOPPER <= capability < NATIVE_MX and is_of_blocks and multiplies_dtypes(lhs.dtype, rhs.dtype)
 
 
 def _kernel_gemm(

@@ -20,6 +20,12 @@ BLOCK_GEMM, BLOCK_GEMM_F16 = "fp8_block_gemm", "fp8_block_gemm_f16"
 BLOCK_GEMM_HOPPER = "fp8_block_gemm_hopper"
 """Our kernel for block scales that multiplies in Hopper's FP8 units."""
 
+GROUPED_GEMM = "fp8_grouped_gemm"
+"""Our kernel for the experts of a ragged dot, in Hopper's FP8 units."""
+
+TRANSPOSE_GROUPS = "fp8_transpose_groups"
+"""Our kernel that transposes the rows of each expert."""
+
 BLOCK_QUANTIZE = "fp8_block_quantize"
 """Our kernel that casts with a scale per block, in both orientations."""
 

@@ -28,6 +28,7 @@ from fp8flax._core.gemm import Gemm
 from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.multiply import multiply, warn_if_emulated
 from fp8flax._core.qtensor import QTensor, View
+from fp8flax._core.ragged_hopper import grouped, groups_by_kernel, has_grouped_gemm, rows_by_kernel
 from fp8flax._core.recipes import GemmRecipe, Recipe
 
 if TYPE_CHECKING:
@@ -162,8 +163,7 @@ class RaggedPlan(Plan):
         if role == "kernel":
             return x
         (group_sizes,) = extra
-        is_grouped = lax.broadcasted_iota(np.int32, (self.rows, 1), 0) < _num_grouped(group_sizes)
-        x = jnp.where(is_grouped, x, np.zeros((), x.dtype))
+        x = jnp.where(self._is_grouped(self.rows, group_sizes), x, np.zeros((), x.dtype))
         return lax.pad(x, np.zeros((), x.dtype), ((0, self.padded_rows - self.rows, 0), (0, 0, 0)))
 
     def amax(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
@@ -171,31 +171,53 @@ class RaggedPlan(Plan):
         if role == "kernel":
             return super().amax(role, x, extra)
         (group_sizes,) = extra
-        return jnp.where(_num_grouped(group_sizes) > 0, delayed_amax(x), np.array(-np.inf, x.dtype))
+        return delayed_amax(x, self._is_grouped(x.shape[0], group_sizes))
+
+    def _is_grouped(self, rows: int, group_sizes: jax.Array) -> jax.Array:
+        """Tells which of the first rows belong to an expert, ``(rows, 1)``."""
+        num_grouped = jnp.sum(group_sizes.astype(jnp.int32), dtype=jnp.int32)
+        return lax.broadcasted_iota(np.int32, (rows, 1), 0) < num_grouped
 
     def forward(self, lhs: Any, rhs: Any, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
         lhs = self._in_rows(self.uses("input").first, lhs)
         rhs = self._in_rows(self.uses("kernel").first, rhs)
-        # Transposed once for all visits.
+        # Transposed once for all rows.
         kernels = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, rhs)
-        visits = _visits(self, group_sizes)
-        return _multiply_rows(self, self.gemms.forward, lhs, kernels, self.columns, visits)[: self.rows]
+        return self._rows(self.gemms.forward, lhs, kernels, group_sizes)
 
     def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
         del like
         g = self._in_rows(self.uses("output_grad").first, g)
         rhs = self._in_rows(self.uses("kernel").second, rhs)
-        visits = _visits(self, group_sizes)
-        return _multiply_rows(self, self.gemms.dgrad, g, rhs, self.depth, visits)[: self.rows]
+        return self._rows(self.gemms.dgrad, g, rhs, group_sizes)
+
+    def _rows(self, gemm: Gemm, lhs: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
+        """Returns each row times its expert's kernel; zeros for rows that have none."""
+
+        def tile_by_tile(lhs: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
+            visits = _visits(self, group_sizes)
+            return _multiply_rows(self, gemm, lhs, kernels, gemm.rhs.shape[0], visits)
+
+        if not gemm.dequantized and has_grouped_gemm(lhs, kernels, gemm.out_dtype):
+            by_kernel = partial(rows_by_kernel, out_dtype=gemm.out_dtype)
+            return grouped(by_kernel, tile_by_tile, lhs, kernels, group_sizes)[: self.rows]
+        return tile_by_tile(lhs, kernels, group_sizes)[: self.rows]
 
     def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
         del like
         lhs = self._in_rows(self.uses("input").second, lhs)
         g = self._in_rows(self.uses("output_grad").second, g)
-        return _multiply_groups(self, lhs, g, _visits(self, group_sizes))
+
+        def tile_by_tile(lhs: Any, g: Any, group_sizes: jax.Array) -> jax.Array:
+            return _multiply_groups(self, lhs, g, _visits(self, group_sizes))
+
+        if not self.dequantized and has_grouped_gemm(lhs, g, self.rhs.dtype):
+            by_kernel = partial(groups_by_kernel, out_dtype=self.rhs.dtype)
+            return grouped(by_kernel, tile_by_tile, lhs, g, group_sizes)
+        return tile_by_tile(lhs, g, group_sizes)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
@@ -244,10 +266,6 @@ def _mine(plan: RaggedPlan, visit: _Visit) -> jax.Array:
     """Tells for each row of a visit's tile whether it belongs to the expert, ``(tile, 1)``."""
     row = lax.broadcasted_iota(np.int32, (plan.tile, 1), 0)
     return (row >= visit.low) & (row < visit.high)
-
-
-def _num_grouped(group_sizes: jax.Array) -> jax.Array:
-    return jnp.sum(group_sizes.astype(jnp.int32), dtype=jnp.int32)
 
 
 def _tile_rows(plan: RaggedPlan, operand: Any, row: jax.Array) -> Any:
@@ -360,9 +378,10 @@ def fp8_ragged_dot(
     a step. Input and output gradient have one scale (or one per slice along the contraction), and each
     expert's kernel its own.
 
-    The rows are multiplied in tiles, one after the other, by the matrix of each expert that owns some of
-    their rows: at most ``rows / tile + experts - 1`` products. (XLA for GPUs turns ``lax.ragged_dot`` into
-    the product with *all* experts' matrices, masked.)
+    On Hopper one kernel multiplies all rows, if scales are not per block. Elsewhere the rows are multiplied
+    in tiles, one after the other, by the matrix of each expert that owns some of their rows: at most ``rows
+    / tile + experts - 1`` products. (XLA for GPUs turns ``lax.ragged_dot`` into the product with *all*
+    experts' matrices, masked.)
 
     Args:
         lhs: the input, ``(M, K)``, rows sorted by expert; a wide float.

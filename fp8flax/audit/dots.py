@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
+from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, GROUPED_GEMM
 from fp8flax.audit.hlo import Array, Computation, Instruction, Program
 from fp8flax.audit.traffic import SLICES, VIEWS
 
@@ -58,7 +58,7 @@ class _Place(NamedTuple):
         return self._replace(instruction=self.computation.instructions[self.instruction.operands[index]])
 
 
-_OUR_KERNELS = frozenset({BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER})
+_OUR_KERNELS = frozenset({BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, GROUPED_GEMM})
 
 
 def dots_of(program: Program, computation: Computation, instruction: Instruction) -> Iterator[Dot]:
@@ -132,6 +132,8 @@ def _read_dot(program: Program, place: _Place, backend: str) -> Dot:
     if BLOCK_GEMM_HOPPER in dot.op_name.split("/"):  # of matrices one below the other
         num = n // dot.result.dims[1]
         m, n = m // num, n // num
+    elif GROUPED_GEMM in dot.op_name.split("/"):  # each row, or column, with one group's
+        n = dot.result.dims[1]
     leading = {f > sorted(c) for f, c in zip(free, contracting)} if all(free) else {True, False}
     return Dot(
         **said,

@@ -622,6 +622,8 @@ def run(*args, script=SCRIPT, **env):
     return done.stdout + done.stderr
 
 
+EIGHT_BITS = "e4m3", "e5m2"
+
 # Both kinds of operands: one scale for 128 rows of the right one, and one for each.
 ON_HOPPER = """
 import functools, jax, jax.numpy as jnp
@@ -667,6 +669,68 @@ def test_hoppers_kernel_is_machine_code_for_its_fp8_units():
         "QGMMA.64x128x32.F32.E5M2.E5M2": 4 * 4,
     }
     assert "STL" not in said  # stores to memory that stand in for a register
+
+
+# Until JAX 0.11 the instruction takes no operands of two dtypes.
+FOR_EXPERTS = fp8.DelayedScaling(
+    fp8_format=fp8.Format.HYBRID if jax.__version_info__ >= (0, 11) else fp8.Format.E4M3
+)
+
+
+def experts_step(rows, num_experts, depth, columns, dtype=jnp.bfloat16, recipe=FOR_EXPERTS):
+    """A ragged dot and both of its gradients."""
+    op = fp8.Fp8RaggedDotOp(recipe=recipe)
+    args = struct(rows, depth, dtype=dtype), struct(num_experts, depth, columns, dtype=dtype)
+    args = *args, jax.ShapeDtypeStruct((num_experts,), jnp.int32)
+    variables = jax.eval_shape(op.init, jax.random.key(0), *args)
+
+    def step(variables, g, *args):
+        out, vjp = jax.vjp(op.apply, variables, *args)
+        return out, vjp(g)
+
+    return step, variables, struct(rows, columns, dtype=dtype), *args
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
+@pytest.mark.parametrize("recipe", [FOR_EXPERTS, fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)])
+def test_experts_on_hopper(recipe):
+    """One kernel for all of them in each of the three products. (A loop over tiles launched 486.)"""
+    report = fp8.audit(*experts_step(8192, 8, 4096, 2048, recipe=recipe))
+    assert report.num_fp8_gemms == report.num_gemms == 3
+    assert report.num_launches <= 24
+    needed = 3 * 2 * 8192 * 4096 * 2048
+    assert needed <= sum(2 * g.m * g.k * g.n for g in report.gemms) <= 1.1 * needed
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_kernels_for_experts_of_any_size_compile(dtype):
+    report = fp8.audit(*experts_step(100, 5, 200, 72, dtype))
+    assert report.num_fp8_gemms == report.num_gemms == 3
+
+
+FOR_HOPPERS_EXPERTS = """
+import jax
+from tests.audit.test_gpu_program import experts_step
+from fp8flax.audit.compiling import compile_for, find_target
+
+step, *args = experts_step(512, 4, 256, 512)
+compile_for(find_target("h200"), step, args)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
+def test_the_kernel_for_experts_multiplies_in_fp8_and_spills_no_register():
+    said = run(script=FOR_HOPPERS_EXPERTS, MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1")
+    multiplications = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", said)
+    assert set(multiplications) <= {f"m64n128k32.f32.{a}.{b}" for a in EIGHT_BITS for b in EIGHT_BITS}
+    assert len(multiplications) == 3 * 4
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    assert set(spills) == {"0"}
+    assert len(spills) == 2 * 3
 
 
 @pytest.mark.long

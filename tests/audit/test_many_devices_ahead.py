@@ -21,7 +21,7 @@ from fp8flax._core.device import compile_target
 from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.jax_rules import unless_partitioned
 from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC
-from fp8flax._core.names import BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE
+from fp8flax._core.names import BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE, GROUPED_GEMM
 from tests import FEW_OPTIMIZATIONS_OF_MACHINE_CODE, ROOT, xla_flags
 from tests.cases import RECIPES, cells
 from tests.gpus import CASES, KERNELS, bytes_sent, compiled_for_gpus, compiled_step, gpus, seen_here
@@ -102,6 +102,33 @@ def test_block_scales_on_each_of_several_gpus(way):
     scales = 2**14
     for kind in ("all-gather", "all-reduce", "reduce-scatter"):
         assert sent.get(kind, 0) <= in_bf16.get(kind, 0) + scales
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
+@pytest.mark.parametrize(("is_mapped", "num_kernels"), [(True, 3), (False, 0)])
+def test_experts_on_each_of_several_gpus(is_mapped, num_kernels):
+    """The kernel for all experts of a device inside shard_map; tile by tile where XLA splits the rows."""
+    on = jax.sharding.Mesh(gpus().devices, ("experts",), axis_types=(AxisType.Auto,))
+    recipe = fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)
+    op = fp8.Fp8RaggedDotOp(recipe=recipe)
+
+    def step(x, w, sizes):
+        out, vjp = jax.vjp(lambda x, w: op.apply({}, x, w, sizes), x, w)
+        return vjp(out)
+
+    split = P("experts")
+    if is_mapped:
+        step = jax.shard_map(step, mesh=on, in_specs=split, out_specs=split)
+    shapes = ((2048, 128), jnp.bfloat16), ((16, 128, 256), jnp.bfloat16), ((16,), jnp.int32)
+    with compile_target(9.0):
+        program = compiled_for_gpus(
+            jax.jit(step, in_shardings=NamedSharding(on, split)),
+            *(jax.ShapeDtypeStruct(*shape) for shape in shapes),
+        )
+    calls = re.findall(r"custom_call_target=\"mosaic\S+, .*op_name=\"(\S+)\"", program)
+    assert sum(GROUPED_GEMM in call.split("/") for call in calls) == num_kernels
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (1, None), (None, 2)], ids=str)

@@ -23,8 +23,26 @@ HOPPER = 9.0
 HAS_MOSAIC = jax.__version_info__ >= (0, 10)
 """Whether Pallas's Mosaic GPU is that which the kernel is written in."""
 
+_IS_0_11 = jax.__version_info__ >= (0, 11)
+"""From there on its instruction takes operands of two FP8 dtypes."""
+
 _CORES = 132
 """Of an H100 or H200. On a GPU with fewer some tiles wait for a second round."""
+
+
+def multiplies_dtypes(lhs: Any, rhs: Any) -> bool:
+    """Tells whether Hopper's units multiply operands of these FP8 dtypes in a kernel of ours."""
+    known = {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)}
+    return HAS_MOSAIC and {jnp.dtype(lhs), jnp.dtype(rhs)} <= known and (lhs == rhs or _IS_0_11)
+
+
+def load(ref: Any, index: Any, **options: Any) -> Any:
+    """Returns a part of a reference in a layout; a kernel calls it."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    # JAX 0.11 calls an index of its own deprecated, which JAX 0.10 wants.
+    args = (ref.at[index],) if _IS_0_11 else (ref, index)
+    return plgpu.load(*args, **options)
 
 
 def hopper_block_gemm(
@@ -44,7 +62,7 @@ def hopper_block_gemm(
 
     Args:
         lhs: codes, ``(batch, M, K)``; K is a multiple of 128.
-        rhs: codes of the same dtype, ``float8_e4m3fn`` or ``float8_e5m2``; ``(batch, N, K)``.
+        rhs: codes, ``(batch, N, K)``; of dtypes that ``multiplies_dtypes``.
         lhs_scale: float32, ``(batch, M, K / 128)``.
         rhs_scale: float32, ``(batch, N, K / 128)``, or ``(batch, ceil(N / 128), K / 128)`` with one for 128
             rows.
@@ -62,7 +80,7 @@ def hopper_block_gemm(
     scales = [_padded_rows(lhs_scale), rhs_scale if is_square else _padded_rows(rhs_scale)]
     scales = [jnp.moveaxis(x, 2, 0).reshape(num_blocks, -1) for x in scales]
     m, n = (x.shape[1] // _TILE for x in codes)
-    kernel = _kernel(batch, m, n, num_blocks, jnp.dtype(out_dtype), lhs.dtype, is_square, interpret)
+    kernel = _kernel(batch, m, n, num_blocks, jnp.dtype(out_dtype), is_square, interpret)
     codes = [x.reshape(-1, depth) for x in codes]
     if interpret is not None:  # which multiplies no reference that is transposed
         codes[1] = codes[1].T
@@ -77,7 +95,7 @@ def _padded_rows(x: jax.Array) -> jax.Array:
 
 
 def _kernel(
-    batch: int, m: int, n: int, num_blocks: int, out_dtype: Any, dtype: Any, is_square: bool, interpret: Any
+    batch: int, m: int, n: int, num_blocks: int, out_dtype: Any, is_square: bool, interpret: Any
 ) -> Any:
     """Returns the kernel of a stack of ``m`` by ``n`` tiles."""
     from jax.experimental import pallas as pl
@@ -95,7 +113,7 @@ def _kernel(
 
     def kernel(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, out: Any, written: Any) -> None:
         def loaded(ref: Any, index: Any, axis: int) -> Any:
-            return ref[index] if is_interpreted else plgpu.load(ref, index, layout=layout.reduce(axis))
+            return ref[index] if is_interpreted else load(ref, index, layout=layout.reduce(axis))
 
         def pipeline(body: Any, context: Any) -> Any:
             of_columns = lambda k: (k, 0) if is_interpreted else (0, k)  # noqa: E731
@@ -140,7 +158,7 @@ def _kernel(
                     total = rest[-1]
 
                     def multiply(sums: Any) -> Any:
-                        right = rhs_tile if is_interpreted else plgpu.transpose_ref(rhs_tile, (1, 0))
+                        right = rhs_tile if is_interpreted else rhs_tile.transpose((1, 0))
                         plgpu.wgmma(sums, lhs_tile.at[mine], right)
                         plgpu.wgmma_wait(0)
                         return sums[...]

@@ -1,0 +1,230 @@
+"""A GEMM of groups, each with a matrix of its own, on Hopper's FP8 units: a kernel in Mosaic GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8flax._core.jax_rules import vary_alike
+from fp8flax._core.kernels.block_gemm import BLOCK
+from fp8flax._core.kernels.block_gemm_hopper import load
+from fp8flax._core.kernels.groups import TILE
+from fp8flax._core.names import GROUPED_GEMM
+from fp8flax._core.scaling import apply_scales
+
+# Two warpgroups multiply, each half of the rows of a tile of the result, and one warp of a third fetches.
+_ROWS = TILE // 2
+
+_CORES = 132
+
+
+class Tile(NamedTuple):
+    """A tile of the result in its first columns, as int32 scalars; the others are beside it.
+
+    It is the product of ``TILE`` rows of the left operand and as many of the right one, over
+    ``num_blocks`` blocks of 128 columns of both.
+    """
+
+    lhs_row: Any
+    """The first row of the left operand."""
+    rhs_row: Any
+    """The row of the right operand that makes the first column of the result."""
+    block: Any
+    """The first block of the contraction."""
+    num_blocks: Any
+    """How many; of none the sum is zero."""
+    out_row: Any
+    """The first row of the result."""
+    low: Any
+    """The first of the tile's rows that is written."""
+    high: Any
+    """The row after the last one."""
+
+
+class Tiling(NamedTuple):
+    """Which rows of the result are computed of which rows of the operands (hashable)."""
+
+    rows: int
+    """Of the result."""
+    columns: int
+    """Of the result; a multiple of 128."""
+    num_tiles: int
+    """How many tiles there are in the first columns."""
+    tile: Callable[[Any, Any], Tile]
+    """Called with the table of ``grouped_gemm`` and the index of a tile. All of it, also of what is not
+    written, lies within the operands and the result."""
+
+
+def grouped_gemm(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_scale: jax.Array,
+    rhs_scale: jax.Array,
+    table: jax.Array,
+    *,
+    tiling: Tiling,
+    out_dtype: Any,
+    interpret: Any = None,
+) -> jax.Array:
+    """Returns the result of ``tiling``, of which its tiles are written and nothing else.
+
+    The sum of each block's products leaves the FP8 units, and is added, in float32.
+
+    Args:
+        lhs: FP8 codes, ``(R, D)`` with R at least 128 and D a multiple of 128.
+        rhs: FP8 codes, ``(S, D)``.
+        lhs_scale: float32, ``(R,)`` or ``(1,)``.
+        rhs_scale: float32, ``(S,)``, or shorter with one for each of as many parts of the rows.
+        table: int32, two-dimensional: what the tiling reads.
+        tiling: what is multiplied.
+        out_dtype: ``bfloat16``, ``float16`` or ``float32``.
+        interpret: parameters of Pallas's GPU interpreter, to run on any device, for tests.
+    """
+    kernel = _kernel(tiling, jnp.dtype(out_dtype), lhs.shape[0], rhs.shape[0], interpret)
+    if interpret is not None:  # which multiplies no reference that is transposed
+        rhs = rhs.T
+    out = kernel(*vary_alike(lhs, rhs, lhs_scale, rhs_scale, table))
+    return vary_alike(out, lhs, rhs)[0]  # of which the kernel loses track
+
+
+def _kernel(tiling: Tiling, out_dtype: Any, lhs_rows: int, rhs_rows: int, interpret: Any) -> Any:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    # Blocks of both operands lie in shared memory beside two tiles that are written.
+    stages = 4 if out_dtype.itemsize < 4 else 3
+    layout, is_interpreted = plgpu.Layout.WGMMA, interpret is not None
+    swizzle, n = 128, tiling.columns // TILE
+    of_codes = (plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle))
+    of_result = (
+        plgpu.TilingTransform((8, swizzle // out_dtype.itemsize)),
+        plgpu.SwizzleTransform(swizzle),
+    )
+
+    def kernel(
+        lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, table: Any, out: Any, whole: Any, part: Any
+    ) -> None:
+        def scale_of(ref: Any, of_rows: int, start: Any, size: int, axis: int) -> Any:
+            count = ref.shape[0]
+            if count < of_rows:
+                return ref[lax.div(start, np.int32(of_rows // count))]
+            index = (pl.ds(start, size),)
+            if is_interpreted:
+                scale = ref[index]
+            else:
+                scale = load(ref, index, layout=layout.reduce(axis), optimized=False)
+            return lax.broadcast_in_dim(scale, (_ROWS, TILE), (1 - axis,))
+
+        def pipeline(body: Any, context: Any, first: Any, count: Any) -> Any:
+            of_rhs = lambda k: (first + k, 0) if is_interpreted else (0, first + k)  # noqa: E731
+            return plgpu.emit_pipeline_warp_specialized(
+                body,
+                grid=(count,),
+                memory_registers=40,
+                in_specs=[
+                    plgpu.BlockSpec((TILE, BLOCK), lambda k: (0, first + k), transforms=of_codes),
+                    plgpu.BlockSpec((TILE, BLOCK), of_rhs, transforms=of_codes),
+                ],
+                wg_axis="warpgroup",
+                num_compute_wgs=2,
+                max_concurrent_steps=stages,
+                compute_context=context,
+            )
+
+        def nothing(*_: Any, **__: Any) -> None:
+            return None
+
+        zero = jnp.int32(0)
+        allocations = pipeline(nothing, nothing, zero, zero).get_allocations(lhs, rhs)
+
+        @partial(pl.run_scoped, allocations=allocations, collective_axes="warpgroup")
+        def _(allocations: Any) -> None:
+            warpgroup = lax.axis_index("warpgroup")
+            start = warpgroup * _ROWS
+            mine = pl.ds(start, _ROWS)
+
+            @plgpu.nd_loop((tiling.num_tiles * n,), collective_axes="core")
+            def _(loop: Any) -> None:
+                # In the order in which neighbours share most of what they read.
+                t, j = plgpu.planar_snake(loop.index[0], (tiling.num_tiles, n), 1, 8)
+                tile = tiling.tile(table, t)
+                column = tile.rhs_row + j * TILE
+
+                def add_block(index: Any, lhs_tile: Any, rhs_tile: Any, total: Any) -> Any:
+                    del index
+
+                    def multiply(sums: Any) -> Any:
+                        right = rhs_tile if is_interpreted else rhs_tile.transpose((1, 0))
+                        plgpu.wgmma(sums, lhs_tile.at[mine], right)
+                        plgpu.wgmma_wait(0)
+                        return sums[...]
+
+                    return total + pl.run_scoped(multiply, plgpu.ACC((_ROWS, TILE), jnp.float32))
+
+                def compute(run: Any) -> None:
+                    shape = _ROWS, TILE
+                    zeros = jnp.zeros(shape, jnp.float32)
+                    total = run(zeros if is_interpreted else plgpu.layout_cast(zeros, layout))
+                    left = scale_of(lhs_scale, lhs_rows, tile.lhs_row + start, _ROWS, 1)
+                    right = scale_of(rhs_scale, rhs_rows, column, TILE, 0)
+                    result = apply_scales(total, left, right).astype(out_dtype)
+                    low = jnp.clip(tile.low - start, 0, _ROWS)
+                    count = jnp.clip(tile.high - start, 0, _ROWS) - low
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                    def target(first: Any, size: int) -> Any:
+                        return out.at[pl.ds(tile.out_row + start + first, size), pl.ds(j * TILE, TILE)]
+
+                    @pl.when(count == _ROWS)
+                    def _() -> None:
+                        whole[warpgroup] = result
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(whole.at[warpgroup], target(0, _ROWS))
+
+                    @pl.when((count > 0) & (count < _ROWS))
+                    def _() -> None:
+                        part[warpgroup] = result
+                        plgpu.commit_smem()
+                        # A copy has a fixed size: of as many rows as each bit of the count says.
+                        first, size = low, _ROWS // 2
+                        while size:
+                            bit = count & size
+
+                            @pl.when(bit != 0)
+                            def _(first: Any = first, size: int = size) -> None:
+                                plgpu.copy_smem_to_gmem(
+                                    part.at[warpgroup, pl.ds(first, size)], target(first, size)
+                                )
+
+                            first, size = first + bit, size // 2
+
+                left = lhs.at[pl.ds(tile.lhs_row, TILE)]
+                right = rhs.at[:, pl.ds(column, TILE)] if is_interpreted else rhs.at[pl.ds(column, TILE)]
+                pipeline(add_block, compute, tile.block, tile.num_blocks)(
+                    left, right, allocations=allocations
+                )
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((tiling.rows, tiling.columns), out_dtype),
+        grid=(min(_CORES, tiling.num_tiles * n),),
+        grid_names=("core",),
+        num_threads=3,
+        thread_name="warpgroup",
+        kernel_name=GROUPED_GEMM,
+        # The default of JAX 0.10; that of 0.11 asks for proofs that rows begin where they do not.
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        scratch_types={
+            "whole": plgpu.SMEM((2, _ROWS, TILE), out_dtype, transforms=of_result),
+            "part": plgpu.SMEM((2, _ROWS, TILE), out_dtype),
+        },
+        interpret=interpret,
+    )

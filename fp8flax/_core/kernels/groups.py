@@ -1,0 +1,126 @@
+"""Rows in groups, in tiles that each begin with a group's: where those lie, and a kernel to transpose them.
+
+Group g owns the rows up to ``ends[g]`` from where the group before it ends. Tiles have a fixed number of
+rows, and are counted group by group.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8flax._core.jax_rules import shape_varying_as, vary_alike
+from fp8flax._core.names import TRANSPOSE_GROUPS
+
+TILE = 128
+"""Rows of a tile."""
+
+
+class Group(NamedTuple):
+    """The group of a tile, as int32 scalars."""
+
+    index: Any
+    """Which it is; the number of groups for a tile that is one too many."""
+    row: Any
+    """The first row of the tile."""
+    count: Any
+    """How many rows from there on belong to the group; 0 in a tile that is too many."""
+
+
+def table_of(rows: int, group_sizes: jax.Array) -> jax.Array:
+    """Returns how many tiles there are up to the end of each group, and its ``ends``: ``(2, groups)``.
+
+    Rows that belong to no group are one more, the last.
+
+    Args:
+        rows: how many there are.
+        group_sizes: of each group, ``(groups - 1,)``, integers.
+    """
+    # Sums under a mask, not cumsum: XLA makes one kernel of all this.
+    experts = group_sizes.size
+    precedes = lax.broadcasted_iota(np.int32, (experts + 1, experts), 0) >= lax.broadcasted_iota(
+        np.int32, (experts + 1, experts), 1
+    )
+    sums = jnp.sum(jnp.where(precedes, group_sizes.astype(jnp.int32), 0), axis=1, dtype=jnp.int32)
+    is_last = lax.iota(np.int32, experts + 1) == experts
+    ends = jnp.where(is_last, np.int32(rows), lax.min(sums, np.int32(rows)))
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    counts = (ends - starts + np.int32(TILE - 1)) // np.int32(TILE)
+    up_to = lax.broadcasted_iota(np.int32, (experts + 1, experts + 1), 0) >= lax.broadcasted_iota(
+        np.int32, (experts + 1, experts + 1), 1
+    )
+    tiles = jnp.sum(jnp.where(up_to, counts, 0), axis=1, dtype=jnp.int32)
+    return jnp.stack([tiles, ends])
+
+
+def num_tiles(rows: int, groups: int) -> int:
+    """Returns how many tiles there can be at most, of rows in so many groups."""
+    return max(1, (rows + groups * (TILE - 1)) // TILE)
+
+
+def before(table: Any, row: int, group: Any) -> Any:
+    """Returns ``table[row]`` of the group before, zero for the first; a kernel calls it."""
+    return lax.select(group > 0, table[row, lax.max(group - 1, np.int32(0))], np.int32(0))
+
+
+def group_of(table: Any, tile: Any, groups: int) -> Group:
+    """Returns the group of a tile, by bisection; a kernel calls it."""
+    last = np.int32(groups - 1)
+    index, step = jnp.int32(0), 1 << (groups.bit_length() - 1)
+    while step:
+        next_index = index + np.int32(step)
+        ends_before = table[0, lax.min(next_index - 1, last)] <= tile
+        index = lax.select((next_index <= groups) & ends_before, next_index, index)
+        step //= 2
+    is_used = index < groups
+    row = before(table, 1, index) + (tile - before(table, 0, index)) * np.int32(TILE)
+    count = lax.min(table[1, lax.min(index, last)] - row, np.int32(TILE))
+    zero = jnp.int32(0)
+    return Group(index, lax.select(is_used, row, zero), lax.select(is_used, count, zero))
+
+
+def transpose_groups(codes: jax.Array, table: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """Returns the tiles of all groups side by side, transposed: ``(columns, tiles * TILE)``.
+
+    The last tile of a group is filled up with zeros, and so are the tiles that are too many.
+
+    Args:
+        codes: ``(rows, columns)``, of one byte each; columns are a multiple of 128.
+        table: of ``table_of``.
+        interpret: whether to run the kernel step by step on any device, for tests.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    (rows, columns), groups = codes.shape, table.shape[1]
+    tiles = num_tiles(rows, groups)
+
+    def kernel(codes_ref: Any, table_ref: Any, out_ref: Any) -> None:
+        group = group_of(table_ref, pl.program_id(0), groups)
+        index = lax.broadcasted_iota(np.int32, (TILE, TILE), 0)
+        source = codes_ref.at[pl.ds(group.row, TILE), :]
+        taken = triton.load(source, mask=index < group.count, other=0)
+        out_ref[...] = taken.T
+
+    bits, table = vary_alike(lax.bitcast_convert_type(codes, jnp.uint8), table)
+    if interpret:  # which would move a tile that begins where there are fewer rows than it has
+        bits = lax.pad(bits, np.uint8(0), ((0, TILE, 0), (0, 0, 0)))
+    params = {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=8, num_stages=1)}
+    out = pl.pallas_call(
+        kernel,
+        out_shape=shape_varying_as(bits, (columns, tiles * TILE), jnp.uint8),
+        grid=(tiles, columns // TILE),
+        in_specs=[
+            pl.BlockSpec((bits.shape[0], TILE), lambda t, j: (0, j)),
+            pl.BlockSpec(table.shape, lambda t, j: (0, 0)),
+        ],
+        out_specs=pl.BlockSpec((TILE, TILE), lambda t, j: (j, t)),
+        name=TRANSPOSE_GROUPS,
+        interpret=interpret,
+        **params,
+    )(bits, table)
+    return lax.bitcast_convert_type(out, codes.dtype)

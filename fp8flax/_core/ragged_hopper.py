@@ -1,0 +1,190 @@
+"""A ragged dot on Hopper's FP8 units: one kernel for all experts, and one for each gradient."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import sequential_vmap
+
+from fp8flax._core.device import NATIVE_MX, compute_capability
+from fp8flax._core.jax_rules import unless_partitioned
+from fp8flax._core.kernels.block_gemm import BLOCK
+from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC, HOPPER, multiplies_dtypes
+from fp8flax._core.kernels.grouped_gemm_hopper import Tile, Tiling, grouped_gemm
+from fp8flax._core.kernels.groups import TILE, before, group_of, num_tiles, table_of, transpose_groups
+from fp8flax._core.multiply import ONCE
+from fp8flax._core.names import GROUPED_GEMM
+from fp8flax._core.qtensor import QTensor
+
+
+def has_grouped_gemm(lhs: Any, rhs: Any, out_dtype: Any) -> bool:
+    """Tells whether the GPU that is compiled for has the kernel for these operands, of a ragged dot."""
+    if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
+        return False
+    sizes = *lhs.codes.shape, *rhs.codes.shape
+    return (
+        HAS_MOSAIC
+        and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+        and HOPPER <= compute_capability() < NATIVE_MX
+        and not (lhs.quantizer.scales_along_contraction or rhs.quantizer.scales_along_contraction)
+        and multiplies_dtypes(lhs.codes.dtype, rhs.codes.dtype)
+        and jnp.dtype(out_dtype).itemsize <= 4
+        # Nor those of which jax.export does not know the size.
+        and all(isinstance(size, int) and size > 0 for size in sizes)
+    )
+
+
+def grouped(
+    multiply: Callable[..., jax.Array], otherwise: Callable[..., jax.Array], *operands: Any
+) -> jax.Array:
+    """Returns ``multiply(*operands)`` on one GPU, ``otherwise(*operands)`` on other devices, or several."""
+    whole = partial(unless_partitioned, partial(_once, multiply), otherwise)
+    return lax.platform_dependent(*operands, cuda=whole, default=otherwise)
+
+
+# Opaque to the policies of jax.checkpoint, and refuses a second derivative.
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _once(multiply: Callable[..., jax.Array], *operands: Any) -> jax.Array:
+    return multiply(*operands)
+
+
+@_once.defjvp
+def _once_jvp(multiply: Callable[..., jax.Array], primals: Any, tangents: Any) -> Any:
+    del multiply, primals, tangents
+    raise TypeError(ONCE)
+
+
+def _tiling_of_rows(rows: int, depth: int, columns: int, experts: int) -> Tiling:
+    """Returns that of each row's product with its expert's kernel, and of zeros for rows that have none.
+
+    Args:
+        rows: of the input, ``TILE`` or more.
+        depth: columns of the input.
+        columns: of the result, which are rows of each kernel.
+        experts: how many kernels there are.
+    """
+
+    def tile(table: Any, t: Any) -> Tile:
+        group = group_of(table, t, experts + 1)
+        row = lax.min(group.row, np.int32(rows - TILE))  # the last tile may begin before its group
+        low = group.row - row
+        is_expert = group.index < experts
+        return Tile(
+            lhs_row=row,
+            rhs_row=lax.select(is_expert, group.index * np.int32(columns), jnp.int32(0)),
+            block=jnp.int32(0),
+            num_blocks=lax.select(is_expert, jnp.int32(depth // BLOCK), jnp.int32(0)),
+            out_row=row,
+            low=low,
+            high=low + group.count,
+        )
+
+    return Tiling(rows, columns, num_tiles(rows, experts + 1), tile)
+
+
+def _tiling_of_groups(depth: int, columns: int, experts: int) -> Tiling:
+    """Returns that of each expert's sum of outer products, over what ``transpose_groups`` returns."""
+    tiles = np.int32(depth // TILE)
+
+    def tile(table: Any, t: Any) -> Tile:
+        expert, row = lax.div(t, tiles), lax.rem(t, tiles) * np.int32(TILE)
+        first = before(table, 0, expert)
+        return Tile(
+            lhs_row=row,
+            rhs_row=jnp.int32(0),
+            block=first,
+            num_blocks=table[0, expert] - first,
+            out_row=expert * np.int32(depth) + row,
+            low=jnp.int32(0),
+            high=jnp.int32(TILE),
+        )
+
+    return Tiling(experts * depth, columns, experts * int(tiles), tile)
+
+
+def rows_by_kernel(
+    lhs: QTensor, kernels: QTensor, group_sizes: jax.Array, *, out_dtype: Any, interpret: Any = None
+) -> jax.Array:
+    """Returns each row times its expert's kernel, ``(rows, columns)``; zeros for rows that have none.
+
+    Args:
+        lhs: ``(rows, depth)``.
+        kernels: ``(experts, columns, depth)``.
+        group_sizes: rows of each expert.
+        out_dtype: of the result.
+        interpret: as of ``grouped_gemm``.
+    """
+    (rows, depth), (experts, columns, _) = lhs.codes.shape, kernels.codes.shape
+    filled_rows, filled_depth, filled_columns = max(rows, TILE), _up(depth), _up(columns)
+    left = _filled(lhs.codes, filled_rows, filled_depth)
+    right = _filled(kernels.codes, experts, filled_columns, filled_depth).reshape(-1, filled_depth)
+    lhs_scale, rhs_scale = lhs.scale.reshape(-1), kernels.scale.reshape(experts, -1)
+    if lhs_scale.size > 1:
+        lhs_scale = _filled(lhs_scale, filled_rows)
+    if rhs_scale.size > experts:
+        rhs_scale = _filled(rhs_scale, experts, filled_columns)
+    tiling = _tiling_of_rows(filled_rows, filled_depth, filled_columns, experts)
+    table = table_of(filled_rows, group_sizes)
+    out = _multiply(tiling, out_dtype, interpret, left, right, lhs_scale, rhs_scale.reshape(-1), table)
+    return out[:rows, :columns]
+
+
+def groups_by_kernel(
+    lhs: QTensor, rhs: QTensor, group_sizes: jax.Array, *, out_dtype: Any, interpret: Any = None
+) -> jax.Array:
+    """Returns the sum of outer products over the rows of each expert, ``(experts, depth, columns)``.
+
+    Args:
+        lhs: ``(rows, depth)``.
+        rhs: ``(rows, columns)``.
+        group_sizes: rows of each expert.
+        out_dtype: of the result.
+        interpret: as of ``grouped_gemm``.
+    """
+    (rows, depth), (_, columns), experts = lhs.codes.shape, rhs.codes.shape, group_sizes.size
+    table = table_of(max(rows, TILE), group_sizes)
+
+    def as_columns(codes: jax.Array) -> jax.Array:
+        filled = _filled(codes, max(rows, TILE), _up(codes.shape[1]))
+        return transpose_groups(filled, table, interpret=interpret is not None)
+
+    def of_columns(scale: jax.Array) -> jax.Array:
+        return scale.reshape(1) if scale.size == 1 else _filled(scale.reshape(-1), _up(scale.size))
+
+    left, right = as_columns(lhs.codes), as_columns(rhs.codes)
+    tiling = _tiling_of_groups(left.shape[0], right.shape[0], experts)
+    scales = of_columns(lhs.scale), of_columns(rhs.scale)
+    out = _multiply(tiling, out_dtype, interpret, left, right, *scales, table)
+    return out.reshape(experts, left.shape[0], right.shape[0])[:, :depth, :columns]
+
+
+def _multiply(tiling: Tiling, out_dtype: Any, interpret: Any, *operands: jax.Array) -> jax.Array:
+    """Calls the kernel; under ``jax.vmap`` once for each."""
+
+    @sequential_vmap
+    def call(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, table: Any) -> jax.Array:
+        scales = lhs_scale.astype(jnp.float32), rhs_scale.astype(jnp.float32)
+        options = {"tiling": tiling, "out_dtype": out_dtype, "interpret": interpret}
+        return grouped_gemm(lhs, rhs, *scales, table, **options)
+
+    with jax.named_scope(GROUPED_GEMM):
+        return call(*operands)
+
+
+def _up(size: int) -> int:
+    """Returns it, or the next multiple of a block."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def _filled(x: jax.Array, *sizes: int) -> jax.Array:
+    """Fills up an array to these sizes with zeros."""
+    if x.shape == sizes:
+        return x
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, size - have, 0) for size, have in zip(sizes, x.shape)])

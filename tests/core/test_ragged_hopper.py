@@ -1,0 +1,159 @@
+"""The kernels of a ragged dot on Hopper, interpreted step by step, beside NumPy; and what they multiply."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8flax as fp8
+from fp8flax._core.device import compile_target
+from fp8flax._core.differentiable import States
+from fp8flax._core.kernels import groups
+from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.qtensor import QTensor
+from fp8flax._core.ragged_dot import fp8_ragged_dot
+from fp8flax._core.ragged_hopper import groups_by_kernel, rows_by_kernel
+from tests.cases import error_of_product
+
+E4M3 = jnp.float8_e4m3fn
+ROWS = 300
+# Tiles that several share, an empty group, rows left over and rows beyond the last; none at all.
+SIZES = [(100, 0, 90, 60), (0, 300, 0, 0), (0, 0, 0, 0), (0, 0, 0, 999), (129, 1, 127, 43), (300, 1, 0, 0)]
+needs_mosaic = pytest.mark.skipif(
+    not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in"
+)
+
+
+def bounds(rows, sizes):
+    """First row of each group, and the row after its last one; of those left over last."""
+    ends = [*np.minimum(np.cumsum(sizes), rows), rows]
+    return list(zip([0, *ends[:-1]], ends))
+
+
+def tiles(rows, sizes):
+    """Group, first row and number of rows of each tile."""
+    return [
+        (g, row, min(end - row, groups.TILE))
+        for g, (start, end) in enumerate(bounds(rows, sizes))
+        for row in range(start, end, groups.TILE)
+    ]
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("sizes", [*SIZES, (0,), (300,), (7,) * 40, tuple(range(200)), (0,) * 255 + (300,)])
+def test_where_tiles_lie(sizes):
+    """Each row once; what is too many has none."""
+    count = len(sizes) + 1
+    table = jax.jit(partial(groups.table_of, ROWS))(np.array(sizes))
+    index = np.arange(groups.num_tiles(ROWS, count), dtype=np.int32)
+    found = jax.vmap(partial(groups.group_of, table, groups=count))(index)
+    expected = tiles(ROWS, sizes)
+    assert list(zip(*(x[: len(expected)].tolist() for x in found))) == expected
+    assert len(expected) <= len(index)
+    assert not any(found.count[len(expected) :])
+    assert all(g == count for g in found.index[len(expected) :])
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("sizes", SIZES[:4])
+def test_transposed_groups(sizes):
+    codes = np.random.default_rng(0).integers(0, 256, (ROWS, 256), np.uint8)
+    table = groups.table_of(ROWS, jnp.array(sizes))
+    out = jax.jit(partial(groups.transpose_groups, interpret=True))(codes.view(E4M3), table)
+    expected = np.zeros((groups.num_tiles(ROWS, len(sizes) + 1), groups.TILE, 256), np.uint8)
+    for i, (_, row, count) in enumerate(tiles(ROWS, sizes)):
+        expected[i, :count] = codes[row : row + count]
+    np.testing.assert_array_equal(np.asarray(out).view(np.uint8), expected.reshape(-1, 256).T)
+
+
+def test_few_products_are_in_vain():
+    """Of whole tiles, of what a router at random gives: at most a tenth more than are needed."""
+    for seed in range(20):
+        sizes = np.random.default_rng(seed).multinomial(
+            8192, np.random.default_rng(seed).dirichlet([2] * 8)
+        )
+        table = groups.table_of(8192, jnp.array(sizes))
+        assert groups.TILE * int(table[0, -1]) <= 1.1 * 8192
+
+
+def interpreted(f, out_dtype):
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return jax.jit(partial(f, out_dtype=out_dtype, interpret=InterpretGPUParams()))
+
+
+def quantized(rng, shape, scale_shape):
+    quantizer = fp8.CurrentQuantizer(dtype=E4M3)
+    scale = 2.0 ** rng.uniform(-3, 3, scale_shape)
+    return QTensor(jnp.asarray(rng.normal(size=shape), E4M3), jnp.asarray(scale, jnp.float32), quantizer)
+
+
+def wide(x):
+    scale = np.asarray(x.scale, np.float64)
+    return np.asarray(x.codes, np.float64) * scale.reshape(*scale.shape, *[1] * (x.codes.ndim - scale.ndim))
+
+
+@pytest.mark.long
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("rows", "sizes", "depth", "columns", "is_fine", "out_dtype"),
+    [
+        (140, (12, 0, 100), 136, 40, True, jnp.bfloat16),
+        (3, (1, 1), 16, 8, False, jnp.float32),
+    ],
+)
+def test_ragged_dots_on_hopper(rows, sizes, depth, columns, is_fine, out_dtype):
+    """Rows and sums of outer products; sizes that no tile divides; no NaN leaves its row or its group."""
+    rng, experts = np.random.default_rng(0), len(sizes)
+    spans = bounds(rows, sizes)
+    of_rows, of_columns = ((rows, 1), (1, depth)) if is_fine else ((), ())
+    lhs = quantized(rng, (rows, depth), of_rows)
+    kernels = quantized(rng, (experts, columns, depth), (experts, columns, 1) if is_fine else (experts,))
+    poisoned = spans[1][0] if sizes[1] else spans[2][0]  # one with a neighbour of another group in its tile
+    lhs = QTensor(lhs.codes.at[poisoned, 5].set(jnp.nan), lhs.scale, lhs.quantizer)
+    out = interpreted(rows_by_kernel, out_dtype)(lhs, kernels, np.array(sizes))
+    assert (out.shape, out.dtype) == ((rows, columns), out_dtype)
+    assert np.isnan(out).any(1).nonzero()[0].tolist() == [poisoned]
+    tolerance = 2e-6 if out_dtype == jnp.float32 else 2**-8
+    left, right, out = wide(lhs), wide(kernels), np.asarray(out, np.float64)
+    for e, (start, end) in enumerate(spans[:-1]):
+        kept = [row for row in range(start, end) if row != poisoned]
+        if kept:
+            assert error_of_product(out[kept], left[kept] @ right[e].T, left[kept], right[e].T) <= tolerance
+    assert not out[slice(*spans[-1])].any()
+
+    lhs = QTensor(lhs.codes, jnp.ones(of_columns) * lhs.scale[:1] if is_fine else lhs.scale, lhs.quantizer)
+    g = quantized(rng, (rows, columns), (1, columns) if is_fine else ())
+    out = interpreted(groups_by_kernel, out_dtype)(lhs, g, np.array(sizes))
+    assert (out.shape, out.dtype) == ((experts, depth, columns), out_dtype)
+    left, right, out = wide(lhs), wide(g), np.asarray(out, np.float64)
+    for e, (start, end) in enumerate(spans[:-1]):
+        factors = left[start:end].T, right[start:end]
+        if start <= poisoned < end:
+            assert np.isnan(out[e]).any(1).nonzero()[0].tolist() == [5]
+        elif end > start:
+            assert error_of_product(out[e], factors[0] @ factors[1], *factors) <= tolerance
+        else:
+            assert not out[e].any()
+
+
+@needs_mosaic
+@pytest.mark.parametrize("way", ["plain", "vmap", "remat"])
+def test_which_gpus_have_the_kernel(way):
+    """Hopper, of operands of one dtype; under transformations too."""
+    recipe = fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)
+    f = partial(fp8_ragged_dot, states=States(), recipe=recipe)
+    f = {"plain": f, "vmap": jax.vmap(f), "remat": jax.checkpoint(f)}[way]
+    x, w, sizes = jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20])
+    if way == "vmap":
+        x, w, sizes = (jnp.stack([a] * 2) for a in (x, w, sizes))
+
+    def step(x, w):
+        out, vjp = jax.vjp(lambda x, w: f(x, w, sizes), x, w)
+        return out, vjp(out)
+
+    for capability, count in ((None, 0), (8.9, 0), (9.0, 3), (10.0, 0)):
+        with compile_target(capability):
+            assert str(jax.make_jaxpr(step)(x, w)).count("name=fp8_grouped_gemm") == count
