@@ -112,6 +112,7 @@ def test_calibration_leaves_all_else():
         fp8nnx.calibrate(lambda model, x: model(x), model, [X * np.nan])
 
 
+@pytest.mark.long
 @pytest.mark.oldest
 def test_frozen_models_compute_the_same_bits(calibrated):
     before = pure(calibrated)

@@ -93,6 +93,7 @@ def test_steps_are_those_of_the_linen_model():
     assert shared["kernel_amax_history"].min() > 0
 
 
+@pytest.mark.long
 @pytest.mark.oldest
 def test_state_of_shared_calls_is_that_of_one_call():
     layer = linear()
@@ -224,6 +225,7 @@ def test_check_state():
         fp8nnx.check_state(stepped, before)
 
 
+@pytest.mark.long
 def test_inside_of_another_gradient():
     """The state of an inner gradient is that of its own calls; it is not differentiated twice."""
     layer = linear()
@@ -234,6 +236,6 @@ def test_inside_of_another_gradient():
         assert grads["dot_general"]["input_scale"].get_value().dtype == jnp.float32
         return jnp.sum(layer(3 * X)) + 0 * jnp.sum(grads["dot_general"]["input_scale"].get_value())
 
-    grads = fp8nnx.grad(outer)(layer)
+    grads = nnx.jit(fp8nnx.grad(outer))(layer)
     fp8nnx.overwrite_state(layer, grads)
     assert layer.dot_general.input_amax_history.get_value()[0] == 3 * jnp.max(jnp.abs(X))

@@ -206,6 +206,30 @@ def test_stacked_by_quantize_model():
     check(nnx.jit(fp8nnx.value_and_grad(scanned))(layers), composed(), state_rtol=1e-6)
 
 
+@pytest.mark.long
+def test_recurrent_cells():
+    cell = fp8nnx.quantize_model(nnx.OptimizedLSTMCell(16, 16, rngs=nnx.Rngs(0)), SHORT, include=".*")
+    xs = X.reshape(2, 4, 16)
+
+    def in_rnn(cell):
+        return weighted(nnx.RNN(cell, rngs=nnx.Rngs(0))(xs).reshape(8, 16))
+
+    def unrolled(cell):
+        carry, outs = cell.initialize_carry((2, 16), nnx.Rngs(0)), []
+        for i in range(4):
+            carry, out = cell(carry, xs[:, i])
+            outs.append(out)
+        return weighted(jnp.stack(outs, 1).reshape(8, 16))
+
+    (value, grads), (expected, expected_grads) = (
+        nnx.jit(fp8nnx.value_and_grad(f))(cell) for f in (in_rnn, unrolled)
+    )
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    assert len(jax.tree.leaves(pure(grads).pop("dense_h"))) == 6 + 2
+    jax.tree.map(close, pure(grads), pure(expected_grads))
+
+
 @nnx.jit
 def train_step(model, optimizer, x):
     loss, grads = fp8nnx.value_and_grad(lambda model: weighted(model(x)))(model)
