@@ -214,3 +214,29 @@ class TestDiagnosing:
         shown = [i for i, cell in enumerate(cells) if "image/png" in str(cell.get("outputs", ""))]
         assert len(shown) == 4
         assert all(cells[i + 1].source.startswith("*The picture") for i in shown)
+
+
+@pytest.mark.long
+class TestFlaxNnx:
+    """What notebook 07 claims in its prose."""
+
+    @pytest.fixture
+    def lines(self, fresh_run):
+        return _printed_lines(fresh_run("07_flax_nnx.ipynb"))
+
+    def test_steps_are_the_same(self, lines):
+        rows = [re.match(r"step +(\d+)   Linen ([\d.]+)   NNX ([\d.]+)", line) for line in lines]
+        losses = {int(row[1]): (row[2], row[3]) for row in rows if row}
+        assert len(losses) == 7
+        assert all(linen == nnx for linen, nnx in losses.values())
+        assert float(losses[59][1]) < float(losses[9][1]) / 5
+        assert "parameters and state are the same bits: True" in lines
+
+    def test_state_of_a_layer_that_is_called_twice(self, lines):
+        assert "nnx.grad               2.0 [4. 0. 0. 0.]" in lines
+        assert "fp8nnx.grad            1.0 [3. 0. 0. 0.]" in lines
+        assert any("is not the next st" in line for line in lines)
+
+    def test_models_are_converted_and_frozen(self, lines):
+        assert "6 of 7 contractions are converted (98.0 % of FLOPs)." in lines
+        assert lines[-3:] == ["kernel: float8_e4m3fn", "the same bits: True", "state left: 0"]
