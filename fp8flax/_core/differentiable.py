@@ -562,7 +562,8 @@ _with_observed_grad.defvjp(lambda plan, out, extra, state: (out, (extra, state))
 
 def _numbers_of_role(role: str, plan: Plan, x: jax.Array, extra: Extra, scale: jax.Array | None) -> Numbers:
     """Returns what is left of a tensor by both of its quantizers; at least one is not None."""
-    x = plan.prepared(role, lax.stop_gradient(x), extra)
+    x, scale = lax.stop_gradient((x, scale))
+    x = plan.prepared(role, x, extra)
     first, second = plan.uses(role)
     uses = (first,) if serves(first.quantizer, second.quantizer, first.view) else (first, second)
     found = []

@@ -67,10 +67,14 @@ class Numbers(NamedTuple):
     """The smallest ratio of the largest magnitude that a scale represents, to the amax that it serves."""
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def numbers_of(
     quantizer: Quantizer, view: View, x: Float[jax.Array, "*dims"], delayed_scale: Any = None
 ) -> Numbers:
-    """Returns what a quantizer leaves of a tensor, given the scale where that is delayed."""
+    """Returns what a quantizer leaves of a tensor, given the scale where that is delayed.
+
+    Neither is differentiated. (Counts are those of tensors of less than 2**32 elements.)
+    """
     q = quantized(quantizer, x, view, delayed_scale)
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     finite = lax.is_finite(x)
@@ -91,38 +95,46 @@ def numbers_of(
     )
     is_lost = meaning(jnp.where(is_zero, np.float32(0), code)) == 0
     magnitude = jnp.where(is_value, jnp.abs(x.astype(wide)), np.asarray(0, wide))
-    amax = jnp.max(magnitude, initial=0)
+    ratio = jnp.where(is_value, largest / jnp.maximum(magnitude, np.asarray(_TINY, wide)), np.inf)
+    # Of blocks of zeros alone the scale says nothing.
+    used = jnp.where(is_value, scale, np.asarray(0, wide))
+    is_saturated = magnitude > largest * np.asarray(_ROUNDING, wide)
+    counted = [m.astype(jnp.uint32) for m in (is_value, is_value & is_lost, is_saturated, ~finite)]
+    # All by one reduction, which is one kernel to compile and to start.
+    operands = [*counted, magnitude, used, scale, ratio]
+    starts = [np.full((), np.inf if array is ratio else 0, array.dtype) for array in operands]
+    *counts, amax, most_used, most, headroom = lax.reduce(
+        operands, starts, _merge_numbers, tuple(range(x.ndim))
+    )
     # A power of two is exact, and first, as the difference may be a subnormal number.
     inverse = (1 / _unit(amax)).astype(wide)
     error = x.astype(wide) * inverse - q.dequantize(view, wide) * inverse
     error = jnp.where(is_value, error, np.asarray(0, wide))
-    ratio = jnp.where(is_value, largest / jnp.maximum(magnitude, np.asarray(_TINY, wide)), np.inf)
-    # Of blocks of zeros alone the scale says nothing.
-    used = jnp.where(is_value, scale, np.asarray(0, wide))
-    scale = jnp.where(jnp.any(is_value), jnp.max(used, initial=0), jnp.max(scale, initial=0))
+    values, underflowed, saturated, nonfinite = counts
     numbers = Numbers(
-        values=_count(is_value),
-        underflowed=_count(is_value & is_lost),
-        saturated=_count(magnitude > largest * np.asarray(_ROUNDING, wide)),
+        values=values,
+        underflowed=underflowed,
+        saturated=saturated,
         signal=jnp.sum(jnp.square(magnitude * inverse)),
         noise=jnp.sum(jnp.square(error)),
-        nonfinite=_count(~finite),
+        nonfinite=nonfinite,
         amax=amax,
-        scale=scale,
-        headroom=jnp.min(ratio, initial=np.inf),
+        scale=jnp.where(values > 0, most_used, most),
+        headroom=headroom,
     )
-    return Numbers(*(lax.stop_gradient(number).astype(jnp.float32) for number in numbers))
+    return Numbers(*(number.astype(jnp.float32) for number in numbers))
+
+
+# What reduces is one function for all calls, or each call that is not jitted would compile anew.
+def _merge_numbers(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
+    """Adds the first four, then takes maxima, and of the last the minimum."""
+    functions = (*[lax.add] * 4, *[lax.max] * 3, lax.min)
+    return [f(x, y) for f, x, y in zip(functions, xs, ys)]
 
 
 def _unit(amax: jax.Array) -> jax.Array:
     """Returns what squares are summed in units of, so that they fit into float32: about the amax."""
     return power_of_two(scale_exponent(amax.astype(jnp.float32), 1.0, "floor"))
-
-
-def _count(mask: jax.Array) -> jax.Array:
-    # In two steps: ones would not add up in float32 beyond 2**24, nor in int32 beyond 2**31.
-    rows = mask.reshape(-1, mask.shape[-1]) if mask.ndim else mask.reshape(1, 1)
-    return jnp.sum(jnp.sum(rows, axis=1, dtype=jnp.int32).astype(jnp.float32))
 
 
 def merged(numbers: Numbers) -> Numbers:

@@ -180,6 +180,7 @@ X = normal(0, 4, 8)
 PARAMS = {"loop": {"dense": {"kernel": normal(1, 3, 8, 8)}}, "tied": {"dense": {"kernel": normal(2, 8, 8)}}}
 
 
+@pytest.mark.long
 @pytest.mark.oldest
 def test_out_of_loops_rematerialized_blocks_and_repeated_calls():
     model = Looped()
@@ -288,7 +289,8 @@ def square(w, x):
     return jnp.sum(jnp.square(OP.apply({}, x, w, MATMUL)))
 
 
-@pytest.mark.parametrize("recipe", ["current", pytest.param("mxfp8", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 def test_on_many_devices(recipe):
     """Split by XLA, of explicit axes, and by hand: there of each device's part."""
     op = fp8.Fp8DotGeneralOp(recipe=RECIPES[recipe])
