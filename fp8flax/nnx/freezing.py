@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable
@@ -50,8 +51,8 @@ class _FrozenOp(nnx.Module):
     kernel_scale: Frozen
     input_scale: Frozen
 
-    def __init__(self, recipe: CustomRecipe, form: str, scales: dict[str, jax.Array]):
-        self.recipe, self.form = recipe, form
+    def __init__(self, recipe: CustomRecipe, form: str, scope: str, scales: dict[str, jax.Array]):
+        self.recipe, self.form, self.scope = recipe, form, scope
         for role, scale in scales.items():
             setattr(self, f"{role}_scale", Frozen(scale))
 
@@ -74,17 +75,18 @@ class _FrozenOp(nnx.Module):
         )
         quantizer = self.recipe.forward.lhs
         is_fixed = quantizer is not None and quantizer.needs_state
-        return frozen_dot_general(
-            lhs,
-            jnp.zeros(codes.shape, lhs.dtype),  # of which nothing is read
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            kernel=kernel,
-            input_scale=constant(self.input_scale.get_value()) if is_fixed else None,
-            recipe=self.recipe,
-            form=self.form,
-        )
+        with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
+            return frozen_dot_general(
+                lhs,
+                jnp.zeros(codes.shape, lhs.dtype),  # of which nothing is read
+                dimension_numbers,
+                precision,
+                preferred_element_type,
+                kernel=kernel,
+                input_scale=constant(self.input_scale.get_value()) if is_fixed else None,
+                recipe=self.recipe,
+                form=self.form,
+            )
 
     def __call__(self, *args: Any, out_sharding: Any = None, **kwargs: Any) -> jax.Array:
         return with_sharding(self.dot_general(*args, **kwargs), out_sharding)
@@ -237,7 +239,7 @@ def _freeze(
         each = jax.vmap(each)
     codes, scales["kernel"] = jax.jit(each)(wide, scales.get("kernel"))
     kind = _FrozenEinsum if layer.kind.op is Fp8Einsum else _FrozenOp
-    setattr(layer.module, layer.kind.op.field, nnx.data(kind(gemms, op.form, scales)))
+    setattr(layer.module, layer.kind.op.field, nnx.data(kind(gemms, op.form, path, scales)))
     layer.module.kernel = Frozen(codes)
     promote = layer.module.promote_dtype
     layer.module.promote_dtype = nnx.static(_PromotesAllBut(promote, wide.dtype))

@@ -123,6 +123,27 @@ def test_every_recipe_and_form(recipe, form):
     np.testing.assert_array_equal(layer(X), linen_layer.apply(variables, X))
 
 
+@pytest.mark.long
+@pytest.mark.oldest
+def test_gradients_of_ragged_dot():
+    x, kernels, sizes = normal(0, 6, 16), normal(1, 2, 16, 8), jnp.array([4, 1])
+    op, linen_op = fp8nnx.Fp8RaggedDotOp(2, recipe=DELAYED), fp8.Fp8RaggedDotOp(recipe=DELAYED)
+    graphdef, state = nnx.split(op)
+
+    @jax.jit
+    def both(state, variables):
+        def loss(multiply):
+            return jnp.sum(jnp.sin(multiply(x, kernels, sizes)))
+
+        ours = fp8nnx.grad(lambda state: loss(nnx.merge(graphdef, state)))(state)
+        return ours, fp8.grad(lambda variables: loss(partial(linen_op.apply, variables)))(variables)
+
+    ours, expected = both(state, fp8nnx.to_linen(op))
+    fp8nnx.overwrite_state(op, ours)
+    jax.tree.map(np.testing.assert_array_equal, fp8nnx.to_linen(op), expected)
+    assert op.kernel_amax_history.get_value()[1, 0] == jnp.max(jnp.abs(kernels[1]))
+
+
 @pytest.mark.oldest
 def test_ragged_dot():
     x, kernels, sizes = normal(0, 6, 16), normal(1, 2, 16, 8), jnp.array([4, 1])
