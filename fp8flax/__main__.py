@@ -72,10 +72,9 @@ def _extras() -> list[str]:
         return ["not known: fp8flax runs from its source and is not installed (pip install -e .)"]
     needs: dict[str, list[str]] = {}
     for requirement in requirements:
-        name = re.match(r"[\w.-]+", requirement)
-        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
-        if name is not None and extra is not None and name[0] != "fp8flax":
-            needs.setdefault(extra[1], []).append(name[0])
+        found = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", requirement)
+        if found is not None and found[1] != "fp8flax":
+            needs.setdefault(found[2], []).append(found[1])
     lines = []
     for extra, names in sorted(needs.items()):
         missing = [name for name in names if _version(name) is None]
