@@ -2,17 +2,28 @@
 
 Run by ``benchmarks/loaders.py`` with each Python that is to load: it needs torch, transformers, accelerate
 and compressed-tensors, and neither JAX nor fp8flax.
+
+Where transformers refuses a folder for want of a GPU and Triton is installed, the folder is loaded without
+that check, and Triton's interpreter runs the matmul on the CPU. PyTorch casts inputs, with the scales of
+transformers' kernel: the interpreter rounds some values to the other neighbour.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import importlib.util
 import json
+import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import safetensors.torch
@@ -23,7 +34,7 @@ PACKAGES = ("transformers", "torch", "compressed-tensors", "accelerate", "safete
 E4M3 = torch.finfo(torch.float8_e4m3fn).max
 
 
-def figures(folder: Path) -> dict[str, Any]:
+def figures(folder: Path, interpreted: bool = False) -> dict[str, Any]:
     """Returns what loading the model of a folder gave, and how far its layers are from the file."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
@@ -36,7 +47,7 @@ def figures(folder: Path) -> dict[str, Any]:
     errors: dict[str, float] = {}
 
     def compare(name: str, layer: torch.nn.Module, args: Any, out: torch.Tensor) -> None:
-        wanted = product(tensors, name, args[0], config)
+        wanted = product(tensors, name, args[0], config, interpreted)
         errors[name] = float(torch.linalg.norm(out.double() - wanted) / torch.linalg.norm(wanted))
 
     layers = {
@@ -55,8 +66,35 @@ def figures(folder: Path) -> dict[str, Any]:
     return {"fp8_layers": len(layers), "weights_then": dtype, "layer_error": max(errors.values())}
 
 
+def cast_per_128(x: torch.Tensor, block_size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns codes, and a float32 scale for each 128 values of a row, as the fine-grained loader does."""
+    blocks = x.unflatten(-1, (-1, block_size))
+    scale = blocks.abs().amax(-1) / E4M3
+    return (blocks / scale[..., None]).to(torch.float8_e4m3fn).flatten(-2), scale
+
+
+@contextlib.contextmanager
+def without_gpu() -> Iterator[None]:
+    """A context in which the fine-grained loader of transformers 4.57 needs no GPU."""
+    from transformers.integrations import finegrained_fp8
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    with (
+        mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment"),
+        mock.patch.object(finegrained_fp8, "is_torch_accelerator_available", return_value=False),
+        mock.patch.object(finegrained_fp8, "act_quant", cast_per_128),
+        mock.patch.object(torch.cuda, "device", contextlib.nullcontext),
+        mock.patch.object(torch.cuda, "synchronize"),
+    ):
+        yield
+
+
 def product(
-    tensors: dict[str, torch.Tensor], name: str, x: torch.Tensor, config: dict[str, Any]
+    tensors: dict[str, torch.Tensor],
+    name: str,
+    x: torch.Tensor,
+    config: dict[str, Any],
+    interpreted: bool,
 ) -> torch.Tensor:
     """Returns what a layer is to compute of its input, by the file and its config, in float64.
 
@@ -64,6 +102,9 @@ def product(
     """
     weight, x = tensors[f"{name}.weight"].double(), x.double()
     if config["quant_method"] == "fp8":
+        if interpreted:
+            codes, scale = cast_per_128(x.float())
+            x = (codes.double().unflatten(-1, (-1, 128)) * scale.double()[..., None]).flatten(-2)
         scale = tensors[f"{name}.weight_scale_inv"].double()
         scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
         return x @ (weight * scale[: weight.shape[0], : weight.shape[1]]).T
@@ -87,6 +128,10 @@ def main() -> None:
             row = figures(folder)
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
             row = {"error": re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:300]}
+            if "No GPU" in row["error"] and importlib.util.find_spec("triton"):
+                row["triton_interpreter"] = importlib.metadata.version("triton")
+                with without_gpu():
+                    row |= figures(folder, interpreted=True)
         versions = {package: importlib.metadata.version(package) for package in PACKAGES}
         print(json.dumps({"recipe": folder.name, **versions, **row}), flush=True)
 

@@ -11,11 +11,11 @@ Compared are the logits, as signal-to-quantization-noise ratio in dB, more is be
 
     SQNR = 10 log10(sum(wanted**2) / sum((loaded - wanted)**2))
 
-Assumptions: without a GPU transformers dequantizes; what its kernels for GPUs compute is not seen here.
-Where a value lies between two codes, a last bit decides which of them it gets, and Flax and PyTorch
-differ in last bits. How much that alone does to the logits is measured beside: those of the same frozen
-model with each embedding moved to the next float32. What each loaded layer makes of the input that it got
-is compared with the product of the file's codes and scales.
+Assumptions: without a GPU transformers dequantizes, or refuses, where ``load_in_torch.py`` takes a detour;
+what its kernels compute on a GPU is not seen here. Where a value lies between two codes, a last bit decides
+which of them it gets, and Flax and PyTorch differ in last bits. How much that alone does to the logits is
+measured beside: those of the same frozen model with each embedding moved to the next float32. What each
+loaded layer makes of the input that it got is compared with the product of the file's codes and scales.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ RECIPES = {
     "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
     "weight_only": fp8.Float8CurrentScaling(),
     "block128": fp8.Float8BlockScaling(),
+    "block128_f32": fp8.Float8BlockScaling(use_f32_scales=True),
 }
 TO_TORCH = {r"\.(kernel|embedding)$": ".weight"}
 """Flax's Llama has PyTorch's names but for these."""
@@ -94,7 +95,7 @@ def measure(recipes: Sequence[str], pythons: Sequence[str]) -> list[dict[str, An
             recipe, of = folders[row["recipe"]], logits[row["recipe"]]
             config = json.loads((recipe / "config.json").read_text())["quantization_config"]
             row = {**row, "quant_method": config["quant_method"]}
-            if "error" not in row:
+            if "layer_error" in row:
                 out = np.load(recipe / "logits.npy")
                 row |= {
                     "sqnr_db": round(sqnr([(of["frozen"], out)]), 1),
@@ -115,7 +116,9 @@ def method() -> list[str]:
         f"{models.LAYERS} layers, vocabulary {models.VOCABULARY}, {models.TEXT} tokens, batch 2, float32; "
         "quantize_model with its default rules; delayed scaling after calibrate on the same batch. Written "
         f"by save_safetensors with rename={TO_TORCH}.",
-        "Loaded: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), on a CPU.",
+        "Loaded: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), on a CPU. Where that "
+        "is refused for want of a GPU: without the check, its matmul in Triton's interpreter, inputs cast "
+        "by PyTorch with the loader's scales.",
         "SQNR in dB = 10 log10(sum(wanted^2) / sum((loaded - wanted)^2)) of the logits; 6.02 dB are one "
         "bit. Nudged: the frozen Flax model with each embedding moved to the next float32.",
         "Layer: the largest relative error, Frobenius norm, of a loaded layer that is in FP8 in the file, "
@@ -139,8 +142,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    which = (f"`{row['recipe']}`", f"`{row['quant_method']}`", row["transformers"])
-    if "error" in row:
+    how = ", interpreted" if "triton_interpreter" in row else ""
+    which = (f"`{row['recipe']}`", f"`{row['quant_method']}`", row["transformers"] + how)
+    if "layer_error" not in row:
         return (*which, "refused: no GPU" if "No GPU" in row["error"] else row["error"], "", "", "", "")
     return (
         *which,
