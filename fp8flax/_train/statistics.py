@@ -87,8 +87,8 @@ def statistics(
     ``lax.cond`` in it. For a look every so many steps see ``every``.
 
     Not covered: frozen models, ``in_qdq`` and ``out_qdq`` on their own, the ops of ``fp8flax.nnx`` (which do
-    not know their paths, and count as one), ops whose result the loss does not depend on differentiably
-    (they have no output gradient), and a ``jax.shard_map`` inside of ``fun``.
+    not know their paths), ops whose result the loss does not depend on differentiably (they have no output
+    gradient), and a ``jax.shard_map`` inside of ``fun``.
     ``MLP`` is measured as the layers that it consists of, whose activations are rounded to their dtype
     before they are cast. Ops of two models that have the same path count as one.
 
