@@ -86,7 +86,7 @@ def statistics(
     and in models of ``quantize_model``; of a function with ``nn.scan``, ``nn.remat``, ``lax.scan`` and
     ``lax.cond`` in it. For a look every so many steps see ``every``.
 
-    Not covered: frozen models, ``in_qdq`` and ``out_qdq`` on their own, the ops of ``fp8flax.nnx`` (which do
+    Not covered: frozen models, ``in_qdq`` and ``out_qdq`` on their own, the ops of ``fp8flax.nnx`` (they do
     not know their paths), ops whose result the loss does not depend on differentiably (they have no output
     gradient), and a ``jax.shard_map`` inside of ``fun``.
     ``MLP`` is measured as the layers that it consists of, whose activations are rounded to their dtype
