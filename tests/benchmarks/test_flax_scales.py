@@ -39,7 +39,7 @@ def test_ours_in_float16(gradient):
 
 @pytest.mark.parametrize("name", ["flax-direct", "flax-qdq"])
 def test_flaxs_ops_do_not(name):
-    """If this fails, Flax has changed, and what the README says of it has to change too."""
+    """If this fails, Flax has changed, and what docs/accuracy.md says of it has to change too."""
     assert min(off(name, "bfloat16")) > 1.0
 
 
@@ -71,10 +71,10 @@ def test_the_script(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.count("bfloat16  1 ") == len(OPS)
 
 
-def test_the_readme_has_the_figures_that_were_measured():
+def test_the_page_has_the_figures_that_were_measured():
     report = json.loads((ROOT / "benchmarks" / "results" / "flax_scales.json").read_text())
-    readme = (ROOT / "README.md").read_text()
-    shown = re.findall(r"^\| (?:bfloat16|float16)[^|]*\| `.*$", readme, re.MULTILINE)
+    page = (ROOT / "docs" / "accuracy.md").read_text()
+    shown = re.findall(r"^\| (?:bfloat16|float16)[^|]*\| `.*$", page, re.MULTILINE)
     assert len(shown) == len(report["summary"]) - 2  # ours have one row for both gradients of float16
     rows = [
         row for row in report["summary"] if not (row["op"].startswith("fp8flax") and row["gradient"] < 1)

@@ -18,6 +18,7 @@ def examples_of(text):
 
 
 EXAMPLES = examples_of(README)
+IN_CHINESE = "README.zh-CN.md"
 
 
 def test_there_are_examples_and_no_gaps():
@@ -25,7 +26,10 @@ def test_there_are_examples_and_no_gaps():
     assert not any("@@" in text for text in PAGES.values())
 
 
-LONG = ("docs/serving.md", "docs/checkpoints.md", "docs/clusters.md", "docs/diagnose.md", "docs/nnx.md")
+LONG = (
+    *("docs/serving.md", "docs/checkpoints.md", "docs/clusters.md", "docs/diagnose.md"),
+    *("docs/performance.md", "docs/state.md"),
+)
 
 
 # test_loops.py runs the page on loops, and looks at what it leaves.
@@ -34,7 +38,7 @@ LONG = ("docs/serving.md", "docs/checkpoints.md", "docs/clusters.md", "docs/diag
     [
         pytest.param(page, marks=pytest.mark.long if page in LONG else ())
         for page in PAGES
-        if page != "docs/loops.md"
+        if page not in ("docs/loops.md", IN_CHINESE)
     ],
 )
 def test_examples_run_in_order(page):
@@ -58,9 +62,26 @@ def test_accuracy_in_the_docs_is_that_of_the_benchmark():
         assert shown == [f"{row[gemm]:.1f}" for gemm in ("forward", "dgrad", "wgrad")]
 
 
-def test_the_training_example_is_short():
+def test_the_readme_fits_two_screens():
     lines = [line for line in EXAMPLES[0].splitlines() if line.strip()]
     assert len(lines) <= 15
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_chinese_readme_has_the_same_blocks_of_code():
+    """And the same links, but to the other language."""
+    blocks, links = (
+        [re.findall(pattern, text, re.DOTALL) for text in (README, PAGES[IN_CHINESE])]
+        for pattern in (r"```.*?```", r"\]\(([^)]+)\)")
+    )
+    assert blocks[0] == blocks[1]
+    others = {"README.md", IN_CHINESE}
+    assert set(links[0]) - others == set(links[1]) - others
+
+
+@pytest.mark.parametrize("page", list(PAGES))
+def test_pictures_have_alternative_texts(page):
+    assert all(len(alt) > 20 for alt in re.findall(r"!\[(.*?)\]", PAGES[page], re.DOTALL))
 
 
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -85,7 +106,9 @@ def test_what_ci_runs_on_the_oldest_jax():
     marked = {p.parent.name for p in (ROOT / "tests").glob("*/test_*.py") if "mark.oldest" in p.read_text()}
     assert marked == folders
     oldest = re.search(r"^OLDEST_JAX = (.*)$", MAKEFILE, re.MULTILINE)[1]
-    assert f"On {oldest} it runs those marked `oldest`" in " ".join(README.split())
+    assert f"On {oldest} it runs those marked `oldest`" in " ".join(
+        PAGES["docs/supported.md"].split()
+    )
     assert "make test\nmake test-long\nmake test-oldest\n" in (ROOT / ".ci" / "run").read_text()
 
 
@@ -95,8 +118,8 @@ def test_linked_files_exist(page):
         assert ((ROOT / page).parent / link).exists(), link
 
 
-def test_accuracy_of_imdb_in_the_readme_is_that_of_the_results():
+def test_accuracy_of_imdb_is_that_of_the_results():
     results = json.loads((ROOT / "benchmarks" / "results" / "imdb.json").read_text())
     for run in results["runs"]:
         cells = (f"{100 * run[which]['accuracy']:.2f}" for which in ("bf16", "delayed", "current"))
-        assert f"| {run['seed']} | {' | '.join(cells)} |" in README
+        assert f"| {run['seed']} | {' | '.join(cells)} |" in PAGES["docs/accuracy.md"]
