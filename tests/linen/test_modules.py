@@ -435,8 +435,8 @@ class TestArguments:
             self.apply(**operands, dimension_numbers=self.dims)
 
     def test_unknown_arguments_are_refused(self):
-        with pytest.raises(TypeError, match="out_sharding"):
-            self.apply(self.x, self.w, self.dims, out_sharding=None)
+        with pytest.raises(TypeError, match="accumulation"):
+            self.apply(self.x, self.w, self.dims, accumulation=None)
 
     @pytest.mark.parametrize("bad", [fp8.DelayedScaling, "delayed", fp8.Format.HYBRID])
     def test_a_wrong_recipe_is_refused(self, bad):

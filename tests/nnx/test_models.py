@@ -170,6 +170,7 @@ def test_the_model_stays_as_it_is_and_arrays_are_shared():
     assert hash(graphdef) == hash(nnx.graphdef(fp8nnx.quantize_model(model, include=".*")))
 
 
+@pytest.mark.long
 @pytest.mark.oldest
 def test_stacked_layers():
     """Their state is stacked as their kernels are, and is that of each layer by itself."""

@@ -106,7 +106,7 @@ def test_layers_give_what_linens_give(name):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("form", ["direct", "qdq"])
+@pytest.mark.parametrize("form", ["direct", pytest.param("qdq", marks=pytest.mark.long)])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "axiswise", "mxfp8", "block128"])
 def test_every_recipe_and_form(recipe, form):
     recipe = {

@@ -178,6 +178,7 @@ def test_frozen_stacked_layers():
     np.testing.assert_array_equal(frozen(X), model(X))
 
 
+@pytest.mark.long
 def test_what_cannot_be_frozen(calibrated):
     with pytest.warns(UserWarning, match="have seen no data: up/input_scale, up/kernel_scale"):
         fp8nnx.freeze(model_of(), X)

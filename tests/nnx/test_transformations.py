@@ -257,6 +257,7 @@ def test_sharded_jit(spec):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), ours, theirs)
 
 
+@pytest.mark.long
 def test_checkpoint_with_orbax(tmp_path):
     model = linear()
     optimizer = fp8nnx.Optimizer(model, optax.sgd(0.01, momentum=0.9))
@@ -322,6 +323,7 @@ def test_linen_op_in_nnx():
     assert op.input_amax_history.get_value()[0] == jnp.max(jnp.abs(X))
 
 
+@pytest.mark.long
 @pytest.mark.oldest
 def test_linen_model_in_nnx():
     dense = nn.Dense(16, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=SHORT))
