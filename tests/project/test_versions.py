@@ -47,8 +47,9 @@ def declared(requirements):
 def test_what_is_imported_is_declared(path):
     # jaxtyping for the type checker alone, see test_types.py.
     known = declared(PROJECT["dependencies"]) | {"fp8flax", "jaxtyping", *sys.stdlib_module_names}
-    extra = "demo" if path.parent.name in ("demo", "audit") else "safetensors"
-    known |= declared(PROJECT["optional-dependencies"][extra])
+    extra = {"demo": "demo", "audit": "demo", "_serve": "safetensors"}.get(path.parent.name)
+    extra = "plots" if path.name == "plots.py" else extra
+    known |= declared(PROJECT["optional-dependencies"].get(extra, ()))
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) else []
