@@ -106,9 +106,7 @@ def test_what_ci_runs_on_the_oldest_jax():
     marked = {p.parent.name for p in (ROOT / "tests").glob("*/test_*.py") if "mark.oldest" in p.read_text()}
     assert marked == folders
     oldest = re.search(r"^OLDEST_JAX = (.*)$", MAKEFILE, re.MULTILINE)[1]
-    assert f"On {oldest} it runs those marked `oldest`" in " ".join(
-        PAGES["docs/supported.md"].split()
-    )
+    assert f"On {oldest} it runs those marked `oldest`" in " ".join(PAGES["docs/supported.md"].split())
     assert "make test\nmake test-long\nmake test-oldest\n" in (ROOT / ".ci" / "run").read_text()
 
 
