@@ -206,6 +206,7 @@ def test_what_cannot_be_frozen(calibrated):
         frozen(X)
 
 
+@pytest.mark.long
 def test_gradients_of_frozen_models():
     """With respect to inputs they are those of the dequantized kernels; codes have none."""
     op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())

@@ -109,6 +109,7 @@ def test_state_of_shared_calls_is_that_of_one_call():
         fp8nnx.overwrite_state(layer, added)
 
 
+@pytest.mark.long
 def test_model_keeps_its_state_until_it_is_overwritten():
     layer = linear()
     before = nnx.to_pure_dict(nnx.state(layer))

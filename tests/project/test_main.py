@@ -13,6 +13,7 @@ import fp8flax as fp8
 from fp8flax import __main__ as command
 
 
+@pytest.mark.long
 @pytest.mark.oldest
 def test_command():
     lines = subprocess.run(

@@ -253,6 +253,7 @@ def test_out_of_branches_and_batches():
     assert two.amax > one.amax
 
 
+@pytest.mark.long
 def test_of_a_batch_by_vmap():
     """Of each example by itself, whether the loss is batched or the measuring is."""
     xs = normal(4, 3, 4, 8)
