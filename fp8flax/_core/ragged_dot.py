@@ -26,6 +26,7 @@ from fp8flax._core.differentiable import (
 from fp8flax._core.dot_general import hashable_precision, with_precision
 from fp8flax._core.gemm import Gemm
 from fp8flax._core.jax_rules import vary_alike
+from fp8flax._core.kernels.groups import bounded
 from fp8flax._core.multiply import multiply, warn_if_emulated
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.ragged_hopper import grouped, groups_by_kernel, has_grouped_gemm, rows_by_kernel
@@ -175,7 +176,7 @@ class RaggedPlan(Plan):
 
     def _is_grouped(self, rows: int, group_sizes: jax.Array) -> jax.Array:
         """Tells which of the first rows belong to an expert, ``(rows, 1)``."""
-        num_grouped = jnp.sum(group_sizes.astype(jnp.int32), dtype=jnp.int32)
+        num_grouped = jnp.sum(bounded(group_sizes, self.rows), dtype=jnp.int32)
         return lax.broadcasted_iota(np.int32, (rows, 1), 0) < num_grouped
 
     def forward(self, lhs: Any, rhs: Any, extra: Extra) -> jax.Array:
@@ -200,7 +201,7 @@ class RaggedPlan(Plan):
             visits = _visits(self, group_sizes)
             return _multiply_rows(self, gemm, lhs, kernels, gemm.rhs.shape[0], visits)
 
-        if not gemm.dequantized and has_grouped_gemm(lhs, kernels, gemm.out_dtype):
+        if not gemm.dequantized and has_grouped_gemm(lhs, kernels, self.groups, gemm.out_dtype):
             by_kernel = partial(rows_by_kernel, out_dtype=gemm.out_dtype)
             return grouped(by_kernel, tile_by_tile, lhs, kernels, group_sizes)[: self.rows]
         return tile_by_tile(lhs, kernels, group_sizes)[: self.rows]
@@ -214,7 +215,7 @@ class RaggedPlan(Plan):
         def tile_by_tile(lhs: Any, g: Any, group_sizes: jax.Array) -> jax.Array:
             return _multiply_groups(self, lhs, g, _visits(self, group_sizes))
 
-        if not self.dequantized and has_grouped_gemm(lhs, g, self.rhs.dtype):
+        if not self.dequantized and has_grouped_gemm(lhs, g, self.groups, self.rhs.dtype):
             by_kernel = partial(groups_by_kernel, out_dtype=self.rhs.dtype)
             return grouped(by_kernel, tile_by_tile, lhs, g, group_sizes)
         return tile_by_tile(lhs, g, group_sizes)
@@ -242,7 +243,8 @@ def _visits(plan: RaggedPlan, group_sizes: jax.Array) -> _Visit:
     An expert with rows ``start`` to ``end - 1`` visits tiles ``start // tile`` to ``(end - 1) // tile``.
     """
     tile = np.int32(plan.tile)
-    ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32), dtype=jnp.int32), np.int32(plan.rows))
+    sizes = bounded(group_sizes, plan.rows)
+    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), np.int32(plan.rows))
     starts = lax.pad(ends, np.int32(0), [(1, -1, 0)])
     counts = jnp.where(ends > starts, (ends - 1) // tile - starts // tile + 1, 0)
     after = jnp.cumsum(counts, dtype=jnp.int32)

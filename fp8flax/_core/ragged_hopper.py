@@ -24,21 +24,37 @@ from fp8flax._core.names import GROUPED_GEMM
 from fp8flax._core.qtensor import QTensor
 
 
-def has_grouped_gemm(lhs: Any, rhs: Any, out_dtype: Any) -> bool:
-    """Tells whether the GPU that is compiled for has the kernel for these operands, of a ragged dot."""
-    if not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
-        return False
-    sizes = *lhs.codes.shape, *rhs.codes.shape
-    return (
+def has_grouped_gemm(lhs: Any, rhs: Any, experts: int, out_dtype: Any) -> bool:
+    """Tells whether the GPU that is compiled for has the kernel for these operands of a ragged dot.
+
+    Args:
+        lhs: what ``rows_by_kernel`` or ``groups_by_kernel`` is asked to multiply.
+        rhs: likewise; stacked kernels for the former.
+        experts: how many there are.
+        out_dtype: of the result.
+    """
+    if not (
         HAS_MOSAIC
         and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
         and HOPPER <= compute_capability() < NATIVE_MX
+        and isinstance(lhs, QTensor)
+        and isinstance(rhs, QTensor)
         and not (lhs.quantizer.scales_along_contraction or rhs.quantizer.scales_along_contraction)
         and multiplies_dtypes(lhs.codes.dtype, rhs.codes.dtype)
         and jnp.dtype(out_dtype).itemsize <= 4
-        # Nor those of which jax.export does not know the size.
-        and all(isinstance(size, int) and size > 0 for size in sizes)
-    )
+    ):
+        return False
+    rows, depth = lhs.codes.shape
+    columns = rhs.codes.shape[1]
+    # Nor those of which jax.export does not know the size.
+    if not all(isinstance(size, int) and size > 0 for size in (rows, depth, columns)):
+        return False
+    of_rows = (1, rows), (experts, experts * columns)
+    of_groups = (1, depth), (1, columns)
+    sizes = of_rows if rhs.codes.ndim == 3 else of_groups
+    # Triton counts in 32 bits.
+    count = (rows + (experts + 1) * TILE) * max(depth, columns)
+    return count < 2**31 and all(x.scale.size in size for x, size in zip((lhs, rhs), sizes))
 
 
 def grouped(
@@ -65,7 +81,7 @@ def _tiling_of_rows(rows: int, depth: int, columns: int, experts: int) -> Tiling
     """Returns that of each row's product with its expert's kernel, and of zeros for rows that have none.
 
     Args:
-        rows: of the input, ``TILE`` or more.
+        rows: of the input, ``TILE`` or more, and a multiple of 8.
         depth: columns of the input.
         columns: of the result, which are rows of each kernel.
         experts: how many kernels there are.
@@ -73,8 +89,8 @@ def _tiling_of_rows(rows: int, depth: int, columns: int, experts: int) -> Tiling
 
     def tile(table: Any, t: Any) -> Tile:
         group = group_of(table, t, experts + 1)
-        row = lax.min(group.row, np.int32(rows - TILE))  # the last tile may begin before its group
-        low = group.row - row
+        row = lax.min(group.row, np.int32(rows - TILE))  # the last tile may begin before that
+        moved = group.row - row
         is_expert = group.index < experts
         return Tile(
             lhs_row=row,
@@ -82,8 +98,8 @@ def _tiling_of_rows(rows: int, depth: int, columns: int, experts: int) -> Tiling
             block=jnp.int32(0),
             num_blocks=lax.select(is_expert, jnp.int32(depth // BLOCK), jnp.int32(0)),
             out_row=row,
-            low=low,
-            high=low + group.count,
+            low=moved + group.low,
+            high=moved + group.high,
         )
 
     return Tiling(rows, columns, num_tiles(rows, experts + 1), tile)
@@ -122,7 +138,7 @@ def rows_by_kernel(
         interpret: as of ``grouped_gemm``.
     """
     (rows, depth), (experts, columns, _) = lhs.codes.shape, kernels.codes.shape
-    filled_rows, filled_depth, filled_columns = max(rows, TILE), _up(depth), _up(columns)
+    filled_rows, filled_depth, filled_columns = max(_up(rows, 8), TILE), _up(depth), _up(columns)
     left = _filled(lhs.codes, filled_rows, filled_depth)
     right = _filled(kernels.codes, experts, filled_columns, filled_depth).reshape(-1, filled_depth)
     lhs_scale, rhs_scale = lhs.scale.reshape(-1), kernels.scale.reshape(experts, -1)
@@ -149,10 +165,11 @@ def groups_by_kernel(
         interpret: as of ``grouped_gemm``.
     """
     (rows, depth), (_, columns), experts = lhs.codes.shape, rhs.codes.shape, group_sizes.size
-    table = table_of(max(rows, TILE), group_sizes)
+    filled_rows = max(_up(rows, 8), TILE)
+    table = table_of(filled_rows, group_sizes)
 
     def as_columns(codes: jax.Array) -> jax.Array:
-        filled = _filled(codes, max(rows, TILE), _up(codes.shape[1]))
+        filled = _filled(codes, filled_rows, _up(codes.shape[1]))
         return transpose_groups(filled, table, interpret=interpret is not None)
 
     def of_columns(scale: jax.Array) -> jax.Array:
@@ -178,9 +195,9 @@ def _multiply(tiling: Tiling, out_dtype: Any, interpret: Any, *operands: jax.Arr
         return call(*operands)
 
 
-def _up(size: int) -> int:
-    """Returns it, or the next multiple of a block."""
-    return -(-size // BLOCK) * BLOCK
+def _up(size: int, multiple: int = BLOCK) -> int:
+    """Returns it, or the next multiple."""
+    return -(-size // multiple) * multiple
 
 
 def _filled(x: jax.Array, *sizes: int) -> jax.Array:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
+from fp8flax._core import ragged_hopper
 from fp8flax._core.device import compile_target
 from fp8flax._core.differentiable import States
 from fp8flax._core.kernels import groups
@@ -33,11 +34,12 @@ def bounds(rows, sizes):
 
 
 def tiles(rows, sizes):
-    """Group, first row and number of rows of each tile."""
+    """Of each tile its group, first row, and the first and last of its rows that are the group's."""
     return [
-        (g, row, min(end - row, groups.TILE))
+        (g, row, max(start, row) - row, min(end, row + groups.TILE) - row)
         for g, (start, end) in enumerate(bounds(rows, sizes))
-        for row in range(start, end, groups.TILE)
+        if end > start
+        for row in range(start // 8 * 8, end, groups.TILE)
     ]
 
 
@@ -57,8 +59,8 @@ def test_where_tiles_lie(sizes):
     count, found = len(sizes) + 1, all_groups(np.array(sizes))
     expected = tiles(ROWS, sizes)
     assert list(zip(*(x[: len(expected)].tolist() for x in found))) == expected
-    assert len(expected) <= found.count.size
-    assert not any(found.count[len(expected) :])
+    assert len(expected) <= found.high.size
+    assert not any(found.high[len(expected) :])
     assert all(g == count for g in found.index[len(expected) :])
 
 
@@ -73,9 +75,33 @@ def test_transposed_groups(sizes):
     codes = np.random.default_rng(0).integers(0, 256, (ROWS, 256), np.uint8)
     out = transposed(codes.view(E4M3), np.array(sizes))
     expected = np.zeros((groups.num_tiles(ROWS, len(sizes) + 1), groups.TILE, 256), np.uint8)
-    for i, (_, row, count) in enumerate(tiles(ROWS, sizes)):
-        expected[i, :count] = codes[row : row + count]
+    for i, (_, row, low, high) in enumerate(tiles(ROWS, sizes)):
+        expected[i, low:high] = codes[row + low : row + high]
     np.testing.assert_array_equal(np.asarray(out).view(np.uint8), expected.reshape(-1, 256).T)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [*SIZES, (2**31 - 1, 5, 5, -3), (2**30, 2**30, 2**30, 2**30), (-5, 10, 100, 7), (37, 38, 39, 40)],
+)
+def test_copies_begin_where_hopper_can(sizes):
+    """At multiples of 8 rows, and each row of the result is written once: of its own group, or zero."""
+    rows = 304  # a multiple of 8
+    tiling = ragged_hopper._tiling_of_rows(rows, 256, 128, len(sizes))
+    table = groups.table_of(rows, jnp.array(sizes))
+    found = jax.vmap(partial(tiling.tile, table))(jnp.arange(tiling.num_tiles, dtype=jnp.int32))
+    owner = np.repeat(np.arange(len(sizes) + 1), np.diff(bounds(rows, np.clip(sizes, 0, rows)))[:, 0])
+    written = np.zeros(rows, int)
+    for lhs_row, rhs_row, block, num_blocks, out_row, low, high in zip(*(np.asarray(x) for x in found)):
+        assert lhs_row % 8 == rhs_row % 8 == 0
+        assert 0 <= lhs_row == out_row <= rows - groups.TILE
+        assert 0 <= low <= high <= groups.TILE
+        mine = slice(out_row + low, out_row + high)
+        written[mine] += 1
+        assert block == 0
+        assert num_blocks in (0, 2)
+        assert (owner[mine] == (rhs_row // 128 if num_blocks else len(sizes))).all()
+    assert (written == 1).all()
 
 
 of_8192_rows = jax.jit(partial(groups.table_of, 8192))
@@ -113,7 +139,7 @@ def wide(x):
 @pytest.mark.parametrize(
     ("rows", "sizes", "depth", "columns", "is_fine", "out_dtype"),
     [
-        (140, (12, 0, 100), 136, 40, True, jnp.bfloat16),
+        (144, (13, 0, 100), 136, 40, True, jnp.bfloat16),
         (3, (1, 1), 16, 8, False, jnp.float32),
     ],
 )

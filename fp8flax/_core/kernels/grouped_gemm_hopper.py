@@ -32,15 +32,15 @@ class Tile(NamedTuple):
     """
 
     lhs_row: Any
-    """The first row of the left operand."""
+    """The first row of the left operand, a multiple of 8."""
     rhs_row: Any
-    """The row of the right operand that makes the first column of the result."""
+    """The row of the right operand that makes the first column of the result, a multiple of 8."""
     block: Any
     """The first block of the contraction."""
     num_blocks: Any
     """How many; of none the sum is zero."""
     out_row: Any
-    """The first row of the result."""
+    """The first row of the result, a multiple of 8."""
     low: Any
     """The first of the tile's rows that is written."""
     high: Any
@@ -220,7 +220,7 @@ def _kernel(tiling: Tiling, out_dtype: Any, lhs_rows: int, rhs_rows: int, interp
         num_threads=3,
         thread_name="warpgroup",
         kernel_name=GROUPED_GEMM,
-        # The default of JAX 0.10; that of 0.11 asks for proofs that rows begin where they do not.
+        # The default of JAX 0.10; that of 0.11 asks for proofs of where the rows of a part begin.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         scratch_types={
             "whole": plgpu.SMEM((2, _ROWS, TILE), out_dtype, transforms=of_result),

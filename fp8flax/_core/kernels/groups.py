@@ -1,7 +1,7 @@
-"""Rows in groups, in tiles that each begin with a group's: where those lie, and a kernel to transpose them.
+"""Rows in groups, in tiles of one group each: where those lie, and a kernel to transpose them.
 
 Group g owns the rows up to ``ends[g]`` from where the group before it ends. Tiles have a fixed number of
-rows, and are counted group by group.
+rows, the first of which is a multiple of 8, and are counted group by group.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from fp8flax._core.names import TRANSPOSE_GROUPS
 TILE = 128
 """Rows of a tile."""
 
+# Shared memory holds codes, and what is written, in tiles of 8 rows, and so does the map by which Hopper
+# copies them: a copy that began within one would lose rows. (No interpreter shows it.)
+_ALIGN = 8
+
 
 class Group(NamedTuple):
     """The group of a tile, as int32 scalars."""
@@ -27,8 +31,10 @@ class Group(NamedTuple):
     """Which it is; the number of groups for a tile that is one too many."""
     row: Any
     """The first row of the tile."""
-    count: Any
-    """How many rows from there on belong to the group; 0 in a tile that is too many."""
+    low: Any
+    """The first of the tile's rows, counted from there, that belongs to the group."""
+    high: Any
+    """The row after the last one; 0, as ``low``, in a tile that is too many."""
 
 
 def table_of(rows: int, group_sizes: jax.Array) -> jax.Array:
@@ -38,18 +44,20 @@ def table_of(rows: int, group_sizes: jax.Array) -> jax.Array:
 
     Args:
         rows: how many there are.
-        group_sizes: of each group, ``(groups - 1,)``, integers.
+        group_sizes: of each group, ``(groups - 1,)``, integers; what is negative counts as 0.
     """
     # Sums under a mask, not cumsum: XLA makes one kernel of all this.
     experts = group_sizes.size
     precedes = lax.broadcasted_iota(np.int32, (experts + 1, experts), 0) >= lax.broadcasted_iota(
         np.int32, (experts + 1, experts), 1
     )
-    sums = jnp.sum(jnp.where(precedes, group_sizes.astype(jnp.int32), 0), axis=1, dtype=jnp.int32)
+    sizes = bounded(group_sizes, rows)
+    sums = jnp.sum(jnp.where(precedes, sizes, 0), axis=1, dtype=jnp.int32)
     is_last = lax.iota(np.int32, experts + 1) == experts
     ends = jnp.where(is_last, np.int32(rows), lax.min(sums, np.int32(rows)))
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    counts = (ends - starts + np.int32(TILE - 1)) // np.int32(TILE)
+    counts = (ends - _down(starts) + np.int32(TILE - 1)) // np.int32(TILE)
+    counts = jnp.where(ends > starts, counts, 0)
     up_to = lax.broadcasted_iota(np.int32, (experts + 1, experts + 1), 0) >= lax.broadcasted_iota(
         np.int32, (experts + 1, experts + 1), 1
     )
@@ -57,9 +65,19 @@ def table_of(rows: int, group_sizes: jax.Array) -> jax.Array:
     return jnp.stack([tiles, ends])
 
 
+def bounded(group_sizes: jax.Array, rows: int) -> jax.Array:
+    """Returns sizes as int32, none of them negative, nor so large that their sum would not fit."""
+    return jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
+
+
+def _down(row: Any) -> Any:
+    """Returns it, or the row before it where a tile may begin."""
+    return lax.div(row, np.int32(_ALIGN)) * np.int32(_ALIGN)
+
+
 def num_tiles(rows: int, groups: int) -> int:
     """Returns how many tiles there can be at most, of rows in so many groups."""
-    return max(1, (rows + groups * (TILE - 1)) // TILE)
+    return max(1, (rows + groups * (TILE - 1 + _ALIGN - 1)) // TILE)
 
 
 def before(table: Any, row: int, group: Any) -> Any:
@@ -77,16 +95,17 @@ def group_of(table: Any, tile: Any, groups: int) -> Group:
         index = lax.select((next_index <= groups) & ends_before, next_index, index)
         step //= 2
     is_used = index < groups
-    row = before(table, 1, index) + (tile - before(table, 0, index)) * np.int32(TILE)
-    count = lax.min(table[1, lax.min(index, last)] - row, np.int32(TILE))
+    start, end = before(table, 1, index), table[1, lax.min(index, last)]
+    row = _down(start) + (tile - before(table, 0, index)) * np.int32(TILE)
+    low, high = lax.max(start, row) - row, lax.min(end, row + np.int32(TILE)) - row
     zero = jnp.int32(0)
-    return Group(index, lax.select(is_used, row, zero), lax.select(is_used, count, zero))
+    return Group(index, *(lax.select(is_used, x, zero) for x in (row, low, high)))
 
 
 def transpose_groups(codes: jax.Array, table: jax.Array, *, interpret: bool = False) -> jax.Array:
     """Returns the tiles of all groups side by side, transposed: ``(columns, tiles * TILE)``.
 
-    The last tile of a group is filled up with zeros, and so are the tiles that are too many.
+    The first and the last tile of a group are filled up with zeros, and so are the tiles that are too many.
 
     Args:
         codes: ``(rows, columns)``, of one byte each; columns are a multiple of 128.
@@ -103,7 +122,7 @@ def transpose_groups(codes: jax.Array, table: jax.Array, *, interpret: bool = Fa
         group = group_of(table_ref, pl.program_id(0), groups)
         index = lax.broadcasted_iota(np.int32, (TILE, TILE), 0)
         source = codes_ref.at[pl.ds(group.row, TILE), :]
-        taken = triton.load(source, mask=index < group.count, other=0)
+        taken = triton.load(source, mask=(index >= group.low) & (index < group.high), other=0)
         out_ref[...] = taken.T
 
     bits, table = vary_alike(lax.bitcast_convert_type(codes, jnp.uint8), table)
