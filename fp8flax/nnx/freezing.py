@@ -1,17 +1,27 @@
-"""``freeze``: an NNX model for serving, with kernels in FP8 and scales that no longer change."""
+"""``freeze``: an NNX model for serving, with kernels in FP8 and scales that no longer change.
+
+A kernel can be stored as codes only where its op, which knows their scale, is all that reads it. So the
+model is traced with the kernels as inputs, which pass by a mark into the ops of their layers; whatever else
+reads one keeps it wide.
+
+Internals: ``jax.extend.core``, to read a jaxpr, and the names of the primitives in it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Jaxpr, Var
 
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.dot_general import DimensionNumbers, frozen_dot_general, quantize_kernel
@@ -68,6 +78,11 @@ class _FrozenOp(nnx.Module):
             raise ValueError(
                 "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
                 "stored in FP8. Call it outside of that context, or call the model that was frozen."
+            )
+        if codes.dtype.itemsize != 1:
+            raise TypeError(
+                f"The kernel of a frozen model must stay in FP8; got {codes.dtype}. Cast the variables of "
+                "nnx.Param alone, not those of fp8flax.nnx.Frozen."
             )
         scale = constant(self.kernel_scale.get_value())
         kernel = QTensor(
@@ -131,11 +146,13 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
         A model of the same type; the one given stays as it is.
 
     Raises:
-        ValueError: no layer with an op of a matmul runs with these inputs.
+        ValueError: no layer with an op of a matmul runs with these inputs, or all their kernels are read
+            elsewhere.
 
     Warns:
         UserWarning: kernels of FP8 ops stay wide: of convolutions, of ops that no layer of NNX has, of
-            layers that did not run, of recipes that keep them wide; or delayed scales have seen no data.
+            layers that did not run, of recipes that keep them wide, those that are read elsewhere; or
+            delayed scales have seen no data.
 
     Example:
         >>> from flax import nnx
@@ -154,11 +171,17 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     layers = {
         layer.site.path: layer for layer in layers_of(copy) if layer.op is not None and layer.takes_codes
     }
-    seen = _operands(model, set(layers), args, kwargs)
+    seen, shared = _operands(model, set(layers), args, kwargs)
     fresh: list[str] = []
     frozen = 0
     for path, (lhs, dims) in seen.items():
-        frozen += _freeze(layers[path], path, lhs, dims, weight_only, fresh)
+        if path not in shared:
+            frozen += _freeze(layers[path], path, lhs, dims, weight_only, fresh)
+    if not frozen and shared:
+        raise ValueError(
+            f"There is nothing to freeze: {_that_are_read_elsewhere(shared)}. A kernel in FP8 has to be "
+            "read by its layer's op alone: leave the model as it is, or give what is tied a copy."
+        )
     if not frozen:
         raise ValueError(
             "No layer with an FP8 matmul ran with these inputs, so there is nothing to freeze. Convert the "
@@ -168,9 +191,11 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
         del copy.fp8_rules
     wide = ["/".join(map(str, p)) for p, node in nnx.iter_graph(copy) if isinstance(node, Fp8Op)]
     if wide:
+        why = "They are no matmuls, no layers of NNX, did not run, or their recipe says so"
+        if shared:
+            why += f"; or {_that_are_read_elsewhere(shared)}"
         warnings.warn(
-            f"The kernels of these FP8 ops stay wide: {', '.join(sorted(wide))}. They are no matmuls, no "
-            "layers of NNX, did not run, or their recipe says so.",
+            f"The kernels of these FP8 ops stay wide: {', '.join(sorted(wide))}. {why}.",
             stacklevel=2,
         )
     if fresh:
@@ -182,35 +207,157 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     return copy
 
 
-def _operands(model: nnx.Module, paths: set[str], args: Any, kwargs: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns what layers multiply by their kernels, and the dimension numbers, by the layers' paths."""
+def _that_are_read_elsewhere(paths: set[str]) -> str:
+    names = ", ".join(f"{path}/kernel".lstrip("/") for path in sorted(paths))
+    return f"something else than its layer's op reads or changes {names}"
+
+
+def _operands(
+    model: nnx.Module, paths: set[str], args: Any, kwargs: Any
+) -> tuple[dict[str, tuple[Any, Any]], set[str]]:
+    """Traces the layers of these paths.
+
+    Returns:
+        What layers multiply by their kernels, and the dimension numbers, by the layers' paths; and the
+        paths of those whose kernels something else reads, or that multiply by something else.
+    """
     copy = nnx.clone(model)
     seen: dict[str, tuple[Any, Any]] = {}
 
     def looking(path: str, is_einsum: bool) -> Any:
         def look(lhs: jax.Array, rhs: jax.Array, dims: Any, *rest: Any, **kwargs: Any) -> jax.Array:
             seen[path] = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), dims
-            return lax.dot_general(lhs, rhs, dims, *rest, **kwargs)
+            return lax.dot_general(lhs, rhs.astype(lhs.dtype), dims, *rest, **kwargs)
 
-        def look_at_einsum(*args: Any, out_sharding: Any = None, **kwargs: Any) -> jax.Array:
+        def look_at(*args: Any, out_sharding: Any = None, **kwargs: Any) -> jax.Array:
             del out_sharding
-            return einsum_with(look, *args, **kwargs)
+            operands = list(args)
+            rhs = 2 if is_einsum else 1
+            operands[rhs] = checkpoint_name(operands[rhs], f"{_MARK}{path}")
+            return einsum_with(look, *operands, **kwargs) if is_einsum else look(*operands, **kwargs)
 
-        return look_at_einsum if is_einsum else look
+        return look_at
 
     for layer in layers_of(copy):
         if layer.site.path in paths:
             function = looking(layer.site.path, layer.kind.op is Fp8Einsum)
             setattr(layer.module, layer.kind.op.field, nnx.static(function))
+            _let_kernel_pass(layer, layer.module.kernel.get_value().dtype)
     graphdef, state = nnx.split(copy)
     arrays, fill = split_arrays(args, kwargs)
+    inputs: dict[str, int] = {}
 
-    def call(state: Any, arrays: Any) -> None:
+    def call(state: Any, arrays: Any) -> Any:
         args, kwargs = fill(arrays)
-        nnx.merge(graphdef, state)(*args, **kwargs)
+        merged = nnx.merge(graphdef, state)
+        numbers = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(state))}
+        kernels = {layer.site.path: layer.module.kernel for layer in layers_of(merged)}
+        kernels = {path: kernel for path, kernel in kernels.items() if path in paths}
+        inputs.update((path, numbers[id(kernel.get_value())]) for path, kernel in kernels.items())
+        out = merged(*args, **kwargs)
+        # A kernel may stay where it was, and nowhere else.
+        own = {id(kernel) for kernel in kernels.values()}
+        nodes = [node for _, node in nnx.iter_graph(merged) if isinstance(node, nnx.Variable)]
+        held = [node.get_value() for node in nodes if id(node) not in own]
+        return [x for x in jax.tree.leaves((out, held)) if isinstance(x, jax.Array)]
 
-    jax.eval_shape(call, state, arrays)
-    return seen
+    jaxpr = jax.make_jaxpr(call)(state, arrays).jaxpr
+    kernels: list[frozenset[int]] = [frozenset()] * len(jaxpr.invars)
+    for i in inputs.values():
+        kernels[i] = frozenset([i])
+    uses = _Uses()
+    returned = uses.follow(jaxpr, kernels)
+    read = uses.read.union(*returned)
+    return seen, {path for path in seen if inputs[path] in read or uses.by_op[path] != {inputs[path]}}
+
+
+_MARK = "fp8flax_kernel:"
+# What gives its operand as it is.
+_SAME = ("copy", "copy_p", "sharding_constraint")
+
+
+class _Uses:
+    """What a program does with some of its inputs, the kernels."""
+
+    def __init__(self) -> None:
+        self.read: set[int] = set()
+        """Which of them anything reads but the op of a layer."""
+        self.by_op: defaultdict[str, set[int | None]] = defaultdict(set)
+        """Which of them these ops read; None for something else."""
+
+    def follow(self, jaxpr: Jaxpr, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+        """Follows the kernels through a jaxpr, and returns which of them its results may be."""
+        nothing: frozenset[int] = frozenset()
+        known = dict(zip(jaxpr.invars, given, strict=True))
+
+        def of(atom: Any) -> frozenset[int]:
+            return known.get(atom, nothing) if isinstance(atom, Var) else nothing
+
+        for eqn in jaxpr.eqns:
+            operands = [of(atom) for atom in eqn.invars]
+            name, params = eqn.primitive.name, eqn.params
+            if name == "name" and params["name"].startswith(_MARK):
+                self.by_op[params["name"].removeprefix(_MARK)] |= set(operands[0]) or {None}
+                continue
+            if name in _SAME:
+                results = operands
+            elif _jaxprs_in(params):
+                results = self._through(name, params, operands, len(eqn.outvars))
+            else:
+                self.read.update(*operands)
+                continue
+            known.update(zip(eqn.outvars, results))
+        return [of(atom) for atom in jaxpr.outvars]
+
+    def _through(
+        self, name: str, params: dict[str, Any], operands: list[frozenset[int]], num_results: int
+    ) -> list[frozenset[int]]:
+        """Follows the kernels through the programs of one primitive."""
+        if name == "cond":
+            self.read |= operands[0]
+            branches = [self.follow(branch.jaxpr, operands[1:]) for branch in params["branches"]]
+            return [frozenset().union(*found) for found in zip(*branches)]
+        if name == "while":
+            of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
+            first, consts = operands[:of_cond], operands[of_cond : of_cond + of_body]
+            carry = operands[of_cond + of_body :]
+            while True:
+                self.follow(params["cond_jaxpr"].jaxpr, [*first, *carry])
+                after = self.follow(params["body_jaxpr"].jaxpr, [*consts, *carry])
+                if all(new <= old for old, new in zip(carry, after)):
+                    return carry
+                carry = [old | new for old, new in zip(carry, after)]
+        programs = _jaxprs_in(params)
+        if name == "scan":
+            start, stop = params["num_consts"], params["num_consts"] + params["num_carry"]
+            while True:
+                results = self.follow(programs[0], operands)
+                carry = operands[start:stop]
+                if all(new <= old for old, new in zip(carry, results)):
+                    return results
+                carry = [old | new for old, new in zip(carry, results)]
+                operands = [*operands[:start], *carry, *operands[stop:]]
+        if len(programs) == 1 and len(programs[0].invars) == len(operands):
+            results = self.follow(programs[0], operands)
+            if len(results) == num_results:
+                return results
+        self.read.update(*operands)
+        return [frozenset()] * num_results
+
+
+def _jaxprs_in(params: dict[str, Any]) -> list[Jaxpr]:
+    """Returns the programs in a primitive's parameters."""
+    values = [
+        x for value in params.values() for x in (value if isinstance(value, tuple | list) else (value,))
+    ]
+    programs = [getattr(value, "jaxpr", value) for value in values]
+    return [program for program in programs if isinstance(program, Jaxpr)]
+
+
+def _let_kernel_pass(layer: Layer, dtype: Any) -> None:
+    """Has a layer give its kernel to its op as it is stored."""
+    promote = layer.module.promote_dtype
+    layer.module.promote_dtype = nnx.static(_PromotesAllBut(promote, dtype))
 
 
 def _freeze(
@@ -241,6 +388,5 @@ def _freeze(
     kind = _FrozenEinsum if layer.kind.op is Fp8Einsum else _FrozenOp
     setattr(layer.module, layer.kind.op.field, nnx.data(kind(gemms, op.form, path, scales)))
     layer.module.kernel = Frozen(codes)
-    promote = layer.module.promote_dtype
-    layer.module.promote_dtype = nnx.static(_PromotesAllBut(promote, wide.dtype))
+    _let_kernel_pass(layer, wide.dtype)
     return True

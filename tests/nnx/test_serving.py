@@ -204,6 +204,9 @@ def test_what_cannot_be_frozen(calibrated):
     frozen = fp8nnx.freeze(calibrated, X)
     with fp8.autocast(enabled=False), pytest.raises(ValueError, match="cannot turn FP8 off in a frozen"):
         frozen(X)
+    nnx.update(frozen, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(frozen, fp8nnx.Frozen)))
+    with pytest.raises(TypeError, match="must stay in FP8; got bfloat16"):
+        frozen(X)
 
 
 @pytest.mark.long
@@ -219,3 +222,72 @@ def test_gradients_of_frozen_models():
     scales = nnx.DiffState(0, nnx.PathContains("dot_general"))
     with pytest.raises(TypeError, match="have no gradient"):
         nnx.grad(lambda model: jnp.sum(model(X)), argnums=scales)(frozen)
+
+
+class Tied(nnx.Module):
+    """A layer that something reads the kernel of, after a layer of which nothing does."""
+
+    def __init__(self, how):
+        rngs, self.how = nnx.Rngs(0), how
+        self.first = nnx.Linear(16, 16, rngs=rngs)
+        self.tied = nnx.Linear(16, 16, rngs=rngs)
+        self.norm = getattr(nnx, how)(self.tied, rngs=rngs) if how.endswith("Norm") else None
+        self.copy = nnx.Variable(jnp.zeros((16, 16)))
+
+    def __call__(self, x):
+        h = self.first(x)
+        if self.norm is not None:
+            return self.norm(h)
+        kernel, h = self.tied.kernel[...], self.tied(h)
+        if self.how == "cast":
+            return h @ kernel.T.astype(h.dtype)
+        if self.how == "loop":
+            return jax.lax.fori_loop(0, 2, lambda i, h: h @ kernel.astype(h.dtype), h)
+        if self.how == "branch":
+            return jax.lax.cond(h.sum() > 0, lambda h, k: h @ k, lambda h, k: h, h, kernel)
+        if self.how == "returned":
+            return h, kernel
+        if self.how == "input":  # of its own layer
+            return self.tied(kernel.astype(jnp.float32))
+        self.copy.set_value(kernel)
+        return h
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "how", ["cast", "loop", "branch", "returned", "input", "kept", "WeightNorm", "SpectralNorm"]
+)
+def test_kernels_that_are_read_elsewhere_stay_wide(how):
+    model = fp8nnx.quantize_model(Tied(how), fp8.Float8CurrentScaling(), include=".*")
+    expected = nnx.clone(model)(X)
+    where = "norm/layer_instance" if how.endswith("Norm") else "tied"
+    with pytest.warns(UserWarning, match=rf"reads or changes {where}/kernel\."):
+        frozen = fp8nnx.freeze(model, X)
+    assert frozen.first.kernel.get_value().dtype == jnp.float8_e4m3fn
+    assert frozen.tied.kernel.get_value().dtype == jnp.float32
+    jax.tree.map(np.testing.assert_array_equal, frozen(X), expected)
+    with pytest.raises(ValueError, match="nothing to freeze: something else than its layer's op reads"):
+        fp8nnx.freeze(fp8nnx.quantize_model(Tied(how), fp8.Float8CurrentScaling(), include="tied|inst"), X)
+
+
+@pytest.mark.long
+@pytest.mark.oldest
+def test_kernels_that_pass_through_transformations_are_frozen():
+    """Though NNX gives them to each transformation, and takes them back from it."""
+
+    class Passed(nnx.Module):
+        def __init__(self):
+            self.a, self.b = (nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2))
+            self.b.kernel = self.a.kernel  # of two layers, no one else's
+
+        def __call__(self, x):
+            x = nnx.jit(lambda layer, x: layer(x))(self.a, x)
+            x = nnx.remat(lambda layer, x: layer(x))(self.b, x)
+            x = nnx.cond(x.sum() > 0, lambda l, x: l(x), lambda l, x: x, self.a, x)
+            x = nnx.fori_loop(0, 2, lambda i, c: (c[0], c[0](c[1])), (self.b, x))[1]
+            return nnx.vmap(lambda layer, x: layer(x), in_axes=(None, 0))(self.a, x)
+
+    model = fp8nnx.quantize_model(Passed(), fp8.Float8CurrentScaling(), include=".*")
+    frozen = fp8nnx.freeze(model, X)
+    assert frozen.a.kernel.get_value().dtype == frozen.b.kernel.get_value().dtype == jnp.float8_e4m3fn
+    np.testing.assert_allclose(frozen(X), model(X), rtol=1e-6)
