@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.names import BY_OP, COUNTED, OVERWRITE_WITH_GRADIENT, PARAMS
@@ -17,6 +18,7 @@ from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._linen.conversion import conversion, converting
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.interception import Contraction, Interception, Left
+from fp8flax._model.jaxprs import CAST
 from fp8flax._model.lifting import beside_params
 from fp8flax._model.provenance import Derived, Provenance
 from fp8flax._model.rules import Decision, Rules, Site
@@ -177,8 +179,10 @@ class Call:
         seen = seen_of(model)
         seen.sites = self.sites
         if not self.is_counting:
-            before, self.ops = self.ops, dict(seen.ops)
-            for path, found in before.items():
+            found_here, self.ops = self.ops, dict(seen.ops)
+            for path, found in found_here.items():
+                if _is_of_other_variables(seen.ops.get(path), found):
+                    del self.ops[path]
                 self._remember(path, found)
             seen.ops = self.ops
             seen.used_otherwise |= self.provenance.used_otherwise
@@ -194,14 +198,44 @@ def _as_struct(x: Any) -> Any:
 
 def as_jax(x: Any) -> Any:
     """Returns NumPy's arrays as JAX's, which keep their identity in a computation."""
-    return jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def _is_same_kernel(a: SeenOp, b: SeenOp) -> bool:
     """Tells whether an op multiplied with the same kernel twice."""
     if a.kernel is None or b.kernel is None:
         return a.kernel is b.kernel
-    return a.kernel.sources == b.kernel.sources and a.kernel.moves == b.kernel.moves
+    return a.kernel.sources == b.kernel.sources and _as_values(a.kernel) == _as_values(b.kernel)
+
+
+def _as_values(kernel: Derived) -> Any:
+    """Returns what was moved how, without casts that change no value: those that wider inputs ask for."""
+
+    def without(moves: Any) -> Any:
+        name, params, index, operands = moves
+        if name == CAST:
+            if _holds(params["new_dtype"], params["from"]):
+                return without(operands[0])
+            params = {**params, "from": None}
+        return name, params, index, tuple(map(without, operands))
+
+    return without(kernel.moves)
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Tells whether a dtype has all values of another one."""
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wide, narrow)):
+        return bool(wide == narrow)
+    of_wide, of_narrow = jnp.finfo(wide), jnp.finfo(narrow)
+    return bool(of_narrow.nmant <= of_wide.nmant and of_narrow.maxexp <= of_wide.maxexp)
+
+
+def _is_of_other_variables(before: SeenOp | None, found: SeenOp) -> bool:
+    """Tells whether an op was called with other variables before: its parameter was cast, or has grown."""
+    if before is None or before.kernel is None or found.kernel is None:
+        return False
+    olds, news = before.kernel.sources, found.kernel.sources
+    return [old.path for old in olds] == [new.path for new in news] and olds != news
 
 
 def check_matched(rules: Rules, sites: list[SeenSite]) -> None:

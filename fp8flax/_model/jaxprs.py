@@ -16,12 +16,13 @@ from fp8flax._core.names import BY_OP
 DOT, CONV, RAGGED_DOT = "dot_general", "conv_general_dilated", "ragged_dot_general"
 CONTRACTIONS = (DOT, CONV, RAGGED_DOT)
 # What changes the place or the dtype of values, and nothing else.
+CAST = "convert_element_type"
 MOVEMENTS = (
-    *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "reshape", "rev"),
+    *("broadcast_in_dim", "concatenate", CAST, "copy", "copy_p", "reshape", "rev"),
     *("sharding_constraint", "slice", "split", "squeeze", "transpose"),
 )
 # Of these, what leaves every value in its place.
-CASTS = ("convert_element_type", "copy", "copy_p", "sharding_constraint")
+CASTS = (CAST, "copy", "copy_p", "sharding_constraint")
 # What leaves every value somewhere, once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
 # What may return an operand as it is.

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from fp8flax._core.names import PARAMS
-from fp8flax._model.jaxprs import BIJECTIONS, CASTS, MOVEMENTS, passed_through, reads_otherwise
+from fp8flax._model.jaxprs import BIJECTIONS, CAST, CASTS, MOVEMENTS, passed_through, reads_otherwise
 from fp8flax._train.collection import key_name
 
 _PARAMETER = "parameter"  # in the place of a primitive, for a parameter as it is
@@ -215,6 +215,8 @@ class Provenance:
                 owes = self.of(operands[index], scope)
             elif can_rebuild:
                 known = {**params, "of": operands[0].shape}
+                if primitive.name == CAST:
+                    known["from"] = operands[0].dtype
                 moves = primitive.name, known, i, tuple(d.moves for d in made_of)
                 owes = Derived(sources, _rebuilder(primitive, params, made_of, i), moves)
             elif made_of and len(made_of) == len(derived):
@@ -244,7 +246,7 @@ def _rebuilder(
             assert d.rebuild is not None
             operands.append(d.rebuild(rest[: len(d.sources)], casts))
             rest = rest[len(d.sources) :]
-        if primitive.name == "convert_element_type" and not casts:
+        if primitive.name == CAST and not casts:
             return operands[0]
         result = primitive.bind(*operands, **params)
         return result[index] if primitive.multiple_results else result

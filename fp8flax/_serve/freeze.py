@@ -206,7 +206,9 @@ def _served_op(
         return ServedOp(path, CustomRecipe() if gemms is WEIGHT_ONLY else gemms, (), fixed)
     assert found.kernel is not None
     sources = found.kernel.sources
-    kernels = tuple((source.path, np.dtype(source.dtype)) for source in sources)
+    # As they are now, which may have been cast since the model was last seen.
+    wide = [(source.path, trees.get(params, source.path).dtype) for source in sources]
+    kernels = tuple((path, np.dtype(jax.dtypes.canonicalize_dtype(dtype))) for path, dtype in wide)
     return ServedOp(path, gemms, kernels, fixed, layout(found, trees.get(params, sources[0].path).shape))
 
 

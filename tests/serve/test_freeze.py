@@ -390,6 +390,43 @@ def test_layers_with_ops_by_hand():
     np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model.apply)(variables, x))
 
 
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_goes_by_the_variables_it_is_given(dtype):
+    """Not by those of earlier calls: one model, of which the parameters are cast, and are not."""
+    model8, x = fp8.quantize_model(nn.Dense(16, dtype=dtype), include=".*"), normal(0, 4, 32)
+    wide = variables_of(model8, x)
+    narrow = {**wide, "params": jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), wide["params"])}
+    with jax.numpy_dtype_promotion("standard"):  # as the layer's own
+        for variables in (narrow, wide):
+            variables = fp8.calibrate(model8.apply, variables, [x])
+            model8.apply(variables, x.astype(jnp.bfloat16))
+            for inputs in ((x,), ()):
+                serve, served = fp8.freeze(model8, variables, *inputs)
+                assert served["params"]["kernel"].dtype == E4M3
+                out, expected = serve.apply(served, x), model8.apply(variables, x)
+                assert out.dtype == expected.dtype
+                np.testing.assert_array_equal(out, expected)
+
+
+@WIDE
+@pytest.mark.long
+def test_narrower_kernels_of_one_op_are_several():
+    """A cast that rounds makes another kernel, if one call has both."""
+
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            op, w = fp8.Fp8DotGeneralOp(), self.param("w", nn.initializers.lecun_normal(), (32, 32))
+            dims = (((1,), (0,)), ((), ()))
+            return op(op(x, w, dims), w.astype(jnp.bfloat16), dims)
+
+    x = normal(0, 4, 32)
+    variables = fp8.calibrate(Twice().apply, variables_of(Twice(), x), [x])
+    serve, served = fp8.freeze(Twice(), variables, x)
+    assert served["params"]["w"].dtype == np.float32
+    np.testing.assert_array_equal(serve.apply(served, x), Twice().apply(variables, x))
+
+
 @pytest.fixture(scope="module")
 def models():
     model8, variables = trained(LanguageModel(layers=1), TOKENS)
