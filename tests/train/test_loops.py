@@ -415,7 +415,7 @@ class TestPage:
 
     def test_it_starts_with_a_recipe_without_state(self):
         assert SECTIONS[1].startswith("First advice: a recipe without state")
-        assert len(SECTIONS) == 12
+        assert len(SECTIONS) == 13
 
     def test_it_shows_the_message(self):
         (message,) = page()[1]
