@@ -7,7 +7,8 @@ evaluates the program with all that was told as further results of every loop an
 has to be declared: no variable, no collection that ``nn.scan`` would have to name.
 
 Internals: ``jax.extend.core`` and ``jax.interpreters``, to define a primitive and to read a jaxpr;
-``jax._src.source_info_util``, for the scopes of what is evaluated.
+``jax._src.source_info_util``, for the scopes of what is evaluated; and of Flax the name of the function
+that ``nn.jit`` gives to ``jax.jit``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 measuring = jax.make_user_context(None)
 """The path of the op whose contractions tell their numbers; ``()`` outside of ops, None to tell nothing."""
 
+_measurement = jax.make_user_context(None)
+"""An object of each measurement: what ``nn.jit`` traced in another one has the paths of that one."""
+
 _TINY, _HUGE = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 # Of a clipped value more is lost than float32 arithmetic loses of the largest one.
 _ROUNDING = 1 + 2.0**-20
@@ -60,7 +64,7 @@ class Numbers(NamedTuple):
     nonfinite: Float32[jax.Array, "*stack"]
     """NaN and Inf."""
     amax: Float32[jax.Array, "*stack"]
-    """The largest finite magnitude."""
+    """The largest finite magnitude; -inf of what was not computed."""
     scale: Float32[jax.Array, "*stack"]
     """The largest."""
     headroom: Float32[jax.Array, "*stack"]
@@ -140,8 +144,9 @@ def _unit(amax: jax.Array) -> jax.Array:
 def merged(numbers: Numbers) -> Numbers:
     """Returns those of all calls together, which are stacked along the first axis."""
     amax = jnp.max(numbers.amax, axis=0)
+    units = [_unit(jnp.maximum(x, np.float32(0))) for x in (numbers.amax, amax)]
     # At most 1: of zeros the unit is.
-    share = jnp.square(jnp.minimum(_unit(numbers.amax) / _unit(amax), np.float32(1)))
+    share = jnp.square(jnp.minimum(units[0] / units[1], np.float32(1)))
     return Numbers(
         **{name: jnp.sum(getattr(numbers, name), axis=0) for name in Numbers._fields[:3]},
         signal=jnp.sum(numbers.signal * share, axis=0),
@@ -207,12 +212,75 @@ def measured(f: Callable[[Any], Any], x: Any) -> tuple[Any, Told]:
         x: its argument.
 
     Raises:
-        ValueError: an op tells its numbers where they cannot get out.
+        ValueError: an op tells its numbers where they cannot get out, or under the path of another one.
     """
-    with measuring(()):
+    with measuring(()), _measurement(object()):
         jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)(x)
+    _check_paths(jaxpr.jaxpr)
     out, told = _evaluated(jaxpr, jax.tree.leaves(x), is_again=False)
     return jax.tree.unflatten(jax.tree.structure(shapes), out), told
+
+
+_NN_JIT = "core_fn"
+
+
+def _check_paths(jaxpr: Any) -> None:
+    """Raises ``ValueError`` where ``nn.jit`` has traced one layer for several, whose path they all tell.
+
+    A layer that is called several times multiplies each time by a kernel of the same parameters.
+    """
+    kernels: dict[tuple[str, ...], frozenset[Any]] = {}
+    _follow_kernels(jaxpr, [_itself(var) for var in jaxpr.invars], kernels, in_nn_jit=False)
+
+
+def _follow_kernels(
+    jaxpr: Any,
+    origins: Sequence[frozenset[Any]],
+    kernels: dict[tuple[str, ...], frozenset[Any]],
+    *,
+    in_nn_jit: bool,
+) -> list[frozenset[Any]]:
+    """Returns what the results of a program are made of, given what its inputs are.
+
+    What each op's kernel is made of that stands in ``nn.jit`` goes into ``kernels``.
+    """
+    made_of = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(_itself, jaxpr.constvars), *origins)))
+
+    def read(atom: Any) -> frozenset[Any]:
+        return frozenset() if isinstance(atom, Literal) else made_of[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if eqn.primitive is _tell_p and eqn.params["role"] == "kernel" and in_nn_jit:
+            path = eqn.params["path"]
+            before = kernels.setdefault(path, operands[0])
+            if before and operands[0] and before.isdisjoint(operands[0]):
+                raise ValueError(
+                    f"Several layers tell their numbers as {'/'.join(path)}: nn.jit traces modules that "
+                    "are alike once, under the path of the first. Measure the model without nn.jit (its "
+                    "variables are the same), with jax.jit around fp8flax.statistics."
+                )
+        is_again = eqn.params.get("differentiated")  # under residuals, and told before
+        is_nn_jit = eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _NN_JIT
+        results = [frozenset[Any]().union(*operands)] * len(eqn.outvars)
+        inside = [
+            _follow_kernels(
+                inner,
+                operands[len(operands) - len(inner.invars) :],
+                {} if is_again else kernels,
+                in_nn_jit=in_nn_jit or is_nn_jit,
+            )
+            for inner in _programs_in(eqn.params)
+            if len(inner.invars) <= len(operands) and len(inner.outvars) == len(eqn.outvars)
+        ]
+        if inside:
+            results = [frozenset[Any]().union(*each) for each in zip(*inside)]
+        made_of.update(zip(eqn.outvars, results))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _itself(var: Any) -> frozenset[Any]:
+    return frozenset([var])
 
 
 def _evaluated(closed: Any, args: Sequence[Any], *, is_again: bool) -> tuple[list[Any], Told]:
@@ -307,16 +375,21 @@ def _branched(branches: Any, operands: Sequence[Any], *, is_again: bool) -> tupl
 
 def _nothing(like: Numbers) -> Numbers:
     zeros = Numbers(*(jnp.zeros(x.shape, jnp.float32) for x in like))
-    return zeros._replace(headroom=zeros.headroom + np.float32(np.inf))
+    infinite = zeros.headroom + np.float32(np.inf)
+    return zeros._replace(amax=-infinite, headroom=infinite)
 
 
 def _tells(params: Any) -> bool:
     """Tells whether a primitive's parameters contain programs that tell anything."""
-    for value in params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            inner = getattr(one, "jaxpr", one)
-            if isinstance(inner, Jaxpr) and any(
-                eqn.primitive is _tell_p or _tells(eqn.params) for eqn in inner.eqns
-            ):
-                return True
-    return False
+    return any(
+        eqn.primitive is _tell_p or _tells(eqn.params)
+        for inner in _programs_in(params)
+        for eqn in inner.eqns
+    )
+
+
+def _programs_in(params: Any) -> list[Any]:
+    """Returns the programs among a primitive's parameters."""
+    values = [one for x in params.values() for one in (x if isinstance(x, tuple | list) else (x,))]
+    inner = [getattr(one, "jaxpr", one) for one in values]
+    return [one for one in inner if isinstance(one, Jaxpr)]

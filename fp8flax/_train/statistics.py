@@ -2,7 +2,7 @@
 
 ``statistics`` runs a loss forward and backward once more, as a program of its own in which every op tells
 what it sees (see ``_core.measuring``), and returns that: it is pure, and a branch of ``lax.cond`` like any
-other, so that steps that do not measure pay nothing. The other way would have been to sow into a
+other, so that steps that do not measure run nothing of it. The other way would have been to sow into a
 collection: every step would measure, the backward pass cannot sow, and every ``nn.scan`` would have to name
 the collection.
 """
@@ -39,7 +39,8 @@ class Statistics:
 
     Of layers that ``nn.scan`` or ``nn.vmap`` stacked, and of microbatches in a ``lax.scan``, each field has
     leading axes. A tensor enters two GEMMs; where its quantizers differ, as with scales per block, all
-    counts are over both. Of an op that is called several times they are over all calls.
+    counts are over both. Of an op that is called several times they are over all calls. All fields are NaN
+    where nothing was computed: in a branch of ``lax.cond`` that was not taken.
 
     Attributes:
         underflow: share of the finite values that are not zero whose code is zero, 0 to 1.
@@ -90,7 +91,8 @@ def statistics(
     not know their paths), ops whose result the loss does not depend on differentiably (they have no output
     gradient), and a ``jax.shard_map`` inside of ``fun``.
     ``MLP`` is measured as the layers that it consists of, whose activations are rounded to their dtype
-    before they are cast. Ops of two models that have the same path count as one.
+    before they are cast. Ops of two models that have the same path count as one. Nor are layers of one kind
+    in ``nn.jit``, which traces all of them as the first one: measure the model without it.
 
     Args:
         fun: ``fun(variables, *args, **kwargs)``, a loss; returns a scalar, or a pair ``(scalar, aux)``.
@@ -102,8 +104,8 @@ def statistics(
         ``input``, ``kernel`` and ``output_grad``, of which those stand there that the recipe quantizes.
 
     Raises:
-        ValueError: (when called) no FP8 op was reached, or one is inside of a ``jax.shard_map`` or
-            ``lax.while_loop`` of ``fun``.
+        ValueError: (when called) no FP8 op was reached, one is inside of a ``jax.shard_map`` or
+            ``lax.while_loop`` of ``fun``, or ``nn.jit`` gives several layers one path.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -146,7 +148,7 @@ def _statistics(numbers: Numbers) -> Statistics:
     count = jnp.maximum(numbers.values, np.float32(1))
     is_exact = numbers.noise == 0
     ratio = numbers.signal / jnp.where(is_exact, np.float32(1), numbers.noise)
-    return Statistics(
+    found = Statistics(
         underflow=numbers.underflowed / count,
         saturation=numbers.saturated / count,
         sqnr=jnp.where(is_exact, np.float32(np.inf), np.float32(10) * jnp.log10(ratio)),
@@ -155,13 +157,16 @@ def _statistics(numbers: Numbers) -> Statistics:
         scale=numbers.scale,
         nonfinite=numbers.nonfinite,
     )
+    is_measured = numbers.amax >= 0
+    return jax.tree.map(lambda x: jnp.where(is_measured, x, np.float32(np.nan)), found)
 
 
 def every(num_steps: int, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``fun`` for every so many steps, under ``lax.cond``: in between it costs nothing.
+    """Returns ``fun`` for every so many steps, under ``lax.cond``: in between nothing of it runs.
 
-    That is, its kernels are in the compiled step, and run when they are asked for. (Under ``jax.vmap`` over
-    the step they would always run.)
+    Its kernels are in the compiled step, and run when they are asked for. (Under ``jax.vmap`` over the step
+    they would always run.) Memory for them is there at all steps: one program of four layers had 16.0 MiB
+    of temporaries without and 22.0 MiB with ``statistics``, compiled for a CPU.
 
     Args:
         num_steps: 1 or more.
