@@ -37,7 +37,8 @@ def calibrate(
     of one step on all the batches, and its scales are those that the next step uses. Nothing else changes.
 
     Args:
-        fun: ``fun(variables, batch)``, such as ``model.apply``; it is compiled. Forward it may return any
+        fun: ``fun(variables, batch)``, such as ``model.apply``, or ``lambda v, batch: loss(v, *batch)`` for
+            batches of several arguments; it is compiled. Forward it may return any
             arrays, of which those that are floats must depend on all layers. (Where it has no reverse mode,
             with a layer in a ``lax.while_loop`` or in ``jax.jvp``, callbacks to the host tell what each
             layer saw.)
@@ -52,7 +53,7 @@ def calibrate(
         is one.
 
     Raises:
-        TypeError: scaling state is not float32.
+        TypeError: scaling state is not float32; or ``fun`` takes a batch's parts as arguments of their own.
         ValueError: there is no scaling state, no batch, a batch with a NaN or an Inf in a layer's tensors,
             or no layer that ``fun`` reaches.
 
@@ -81,7 +82,16 @@ def calibrate(
     measure = _Measure(fun, backward, has_aux)
     merged = None
     for i, batch in enumerate(batches):
-        new = measure(variables, batch)
+        try:
+            new = measure(variables, batch)
+        except TypeError as error:
+            if not isinstance(batch, tuple | list) or "required positional argument" not in str(error):
+                raise
+            raise TypeError(
+                f"calibrate calls fun(variables, batch), with a batch as one argument; batch {i} is a "
+                f"{type(batch).__name__} of {len(batch)}, and the call failed: {error}. For a function of "
+                "several arguments pass fun=lambda v, batch: fun(v, *batch)."
+            ) from error
         if bad := _names("_amax_history", lambda history: history == np.inf, new, backward):
             raise ValueError(
                 f"Batch {i} puts a NaN or an Inf into {', '.join(bad)}. Leave it out, or look where that "

@@ -213,7 +213,7 @@ def check_state(variables: Any, before: Any = None) -> None:
 
     Raises:
         TypeError: the values are traced.
-        ValueError: lists each leaf that is wrong, and what to do.
+        ValueError: lists the leaves that are wrong, five at most, and what to do.
 
     Warns:
         UserWarning: some histories are all zeros, or did not move, while others did: those layers took no
@@ -256,6 +256,8 @@ def check_state(variables: Any, before: Any = None) -> None:
                 still.append(history)
             elif seen.zeros:
                 partly.append(f"{history} ({seen.zeros} of {seen.layers} layers)")
+    if len(problems) > _LISTED:
+        problems[_LISTED:] = [f"and {len(problems) - _LISTED} more."]
     if still and len(still) == len(pairs):
         problems.append(
             "No history has moved. The next state is the gradient of the old one, and the loop must "
@@ -285,6 +287,7 @@ def _wrong_shapes(new: ScalingState, old: ScalingState | None) -> str | None:
     return None
 
 
+_LISTED = 5
 _NOT_A_STEP = "Something other than a step went over it: an optimizer, an average, a loss scale."
 
 
@@ -294,7 +297,10 @@ def _wrong_values(seen: _Seen) -> tuple[str | None, str | None]:
     if not seen.is_history:
         return scale, f"has entries that are negative or not finite. {_NOT_A_STEP}"
     if seen.factor == 0:
-        return scale, f"has past entries other than those of `before`. {_NOT_A_STEP}"
+        return scale, (
+            f"has past entries other than those of `before`. {_NOT_A_STEP} Or there was more than one step "
+            "since `before`."
+        )
     return scale, None if seen.factor == 1 else f"was multiplied by {seen.factor}. {_NOT_A_STEP}"
 
 

@@ -230,6 +230,18 @@ class TestRefused:
         with pytest.raises(ValueError, match="Batch 1 puts a NaN or an Inf into .*first/.*input_amax"):
             fp8.calibrate(MODEL.apply, VARIABLES, [X, X.at[0, 0].set(bad)])
 
+    @pytest.mark.parametrize("backward", [False, True])
+    def test_a_batch_of_several_arguments(self, backward):
+        def loss(variables, x, y):
+            return jnp.mean(jnp.square(MODEL.apply(variables, x) - y))
+
+        batches = [(X, np.float32(0))]
+        with pytest.raises(
+            TypeError, match=r"batch 0 is a tuple of 2, .*'y'.*=lambda v, batch: fun\(v, \*b"
+        ):
+            fp8.calibrate(loss, VARIABLES, batches, backward=backward)
+        fp8.calibrate(lambda v, batch: loss(v, *batch), VARIABLES, batches, backward=backward)
+
     def test_nothing_reached(self):
         for fun in (lambda v, x: x, lambda v, x: jnp.argmax(MODEL.apply(v, x))):
             with pytest.raises(ValueError, match="No FP8 layer was reached"):

@@ -259,6 +259,14 @@ class TestCheckState:
         with pytest.raises(ValueError, match=r"(?s)\n- .*first.*input_scale.*\n- .*second.*kernel_amax"):
             fp8.check_state(variables)
 
+    def test_two_steps_are_no_step(self):
+        """A loop that is right, of which one look is too late, hears of that, and in few lines."""
+        with pytest.raises(ValueError, match="Or there was more than one step since `before`") as error:
+            fp8.check_state(trained(4), before=trained(2))
+        *listed, rest = [line for line in str(error.value).splitlines() if line.startswith("- ")]
+        assert len(listed) == 5
+        assert rest == "- and 1 more."
+
     def test_a_state_that_never_moved(self):
         with pytest.raises(ValueError, match="No history has moved"):
             fp8.check_state(START)
