@@ -226,8 +226,15 @@ def entries(sizes: Sizes) -> list[Entry]:
         return timed_entry(f"decode/batch-{batch}", sizes, loops, base="bf16", expected=50)
 
     first_model, *more_models = sizes.models
+    of_experts = Entry(
+        name="values-experts/current-e4m3",
+        measure=partial(measure_experts, sizes.values, "current-e4m3"),
+        programs=partial(experts_programs, sizes.values, "current-e4m3"),
+        expected=8,
+    )
     return [
         *of_values("values", sizes.values, CORE_VALUES),
+        of_experts,
         *map(of_gemm, sizes.gemms),
         of_dense(sizes.first, in_full=True),
         timed_entry("memory", sizes, partial(memory_loops, sizes), base=None, expected=15),
@@ -1071,6 +1078,75 @@ def values_row(recipe: fp8.Recipe, shape: Shape) -> Row:
     if OWG in dvariables:
         row["states_that_differ"] = states_that_differ(recipe.gemms, dvariables[OWG], (x, w, g))
     return row
+
+
+NUM_EXPERTS = 5
+
+
+def sizes_of_experts(rows: int) -> np.ndarray:
+    """Returns how many rows each expert has: odd numbers, one empty, and some rows left over."""
+    shares = np.array([0.21, 0.0, 0.33, 0.17, 0.24])
+    return np.where(shares > 0, (shares * rows).astype(np.int32) | 1, 0).astype(np.int32)
+
+
+def experts_program(recipe: fp8.Recipe, shape: Shape) -> Program:
+    """Returns a ragged dot in float32, and both of its gradients."""
+    M, K, N = shape
+    op = fp8.Fp8RaggedDotOp(recipe=recipe)
+
+    def step(x: jax.Array, w: jax.Array, group_sizes: jax.Array, g: jax.Array) -> Any:
+        out, vjp = jax.vjp(lambda x, w: op.apply({}, x, w, group_sizes), x, w)
+        return out, *vjp(g)
+
+    floats = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((M, K), (NUM_EXPERTS, K, N), (M, N))]
+    return Program(jax.jit(step), (*floats[:2], jax.ShapeDtypeStruct((NUM_EXPERTS,), jnp.int32), floats[2]))
+
+
+def experts_programs(shape: Shape, name: str) -> dict[str, Program]:
+    return {name: experts_program(VALUES[name], shape)}
+
+
+def measure_experts(shape: Shape, name: str, progress: Progress) -> Row:
+    """Compares a ragged dot on the device, with both gradients, with NumPy, an expert at a time."""
+    progress.at(name)
+    M, K, N = shape
+    rng = np.random.default_rng(0)
+    x, w, g = (
+        rng.standard_normal(s).astype(np.float32) * np.float32(f)
+        for s, f in (((M, K), 1.0), ((NUM_EXPERTS, K, N), K**-0.5), ((M, N), 1e-3))
+    )
+    group_sizes = sizes_of_experts(M)
+    ends = np.cumsum(group_sizes)
+    used = slice(0, ends[-1])
+    program = experts_program(VALUES[name], shape)
+    compiled = compiled_here(program)
+    row: Row = read_or_say(compiled, 1, jax.devices()[0].platform == "gpu")
+    row = {key: value for key, value in row.items() if key in ("gemms", "not_read", "kernels")}
+    measured = [np.asarray(a, np.float64) for a in compiled(*map(jnp.asarray, (x, w, group_sizes, g)))]
+    gemms = VALUES[name].gemms
+    values = {
+        "x": by_formulas(gemms.forward.lhs, x[used]).values,
+        "w": [by_formulas(gemms.forward.rhs, kernel.T).values.T for kernel in w],
+        "g": by_formulas(gemms.dgrad.lhs, g[used]).values,
+    }
+    wide = {"x": x[used].astype(np.float64), "w": w.astype(np.float64), "g": g[used].astype(np.float64)}
+
+    def by_expert(of: Any) -> tuple[np.ndarray, ...]:
+        out, dx, dw = np.zeros((M, N)), np.zeros((M, K)), np.zeros(w.shape)
+        for e, (start, end) in enumerate(zip(ends - group_sizes, ends)):
+            rows = slice(start, end)
+            out[rows], dx[rows] = of["x"][rows] @ of["w"][e], of["g"][rows] @ of["w"][e].T
+            dw[e] = of["x"][rows].T @ of["g"][rows]
+        return out, dx, dw
+
+    for gemm, got, wanted, exact in zip(GEMMS, measured, by_expert(values), by_expert(wide), strict=True):
+        row[gemm] = {
+            "relative_error": float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)),
+            "max_error": float(np.abs(got - wanted).max() / np.abs(wanted).max()),
+            "error_of_fp8": float(np.linalg.norm(wanted - exact) / np.linalg.norm(exact)),
+        }
+    operands = [Operand(gemms.forward.lhs, x[used], x[used], 1)]
+    return {"shape": [*shape], "experts": group_sizes.tolist(), **row, **differences(operands)}
 
 
 class Operand(NamedTuple):
