@@ -187,15 +187,15 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
             "No layer with an FP8 matmul ran with these inputs, so there is nothing to freeze. Convert the "
             "model by fp8flax.nnx.quantize_model(model, include=…), or give its layers ops."
         )
-    if hasattr(copy, "fp8_rules"):
-        del copy.fp8_rules
-    wide = ["/".join(map(str, p)) for p, node in nnx.iter_graph(copy) if isinstance(node, Fp8Op)]
-    if wide:
+    ops = {"/".join(map(str, p)): node for p, node in nnx.iter_graph(copy) if isinstance(node, Fp8Op)}
+    for op in ops.values():
+        op.conversion = None  # report looks at models as quantize_model makes them
+    if ops:
         why = "They are no matmuls, no layers of NNX, did not run, or their recipe says so"
         if shared:
             why += f"; or {_that_are_read_elsewhere(shared)}"
         warnings.warn(
-            f"The kernels of these FP8 ops stay wide: {', '.join(sorted(wide))}. {why}.",
+            f"The kernels of these FP8 ops stay wide: {', '.join(sorted(ops))}. {why}.",
             stacklevel=2,
         )
     if fresh:

@@ -56,6 +56,9 @@ def _general_axes(layer: nnx.LinearGeneral) -> tuple[list[int], list[int]]:
     return list(range(batch, batch + len(layer.in_features))), list(range(batch))
 
 
+BY_DEFAULT = "by default"
+"""What the rules give as the reason where none of them speaks."""
+
 _KINDS: dict[type[nnx.Module], Kind] = {
     nnx.Linear: Kind(
         Fp8DotGeneralOp,
@@ -167,6 +170,14 @@ def _is_matmul(layer: nnx.Conv) -> bool:
     return is_matmul(x, kernel, strides, padding, dilation, kernel_dilation, numbers, groups, 1, None)
 
 
+class _Conversion(NamedTuple):
+    """How ``quantize_model`` made a model. Each op of that has it, as no field of the model is ours."""
+
+    rules: Rules
+    kept: frozenset[str]
+    """The layers that had their ops before."""
+
+
 def quantize_model(
     model: Any,
     recipe: Recipe | None = None,
@@ -181,8 +192,9 @@ def quantize_model(
 
     The layers are those that have a field for it: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum``
     and ``nnx.Conv``, wherever they stand, so also those of ``nnx.MultiHeadAttention`` and of recurrent
-    cells. Each gets an op of its own, with fresh state; a module that stands in two places gets one. In
-    layers that ``nnx.vmap`` has stacked along the first axis, for ``nnx.scan``, the state is stacked too.
+    cells. Each gets an op of its own, with fresh state; a module that stands in two places gets one. A
+    layer that has an op by hand keeps it, and its state, unless ``rules`` or ``include`` match the layer.
+    In layers that ``nnx.vmap`` has stacked along the first axis, for ``nnx.scan``, the state is stacked.
     What a module writes out (``x @ w``, ``jnp.einsum``) is not looked into: give it an op.
 
     The copy shares the arrays of the model, which are not mutable, and no variable.
@@ -212,8 +224,8 @@ def quantize_model(
 
     Raises:
         TypeError: ``model`` is not an NNX module, or a recipe is none.
-        ValueError: the model is converted already; a rule or ``form`` is not valid; a pattern matched
-            nothing; or nothing is converted.
+        ValueError: the model, or a part of it, is converted already; a rule or ``form`` is not valid; a
+            pattern matched nothing; or nothing is converted.
 
     Example:
         >>> from flax import nnx
@@ -231,11 +243,13 @@ def quantize_model(
     if not isinstance(model, nnx.Module):
         hint = " Pass an instance, not the class." if isinstance(model, type) else ""
         raise TypeError(f"model must be a flax.nnx.Module; got {type(model).__name__}.{hint}")
-    if hasattr(model, "fp8_rules"):
-        raise ValueError(
-            f"{type(model).__name__} is converted already. Call quantize_model on the model that it was "
-            "made from, with all rules at once."
-        )
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, Fp8Op) and node.conversion is not None:
+            raise ValueError(
+                f"{type(model).__name__} is converted already, or a part of it: the op at "
+                f"{'/'.join(map(str, path))!r} comes from quantize_model. Call it once, on the whole model "
+                "without conversions, with all rules at once."
+            )
     options = Rules(
         recipe=recipe,
         include=include,
@@ -257,13 +271,20 @@ def quantize_model(
     check_matched(options, seen)
     if not any(layer.op for layer in layers):
         check_converted(options, seen, {})
+    kept = set()
     for layer, decision in zip(layers, decisions):
-        if decision.converts:
+        if layer.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):
+            kept.add(layer.site.path)
+        elif decision.converts:
             op = layer.kind.op(recipe=decision.recipe, form=form)
-            op.scope = layer.site.path
             _stack(op, layer.stacked)
             setattr(layer.module, layer.kind.op.field, nnx.data(op))
-    copy.fp8_rules = nnx.static(options)
+    conversion = _Conversion(options, frozenset(kept))
+    of_layers = {id(layer.op): layer.site.path for layer in reversed(layers) if layer.op is not None}
+    for path, node in nnx.iter_graph(copy):
+        if isinstance(node, Fp8Op):
+            node.scope = of_layers.get(id(node), "/".join(map(str, path)))
+            node.conversion = nnx.static(conversion)
     return copy
 
 
@@ -280,6 +301,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
 
     Nothing is computed: the shapes come from tracing a call. They are those that the layer sees (under
     ``jax.vmap`` and ``nnx.vmap`` of one example), and it counts as often as it is called (in a loop once).
+    A layer with an op that does not run is listed with 0 times. What modules write out is not listed.
     The prediction is that of ``fp8flax.report``; ``fp8flax.audit`` reads the compiled step.
 
     Args:
@@ -311,20 +333,25 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
 
     Source: as of ``fp8flax.report``.
     """
-    rules = getattr(model, "fp8_rules", None)
-    if rules is None:
+    copy = nnx.clone(model)
+    layers = list(layers_of(copy))
+    first = next(((layer.op, layer.site.path) for layer in layers if layer.op is not None), None)
+    # A part of a converted model has ops of other names.
+    if first is None or first[0].conversion is None or first[0].scope != first[1]:
         raise TypeError(
             f"model must come from fp8flax.nnx.quantize_model; got {type(model).__name__}. For any other "
             "function, fp8flax.audit reads the compiled program."
         )
+    rules, kept = first[0].conversion
     if target not in GPUS:
         raise ValueError(f"target must be one of {sorted(GPUS)}; got {target!r}.")
     counts: Counter[tuple[str, GemmSizes]] = Counter()
-    copy = nnx.clone(model)
-    sites = {}
-    for layer in list(layers_of(copy)):
+    sites, idle = {}, []
+    for layer in layers:
         site, decision = layer.site, rules.decide(layer.site)
-        if layer.op is not None and not decision.converts:
+        if layer.op is not None:
+            idle.append(site.path)
+        if layer.op is not None and site.path in kept:
             decision = decision._replace(converts=True, recipe=layer.op.recipe, reason="an op of its own")
         sites[site.path] = site, decision
         counting = _Counting(counts, site.path, layer.kind)
@@ -337,6 +364,12 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
         nnx.merge(graphdef, state)(*args, **kwargs)
 
     jax.eval_shape(call, state, arrays)
+    called = {path for path, _ in counts}
+    for path in idle:
+        if path not in called:
+            site, decision = sites[path]
+            sites[path] = site, decision._replace(converts=False, reason="its op is never called")
+            counts[path, site.sizes._replace(m=0)] = 0
     rows, wide, time = [], 0.0, 0.0
     for (path, sizes), count in counts.items():
         site, decision = sites[path]

@@ -20,6 +20,7 @@ from fp8flax._core.dot_general import DimensionNumbers, fp8_dot_general
 from fp8flax._core.einsum import einsum_with
 from fp8flax._core.formats import Format
 from fp8flax._core.max_dtype import is_max_dtype
+from fp8flax._core.measuring import measuring
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, SWITCHED_OFF, state_leaf_names
 from fp8flax._core.options import check_choice, check_int
 from fp8flax._core.quantizers import DelayedQuantizer
@@ -82,6 +83,7 @@ class Fp8Op(nnx.Module):
         check_choice("form", form, FORMS)
         self.recipe, self.form = recipe, form
         self.scope = ""  # where it stands in a model, for the audit: NNX names nothing in programs
+        self.conversion: Any = None  # how quantize_model made that model, for report
         in_use = recipe_in_use(recipe, self.default_recipe())
         if in_use is None:  # FP8 is off here
             return
@@ -120,7 +122,18 @@ class Fp8Op(nnx.Module):
             role: self._state(role, quantizer, stacked if role in self.stacked else ())
             for role, quantizer in recipe.gemms.delayed.items()
         }
-        return self.in_fp8(*args, states=States(**states), recipe=recipe, form=self.form)
+        with measuring(None if measuring.value is None else self._path()):
+            return self.in_fp8(*args, states=States(**states), recipe=recipe, form=self.form)
+
+    def _path(self) -> tuple[str, ...]:
+        """Returns the name of what ``statistics`` measures here."""
+        if not self.scope and self.conversion is None:
+            raise ValueError(
+                f"fp8flax.statistics met an {type(self).__name__} that does not know where it stands. "
+                "Convert the model by fp8flax.nnx.quantize_model, so that ops know their names: it keeps "
+                "those that are there, and their state."
+            )
+        return tuple(self.scope.split("/")) if self.scope else (type(self).__name__,)
 
     def _state(self, role: str, quantizer: DelayedQuantizer, stacked: tuple[int, ...]) -> ScalingState:
         values = []

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,6 +125,11 @@ def test_rules_and_models_that_are_wrong(block):
         fp8nnx.quantize_model(Block)
     with pytest.raises(ValueError, match="converted already"):
         fp8nnx.quantize_model(fp8nnx.quantize_model(block, include="up"), include="up")
+    part = fp8nnx.quantize_model(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), include=".*")
+    with pytest.raises(ValueError, match="a part of it: the op at 'layers/1/dot_general'"):
+        fp8nnx.quantize_model(
+            nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), part), include="layers/0"
+        )
     with pytest.raises(ValueError, match=r"no layer that takes an op: none of nnx\.Linear"):
         fp8nnx.quantize_model(nnx.Embed(4, 4, rngs=nnx.Rngs(0)))
 
@@ -151,6 +157,86 @@ def test_layers_with_functions_of_their_own_are_left():
     reasons = "cls: it has a dot_general_cls.*own: it has a dot_general of its.*along another axis"
     with pytest.raises(ValueError, match=reasons):
         fp8nnx.quantize_model(nnx.Dict(layers), rules=[(".*", SHORT)])
+
+
+@pytest.mark.long
+def test_ops_by_hand_keep_recipe_and_state_unless_a_rule_names_them():
+    def op():
+        return fp8nnx.Fp8DotGeneralOp(recipe=SHORT)
+
+    rngs, shared = nnx.Rngs(0), op()
+    hand = nnx.Linear(576, 576, dot_general=op(), rngs=rngs)
+    hand.dot_general.input_scale.set_value(jnp.full((1,), 8.0))
+    plain = nnx.Linear(576, 576, rngs=rngs)
+    attention = nnx.MultiHeadAttention(2, 576, qkv_dot_general=shared, decode=False, rngs=rngs)
+    model = nnx.Sequential(hand, plain, attention)
+    model8 = fp8nnx.quantize_model(model, CURRENT)
+    kept, fresh, attention8 = model8.layers
+    assert kept.dot_general.recipe == SHORT
+    assert kept.dot_general.input_scale.get_value() == 8
+    assert fresh.dot_general.recipe == attention8.out.dot_general.recipe == CURRENT
+    assert attention8.query.dot_general is attention8.value.dot_general
+    assert attention8.query.dot_general.scope == "layers/2/key"  # the first of them
+    assert hand.dot_general.scope == ""
+    report = fp8nnx.report(model8, jax.ShapeDtypeStruct((8, 576), jnp.float32))
+    assert [row.reason for row in report.rows] == [
+        *("an op of its own", "by default"),
+        *(["an op of its own"] * 3 + ["by default"]),
+    ]
+    for asked in ({"include": "layers/0"}, {"rules": [("layers/0", CURRENT)]}):
+        replaced = fp8nnx.quantize_model(model, CURRENT, **asked)
+        assert replaced.layers[0].dot_general.recipe == CURRENT
+        assert replaced.layers[2].query.dot_general.recipe == SHORT
+
+
+def test_a_dict_of_layers_gets_no_item():
+    layers = nnx.Dict(a=nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
+    model8 = fp8nnx.quantize_model(layers, include=".*")
+    assert list(model8) == ["a"]
+    assert model8["a"].dot_general.scope == "a"
+
+
+def test_report_of_ops_that_do_not_run():
+    class Own(nnx.Linear):
+        def __call__(self, x):
+            return x @ self.kernel[...]
+
+    model = nnx.Sequential(Own(32, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
+    report = fp8nnx.report(fp8nnx.quantize_model(model, include=".*"), jnp.ones((8, 32)))
+    rows = {row.path: (row.count, row.flops, row.converted, row.reason) for row in report.rows}
+    assert rows == {
+        "layers/0": (0, 0, False, "its op is never called"),
+        "layers/1": (1, 2 * 8 * 32 * 32, True, "by include '.*'"),
+    }
+    assert "1 of 2 contractions are converted" in str(report)
+    with pytest.raises(TypeError, match="must come from"):
+        fp8nnx.report(fp8nnx.quantize_model(model, include=".*").layers[0], jnp.ones((8, 32)))
+    idle = fp8nnx.quantize_model(Own(32, 32, rngs=nnx.Rngs(0)), include=".*")
+    assert "0 of 1 contractions are converted (0.0 %" in str(fp8nnx.report(idle, jnp.ones((8, 32))))
+
+
+@pytest.mark.long
+def test_statistics_name_layers():
+    """They are those of the same layers of Linen, op by op."""
+    op = partial(fp8.Fp8DotGeneralOp, recipe=SHORT)
+    linen_model = nn.Sequential([nn.Dense(16, dot_general_cls=op), nn.Dense(8, dot_general_cls=op)])
+    rngs, by_hand = nnx.Rngs(0), fp8nnx.Fp8DotGeneralOp(recipe=SHORT)
+    model = nnx.Sequential(nnx.Linear(16, 16, dot_general=by_hand, rngs=rngs), nnx.Linear(16, 8, rngs=rngs))
+    x = normal(0, 4, 16)
+
+    def measure(model):
+        graphdef, state = nnx.split(model)
+        return jax.jit(fp8.statistics(lambda s: jnp.sum(nnx.merge(graphdef, s)(x) ** 2)))(state)
+
+    with pytest.raises(ValueError, match="quantize_model, so that ops know their names"):
+        measure(model)
+    model8 = fp8nnx.quantize_model(model, SHORT, rules=[("layers/1", SHORT)])
+    found, variables = measure(model8), fp8nnx.to_linen(model8)
+    expected = jax.jit(fp8.statistics(lambda v: jnp.sum(linen_model.apply(v, x) ** 2)))(variables)
+    names = {f"layers/{i}": f"layers_{i}/Fp8DotGeneralOp_0" for i in range(2)}
+    assert set(found) == set(names)
+    jax.tree.map(np.testing.assert_array_equal, found, {name: expected[names[name]] for name in names})
+    assert set(measure(fp8nnx.quantize_model(model.layers[1], include=".*"))) == {"Fp8DotGeneralOp"}
 
 
 @pytest.mark.oldest
