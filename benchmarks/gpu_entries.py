@@ -234,8 +234,8 @@ def entries(sizes: Sizes) -> list[Entry]:
     )
     return [
         *of_values("values", sizes.values, CORE_VALUES),
-        of_experts,
         *map(of_gemm, sizes.gemms),
+        of_experts,
         of_dense(sizes.first, in_full=True),
         timed_entry("memory", sizes, partial(memory_loops, sizes), base=None, expected=15),
         of_gaps("gaps/graphs", {}),
