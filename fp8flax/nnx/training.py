@@ -45,6 +45,21 @@ def _is_node(x: Any) -> bool:
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
+def _without_max_dtype(tree: Any) -> Any:
+    """Returns a tree with its arrays, and those in its modules' variables, in dtypes that NumPy has."""
+    for node in jax.tree.leaves(tree, is_leaf=_is_node):
+        if not _is_node(node):
+            continue
+        inside = [node] if isinstance(node, nnx.Variable) else [x for _, x in nnx.iter_graph(node)]
+        for variable in inside:
+            if isinstance(variable, nnx.Variable):
+                old = variable.get_value()
+                new = jax.tree.map(from_max_dtype, old)
+                if any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new))):
+                    variable.set_value(new)
+    return jax.tree.map(from_max_dtype, tree, is_leaf=_is_node)
+
+
 def value_and_grad(
     f: Callable[..., Any],
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
@@ -98,7 +113,9 @@ def value_and_grad(
     def merged_f(*args: Any, **kwargs: Any) -> Any:
         with _replaced([args[i] for i in positions], merge_by_max), merged_in(current_manual_axes()):
             out = f(*args, **kwargs)
-        return jax.tree.map(from_max_dtype, out, is_leaf=_is_node)
+        # A module may have kept, or return, what it read while the state was merged.
+        _without_max_dtype((args, kwargs))
+        return _without_max_dtype(out)
 
     nnx_value_and_grad = nnx.value_and_grad(
         merged_f,

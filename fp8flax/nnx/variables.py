@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -51,12 +51,20 @@ def _linen_path(path: tuple[Any, ...], ops: Mapping[tuple[Any, ...], Fp8Op]) -> 
     return tuple(names)
 
 
-def _places(model: nnx.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields the path of each variable in Linen's layout, the collection first, and the variable."""
-    ops = _ops(model)
+def _places(model: nnx.Module) -> dict[tuple[str, ...], Any]:
+    """Returns the path and the variable of each place in Linen's layout, the collection first."""
+    ops, places = _ops(model), dict[tuple[str, ...], Any]()
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
         collection = nnx.variable_name_from_type(type(variable), allow_register=True)
-        yield (collection, *_linen_path(path, ops)), (path, variable)
+        place = collection, *_linen_path(path, ops)
+        if place in places:
+            one, other = ("/".join(map(str, p)) for p in (places[place][0], path))
+            raise ValueError(
+                f"Linen's layout has one place, {'/'.join(place)}, for both {one} and {other}: entry 0 of "
+                "a list `layers` is called layers_0 there. Rename one of the two."
+            )
+        places[place] = path, variable
+    return places
 
 
 def to_linen(model: nnx.Module) -> dict[str, Any]:
@@ -73,6 +81,9 @@ def to_linen(model: nnx.Module) -> dict[str, Any]:
     Returns:
         Dicts of arrays of the shapes and dtypes that they have in the model; nothing is copied.
 
+    Raises:
+        ValueError: two variables have one place there, as of a list ``layers`` and a field ``layers_0``.
+
     Example:
         >>> from flax import nnx
         >>> import fp8flax.nnx as fp8nnx
@@ -84,7 +95,7 @@ def to_linen(model: nnx.Module) -> dict[str, Any]:
     Source: the layouts of ``flax.linen`` and ``flax.nnx``.
     """
     variables: dict[str, Any] = {}
-    for place, (_, variable) in _places(model):
+    for place, (_, variable) in _places(model).items():
         node = variables
         for name in place[:-1]:
             node = node.setdefault(name, {})
@@ -104,7 +115,8 @@ def update_from_linen(model: nnx.Module, variables: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: a variable of the model is missing in its collection, has another shape or dtype there,
-            or something is there that the model does not have. The model is then left as it was.
+            or something is there that the model does not have; or two variables have one place. The model
+            is then left as it was.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -124,7 +136,7 @@ def update_from_linen(model: nnx.Module, variables: Mapping[str, Any]) -> None:
         for collection, tree in variables.items()
         for place, value in nnx.traversals.flatten_mapping(tree).items()
     }
-    places = {place: entry for place, entry in _places(model) if place[0] in variables}
+    places = {place: entry for place, entry in _places(model).items() if place[0] in variables}
     missing, unknown = sorted(places.keys() - given.keys()), sorted(given.keys() - places.keys())
     if missing or unknown:
         what = [f"{', '.join('/'.join(p) for p in missing)} is missing in them"] if missing else []

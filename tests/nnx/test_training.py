@@ -240,3 +240,38 @@ def test_inside_of_another_gradient():
     grads = nnx.jit(fp8nnx.grad(outer))(layer)
     fp8nnx.overwrite_state(layer, grads)
     assert layer.dot_general.input_amax_history.get_value()[0] == 3 * jnp.max(jnp.abs(X))
+
+
+@pytest.mark.oldest
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_what_a_module_keeps_of_the_state_is_float32():
+    """While gradients are computed, it is of a dtype that merges by maximum, which NumPy does not have."""
+
+    class Keeps(nnx.Module):
+        def __init__(self):
+            self.linear = linear()
+            self.snapshot = nnx.Variable(jnp.zeros(1))
+
+        def __call__(self, x):
+            scale = self.linear.dot_general.input_scale.get_value()
+            self.snapshot.set_value(scale)
+            self.sow(nnx.Intermediate, "scale", {"input": scale})
+            return self.linear(x)
+
+    def loss(model, other):
+        out = jnp.sum(model(X)) + jnp.sum(other["model"](X))
+        return out, (
+            nnx.clone(model),
+            nnx.state(model),
+            nnx.to_pure_dict(nnx.state(model)),
+            [model.snapshot],
+        )
+
+    model, other = Keeps(), {"model": Keeps()}
+    (_, aux), grads = fp8nnx.value_and_grad(loss, has_aux=True, argnums=(0, 1))(model, other)
+    for tree in (*aux, *grads, model, other):
+        dtypes = {x.dtype for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)}
+        assert dtypes == {jnp.dtype("float32")}
+    assert model.scale.get_value()[0]["input"] == other["model"].snapshot.get_value() == 1
+    assert aux[0].linear.dot_general.input_scale.get_value() == 1

@@ -307,6 +307,12 @@ def test_linen_layout():
         with pytest.raises(ValueError, match=message):
             fp8nnx.update_from_linen(model, wrong)
         jax.tree.map(np.testing.assert_array_equal, pure(model), before)
+    colliding = nnx.Dict(layers=nnx.List([linear()]), layers_0=linear())
+    for convert in (fp8nnx.to_linen, lambda model: fp8nnx.update_from_linen(model, variables)):
+        with pytest.raises(
+            ValueError, match="has one place, params/layers_0/bias, for both layers/0/bias and"
+        ):
+            convert(colliding)
 
 
 @pytest.mark.oldest
