@@ -250,6 +250,7 @@ def test_what_follows_the_context():
         ("_core/device.py", "compile_target"),
         ("_core/differentiable.py", "calibrating"),
         ("_core/jax_rules.py", "merged_in"),
+        ("_core/measuring.py", "_measurement"),
         ("_core/measuring.py", "measuring"),
         ("_linen/conversion.py", "_running"),
     }
