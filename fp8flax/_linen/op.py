@@ -34,6 +34,11 @@ def with_sharding(out: jax.Array, sharding: Any) -> jax.Array:
     return out if sharding is None else jax.sharding.reshard(out, sharding)
 
 
+SAME_STATE = ("Fp8DotGeneralOp", "Fp8DirectDotGeneralOp")
+"""Names of ops, Flax's and ours, that have the same state. Linen names the state by them."""
+USE_THAT_OP = "use fp8flax.{op}, or give it the name of the op in the variables."
+
+
 class MissingStateError(ValueError):
     """An FP8 layer was applied with variables that hold no scaling state for it."""
 
@@ -148,8 +153,8 @@ class Fp8Op(nn.Module):
                     f"state: {OVERWRITE_WITH_GRADIENT}/{where} is missing from the variables. Variables "
                     "of a model without FP8 get their state from fp8flax.add_fp8_state(variables, model, "
                     f"*inputs); variables of this model must be passed whole, with their "
-                    f"{OVERWRITE_WITH_GRADIENT!r} collection. (Recipes without delayed scaling, such as "
-                    "Float8CurrentScaling, need no state.)"
+                    f"{OVERWRITE_WITH_GRADIENT!r} collection. {self._found_beside(name)}(Recipes without "
+                    "delayed scaling, such as Float8CurrentScaling, need no state.)"
                 )
             value = self.variable(collection, name, init, shape, jnp.float32).value
             if value.dtype != jnp.float32 and not is_max_dtype(value):
@@ -166,3 +171,13 @@ class Fp8Op(nn.Module):
                 )
             values.append(value)
         return ScalingState(*values)
+
+    def _found_beside(self, leaf: str) -> str:
+        """Returns a sentence about state of the layer that has the name of another op, or nothing."""
+        layer: Any = self.scope.parent if self.scope is not None else None
+        beside = {} if layer is None else layer.variables().get(OVERWRITE_WITH_GRADIENT, {})
+        for name in sorted(beside):
+            op, _, _ = name.rpartition("_")
+            if name != self.name and op in SAME_STATE and leaf in beside[name]:
+                return f"There is that of {name}: {USE_THAT_OP.format(op=op)} "
+        return ""

@@ -238,12 +238,22 @@ def _is_of_other_variables(before: SeenOp | None, found: SeenOp) -> bool:
     return [old.path for old in olds] == [new.path for new in news] and olds != news
 
 
+_NOTHING_SEEN = (
+    "The model's methods compute no contraction that quantize_model looks into. Layers that were given ops "
+    "keep them: leave out their dot_general_cls, such as Flax's own FP8 ops, for quantize_model to convert "
+    "them. It does not look into JAX's own lax.scan, jax.checkpoint and custom derivatives; Linen's "
+    "nn.scan and nn.remat it does."
+)
+
+
 def check_matched(rules: Rules, sites: list[SeenSite]) -> None:
     """Raises ``ValueError`` where a rule matched nothing."""
     paths = sorted({found.site.path or "(the model itself)" for found in sites})
     used = {found.decision.rule for found in sites}
     unmatched = [text for i, text in enumerate(rules.patterns) if i not in used]
     if unmatched and not rules.allow_unmatched:
+        if not sites:
+            raise ValueError(f"No contraction was found for {', '.join(unmatched)}. {_NOTHING_SEEN}")
         raise ValueError(
             f"No contraction was the first to match {', '.join(unmatched)}. The modules with contractions "
             f"are: {', '.join(paths)}. Correct the pattern, or say allow_unmatched=True."
@@ -255,11 +265,7 @@ def check_converted(rules: Rules, sites: list[SeenSite], ops: Mapping[Any, SeenO
     if ops or any(found.decision.converts for found in sites):
         return
     if not sites:
-        raise ValueError(
-            "The model's methods compute no contraction that quantize_model looks into. It does not look "
-            "into JAX's own lax.scan, jax.checkpoint and custom derivatives; Linen's nn.scan and nn.remat "
-            "it does."
-        )
+        raise ValueError(_NOTHING_SEEN)
     reasons = sorted({f"{f.site.path or 'the model'}: {f.decision.reason}" for f in sites})
     patterns = tuple(rule for rule in rules.rules if not callable(rule))
     everything = dataclasses.replace(rules, rules=patterns, include=(".*",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax import lax
 from jax.tree_util import DictKey, KeyPath
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, state_leaf_names
-from fp8flax._linen.op import Fp8Op
+from fp8flax._linen.op import SAME_STATE, USE_THAT_OP, Fp8Op
 from fp8flax._train.collection import check_state_dtype, path_str, split_state
 
 _SCALE_NAMES = frozenset(state_leaf_names(role)[0] for role in ROLES)
@@ -50,6 +51,10 @@ def add_fp8_state(
             leaves behind (a scale that is not positive and finite, an amax that is negative or not finite).
             Values are not looked at while tracing.
 
+    Warns:
+        UserWarning: state has the name of another op, such as ``Fp8DirectDotGeneralOp_0`` beside an
+            ``Fp8DotGeneralOp``; it is left out.
+
     Recipes without delayed scaling need no state: the result is then ``variables`` with the state that was
     there.
 
@@ -83,6 +88,7 @@ def add_fp8_state(
         return variables
     old = dict(jax.tree_util.tree_flatten_with_path(variables.get(OVERWRITE_WITH_GRADIENT, {}))[0])
     new = dict(jax.tree_util.tree_flatten_with_path(wanted[OVERWRITE_WITH_GRADIENT])[0])
+    _warn_of_other_names(old, new)
 
     def fill(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Any:
         if path in old:
@@ -94,6 +100,25 @@ def add_fp8_state(
     state = jax.tree_util.tree_map_with_path(fill, wanted[OVERWRITE_WITH_GRADIENT])
     result = {**variables, OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(state)}
     return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result
+
+
+def _warn_of_other_names(old: Mapping[KeyPath, Any], new: Mapping[KeyPath, Any]) -> None:
+    """Warns of state that is left out, and made anew, since it has the name of another op."""
+    wanted, given = ({path[:-1] for path in state} for state in (new, old))
+    fresh = {path[:-1] for path in wanted - given}  # the layers
+    left_out = sorted(
+        path_str(path)
+        for path in given - wanted
+        if path[:-1] in fresh and path[-1].key.rpartition("_")[0] in SAME_STATE
+    )
+    if left_out:
+        op, _, _ = left_out[0].rpartition("/")[2].rpartition("_")
+        more = f" and of {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        warnings.warn(
+            f"The scaling state of {left_out[0]}{more} is left out, and made anew under the name of the "
+            f"model's op. To keep it, {USE_THAT_OP.format(op=op)}",
+            stacklevel=3,
+        )
 
 
 def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, scale: Any) -> Any:

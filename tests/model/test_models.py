@@ -453,6 +453,12 @@ class TestErrors:
         lenient = {**ALL, **options, "allow_unmatched": True}
         assert OWG in fp8.quantize_model(Layers(), **lenient).init(jax.random.key(0), self.x)
 
+    @pytest.mark.parametrize("include", [".*", None])
+    def test_layers_with_ops_of_flax(self, include):
+        model8 = fp8.quantize_model(nn.Dense(64, dot_general_cls=nn.Fp8DirectDotGeneralOp), include=include)
+        with pytest.raises(ValueError, match="no contraction .* leave out their dot_general_cls"):
+            model8.init(jax.random.key(0), self.x)
+
     def test_nothing_is_converted(self):
         model8 = fp8.quantize_model(Layers())
         with pytest.raises(

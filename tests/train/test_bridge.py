@@ -307,3 +307,17 @@ def test_errors():
         fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, layers=1), X)
     with pytest.raises(ValueError, match=r"has shape \(4,\), but the model's parameter has \(5,\)"):
         fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, features=5), X)
+
+
+@pytest.mark.long
+@pytest.mark.oldest
+def test_state_under_the_name_of_another_op():
+    """Of Flax's ops one has the name of ours, and the other has not."""
+    theirs = make(nn.Fp8DirectDotGeneralOp).init(jax.random.key(0), X)
+    with pytest.raises(fp8.MissingStateError, match="Fp8DirectDotGeneralOp_0: use fp8flax.Fp8DirectDot"):
+        FP8.apply(theirs, X)
+    with pytest.warns(UserWarning, match="d0/Fp8DirectDotGeneralOp_0 and of 1 more is left out"):
+        fresh = fp8.add_fp8_state(theirs, FP8, X)
+    jax.tree.map(np.testing.assert_array_equal, fresh[OWG], FP8.init(jax.random.key(0), X)[OWG])
+    same = fp8.add_fp8_state(theirs, make(fp8.Fp8DirectDotGeneralOp), X)  # with no warning
+    jax.tree.map(np.testing.assert_array_equal, same, theirs)
