@@ -84,9 +84,9 @@ def save_safetensors(
     Those are the names of FP8 checkpoints in the Hugging Face hub, which transformers, vLLM and SGLang
     read. The config that belongs to them is in the file's metadata, as ``quantization_config``: its
     ``quant_method`` is ``fp8`` for 128×128 blocks, ``compressed-tensors`` for scales per tensor and per
-    output feature; there is none for MXFP8, for other dtypes than e4m3fn, and for several recipes in one
-    model. A loader knows an architecture by names of its own: ``rename`` gives them to the tensors, and
-    ``config`` writes the ``config.json`` that it reads first.
+    output feature; there is none for MXFP8, for other dtypes than e4m3fn, for convolutions in FP8, and for
+    several recipes in one model. A loader knows an architecture by names of its own: ``rename`` gives them
+    to the tensors, and ``config`` writes the ``config.json`` that it reads first.
 
     Arrays are written as they are: one of 64 bits also where JAX has none (``jax_enable_x64``), which
     ``load_safetensors`` then refuses.
@@ -188,8 +188,8 @@ def _config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | No
         raise ValueError(
             "config was given, and no quantization_config describes this model to a loader, which would "
             "take FP8 codes for weights: it is of MXFP8, of several recipes, not of e4m3fn, or "
-            "has kernels in FP8 that are no layer's alone. Freeze it with one other recipe, or with "
-            "weight_only=True, or leave config out."
+            "has in FP8 the kernel of a convolution, or one that is no layer's alone. Freeze it with one "
+            "other recipe, or with weight_only=True; leave such layers out of FP8; or leave config out."
         )
     if config.get("quantization_config") is not None:
         raise ValueError(

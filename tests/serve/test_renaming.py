@@ -215,6 +215,18 @@ def test_what_no_config_describes(lhs, rhs, tmp_path):
         assert "quantization_config" not in file.metadata()
 
 
+def test_no_config_describes_convolutions(tmp_path):
+    model8, x = fp8.quantize_model(nn.Conv(16, (2, 2), strides=2), include=".*"), normal(0, 1, 4, 4, 16)
+    variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
+    model, served = fp8.freeze(model8, variables)
+    with pytest.raises(ValueError, match="has in FP8 the kernel of a convolution"):
+        fp8.save_safetensors(tmp_path / "model", model, served, config=CONFIG)
+    fp8.save_safetensors(tmp_path / "model", model, served)
+    with safetensors.safe_open(tmp_path / "model", "np") as file:
+        assert "quantization_config" not in file.metadata()
+        assert file.get_slice("kernel").get_dtype() == "F8_E4M3"
+
+
 def test_inputs_and_kernels_may_differ_in_strategy(tmp_path):
     recipe = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=TENSOR, rhs=CHANNEL))
     model8 = fp8.quantize_model(Net(), recipe, include="layers")
