@@ -705,9 +705,8 @@ def test_experts_on_hopper(recipe):
 
 @pytest.mark.long
 @pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_kernels_for_experts_of_any_size_compile(dtype):
-    report = fp8.audit(*experts_step(100, 5, 200, 72, dtype))
+def test_kernels_for_experts_of_any_size_compile():
+    report = fp8.audit(*experts_step(100, 5, 200, 72, jnp.float32))
     assert report.num_fp8_gemms == report.num_gemms == 3
 
 

@@ -70,7 +70,7 @@ WAYS = {
 
 @pytest.mark.long
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("way", cells(list(WAYS), repeated=["data parallel", "columns"]))
+@pytest.mark.parametrize("way", cells(list(WAYS), repeated=["data parallel", "columns", "rows", "FSDP"]))
 def test_block_scales_on_each_of_several_gpus(way):
     """The kernels compute parts, and no more is sent than in bfloat16: codes of both orders, and scales."""
     on = jax.sharding.Mesh(gpus().devices.reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

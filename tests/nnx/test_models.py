@@ -57,7 +57,6 @@ CELL = {f"cell/{name}" for name in ("dense_i", "dense_h")}
 ATTENTION = {f"attention/{name}" for name in ("query", "key", "value", "out")}
 
 
-@pytest.mark.oldest
 def test_layers_and_defaults(block):
     with pytest.raises(ValueError, match=r"None of the model's \d+ contractions would.*include=r'\.\*'"):
         fp8nnx.quantize_model(block)
@@ -239,7 +238,6 @@ def test_statistics_name_layers():
     assert set(measure(fp8nnx.quantize_model(model.layers[1], include=".*"))) == {"Fp8DotGeneralOp"}
 
 
-@pytest.mark.oldest
 def test_the_model_stays_as_it_is_and_arrays_are_shared():
     model = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
     model8 = fp8nnx.quantize_model(model, include=".*")
@@ -257,7 +255,6 @@ def test_the_model_stays_as_it_is_and_arrays_are_shared():
 
 
 @pytest.mark.long
-@pytest.mark.oldest
 def test_stacked_layers():
     """Their state is stacked as their kernels are, and is that of each layer by itself."""
     make = partial(nnx.Linear, 16, 16)

@@ -105,7 +105,6 @@ def test_layers_give_what_linens_give(name):
     jax.tree.map(equal, fp8nnx.to_linen(layer), expected_grads)
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("form", ["direct", pytest.param("qdq", marks=pytest.mark.long)])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "axiswise", "mxfp8", "block128"])
 def test_every_recipe_and_form(recipe, form):
@@ -124,7 +123,6 @@ def test_every_recipe_and_form(recipe, form):
 
 
 @pytest.mark.long
-@pytest.mark.oldest
 def test_gradients_of_ragged_dot():
     x, kernels, sizes = normal(0, 6, 16), normal(1, 2, 16, 8), jnp.array([4, 1])
     op, linen_op = fp8nnx.Fp8RaggedDotOp(2, recipe=DELAYED), fp8.Fp8RaggedDotOp(recipe=DELAYED)

@@ -77,7 +77,6 @@ class Twin(nnx.Module):
 
 
 @pytest.mark.long
-@pytest.mark.oldest
 def test_calibration_is_that_of_the_linen_model():
     linen_model, model = Dense(), Twin(nnx.Rngs(0))
     variables = fp8nnx.to_linen(model)
@@ -113,7 +112,6 @@ def test_calibration_leaves_all_else():
 
 
 @pytest.mark.long
-@pytest.mark.oldest
 def test_frozen_models_compute_the_same_bits(calibrated):
     before = pure(calibrated)
     frozen = fp8nnx.freeze(calibrated, X)
@@ -271,7 +269,6 @@ def test_kernels_that_are_read_elsewhere_stay_wide(how):
 
 
 @pytest.mark.long
-@pytest.mark.oldest
 def test_kernels_that_pass_through_transformations_are_frozen():
     """Though NNX gives them to each transformation, and takes them back from it."""
 

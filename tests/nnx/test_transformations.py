@@ -180,14 +180,12 @@ def check(actual, expected, state_rtol=0.0):
 
 
 @pytest.mark.long
-@pytest.mark.oldest
 @pytest.mark.parametrize("name", WHOLE)
 def test_one_layer(name):
     check(nnx.jit(fp8nnx.value_and_grad(WHOLE[name]))(linear()), whole())
 
 
 @pytest.mark.long
-@pytest.mark.oldest
 @pytest.mark.parametrize("name", STACKED)
 def test_stacked_layers(name):
     check(nnx.jit(fp8nnx.value_and_grad(STACKED[name]))(stacked()), composed(), state_rtol=1e-6)
@@ -315,7 +313,6 @@ def test_linen_layout():
             convert(colliding)
 
 
-@pytest.mark.oldest
 def test_linen_op_in_nnx():
     """``ToNNX`` of the Linen op keeps its state, in our type, and a layer of NNX takes it."""
     op = nnx.bridge.ToNNX(fp8.Fp8DotGeneralOp(recipe=SHORT))
@@ -330,7 +327,6 @@ def test_linen_op_in_nnx():
 
 
 @pytest.mark.long
-@pytest.mark.oldest
 def test_linen_model_in_nnx():
     dense = nn.Dense(16, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=SHORT))
     model = nnx.bridge.ToNNX(dense, rngs=nnx.Rngs(0)).lazy_init(X)
@@ -348,7 +344,6 @@ class Made(nnx.Module):
         return self.layer(x)
 
 
-@pytest.mark.oldest
 def test_nnx_model_in_linen():
     model = nnx.bridge.ToLinen(Made)
     variables = model.init(jax.random.key(0), X)
