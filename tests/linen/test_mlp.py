@@ -387,11 +387,9 @@ def test_it_moves_little_more_than_bfloat16_on_hopper():
 
 
 @pytest.mark.long
-@pytest.mark.long
-@pytest.mark.oldest
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("over", ["a batch", "examples"])
+@pytest.mark.parametrize("over", cells(["a batch", "examples"], repeated=["examples"]))
 def test_compiles_for_hopper(activation, over):
     """Kernels of parameters, and of activations but for the error function, which Triton does not have."""
     if over == "examples" and activation != "silu":

@@ -11,7 +11,7 @@ from flax import nnx
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from tests.cases import normal
+from tests.cases import cells, normal
 
 SHORT = fp8.DelayedScaling(amax_history_len=4)
 OWG = fp8.OVERWRITE_WITH_GRADIENT
@@ -137,7 +137,7 @@ RECIPES = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", cells(RECIPES, repeated=["axiswise"]))
 def test_frozen_layers_of_other_recipes(recipe):
     layer = nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp(recipe=RECIPES[recipe]), rngs=nnx.Rngs(0))
     frozen = fp8nnx.freeze(layer, X)

@@ -242,7 +242,6 @@ def test_inside_of_another_gradient():
     assert layer.dot_general.input_amax_history.get_value()[0] == 3 * jnp.max(jnp.abs(X))
 
 
-@pytest.mark.oldest
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 def test_what_a_module_keeps_of_the_state_is_float32():

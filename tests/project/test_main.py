@@ -14,7 +14,6 @@ from fp8flax import __main__ as command
 
 
 @pytest.mark.long
-@pytest.mark.oldest
 def test_command():
     lines = subprocess.run(
         [sys.executable, "-m", "fp8flax"], capture_output=True, text=True, check=True

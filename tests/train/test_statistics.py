@@ -309,7 +309,6 @@ class Layers(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.oldest
 @pytest.mark.parametrize("remat", [False, True])
 def test_layers_that_nn_jit_traced_once_are_refused(remat):
     """Flax's cache has the path of the first one, in this measurement alone."""
