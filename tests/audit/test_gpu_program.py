@@ -642,7 +642,7 @@ for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
 """
 
 
-@pytest.mark.long
+@pytest.mark.all_cells
 @pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
 def test_hoppers_kernel_multiplies_in_fp8_and_spills_no_register():
     said = run(script=ON_HOPPER, MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1")

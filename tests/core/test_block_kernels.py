@@ -112,7 +112,7 @@ def interpreted(**kwargs):
 
 @pytest.mark.long
 @pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
-@pytest.mark.parametrize("is_square", [True, False])
+@pytest.mark.parametrize("is_square", [True, pytest.param(False, marks=pytest.mark.all_cells)])
 @pytest.mark.parametrize(
     ("shape", "out_dtype"),
     [((1, 200, 256, 136), jnp.float32), ((2, 3, 384, 128), jnp.bfloat16), ((1, 130, 128, 1), jnp.float16)],

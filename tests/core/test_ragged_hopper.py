@@ -181,7 +181,11 @@ def test_ragged_dots_on_hopper(rows, sizes, depth, columns, is_fine, out_dtype):
 @needs_mosaic
 @pytest.mark.parametrize(
     "way",
-    ["plain", pytest.param("vmap", marks=pytest.mark.long), pytest.param("remat", marks=pytest.mark.long)],
+    [
+        "plain",
+        pytest.param("vmap", marks=pytest.mark.long),
+        pytest.param("remat", marks=pytest.mark.all_cells),
+    ],
 )
 def test_which_gpus_have_the_kernel(way):
     """Hopper, of operands of one dtype; under transformations too."""

@@ -122,7 +122,7 @@ def test_every_recipe_and_form(recipe, form):
     np.testing.assert_array_equal(layer(X), linen_layer.apply(variables, X))
 
 
-@pytest.mark.long
+@pytest.mark.all_cells
 def test_gradients_of_ragged_dot():
     x, kernels, sizes = normal(0, 6, 16), normal(1, 2, 16, 8), jnp.array([4, 1])
     op, linen_op = fp8nnx.Fp8RaggedDotOp(2, recipe=DELAYED), fp8.Fp8RaggedDotOp(recipe=DELAYED)
