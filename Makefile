@@ -6,11 +6,12 @@ WORKERS ?= 2
 # CONSTRAINTS=/dev/null
 CONSTRAINTS ?= .ci/constraints.txt
 CONSTRAINTS_OLDEST ?= .ci/constraints-oldest.txt
+CONSTRAINTS_DOCS ?= .ci/constraints-docs.txt
 export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-long test-all test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-loaders bench-gpu what-works notebooks dist clean
+.PHONY: help environments demo audit test test-long test-all test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-loaders bench-gpu what-works notebooks docs docs-test dist clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -32,6 +33,8 @@ help:
 	@echo "make bench-gpu     what only a GPU can tell, nine minutes at a time; with PYTHON=, one whose JAX sees the GPU"
 	@echo "make what-works    every recipe with every transformation and sharding; writes docs/what_works.md"
 	@echo "make notebooks     execute the notebooks and save their outputs"
+	@echo "make docs          the documentation as a site, in build/site"
+	@echo "make docs-test     read that site in a headless Chromium"
 	@echo "make dist          the wheel and the source distribution, in dist/"
 	@echo "make format        format the code and fix what the linter can"
 	@echo "make environments  .venv and .venv-oldest, which other targets make when they need them"
@@ -59,6 +62,12 @@ help:
 	  --constraint $(CONSTRAINTS_OLDEST) --editable '.[test]' \
 	  jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX) \
 	  jax-cuda13-plugin==$(OLDEST_JAX) jax-cuda13-pjrt==$(OLDEST_JAX)
+	touch $@
+
+.venv-docs/installed: pyproject.toml $(CONSTRAINTS) $(CONSTRAINTS_DOCS)
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint $(CONSTRAINTS) --constraint $(CONSTRAINTS_DOCS) --editable '.[docs]'
 	touch $@
 
 .venv/installed-models: pyproject.toml
@@ -140,6 +149,14 @@ what-works: .venv/installed
 notebooks: .venv/installed
 	.venv/bin/python notebooks/execute.py
 
+# mkdocs.yml says that warnings are errors. A notebook is executed anew when its cells have changed.
+docs: .venv-docs/installed
+	.venv-docs/bin/python notebooks/execute.py --into build/notebooks
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet
+
+docs-test: docs
+	.venv-docs/bin/python -m pytest tests/project/test_site.py $(ARGS)
+
 dist: .venv/installed
 	.venv/bin/python -m build --no-isolation
 
@@ -148,4 +165,4 @@ format: .venv/installed
 	.venv/bin/ruff format .
 
 clean:
-	rm -rf .venv .venv-oldest .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-docs .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

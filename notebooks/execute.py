@@ -4,6 +4,7 @@ Usage::
 
     python notebooks/execute.py                      # every notebook beside this file
     python notebooks/execute.py --check 01*.ipynb    # run one, write nothing
+    python notebooks/execute.py --into build         # write to a folder what it does not have
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ def execute(path: Path) -> nbformat.NotebookNode:
     return notebook
 
 
+def sources_of(path: Path) -> list[str]:
+    """Returns the cells of a notebook, without their outputs."""
+    return [cell.source for cell in nbformat.read(path, as_version=4).cells]
+
+
 def strip_volatile_metadata(notebook: nbformat.NotebookNode) -> None:
     """Removes, in place, timestamps and the version of Python."""
     for cell in notebook.cells:
@@ -75,12 +81,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("notebooks", nargs="*", type=Path, help="default: all *.ipynb beside this script")
     parser.add_argument("--check", action="store_true", help="run without writing")
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="FOLDER",
+        help="write to this folder, what has other cells than the notebook of that name there",
+    )
     options = parser.parse_args(arguments)
     for path in options.notebooks or sorted(FOLDER.glob("*.ipynb")):
+        saved = path if options.into is None else options.into / path.name
+        if saved != path and saved.exists() and sources_of(saved) == sources_of(path):
+            continue
         start = time.perf_counter()
         notebook = execute(path)
         if not options.check:
-            nbformat.write(notebook, path)
+            saved.parent.mkdir(parents=True, exist_ok=True)
+            nbformat.write(notebook, saved)
         verb = "checked" if options.check else "saved"
         print(f"{path.name}: {verb} after {time.perf_counter() - start:.0f} s")  # noqa: T201
 
