@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from api_names import linked
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
@@ -42,16 +43,16 @@ def address_of(path: str) -> str:
 def rewritten(text: str, path: str) -> tuple[str, set[str]]:
     """Returns the text of a file with links to pages of the site, and the files that it links to."""
     folder, here = posixpath.dirname(path), posixpath.dirname(address_of(path))
-    linked: set[str] = set()
+    targets: set[str] = set()
 
     def relink(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, match[2]))
-        linked.add(target)
+        targets.add(target)
         return f"{match[1]}{posixpath.relpath(address_of(target), here or '.')}{match[3] or ''}"
 
     # Links in blocks of code are no links.
     parts = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
-    return "".join(p if p.startswith("```") else LINK.sub(relink, p) for p in parts), linked
+    return "".join(p if p.startswith("```") else linked(LINK.sub(relink, p)) for p in parts), targets
 
 
 def as_page(path: str, config: MkDocsConfig) -> tuple[str, list[File]]:
@@ -125,8 +126,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             continue
         done.add(path)
         text, pictures = as_page(path, config)
-        text, linked = rewritten(text, path)
-        left += sorted(p for p in linked if (ROOT / p).is_file())
+        text, targets = rewritten(text, path)
+        left += sorted(p for p in targets if (ROOT / p).is_file())
         # Those of docs/ must be in the navigation.
         inclusion = InclusionLevel.INCLUDED if path.startswith("docs/") else InclusionLevel.NOT_IN_NAV
         for file in (
