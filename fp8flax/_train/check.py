@@ -311,7 +311,7 @@ def _state_of(variables: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     names = {name for role in ROLES for name in state_leaf_names(role)}
     state = {}
     for (path, leaf), is_state in zip(leaves, find_state(paths)):
-        if is_state and path_str(path[-1:]) in names:
+        if is_state and path_str(path).rpartition("/")[-1] in names:
             state[path_str(path)] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in state.values()):
         raise TypeError(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.tree_util import KeyPath
+from jax.tree_util import GetAttrKey, KeyPath
 
 from fp8flax._core.delayed import ScalingState, digests
 from fp8flax._core.jax_rules import each_alike, kind_of
@@ -27,6 +27,13 @@ def key_name(key: Any) -> Any:
     return key
 
 
+def _names(path: KeyPath) -> tuple[Any, ...]:
+    """Returns the names on a path; ``nnx.Variable`` and Linen's boxes have their array as ``value``."""
+    if path and path[-1] == GetAttrKey("value"):
+        path = path[:-1]
+    return tuple(map(key_name, path))
+
+
 def _partner(name: Any) -> str | None:
     """Returns the leaf name that must stand beside ``name`` for both to be scaling state."""
     if name not in _LEAF_NAMES:
@@ -42,10 +49,10 @@ def find_state(paths: list[KeyPath]) -> list[bool]:
     It is if it lies in the collection. So that the collection may also be an argument of its own, a pair
     of scale and amax history of the same role in one node counts too, except under ``params``.
     """
-    names = {tuple(key_name(k) for k in path) for path in paths}
+    names = set(map(_names, paths))
 
     def is_state(path: KeyPath) -> bool:
-        *parent, name = (key_name(k) for k in path) if path else (None,)
+        *parent, name = _names(path) or (None,)
         if OVERWRITE_WITH_GRADIENT in parent:
             return True
         partner = _partner(name)
@@ -56,7 +63,7 @@ def find_state(paths: list[KeyPath]) -> list[bool]:
 
 def find_pairs(paths: list[KeyPath]) -> list[tuple[int, int]]:
     """Returns the positions of each scale and of the amax history beside it."""
-    index = {tuple(key_name(k) for k in path): i for i, path in enumerate(paths)}
+    index = {_names(path): i for i, path in enumerate(paths)}
     pairs = []
     for (names, i), is_state in zip(index.items(), find_state(paths)):
         partner = _partner(names[-1]) if names else None
@@ -73,7 +80,7 @@ def has_state(tree: Any) -> bool:
 
 def path_str(path: KeyPath) -> str:
     """Formats a tree path as ``a/b/c``."""
-    return "/".join(str(key_name(k)) for k in path)
+    return "/".join(map(str, _names(path)))
 
 
 def check_state_dtype(path: KeyPath, leaf: Any) -> None:
@@ -118,13 +125,13 @@ def merge_by_max(tree: Any, *, resolve: bool = True) -> Any:
     # What is left is state by its place alone, or a pair of which no axis is that of the history. In one
     # tree, by node and name, so that scale and history meet in its gradient.
     rest: dict[str, dict[str, Any]] = {}
-    names = {i: (path_str(paths[i][:-1]), path_str(paths[i][-1:])) for i in sorted(places)}
-    for i, (node, name) in names.items():
+    names = {i: path_str(paths[i]).rpartition("/") for i in sorted(places)}
+    for i, (node, _, name) in names.items():
         rest.setdefault(node, {})[name] = leaves[i]
     if places:
         cast = _cast_to_max if resolve else partial(jax.tree.map, to_max_dtype)
         rest = cast({OVERWRITE_WITH_GRADIENT: rest})[OVERWRITE_WITH_GRADIENT]
-    for i, (node, name) in names.items():
+    for i, (node, _, name) in names.items():
         merged[i] = rest[node][name]
     return treedef.unflatten(merged)
 

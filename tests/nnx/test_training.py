@@ -109,6 +109,27 @@ def test_state_of_shared_calls_is_that_of_one_call():
         fp8nnx.overwrite_state(layer, added)
 
 
+@pytest.mark.oldest
+def test_functions_of_trees_take_what_split_returns():
+    """Whoever differentiates an ``nnx.State`` calls ``fp8.grad``, as for variables of Linen."""
+    graphdef, before = nnx.split(linear())
+
+    @jax.jit
+    def both(state):
+        def loss(model):
+            return jnp.sum(model(X)) + jnp.sum(model(3 * X))
+
+        grads = fp8.grad(lambda state: loss(nnx.merge(graphdef, state)))(state)
+        return grads, fp8nnx.grad(loss)(nnx.merge(graphdef, state))
+
+    grads, expected = both(before)
+    jax.tree.map(np.testing.assert_array_equal, grads, expected)
+    assert grads["dot_general"]["input_amax_history"].get_value()[0] == 3 * jnp.max(jnp.abs(X))
+    with pytest.raises(ValueError, match="No history has moved"):
+        fp8.check_state(before)
+    fp8.check_state(grads, before)
+
+
 @pytest.mark.long
 def test_model_keeps_its_state_until_it_is_overwritten():
     layer = linear()
