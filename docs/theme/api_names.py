@@ -14,25 +14,31 @@ FOUND = re.compile(
     r"^#.*$|\[[^\]]*\]\([^)]*\)|(?<![`\w])(`+)(fp8flax\.nnx\.|fp8nnx\.|fp8flax\.|fp8\.|)(\w+)(\([^`]*\))?\1",
     re.MULTILINE,
 )
-PREFIXES = {"fp8nnx.": "fp8flax.nnx.", "fp8.": "fp8flax.", "": "fp8flax."}
+PACKAGES = {
+    "fp8flax.nnx.": ["fp8flax.nnx."],
+    "fp8nnx.": ["fp8flax.nnx."],
+    "fp8flax.": ["fp8flax.", "fp8flax.audit."],
+    "fp8.": ["fp8flax.", "fp8flax.audit."],
+}
 
 
-def linked(text: str, but: str = "") -> str:
+def linked(text: str, path: str = "") -> str:
     """Returns a text with links on the names that the API's pages describe.
-
-    A bare name is one where it cannot be another thing's: where it has a capital letter, or an underscore.
 
     Args:
         text: Markdown, without blocks of code.
-        but: the name that the text describes, which gets no link.
+        path: the name that the text describes, if any, which gets no link. Bare names are then those of its
+            package, where they have a capital letter or an underscore; others may be another thing's.
     """
+    own = ["fp8flax.nnx.", "fp8flax."] if path.startswith("fp8flax.nnx.") else ["fp8flax."]
 
     def link(match: re.Match[str]) -> str:
         whole, prefix, name = match[0], match[2], match[3]
-        if name is None or name == but or (not prefix and name.islower() and "_" not in name):
+        if name is None or name == path.split(".")[-1]:
             return whole
-        path = PREFIXES.get(prefix, prefix) + name
-        path = {"fp8flax.audit": "fp8flax.audit.audit"}.get(path, path)
-        return f"[{whole}][{path}]" if path in NAMES else whole
+        if not prefix and (not path or (name.islower() and "_" not in name)):
+            return whole
+        found = next((p for p in (f"{x}{name}" for x in PACKAGES.get(prefix, own)) if p in NAMES), None)
+        return f"[{whole}][{found}]" if found else whole
 
     return FOUND.sub(link, text)

@@ -19,7 +19,7 @@ class Docstrings(griffe.Extension):
         text = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
         text = re.sub(r"^( *)The call takes:$", r"\1Args: The call takes:", text, flags=re.MULTILINE)
         text = re.sub(r"^ *Source: none\.$", "", text, flags=re.MULTILINE)
-        obj.docstring.value = linked(text, but=obj.name)
+        obj.docstring.value = linked(text, obj.path)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Gives Linen modules, which are dataclasses, the signature that Flax gives them."""
@@ -46,7 +46,7 @@ def add_signature(cls: griffe.Class) -> None:
         )
         for each in line
         for name, attribute in each.attributes.items()
-        if attribute.annotation is not None and not str(attribute.annotation).startswith("ClassVar")
+        if attribute.annotation is not None and "instance-attribute" in attribute.labels
     }
     myself = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
     init = griffe.Function("__init__", parameters=griffe.Parameters(myself, *fields.values()))

@@ -1,8 +1,8 @@
 """What MkDocs is told beyond ``mkdocs.yml``: pages that do not lie in ``docs/``, and links to them.
 
 The pages are those of a Git host: the README is the start page, notebooks and the files at the top of the
-repository are pages, and so is every file that a page links to, as a block of code. Links between them are
-what they are on the Git host, relative to the file, and are rewritten here.
+repository are pages, and so is every file that a page links to, as a block of code (JSON as it is). Links
+between them are what they are on the Git host, relative to the file, and are rewritten here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXECUTED = ROOT / "build" / "notebooks"
 """Where ``notebooks/execute.py --into`` wrote them."""
 
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
-LANGUAGES = {".py": "python", ".json": "json", ".cff": "yaml", ".md": "markdown"}
+LANGUAGES = {".py": "python", ".cff": "yaml", ".md": "markdown"}
 
 
 def address_of(path: str) -> str:
@@ -37,7 +37,7 @@ def address_of(path: str) -> str:
         return path.removeprefix("docs/")
     if path.startswith("notebooks/") and path.endswith(".ipynb"):
         return path.removesuffix(".ipynb") + ".md"
-    return path if re.fullmatch(r"[\w.-]+\.md|.*\.png", path) else f"{path}.md"
+    return path if re.fullmatch(r"[\w.-]+\.md|.*\.(?:png|json)", path) else f"{path}.md"
 
 
 def rewritten(text: str, path: str) -> tuple[str, set[str]]:
@@ -60,7 +60,7 @@ def as_page(path: str, config: MkDocsConfig) -> tuple[str, list[File]]:
     if path.endswith(".ipynb"):
         return notebook_as_page(path, config)
     text = (ROOT / path).read_text()
-    if path.endswith(".md") and not path.startswith("."):
+    if path.endswith(".json") or (path.endswith(".md") and not path.startswith(".")):
         return text, []
     language = LANGUAGES.get(Path(path).suffix, "text")
     return f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n````{language}\n{text}\n````\n", []
@@ -150,3 +150,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         return f"```text\n$ python -m {match[1]} --help\n{text}```"
 
     return re.sub(r"<!-- help: ([\w.]+) -->", help_of, markdown)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Takes away hints that would say where the package keeps a type that no page describes."""
+    return re.sub(r' title="fp8flax\._[\w.]+"', "", output)
