@@ -26,7 +26,7 @@ EXECUTED = ROOT / "build" / "notebooks"
 """Where ``notebooks/execute.py --into`` wrote them."""
 
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
-LANGUAGES = {".py": "python", ".cff": "yaml", ".md": "markdown"}
+LANGUAGES = {".py": "python", ".cff": "yaml", ".yml": "yaml", ".md": "markdown"}
 
 
 def address_of(path: str) -> str:

@@ -78,10 +78,14 @@ def test_ctrl_c_while_a_command_imports():
     assert [x for x in errors.splitlines() if not x.startswith("import time:")] == ["fp8flax: interrupted"]
 
 
+def pins_of(file):
+    lines = (PACKAGE.parent / ".ci" / f"constraints{file}.txt").read_text().splitlines()
+    return dict(line.lower().replace("_", "-").split("==") for line in lines if not line.startswith("#"))
+
+
 @pytest.mark.parametrize(("file", "extras"), [("", ("test", "dev")), ("-oldest", ("test",))])
 def test_ci_has_an_exact_version_of_everything(file, extras):
-    lines = (PACKAGE.parent / ".ci" / f"constraints{file}.txt").read_text().splitlines()
-    pins = dict(line.lower().replace("_", "-").split("==") for line in lines if not line.startswith("#"))
+    pins = pins_of(file)
     needed = list(PROJECT["dependencies"])
     for extra in (*extras, "demo", "audit", "notebooks", "safetensors"):
         needed += PROJECT["optional-dependencies"][extra]
@@ -90,3 +94,13 @@ def test_ci_has_an_exact_version_of_everything(file, extras):
     assert len({pins[name] for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")}) == 1
     oldest = re.search(r"^OLDEST_JAX = (.*)$", (PACKAGE.parent / "Makefile").read_text(), re.MULTILINE)[1]
     assert (pins["jax"] == oldest) == bool(file)
+
+
+def test_the_site_has_an_exact_version_of_everything():
+    """Of what it needs beside the tests; the two files are given to pip together."""
+    pins, more = pins_of(""), pins_of("-docs")
+    assert not pins.keys() & more.keys()
+    needed = {
+        re.match(r"[\w-]+", requirement)[0] for requirement in PROJECT["optional-dependencies"]["docs"]
+    }
+    assert needed - {"fp8flax"} <= {*pins, *more}
