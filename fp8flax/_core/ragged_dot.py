@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.delayed import delayed_amax
+from fp8flax._core.device import NATIVE_MX, compute_capability
 from fp8flax._core.differentiable import (
     Extra,
     Operand,
@@ -180,43 +181,51 @@ class RaggedPlan(Plan):
         return lax.broadcasted_iota(np.int32, (rows, 1), 0) < num_grouped
 
     def forward(self, lhs: Any, rhs: Any, extra: Extra) -> jax.Array:
-        (group_sizes,) = extra
-        lhs = self._in_rows(self.uses("input").first, lhs)
-        rhs = self._in_rows(self.uses("kernel").first, rhs)
-        # Transposed once for all rows.
-        kernels = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, rhs)
-        return self._rows(self.gemms.forward, lhs, kernels, group_sizes)
+        uses = self.uses("input").first, self.uses("kernel").first
+        return self._rows(self.gemms.forward, uses, lhs, rhs, extra)
 
     def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra) -> jax.Array:
-        (group_sizes,) = extra
         del like
-        g = self._in_rows(self.uses("output_grad").first, g)
-        rhs = self._in_rows(self.uses("kernel").second, rhs)
-        return self._rows(self.gemms.dgrad, g, rhs, group_sizes)
+        uses = self.uses("output_grad").first, self.uses("kernel").second
+        return self._rows(self.gemms.dgrad, uses, g, rhs, extra)
 
-    def _rows(self, gemm: Gemm, lhs: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
+    def _rows(self, gemm: Gemm, uses: tuple[Use, Use], lhs: Any, kernels: Any, extra: Extra) -> jax.Array:
         """Returns each row times its expert's kernel; zeros for rows that have none."""
+        (group_sizes,), columns = extra, gemm.rhs.shape[0]
+
+        def as_columns(x: jax.Array) -> jax.Array:
+            # Transposed once for all rows.
+            is_matrix = x.ndim == 3 and uses[1].view.contract == (0,)
+            return jnp.swapaxes(x, 1, 2) if is_matrix else x
 
         def tile_by_tile(lhs: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
-            visits = _visits(self, group_sizes)
-            return _multiply_rows(self, gemm, lhs, kernels, gemm.rhs.shape[0], visits)
+            lhs, kernels = (self._in_rows(use, x) for use, x in zip(uses, (lhs, kernels)))
+            kernels = jax.tree.map(as_columns, kernels)
+            return _multiply_rows(self, gemm, lhs, kernels, columns, _visits(self, group_sizes))
 
-        if not gemm.dequantized and has_grouped_gemm(lhs, kernels, self.groups, gemm.out_dtype):
-            by_kernel = partial(rows_by_kernel, out_dtype=gemm.out_dtype)
+        def by_kernel(lhs: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
+            kernels = jax.tree.map(as_columns, kernels)
+            out = rows_by_kernel(lhs, kernels, group_sizes, out_dtype=gemm.out_dtype)
+            return out[: self.padded_rows, :columns]
+
+        if not gemm.dequantized and has_grouped_gemm(lhs, kernels, self.groups, columns, gemm.out_dtype):
             return grouped(by_kernel, tile_by_tile, lhs, kernels, group_sizes)[: self.rows]
         return tile_by_tile(lhs, kernels, group_sizes)[: self.rows]
 
     def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
         del like
-        lhs = self._in_rows(self.uses("input").second, lhs)
-        g = self._in_rows(self.uses("output_grad").second, g)
+        uses = self.uses("input").second, self.uses("output_grad").second
 
         def tile_by_tile(lhs: Any, g: Any, group_sizes: jax.Array) -> jax.Array:
+            lhs, g = (self._in_rows(use, x) for use, x in zip(uses, (lhs, g)))
             return _multiply_groups(self, lhs, g, _visits(self, group_sizes))
 
-        if not self.dequantized and has_grouped_gemm(lhs, g, self.groups, self.rhs.dtype):
-            by_kernel = partial(groups_by_kernel, out_dtype=self.rhs.dtype)
+        def by_kernel(lhs: Any, g: Any, group_sizes: jax.Array) -> jax.Array:
+            out = groups_by_kernel(lhs, g, group_sizes, out_dtype=self.rhs.dtype)
+            return out[:, : self.depth, : self.columns]
+
+        if not self.dequantized and has_grouped_gemm(lhs, g, self.groups, self.columns, self.rhs.dtype):
             return grouped(by_kernel, tile_by_tile, lhs, g, group_sizes)
         return tile_by_tile(lhs, g, group_sizes)
 
@@ -226,7 +235,7 @@ class RaggedPlan(Plan):
         return out[: self.rows]
 
     def warn(self, *recipes: GemmRecipe) -> None:
-        warn_if_emulated(*recipes, has_block_kernel=False)
+        warn_if_emulated(*recipes, has_block_kernel=compute_capability() < NATIVE_MX)
 
     def _in_rows(self, use: Use, operand: Any) -> Any:
         """Returns an operand of which a tile of rows can be cut: wide where scales are per block."""
@@ -380,10 +389,9 @@ def fp8_ragged_dot(
     a step. Input and output gradient have one scale (or one per slice along the contraction), and each
     expert's kernel its own.
 
-    On Hopper one kernel multiplies all rows, if scales are not per block. Elsewhere the rows are multiplied
-    in tiles, one after the other, by the matrix of each expert that owns some of their rows: at most ``rows
-    / tile + experts - 1`` products. (XLA for GPUs turns ``lax.ragged_dot`` into the product with *all*
-    experts' matrices, masked.)
+    On Hopper one kernel multiplies all rows. Elsewhere the rows are multiplied in tiles, one after the
+    other, by the matrix of each expert that owns some of their rows: at most ``rows / tile + experts - 1``
+    products. (XLA for GPUs turns ``lax.ragged_dot`` into the product with *all* experts' matrices, masked.)
 
     Args:
         lhs: the input, ``(M, K)``, rows sorted by expert; a wide float.
@@ -394,8 +402,9 @@ def fp8_ragged_dot(
         preferred_element_type: dtype of the result; None for what ``lax.ragged_dot`` gives.
         states: scaling states of the roles that have delayed scaling, the kernels' of shapes
             ``(experts, 1)`` and ``(experts, amax_history_len)``; their "gradients" are their next values.
-        recipe: how the tensors are scaled. With scales per block the values are multiplied in the dtype of
-            the operands, and a block of rows may hold those of two experts.
+        recipe: how the tensors are scaled. A block of 128 rows with one scale, as wgrad has, may hold those
+            of several experts. Scales per block of other sizes than 128, and all of them elsewhere than on
+            Hopper, are multiplied into the values, in the dtype of the operands.
         form: ``"direct"`` puts FP8 operands into the GEMMs; ``"qdq"`` quantizes and dequantizes around
             GEMMs in the dtype of the operands.
         is_frozen: as of ``fp8_dot_general``.

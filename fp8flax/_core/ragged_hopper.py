@@ -18,43 +18,54 @@ from fp8flax._core.jax_rules import unless_partitioned
 from fp8flax._core.kernels.block_gemm import BLOCK
 from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC, HOPPER, multiplies_dtypes
 from fp8flax._core.kernels.grouped_gemm_hopper import Tile, Tiling, grouped_gemm
-from fp8flax._core.kernels.groups import TILE, before, group_of, num_tiles, table_of, transpose_groups
+from fp8flax._core.kernels.groups import (
+    TILE,
+    before,
+    blocks_of_groups,
+    group_of,
+    num_tiles,
+    table_of,
+    transpose_groups,
+)
 from fp8flax._core.multiply import ONCE
 from fp8flax._core.names import GROUPED_GEMM
 from fp8flax._core.qtensor import QTensor
 
 
-def has_grouped_gemm(lhs: Any, rhs: Any, experts: int, out_dtype: Any) -> bool:
+def has_grouped_gemm(lhs: Any, rhs: Any, experts: int, columns: int, out_dtype: Any) -> bool:
     """Tells whether the GPU that is compiled for has the kernel for these operands of a ragged dot.
 
     Args:
         lhs: what ``rows_by_kernel`` or ``groups_by_kernel`` is asked to multiply.
-        rhs: likewise; stacked kernels for the former.
+        rhs: likewise; for the former stacked kernels, transposed or not.
         experts: how many there are.
+        columns: of the result.
         out_dtype: of the result.
     """
     if not (
         HAS_MOSAIC
-        and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
         and HOPPER <= compute_capability() < NATIVE_MX
         and isinstance(lhs, QTensor)
         and isinstance(rhs, QTensor)
-        and not (lhs.quantizer.scales_along_contraction or rhs.quantizer.scales_along_contraction)
         and multiplies_dtypes(lhs.codes.dtype, rhs.codes.dtype)
         and jnp.dtype(out_dtype).itemsize <= 4
+        # Nor those of which jax.export does not know the size.
+        and all(isinstance(size, int) and size > 0 for size in (*lhs.codes.shape, *rhs.codes.shape))
     ):
         return False
+    quantizers = lhs.quantizer, rhs.quantizer
+    if any(quantizer.scales_along_contraction for quantizer in quantizers):
+        return all(quantizer.scale_columns == BLOCK for quantizer in quantizers)
     rows, depth = lhs.codes.shape
-    columns = rhs.codes.shape[1]
-    # Nor those of which jax.export does not know the size.
-    if not all(isinstance(size, int) and size > 0 for size in (rows, depth, columns)):
-        return False
     of_rows = (1, rows), (experts, experts * columns)
     of_groups = (1, depth), (1, columns)
     sizes = of_rows if rhs.codes.ndim == 3 else of_groups
-    # Triton counts in 32 bits.
-    count = (rows + (experts + 1) * TILE) * max(depth, columns)
-    return count < 2**31 and all(x.scale.size in size for x, size in zip((lhs, rhs), sizes))
+    return (
+        importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+        # Triton counts in 32 bits.
+        and (rows + (experts + 1) * TILE) * max(depth, columns) < 2**31
+        and all(x.scale.size in size for x, size in zip((lhs, rhs), sizes))
+    )
 
 
 def grouped(
@@ -102,11 +113,11 @@ def _tiling_of_rows(rows: int, depth: int, columns: int, experts: int) -> Tiling
             high=moved + group.high,
         )
 
-    return Tiling(rows, columns, num_tiles(rows, experts + 1), tile)
+    return Tiling(rows, columns, num_tiles(rows, experts + 1), False, tile)
 
 
 def _tiling_of_groups(depth: int, columns: int, experts: int) -> Tiling:
-    """Returns that of each expert's sum of outer products, over what ``transpose_groups`` returns."""
+    """Returns that of each expert's sum of outer products, over its tiles that lie side by side."""
     tiles = np.int32(depth // TILE)
 
     def tile(table: Any, t: Any) -> Tile:
@@ -122,7 +133,7 @@ def _tiling_of_groups(depth: int, columns: int, experts: int) -> Tiling:
             high=jnp.int32(TILE),
         )
 
-    return Tiling(experts * depth, columns, experts * int(tiles), tile)
+    return Tiling(experts * depth, columns, experts * int(tiles), True, tile)
 
 
 def rows_by_kernel(
@@ -131,24 +142,34 @@ def rows_by_kernel(
     """Returns each row times its expert's kernel, ``(rows, columns)``; zeros for rows that have none.
 
     Args:
-        lhs: ``(rows, depth)``.
-        kernels: ``(experts, columns, depth)``.
+        lhs: ``(rows, depth)``; with scales per block ``(1, rows, depth)``.
+        kernels: ``(experts, columns, depth)``; with scales per block ``(experts, 1, columns, depth)``.
         group_sizes: rows of each expert.
         out_dtype: of the result.
         interpret: as of ``grouped_gemm``.
     """
-    (rows, depth), (experts, columns, _) = lhs.codes.shape, kernels.codes.shape
+    (rows, depth), columns, experts = lhs.codes.shape[-2:], kernels.codes.shape[-2], group_sizes.size
     filled_rows, filled_depth, filled_columns = max(_up(rows, 8), TILE), _up(depth), _up(columns)
-    left = _filled(lhs.codes, filled_rows, filled_depth)
-    right = _filled(kernels.codes, experts, filled_columns, filled_depth).reshape(-1, filled_depth)
-    lhs_scale, rhs_scale = lhs.scale.reshape(-1), kernels.scale.reshape(experts, -1)
-    if lhs_scale.size > 1:
-        lhs_scale = _filled(lhs_scale, filled_rows)
-    if rhs_scale.size > experts:
-        rhs_scale = _filled(rhs_scale, experts, filled_columns)
+    left = _filled(lhs.codes.reshape(rows, depth), filled_rows, filled_depth)
+    right = kernels.codes.reshape(experts, columns, depth)
+    right = _filled(right, experts, filled_columns, filled_depth).reshape(-1, filled_depth)
+    if lhs.quantizer.scales_along_contraction:
+        lhs_scale = _filled(_block_scales(lhs, 1), depth // BLOCK, filled_rows)
+        rhs_scale = jax.vmap(partial(_block_scales, rows=BLOCK))(kernels)
+        if rhs_scale is None:
+            rhs_scale = jax.vmap(partial(_block_scales, rows=1))(kernels)
+            rhs_scale = _filled(rhs_scale, experts, depth // BLOCK, filled_columns)
+        rhs_scale = jnp.swapaxes(rhs_scale, 0, 1).reshape(depth // BLOCK, -1)
+    else:
+        lhs_scale, rhs_scale = lhs.scale.reshape(-1), kernels.scale.reshape(experts, -1)
+        if lhs_scale.size > 1:
+            lhs_scale = _filled(lhs_scale, filled_rows)
+        if rhs_scale.size > experts:
+            rhs_scale = _filled(rhs_scale, experts, filled_columns)
+        rhs_scale = rhs_scale.reshape(-1)
     tiling = _tiling_of_rows(filled_rows, filled_depth, filled_columns, experts)
     table = table_of(filled_rows, group_sizes)
-    out = _multiply(tiling, out_dtype, interpret, left, right, lhs_scale, rhs_scale.reshape(-1), table)
+    out = _multiply(tiling, out_dtype, interpret, left, right, lhs_scale, rhs_scale, table)
     return out[:rows, :columns]
 
 
@@ -158,28 +179,36 @@ def groups_by_kernel(
     """Returns the sum of outer products over the rows of each expert, ``(experts, depth, columns)``.
 
     Args:
-        lhs: ``(rows, depth)``.
-        rhs: ``(rows, columns)``.
+        lhs: ``(rows, depth)``; with scales per block ``(1, depth, rows)``.
+        rhs: ``(rows, columns)``; with scales per block ``(1, columns, rows)``.
         group_sizes: rows of each expert.
         out_dtype: of the result.
         interpret: as of ``grouped_gemm``.
     """
-    (rows, depth), (_, columns), experts = lhs.codes.shape, rhs.codes.shape, group_sizes.size
-    filled_rows = max(_up(rows, 8), TILE)
-    table = table_of(filled_rows, group_sizes)
+    is_per_block, experts = lhs.quantizer.scales_along_contraction, group_sizes.size
+    depth, columns = (x.codes.shape[1] for x in (lhs, rhs))
+    rows = lhs.codes.shape[2] if is_per_block else max(_up(lhs.codes.shape[0], 8), TILE)
+    table = table_of(rows, group_sizes, TILE) if is_per_block else table_of(rows, group_sizes)
 
-    def as_columns(codes: jax.Array) -> jax.Array:
-        filled = _filled(codes, filled_rows, _up(codes.shape[1]))
-        return transpose_groups(filled, table, interpret=interpret is not None)
+    def side_by_side(x: QTensor) -> tuple[jax.Array, jax.Array]:
+        size, scale = x.codes.shape[1], x.scale.reshape(-1)
+        if is_per_block:
+            scales = _filled(_block_scales(x, 1), rows // BLOCK, _up(size))
+            return blocks_of_groups(_filled(x.codes[0], _up(size), rows), scales, table)
+        codes = _filled(x.codes, rows, _up(size))
+        codes = transpose_groups(codes, table, interpret=interpret is not None)
+        return codes, scale if scale.size == 1 else _filled(scale, _up(size))
 
-    def of_columns(scale: jax.Array) -> jax.Array:
-        return scale.reshape(1) if scale.size == 1 else _filled(scale.reshape(-1), _up(scale.size))
-
-    left, right = as_columns(lhs.codes), as_columns(rhs.codes)
+    (left, lhs_scale), (right, rhs_scale) = side_by_side(lhs), side_by_side(rhs)
     tiling = _tiling_of_groups(left.shape[0], right.shape[0], experts)
-    scales = of_columns(lhs.scale), of_columns(rhs.scale)
-    out = _multiply(tiling, out_dtype, interpret, left, right, *scales, table)
+    out = _multiply(tiling, out_dtype, interpret, left, right, lhs_scale, rhs_scale, table)
     return out.reshape(experts, left.shape[0], right.shape[0])[:, :depth, :columns]
+
+
+def _block_scales(x: QTensor, rows: int) -> Any:
+    """Returns a matrix's scales, for so many of its rows each, ``(blocks, ...)``; None if it has others."""
+    blocks = x.quantizer.as_blocks(x, rows, BLOCK)
+    return None if blocks is None else blocks.scale[0].T
 
 
 def _multiply(tiling: Tiling, out_dtype: Any, interpret: Any, *operands: jax.Array) -> jax.Array:

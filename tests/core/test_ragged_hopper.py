@@ -13,10 +13,10 @@ from fp8flax._core.device import compile_target
 from fp8flax._core.differentiable import States
 from fp8flax._core.kernels import groups
 from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC
-from fp8flax._core.qtensor import QTensor
+from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax._core.ragged_hopper import groups_by_kernel, rows_by_kernel
-from tests.cases import error_of_product
+from tests.cases import error_of_product, with_reference
 
 E4M3 = jnp.float8_e4m3fn
 ROWS = 300
@@ -78,6 +78,30 @@ def test_transposed_groups(sizes):
     for i, (_, row, low, high) in enumerate(tiles(ROWS, sizes)):
         expected[i, low:high] = codes[row + low : row + high]
     np.testing.assert_array_equal(np.asarray(out).view(np.uint8), expected.reshape(-1, 256).T)
+
+
+@jax.jit
+def blocks(codes, scale, sizes):
+    return groups.blocks_of_groups(codes, scale, groups.table_of(384, sizes, groups.TILE))
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("sizes", SIZES[:4])
+def test_blocks_of_groups(sizes):
+    """Where they are for all rows, with their scales; zeros for the rows of others, whatever those hold."""
+    rng = np.random.default_rng(0)
+    codes, scale = rng.integers(0, 256, (40, 384), np.uint8), rng.random((3, 40), np.float32)
+    found, scales = blocks(codes.view(E4M3), scale, np.array(sizes))
+    spans = bounds(384, sizes)[:-1]
+    expected = [
+        (b, span) for span in spans if span[0] < span[1] for b in range(span[0] // 128, -(-span[1] // 128))
+    ]
+    assert len(expected) <= len(scales) == 3 + len(sizes) - 1
+    for i, (b, (start, end)) in enumerate(expected):
+        mine = np.where((start <= np.arange(384)) & (np.arange(384) < end), codes, 0)
+        block = np.asarray(found[:, i * 128 : (i + 1) * 128]).view(np.uint8)
+        np.testing.assert_array_equal(block, mine[:, b * 128 : (b + 1) * 128])
+        np.testing.assert_array_equal(scales[i], scale[b])
 
 
 @pytest.mark.parametrize(
@@ -178,20 +202,68 @@ def test_ragged_dots_on_hopper(rows, sizes, depth, columns, is_fine, out_dtype):
             assert not out[e].any()
 
 
+@pytest.mark.long
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("use_f32_scales", "is_square", "out_dtype"),
+    [(False, True, jnp.bfloat16), pytest.param(True, False, jnp.float32, marks=pytest.mark.all_cells)],
+)
+def test_ragged_dots_of_blocks_on_hopper(use_f32_scales, is_square, out_dtype):
+    """Blocks that two groups share, an empty one, rows left over; beside NumPy, by expert."""
+    rng, rows, sizes, depth, columns = np.random.default_rng(0), 140, (13, 0, 120), 136, 40
+    recipe = fp8.Float8BlockScaling(use_f32_scales=use_f32_scales).gemms
+    of_rows, of_kernel = recipe.forward.lhs, recipe.forward.rhs if is_square else recipe.forward.lhs
+    spans, tolerance = bounds(rows, sizes), 2e-6 if out_dtype == jnp.float32 else 2**-8
+    x, w, g = (rng.normal(size=shape) for shape in ((rows, depth), (3, depth, columns), (rows, columns)))
+    x *= np.exp(2 * rng.normal(size=(rows, 1)))
+    x, w, g = (np.asarray(a, np.float32) for a in (x, w, g))
+    x[13, 5] = np.nan  # in a tile and a block with rows of another group
+    x[133:] = g[133:] = 0
+
+    def multiplied(f, *operands):
+        qs = []
+        for quantizer, a, axis in operands:
+            quantize = partial(quantizer.quantize, view=View(a.shape[-2:], (axis,), ()))
+            qs.append((jax.vmap(quantize) if a.ndim == 3 else quantize)(jnp.asarray(a)))
+        return np.asarray(interpreted(f, out_dtype)(*qs, np.array(sizes)), np.float64)
+
+    out = multiplied(rows_by_kernel, (of_rows, x, 1), (of_kernel, w, 0))[:, :columns]
+    assert np.isnan(out).any(1).nonzero()[0].tolist() == [13]
+    left = with_reference(of_rows, x, 1)
+    for e, (start, end) in enumerate(spans[:-1]):
+        kernel, mine = with_reference(of_kernel, w[e], 0), slice(start + (e == 2), end)
+        if start < end:
+            assert error_of_product(out[mine], left[mine] @ kernel, left[mine], kernel) <= tolerance
+    assert not out[slice(*spans[-1])].any()
+
+    x = x[:, :40]
+    dw = multiplied(groups_by_kernel, (of_rows, x, 0), (of_rows, g, 0))
+    left, right = (with_reference(of_rows, a, 0) for a in (x, g))
+    assert np.argwhere(np.isnan(dw).any(2)).tolist() == [[2, 5]]
+    dw[:, 5] = left[:, 5] = 0
+    for e, (start, end) in enumerate(spans[:-1]):
+        factors = left[start:end].T, right[start:end]
+        if start < end:
+            assert error_of_product(dw[e], factors[0] @ factors[1], *factors) <= tolerance
+    assert not dw[1].any()
+
+
 @needs_mosaic
 @pytest.mark.parametrize(
     "way",
     [
         "plain",
+        "blocks",
         pytest.param("vmap", marks=pytest.mark.long),
         pytest.param("remat", marks=pytest.mark.all_cells),
     ],
 )
 def test_which_gpus_have_the_kernel(way):
     """Hopper, of operands of one dtype; under transformations too."""
-    recipe = fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)
+    blocks = way == "blocks"
+    recipe = fp8.Float8BlockScaling() if blocks else fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)
     f = partial(fp8_ragged_dot, states=States(), recipe=recipe)
-    f = {"plain": f, "vmap": jax.vmap(f), "remat": jax.checkpoint(f)}[way]
+    f = {"vmap": jax.vmap(f), "remat": jax.checkpoint(f)}.get(way, f)
     x, w, sizes = jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20])
     if way == "vmap":
         x, w, sizes = (jnp.stack([a] * 2) for a in (x, w, sizes))

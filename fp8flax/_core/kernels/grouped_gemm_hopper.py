@@ -23,6 +23,9 @@ _ROWS = TILE // 2
 
 _CORES = 132
 
+# What a core has for a kernel, 227 KiB, less what barriers take.
+_SHARED_MEMORY = 226 * 1024
+
 
 class Tile(NamedTuple):
     """A tile of the result in its first columns, as int32 scalars; the others are beside it.
@@ -34,7 +37,8 @@ class Tile(NamedTuple):
     lhs_row: Any
     """The first row of the left operand, a multiple of 8."""
     rhs_row: Any
-    """The row of the right operand that makes the first column of the result, a multiple of 8."""
+    """The row of the right operand that makes the first column of the result, a multiple of 8; of 128 where
+    128 rows share a scale."""
     block: Any
     """The first block of the contraction."""
     num_blocks: Any
@@ -56,6 +60,8 @@ class Tiling(NamedTuple):
     """Of the result; a multiple of 128."""
     num_tiles: int
     """How many tiles there are in the first columns."""
+    is_whole: bool
+    """Whether of all tiles all rows are written."""
     tile: Callable[[Any, Any], Tile]
     """Called with the table of ``grouped_gemm`` and the index of a tile. All of it, also of what is not
     written, lies within the operands and the result."""
@@ -74,31 +80,46 @@ def grouped_gemm(
 ) -> jax.Array:
     """Returns the result of ``tiling``, of which its tiles are written and nothing else.
 
-    The sum of each block's products leaves the FP8 units, and is added, in float32.
+    The sum of each block's products leaves the FP8 units, and is added, in float32. Scales per block
+    multiply it before, with the limits of ``hopper_block_gemm``; others multiply the sum of all.
 
     Args:
         lhs: FP8 codes, ``(R, D)`` with R at least 128 and D a multiple of 128.
         rhs: FP8 codes, ``(S, D)``.
-        lhs_scale: float32, ``(R,)`` or ``(1,)``.
-        rhs_scale: float32, ``(S,)``, or shorter with one for each of as many parts of the rows.
+        lhs_scale: float32, ``(R,)`` or ``(1,)``; per block ``(D / 128, R)``.
+        rhs_scale: float32, ``(S,)``, or shorter with one for each of as many parts of the rows; per block
+            ``(D / 128, S)``, or ``(D / 128, S / 128)`` with one for 128 rows.
         table: int32, two-dimensional: what the tiling reads.
         tiling: what is multiplied.
         out_dtype: ``bfloat16``, ``float16`` or ``float32``.
         interpret: parameters of Pallas's GPU interpreter, to run on any device, for tests.
     """
-    kernel = _kernel(tiling, jnp.dtype(out_dtype), lhs.shape[0], rhs.shape[0], interpret)
+    sizes = lhs.shape[0], rhs.shape[0]
+    is_per_block, is_square = lhs_scale.ndim == 2, rhs_scale.shape[-1] < rhs.shape[0]
+    kernel = _kernel(tiling, jnp.dtype(out_dtype), *sizes, is_per_block, is_square, interpret)
     if interpret is not None:  # which multiplies no reference that is transposed
         rhs = rhs.T
     out = kernel(*vary_alike(lhs, rhs, lhs_scale, rhs_scale, table))
     return vary_alike(out, lhs, rhs)[0]  # of which the kernel loses track
 
 
-def _kernel(tiling: Tiling, out_dtype: Any, lhs_rows: int, rhs_rows: int, interpret: Any) -> Any:
+def _kernel(
+    tiling: Tiling,
+    out_dtype: Any,
+    lhs_rows: int,
+    rhs_rows: int,
+    is_per_block: bool,
+    is_square: bool,
+    interpret: Any,
+) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    # Blocks of both operands lie in shared memory beside two tiles that are written.
-    stages = 4 if out_dtype.itemsize < 4 else 3
+    # Blocks of both operands, and their scales, lie in shared memory beside one or two tiles of the result.
+    num_scales = (2 - is_square) if is_per_block else 0
+    of_stage = 2 * TILE * BLOCK + 4 * num_scales * TILE
+    of_results = (2 - tiling.is_whole) * TILE * TILE * out_dtype.itemsize
+    stages = (_SHARED_MEMORY - of_results) // of_stage
     layout, is_interpreted = plgpu.Layout.WGMMA, interpret is not None
     swizzle, n = 128, tiling.columns // TILE
     of_codes = (plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle))
@@ -108,18 +129,26 @@ def _kernel(tiling: Tiling, out_dtype: Any, lhs_rows: int, rhs_rows: int, interp
     )
 
     def kernel(
-        lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, table: Any, out: Any, whole: Any, part: Any
+        lhs: Any,
+        rhs: Any,
+        lhs_scale: Any,
+        rhs_scale: Any,
+        table: Any,
+        out: Any,
+        whole: Any,
+        part: Any = None,
     ) -> None:
+        def loaded(ref: Any, index: Any, axis: int, **options: Any) -> Any:
+            return ref[index] if is_interpreted else load(ref, index, layout=layout.reduce(axis), **options)
+
+        def broadcast(scale: Any, axis: int) -> Any:
+            return lax.broadcast_in_dim(scale, (_ROWS, TILE), (1 - axis,))
+
         def scale_of(ref: Any, of_rows: int, start: Any, size: int, axis: int) -> Any:
             count = ref.shape[0]
             if count < of_rows:
                 return ref[lax.div(start, np.int32(of_rows // count))]
-            index = (pl.ds(start, size),)
-            if is_interpreted:
-                scale = ref[index]
-            else:
-                scale = load(ref, index, layout=layout.reduce(axis), optimized=False)
-            return lax.broadcast_in_dim(scale, (_ROWS, TILE), (1 - axis,))
+            return broadcast(loaded(ref, (pl.ds(start, size),), axis, optimized=False), axis)
 
         def pipeline(body: Any, context: Any, first: Any, count: Any) -> Any:
             of_rhs = lambda k: (first + k, 0) if is_interpreted else (0, first + k)  # noqa: E731
@@ -130,6 +159,7 @@ def _kernel(tiling: Tiling, out_dtype: Any, lhs_rows: int, rhs_rows: int, interp
                 in_specs=[
                     plgpu.BlockSpec((TILE, BLOCK), lambda k: (0, first + k), transforms=of_codes),
                     plgpu.BlockSpec((TILE, BLOCK), of_rhs, transforms=of_codes),
+                    *[plgpu.BlockSpec((1, TILE), lambda k: (first + k, 0))] * num_scales,
                 ],
                 wg_axis="warpgroup",
                 num_compute_wgs=2,
@@ -141,7 +171,8 @@ def _kernel(tiling: Tiling, out_dtype: Any, lhs_rows: int, rhs_rows: int, interp
             return None
 
         zero = jnp.int32(0)
-        allocations = pipeline(nothing, nothing, zero, zero).get_allocations(lhs, rhs)
+        fetched = lhs, rhs, *(lhs_scale, rhs_scale)[:num_scales]
+        allocations = pipeline(nothing, nothing, zero, zero).get_allocations(*fetched)
 
         @partial(pl.run_scoped, allocations=allocations, collective_axes="warpgroup")
         def _(allocations: Any) -> None:
@@ -156,8 +187,8 @@ def _kernel(tiling: Tiling, out_dtype: Any, lhs_rows: int, rhs_rows: int, interp
                 tile = tiling.tile(table, t)
                 column = tile.rhs_row + j * TILE
 
-                def add_block(index: Any, lhs_tile: Any, rhs_tile: Any, total: Any) -> Any:
-                    del index
+                def add_block(index: Any, lhs_tile: Any, rhs_tile: Any, *rest: Any) -> Any:
+                    *scales, total = rest
 
                     def multiply(sums: Any) -> Any:
                         right = rhs_tile if is_interpreted else rhs_tile.transpose((1, 0))
@@ -165,27 +196,42 @@ def _kernel(tiling: Tiling, out_dtype: Any, lhs_rows: int, rhs_rows: int, interp
                         plgpu.wgmma_wait(0)
                         return sums[...]
 
-                    return total + pl.run_scoped(multiply, plgpu.ACC((_ROWS, TILE), jnp.float32))
+                    sums = pl.run_scoped(multiply, plgpu.ACC((_ROWS, TILE), jnp.float32))
+                    return total + (sums * factor_of(index[0], *scales) if is_per_block else sums)
+
+                def factor_of(k: Any, lhs_s: Any, rhs_s: Any = None) -> Any:
+                    scale = loaded(lhs_s, (0, mine), 1)
+                    if is_square:
+                        return broadcast(
+                            scale * rhs_scale[tile.block + k, lax.div(column, np.int32(TILE))], 1
+                        )
+                    return broadcast(scale, 1) * broadcast(loaded(rhs_s, (0,), 0), 0)
 
                 def compute(run: Any) -> None:
                     shape = _ROWS, TILE
                     zeros = jnp.zeros(shape, jnp.float32)
                     total = run(zeros if is_interpreted else plgpu.layout_cast(zeros, layout))
-                    left = scale_of(lhs_scale, lhs_rows, tile.lhs_row + start, _ROWS, 1)
-                    right = scale_of(rhs_scale, rhs_rows, column, TILE, 0)
-                    result = apply_scales(total, left, right).astype(out_dtype)
-                    low = jnp.clip(tile.low - start, 0, _ROWS)
-                    count = jnp.clip(tile.high - start, 0, _ROWS) - low
+                    if not is_per_block:
+                        left = scale_of(lhs_scale, lhs_rows, tile.lhs_row + start, _ROWS, 1)
+                        right = scale_of(rhs_scale, rhs_rows, column, TILE, 0)
+                        total = apply_scales(total, left, right)
+                    result = total.astype(out_dtype)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                     def target(first: Any, size: int) -> Any:
                         return out.at[pl.ds(tile.out_row + start + first, size), pl.ds(j * TILE, TILE)]
 
-                    @pl.when(count == _ROWS)
-                    def _() -> None:
+                    def write_all() -> None:
                         whole[warpgroup] = result
                         plgpu.commit_smem()
                         plgpu.copy_smem_to_gmem(whole.at[warpgroup], target(0, _ROWS))
+
+                    if tiling.is_whole:
+                        write_all()
+                        return
+                    low = jnp.clip(tile.low - start, 0, _ROWS)
+                    count = jnp.clip(tile.high - start, 0, _ROWS) - low
+                    pl.when(count == _ROWS)(write_all)
 
                     @pl.when((count > 0) & (count < _ROWS))
                     def _() -> None:
@@ -206,12 +252,16 @@ def _kernel(tiling: Tiling, out_dtype: Any, lhs_rows: int, rhs_rows: int, interp
 
                 left = lhs.at[pl.ds(tile.lhs_row, TILE)]
                 right = rhs.at[:, pl.ds(column, TILE)] if is_interpreted else rhs.at[pl.ds(column, TILE)]
-                pipeline(add_block, compute, tile.block, tile.num_blocks)(
-                    left, right, allocations=allocations
-                )
+                fetched = [left, right]
+                for scale, row in ((lhs_scale, tile.lhs_row), (rhs_scale, column))[:num_scales]:
+                    fetched.append(scale.at[:, pl.ds(row, TILE)])
+                pipeline(add_block, compute, tile.block, tile.num_blocks)(*fetched, allocations=allocations)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    scratch = {"whole": plgpu.SMEM((2, _ROWS, TILE), out_dtype, transforms=of_result)}
+    if not tiling.is_whole:
+        scratch["part"] = plgpu.SMEM((2, _ROWS, TILE), out_dtype)
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((tiling.rows, tiling.columns), out_dtype),
@@ -222,9 +272,6 @@ def _kernel(tiling: Tiling, out_dtype: Any, lhs_rows: int, rhs_rows: int, interp
         kernel_name=GROUPED_GEMM,
         # The default of JAX 0.10; that of 0.11 asks for proofs of where the rows of a part begin.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        scratch_types={
-            "whole": plgpu.SMEM((2, _ROWS, TILE), out_dtype, transforms=of_result),
-            "part": plgpu.SMEM((2, _ROWS, TILE), out_dtype),
-        },
+        scratch_types=scratch,
         interpret=interpret,
     )

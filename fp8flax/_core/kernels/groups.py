@@ -1,7 +1,7 @@
-"""Rows in groups, in tiles of one group each: where those lie, and a kernel to transpose them.
+"""Rows in groups, in tiles of one group each: where those lie, and what lays them side by side.
 
 Group g owns the rows up to ``ends[g]`` from where the group before it ends. Tiles have a fixed number of
-rows, the first of which is a multiple of 8, and are counted group by group.
+rows, the first of which is a multiple of 8, or of as many, and are counted group by group.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Group(NamedTuple):
     """The row after the last one; 0, as ``low``, in a tile that is too many."""
 
 
-def table_of(rows: int, group_sizes: jax.Array) -> jax.Array:
+def table_of(rows: int, group_sizes: jax.Array, align: int = _ALIGN) -> jax.Array:
     """Returns how many tiles there are up to the end of each group, and its ``ends``: ``(2, groups)``.
 
     Rows that belong to no group are one more, the last.
@@ -45,6 +45,7 @@ def table_of(rows: int, group_sizes: jax.Array) -> jax.Array:
     Args:
         rows: how many there are.
         group_sizes: of each group, ``(groups - 1,)``, integers; what is negative counts as 0.
+        align: of what a tile's first row is a multiple, ``TILE`` or less.
     """
     # Sums under a mask, not cumsum: XLA makes one kernel of all this.
     experts = group_sizes.size
@@ -56,7 +57,7 @@ def table_of(rows: int, group_sizes: jax.Array) -> jax.Array:
     is_last = lax.iota(np.int32, experts + 1) == experts
     ends = jnp.where(is_last, np.int32(rows), lax.min(sums, np.int32(rows)))
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    counts = (ends - _down(starts) + np.int32(TILE - 1)) // np.int32(TILE)
+    counts = (ends - _down(starts, align) + np.int32(TILE - 1)) // np.int32(TILE)
     counts = jnp.where(ends > starts, counts, 0)
     up_to = lax.broadcasted_iota(np.int32, (experts + 1, experts + 1), 0) >= lax.broadcasted_iota(
         np.int32, (experts + 1, experts + 1), 1
@@ -70,9 +71,9 @@ def bounded(group_sizes: jax.Array, rows: int) -> jax.Array:
     return jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
 
 
-def _down(row: Any) -> Any:
+def _down(row: Any, align: int) -> Any:
     """Returns it, or the row before it where a tile may begin."""
-    return lax.div(row, np.int32(_ALIGN)) * np.int32(_ALIGN)
+    return lax.div(row, np.int32(align)) * np.int32(align)
 
 
 def num_tiles(rows: int, groups: int) -> int:
@@ -85,7 +86,7 @@ def before(table: Any, row: int, group: Any) -> Any:
     return lax.select(group > 0, table[row, lax.max(group - 1, np.int32(0))], np.int32(0))
 
 
-def group_of(table: Any, tile: Any, groups: int) -> Group:
+def group_of(table: Any, tile: Any, groups: int, align: int = _ALIGN) -> Group:
     """Returns the group of a tile, by bisection; a kernel calls it."""
     last = np.int32(groups - 1)
     index, step = jnp.int32(0), 1 << (groups.bit_length() - 1)
@@ -96,7 +97,7 @@ def group_of(table: Any, tile: Any, groups: int) -> Group:
         step //= 2
     is_used = index < groups
     start, end = before(table, 1, index), table[1, lax.min(index, last)]
-    row = _down(start) + (tile - before(table, 0, index)) * np.int32(TILE)
+    row = _down(start, align) + (tile - before(table, 0, index)) * np.int32(TILE)
     low, high = lax.max(start, row) - row, lax.min(end, row + np.int32(TILE)) - row
     zero = jnp.int32(0)
     return Group(index, *(lax.select(is_used, x, zero) for x in (row, low, high)))
@@ -143,3 +144,25 @@ def transpose_groups(codes: jax.Array, table: jax.Array, *, interpret: bool = Fa
         **params,
     )(bits, table)
     return lax.bitcast_convert_type(out, codes.dtype)
+
+
+def blocks_of_groups(codes: jax.Array, scale: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the blocks of all groups but the last side by side: ``(columns, blocks * TILE)``, and scales.
+
+    A block that several groups share is there once for each, with zeros for the rows of the others.
+
+    Args:
+        codes: ``(columns, rows)``, of one byte each; rows are a multiple of ``TILE``.
+        scale: of each block, ``(rows / TILE, columns)``.
+        table: of ``table_of``, with tiles that begin at multiples of ``TILE``.
+    """
+    (columns, rows), groups = codes.shape, table.shape[1]
+    index = lax.iota(np.int32, rows // TILE + groups - 2)
+    of = jax.vmap(lambda tile: group_of(table, tile, groups, TILE))(index)
+    block = lax.div(of.row, np.int32(TILE))
+    row = lax.broadcasted_iota(np.int32, (index.size, TILE), 1)
+    is_mine = (row >= of.low[:, None]) & (row < of.high[:, None])
+    bits = lax.bitcast_convert_type(codes, jnp.uint8).reshape(columns, rows // TILE, TILE)
+    mine = jnp.where(is_mine, jnp.take(bits, block, axis=1, mode="clip"), np.uint8(0))
+    taken = lax.bitcast_convert_type(mine.reshape(columns, -1), codes.dtype)
+    return taken, jnp.take(scale, block, axis=0, mode="clip")
