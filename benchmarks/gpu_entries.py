@@ -226,16 +226,19 @@ def entries(sizes: Sizes) -> list[Entry]:
         return timed_entry(f"decode/batch-{batch}", sizes, loops, base="bf16", expected=50)
 
     first_model, *more_models = sizes.models
-    of_experts = Entry(
-        name="values-experts/current-e4m3",
-        measure=partial(measure_experts, sizes.values, "current-e4m3"),
-        programs=partial(experts_programs, sizes.values, "current-e4m3"),
-        expected=8,
-    )
+    of_experts = [
+        Entry(
+            name=f"values-experts/{name}",
+            measure=partial(measure_experts, sizes.values, name),
+            programs=partial(experts_programs, sizes.values, name),
+            expected=8,
+        )
+        for name in ("current-e4m3", "block128")
+    ]
     return [
         *of_values("values", sizes.values, CORE_VALUES),
         *map(of_gemm, sizes.gemms),
-        of_experts,
+        *of_experts,
         of_dense(sizes.first, in_full=True),
         timed_entry("memory", sizes, partial(memory_loops, sizes), base=None, expected=15),
         of_gaps("gaps/graphs", {}),
@@ -1124,19 +1127,26 @@ def measure_experts(shape: Shape, name: str, progress: Progress) -> Row:
     row = {key: value for key, value in row.items() if key in ("gemms", "not_read", "kernels")}
     measured = [np.asarray(a, np.float64) for a in compiled(*map(jnp.asarray, (x, w, group_sizes, g)))]
     gemms = VALUES[name].gemms
-    values = {
-        "x": by_formulas(gemms.forward.lhs, x[used]).values,
-        "w": [by_formulas(gemms.forward.rhs, kernel.T).values.T for kernel in w],
-        "g": by_formulas(gemms.dgrad.lhs, g[used]).values,
-    }
-    wide = {"x": x[used].astype(np.float64), "w": w.astype(np.float64), "g": g[used].astype(np.float64)}
+    values = [  # of each GEMM, both operands
+        (
+            by_formulas(gemms.forward.lhs, x[used]).values,
+            [by_formulas(gemms.forward.rhs, k.T).values.T for k in w],
+        ),
+        (by_formulas(gemms.dgrad.lhs, g[used]).values, [by_formulas(gemms.dgrad.rhs, k).values for k in w]),
+        tuple(
+            by_formulas(quantizer, tensor[used].T).values.T
+            for quantizer, tensor in ((gemms.wgrad.lhs, x), (gemms.wgrad.rhs, g))
+        ),
+    ]
+    wide = [tuple(a.astype(np.float64) for a in pair) for pair in ((x, w), (g, w), (x, g))]
 
     def by_expert(of: Any) -> tuple[np.ndarray, ...]:
-        out, dx, dw = np.zeros((M, N)), np.zeros((M, K)), np.zeros(w.shape)
+        (x, w), (g, w_of_dgrad), (x_of_wgrad, g_of_wgrad) = of
+        out, dx, dw = np.zeros((M, N)), np.zeros((M, K)), np.zeros((NUM_EXPERTS, K, N))
         for e, (start, end) in enumerate(zip(ends - group_sizes, ends)):
             rows = slice(start, end)
-            out[rows], dx[rows] = of["x"][rows] @ of["w"][e], of["g"][rows] @ of["w"][e].T
-            dw[e] = of["x"][rows].T @ of["g"][rows]
+            out[rows], dx[rows] = x[rows] @ w[e], g[rows] @ w_of_dgrad[e].T
+            dw[e] = x_of_wgrad[rows].T @ g_of_wgrad[rows]
         return out, dx, dw
 
     for gemm, got, wanted, exact in zip(GEMMS, measured, by_expert(values), by_expert(wide), strict=True):
@@ -1145,7 +1155,10 @@ def measure_experts(shape: Shape, name: str, progress: Progress) -> Row:
             "max_error": float(np.abs(got - wanted).max() / np.abs(wanted).max()),
             "error_of_fp8": float(np.linalg.norm(wanted - exact) / np.linalg.norm(exact)),
         }
-    operands = [Operand(gemms.forward.lhs, x[used], x[used], 1)]
+    operands = [
+        Operand(gemms.forward.lhs, x[used], x[used], 1),
+        Operand(gemms.wgrad.lhs, x[used], x[used].T, 0),
+    ]
     return {"shape": [*shape], "experts": group_sizes.tolist(), **row, **differences(operands)}
 
 

@@ -280,7 +280,8 @@ class Fp8RaggedDotOp(Fp8Op):
 
     Attributes:
         recipe: how the tensors are scaled; with scales per block their values are multiplied in a wide
-            dtype. None for that of ``fp8flax.autocast``, or ``DelayedScaling()`` outside of it.
+            dtype, but for 128-blocks on Hopper. None for that of ``fp8flax.autocast``, or
+            ``DelayedScaling()`` outside of it.
         form: ``"direct"`` multiplies FP8 operands, in the FP8 units of GPUs that have them. ``"qdq"`` casts
             to FP8 and back around matmuls in the operands' dtype: a reference, and never faster.
 

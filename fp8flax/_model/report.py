@@ -51,7 +51,7 @@ def seconds(
     if per_block and not gpu.has_block_scales and runs_in_fp8(gemms.forward, gpu.compute_capability):
         most = _ONE_PASS_BYTES
     quantization = most * elements / gpu.bandwidth
-    if not is_matmul or (is_ragged and per_block):
+    if not is_matmul or (is_ragged and per_block and gpu.has_block_scales):
         return wide + quantization
     total = 0.0
     for gemm in (gemms.forward, gemms.dgrad, gemms.wgrad):
