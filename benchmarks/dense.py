@@ -217,6 +217,7 @@ def count(name: str, contender: Contender, shape: Shape, target: str) -> Row:
         "shape": list(shape),
         "contender": name,
         "fp8_gemms": report.num_fp8_gemms,
+        "maybe_fp8_gemms": sum(gemm.may_be_fp8 for gemm in report.gemms),
         "gemms": report.num_gemms,
         "kernels": report.num_kernels,
         "gemm_bytes": report.gemm_bytes,
@@ -480,8 +481,8 @@ def method(target: str, cpu_shape: Shape, rounds: int) -> list[str]:
         f"Part A, counts, compiled by fp8flax.audit for target {target}, nothing is run: FP8 = GEMMs in "
         "FP8 / all GEMMs; kernels; GEMM, other, temp = MiB that the GEMMs move, that all other kernels "
         "move, and of temporaries; bytes / S = the first two for each element of S. Without a device "
-        "XLA cannot measure which kernel is best; on one it may choose another backend. FP8 operands in a "
-        "Triton kernel count as FP8, though its tile decides whether the FP8 units multiply them.",
+        "XLA cannot measure which kernel is best; on one it may choose another backend. '(3 may)': FP8 "
+        "operands in Triton kernels whose instructions, in the tile that XLA takes here, are float16's.",
         "Floors, in bytes, with S = MK + KN + MN: GEMMs 6S in bf16 and 4S in FP8 (each of three GEMMs "
         "reads two of the tensors and writes the third in bf16; FP8 operands have 1 byte an element, "
         "bf16 2); the rest 4S for cublasLt (each tensor is read once, 2 bytes, and written as FP8 in "
@@ -524,7 +525,8 @@ def counts_cells(row: Row) -> tuple[str, ...]:
     shape = tuple(row["shape"])
     sizes = [row["gemm_bytes"], row["other_bytes"]]
     return (
-        f"{row['fp8_gemms']}/{row['gemms']}",
+        f"{row['fp8_gemms']}/{row['gemms']}"
+        + f" ({row['maybe_fp8_gemms']} may)" * bool(row["maybe_fp8_gemms"]),
         str(row["kernels"]),
         *map(mib, sizes),
         "+".join(per_element(size, shape) for size in sizes),

@@ -1,6 +1,7 @@
 """Every test runs on the CPU, under strict dtype promotion and without implicit rank promotion.
 
-Internals: ``jax._src.compiler``, for options of the compiler that no configuration of JAX sets.
+Internals: ``jax._src.compiler``, for options of the compiler that no configuration of JAX sets;
+``jax._src.lru_cache``, JAX's cache of compiled programs in files, which several processes share here.
 """
 
 import gc
@@ -13,18 +14,19 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # The workers keep every core busy: splitting a program for more threads only costs (an eighth of the time).
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1"
-# Most of the time goes into compiling, and many tests compile the same programs. A cache for each
-# worker (JAX's cache has no locks), inherited by the processes that its tests start.
-_CACHE = tempfile.TemporaryDirectory(prefix="fp8flax-tests-")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+# Most of the time goes into compiling, and many tests compile the same programs: one cache for all workers,
+# which inherit it, as do the processes that their tests start.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="fp8flax-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
-from jax._src import compiler  # noqa: E402
+import jax
+import pytest
+from jax._src import compiler, lru_cache
 
-from tests import FEW_OPTIMIZATIONS, FEW_OPTIMIZATIONS_OF_MACHINE_CODE, what_works  # noqa: E402
+from tests import FEW_OPTIMIZATIONS, FEW_OPTIMIZATIONS_OF_MACHINE_CODE, what_works
 
 # Programs are full of cycles that live as long as JAX's caches: to look for them often only takes time.
 gc.set_threshold(100_000, 20, 50)
@@ -33,6 +35,17 @@ jax.config.update("jax_traceback_in_locations_limit", 1)
 
 # For the tests of sharding; all others use the first.
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def _put(self, key, value):
+    """Writes an entry of the cache whole, or not at all: JAX's own could be read half written."""
+    path = self.path / f"{key}{lru_cache._CACHE_SUFFIX}"
+    with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as file:
+        file.write(value)
+    os.replace(file.name, path)
+
+
+lru_cache.LRUCache.put = _put
 
 
 @pytest.fixture(autouse=True)

@@ -84,7 +84,11 @@ def compute_capability() -> float:
     """Returns that of the NVIDIA GPU that is compiled for, 0 for any other device."""
     if compile_target.value is not None:
         return compile_target.value
-    device = jax.devices()[0]
+    return compute_capability_of(jax.devices()[0])
+
+
+def compute_capability_of(device: jax.Device) -> float:
+    """Returns that of an NVIDIA GPU, 0 for any other device."""
     if device.platform not in ("gpu", "cuda"):
         return 0.0
     try:

@@ -14,7 +14,7 @@ import jax
 import jaxlib
 import numpy as np
 
-from fp8flax._core.device import GPUS, Gpu, compile_target, has_fp8_units
+from fp8flax._core.device import GPUS, Gpu, compile_target, compute_capability_of, has_fp8_units
 
 _T = TypeVar("_T")
 
@@ -57,6 +57,8 @@ class Target:
     name: str
     platform: str
     has_fp8_units: bool
+    compute_capability: float
+    """Of an NVIDIA GPU, 0 for any other device."""
     gpu: Gpu | None = None
     """The GPU that need not be there, None for the local device."""
     sharding: jax.sharding.Sharding | None = None
@@ -68,7 +70,14 @@ def find_target(target: str) -> Target:
     if target in GPUS:
         gpu = GPUS[target]
         sharding = jax.sharding.SingleDeviceSharding(_device(target))
-        return Target(name=gpu.name, platform="cuda", has_fp8_units=True, gpu=gpu, sharding=sharding)
+        return Target(
+            name=gpu.name,
+            platform="cuda",
+            has_fp8_units=True,
+            compute_capability=gpu.compute_capability,
+            gpu=gpu,
+            sharding=sharding,
+        )
     if target != "local":
         raise ValueError(f"target must be one of {', '.join(TARGETS)}; got {target!r}.")
     device = jax.config.jax_default_device or jax.devices()[0]
@@ -76,7 +85,10 @@ def find_target(target: str) -> Target:
     if device.platform == "tpu":
         raise ValueError(f"audit reads programs for CPUs and GPUs; use one of {', '.join(GPUS)}.")
     return Target(
-        name=str(device.device_kind), platform=device.platform, has_fp8_units=has_fp8_units(device)
+        name=str(device.device_kind),
+        platform=device.platform,
+        has_fp8_units=has_fp8_units(device),
+        compute_capability=compute_capability_of(device),
     )
 
 
@@ -130,7 +142,12 @@ def compiling_for(gpu: Gpu) -> Iterator[None]:
 
 def compile_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Compiled:
     """Compiles ``fn(*args)``, whose arrays may be shapes and dtypes; errors as those of ``audit``."""
-    name = getattr(fn, "__name__", repr(fn))
+    return compile_lowered(target, lower_for(target, fn, args), _name_of(fn))
+
+
+def lower_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Lowered:
+    """Lowers ``fn(*args)`` for ``compile_lowered``."""
+    name = _name_of(fn)
     shapes = jax.tree.map(functools.partial(_shape_of, sharding=target.sharding), args)
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     if target.gpu is not None and not any(
@@ -146,21 +163,38 @@ def compile_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -
             "functools.partial, or make them static.",
         )
         platforms = {} if target.gpu is None else {"lowering_platforms": ("cuda",)}
-        lowered = _explained(
+        return _explained(
             lambda: traced.lower(**platforms),
             f"{name} cannot be lowered for {target.name}",
             "Leave out shardings and meshes of other devices: the audit is for one device.",
         )
-        with warnings.catch_warnings():
-            # A compiler without its GPU cannot load what it wrote to the persistent compilation cache
-            # (JAX_COMPILATION_CACHE_DIR); JAX warns and compiles anew.
-            warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
-            return _explained(
-                lowered.compile,
-                f"XLA cannot compile {name} for {target.name}",
-                "If it speaks of an algorithm, a dot asks for one that its dtypes lack there: e5m2 × e5m2 "
-                "has none in FP8.",
-            )
+
+
+def compile_lowered(
+    target: Target, lowered: jax.stages.Lowered, name: str, options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Compiles what ``lower_for`` returns.
+
+    Args:
+        target: what for.
+        lowered: the program.
+        name: of the function, for errors.
+        options: of XLA's.
+    """
+    with warnings.catch_warnings():
+        # A compiler without its GPU cannot load what it wrote to the persistent compilation cache
+        # (JAX_COMPILATION_CACHE_DIR); JAX warns and compiles anew.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+        return _explained(
+            lambda: lowered.compile(compiler_options=options),
+            f"XLA cannot compile {name} for {target.name}",
+            "If it speaks of an algorithm, a dot asks for one that its dtypes lack there: e5m2 × e5m2 "
+            "has none in FP8.",
+        )
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", repr(fn))
 
 
 def _shape_of(leaf: Any, sharding: Any) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fp8flax._core.names import BLOCK_GEMM_F16, CHOSEN_WIDE, WITHOUT_UNITS
+from fp8flax.audit.compiling import Target
 from fp8flax.audit.dots import Dot
+from fp8flax.audit.instructions import kernel_name, on_fp8_units
 from fp8flax.audit.kernels import Summary
 from fp8flax.audit.op_names import components, path_of, role_of
 
@@ -21,11 +23,9 @@ _DTYPES = {
     "pred": "bool",
 }
 
-_OF_THE_TILE = (
-    "FP8 operands in a Triton kernel: which instructions multiply them depends on the tile, which XLA "
-    "picks by measuring on the device; the tile that it takes without one has them multiplied in float16"
-)
-"""Why a product only may run in FP8; seen in the PTX of JAX 0.10.2."""
+_UNREAD = "FP8 operands in a Triton kernel of which XLA wrote no PTX: what multiplies them is not known"
+_CONVERTED = "FP8 operands in a Triton kernel that converts them: its tile is multiplied by {found}"
+_AHEAD = " (XLA's tile without a device; on one it measures which to take)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class AuditedGemm:
     accumulation: str
     """``fast`` or ``exact`` where the program says so (cublasLt in FP8), else ``default``."""
     is_fp8: bool
-    """Whether the FP8 units do it; of FP8 operands in Triton, whether they may: see ``may_be_fp8``."""
+    """Whether the FP8 units do it: for XLA's Triton kernels, as their instructions say."""
     reason: str
     """Why not, or why it only may be; ``""`` where the FP8 units do it."""
     trip_count: int
@@ -65,38 +65,51 @@ class AuditedGemm:
     """Bytes that its kernel reads and writes, over all trips."""
     op_name: str
     """JAX's name of the operation, with everything that ``path`` leaves out."""
+    instructions: tuple[str, ...] = ()
+    """Of FP8 operands in Triton, the PTX instructions that multiply matrices in the kernel."""
+    may_be_fp8: bool = False
+    """Whether the FP8 units may do it on the device, though not in this program.
+
+    So it is with FP8 operands in XLA's Triton kernels: the tile decides which instructions multiply them,
+    and XLA picks it by measuring on the device. Compiled without one, it takes small tiles, in float16.
+    """
 
     @property
     def flops(self) -> int:
         """Two per multiply and add, over all trips."""
         return 2 * self.batch * self.m * self.k * self.n * self.trip_count
 
-    @property
-    def may_be_fp8(self) -> bool:
-        """Whether it has FP8 operands, and the program does not say what multiplies them.
 
-        So it is in XLA's Triton kernels: the tile decides which instructions they use, and XLA picks it by
-        measuring on the device. Compiled without one, they convert the operands to float16.
-        """
-        return self.is_fp8 and self.backend == "Triton"
+def has_fp8_in_triton(program: Summary, target: Target) -> bool:
+    """Tells whether only instructions can say which units of a device do some product of a program."""
+    dots = (dot for kernel in program.kernels for dot in kernel.dots)
+    return target.has_fp8_units and any(dot.backend == "Triton" and _takes_fp8(dot) for dot in dots)
 
 
-def read_gemms(program: Summary, *, platform: str, has_fp8_units: bool) -> tuple[AuditedGemm, ...]:
+def read_gemms(
+    program: Summary, target: Target, instructions: Mapping[str, frozenset[str]]
+) -> tuple[AuditedGemm, ...]:
     """Returns the GEMMs of a program in the order of its kernels.
 
     Args:
         program: what was read from the text of a compiled program.
-        platform: what it was compiled for, such as ``"cuda"`` or ``"cpu"``.
-        has_fp8_units: whether that multiplies in FP8.
+        target: what it was compiled for.
+        instructions: what ``read_instructions`` returns, where ``has_fp8_in_triton``.
     """
     gemms, dots = [], []
+    # Of equal kernels XLA compiles one, under the name of any of them.
+    known = {}
+    for kernel in program.kernels:
+        if (name := kernel_name(kernel.name)) in instructions:
+            known[kernel.group] = instructions[name]
     for kernel in program.kernels:
         for i, dot in enumerate(kernel.dots):
-            is_fp8 = has_fp8_units and _multiplies_fp8(dot)
-            if not is_fp8:
-                reason = why_not(dot, program.has_fp8, has_fp8_units, platform)
+            is_fp8, may_be_fp8, found = target.has_fp8_units and _takes_fp8(dot), False, None
+            if is_fp8 and dot.backend == "Triton":
+                found = known.get(kernel.group)
+                is_fp8, may_be_fp8, reason = _judge(found, target)
             else:
-                reason = _OF_THE_TILE if dot.backend == "Triton" else ""
+                reason = "" if is_fp8 else why_not(dot, program.has_fp8, target)
             gemms.append(
                 AuditedGemm(
                     path=path_of(dot.op_name),
@@ -116,14 +129,32 @@ def read_gemms(program: Summary, *, platform: str, has_fp8_units: bool) -> tuple
                     # Of several products in one kernel, the first stands for what the kernel moves.
                     bytes=0 if i else kernel.bytes * kernel.trip_count,
                     op_name=dot.op_name,
+                    instructions=tuple(sorted(found or ())),
+                    may_be_fp8=may_be_fp8,
                 )
             )
             dots.append(dot)
     return tuple(_tell_gradients_apart(gemms, dots))
 
 
-def _multiplies_fp8(dot: Dot) -> bool:
-    """Tells whether FP8 units, where there are any, do a product; in Triton, whether they may."""
+def _judge(found: frozenset[str] | None, target: Target) -> tuple[bool, bool, str]:
+    """Tells of FP8 operands in a Triton kernel whether the FP8 units multiply them, or may, and why not.
+
+    Args:
+        found: the kernel's instructions, None if they were not read.
+        target: what it was compiled for.
+    """
+    if found is None:
+        return False, True, _UNREAD
+    if any(on_fp8_units(instruction, target.compute_capability) for instruction in found):
+        return True, False, ""
+    is_ahead = target.gpu is not None
+    names = " and ".join(sorted(found)) or "no instruction for matrices"
+    return False, is_ahead, _CONVERTED.format(found=names) + _AHEAD * is_ahead
+
+
+def _takes_fp8(dot: Dot) -> bool:
+    """Tells whether FP8 units, where there are any, do a product; in XLA's Triton, whether they may."""
     if dot.backend == "other" or BLOCK_GEMM_F16 in dot.op_name.split("/"):
         return False
     return dot.lhs_dtype.startswith("f8") and dot.rhs_dtype.startswith("f8")
@@ -136,7 +167,7 @@ def _dtype(name: str) -> str:
     return _DTYPES.get(name, re.sub(r"^([su])(\d+)$", lambda m: f"{'u' * (m[1] == 'u')}int{m[2]}", name))
 
 
-def why_not(dot: Dot, has_fp8: bool, has_fp8_units: bool, platform: str) -> str:
+def why_not(dot: Dot, has_fp8: bool, target: Target) -> str:
     """Says why a product does not run in FP8."""
     dtypes = " and ".join(dict.fromkeys((_dtype(dot.lhs_dtype), _dtype(dot.rhs_dtype))))
     parts = [*components(dot.op_name)]
@@ -144,8 +175,8 @@ def why_not(dot: Dot, has_fp8: bool, has_fp8_units: bool, platform: str) -> str:
     for scope, reason in CHOSEN_WIDE.items():
         if scope in parts:
             return reason.format(dtypes=dtypes)
-    if not has_fp8_units and (is_op or any(dot.fp8_sources)):
-        device = "the CPU" if platform == "cpu" else "this GPU"
+    if not target.has_fp8_units and (is_op or any(dot.fp8_sources)):
+        device = "the CPU" if target.platform == "cpu" else "this GPU"
         return f"{device} has no FP8 units; the values are emulated"
     for scope, reason in WITHOUT_UNITS.items():
         if scope in parts:

@@ -72,7 +72,7 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """Returns an attribute's value, without braces or quotes; an empty string where it is missing."""
-        found = re.search(rf'(?:^|[ ,]){name}=(?:\{{([^}}]*)\}}|"([^"]*)"|([^, ]+))', self.attributes)
+        found = re.search(rf'(?:^|[ ,{{]){name}=(?:\{{([^}}]*)\}}|"([^"]*)"|([^, ]+))', self.attributes)
         return next((value for value in found.groups() if value is not None), "") if found else ""
 
     def ints(self, name: str) -> tuple[int, ...]:

@@ -45,6 +45,8 @@ class Kernel:
     """One launch: an instruction in the entry or in a loop's body."""
 
     name: str
+    group: str
+    """The name of the first of those kernels of which XLA compiles only one, as they are equal."""
     bytes: int
     """Bytes that one launch reads and writes."""
     trip_count: int
@@ -83,7 +85,7 @@ def read(text: str) -> Summary:
         ...   ROOT %convert.1 = f32[8,4]{1,0} convert(%x), metadata={op_name="jit(f)/convert"}
         ... }''')
         >>> summary.kernels
-        (Kernel(name='convert.1', bytes=192, trip_count=1, dots=()),)
+        (Kernel(name='convert.1', group='convert.1', bytes=192, trip_count=1, dots=()),)
     """
     program = parse(text)
     kernels = tuple(_kernels(program, program.computations[program.entry], 1))
@@ -111,6 +113,7 @@ def _kernels(program: Program, computation: Computation, trip_count: int) -> Ite
         elif opcode not in _FREE and not opcode.endswith("-done") and not _allocates(instruction):
             yield Kernel(
                 name=instruction.name,
+                group=instruction.attribute("deduplicated_name") or instruction.name,
                 bytes=bytes_moved(program, computation, instruction),
                 trip_count=trip_count,
                 dots=tuple(dots_of(program, computation, instruction)),

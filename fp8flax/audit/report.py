@@ -53,7 +53,7 @@ class AuditReport:
 
     @property
     def num_fp8_gemms(self) -> int:
-        """How many of them run in FP8, those included that only may (``AuditedGemm.may_be_fp8``)."""
+        """How many of them run in FP8."""
         return sum(gemm.is_fp8 for gemm in self.gemms)
 
     @property
@@ -68,12 +68,12 @@ class AuditReport:
 
     @property
     def fp8_flops_share(self) -> float:
-        """The share of ``flops`` that runs in FP8, or may, 0 to 1; 0 without any GEMM."""
+        """The share of ``flops`` that runs in FP8, 0 to 1; 0 without any GEMM."""
         return sum(gemm.flops for gemm in self.gemms if gemm.is_fp8) / max(1, self.flops)
 
     @property
     def maybe_fp8_flops_share(self) -> float:
-        """The part of ``fp8_flops_share`` that only may (``AuditedGemm.may_be_fp8``)."""
+        """The share of ``flops`` that only may (``AuditedGemm.may_be_fp8``), 0 to 1."""
         return sum(gemm.flops for gemm in self.gemms if gemm.may_be_fp8) / max(1, self.flops)
 
     @property
@@ -144,20 +144,17 @@ class AuditReport:
     def summary(self) -> str:
         """The result in one sentence."""
         may = sum(gemm.may_be_fp8 for gemm in self.gemms)
-        share = 100 * (self.fp8_flops_share - self.maybe_fp8_flops_share)
+        share = 100 * self.fp8_flops_share
         maybe = f", {may} may ({100 * self.maybe_fp8_flops_share:.1f} %)," if may else ""
         return (
-            f"{self.num_fp8_gemms - may} of {self.num_gemms} GEMMs run in FP8 ({share:.1f} % of FLOPs)"
+            f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({share:.1f} % of FLOPs)"
             f"{maybe} on {self.device}, JAX {self.jax_version}."
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields and totals as values that JSON can hold."""
         totals = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
-        gemms = [
-            {**dataclasses.asdict(gemm), "may_be_fp8": gemm.may_be_fp8, "flops": gemm.flops}
-            for gemm in self.gemms
-        ]
+        gemms = [{**dataclasses.asdict(gemm), "flops": gemm.flops} for gemm in self.gemms]
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {**fields, **{name: getattr(self, name) for name in totals}, "gemms": gemms}
 

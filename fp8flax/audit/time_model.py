@@ -34,9 +34,8 @@ def predicted_seconds(
     bandwidth = BANDWIDTH_SHARE * gpu.bandwidth
 
     def seconds(gemm: AuditedGemm) -> float:
-        is_fp8 = gemm.is_fp8 and not gemm.may_be_fp8
         is_wide = "float32" in (gemm.lhs_dtype, gemm.rhs_dtype)
-        rate = gpu.fp8 if is_fp8 else gpu.bf16 / 2 if is_wide else gpu.bf16
+        rate = gpu.fp8 if gemm.is_fp8 else gpu.bf16 / 2 if is_wide else gpu.bf16
         return max(gemm.flops / rate, gemm.bytes / bandwidth)
 
     times = sum(map(seconds, gemms)), other_bytes / bandwidth, num_launches * LAUNCH_SECONDS

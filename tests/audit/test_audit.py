@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -22,10 +23,12 @@ from jax.lax import DotAlgorithmPreset as Preset
 
 import fp8flax
 from fp8flax._core.device import has_fp8_units
-from fp8flax.audit import AuditReport, assert_fp8, audit, compiling
+from fp8flax.audit import AuditReport, assert_fp8, audit, auditing, compiling
 from fp8flax.audit.command import main
+from fp8flax.audit.compiling import Target
 from fp8flax.audit.dots import Dot
 from fp8flax.audit.gemms import AuditedGemm, why_not
+from fp8flax.audit.instructions import on_fp8_units
 from fp8flax.audit.op_names import path_of, role_of
 from tests.cases import cells, dense_step, struct
 
@@ -108,17 +111,26 @@ def test_quantize_dequantize(gpu):
 
 
 def test_flax_direct_op(gpu):
-    report = assert_fp8(*dense_step(8192, 4096, 4096, fp8_ops.Fp8DirectDotGeneralOp))
-    assert (report.num_gemms, report.num_fp8_gemms, report.fp8_flops_share) == (3, 3, 1.0)
+    """XLA's own kernels read FP8, and multiply float16 in the tile that XLA takes without a device."""
+    step = dense_step(8192, 4096, 4096, fp8_ops.Fp8DirectDotGeneralOp)
+    report = audit(*step)
+    assert report.num_gemms == 3
     assert {g.role: (g.lhs_dtype, g.rhs_dtype) for g in report.gemms} == {
         "forward": ("float8_e4m3fn", "float8_e4m3fn"),
         "dgrad": ("float8_e5m2", "float8_e4m3fn"),
         "wgrad": ("float8_e4m3fn", "float8_e5m2"),
     }
     assert {g.out_dtype for g in report.gemms} == {"bfloat16"}
-    if NEWER_THAN_0_9:
+    if NEWER_THAN_0_9:  # before, XLA gave two of them to cublasLt
         assert {g.backend for g in report.gemms} == {"Triton"}
-        assert report.maybe_fp8_flops_share == 1.0
+        assert (report.num_fp8_gemms, report.fp8_flops_share, report.maybe_fp8_flops_share) == (0, 0.0, 1.0)
+        in_float16 = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+        assert {g.instructions for g in report.gemms} == {(in_float16,)}
+        assert all(f"multiplied by {in_float16} (XLA's tile without" in g.reason for g in report.gemms)
+        with pytest.raises(
+            AssertionError, match=r"^0\.0 % of the GEMMs' FLOPs run in FP8 \(100\.0 % may\)"
+        ):
+            assert_fp8(*step)
         assert report.num_kernels == 22
         assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(592, abs=1)
 
@@ -202,7 +214,8 @@ def test_other_reasons(dot, has_units, platform, reason):
         contracts_leading=None,
         fp8_sources=("f8e4m3fn", "f8e4m3fn"),
     )
-    assert why_not(dot, True, has_units, platform).startswith(reason)
+    target = Target(name="", platform=platform, has_fp8_units=has_units, compute_capability=0.0)
+    assert why_not(dot, True, target).startswith(reason)
 
 
 # Paths and roles.
@@ -550,12 +563,66 @@ def test_table():
     )
 
 
+# A large tile, which XLA may pick on a GPU.
+TILE = "block_m:128 block_n:128 block_k:64 split_k:1 num_stages:3 num_warps:4 num_ctas:1"
+
+
+@pytest.mark.parametrize(
+    ("target", "fp8"),
+    [("h200", r"wgmma\.mma_async\..*\.e4m3\.e4m3"), ("b200", r"tcgen05\.mma\..*kind::f8f6f4")],
+)
+def test_which_instructions_multiply_depends_on_the_tile(gpu, monkeypatch, target, fp8):
+    """And of equal kernels XLA compiles one."""
+
+    def fn(x, kernels):
+        for kernel in kernels:
+            y = lax.dot_general(
+                x.astype(E4M3), kernel, (((1,), (1,)), ((), ())), preferred_element_type=BF16
+            )
+            x = jnp.tanh(y)
+        return x
+
+    args = struct(256, 256, dtype=BF16), 3 * [struct(256, 256, dtype=E4M3)]
+    small = audit(fn, *args, target=target)
+    assert [(gemm.is_fp8, gemm.may_be_fp8) for gemm in small.gemms] == 3 * [(False, True)]
+    compile_lowered = auditing.compile_lowered
+
+    def with_tile(*given):
+        options = {"xla_gpu_override_gemm_autotuner": TILE}
+        return compile_lowered(*given[:3], {**(given[3] if given[3:] else {}), **options})
+
+    monkeypatch.setattr(auditing, "compile_lowered", with_tile)
+    large = audit(fn, *args, target=target)
+    assert [(gemm.is_fp8, gemm.may_be_fp8, gemm.reason) for gemm in large.gemms] == 3 * [(True, False, "")]
+    assert all(re.fullmatch(fp8, name) for gemm in large.gemms for name in gemm.instructions)
+    # Where XLA writes no PTX, nothing is promised.
+    monkeypatch.setattr(auditing, "read_instructions", lambda compile_with: {})
+    unread = audit(fn, *args, target=target)
+    assert [(gemm.is_fp8, gemm.may_be_fp8) for gemm in unread.gemms] == 3 * [(False, True)]
+    assert unread.gemms[0].reason.endswith("of which XLA wrote no PTX: what multiplies them is not known")
+
+
+@pytest.mark.parametrize(
+    ("instruction", "on_units_of"),
+    [
+        ("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e5m2", {8.9, 9.0, 10.0, 12.0}),
+        ("tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale", {8.9, 9.0, 10.0, 12.0}),
+        ("mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e5m2.f32", {8.9, 12.0}),
+        ("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16", set()),
+        ("tcgen05.mma.cta_group::1.kind::f16", set()),
+    ],
+)
+def test_instructions_of_fp8_units(instruction, on_units_of):
+    """``mma.sync`` as ptxas and nvdisasm of CUDA 13.0 show it: QMMA, or conversions and HMMA."""
+    assert {c for c in (8.9, 9.0, 10.0, 12.0) if on_fp8_units(instruction, c)} == on_units_of
+
+
 def test_fp8_operands_in_triton_only_may_run_in_fp8():
-    triton = dataclasses.replace(GEMM, backend="Triton", accumulation="default", reason="the tile")
+    changes = {"backend": "Triton", "accumulation": "default", "reason": "the tile"}
+    triton = dataclasses.replace(GEMM, is_fp8=False, may_be_fp8=True, **changes)
     report = dataclasses.replace(REPORT, gemms=(GEMM, triton, triton, OTHER))
-    assert [gemm.may_be_fp8 for gemm in report.gemms] == [False, True, True, False]
-    assert report.num_fp8_gemms == 3
-    assert report.fp8_flops_share == 0.75
+    assert report.num_fp8_gemms == 1
+    assert report.fp8_flops_share == 0.25
     assert report.maybe_fp8_flops_share == 0.5
     assert report.summary == (
         "1 of 4 GEMMs run in FP8 (25.0 % of FLOPs), 2 may (50.0 %), on NVIDIA H200, JAX 0.0."
@@ -589,7 +656,7 @@ def test_predicted_time():
     flops = 2 * 2 * 8192**3
     for gemm, seconds in (
         (large, flops / 1400e12),
-        (dataclasses.replace(large, backend="Triton", reason="the tile"), flops / 790e12),
+        (dataclasses.replace(large, is_fp8=False, may_be_fp8=True, reason="tile"), flops / 790e12),
         (dataclasses.replace(large, lhs_dtype="bfloat16", is_fp8=False, reason="x"), flops / 790e12),
         (dataclasses.replace(large, lhs_dtype="float32", is_fp8=False, reason="x"), flops / 395e12),
         (GEMM, GEMM.bytes / bandwidth),
