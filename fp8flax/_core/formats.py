@@ -9,10 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 
 float8_e4m3fn = jnp.float8_e4m3fn
+"""4 exponent and 3 mantissa bits, to 448, without infinities: what inputs and kernels are cast to."""
+
 float8_e5m2 = jnp.float8_e5m2
+"""5 exponent and 2 mantissa bits, to 57344, with infinities: what output gradients are cast to."""
+
 float8_e4m3fnuz = jnp.float8_e4m3fnuz
+"""The e4m3 of AMD MI300, to 240: no infinities, one NaN, no negative zero."""
+
 float8_e5m2fnuz = jnp.float8_e5m2fnuz
+"""The e5m2 of AMD MI300, to 57344: no infinities, one NaN, no negative zero."""
+
 float8_e8m0fnu = jnp.float8_e8m0fnu
+"""A power of two in 8 exponent bits, 2**-127 to 2**127, or NaN: the scales of MXFP8."""
 
 FP8_DTYPES = tuple(np.dtype(d) for d in (float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz))
 """The dtypes that a tensor may be quantized to."""
