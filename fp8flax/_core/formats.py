@@ -21,7 +21,7 @@ float8_e5m2fnuz = jnp.float8_e5m2fnuz
 """The e5m2 of AMD MI300, to 57344: no infinities, one NaN, no negative zero."""
 
 float8_e8m0fnu = jnp.float8_e8m0fnu
-"""A power of two in 8 exponent bits, 2**-127 to 2**127, or NaN: the scales of MXFP8."""
+"""A power of two in 8 exponent bits, ``2**-127`` to ``2**127``, or NaN: the scales of MXFP8."""
 
 FP8_DTYPES = tuple(np.dtype(d) for d in (float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz))
 """The dtypes that a tensor may be quantized to."""

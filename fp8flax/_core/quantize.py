@@ -159,6 +159,7 @@ def quantize_dequantize(
 
 
 qdq = quantize_dequantize
+"""``quantize_dequantize``, by the name that it has in ``flax.linen.fp8_ops``."""
 
 
 def cast_to_representable(
