@@ -27,9 +27,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fp8flax._host.files import replacing, write_text
 from fp8flax._host.interrupt import raise_from_now_on
-from fp8flax.demo import compare, digits, imdb, report
+from fp8flax.demo import compare, digits, imdb, report, training
 from fp8flax.demo.data import Corpus, DemoError, load_corpus
-from fp8flax.demo.training import PRECISIONS, RECIPES, Record, Settings, train
+from fp8flax.demo.training import PRECISIONS, RECIPES, Record, Settings
 
 _RUNS = Path("runs")
 _CONFIG = "config.json"
@@ -39,11 +39,12 @@ _MOST = 100_000
 """Steps, epochs or examples of a batch: every step is recorded."""
 _SEEDS = 2**32
 _OPTIONS = {
-    "lm": ("data", "steps", "seeds", "precision", "recipe", "out", "resume"),
+    "lm": ("data", "steps", "seeds", "precision", "recipe", "api", "statistics", "out", "resume"),
     "imdb": ("data", "epochs", "batch_size", "seeds", "recipe", "out"),
     "digits": ("epochs", "batch_size", "seeds", "recipe", "out"),
 }
 """What each task can be told."""
+_APIS = ("linen", "nnx")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -84,6 +85,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--precision", choices=(*PRECISIONS, "both"), help="what to train (default both)")
     parser.add_argument("--recipe", choices=tuple(RECIPES), help="how FP8 is scaled (default delayed)")
+    parser.add_argument(
+        "--api", choices=_APIS, help="which of Flax's APIs the model is written in (default linen)"
+    )
+    parser.add_argument(
+        "--statistics",
+        type=int,
+        metavar="N",
+        help="every N steps print the FP8 tensors that lose most, and draw them at the end; off by "
+        "default, as compiling the statistics takes half a minute",
+    )
     parser.add_argument("--out", metavar="DIR", help="folder for the results (default runs/DATE-TIME)")
     parser.add_argument(
         "--data",
@@ -104,6 +115,7 @@ _VALID: dict[str, Callable[[Any], bool]] = {
     "seeds": lambda x: isinstance(x, list) and len(x) > 0 and all(type(seed) is int for seed in x),
     "precision": lambda x: x in (*PRECISIONS, "both"),
     "recipe": lambda x: isinstance(x, str) and x in RECIPES,
+    "api": lambda x: x in _APIS,
     "data": lambda x: x is None or isinstance(x, str),
     "corpus": lambda x: isinstance(x, str),
 }
@@ -116,6 +128,7 @@ def _new_config(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
         "seeds": options.seeds,
         "precision": options.precision,
         "recipe": options.recipe,
+        "api": options.api,
         "data": None if options.data is None else str(Path(options.data).absolute()),
         "corpus": corpus.digest,
     }
@@ -152,7 +165,7 @@ def _find_run(options: argparse.Namespace) -> Path:
 def _resume_options(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Fills ``options`` from the run's config and returns that; conflicting options are refused."""
     try:
-        values = {"recipe": "delayed", **json.loads((out / _CONFIG).read_text())}
+        values = {"recipe": "delayed", "api": "linen", **json.loads((out / _CONFIG).read_text())}
         wrong = [name for name, is_valid in _VALID.items() if not is_valid(values[name])]
         if wrong:
             raise ValueError(f"{wrong[0]} is {values[wrong[0]]!r}")
@@ -161,7 +174,7 @@ def _resume_options(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     asked = vars(options)
     if asked["data"] is not None:
         asked["data"] = str(Path(asked["data"]).absolute())
-    for name in ("steps", "seeds", "precision", "recipe", "data"):
+    for name in ("steps", "seeds", "precision", "recipe", "api", "data"):
         if asked[name] is not None and asked[name] != values[name]:
             raise DemoError(
                 f"--resume: the run in {out} has {name} {values[name]}, not {asked[name]}; leave "
@@ -189,7 +202,7 @@ def _new_run(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def _validate(options: argparse.Namespace) -> None:
-    for name in ("steps", "epochs", "batch_size"):
+    for name in ("steps", "epochs", "batch_size", "statistics"):
         value = getattr(options, name)
         if value is not None and not 1 <= value <= _MOST:
             raise DemoError(f"{_flags([name])} must be from 1 to {_MOST:,}; got {value}.")
@@ -239,12 +252,20 @@ def _run_lm(options: argparse.Namespace, console: Console) -> None:
             out = _find_run(options)
             stack.enter_context(_locked(out))
             config = _resume_options(options, out)
-        defaults = {"steps": Settings().steps, "seeds": [0], "precision": "both", "recipe": "delayed"}
+        defaults = {
+            "steps": Settings().steps,
+            "seeds": [0],
+            "precision": "both",
+            "recipe": "delayed",
+            "api": "linen",
+        }
         for name, value in defaults.items():
             if getattr(options, name) is None:
                 setattr(options, name, value)
         _validate(options)
-        settings = Settings(steps=options.steps, recipe=options.recipe)
+        if options.statistics is not None and options.precision == "bf16":
+            raise DemoError("--statistics are of FP8 tensors, which --precision bf16 has none of.")
+        settings = Settings(steps=options.steps, recipe=options.recipe, api=options.api)
         results = (_RUNS, *([Path(options.out)] if options.out is not None else []))
         corpus = load_corpus(options.data, settings.length, but_not=results)
         if config is None:
@@ -273,7 +294,8 @@ def _train_and_report(
         f"{corpus.source}: {corpus.num_files} files, {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.validation):,} held out. Results in {out}"
     )
-    runs = _train_all(console, options.seeds, precisions, settings, corpus, out)
+    looks = _Looks(options.statistics, console)
+    runs = _train_all(console, options.seeds, precisions, settings, corpus, out, looks)
 
     report.print_tables(console, runs, settings)
     figures = report.results(settings, about, runs)
@@ -282,6 +304,8 @@ def _train_and_report(
     fp8_record = next((r["fp8"] for r in runs.values() if "fp8" in r), None)
     if fp8_record is not None and fp8_record.ops:
         report.plot_scaling(out / "scaling.png", fp8_record)
+    if looks.history:
+        report.plot_statistics(out, looks.history)
     console.print(report.wrote(out))
     console.print(_last_line(runs), soft_wrap=True)
 
@@ -299,6 +323,29 @@ def _last_line(runs: dict[int, dict[str, Record]]) -> str:
     return line
 
 
+@dataclasses.dataclass
+class _Looks:
+    """Measures what FP8 leaves of the tensors, every so many steps, and prints the worst."""
+
+    every: int | None
+    console: Console
+    history: dict[int, Any] = dataclasses.field(default_factory=dict)
+    """Statistics by step."""
+
+    def __call__(self, step: int, measure: Callable[[], Any]) -> None:
+        if self.every is not None and step % self.every == 0:
+            self.history[step] = measure()
+            report.print_worst(self.console, step, self.history[step])
+
+
+def _api(name: str) -> training.Api:
+    if name == "linen":
+        return training.LINEN
+    from fp8flax.demo.in_nnx import NNX  # which needs a newer Flax
+
+    return NNX
+
+
 def _train_all(
     console: Console,
     seeds: Sequence[int],
@@ -306,7 +353,9 @@ def _train_all(
     settings: Settings,
     corpus: Corpus,
     out: Path,
+    looks: _Looks,
 ) -> dict[int, dict[str, Record]]:
+    api = _api(settings.api)
     runs: dict[int, dict[str, Record]] = {}
     tokens = settings.batch_size * settings.length
     columns = (
@@ -329,7 +378,8 @@ def _train_all(
                     )
 
                 folder = out / "checkpoints" / f"{precision}-seed{seed}"
-                record = train(precision, seed, settings, corpus, folder, on_step)
+                look = {"before_step": looks} if precision == "fp8" and seed == seeds[0] else {}
+                record = training.train(api, precision, seed, settings, corpus, folder, on_step, **look)
                 progress.update(
                     bar, completed=settings.steps, loss=f"{record.validation_loss[-1]:.3f} (validation)"
                 )

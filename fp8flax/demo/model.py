@@ -22,7 +22,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         """Maps activations of shape ``(batch, length, width)`` to the same shape."""
-        h = nn.RMSNorm(dtype=self.dtype)(x)
+        h = nn.RMSNorm(dtype=self.dtype, name="attn_norm")(x)
         x = x + nn.MultiHeadDotProductAttention(
             self.num_heads,
             dtype=self.dtype,
@@ -31,7 +31,7 @@ class Block(nn.Module):
             out_dot_general_cls=self.dot_general_cls,
             name="attn",
         )(h, mask=mask)
-        h = nn.RMSNorm(dtype=self.dtype)(x)
+        h = nn.RMSNorm(dtype=self.dtype, name="mlp_norm")(x)
         h = nn.Dense(4 * self.width, dtype=self.dtype, dot_general_cls=self.dot_general_cls, name="up")(h)
         h = nn.gelu(h)
         h = nn.Dense(self.width, dtype=self.dtype, dot_general_cls=self.dot_general_cls, name="down")(h)
@@ -71,7 +71,7 @@ class ByteTransformer(nn.Module):
             x = Block(self.width, self.num_heads, self.dot_general_cls, self.dtype, name=f"block_{i}")(
                 x, mask
             )
-        x = nn.RMSNorm(dtype=self.dtype)(x)
+        x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
         logits = nn.Dense(
             VOCABULARY, dtype=self.dtype, dot_general_cls=self.dot_general_cls, name="logits"
         )(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -245,3 +246,17 @@ def plot_scaling(path: Path, record: Record) -> None:
         f"Delayed scaling: one line per FP8 layer ({len(record.ops)}), first layers dark, last bright"
     )
     save_figure(path, figure)
+
+
+def print_worst(console: Console, step: int, found: Any) -> None:
+    """Prints the five tensors that lose most in a step, worst first."""
+    summary = fp8.summarize(found)
+    worst = dataclasses.replace(summary, rows=summary.rows[:5])
+    console.print(f"Step {step}, of {len(summary.rows)} FP8 tensors those that lose most:")
+    console.print(str(worst), soft_wrap=True, markup=False, highlight=False)
+
+
+def plot_statistics(folder: Path, history: dict[int, Any]) -> None:
+    """Draws statistics by step: amaxes and scales of the worst tensors, and what underflows where."""
+    save_figure(folder / "statistics.png", fp8.plot_history(history))
+    save_figure(folder / "underflow.png", fp8.plot_underflow(history))

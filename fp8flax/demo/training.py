@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.traverse_util
 import jax
@@ -50,6 +50,8 @@ class Settings:
     checkpoint_every: int = 50
     recipe: str = "delayed"
     """A name in ``RECIPES``, for FP8."""
+    api: str = "linen"
+    """In which of Flax's APIs the model is written."""
 
     @property
     def evaluation_steps(self) -> list[int]:
@@ -129,14 +131,14 @@ def scaling_of(variables: Any) -> jax.Array:
     return jnp.array(values, jnp.float32).reshape(2, len(ops), 3)
 
 
+def _loss(variables: Any, state: fp8.TrainState, windows: jax.Array) -> jax.Array:
+    return loss_of(state.apply_fn(variables, windows[:, :-1]), windows[:, 1:])
+
+
 @partial(jax.jit, donate_argnums=0)
 def train_step(state: fp8.TrainState, windows: jax.Array) -> tuple[fp8.TrainState, jax.Array, jax.Array]:
     """Takes one step on windows ``(batch, length + 1)``; returns ``(state, loss, scaling)``."""
-
-    def loss_fn(variables: Any) -> jax.Array:
-        return loss_of(state.apply_fn(variables, windows[:, :-1]), windows[:, 1:])
-
-    loss, grads = fp8.value_and_grad(loss_fn)(state.params)
+    loss, grads = fp8.value_and_grad(_loss)(state.params, state, windows)
     state = state.apply_gradients(grads=grads)
     return state, loss, scaling_of(state.params)
 
@@ -144,34 +146,59 @@ def train_step(state: fp8.TrainState, windows: jax.Array) -> tuple[fp8.TrainStat
 @jax.jit
 def evaluate(state: fp8.TrainState, windows: jax.Array) -> jax.Array:
     """Returns the loss on windows ``(batch, length + 1)`` without touching the state."""
-    return loss_of(state.apply_fn(state.params, windows[:, :-1]), windows[:, 1:])
+    return _loss(state.params, state, windows)
+
+
+@jax.jit
+def measure(state: fp8.TrainState, windows: jax.Array) -> Any:
+    """Returns statistics of each FP8 tensor of a step on windows ``(batch, length + 1)``."""
+    return fp8.statistics(_loss)(state.params, state, windows)
+
+
+class Api(NamedTuple):
+    """How the demo is written in one of Flax's APIs; a state is a tree of arrays."""
+
+    make_state: Callable[[str, int, Settings], Any]
+    train_step: Callable[[Any, Any], tuple[Any, jax.Array, jax.Array]]
+    evaluate: Callable[[Any, Any], jax.Array]
+    measure: Callable[[Any, Any], Any]
+    variables: Callable[[Any], Any]
+    """Those in a state, as Linen has them."""
+
+
+LINEN = Api(make_state, train_step, evaluate, measure, lambda state: state.params)
 
 
 def train(
+    api: Api,
     precision: str,
     seed: int,
     settings: Settings,
     corpus: Corpus,
     checkpoints: Path,
     on_step: Callable[[int, float, float], None],
+    before_step: Callable[[int, Callable[[], Any]], None] = lambda step, measure: None,
 ) -> Record:
     """Trains from the newest checkpoint under ``checkpoints``, or from the start.
 
     Args:
+        api: what the model is written in.
         precision: ``"bf16"`` or ``"fp8"``.
         seed: seed of the weights and of the batches.
         settings: sizes and length of the run.
         corpus: the bytes.
         checkpoints: a folder for this run's checkpoints.
         on_step: called after each step with the number of steps done, the loss and the step's seconds.
+        before_step: called with the number of the step to come, from 1, and a function that returns the
+            statistics of its FP8 tensors.
 
     Raises:
         DemoError: a checkpoint cannot be read, or not be written.
     """
-    state = make_state(precision, seed, settings)
+    state = api.make_state(precision, seed, settings)
     held_out = validation_batches(corpus, settings.validation_batches, settings.batch_size, settings.length)
     eval_steps = settings.evaluation_steps
-    ops = fp8_ops(state.params)
+    ops = fp8_ops(api.variables(state))
     done: dict[str, Any] = {
         "state": state,
         "train_loss": np.full(settings.steps, np.nan, np.float32),
@@ -186,9 +213,10 @@ def train(
         if start:
             done = _restore(manager, start, done)
         for step in range(start, settings.steps):
-            began = time.perf_counter()
             windows = train_batch(corpus, seed, step, settings.batch_size, settings.length)
-            done["state"], loss, scaling = train_step(done["state"], windows)
+            before_step(step + 1, partial(api.measure, done["state"], windows))
+            began = time.perf_counter()
+            done["state"], loss, scaling = api.train_step(done["state"], windows)
             done["train_loss"][step] = loss
             if ops:
                 done["scaling"][step] = scaling
@@ -196,7 +224,7 @@ def train(
             if step > start:
                 step_seconds.append(seconds)
             if step + 1 in eval_steps:
-                losses = [float(evaluate(done["state"], w)) for w in held_out]
+                losses = [float(api.evaluate(done["state"], w)) for w in held_out]
                 done["validation_loss"][eval_steps.index(step + 1)] = np.mean(losses)
             if (step + 1) % settings.checkpoint_every == 0 or step + 1 == settings.steps:
                 _save(manager, step + 1, done)

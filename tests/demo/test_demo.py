@@ -75,7 +75,9 @@ def whole_run(tmp_path_factory):
     @functools.cache
     def run(precision):
         settings = TINY(steps=STEPS)
-        return training.train(precision, 0, settings, corpus, folder / precision, lambda *_: None)
+        return training.train(
+            training.LINEN, precision, 0, settings, corpus, folder / precision, lambda *_: None
+        )
 
     return run
 
@@ -90,10 +92,11 @@ def _made_once():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "make_state", made)
+        patch.setattr(training, "LINEN", training.LINEN._replace(make_state=made))
         yield
 
 
-PLOTS = {name: getattr(report, name) for name in ("plot_loss", "plot_scaling")}
+PLOTS = {name: getattr(report, name) for name in ("plot_loss", "plot_scaling", "plot_statistics")}
 
 
 @pytest.fixture
@@ -169,7 +172,7 @@ class TestTraining:
 
             return on_step
 
-        train = partial(training.train, precision, 0, settings, corpus)
+        train = partial(training.train, training.LINEN, precision, 0, settings, corpus)
         whole = whole_run(precision)
         for last in stops:
             with pytest.raises(InterruptError):
@@ -195,12 +198,12 @@ class TestTraining:
 
     def test_a_damaged_checkpoint_is_one_line(self, text, tmp_path):
         settings, corpus = TINY(steps=STEPS), data.load_corpus(str(text), 16)
-        training.train("bf16", 0, settings, corpus, tmp_path, lambda *_: None)
+        training.train(training.LINEN, "bf16", 0, settings, corpus, tmp_path, lambda *_: None)
         for path in (tmp_path / str(STEPS)).rglob("*"):
             if path.is_file():
                 path.write_bytes(b"")
         with pytest.raises(data.DemoError, match="checkpoint .* cannot be read"):
-            training.train("bf16", 0, settings, corpus, tmp_path, lambda *_: None)
+            training.train(training.LINEN, "bf16", 0, settings, corpus, tmp_path, lambda *_: None)
 
     def test_a_flipped_bit_of_a_checkpoint_is_found(self, tmp_path):
         """Orbax alone hands many of them on as they are."""
@@ -273,6 +276,32 @@ class TestCommandLine:
         for run, run_again in zip(figures["runs"], again["runs"]):
             assert run["relative_gap"] == run_again["relative_gap"]
 
+    @pytest.mark.usefixtures("drawn")
+    @pytest.mark.long
+    def test_nnx_gives_the_same_losses_and_statistics_are_drawn(self, text, tmp_path, capsys, whole_run):
+        out = tmp_path / "o"
+        arguments = ["--data", str(text), "--steps", str(STEPS), "--out", str(out), "--precision", "fp8"]
+        assert cli.main([*arguments, "--api", "nnx", "--statistics", "4"]) == 0
+        printed = capsys.readouterr().out
+        assert "Step 4, of 21 FP8 tensors those that lose most" in printed
+        assert printed.count("block/0/") >= 3
+        assert "Step 6" not in printed
+        for name in ("scaling.png", "statistics.png", "underflow.png"):
+            assert (out / name).read_bytes().startswith(b"\x89PNG")
+        (run,) = json.loads((out / "results.json").read_text())["runs"]
+        found, linen = run["precisions"]["fp8"], whole_run("fp8")
+        assert found["train_loss"] == [float(x) for x in linen.train_loss]
+        assert list(found["validation_curve"].values()) == [float(x) for x in linen.validation_loss]
+        assert list(found["layers"]) == linen.ops
+        assert "has api nnx, not linen" in self.fails(capsys, "--resume", "--out", out, "--api", "linen")
+
+    @pytest.mark.usefixtures("_all_cells")
+    def test_nnx_in_bf16_gives_the_same_losses(self, text, tmp_path, whole_run):
+        settings, corpus = TINY(steps=STEPS), data.load_corpus(str(text), 16)
+        record = training.train(cli._api("nnx"), "bf16", 0, settings, corpus, tmp_path, lambda *_: None)
+        for name in ("train_loss", "validation_loss"):
+            np.testing.assert_array_equal(getattr(record, name), getattr(whole_run("bf16"), name))
+
     @pytest.mark.usefixtures("_all_cells")
     def test_a_recipe_without_state(self, text, tmp_path, capsys):
         out, recipe = tmp_path / "o", "mxfp8"
@@ -321,6 +350,9 @@ class TestCommandLine:
         assert "invalid int value: 'x'" in fails("--steps", "x")
         assert "--seeds must be distinct" in fails("--seeds", 1, 1)
         assert "invalid choice: 'fp4'" in fails("--precision", "fp4")
+        assert "--statistics must be from 1 to 100,000; got 0" in fails("--statistics", 0)
+        assert "which --precision bf16 has none of" in fails("--statistics", 2, "--precision", "bf16")
+        assert "invalid choice: 'keras'" in fails("--api", "keras")
         assert "there is no run under runs/" in fails("--resume")
         assert "holds no run" in fails("--resume", "--out", empty)
         assert "cannot write to" in fails("--data", text, "--out", a_file / "below")
