@@ -6,6 +6,7 @@ A contraction is a *plan*: its products, and how each operand enters them. Plans
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -222,7 +223,8 @@ def _makes_pair(plan: Plan, role: str) -> bool:
     )
     return (
         first.quantizer is not None
-        and role not in plan.stacked
+        # Our kernel counts the elements of all in 32 bits.
+        and (role not in plan.stacked or math.prod(operand.shape) < 2**31)
         and operand.sharding is None
         and first.quantizer.makes_pair(operand, first.view, second.quantizer, second.view)
     )
@@ -251,7 +253,7 @@ def _transposed(plan: Plan, role: str, operand: Any) -> Any:
 def _quantized_for_both(plan: Plan, role: str, x: jax.Array, scale: jax.Array | None) -> tuple[Any, Any]:
     uses = plan.uses(role)
     if _makes_pair(plan, role):
-        return _pair_once(uses, role == "output_grad", x)
+        return plan.each(role, partial(_pair_once, uses, role == "output_grad"), x)
     first = _quantized_for(plan, uses.first, x, scale)
     if _serves_both(plan, role):
         return first, _transposed(plan, role, first)

@@ -107,11 +107,21 @@ def test_block_scales_on_each_of_several_gpus(way):
 @pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
-@pytest.mark.parametrize(("is_mapped", "num_kernels"), [(True, 3), (False, 0)])
-def test_experts_on_each_of_several_gpus(is_mapped, num_kernels):
+@pytest.mark.parametrize(
+    ("is_mapped", "recipe"),
+    [
+        (True, fp8.Float8BlockScaling()),
+        (False, fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)),
+        pytest.param(
+            *(True, fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)), marks=pytest.mark.all_cells
+        ),
+        pytest.param(*(False, fp8.Float8BlockScaling()), marks=pytest.mark.all_cells),
+    ],
+    ids=["mapped-blocks", "split-current", "mapped-current", "split-blocks"],
+)
+def test_experts_on_each_of_several_gpus(is_mapped, recipe):
     """The kernel for all experts of a device inside shard_map; tile by tile where XLA splits the rows."""
     on = jax.sharding.Mesh(gpus().devices, ("experts",), axis_types=(AxisType.Auto,))
-    recipe = fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)
     op = fp8.Fp8RaggedDotOp(recipe=recipe)
 
     def step(x, w, sizes):
@@ -128,7 +138,7 @@ def test_experts_on_each_of_several_gpus(is_mapped, num_kernels):
             *(jax.ShapeDtypeStruct(*shape) for shape in shapes),
         )
     calls = re.findall(r"custom_call_target=\"mosaic\S+, .*op_name=\"(\S+)\"", program)
-    assert sum(GROUPED_GEMM in call.split("/") for call in calls) == num_kernels
+    assert sum(GROUPED_GEMM in call.split("/") for call in calls) == (3 if is_mapped else 0)
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (1, None), (None, 2)], ids=str)
