@@ -17,7 +17,7 @@ from fp8flax._core.differentiable import Operand, States
 from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from tests import reference, reference_recipes
-from tests.cases import cells
+from tests.cases import cells, with_reference
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 M, K, N, EXPERTS, LENGTH = 300, 24, 40, 4, 3  # three tiles of rows, the last one not full
@@ -25,6 +25,7 @@ RECIPES = {
     "delayed": fp8.DelayedScaling(amax_history_len=LENGTH),
     "tensorwise": fp8.Float8CurrentScaling(),
     "axiswise": fp8.Float8CurrentScaling(granularity="axiswise", use_power_2_scales=True),
+    "blocks": fp8.Float8BlockScaling(),  # of rows, which for wgrad several experts share
 }
 # Of the experts' rows: straddling tiles, one empty and some left over; all to one; none; to the last only
 # and beyond the buffer; each its share, so that tiles are shared by three.
@@ -57,6 +58,9 @@ class RaggedStep:
         """What is left of a matrix in the GEMM that contracts ``axis``."""
         if self.name == "delayed":
             return self.left[role]
+        if self.name == "blocks":
+            gemm = RECIPES["blocks"].gemms.forward
+            return with_reference(gemm.rhs if role == "kernel" else gemm.lhs, x, axis)
         if self.name == "tensorwise":
             return reference_recipes.dequantize(
                 *reference_recipes.tensorwise(x, self.dtypes[role], "exact")

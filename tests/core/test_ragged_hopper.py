@@ -128,6 +128,26 @@ def test_copies_begin_where_hopper_can(sizes):
     assert (written == 1).all()
 
 
+@pytest.mark.parametrize("align", [8, groups.TILE])
+def test_sums_are_of_each_groups_own_tiles(align):
+    """Over what lies side by side; each row of the result is written once."""
+    depth, sizes = 256, SIZES[0]
+    tiling = ragged_hopper._tiling_of_groups(depth, 128, len(sizes))
+    table = groups.table_of(384, np.array(sizes), align)
+    found = jax.vmap(partial(tiling.tile, table))(jnp.arange(tiling.num_tiles, dtype=jnp.int32))
+    assert found.out_row.tolist() == list(range(0, len(sizes) * depth, groups.TILE))
+    assert (found.lhs_row == found.out_row % depth).all()
+    assert not found.rhs_row.any()
+    assert not found.low.any()
+    assert (found.high == groups.TILE).all()
+    first = 0
+    for e, (start, end) in enumerate(bounds(384, sizes)[:-1]):
+        count = -(-(end - start // align * align) // groups.TILE) if start < end else 0
+        assert found.block[2 * e : 2 * e + 2].tolist() == [first] * 2
+        assert found.num_blocks[2 * e : 2 * e + 2].tolist() == [count] * 2
+        first += count
+
+
 of_8192_rows = jax.jit(partial(groups.table_of, 8192))
 
 
@@ -215,7 +235,10 @@ def test_ragged_dots_of_blocks_on_hopper(use_f32_scales, is_square, out_dtype):
     of_rows, of_kernel = recipe.forward.lhs, recipe.forward.rhs if is_square else recipe.forward.lhs
     spans, tolerance = bounds(rows, sizes), 2e-6 if out_dtype == jnp.float32 else 2**-8
     x, w, g = (rng.normal(size=shape) for shape in ((rows, depth), (3, depth, columns), (rows, columns)))
+    # Each block with a scale of its own.
     x *= np.exp(2 * rng.normal(size=(rows, 1)))
+    x[:, 128:], w[:, 128:], g[128:] = 8 * x[:, 128:], w[:, 128:] / 64, 128 * g[128:]
+    w *= 2.0 ** np.arange(3)[:, None, None]
     x, w, g = (np.asarray(a, np.float32) for a in (x, w, g))
     x[13, 5] = np.nan  # in a tile and a block with rows of another group
     x[133:] = g[133:] = 0
