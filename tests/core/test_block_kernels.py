@@ -14,6 +14,7 @@ import fp8flax as fp8
 from fp8flax._core import quantizers
 from fp8flax._core.device import compile_target
 from fp8flax._core.dot_general import fp8_dot_general
+from fp8flax._core.kernels import block_gemm_hopper
 from fp8flax._core.kernels.block_gemm import block_gemm_in_jax
 from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC, hopper_block_gemm
 from fp8flax._core.kernels.block_quantize import block_quantize
@@ -104,6 +105,12 @@ def test_which_tensors_the_kernel_quantizes(shape, recipe, expected, monkeypatch
     assert sorted(set(seen)) == sorted(expected)
 
 
+@pytest.fixture
+def _one_core(monkeypatch):
+    """The interpreter compiles the kernel anew for each core that there is. One does all tiles, in turn."""
+    monkeypatch.setattr(block_gemm_hopper, "_CORES", 1)
+
+
 def interpreted(**kwargs):
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -112,6 +119,7 @@ def interpreted(**kwargs):
 
 @pytest.mark.long
 @pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
+@pytest.mark.usefixtures("_one_core")
 @pytest.mark.parametrize("is_square", [True, pytest.param(False, marks=pytest.mark.all_cells)])
 @pytest.mark.parametrize(
     ("shape", "out_dtype"),
@@ -142,11 +150,12 @@ def test_hoppers_gemm(shape, is_square, out_dtype):
 
 @pytest.mark.long
 @pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
+@pytest.mark.usefixtures("_one_core")
 def test_hoppers_gemm_in_range():
     """Where one scale is nearly more than float32 holds, or less; and rows of most different magnitudes."""
     rng = np.random.default_rng(0)
-    run = interpreted(out_dtype=jnp.float32)
     codes = [jnp.asarray(rng.normal(size=(1, n, 256)) * 90, E4M3) for n in (2, 3)]
+    cases = []
     for magnitudes in ((1e37, 1e-12), (1e-12, 1e37), (1e-30, 1e-1), (1e30, 1e-30), (1e-35, 1e4)):
         scales = [
             jnp.asarray(magnitude / 448 * rng.uniform(1, 2, (1, n, 2)), jnp.float32)
@@ -155,12 +164,14 @@ def test_hoppers_gemm_in_range():
         # A block of zeros has the scale 1; the first block of the other row is all but nothing.
         blank = codes[0].at[0, 1, 128:].set(0), scales[0].at[0, :, 1].set([1e-37, 1])
         for lhs, lhs_scale in ((codes[0], scales[0]), blank):
-            wide = [
-                np.repeat(np.asarray(s, np.float64), 128, 2) * np.asarray(c, np.float64)
-                for c, s in zip((lhs, codes[1]), (lhs_scale, scales[1]))
-            ]
-            out = run(lhs, codes[1], lhs_scale, scales[1])
-            assert error_of_product(out, wide[0] @ wide[1].transpose(0, 2, 1), *wide) <= 2e-6
+            cases.append((lhs, codes[1], lhs_scale, scales[1]))
+    stacks = [jnp.concatenate(one) for one in zip(*cases)]
+    for out, lhs, rhs, *of in zip(interpreted(out_dtype=jnp.float32)(*stacks), *stacks):
+        wide = [
+            np.repeat(np.asarray(s, np.float64), 128, 1) * np.asarray(c, np.float64)
+            for c, s in zip((lhs, rhs), of)
+        ]
+        assert error_of_product(out, wide[0] @ wide[1].T, *wide) <= 2e-6
 
 
 SPLITS = {

@@ -11,7 +11,7 @@ import fp8flax as fp8
 from fp8flax._core import ragged_hopper
 from fp8flax._core.device import compile_target
 from fp8flax._core.differentiable import States
-from fp8flax._core.kernels import groups
+from fp8flax._core.kernels import grouped_gemm_hopper, groups
 from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.ragged_dot import fp8_ragged_dot
@@ -161,6 +161,12 @@ def test_few_products_are_in_vain():
         assert groups.TILE * int(table[0, -1]) <= 1.1 * 8192
 
 
+@pytest.fixture
+def _one_core(monkeypatch):
+    """The interpreter compiles the kernel anew for each core that there is. One does all tiles, in turn."""
+    monkeypatch.setattr(grouped_gemm_hopper, "_CORES", 1)
+
+
 def interpreted(f, out_dtype):
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -180,6 +186,7 @@ def wide(x):
 
 @pytest.mark.long
 @needs_mosaic
+@pytest.mark.usefixtures("_one_core")
 @pytest.mark.parametrize(
     ("rows", "sizes", "depth", "columns", "is_fine", "out_dtype"),
     [
@@ -224,6 +231,7 @@ def test_ragged_dots_on_hopper(rows, sizes, depth, columns, is_fine, out_dtype):
 
 @pytest.mark.long
 @needs_mosaic
+@pytest.mark.usefixtures("_one_core")
 @pytest.mark.parametrize(
     ("use_f32_scales", "is_square", "out_dtype"),
     [(False, True, jnp.bfloat16), pytest.param(True, False, jnp.float32, marks=pytest.mark.all_cells)],
