@@ -161,61 +161,83 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
     Source: none; ``optax.MultiSteps`` accumulates over steps instead, each with a state of its own.
     """
 
+    def with_aux(variables: Any, _: None, microbatch: Any) -> Any:
+        out = fun(variables, microbatch)
+        value, aux = out if has_aux else (out, None)
+        return value, (None, aux)
+
     @functools.wraps(fun)
     def accumulated(variables: Any, microbatches: Any) -> Any:
-        sizes = {next(iter(np.shape(leaf)), 0) for leaf in jax.tree.leaves(microbatches)}
-        if len(sizes) != 1 or 0 in sizes:
-            raise ValueError(
-                "The leaves of microbatches must share a first dimension, the number of microbatches, of 1 "
-                f"or more; got shapes {jax.tree.map(np.shape, microbatches)}. Reshape a batch to "
-                "(microbatches, -1, …)."
-            )
-        num = sizes.pop()
-
-        # As one, also un-jitted: what stands for no state at all is no Inf for jax_debug_infs to find.
-        @partial(jax.jit, inline=True)
-        def run(variables: Any, microbatches: Any) -> Any:
-            variables = jax.tree.map(jnp.asarray, unmerge(variables))
-            merged, to_next = jax.vjp(merge_by_max, variables)
-            leaves, treedef = jax.tree.flatten(merged)
-            is_state = list(map(is_max_dtype, leaves))
-            # In floats, of which JAX takes gradients.
-            floats = list(map(to_floats, leaves))
-
-            def cast(xs: Sequence[Any]) -> Any:
-                return treedef.unflatten(
-                    [of_floats(x.dtype, y) if s else y for x, y, s in zip(leaves, xs, is_state)]
-                )
-
-            def loss(floats: Any, microbatch: Any) -> Any:
-                with merged_in(current_manual_axes()):
-                    value = unmerge(fun(cast(floats), microbatch))
-                # Divided before the backward pass: output gradients are then as those of one large batch.
-                return (value[0] / num, value[1]) if has_aux else value / num
-
-            def step(floats: Any, total_and_microbatch: Any) -> Any:
-                total, microbatch = total_and_microbatch
-                value, grads = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(floats, microbatch)
-                return list(map(_add, total, grads, is_state)), value
-
-            total = [jnp.full_like(x, -jnp.inf) if s else _zeros(x) for x, s in zip(floats, is_state)]
-            example = total, jax.tree.map(lambda x: jnp.asarray(x)[0], microbatches)
-            step_of = hoisted(step, floats, example)
-            total, value = lax.scan(lambda total, x: step_of((total, x)), total, microbatches)
-            (grads,) = to_next(
-                jax.tree.map(_cotangent, cast([t.astype(x.dtype) for t, x in zip(total, floats)]))
-            )
-            return jax.tree.map(
-                lambda g, x: x if g.dtype == jax.dtypes.float0 else g, grads, variables
-            ), value
-
-        grads, value = run(variables, microbatches)
-        grads = jax.tree.map(_cotangent, grads)
-        if has_aux:
-            return (jnp.sum(value[0], axis=0), value[1]), grads
-        return jnp.sum(value, axis=0), grads
+        value, grads, _, aux = accumulate(with_aux, variables, None, microbatches)
+        return ((value, aux) if has_aux else value), grads
 
     return accumulated
+
+
+def accumulate(
+    fun: Callable[[Any, Any, Any], Any], variables: Any, carry: Any, microbatches: Any
+) -> tuple[jax.Array, Any, Any, Any]:
+    """Computes what ``accumulate_gradients`` says, of a function that hands something on.
+
+    Args:
+        fun: ``fun(variables, carry, microbatch)``; returns ``(value, (carry, aux))``.
+        variables: what is differentiated.
+        carry: for the first microbatch; a tree of arrays, each of which keeps its shape and dtype.
+        microbatches: as of ``accumulate_gradients``.
+
+    Returns:
+        The mean value, the gradients, what the last microbatch handed on, and ``aux``, stacked.
+    """
+    sizes = {next(iter(np.shape(leaf)), 0) for leaf in jax.tree.leaves(microbatches)}
+    if len(sizes) != 1 or 0 in sizes:
+        raise ValueError(
+            "The leaves of microbatches must share a first dimension, the number of microbatches, of 1 "
+            f"or more; got shapes {jax.tree.map(np.shape, microbatches)}. Reshape a batch to "
+            "(microbatches, -1, …)."
+        )
+    num = sizes.pop()
+
+    # As one, also un-jitted: what stands for no state at all is no Inf for jax_debug_infs to find.
+    @partial(jax.jit, inline=True)
+    def run(variables: Any, carry: Any, microbatches: Any) -> Any:
+        variables = jax.tree.map(jnp.asarray, unmerge(variables))
+        merged, to_next = jax.vjp(merge_by_max, variables)
+        leaves, treedef = jax.tree.flatten(merged)
+        is_state = list(map(is_max_dtype, leaves))
+        # In floats, of which JAX takes gradients.
+        floats = list(map(to_floats, leaves))
+
+        def cast(xs: Sequence[Any]) -> Any:
+            return treedef.unflatten(
+                [of_floats(x.dtype, y) if s else y for x, y, s in zip(leaves, xs, is_state)]
+            )
+
+        def loss(floats: Any, carry: Any, microbatch: Any) -> Any:
+            with merged_in(current_manual_axes()):
+                value, rest = unmerge(fun(cast(floats), carry, microbatch))
+            # Divided before the backward pass: output gradients are then as those of one large batch.
+            return value / num, rest
+
+        def step(floats: Any, varying: Any) -> Any:
+            total, carry, microbatch = varying
+            of_loss = jax.value_and_grad(loss, has_aux=True, allow_int=True)
+            (value, (carry, aux)), grads = of_loss(floats, carry, microbatch)
+            return (list(map(_add, total, grads, is_state)), carry), (value, aux)
+
+        total = [jnp.full_like(x, -jnp.inf) if s else _zeros(x) for x, s in zip(floats, is_state)]
+        example = total, carry, jax.tree.map(lambda x: jnp.asarray(x)[0], microbatches)
+        step_of = hoisted(step, floats, example)
+        (total, carry), (value, aux) = lax.scan(
+            lambda before, x: step_of((*before, x)), (total, carry), microbatches
+        )
+        (grads,) = to_next(
+            jax.tree.map(_cotangent, cast([t.astype(x.dtype) for t, x in zip(total, floats)]))
+        )
+        grads = jax.tree.map(lambda g, x: x if g.dtype == jax.dtypes.float0 else g, grads, variables)
+        return grads, carry, value, aux
+
+    grads, carry, value, aux = run(variables, carry, microbatches)
+    return jnp.sum(value, axis=0), jax.tree.map(_cotangent, grads), carry, aux
 
 
 def _zeros(leaf: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from fp8flax.nnx.ops import OverwriteWithGradient as OverwriteWithGradient
 # Training.
 from fp8flax.nnx.training import (
     Optimizer as Optimizer,
+    accumulate_gradients as accumulate_gradients,
     grad as grad,
     overwrite_state as overwrite_state,
     value_and_grad as value_and_grad,

@@ -12,9 +12,10 @@ from flax import nnx
 
 from fp8flax._core.jax_rules import current_manual_axes, merged_in
 from fp8flax._core.max_dtype import from_max_dtype
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._train import check
 from fp8flax._train.collection import merge_by_max, next_state, unmerge
+from fp8flax._train.gradients import accumulate
 from fp8flax.nnx.ops import OverwriteWithGradient
 from fp8flax.nnx.variables import set_state, state_of
 
@@ -184,6 +185,68 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return grad_f
+
+
+def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+    """``value_and_grad`` of a mean over microbatches, one microbatch in memory at a time.
+
+    The gradients of parameters are averaged in float32, and the scaling state is that of one call on all
+    microbatches; kernels are quantized once for all of them. What else a microbatch changes in the model
+    (statistics, random number generators) the next one finds, and the model has afterwards. See
+    ``fp8flax.accumulate_gradients``. Call it under ``nnx.jit``: un-jitted, each call compiles anew.
+
+    Args:
+        f: ``f(model, microbatch)``; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``. It may
+            not add variables to the model.
+        has_aux: whether ``f`` returns auxiliary data.
+
+    Returns:
+        A function of two positional arguments, ``(model, microbatches)``, that returns ``(value,
+        gradients)``, or with ``has_aux`` ``((value, aux), gradients)``: the mean value, the gradients as
+        of ``value_and_grad``, and ``aux`` of each microbatch, stacked. The leaves of ``microbatches`` have
+        the number of microbatches as their first dimension.
+
+    Raises:
+        TypeError: (when called) scaling state is not float32.
+        ValueError: (when called) there is no microbatch, or the first dimensions differ.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+        >>> microbatches = jnp.arange(1.0, 5.0)[:, None, None] * jnp.ones((4, 2, 4))
+        >>> step = fp8nnx.accumulate_gradients(lambda layer, x: jnp.mean(layer(x) ** 2))
+        >>> value, grads = step(layer, microbatches)
+        >>> grads["dot_general"]["input_amax_history"][:2]
+        Array([4., 0.], dtype=float32)
+
+    Source: none; ``optax.MultiSteps`` accumulates over steps instead, each with a state of its own.
+    """
+
+    @functools.wraps(f)
+    def accumulated(model: Any, microbatches: Any) -> Any:
+        graphdef, *states = nnx.split(model, nnx.Param, OverwriteWithGradient, ...)
+        params, scaling, rest = states
+
+        def of_variables(variables: Any, rest: Any, microbatch: Any) -> Any:
+            # Variables of this trace, so that f may write to them.
+            states = jax.tree.map(lambda x: x, (*variables.values(), rest))
+            merged = nnx.merge(graphdef, *states)
+            out = f(merged, microbatch)
+            value, aux = out if has_aux else (out, None)
+            return value, (nnx.state(merged, _REST), aux)
+
+        variables = {PARAMS: params, OVERWRITE_WITH_GRADIENT: scaling}
+        value, grads, rest, aux = accumulate(of_variables, variables, rest, microbatches)
+        nnx.update(model, rest)
+        grads = nnx.merge_state(*grads.values())
+        return ((value, aux) if has_aux else value), grads
+
+    return accumulated
+
+
+_REST = nnx.Not(nnx.Any(nnx.Param, OverwriteWithGradient))
 
 
 _WHAT_TO_CALL = (

@@ -248,6 +248,60 @@ def test_check_state():
 
 
 @pytest.mark.long
+def test_accumulated_gradients_are_those_of_the_linen_model():
+    """Bit for bit, with the kernels quantized before the loop."""
+    linen_model, model = LinenModel(), Model(nnx.Rngs(0))
+    batches = jnp.stack([X, 100 * X, 2 * X])
+    of_linen = fp8.accumulate_gradients(lambda v, x: jnp.mean((linen_model.apply(v, x) - Y) ** 2))
+    expected, expected_grads = jax.jit(of_linen)(fp8nnx.to_linen(model), batches)
+    step = fp8nnx.accumulate_gradients(loss_of)
+    value, grads = nnx.jit(step)(model, batches)
+    assert value == expected
+    found = nnx.clone(model)
+    nnx.update(found, grads)
+    jax.tree.map(np.testing.assert_array_equal, fp8nnx.to_linen(found), expected_grads)
+    fp8nnx.overwrite_state(model, grads)
+    assert model.last.dot_general.kernel_amax_history.get_value()[0] > 0
+    graphdef, state = nnx.split(model)
+    jaxpr = jax.make_jaxpr(lambda state: step(nnx.merge(graphdef, state), batches)[0])(state)
+    (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    constants = [x.aval for x in scan.invars[: scan.params["num_consts"]]]
+    assert [x.shape for x in constants if x.dtype == jnp.uint8] == [(16, 16)] * 4  # one is called twice
+
+
+@pytest.mark.long
+def test_microbatches_hand_on_what_is_not_differentiated():
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = linear()
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.norm = nnx.BatchNorm(16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.dropout(self.linear(x)))
+
+    batches = jnp.stack([X, 3 * X])
+    model, one_by_one = Noisy(nnx.Rngs(0)), Noisy(nnx.Rngs(0))
+
+    def loss(model, x):
+        out = model(x)
+        return jnp.mean(out**2), out
+
+    (value, outs), grads = nnx.jit(fp8nnx.accumulate_gradients(loss, has_aux=True))(model, batches)
+    each = [fp8nnx.value_and_grad(loss, has_aux=True)(one_by_one, x) for x in batches]
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    close(value, np.mean([one for (one, _), _ in each]))
+    close(outs, jnp.stack([out for (_, out), _ in each]))
+    assert model.dropout.rngs.count.get_value() == one_by_one.dropout.rngs.count.get_value() == 2
+    close(model.norm.mean.get_value(), one_by_one.norm.mean.get_value())
+    kernels = [g["linear"]["kernel"].get_value() for _, g in each]
+    close(grads["linear"]["kernel"].get_value(), sum(kernels) / 2)
+    assert grads["linear"]["dot_general"]["input_amax_history"].get_value()[0] == 3 * jnp.max(jnp.abs(X))
+    with pytest.raises(ValueError, match="must share a first dimension"):
+        fp8nnx.accumulate_gradients(loss_of)(linear(), {"x": X, "y": X[:2]})
+
+
+@pytest.mark.long
 def test_inside_of_another_gradient():
     """The state of an inner gradient is that of its own calls; it is not differentiated twice."""
     layer = linear()
