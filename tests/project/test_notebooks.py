@@ -31,8 +31,7 @@ def fresh_run():
 
     def run(name):
         if name not in runs:
-            audits = "audit" in (FOLDER / name).read_text()
-            few = xla_flags(FEW_OPTIMIZATIONS_OF_MACHINE_CODE if audits else FEW_OPTIMIZATIONS)
+            few = xla_flags({**FEW_OPTIMIZATIONS, **FEW_OPTIMIZATIONS_OF_MACHINE_CODE})
             try:
                 with pytest.MonkeyPatch.context() as patch:
                     for variable, value in few.items():
@@ -92,6 +91,14 @@ def test_committed_outputs_are_those_of_a_clean_run(name):
         for output in cell.outputs:
             assert output.output_type != "error", f"an error under:\n{cell.source}"
             assert output.get("name") != "stderr", f"stderr under:\n{cell.source}\n{output.text}"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "01_fp8_basics.ipynb"])
+def test_each_picture_is_described(name):
+    """To readers who do not see it."""
+    cells = nbformat.read(FOLDER / name, as_version=4).cells
+    shown = [i for i, cell in enumerate(cells) if "image/png" in str(cell.get("outputs", ""))]
+    assert all(cells[i + 1].source.startswith("*The picture") for i in shown)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -184,6 +191,112 @@ class TestFp8Basics:
 
 
 @pytest.mark.long
+class TestRecipes:
+    """What notebook 03 claims in its prose."""
+
+    @pytest.fixture
+    def notebook(self, fresh_run):
+        return fresh_run("03_recipes.ipynb")
+
+    def test_one_scale_turns_small_tokens_into_zeros(self, notebook):
+        pattern = r"(\w[\w-]*) +([\d.]+)% +([\d.]+) dB +([\d.]+) dB"
+        rows = [row.groups() for row in map(re.compile(pattern).match, _printed_lines(notebook)) if row]
+        forward, wgrad = ({n: tuple(map(float, row)) for n, *row in part} for part in (rows[:5], rows[5:]))
+        for name in ("delayed", "current"):
+            zero, _, quiet = forward[name]
+            assert zero > 30
+            assert quiet < 15
+        assert forward["delayed"][1] < forward["current"][1] - 15  # its largest value saturates
+        for name in ("axiswise", "MXFP8", "128-blocks"):
+            zero, _, quiet = forward[name]
+            assert zero == 0
+            assert quiet == pytest.approx(31.5, abs=0.5)
+            assert wgrad[name][2] == pytest.approx(31.5, abs=0.5)
+        assert min(wgrad["axiswise"][0], wgrad["128-blocks"][0]) > 1
+        assert wgrad["MXFP8"][0] == 0
+
+    def test_autocast(self, notebook):
+        lines = _printed_lines(notebook)
+        assert "recipes: 6  traces: 6" in lines
+        assert "traces, after MXFP8 once more: 6" in lines
+        assert "by hand wins: True" in lines
+
+    def test_recipes_of_ones_own(self, notebook):
+        rows = [
+            re.match(r"(\w.*?) +output +([\d.]+)% .* input +([\d.]+)%, kernel +([\d.]+)%", line)
+            for line in _printed_lines(notebook)
+        ]
+        errors = {row[1]: tuple(map(float, row.groups()[1:])) for row in rows if row}
+        assert errors["wide wgrad"][:2] == errors["axiswise, e4m3"][:2]
+        assert errors["wide wgrad"][2] == 0 < errors["axiswise, e4m3"][2] < errors["current"][2]
+        assert min(errors["clipped inputs"][0], errors["clipped inputs"][2]) > 90
+        assert errors["clipped inputs"][1] == errors["current"][1]
+
+
+@pytest.mark.long
+class TestWholeModel:
+    """What notebook 04 claims in its prose."""
+
+    @pytest.fixture
+    def lines(self, fresh_run):
+        return _printed_lines(fresh_run("04_whole_model.ipynb"))
+
+    def test_reports(self, lines):
+        assert "6 of 9 contractions are converted (80.0 % of FLOPs)." in lines
+        assert "5 of 9 contractions are converted (73.3 % of FLOPs)." in lines
+        assert any("No contraction was the first to match rule 'donw'" in line for line in lines)
+
+    def test_losses(self, lines):
+        (row,) = (line for line in lines if line.startswith("mean loss"))
+        wide, in_fp8 = (float(x) for x in re.findall(r"\d\.\d+", row))
+        assert wide < 0.4
+        assert in_fp8 == pytest.approx(wide, rel=0.1)
+
+    def test_serving(self, lines):
+        (same,) = (float(line.split()[-1].rstrip("%")) for line in lines if "the same greedy" in line)
+        assert same > 98
+        assert "kernel: float8_e4m3fn" in lines
+        assert "cache: float8_e4m3fn" in lines
+        assert any(line.startswith("6 of 9 GEMMs run in FP8") for line in lines)
+        before, after = map(float, re.findall(r"([\d.]+) kB", next(x for x in lines if "block_0  " in x)))
+        assert after < 0.26 * before
+
+
+@pytest.mark.long
+class TestStateAndFaults:
+    """What notebook 05 claims in its prose."""
+
+    @pytest.fixture
+    def lines(self, fresh_run):
+        return _printed_lines(fresh_run("05_state_and_faults.ipynb"))
+
+    def test_maximum_and_sum(self, lines):
+        pattern = r"(\w+).value_and_grad +last scale of the kernel (\S+), last loss (\S+)"
+        rows = [row.groups() for row in map(re.compile(pattern).match, lines) if row]
+        (_, scale, loss), (_, added, stuck) = ((name, float(s), float(x)) for name, s, x in rows)
+        assert scale < 0.01
+        assert added > 1e6
+        assert loss < 0.5
+        assert stuck > 10
+        assert [line.split(":")[0] for line in lines].count("refused") == lines.count("accepted") == 1
+
+    def test_batches_in_parts(self, lines):
+        rows = [re.match(r"(\w.*?) +newest amax of the input: ([\d.]+)$", line) for line in lines]
+        newest = {row[1]: float(row[2]) for row in rows if row}
+        assert newest["accumulate_gradients"] == newest["whole batch"]
+        assert newest["averaged"] < 0.6 * newest["whole batch"]
+        assert [line.split()[-1] for line in lines if line.startswith("call")] == ["True"] * 3 + ["False"]
+
+    def test_nan_and_resume(self, lines):
+        steps = [line for line in lines if line.startswith("step")]
+        assert [line.split()[-1] for line in steps] == ["False", "True", "False"]
+        assert [re.search(r"loss +(\S+);", line)[1] == "nan" for line in steps] == [False, True, False]
+        assert not any("nan" in line.split(";", 1)[1] for line in steps)
+        assert "resumed, the same bits: True" in lines
+        assert "without the state:      False" in lines
+
+
+@pytest.mark.long
 class TestDiagnosing:
     """What notebook 06 claims in its prose."""
 
@@ -208,12 +321,6 @@ class TestDiagnosing:
         )
         assert float(fixed[1]) < 1
         assert 23 < float(fixed[2]) < 28
-
-    def test_each_picture_is_described(self, notebook):
-        cells = notebook.cells
-        shown = [i for i, cell in enumerate(cells) if "image/png" in str(cell.get("outputs", ""))]
-        assert len(shown) == 4
-        assert all(cells[i + 1].source.startswith("*The picture") for i in shown)
 
 
 @pytest.mark.long
