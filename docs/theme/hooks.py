@@ -40,6 +40,11 @@ def address_of(path: str) -> str:
     return path if re.fullmatch(r"[\w.-]+\.md|.*\.(?:png|json)", path) else f"{path}.md"
 
 
+def is_text(path: str) -> bool:
+    """Tells whether a file is Markdown, or a notebook, to be read as a page; others are code."""
+    return path.endswith((".md", ".ipynb")) and not path.startswith(".")
+
+
 def rewritten(text: str, path: str) -> tuple[str, set[str]]:
     """Returns the text of a file with links to pages of the site, and the files that it links to."""
     folder, here = posixpath.dirname(path), posixpath.dirname(address_of(path))
@@ -60,7 +65,7 @@ def as_page(path: str, config: MkDocsConfig) -> tuple[str, list[File]]:
     if path.endswith(".ipynb"):
         return notebook_as_page(path, config)
     text = (ROOT / path).read_text()
-    if path.endswith(".json") or (path.endswith(".md") and not path.startswith(".")):
+    if is_text(path) or path.endswith(".json"):
         return text, []
     language = LANGUAGES.get(Path(path).suffix, "text")
     return f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n````{language}\n{text}\n````\n", []
@@ -126,7 +131,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             continue
         done.add(path)
         text, pictures = as_page(path, config)
-        text, targets = rewritten(text, path)
+        text, targets = rewritten(text, path) if is_text(path) else (text, set())
         left += sorted(p for p in targets if (ROOT / p).is_file())
         # Those of docs/ must be in the navigation.
         inclusion = InclusionLevel.INCLUDED if path.startswith("docs/") else InclusionLevel.NOT_IN_NAV

@@ -185,9 +185,11 @@ def test_links(browser):
             assert not parts.fragment or unquote(parts.fragment) in places[other], (name, target)
 
 
-def test_no_name_is_private():
+def test_names():
+    """Links on them are links, and none is of the package's insides."""
     for name in PAGES:
+        text = (SITE / name).read_text()
+        assert "][fp8flax" not in text, name
         if name.startswith("api/"):
-            text = (SITE / name).read_text()
             assert 'title="fp8flax._' not in text
             assert not [line for line in text.splitlines() if "<h" in line and "._" in line]
