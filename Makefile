@@ -11,7 +11,7 @@ export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-long test-all test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-loaders bench-gpu what-works notebooks docs docs-test dist clean
+.PHONY: help environments demo audit test test-long test-all test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-loaders bench-gpu bench-tune what-works notebooks docs docs-test dist clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -31,6 +31,7 @@ help:
 	@echo "make bench-models  models of transformers and flaxmodels in FP8: what is converted, errors, bytes (15 minutes)"
 	@echo "make bench-loaders  frozen models loaded into PyTorch by transformers; with PYTHON=, one that has both"
 	@echo "make bench-gpu     what only a GPU can tell, nine minutes at a time; with PYTHON=, one whose JAX sees the GPU"
+	@echo "make bench-tune    which schedule of Hopper's block-scaled GEMM is the fastest; on an H100 or H200, with PYTHON="
 	@echo "make what-works    every recipe with every transformation and sharding; writes docs/what_works.md"
 	@echo "make notebooks     execute the notebooks and save their outputs"
 	@echo "make docs          the documentation as a site, in build/site"
@@ -109,9 +110,9 @@ test-long: .venv/installed
 test-all: .venv/installed
 	.venv/bin/python -m pytest $(IN_PARALLEL) --all-cells $(ARGS)
 
-# The tests marked oldest: some of every folder, most of them where much depends on the version of JAX.
+# The tests marked oldest, but for long ones: some of every folder, most where much depends on JAX's version.
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest $(IN_PARALLEL) -m oldest --long $(ARGS) tests
+	.venv-oldest/bin/python -m pytest $(IN_PARALLEL) -m "oldest and not long" $(ARGS) tests
 
 bench: .venv/installed
 	.venv/bin/python -m benchmarks.step_cpu $(ARGS)
@@ -141,6 +142,9 @@ bench-loaders:
 # In no environment of its own: JAX for the GPU, Flax and Optax are taken to be there.
 bench-gpu:
 	env -u JAX_PLATFORMS $(PYTHON) -m benchmarks.gpu $(ARGS)
+
+bench-tune:
+	env -u JAX_PLATFORMS $(PYTHON) -m benchmarks.tune_gemm $(ARGS)
 
 what-works: .venv/installed
 	.venv/bin/python -m pytest $(IN_PARALLEL) --all-cells --write-table \

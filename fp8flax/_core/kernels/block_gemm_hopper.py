@@ -12,6 +12,7 @@ from jax import lax
 
 from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.kernels.block_gemm import BLOCK
+from fp8flax._core.kernels.schedules import Schedule, schedule_of
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 
 # Two warpgroups multiply, each 64 rows of a tile of the result, and one warp of a third fetches.
@@ -52,6 +53,7 @@ def hopper_block_gemm(
     rhs_scale: jax.Array,
     *,
     out_dtype: Any,
+    schedule: Schedule | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """Returns the product of two block-scaled stacks of matrices, ``(batch, M, N)``.
@@ -67,6 +69,7 @@ def hopper_block_gemm(
         rhs_scale: float32, ``(batch, N, K / 128)``, or ``(batch, ceil(N / 128), K / 128)`` with one for 128
             rows.
         out_dtype: ``bfloat16``, ``float16`` or ``float32``.
+        schedule: in what order; None for that of the table.
         interpret: parameters of Pallas's GPU interpreter, to run on any device, for tests.
 
     Source: the scheme of DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv:2412.19437, section
@@ -80,7 +83,8 @@ def hopper_block_gemm(
     scales = [_padded_rows(lhs_scale), rhs_scale if is_square else _padded_rows(rhs_scale)]
     scales = [jnp.moveaxis(x, 2, 0).reshape(num_blocks, -1) for x in scales]
     m, n = (x.shape[1] // _TILE for x in codes)
-    kernel = _kernel(batch, m, n, num_blocks, jnp.dtype(out_dtype), is_square, interpret)
+    schedule = schedule or schedule_of(batch * rows, columns, depth)
+    kernel = _kernel(batch, m, n, num_blocks, jnp.dtype(out_dtype), is_square, schedule, interpret)
     codes = [x.reshape(-1, depth) for x in codes]
     if interpret is not None:  # which multiplies no reference that is transposed
         codes[1] = codes[1].T
@@ -95,14 +99,21 @@ def _padded_rows(x: jax.Array) -> jax.Array:
 
 
 def _kernel(
-    batch: int, m: int, n: int, num_blocks: int, out_dtype: Any, is_square: bool, interpret: Any
+    batch: int,
+    m: int,
+    n: int,
+    num_blocks: int,
+    out_dtype: Any,
+    is_square: bool,
+    schedule: Schedule,
+    interpret: Any,
 ) -> Any:
     """Returns the kernel of a stack of ``m`` by ``n`` tiles."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    # Four blocks of both operands lie in shared memory beside the tile that is written.
-    stages = min(5 if out_dtype.itemsize < 4 else 4, num_blocks)
+    # Blocks of both operands lie in shared memory beside the tile that is written.
+    stages = min(schedule.stages, 5 if out_dtype.itemsize < 4 else 4, num_blocks)
     layout, is_interpreted = plgpu.Layout.WGMMA, interpret is not None
     swizzle = 128
     of_codes = (plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle))
@@ -149,8 +160,8 @@ def _kernel(
             def _(loop: Any) -> None:
                 num_tiles = np.int32(m * n)
                 which, tile = lax.div(loop.index[0], num_tiles), lax.rem(loop.index[0], num_tiles)
-                # In the order in which neighbours share most of what they read.
-                i, j = plgpu.planar_snake(tile, (m, n), 1, 8)
+                # Neighbours share what they read.
+                i, j = plgpu.planar_snake(tile, (m, n), int(schedule.of_columns), schedule.width)
                 of_rows = pl.ds((which * m + i) * _TILE, _TILE)
                 of_columns = pl.ds((which * n + j) * _TILE, _TILE)
 
