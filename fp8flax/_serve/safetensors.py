@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._host.files import replacing, write_text
+from fp8flax._serve.hidden_state import ServedOp
 from fp8flax._serve.renaming import renamed
 from fp8flax._serve.server_layout import from_matrix, matrix_shape, named, quantization_config
 from fp8flax._serve.serving import serving_ops
@@ -133,7 +134,18 @@ def save_safetensors(
 
     Source: the safetensors format; vLLM's compressed-tensors checkpoints; DeepSeek-V3 for blocks.
     """
-    library, ops = _library(), serving_ops(model)
+    write(path, serving_ops(model), variables, rename, config)
+
+
+def write(
+    path: str | os.PathLike[str],
+    ops: tuple[ServedOp, ...],
+    variables: Mapping[str, Any],
+    rename: Mapping[str, str] | Callable[[str], str] | None,
+    config: Mapping[str, Any] | None,
+) -> None:
+    """Does what ``save_safetensors`` says, of the ops of a frozen model."""
+    library = _library()
     tensors: dict[str, np.ndarray] = {}
     entries: dict[str, Any] = {}
     wide_layers: list[str] = []

@@ -34,3 +34,7 @@ from fp8flax.nnx.models import quantize_model as quantize_model, report as repor
 # Serving, and what comes before.
 from fp8flax.nnx.calibrating import calibrate as calibrate
 from fp8flax.nnx.freezing import Frozen as Frozen, freeze as freeze
+from fp8flax.nnx.safetensors import (
+    load_safetensors as load_safetensors,
+    save_safetensors as save_safetensors,
+)

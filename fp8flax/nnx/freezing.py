@@ -55,7 +55,7 @@ class Frozen(nnx.Variable[Any]):
     """
 
 
-class _FrozenOp(nnx.Module):
+class FrozenOp(nnx.Module):
     """A matmul with a kernel that is stored in FP8, and scales that stay."""
 
     kernel_scale: Frozen
@@ -74,6 +74,7 @@ class _FrozenOp(nnx.Module):
         precision: Any = None,
         preferred_element_type: Any = None,
     ) -> jax.Array:
+        """Returns a product with stored codes."""
         if recipe_in_use(self.recipe, DelayedScaling()) is None:
             raise ValueError(
                 "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
@@ -104,10 +105,11 @@ class _FrozenOp(nnx.Module):
             )
 
     def __call__(self, *args: Any, out_sharding: Any = None, **kwargs: Any) -> jax.Array:
+        """Returns the product, called as the op that it replaces."""
         return with_sharding(self.dot_general(*args, **kwargs), out_sharding)
 
 
-class _FrozenEinsum(_FrozenOp):
+class _FrozenEinsum(FrozenOp):
     def __call__(self, *args: Any, out_sharding: Any = None, **kwargs: Any) -> jax.Array:
         return with_sharding(einsum_with(self.dot_general, *args, **kwargs), out_sharding)
 
@@ -385,7 +387,7 @@ def _freeze(
     for _ in layer.stacked:
         each = jax.vmap(each)
     codes, scales["kernel"] = jax.jit(each)(wide, scales.get("kernel"))
-    kind = _FrozenEinsum if layer.kind.op is Fp8Einsum else _FrozenOp
+    kind = _FrozenEinsum if layer.kind.op is Fp8Einsum else FrozenOp
     setattr(layer.module, layer.kind.op.field, nnx.data(kind(gemms, op.form, path, scales)))
     layer.module.kernel = Frozen(codes)
     _let_kernel_pass(layer, wide.dtype)

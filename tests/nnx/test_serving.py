@@ -1,5 +1,6 @@
 """``calibrate`` and ``freeze`` of NNX models, beside what Linen's of the same model give."""
 
+import warnings
 from functools import partial
 
 import flax.linen as nn
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 from flax import nnx
 
 import fp8flax as fp8
@@ -288,3 +290,80 @@ def test_kernels_that_pass_through_transformations_are_frozen():
     frozen = fp8nnx.freeze(model, X)
     assert frozen.a.kernel.get_value().dtype == frozen.b.kernel.get_value().dtype == jnp.float8_e4m3fn
     np.testing.assert_allclose(frozen(X), model(X), rtol=1e-6)
+
+
+FILES = {"delayed": SHORT, **RECIPES, "weight_only": SHORT}
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:These scales are frozen")
+@pytest.mark.parametrize("recipe", cells(FILES, repeated=["current", "axiswise", "weight_only"]))
+def test_safetensors_are_those_of_the_linen_model(recipe, tmp_path):
+    options = {"weight_only": recipe == "weight_only"}
+    op, linen_op = (partial(o, recipe=FILES[recipe]) for o in (fp8nnx.Fp8DotGeneralOp, fp8.Fp8DotGeneralOp))
+
+    class LinenNet(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.DenseGeneral((2, 32), dot_general_cls=linen_op, name="heads")(x)
+            x = nn.DenseGeneral(8, axis=(-2, -1), dot_general_cls=linen_op, name="out")(x)
+            return nn.Dense(3, name="last")(x)
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.heads = nnx.LinearGeneral(16, (2, 32), dot_general=op(), rngs=rngs)
+            self.out = nnx.LinearGeneral((2, 32), 8, axis=(-2, -1), dot_general=op(), rngs=rngs)
+            self.last = nnx.Linear(8, 3, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.out(self.heads(x)))
+
+    model, paths = Net(nnx.Rngs(0)), [tmp_path / "nnx.safetensors", tmp_path / "linen.safetensors"]
+    frozen = fp8nnx.freeze(model, X, **options)
+    fp8nnx.save_safetensors(paths[0], frozen, config={"model_type": "net"} if recipe == "delayed" else None)
+    fp8.save_safetensors(paths[1], *fp8.freeze(LinenNet(), fp8nnx.to_linen(model), X, **options))
+    files = [safetensors.safe_open(path, "np") for path in paths]
+    ours, theirs = (dict(safetensors.deserialize(path.read_bytes())) for path in paths)
+    assert ours == theirs
+    assert "heads.weight" in ours
+    assert len({file.metadata().get("quantization_config") for file in files}) == 1
+    assert (tmp_path / "config.json").exists() == (recipe == "delayed")
+    other = fp8nnx.freeze(Net(nnx.Rngs(1)), X, **options)
+    fp8nnx.load_safetensors(paths[0], other)
+    np.testing.assert_array_equal(other(X), frozen(X))
+    with pytest.raises(ValueError, match=r"not the variables of this model: .*params/last/bias"):
+        fp8nnx.load_safetensors(paths[0], frozen.heads)
+    with pytest.raises(TypeError, match=r"must come from fp8flax\.nnx\.freeze; got Net"):
+        fp8nnx.save_safetensors(paths[0], model)
+
+
+@pytest.mark.long
+def test_safetensors_of_stacked_layers_lists_and_wide_ops(tmp_path):
+    class Stack(nnx.Module):
+        def __init__(self):
+            keys = jax.random.split(jax.random.key(0), 3)
+            self.stack = nnx.vmap(lambda key: nnx.Linear(16, 16, rngs=nnx.Rngs(key)))(keys)
+            self.layers = nnx.List(
+                [nnx.Linear(16, 4, rngs=nnx.Rngs(0)), nnx.Conv(4, 8, 1, rngs=nnx.Rngs(0))]
+            )
+
+        def __call__(self, x):
+            x = nnx.scan(lambda x, l: l(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.stack)
+            return self.layers[1](self.layers[0](x))
+
+    def make():
+        model = fp8nnx.quantize_model(Stack(), fp8.Float8CurrentScaling(), include=".*")
+        with warnings.catch_warnings(action="ignore"):  # of the convolution
+            return fp8nnx.freeze(model, X)
+
+    frozen, path = make(), tmp_path / "model.safetensors"
+    fp8nnx.save_safetensors(path, frozen)
+    file = safetensors.safe_open(path, "np")
+    names = {"stack.weight", "stack.weight_scale", "stack.bias", "layers.0.weight", "layers.1.kernel"}
+    assert names < set(file.keys())
+    assert file.get_slice("stack.weight").get_shape() == [3, 16, 16]
+    assert "quantization_config" not in file.metadata()  # a convolution in FP8 is in none
+    abstract = nnx.eval_shape(make)
+    fp8nnx.load_safetensors(path, abstract)
+    np.testing.assert_array_equal(abstract(X), frozen(X))

@@ -102,6 +102,7 @@ ORDER = [
     "nnx/models",
     "nnx/calibrating",
     "nnx/freezing",
+    "nnx/safetensors",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -1,0 +1,147 @@
+"""Frozen NNX models as safetensors files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.names import PARAMS
+from fp8flax._core.recipes import CustomRecipe, DelayedScaling
+from fp8flax._serve.hidden_state import ServedOp
+from fp8flax._serve.safetensors import load_safetensors as load_variables
+from fp8flax._serve.safetensors import write
+from fp8flax.nnx.freezing import Frozen, FrozenOp
+from fp8flax.nnx.models import Layer, layers_of
+from fp8flax.nnx.ops import Fp8Op
+
+
+def save_safetensors(
+    path: str | os.PathLike[str],
+    model: nnx.Module,
+    *,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the variables of a frozen NNX model to a safetensors file.
+
+    The file is that of ``fp8flax.save_safetensors``, with the names of NNX's paths: the kernel of
+    ``model.layers[0]`` is ``layers.0.weight`` there, of shape ``(out, in)`` and in FP8, and its scale
+    ``layers.0.weight_scale``. Random number generators are left out.
+
+    Args:
+        path: the file to write; one that was there is replaced.
+        model: what ``freeze`` returned.
+        rename: as of ``fp8flax.save_safetensors``.
+        config: as of ``fp8flax.save_safetensors``.
+
+    Raises:
+        ImportError: the library ``safetensors`` is not installed.
+        OSError: a file cannot be written.
+        TypeError: ``model`` does not come from ``freeze``; or as of ``fp8flax.save_safetensors``.
+        ValueError: as of ``fp8flax.save_safetensors``.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp, os, tempfile, fp8flax as fp8, fp8flax.nnx as fp8nnx
+        >>> op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
+        >>> x = jnp.ones((2, 4))
+        >>> frozen = fp8nnx.freeze(nnx.Linear(4, 8, dot_general=op, rngs=nnx.Rngs(0)), x)
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+        >>> fp8nnx.save_safetensors(path, frozen, rename={"^kernel": "proj"})
+        >>> import safetensors
+        >>> sorted(safetensors.safe_open(path, "np").keys())
+        ['bias', 'proj.weight', 'proj.weight_scale']
+        >>> other = nnx.clone(frozen)
+        >>> fp8nnx.load_safetensors(path, other)
+        >>> bool((other(x) == frozen(x)).all())
+        True
+
+    Source: as of ``fp8flax.save_safetensors``.
+    """
+    ops = []
+    for layer in layers_of(model):
+        op = getattr(layer.module, layer.kind.op.field)
+        place = tuple(layer.site.path.split("/")) if layer.site.path else ()
+        if isinstance(op, FrozenOp):
+            ops.append(_served(layer, op, place))
+    if not ops:
+        raise TypeError(f"model must come from fp8flax.nnx.freeze; got {type(model).__name__}.")
+    for keys, node in nnx.iter_graph(model):
+        if isinstance(node, Fp8Op):  # of a wide kernel
+            recipe = recipe_in_use(node.recipe, DelayedScaling())
+            gemms = CustomRecipe() if recipe is None else recipe.gemms
+            ops.append(ServedOp(tuple(map(str, keys)), gemms, ()))
+    variables: dict[str, Any] = {}
+    for place, (_, variable) in _places(model).items():
+        tree = variables
+        for name in place[:-1]:
+            tree = tree.setdefault(name, {})
+        tree[place[-1]] = variable.get_value()
+    write(path, tuple(ops), variables, rename, config)
+
+
+def _served(layer: Layer, op: FrozenOp, place: tuple[str, ...]) -> ServedOp:
+    """Returns a layer as the writer of files sees it."""
+    kernel = layer.module.kernel.get_value()
+    contracted, batched = layer.kind.axes(layer.module)
+    rest = range(kernel.ndim - len(layer.stacked))
+    out = tuple(i for i in rest if i not in contracted)
+    scales = {name: x.get_value() for name, x in vars(op).items() if isinstance(x, Frozen)}
+    return ServedOp(
+        (*place, layer.kind.op.field),
+        op.recipe,
+        (((*place, "kernel"), kernel.dtype),),
+        tuple((name, x.shape, x.dtype) for name, x in scales.items()),
+        None if batched else (out, tuple(contracted)),
+    )
+
+
+def _places(model: nnx.Module) -> dict[tuple[str, ...], Any]:
+    """Returns each variable with its path, by the collection and the path as files have them."""
+    places = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
+        collection = nnx.variable_name_from_type(type(variable), allow_register=True)
+        collection = PARAMS if isinstance(variable, Frozen) else collection  # as Linen's
+        places[collection, *map(str, path)] = path, variable
+    return places
+
+
+def load_safetensors(path: str | os.PathLike[str], model: nnx.Module) -> None:
+    """Writes what ``save_safetensors`` saved into a frozen NNX model, bit for bit.
+
+    Args:
+        path: the file.
+        model: a frozen model of the same modules, whatever its values; its variables change. An abstract
+            one will do, as ``nnx.eval_shape`` makes it of ``freeze``, and need no values.
+
+    Raises:
+        ImportError: the library ``safetensors`` is not installed.
+        OSError: there is no such file, or it cannot be read.
+        ValueError: the variables are not those of the model, which is then left as it was; or as of
+            ``fp8flax.load_safetensors``.
+
+    Example:
+        See ``save_safetensors``.
+
+    Source: the safetensors format.
+    """
+    given = {
+        tuple(key.key for key in keys): leaf
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(load_variables(path))[0]
+    }
+    places = _places(model)
+    expected = {place: (x.shape, x.dtype) for place, (_, x) in places.items()}
+    found = {place: (x.shape, x.dtype) for place, x in given.items()}
+    wrong = sorted("/".join(p) for p in expected.keys() | found if expected.get(p) != found.get(p))
+    if wrong:
+        raise ValueError(
+            f"{path} has not the variables of this model: {', '.join(wrong)} differ in shape or dtype, or "
+            "are there in one of the two alone. Freeze a model of the same modules and recipes."
+        )
+    new = [(keys, variable.replace(given[place])) for place, (keys, variable) in places.items()]
+    nnx.update(model, nnx.from_flat_state(new))
