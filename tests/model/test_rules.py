@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
+from fp8flax._core.device import GPUS
 from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._model.report import seconds
 from fp8flax._model.rules import BREAK_EVEN, GemmSizes, Rules, Site
 from tests.cases import OWG, flat, normal
 from tests.models import Attention, in_scan
@@ -256,6 +258,17 @@ class TestReport:
         wide = 6 * n**3 / 790e12
         narrow = 6 * n**3 / 1400e12 + 5.2 * elements / 4.8e12
         assert speedup["h200", "delayed"] == pytest.approx(wide / narrow, rel=1e-6)
+
+    @pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
+    def test_predictions_of_experts(self):
+        """Scales per block are multiplied in FP8 on Hopper, whose kernel for them Blackwell has not."""
+        sizes = GemmSizes(1, 8192, 8192, 8192)
+        for target, is_faster in (("h200", True), ("b200", False)):
+            wide, narrow = (
+                seconds(sizes, GPUS[target], gemms, is_matmul=True, is_ragged=True)
+                for gemms in (None, BLOCK.gemms)
+            )
+            assert (narrow < wide) is is_faster
 
     @pytest.mark.long
     def test_compiled(self):
