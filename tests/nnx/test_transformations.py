@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from tests import ROOT, what_works
-from tests.cases import RECIPES, added_up, normal
+from tests.cases import RECIPES, added_up, cells, normal
 from tests.what_works import COLUMNS
 
 SHORT = RECIPES["delayed"]
@@ -218,9 +218,15 @@ def test_stacked_by_quantize_model():
     check(nnx.jit(fp8nnx.value_and_grad(scanned))(layers), composed(), state_rtol=1e-6)
 
 
+# With the number of their matmuls.
+CELLS = {"OptimizedLSTMCell": 2, "LSTMCell": 8, "GRUCell": 2, "SimpleCell": 2}
+
+
 @pytest.mark.long
-def test_recurrent_cells():
-    cell = fp8nnx.quantize_model(nnx.OptimizedLSTMCell(16, 16, rngs=nnx.Rngs(0)), SHORT, include=".*")
+@pytest.mark.parametrize("kind", cells(CELLS, repeated=["LSTMCell", "GRUCell", "SimpleCell"]))
+def test_recurrent_cells(kind):
+    cell = getattr(nnx, kind)(16, 16, rngs=nnx.Rngs(0))
+    cell = fp8nnx.quantize_model(cell, SHORT, include=".*")
     xs = X.reshape(2, 4, 16)
 
     def in_rnn(cell):
@@ -238,7 +244,8 @@ def test_recurrent_cells():
     )
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    assert len(jax.tree.leaves(pure(grads).pop("dense_h"))) == 6 + 2
+    state = nnx.state(grads, fp8nnx.OverwriteWithGradient)
+    assert len(jax.tree.leaves(state)) == 6 * CELLS[kind]
     jax.tree.map(close, pure(grads), pure(expected_grads))
 
 
@@ -267,6 +274,35 @@ def test_sharded_jit(spec):
     assert len(ours) == 6
     # The second step's kernels are sums of gradients in another order.
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), ours, theirs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.all_cells)])
+def test_gradient_inside_of_shard_map(check_vma):
+    """By the default checks it is that of all devices; without them ``pmean_gradients`` makes it so."""
+    graphdef, state = nnx.split(linear())
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def of_shard(state, x, w):
+        def loss(layer):
+            total = jnp.sum(layer(x) * w)
+            return jax.lax.psum(total, "data") if check_vma else 4 * total
+
+        value, grads = fp8nnx.value_and_grad(loss)(nnx.merge(graphdef, state))
+        if not check_vma:
+            grads, value = fp8.pmean_gradients(grads, "data"), jax.lax.pmean(value, "data")
+        return value, grads
+
+    specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P(), "check_vma": check_vma}
+    value, grads = jax.jit(jax.shard_map(of_shard, mesh=mesh, **specs))(state, X, W)
+    expected, expected_grads = whole()
+    if not check_vma:  # which scaled the gradients of outputs, too
+        state = dict(grads["dot_general"].items())
+        np.testing.assert_array_equal(state["input_amax_history"].get_value()[0], jnp.max(jnp.abs(X)))
+        kernel = expected_grads["kernel"]
+        np.testing.assert_allclose(grads["kernel"].get_value(), kernel, rtol=1e-4, atol=1e-5)
+        return
+    check((value, grads), (expected, expected_grads))
 
 
 @pytest.mark.long
@@ -340,14 +376,41 @@ def test_linen_op_in_nnx():
     assert op.input_amax_history.get_value()[0] == jnp.max(jnp.abs(X))
 
 
+def linen_steps(model, variables, factors):
+    """The variables after these steps."""
+    state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.01, momentum=0.9))
+
+    @jax.jit
+    def step(state, x):
+        return state.apply_gradients(grads=fp8.grad(lambda v: weighted(model.apply(v, x)))(state.params))
+
+    for factor in factors:
+        state = step(state, factor * X)
+    return dict(state.params)
+
+
+def nnx_steps(model, factors):
+    optimizer = fp8nnx.Optimizer(model, optax.sgd(0.01, momentum=0.9))
+    for factor in factors:
+        train_step(model, optimizer, factor * X)
+    fp8nnx.check_state(model)
+    return model
+
+
 @pytest.mark.long
 def test_linen_model_in_nnx():
+    """It trains as in Linen, to the last bit."""
     dense = nn.Dense(16, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=SHORT))
     model = nnx.bridge.ToNNX(dense, rngs=nnx.Rngs(0)).lazy_init(X)
-    grads = fp8nnx.grad(lambda model: jnp.sum(model(X[:4])) + jnp.sum(model(X[4:])))(model)
-    fp8nnx.overwrite_state(model, grads)
-    history = model.Fp8DotGeneralOp_0["input_amax_history"].get_value()
-    assert history[0] == jnp.max(jnp.abs(X))
+    params = {name: getattr(model, name).get_value() for name in ("kernel", "bias")}
+    state = {name: x.get_value() for name, x in model.Fp8DotGeneralOp_0.items()}
+    variables = {"params": params, OWG: {"Fp8DotGeneralOp_0": state}}
+    expected = linen_steps(dense, variables, (1.0, 3.0))
+    nnx_steps(model, (1.0, 3.0))
+    found = {name: x.get_value() for name, x in model.Fp8DotGeneralOp_0.items()}
+    assert found["input_amax_history"][0] == 3 * jnp.max(jnp.abs(X))
+    jax.tree.map(np.testing.assert_array_equal, found, dict(expected[OWG]["Fp8DotGeneralOp_0"]))
+    np.testing.assert_array_equal(model.kernel.get_value(), expected["params"]["kernel"])
 
 
 class Made(nnx.Module):
@@ -358,15 +421,20 @@ class Made(nnx.Module):
         return self.layer(x)
 
 
+@pytest.mark.long
 def test_nnx_model_in_linen():
+    """It trains as in NNX, to the last bit."""
     model = nnx.bridge.ToLinen(Made)
     variables = model.init(jax.random.key(0), X)
     assert set(variables) == {"params", OWG}
-    state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
-    grads = fp8.grad(lambda v: jnp.sum(model.apply(v, X[:4])) + jnp.sum(model.apply(v, X[4:])))(variables)
-    state = state.apply_gradients(grads=grads)
-    history = state.params[OWG]["layer"]["dot_general"]["input_amax_history"]
-    assert history[0] == jnp.max(jnp.abs(X))
+    made = Made(nnx.Rngs(0))
+    nnx.update(made, {"layer": {**variables["params"]["layer"], **variables[OWG]["layer"]}})
+    found = linen_steps(model, variables, (1.0, 3.0))
+    expected = pure(nnx_steps(made, (1.0, 3.0)))["layer"]
+    history = found[OWG]["layer"]["dot_general"]["input_amax_history"]
+    assert history[0] == 3 * jnp.max(jnp.abs(X))
+    found = {**found["params"]["layer"], **found[OWG]["layer"]}
+    jax.tree.map(np.testing.assert_array_equal, found, dict(expected))
 
 
 def test_tables_of_the_pages(request):
