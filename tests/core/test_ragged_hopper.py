@@ -1,5 +1,6 @@
 """The kernels of a ragged dot on Hopper, interpreted step by step, beside NumPy; and what they multiply."""
 
+import warnings
 from functools import partial
 
 import jax
@@ -306,3 +307,16 @@ def test_which_gpus_have_the_kernel(way):
     for capability, count in ((None, 0), (8.9, 0), (9.0, 3), (10.0, 0)):
         with compile_target(capability):
             assert str(jax.make_jaxpr(step)(x, w)).count("name=fp8_grouped_gemm") == count
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("capability", "is_told"), [(9.0, False), (10.0, True)])
+def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(capability, is_told, monkeypatch):
+    """Not Hopper; Blackwell, whose own block-scaled GEMM is none of a ragged dot."""
+    for module in ("multiply", "ragged_dot"):
+        monkeypatch.setattr(f"fp8flax._core.{module}.compute_capability", lambda: capability)
+    f = partial(fp8_ragged_dot, states=States(), recipe=fp8.Float8BlockScaling())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(f, jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20]))
+    assert ["has no units for these" in str(w.message) for w in caught] == [True] * is_told
