@@ -162,7 +162,10 @@ def blocks_of_groups(codes: jax.Array, scale: jax.Array, table: jax.Array) -> tu
     block = lax.div(of.row, np.int32(TILE))
     row = lax.broadcasted_iota(np.int32, (index.size, TILE), 1)
     is_mine = (row >= of.low[:, None]) & (row < of.high[:, None])
-    bits = lax.bitcast_convert_type(codes, jnp.uint8).reshape(columns, rows // TILE, TILE)
-    mine = jnp.where(is_mine, jnp.take(bits, block, axis=1, mode="clip"), np.uint8(0))
-    taken = lax.bitcast_convert_type(mine.reshape(columns, -1), codes.dtype)
+    # In words, of which XLA's kernel reads and writes four at once, as it does of bytes.
+    mask = jnp.where(is_mine, np.uint8(255), np.uint8(0)).reshape(index.size, TILE // 4, 4)
+    words = lax.bitcast_convert_type(codes.reshape(columns, rows // TILE, TILE // 4, 4), jnp.uint32)
+    mask = lax.bitcast_convert_type(mask, jnp.uint32)
+    words = jnp.take(words, block, axis=1, mode="clip") & mask[None]
+    taken = lax.bitcast_convert_type(words, codes.dtype).reshape(columns, index.size * TILE)
     return taken, jnp.take(scale, block, axis=0, mode="clip")
