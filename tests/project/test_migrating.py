@@ -1,0 +1,180 @@
+"""The pages on migration: what they show runs, before and after, and differs as they say it does."""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import fp8flax as fp8
+from tests import ROOT
+
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+PAGES = {path.stem.removeprefix("migrating_"): path for path in (ROOT / "docs").glob("migrating_*.md")}
+# Blocks of what is not among the dependencies of the tests are ``py``, others ``python``.
+BEFORE, AFTER = "py", "python"
+
+
+def blocks_of(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page].read_text(), re.DOTALL | re.MULTILINE)
+
+
+@functools.cache
+def run(page, language):
+    """Returns what the blocks of a page leave behind; each is run once."""
+    namespace = {}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for block in blocks_of(page, language):
+            exec(compile(block, f"{page}, {language}", "exec"), namespace)
+    return namespace
+
+
+def sqnr(x, y):
+    return 10 * np.log10(np.sum(np.square(x)) / np.sum(np.square(x - y)))
+
+
+def test_each_page_has_the_same_parts():
+    assert set(PAGES) == {"flax", "transformer_engine", "qwix", "keras"}
+    parts = ["Line by line", "Before", "After", "Names", "What differs in meaning", "No counterpart"]
+    for path in PAGES.values():
+        headings = re.findall(r"^## (.*)$", path.read_text(), re.MULTILINE)
+        assert [h for h in headings if "heckpoints" not in h] == parts
+        assert len(headings) == len(parts) + 1
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_what_is_not_run_is_at_least_python(page):
+    assert len(blocks_of(page, BEFORE)) == (page != "flax")
+    for block in blocks_of(page, BEFORE):
+        compile(block, page, "exec")
+
+
+@pytest.mark.long
+class TestFlax:
+    def test_before_and_after(self):
+        left = run("flax", AFTER)
+        np.testing.assert_allclose(left["losses_before"], left["losses_after"], rtol=1e-5)
+        assert left["losses_after"][-1] < left["losses_after"][0]
+        fp8.check_state(left["resumed"].params, before=left["state_before"].params)
+
+    def test_a_shared_layer_and_other_collections(self):
+        class Model(nn.Module):
+            op: type
+
+            @nn.compact
+            def __call__(self, x):
+                dense = nn.Dense(4, dot_general_cls=self.op, name="dense")
+                x = nn.BatchNorm(use_running_average=True)(x)
+                return dense(x) + dense(2 * x)
+
+        x = np.ones((2, 4), np.float32)
+        newest, kept = [], []
+        for op, value_and_grad, state_class in (
+            (nn.Fp8DirectDotGeneralOp, jax.value_and_grad, TrainState),
+            (fp8.Fp8DirectDotGeneralOp, fp8.value_and_grad, fp8.TrainState),
+        ):
+            model = Model(op)
+            variables = model.init(jax.random.key(0), x)
+            _, grads = value_and_grad(lambda v, model=model: jnp.sum(model.apply(v, x)))(variables)
+            newest.append(grads[OWG]["dense"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"][0])
+            state = state_class.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
+            kept.append("batch_stats" in state.apply_gradients(grads=grads).params)
+        np.testing.assert_allclose(newest, [3, 2], rtol=1e-4)
+        assert kept == [False, True]
+
+    def test_a_nan_in_a_batch(self):
+        x = np.ones((2, 4), np.float32)
+        finite = []
+        for op, grad in ((nn.Fp8DirectDotGeneralOp, jax.grad), (fp8.Fp8DirectDotGeneralOp, fp8.grad)):
+            model = nn.Dense(4, dot_general_cls=op)
+            variables = model.init(jax.random.key(0), x)
+            grads = grad(lambda v, model=model: jnp.sum(model.apply(v, np.nan * x)))(variables)
+            history = grads[OWG]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
+            finite.append(bool(jnp.isfinite(history).all()))
+        assert finite == [False, True]
+
+
+@pytest.mark.long
+class TestTransformerEngine:
+    def test_after(self):
+        left = run("transformer_engine", AFTER)
+        assert np.isfinite(left["loss"])
+        state = left["carried"][OWG]["Fp8DotGeneralOp_0"]
+        np.testing.assert_array_equal(state["input_amax_history"][:2], [3, 0])
+        np.testing.assert_allclose(state["input_scale"], 3 / 448)
+
+    def test_state_is_carried_over(self):
+        """The next scale is that which Transformer Engine has stored, written from its documentation."""
+        carry = run("transformer_engine", AFTER)["state_of_transformer_engine"]
+        amaxes = [5.0, 2.0, 3.0, 1.0, 4.0]
+        history, scale = np.zeros(4, np.float32), np.ones(1, np.float32)
+        for amax in amaxes:
+            history[0] = amax
+            scale = np.array([448 / history.max()], np.float32)  # of the next step
+            history = np.roll(history, -1)
+            history[0] = 0
+        metas = {f"{t}_scale": scale for t in ("x", "kernel", "grad")}
+        metas |= {f"{t}_amax_history": jnp.asarray(history) for t in ("x", "kernel", "grad")}
+        state = carry(metas)
+        np.testing.assert_array_equal(state["input_amax_history"], [4, 0, 3, 1])
+        op = fp8.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(amax_history_len=4))
+        x, kernel = np.ones((1, 16), np.float32), np.ones((16, 16), np.float32)
+
+        def loss(variables):
+            return jnp.sum(op.apply(variables, x, kernel, (((1,), (0,)), ((), ()))))
+
+        after = fp8.grad(loss)({OWG: state})[OWG]
+        np.testing.assert_allclose(after["input_scale"], 1 / scale, rtol=1e-6)
+        np.testing.assert_array_equal(after["input_amax_history"], [1, 3, 1, 4])
+
+
+@pytest.mark.long
+class TestQwix:
+    @pytest.fixture
+    def after(self):
+        return run("qwix", AFTER)
+
+    def test_after(self, after):
+        np.testing.assert_array_equal(after["output_after"], after["served_after"])
+        state = after["with_state"][OWG]["layers_0"]["Fp8DotGeneralOp_0"]
+        np.testing.assert_array_equal(state["input_amax_history"][0], np.abs(after["x"]).max())
+
+    def test_before(self, after):
+        pytest.importorskip("qwix", reason="Qwix is not among the dependencies of the tests")
+        before = run("qwix", BEFORE)
+        for name in ("output", "served"):
+            assert sqnr(before[f"{name}_before"], after[f"{name}_after"]) > 100
+        trees = (
+            jax.tree.leaves(left[f"grads_{when}"]) for left, when in ((before, "before"), (after, "after"))
+        )
+        assert all(sqnr(theirs, ours) > 20 for theirs, ours in zip(*trees))
+
+
+@pytest.mark.long
+class TestKeras:
+    @pytest.fixture
+    def after(self):
+        return run("keras", AFTER)
+
+    def test_after(self, after):
+        assert after["losses_after"][-1] < after["losses_after"][0]
+
+    def test_before(self, after, monkeypatch):
+        monkeypatch.setenv("KERAS_BACKEND", "jax")
+        pytest.importorskip("keras", reason="Keras is not among the dependencies of the tests")
+        before = run("keras", BEFORE)
+        weights = before["keras_weights"]
+        variables = {**after["variables"], "params": {"kernel": before["kernel_before"]}}
+        state, losses = after["train"](variables)
+        np.testing.assert_allclose(losses[0], before["losses_before"][0], rtol=1e-6)
+        np.testing.assert_allclose(losses, before["losses_before"], rtol=0.02)
+
+        carried = fp8.add_fp8_state(after["variables_of_keras"](weights), after["model8"], after["x"])
+        theirs, ours = (tree[OWG]["Fp8DotGeneralOp_0"] for tree in (carried, state.params))
+        np.testing.assert_array_equal(theirs["input_amax_history"], ours["input_amax_history"])
+        np.testing.assert_allclose(theirs["kernel_amax_history"], ours["kernel_amax_history"], rtol=0.01)
