@@ -22,6 +22,8 @@ from fp8flax._core.differentiable import (
     Entering,
     Operand,
     States,
+    calibrating,
+    explicit_sharding,
     input_of,
     named_scaling,
     quantized_with_amax,
@@ -31,6 +33,7 @@ from fp8flax._core.differentiable import (
 from fp8flax._core.dot_general import DotPlan
 from fp8flax._core.jax_rules import reverse_mode_only, sum_to_axes, traced_once
 from fp8flax._core.kernels.cast_transpose import Cast, Casting, cast_transposed
+from fp8flax._core.measuring import measuring
 from fp8flax._core.multiply import multiply
 from fp8flax._core.names import DGRAD, FORWARD, KERNEL_FORWARD_NAME, OUTPUT_NAME, RESIDUAL_NAMES, WGRAD
 from fp8flax._core.qtensor import QTensor
@@ -134,6 +137,23 @@ def is_all_delayed(recipe: CustomRecipe) -> bool:
     """Tells whether each tensor has one scale, from past steps, for both of its GEMMs."""
     pairs = [recipe.of_role(role) for role in ("input", "kernel", "output_grad")]
     return all(a is not None and a.needs_state and a == b for a, b in pairs)
+
+
+def is_one(recipe: CustomRecipe, x: jax.Array, dtype: Any) -> bool:
+    """Tells whether nothing here stands against computing all layers as one.
+
+    Args:
+        recipe: of all layers.
+        x: the input.
+        dtype: of the computation.
+    """
+    return (
+        is_all_delayed(recipe)
+        and not calibrating.value
+        and measuring.value is None
+        and jnp.float64 not in (x.dtype, dtype)
+        and explicit_sharding(x) is None
+    )
 
 
 class _Residuals(NamedTuple):

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.differentiable import States, calibrating, explicit_sharding
-from fp8flax._core.measuring import measuring
-from fp8flax._core.mlp import ACTIVATIONS, hidden, is_all_delayed, mlp
+from fp8flax._core.differentiable import States
+from fp8flax._core.mlp import ACTIVATIONS, hidden, is_one, mlp
 from fp8flax._core.options import check_bool, check_choice, check_int
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
@@ -169,13 +168,9 @@ class MLP(nn.Module):
     def _is_one(self, recipe: Recipe, x: jax.Array) -> bool:
         """Tells whether nothing stands against computing all layers as one."""
         return (
-            is_all_delayed(recipe.gemms)
+            is_one(recipe.gemms, x, self.dtype or self.param_dtype)
             and not self.is_initializing()
-            and not calibrating.value
-            and measuring.value is None
             and conversion().on_op is None
-            and jnp.float64 not in (x.dtype, self.dtype or self.param_dtype)
-            and explicit_sharding(x) is None
         )
 
     def _layer(self, kind: type[nn.Dense], name: str, features: int) -> Any:

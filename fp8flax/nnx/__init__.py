@@ -12,6 +12,9 @@ from fp8flax.nnx.ops import (
     NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp,
 )
 
+# A block of layers.
+from fp8flax.nnx.mlp import MLP as MLP
+
 # Their state.
 from fp8flax.nnx.ops import OverwriteWithGradient as OverwriteWithGradient
 

@@ -117,13 +117,18 @@ class Fp8Op(nnx.Module):
         if recipe is None:
             with jax.named_scope(SWITCHED_OFF):
                 return self.plain(*args)
+        states = self.states(recipe, stacked)
+        with measuring(None if measuring.value is None else self._path()):
+            return self.in_fp8(*args, states=states, recipe=recipe, form=self.form)
+
+    def states(self, recipe: Recipe, stacked: tuple[int, ...] = ()) -> States:
+        """Returns the state that a recipe needs, checked; leading dimensions as of ``_multiplier``."""
         _check_shares_nothing(recipe)
         states = {
             role: self._state(role, quantizer, stacked if role in self.stacked else ())
             for role, quantizer in recipe.gemms.delayed.items()
         }
-        with measuring(None if measuring.value is None else self._path()):
-            return self.in_fp8(*args, states=States(**states), recipe=recipe, form=self.form)
+        return States(**states)
 
     def _path(self) -> tuple[str, ...]:
         """Returns the name of what ``statistics`` measures here."""

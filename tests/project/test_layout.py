@@ -97,6 +97,7 @@ ORDER = [
     "_serve/renaming",
     "_serve/safetensors",
     "nnx/ops",
+    "nnx/mlp",
     "nnx/variables",
     "nnx/training",
     "nnx/models",

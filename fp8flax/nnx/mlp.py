@@ -1,0 +1,135 @@
+"""The feed-forward block of a Transformer in NNX; see ``_linen/mlp.py``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.linen.dtypes import promote_dtype
+
+from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.mlp import ACTIVATIONS, hidden, is_one, mlp
+from fp8flax._core.options import check_bool, check_choice, check_int
+from fp8flax._core.quantize import as_float_array
+from fp8flax._core.recipes import DelayedScaling, Recipe
+from fp8flax.nnx.ops import Fp8DotGeneralOp
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class MLP(nnx.Module):
+    """A dense layer, an activation, and a dense layer, in FP8; gated or not.
+
+    It is ``fp8flax.MLP`` in NNX: three ``nnx.Linear`` (two, if it is not gated), ``gate``, ``up`` and
+    ``down``, with an ``Fp8DotGeneralOp`` each, and but for rounding it computes
+    ``down(activation(gate(x)) * up(x))``, or ``down(activation(up(x)))``. What the activation makes, and
+    the gradient of what it takes, exist in FP8 alone, as ``fp8flax.MLP`` says. It is the layers, one after
+    the other, where that cannot be; also where one of them was given another op or recipe, and in models
+    that ``freeze`` returns.
+
+    Args:
+        in_features: of the input.
+        hidden_features: of ``up`` and ``gate``.
+        features: of ``down``; None for those of the input.
+        activation: ``"gelu"`` (the tanh approximation, as ``nnx.gelu``), ``"gelu_exact"``, ``"relu"`` or
+            ``"silu"``.
+        gated: whether the activation is that of ``gate``, and multiplies ``up``, which then take the input
+            with one scale, that of ``gate``.
+        use_bias: whether the layers have biases.
+        dtype: of the computation; None for that of input and parameters.
+        param_dtype: of the parameters.
+        kernel_init: initializer of the kernels.
+        bias_init: initializer of the biases.
+        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
+            outside of it.
+        rngs: for the parameters.
+
+    Raises:
+        MissingStateError: the layer was made under a recipe without the state that it needs now.
+        TypeError: the input is not a wide float, or an argument has the wrong type.
+        ValueError: an argument has a value that is not allowed, or the state does not fit the recipe.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> block = fp8nnx.MLP(16, 64, activation="silu", gated=True, rngs=nnx.Rngs(0))
+        >>> block(jnp.ones((2, 16))).shape
+        (2, 16)
+
+    Source: as of ``fp8flax.MLP``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        features: int | None = None,
+        *,
+        activation: str = "gelu",
+        gated: bool = False,
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Any = nnx.nn.linear.default_kernel_init,
+        bias_init: Any = nnx.initializers.zeros,
+        recipe: Recipe | None = None,
+        rngs: nnx.Rngs,
+    ):
+        check_int("in_features", in_features, 1)
+        check_int("hidden_features", hidden_features, 1)
+        features = in_features if features is None else features
+        check_int("features", features, 1)
+        check_choice("activation", activation, tuple(ACTIVATIONS))
+        check_bool("gated", gated)
+        check_bool("use_bias", use_bias)
+        self.activation, self.gated, self.dtype = activation, gated, dtype
+        linear = partial(
+            nnx.Linear,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+        )
+        for name, sizes in (
+            ("gate", (in_features, hidden_features)),
+            ("up", (in_features, hidden_features)),
+            ("down", (hidden_features, features)),
+        ):
+            if gated or name != "gate":
+                setattr(self, name, linear(*sizes, dot_general=Fp8DotGeneralOp(recipe=recipe)))
+
+    def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
+        """Returns what the layers give; see the class."""
+        x = as_float_array(x, "x")
+        names = ("gate", "up", "down")[not self.gated :]
+        layers = [getattr(self, name) for name in names]
+        recipe = self._recipe_of_all([layer.dot_general for layer in layers], x, layers[-1].param_dtype)
+        if recipe is None:
+            *into, down = layers
+            return down(hidden(self.activation, [layer(x) for layer in into]))
+        kernels = [layer.kernel.get_value() for layer in layers]
+        biases = [None if layer.bias is None else layer.bias.get_value() for layer in layers]
+        # As the layers do, but for kernels: those are cast to FP8 from what they are.
+        x, *biases = promote_dtype(x, *biases, *kernels, dtype=self.dtype)[: 1 + len(layers)]
+        *biases, last_bias = biases
+        states = [layer.dot_general.states(recipe) for layer in layers]
+        scopes = [layer.dot_general.scope or name for name, layer in zip(names, layers)]
+        given = [bias for bias in biases if bias is not None]
+        out = mlp(x, kernels, given, states, recipe.gemms, self.activation, scopes)
+        return out if last_bias is None else out + last_bias.reshape(*[1] * (out.ndim - 1), -1)
+
+    def _recipe_of_all(self, ops: list[Any], x: jax.Array, param_dtype: Any) -> Recipe | None:
+        """Returns the recipe of the layers; None where something stands against computing them as one."""
+        if not all(type(op) is Fp8DotGeneralOp and op.form == "direct" for op in ops):
+            return None
+        recipe, *others = {recipe_in_use(op.recipe, DelayedScaling()) for op in ops}
+        if others or recipe is None or not is_one(recipe.gemms, x, self.dtype or param_dtype):
+            return None
+        return recipe

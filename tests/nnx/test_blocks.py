@@ -1,0 +1,99 @@
+"""``fp8nnx.MLP`` is, bit for bit, ``fp8.MLP``."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
+from tests.cases import normal
+
+SHORT = fp8.DelayedScaling(amax_history_len=4)
+WIDTH, HIDDEN = 32, 48
+X = normal(0, 8, WIDTH)
+
+
+def steps_are_equal(model, linen_model, variables, factors=(1.0, 3.0)):
+    """Both in one program, so that it is compiled once."""
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def both(state, variables, x):
+        ours = fp8nnx.value_and_grad(lambda s: jnp.sum(jnp.sin(nnx.merge(graphdef, s)(x))))(state)
+        return ours, fp8.value_and_grad(lambda v: jnp.sum(jnp.sin(linen_model.apply(v, x))))(variables)
+
+    for factor in factors:
+        (value, grads), (expected, expected_grads) = both(state, variables, factor * X)
+        np.testing.assert_array_equal(value, expected)
+        found = nnx.clone(model)
+        nnx.update(found, grads)
+        found = {name: tree for name, tree in fp8nnx.to_linen(found).items() if name in variables}
+        jax.tree.map(np.testing.assert_array_equal, found, expected_grads)
+        fp8nnx.overwrite_state(model, grads)
+        state = nnx.state(model)
+        variables = {**expected_grads, "params": variables["params"]}
+
+
+MLPS = {
+    "gated": {"activation": "silu", "gated": True, "use_bias": True, "dtype": jnp.bfloat16},
+    "plain": {"features": 16},
+    "current": {"recipe": fp8.Float8CurrentScaling()},  # which is computed layer by layer
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MLPS)
+def test_mlp_is_that_of_linen(name):
+    fields = {"recipe": SHORT, **MLPS[name]}
+    model = fp8nnx.MLP(WIDTH, HIDDEN, **fields, rngs=nnx.Rngs(0))
+    steps_are_equal(model, fp8.MLP(HIDDEN, **fields), fp8nnx.to_linen(model))
+
+
+def block(**fields):
+    return fp8nnx.MLP(WIDTH, HIDDEN, recipe=SHORT, rngs=nnx.Rngs(0), **fields)
+
+
+def test_mlp_is_one_where_it_can_be(monkeypatch):
+    """Else it is its layers."""
+    calls = []
+    one = fp8nnx.mlp.mlp
+    monkeypatch.setattr(fp8nnx.mlp, "mlp", lambda *args: calls.append(args[-1]) or one(*args))
+
+    def is_one(model):
+        calls.clear()
+        jax.eval_shape(lambda state: nnx.merge(nnx.graphdef(model), state)(X), nnx.state(model))
+        return calls
+
+    model = block(gated=True)
+    assert is_one(model) == [["gate", "up", "down"]]
+    converted = fp8nnx.quantize_model(nnx.Dict(mlp=model), include="nothing", allow_unmatched=True)["mlp"]
+    assert is_one(converted) == [["mlp/gate", "mlp/up", "mlp/down"]]
+    with fp8.autocast(enabled=False):
+        assert not is_one(model)
+    model.up.dot_general = nnx.data(fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling()))
+    assert not is_one(model)
+    model.up.dot_general = nnx.data(fp8nnx.Fp8DotGeneralOp(recipe=SHORT, form="qdq"))
+    assert not is_one(model)
+    for wrong in ({"activation": "tanh"}, {"features": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            block(**wrong)
+
+
+@pytest.mark.long
+def test_mlp_is_calibrated_measured_reported_and_frozen():
+    model = fp8nnx.quantize_model(block(), include="nothing", allow_unmatched=True)
+    fp8nnx.calibrate(lambda model, x: model(x), model, [X])
+    assert model.down.dot_general.input_amax_history.get_value()[0] > 0
+    rows = fp8nnx.report(model, X).rows
+    assert [(row.path, row.reason) for row in rows] == [
+        ("up", "an op of its own"),
+        ("down", "an op of its own"),
+    ]
+    graphdef, state = nnx.split(model)
+    found = jax.jit(fp8.statistics(lambda state: jnp.sum(nnx.merge(graphdef, state)(X))))(state)
+    assert set(found) == {"up", "down"}
+    frozen = fp8nnx.freeze(model, X)
+    assert frozen.down.kernel.get_value().dtype == jnp.float8_e4m3fn
+    np.testing.assert_allclose(frozen(X), model(X), rtol=1e-4, atol=1e-5)
