@@ -13,6 +13,7 @@ from flax.linen.dtypes import promote_dtype
 from jax import lax
 
 from fp8flax._core.mlp import ACTIVATIONS, hidden
+from fp8flax._core.moe import Routed, mixed, routed, router_losses
 from fp8flax._core.options import check_bool, check_choice, check_int
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import Recipe, check_recipe
@@ -122,24 +123,17 @@ class MoE(nn.Module):
     def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
         x = as_float_array(x, "x")
         tokens = lax.reshape(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
-        gates, experts = self._routed(tokens)
-
-        # Row i is a copy of token order[i] // top_k for one of its experts; rows are sorted by expert. Both
-        # ways are permutations, whose gradients are again: nothing is added in an order that may change.
-        order = jnp.argsort(experts.reshape(-1))
-        sizes = jnp.bincount(experts.reshape(-1), length=self.num_experts)
-        rows = _permuted(jnp.repeat(tokens, self.top_k, axis=0), order)
-        into = [self._experts(name, self.hidden_features) for name in ("gate", "up")[not self.gated :]]
         features = x.shape[-1] if self.features is None else self.features
-        rows = hidden(self.activation, [experts_of(rows, sizes) for experts_of in into])
-        rows = self._experts("down", features)(rows, sizes)
+        into = [self._experts(name, self.hidden_features) for name in ("gate", "up")[not self.gated :]]
+        down = self._experts("down", features)
 
-        of_tokens = _permuted(rows, jnp.argsort(order)).reshape(*gates.shape, features)
-        out = jnp.sum(of_tokens.astype(jnp.float32) * gates[..., None], axis=1).astype(rows.dtype)
+        def of_experts(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+            return down(hidden(self.activation, [experts(rows, sizes) for experts in into]), sizes)
+
+        out = mixed(tokens, self._routed(tokens), self.num_experts, of_experts)
         return out.reshape(*x.shape[:-1], features)
 
-    def _routed(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the gate of each token's experts, ``(tokens, top_k)``, float32; and which they are."""
+    def _routed(self, tokens: jax.Array) -> Routed:
         router = nn.Dense(
             self.num_experts,
             use_bias=False,
@@ -149,22 +143,13 @@ class MoE(nn.Module):
             name="router",
         )
         logits = router(tokens.astype(jnp.float32))
-        probabilities = nn.softmax(logits)
-        largest, experts = lax.top_k(probabilities, self.top_k)
+        to = routed(logits, self.top_k)
         if not self.is_initializing() and tokens.size:
-            sent = jnp.bincount(experts.reshape(-1), length=self.num_experts) / experts.size
-            mean = jnp.mean(probabilities, axis=0)
-            balance = self.num_experts * jnp.sum(lax.stop_gradient(sent) * mean)
-            z = jnp.mean(jnp.square(nn.logsumexp(logits, axis=-1)))
-            for name, loss in (("load_balancing", balance), ("router_z", z)):
+            for name, loss in router_losses(logits, to.experts).items():
                 self.sow(LOSSES, name, loss, jnp.add, lambda: jnp.float32(0))
-        return largest / jnp.sum(largest, axis=1, keepdims=True), experts
+        return to
 
     def _experts(self, name: str, features: int) -> _Experts:
         return _Experts(
             features, self.dtype, self.param_dtype, self.kernel_init, recipe=self.recipe, name=name
         )
-
-
-def _permuted(x: jax.Array, order: jax.Array) -> jax.Array:
-    return x.at[order].get(unique_indices=True, mode="promise_in_bounds")

@@ -12,8 +12,9 @@ from fp8flax.nnx.ops import (
     NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp,
 )
 
-# A block of layers.
+# Blocks of layers.
 from fp8flax.nnx.mlp import MLP as MLP
+from fp8flax.nnx.moe import MoE as MoE, RouterLoss as RouterLoss
 
 # Their state.
 from fp8flax.nnx.ops import OverwriteWithGradient as OverwriteWithGradient

@@ -70,7 +70,8 @@ class Fp8Op(nnx.Module):
         """Refuses operands, which an instance takes: a layer has the class where it calls a function."""
         if any(isinstance(arg, jax.Array | np.ndarray | str) for arg in args):
             name = cls.__name__
-            fix = f" A layer takes an instance: {cls.field}=fp8flax.nnx.{name}()." if cls.field else ""
+            is_of_nnx = cls.field and not cls.stacked
+            fix = f" A layer takes an instance: {cls.field}=fp8flax.nnx.{name}()." if is_of_nnx else ""
             raise TypeError(f"The class fp8flax.nnx.{name} was called as its instances are.{fix}")
         return super().__new__(cls)
 
@@ -439,6 +440,7 @@ class Fp8RaggedDotOp(Fp8Op):
 
     plain = staticmethod(jax.lax.ragged_dot)
     in_fp8 = staticmethod(fp8_ragged_dot)
+    field = "ragged_dot"  # of MoE's experts
     stacked = ("kernel",)
 
     def __init__(self, num_experts: int, *, recipe: Recipe | None = None, form: str = "direct"):

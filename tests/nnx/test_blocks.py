@@ -1,4 +1,6 @@
-"""``fp8nnx.MLP`` is, bit for bit, ``fp8.MLP``."""
+"""``fp8nnx.MLP`` and ``fp8nnx.MoE`` are, bit for bit, ``fp8.MLP`` and ``fp8.MoE``."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ from flax import nnx
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from tests.cases import normal
+from tests.cases import OWG, cells, normal
 
 SHORT = fp8.DelayedScaling(amax_history_len=4)
 WIDTH, HIDDEN = 32, 48
@@ -97,3 +99,48 @@ def test_mlp_is_calibrated_measured_reported_and_frozen():
     frozen = fp8nnx.freeze(model, X)
     assert frozen.down.kernel.get_value().dtype == jnp.float8_e4m3fn
     np.testing.assert_allclose(frozen(X), model(X), rtol=1e-4, atol=1e-5)
+
+
+MOES = {
+    "gated": {"gated": True, "activation": "silu", "features": 16, "dtype": jnp.bfloat16},
+    "plain": {"top_k": 1},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", cells(MOES, repeated=["plain"]))
+def test_moe_is_that_of_linen(name):
+    fields = {"num_experts": 4, "hidden_features": HIDDEN, "recipe": SHORT, **MOES[name]}
+    model = fp8nnx.MoE(WIDTH, **fields, rngs=nnx.Rngs(0))
+    linen_model, variables = fp8.MoE(**fields), fp8nnx.to_linen(model)
+    variables = {name: variables[name] for name in ("params", OWG)}
+    steps_are_equal(model, linen_model, variables)
+    variables = {name: fp8nnx.to_linen(model)[name] for name in variables}
+    assert variables[OWG]["up"]["Fp8RaggedDotOp_0"]["input_amax_history"][0] > 0
+
+    @nnx.jit
+    def with_losses(model):
+        def loss(model):
+            out = jnp.sum(model(X).astype(jnp.float32))
+            return out + sum(jax.tree.leaves(nnx.state(model, fp8nnx.RouterLoss)))
+
+        return fp8nnx.grad(loss)(model)
+
+    def linen_loss(variables):
+        out, aux = linen_model.apply(variables, X, mutable="losses")
+        return jnp.sum(out.astype(jnp.float32)) + sum(jax.tree.leaves(aux)), aux["losses"]
+
+    expected, losses = jax.jit(fp8.grad(linen_loss, has_aux=True))(variables)
+    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    close(with_losses(model)["router"]["kernel"].get_value(), expected["params"]["router"]["kernel"])
+    for loss, value in losses.items():
+        close(getattr(model, loss).get_value(), value)
+
+
+def test_moe_of_no_tokens_and_wrong_arguments():
+    model = fp8nnx.MoE(WIDTH, 4, HIDDEN, recipe=fp8.Float8CurrentScaling(), rngs=nnx.Rngs(0))
+    assert model(X[:0]).shape == (0, WIDTH)
+    with pytest.raises(ValueError, match="A token goes to an expert once"):
+        fp8nnx.MoE(WIDTH, 4, HIDDEN, top_k=5, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="was called as its instances are.$"):
+        fp8nnx.Fp8RaggedDotOp(X)

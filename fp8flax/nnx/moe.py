@@ -1,0 +1,178 @@
+"""A mixture-of-experts layer in NNX; see ``_linen/moe.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.linen.dtypes import promote_dtype
+from jax import lax
+
+from fp8flax._core.mlp import ACTIVATIONS, hidden
+from fp8flax._core.moe import mixed, routed, router_losses
+from fp8flax._core.options import check_bool, check_choice, check_int
+from fp8flax._core.quantize import as_float_array
+from fp8flax._core.recipes import Recipe
+from fp8flax.nnx.ops import Fp8RaggedDotOp
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+_default_init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=0)
+
+
+class RouterLoss(nnx.Variable[Any]):
+    """A loss of the router of ``MoE``, that of its last call; float32, a scalar.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax, jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> layer = fp8nnx.MoE(16, num_experts=4, hidden_features=32, rngs=nnx.Rngs(0))
+        >>> x = jnp.ones((2, 5, 16))
+        >>> def loss(layer, x):
+        ...     out = layer(x)
+        ...     return jnp.mean(out**2) + 0.01 * sum(jax.tree.leaves(nnx.state(layer, fp8nnx.RouterLoss)))
+        >>> value, grads = fp8nnx.value_and_grad(loss)(layer, x)
+
+    Source: none.
+    """
+
+
+class Experts(nnx.Module):
+    """One kernel for each expert."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        features: int,
+        *,
+        dtype: Any,
+        param_dtype: Any,
+        kernel_init: Callable[..., Any],
+        recipe: Recipe | None,
+        rngs: nnx.Rngs,
+    ):
+        shape = num_experts, in_features, features
+        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
+        self.ragged_dot = Fp8RaggedDotOp(num_experts, recipe=recipe)
+        self.dtype = dtype
+
+    def __call__(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Maps rows that are sorted by expert, ``(rows, in)``, to ``(rows, out)``."""
+        rows, kernel = promote_dtype(rows, self.kernel.get_value(), dtype=self.dtype)
+        return self.ragged_dot(rows, kernel, sizes)
+
+
+class MoE(nnx.Module):
+    """A feed-forward layer that sends each token to a few of its experts, which multiply in FP8.
+
+    It is ``fp8flax.MoE`` in NNX: what it computes, its parameters and its state are the same. The two
+    losses of the router are variables of the type ``RouterLoss``, ``load_balancing`` and ``router_z``,
+    which each call overwrites: read them after the call, in the function that is differentiated.
+
+    Args:
+        in_features: of the input.
+        num_experts: how many experts there are.
+        hidden_features: width of each expert's hidden layer.
+        features: of the result; None for those of the input.
+        top_k: experts per token.
+        activation: ``"gelu"`` (the tanh approximation, as ``nnx.gelu``), ``"gelu_exact"``, ``"relu"`` or
+            ``"silu"``.
+        gated: whether the activation is that of a third kernel, ``gate``, and multiplies ``up``.
+        dtype: of the experts' computation and the result; None for that of input and parameters.
+        param_dtype: of the parameters.
+        kernel_init: initializer of the experts' kernels, ``(num_experts, in, out)``.
+        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
+            outside of it.
+        rngs: for the parameters.
+
+    Raises:
+        MissingStateError: the layer was made under a recipe without the state that it needs now.
+        TypeError: the input is not a wide float, or an argument has the wrong type.
+        ValueError: an argument has a value that is not allowed.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> layer = fp8nnx.MoE(16, num_experts=4, hidden_features=32, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 5, 16))).shape
+        (2, 5, 16)
+        >>> layer.load_balancing.get_value().shape
+        ()
+
+    Source: as of ``fp8flax.MoE``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_experts: int,
+        hidden_features: int,
+        features: int | None = None,
+        *,
+        top_k: int = 2,
+        activation: str = "gelu",
+        gated: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = _default_init,
+        recipe: Recipe | None = None,
+        rngs: nnx.Rngs,
+    ):
+        check_int("in_features", in_features, 1)
+        check_int("num_experts", num_experts, 1)
+        check_int("hidden_features", hidden_features, 1)
+        features = in_features if features is None else features
+        check_int("features", features, 1)
+        check_int("top_k", top_k, 1, num_experts, "A token goes to an expert once.")
+        check_choice("activation", activation, tuple(ACTIVATIONS))
+        check_bool("gated", gated)
+        self.num_experts, self.top_k, self.activation, self.gated = num_experts, top_k, activation, gated
+        self.router = nnx.Linear(
+            in_features,
+            num_experts,
+            use_bias=False,
+            dtype=jnp.float32,
+            param_dtype=param_dtype,
+            precision=lax.Precision.HIGHEST,
+            rngs=rngs,
+        )
+        experts = partial(
+            Experts,
+            num_experts,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            recipe=recipe,
+            rngs=rngs,
+        )
+        if gated:
+            self.gate = experts(in_features, hidden_features)
+        self.up = experts(in_features, hidden_features)
+        self.down = experts(hidden_features, features)
+        self.load_balancing, self.router_z = (RouterLoss(jnp.zeros((), jnp.float32)) for _ in range(2))
+
+    def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
+        """Returns the gated sum of the experts' results; see the class."""
+        x = as_float_array(x, "x")
+        tokens = lax.reshape(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
+        logits = self.router(tokens.astype(jnp.float32))
+        to = routed(logits, self.top_k)
+        if tokens.size:
+            for name, loss in router_losses(logits, to.experts).items():
+                getattr(self, name).set_value(loss)
+        into = [self.gate, self.up] if self.gated else [self.up]
+
+        def of_experts(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+            return self.down(hidden(self.activation, [experts(rows, sizes) for experts in into]), sizes)
+
+        out = mixed(tokens, to, self.num_experts, of_experts)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
