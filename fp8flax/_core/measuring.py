@@ -26,6 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from fp8flax._core.formats import fp8_max
+from fp8flax._core.jax_rules import num_consts_and_carry
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import Quantizer, quantized
 from fp8flax._core.scaling import power_of_two, scale_exponent
@@ -340,7 +341,7 @@ def _evaluated_within(eqn: Any, operands: Sequence[Any], *, is_again: bool) -> t
 
 
 def _scanned(params: Any, operands: Sequence[Any], *, is_again: bool) -> tuple[list[Any], Told]:
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = num_consts_and_carry(params)
     consts, init, xs = operands[:num_consts], operands[num_consts:][:num_carry], operands[num_consts:]
 
     def body(carry: Any, x: Any) -> Any:

@@ -26,6 +26,7 @@ from jax.extend.core import Jaxpr, Var
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.dot_general import DimensionNumbers, frozen_dot_general, quantize_kernel
 from fp8flax._core.einsum import einsum_with
+from fp8flax._core.jax_rules import num_consts_and_carry
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
@@ -331,7 +332,8 @@ class _Uses:
                 carry = [old | new for old, new in zip(carry, after)]
         programs = _jaxprs_in(params)
         if name == "scan":
-            start, stop = params["num_consts"], params["num_consts"] + params["num_carry"]
+            num_consts, num_carry = num_consts_and_carry(params)
+            start, stop = num_consts, num_consts + num_carry
             while True:
                 results = self.follow(programs[0], operands)
                 carry = operands[start:stop]

@@ -12,6 +12,7 @@ from flax import nnx
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
+from fp8flax._core.jax_rules import num_consts_and_carry
 from tests.cases import normal
 
 DELAYED = fp8.DelayedScaling(amax_history_len=4)
@@ -263,12 +264,20 @@ def test_accumulated_gradients_are_those_of_the_linen_model():
     fp8nnx.overwrite_state(model, grads)
     assert model.last.dot_general.kernel_amax_history.get_value()[0] > 0
     graphdef, state = nnx.split(model)
-    jaxpr = jax.make_jaxpr(lambda state: step(nnx.merge(graphdef, state), batches)[0])(state)
-    (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
-    constants = [x.aval for x in scan.invars[: scan.params["num_consts"]]]
+    traced = jax.make_jaxpr(lambda state: step(nnx.merge(graphdef, state), batches)[0])(state)
+    (scan,) = scans_in(traced.jaxpr)
+    constants = [x.aval for x in scan.invars[: num_consts_and_carry(scan.params)[0]]]
     codes = [x.shape for x in constants if x.dtype == jnp.uint8]
     assert len(codes) >= 4  # one layer is called twice; some versions of JAX pass codes on more than once
     assert set(codes) == {(16, 16)}
+
+
+def scans_in(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        elif "jaxpr" in eqn.params:
+            yield from scans_in(getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"]))
 
 
 @pytest.mark.long
@@ -297,7 +306,9 @@ def test_microbatches_hand_on_what_is_not_differentiated():
     assert model.dropout.rngs.count.get_value() == one_by_one.dropout.rngs.count.get_value() == 2
     close(model.norm.mean.get_value(), one_by_one.norm.mean.get_value())
     kernels = [g["linear"]["kernel"].get_value() for _, g in each]
-    close(grads["linear"]["kernel"].get_value(), sum(kernels) / 2)
+    # Output gradients are halved before they are cast, where the last bit of what is smallest may be lost.
+    mean = sum(kernels) / 2
+    np.testing.assert_allclose(grads["linear"]["kernel"].get_value(), mean, rtol=1e-5, atol=1e-4)
     assert grads["linear"]["dot_general"]["input_amax_history"].get_value()[0] == 3 * jnp.max(jnp.abs(X))
     with pytest.raises(ValueError, match="must share a first dimension"):
         fp8nnx.accumulate_gradients(loss_of)(linear(), {"x": X, "y": X[:2]})
