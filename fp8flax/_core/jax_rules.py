@@ -31,7 +31,6 @@ UNCHECKED = (
 )
 
 
-
 def num_consts_and_carry(scan: Mapping[str, Any]) -> tuple[int, int]:
     """Returns from the parameters of a ``scan`` how many operands are constants, how many its carry."""
     if "ft_in" in scan:  # JAX 0.11.2
