@@ -15,6 +15,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +174,15 @@ def compilations(
         for name, make in steps.items():
             step = make()
             jax.clear_caches()
-            seconds, traced = seconds_of(lambda step=step, name=name: step.trace(*args[name]))
+            seconds, traced = seconds_of(partial(step.trace, *args[name]))
             trace_seconds[name].append(seconds)
-            seconds, compiled[name] = seconds_of(lambda traced=traced: traced.lower().compile())
+            seconds, compiled[name] = seconds_of(partial(_compiled, traced))
             compile_seconds[name].append(seconds)
     return trace_seconds, compile_seconds, compiled
+
+
+def _compiled(traced: Any) -> Any:
+    return traced.lower().compile()
 
 
 def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:

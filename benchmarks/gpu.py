@@ -40,6 +40,7 @@ import jax
 from benchmarks import dense, gpu_entries
 from benchmarks.common import RESULTS, NotMeasuredError, Row, quiet, reason_of, text_of
 from benchmarks.gpu_entries import Entry
+from fp8flax.audit.compiling import find_target
 
 QUESTION = (
     "On an NVIDIA GPU: are the values of every recipe those of NumPy, which backend runs each GEMM, and "
@@ -431,7 +432,7 @@ def compile_ahead(chosen: Sequence[Entry], store: Store) -> None:
             for name, program in entry.programs().items():
                 try:
                     compiled = gpu_entries.compiled_ahead(program)
-                    rows[name] = gpu_entries.reading(compiled, program.steps, on_gpu=True)
+                    rows[name] = gpu_entries.reading(compiled, program.steps, find_target("h200"))
                 except Exception as error:
                     rows[name] = {"not_measured": reason_of(error)}
                 print(entry.name, name, summary_of(rows[name]), flush=True)

@@ -35,7 +35,7 @@ from benchmarks import accuracy, dense, llama
 from benchmarks.common import NotMeasuredError, Row, Shape, ratio, reason_of, summary, text_of
 from fp8flax._core.qtensor import View
 from fp8flax._core.quantizers import quantized as quantize_operand
-from fp8flax.audit.compiling import compile_for, find_target
+from fp8flax.audit.compiling import Target, compile_for, find_target
 from fp8flax.audit.gemms import read_gemms
 from fp8flax.audit.kernels import read
 
@@ -275,29 +275,37 @@ def compiled_ahead(program: Program, target: str = "h200") -> Any:
         return compile_for(gpu, program.function, program.specs)
 
 
-def reading(compiled: Any, steps: int, *, on_gpu: bool) -> Row:
-    """Returns what a program does in one of its steps: kernels, bytes, GEMMs and how each is run."""
+def reading(compiled: Any, steps: int, target: Target) -> Row:
+    """Returns what a program does in one of its steps: kernels, bytes, GEMMs and how each is run.
+
+    The instructions of XLA's own kernels are not read, for which each would be compiled twice: FP8 operands
+    in them only may be multiplied by the FP8 units, and are predicted as if they were.
+    """
+    on_gpu = target.platform in ("cuda", "gpu")
     text = compiled.as_text()
     summary = read(text)
-    gemms = read_gemms(summary, platform="cuda" if on_gpu else "cpu", has_fp8_units=on_gpu)
+    gemms = read_gemms(summary, target, {})
     in_order = iter(gemms)
     lines = dict(re.findall(r"^\s*(?:ROOT )?%(\S+) = (.*)$", text, re.MULTILINE))
     chosen: list[str] = []
     predicted = 0.0
     for kernel in summary.kernels:
         of_kernel = list(itertools.islice(in_order, len(kernel.dots)))
-        rate = FP8_RATE if of_kernel and all(gemm.is_fp8 for gemm in of_kernel) else BF16_RATE
+        is_fp8 = of_kernel and all(gemm.is_fp8 or gemm.may_be_fp8 for gemm in of_kernel)
+        rate = FP8_RATE if is_fp8 else BF16_RATE
         flops = sum(gemm.flops for gemm in of_kernel)
         moving = kernel.bytes * kernel.trip_count / BANDWIDTH
         predicted += max(flops / rate, moving) + kernel.trip_count * LAUNCH
         chosen += [choice_of(lines.get(kernel.name, ""))] * len(of_kernel)
+    all_flops = sum(gemm.flops for gemm in gemms)
     memory = compiled.memory_analysis()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return {
         "kernels": round(sum(kernel.trip_count for kernel in summary.kernels) / steps, 2),
         "bytes": round(sum(kernel.bytes * kernel.trip_count for kernel in summary.kernels) / steps),
         "gemm_bytes": round(sum(k.bytes * k.trip_count for k in summary.kernels if k.dots) / steps),
-        "fp8_flops_share": sum(g.flops for g in gemms if g.is_fp8) / max(1, sum(g.flops for g in gemms)),
+        "fp8_flops_share": sum(g.flops for g in gemms if g.is_fp8) / max(1, all_flops),
+        "maybe_fp8_flops_share": sum(g.flops for g in gemms if g.may_be_fp8) / max(1, all_flops),
         "temp_bytes": memory.temp_size_in_bytes,
         **({"unknown_trip_counts": True} if summary.unknown_trip_counts else {}),
         "program_bytes": total - memory.alias_size_in_bytes,
@@ -426,7 +434,6 @@ def measure_timed(
     sizes: Sizes, loops: Mapping[str, Callable[[], Timed]], base: str | None, progress: Progress
 ) -> Row:
     """Compiles the programs, then times them round by round, each once in a round, in rotated order."""
-    on_gpu = jax.devices()[0].platform == "gpu"
     rows: dict[str, Row] = {}
     runs: dict[str, Callable[[], float]] = {}
     for name, make in loops.items():
@@ -438,7 +445,7 @@ def measure_timed(
             rows[name] = {
                 "compile_seconds": time.perf_counter() - began,
                 "steps": timed.program.steps,
-                **read_or_say(compiled, timed.program.steps, on_gpu),
+                **read_or_say(compiled, timed.program.steps),
                 "flops": timed.flops,
                 "must_move": timed.bytes,
             }
@@ -474,10 +481,10 @@ def predict_times_base(rows: Mapping[str, Row], base: str | None) -> None:
             row["predicted_times_base"] = of_base / row["predicted_seconds"]
 
 
-def read_or_say(compiled: Any, steps: int, on_gpu: bool) -> Row:
-    """Returns the reading of a program; a program that cannot be read can still be timed."""
+def read_or_say(compiled: Any, steps: int) -> Row:
+    """Returns what a program does on this device; a program that cannot be read can still be timed."""
     try:
-        return reading(compiled, steps, on_gpu=on_gpu)
+        return reading(compiled, steps, find_target("local"))
     except Exception as error:
         return {"not_read": reason_of(error)}
 
@@ -716,7 +723,6 @@ def model_program(
 def measure_model(sizes: Sizes, name: str, op: str, progress: Progress) -> Row:
     """Times a training step, and says how much memory its process took at most."""
     device = jax.devices()[0]
-    on_gpu = device.platform == "gpu"
     config, batch, length = sizes.models[name]
     row: Row = {"parameters": config.parameters, "batch": batch, "length": length}
     reasons = []
@@ -734,7 +740,7 @@ def measure_model(sizes: Sizes, name: str, op: str, progress: Progress) -> Row:
         raise NotMeasuredError("; ".join(reasons))
     if reasons:
         row["attention_refused"] = reasons
-    row |= read_or_say(compiled, 1, on_gpu)
+    row |= read_or_say(compiled, 1)
     progress.at("initialising")
     state = jax.jit(initial)(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (batch, length), 0, config.vocabulary)
@@ -785,8 +791,8 @@ def _decoders(sizes: Sizes) -> dict[str, Callable[[], tuple[Any, Any]]]:
         served = jax.eval_shape(freeze, variables)
         return models[0], served
 
-    kinds = {"bf16": plain, "fp8": partial(frozen, False), "fp8-weight-only": partial(frozen, True)}
-    return {name: functools.cache(make) for name, make in kinds.items()}
+    fp8_kinds = {"fp8": partial(frozen, False), "fp8-weight-only": partial(frozen, True)}
+    return {"bf16": functools.cache(plain)} | {name: functools.cache(f) for name, f in fp8_kinds.items()}
 
 
 def decode_loops(sizes: Sizes, batch: int) -> dict[str, Callable[[], Timed]]:
@@ -854,8 +860,8 @@ def measure_torch(sizes: Sizes, progress: Progress) -> Row:
                     a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast
                 )
 
-            kinds = {
-                "bf16": lambda a=a, b=b: torch.mm(a, b.t()),
+            kinds: dict[str, Callable[[], Any]] = {
+                "bf16": partial(torch.mm, a, b.t()),
                 "fp8-fast": partial(scaled, True),
                 "fp8-exact": partial(scaled, False),
             }
@@ -1051,7 +1057,7 @@ def values_row(recipe: fp8.Recipe, shape: Shape) -> Row:
     # Fresh states, and the kernel.
     variables = {**filled(program.specs[0]), "params": {"kernel": arrays[1]}}
     compiled = compiled_here(program)
-    row: Row = read_or_say(compiled, 1, jax.devices()[0].platform == "gpu")
+    row: Row = read_or_say(compiled, 1)
     row = {key: value for key, value in row.items() if key in ("gemms", "not_read", "kernels")}
     if OWG in variables:
         dvariables = compiled(variables, arrays[0], arrays[2])[1]
@@ -1123,7 +1129,7 @@ def measure_experts(shape: Shape, name: str, progress: Progress) -> Row:
     used = slice(0, ends[-1])
     program = experts_program(VALUES[name], shape)
     compiled = compiled_here(program)
-    row: Row = read_or_say(compiled, 1, jax.devices()[0].platform == "gpu")
+    row: Row = read_or_say(compiled, 1)
     row = {key: value for key, value in row.items() if key in ("gemms", "not_read", "kernels")}
     measured = [np.asarray(a, np.float64) for a in compiled(*map(jnp.asarray, (x, w, group_sizes, g)))]
     gemms = VALUES[name].gemms

@@ -74,7 +74,7 @@ class Attention(Part):
         """Maps ``(batch, length, width)`` to the same; with a cache, after what is in the cache."""
         batch, length, width = x.shape
         size = width // self.config.heads
-        dense = partial(nn.Dense, use_bias=False, dot_general_cls=self.op, **self.dtypes)
+        dense: Any = partial(nn.Dense, use_bias=False, dot_general_cls=self.op, **self.dtypes)
         q = dense(width, name="query")(x).reshape(batch, length, -1, size)
         k, v = (
             dense(self.config.kv_heads * size, name=name)(x).reshape(batch, length, -1, size)
@@ -123,7 +123,7 @@ class Block(Part):
     @nn.compact
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
         """Maps ``(batch, length, width)`` to the same, in the form that ``nn.scan`` takes."""
-        dense = partial(nn.Dense, use_bias=False, dot_general_cls=self.op, **self.dtypes)
+        dense: Any = partial(nn.Dense, use_bias=False, dot_general_cls=self.op, **self.dtypes)
         attention = Attention(*self.options, name="attention")
         x += attention(nn.RMSNorm(name="attention_norm", **self.dtypes)(x))
         h = nn.RMSNorm(name="norm", **self.dtypes)(x)

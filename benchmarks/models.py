@@ -114,11 +114,10 @@ def with_old_clip() -> Iterator[None]:
     """A context in which ``jnp.clip`` takes ``a_min`` and ``a_max``, which JAX 0.10 dropped."""
     clip = jnp.clip
 
-    @functools.wraps(clip)
     def old_clip(x: Any, min: Any = None, max: Any = None, *, a_min: Any = None, a_max: Any = None) -> Any:
         return clip(x, min if a_min is None else a_min, max if a_max is None else a_max)
 
-    jnp.clip = old_clip
+    jnp.clip = functools.wraps(clip)(old_clip)  # type: ignore[assignment]
     try:
         yield
     finally:

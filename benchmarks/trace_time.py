@@ -87,7 +87,7 @@ def measure(case: Case, blocks: int) -> dict[str, float]:
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
 
     def loss(variables: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.square(model.apply(variables, x).astype(jnp.float32)))  # type: ignore[union-attr]
+        return jnp.sum(jnp.square(model.apply(variables, x).astype(jnp.float32)))
 
     step, seconds = jax.jit(case.value_and_grad(loss)), {}
     stage: Any = partial(step.trace, variables, x)

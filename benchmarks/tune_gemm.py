@@ -91,7 +91,7 @@ def tune(shape: Shape, rounds: int, candidates: Sequence[Schedule] = CANDIDATES)
         if not off < 0.01:
             raise SystemExit(f"{schedule} gives other values than bfloat16 at {text_of(shape)}: {off}.")
     calls: dict[Any, Callable[[], Any]] = {
-        schedule: lambda function=function: jax.block_until_ready(function(*args))
+        schedule: partial(lambda function: jax.block_until_ready(function(*args)), function)
         for schedule, function in runs.items()
     }
     calls[BF16] = lambda: jax.block_until_ready(plain(*wide))
@@ -123,7 +123,8 @@ def main() -> None:
         )
     here = machine(packages=("jax", "jaxlib"))
     begin(QUESTION, [f"{len(CANDIDATES)} schedules for each shape"], here)
-    table, lines = {}, [("MxKxN", "fastest", "TFLOP/s", "of bf16's time", "of the guess's")]
+    table: dict[Any, Any] = {}
+    lines: list[tuple[str, ...]] = [("MxKxN", "fastest", "TFLOP/s", "of bf16's time", "of the guess's")]
     for shape in options.shapes:
         M, K, N = shape
         seconds = tune(shape, options.rounds)

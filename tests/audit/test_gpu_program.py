@@ -325,7 +325,7 @@ def test_another_gpu_in_the_host_changes_nothing(monkeypatch):
 
 
 def test_the_ambient_matmul_precision_does_not_matter():
-    args = dense_step(33, 65, 48, fp8.Fp8DotGeneralOp)
+    args = dense_step(512, 256, 256, fp8.Fp8DotGeneralOp)
     with jax.default_matmul_precision("BF16_BF16_F32"):
         assert fp8.audit(*args).num_fp8_gemms == 3
 

@@ -19,6 +19,7 @@ import pytest
 import fp8flax as fp8
 from benchmarks import common, dense, gpu, gpu_entries
 from benchmarks.gpu_entries import FULL, SMALL, Entry
+from fp8flax.audit.compiling import find_target
 from tests import reference_recipes
 
 MACHINE = {"gpu": None, **dict.fromkeys(gpu.VERSIONS, "1")}
@@ -332,6 +333,7 @@ def check_small(entries: dict[str, Any]) -> None:
         else:
             for row in result.get("rows", {"": result}).values():
                 assert 0 < row["seconds"]["min"] <= row["seconds"]["median"] <= row["seconds"]["max"]
+                assert "not_read" not in row, row["not_read"]
                 assert row["kernels"] > 0
                 assert not any(gemm["backend"] == "cublasLt" for gemm in row["gemms"])
 
@@ -425,10 +427,15 @@ def test_choice_of_autotuning() -> None:
     assert gpu_entries.choice_of("multiply(%a, %b)") == ""
 
 
+def read_ahead(program: gpu_entries.Program) -> common.Row:
+    compiled = gpu_entries.compiled_ahead(program)
+    return gpu_entries.reading(compiled, program.steps, find_target("h200"))
+
+
 @pytest.mark.usefixtures("gpu")
 def test_a_loop_for_a_gpu_repeats_the_whole_step() -> None:
     timed = gpu_entries.gemm_loops(FULL, (4096, 4096, 4096))["fp8-fast"]()
-    row = gpu_entries.reading(gpu_entries.compiled_ahead(timed.program), timed.program.steps, on_gpu=True)
+    row = read_ahead(timed.program)
     (gemm,) = row["gemms"]
     assert (gemm["backend"], gemm["accumulation"], gemm["times"]) == ("cublasLt", "fast", 1.0)
     assert row["fp8_flops_share"] == 1.0
@@ -440,7 +447,7 @@ def test_a_loop_for_a_gpu_repeats_the_whole_step() -> None:
 def test_a_dense_layer_for_a_gpu_repeats_the_whole_step(name: str) -> None:
     shape = (2048, 2048, 2048)
     timed = gpu_entries.dense_loops(FULL, shape, in_full=False)[name]()
-    row = gpu_entries.reading(gpu_entries.compiled_ahead(timed.program), timed.program.steps, on_gpu=True)
+    row = read_ahead(timed.program)
     with common.quiet():
         alone = dense.count(name, dense.contenders()[name], shape, "h200")
     assert [gemm["times"] for gemm in row["gemms"]] == [1.0] * 3
@@ -451,6 +458,6 @@ def test_a_dense_layer_for_a_gpu_repeats_the_whole_step(name: str) -> None:
 @pytest.mark.usefixtures("_all_cells", "gpu")
 def test_a_training_step_for_a_gpu_fits() -> None:
     _, program = gpu_entries.model_program(FULL, "wide-1b", "delayed", "cudnn")
-    row = gpu_entries.reading(gpu_entries.compiled_ahead(program), 1, on_gpu=True)
+    row = read_ahead(program)
     assert row["program_bytes"] < 0.5 * 139 * 2**30
     assert row["fp8_flops_share"] > 0.8
