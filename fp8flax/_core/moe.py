@@ -28,7 +28,7 @@ def routed(logits: jax.Array, top_k: int) -> Routed:
 def router_losses(logits: jax.Array, experts: jax.Array) -> dict[str, jax.Array]:
     """Returns what a loss should add, see ``fp8flax.MoE``; there must be a token."""
     num_experts = logits.shape[1]
-    sent = jnp.bincount(experts.reshape(-1), length=num_experts) / experts.size
+    sent = jnp.bincount(experts.reshape(-1), length=num_experts).astype(jnp.float32) / experts.size
     mean = jnp.mean(jax.nn.softmax(logits), axis=0)
     return {
         "load_balancing": num_experts * jnp.sum(lax.stop_gradient(sent) * mean),

@@ -220,7 +220,8 @@ def _multiply(tiling: Tiling, out_dtype: Any, interpret: Any, *operands: jax.Arr
         options = {"tiling": tiling, "out_dtype": out_dtype, "interpret": interpret}
         return grouped_gemm(lhs, rhs, *scales, table, **options)
 
-    with jax.named_scope(GROUPED_GEMM):
+    # Pallas's pipeline divides its own int32 by Python's integers, which are int64 under jax_enable_x64.
+    with jax.named_scope(GROUPED_GEMM), jax.enable_x64(False):
         return call(*operands)
 
 

@@ -166,7 +166,7 @@ class ModelReport:
         unseen = "".join(f"\nNot looked into: {text}." for text in self.unseen)
         return "\n".join(lines) + (
             f"\n\n{len(self.converted)} of {len(self.rows)} contractions are converted "
-            f"({100 * self.fp8_share:.1f} % of FLOPs).\nPredicted for all of them on {self.target}, "
+            f"({100 * self.fp8_share:.1f} % of their FLOPs).\nPredicted for all of them on {self.target}, "
             f"forward and backward: {self.speedup:.2f} times as fast as in bf16.{unseen}{self._step()}"
         )
 
@@ -202,8 +202,9 @@ def report(
 ) -> ModelReport:
     """Lists every contraction of a converted model: sizes, whether it runs in FP8, and why or why not.
 
-    Nothing is computed: the shapes come from tracing ``init`` and ``apply``. Sizes are those of one call
-    with these inputs, under ``nn.vmap`` and ``jax.vmap`` those of the whole batch; in ``nn.scan`` and
+    Those of layers that have an FP8 op by themselves, such as ``MoE``, are not among them. Nothing is
+    computed: the shapes come from tracing ``init`` and ``apply``. Sizes are those of one call with these
+    inputs, under ``nn.vmap`` and ``jax.vmap`` those of the whole batch; in ``nn.scan`` and
     ``nn.RNN`` a contraction counts as often as the loop runs (in ``nn.while_loop`` once, for want of a
     number).
 
@@ -239,7 +240,7 @@ def report(
         layers_0     kernel  8192×4096×1024  1      99.9     FP8   1.32      by default
         layers_2     kernel  8192×1024×4     1      0.1      no              K=1024, N=4: a size below 16
         <BLANKLINE>
-        1 of 2 contractions are converted (99.9 % of FLOPs).
+        1 of 2 contractions are converted (99.9 % of their FLOPs).
         Predicted for all of them on NVIDIA H200, forward and backward: 1.31 times as fast as in bf16.
 
     Source: a roofline in the way of torchao's ``float8_roofline``; the peaks are NVIDIA's, times the shares

@@ -87,9 +87,10 @@ def statistics(
     and in models of ``quantize_model``; of a function with ``nn.scan``, ``nn.remat``, ``lax.scan`` and
     ``lax.cond`` in it. For a look every so many steps see ``every``.
 
-    Not covered: frozen models, ``in_qdq`` and ``out_qdq`` on their own, the ops of ``fp8flax.nnx`` (they do
-    not know their paths), ops whose result the loss does not depend on differentiably (they have no output
-    gradient), and a ``jax.shard_map`` inside of ``fun``.
+    Not covered: frozen models, ``in_qdq`` and ``out_qdq`` on their own, the ops of NNX models that
+    ``fp8flax.nnx.quantize_model`` did not return (they do not know their paths), ops whose result the loss
+    does not depend on differentiably (they have no output gradient), and a ``jax.shard_map`` inside of
+    ``fun``.
     ``MLP`` is measured as the layers that it consists of, whose activations are rounded to their dtype
     before they are cast. Ops of two models that have the same path count as one. Nor are layers of one kind
     in ``nn.jit``, which traces all of them as the first one: measure the model without it.

@@ -24,10 +24,17 @@ def read_instructions(compile_with: Callable[[dict[str, Any]], object]) -> dict[
 
     Returns:
         For the name of each kernel those instructions, as PTX writes them without operands, such as
-        ``mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32``. Empty where XLA wrote no PTX.
+        ``mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32``. Empty where XLA wrote no PTX, or there is
+        no folder that it could be written to.
     """
-    with tempfile.TemporaryDirectory(prefix="fp8flax-audit-") as folder:
-        compile_with({"xla_dump_to": folder, _SAID: "ptx"})
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="fp8flax-audit-")
+    except OSError:
+        return {}
+    with temporary as folder:
+        # The name, which nothing else has, is for JAX's persistent cache of programs: it does not look
+        # where XLA is to write, and of a program that it knows XLA writes nothing.
+        compile_with({"xla_dump_to": folder, _SAID: f"ptx|{Path(folder).name}"})
         return parse_ptx(path.read_text() for path in Path(folder).glob("*.ptx"))
 
 
@@ -38,7 +45,11 @@ def parse_ptx(texts: Iterable[str]) -> dict[str, frozenset[str]]:
         >>> parse_ptx([".visible .entry dot_1( ... mma.sync.aligned.m16n8k8.row.col.f32.tf32 {%r1}, ..."])
         {'dot_1': frozenset({'mma.sync.aligned.m16n8k8.row.col.f32.tf32'})}
     """
-    return dict(entry for text in texts for entry in _entries(text))
+    found: dict[str, frozenset[str]] = {}
+    for text in texts:
+        for name, instructions in _entries(text):
+            found[name] = found.get(name, frozenset()) | instructions
+    return found
 
 
 def _entries(text: str) -> Iterator[tuple[str, frozenset[str]]]:

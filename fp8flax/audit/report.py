@@ -147,7 +147,7 @@ class AuditReport:
         share = 100 * self.fp8_flops_share
         maybe = f", {may} may ({100 * self.maybe_fp8_flops_share:.1f} %)," if may else ""
         return (
-            f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({share:.1f} % of FLOPs)"
+            f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({share:.1f} % of their FLOPs)"
             f"{maybe} on {self.device}, JAX {self.jax_version}."
         )
 

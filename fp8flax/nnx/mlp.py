@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
+def _is_plain(layer: Any) -> bool:
+    """Tells whether a layer is as ``MLP`` made it, but for its dtype and its op."""
+    options = inspect.signature(nnx.Linear.__init__).parameters
+    names = {"precision", "promote_dtype", "preferred_element_type"} & options.keys()
+    return type(layer) is nnx.Linear and all(
+        getattr(layer, name) is options[name].default for name in names
+    )
+
+
 class MLP(nnx.Module):
     """A dense layer, an activation, and a dense layer, in FP8; gated or not.
 
@@ -28,8 +38,8 @@ class MLP(nnx.Module):
     ``down``, with an ``Fp8DotGeneralOp`` each, and but for rounding it computes
     ``down(activation(gate(x)) * up(x))``, or ``down(activation(up(x)))``. What the activation makes, and
     the gradient of what it takes, exist in FP8 alone, as ``fp8flax.MLP`` says. It is the layers, one after
-    the other, where that cannot be; also where one of them was given another op or recipe, and in models
-    that ``freeze`` returns.
+    the other, where that cannot be; also where one of them was replaced or given another op, recipe or
+    option, and in models that ``freeze`` returns.
 
     Args:
         in_features: of the input.
@@ -110,7 +120,7 @@ class MLP(nnx.Module):
         x = as_float_array(x, "x")
         names = ("gate", "up", "down")[not self.gated :]
         layers = [getattr(self, name) for name in names]
-        recipe = self._recipe_of_all([layer.dot_general for layer in layers], x, layers[-1].param_dtype)
+        recipe = self._recipe_of_all(layers, x)
         if recipe is None:
             *into, down = layers
             return down(hidden(self.activation, [layer(x) for layer in into]))
@@ -125,10 +135,18 @@ class MLP(nnx.Module):
         out = mlp(x, kernels, given, states, recipe.gemms, self.activation, scopes)
         return out if last_bias is None else out + last_bias.reshape(*[1] * (out.ndim - 1), -1)
 
-    def _recipe_of_all(self, ops: list[Any], x: jax.Array, param_dtype: Any) -> Recipe | None:
+    def _recipe_of_all(self, layers: list[Any], x: jax.Array) -> Recipe | None:
         """Returns the recipe of the layers; None where something stands against computing them as one."""
-        if not all(type(op) is Fp8DotGeneralOp and op.form == "direct" for op in ops):
+        ops: list[Any] = [getattr(layer, "dot_general", None) for layer in layers]
+        if not all(
+            _is_plain(layer)
+            and layer.dtype == self.dtype
+            and type(op) is Fp8DotGeneralOp
+            and op.form == "direct"
+            for layer, op in zip(layers, ops)
+        ):
             return None
+        param_dtype = layers[-1].param_dtype
         recipe, *others = {recipe_in_use(op.recipe, DelayedScaling()) for op in ops}
         if others or recipe is None or not is_one(recipe.gemms, x, self.dtype or param_dtype):
             return None

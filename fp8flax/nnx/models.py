@@ -269,7 +269,7 @@ def quantize_model(
     decisions = [options.decide(layer.site) for layer in layers]
     seen = [SeenSite(layer.site, decision, "0", False) for layer, decision in zip(layers, decisions)]
     check_matched(options, seen)
-    if not any(layer.op for layer in layers):
+    if not any(_named_ops(copy, layers)):
         check_converted(options, seen, {})
     kept = set()
     for layer, decision in zip(layers, decisions):
@@ -280,12 +280,18 @@ def quantize_model(
             _stack(op, layer.stacked)
             setattr(layer.module, layer.kind.op.field, nnx.data(op))
     conversion = _Conversion(options, frozenset(kept))
-    of_layers = {id(layer.op): layer.site.path for layer in reversed(layers) if layer.op is not None}
-    for path, node in nnx.iter_graph(copy):
-        if isinstance(node, Fp8Op):
-            node.scope = of_layers.get(id(node), "/".join(map(str, path)))
-            node.conversion = nnx.static(conversion)
+    for op, name in _named_ops(copy, layers):
+        op.scope = name
+        op.conversion = nnx.static(conversion)
     return copy
+
+
+def _named_ops(model: nnx.Module, layers: list[Layer]) -> Iterator[tuple[Fp8Op, str]]:
+    """Yields the ops of a model, and what they are called: a layer's as the layer."""
+    of_layers = {id(layer.op): layer.site.path for layer in reversed(layers) if layer.op is not None}
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, Fp8Op):
+            yield node, of_layers.get(id(node), "/".join(map(str, path)))
 
 
 def _stack(op: Fp8Op, stacked: tuple[int, ...]) -> None:
@@ -301,7 +307,8 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
 
     Nothing is computed: the shapes come from tracing a call. They are those that the layer sees (under
     ``jax.vmap`` and ``nnx.vmap`` of one example), and it counts as often as it is called (in a loop once).
-    A layer with an op that does not run is listed with 0 times. What modules write out is not listed.
+    A layer with an op that does not run is listed with 0 times. What modules write out is not listed,
+    nor are experts (``MoE``), which have ops of their own.
     The prediction is that of ``fp8flax.report``; ``fp8flax.audit`` reads the compiled step.
 
     Args:
@@ -328,14 +335,14 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
         -------------------------------------------------------------------------------
         (the model)  kernel  8192×4096×1024  1      100.0    FP8   1.32      by default
         <BLANKLINE>
-        1 of 1 contractions are converted (100.0 % of FLOPs).
+        1 of 1 contractions are converted (100.0 % of their FLOPs).
         Predicted for all of them on NVIDIA H200, forward and backward: 1.32 times as fast as in bf16.
 
     Source: as of ``fp8flax.report``.
     """
     copy = nnx.clone(model)
     layers = list(layers_of(copy))
-    first = next(((layer.op, layer.site.path) for layer in layers if layer.op is not None), None)
+    first = next(_named_ops(copy, layers), None)
     # A part of a converted model has ops of other names.
     if first is None or first[0].conversion is None or first[0].scope != first[1]:
         raise TypeError(

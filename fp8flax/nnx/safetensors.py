@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from fp8flax._core.autocast import recipe_in_use
@@ -17,7 +18,9 @@ from fp8flax._serve.safetensors import load_safetensors as load_variables
 from fp8flax._serve.safetensors import write
 from fp8flax.nnx.freezing import Frozen, FrozenOp
 from fp8flax.nnx.models import Layer, layers_of
+from fp8flax.nnx.moe import RouterLoss
 from fp8flax.nnx.ops import Fp8Op
+from fp8flax.nnx.variables import NOT_WRITTEN
 
 
 def save_safetensors(
@@ -31,7 +34,7 @@ def save_safetensors(
 
     The file is that of ``fp8flax.save_safetensors``, with the names of NNX's paths: the kernel of
     ``model.layers[0]`` is ``layers.0.weight`` there, of shape ``(out, in)`` and in FP8, and its scale
-    ``layers.0.weight_scale``. Random number generators are left out.
+    ``layers.0.weight_scale``. Random number generators and the losses of routers are left out.
 
     Args:
         path: the file to write; one that was there is replaced.
@@ -104,7 +107,7 @@ def _served(layer: Layer, op: FrozenOp, place: tuple[str, ...]) -> ServedOp:
 def _places(model: nnx.Module) -> dict[tuple[str, ...], Any]:
     """Returns each variable with its path, by the collection and the path as files have them."""
     places = {}
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(NOT_WRITTEN))):
         collection = nnx.variable_name_from_type(type(variable), allow_register=True)
         collection = PARAMS if isinstance(variable, Frozen) else collection  # as Linen's
         places[collection, *map(str, path)] = path, variable
@@ -117,7 +120,8 @@ def load_safetensors(path: str | os.PathLike[str], model: nnx.Module) -> None:
     Args:
         path: the file.
         model: a frozen model of the same modules, whatever its values; its variables change. An abstract
-            one will do, as ``nnx.eval_shape`` makes it of ``freeze``, and need no values.
+            one will do, as ``nnx.eval_shape`` makes it of ``freeze``, and need no values. The losses of
+            routers become 0.
 
     Raises:
         ImportError: the library ``safetensors`` is not installed.
@@ -144,4 +148,6 @@ def load_safetensors(path: str | os.PathLike[str], model: nnx.Module) -> None:
             "are there in one of the two alone. Freeze a model of the same modules and recipes."
         )
     new = [(keys, variable.replace(given[place])) for place, (keys, variable) in places.items()]
+    for keys, loss in nnx.to_flat_state(nnx.state(model, RouterLoss)):  # of no call yet
+        new.append((keys, loss.replace(jnp.zeros(loss.shape, loss.dtype))))
     nnx.update(model, nnx.from_flat_state(new))

@@ -9,7 +9,11 @@ import jax
 from flax import nnx
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax.nnx.moe import RouterLoss
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
+
+NOT_WRITTEN = nnx.Any(nnx.RngState, RouterLoss)
+"""What Linen's variables and files do not have."""
 
 
 def state_of(node: Any) -> dict[str, Any]:
@@ -54,7 +58,7 @@ def _linen_path(path: tuple[Any, ...], ops: Mapping[tuple[Any, ...], Fp8Op]) -> 
 def _places(model: nnx.Module) -> dict[tuple[str, ...], Any]:
     """Returns the path and the variable of each place in Linen's layout, the collection first."""
     ops, places = _ops(model), dict[tuple[str, ...], Any]()
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(NOT_WRITTEN))):
         collection = nnx.variable_name_from_type(type(variable), allow_register=True)
         place = collection, *_linen_path(path, ops)
         if place in places:
@@ -73,7 +77,7 @@ def to_linen(model: nnx.Module) -> dict[str, Any]:
     The collections are ``params``, ``_overwrite_with_gradient``, ``batch_stats`` and so on; an op that a
     layer was given is called ``Fp8DotGeneralOp_0`` there, and entry 0 of a list ``layers`` ``layers_0``. So
     the functions of ``fp8flax`` that take variables, and checkpoints of Linen models, take these. Random
-    number generators are left out.
+    number generators and the losses of routers are left out.
 
     Args:
         model: any NNX module.

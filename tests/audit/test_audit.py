@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from fp8flax.audit.command import main
 from fp8flax.audit.compiling import Target
 from fp8flax.audit.dots import Dot
 from fp8flax.audit.gemms import AuditedGemm, why_not
-from fp8flax.audit.instructions import on_fp8_units
+from fp8flax.audit.instructions import on_fp8_units, read_instructions
 from fp8flax.audit.op_names import path_of, role_of
 from tests.cases import cells, dense_step, struct
 
@@ -555,7 +556,7 @@ def test_table():
         "\n"
         "[1] a < b\n"
         "\n"
-        "1 of 2 GEMMs run in FP8 (50.0 % of FLOPs) on NVIDIA H200, JAX 0.0.\n"
+        "1 of 2 GEMMs run in FP8 (50.0 % of their FLOPs) on NVIDIA H200, JAX 0.0.\n"
         "5 kernels, 21 launches. The GEMMs move 6.0 MiB, the other kernels 0.5 MiB; "
         "temporaries take 1.0 MiB.\n"
         "Predicted (not measured): 0.0647 ms; GEMMs 0.00154, other kernels 0.000129, launches 0.063.\n"
@@ -602,6 +603,28 @@ def test_which_instructions_multiply_depends_on_the_tile(gpu, monkeypatch, targe
     assert unread.gemms[0].reason.endswith("of which XLA wrote no PTX: what multiplies them is not known")
 
 
+def test_instructions_are_read_of_programs_that_jax_has_in_its_cache(monkeypatch):
+    """Which knows a program by its options, but for the folder; and without one nothing is read."""
+    seen = []
+
+    def compile_with(options):
+        seen.append({name: value for name, value in options.items() if name != "xla_dump_to"})
+        for i, name in enumerate(("e4m3", "e5m2")):
+            text = f".visible .entry dot(\n mma.sync.{name} {{}}\n.visible .entry other_{i}(\n ret;"
+            Path(options["xla_dump_to"], f"{i}.ptx").write_text(text)
+
+    for _ in range(2):
+        assert read_instructions(compile_with) == {
+            "dot": {"mma.sync.e4m3", "mma.sync.e5m2"},
+            "other_0": frozenset(),
+            "other_1": frozenset(),
+        }
+    assert seen[0] != seen[1]
+    monkeypatch.setattr(tempfile, "tempdir", "/nothing/of/the/kind")
+    assert read_instructions(compile_with) == {}
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize(
     ("instruction", "on_units_of"),
     [
@@ -625,7 +648,7 @@ def test_fp8_operands_in_triton_only_may_run_in_fp8():
     assert report.fp8_flops_share == 0.25
     assert report.maybe_fp8_flops_share == 0.5
     assert report.summary == (
-        "1 of 4 GEMMs run in FP8 (25.0 % of FLOPs), 2 may (50.0 %), on NVIDIA H200, JAX 0.0."
+        "1 of 4 GEMMs run in FP8 (25.0 % of their FLOPs), 2 may (50.0 %), on NVIDIA H200, JAX 0.0."
     )
     assert "Triton          25.0     may [1]\n" in str(report)
     assert "<td>may [1]</td>" in report._repr_html_()
@@ -738,7 +761,7 @@ def test_command_in_a_process_of_its_own(command, tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "0 of 1 GEMMs run in FP8 (0.0 % of FLOPs) on cpu" in done.stdout
+    assert "0 of 1 GEMMs run in FP8 (0.0 % of their FLOPs) on cpu" in done.stdout
     assert "RuntimeWarning" not in done.stderr
 
 

@@ -15,6 +15,7 @@ from fp8flax._core import ragged_dot
 from fp8flax._core.delayed import ScalingState
 from fp8flax._core.differentiable import Operand, States
 from fp8flax._core.dot_general import fp8_dot_general
+from fp8flax._core.kernels.groups import bounded
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from tests import reference, reference_recipes
 from tests.cases import cells, with_reference
@@ -178,6 +179,13 @@ def test_rows_that_belong_to_no_expert_do_nothing():
     x[sizes.sum() :], g[sizes.sum() :] = np.nan, np.inf
     actual = make_step("delayed")(state, x, w, g, sizes)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_sizes_of_few_bits():
+    """Which cannot say how many rows there are."""
+    for dtype, rows in ((np.int8, 300), (np.uint8, 300), (np.int16, 40000), (np.int32, 300)):
+        sizes = jnp.array([100, 100, 0, 100], dtype)
+        np.testing.assert_array_equal(bounded(sizes, rows), sizes)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -78,6 +78,14 @@ def test_mlp_is_one_where_it_can_be(monkeypatch):
     assert not is_one(model)
     model.up.dot_general = nnx.data(fp8nnx.Fp8DotGeneralOp(recipe=SHORT, form="qdq"))
     assert not is_one(model)
+    lora = nnx.LoRALinear(
+        WIDTH, HIDDEN, lora_rank=2, use_bias=False, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0)
+    )
+    for name, value in (("up", lora), ("precision", jax.lax.Precision.HIGHEST), ("dtype", jnp.float32)):
+        model = block()
+        assert is_one(model) == [["up", "down"]]
+        setattr(model if name == "up" else model.up, name, value)
+        assert not is_one(model)
     for wrong in ({"activation": "tanh"}, {"features": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             block(**wrong)
@@ -113,9 +121,9 @@ def test_moe_is_that_of_linen(name):
     fields = {"num_experts": 4, "hidden_features": HIDDEN, "recipe": SHORT, **MOES[name]}
     model = fp8nnx.MoE(WIDTH, **fields, rngs=nnx.Rngs(0))
     linen_model, variables = fp8.MoE(**fields), fp8nnx.to_linen(model)
-    variables = {name: variables[name] for name in ("params", OWG)}
+    assert set(variables) == {"params", OWG}
     steps_are_equal(model, linen_model, variables)
-    variables = {name: fp8nnx.to_linen(model)[name] for name in variables}
+    variables = fp8nnx.to_linen(model)
     assert variables[OWG]["up"]["Fp8RaggedDotOp_0"]["input_amax_history"][0] > 0
 
     @nnx.jit
@@ -135,6 +143,28 @@ def test_moe_is_that_of_linen(name):
     close(with_losses(model)["router"]["kernel"].get_value(), expected["params"]["router"]["kernel"])
     for loss, value in losses.items():
         close(getattr(model, loss).get_value(), value)
+
+
+class Mixture(nnx.Module):
+    def __init__(self):
+        recipe = fp8.Float8CurrentScaling()
+        self.moe = fp8nnx.MoE(WIDTH, 4, HIDDEN, recipe=recipe, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.moe(x)
+
+
+@pytest.mark.long
+def test_model_whose_only_ops_are_of_experts():
+    model = fp8nnx.quantize_model(Mixture())
+    (row,) = fp8nnx.report(model, X).rows
+    assert (row.path, row.converted) == ("moe/router", False)
+    graphdef, state = nnx.split(model)
+    found = jax.jit(fp8.statistics(lambda state: jnp.sum(nnx.merge(graphdef, state)(X))))(state)
+    assert set(found) == {"moe/up/ragged_dot", "moe/down/ragged_dot"}
+    with jax.enable_x64(True):
+        model(X)
+    assert model.moe.load_balancing.get_value().dtype == jnp.float32
 
 
 def test_moe_of_no_tokens_and_wrong_arguments():

@@ -242,8 +242,8 @@ class TestWholeModel:
         return _printed_lines(fresh_run("04_whole_model.ipynb"))
 
     def test_reports(self, lines):
-        assert "6 of 9 contractions are converted (80.0 % of FLOPs)." in lines
-        assert "5 of 9 contractions are converted (73.3 % of FLOPs)." in lines
+        assert "6 of 9 contractions are converted (80.0 % of their FLOPs)." in lines
+        assert "5 of 9 contractions are converted (73.3 % of their FLOPs)." in lines
         assert any("No contraction was the first to match rule 'donw'" in line for line in lines)
 
     def test_losses(self, lines):
@@ -345,5 +345,5 @@ class TestFlaxNnx:
         assert any("is not the next st" in line for line in lines)
 
     def test_models_are_converted_and_frozen(self, lines):
-        assert "6 of 7 contractions are converted (98.0 % of FLOPs)." in lines
+        assert "6 of 7 contractions are converted (98.0 % of their FLOPs)." in lines
         assert lines[-3:] == ["kernel: float8_e4m3fn", "the same bits: True", "state left: 0"]

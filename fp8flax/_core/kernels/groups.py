@@ -68,7 +68,7 @@ def table_of(rows: int, group_sizes: jax.Array, align: int = _ALIGN) -> jax.Arra
 
 def bounded(group_sizes: jax.Array, rows: int) -> jax.Array:
     """Returns sizes as int32, none of them negative, nor so large that their sum would not fit."""
-    return jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
+    return jnp.clip(group_sizes, 0, min(rows, jnp.iinfo(group_sizes.dtype).max)).astype(jnp.int32)
 
 
 def _down(row: Any, align: int) -> Any:
