@@ -30,7 +30,14 @@ from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.kernels.groups import bounded
 from fp8flax._core.multiply import multiply, warn_if_emulated
 from fp8flax._core.qtensor import QTensor, View
-from fp8flax._core.ragged_hopper import grouped, groups_by_kernel, has_grouped_gemm, rows_by_kernel
+from fp8flax._core.ragged_hopper import (
+    grouped,
+    groups_by_kernel,
+    groups_on_shards,
+    has_grouped_gemm,
+    rows_by_kernel,
+    rows_on_shards,
+)
 from fp8flax._core.recipes import GemmRecipe, Recipe
 
 if TYPE_CHECKING:
@@ -203,13 +210,14 @@ class RaggedPlan(Plan):
             kernels = jax.tree.map(as_columns, kernels)
             return _multiply_rows(self, gemm, lhs, kernels, columns, _visits(self, group_sizes))
 
-        def by_kernel(lhs: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
+        def by_kernel(multiply: Any, lhs: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
             kernels = jax.tree.map(as_columns, kernels)
-            out = rows_by_kernel(lhs, kernels, group_sizes, out_dtype=gemm.out_dtype)
+            out = multiply(lhs, kernels, group_sizes, out_dtype=gemm.out_dtype)
             return out[: self.padded_rows, :columns]
 
         if not gemm.dequantized and has_grouped_gemm(lhs, kernels, self.groups, columns, gemm.out_dtype):
-            return grouped(by_kernel, tile_by_tile, lhs, kernels, group_sizes)[: self.rows]
+            ways = (partial(by_kernel, multiply) for multiply in (rows_by_kernel, rows_on_shards))
+            return grouped(*ways, tile_by_tile, lhs, kernels, group_sizes)[: self.rows]
         return tile_by_tile(lhs, kernels, group_sizes)[: self.rows]
 
     def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra) -> jax.Array:
@@ -221,12 +229,13 @@ class RaggedPlan(Plan):
             lhs, g = (self._in_rows(use, x) for use, x in zip(uses, (lhs, g)))
             return _multiply_groups(self, lhs, g, _visits(self, group_sizes))
 
-        def by_kernel(lhs: Any, g: Any, group_sizes: jax.Array) -> jax.Array:
-            out = groups_by_kernel(lhs, g, group_sizes, out_dtype=self.rhs.dtype)
+        def by_kernel(multiply: Any, lhs: Any, g: Any, group_sizes: jax.Array) -> jax.Array:
+            out = multiply(lhs, g, group_sizes, out_dtype=self.rhs.dtype)
             return out[:, : self.depth, : self.columns]
 
         if not self.dequantized and has_grouped_gemm(lhs, g, self.groups, self.columns, self.rhs.dtype):
-            return grouped(by_kernel, tile_by_tile, lhs, g, group_sizes)
+            ways = (partial(by_kernel, multiply) for multiply in (groups_by_kernel, groups_on_shards))
+            return grouped(*ways, tile_by_tile, lhs, g, group_sizes)
         return tile_by_tile(lhs, g, group_sizes)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
@@ -389,7 +398,7 @@ def fp8_ragged_dot(
     a step. Input and output gradient have one scale (or one per slice along the contraction), and each
     expert's kernel its own.
 
-    On Hopper one kernel multiplies all rows. Elsewhere the rows are multiplied in tiles, one after the
+    On Hopper one kernel multiplies all rows, or each of several GPUs those that it has. Elsewhere the rows are multiplied in tiles, one after the
     other, by the matrix of each expert that owns some of their rows: at most ``rows / tile + experts - 1``
     products. (XLA for GPUs turns ``lax.ragged_dot`` into the product with *all* experts' matrices, masked.)
 

@@ -27,6 +27,7 @@ from fp8flax._core.kernels.groups import (
     table_of,
     transpose_groups,
 )
+from fp8flax._core.kernels.on_shards import ragged_on_shards
 from fp8flax._core.multiply import ONCE
 from fp8flax._core.names import GROUPED_GEMM
 from fp8flax._core.qtensor import QTensor
@@ -69,10 +70,20 @@ def has_grouped_gemm(lhs: Any, rhs: Any, experts: int, columns: int, out_dtype: 
 
 
 def grouped(
-    multiply: Callable[..., jax.Array], otherwise: Callable[..., jax.Array], *operands: Any
+    multiply: Callable[..., jax.Array],
+    on_shards: Callable[..., jax.Array],
+    otherwise: Callable[..., jax.Array],
+    *operands: Any,
 ) -> jax.Array:
-    """Returns ``multiply(*operands)`` on one GPU, ``otherwise(*operands)`` on other devices, or several."""
-    whole = partial(unless_partitioned, partial(_once, multiply), otherwise)
+    """Returns ``multiply(*operands)`` on a GPU, ``on_shards`` on several, ``otherwise`` on other devices.
+
+    Args:
+        multiply: multiplies by a kernel.
+        on_shards: does so where XLA splits the program over a mesh; see ``unless_partitioned``.
+        otherwise: without the kernel.
+        *operands: of either.
+    """
+    whole = partial(unless_partitioned, partial(_once, multiply), otherwise, on_shards=on_shards)
     return lax.platform_dependent(*operands, cuda=whole, default=otherwise)
 
 
@@ -171,6 +182,20 @@ def rows_by_kernel(
     table = table_of(filled_rows, group_sizes)
     out = _multiply(tiling, out_dtype, interpret, left, right, lhs_scale, rhs_scale, table)
     return out[:rows, :columns]
+
+
+def rows_on_shards(lhs: QTensor, kernels: QTensor, group_sizes: jax.Array, *, out_dtype: Any) -> jax.Array:
+    """Returns what ``rows_by_kernel`` does, of which each of several devices computes a part."""
+    multiply = partial(rows_by_kernel, out_dtype=out_dtype)
+    dims = ("mk", "enk", "mn") if lhs.codes.ndim == 2 else ("-mk", "e-nk", "mn")
+    return ragged_on_shards(multiply, dims, lhs, kernels, group_sizes)
+
+
+def groups_on_shards(lhs: QTensor, rhs: QTensor, group_sizes: jax.Array, *, out_dtype: Any) -> jax.Array:
+    """Returns what ``groups_by_kernel`` does, of which each of several devices computes a part."""
+    multiply = partial(groups_by_kernel, out_dtype=out_dtype)
+    dims = ("mk", "mn", "ekn") if lhs.codes.ndim == 2 else ("-km", "-nm", "ekn")
+    return ragged_on_shards(multiply, dims, lhs, rhs, group_sizes)
 
 
 def groups_by_kernel(

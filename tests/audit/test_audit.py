@@ -594,8 +594,10 @@ def test_which_instructions_multiply_depends_on_the_tile(gpu, monkeypatch, targe
 
     monkeypatch.setattr(auditing, "compile_lowered", with_tile)
     large = audit(fn, *args, target=target)
-    assert [(gemm.is_fp8, gemm.may_be_fp8, gemm.reason) for gemm in large.gemms] == 3 * [(True, False, "")]
-    assert all(re.fullmatch(fp8, name) for gemm in large.gemms for name in gemm.instructions)
+    if NEWER_THAN_0_9:  # whose XLA picks its own tile without a device, whatever it is told
+        found = [(gemm.is_fp8, gemm.may_be_fp8, gemm.reason) for gemm in large.gemms]
+        assert found == 3 * [(True, False, "")]
+        assert all(re.fullmatch(fp8, name) for gemm in large.gemms for name in gemm.instructions)
     # Where XLA writes no PTX, nothing is promised.
     monkeypatch.setattr(auditing, "read_instructions", lambda compile_with: {})
     unread = audit(fn, *args, target=target)

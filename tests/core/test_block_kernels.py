@@ -19,9 +19,9 @@ from fp8flax._core.kernels.block_gemm import block_gemm_in_jax
 from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC, hopper_block_gemm
 from fp8flax._core.kernels.block_quantize import block_quantize
 from fp8flax._core.kernels.cast_transpose import Casting, cast_by_kernel
-from fp8flax._core.kernels.on_shards import gemm_on_shards, quantize_on_shards
+from fp8flax._core.kernels.on_shards import gemm_on_shards, quantize_on_shards, ragged_on_shards
 from fp8flax._core.kernels.schedules import Schedule
-from fp8flax._core.qtensor import View
+from fp8flax._core.qtensor import QTensor, View
 from tests.cases import error_of_product
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -251,6 +251,74 @@ def test_split_tensors_are_quantized_as_whole_ones(spec, block):
     jax.tree.map(np.testing.assert_array_equal, run(x), expected)
     gathered = re.findall(r"= (\w+\[\S*) all-gather", run.lower(x).compile().as_text())
     assert not any("512,512" in shape for shape in gathered if not any(map(_is_pair, spec)))
+
+
+RAGGED = {
+    # The dimensions of the operands and of the result, and how each operand is split.
+    "rows": (("mk", "enk", "mn"), P("a"), P()),
+    "rows and columns": (("mk", "enk", "mn"), P("a"), P(None, "b")),
+    "rows over both axes": (("mk", "enk", "mn"), P(("a", "b")), P("a")),
+    "contraction": (("mk", "enk", "mn"), P("b", "a"), P(None, None, "a")),
+    "one scale per row": (("mk", "enk", "mn"), P("a"), P(None, "b")),
+    "sums": (("mk", "mn", "ekn"), P("a"), P("a", "b")),
+    "sums over columns": (("mk", "mn", "ekn"), P(None, "a"), P(None, "b")),
+    "blocks": (("-mk", "e-nk", "mn"), P(None, "a", "b"), P(None, None, None, "b")),
+    "blocks of columns": (("-mk", "e-nk", "mn"), P(None, "b"), P(None, None, "a")),
+    "sums of blocks": (("-km", "-nm", "ekn"), P(None, None, "a"), P(None, None, "a")),
+    "sums of fewer blocks than devices": (("-km", "-nm", "ekn"), P(None, None, ("a", "b")), P()),
+}
+# Experts that are split, and fewer blocks than devices.
+GATHERED = {"rows over both axes", "blocks of columns", "sums of fewer blocks than devices"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", RAGGED)
+def test_ragged_dots_of_split_operands(way):
+    """With a twin in the place of the kernel, on eight CPUs; whatever the sizes of the groups."""
+    on = jax.sharding.Mesh(
+        np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2
+    )
+    dims, *specs = RAGGED[way]
+    rng, size_of = np.random.default_rng(0), {"m": 512, "k": 256, "n": 256, "e": 4, "-": 1}
+    kinds = fp8.CurrentQuantizer(dtype=E4M3), fp8.BlockQuantizer(dtype=E4M3, block=(1, 128))
+
+    def operand(names):
+        shape, is_kernel = tuple(size_of[name] for name in names), "e" in names
+        if "-" in names:
+            scale_shape = (*shape[:-2], shape[-2] // 128 if is_kernel else shape[-2], shape[-1] // 128)
+        elif way == "one scale per row":
+            scale_shape = (*shape[:-1], 1)
+        else:
+            scale_shape = shape[:1] if is_kernel else ()
+        scale = jnp.asarray(2.0 ** rng.integers(-3, 3, scale_shape), jnp.float32)
+        return QTensor(jnp.asarray(rng.normal(size=shape), E4M3), scale, kinds["-" in names])
+
+    def wide(x, names):
+        scale = x.scale
+        if scale.ndim == x.codes.ndim:
+            for axis, (size, count) in enumerate(zip(x.codes.shape, scale.shape)):
+                scale = jnp.repeat(scale, size // count, axis)
+        else:
+            scale = scale.reshape(*scale.shape, *[1] * (x.codes.ndim - scale.ndim))
+        values = x.codes.astype(jnp.float32) * scale
+        return jnp.squeeze(values, [i for i, name in enumerate(names) if name == "-"])
+
+    def twin(lhs, rhs, sizes):
+        left, right = wide(lhs, dims[0]), wide(rhs, dims[1])
+        names = [name.replace("-", "") for name in dims]
+        sizes = jnp.clip(sizes, 0, 512)[None]
+        ends, row = jnp.cumsum(sizes, axis=1), jnp.arange(left.shape[names[0].index("m")])[:, None]
+        mine = ((row < ends) & (row >= ends - sizes)).astype(jnp.float32)
+        return jnp.einsum(f"{names[0]},{names[1]},me->{names[2]}", left, right, mine)
+
+    qs, expected = (operand(dims[0]), operand(dims[1])), jax.jit(twin)
+    shardings = [QTensor(NamedSharding(on, spec), None, x.quantizer) for spec, x in zip(specs, qs)]
+    split = jax.jit(partial(ragged_on_shards, twin, dims), in_shardings=(*shardings, None))
+    for sizes in ((100, 0, 253, 90), (0, 0, 512, 0), (9, 999, 5, -7)):
+        args = *qs, jnp.array(sizes, jnp.int32)
+        np.testing.assert_allclose(split(*args), expected(*args), rtol=1e-5, atol=1e-3)
+    text = split.lower(*args).compile().as_text()
+    assert bool(re.search(r"= f\S+ all-gather", text)) == (way in GATHERED)
 
 
 def _is_pair(names):

@@ -1,4 +1,4 @@
-"""Our kernels for scales per block on arrays that XLA splits over devices: each computes its part.
+"""Our kernels on arrays that XLA splits over devices: each computes its part.
 
 XLA cannot split a kernel; it would gather what the kernel takes. ``custom_partitioning`` is told instead
 which dimensions belong together, and computes the kernel of each part.
@@ -6,16 +6,23 @@ which dimensions belong together, and computes the kernel of each part.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._core.kernels.block_gemm import BLOCK
-from fp8flax._core.names import BLOCK_QUANTIZE
+from fp8flax._core.kernels.groups import bounded
+from fp8flax._core.names import BLOCK_QUANTIZE, GROUPED_GEMM
+from fp8flax._core.qtensor import QTensor
 
 Axes = tuple[str, ...]
 
@@ -89,6 +96,91 @@ def quantize_on_shards(kernel: Callable[..., Any], *, is_square: bool) -> Callab
     scales = ("b e c", "b c e") if is_square else ("b r c", "b s e")
     split.def_partition(partition, sharding_rule=f"b r s -> b r s, {scales[0]}, b s r, {scales[1]}")
     return jax.named_scope(BLOCK_QUANTIZE)(split)
+
+
+def ragged_on_shards(
+    multiply: Callable[[QTensor, QTensor, jax.Array], jax.Array],
+    dims: tuple[str, str, str],
+    lhs: QTensor,
+    rhs: QTensor,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """Returns ``multiply(lhs, rhs, group_sizes)``; all dimensions but that of the experts may be split.
+
+    Each device has some of the rows, and the sizes of the groups among these. Where the result has not the
+    dimension that is split, its parts are added, in its dtype.
+
+    Args:
+        multiply: a ragged dot.
+        dims: a letter for each dimension of the codes of ``lhs``, of those of ``rhs``, and of the result:
+            ``m`` for the rows in groups, ``e`` for the experts, ``-`` for one that is 1.
+        lhs: its operand.
+        rhs: likewise.
+        group_sizes: rows of each group.
+    """
+    letters = dict.fromkeys("".join(dims).replace("e", "").replace("-", ""))
+    added = tuple(letter for letter in letters if letter not in dims[2])
+    operands = [dataclasses.replace(x, scale=jnp.atleast_1d(x.scale)) for x in (lhs, rhs)]
+    arrays, treedef = jax.tree.flatten(operands)
+    names = [name for x, of_codes in zip(operands, dims) for name in (of_codes, _of_scale(x, of_codes))]
+
+    def partition(mesh: Any, args: Any, result: Any) -> Any:
+        del result
+        taken, axes = _Taken(mesh), dict[str, Axes]({"e": (), "-": ()})
+        for letter in letters:
+            sizes = [x.shape[name.index(letter)] for x, name in zip(args, names) if letter in name]
+            found = {_axes_of(args[i])[names[i].index(letter)] for i in (0, 2) if letter in names[i]}
+            axes[letter] = taken.take(found.pop() if len(found) == 1 else (), math.gcd(*sizes))
+        sums = tuple(axis for letter in added for axis in axes[letter])
+
+        def compute(*args: jax.Array) -> jax.Array:
+            *parts, sizes = args
+            if axes["m"]:
+                sizes = _sizes_of_part(sizes, parts[0].shape[dims[0].index("m")], axes["m"])
+            lhs, rhs = treedef.unflatten(parts)
+            out = multiply(lhs, rhs, sizes)
+            return lax.psum(out, sums) if sums else out
+
+        *of_args, of_result = (
+            _sharding(mesh, *(axes[letter] for letter in name)) for name in (*names, "e", dims[2])
+        )
+        return mesh, compute, of_result, tuple(of_args)
+
+    @custom_partitioning
+    def split(lhs: Any, lhs_scale: Any, rhs: Any, rhs_scale: Any, sizes: Any) -> jax.Array:
+        lhs, rhs = treedef.unflatten((lhs, lhs_scale, rhs, rhs_scale))
+        return multiply(lhs, rhs, sizes)
+
+    # What is not as large as the dimension of the codes is none of the same name.
+    sizes = {letter: n for i in (0, 2) for letter, n in zip(names[i], arrays[i].shape)}
+    others = map("u{}".format, itertools.count())
+    of_arrays = (
+        " ".join(x if x != "-" and sizes[x] == n else next(others) for x, n in zip(name, array.shape))
+        for name, array in zip(names, arrays)
+    )
+    rule = f"{', '.join(of_arrays)}, e -> {' '.join(dims[2])}"
+    split.def_partition(partition, sharding_rule=rule, reduction_factors=added)
+    with jax.named_scope(GROUPED_GEMM):
+        return split(*arrays, group_sizes)
+
+
+def _of_scale(x: QTensor, of_codes: str) -> str:
+    """Returns the letters of a scale's dimensions: those of the codes where it has more than one value.
+
+    Or where it has one for each block: of a part of a block there is none.
+    """
+    if x.scale.ndim != x.codes.ndim:
+        return "-" * x.scale.ndim
+    is_per_block = x.quantizer.scales_along_contraction
+    return "".join(letter if n > 1 or is_per_block else "-" for letter, n in zip(of_codes, x.scale.shape))
+
+
+def _sizes_of_part(group_sizes: jax.Array, rows: int, axes: Axes) -> jax.Array:
+    """Returns how many of the rows that a device has are of each group; all devices have as many."""
+    total = rows * lax.axis_size(axes)
+    ends = jnp.minimum(jnp.cumsum(bounded(group_sizes, total), dtype=jnp.int32), total)
+    ends = jnp.clip(ends - lax.axis_index(axes) * rows, 0, rows)
+    return jnp.diff(ends, prepend=np.int32(0))
 
 
 def _axes_of(x: Any) -> list[Axes]:
