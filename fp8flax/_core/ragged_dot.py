@@ -398,9 +398,10 @@ def fp8_ragged_dot(
     a step. Input and output gradient have one scale (or one per slice along the contraction), and each
     expert's kernel its own.
 
-    On Hopper one kernel multiplies all rows, or each of several GPUs those that it has. Elsewhere the rows are multiplied in tiles, one after the
-    other, by the matrix of each expert that owns some of their rows: at most ``rows / tile + experts - 1``
-    products. (XLA for GPUs turns ``lax.ragged_dot`` into the product with *all* experts' matrices, masked.)
+    On Hopper one kernel multiplies all rows, or on each of several GPUs those that it has. Elsewhere the
+    rows are multiplied in tiles, one after the other, by the matrix of each expert that owns some of their
+    rows: at most ``rows / tile + experts - 1`` products. (XLA for GPUs turns ``lax.ragged_dot`` into the
+    product with *all* experts' matrices, masked.)
 
     Args:
         lhs: the input, ``(M, K)``, rows sorted by expert; a wide float.
