@@ -85,7 +85,12 @@ from fp8flax._serve.safetensors import load_safetensors as load_safetensors
 from fp8flax._serve.safetensors import save_safetensors as save_safetensors
 
 # Proof of what runs in FP8.
-from fp8flax.audit import AuditReport as AuditReport, assert_fp8 as assert_fp8, audit as audit
+from fp8flax.audit import (
+    AuditReport as AuditReport,
+    assert_fp8 as assert_fp8,
+    audit as audit,
+    compile_only_devices as compile_only_devices,
+)
 from fp8flax._core.device import Fp8EmulationWarning as Fp8EmulationWarning
 
 # Arithmetic.

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._core.device import compile_target
 from fp8flax._core.names import BLOCK_GEMM
-from fp8flax.audit.compiling import devices
 from fp8flax.audit.hlo import parse
 from tests.cases import RECIPES
 
@@ -34,7 +33,8 @@ def compiled_for_gpus(function, *args):
 
 
 def gpus(target="h200"):
-    return jax.sharding.Mesh(np.array(devices(target, 8)), ("data",), axis_types=(AxisType.Auto,))
+    devices = np.array(fp8.compile_only_devices(target, 8))
+    return jax.sharding.Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
 
 
 def bytes_sent(program):

@@ -62,12 +62,20 @@ class Gemm(NamedTuple):
         return self._replace(lhs=views[0], rhs=views[1], dimension_numbers=dims)
 
 
+_OF_MATRICES = (((1,), (0,)), ((), ()))
+
+
 def dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: Any) -> jax.Array:
     """Returns ``dot_general`` of two arrays."""
+    dims = gemm.dimension_numbers
+    if dims == _OF_MATRICES and isinstance(precision, lax.DotAlgorithmPreset):
+        # Of a program for several devices XLA's partitioner (Shardy) writes this one form as a ``dot`` that
+        # has no algorithm, and a kernel of XLA's own would take the place of cublasLt.
+        rhs, dims = rhs.T, (((1,), (1,)), ((), ()))
     return lax.dot_general(
         lhs,
         rhs,
-        gemm.dimension_numbers,
+        dims,
         # Not None, which would be the ambient jax.default_matmul_precision.
         lax.Precision.DEFAULT if precision is None else precision,
         preferred_element_type=sum_dtype,

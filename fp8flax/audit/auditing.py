@@ -8,16 +8,17 @@ from typing import Any
 
 import jax
 import jaxlib
+from jax.sharding import Mesh
 
 from fp8flax._core.device import GPUS
-from fp8flax.audit.compiling import compile_lowered, find_target, lower_for
+from fp8flax.audit.compiling import check_on_mesh, compile_lowered, find_target, lower_for
 from fp8flax.audit.gemms import has_fp8_in_triton, read_gemms
 from fp8flax.audit.instructions import read_instructions
 from fp8flax.audit.kernels import read
 from fp8flax.audit.report import AuditReport
 
 
-def audit(fn: Callable[..., Any], *args: Any, target: str = "h200") -> AuditReport:
+def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200") -> AuditReport:
     """Compiles a function for a GPU, which need not be there, and reports which of its GEMMs run in FP8.
 
     Nothing runs and no donated buffer is used up. Targets other than ``local`` need the extra
@@ -27,8 +28,11 @@ def audit(fn: Callable[..., Any], *args: Any, target: str = "h200") -> AuditRepo
         fn: what you would give to ``jax.jit``, or a function already jitted, whose donated and static
             arguments then stay what they are.
         *args: its arguments. Arrays may be of any shape and dtype and may be ``jax.ShapeDtypeStruct``; they
-            are taken to lie on one device.
-        target: ``"h100"``, ``"h200"``, ``"b200"``, or ``"local"`` for the device that JAX uses here.
+            are taken to lie on one device, or on the mesh: as their own sharding says by the names of its
+            axes, without one whole on each device.
+        target: ``"h100"``, ``"h200"``, ``"b200"``, or ``"local"`` for the device that JAX uses here. Or a
+            mesh of ``compile_only_devices``: the report is then of the part of one of its devices, and does
+            not know how long devices take to send each other something.
 
     Returns:
         The report; ``print`` it.
@@ -53,6 +57,8 @@ def audit(fn: Callable[..., Any], *args: Any, target: str = "h200") -> AuditRepo
     lowered = lower_for(device, fn, args)
     compile_with = functools.partial(compile_lowered, device, lowered, name)
     compiled = compile_with()
+    if device.mesh is not None:
+        check_on_mesh(compiled, device.mesh, name)
     text = compiled.as_text()
     if text is None:
         raise RuntimeError(
@@ -63,7 +69,7 @@ def audit(fn: Callable[..., Any], *args: Any, target: str = "h200") -> AuditRepo
     instructions = read_instructions(compile_with) if has_fp8_in_triton(program, device) else {}
     memory = compiled.memory_analysis()
     return AuditReport(
-        target=target,
+        target=device.key,
         device=device.name,
         jax_version=jax.__version__,
         jaxlib_version=jaxlib.__version__,
@@ -80,7 +86,7 @@ def audit(fn: Callable[..., Any], *args: Any, target: str = "h200") -> AuditRepo
 
 
 def assert_fp8(
-    fn: Callable[..., Any], *args: Any, min_flops: float = 1.0, target: str = "h200"
+    fn: Callable[..., Any], *args: Any, min_flops: float = 1.0, target: str | Mesh = "h200"
 ) -> AuditReport:
     """Raises where less of a function's GEMM FLOPs than asked for runs in FP8; see ``audit``.
 

@@ -72,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_share,
         default=0.0,
         metavar="SHARE",
-        help="exit with 1 if less than this share (0 to 1) of the GEMMs' FLOPs runs in FP8, what in Triton "
-        "may included",
+        help="exit with 1 if less than this share (0 to 1) of the GEMMs' FLOPs runs in FP8; what only may "
+        "does not count",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to a file as well")
     return parser

@@ -1,4 +1,4 @@
-"""Compiles a function for one device, which need not be there."""
+"""Compiles a function for one device or a mesh of them, which need not be there."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import jax
 import jaxlib
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp8flax._core.device import GPUS, Gpu, compile_target, compute_capability_of, has_fp8_units
+from fp8flax._core.options import check_choice, check_int
 
 _T = TypeVar("_T")
 
@@ -54,6 +56,8 @@ device_description_str: "{gpu.name}"
 class Target:
     """What a program is compiled for."""
 
+    key: str
+    """One of ``TARGETS``."""
     name: str
     platform: str
     has_fp8_units: bool
@@ -61,30 +65,36 @@ class Target:
     """Of an NVIDIA GPU, 0 for any other device."""
     gpu: Gpu | None = None
     """The GPU that need not be there, None for the local device."""
+    mesh: Mesh | None = None
+    """Of several such GPUs, or of one; without it the program is for one of them."""
     sharding: jax.sharding.Sharding | None = None
-    """Lays arrays on that GPU."""
+    """Lays arrays on that GPU, or on all of the mesh."""
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the program is compiled for."""
+        return 1 if self.mesh is None else self.mesh.size
 
 
-def find_target(target: str) -> Target:
-    """Returns the device of one of the names in ``TARGETS``; errors as those of ``audit``."""
+def find_target(target: str | Mesh) -> Target:
+    """Returns what one of the names in ``TARGETS``, or a mesh, stands for; errors as those of ``audit``."""
+    if isinstance(target, Mesh):
+        key = _kind_of(target)
+        times = f"{target.size} × " if target.size > 1 else ""
+        return _target_of(key, times, NamedSharding(target, PartitionSpec()), target)
     if target in GPUS:
-        gpu = GPUS[target]
-        sharding = jax.sharding.SingleDeviceSharding(_device(target))
-        return Target(
-            name=gpu.name,
-            platform="cuda",
-            has_fp8_units=True,
-            compute_capability=gpu.compute_capability,
-            gpu=gpu,
-            sharding=sharding,
-        )
+        return _target_of(target, "", jax.sharding.SingleDeviceSharding(_device(target)))
     if target != "local":
-        raise ValueError(f"target must be one of {', '.join(TARGETS)}; got {target!r}.")
+        raise ValueError(
+            f"target must be one of {', '.join(TARGETS)}, or a jax.sharding.Mesh of compile_only_devices; "
+            f"got {target!r}."
+        )
     device = jax.config.jax_default_device or jax.devices()[0]
     device = jax.devices(device)[0] if isinstance(device, str) else device
     if device.platform == "tpu":
         raise ValueError(f"audit reads programs for CPUs and GPUs; use one of {', '.join(GPUS)}.")
     return Target(
+        key=target,
         name=str(device.device_kind),
         platform=device.platform,
         has_fp8_units=has_fp8_units(device),
@@ -92,14 +102,70 @@ def find_target(target: str) -> Target:
     )
 
 
+def _target_of(key: str, times: str, sharding: jax.sharding.Sharding, mesh: Mesh | None = None) -> Target:
+    gpu = GPUS[key]
+    return Target(
+        key=key,
+        name=times + gpu.name,
+        platform="cuda",
+        has_fp8_units=True,
+        compute_capability=gpu.compute_capability,
+        gpu=gpu,
+        mesh=mesh,
+        sharding=sharding,
+    )
+
+
+def _kind_of(mesh: Mesh) -> str:
+    """Returns which GPUs a mesh has, which must not be there."""
+    devices = list(mesh.devices.flat)
+    kinds = {device.device_kind for device in devices}
+    found = [key for key, gpu in GPUS.items() if kinds == {gpu.name}]
+    if not found or not set(devices).isdisjoint(jax.devices()):
+        raise ValueError(
+            "The devices of a mesh that is the target must come from fp8flax.compile_only_devices; got a "
+            f"mesh of {', '.join(sorted(kinds))}."
+        )
+    return found[0]
+
+
 @functools.cache
 def _device(target: str) -> Any:
     """Returns a device of the given kind that compiles and cannot run."""
-    return devices(target, 1)[0]
+    return compile_only_devices(target)[0]
 
 
-def devices(target: str, count: int) -> list[Any]:
-    """Returns several of them, in one machine."""
+def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
+    """Returns GPUs that are not there: programs are compiled for them, and none can run.
+
+    They are for the mesh of a program that is split over several GPUs, or that names its devices, which
+    ``audit`` then takes as its ``target``. Each call returns others.
+
+    Args:
+        target: ``"h100"``, ``"h200"`` or ``"b200"``.
+        count: how many, in one machine.
+
+    Raises:
+        ImportError: as of ``audit``.
+        TypeError: ``count`` is not an integer.
+        ValueError: ``target`` is not known, or ``count`` is not positive.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np
+        >>> from jax.sharding import NamedSharding, PartitionSpec as P
+        >>> import fp8flax as fp8
+        >>> mesh = jax.sharding.Mesh(np.array(fp8.compile_only_devices("h200", 4)), ("data",))
+        >>> rows = NamedSharding(mesh, P("data"))
+        >>> x = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16, sharding=rows)
+        >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+        >>> report = fp8.audit(jnp.dot, x, w, target=mesh)
+        >>> report.device, report.gemms[0].m
+        ('4 × NVIDIA H200', 1024)
+
+    Source: ``jax.experimental.topologies``.
+    """
+    check_choice("target", target, tuple(GPUS))
+    check_int("count", count, 1)
     from jax.experimental import topologies
 
     wanted = jaxlib.__version__
@@ -148,8 +214,13 @@ def compile_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -
 def lower_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Lowered:
     """Lowers ``fn(*args)`` for ``compile_lowered``."""
     name = _name_of(fn)
-    shapes = jax.tree.map(functools.partial(_shape_of, sharding=target.sharding), args)
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
+    shape_of = functools.partial(_shape_of, sharding=target.sharding)
+    if target.mesh is not None:
+        # A jitted function may say itself where its arguments lie.
+        elsewhere = target.sharding if jitted is not fn else None
+        shape_of = functools.partial(_shape_on_mesh, mesh=target.mesh, elsewhere=elsewhere)
+    shapes = jax.tree.map(shape_of, args)
     if target.gpu is not None and not any(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes)
     ):
@@ -166,7 +237,8 @@ def lower_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
         return _explained(
             lambda: traced.lower(**platforms),
             f"{name} cannot be lowered for {target.name}",
-            "Leave out shardings and meshes of other devices: the audit is for one device.",
+            "Shardings and meshes must be of the devices that it is compiled for: leave others out, or "
+            "give a mesh of fp8flax.compile_only_devices as the target.",
         )
 
 
@@ -193,6 +265,16 @@ def compile_lowered(
         )
 
 
+def check_on_mesh(compiled: jax.stages.Compiled, mesh: Mesh, name: str) -> None:
+    """Raises where a jitted function, which may say itself where its arguments lie, did not."""
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    if not all(sharding.device_set == set(mesh.devices.flat) for sharding in shardings):
+        raise RuntimeError(
+            f"The arguments of {name} do not lie on the mesh that is the target. Give them shardings on "
+            "it, jax.ShapeDtypeStruct(..., sharding=), or jax.jit in_shardings."
+        )
+
+
 def _name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", repr(fn))
 
@@ -203,6 +285,14 @@ def _shape_of(leaf: Any, sharding: Any) -> Any:
         return leaf
     weak = getattr(leaf, "weak_type", False)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
+
+
+def _shape_on_mesh(leaf: Any, mesh: Mesh, elsewhere: Any) -> Any:
+    """Returns an array's shape and dtype, split over a mesh as over its own mesh, or laid ``elsewhere``."""
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_names) <= set(mesh.axis_names):
+        return _shape_of(leaf, NamedSharding(mesh, sharding.spec))
+    return _shape_of(leaf, elsewhere)
 
 
 def _explained(step: Callable[[], _T], failure: str, advice: str) -> _T:

@@ -1,0 +1,95 @@
+"""Programs for a mesh of GPUs that are not there."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8flax as fp8
+from tests.cases import struct
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+X, KERNEL = struct(1024, 256, dtype=jnp.bfloat16), struct(256, 512, dtype=jnp.bfloat16)
+
+
+def mesh_of(shape=(4, 2), target="h200"):
+    devices = fp8.compile_only_devices(target, shape[0] * shape[1])
+    return Mesh(np.array(devices).reshape(shape), ("data", "model"))
+
+
+def on(mesh, x, *spec):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def step(kernel, x, op=fp8.Fp8DotGeneralOp):
+    layer = nn.Dense(512, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=op)
+    state = jax.eval_shape(layer.init, jax.random.key(0), x)
+    state = {name: tree for name, tree in state.items() if name != "params"}
+    state = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), state)
+
+    def loss(kernel, x):
+        return jnp.sum(jnp.sin(layer.apply({**state, "params": {"kernel": kernel}}, x).astype(jnp.float32)))
+
+    return jax.grad(loss, (0, 1))(kernel, x)
+
+
+@pytest.mark.oldest
+def test_each_gpu_does_its_part_in_fp8():
+    """Two dimensions to contract as they lie, of which XLA's partitioner would lose the algorithm."""
+    mesh = mesh_of()
+    args = on(mesh, KERNEL, None, "model"), on(mesh, X, "data")
+    report = fp8.audit(step, *args, target=mesh)
+    assert (report.target, report.device) == ("h200", "8 × NVIDIA H200")
+    found = {gemm.role: (gemm.m, gemm.k, gemm.n, gemm.backend, gemm.is_fp8) for gemm in report.gemms}
+    assert found == {
+        "forward": (256, 256, 256, "cublasLt", True),
+        "dgrad": (256, 256, 256, "cublasLt", True),
+        "wgrad": (256, 256, 256, "cublasLt", True),
+    }
+    assert report.predicted_seconds["total"] > 0
+    # A jitted function may say it instead; arrays that lie on a mesh of such names count as on this one.
+    shardings = tuple(x.sharding for x in args)
+    assert fp8.audit(jax.jit(step, in_shardings=shardings), KERNEL, X, target=mesh) == report
+    here = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    with jax.set_mesh(mesh):
+        assert fp8.audit(step, on(here, KERNEL, None, "model"), on(here, X, "data"), target=mesh) == report
+
+
+@pytest.mark.oldest
+def test_inside_of_shard_map():
+    mesh = mesh_of()
+    rows = partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data")))
+    report = fp8.audit(rows(step), KERNEL, on(mesh, X, "data"), target=mesh)
+    assert [(gemm.backend, gemm.is_fp8) for gemm in report.gemms] == 3 * [("cublasLt", True)]
+
+
+def test_a_mesh_of_one_is_one_gpu():
+    mesh, step_of = mesh_of((1, 1)), partial(step, op=partial(fp8.Fp8DotGeneralOp, form="qdq"))
+    assert fp8.audit(step_of, KERNEL, X, target=mesh) == fp8.audit(step_of, KERNEL, X)
+
+
+def test_errors():
+    mesh = mesh_of((1, 2))
+    with pytest.raises(RuntimeError, match="The arguments of step do not lie on the mesh"):
+        fp8.audit(jax.jit(step), KERNEL, X, target=mesh)
+    other = on(mesh_of((2, 1), "b200"), X, "data").sharding
+    with pytest.raises(RuntimeError, match="Shardings and meshes must be of the devices|incompatible"):
+        fp8.audit(jax.jit(step, in_shardings=(None, other)), on(mesh, KERNEL), X, target=mesh)
+    for devices in (
+        jax.devices()[:1],
+        [*fp8.compile_only_devices("h200"), *fp8.compile_only_devices("b200")],
+    ):
+        with pytest.raises(ValueError, match="must come from fp8flax.compile_only_devices; got a mesh of"):
+            fp8.audit(step, KERNEL, X, target=Mesh(np.array(devices), ("data",)))
+    with pytest.raises(ValueError, match="target must be one of"):
+        fp8.compile_only_devices("a100")
+    with pytest.raises(ValueError, match="count must be 1 or more; got 0"):
+        fp8.compile_only_devices("h200", 0)
+    with pytest.raises(TypeError, match="count must be an int; got 2.0"):
+        fp8.compile_only_devices("h200", 2.0)
