@@ -307,7 +307,7 @@ def _kept_sharding(plan: Plan, role: str, operand: Operand) -> Any:
     return quantizer.shardings(operand.sharding, view)
 
 
-def _on_automatic_axes(plan: Plan, f: Callable[..., Any], out_shardings: Any, *args: Any) -> Any:
+def on_automatic_axes(plan: Plan, f: Callable[..., Any], out_shardings: Any, *args: Any) -> Any:
     """Calls ``f(plan, *args)``, with explicit axes left to XLA where the plan asks for that.
 
     None stands for a replicated result.
@@ -357,7 +357,7 @@ class _Residuals(NamedTuple):
 def differentiable(plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: States) -> jax.Array:
     """Returns the contraction in FP8; the "gradients" of the states are their next values."""
     scales = scales_of(plan, states)
-    return _on_automatic_axes(plan, _primal, plan.out_sharding, lhs, rhs, extra, scales, None)
+    return on_automatic_axes(plan, _primal, plan.out_sharding, lhs, rhs, extra, scales, None)
 
 
 def _primal(
@@ -382,7 +382,7 @@ def _differentiable_fwd(
     scales = named_scaling(scales_of(plan, states))
     kept_shardings = _kept_sharding(plan, "input", plan.lhs), _kept_sharding(plan, "kernel", plan.rhs)
     out_shardings = (plan.out_sharding, *kept_shardings, None)
-    out, lhs_kept, rhs_kept, amaxes = _on_automatic_axes(
+    out, lhs_kept, rhs_kept, amaxes = on_automatic_axes(
         plan, _forward, out_shardings, lhs, rhs, extra, scales
     )
     kept_states = States(*map(state_to_keep, states))
@@ -450,9 +450,7 @@ def _differentiable_bwd(
 ) -> tuple[jax.Array, jax.Array, None, States]:
     lhs_kept, rhs_kept, extra, scales, kept_amaxes, states = residuals
     out_shardings = (plan.lhs.sharding, plan.rhs.sharding, None)
-    *grads, g_amax = _on_automatic_axes(
-        plan, _backward, out_shardings, lhs_kept, rhs_kept, extra, scales, g
-    )
+    *grads, g_amax = on_automatic_axes(plan, _backward, out_shardings, lhs_kept, rhs_kept, extra, scales, g)
     amaxes = {**kept_amaxes, "output_grad": g_amax}
     new = {role: next_state_of(amaxes[role], scales[role], getattr(states, role)) for role in scales}
     for i, operand in enumerate((plan.lhs, plan.rhs)):
@@ -498,7 +496,7 @@ class _Fixed(NamedTuple):
 # dx . q(w) + q(x) . dw. There is no scale for tangents, nor for cotangents: both stay wide.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _frozen(plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
-    return _on_automatic_axes(plan, _primal, plan.out_sharding, lhs, rhs, extra, *fixed)
+    return on_automatic_axes(plan, _primal, plan.out_sharding, lhs, rhs, extra, *fixed)
 
 
 def _along_lhs(plan: Plan, tangent: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
@@ -521,7 +519,7 @@ def _frozen_jvp(plan: Plan, primals: Any, tangents: Any) -> tuple[jax.Array, jax
     (lhs, rhs, extra, fixed), (lhs_dot, rhs_dot, *_) = primals, tangents
     with jax.named_scope(plan.wide_scope):
         terms = [
-            _on_automatic_axes(plan, along, plan.out_sharding, tangent, other, extra, fixed)
+            on_automatic_axes(plan, along, plan.out_sharding, tangent, other, extra, fixed)
             for along, tangent, other in ((_along_lhs, lhs_dot, rhs), (_along_rhs, rhs_dot, lhs))
             if not isinstance(tangent, SymbolicZero)
         ]
@@ -582,7 +580,7 @@ def _told(
     """Returns a tensor, and tells what is left of it."""
     if not any(plan.recipe.of_role(role)):
         return x
-    numbers = _on_automatic_axes(plan, partial(_numbers_of_role, role), None, x, extra, scale)
+    numbers = on_automatic_axes(plan, partial(_numbers_of_role, role), None, x, extra, scale)
     return tell(path, role, x, numbers)
 
 

@@ -23,6 +23,7 @@ from fp8flax._core.differentiable import (
     calibrating,
     check_operands,
     contract,
+    on_automatic_axes,
 )
 from fp8flax._core.gemm import Gemm
 from fp8flax._core.multiply import multiply, warn_if_emulated
@@ -107,6 +108,8 @@ class DotPlan(Plan):
     """The three GEMMs of ``lax.dot_general``."""
 
     dimension_numbers: _Dims
+    is_told_sharding: bool = False
+    """Whether ``out_sharding`` is what the caller asks for, and not what JAX makes of the operands."""
 
     @cached_property
     def gemms(self) -> _Gemms:
@@ -169,9 +172,12 @@ class DotPlan(Plan):
 
     @property
     def is_automatic(self) -> bool:
-        """Blocks are made by reshapes, of which JAX cannot tell how the result is sharded."""
+        """Blocks are made by reshapes, of which JAX cannot tell how the result is sharded.
+
+        Nor can it of a product whose sharding the operands leave open.
+        """
         per_block = any(q is not None and q.scales_along_contraction for q in self.recipe.quantizers)
-        return self.lhs.sharding is not None and per_block
+        return self.lhs.sharding is not None and (per_block or self.is_told_sharding)
 
     def forward(self, lhs: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
         del extra
@@ -191,10 +197,14 @@ class DotPlan(Plan):
 
     def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra
-        return dot_general_with_precision(lhs, rhs, self.dimension_numbers, self.precision, self.out_dtype)
+        return on_automatic_axes(self, _fake_quantized, self.out_sharding, lhs, rhs)
 
     def warn(self, *recipes: GemmRecipe) -> None:
         warn_if_emulated(*recipes)
+
+
+def _fake_quantized(plan: DotPlan, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return dot_general_with_precision(lhs, rhs, plan.dimension_numbers, plan.precision, plan.out_dtype)
 
 
 def _permuted(sharding: Any, axes: tuple[int, ...]) -> Any:
@@ -248,6 +258,7 @@ def _plan(
     preferred_element_type: Any,
     recipe: CustomRecipe,
     form: str,
+    out_sharding: Any = None,
 ) -> DotPlan:
     # Checks the shapes, with the errors that users know, and settles the dtype of the result.
     out = jax.eval_shape(
@@ -255,6 +266,7 @@ def _plan(
             lax.dot_general,
             dimension_numbers=dimension_numbers,
             preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
         ),
         lhs,
         rhs,
@@ -268,6 +280,7 @@ def _plan(
         precision=hashable_precision(precision),
         dequantized=form == "qdq",
         dimension_numbers=_hashable_dims(dimension_numbers),
+        is_told_sharding=out_sharding is not None,
     )
 
 
@@ -282,6 +295,7 @@ def fp8_dot_general(
     recipe: Recipe,
     form: str = "direct",
     is_frozen: bool = False,
+    out_sharding: Any = None,
 ) -> Float[jax.Array, "*output"]:
     """Multiplies in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
 
@@ -299,6 +313,7 @@ def fp8_dot_general(
             GEMMs in the dtype of the operands.
         is_frozen: whether the states stay as they are, and derivatives are those of
             ``frozen_dot_general``.
+        out_sharding: that of ``lax.dot_general``, on a mesh with explicit axes.
 
     Returns:
         The product, shaped like that of ``lax.dot_general``.
@@ -308,7 +323,8 @@ def fp8_dot_general(
             is none of the above, or the operands do not fit the dimension numbers.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
-    plan = _plan(lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe.gemms, form)
+    gemms = recipe.gemms
+    plan = _plan(lhs, rhs, dimension_numbers, precision, preferred_element_type, gemms, form, out_sharding)
     return contract(plan, lhs, rhs, states=states, is_frozen=is_frozen)
 
 
@@ -352,6 +368,7 @@ def frozen_dot_general(
     input_scale: Float32[jax.Array, "*scale"] | None,
     recipe: CustomRecipe,
     form: str = "direct",
+    out_sharding: Any = None,
 ) -> Float[jax.Array, "*output"]:
     """Multiplies an input by a kernel that is quantized already: the forward GEMM of ``fp8_dot_general``.
 
@@ -368,6 +385,7 @@ def frozen_dot_general(
         input_scale: the input's scale, where that is delayed.
         recipe: how the input is scaled, and how the kernel was.
         form: ``"direct"`` or ``"qdq"``, as of ``fp8_dot_general``.
+        out_sharding: as of ``fp8_dot_general``.
     """
-    plan = _plan(lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe, form)
+    plan = _plan(lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe, form, out_sharding)
     return contract(plan, lhs, rhs, kernel=kernel, input_scale=input_scale)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import opt_einsum
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8flax._core.dot_general import DimensionNumbers
@@ -82,6 +83,7 @@ def einsum_with(
     rhs: Float[jax.Array, "*kernel"],
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
 ) -> Float[jax.Array, "*output"]:
     """Evaluates a two-operand einsum by one call of ``dot_general(lhs, rhs, …)``, never with them swapped.
 
@@ -94,11 +96,15 @@ def einsum_with(
     steps = _steps(eqn, lhs, rhs)
     lhs = jnp.sum(lhs, axis=steps.lhs_summed) if steps.lhs_summed else lhs
     rhs = jnp.sum(rhs, axis=steps.rhs_summed) if steps.rhs_summed else rhs
-    out = dot_general(
-        lhs,
-        rhs,
-        steps.dimension_numbers,
-        precision,
-        preferred_element_type,
-    )
+    told = {} if out_sharding is None else {"out_sharding": _before(out_sharding, steps.permutation)}
+    out = dot_general(lhs, rhs, steps.dimension_numbers, precision, preferred_element_type, **told)
     return lax.transpose(out, steps.permutation)
+
+
+def _before(sharding: Any, permutation: tuple[int, ...]) -> Any:
+    """Returns the sharding of an array of which a transpose shall have this one."""
+    is_spec = isinstance(sharding, PartitionSpec)
+    spec = sharding if is_spec else sharding.spec
+    names = [*spec, *[None] * (len(permutation) - len(spec))]
+    of_array = PartitionSpec(*(names[permutation.index(i)] for i in range(len(permutation))))
+    return of_array if is_spec else NamedSharding(sharding.mesh, of_array)

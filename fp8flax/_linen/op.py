@@ -29,9 +29,9 @@ from fp8flax._linen.conversion import conversion
 from fp8flax._linen.sharing import as_the_op_before
 
 
-def with_sharding(out: jax.Array, sharding: Any) -> jax.Array:
-    """Returns a result, sharded as NNX's layers ask for; None for what JAX makes of the operands."""
-    return out if sharding is None else jax.sharding.reshard(out, sharding)
+def told(out_sharding: Any) -> dict[str, Any]:
+    """Returns the sharding of a result as an argument; none where JAX makes it of the operands."""
+    return {} if out_sharding is None else {"out_sharding": out_sharding}
 
 
 SAME_STATE = ("Fp8DotGeneralOp", "Fp8DirectDotGeneralOp")
@@ -85,17 +85,17 @@ class Fp8Op(nn.Module):
         """
         recipe = recipe_in_use(self.recipe, self._default_recipe())
 
-        def compute(*args: Any, fixed: tuple[States, Recipe] | None = None) -> jax.Array:
+        def compute(*args: Any, fixed: tuple[States, Recipe] | None = None, **told: Any) -> jax.Array:
             if recipe is None:  # FP8 is off here
                 with jax.named_scope(SWITCHED_OFF):
-                    return self.plain(*args)
+                    return self.plain(*args, **told)
             states, used = (self._states(recipe, **stacked), recipe) if fixed is None else fixed
             if fixed is None and states.input is not None and recipe.shares_inputs:
                 states = states._replace(input=as_the_op_before(self.scope, recipe, args[0], states.input))
             path = None if measuring.value is None else self.path or (type(self).__name__,)
             with measuring(path):
                 return self.in_fp8(
-                    *args, states=states, recipe=used, form=self.form, is_frozen=fixed is not None
+                    *args, states=states, recipe=used, form=self.form, is_frozen=fixed is not None, **told
                 )
 
         on_op = conversion().on_op

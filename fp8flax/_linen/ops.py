@@ -16,7 +16,7 @@ from fp8flax._core.einsum import einsum_with
 from fp8flax._core.formats import Format
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax._core.recipes import DelayedScaling
-from fp8flax._linen.op import Fp8Op, with_sharding
+from fp8flax._linen.op import Fp8Op, told
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Integer
@@ -44,8 +44,7 @@ class Fp8DotGeneralOp(Fp8Op):
             fast and ``HIGH`` or ``HIGHEST`` for exact accumulation in all three GEMMs.
         preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives. (For operands
             of two dtypes that is the wider one; Flax's op casts the input to the kernel's dtype.)
-        out_sharding: how to shard the result, on a mesh with explicit axes, as NNX's layers say it. JAX
-            must know without it what the product is sharded like, or raises.
+        out_sharding: that of ``lax.dot_general``: how to shard the result on a mesh with explicit axes.
 
     Attributes:
         recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
@@ -82,8 +81,8 @@ class Fp8DotGeneralOp(Fp8Op):
         *,
         out_sharding: Any = None,
     ) -> Float[jax.Array, "*output"]:
-        out = self._multiplier()(lhs, rhs, dimension_numbers, precision, preferred_element_type)
-        return with_sharding(out, out_sharding)
+        operands = lhs, rhs, dimension_numbers, precision, preferred_element_type
+        return self._multiplier()(*operands, **told(out_sharding))
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
@@ -161,13 +160,16 @@ class Fp8Einsum(Fp8Op):
         rhs: Float[jax.Array, "*kernel"],
         precision: jax.lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
     ) -> Float[jax.Array, "*output"]:
         if not isinstance(eqn, str):
             raise TypeError(
                 f"eqn must be an equation such as 'ab,bc->ac'; got {type(eqn).__name__}. Fp8Einsum is "
                 "called like jnp.einsum; a layer takes fp8flax.Fp8DotGeneralOp as dot_general_cls=."
             )
-        return einsum_with(self._multiplier(), eqn, lhs, rhs, precision, preferred_element_type)
+        operands = eqn, lhs, rhs, precision, preferred_element_type
+        return einsum_with(self._multiplier(), *operands, out_sharding)
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):

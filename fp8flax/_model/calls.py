@@ -127,14 +127,14 @@ class Call:
         return restore(out)
 
     def on_op(
-        self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any
+        self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any, **told: Any
     ) -> jax.Array:
         """Remembers what an op computes, and computes it."""
         if recipe is not None and not self.interception.is_apart:
             kernel = self.provenance.of(rhs, op.scope)
             args = jax.tree.map(_as_struct, (lhs, rhs, *rest))  # no arrays: it outlives the call
             self._remember(op.path, SeenOp(type(op), recipe.gemms, kernel, args))
-        return compute(lhs, rhs, *rest)
+        return compute(lhs, rhs, *rest, **told)
 
     def _remember(self, path: tuple[str, ...], found: SeenOp) -> None:
         before = self.ops.get(path)

@@ -98,23 +98,23 @@ class ServingCall(Call):
             )
 
     def on_op(
-        self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any
+        self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any, **told: Any
     ) -> jax.Array:
         """Computes what an op computes, with a kernel and scales that are fixed."""
         if self.interception.is_apart:
-            return compute(lhs, rhs, *rest)
+            return compute(lhs, rhs, *rest, **told)
         if self.is_init:
-            return op.plain(lhs, rhs, *rest)
+            return op.plain(lhs, rhs, *rest, **told)
         served = self._served(op, recipe)
         gemms, kernel = served.gemms, self._kernel(served, op, rhs)
         if kernel is not None and is_dot(type(op)):
-            return _multiply(op, gemms, kernel, lhs, rhs, *rest)
+            return _multiply(op, gemms, kernel, lhs, rhs, *rest, **told)
         if kernel is not None:
             codes, scale = kernel.codes, kernel.scale
             rhs = (codes.astype(scale.dtype) * broadcastable(scale, codes)).astype(rhs.dtype)
         if gemms.forward.lhs is None and (kernel is not None or gemms.forward.rhs is None):
-            return op.plain(lhs, rhs, *rest)
-        return compute(lhs, rhs, *rest, fixed=(_fixed_states(op, gemms), gemms))
+            return op.plain(lhs, rhs, *rest, **told)
+        return compute(lhs, rhs, *rest, fixed=(_fixed_states(op, gemms), gemms), **told)
 
     def _served(self, op: Fp8Op, recipe: Recipe | None) -> ServedOp:
         if recipe is None:
@@ -162,7 +162,9 @@ def _constant_jvp(primals: Any, tangents: Any) -> Any:
     )
 
 
-def _multiply(op: Fp8Op, gemms: CustomRecipe, kernel: QTensor, lhs: Any, rhs: Any, *rest: Any) -> jax.Array:
+def _multiply(
+    op: Fp8Op, gemms: CustomRecipe, kernel: QTensor, lhs: Any, rhs: Any, *rest: Any, **told: Any
+) -> jax.Array:
     scale = kernel.scale
     is_fixed = gemms.forward.lhs is not None and gemms.forward.lhs.needs_state
     return frozen_dot_general(
@@ -173,6 +175,7 @@ def _multiply(op: Fp8Op, gemms: CustomRecipe, kernel: QTensor, lhs: Any, rhs: An
         input_scale=constant(op.get_variable(SERVED, INPUT_SCALE)) if is_fixed else None,
         recipe=gemms,
         form=op.form,
+        **told,
     )
 
 

@@ -30,7 +30,6 @@ from fp8flax._core.jax_rules import num_consts_and_carry
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
-from fp8flax._linen.op import with_sharding
 from fp8flax._serve.kernels import WEIGHT_ONLY
 from fp8flax._serve.scales import fixed_scales
 from fp8flax._serve.serving import constant
@@ -74,6 +73,7 @@ class FrozenOp(nnx.Module):
         dimension_numbers: DimensionNumbers,
         precision: Any = None,
         preferred_element_type: Any = None,
+        out_sharding: Any = None,
     ) -> jax.Array:
         """Returns a product with stored codes."""
         if recipe_in_use(self.recipe, DelayedScaling()) is None:
@@ -103,16 +103,17 @@ class FrozenOp(nnx.Module):
                 input_scale=constant(self.input_scale.get_value()) if is_fixed else None,
                 recipe=self.recipe,
                 form=self.form,
+                out_sharding=out_sharding,
             )
 
-    def __call__(self, *args: Any, out_sharding: Any = None, **kwargs: Any) -> jax.Array:
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Returns the product, called as the op that it replaces."""
-        return with_sharding(self.dot_general(*args, **kwargs), out_sharding)
+        return self.dot_general(*args, **kwargs)
 
 
 class _FrozenEinsum(FrozenOp):
-    def __call__(self, *args: Any, out_sharding: Any = None, **kwargs: Any) -> jax.Array:
-        return with_sharding(einsum_with(self.dot_general, *args, **kwargs), out_sharding)
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        return einsum_with(self.dot_general, *args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,8 +233,7 @@ def _operands(
             seen[path] = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), dims
             return lax.dot_general(lhs, rhs.astype(lhs.dtype), dims, *rest, **kwargs)
 
-        def look_at(*args: Any, out_sharding: Any = None, **kwargs: Any) -> jax.Array:
-            del out_sharding
+        def look_at(*args: Any, **kwargs: Any) -> jax.Array:
             operands = list(args)
             rhs = 2 if is_einsum else 1
             operands[rhs] = checkpoint_name(operands[rhs], f"{_MARK}{path}")

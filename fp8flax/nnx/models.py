@@ -405,11 +405,11 @@ class _Counting:
     def __init__(self, counts: Counter[tuple[str, GemmSizes]], path: str, kind: Kind):
         self.counts, self.path, self.kind = counts, path, kind
 
-    def __call__(self, *args: Any, out_sharding: Any = None, **kwargs: Any) -> jax.Array:
-        del out_sharding
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         if self.kind.op is Fp8Einsum:
             return einsum_with(self._dot_general, *args, **kwargs)
         if self.kind.op is Fp8ConvGeneralDilatedOp:
+            kwargs.pop("out_sharding", None)  # which lax.conv_general_dilated does not take
             return self._convolved(*args, **kwargs)
         return self._dot_general(*args, **kwargs)
 

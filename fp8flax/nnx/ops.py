@@ -26,7 +26,7 @@ from fp8flax._core.options import check_choice, check_int
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
-from fp8flax._linen.op import MissingStateError, with_sharding
+from fp8flax._linen.op import MissingStateError, told
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Integer
@@ -108,19 +108,21 @@ class Fp8Op(nnx.Module):
         """
         recipe = recipe_in_use(self.recipe, self.default_recipe())
 
-        def compute(*args: Any) -> jax.Array:
+        def compute(*args: Any, **told: Any) -> jax.Array:
             with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
-                return self._computed(recipe, stacked, *args)
+                return self._computed(recipe, stacked, *args, **told)
 
         return compute
 
-    def _computed(self, recipe: Recipe | None, stacked: tuple[int, ...], *args: Any) -> jax.Array:
+    def _computed(
+        self, recipe: Recipe | None, stacked: tuple[int, ...], *args: Any, **told: Any
+    ) -> jax.Array:
         if recipe is None:
             with jax.named_scope(SWITCHED_OFF):
-                return self.plain(*args)
+                return self.plain(*args, **told)
         states = self.states(recipe, stacked)
         with measuring(None if measuring.value is None else self._path()):
-            return self.in_fp8(*args, states=states, recipe=recipe, form=self.form)
+            return self.in_fp8(*args, states=states, recipe=recipe, form=self.form, **told)
 
     def states(self, recipe: Recipe, stacked: tuple[int, ...] = ()) -> States:
         """Returns the state that a recipe needs, checked; leading dimensions as of ``_multiplier``."""
@@ -204,8 +206,7 @@ class Fp8DotGeneralOp(Fp8Op):
         precision: None for the accumulation of the recipe (fast forward, exact gradients); ``DEFAULT`` for
             fast and ``HIGH`` or ``HIGHEST`` for exact accumulation in all three GEMMs.
         preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
-        out_sharding: how to shard the result, on a mesh with explicit axes; JAX must know without it what
-            the product is sharded like, or raises.
+        out_sharding: that of ``lax.dot_general``: how to shard the result on a mesh with explicit axes.
 
     Args:
         recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
@@ -244,8 +245,8 @@ class Fp8DotGeneralOp(Fp8Op):
         out_sharding: Any = None,
     ) -> Float[jax.Array, "*output"]:
         """Returns the product; see the class."""
-        out = self._multiplier()(lhs, rhs, dimension_numbers, precision, preferred_element_type)
-        return with_sharding(out, out_sharding)
+        operands = lhs, rhs, dimension_numbers, precision, preferred_element_type
+        return self._multiplier()(*operands, **told(out_sharding))
 
 
 class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
@@ -317,8 +318,8 @@ class Fp8Einsum(Fp8Op):
                 f"eqn must be an equation such as 'ab,bc->ac'; got {type(eqn).__name__}. Fp8Einsum is "
                 "called like jnp.einsum; nnx.Linear takes fp8flax.nnx.Fp8DotGeneralOp() as dot_general=."
             )
-        out = einsum_with(self._multiplier(), eqn, lhs, rhs, precision, preferred_element_type)
-        return with_sharding(out, out_sharding)
+        operands = eqn, lhs, rhs, precision, preferred_element_type
+        return einsum_with(self._multiplier(), *operands, out_sharding)
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
@@ -399,7 +400,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
             precision,
             preferred_element_type,
         )
-        return with_sharding(out, out_sharding)
+        return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
 
 
 class Fp8RaggedDotOp(Fp8Op):

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from tests.cases import normal
+from tests.cases import RECIPES, cells, normal
 
 DELAYED = fp8.DelayedScaling(amax_history_len=4)
 OWG = "_overwrite_with_gradient"
@@ -240,18 +241,86 @@ def test_ugly_values_reach_the_result(bad):
     assert layer(X[:0]).shape == (0, 3, 8)
 
 
-def test_out_sharding():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
-    layer = nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp(recipe=DELAYED), rngs=rngs())
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
-        spread, gathered = layer(x), layer(x, out_sharding=PartitionSpec())
-        # As a layer calls the Linen op, if that is in nnx.bridge.ToNNX.
-        bound = fp8.Fp8DotGeneralOp(recipe=DELAYED).bind({OWG: fp8nnx.to_linen(layer.dot_general)[OWG]})
-        layer.dot_general = nnx.static(bound)
-        of_linen = layer(x, out_sharding=PartitionSpec())
-    assert jax.typeof(spread).sharding.spec == PartitionSpec("data", None, None)
-    assert jax.typeof(gathered).sharding.spec == PartitionSpec(None, None, None)
-    np.testing.assert_array_equal(spread, gathered)
-    assert jax.typeof(of_linen).sharding == jax.typeof(gathered).sharding
-    np.testing.assert_array_equal(of_linen, gathered)
+SHARDINGS = {
+    # Of the input, of the kernel, and what is asked for; JAX alone could tell none of the first three.
+    "summed": (P("data", None, "model"), P("model"), P("data")),
+    "summed and spread": (P("data", None, "model"), P("model"), P("data", "model")),
+    "one axis twice": (P("model"), P(None, "model"), P("model")),
+    "gathered": (P("data"), P(None, "model"), P()),
+    "split": (P(), P(), P("data")),
+}
+TOLD = {**RECIPES, "qdq": DELAYED}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", cells(TOLD, repeated=["axiswise", "mxfp8"]))
+def test_out_sharding(name):
+    """As ``lax.dot_general`` takes it, with both gradients; the values are those of one device."""
+    sizes = (0, 4, 64, 256), (1, 256, 128), (2, 4, 64, 128)
+    x, kernel, weights = (jnp.asarray(normal(*size)) for size in sizes)
+    op = fp8nnx.Fp8DotGeneralOp(recipe=TOLD[name], form="qdq" if name == "qdq" else "direct")
+    graphdef, state = nnx.split(op)
+
+    def step(told, *args):
+        def loss(state, x, kernel):
+            out = nnx.merge(graphdef, state)(x, kernel, (((2,), (0,)), ((), ())), **told)
+            here = jax.sharding.reshard(weights, told["out_sharding"]) if told else weights
+            return jnp.sum(out * here), out
+
+        return fp8nnx.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*args)
+
+    expected = jax.jit(partial(step, {}))(state, x, kernel)
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)):
+        for of_x, of_kernel, of_out in SHARDINGS.values():
+            args = (jax.sharding.reshard(a, spec) for a, spec in ((x, of_x), (kernel, of_kernel)))
+            found = jax.jit(partial(step, {"out_sharding": of_out}))(state, *args)
+            jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+            out, (_, *grads) = found[0][1], found[1]
+            for array, spec in zip((out, *grads), (of_out, of_x, of_kernel)):
+                assert jax.typeof(array).sharding.spec == P(*spec, *[None] * (array.ndim - len(spec)))
+
+
+class Split(nnx.Module):
+    """A feed-forward block whose hidden width is split, and summed again."""
+
+    def __init__(self):
+        with_partitioning = partial(nnx.with_partitioning, nnx.initializers.lecun_normal())
+        linear = partial(nnx.Linear, use_bias=False, rngs=rngs())
+        self.up = linear(32, 64, kernel_init=with_partitioning((None, "model")))
+        self.down = linear(64, 32, kernel_init=with_partitioning(("model", None)))
+        self.heads = nnx.Einsum("bta,hac->bcth", (2, 32, 4), rngs=rngs())
+
+    def __call__(self, x):
+        x = self.down(nnx.relu(self.up(x, out_sharding=P("data", None, "model"))), out_sharding=P("data"))
+        return self.heads(x, out_sharding=P("data", None, None, None))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:These scales are frozen")
+def test_out_sharding_in_a_model():
+    """Which is converted, reported, trained and frozen; and the Linen ops, as the bridge gives them on."""
+    x = normal(0, 4, 8, 32)
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)):
+        model = fp8nnx.quantize_model(Split(), DELAYED, include=".")
+        x = jax.sharding.reshard(jnp.asarray(x), P("data"))
+        assert [row.converted for row in fp8nnx.report(model, x).rows] == [True] * 3
+        grads = nnx.jit(lambda model: fp8nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model))(model)
+        assert jax.typeof(grads["up"]["kernel"].get_value()).sharding.spec == P(None, "model")
+        fp8nnx.overwrite_state(model, grads)
+        frozen = fp8nnx.freeze(model, x)
+        np.testing.assert_allclose(frozen(x), model(x), rtol=1e-5, atol=1e-5)
+        assert jax.typeof(frozen(x)).sharding.spec == P("data", None, None, None)
+        kernel = model.heads.kernel.get_value()
+        op, told = fp8.Fp8Einsum(recipe=fp8.Float8CurrentScaling()), P(None, None, None, "data")
+        out = op.apply({}, "bta,hac->bcth", x, kernel, out_sharding=told)
+        assert jax.typeof(out).sharding.spec == told
+        with fp8.autocast(enabled=False):
+            plain = op.apply({}, "bta,hac->bcth", x, kernel, out_sharding=told)
+        assert jax.typeof(plain).sharding.spec == told
+        np.testing.assert_allclose(out, plain, atol=0.2)
+        # In one of NNX's layers, as the bridge has them.
+        layer = nnx.Linear(32, 8, dot_general=fp8nnx.Fp8DotGeneralOp(recipe=DELAYED), rngs=rngs())
+        expected = layer(x, out_sharding=P())
+        state = {OWG: fp8nnx.to_linen(layer.dot_general)[OWG]}
+        layer.dot_general = nnx.static(fp8.Fp8DotGeneralOp(recipe=DELAYED).bind(state))
+        np.testing.assert_array_equal(layer(x, out_sharding=P()), expected)
