@@ -1,4 +1,4 @@
-"""FP8 training and inference for Flax Linen: what is public, in reading order.
+"""FP8 training and inference for Flax Linen and NNX: what is public, in reading order.
 
 The folders are the floors of the package, each built on those above it: ``_host``, ``_core`` (pure
 functions of arrays), ``_linen``, ``_train``, ``audit``, ``_model``, ``_serve`` and ``demo``.

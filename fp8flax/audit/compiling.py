@@ -261,7 +261,7 @@ def compile_lowered(
             lambda: lowered.compile(compiler_options=options),
             f"XLA cannot compile {name} for {target.name}",
             "If it speaks of an algorithm, a dot asks for one that its dtypes lack there: e5m2 × e5m2 "
-            "has none in FP8.",
+            "has none in FP8. If it cannot serialize, this JAX is newer than what fp8flax supports.",
         )
 
 

@@ -147,7 +147,7 @@ class AuditReport:
         share = 100 * self.fp8_flops_share
         maybe = f", {may} may ({100 * self.maybe_fp8_flops_share:.1f} %)," if may else ""
         return (
-            f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({share:.1f} % of their FLOPs)"
+            f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({_percent(share)} of their FLOPs)"
             f"{maybe} on {self.device}, JAX {self.jax_version}."
         )
 
@@ -218,6 +218,11 @@ def _short(dtype: str) -> str:
     """Returns a dtype's name for a table."""
     short = re.sub(r"^float8_(e\dm\d).*", r"\1", dtype)
     return {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}.get(short, short)
+
+
+def _percent(share: float) -> str:
+    """Returns a percentage, of which only all is 100."""
+    return ">99.9 %" if 99.95 <= share < 100 else f"{share:.1f} %"
 
 
 def _mebibytes(size: int) -> str:

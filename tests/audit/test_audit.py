@@ -215,7 +215,9 @@ def test_other_reasons(dot, has_units, platform, reason):
         contracts_leading=None,
         fp8_sources=("f8e4m3fn", "f8e4m3fn"),
     )
-    target = Target(name="", platform=platform, has_fp8_units=has_units, compute_capability=0.0)
+    target = Target(
+        key="local", name="", platform=platform, has_fp8_units=has_units, compute_capability=0.0
+    )
     assert why_not(dot, True, target).startswith(reason)
 
 
@@ -658,6 +660,12 @@ def test_fp8_operands_in_triton_only_may_run_in_fp8():
     assert "Triton          25.0     may [1]\n" in str(report)
     assert "<td>may [1]</td>" in report._repr_html_()
     assert [gemm["may_be_fp8"] for gemm in report.to_dict()["gemms"]] == [False, True, True, False]
+
+
+def test_only_all_is_100_percent():
+    wide = dataclasses.replace(OTHER, m=1, k=1, n=1)
+    report = dataclasses.replace(REPORT, gemms=(dataclasses.replace(GEMM, m=1000, k=1000, n=1000), wide))
+    assert "1 of 2 GEMMs run in FP8 (>99.9 % of their FLOPs)" in report.summary
 
 
 def test_html_is_escaped():
