@@ -148,7 +148,7 @@ bench-tune:
 
 what-works: .venv/installed
 	.venv/bin/python -m pytest $(IN_PARALLEL) --all-cells --write-table \
-	  tests/linen/test_transformations.py tests/train/test_devices.py tests/nnx/test_transformations.py $(ARGS)
+	  tests/linen/test_transformations.py tests/train/test_devices.py tests/nnx/test_transformations.py tests/nnx/test_ops.py $(ARGS)
 
 notebooks: .venv/installed
 	.venv/bin/python notebooks/execute.py

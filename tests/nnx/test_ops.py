@@ -254,7 +254,7 @@ TOLD = {**RECIPES, "qdq": DELAYED}
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", cells(TOLD, repeated=["axiswise", "mxfp8"]))
-def test_out_sharding(name):
+def test_out_sharding(name, cell):
     """As ``lax.dot_general`` takes it, with both gradients; the values are those of one device."""
     sizes = (0, 4, 64, 256), (1, 256, 128), (2, 4, 64, 128)
     x, kernel, weights = (jnp.asarray(normal(*size)) for size in sizes)
@@ -278,6 +278,8 @@ def test_out_sharding(name):
             out, (_, *grads) = found[0][1], found[1]
             for array, spec in zip((out, *grads), (of_out, of_x, of_kernel)):
                 assert jax.typeof(array).sharding.spec == P(*spec, *[None] * (array.ndim - len(spec)))
+    if name in RECIPES:
+        cell("nnx", "explicit axes of a mesh, `out_sharding`", name)
 
 
 class Split(nnx.Module):
