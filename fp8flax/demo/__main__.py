@@ -305,7 +305,7 @@ def _train_and_report(
     if fp8_record is not None and fp8_record.ops:
         report.plot_scaling(out / "scaling.png", fp8_record)
     if looks.history:
-        report.plot_statistics(out, looks.history)
+        report.plot_statistics(out, looks.history, *looks.kernel)
     console.print(report.wrote(out))
     console.print(_last_line(runs), soft_wrap=True)
 
@@ -331,10 +331,13 @@ class _Looks:
     console: Console
     history: dict[int, Any] = dataclasses.field(default_factory=dict)
     """Statistics by step."""
+    kernel: tuple[str, Any] = ("", None)
+    """The name and the values of the largest kernel in the last step that was looked at."""
 
-    def __call__(self, step: int, measure: Callable[[], Any]) -> None:
+    def __call__(self, step: int, measure: Callable[[], Any], variables: Callable[[], Any]) -> None:
         if self.every is not None and step % self.every == 0:
             self.history[step] = measure()
+            self.kernel = report.largest_kernel(variables())
             report.print_worst(self.console, step, self.history[step])
 
 

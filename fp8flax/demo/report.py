@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
@@ -256,7 +257,23 @@ def print_worst(console: Console, step: int, found: Any) -> None:
     console.print(str(worst), soft_wrap=True, markup=False, highlight=False)
 
 
-def plot_statistics(folder: Path, history: dict[int, Any]) -> None:
-    """Draws statistics by step: amaxes and scales of the worst tensors, and what underflows where."""
+def largest_kernel(variables: Any) -> tuple[str, np.ndarray]:
+    """Returns the name and the values of the largest kernel in the variables of a model."""
+    leaves = jax.tree_util.tree_leaves_with_path(variables["params"])
+    kernels = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    name = max((name for name in kernels if name.endswith("kernel")), key=lambda name: kernels[name].size)
+    return name, np.array(kernels[name])
+
+
+def plot_statistics(folder: Path, history: dict[int, Any], name: str, kernel: np.ndarray) -> None:
+    """Draws statistics by step, and a kernel on the grid of FP8.
+
+    Those are amaxes and scales of the worst tensors, and what underflows where; and the values of the
+    kernel in e4m3, with the scale of its amax.
+    """
     save_figure(folder / "statistics.png", fp8.plot_history(history))
     save_figure(folder / "underflow.png", fp8.plot_underflow(history))
+    scale = float(np.abs(kernel).max()) / float(jnp.finfo(fp8.float8_e4m3fn).max)
+    figure = fp8.plot_histogram(kernel, fp8.float8_e4m3fn, scale)
+    figure.suptitle(f"{name}, in the last step that was looked at")
+    save_figure(folder / "histogram.png", figure)

@@ -177,7 +177,7 @@ def train(
     corpus: Corpus,
     checkpoints: Path,
     on_step: Callable[[int, float, float], None],
-    before_step: Callable[[int, Callable[[], Any]], None] = lambda step, measure: None,
+    before_step: Callable[[int, Callable[[], Any], Callable[[], Any]], None] = lambda *given: None,
 ) -> Record:
     """Trains from the newest checkpoint under ``checkpoints``, or from the start.
 
@@ -189,8 +189,8 @@ def train(
         corpus: the bytes.
         checkpoints: a folder for this run's checkpoints.
         on_step: called after each step with the number of steps done, the loss and the step's seconds.
-        before_step: called with the number of the step to come, from 1, and a function that returns the
-            statistics of its FP8 tensors.
+        before_step: called with the number of the step to come, from 1, a function that returns the
+            statistics of its FP8 tensors, and one that returns the variables.
 
     Raises:
         DemoError: a checkpoint cannot be read, or not be written.
@@ -214,7 +214,8 @@ def train(
             done = _restore(manager, start, done)
         for step in range(start, settings.steps):
             windows = train_batch(corpus, seed, step, settings.batch_size, settings.length)
-            before_step(step + 1, partial(api.measure, done["state"], windows))
+            looked_at = partial(api.measure, done["state"], windows), partial(api.variables, done["state"])
+            before_step(step + 1, *looked_at)
             began = time.perf_counter()
             done["state"], loss, scaling = api.train_step(done["state"], windows)
             done["train_loss"][step] = loss

@@ -286,7 +286,7 @@ class TestCommandLine:
         assert "Step 4, of 21 FP8 tensors those that lose most" in printed
         assert printed.count("block/0/") >= 3
         assert "Step 6" not in printed
-        for name in ("scaling.png", "statistics.png", "underflow.png"):
+        for name in ("scaling.png", "statistics.png", "underflow.png", "histogram.png"):
             assert (out / name).read_bytes().startswith(b"\x89PNG")
         (run,) = json.loads((out / "results.json").read_text())["runs"]
         found, linen = run["precisions"]["fp8"], whole_run("fp8")
