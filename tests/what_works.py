@@ -6,6 +6,8 @@ from tests import ROOT
 
 PAGE = ROOT / "docs" / "what_works.md"
 COLUMNS = ("delayed", "current", "axiswise", "mxfp8", "block128")
+EXPLICIT = "explicit axes of a mesh, `out_sharding`"
+"""A row of the table of NNX, which a test of the ops fills in."""
 
 
 def _cells(page):

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from tests.cases import RECIPES, cells, normal
+from tests.what_works import EXPLICIT
 
 DELAYED = fp8.DelayedScaling(amax_history_len=4)
 OWG = "_overwrite_with_gradient"
@@ -279,7 +280,7 @@ def test_out_sharding(name, cell):
             for array, spec in zip((out, *grads), (of_out, of_x, of_kernel)):
                 assert jax.typeof(array).sharding.spec == P(*spec, *[None] * (array.ndim - len(spec)))
     if name in RECIPES:
-        cell("nnx", "explicit axes of a mesh, `out_sharding`", name)
+        cell("nnx", EXPLICIT, name)
 
 
 class Split(nnx.Module):

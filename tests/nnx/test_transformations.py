@@ -18,7 +18,7 @@ import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from tests import ROOT, what_works
 from tests.cases import RECIPES, added_up, cells, normal
-from tests.what_works import COLUMNS
+from tests.what_works import COLUMNS, EXPLICIT
 
 SHORT = RECIPES["delayed"]
 OWG = fp8.OVERWRITE_WITH_GRADIENT
@@ -184,6 +184,7 @@ def check(actual, expected, state_rtol=0.0):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=state_rtol), state, expected_state)
 
 
+ON_A_MESH = "`nnx.jit` of sharded arrays"
 EACH_RECIPE = [COLUMNS[0], *(pytest.param(name, marks=pytest.mark.all_cells) for name in COLUMNS[1:])]
 
 
@@ -275,7 +276,7 @@ def test_sharded_jit(recipe, spec, cell):
     assert len(ours) == (6 if recipe == "delayed" else 0)
     # The second step's kernels are sums of gradients in another order.
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), ours, theirs)
-    cell("nnx", "`nnx.jit` of sharded arrays", recipe)
+    cell("nnx", ON_A_MESH, recipe)
 
 
 @pytest.mark.long
@@ -442,7 +443,7 @@ def test_nnx_model_in_linen():
 def test_tables_of_the_pages(request):
     """Each row is a case above, or a test of its own here."""
     if not request.config.getoption("--write-table"):
-        assert what_works.rows("nnx") == [*WHOLE, *STACKED]
+        assert what_works.rows("nnx") == [*WHOLE, *STACKED, ON_A_MESH, EXPLICIT]
     rows = re.findall(r"^\| (.+?) \| \[?`(test_\w+)`(?:\]\(\.\./(.+?)\))? \|$", PAGE, re.M)
     assert len(rows) == PAGE.count("`test_") >= 12
     for _, test, path in rows:
