@@ -63,16 +63,21 @@ class Gemm(NamedTuple):
 
 
 _OF_MATRICES = (((1,), (0,)), ((), ()))
+# Of fewer rows one of many devices might have a single one, with which XLA compiles no algorithm.
+_MANY = 256
 
 
 def dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: Any) -> jax.Array:
     """Returns ``dot_general`` of two arrays."""
     dims = gemm.dimension_numbers
-    if dims == _OF_MATRICES and isinstance(precision, lax.DotAlgorithmPreset):
-        # Of a program for several devices XLA's partitioner (Shardy) writes this one form as a ``dot`` that
-        # has no algorithm, and a kernel of XLA's own would take the place of cublasLt.
-        rhs, dims = rhs.T, (((1,), (1,)), ((), ()))
-    return lax.dot_general(
+    # Of a program for several devices XLA's partitioner (Shardy) writes this one form, of two matrices, as
+    # a ``dot`` that has no algorithm, and a kernel of XLA's own would take the place of cublasLt. Rows in
+    # pairs are another form of the product. (So is a transposed operand, but it is gathered once more.)
+    is_lost = dims == _OF_MATRICES and isinstance(precision, lax.DotAlgorithmPreset)
+    in_pairs = is_lost and min(gemm.sizes) >= _MANY and lhs.shape[0] % (2 * _num_parts(lhs)) == 0
+    if in_pairs:
+        lhs, dims = lhs.reshape(-1, 2, lhs.shape[1]), (((2,), (0,)), ((), ()))
+    out = lax.dot_general(
         lhs,
         rhs,
         dims,
@@ -81,6 +86,14 @@ def dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: A
         preferred_element_type=sum_dtype,
         out_sharding=gemm.out_sharding,
     )
+    return out.reshape(-1, out.shape[-1]) if in_pairs else out
+
+
+def _num_parts(x: jax.Array) -> int:
+    """Returns over how many devices of explicit axes the first dimension is split."""
+    sharding = jax.typeof(x).sharding
+    names = sharding.spec[0] or ()
+    return math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
 
 
 def wide_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
@@ -16,6 +16,9 @@ from tests.cases import struct
 pytestmark = pytest.mark.usefixtures("gpu")
 
 X, KERNEL = struct(1024, 256, dtype=jnp.bfloat16), struct(256, 512, dtype=jnp.bfloat16)
+
+
+op_without_state = partial(fp8.Fp8DotGeneralOp, recipe=fp8.Float8CurrentScaling())
 
 
 def mesh_of(shape=(4, 2), target="h200"):
@@ -67,6 +70,29 @@ def test_inside_of_shard_map():
     rows = partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data")))
     report = fp8.audit(rows(step), KERNEL, on(mesh, X, "data"), target=mesh)
     assert [(gemm.backend, gemm.is_fp8) for gemm in report.gemms] == 3 * [("cublasLt", True)]
+
+
+@pytest.mark.parametrize(("rows", "has_pairs"), [(512, True), (528, False)])
+def test_explicit_axes(rows, has_pairs):
+    """Of 33 rows for each device there are no pairs; XLA then forgets the algorithm."""
+    devices = np.array(fp8.compile_only_devices("h200", 16))
+    mesh = Mesh(devices, ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        args = on(mesh, KERNEL), on(mesh, struct(rows, 256, dtype=jnp.bfloat16), "data")
+        report = fp8.audit(step, *args, target=mesh)
+    backends = {gemm.role: gemm.backend for gemm in report.gemms}
+    assert backends["dgrad"] == backends["wgrad"] == "cublasLt"
+    assert (backends["forward"] == "cublasLt") == has_pairs
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
+def test_one_row_or_column_for_each_gpu(spec):
+    """It compiles, if not to FP8."""
+    mesh = Mesh(np.array(fp8.compile_only_devices("h200", 16)), ("data",))
+    layer = nn.Dense(16, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=op_without_state)
+    x, kernel = struct(16, 256, dtype=jnp.bfloat16), struct(256, 16, dtype=jnp.bfloat16)
+    rows, columns = (on(mesh, x, *spec[:1]), on(mesh, kernel, None, *spec[1:]))
+    fp8.audit(lambda x, kernel: layer.apply({"params": {"kernel": kernel}}, x), rows, columns, target=mesh)
 
 
 def test_a_mesh_of_one_is_one_gpu():
