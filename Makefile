@@ -16,9 +16,9 @@ export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
 	@echo "make audit         show which matmuls of the demo would run in FP8 on an H200 (no GPU needed)"
-	@echo "make test          lint, format check, types, doctests, tests (7 minutes on 2 cores)"
+	@echo "make test          lint, format check, types, doctests, tests (6 minutes on 2 cores)"
 	@echo "make test ARGS='-k scan'  the tests whose name has scan in it, and nothing else"
-	@echo "make test-long     tests of whole models and programs, of 2 seconds or more each (8 minutes)"
+	@echo "make test-long     tests of whole models and programs, of 2 seconds or more each (6 minutes)"
 	@echo "make test-all      the tests that make test leaves out for their time, too"
 	@echo "make test-oldest   some tests of every folder on the oldest JAX that is supported ($(OLDEST_JAX))"
 	@echo "make lint typecheck pytest  the parts of make test"
