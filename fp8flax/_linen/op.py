@@ -28,12 +28,6 @@ from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
 from fp8flax._linen.conversion import conversion
 from fp8flax._linen.sharing import as_the_op_before
 
-
-def told(out_sharding: Any) -> dict[str, Any]:
-    """Returns the sharding of a result as an argument; none where JAX makes it of the operands."""
-    return {} if out_sharding is None else {"out_sharding": out_sharding}
-
-
 SAME_STATE = ("Fp8DotGeneralOp", "Fp8DirectDotGeneralOp")
 """Names of ops, Flax's and ours, that have the same state. Linen names the state by them."""
 USE_THAT_OP = "use fp8flax.{op}, or give it the name of the op in the variables."

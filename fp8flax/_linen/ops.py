@@ -16,7 +16,7 @@ from fp8flax._core.einsum import einsum_with
 from fp8flax._core.formats import Format
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax._core.recipes import DelayedScaling
-from fp8flax._linen.op import Fp8Op, told
+from fp8flax._linen.op import Fp8Op
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Integer
@@ -82,7 +82,7 @@ class Fp8DotGeneralOp(Fp8Op):
         out_sharding: Any = None,
     ) -> Float[jax.Array, "*output"]:
         operands = lhs, rhs, dimension_numbers, precision, preferred_element_type
-        return self._multiplier()(*operands, **told(out_sharding))
+        return self._multiplier()(*operands, out_sharding=out_sharding)
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):

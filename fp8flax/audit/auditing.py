@@ -38,7 +38,8 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200") -> Au
         The report; ``print`` it.
 
     Raises:
-        ValueError: ``target`` is not known, or the local device is a TPU.
+        ValueError: ``target`` is not known, or a mesh of other devices than those of
+            ``compile_only_devices``; or the local device is a TPU.
         ImportError: the extra is missing, or does not fit the installed jaxlib.
         RuntimeError: ``fn`` cannot be traced, lowered or compiled; its cause says why.
 

@@ -70,11 +70,6 @@ class Target:
     sharding: jax.sharding.Sharding | None = None
     """Lays arrays on that GPU, or on all of the mesh."""
 
-    @property
-    def num_devices(self) -> int:
-        """How many devices the program is compiled for."""
-        return 1 if self.mesh is None else self.mesh.size
-
 
 def find_target(target: str | Mesh) -> Target:
     """Returns what one of the names in ``TARGETS``, or a mesh, stands for; errors as those of ``audit``."""

@@ -26,7 +26,7 @@ from fp8flax._core.options import check_choice, check_int
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
-from fp8flax._linen.op import MissingStateError, told
+from fp8flax._linen.op import MissingStateError
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Integer
@@ -246,7 +246,7 @@ class Fp8DotGeneralOp(Fp8Op):
     ) -> Float[jax.Array, "*output"]:
         """Returns the product; see the class."""
         operands = lhs, rhs, dimension_numbers, precision, preferred_element_type
-        return self._multiplier()(*operands, **told(out_sharding))
+        return self._multiplier()(*operands, out_sharding=out_sharding)
 
 
 class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
