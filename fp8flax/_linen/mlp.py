@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,8 +32,8 @@ class _States(Fp8DotGeneralOp):
         return self._states(recipe)
 
 
-class _Given(NamedTuple):
-    """What a layer computes with."""
+class Given(NamedTuple):
+    """What a layer of a block computes with."""
 
     kernel: jax.Array
     bias: jax.Array | None
@@ -44,12 +44,35 @@ class _Parts(nn.Dense):
     """Gives what ``nn.Dense`` computes with, and does not compute."""
 
     @nn.compact
-    def __call__(self, inputs: int, recipe: Recipe) -> _Given:  # type: ignore[override]
+    def __call__(self, inputs: int, recipe: Recipe) -> Given:  # type: ignore[override]
         kernel = self.param("kernel", self.kernel_init, (inputs, self.features), self.param_dtype)
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        return _Given(kernel, bias, _States(name=f"{Fp8DotGeneralOp.__name__}_0")(recipe))
+        return Given(kernel, bias, _States(name=f"{Fp8DotGeneralOp.__name__}_0")(recipe))
+
+
+def as_one(
+    x: jax.Array, given: Sequence[Given], recipe: Recipe, activation: str, names: Sequence[str], dtype: Any
+) -> jax.Array:
+    """Returns what the layers of a block compute, one after the other, but for rounding.
+
+    Args:
+        x: ``(…, K)``, a wide float.
+        given: of each layer what it computes with; either all but the last have a bias, or none of them.
+        recipe: delayed scaling in all of it, see ``is_one``.
+        activation: one of ``ACTIVATIONS``.
+        names: of the layers, as an audit shows them.
+        dtype: of the computation; None for that of input and parameters.
+    """
+    # As the layers do, but for kernels: those are cast to FP8 from what they are.
+    x, *biases = promote_dtype(x, *(one.bias for one in given), *(one.kernel for one in given), dtype=dtype)
+    *biases, last_bias = biases[: len(given)]
+    biases = [bias for bias in biases if bias is not None]
+    kernels = [one.kernel for one in given]
+    states = [one.states for one in given]
+    out = mlp(x, kernels, biases, states, recipe.gemms, activation, names)
+    return out if last_bias is None else out + last_bias.reshape(*[1] * (out.ndim - 1), -1)
 
 
 _NAMES = ("gate", "up", "down")
@@ -154,16 +177,7 @@ class MLP(nn.Module):
             return down(hidden(self.activation, [layer(x) for layer in into]))
         sizes = [*[x.shape[-1]] * (len(layers) - 1), self.hidden_features]
         given = [self._layer(_Parts, *one)(size, recipe) for one, size in zip(layers, sizes, strict=True)]
-        # As the layers do, but for kernels: those are cast to FP8 from what they are.
-        x, *biases = promote_dtype(
-            x, *(one.bias for one in given), *(one.kernel for one in given), dtype=self.dtype
-        )
-        *biases, last_bias = biases[: len(given)]
-        biases = [bias for bias in biases if bias is not None]
-        kernels = [one.kernel for one in given]
-        states = [one.states for one in given]
-        out = mlp(x, kernels, biases, states, recipe.gemms, self.activation, names)
-        return out if last_bias is None else out + last_bias.reshape(*[1] * (out.ndim - 1), -1)
+        return as_one(x, given, recipe, self.activation, names, self.dtype)
 
     def _is_one(self, recipe: Recipe, x: jax.Array) -> bool:
         """Tells whether nothing stands against computing all layers as one."""

@@ -118,6 +118,12 @@ class Interception:
         finally:
             self.is_apart = before
 
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """A context of which nothing is looked into, as of an op."""
+        with _behind(), self.passing(), jax.named_scope(BY_OP):
+            yield
+
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context in which contractions of Linen modules' methods go to the handler.
 
@@ -129,7 +135,7 @@ class Interception:
 
         def around(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
             if self._leave_alone(context.module) or context.module.scope is None:
-                with _behind(), self.passing(), jax.named_scope(BY_OP):
+                with self.unseen():
                     return call(*args, **kwargs)
             is_main = context.method_name == "__call__" or hasattr(context.orig_method, "compact")
             with _in_frame(self, context.module, "" if is_main else context.method_name):

@@ -52,9 +52,10 @@ def quantize_model(
         include: a regular expression or several; what matches is converted, also against the defaults, and
             nothing else is.
         exclude: a regular expression or several; what matches is left as it is.
-        rules: pairs of a regular expression and a recipe or ``"leave"``, and callables ``(path, module,
-            shapes)`` of the module's path, the module, and the shapes of input and kernel, which return a
-            recipe, ``"leave"``, or None for no opinion.
+        rules: pairs of a regular expression and a recipe or ``"leave"``, or of one on the paths of
+            feed-forward blocks and a ``FusedMLP``, by which they are computed as one; and callables
+            ``(path, module, shapes)`` of the module's path, the module, and the shapes of input and kernel,
+            which return a recipe, ``"leave"``, or None for no opinion.
         products: whether to convert products of two activations too, such as the two of attention, which
             have the state of an op with the second as its kernel.
         allow_unmatched: whether a pattern that is the first to match nothing is no error.

@@ -1,4 +1,4 @@
-"""Rules that say which contractions of a model run in FP8, and why the others do not."""
+"""Rules that say which contractions of a model run in FP8, why others do not, and which are one block."""
 
 from __future__ import annotations
 
@@ -11,11 +11,86 @@ import flax.linen as nn
 
 from fp8flax._core.differentiable import FORMS
 from fp8flax._core.formats import is_wide_float
+from fp8flax._core.mlp import ACTIVATIONS
 from fp8flax._core.options import check_choice
 from fp8flax._core.recipes import Recipe, check_recipe
 
 LEAVE = "leave"
 """What a rule says of a contraction that is to stay as it is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedMLP:
+    """What a rule of ``quantize_model`` says of a feed-forward block that is to be computed as one.
+
+    It is the second part of a pair in ``rules``, whose pattern is searched in the paths of modules, and has
+    to reach their ends. A module that it matches is computed as ``fp8flax.MLP`` computes its layers: what
+    the activation makes, and the gradient of what it takes, exist in FP8 alone. Variables, scaling state
+    and checkpoints stay as they are, and so do ``calibrate``, ``statistics`` and ``freeze``, which compute
+    the layers one after the other.
+
+    That the module's ``__call__`` computes this is proven whenever it is traced, values and gradients, and
+    else an error::
+
+        out_of(activation(into[0](x)) * into[1](x))  # or, with one layer in into,
+        out_of(activation(into[0](x)))
+
+    Whatever it does before ``x`` and after ``out_of`` is its own. The layers' results have their values
+    where they are read otherwise, by ``sow`` for one.
+
+    The layers are computed one after the other where they have to be: see ``fp8flax.MLP``; and where the
+    other rules do not give them all one recipe of delayed scaling. Of both ``report`` knows the latter.
+    Under ``jax.jit`` XLA removes what the module has computed in vain; without it, both are computed.
+
+    Attributes:
+        into: the names of the one or two ``nn.Dense`` in the module that take its input; of two, the first
+            is the gate, whose activation is meant.
+        out_of: the name of the ``nn.Dense`` that takes the activations.
+        activation: ``"gelu"`` (the tanh approximation, as ``nn.gelu``), ``"gelu_exact"``, ``"relu"`` or
+            ``"silu"``.
+
+    Raises:
+        TypeError: a name is not a string.
+        ValueError: ``into`` is not one or two names, two names are equal, or the activation is unknown.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
+        >>> class Block(nn.Module):
+        ...     @nn.compact
+        ...     def __call__(self, x):
+        ...         x = nn.gelu(nn.Dense(4096, name="up")(nn.LayerNorm()(x)))
+        ...         return nn.Dense(1024, name="down")(x)
+        >>> as_one = fp8.FusedMLP(into="up", out_of="down", activation="gelu")
+        >>> model8 = fp8.quantize_model(nn.Sequential([Block()]), rules=[("layers_0", as_one)])
+        >>> fp8.report(model8, jax.ShapeDtypeStruct((8192, 1024), jnp.float32)).rows[0].reason
+        'by default, in one block with down'
+
+    Source: none; the block is that of ``fp8flax.MLP``.
+    """
+
+    into: tuple[str, ...]
+    out_of: str
+    activation: str
+
+    def __post_init__(self) -> None:
+        given: Any = self.into
+        into = (given,) if isinstance(given, str) else tuple(given)
+        object.__setattr__(self, "into", into)
+        for name in self.names:
+            if not isinstance(name, str):
+                raise TypeError(f"into and out_of must be names of layers; got {name!r}.")
+        if len(into) not in (1, 2) or len(set(self.names)) != len(self.names):
+            raise ValueError(
+                "into must be one name of a layer or two, and out_of another one; got "
+                f"into={into!r}, out_of={self.out_of!r}."
+            )
+        check_choice("activation", self.activation, tuple(ACTIVATIONS))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all layers."""
+        return (*self.into, self.out_of)
+
 
 Rule = Callable[[str, nn.Module, Any], Any] | tuple[str, Any]
 
@@ -123,20 +198,37 @@ class Rules:
                 continue
             if not isinstance(rule, tuple) or len(rule) != 2:
                 raise ValueError(
-                    "rules must be pairs of a regular expression on module paths and a recipe or 'leave', "
-                    f"or callables of (path, module, shapes); got {rule!r}."
+                    "rules must be pairs of a regular expression on module paths and a recipe, 'leave' or "
+                    f"a FusedMLP, or callables of (path, module, shapes); got {rule!r}."
                 )
             _check_pattern(rule[0], "rules")
-            _check_outcome(rule[1], f"the rule for {rule[0]!r}")
+            if not isinstance(rule[1], FusedMLP):
+                _check_outcome(rule[1], f"the rule for {rule[0]!r}")
+            elif self.form != "direct":
+                raise ValueError(
+                    f"A FusedMLP multiplies FP8 operands; got form={self.form!r}, which computes each "
+                    "layer by itself. Leave out the rule, or form."
+                )
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """All regular expressions, described, in the order in which ``Decision.rule`` counts them."""
         return (
             *(f"exclude {pattern!r}" for pattern in self.exclude),
-            *(f"rule {rule[0]!r}" for rule in self.rules if not callable(rule)),
+            *(_described(*rule) for rule in self.rules if not callable(rule)),
             *(f"include {pattern!r}" for pattern in self.include or ()),
         )
+
+    def block_of(self, path: str) -> tuple[int, FusedMLP] | None:
+        """Returns what the first rule says that takes the module at this path for a block, and which it is.
+
+        Patterns are counted as in ``Decision.rule``.
+        """
+        pairs = [rule for rule in self.rules if not callable(rule)]
+        for number, (pattern, said) in enumerate(pairs, start=len(self.exclude)):
+            if isinstance(said, FusedMLP) and re.search(f"(?:{pattern})$", path):
+                return number, said
+        return None
 
     def decide(self, site: Site) -> Decision:
         """Returns what the first rule that speaks says of a contraction, and then what the defaults say."""
@@ -152,7 +244,7 @@ class Rules:
                     _check_outcome(said, f"a rule, of {site.path!r},")
                     return self._outcome(said, "a rule", None, site)
                 continue
-            if _matches(rule[0], site):
+            if not isinstance(rule[1], FusedMLP) and _matches(rule[0], site):
                 return self._outcome(rule[1], f"the rule {rule[0]!r}", number, site)
             number += 1
         for pattern in self.include or ():
@@ -180,6 +272,10 @@ class Rules:
             return "a product of two activations (products=True converts them)"
         narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
         return f"operands of {', '.join(narrow)}" if narrow else None
+
+
+def _described(pattern: str, said: Any) -> str:
+    return f"rule {pattern!r}{' of a FusedMLP' if isinstance(said, FusedMLP) else ''}"
 
 
 def _check_outcome(said: Any, who: str) -> None:

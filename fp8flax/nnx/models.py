@@ -20,7 +20,7 @@ from fp8flax._core.recipes import DelayedScaling, Recipe
 from fp8flax._model.calls import SeenSite, check_converted, check_matched
 from fp8flax._model.jaxprs import CONV, DOT
 from fp8flax._model.report import ModelReport, Row, seconds
-from fp8flax._model.rules import GemmSizes, Rules, Site
+from fp8flax._model.rules import FusedMLP, GemmSizes, Rules, Site
 from fp8flax._model.sites import sizes_of
 from fp8flax._train.bridge import split_arrays
 from fp8flax.nnx.ops import (
@@ -258,6 +258,11 @@ def quantize_model(
         allow_unmatched=allow_unmatched,
         form=form,
     )
+    if any(not callable(rule) and isinstance(rule[1], FusedMLP) for rule in options.rules):
+        raise ValueError(
+            "rules hold a FusedMLP, which is for Linen models. For NNX write the block with "
+            "fp8flax.nnx.MLP, or leave the rule out."
+        )
     copy: Any = nnx.clone(model)
     layers = list(layers_of(copy))
     if not layers:
