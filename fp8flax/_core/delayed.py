@@ -40,7 +40,7 @@ from fp8flax._core.scaling import (
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Float32, Shaped
+    from jaxtyping import Float, Float32, Shaped
 
 
 class ScalingState(NamedTuple):
@@ -280,24 +280,6 @@ def _scale_from_amax(config: DelayedConfig, amax: jax.Array, old_scale: jax.Arra
         return scale
     rounded = power_of_two(scale_exponent(amax, fp8_max(config.q_dtype), "up", config.margin))
     return jnp.where(lax.is_finite(amax) & (amax > 0), rounded, scale)
-
-
-def delayed_amax(
-    x: Float[jax.Array, "*dims"], where: Bool[jax.Array, "*#dims"] | None = None
-) -> Float[jax.Array, ""]:
-    """Returns what ``next_state_of`` must know of a tensor: its amax in its dtype.
-
-    That is inf where it holds a NaN or an Inf, and -inf where it is empty. (A NaN would be lost in a
-    maximum over devices, at least on CPUs.)
-
-    Args:
-        x: a wide float.
-        where: which elements count; all, where that is None.
-    """
-    magnitude = jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), jnp.abs(x))
-    if where is not None:
-        magnitude = jnp.where(where, magnitude, np.array(-np.inf, x.dtype))
-    return jnp.max(magnitude, initial=-jnp.inf)
 
 
 def next_state_of(

@@ -19,11 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from fp8flax._core.amax import amaxes_of_parts, delayed_amax, largest_of
 from fp8flax._core.delayed import (
     ScalingState,
     calibrated_state,
     check_state,
-    delayed_amax,
     delayed_config,
     delayed_scales,
     next_state_of,
@@ -185,6 +185,12 @@ class Plan:
         del extra
         return jax.vmap(delayed_amax)(x) if role in self.stacked else delayed_amax(x)
 
+    def amaxes(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+        """Returns numbers, along a last axis, of which the largest is the ``amax`` of a prepared tensor."""
+        if role in self.stacked or explicit_sharding(x) is not None:
+            return self.amax(role, x, extra)[..., None]
+        return amaxes_of_parts(x)
+
     def warn(self, *recipes: GemmRecipe) -> None:
         """Warns where the device at hand has no units for these products."""
 
@@ -263,20 +269,20 @@ def _quantized_for_both(plan: Plan, role: str, x: jax.Array, scale: jax.Array | 
 def quantized_with_amax(
     plan: Plan, role: str, x: jax.Array, scale: jax.Array | None, extra: Extra
 ) -> tuple[Any, Any, jax.Array | None]:
-    """Returns a tensor for its two products, and its amax where it has delayed scaling."""
+    """Returns a tensor for its two products, and its amaxes where it has delayed scaling."""
     first, second = _quantized_for_both(plan, role, x, scale)
-    amax = None if scale is None else plan.amax(role, x, extra)
+    amaxes = None if scale is None else plan.amaxes(role, x, extra)
     # Together, so that XLA reads the wide tensor once for all, and does not cast it a second time where
     # a GEMM wants it transposed. (For kernels that saves nothing, and a policy that recomputes the
     # quantized kernel would take the amax along.)
     codes = [q.codes if isinstance(q, QTensor) else None for q in (first, second)]
     is_shared = codes[0] is codes[1]
-    codes, amax = lax.optimization_barrier((codes[:1] if is_shared else codes, amax))
+    codes, amaxes = lax.optimization_barrier((codes[:1] if is_shared else codes, amaxes))
     first, second = (
         dataclasses.replace(q, codes=c) if isinstance(q, QTensor) else q
         for q, c in zip((first, second), codes * 2 if is_shared else codes)
     )
-    return first, second, amax
+    return first, second, amaxes
 
 
 def _kept(plan: Plan, role: str, name: str, operand: Any, scale: jax.Array | None) -> Any:
@@ -343,7 +349,7 @@ class _Residuals(NamedTuple):
     scales: dict[str, jax.Array]
     """The scale of each role that has delayed scaling."""
     amaxes: dict[str, jax.Array]
-    """The amax of the input and of the kernel, where they have delayed scaling."""
+    """Those of the input and of the kernel, where they have delayed scaling; see ``Plan.amaxes``."""
     states: States
     """Those that have no digest."""
 
@@ -395,34 +401,34 @@ class Entering(NamedTuple):
     first: Any
     kept: Any
     """For its second product, in the backward pass."""
-    amax: jax.Array | None
+    amaxes: jax.Array | None
     """Where it has delayed scaling."""
 
 
 def input_of(plan: Plan, lhs: jax.Array, scale: jax.Array | None, extra: Extra = ()) -> Entering:
     """Returns the input, quantized."""
     lhs = plan.prepared("input", lhs, extra)
-    first, second, amax = quantized_with_amax(plan, "input", lhs, scale, extra)
+    first, second, amaxes = quantized_with_amax(plan, "input", lhs, scale, extra)
     kept = _kept(plan, "input", _INPUT_NAME, second, scale)
     # Where a tensor's codes serve both products, from the residuals: a product that is computed again then
     # starts from what a policy kept.
     if _serves_both(plan, "input"):
         first = _transposed(plan, "input", restored(plan, "input", kept))
-    return Entering(first, kept, named_scaling(amax))
+    return Entering(first, kept, named_scaling(amaxes))
 
 
 def kernel_of(plan: Plan, rhs: jax.Array, scale: jax.Array | None, extra: Extra = ()) -> Entering:
     """Returns the kernel, quantized."""
     rhs = plan.prepared("kernel", rhs, extra)
     first, second = _quantized_for_both(plan, "kernel", rhs, scale)
-    amax = None if scale is None else plan.amax("kernel", rhs, extra)
+    amaxes = None if scale is None else plan.amaxes("kernel", rhs, extra)
     kept = _kept(plan, "kernel", _KERNEL_NAME, second, scale)
     if _serves_both(plan, "kernel"):
         first = _transposed(plan, "kernel", restored(plan, "kernel", kept))
     elif isinstance(first, QTensor):
         bits = jax.tree.map(partial(checkpoint_name, name=KERNEL_FORWARD_NAME), first.as_bits())
         first = bits.from_bits()
-    return Entering(first, kept, named_scaling(amax))
+    return Entering(first, kept, named_scaling(amaxes))
 
 
 def named_scaling(numbers: Any) -> Any:
@@ -440,7 +446,7 @@ def _forward(
     }
     with jax.named_scope(FORWARD):
         out = plan.forward(entering["input"].first, entering["kernel"].first, extra)
-    amaxes = {role: one.amax for role, one in entering.items() if one.amax is not None}
+    amaxes = {role: one.amaxes for role, one in entering.items() if one.amaxes is not None}
     return checkpoint_name(out, OUTPUT_NAME), entering["input"].kept, entering["kernel"].kept, amaxes
 
 
@@ -448,11 +454,15 @@ def _forward(
 def _differentiable_bwd(
     plan: Plan, residuals: _Residuals, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, States]:
-    lhs_kept, rhs_kept, extra, scales, kept_amaxes, states = residuals
+    lhs_kept, rhs_kept, extra, scales, amaxes, states = residuals
     out_shardings = (plan.lhs.sharding, plan.rhs.sharding, None)
-    *grads, g_amax = on_automatic_axes(plan, _backward, out_shardings, lhs_kept, rhs_kept, extra, scales, g)
-    amaxes = {**kept_amaxes, "output_grad": g_amax}
-    new = {role: next_state_of(amaxes[role], scales[role], getattr(states, role)) for role in scales}
+    *grads, g_amaxes = on_automatic_axes(
+        plan, _backward, out_shardings, lhs_kept, rhs_kept, extra, scales, g
+    )
+    if g_amaxes is not None:
+        amaxes = {**amaxes, "output_grad": g_amaxes}
+    amax = dict(zip(amaxes, largest_of(list(amaxes.values()))))
+    new = {role: next_state_of(amax[role], scales[role], getattr(states, role)) for role in scales}
     for i, operand in enumerate((plan.lhs, plan.rhs)):
         # Inside shard_map an operand that is the same everywhere gets the sum of all cotangents.
         grads[i] = sum_to_axes(grads[i], operand.axes).astype(operand.dtype)
@@ -464,11 +474,11 @@ def _differentiable_bwd(
 def _backward(
     plan: Plan, lhs_kept: Any, rhs_kept: Any, extra: Extra, scales: dict[str, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns the two gradients, and the amax of ``g`` where it has delayed scaling."""
+    """Returns the two gradients, and the amaxes of ``g`` where it has delayed scaling."""
     if not _makes_pair(plan, "output_grad"):  # which does so by itself
         g = inf_to_nan(g)
     g = plan.prepared("output_grad", g, extra)
-    g_first, g_second, g_amax = quantized_with_amax(
+    g_first, g_second, g_amaxes = quantized_with_amax(
         plan, "output_grad", g, scales.get("output_grad"), extra
     )
     like_lhs, like_rhs = (
@@ -478,7 +488,7 @@ def _backward(
         lhs_grad = plan.dgrad(g_first, restored(plan, "kernel", rhs_kept), like_lhs, extra)
     with jax.named_scope(WGRAD):
         rhs_grad = plan.wgrad(restored(plan, "input", lhs_kept), g_second, like_rhs, extra)
-    return lhs_grad, rhs_grad, g_amax
+    return lhs_grad, rhs_grad, g_amaxes
 
 
 differentiable.defvjp(_differentiable_fwd, _differentiable_bwd)

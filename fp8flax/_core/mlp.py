@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from fp8flax._core.amax import largest_of
 from fp8flax._core.delayed import next_state_of, state_to_keep
 from fp8flax._core.differentiable import (
     Entering,
@@ -206,8 +207,8 @@ def _mlp_fwd(
     (cast,) = cast_transposed(casting, [scales[-1]["input"].reshape(())], *dense, *biases)
     first, second = _both(plan.out_of, "input", cast, scales[-1])
     out = _forward(plan.out_of, plan.names[-1], first, kernels_in[-1].first)
-    amaxes: list[dict[str, Any]] = [{"input": entered.amax, "kernel": one.amax} for one in kernels_in]
-    amaxes[-1]["input"] = named_scaling(cast.amax)
+    amaxes: list[dict[str, Any]] = [{"input": entered.amaxes, "kernel": one.amaxes} for one in kernels_in]
+    amaxes[-1]["input"] = named_scaling(cast.amaxes)
     return checkpoint_name(out, OUTPUT_NAME), _Residuals(
         entered.kept,
         tuple(kernel.kept for kernel in kernels_in),
@@ -230,7 +231,7 @@ def _kernel_of(plan: DotPlan, kernel: jax.Array, scales: dict[str, jax.Array]) -
     (cast,) = cast_transposed(casting, [scales["kernel"].reshape(())], kernel)
     kept, first = _both(plan, "kernel", cast, scales)
     first = _named(first, KERNEL_FORWARD_NAME).from_bits()
-    return Entering(first, _named(kept, RESIDUAL_NAMES[1]), named_scaling(cast.amax))
+    return Entering(first, _named(kept, RESIDUAL_NAMES[1]), named_scaling(cast.amaxes))
 
 
 def _named(q: QTensor, name: str) -> QTensor:
@@ -253,7 +254,7 @@ def _both(plan: DotPlan, role: str, cast: Cast, scales: dict[str, jax.Array]) ->
 def _mlp_bwd(plan: MlpPlan, residuals: _Residuals, g: jax.Array) -> Any:
     plans, kept, scales = (*plan.into, plan.out_of), residuals, residuals.scales
     last = plan.out_of
-    g_first, g_second, g_amax = quantized_with_amax(
+    g_first, g_second, g_amaxes = quantized_with_amax(
         last, "output_grad", inf_to_nan(g), scales[-1]["output_grad"], ()
     )
     like = kept.dense[0]
@@ -274,8 +275,10 @@ def _mlp_bwd(plan: MlpPlan, residuals: _Residuals, g: jax.Array) -> Any:
         with jax.named_scope(name), jax.named_scope(WGRAD):
             kernel_grads.insert(0, _wgrad(one, entered, second, is_lhs=False))
     x_grad = _as_operand(sum(grads[1:], grads[0]), plan.into[0].lhs)
-    grad_amaxes = [*(cast.amax for cast in casts), g_amax]
-    amaxes = [{**of_one, "output_grad": amax} for of_one, amax in zip(kept.amaxes, grad_amaxes)]
+    grad_amaxes = [*(cast.amaxes for cast in casts), g_amaxes]
+    parts = [{**of_one, "output_grad": of_grad} for of_one, of_grad in zip(kept.amaxes, grad_amaxes)]
+    leaves, treedef = jax.tree.flatten(parts)
+    amaxes = treedef.unflatten(largest_of(leaves))
     new = tuple(
         States(**{role: next_state_of(amax[role], s[role], getattr(state, role)) for role in s})
         for amax, s, state in zip(amaxes, scales, kept.states)

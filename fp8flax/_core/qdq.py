@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from fp8flax._core.amax import delayed_amax
 from fp8flax._core.delayed import (
     DelayedConfig,
     ScalingState,
     check_state,
-    delayed_amax,
     delayed_scale,
     next_state_of,
     state_to_keep,

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from fp8flax._core.delayed import delayed_amax
+from fp8flax._core.amax import amaxes_of_parts, delayed_amax
 from fp8flax._core.device import NATIVE_MX, compute_capability
 from fp8flax._core.differentiable import (
     Extra,
@@ -181,6 +181,12 @@ class RaggedPlan(Plan):
             return super().amax(role, x, extra)
         (group_sizes,) = extra
         return delayed_amax(x, self._is_grouped(x.shape[0], group_sizes))
+
+    def amaxes(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+        if role == "kernel":
+            return super().amaxes(role, x, extra)
+        (group_sizes,) = extra
+        return amaxes_of_parts(x, self._is_grouped(x.shape[0], group_sizes))
 
     def _is_grouped(self, rows: int, group_sizes: jax.Array) -> jax.Array:
         """Tells which of the first rows belong to an expert, ``(rows, 1)``."""

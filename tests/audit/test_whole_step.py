@@ -73,9 +73,9 @@ def test_of_a_llama():
     shared = partial(fp8.Fp8DotGeneralOp, recipe=recipe)
     wide, delayed, sharing = map(figures, (None, fp8.Fp8DotGeneralOp, shared))
     block = figures(shared, partial(fp8.MLP, recipe=recipe))
-    # Of 14 layers, each of which has five kernels more: three casts or transposes, two amaxes.
-    assert delayed[0] - wide[0] <= 14 * 5 + 2
-    assert delayed[1] <= 1.1 * wide[1]
+    # Of 14 layers, each of which has four kernels more: three casts or transposes, one that merges amaxes.
+    assert delayed[0] - wide[0] <= 14 * 4
+    assert delayed[1] <= 1.105 * wide[1]
     assert delayed[2] <= 0.93 * wide[2]
     # Six of the 14 take the array of the one before them: no transposed codes of their own.
     assert sharing[0] <= delayed[0] - 6

@@ -327,9 +327,10 @@ def test_under_vmap_of_the_operands():
 
 
 M, K, N = 64, 32, 48
-SCALARS = 3 * 4 + 2 * 2
-DIGESTS = 3 * 6 * 4  # of what the scales follow from
-"""Bytes of three float32 scales and of two bfloat16 amaxes."""
+SCALARS = 3 * 4 + 2 * (M + K)
+"""Bytes of three float32 scales, and of the bfloat16 amaxes of the rows of two tensors."""
+DIGESTS = 3 * 6 * 4
+"""Bytes of what the scales follow from."""
 
 
 def scanned(block, length=8, **kwargs):

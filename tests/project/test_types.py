@@ -15,7 +15,17 @@ from beartype import beartype
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core import conv, delayed, differentiable, dot_general, einsum, quantize, ragged_dot, scaling
+from fp8flax._core import (
+    amax,
+    conv,
+    delayed,
+    differentiable,
+    dot_general,
+    einsum,
+    quantize,
+    ragged_dot,
+    scaling,
+)
 
 
 def hints_of(thing):
@@ -162,7 +172,7 @@ INNER = [
     (scaling.bounded_amax, (f32(2, 3), f32(2, 3), E4M3), {}),
     (scaling.apply_scales, (f32(2, 3), f32(2, 1), f32()), {}),
     (quantize.inf_to_nan, (MATRIX.astype(BF16),), {}),
-    (delayed.delayed_amax, (MATRIX.astype(BF16),), {}),
+    (amax.delayed_amax, (MATRIX.astype(BF16),), {}),
 ]
 
 

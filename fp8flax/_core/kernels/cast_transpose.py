@@ -11,15 +11,16 @@ the twin runs, with the same values: nothing but speed hangs on the kernel, so a
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from fp8flax._core.amax import amaxes_of_parts, magnitudes
 from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.jax_rules import shape_varying_as, unless_partitioned, vary_alike
@@ -34,8 +35,9 @@ class Cast(NamedTuple):
     """Of shape ``(M, N)``."""
     transposed: jax.Array
     """The same codes, of shape ``(N, M)``."""
-    amax: jax.Array
-    """Float32: inf where the matrix holds a NaN or an Inf, and -inf where it is empty."""
+    amaxes: jax.Array
+    """Float32 vector, for ``largest_of``: of parts of the matrix, inf where one holds a NaN or an Inf, and
+    -inf where it is empty."""
     sums: jax.Array | None
     """Over the rows, of what was cast: ``(N,)``, float32; where they are asked for."""
 
@@ -76,7 +78,7 @@ def _has_kernel(args: Sequence[jax.Array]) -> bool:
     return (
         NATIVE_FP8 <= compute_capability() < NATIVE_MX
         and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
-        and all(isinstance(size, int) and size > 0 and size % _TILE == 0 for size in (rows, columns))
+        and _grid(rows, columns) is not None
         # Triton counts elements in 32 bits, and computes in no more.
         and rows * columns < 2**31
         and all(arg.dtype.itemsize <= 4 for arg in args)
@@ -86,25 +88,31 @@ def _has_kernel(args: Sequence[jax.Array]) -> bool:
 def _cast_in_jax(casting: Casting, scales: Sequence[jax.Array], *args: jax.Array) -> list[Cast]:
     """The twin of ``cast_by_kernel``, for any device."""
     results = []
+    grid = _grid(*args[0].shape)
+    num_parts = None if grid is None else math.prod(grid)  # as of the kernel
     wide = casting.f(*(arg.astype(jnp.float32) for arg in args))
     for x, dtype, scale in zip(wide, casting.dtypes, scales):
         codes = quantize(x, dtype, scale)
-        amax = jnp.max(_magnitudes(x), initial=-jnp.inf)
-        codes, amax = lax.optimization_barrier((codes, amax))  # in one pass over x
+        amaxes = amaxes_of_parts(x, num_parts=num_parts)
+        codes, amaxes = lax.optimization_barrier((codes, amaxes))  # in one pass over x
         sums = jnp.sum(x, axis=0) if casting.has_sums else None
-        results.append(Cast(codes, codes.T, amax, sums))
+        results.append(Cast(codes, codes.T, amaxes, sums))
     return results
-
-
-def _magnitudes(x: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isnan(x), np.float32(np.inf), jnp.abs(x))
 
 
 _TILE = 64
 """Rows and columns that a block of threads has at a time: 64 bytes of codes in a row, either way."""
 
 _TILES = 4
-"""How many of them, one beside the other, it takes if the columns allow: XLA has fewer maxima to merge."""
+"""How many of them, one beside the other, it takes if the columns allow: fewer maxima are to merge."""
+
+
+def _grid(rows: Any, columns: Any) -> tuple[int, int] | None:
+    """Returns how many blocks of threads go down and across a matrix; None where tiles do not fill it."""
+    if not all(isinstance(size, int) and size > 0 and size % _TILE == 0 for size in (rows, columns)):
+        return None
+    num_tiles = _TILES if columns % (_TILE * _TILES) == 0 else 1
+    return rows // _TILE, columns // (num_tiles * _TILE)
 
 
 def cast_by_kernel(
@@ -122,9 +130,10 @@ def cast_by_kernel(
     from jax.experimental.pallas import triton
 
     rows, columns = args[0].shape
-    num_tiles = _TILES if columns % (_TILE * _TILES) == 0 else 1
-    width = num_tiles * _TILE
-    grid = rows // _TILE, columns // width
+    grid = _grid(rows, columns)
+    assert grid is not None
+    width = columns // grid[1]
+    num_tiles = width // _TILE
     num_args, num_results = len(args), len(casting.dtypes)
     is_row = [arg.shape[0] != rows for arg in args]
     args = tuple(vary_alike(*args, *(scale.reshape(1) for scale in scales)))
@@ -142,7 +151,7 @@ def cast_by_kernel(
             ):
                 q = clipped(x / scale[0], fp8_max(dtype)).astype(dtype)  # as quantize does
                 codes[:, here], transposed[here, :] = q, q.T
-                new.append(jnp.maximum(amax, jnp.max(_magnitudes(x))))
+                new.append(jnp.maximum(amax, jnp.max(magnitudes(x))))
                 if sums:
                     sums[0][0, here] = jnp.sum(x, axis=0)
             return new
@@ -177,8 +186,8 @@ def cast_by_kernel(
         **params,
     )(*args)
     return [
-        Cast(codes, transposed, jnp.max(amax), jnp.sum(sums[0], axis=0) if sums else None)
-        for codes, transposed, amax, *sums in (
+        Cast(codes, transposed, amaxes.reshape(-1), jnp.sum(sums[0], axis=0) if sums else None)
+        for codes, transposed, amaxes, *sums in (
             results[i : i + len(outs)] for i in range(0, len(results), len(outs))
         )
     ]

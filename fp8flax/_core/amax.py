@@ -1,0 +1,128 @@
+"""The amax of tensors with delayed scaling, in two stages: of parts of each, then of all that a layer has.
+
+GPUs find a maximum of many elements by two kernels, of which the second merges what the blocks of threads
+of the first have found. XLA has the first one in the kernel that casts the tensor; the second ones of the
+three tensors of a layer, or of the eight of a feed-forward block, are one kernel here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8flax._core.jax_rules import manual_axes, unless_partitioned
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Float32
+
+_LARGEST_PART = _MOST_PARTS = 16384
+"""Elements of which a GPU's block of threads finds the maximum: of more XLA makes two kernels."""
+
+
+def delayed_amax(
+    x: Float[jax.Array, "*dims"], where: Bool[jax.Array, "*#dims"] | None = None
+) -> Float[jax.Array, ""]:
+    """Returns what ``next_state_of`` must know of a tensor: its amax in its dtype.
+
+    That is inf where it holds a NaN or an Inf, and -inf where it is empty. (A NaN would be lost in a
+    maximum over devices, at least on CPUs.)
+
+    Args:
+        x: a wide float.
+        where: which elements count; all, where that is None.
+    """
+    return jnp.max(magnitudes(x, where), initial=-jnp.inf)
+
+
+def magnitudes(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
+    """Returns what ``delayed_amax`` is the maximum of."""
+    magnitude = jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), jnp.abs(x))
+    if where is not None:
+        magnitude = jnp.where(where, magnitude, np.array(-np.inf, x.dtype))
+    return magnitude
+
+
+def amaxes_of_parts(
+    x: Float[jax.Array, "*dims"],
+    where: Bool[jax.Array, "*#dims"] | None = None,
+    num_parts: int | None = None,
+) -> Float[jax.Array, " parts"]:
+    """Returns numbers of which the largest is ``delayed_amax(x, where)``, for ``largest_of``.
+
+    On one GPU they are the amaxes of equal parts; elsewhere, and where XLA splits the program over several
+    devices, which would else exchange all of them, each is that of the whole.
+
+    Args:
+        x: as of ``delayed_amax``.
+        where: likewise.
+        num_parts: how many parts of as many elements; None for what suits XLA.
+    """
+    num_parts = num_parts or _num_parts(x.shape)
+    if num_parts == 1:
+        return delayed_amax(x, where)[None]
+    of_each, of_whole = partial(of_equal_parts, num_parts), partial(_of_whole, num_parts)
+    on_cuda = partial(unless_partitioned, of_each, of_whole)
+    return lax.platform_dependent(x, where, cuda=on_cuda, default=of_whole)
+
+
+def of_equal_parts(num_parts: int, x: jax.Array, where: jax.Array | None) -> jax.Array:
+    """Returns the amax of each part."""
+    return jnp.max(magnitudes(x, where).reshape(num_parts, -1), axis=1)
+
+
+def _of_whole(num_parts: int, x: jax.Array, where: jax.Array | None) -> jax.Array:
+    return jnp.broadcast_to(delayed_amax(x, where), (num_parts,))
+
+
+def _num_parts(shape: tuple[Any, ...]) -> int:
+    """Returns into how many equal parts, each in one piece of memory, a tensor is cut; 1 for none."""
+    if not all(isinstance(size, int) and size > 0 for size in shape):
+        return 1
+    for i in range(1, len(shape)):
+        parts, size = math.prod(shape[:i]), math.prod(shape[i:])
+        if size <= _LARGEST_PART and parts <= _MOST_PARTS:
+            return parts
+    return 1
+
+
+def largest_of(parts: Sequence[Float[jax.Array, "*stack parts"]]) -> list[Float32[jax.Array, "*stack"]]:
+    """Returns the largest number of each array, in float32; of several vectors by one kernel on one GPU."""
+    on_cuda = partial(unless_partitioned, at_once, _one_by_one)
+    found: dict[int, jax.Array] = {}
+    for group in _alike(parts):
+        of_group = [parts[i] for i in group]
+        if len(group) == 1 or of_group[0].ndim != 1:
+            merged = _one_by_one(of_group)
+        else:
+            merged = lax.platform_dependent(of_group, cuda=on_cuda, default=_one_by_one)
+        found.update(zip(group, merged))
+    return [found[i] for i in range(len(parts))]
+
+
+def at_once(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the largest number of each vector, of any lengths, by one reduction."""
+    longest = max(x.shape[0] for x in parts)
+    padded = [
+        lax.pad(x.astype(jnp.float32), np.float32(-np.inf), [(0, longest - x.shape[0], 0)]) for x in parts
+    ]
+    return list(jnp.max(jnp.stack(padded), axis=1))
+
+
+def _one_by_one(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    return [jnp.max(x, axis=-1).astype(jnp.float32) for x in parts]
+
+
+def _alike(parts: Sequence[jax.Array]) -> list[list[int]]:
+    """Returns the places of those that can be one array, and stay as they are over the devices."""
+    groups = defaultdict(list)
+    for i, x in enumerate(parts):
+        groups[x.ndim, manual_axes(x)].append(i)
+    return list(groups.values())

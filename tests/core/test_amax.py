@@ -1,0 +1,69 @@
+"""The amax in two stages: of parts of a tensor, and of all tensors of a layer, is NumPy's maximum."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8flax._core import amax
+from tests.cases import normal
+
+
+def numpys(x):
+    return np.max(np.where(np.isnan(x), np.inf, np.abs(x)), initial=-np.inf)
+
+
+def ugly(*shape):
+    x = np.array(normal(0, *shape))
+    x.flat[::7] = 1e30
+    x.flat[::5] = -1e-30
+    x.flat[3 % x.size] = -3e38
+    return x
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("special", [0.0, np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [((), 1), ((5,), 1), ((1, 3), 1), ((6, 5), 6), ((3, 4, 5), 3), ((20000, 2), 1), ((2, 20000), 1)],
+)
+def test_of_parts_is_that_of_the_whole(shape, parts, special):
+    x = ugly(*shape) if shape else np.float32(-2)
+    if x.size > 4:
+        x.flat[4] = special
+    x = jnp.asarray(x)
+    here = jax.jit(amax.amaxes_of_parts)(x)
+    assert here.shape == (parts,)
+    on_gpu = amax.of_equal_parts(parts, x, None)
+    assert on_gpu.shape == (parts,)
+    assert jnp.max(here) == jnp.max(on_gpu) == amax.delayed_amax(x) == numpys(x)
+
+
+def test_rows_that_do_not_count_and_what_is_empty():
+    x, where = jnp.asarray(ugly(8, 16)), jnp.arange(8)[:, None] < 5
+    expected = numpys(np.asarray(x)[:5])
+    for parts in (amax.amaxes_of_parts(x, where), amax.of_equal_parts(8, x, where)):
+        assert jnp.max(parts) == expected
+    assert jnp.max(amax.of_equal_parts(8, x, where & False)) == -np.inf
+    for shape in ((0, 4), (4, 0)):
+        np.testing.assert_array_equal(amax.amaxes_of_parts(jnp.zeros(shape)), [-np.inf])
+
+
+def test_the_largest_of_several_at_once():
+    """Of any lengths and dtypes; what says of an empty tensor or of a NaN stays as it is."""
+    parts = [
+        jnp.array([1.0, -np.inf, 3.0]),
+        jnp.array([2.5], jnp.bfloat16),
+        jnp.array([-np.inf, -np.inf]),
+        jnp.array([np.inf, 0.0, 1.0, 2.0]),
+        jnp.zeros((2,), jnp.float16),
+    ]
+    expected = [3, 2.5, -np.inf, np.inf, 0]
+    for merge in (amax.at_once, amax.largest_of):
+        merged = jax.jit(merge)(parts)
+        assert [x.dtype for x in merged] == [jnp.float32] * 5
+        np.testing.assert_array_equal(merged, expected)
+    stacked = jnp.array([[1.0, 2.0], [4.0, 3.0]])
+    first, second = amax.largest_of([stacked, parts[0]])
+    np.testing.assert_array_equal(first, [2, 4])
+    assert second == 3
