@@ -140,7 +140,7 @@ class DotPlan(Plan):
         dgrad = self._gemm("dgrad", dgrad_dims, g, self.rhs, self.lhs.dtype)
         wgrad = self._gemm("wgrad", wgrad_dims, self.lhs, g, self.rhs.dtype)
         return _Gemms(
-            forward._replace(is_read_by_model=True),
+            forward,
             dgrad._replace(out_sharding=_permuted(self.lhs.sharding, dgrad_axes)),
             dgrad_axes,
             wgrad._replace(out_sharding=_permuted(self.rhs.sharding, wgrad_axes)),
@@ -159,6 +159,7 @@ class DotPlan(Plan):
             out_dtype=out_dtype,
             precision=self.precision,
             dequantized=self.dequantized,
+            name=name,
         )
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -33,8 +34,9 @@ class Gemm(NamedTuple):
     """Of the result, on a mesh with explicit axes, where JAX may not be able to tell."""
     dequantized: bool = False
     """Whether to multiply in the operands' wide dtypes on every device, as a reference."""
-    is_read_by_model: bool = False
-    """Whether the result goes to whatever the model computes next: that of a forward GEMM."""
+    name: str = ""
+    """Which of a contraction's three it is: ``"forward"``, ``"dgrad"`` or ``"wgrad"``; empty for a part of
+    one."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -60,6 +62,25 @@ class Gemm(NamedTuple):
                 views[i] = View(views[i].shape[::-1], tuple(1 - axis for axis in views[i].contract), ())
         dims = tuple(view.contract for view in views), tuple(view.batch for view in views)
         return self._replace(lhs=views[0], rhs=views[1], dimension_numbers=dims)
+
+    def of_columns(self) -> tuple[Gemm, tuple[bool, bool]] | None:
+        """Returns it as the GEMM of matrices that it sums along, and which of the two are then transposed.
+
+        Dimensions must lie together in memory, those that are summed over before or behind all others;
+        None if they do not.
+        """
+        (contracts, batches), views = self.dimension_numbers, (self.lhs, self.rhs)
+        rows, depth, columns = self.sizes
+        before = [contract == tuple(range(len(contract))) for contract in contracts]
+        behind = [
+            contract == tuple(range(len(view.shape)))[-len(contract) :]
+            for contract, view in zip(contracts, views)
+        ]
+        if any(batches) or not all(map(operator.or_, before, behind)):
+            return None
+        lhs, rhs = (View((size, depth), (1,), ()) for size in (rows, columns))
+        gemm = self._replace(lhs=lhs, rhs=rhs, dimension_numbers=(((1,), (1,)), ((), ())))
+        return gemm, (not behind[0], not behind[1])
 
 
 _OF_MATRICES = (((1,), (0,)), ((), ()))

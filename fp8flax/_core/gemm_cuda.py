@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType
 
 from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability
 from fp8flax._core.gemm import Gemm, dequantized_gemm, dot, scaled
@@ -20,6 +21,7 @@ from fp8flax._core.jax_rules import unless_partitioned, vary_alike
 from fp8flax._core.kernels.block_gemm import BLOCK, block_gemm
 from fp8flax._core.kernels.block_gemm_hopper import HOPPER, hopper_block_gemm, multiplies_dtypes
 from fp8flax._core.kernels.on_shards import gemm_on_shards
+from fp8flax._core.kernels.transpose import can_transpose, transpose
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import MX_COLUMNS
@@ -46,26 +48,62 @@ def cuda_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
         lhs.codes.dtype == rhs.codes.dtype == _E5M2
     ):
         preset = None
-    q_lhs, q_rhs = _row_major(lhs.codes), _row_major(rhs.codes)
+    product = partial(_product, gemm, preset, lhs.codes, rhs.codes)
     if preset is None or lhs.scale.ndim or rhs.scale.ndim:
         # A kernel of XLA's own takes the scales in. One per row or column is a pass over cublasLt's result,
         # which is not rounded before it.
-        return scaled(gemm, dot(gemm, q_lhs, q_rhs, preset, jnp.float32), lhs, rhs)
+        return scaled(gemm, product(jnp.float32), lhs, rhs)
     # One scalar, which is all that cublasLt takes in. An infinite one would turn zeros into NaN.
     scale = jnp.minimum(
         lhs.scale.astype(jnp.float32) * rhs.scale.astype(jnp.float32), jnp.float32(2.0**126)
     )
     if gemm.out_dtype == jnp.float16:  # which the unscaled sums would overflow
-        return (dot(gemm, q_lhs, q_rhs, preset, jnp.float32) * scale).astype(gemm.out_dtype)
+        return (product(jnp.float32) * scale).astype(gemm.out_dtype)
     if gemm.out_dtype != jnp.bfloat16:
-        out = _apart(gemm, dot(gemm, q_lhs, q_rhs, preset, jnp.float32) * scale)
+        out = _apart(gemm, product(jnp.float32) * scale)
         return out.astype(gemm.out_dtype)
     # As written the divisor would be rounded to bfloat16. But XLA hands the scale itself to cublasLt, in
     # float32, which multiplies before it rounds; and where it does not (a sum in parts, a scale per element
     # of jax.vmap), it divides in float32, as GPUs have no division in bfloat16. They do multiply in it: a
     # product would be that by a rounded scale. (Seen in compiled programs; tests hold it.)
-    out = dot(gemm, q_lhs, q_rhs, preset, jnp.bfloat16)
+    out = product(jnp.bfloat16)
     return _apart(gemm, out / (np.float32(1) / scale).astype(jnp.bfloat16))
+
+
+def _product(gemm: Gemm, preset: Any, lhs: jax.Array, rhs: jax.Array, sum_dtype: Any) -> jax.Array:
+    """Returns the product of codes."""
+
+    def as_it_is(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return dot(gemm, _row_major(lhs), _row_major(rhs), preset, sum_dtype)
+
+    found = gemm.of_columns()
+    if preset is None or found is None or not _has_transpose(gemm, lhs, rhs):
+        return as_it_is(lhs, rhs)
+    matrices, are_transposed = found
+    depth = gemm.sizes[1]
+
+    def in_columns(codes: jax.Array, is_transposed: bool) -> jax.Array:
+        return _held(transpose(codes.reshape(depth, -1)) if is_transposed else codes.reshape(-1, depth))
+
+    def of_columns(*operands: jax.Array) -> jax.Array:
+        lhs, rhs = map(in_columns, operands, are_transposed)
+        return dot(matrices, lhs, rhs, preset, sum_dtype).reshape(gemm.out_shape)
+
+    return unless_partitioned(of_columns, as_it_is, lhs, rhs)
+
+
+def _has_transpose(gemm: Gemm, lhs: jax.Array, rhs: jax.Array) -> bool:
+    """Tells whether our kernel transposes what cublasLt on Hopper would have XLA transpose.
+
+    That is for wgrad alone: the codes of a kernel XLA writes in both orders where it casts.
+    """
+    rows, depth, columns = gemm.sizes
+    return (
+        gemm.name == "wgrad"
+        and HOPPER <= compute_capability() < NATIVE_MX
+        and all(can_transpose(depth, size) for size in (rows, columns))
+        and all(AxisType.Explicit not in jax.typeof(x).sharding.mesh.axis_types for x in (lhs, rhs))
+    )
 
 
 def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:
@@ -75,7 +113,7 @@ def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:
     (``gelu(gate) * up`` of one split result, a second output, ``jax.checkpoint``), it asks for both, which
     cublasLt cannot give in FP8, and does not compile. A bias is then added where it is read.
     """
-    return lax.optimization_barrier(out) if gemm.is_read_by_model else out
+    return lax.optimization_barrier(out) if gemm.name == "forward" else out
 
 
 def cuda_block_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
@@ -229,5 +267,8 @@ def _row_major(q: jax.Array) -> jax.Array:
     copy. Held here, it transposes FP8. The partitioner for many devices would gather an array for this, so
     there XLA is left alone.
     """
-    layout = Layout(major_to_minor=tuple(range(q.ndim)))
-    return unless_partitioned(lambda q: with_layout_constraint(q, layout), lambda q: q, q)
+    return unless_partitioned(_held, lambda q: q, q)
+
+
+def _held(q: jax.Array) -> jax.Array:
+    return with_layout_constraint(q, Layout(major_to_minor=tuple(range(q.ndim))))

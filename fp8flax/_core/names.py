@@ -32,6 +32,9 @@ BLOCK_QUANTIZE = "fp8_block_quantize"
 CAST_TRANSPOSE = "fp8_cast_transpose"
 """Our kernel that casts in both orientations."""
 
+TRANSPOSE = "fp8_transpose"
+"""Our kernel that transposes codes."""
+
 NOT_CONVERTED = "fp8_not_converted"
 SWITCHED_OFF = "fp8_switched_off"
 KEPT_WIDE = "fp8_kept_wide"

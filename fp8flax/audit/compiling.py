@@ -248,6 +248,12 @@ def compile_lowered(
         name: of the function, for errors.
         options: of XLA's.
     """
+    advice = (
+        "If it speaks of an algorithm, a dot asks for one that its dtypes lack there: e5m2 × e5m2 has none "
+        "in FP8. If it cannot serialize, this JAX is newer than what fp8flax supports."
+    )
+    if target.mesh is not None:
+        advice += f" If it speaks of a platform Host: {_not_on_mesh(name)}"
     with warnings.catch_warnings():
         # A compiler without its GPU cannot load what it wrote to the persistent compilation cache
         # (JAX_COMPILATION_CACHE_DIR); JAX warns and compiles anew.
@@ -255,8 +261,7 @@ def compile_lowered(
         return _explained(
             lambda: lowered.compile(compiler_options=options),
             f"XLA cannot compile {name} for {target.name}",
-            "If it speaks of an algorithm, a dot asks for one that its dtypes lack there: e5m2 × e5m2 "
-            "has none in FP8. If it cannot serialize, this JAX is newer than what fp8flax supports.",
+            advice,
         )
 
 
@@ -264,10 +269,14 @@ def check_on_mesh(compiled: jax.stages.Compiled, mesh: Mesh, name: str) -> None:
     """Raises where a jitted function, which may say itself where its arguments lie, did not."""
     shardings = jax.tree.leaves(compiled.input_shardings)
     if not all(sharding.device_set == set(mesh.devices.flat) for sharding in shardings):
-        raise RuntimeError(
-            f"The arguments of {name} do not lie on the mesh that is the target. Give them shardings on "
-            "it, jax.ShapeDtypeStruct(..., sharding=), or jax.jit in_shardings."
-        )
+        raise RuntimeError(_not_on_mesh(name))
+
+
+def _not_on_mesh(name: str) -> str:
+    return (
+        f"The arguments of {name} do not lie on the mesh that is the target. Give them shardings on it, "
+        "jax.ShapeDtypeStruct(..., sharding=), or jax.jit in_shardings."
+    )
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

@@ -30,6 +30,7 @@ ORDER = [
     "_core/kernels/block_gemm_hopper",
     "_core/kernels/block_quantize",
     "_core/kernels/cast_transpose",
+    "_core/kernels/transpose",
     "_core/kernels/groups",
     "_core/kernels/grouped_gemm_hopper",
     "_core/qtensor",
