@@ -18,7 +18,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.jax_rules import each_alike, kind_of, merge_amax
+from fp8flax._core.jax_rules import each_alike, kind_of, manual_axes, merge_amax
 from fp8flax._core.max_dtype import (
     DIGEST_SIZE,
     digested,
@@ -129,10 +129,28 @@ def delayed_scales(configs: Sequence[DelayedConfig], states: Sequence[ScalingSta
             start = [np.float32(-np.inf)] * len(group)
             found = lax.reduce(of_group, start, _maxima, (of_group[0].ndim - 1,))
         amaxes.update(zip(group, found))
-    return [
-        _scale_from_amax(config, amaxes[i], from_max_dtype(state.scale).reshape(amaxes[i].shape))
-        for i, (config, state) in enumerate(zip(configs, states))
-    ]
+    return _of_one_array(
+        [
+            _scale_from_amax(config, amaxes[i], from_max_dtype(state.scale).reshape(amaxes[i].shape))
+            for i, (config, state) in enumerate(zip(configs, states))
+        ]
+    )
+
+
+def _of_one_array(scales: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns them as parts of one array, of which XLA computes all products by a kernel or two.
+
+    Of the three of one matmul it does not, and the array is a kernel more.
+    """
+    alike = defaultdict(list)
+    for i, scale in enumerate(scales):
+        alike[scale.shape, manual_axes(scale)].append(i)
+    found = dict(enumerate(scales))
+    for group in alike.values():
+        if len(group) > 3:
+            whole = lax.optimization_barrier(jnp.stack([scales[i] for i in group]))
+            found.update({i: lax.index_in_dim(whole, n, keepdims=False) for n, i in enumerate(group)})
+    return [found[i] for i in range(len(scales))]
 
 
 def _scale_from_digest(config: DelayedConfig, state: ScalingState) -> jax.Array:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -333,9 +333,18 @@ def on_automatic_axes(plan: Plan, f: Callable[..., Any], out_shardings: Any, *ar
 
 def scales_of(plan: Plan, states: States) -> dict[str, jax.Array]:
     """Returns the scale of each role with delayed scaling."""
-    delayed = plan.recipe.delayed
-    configs = [delayed_config(quantizer) for quantizer in delayed.values()]
-    return dict(zip(delayed, delayed_scales(configs, [getattr(states, role) for role in delayed])))
+    return scales_of_each([plan], [states])[0]
+
+
+def scales_of_each(plans: Sequence[Plan], states: Sequence[States]) -> list[dict[str, jax.Array]]:
+    """Returns ``scales_of`` of several contractions."""
+    delayed = [(i, role, q) for i, plan in enumerate(plans) for role, q in plan.recipe.delayed.items()]
+    configs = [delayed_config(quantizer) for _, _, quantizer in delayed]
+    found = delayed_scales(configs, [getattr(states[i], role) for i, role, _ in delayed])
+    scales: list[dict[str, jax.Array]] = [{} for _ in plans]
+    for (i, role, _), scale in zip(delayed, found):
+        scales[i][role] = scale
+    return scales
 
 
 class _Residuals(NamedTuple):

@@ -29,7 +29,7 @@ from fp8flax._core.differentiable import (
     named_scaling,
     quantized_with_amax,
     restored,
-    scales_of,
+    scales_of_each,
 )
 from fp8flax._core.dot_general import DotPlan
 from fp8flax._core.jax_rules import reverse_mode_only, sum_to_axes, traced_once
@@ -195,7 +195,7 @@ def _mlp_fwd(
     states: tuple[States, ...],
 ) -> tuple[jax.Array, _Residuals]:
     plans = *plan.into, plan.out_of
-    scales = [named_scaling(scales_of(one, state)) for one, state in zip(plans, states)]
+    scales = named_scaling(scales_of_each(plans, states))
     for of_one in scales[1:-1]:  # gate and up take the same input, once
         of_one["input"] = scales[0]["input"]
     entered = input_of(plan.into[0], x, scales[0]["input"])
