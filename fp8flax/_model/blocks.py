@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core.tracers import current_trace
 from jax._src import source_info_util
 
 from fp8flax._core.delayed import ScalingState
@@ -71,6 +72,8 @@ class _Block:
     """By name, in the order of the calls."""
     ops: dict[str, tuple[Fp8Op, Recipe]] = dataclasses.field(default_factory=dict)
     """By the layer's name, with the recipe in use."""
+    called: dict[str, None] = dataclasses.field(default_factory=dict)
+    """Names of the modules in it that were called, in order."""
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -103,18 +106,20 @@ class Blocks:
         self._block_of = block_of
         self._interception = interception
         self._running: list[_Block] = []
-        self._is_proving = False
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context in which blocks are computed as one."""
 
         def around(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
             scope: Any = context.module.scope
-            if self._is_proving or scope is None or context.method_name != "__call__":
+            is_call = context.method_name == "__call__" and not isinstance(context.module, Fp8Op)
+            if self._interception.is_passing or scope is None or not is_call:
                 return call(*args, **kwargs)
             block = self._running[-1] if self._running else None
             if block is not None and scope.path == block.path:  # super().__call__
                 return call(*args, **kwargs)
+            if block is not None and scope.path[:-1] == block.path:
+                block.called[scope.path[-1]] = None
             if block is not None and (name := block.name_of(scope.path)) is not None:
                 return self._run_layer(block, name, context.module, call, args, kwargs)
             said = self._block_of("/".join(scope.path))
@@ -129,7 +134,10 @@ class Blocks:
             finally:
                 self._running.pop()
             if missing := [name for name in said.names if name not in block.seen]:
-                raise block.refused(f"it does not call {' and '.join(missing)}")
+                called = ", ".join(block.called) or "none"
+                raise block.refused(
+                    f"of the modules in it, it calls {called}, and not {', '.join(missing)}"
+                )
             return result
 
         return nn.intercept_methods(around)
@@ -158,22 +166,14 @@ class Blocks:
                 )
             return seen.output
         if missing := [one for one in (first, *others) if one not in block.seen]:
-            raise block.refused(f"it calls {name} before {' and '.join(missing)}")
+            raise block.refused(f"it calls {name}, but not {' and '.join(missing)} before it")
         _check_alike(block)
-        with self._interception.unseen(), self._proving():
+        with self._interception.unseen():
             _prove(block)
         if not _can_be_one(block):
             return seen.output
         with self._interception.unseen(), source_info_util.set_name_stack(block.stack):
             return _computed(block)
-
-    @contextlib.contextmanager
-    def _proving(self) -> Iterator[None]:
-        self._is_proving = True
-        try:
-            yield
-        finally:
-            self._is_proving = False
 
 
 def _check_plain(block: _Block, name: str, layer: Any) -> None:
@@ -192,8 +192,9 @@ def _check_alike(block: _Block) -> None:
     """Raises where the layers differ in what a block has one of."""
     layers = {name: seen.layer for name, seen in block.seen.items()}
     for field in ("dtype", "param_dtype"):
-        if len({jnp.dtype(getattr(layer, field) or jnp.float32) for layer in layers.values()}) > 1:
-            found = ", ".join(f"{name} {getattr(layer, field)}" for name, layer in layers.items())
+        given = {name: getattr(layer, field) for name, layer in layers.items()}
+        if len({dtype and jnp.dtype(dtype) for dtype in given.values()}) > 1:
+            found = ", ".join(f"{dtype and jnp.dtype(dtype)} of {name}" for name, dtype in given.items())
             raise block.refused(f"its layers differ in {field}: {found}")
     if len({layers[name].use_bias for name in block.said.into}) > 1:
         raise block.refused(f"one of {' and '.join(block.said.into)} has a bias, and the other has none")
@@ -218,7 +219,11 @@ def _computed(block: _Block) -> jax.Array:
     given = [_given(block.seen[name].layer, block.ops[name][0]) for name in said.names]
     x = jnp.asarray(block.seen[said.into[0]].input)
     out = as_one(x, given, recipe, said.activation, said.names, last.layer.dtype)
-    assert (out.shape, out.dtype) == (last.output.shape, last.output.dtype)
+    if out.dtype != last.output.dtype:  # where the layers have no dtype of their own
+        raise block.refused(
+            f"{said.out_of} returns {last.output.dtype}, where it would return {out.dtype}",
+            "Give the layers a dtype.",
+        )
     return out
 
 
@@ -233,12 +238,13 @@ def _given(layer: nn.Dense, op: Fp8Op) -> Given:
     return Given(kernel, bias, States(**states))
 
 
-class _Reached(Exception):  # noqa: N818  # not an error
-    """The last layer was reached."""
+class _Stopped(Exception):  # noqa: N818  # not an error
+    """A layer was reached: the last one, or one that runs in a transformation inside of the module."""
 
-    def __init__(self, x: Any) -> None:
+    def __init__(self, name: str, *inputs: Any) -> None:
         super().__init__()
-        self.input = x
+        self.name = name
+        self.inputs = inputs
 
 
 def _prove(block: _Block) -> None:
@@ -288,14 +294,18 @@ def _retraced(block: _Block, dense: Sequence[Any]) -> Any:
 
     def around(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         path: tuple[str, ...] = getattr(context.module.scope, "path", ())
-        if context.method_name == "__call__" and len(path) == 1:
+        if context.method_name == "__call__" and len(path) == 1 and path[0] in block.said.names:
+            if current_trace() != traces[0]:
+                raise _Stopped(path[0])
             if path[0] in block.said.into:
                 return dense[block.said.into.index(path[0])]
-            if path[0] == block.said.out_of:
-                raise _Reached(*args, *kwargs.values())
+            raise _Stopped(path[0], *args, *kwargs.values())
         return call(*args, **kwargs)
 
+    traces: list[Any] = []
+
     def run(module: nn.Module) -> Any:
+        traces.append(current_trace())
         return nn.Module._call_wrapped_method(module, block.method, block.args, block.kwargs)
 
     scope: Any = block.module.scope
@@ -304,8 +314,13 @@ def _retraced(block: _Block, dense: Sequence[Any]) -> Any:
     try:
         with nn.intercept_methods(around):
             nn.apply(run, module, mutable=scope.mutable)(block.module.variables, rngs=rngs)
-    except _Reached as reached:
-        return reached.input
+    except _Stopped as stopped:
+        if not stopped.inputs:
+            raise block.refused(
+                f"{stopped.name} runs in a transformation inside of it",
+                "Put nn.remat and the like around the whole module.",
+            ) from None
+        return stopped.inputs[0]
     except Exception as error:
         error.add_note(
             f"This came up when fp8flax traced {'/'.join(block.path) or 'the model'} once more, to see "

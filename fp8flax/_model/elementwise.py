@@ -63,6 +63,10 @@ _AS_IT_IS = (
 """What leaves all values as they are, but for rounding or where they lie."""
 
 
+_CALLS = ("checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2")
+"""What computes its jaxpr, once."""
+
+
 class Unknown(NamedTuple):
     """A value that is no elementwise function of the arguments."""
 
@@ -111,17 +115,16 @@ def _constant(value: Any) -> Value:
 
 def _results(eqn: Any, operands: list[Value]) -> list[Value]:
     name, num = eqn.primitive.name, len(eqn.outvars)
-    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if isinstance(inner, ClosedJaxpr):
-        return _run(inner.jaxpr, inner.consts, operands)
-    if isinstance(inner, Jaxpr):
-        return _run(inner, (), operands)
+    if name in _CALLS:
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
     unknown = next((x for x in operands if isinstance(x, Unknown)), None)
     if unknown is not None:
         return [unknown] * num
     if name == CAST and not np.issubdtype(eqn.params["new_dtype"], np.integer):
         return [np.asarray(operands[0], np.bool_ if eqn.params["new_dtype"] == np.bool_ else np.float64)]
-    if name in _AS_IT_IS:
+    over_nothing = name == "reduce_sum" and not eqn.params["axes"]  # on meshes with explicit axes
+    if name in _AS_IT_IS or over_nothing:
         return operands
     shapes = {var.aval.shape for var in (*eqn.invars, *eqn.outvars)} - {()}
     if name in ("broadcast_in_dim", "reshape") and (len(shapes) == 1 or not np.ndim(operands[0])):

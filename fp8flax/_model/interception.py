@@ -134,6 +134,8 @@ class Interception:
         """
 
         def around(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+            if self.is_passing:
+                return call(*args, **kwargs)
             if self._leave_alone(context.module) or context.module.scope is None:
                 with self.unseen():
                     return call(*args, **kwargs)
