@@ -53,6 +53,8 @@ def magnitudes(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
 def amaxes_of_parts(
     x: Float[jax.Array, "*dims"],
     where: Bool[jax.Array, "*#dims"] | None = None,
+    *,
+    is_parameter: bool = False,
     num_parts: int | None = None,
 ) -> Float[jax.Array, " parts"]:
     """Returns numbers of which the largest is ``delayed_amax(x, where)``, for ``largest_of``.
@@ -63,34 +65,40 @@ def amaxes_of_parts(
     Args:
         x: as of ``delayed_amax``.
         where: likewise.
-        num_parts: how many parts of as many elements; None for what suits XLA.
+        is_parameter: whether it surely lies in memory in the order of its dimensions. Of what does not,
+            as of what comes out of attention, XLA would make a copy for parts of several dimensions.
+        num_parts: how many parts of as many elements, of such an array; None for what suits XLA.
     """
-    num_parts = num_parts or _num_parts(x.shape)
-    if num_parts == 1:
+    shape = x.shape if num_parts is None else (num_parts, x.size // num_parts)
+    num_leading = 1 if num_parts else _num_leading(x.shape, is_parameter)
+    if num_leading == 0:
         return delayed_amax(x, where)[None]
-    of_each, of_whole = partial(of_equal_parts, num_parts), partial(_of_whole, num_parts)
+    of_each, of_whole = (partial(f, shape, num_leading) for f in (of_equal_parts, _of_whole))
     on_cuda = partial(unless_partitioned, of_each, of_whole)
     return lax.platform_dependent(x, where, cuda=on_cuda, default=of_whole)
 
 
-def of_equal_parts(num_parts: int, x: jax.Array, where: jax.Array | None) -> jax.Array:
-    """Returns the amax of each part."""
-    return jnp.max(magnitudes(x, where).reshape(num_parts, -1), axis=1)
+def of_equal_parts(
+    shape: tuple[int, ...], num_leading: int, x: jax.Array, where: jax.Array | None
+) -> jax.Array:
+    """Returns the amax of each part: of all but the leading dimensions of an array of this shape."""
+    axes = tuple(range(num_leading, len(shape)))
+    return jnp.max(magnitudes(x, where).reshape(shape), axis=axes).reshape(-1)
 
 
-def _of_whole(num_parts: int, x: jax.Array, where: jax.Array | None) -> jax.Array:
-    return jnp.broadcast_to(delayed_amax(x, where), (num_parts,))
+def _of_whole(shape: tuple[int, ...], num_leading: int, x: jax.Array, where: jax.Array | None) -> jax.Array:
+    return jnp.broadcast_to(delayed_amax(x, where), (math.prod(shape[:num_leading]),))
 
 
-def _num_parts(shape: tuple[Any, ...]) -> int:
-    """Returns into how many equal parts, each in one piece of memory, a tensor is cut; 1 for none."""
+def _num_leading(shape: tuple[Any, ...], is_parameter: bool) -> int:
+    """Returns of how many leading dimensions the parts are, that one kernel each finds the amaxes of."""
     if not all(isinstance(size, int) and size > 0 for size in shape):
-        return 1
-    for i in range(1, len(shape)):
-        parts, size = math.prod(shape[:i]), math.prod(shape[i:])
-        if size <= _LARGEST_PART and parts <= _MOST_PARTS:
-            return parts
-    return 1
+        return 0
+    last = len(shape) - 1
+    for i in range(1 if is_parameter else max(1, last), last + 1):
+        if math.prod(shape[i:]) <= _LARGEST_PART and math.prod(shape[:i]) <= _MOST_PARTS:
+            return i
+    return 0
 
 
 def largest_of(parts: Sequence[Float[jax.Array, "*stack parts"]]) -> list[Float32[jax.Array, "*stack"]]:

@@ -189,7 +189,7 @@ class Plan:
         """Returns numbers, along a last axis, of which the largest is the ``amax`` of a prepared tensor."""
         if role in self.stacked or explicit_sharding(x) is not None:
             return self.amax(role, x, extra)[..., None]
-        return amaxes_of_parts(x)
+        return amaxes_of_parts(x, is_parameter=role == "kernel")
 
     def warn(self, *recipes: GemmRecipe) -> None:
         """Warns where the device at hand has no units for these products."""

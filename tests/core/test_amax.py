@@ -25,7 +25,7 @@ def ugly(*shape):
 @pytest.mark.parametrize("special", [0.0, np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize(
     ("shape", "parts"),
-    [((), 1), ((5,), 1), ((1, 3), 1), ((6, 5), 6), ((3, 4, 5), 3), ((20000, 2), 1), ((2, 20000), 1)],
+    [((), 1), ((5,), 1), ((1, 3), 1), ((6, 5), 6), ((3, 4, 5), 12), ((20000, 2), 1), ((2, 20000), 1)],
 )
 def test_of_parts_is_that_of_the_whole(shape, parts, special):
     x = ugly(*shape) if shape else np.float32(-2)
@@ -34,17 +34,28 @@ def test_of_parts_is_that_of_the_whole(shape, parts, special):
     x = jnp.asarray(x)
     here = jax.jit(amax.amaxes_of_parts)(x)
     assert here.shape == (parts,)
-    on_gpu = amax.of_equal_parts(parts, x, None)
-    assert on_gpu.shape == (parts,)
-    assert jnp.max(here) == jnp.max(on_gpu) == amax.delayed_amax(x) == numpys(x)
+    assert jnp.max(here) == amax.delayed_amax(x) == numpys(x)
+    if parts > 1:
+        on_gpu = amax.of_equal_parts(shape, len(shape) - 1, x, None)
+        np.testing.assert_array_equal(on_gpu, [numpys(row) for row in np.asarray(x).reshape(parts, -1)])
+
+
+def test_of_a_parameter():
+    """Of what lies in order some parts can be of several dimensions; and of any number."""
+    x = jnp.asarray(ugly(6, 32, 1024))
+    assert amax.amaxes_of_parts(x, is_parameter=True).shape == (6 * 32,)
+    assert amax.amaxes_of_parts(jnp.asarray(ugly(6, 2, 8)), is_parameter=True).shape == (6,)
+    np.testing.assert_array_equal(amax.amaxes_of_parts(x, num_parts=4), [numpys(np.asarray(x))] * 4)
+    quarters = [numpys(quarter) for quarter in np.asarray(x).reshape(4, -1)]
+    np.testing.assert_array_equal(amax.of_equal_parts((4, x.size // 4), 1, x, None), quarters)
 
 
 def test_rows_that_do_not_count_and_what_is_empty():
     x, where = jnp.asarray(ugly(8, 16)), jnp.arange(8)[:, None] < 5
     expected = numpys(np.asarray(x)[:5])
-    for parts in (amax.amaxes_of_parts(x, where), amax.of_equal_parts(8, x, where)):
+    for parts in (amax.amaxes_of_parts(x, where), amax.of_equal_parts((8, 16), 1, x, where)):
         assert jnp.max(parts) == expected
-    assert jnp.max(amax.of_equal_parts(8, x, where & False)) == -np.inf
+    assert jnp.max(amax.of_equal_parts((8, 16), 1, x, where & False)) == -np.inf
     for shape in ((0, 4), (4, 0)):
         np.testing.assert_array_equal(amax.amaxes_of_parts(jnp.zeros(shape)), [-np.inf])
 
