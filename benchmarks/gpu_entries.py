@@ -33,6 +33,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 import fp8flax as fp8
 from benchmarks import accuracy, dense, llama
 from benchmarks.common import NotMeasuredError, Row, Shape, ratio, reason_of, summary, text_of
+from fp8flax._core.kernels.transpose import can_transpose, transpose
 from fp8flax._core.qtensor import View
 from fp8flax._core.quantizers import quantized as quantize_operand
 from fp8flax.audit.compiling import Target, compile_for, find_target
@@ -629,6 +630,7 @@ def memory_loops(sizes: Sizes) -> dict[str, Callable[[], Timed]]:
         "negate-bf16": (BF16, lambda x: -x, 4),
         "negate-fp8": (E4M3, lambda x: lax.bitcast_convert_type(~codes_of(x), E4M3), 2),
         "transpose-fp8": (E4M3, lambda x: x.T, 2),
+        "transpose-fp8-by-our-kernel": (E4M3, transpose, 2),
         "transpose-bf16": (BF16, lambda x: x.T, 4),
         "amax-bf16": (BF16, amax, 2),
         "cast": (BF16, cast, 3),
@@ -651,6 +653,7 @@ def memory_loops(sizes: Sizes) -> dict[str, Callable[[], Timed]]:
         f"{name}/{n}": partial(of, n, dtype, fun, size)
         for n in sizes.squares
         for name, (dtype, fun, size) in kinds.items()
+        if fun is not transpose or can_transpose(n, n)
     }
 
 
