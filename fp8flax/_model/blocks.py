@@ -121,6 +121,8 @@ class Blocks:
             if block is not None and scope.path[:-1] == block.path:
                 block.called[scope.path[-1]] = None
             if block is not None and (name := block.name_of(scope.path)) is not None:
+                if call is not context.orig_method:  # those around all of the model are part of the proof
+                    raise block.refused(f"{name} runs in nn.intercept_methods inside of the model")
                 return self._run_layer(block, name, context.module, call, args, kwargs)
             said = self._block_of("/".join(scope.path))
             if said is None or not self._interception.provenance.has_place(scope.root):
@@ -135,9 +137,7 @@ class Blocks:
                 self._running.pop()
             if missing := [name for name in said.names if name not in block.seen]:
                 called = ", ".join(block.called) or "none"
-                raise block.refused(
-                    f"of the modules in it, it calls {called}, and not {', '.join(missing)}"
-                )
+                raise block.refused(f"of its own modules it calls {called}, and not {', '.join(missing)}")
             return result
 
         return nn.intercept_methods(around)

@@ -64,12 +64,13 @@ def quantize_model(
 
     Returns:
         A module of a subclass of ``type(model)``, equal for equal arguments. ``init`` raises ``ValueError``
-        where a pattern matched nothing or nothing is converted; ``report`` says what is and why. What is
-        not looked into: JAX's own ``lax.scan``, ``jax.checkpoint`` and custom derivatives inside a method
-        (``report`` lists what they contain), and submodules that are called from outside: on a bound model,
-        or by a function that ``nn.apply`` or ``nn.init`` gets. (The model's own ``apply`` and ``init`` do
-        look into ``method=lambda m, x: m.encoder(x)``.) It can be copied and pickled, also for another
-        process, if what ``rules`` holds can.
+        where a pattern matched nothing, nothing is converted, or a module is not the block that a
+        ``FusedMLP`` says; ``report`` says what is and why. What is not looked into: JAX's own ``lax.scan``,
+        ``jax.checkpoint`` and custom derivatives inside a method (``report`` lists what they contain), and
+        submodules that are called from outside: on a bound model, or by a function that ``nn.apply`` or
+        ``nn.init`` gets. (The model's own ``apply`` and ``init`` do look into
+        ``method=lambda m, x: m.encoder(x)``.) It can be copied and pickled, also for another process, if
+        what ``rules`` holds can.
 
     Raises:
         TypeError: ``model`` is not a Linen module, or a recipe is none.

@@ -29,18 +29,18 @@ class FusedMLP:
     and checkpoints stay as they are, and so do ``calibrate``, ``statistics`` and ``freeze``, which compute
     the layers one after the other.
 
-    That the module's ``__call__`` computes this is proven whenever it is traced, values and gradients, and
-    else an error::
+    That the module's ``__call__`` computes this is proven whenever it is traced, by values and gradients at
+    a few points; what does not is an error::
 
         out_of(activation(into[0](x)) * into[1](x))  # or, with one layer in into,
         out_of(activation(into[0](x)))
 
-    Whatever it does before ``x`` and after ``out_of`` is its own. The layers' results have their values
-    where they are read otherwise, by ``sow`` for one.
+    Whatever it does before ``x`` and after ``out_of`` is its own. What the first layers return is there for
+    what else reads it, such as ``sow``. Two of them take their input with one scale, that of the first.
 
-    The layers are computed one after the other where they have to be: see ``fp8flax.MLP``; and where the
-    other rules do not give them all one recipe of delayed scaling. Of both ``report`` knows the latter.
-    Under ``jax.jit`` XLA removes what the module has computed in vain; without it, both are computed.
+    The layers are computed one after the other where ``fp8flax.MLP`` does so too, and where the other rules
+    do not give them all the same recipe of delayed scaling; ``report`` says the latter. Under ``jax.jit``
+    XLA removes what the module has computed in vain; without it, both are computed.
 
     Attributes:
         into: the names of the one or two ``nn.Dense`` in the module that take its input; of two, the first

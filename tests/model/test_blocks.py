@@ -413,6 +413,9 @@ class Wild(nn.Module):
         if how == "a transformation inside":
             inner = nn.remat(lambda module, x: nn.silu(gate_proj(x)) * up_proj(x))
             return down_proj(inner(self, x))
+        if how == "intercepted":
+            with nn.intercept_methods(lambda call, args, kwargs, context: 2 * call(*args, **kwargs)):
+                return down_proj(nn.silu(gate_proj(x)) * up_proj(x))
         if how == "first the last":
             down_proj(normal(0, ROWS, HIDDEN))
         gate, up = gate_proj(x), up_proj(2 * x if how == "two inputs" else x)
@@ -440,6 +443,7 @@ MADE = {
         "it calls down_proj, but not gate_proj and up_proj before it",
     ),
     "inside": (Wild("a transformation inside"), "runs in a transformation inside of it. Put nn.remat"),
+    "intercepted": (Wild("intercepted"), "gate_proj runs in nn.intercept_methods inside of the model"),
     "not called": (Mlp(nn.silu, gated=False), "it calls down_proj, but not gate_proj before it"),
     "a part": (Half(), "it calls gate_proj, up_proj, and not down_proj"),
     "a subclass": (Mlp(kind=Inherited), "gate_proj is a .*Inherited, and not an nn.Dense"),
@@ -457,6 +461,18 @@ def test_other_calls_and_layers_are_refused(name):
     model, message = MADE[name]
     with pytest.raises(ValueError, match=f"It does not: .*{message}"):
         shape_of(converted(model, ("^", GATED)), normal(0, ROWS, WIDTH))
+
+
+def test_what_others_intercept_is_part_of_the_proof():
+    def halved(call, args, kwargs, context):
+        out = call(*args, **kwargs)
+        return out / 2 if type(context.module) is nn.Dense and context.module.name == "up_proj" else out
+
+    model = converted(Mlp(lambda gate, up: 2 * nn.silu(gate) * up), ("^", GATED))
+    with nn.intercept_methods(halved):
+        shape_of(model, normal(0, ROWS, WIDTH))
+    with pytest.raises(ValueError, match="with gate_proj"):
+        shape_of(model, normal(0, ROWS, WIDTH))
 
 
 def test_layers_that_differ_are_refused():
