@@ -18,7 +18,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.jax_rules import each_alike, kind_of, manual_axes, merge_amax
+from fp8flax._core.jax_rules import apart, each_alike, kind_of, manual_axes, merge_amax
 from fp8flax._core.max_dtype import (
     DIGEST_SIZE,
     digested,
@@ -188,25 +188,26 @@ def with_scale_of(other: ScalingState, own: ScalingState) -> ScalingState:
 
 # Derivation. Nothing of it is differentiated: the cotangents of the states are their next values.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def digests(axes: tuple[int, ...], states: Sequence[ScalingState]) -> list[jax.Array]:
+def digests(axes: tuple[int, ...], states: Sequence[ScalingState]) -> tuple[list[jax.Array], jax.Array]:
     """Returns the digest of each state, whose history runs along this axis; the gradient is what to keep.
 
-    States of one kind are one array here: a GPU starts a few kernels, not some for each.
+    States of one kind are one array here: a GPU starts a few kernels, not some for each. The second result
+    is a number, 0, for ``differentiated_with``.
     """
     made: dict[int, jax.Array] = {}
     for group in _alike(axes, states):
         of_group = _digests_alike(axes[group[0]], [states[i] for i in group])
         made.update(zip(group, of_group))
-    return [made[i] for i in range(len(states))]
+    return [made[i] for i in range(len(states))], jnp.zeros(())
 
 
-def _digests_fwd(axes: tuple[int, ...], states: Sequence[Any]) -> tuple[list[jax.Array], Any]:
+def _digests_fwd(axes: tuple[int, ...], states: Sequence[Any]) -> tuple[Any, Any]:
     states = [ScalingState(scale.value, history.value) for scale, history in states]
     return digests(axes, states), states
 
 
-def _digests_bwd(axes: tuple[int, ...], states: Sequence[ScalingState], cotangents: Sequence[Any]) -> Any:
-    kept = list(states)
+def _digests_bwd(axes: tuple[int, ...], states: Sequence[ScalingState], results: Any) -> Any:
+    kept, (cotangents, _) = list(states), results
     # Of what nothing read there is no cotangent.
     used = [i for i, cotangent in enumerate(cotangents) if not isinstance(cotangent, SymbolicZero)]
     for group in _alike([axes[i] for i in used], [states[i] for i in used]):
@@ -227,6 +228,17 @@ def _alike(axes: Sequence[int], states: Sequence[ScalingState]) -> list[list[int
     return list(groups.values())
 
 
+# Derivation. An identity; the number has no say in the value.
+@jax.custom_vjp
+def differentiated_with(value: Any, number: jax.Array) -> Any:
+    """Returns a value whose gradient goes to the states behind ``number``, too, be they used or not."""
+    del number
+    return value
+
+
+differentiated_with.defvjp(lambda value, number: (value, None), lambda _, g: (g, jnp.zeros(())))
+
+
 @partial(jax.jit, static_argnums=0)
 def _digests_alike(axis: int, states: Sequence[ScalingState]) -> list[jax.Array]:
     def digest(state: ScalingState) -> Digest:
@@ -236,10 +248,7 @@ def _digests_alike(axis: int, states: Sequence[ScalingState]) -> list[jax.Array]
         start = (np.float32(0),) * 3
         found = lax.reduce([(history, candidates, jnp.zeros_like(history))], [start], _largest_two, (axis,))
         largest, _, ordinary = (lax.expand_dims(x, (axis,)) for x in found[0])
-        usual = (
-            _scale_from_amax(config, bounded_amax(largest, ordinary, config.q_dtype), state.scale)
-            for config in USUAL
-        )
+        usual = (apart(partial(_bounded_scale, config))(largest, ordinary, state.scale) for config in USUAL)
         return Digest(state.scale, largest, ordinary, lax.slice_in_dim(history, 0, 1, axis=axis), *usual)
 
     return [to_digest(*each) for each in each_alike(digest, states)]
@@ -255,6 +264,7 @@ def _next_states_alike(
     of -inf that the tensor was empty. Stacked layers have a verdict each.
     """
 
+    @apart
     def next_state(old: ScalingState, new_scale: jax.Array, amax: jax.Array) -> ScalingState:
         pushed = push_amax(lax.squeeze(amax, (axis,)), jnp.moveaxis(old.amax_history, axis, -1))
         scale_ok = lax.is_finite(new_scale) & (new_scale > 0)
@@ -265,7 +275,7 @@ def _next_states_alike(
         )
 
     new_scales, amaxes, *_ = zip(*map(digested, cotangents))
-    return each_alike(next_state, olds, new_scales, amaxes)
+    return each_alike(next_state, olds, new_scales, amaxes, in_parts=True)
 
 
 def _bounded_amaxes(dtypes: Sequence[Any], histories: Sequence[jax.Array]) -> list[jax.Array]:
@@ -290,6 +300,12 @@ def _largest_two(xs: Sequence[Sequence[jax.Array]], ys: Sequence[Sequence[jax.Ar
         (lax.max(x, y), lax.max(x1, y1), lax.max(lax.min(x1, y1), lax.max(x2, y2)))
         for (x, x1, x2), (y, y1, y2) in zip(xs, ys)
     ]
+
+
+def _bounded_scale(
+    config: DelayedConfig, largest: jax.Array, ordinary: jax.Array, old_scale: jax.Array
+) -> jax.Array:
+    return _scale_from_amax(config, bounded_amax(largest, ordinary, config.q_dtype), old_scale)
 
 
 def _scale_from_amax(config: DelayedConfig, amax: jax.Array, old_scale: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """What JAX must be told: what layers share, how an amax merges over a batch, what has no forward mode.
 
-Internals: ``jax.extend.core`` and ``jax.interpreters``, to define primitives: shown to other libraries, but
-under no promise that they stay.
+Internals: ``jax.extend.core`` and ``jax.interpreters``, to define primitives, and ``jax.experimental``'s
+``set_xla_metadata``: shown to other libraries, but under no promise that they stay.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
@@ -82,8 +83,42 @@ def kind_of(x: Any) -> Any:
     return jax.typeof(x), None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
 
 
+# An identity that tells XLA not to inline the function whose result it is given. On CPUs alone: a GPU would
+# start more kernels. (Its rules are not cached, which would give them an argument in the place of a call.)
+_apart_p = Primitive("fp8_apart")
+_apart_p.def_impl(lambda x: x)
+_apart_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_apart_p, lambda ctx, x: [x], cacheable=False)
+mlir.register_lowering(
+    _apart_p,
+    mlir.lower_fun(functools.partial(set_xla_metadata, inlineable="false"), multiple_results=False),
+    platform="cpu",
+    cacheable=False,
+)
+batching.primitive_batchers[_apart_p] = lambda args, dims: (_apart_p.bind(*args), dims[0])
+
+
+def apart(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Jits a function of arrays that XLA compiles for CPUs by itself, not as a part of what reads it.
+
+    There XLA computes again in every kernel what is cheap: the arithmetic of scalars then stands in all
+    that read them. Kernels that are the same are compiled once, wherever they are called.
+    """
+    jitted = jax.jit(f)
+
+    def call(*args: Any) -> Any:
+        (first, *rest), treedef = jax.tree.flatten(jitted(*args))
+        return treedef.unflatten([_apart_p.bind(first), *rest])
+
+    return call
+
+
 def each_alike(
-    f: Callable[..., Any], *args: Sequence[Any], read_once: bool = True, loops: bool = False
+    f: Callable[..., Any],
+    *args: Sequence[Any],
+    read_once: bool = True,
+    in_parts: bool = False,
+    loops: bool = False,
 ) -> list[Any]:
     """Returns ``[f(*each) for each in zip(*args)]``, of trees of arrays that can be stacked.
 
@@ -95,6 +130,8 @@ def each_alike(
         *args: its arguments, a list of each.
         read_once: whether each array is read by one kernel alone. Where a step is donated arrays that
             several kernels read, XLA copies them before it writes the next values over them.
+        in_parts: whether GPUs compute ``f`` of each part of that array, and not of the whole: for large
+            results that a step returns, each in a place of its own, so that no array of all is cut up.
         loops: whether CPUs do it in a loop, and not one by one. Either may compile in half the time of the
             other, depending on what is around it: to be measured for each call.
     """
@@ -106,17 +143,24 @@ def each_alike(
         once = jax.jit(f)  # traced once
         return [once(*each) for each in zip(*args)]
 
-    def stacked(run: Callable[..., Any], *args: Any) -> list[Any]:
+    def stacked(run: Callable[..., Any], *args: Any) -> Any:
         whole = jax.tree.map(lambda *xs: jnp.stack(xs), *zip(*args))
-        results = run(*(lax.optimization_barrier(whole) if read_once else whole))
-        return [jax.tree.map(lambda x, i=i: x[i], results) for i in range(number)]
+        return run(*(lax.optimization_barrier(whole) if read_once else whole))
 
-    in_a_loop = functools.partial(stacked, lambda *xs: lax.map(lambda each: f(*each), xs))
-    return lax.platform_dependent(
-        *map(list, args),
-        cpu=in_a_loop if loops else one_by_one,
-        default=functools.partial(stacked, jax.vmap(f)),
-    )
+    def parts(tree: Any) -> list[Any]:
+        return [
+            jax.tree.map(lambda x, i=i: lax.index_in_dim(x, i, keepdims=False), tree) for i in range(number)
+        ]
+
+    def in_a_loop(*args: Any) -> list[Any]:
+        return parts(stacked(lambda *xs: lax.map(lambda each: f(*each), xs), *args))
+
+    def at_once(*args: Any) -> list[Any]:
+        if in_parts:
+            return one_by_one(*stacked(lambda *xs: map(parts, xs), *args))
+        return parts(stacked(jax.vmap(f), *args))
+
+    return lax.platform_dependent(*map(list, args), cpu=in_a_loop if loops else one_by_one, default=at_once)
 
 
 def manual_axes(x: Any) -> frozenset[str]:

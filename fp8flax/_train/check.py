@@ -16,7 +16,15 @@ from fp8flax._core.delayed import ScalingState
 from fp8flax._core.jax_rules import each_alike, vary_alike
 from fp8flax._core.names import ROLES, state_leaf_names
 from fp8flax._core.scaling import SMALLEST_SCALE, power_of_two, scale_exponent
-from fp8flax._train.collection import alike, find_pairs, find_state, history_axis, next_state, path_str
+from fp8flax._train.collection import (
+    alike,
+    find_pairs,
+    find_state,
+    history_axis,
+    is_step,
+    next_state,
+    path_str,
+)
 
 # Past entries may differ by the rounding of an average over devices, of one number.
 _TOLERANCE = 2.0**-20
@@ -54,8 +62,11 @@ def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
         TypeError: a leaf of scaling state in ``new`` is not float32.
         ValueError: the structures or the shapes of the scaling state differ.
     """
-    old_leaves = jax.tree_util.tree_flatten_with_path(old)[0]
-    leaves, treedef = jax.tree.flatten(next_state(old, new, poisonable=False))
+    old_leaves, treedef = jax.tree_util.tree_flatten_with_path(old)
+    leaves = treedef.flatten_up_to(new)
+    if all(is_step(before, after) for (_, before), after in zip(old_leaves, leaves)):
+        return new, []
+    leaves = jax.tree.leaves(next_state(old, new, poisonable=False))
     given_up = []
     for axis, pairs in alike([path for path, _ in old_leaves], [leaf for _, leaf in old_leaves], leaves):
         if axis is None:

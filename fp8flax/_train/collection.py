@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -107,8 +108,17 @@ def merge_by_max(tree: Any, *, resolve: bool = True) -> Any:
     Raises:
         TypeError: a leaf of scaling state is not float32.
     """
+    return merged_with_numbers(tree, resolve=resolve)[0]
+
+
+def merged_with_numbers(tree: Any, *, resolve: bool = True) -> tuple[Any, list[jax.Array]]:
+    """Returns what ``merge_by_max`` does, and numbers for ``differentiated_with``: none without state.
+
+    Where the value that is differentiated goes through it, the gradient is the state to keep even if the
+    value depends on no state at all.
+    """
     paths, leaves, treedef = _flatten(tree)
-    merged = list(leaves)
+    merged, numbers = list(leaves), []
     is_state = find_state(paths)
     for path, leaf, found in zip(paths, leaves, is_state):
         if found:
@@ -118,7 +128,9 @@ def merge_by_max(tree: Any, *, resolve: bool = True) -> Any:
         pairs = {pair: history_axis(*(leaves[i] for i in pair)) for pair in find_pairs(paths)}
         pairs = {pair: axis for pair, axis in pairs.items() if axis is not None and places.issuperset(pair)}
         states = [ScalingState(leaves[i], leaves[j]) for i, j in pairs]
-        for (i, j), digest in zip(pairs, digests(tuple(pairs.values()), states)):
+        made, number = digests(tuple(pairs.values()), states)
+        numbers += [number] if pairs else []
+        for (i, j), digest in zip(pairs, made):
             # Of the history only the shape is read.
             merged[i], merged[j] = digest, to_max_dtype(lax.stop_gradient(leaves[j]))
             places -= {i, j}
@@ -129,25 +141,33 @@ def merge_by_max(tree: Any, *, resolve: bool = True) -> Any:
     for i, (node, _, name) in names.items():
         rest.setdefault(node, {})[name] = leaves[i]
     if places:
-        cast = _cast_to_max if resolve else partial(jax.tree.map, to_max_dtype)
-        rest = cast({OVERWRITE_WITH_GRADIENT: rest})[OVERWRITE_WITH_GRADIENT]
+        collection = {OVERWRITE_WITH_GRADIENT: rest}
+        if resolve:
+            collection, number = _cast_to_max(collection)
+            numbers.append(number)
+        else:
+            collection = jax.tree.map(to_max_dtype, collection)
+        rest = collection[OVERWRITE_WITH_GRADIENT]
     for i, (node, _, name) in names.items():
         merged[i] = rest[node][name]
-    return treedef.unflatten(merged)
+    return treedef.unflatten(merged), numbers
 
 
 @jax.custom_vjp
-def _cast_to_max(state: Any) -> Any:
-    """Casts a collection to ``fp32_max_grad``; its gradient is the state to keep, poison resolved."""
-    return jax.tree.map(to_max_dtype, state)
+def _cast_to_max(state: Any) -> tuple[Any, jax.Array]:
+    """Casts a collection to ``fp32_max_grad``; its gradient is the state to keep, poison resolved.
+
+    The second result is a number, as that of ``digests``.
+    """
+    return jax.tree.map(to_max_dtype, state), jnp.zeros(())
 
 
 def _cast_to_max_fwd(state: Any) -> Any:
-    return jax.tree.map(to_max_dtype, state), state
+    return _cast_to_max(state), state
 
 
-def _cast_to_max_bwd(old: Any, merged: Any) -> Any:
-    return (next_state(old, merged),)
+def _cast_to_max_bwd(old: Any, cotangents: Any) -> Any:
+    return (next_state(old, cotangents[0]),)
 
 
 _cast_to_max.defvjp(_cast_to_max_fwd, _cast_to_max_bwd)
@@ -259,6 +279,36 @@ def next_state(old: Any, new: Any, *, poisonable: bool = True) -> Any:
         for (i, j), kept in zip(pairs, _next_states(olds, news, poisonable)):
             new_leaves[i], new_leaves[j] = kept
     return treedef.unflatten(new_leaves)
+
+
+# By the id of a tracer, that of a leaf of scaling state after a step: it, and the leaf before the step.
+_steps: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+
+
+def remember_step(old: Any, new: Any) -> None:
+    """Remembers, for as long as they are traced, that ``new`` is what a step leaves of ``old``.
+
+    Args:
+        old: a tree of variables.
+        new: the gradient with respect to it, whose scaling state is the one to keep.
+    """
+    old_leaves, treedef = jax.tree_util.tree_flatten_with_path(old)
+    is_state = find_state([path for path, _ in old_leaves])
+    for (_, before), after, found in zip(old_leaves, treedef.flatten_up_to(new), is_state):
+        if found and isinstance(before, jax.core.Tracer) and isinstance(after, jax.core.Tracer):
+            place = id(after)
+            forget = partial(_forget, place)
+            _steps[place] = weakref.ref(after, forget), weakref.ref(before)
+
+
+def _forget(place: int, _: Any) -> None:
+    _steps.pop(place, None)
+
+
+def is_step(old: Any, new: Any) -> bool:
+    """Tells whether one leaf is known to be what a step leaves of the other."""
+    after, before = _steps.get(id(new), (None, None))
+    return after is not None and before is not None and after() is new and before() is old
 
 
 def split_state(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:

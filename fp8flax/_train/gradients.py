@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8flax._core.delayed import differentiated_with
 from fp8flax._core.jax_rules import current_manual_axes, merged_in
 from fp8flax._core.max_dtype import is_max_dtype, of_floats, to_floats
-from fp8flax._train.collection import map_state, merge_by_max, next_state, unmerge
+from fp8flax._train.collection import map_state, merge_by_max, merged_with_numbers, remember_step, unmerge
 from fp8flax._train.hoisting import hoisted
 
 
@@ -65,11 +66,15 @@ def value_and_grad(
     positions = (operator.index(argnums),) if single else tuple(map(operator.index, argnums))  # type: ignore
 
     def merged_fun(*args: Any, **kwargs: Any) -> Any:
-        merged = list(args)
+        merged, numbers = list(args), []
         for i in positions:
-            merged[i] = merge_by_max(args[i])
+            merged[i], of_state = merged_with_numbers(args[i])
+            numbers += of_state
         with merged_in(current_manual_axes()):
-            return unmerge(fun(*merged, **kwargs))
+            out = unmerge(fun(*merged, **kwargs))
+        for number in numbers:
+            out = _differentiated_with(out, number, has_aux)
+        return out
 
     jax_value_and_grad = jax.value_and_grad(merged_fun, positions, has_aux, holomorphic, allow_int)
 
@@ -78,10 +83,19 @@ def value_and_grad(
         # Inside of another one, the state comes as that has merged it; it is not differentiated twice.
         args = tuple(unmerge(arg) if i in positions else arg for i, arg in enumerate(args))
         value, grads = jax_value_and_grad(*args, **kwargs)
-        grads = tuple(next_state(args[i], g, poisonable=False) for i, g in zip(positions, grads))
+        for i, g in zip(positions, grads):
+            remember_step(args[i], g)
         return value, grads[0] if single else grads
 
     return value_and_grad_fun
+
+
+def _differentiated_with(out: Any, number: jax.Array, has_aux: bool) -> Any:
+    """Returns the result of a function, with its value ``differentiated_with`` a number."""
+    if not has_aux:
+        return differentiated_with(out, number)
+    value, aux = out
+    return differentiated_with(value, number), aux
 
 
 def grad(
@@ -237,7 +251,9 @@ def accumulate(
         return grads, carry, value, aux
 
     grads, carry, value, aux = run(variables, carry, microbatches)
-    return jnp.sum(value, axis=0), jax.tree.map(_cotangent, grads), carry, aux
+    grads = jax.tree.map(_cotangent, grads)
+    remember_step(variables, grads)
+    return jnp.sum(value, axis=0), grads, carry, aux
 
 
 def _zeros(leaf: jax.Array) -> jax.Array:

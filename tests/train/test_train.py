@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import warnings
 from functools import partial
 
@@ -17,6 +18,7 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
+from fp8flax._train import collection
 from tests.cases import normal, variables_of
 
 pytestmark = pytest.mark.oldest
@@ -911,3 +913,56 @@ def test_training_in_fp8_keeps_up_with_float32():
         in_fp8, in_float32 = train(Op), train(None)
     assert in_float32[-1] < 0.1 * in_float32[0]
     assert in_fp8[-1] < 0.15 * in_float32[0]
+
+
+def steps_with(change, value, num_steps=3):
+    """Returns the states after steps whose scaling state was changed since, and the jaxpr of one."""
+    tx = optax.sgd(0.1)
+    state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=tx)
+
+    def step(state, x):
+        grads = fp8.grad(mse)(state.params, x)
+        return state.apply_gradients(grads={**grads, OWG: jax.tree.map(change, grads[OWG])})
+
+    jitted, states = jax.jit(step), []
+    for i in range(num_steps):
+        state = jitted(state, (X * 3.0**i).at[0, 0].set(value if i == 1 else 1.0))
+        states.append(state.params)
+    return states, str(jax.make_jaxpr(step)(state, X))
+
+
+@pytest.mark.parametrize("value", [1.0, np.nan, 0.0])
+def test_what_a_step_left_is_not_judged(value):
+    """State that went straight into apply_gradients; the values are those of state that is judged."""
+    straight, program = steps_with(lambda x: x, value)
+    judged, program_with_judge = steps_with(lambda x: x * 1, value)
+    jax.tree.map(np.testing.assert_array_equal, straight, judged)
+    assert "name=judge" in program_with_judge
+    assert "name=judge" not in program
+
+
+def test_state_of_another_step_is_judged():
+    """And that of the same step, if it is not what the optimizer's state holds."""
+    state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=optax.sgd(0.1))
+
+    def program(before):
+        def step(state):
+            grads = fp8.grad(lambda v: mse(v, X))(before(state.params))
+            return state.apply_gradients(grads=grads)
+
+        return str(jax.make_jaxpr(step)(state))
+
+    assert "name=judge" not in program(lambda v: v)
+    assert "name=judge" in program(lambda v: jax.tree.map(lambda x: x * 1, v))
+    gc.collect()
+    assert not collection._steps
+
+
+def test_a_value_that_depends_on_no_state_leaves_all_as_it_is():
+    def value_and_state(v):
+        value, grads = fp8.value_and_grad(lambda v: jnp.sum(v["params"]["first"]["bias"]))(v)
+        return value, grads[OWG]
+
+    value, state = jax.jit(value_and_state)(VARIABLES)
+    assert value == jnp.sum(VARIABLES["params"]["first"]["bias"])
+    jax.tree.map(np.testing.assert_array_equal, state, VARIABLES[OWG])

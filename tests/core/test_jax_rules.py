@@ -1,0 +1,39 @@
+"""What XLA is told of functions: that a CPU's program calls some of them, and a GPU's has them inlined."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8flax._core.jax_rules import apart, each_alike
+
+
+def halved(x):
+    return {"halves": x / 2, "is_small": x < 1}
+
+
+@pytest.mark.oldest
+def test_a_function_apart_is_called_on_cpus_alone():
+    traced = jax.jit(apart(halved)).trace(jnp.ones(3))
+    assert 'inlineable = "false"' in traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert "inlineable" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert " call(" in traced.lower().compile().as_text()
+
+
+def test_a_function_apart_is_that_function():
+    x = jnp.array([0.5, 3.0])
+    for f in (apart(halved), jax.jit(apart(halved)), jax.vmap(apart(halved))):
+        result = f(x)
+        np.testing.assert_array_equal(result["halves"], [0.25, 1.5])
+        np.testing.assert_array_equal(result["is_small"], [True, False])
+
+
+@pytest.mark.parametrize("kind", [{}, {"in_parts": True}, {"loops": True}, {"read_once": False}])
+def test_each_alike_is_each(kind):
+    def f(x, pair):
+        return x + pair[0], pair[1] - 1
+
+    xs, pairs = [jnp.float32(1), jnp.float32(2)], [(jnp.ones(2), jnp.zeros(3)), (jnp.zeros(2), jnp.ones(3))]
+    found = jax.jit(lambda *args: each_alike(f, *args, **kind))(xs, pairs)
+    jax.tree.map(np.testing.assert_array_equal, found, [f(*each) for each in zip(xs, pairs)])
+    assert len(each_alike(f, xs[:1], pairs[:1], **kind)) == 1
