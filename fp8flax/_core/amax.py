@@ -53,11 +53,12 @@ def magnitudes(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
 def amaxes_of_parts(
     x: Float[jax.Array, "*dims"],
     where: Bool[jax.Array, "*#dims"] | None = None,
+    codes: Any = (),
     *,
     is_parameter: bool = False,
     num_parts: int | None = None,
-) -> Float[jax.Array, " parts"]:
-    """Returns numbers of which the largest is ``delayed_amax(x, where)``, for ``largest_of``.
+) -> tuple[Float[jax.Array, " parts"], Any]:
+    """Returns numbers of which the largest is ``delayed_amax(x, where)``, and the codes.
 
     On one GPU they are the amaxes of equal parts; elsewhere, and where XLA splits the program over several
     devices, which would else exchange all of them, each is that of the whole.
@@ -65,6 +66,8 @@ def amaxes_of_parts(
     Args:
         x: as of ``delayed_amax``.
         where: likewise.
+        codes: a tree of arrays made of ``x``, to be computed together with the amaxes, so that XLA reads
+            the wide tensor once for all.
         is_parameter: whether it surely lies in memory in the order of its dimensions. Of what does not,
             as of what comes out of attention, XLA would make a copy for parts of several dimensions.
         num_parts: how many parts of as many elements, of such an array; None for what suits XLA.
@@ -72,22 +75,28 @@ def amaxes_of_parts(
     shape = x.shape if num_parts is None else (num_parts, x.size // num_parts)
     num_leading = 1 if num_parts else _num_leading(x.shape, is_parameter)
     if num_leading == 0:
-        return delayed_amax(x, where)[None]
+        amax, codes = lax.optimization_barrier((delayed_amax(x, where), codes))
+        return amax[None], codes
     of_each, of_whole = (partial(f, shape, num_leading) for f in (of_equal_parts, _of_whole))
     on_cuda = partial(unless_partitioned, of_each, of_whole)
-    return lax.platform_dependent(x, where, cuda=on_cuda, default=of_whole)
+    return lax.platform_dependent(x, where, codes, cuda=on_cuda, default=of_whole)
 
 
 def of_equal_parts(
-    shape: tuple[int, ...], num_leading: int, x: jax.Array, where: jax.Array | None
-) -> jax.Array:
+    shape: tuple[int, ...], num_leading: int, x: jax.Array, where: jax.Array | None, codes: Any
+) -> tuple[jax.Array, Any]:
     """Returns the amax of each part: of all but the leading dimensions of an array of this shape."""
     axes = tuple(range(num_leading, len(shape)))
-    return jnp.max(magnitudes(x, where).reshape(shape), axis=axes).reshape(-1)
+    amaxes = jnp.max(magnitudes(x, where).reshape(shape), axis=axes).reshape(-1)
+    return lax.optimization_barrier((amaxes, codes))
 
 
-def _of_whole(shape: tuple[int, ...], num_leading: int, x: jax.Array, where: jax.Array | None) -> jax.Array:
-    return jnp.broadcast_to(delayed_amax(x, where), (math.prod(shape[:num_leading]),))
+def _of_whole(
+    shape: tuple[int, ...], num_leading: int, x: jax.Array, where: jax.Array | None, codes: Any
+) -> tuple[jax.Array, Any]:
+    amax, codes = lax.optimization_barrier((delayed_amax(x, where), codes))
+    # Behind the barrier, where XLA sees that the largest of them is the one.
+    return jnp.broadcast_to(amax, (math.prod(shape[:num_leading]),)), codes
 
 
 def _num_leading(shape: tuple[Any, ...], is_parameter: bool) -> int:

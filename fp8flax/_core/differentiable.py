@@ -185,11 +185,15 @@ class Plan:
         del extra
         return jax.vmap(delayed_amax)(x) if role in self.stacked else delayed_amax(x)
 
-    def amaxes(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
-        """Returns numbers, along a last axis, of which the largest is the ``amax`` of a prepared tensor."""
+    def amaxes(self, role: str, x: jax.Array, extra: Extra, codes: Any = ()) -> tuple[jax.Array, Any]:
+        """Returns numbers, along a last axis, of which the largest is the ``amax`` of a prepared tensor.
+
+        They are computed together with the codes, a tree of arrays, which are returned, too.
+        """
         if role in self.stacked or explicit_sharding(x) is not None:
-            return self.amax(role, x, extra)[..., None]
-        return amaxes_of_parts(x, is_parameter=role == "kernel")
+            amax, codes = lax.optimization_barrier((self.amax(role, x, extra), codes))
+            return amax[..., None], codes
+        return amaxes_of_parts(x, None, codes, is_parameter=role == "kernel")
 
     def warn(self, *recipes: GemmRecipe) -> None:
         """Warns where the device at hand has no units for these products."""
@@ -271,13 +275,16 @@ def quantized_with_amax(
 ) -> tuple[Any, Any, jax.Array | None]:
     """Returns a tensor for its two products, and its amaxes where it has delayed scaling."""
     first, second = _quantized_for_both(plan, role, x, scale)
-    amaxes = None if scale is None else plan.amaxes(role, x, extra)
     # Together, so that XLA reads the wide tensor once for all, and does not cast it a second time where
     # a GEMM wants it transposed. (For kernels that saves nothing, and a policy that recomputes the
     # quantized kernel would take the amax along.)
     codes = [q.codes if isinstance(q, QTensor) else None for q in (first, second)]
     is_shared = codes[0] is codes[1]
-    codes, amaxes = lax.optimization_barrier((codes[:1] if is_shared else codes, amaxes))
+    codes = codes[:1] if is_shared else codes
+    if scale is None:
+        amaxes, codes = None, lax.optimization_barrier(codes)
+    else:
+        amaxes, codes = plan.amaxes(role, x, extra, codes)
     first, second = (
         dataclasses.replace(q, codes=c) if isinstance(q, QTensor) else q
         for q, c in zip((first, second), codes * 2 if is_shared else codes)
@@ -430,7 +437,7 @@ def kernel_of(plan: Plan, rhs: jax.Array, scale: jax.Array | None, extra: Extra 
     """Returns the kernel, quantized."""
     rhs = plan.prepared("kernel", rhs, extra)
     first, second = _quantized_for_both(plan, "kernel", rhs, scale)
-    amaxes = None if scale is None else plan.amaxes("kernel", rhs, extra)
+    amaxes = None if scale is None else plan.amaxes("kernel", rhs, extra)[0]
     kept = _kept(plan, "kernel", _KERNEL_NAME, second, scale)
     if _serves_both(plan, "kernel"):
         first = _transposed(plan, "kernel", restored(plan, "kernel", kept))

@@ -182,11 +182,11 @@ class RaggedPlan(Plan):
         (group_sizes,) = extra
         return delayed_amax(x, self._is_grouped(x.shape[0], group_sizes))
 
-    def amaxes(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+    def amaxes(self, role: str, x: jax.Array, extra: Extra, codes: Any = ()) -> tuple[jax.Array, Any]:
         if role == "kernel":
-            return super().amaxes(role, x, extra)
+            return super().amaxes(role, x, extra, codes)
         (group_sizes,) = extra
-        return amaxes_of_parts(x, self._is_grouped(x.shape[0], group_sizes))
+        return amaxes_of_parts(x, self._is_grouped(x.shape[0], group_sizes), codes)
 
     def _is_grouped(self, rows: int, group_sizes: jax.Array) -> jax.Array:
         """Tells which of the first rows belong to an expert, ``(rows, 1)``."""

@@ -92,9 +92,7 @@ def _cast_in_jax(casting: Casting, scales: Sequence[jax.Array], *args: jax.Array
     num_parts = None if grid is None else math.prod(grid)  # as of the kernel
     wide = casting.f(*(arg.astype(jnp.float32) for arg in args))
     for x, dtype, scale in zip(wide, casting.dtypes, scales):
-        codes = quantize(x, dtype, scale)
-        amaxes = amaxes_of_parts(x, num_parts=num_parts)
-        codes, amaxes = lax.optimization_barrier((codes, amaxes))  # in one pass over x
+        amaxes, codes = amaxes_of_parts(x, None, quantize(x, dtype, scale), num_parts=num_parts)
         sums = jnp.sum(x, axis=0) if casting.has_sums else None
         results.append(Cast(codes, codes.T, amaxes, sums))
     return results
