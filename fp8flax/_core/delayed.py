@@ -332,21 +332,18 @@ def next_state_of(
     # That shares the data of the amax which is batched, and varies, as the state is.
     like = new_scale.reshape(amax.shape) if state is None else from_max_dtype(state.amax_history)[..., 0]
     amax = merge_amax(amax.astype(jnp.float32), like)
-    is_usable = lax.is_finite(amax)
     # Of what other uses say a NaN or Inf anywhere must win over all, as it would in one call on the
-    # concatenated data. Whoever overwrites the state then keeps the old history. An empty tensor has
-    # nothing to say: -inf leaves the word to the other uses.
-    is_empty = amax == -jnp.inf
-    merged = jnp.where(is_usable, amax, jnp.inf)
+    # concatenated data: its amax is inf. Whoever overwrites the state then keeps the old history. An empty
+    # tensor has nothing to say: -inf leaves the word to the other uses.
     if state is None:
-        numbers = new_scale.reshape(amax.shape), jnp.where(is_empty, -jnp.inf, merged)
+        numbers = new_scale.reshape(amax.shape), amax
         none = [jnp.zeros_like(amax)] * (DIGEST_SIZE - len(numbers))
         return ScalingState(to_digest(*(x[..., None] for x in (*numbers, *none))), None)  # type: ignore
     history, new_scale = from_max_dtype(state.amax_history), new_scale.reshape(state.scale.shape)
     if not is_max_dtype(state.scale):
-        kept = jnp.where(is_usable[..., None], push_amax(amax, history), history)
+        kept = jnp.where(lax.is_finite(amax)[..., None], push_amax(amax, history), history)
         return ScalingState(new_scale, kept)
-    pushed = jnp.where(is_empty[..., None], -jnp.inf, push_amax(merged, history))
+    pushed = jnp.where((amax == -jnp.inf)[..., None], -jnp.inf, push_amax(amax, history))
     return ScalingState(to_max_dtype(new_scale), to_max_dtype(pushed))
 
 

@@ -139,8 +139,9 @@ def each_alike(
     if number == 1:
         return [f(*(arg[0] for arg in args))]
 
+    once = jax.jit(f)  # traced once, for all of what follows
+
     def one_by_one(*args: Any) -> list[Any]:
-        once = jax.jit(f)  # traced once
         return [once(*each) for each in zip(*args)]
 
     def stacked(run: Callable[..., Any], *args: Any) -> Any:
@@ -158,7 +159,7 @@ def each_alike(
     def at_once(*args: Any) -> list[Any]:
         if in_parts:
             return one_by_one(*stacked(lambda *xs: map(parts, xs), *args))
-        return parts(stacked(jax.vmap(f), *args))
+        return parts(stacked(jax.vmap(once), *args))
 
     return lax.platform_dependent(*map(list, args), cpu=in_a_loop if loops else one_by_one, default=at_once)
 
