@@ -11,6 +11,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax.audit import compiling, kernels
+from fp8flax.demo import training
 from tests.cases import struct
 
 pytestmark = [
@@ -18,6 +19,12 @@ pytestmark = [
     pytest.mark.usefixtures("gpu"),
     pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _optax_promotes():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 class Layer(nn.Module):
@@ -41,31 +48,40 @@ class Layer(nn.Module):
         return x + dense(4096, name="down")(nn.silu(gate) * up)
 
 
-def figures(op, mlp=None):
-    """Returns the kernels of a step of 2 layers, the MiB that they move beside GEMMs, and temporary MiB."""
-    model, x = nn.Sequential([Layer(op, mlp), Layer(op, mlp)]), struct(8192, 4096)
-
-    def initial(x):
-        return fp8.TrainState.create(
-            apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=optax.adamw(1e-4)
-        )
+def step_of(apply):
+    """Returns a jitted step of a train state, whose loss is a mean of squares."""
 
     def step(state, x):
         def loss(variables):
-            return jnp.mean(jnp.square(state.apply_fn(variables, x).astype(jnp.float32)))
+            return jnp.mean(jnp.square(apply(state, variables, x).astype(jnp.float32)))
 
         value, grads = fp8.value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), value
 
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        program = compiling.compile_for(
-            compiling.find_target("h200"),
-            jax.jit(step, donate_argnums=0),
-            (jax.eval_shape(initial, x), x),
-        )
-    found = kernels.read(program.as_text()).kernels
+    return jax.jit(step, donate_argnums=0)
+
+
+def state_of(model, *args):
+    def initial(*args):
+        params = model.init(jax.random.key(0), *args)
+        return fp8.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-4))
+
+    return jax.eval_shape(initial, *args)
+
+
+def read(step, *args):
+    """Returns the kernels of a program compiled for an H200, and its temporary bytes."""
+    program = compiling.compile_for(compiling.find_target("h200"), step, args)
+    return kernels.read(program.as_text()).kernels, program.memory_analysis().temp_size_in_bytes
+
+
+def figures(op, mlp=None):
+    """Returns the kernels of a step of 2 layers, the MiB that they move beside GEMMs, and temporary MiB."""
+    model, x = nn.Sequential([Layer(op, mlp), Layer(op, mlp)]), struct(8192, 4096)
+    step = step_of(lambda state, variables, x: state.apply_fn(variables, x))
+    found, temporary = read(step, state_of(model, x), x)
     others = sum(k.bytes for k in found if not k.dots) // 2**20
-    return len(found), others, program.memory_analysis().temp_size_in_bytes // 2**20
+    return len(found), others, temporary // 2**20
 
 
 def test_of_a_llama():
@@ -85,3 +101,41 @@ def test_of_a_llama():
     assert block[0] <= sharing[0] + 12
     assert block[1] <= 1.05 * wide[1]
     assert block[1] <= sharing[1] - 1000
+
+
+def test_of_the_demo():
+    """410 in bfloat16."""
+    settings = training.Settings()
+    state = jax.eval_shape(partial(training.make_state, "fp8", 0, settings))
+    windows = struct(settings.batch_size, settings.length + 1, dtype=jnp.int32)
+    found, _ = read(training.train_step, state, windows)
+    assert len(found) <= 560
+
+
+class Scanned(Layer):
+    width: int = 1024
+
+    @nn.compact
+    def __call__(self, x, _):
+        dense = partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=self.op)
+        norm = partial(nn.LayerNorm, dtype=jnp.bfloat16)
+        h = norm()(x)
+        query, key, value = (dense(self.width, name=name)(h) for name in ("query", "key", "value"))
+        x = x + dense(self.width, name="out")(nn.tanh(query) * key + value)
+        h = norm()(x)
+        gate, up = (dense(4 * self.width, name=name)(h) for name in ("gate", "up"))
+        return x + dense(self.width, name="down")(nn.silu(gate) * up), None
+
+
+def test_of_layers_under_scan_and_remat():
+    """345 are run in bfloat16."""
+    lifted = nn.scan(
+        nn.remat(Scanned, prevent_cse=False),
+        variable_axes={"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0},
+        split_rngs={"params": True},
+        length=4,
+    )
+    model, x = lifted(fp8.Fp8DotGeneralOp), struct(8192, 1024)
+    step = step_of(lambda state, variables, x: state.apply_fn(variables, x, None)[0])
+    found, _ = read(step, state_of(model, x, None), x)
+    assert sum(kernel.trip_count for kernel in found) <= 672
