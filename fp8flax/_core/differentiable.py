@@ -135,6 +135,8 @@ class Plan:
     """Of products that do not run in FP8."""
     dequantized: bool = False
     """Whether all products are computed in the operands' wide dtypes, as a reference."""
+    is_packed: bool = False
+    """Whether the kernel comes as codes, which lie in memory as the kernel did."""
 
     stacked: ClassVar[tuple[str, ...]] = ()
     """Roles whose tensors are stacked along their first axis, each with scales of its own."""
@@ -721,6 +723,7 @@ def contract(
             return plan.wide(lhs, rhs, extra)
     if kernel is not None:
         plan.warn(plan.recipe.forward)
+        plan = dataclasses.replace(plan, is_packed=True)
         fixed = _Fixed({} if input_scale is None else {"input": input_scale}, kernel)
         return _frozen(plan, lhs, lax.stop_gradient(rhs), extra, fixed)
     states = _checked_states(plan, states)

@@ -160,6 +160,7 @@ class DotPlan(Plan):
             precision=self.precision,
             dequantized=self.dequantized,
             name=name,
+            is_packed=self.is_packed,
         )
 
     @cached_property

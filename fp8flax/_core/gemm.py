@@ -37,6 +37,8 @@ class Gemm(NamedTuple):
     name: str = ""
     """Which of a contraction's three it is: ``"forward"``, ``"dgrad"`` or ``"wgrad"``; empty for a part of
     one."""
+    is_packed: bool = False
+    """Whether the codes of the right operand lie in memory, and are not made for this GEMM."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -51,8 +51,10 @@ class Accumulation:
       copies of the operands, and accumulates as that kernel does.
 
     The first two ask for cublasLt, which takes sizes that are multiples of 16; a GEMM with another size
-    runs as ``"default"``, and so does e5m2 times e5m2, which cublasLt does not know. Where FP8 is emulated,
-    and where scales are per block, everything accumulates in float32.
+    runs as ``"default"``, and so does e5m2 times e5m2, which cublasLt does not know. On Hopper ``"fast"``
+    GEMMs of a frozen kernel and up to 256 rows, as in decoding, are ``"default"``, too: the transposed copy
+    of the kernel would take longer. Where FP8 is emulated, and where scales are per block, everything
+    accumulates in float32.
 
     Attributes:
         forward: for the forward GEMM.

@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+from functools import partial
 
 import flax.linen as nn
 import flax.traverse_util
@@ -529,6 +530,36 @@ def test_every_converted_gemm_runs_in_fp8_on_hopper(gpu):
     assert len(left) == 3  # two of attention, and the logits
     for gemm in left:
         assert "fp8flax.report says why" in gemm.reason
+
+
+@pytest.mark.parametrize(
+    ("rows", "accumulation", "target", "backend"),
+    [
+        (32, "fast", "h200", "Triton"),
+        (256, "fast", "h200", "Triton"),
+        (512, "fast", "h200", "cublasLt"),
+        (32, "exact", "h200", "cublasLt"),
+        (32, "fast", "b200", "cublasLt"),  # reads either order
+    ],
+)
+def test_a_few_rows_read_the_kernel_as_it_lies(gpu, rows, accumulation, target, backend):
+    """Hopper's FP8 units would have it transposed for each token."""
+    recipe = fp8.DelayedScaling(accumulation=fp8.Accumulation(forward=accumulation))
+    model = nn.Dense(
+        2048,
+        use_bias=False,
+        dtype=jnp.bfloat16,
+        dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe),
+    )
+    x = jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
+    serve, served = fp8.freeze(model, jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes), x)
+    report = fp8.audit(serve.apply, served, x, target=target)
+    (gemm,) = report.gemms
+    assert gemm.backend == backend
+    if rows == 32:
+        transposes = backend == "cublasLt" and target == "h200"
+        assert (report.other_bytes > 2 * 1024 * 2048) == transposes
 
 
 @pytest.mark.oldest
