@@ -122,6 +122,9 @@ def _num_parts(x: jax.Array) -> int:
 def wide_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) -> jax.Array:
     """Multiplies in the dtypes that the operands had before they were quantized."""
     is_kept = gemm.recipe.lhs is None or gemm.recipe.rhs is None
+    if isinstance(rhs, QTensor) and not isinstance(lhs, QTensor) and _is_by_codes(gemm, rhs):
+        with jax.named_scope(KEPT_WIDE):
+            return _wide_by_codes(gemm, lhs, rhs)
     with jax.named_scope(KEPT_WIDE if is_kept else QDQ if gemm.dequantized else DEQUANTIZED):
         return lax.dot_general(
             dequantized(lhs, gemm.lhs, gemm.lhs_dtype),
@@ -131,6 +134,20 @@ def wide_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) ->
             preferred_element_type=gemm.out_dtype,
             out_sharding=gemm.out_sharding,
         )
+
+
+def _is_by_codes(gemm: Gemm, rhs: QTensor) -> bool:
+    return gemm.is_packed and not gemm.dequantized and not rhs.quantizer.scales_along_contraction
+
+
+def _wide_by_codes(gemm: Gemm, lhs: jax.Array, rhs: QTensor) -> jax.Array:
+    """Multiplies by codes that lie in memory, and then by their scales.
+
+    XLA reads the codes in its GEMM, where it would write a kernel that is scaled before it to memory.
+    """
+    wide = jnp.dtype(jnp.float64 if jnp.float64 in (lhs.dtype, gemm.out_dtype) else jnp.float32)
+    out = dot(gemm, lhs, rhs.codes.astype(lhs.dtype), gemm.precision, wide)
+    return (out * _as_columns(gemm, rhs.scale).astype(wide)).astype(gemm.out_dtype)
 
 
 def emulated_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
@@ -161,11 +178,17 @@ def scaled(gemm: Gemm, out: jax.Array, lhs: QTensor, rhs: QTensor) -> jax.Array:
         lhs_scale = lhs_scale.reshape(*batch, *rows, *(1 for _ in columns))
     else:  # XLA would multiply two scalars that are constants, as in a model that is closed over
         lhs_scale = lax.optimization_barrier(lhs_scale)
-    if rhs_scale.ndim:
-        rhs_scale = lax.transpose(rhs_scale, gemm.rhs.order)
-        rhs_scale = rhs_scale.reshape(*batch, *(1 for _ in rows), *columns)
+    rhs_scale = _as_columns(gemm, rhs_scale)
     if out.dtype == jnp.float64:  # which holds the product of any two scales
         out = out * lhs_scale.astype(out.dtype) * rhs_scale.astype(out.dtype)
     else:
         out = apply_scales(out, lhs_scale, rhs_scale)
     return out.astype(gemm.out_dtype)
+
+
+def _as_columns(gemm: Gemm, scale: jax.Array) -> jax.Array:
+    """Returns the scales of the right operand as they multiply the result."""
+    if not scale.ndim:
+        return scale
+    batch, columns = gemm.rhs.sizes(gemm.rhs.batch), gemm.rhs.sizes(gemm.rhs.free)
+    return lax.transpose(scale, gemm.rhs.order).reshape(*batch, *(1 for _ in gemm.lhs.free), *columns)

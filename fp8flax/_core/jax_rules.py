@@ -83,18 +83,20 @@ def kind_of(x: Any) -> Any:
     return jax.typeof(x), None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
 
 
+def _lower_apart(ctx: Any, x: Any) -> Any:
+    if tuple(ctx.module_context.platforms) != ("cpu",):
+        return [x]
+    told = functools.partial(set_xla_metadata, inlineable="false")
+    return mlir.lower_fun(told, multiple_results=False)(ctx, x)
+
+
 # An identity that tells XLA not to inline the function whose result it is given. On CPUs alone: a GPU would
-# start more kernels. (Its rules are not cached, which would give them an argument in the place of a call.)
+# start more kernels. (Its rule is not cached, which would give it an argument in the place of a call.)
 _apart_p = Primitive("fp8_apart")
 _apart_p.def_impl(lambda x: x)
 _apart_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(_apart_p, lambda ctx, x: [x], cacheable=False)
-mlir.register_lowering(
-    _apart_p,
-    mlir.lower_fun(functools.partial(set_xla_metadata, inlineable="false"), multiple_results=False),
-    platform="cpu",
-    cacheable=False,
-)
+mlir.register_lowering(_apart_p, _lower_apart, cacheable=False)
+ad.primitive_jvps[_apart_p] = lambda primals, tangents: (_apart_p.bind(*primals), tangents[0])
 batching.primitive_batchers[_apart_p] = lambda args, dims: (_apart_p.bind(*args), dims[0])
 
 
@@ -102,7 +104,8 @@ def apart(f: Callable[..., Any]) -> Callable[..., Any]:
     """Jits a function of arrays that XLA compiles for CPUs by itself, not as a part of what reads it.
 
     There XLA computes again in every kernel what is cheap: the arithmetic of scalars then stands in all
-    that read them. Kernels that are the same are compiled once, wherever they are called.
+    that read them. Kernels that are the same are compiled once, wherever they are called. (Not for what is
+    the whole body of a ``lax.while_loop``: with two results or more XLA for CPUs never ends such a loop.)
     """
     jitted = jax.jit(f)
 

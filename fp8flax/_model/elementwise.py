@@ -121,8 +121,10 @@ def _results(eqn: Any, operands: list[Value]) -> list[Value]:
     unknown = next((x for x in operands if isinstance(x, Unknown)), None)
     if unknown is not None:
         return [unknown] * num
+    if name == CAST and np.dtype(eqn.params["new_dtype"]).itemsize == 1 and not _is_bool(eqn):
+        return [Unknown(f"a cast to {eqn.params['new_dtype']}")] * num
     if name == CAST and not np.issubdtype(eqn.params["new_dtype"], np.integer):
-        return [np.asarray(operands[0], np.bool_ if eqn.params["new_dtype"] == np.bool_ else np.float64)]
+        return [np.asarray(operands[0], np.bool_ if _is_bool(eqn) else np.float64)]
     over_nothing = name == "reduce_sum" and not eqn.params["axes"]  # on meshes with explicit axes
     if name in _AS_IT_IS or over_nothing:
         return operands
@@ -133,3 +135,7 @@ def _results(eqn: Any, operands: list[Value]) -> list[Value]:
         return [Unknown(f"the primitive {name}")] * num
     params = {"y": eqn.params["y"]} if name == "integer_pow" else {}
     return [_FUNCTIONS[name](*operands, **params)]
+
+
+def _is_bool(cast: Any) -> bool:
+    return bool(cast.params["new_dtype"] == np.bool_)

@@ -35,8 +35,11 @@ class FusedMLP:
         out_of(activation(into[0](x)) * into[1](x))  # or, with one layer in into,
         out_of(activation(into[0](x)))
 
-    Whatever it does before ``x`` and after ``out_of`` is its own. What the first layers return is there for
-    what else reads it, such as ``sow``. Two of them take their input with one scale, that of the first.
+    Whatever it does before ``x`` and after ``out_of`` is its own. Between the layers names for policies of
+    ``jax.checkpoint`` and constraints on shardings have no effect. What the first layers return is there
+    for what else reads it, such as ``sow``; where that is differentiated, too, their backward pass runs
+    twice, and their newest amaxes are the larger ones of the two. Two of them take their input with one
+    scale, that of the first.
 
     The layers are computed one after the other where ``fp8flax.MLP`` does so too, and where the other rules
     do not give them all the same recipe of delayed scaling; ``report`` says the latter. Under ``jax.jit``

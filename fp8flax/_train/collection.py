@@ -167,7 +167,9 @@ def _cast_to_max_fwd(state: Any) -> Any:
 
 
 def _cast_to_max_bwd(old: Any, cotangents: Any) -> Any:
-    return (next_state(old, cotangents[0]),)
+    kept = next_state(old, cotangents[0])
+    # A leaf that is no pair with another is not judged there; without a gradient it is -inf.
+    return (jax.tree.map(lambda new, before: jnp.where(new == -jnp.inf, before, new), kept, old),)
 
 
 _cast_to_max.defvjp(_cast_to_max_fwd, _cast_to_max_bwd)

@@ -94,6 +94,8 @@ def _differentiated_with(out: Any, number: jax.Array, has_aux: bool) -> Any:
     """Returns the result of a function, with its value ``differentiated_with`` a number."""
     if not has_aux:
         return differentiated_with(out, number)
+    if not (isinstance(out, tuple) and len(out) == 2):
+        return out  # of which JAX says what it is
     value, aux = out
     return differentiated_with(value, number), aux
 

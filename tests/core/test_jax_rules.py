@@ -28,6 +28,19 @@ def test_a_function_apart_is_that_function():
         np.testing.assert_array_equal(result["is_small"], [True, False])
 
 
+@pytest.mark.oldest
+@pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda"), ("cuda", "cpu")])
+def test_a_function_apart_in_a_program_for_several_platforms(platforms):
+    exported = jax.export.export(jax.jit(apart(halved)), platforms=platforms)(jnp.ones(2))
+    np.testing.assert_array_equal(exported.call(jnp.array([0.5, 3.0]))["halves"], [0.25, 1.5])
+
+
+def test_a_function_apart_is_differentiated():
+    squared = apart(lambda x: (x**2, x + 1))
+    assert jax.jvp(lambda x: squared(x)[0], (3.0,), (1.0,)) == (9.0, 6.0)
+    assert jax.grad(jax.grad(lambda x: squared(x)[0] * squared(x)[1]))(3.0) == 2 * 4 + 4 * 3
+
+
 @pytest.mark.parametrize("kind", [{}, {"in_parts": True}, {"loops": True}, {"read_once": False}])
 def test_each_alike_is_each(kind):
     def f(x, pair):

@@ -344,6 +344,14 @@ def straight_through(x):
 
 straight_through.defjvp(lambda primals, tangents: (nn.relu(*primals), *tangents))
 
+
+@jax.custom_vjp
+def clipped_gradient(x):
+    return x
+
+
+clipped_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -100, 100),))
+
 OTHERS = {
     "another activation": (
         GATED,
@@ -379,6 +387,22 @@ OTHERS = {
         "stop_gradient|gradients",
     ),
     "a gradient of its own": (PLAIN["relu"], straight_through, "the same, but not their gradients"),
+    "a clip": (
+        GATED,
+        lambda gate, up: jnp.clip(nn.silu(gate) * up, -50, 50),
+        r"with gate_proj\(x\)=60.0 and .* takes 50",
+    ),
+    "a threshold": (
+        PLAIN["relu"],
+        lambda x: jnp.where(x > 1e-3, nn.relu(x), 0),
+        r"with up_proj\(x\)=0.0001",
+    ),
+    "a clipped gradient": (PLAIN["relu"], lambda x: clipped_gradient(nn.relu(x)), "not their gradients"),
+    "a cast": (
+        PLAIN["relu"],
+        lambda x: nn.relu(x).astype(jnp.float8_e4m3fn).astype(x.dtype),
+        "a cast to float8_e4m3fn",
+    ),
     "tanh for exact": (EXACT, nn.gelu, r"Say so: .*'gelu'"),
     "exact for tanh": (PLAIN["gelu"], partial(nn.gelu, approximate=False), r"Say so: .*'gelu_exact'"),
     "another input": (

@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
+from fp8flax.audit import compiling
 from tests.cases import OWG, RECIPES, cells, flat, normal, variables_of
 from tests.models import ALL, MODELS, TOKENS, Attention, LanguageModel, in_scan, trained
 
@@ -104,6 +105,19 @@ def test_weights_only_beside_numpy():
     kernel = (kernel / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
     x = np.asarray(normal(0, 2, 8))
     np.testing.assert_allclose(serve.apply(served, x), x @ kernel, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_only_reads_the_codes_alone(gpu):
+    """XLA wrote a kernel in bfloat16 for each call, when that was scaled before its GEMM."""
+    model = nn.Dense(2048, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp)
+    x = jax.ShapeDtypeStruct((128, 1024), jnp.bfloat16)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
+    variables = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), shapes)
+    serve, served = fp8.freeze(model, variables, x, weight_only=True)
+    program = compiling.compile_for(compiling.find_target("h200"), serve.apply, (served, x)).as_text()
+    entry = program[program.index("\nENTRY") :]
+    assert "f8e4m3fn[1024,2048]" in entry
+    assert "bf16[1024,2048]" not in entry
 
 
 def test_bytes_of_a_transformer():

@@ -119,6 +119,31 @@ class TestSignature:
         assert fp8.grad(lambda z: z**2, holomorphic=True)(1 + 1j) == 2 + 2j
         assert fp8.grad(lambda i: 1.0, allow_int=True)(3).dtype == jax.dtypes.float0
 
+    @pytest.mark.parametrize("result", [jnp.ones(2), {"value": 1.0, "aux": 2.0}, (1.0, 2.0, 3.0), 1.0])
+    def test_what_is_no_pair_has_no_aux(self, result):
+        with pytest.raises(TypeError, match="two-element tuple"):
+            fp8.value_and_grad(lambda v: result, has_aux=True)(VARIABLES)
+
+    def test_a_leaf_that_is_no_pair_keeps_its_value_without_a_gradient(self):
+        variables = {**VARIABLES, OWG: {**VARIABLES[OWG], "mine": jnp.array([2.0, 3.0])}}
+        grads = fp8.grad(lambda v: mse({**v, OWG: {k: v[OWG][k] for k in VARIABLES[OWG]}}, X))(variables)
+        np.testing.assert_array_equal(grads[OWG]["mine"], [2, 3])
+
+    def test_all_variables_can_be_differentiated_twice(self):
+        """In the form that can be: the state's second gradient is none."""
+        model = nn.Dense(4, dot_general_cls=partial(fp8.Fp8DotGeneralOp, form="qdq"))
+        variables = model.init(jax.random.key(0), X)
+
+        def loss(variables):
+            return jnp.mean(model.apply(variables, X) ** 2)
+
+        def penalty(variables):
+            return sum(jnp.sum(g**2) for g in jax.tree.leaves(fp8.grad(loss)(variables)["params"]))
+
+        grads = jax.jit(jax.grad(penalty))(variables)
+        assert jnp.any(grads["params"]["kernel"] != 0)
+        assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads["params"]))
+
     def test_aux_may_be_anything_when_not_jitted(self):
         (_, aux), _ = fp8.value_and_grad(lambda v: (mse(v, X), "text"), has_aux=True)(VARIABLES)
         assert aux == "text"
