@@ -2,7 +2,7 @@
 
 GPUs find a maximum of many elements by two kernels, of which the second merges what the blocks of threads
 of the first have found. XLA has the first one in the kernel that casts the tensor; the second ones of the
-three tensors of a layer, or of the eight of a feed-forward block, are one kernel here.
+three tensors of a layer, or of all of a feed-forward block, are one kernel here.
 """
 
 from __future__ import annotations

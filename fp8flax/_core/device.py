@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 
 import jax
@@ -78,6 +79,11 @@ GPUS = {
         fp8=3190e12,
     ),
 }
+
+
+def has_triton() -> bool:
+    """Tells whether Pallas has its Triton backend, which JAX 0.11 calls deprecated."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def compute_capability() -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
 
-from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability
+from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability, has_triton
 from fp8flax._core.gemm import Gemm, dequantized_gemm, dot, scaled
 from fp8flax._core.jax_rules import unless_partitioned, vary_alike
 from fp8flax._core.kernels.block_gemm import BLOCK, block_gemm
@@ -216,11 +215,10 @@ def _fits_kernel(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> bool:
     Triton counts elements in 32 bits. JAX 0.11 calls its Triton backend for Pallas deprecated: it may be
     gone one day.
     """
-    has_triton = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
     sizes = lhs.codes.size, rhs.codes.size, math.prod(gemm.out_shape)
     return (
         compute_capability() >= NATIVE_FP8
-        and (has_triton or _is_for_hopper(gemm.recipe, compute_capability()))
+        and (has_triton() or _is_for_hopper(gemm.recipe, compute_capability()))
         and all(x.quantizer.as_blocks(x, 1, BLOCK) is not None for x in (lhs, rhs))
         # Nor those of which jax.export does not know the size.
         and all(isinstance(size, int) and size < 2**31 for size in sizes)

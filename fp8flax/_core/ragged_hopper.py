@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
-from fp8flax._core.device import NATIVE_MX, compute_capability
+from fp8flax._core.device import NATIVE_MX, compute_capability, has_triton
 from fp8flax._core.jax_rules import unless_partitioned
 from fp8flax._core.kernels.block_gemm import BLOCK
 from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC, HOPPER, multiplies_dtypes
@@ -62,7 +61,7 @@ def has_grouped_gemm(lhs: Any, rhs: Any, experts: int, columns: int, out_dtype: 
     of_groups = (1, depth), (1, columns)
     sizes = of_rows if rhs.codes.ndim == 3 else of_groups
     return (
-        importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+        has_triton()
         # Triton counts in 32 bits.
         and (rows + (experts + 1) * TILE) * max(depth, columns) < 2**31
         and all(x.scale.size in size for x, size in zip((lhs, rhs), sizes))

@@ -8,7 +8,6 @@ The kernel is one of Pallas's Triton backend; see ``cast_transpose``.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability
+from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability, has_triton
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.jax_rules import shape_varying_as
 from fp8flax._core.kernels.block_gemm import BLOCK
@@ -32,7 +31,7 @@ def has_block_quantize(shape: tuple[int, ...], dtype: np.dtype) -> bool:
     batch, rows, columns = shape
     return (
         NATIVE_FP8 <= compute_capability() < NATIVE_MX
-        and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+        and has_triton()
         and all(isinstance(size, int) and size > 0 for size in shape)
         # Triton counts elements in 32 bits, and computes in no more.
         and batch * rows * columns < 2**31

@@ -10,7 +10,6 @@ the twin runs, with the same values: nothing but speed hangs on the kernel, so a
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8flax._core.amax import amaxes_of_parts, magnitudes
-from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability
+from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability, has_triton
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.jax_rules import shape_varying_as, unless_partitioned, vary_alike
 from fp8flax._core.names import CAST_TRANSPOSE
@@ -77,7 +76,7 @@ def _has_kernel(args: Sequence[jax.Array]) -> bool:
     rows, columns = args[0].shape
     return (
         NATIVE_FP8 <= compute_capability() < NATIVE_MX
-        and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+        and has_triton()
         and _grid(rows, columns) is not None
         # Triton counts elements in 32 bits, and computes in no more.
         and rows * columns < 2**31

@@ -7,13 +7,13 @@ loads and stores sixteen. It is one of Pallas's Triton backend, as ``cast_transp
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8flax._core.device import has_triton
 from fp8flax._core.jax_rules import shape_varying_as
 from fp8flax._core.names import TRANSPOSE
 
@@ -24,7 +24,7 @@ _TILE = 128
 def can_transpose(rows: Any, columns: Any) -> bool:
     """Tells whether there is a kernel for matrices of this size."""
     return (
-        importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+        has_triton()
         and all(isinstance(size, int) and size > 0 and size % _TILE == 0 for size in (rows, columns))
         and rows * columns < 2**31  # Triton counts elements in 32 bits
     )
