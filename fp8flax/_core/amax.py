@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._core.jax_rules import manual_axes, unless_partitioned
+from fp8flax._core.jax_rules import manual_axes, unless_cpu, unless_partitioned
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32
@@ -78,8 +78,10 @@ def amaxes_of_parts(
         amax, codes = lax.optimization_barrier((delayed_amax(x, where), codes))
         return amax[None], codes
     of_each, of_whole = (partial(f, shape, num_leading) for f in (of_equal_parts, _of_whole))
-    on_cuda = partial(unless_partitioned, of_each, of_whole)
-    return lax.platform_dependent(x, where, codes, cuda=on_cuda, default=of_whole)
+    on_gpu = partial(unless_partitioned, of_each, of_whole)
+    is_by_two = where is None and x.dtype == jnp.float32
+    on_cpu = partial(of_whole, amax_of=_amax_by_two) if is_by_two else of_whole
+    return unless_cpu(on_gpu, on_cpu, x, where, codes)
 
 
 def of_equal_parts(
@@ -92,11 +94,28 @@ def of_equal_parts(
 
 
 def _of_whole(
-    shape: tuple[int, ...], num_leading: int, x: jax.Array, where: jax.Array | None, codes: Any
+    shape: tuple[int, ...],
+    num_leading: int,
+    x: jax.Array,
+    where: jax.Array | None,
+    codes: Any,
+    amax_of: Callable[..., jax.Array] = delayed_amax,
 ) -> tuple[jax.Array, Any]:
-    amax, codes = lax.optimization_barrier((delayed_amax(x, where), codes))
+    amax, codes = lax.optimization_barrier((amax_of(x, where), codes))
     # Behind the barrier, where XLA sees that the largest of them is the one.
     return jnp.broadcast_to(amax, (math.prod(shape[:num_leading]),)), codes
+
+
+def _amax_by_two(x: jax.Array, where: None) -> jax.Array:
+    """Returns the ``delayed_amax`` of a float32 array by two reductions, for CPUs.
+
+    XLA's fast ones for CPUs take in an absolute value or a square, but no choice between it and inf, which
+    would be an array in memory; and their maximum passes NaN over, which their sum does not. (Squares that
+    overflow sum to inf, which is no NaN.)
+    """
+    del where
+    has_nan = jnp.isnan(jnp.sum(x * x))
+    return jnp.where(has_nan, np.float32(np.inf), jnp.max(jnp.abs(x), initial=-jnp.inf))
 
 
 def _num_leading(shape: tuple[Any, ...], is_parameter: bool) -> int:
@@ -112,14 +131,14 @@ def _num_leading(shape: tuple[Any, ...], is_parameter: bool) -> int:
 
 def largest_of(parts: Sequence[Float[jax.Array, "*stack parts"]]) -> list[Float32[jax.Array, "*stack"]]:
     """Returns the largest number of each array, in float32; of several vectors by one kernel on one GPU."""
-    on_cuda = partial(unless_partitioned, at_once, _one_by_one)
+    on_gpu = partial(unless_partitioned, at_once, _one_by_one)
     found: dict[int, jax.Array] = {}
     for group in _alike(parts):
         of_group = [parts[i] for i in group]
         if len(group) == 1 or of_group[0].ndim != 1:
             merged = _one_by_one(of_group)
         else:
-            merged = lax.platform_dependent(of_group, cuda=on_cuda, default=_one_by_one)
+            merged = unless_cpu(on_gpu, _one_by_one, of_group)
         found.update(zip(group, merged))
     return [found[i] for i in range(len(parts))]
 

@@ -251,6 +251,7 @@ def _digests_alike(axis: int, states: Sequence[ScalingState]) -> list[jax.Array]
         usual = (apart(partial(_bounded_scale, config))(largest, ordinary, state.scale) for config in USUAL)
         return Digest(state.scale, largest, ordinary, lax.slice_in_dim(history, 0, 1, axis=axis), *usual)
 
+    # Not one array of all: XLA for GPUs would cut up that, each part by a kernel.
     return [to_digest(*each) for each in each_alike(digest, states)]
 
 
@@ -274,7 +275,7 @@ def _next_states_alike(
             jnp.where(history_ok, jnp.moveaxis(pushed, -1, axis), old.amax_history),
         )
 
-    new_scales, amaxes, *_ = zip(*map(digested, cotangents))
+    new_scales, amaxes = zip(*(digested(cotangent, 2) for cotangent in cotangents))
     return each_alike(next_state, olds, new_scales, amaxes, in_parts=True)
 
 

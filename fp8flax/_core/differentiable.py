@@ -275,8 +275,13 @@ def _quantized_for_both(plan: Plan, role: str, x: jax.Array, scale: jax.Array | 
 def quantized_with_amax(
     plan: Plan, role: str, x: jax.Array, scale: jax.Array | None, extra: Extra
 ) -> tuple[Any, Any, jax.Array | None]:
-    """Returns a tensor for its two products, and its amaxes where it has delayed scaling."""
-    first, second = _quantized_for_both(plan, role, x, scale)
+    """Returns a tensor for its two products, and its amaxes where it has delayed scaling.
+
+    Of a cotangent the Infs become NaN, for which the amax is the same.
+    """
+    # What makes a pair does so by itself. Not of what the amax is read from, too: a CPU would write that.
+    is_grad = role == "output_grad" and not _makes_pair(plan, role)
+    first, second = _quantized_for_both(plan, role, inf_to_nan(x) if is_grad else x, scale)
     # Together, so that XLA reads the wide tensor once for all, and does not cast it a second time where
     # a GEMM wants it transposed. (For kernels that saves nothing, and a policy that recomputes the
     # quantized kernel would take the amax along.)
@@ -493,8 +498,6 @@ def _backward(
     plan: Plan, lhs_kept: Any, rhs_kept: Any, extra: Extra, scales: dict[str, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns the two gradients, and the amaxes of ``g`` where it has delayed scaling."""
-    if not _makes_pair(plan, "output_grad"):  # which does so by itself
-        g = inf_to_nan(g)
     g = plan.prepared("output_grad", g, extra)
     g_first, g_second, g_amaxes = quantized_with_amax(
         plan, "output_grad", g, scales.get("output_grad"), extra

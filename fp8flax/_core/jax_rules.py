@@ -116,6 +116,64 @@ def apart(f: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+# Two functions of which one is for CPUs. That one says what the results are; the other is traced where it
+# is lowered, and so never for a CPU. (``lax.platform_dependent`` traces both, and JAX carries both along.)
+_unless_cpu_p = Primitive("fp8_unless_cpu")
+_unless_cpu_p.multiple_results = True
+
+
+def unless_cpu(otherwise: Callable[..., Any], on_cpu: Callable[..., Any], *args: Any) -> Any:
+    """Returns ``on_cpu(*args)`` where the program is for a CPU, else ``otherwise(*args)``.
+
+    Args:
+        otherwise: a function of the arguments alone, which gives a tree of arrays. It is traced when the
+            program is lowered: it must not depend on a context, nor multiply, which nobody would see.
+        on_cpu: likewise, of the same shapes and dtypes.
+        *args: trees of arrays.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    traced, shapes = jax.make_jaxpr(lambda *x: on_cpu(*treedef.unflatten(x)), return_shape=True)(*leaves)
+
+    def of_leaves(*x: Any) -> list[Any]:
+        return jax.tree.leaves(otherwise(*treedef.unflatten(x)))
+
+    results = _unless_cpu_p.bind(*leaves, on_cpu=traced, otherwise=of_leaves)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _by_platform(on_cpu: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of both, traced, for any platform."""
+    return functools.partial(lax.platform_dependent, cpu=jaxpr_as_fun(on_cpu), default=otherwise)
+
+
+def _differentiate_unless_cpu(primals: Any, tangents: Any, *, on_cpu: Any, otherwise: Any) -> Any:
+    tangents = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(_by_platform(on_cpu, otherwise), tuple(primals), tangents)
+
+
+def _batch_unless_cpu(args: Any, dims: Any, *, on_cpu: Any, otherwise: Any) -> Any:
+    both = (jax.vmap(f, in_axes=dims) for f in (otherwise, jaxpr_as_fun(on_cpu)))
+    results = unless_cpu(*both, *args)
+    return results, [0] * len(results)
+
+
+def _lower_unless_cpu(ctx: Any, *args: Any, on_cpu: Any, otherwise: Any) -> Any:
+    platforms = tuple(ctx.module_context.platforms)
+    chosen: Callable[..., Any] = _by_platform(on_cpu, otherwise)
+    if "cpu" not in platforms:
+        chosen = otherwise
+    elif len(platforms) == 1:
+        chosen = jaxpr_as_fun(on_cpu)
+    return mlir.lower_fun(chosen)(ctx, *args)
+
+
+_unless_cpu_p.def_impl(lambda *args, **params: jax.jit(lambda *x: _unless_cpu_p.bind(*x, **params))(*args))
+_unless_cpu_p.def_abstract_eval(lambda *avals, on_cpu, otherwise: on_cpu.out_avals)
+mlir.register_lowering(_unless_cpu_p, _lower_unless_cpu, cacheable=False)
+ad.primitive_jvps[_unless_cpu_p] = _differentiate_unless_cpu
+batching.primitive_batchers[_unless_cpu_p] = _batch_unless_cpu
+
+
 def each_alike(
     f: Callable[..., Any],
     *args: Sequence[Any],
@@ -152,9 +210,9 @@ def each_alike(
         return run(*(lax.optimization_barrier(whole) if read_once else whole))
 
     def parts(tree: Any) -> list[Any]:
-        return [
-            jax.tree.map(lambda x, i=i: lax.index_in_dim(x, i, keepdims=False), tree) for i in range(number)
-        ]
+        leaves, treedef = jax.tree.flatten(tree)
+        of_each = zip(*(lax.split(x, [1] * number) for x in leaves))
+        return [treedef.unflatten([lax.squeeze(x, [0]) for x in each]) for each in of_each]
 
     def in_a_loop(*args: Any) -> list[Any]:
         return parts(stacked(lambda *xs: lax.map(lambda each: f(*each), xs), *args))
@@ -164,7 +222,7 @@ def each_alike(
             return one_by_one(*stacked(lambda *xs: map(parts, xs), *args))
         return parts(stacked(jax.vmap(once), *args))
 
-    return lax.platform_dependent(*map(list, args), cpu=in_a_loop if loops else one_by_one, default=at_once)
+    return unless_cpu(at_once, in_a_loop if loops else one_by_one, *map(list, args))
 
 
 def manual_axes(x: Any) -> frozenset[str]:

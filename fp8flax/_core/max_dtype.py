@@ -153,7 +153,7 @@ def from_max_dtype(x: Any) -> Any:
     0.10 fails.)
     """
     if is_digest(x):
-        return digested(x)[0]
+        return digested(x, 1)[0]
     return lax.stop_gradient(lax.convert_element_type(x, np.float32)) if is_max_dtype(x) else x
 
 
@@ -182,7 +182,7 @@ def to_digest(*numbers: jax.Array) -> jax.Array:
     return lax.convert_element_type(jnp.stack(numbers, axis=-1), digest_dtype)
 
 
-def digested(x: jax.Array) -> list[jax.Array]:
-    """Returns the arrays that a digest is made of, without a gradient."""
+def digested(x: jax.Array, num: int = DIGEST_SIZE) -> list[jax.Array]:
+    """Returns the first arrays that a digest is made of, without a gradient."""
     numbers = lax.stop_gradient(lax.convert_element_type(x, np.float32))
-    return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(DIGEST_SIZE)]
+    return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(num)]

@@ -254,9 +254,7 @@ def _both(plan: DotPlan, role: str, cast: Cast, scales: dict[str, jax.Array]) ->
 def _mlp_bwd(plan: MlpPlan, residuals: _Residuals, g: jax.Array) -> Any:
     plans, kept, scales = (*plan.into, plan.out_of), residuals, residuals.scales
     last = plan.out_of
-    g_first, g_second, g_amaxes = quantized_with_amax(
-        last, "output_grad", inf_to_nan(g), scales[-1]["output_grad"], ()
-    )
+    g_first, g_second, g_amaxes = quantized_with_amax(last, "output_grad", g, scales[-1]["output_grad"], ())
     like = kept.dense[0]
     name = plan.names[-1]
     with jax.named_scope(name), jax.named_scope(DGRAD):

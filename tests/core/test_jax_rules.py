@@ -1,11 +1,11 @@
-"""What XLA is told of functions: that a CPU's program calls some of them, and a GPU's has them inlined."""
+"""What XLA is told of functions: which a CPU's program calls, and which of two programs for GPUs have."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._core.jax_rules import apart, each_alike
+from fp8flax._core.jax_rules import apart, each_alike, unless_cpu
 
 
 def halved(x):
@@ -39,6 +39,62 @@ def test_a_function_apart_is_differentiated():
     squared = apart(lambda x: (x**2, x + 1))
     assert jax.jvp(lambda x: squared(x)[0], (3.0,), (1.0,)) == (9.0, 6.0)
     assert jax.grad(jax.grad(lambda x: squared(x)[0] * squared(x)[1]))(3.0) == 2 * 4 + 4 * 3
+
+
+class TestUnlessCpu:
+    @staticmethod
+    def of_a_platform(x, y):
+        """Three results, of which the last tells the platform."""
+        return unless_cpu(
+            lambda x, y: {"sum": x + y[0], "product": x * y[0], "where": jnp.sin(0 * x) + 2},
+            lambda x, y: {"sum": x + y[0], "product": x * y[0], "where": jnp.zeros_like(x)},
+            x,
+            y,
+        )
+
+    @pytest.mark.oldest
+    def test_on_a_cpu_the_other_function_is_not_even_traced(self):
+        def otherwise(x):
+            raise AssertionError("traced")
+
+        traced = jax.jit(lambda x: unless_cpu(otherwise, lambda x: [x + 1], x)).trace(jnp.ones(2))
+        np.testing.assert_array_equal(traced.lower().compile()(jnp.ones(2)), [[2, 2]])
+        with pytest.raises(AssertionError, match="traced"):
+            traced.lower(lowering_platforms=("cuda",))
+
+    @pytest.mark.oldest
+    def test_elsewhere_it_is_the_other_function(self):
+        traced = jax.jit(self.of_a_platform).trace(jnp.ones(2), [jnp.ones(2)])
+        programs = {
+            name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")
+        }
+        assert [name for name, program in programs.items() if "sine" in program] == ["cuda", "tpu"]
+
+    @pytest.mark.oldest
+    @pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda"), ("cuda", "cpu")])
+    def test_in_a_program_for_several_platforms(self, platforms):
+        exported = jax.export.export(jax.jit(self.of_a_platform), platforms=platforms)
+        found = exported(jnp.ones(2), [jnp.ones(2)]).call(jnp.array([1.0, 2.0]), [jnp.array([3.0, 4.0])])
+        expected = {"sum": [4, 6], "product": [3, 8], "where": [0, 0]}
+        jax.tree.map(np.testing.assert_array_equal, found, {k: np.array(v) for k, v in expected.items()})
+
+    @pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 0)])
+    def test_under_vmap(self, axes):
+        x, y = (np.arange(1.0, 10.0, dtype=np.float32).reshape(3, 3)[:, :2] + i for i in (0, 20))
+        x = {0: x, 1: x.T, None: x[0]}[axes[0]]
+        y = {0: y, None: y[0]}[axes[1]]
+        f = jax.vmap(self.of_a_platform, (axes[0], [axes[1]]))
+        expected = (x.T if axes[0] == 1 else x) * y
+        for batched in (f, jax.jit(f)):
+            np.testing.assert_array_equal(batched(x, [y])["product"], expected)
+        assert "sine" in jax.jit(f).trace(x, [y]).lower(lowering_platforms=("cuda",)).as_text()
+
+    def test_is_differentiated(self):
+        product = jax.jit(lambda x, y: self.of_a_platform(x, [y])["product"])
+        assert jax.jvp(lambda x: product(x, 5.0), (3.0,), (1.0,)) == (15.0, 5.0)
+        assert jax.grad(jax.grad(lambda x: product(x, product(x, x))))(3.0) == 18.0
+        in_integers = jax.jit(lambda x, i: unless_cpu(lambda x, i: x * i, lambda x, i: x * i, x, i))
+        assert jax.grad(in_integers)(3.0, 4) == 4.0
 
 
 @pytest.mark.parametrize("kind", [{}, {"in_parts": True}, {"loops": True}, {"read_once": False}])
