@@ -110,8 +110,8 @@ def _amax_by_two(x: jax.Array, where: None) -> jax.Array:
     """Returns the ``delayed_amax`` of a float32 array by two reductions, for CPUs.
 
     XLA's fast ones for CPUs take in an absolute value or a square, but no choice between it and inf, which
-    would be an array in memory; and their maximum passes NaN over, which their sum does not. (Squares that
-    overflow sum to inf, which is no NaN.)
+    would be an array in memory; and their maximum may pass NaN over, which their sum does not. (Squares
+    that overflow sum to inf, which is no NaN.)
     """
     del where
     has_nan = jnp.isnan(jnp.sum(x * x))
