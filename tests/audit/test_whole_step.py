@@ -61,10 +61,10 @@ def step_of(apply):
     return jax.jit(step, donate_argnums=0)
 
 
-def state_of(model, *args):
+def state_of(model, *args, optimizer=optax.adamw):
     def initial(*args):
         params = model.init(jax.random.key(0), *args)
-        return fp8.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-4))
+        return fp8.TrainState.create(apply_fn=model.apply, params=params, tx=optimizer(1e-4))
 
     return jax.eval_shape(initial, *args)
 
@@ -112,6 +112,19 @@ def test_of_the_demo():
     assert len(found) <= 560
 
 
+def scanned(block, length, op, **kwargs):
+    """Returns the kernels of a step of as many blocks under ``nn.scan``, and its temporary bytes."""
+    lifted = nn.scan(
+        block,
+        variable_axes={"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0},
+        split_rngs={"params": True},
+        length=length,
+    )
+    model, x = lifted(op), struct(8192, block.width, dtype=kwargs.pop("dtype", jnp.float32))
+    step = step_of(lambda state, variables, x: state.apply_fn(variables, x, None)[0])
+    return read(step, state_of(model, x, None, **kwargs), x)
+
+
 class Scanned(Layer):
     width: int = 1024
 
@@ -129,13 +142,32 @@ class Scanned(Layer):
 
 def test_of_layers_under_scan_and_remat():
     """345 are run in bfloat16."""
-    lifted = nn.scan(
-        nn.remat(Scanned, prevent_cse=False),
-        variable_axes={"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0},
-        split_rngs={"params": True},
-        length=4,
-    )
-    model, x = lifted(fp8.Fp8DotGeneralOp), struct(8192, 1024)
-    step = step_of(lambda state, variables, x: state.apply_fn(variables, x, None)[0])
-    found, _ = read(step, state_of(model, x, None), x)
+    found, _ = scanned(nn.remat(Scanned, prevent_cse=False), 4, fp8.Fp8DotGeneralOp)
     assert sum(kernel.trip_count for kernel in found) <= 672
+
+
+class ScannedDense(nn.Module):
+    op: Any
+    width: int = 4096
+
+    @nn.compact
+    def __call__(self, x, _):
+        x = nn.Dense(self.width, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=self.op)(x)
+        return nn.relu(x), None
+
+
+def test_of_the_policies_for_remat():
+    """What is kept of eight layers; the share of bfloat16's memory is that of docs/performance.md."""
+    keep = jax.checkpoint_policies.save_only_these_names
+
+    def temporaries(op, *policies):
+        remat = partial(nn.remat, prevent_cse=False)
+        block = remat(ScannedDense, policy=policies[0]) if policies else ScannedDense
+        return scanned(block, 8, op, dtype=jnp.bfloat16, optimizer=optax.sgd)[1]
+
+    op = fp8.Fp8DotGeneralOp
+    assert temporaries(op) <= 0.76 * temporaries(None)
+    wide = temporaries(None, None)
+    assert temporaries(op, None) <= 0.98 * wide
+    assert temporaries(op, keep(*fp8.RESIDUAL_NAMES)) <= 0.88 * wide
+    assert temporaries(op, keep("fp8_input", "fp8_scaling")) <= 0.78 * wide
