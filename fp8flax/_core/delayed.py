@@ -7,7 +7,7 @@ stacked experts, which the amax has too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,9 +25,12 @@ from fp8flax._core.max_dtype import (
     from_max_dtype,
     is_digest,
     is_max_dtype,
+    is_packed,
     to_digest,
     to_max_dtype,
+    unpacked,
 )
+from fp8flax._core.names import ROLES
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import (
     SMALLEST_SCALE,
@@ -184,6 +187,19 @@ def with_scale_of(other: ScalingState, own: ScalingState) -> ScalingState:
     if is_digest(own.scale):
         return ScalingState(_read_for(other.scale, own.scale), own.amax_history)
     return ScalingState(*map(_read_for, other, own))
+
+
+def unpacked_states(states: Mapping[str, ScalingState]) -> dict[str, ScalingState]:
+    """Returns the states of an op by their roles, each with its own digest.
+
+    Of layers that are stacked, which ``lax.scan`` takes one by one, the state of the first role has the
+    digests of all: what a step leaves of them is then written once in each iteration.
+    """
+    first = states.get(ROLES[0])
+    if first is None or not is_packed(first.scale):
+        return dict(states)
+    digests = dict(zip(ROLES, unpacked(first.scale)))
+    return {role: ScalingState(digests[role], state.amax_history) for role, state in states.items()}
 
 
 # Derivation. Nothing of it is differentiated: the cotangents of the states are their next values.
@@ -386,6 +402,8 @@ def check_state(scale: Any, amax_history: Any, stacked: tuple[int, ...] = ()) ->
         amax_history: likewise.
         stacked: leading dimensions, as of experts whose kernels have a scale each.
     """
+    if is_packed(scale):  # by what reads the state of one tensor, and not that of an op
+        scale = unpacked(scale)[0]
     scale = scale if is_max_dtype(scale) else jnp.asarray(scale)
     amax_history = amax_history if is_max_dtype(amax_history) else jnp.asarray(amax_history)
     for name, value in (("scale", scale), ("amax_history", amax_history)):

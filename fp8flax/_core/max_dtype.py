@@ -152,7 +152,7 @@ def from_max_dtype(x: Any) -> Any:
     A digest gives its scale. (A second derivative would ask for the transpose of that cast, in which JAX
     0.10 fails.)
     """
-    if is_digest(x):
+    if is_digest(x) or is_packed(x):
         return digested(x, 1)[0]
     return lax.stop_gradient(lax.convert_element_type(x, np.float32)) if is_max_dtype(x) else x
 
@@ -175,6 +175,32 @@ of_floats.defvjp(lambda dtype, x: (of_floats(dtype, x), None), lambda dtype, _, 
 def is_digest(x: Any) -> bool:
     """Tells whether ``x`` is an array (or tracer) of ``digest_dtype``."""
     return getattr(x, "dtype", None) == digest_dtype
+
+
+def is_packed(x: Any) -> bool:
+    """Tells whether ``x`` is an array (or tracer) of the digests of several tensors."""
+    return is_max_dtype(x) and math.prod(x.dtype.element_shape) > DIGEST_SIZE
+
+
+# Derivation. Each digest is a part of the result, and gets that part of its cotangent.
+@jax.custom_vjp
+def packed(digests: list[jax.Array]) -> jax.Array:
+    """Returns digests of one shape as one array, of the same shape."""
+    whole = jnp.concatenate([lax.convert_element_type(digest, np.float32) for digest in digests], axis=-1)
+    return lax.convert_element_type(whole, MaxDtype(digest_dtype.float_dtype, whole.shape[-1:]))
+
+
+# Derivation. The same the other way round.
+@jax.custom_vjp
+def unpacked(x: jax.Array) -> list[jax.Array]:
+    """Returns the digests that ``packed`` was given."""
+    numbers = lax.convert_element_type(x, np.float32)
+    parts = lax.split(numbers, [DIGEST_SIZE] * (numbers.shape[-1] // DIGEST_SIZE), axis=-1)
+    return [lax.convert_element_type(part, digest_dtype) for part in parts]
+
+
+packed.defvjp(lambda digests: (packed(digests), None), lambda _, g: (unpacked(g),))
+unpacked.defvjp(lambda x: (unpacked(x), None), lambda _, grads: (packed(grads),))
 
 
 def to_digest(*numbers: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ import numpy as np
 from flax.core.tracers import current_trace
 from jax._src import source_info_util
 
-from fp8flax._core.delayed import ScalingState
+from fp8flax._core.delayed import ScalingState, unpacked_states
 from fp8flax._core.differentiable import States
 from fp8flax._core.mlp import ACTIVATIONS, hidden, is_one
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, ROLES, state_leaf_names
@@ -251,7 +251,7 @@ def _given(layer: nn.Dense, op: Fp8Op) -> Given:
     for role in ROLES:
         scale, history = state_leaf_names(role)
         states[role] = ScalingState(read(scale), read(history))
-    return Given(kernel, bias, States(**states))
+    return Given(kernel, bias, States(**unpacked_states(states)))
 
 
 class _Stopped(Exception):  # noqa: N818  # not an error

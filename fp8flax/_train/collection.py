@@ -14,7 +14,7 @@ from jax.tree_util import GetAttrKey, KeyPath
 
 from fp8flax._core.delayed import ScalingState, digests
 from fp8flax._core.jax_rules import each_alike, kind_of
-from fp8flax._core.max_dtype import from_max_dtype, is_max_dtype, to_max_dtype
+from fp8flax._core.max_dtype import from_max_dtype, is_max_dtype, packed, to_max_dtype
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, ROLES, SCALE
 
 _LEAF_NAMES = frozenset(role + suffix for role in ROLES for suffix in (SCALE, AMAX_HISTORY))
@@ -134,6 +134,8 @@ def merged_with_numbers(tree: Any, *, resolve: bool = True) -> tuple[Any, list[j
             # Of the history only the shape is read.
             merged[i], merged[j] = digest, to_max_dtype(lax.stop_gradient(leaves[j]))
             places -= {i, j}
+        for of_op in _stacked_ops(paths, {i: digest for (i, _), digest in zip(pairs, made)}):
+            merged[of_op[0]] = packed([merged[i] for i in of_op])
     # What is left is state by its place alone, or a pair of which no axis is that of the history. In one
     # tree, by node and name, so that scale and history meet in its gradient.
     rest: dict[str, dict[str, Any]] = {}
@@ -151,6 +153,17 @@ def merged_with_numbers(tree: Any, *, resolve: bool = True) -> tuple[Any, list[j
     for i, (node, _, name) in names.items():
         merged[i] = rest[node][name]
     return treedef.unflatten(merged), numbers
+
+
+def _stacked_ops(paths: list[KeyPath], digests: Mapping[int, jax.Array]) -> list[list[int]]:
+    """Returns the places of the scales of each op whose layers are stacked, in the order of its roles."""
+    nodes: dict[Any, dict[Any, int]] = {}
+    for i, digest in digests.items():
+        *node, name = _names(paths[i])
+        if digest.ndim > 1:
+            nodes.setdefault((*node, jax.typeof(digest)), {})[name] = i
+    names = [role + SCALE for role in ROLES]
+    return [[scales[name] for name in names] for scales in nodes.values() if scales.keys() >= set(names)]
 
 
 @jax.custom_vjp

@@ -1,6 +1,7 @@
 """Gradients that merge by max, and the train state, against one call on the concatenated data."""
 
 import copy
+import dataclasses
 import functools
 import gc
 import warnings
@@ -213,6 +214,110 @@ class Scanned(nn.Module):
         body = nn.remat(Body) if self.remat else Body
         scan = nn.scan(body, split_rngs={"params": not self.tied}, length=3, **axes)
         return scan(name="stack")(x, None)[0]
+
+
+class ByHand(nn.Module):
+    """A layer of one's own, which reads the state of each tensor by itself, in no op of ours."""
+
+    num_read: int = 3
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (6, 6))
+        e4m3, e5m2 = (partial(f, jnp.float32) for f in (fp8.in_qdq, fp8.out_qdq))
+        names = (("scale", 1, jnp.ones), ("amax_history", 4, jnp.zeros))
+
+        def state(role):
+            return [self.variable(OWG, f"{role}_{name}", init, (n,)).value for name, n, init in names]
+
+        states = list(map(state, ("input", "kernel", "output_grad")))
+        x = e4m3(jnp.float8_e4m3fn, x, *states[0])
+        if self.num_read > 1:
+            kernel = e4m3(jnp.float8_e4m3fn, kernel, *states[1])
+        x = x @ kernel
+        return (e5m2(jnp.float8_e5m2, x, *states[2]) if self.num_read > 2 else x), None
+
+
+class KernelOfItsOwn(nn.Module):
+    """An op whose recipe needs the state of its inputs alone, and finds that of the kernel beside it."""
+
+    recipe: object = None
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        op = Op if self.recipe is None else partial(fp8.Fp8DotGeneralOp, recipe=self.recipe)
+        return nn.Dense(6, use_bias=False, dot_general_cls=op)(x), None
+
+
+class Twice(nn.Module):
+    """Two ops of one array, of which the second takes the first one's scale; each is called twice."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        recipe = fp8.DelayedScaling(amax_history_len=4, shared_inputs=True)
+        op = partial(fp8.Fp8DotGeneralOp, recipe=recipe)
+        gate, up = (nn.Dense(6, use_bias=False, dot_general_cls=op, name=n) for n in ("gate", "up"))
+        x = nn.silu(gate(x)) * up(x)
+        return nn.silu(gate(2 * x)) * up(3 * x), None
+
+
+def with_a_wide_kernel():
+    gemms = RECIPE.gemms
+    return fp8.CustomRecipe(
+        forward=dataclasses.replace(gemms.forward, rhs=fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn)),
+        dgrad=dataclasses.replace(gemms.dgrad, rhs=fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn)),
+        wgrad=gemms.wgrad,
+    )
+
+
+@pytest.mark.parametrize("stack", ["scan", "remat", "vmap"])
+@pytest.mark.parametrize(
+    ("block", "made_by"),
+    [
+        (ByHand(), None),
+        (ByHand(num_read=1), ByHand()),
+        (ByHand(num_read=2), ByHand()),
+        (KernelOfItsOwn(), None),
+        (KernelOfItsOwn(with_a_wide_kernel()), KernelOfItsOwn()),
+        (Twice(), None),
+    ],
+    ids=["by hand", "the input's", "two", "op", "op with a wide kernel", "shared inputs"],
+)
+def test_state_of_stacked_layers_is_that_of_each(block, made_by, stack):
+    """There the digests of an op's tensors are one array, of which whoever reads one finds its own."""
+    lift = {"variable_axes": {"params": 0, OWG: 0}, "split_rngs": {"params": True}}
+
+    def stacked(block):
+        cls = nn.remat(type(block)) if stack == "remat" else type(block)
+        if stack == "vmap":
+            cls = nn.vmap(cls, axis_size=3, in_axes=None, **lift)
+        else:
+            cls = nn.scan(cls, length=3, **lift)
+        fields = {f.name: getattr(block, f.name) for f in dataclasses.fields(block)}
+        return cls(**fields | {"parent": None, "name": None})
+
+    x = normal(0, 4, 6)
+    variables = stacked(made_by or block).init(jax.random.key(0), x, None)
+    state = jax.tree.map(lambda s: s + 0.25 * jnp.arange(1.0, 4.0)[:, None], variables[OWG])
+    variables = {**variables, OWG: state}
+
+    def by_stack(v):
+        return jnp.mean(stacked(block).apply(v, x, None)[0] ** 2)
+
+    def one_by_one(each):
+        out, ys = x, []
+        for v in each:
+            y, _ = block.apply(v, x if stack == "vmap" else out, None)
+            out, ys = y, [*ys, y]
+        return jnp.mean(jnp.stack(ys) ** 2 if stack == "vmap" else out**2)
+
+    each = [jax.tree.map(lambda leaf, i=i: leaf[i], variables) for i in range(3)]
+    expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *jax.jit(fp8.grad(one_by_one))(each))
+    found = jax.jit(fp8.grad(by_stack))(variables)
+    assert_trees_close(found[OWG], expected[OWG])
+    assert_trees_close(found["params"], expected["params"])
+    moved = jax.tree.map(lambda new, old: bool(jnp.any(new != old)), found[OWG], state)
+    assert any(jax.tree.leaves(moved))
 
 
 class TestMergeByMax:
