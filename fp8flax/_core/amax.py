@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +55,13 @@ def amaxes_of_parts(
     where: Bool[jax.Array, "*#dims"] | None = None,
     codes: Any = (),
     *,
+    as_cast: Float[jax.Array, "*dims"] | None = None,
     is_parameter: bool = False,
     num_parts: int | None = None,
 ) -> tuple[Float[jax.Array, " parts"], Any]:
     """Returns numbers of which the largest is ``delayed_amax(x, where)``, and the codes.
 
-    On one GPU they are the amaxes of equal parts; elsewhere, and where XLA splits the program over several
+    On one GPU they are the amaxes of equal parts; on CPUs, and where XLA splits the program over several
     devices, which would else exchange all of them, each is that of the whole.
 
     Args:
@@ -68,20 +69,27 @@ def amaxes_of_parts(
         where: likewise.
         codes: a tree of arrays made of ``x``, to be computed together with the amaxes, so that XLA reads
             the wide tensor once for all.
+        as_cast: what the codes are made of, if that is not ``x`` itself, but has its amax. A GPU reads
+            that, which its kernel has at hand; for a CPU it would be an array in memory.
         is_parameter: whether it surely lies in memory in the order of its dimensions. Of what does not,
             as of what comes out of attention, XLA would make a copy for parts of several dimensions.
         num_parts: how many parts of as many elements, of such an array; None for what suits XLA.
     """
     shape = x.shape if num_parts is None else (num_parts, x.size // num_parts)
     num_leading = 1 if num_parts else _num_leading(x.shape, is_parameter)
-    if num_leading == 0:
-        amax, codes = lax.optimization_barrier((delayed_amax(x, where), codes))
-        return amax[None], codes
-    of_each, of_whole = (partial(f, shape, num_leading) for f in (of_equal_parts, _of_whole))
-    on_gpu = partial(unless_partitioned, of_each, of_whole)
-    is_by_two = where is None and x.dtype == jnp.float32
-    on_cpu = partial(of_whole, amax_of=_amax_by_two) if is_by_two else of_whole
-    return unless_cpu(on_gpu, on_cpu, x, where, codes)
+    of_each, of_whole = partial(of_equal_parts, shape, num_leading), partial(_of_whole, shape, num_leading)
+
+    def on_gpu(x: Any, as_cast: jax.Array, *rest: Any) -> Any:
+        del x
+        if num_leading == 0:
+            return of_whole(as_cast, *rest)
+        return unless_partitioned(of_each, of_whole, as_cast, *rest)
+
+    def on_cpu(x: jax.Array, as_cast: Any, where: Any, codes: Any) -> Any:
+        del as_cast
+        return of_whole(x, where, codes, is_on_cpu=True)
+
+    return unless_cpu(on_gpu, on_cpu, x, x if as_cast is None else as_cast, where, codes)
 
 
 def of_equal_parts(
@@ -99,23 +107,26 @@ def _of_whole(
     x: jax.Array,
     where: jax.Array | None,
     codes: Any,
-    amax_of: Callable[..., jax.Array] = delayed_amax,
+    *,
+    is_on_cpu: bool = False,
 ) -> tuple[jax.Array, Any]:
-    amax, codes = lax.optimization_barrier((amax_of(x, where), codes))
+    by_two = is_on_cpu and where is None and x.dtype == jnp.float32
+    amax = _amax_by_two(x) if by_two else delayed_amax(x, where)
+    amax, codes = lax.optimization_barrier((amax, codes))
     # Behind the barrier, where XLA sees that the largest of them is the one.
     return jnp.broadcast_to(amax, (math.prod(shape[:num_leading]),)), codes
 
 
-def _amax_by_two(x: jax.Array, where: None) -> jax.Array:
+def _amax_by_two(x: jax.Array) -> jax.Array:
     """Returns the ``delayed_amax`` of a float32 array by two reductions, for CPUs.
 
     XLA's fast ones for CPUs take in an absolute value or a square, but no choice between it and inf, which
     would be an array in memory; and their maximum may pass NaN over, which their sum does not. (Squares
     that overflow sum to inf, which is no NaN.)
     """
-    del where
     has_nan = jnp.isnan(jnp.sum(x * x))
-    return jnp.where(has_nan, np.float32(np.inf), jnp.max(jnp.abs(x), initial=-jnp.inf))
+    # No jnp.where, which is jitted: of an inf in that, jax_debug_infs would not raise what it says.
+    return lax.select(has_nan, jnp.float32(jnp.inf), jnp.max(jnp.abs(x), initial=-jnp.inf))
 
 
 def _num_leading(shape: tuple[Any, ...], is_parameter: bool) -> int:

@@ -187,15 +187,18 @@ class Plan:
         del extra
         return jax.vmap(delayed_amax)(x) if role in self.stacked else delayed_amax(x)
 
-    def amaxes(self, role: str, x: jax.Array, extra: Extra, codes: Any = ()) -> tuple[jax.Array, Any]:
+    def amaxes(
+        self, role: str, x: jax.Array, extra: Extra, codes: Any = (), as_cast: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         """Returns numbers, along a last axis, of which the largest is the ``amax`` of a prepared tensor.
 
-        They are computed together with the codes, a tree of arrays, which are returned, too.
+        They are computed together with the codes, a tree of arrays, which are returned, too; ``as_cast`` as
+        of ``amaxes_of_parts``.
         """
         if role in self.stacked or explicit_sharding(x) is not None:
             amax, codes = lax.optimization_barrier((self.amax(role, x, extra), codes))
             return amax[..., None], codes
-        return amaxes_of_parts(x, None, codes, is_parameter=role == "kernel")
+        return amaxes_of_parts(x, None, codes, as_cast=as_cast, is_parameter=role == "kernel")
 
     def warn(self, *recipes: GemmRecipe) -> None:
         """Warns where the device at hand has no units for these products."""
@@ -279,9 +282,9 @@ def quantized_with_amax(
 
     Of a cotangent the Infs become NaN, for which the amax is the same.
     """
-    # What makes a pair does so by itself. Not of what the amax is read from, too: a CPU would write that.
-    is_grad = role == "output_grad" and not _makes_pair(plan, role)
-    first, second = _quantized_for_both(plan, role, inf_to_nan(x) if is_grad else x, scale)
+    is_grad = role == "output_grad" and not _makes_pair(plan, role)  # which does so by itself
+    as_cast = inf_to_nan(x) if is_grad else x
+    first, second = _quantized_for_both(plan, role, as_cast, scale)
     # Together, so that XLA reads the wide tensor once for all, and does not cast it a second time where
     # a GEMM wants it transposed. (For kernels that saves nothing, and a policy that recomputes the
     # quantized kernel would take the amax along.)
@@ -291,7 +294,7 @@ def quantized_with_amax(
     if scale is None:
         amaxes, codes = None, lax.optimization_barrier(codes)
     else:
-        amaxes, codes = plan.amaxes(role, x, extra, codes)
+        amaxes, codes = plan.amaxes(role, x, extra, codes, as_cast)
     first, second = (
         dataclasses.replace(q, codes=c) if isinstance(q, QTensor) else q
         for q, c in zip((first, second), codes * 2 if is_shared else codes)

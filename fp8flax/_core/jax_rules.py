@@ -127,15 +127,19 @@ def unless_cpu(otherwise: Callable[..., Any], on_cpu: Callable[..., Any], *args:
 
     Args:
         otherwise: a function of the arguments alone, which gives a tree of arrays. It is traced when the
-            program is lowered: it must not depend on a context, nor multiply, which nobody would see.
+            program is lowered: it must not depend on a context of ours, nor multiply, which nobody would
+            see.
         on_cpu: likewise, of the same shapes and dtypes.
         *args: trees of arrays.
     """
     leaves, treedef = jax.tree.flatten(args)
     traced, shapes = jax.make_jaxpr(lambda *x: on_cpu(*treedef.unflatten(x)), return_shape=True)(*leaves)
 
+    has_64_bits = jax.config.jax_enable_x64
+
     def of_leaves(*x: Any) -> list[Any]:
-        return jax.tree.leaves(otherwise(*treedef.unflatten(x)))
+        with jax.enable_x64(has_64_bits):
+            return jax.tree.leaves(otherwise(*treedef.unflatten(x)))
 
     results = _unless_cpu_p.bind(*leaves, on_cpu=traced, otherwise=of_leaves)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -167,7 +171,7 @@ def _lower_unless_cpu(ctx: Any, *args: Any, on_cpu: Any, otherwise: Any) -> Any:
     return mlir.lower_fun(chosen)(ctx, *args)
 
 
-_unless_cpu_p.def_impl(lambda *args, **params: jax.jit(lambda *x: _unless_cpu_p.bind(*x, **params))(*args))
+_unless_cpu_p.def_impl(lambda *args, **params: jax.jit(_by_platform(**params))(*args))
 _unless_cpu_p.def_abstract_eval(lambda *avals, on_cpu, otherwise: on_cpu.out_avals)
 mlir.register_lowering(_unless_cpu_p, _lower_unless_cpu, cacheable=False)
 ad.primitive_jvps[_unless_cpu_p] = _differentiate_unless_cpu
@@ -211,8 +215,8 @@ def each_alike(
 
     def parts(tree: Any) -> list[Any]:
         leaves, treedef = jax.tree.flatten(tree)
-        of_each = zip(*(lax.split(x, [1] * number) for x in leaves))
-        return [treedef.unflatten([lax.squeeze(x, [0]) for x in each]) for each in of_each]
+        split = [[lax.squeeze(part, [0]) for part in lax.split(x, [1] * number)] for x in leaves]
+        return [treedef.unflatten([parts[i] for parts in split]) for i in range(number)]
 
     def in_a_loop(*args: Any) -> list[Any]:
         return parts(stacked(lambda *xs: lax.map(lambda each: f(*each), xs), *args))
@@ -410,9 +414,13 @@ def _batch_unless_partitioned(args: Any, dims: Any, *, whole: Any, split: Any, o
     return results, [out] * len(results)
 
 
-_unless_partitioned_p.def_impl(
-    lambda *args, **params: jax.jit(lambda *x: _unless_partitioned_p.bind(*x, **params))(*args)
-)
+def _run_unless_partitioned(*args: Any, **params: Any) -> Any:
+    if jax.config.jax_disable_jit:
+        return jaxpr_as_fun(params["split"])(*args)
+    return jax.jit(functools.partial(_unless_partitioned_p.bind, **params))(*args)
+
+
+_unless_partitioned_p.def_impl(_run_unless_partitioned)
 _unless_partitioned_p.def_abstract_eval(lambda *avals, whole, split, on_shards: split.out_avals)
 # Not cached, as that would not ask for how many devices.
 mlir.register_lowering(_unless_partitioned_p, _lower_unless_partitioned, cacheable=False)

@@ -182,11 +182,13 @@ class RaggedPlan(Plan):
         (group_sizes,) = extra
         return delayed_amax(x, self._is_grouped(x.shape[0], group_sizes))
 
-    def amaxes(self, role: str, x: jax.Array, extra: Extra, codes: Any = ()) -> tuple[jax.Array, Any]:
+    def amaxes(
+        self, role: str, x: jax.Array, extra: Extra, codes: Any = (), as_cast: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         if role == "kernel":
-            return super().amaxes(role, x, extra, codes)
+            return super().amaxes(role, x, extra, codes, as_cast)
         (group_sizes,) = extra
-        return amaxes_of_parts(x, self._is_grouped(x.shape[0], group_sizes), codes)
+        return amaxes_of_parts(x, self._is_grouped(x.shape[0], group_sizes), codes, as_cast=as_cast)
 
     def _is_grouped(self, rows: int, group_sizes: jax.Array) -> jax.Array:
         """Tells which of the first rows belong to an expert, ``(rows, 1)``."""

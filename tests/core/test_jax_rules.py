@@ -89,6 +89,21 @@ class TestUnlessCpu:
             np.testing.assert_array_equal(batched(x, [y])["product"], expected)
         assert "sine" in jax.jit(f).trace(x, [y]).lower(lowering_platforms=("cuda",)).as_text()
 
+    @pytest.mark.oldest
+    def test_is_traced_as_the_rest_was(self):
+        """With 64 bits, if the program has them, wherever it is lowered."""
+        with jax.enable_x64(True):
+            traced = jax.jit(self.of_a_platform).trace(np.ones(2), [np.ones(2)])
+        assert traced.out_info["sum"].dtype == jnp.float64
+        assert "2xf64" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    @pytest.mark.oldest
+    def test_with_jit_switched_off(self):
+        with jax.disable_jit():
+            found = self.of_a_platform(jnp.ones(2), [jnp.full(2, 3.0)])
+        np.testing.assert_array_equal(found["product"], [3, 3])
+        np.testing.assert_array_equal(found["where"], [0, 0])
+
     def test_is_differentiated(self):
         product = jax.jit(lambda x, y: self.of_a_platform(x, [y])["product"])
         assert jax.jvp(lambda x: product(x, 5.0), (3.0,), (1.0,)) == (15.0, 5.0)
@@ -106,3 +121,6 @@ def test_each_alike_is_each(kind):
     found = jax.jit(lambda *args: each_alike(f, *args, **kind))(xs, pairs)
     jax.tree.map(np.testing.assert_array_equal, found, [f(*each) for each in zip(xs, pairs)])
     assert len(each_alike(f, xs[:1], pairs[:1], **kind)) == 1
+    without_some = jax.jit(lambda xs: each_alike(lambda x, _: x + 1, xs, [None, None], **kind)).trace(xs)
+    without_some.lower(lowering_platforms=("cuda",))
+    np.testing.assert_array_equal(without_some.lower().compile()(xs), [2, 3])

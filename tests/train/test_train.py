@@ -149,6 +149,19 @@ class TestSignature:
         (_, aux), _ = fp8.value_and_grad(lambda v: (mse(v, X), "text"), has_aux=True)(VARIABLES)
         assert aux == "text"
 
+    def test_a_step_with_jit_switched_off(self):
+        def step(variables):
+            return fp8.value_and_grad(mse)(variables, X)
+
+        variables = trained()
+        with jax.disable_jit():
+            found = step(variables)
+        assert_trees_close(found, jax.jit(step)(variables))
+
+    def test_debug_infs_says_what_jax_says(self):
+        with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf"):
+            fp8.value_and_grad(mse)(trained(), X.at[0, 0].set(jnp.nan))
+
     def test_concrete_values_when_not_jitted(self):
         def f(variables):
             loss = mse(variables, X)
