@@ -43,6 +43,16 @@ def test_of_parts_is_that_of_the_whole(shape, parts, special):
         np.testing.assert_array_equal(on_gpu, [numpys(row) for row in np.asarray(x).reshape(parts, -1)])
 
 
+@pytest.mark.parametrize(("platform", "read"), [("cpu", "%arg0"), ("cuda", "%arg1")])
+def test_a_gpu_reads_what_is_cast(platform, read):
+    """Another array would be one more in its memory; for a CPU it would be that of what is cast."""
+    found = jax.jit(lambda x, cast: amax.amaxes_of_parts(x, None, cast / 2, as_cast=cast)[0])
+    traced = found.trace(jnp.ones((4, 32)), jnp.ones((4, 32)))
+    program = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert [line for line in program.splitlines() if "stablehlo.abs" in line and read in line]
+    assert program.count("stablehlo.abs") == 1
+
+
 def test_of_a_parameter():
     """Of what lies in order some parts can be of several dimensions; and of any number."""
     x = jnp.asarray(ugly(6, 32, 1024))
