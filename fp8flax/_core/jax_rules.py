@@ -134,7 +134,6 @@ def unless_cpu(otherwise: Callable[..., Any], on_cpu: Callable[..., Any], *args:
     """
     leaves, treedef = jax.tree.flatten(args)
     traced, shapes = jax.make_jaxpr(lambda *x: on_cpu(*treedef.unflatten(x)), return_shape=True)(*leaves)
-
     has_64_bits = jax.config.jax_enable_x64
 
     def of_leaves(*x: Any) -> list[Any]:
