@@ -77,10 +77,10 @@ help:
 	touch $@
 
 demo: .venv/installed-demo
-	.venv/bin/python -m fp8flax.demo $(ARGS)
+	.venv/bin/python -m fp8flax demo $(ARGS)
 
 audit: .venv/installed-audit
-	.venv/bin/python -m fp8flax.audit demo $(ARGS)
+	.venv/bin/python -m fp8flax audit demo $(ARGS)
 
 # Both virtual environments; with -j2 at the same time.
 environments: .venv/installed .venv-oldest/installed

@@ -40,7 +40,7 @@ import jax
 from benchmarks import dense, gpu_entries
 from benchmarks.common import RESULTS, NotMeasuredError, Row, quiet, reason_of, text_of
 from benchmarks.gpu_entries import Entry
-from fp8flax.audit.compiling import find_target
+from fp8flax._audit.compiling import find_target
 
 QUESTION = (
     "On an NVIDIA GPU: are the values of every recipe those of NumPy, which backend runs each GEMM, and "

@@ -33,12 +33,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 import fp8flax as fp8
 from benchmarks import accuracy, dense, llama
 from benchmarks.common import NotMeasuredError, Row, Shape, ratio, reason_of, summary, text_of
+from fp8flax._audit.compiling import Target, compile_for, find_target
+from fp8flax._audit.gemms import read_gemms
+from fp8flax._audit.kernels import read
 from fp8flax._core.kernels.transpose import can_transpose, transpose
 from fp8flax._core.qtensor import View
 from fp8flax._core.quantizers import quantized as quantize_operand
-from fp8flax.audit.compiling import Target, compile_for, find_target
-from fp8flax.audit.gemms import read_gemms
-from fp8flax.audit.kernels import read
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 BF16, E4M3, E5M2 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2

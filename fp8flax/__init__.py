@@ -1,7 +1,7 @@
 """FP8 training and inference for Flax Linen and NNX: what is public, in reading order.
 
 The folders are the floors of the package, each built on those above it: ``_host``, ``_core`` (pure
-functions of arrays), ``_linen``, ``_train``, ``audit``, ``_model``, ``_serve`` and ``demo``.
+functions of arrays), ``_linen``, ``_train``, ``_audit``, ``_model``, ``_serve`` and ``demo``.
 """
 
 # First: the rest takes time, and needs JAX's internals.
@@ -86,7 +86,7 @@ from fp8flax._serve.safetensors import load_safetensors as load_safetensors
 from fp8flax._serve.safetensors import save_safetensors as save_safetensors
 
 # Proof of what runs in FP8.
-from fp8flax.audit import (
+from fp8flax._audit import (
     AuditReport as AuditReport,
     assert_fp8 as assert_fp8,
     audit as audit,

@@ -1,4 +1,7 @@
-"""Says what a bug report needs: ``python -m fp8flax`` prints versions, devices and extras."""
+"""The command line: ``fp8flax`` or ``python -m fp8flax``, alone or with ``audit`` or ``demo``.
+
+Alone it prints what a bug report needs: versions, devices and extras.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,20 @@ import platform
 import re
 import sys
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import jax
 
 import fp8flax
 from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, has_fp8_units
+from fp8flax._host.interrupt import leave, raise_from_now_on
 
+_USAGE = """\
+usage: fp8flax                 print versions, devices and extras, as a bug report needs them
+       fp8flax audit ...       show which matmuls of a program run in FP8 (fp8flax audit --help)
+       fp8flax demo ...        train a small model in bf16 and in FP8 (fp8flax demo --help)
+"""
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_NUMERIC_RANK_PROMOTION", "JAX_ENABLE_X64")
 
@@ -82,5 +92,32 @@ def _extras() -> list[str]:
     return lines
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit status."""
+    command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
+    if command == "audit":
+        from fp8flax._audit.command import main as audit
+
+        return audit(rest)
+    if command == "demo":
+        from fp8flax.demo.__main__ import main as demo
+
+        return demo(rest)
+    raise_from_now_on()
+    if command in ("-h", "--help"):
+        sys.stdout.write(_USAGE)
+        return 0
+    if command:
+        sys.stderr.write(f"fp8flax: there is no command {command!r}\n{_USAGE}")
+        return 2
     sys.stdout.write(environment() + "\n")
+    return 0
+
+
+def command() -> NoReturn:
+    """Runs the command line and ends the process: the entry point of the console script."""
+    leave(main())
+
+
+if __name__ == "__main__":
+    command()

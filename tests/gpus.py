@@ -13,9 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
+from fp8flax._audit.hlo import parse
 from fp8flax._core.device import compile_target
 from fp8flax._core.names import BLOCK_GEMM
-from fp8flax.audit.hlo import parse
 from tests.cases import RECIPES
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")

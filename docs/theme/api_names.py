@@ -17,8 +17,8 @@ FOUND = re.compile(
 PACKAGES = {
     "fp8flax.nnx.": ["fp8flax.nnx."],
     "fp8nnx.": ["fp8flax.nnx."],
-    "fp8flax.": ["fp8flax.", "fp8flax.audit."],
-    "fp8.": ["fp8flax.", "fp8flax.audit."],
+    "fp8flax.": ["fp8flax."],
+    "fp8.": ["fp8flax."],
 }
 
 

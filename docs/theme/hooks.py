@@ -147,14 +147,14 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Puts the help of a command where a page asks for it."""
 
     def help_of(match: re.Match[str]) -> str:
-        command = [sys.executable, "-m", match[1], "--help"]
+        command = [sys.executable, "-m", *match[1].split(), "--help"]
         environment = {**os.environ, "COLUMNS": "90", "JAX_PLATFORMS": "cpu"}
         text = subprocess.run(
             command, check=True, stdout=subprocess.PIPE, text=True, env=environment
         ).stdout
-        return f"```text\n$ python -m {match[1]} --help\n{text}```"
+        return f"```text\n$ {match[1]} --help\n{text}```"
 
-    return re.sub(r"<!-- help: ([\w.]+) -->", help_of, markdown)
+    return re.sub(r"<!-- help: ([\w. ]+) -->", help_of, markdown)
 
 
 def on_post_page(output: str, **_: Any) -> str:

@@ -13,6 +13,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from fp8flax._audit.auditing import audit
+from fp8flax._audit.report import AuditReport
 from fp8flax._core.autocast import autocast, recipe_in_use
 from fp8flax._core.device import GPUS, Gpu, compile_target
 from fp8flax._core.mlp import is_all_delayed
@@ -27,8 +29,6 @@ from fp8flax._model.rules import Decision, FusedMLP, GemmSizes, Rules
 from fp8flax._model.sites import sizes_of
 from fp8flax._train.bridge import eval_init, split_arrays
 from fp8flax._train.gradients import value_and_grad
-from fp8flax.audit.auditing import audit
-from fp8flax.audit.report import AuditReport
 
 _LEAST_QUANTIZATION_BYTES = 5.2
 """``Quantizer.quantization_bytes`` where nothing is quantized forward: as with delayed scaling."""

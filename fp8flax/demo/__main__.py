@@ -1,4 +1,4 @@
-"""Command line of the demo: ``python -m fp8flax.demo --help``."""
+"""Command line of the demo: ``fp8flax demo --help``, or ``python -m fp8flax.demo``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +19,13 @@ try:
     import orbax.checkpoint  # noqa: F401
     import rich  # noqa: F401
 except ImportError as error:
-    sys.exit(f"fp8flax.demo: {error.name} is missing; install it with: pip install 'fp8flax[demo]'")
+    sys.exit(f"fp8flax demo: {error.name} is missing; install it with: pip install 'fp8flax[demo]'")
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fp8flax._host.files import replacing, write_text
-from fp8flax._host.interrupt import raise_from_now_on
+from fp8flax._host.interrupt import leave, raise_from_now_on
 from fp8flax.demo import compare, digits, imdb, report, training
 from fp8flax.demo.data import Corpus, DemoError, load_corpus
 from fp8flax.demo.training import PRECISIONS, RECIPES, Record, Settings
@@ -68,7 +67,7 @@ def _check_known(options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m fp8flax.demo",
+        prog="fp8flax demo",
         description="Trains a model in bf16 and in FP8, from the same weights on the same batches, and "
         "compares them. The tasks: lm, a byte-level Transformer; imdb, Keras's float8 example, the "
         "sentiment of film reviews; digits, a small Vision Transformer on images of scikit-learn.",
@@ -398,18 +397,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(argv)
     except (DemoError, OSError, MemoryError) as error:
-        print(f"fp8flax.demo: {str(error) or 'out of memory'}", file=sys.stderr)
+        print(f"fp8flax demo: {str(error) or 'out of memory'}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(
-            "\nfp8flax.demo: interrupted; what --task lm has saved goes on with --resume", file=sys.stderr
+            "\nfp8flax demo: interrupted; what --task lm has saved goes on with --resume", file=sys.stderr
         )
         return 130
     return 0
 
 
 if __name__ == "__main__":
-    _code = main()
-    if _code == 130:  # threads of libraries may be at work, and crash where Python ends under them
-        os._exit(_code)
-    sys.exit(_code)
+    leave(main())

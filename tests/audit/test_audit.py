@@ -23,14 +23,14 @@ from jax import lax
 from jax.lax import DotAlgorithmPreset as Preset
 
 import fp8flax
+from fp8flax._audit import AuditReport, assert_fp8, audit, auditing, compiling
+from fp8flax._audit.command import main
+from fp8flax._audit.compiling import Target
+from fp8flax._audit.dots import Dot
+from fp8flax._audit.gemms import AuditedGemm, why_not
+from fp8flax._audit.instructions import on_fp8_units, read_instructions
+from fp8flax._audit.op_names import path_of, role_of
 from fp8flax._core.device import has_fp8_units
-from fp8flax.audit import AuditReport, assert_fp8, audit, auditing, compiling
-from fp8flax.audit.command import main
-from fp8flax.audit.compiling import Target
-from fp8flax.audit.dots import Dot
-from fp8flax.audit.gemms import AuditedGemm, why_not
-from fp8flax.audit.instructions import on_fp8_units, read_instructions
-from fp8flax.audit.op_names import path_of, role_of
 from tests.cases import cells, dense_step, struct
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
@@ -783,7 +783,7 @@ def test_command_writes_json_and_checks_the_share(command, capsys):
     assert command([*program, "--json", "report.json", "--min-flops", "0.5"]) == 1
     out, err = capsys.readouterr()
     assert "0 of 1 GEMMs" in out
-    assert err == "fp8flax.audit: 0.0 % of the GEMMs' FLOPs run in FP8; at least 50.0 % were asked for\n"
+    assert err == "fp8flax audit: 0.0 % of the GEMMs' FLOPs run in FP8; at least 50.0 % were asked for\n"
     assert json.loads(Path("report.json").read_text())["num_gemms"] == 1
     assert command([*program, "--min-flops", "0"]) == 0
 
@@ -793,7 +793,7 @@ def test_json_that_cannot_be_written_loses_no_report(command, capsys, where):
     assert command(["program_to_audit:step", "--target", "local", "--json", where]) == 2
     out, err = capsys.readouterr()
     assert "0 of 1 GEMMs" in out
-    assert err.startswith("fp8flax.audit: [Errno ")
+    assert err.startswith("fp8flax audit: [Errno ")
     assert where in err
     assert err.count("\n") == 1
 
@@ -828,7 +828,7 @@ def test_usage_errors_of_the_command(command, capsys, arguments, message):
     assert command(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"fp8flax.audit: {message}")
+    assert err.startswith(f"fp8flax audit: {message}")
     assert err.count("\n") == 1
 
 
@@ -838,7 +838,7 @@ def test_missing_extras_are_usage_errors(command, capsys, monkeypatch):
 
     monkeypatch.setattr(compiling, "_device", missing)
     assert command(["program_to_audit:step"]) == 2
-    assert capsys.readouterr().err == "fp8flax.audit: install it\n"
+    assert capsys.readouterr().err == "fp8flax audit: install it\n"
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     monkeypatch.delitem(sys.modules, "fp8flax.demo.training", raising=False)
     assert command(["demo"]) == 2
@@ -870,7 +870,7 @@ def test_a_program_that_exits_gives_no_report(command, capsys, leave, code):
         assert command([program, "--target", "local", "--min-flops", "1"]) == 2
         out, err = capsys.readouterr()
         assert out == ""
-        assert err == f"fp8flax.audit: no report: {what} left the program, by sys.exit({code})\n"
+        assert err == f"fp8flax audit: no report: {what} left the program, by sys.exit({code})\n"
         sys.modules.pop("program_exits_later", None)
 
 
@@ -881,7 +881,7 @@ def test_other_ends_of_a_program(command, capsys):
         "def ended(): raise Ended\n"
     )
     assert command(["program_ends:interrupted", "--target", "local"]) == 130
-    assert capsys.readouterr().err == "\nfp8flax.audit: interrupted\n"
+    assert capsys.readouterr().err == "\nfp8flax audit: interrupted\n"
     assert command(["program_ends:ended", "--target", "local"]) == 2
     assert "program_ends.Ended" in capsys.readouterr().err
     with pytest.raises(SystemExit) as helped:
@@ -897,7 +897,7 @@ def test_a_report_that_cannot_be_written(command, capsys, monkeypatch):
 
     monkeypatch.setattr(sys, "stdout", Full())
     assert command(["program_to_audit:step", "--target", "local"]) == 2
-    assert capsys.readouterr().err == "fp8flax.audit: no space left\n"
+    assert capsys.readouterr().err == "fp8flax audit: no space left\n"
 
 
 @pytest.mark.long
@@ -931,6 +931,9 @@ def test_command_audits_the_demo(gpu, command, capsys, monkeypatch):
     assert "ByteTransformer/block_0/up" in capsys.readouterr().out
 
 
-def test_the_name_in_the_package_is_the_function():
-    assert importlib.import_module("fp8flax.audit").audit is fp8flax.audit is audit
-    assert callable(fp8flax.audit)
+@pytest.mark.parametrize("module", ["fp8flax.audit", "fp8flax._audit.compiling"])
+def test_no_import_hides_the_function(module):
+    """``fp8flax/audit.py`` is there for ``python -m fp8flax.audit`` alone."""
+    importlib.import_module(module)
+    assert fp8flax.audit is audit
+    assert sys.modules["fp8flax.audit"] is audit or module != "fp8flax.audit"

@@ -20,11 +20,11 @@ import pytest
 from flax.linen import fp8_ops as flax_ops
 
 import fp8flax as fp8
+from fp8flax._audit import auditing, compiling, hlo, kernels
 from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.kernels.block_quantize import block_quantize
 from fp8flax._core.names import BLOCK_QUANTIZE
-from fp8flax.audit import auditing, compiling, hlo, kernels
 from fp8flax.demo import training
 from tests.cases import cells, dense_step, struct
 
@@ -628,7 +628,7 @@ EIGHT_BITS = "e4m3", "e5m2"
 ON_HOPPER = """
 import functools, jax, jax.numpy as jnp
 from fp8flax._core.kernels.block_gemm_hopper import hopper_block_gemm
-from fp8flax.audit.compiling import compile_for, find_target
+from fp8flax._audit.compiling import compile_for, find_target
 
 def of(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
@@ -731,7 +731,7 @@ def test_kernels_for_experts_of_any_size_compile(recipe):
 FOR_HOPPERS_EXPERTS = """
 import jax, fp8flax as fp8
 from tests.audit.test_gpu_program import FOR_EXPERTS, experts_step
-from fp8flax.audit.compiling import compile_for, find_target
+from fp8flax._audit.compiling import compile_for, find_target
 
 for recipe in (FOR_EXPERTS, fp8.Float8BlockScaling(fp8_format=FOR_EXPERTS.fp8_format)):
     step, *args = experts_step(512, 4, 256, 512, recipe=recipe)

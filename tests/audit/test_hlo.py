@@ -2,9 +2,9 @@ import math
 
 import pytest
 
-from fp8flax.audit import dots, hlo, traffic
-from fp8flax.audit.hlo import Array, parse
-from fp8flax.audit.kernels import read
+from fp8flax._audit import dots, hlo, traffic
+from fp8flax._audit.hlo import Array, parse
+from fp8flax._audit.kernels import read
 
 pytestmark = pytest.mark.oldest
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import fp8flax as fp8
-from fp8flax.audit import compiling, kernels
+from fp8flax._audit import compiling, kernels
 from fp8flax.demo import training
 from tests.cases import struct
 

@@ -18,7 +18,7 @@ import pytest
 
 import fp8flax
 from benchmarks import common, dense
-from fp8flax.audit.compiling import find_target
+from fp8flax._audit.compiling import find_target
 from tests import ROOT
 
 HAS_QWIX = importlib.util.find_spec("qwix") is not None

@@ -19,7 +19,7 @@ import pytest
 import fp8flax as fp8
 from benchmarks import common, dense, gpu, gpu_entries
 from benchmarks.gpu_entries import FULL, SMALL, Entry
-from fp8flax.audit.compiling import find_target
+from fp8flax._audit.compiling import find_target
 from tests import reference_recipes
 
 MACHINE = {"gpu": None, **dict.fromkeys(gpu.VERSIONS, "1")}

@@ -10,13 +10,13 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
+from fp8flax._audit import compiling
 from fp8flax._core import gemm_cuda
 from fp8flax._core.device import compile_target
 from fp8flax._core.differentiable import Operand
 from fp8flax._core.dot_general import DotPlan
 from fp8flax._core.kernels.transpose import can_transpose, transpose
 from fp8flax._core.names import TRANSPOSE
-from fp8flax.audit import compiling
 from tests.cases import dense_step
 
 

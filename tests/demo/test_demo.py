@@ -326,7 +326,7 @@ class TestCommandLine:
         assert cli.main([str(a) for a in arguments]) == 2
         captured = capsys.readouterr()
         line = captured.err.strip()
-        assert line.startswith("fp8flax.demo: ")
+        assert line.startswith("fp8flax demo: ")
         assert "\n" not in line
         assert "Traceback" not in captured.out
         return line
@@ -363,7 +363,7 @@ class TestCommandLine:
             raise MemoryError
 
         monkeypatch.setattr(cli, "run", run)
-        assert self.fails(capsys) == "fp8flax.demo: out of memory"
+        assert self.fails(capsys) == "fp8flax demo: out of memory"
 
     def test_a_run_is_not_overwritten_nor_mixed(self, text, tmp_path, capsys, monkeypatch):
         monkeypatch.chdir(tmp_path)

@@ -64,7 +64,7 @@ def fails(capsys, *arguments):
     assert cli.main([str(a) for a in arguments]) == 2
     captured = capsys.readouterr()
     line = captured.err.strip()
-    assert line.startswith("fp8flax.demo: ")
+    assert line.startswith("fp8flax demo: ")
     assert "\n" not in line
     assert "Traceback" not in captured.out
     return line

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax.audit import compiling, kernels
+from fp8flax._audit import compiling, kernels
 from tests.cases import OWG, cells, normal, struct, variables_of
 from tests.models import ALL
 

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
+from fp8flax._audit import compiling, kernels
 from fp8flax._core.names import CAST_TRANSPOSE
 from fp8flax._model.elementwise import Unknown, at_points
-from fp8flax.audit import compiling, kernels
 from tests.cases import OWG, cells, normal, struct
 from tests.models import trained
 

@@ -33,6 +33,30 @@ def test_command():
 
 
 @pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--help"], 0, "fp8flax demo"),
+        (["audit", "demo", "--target", "nothing"], 2, "fp8flax audit: argument --target: invalid choice"),
+        (["demo", "--task", "nothing"], 2, "fp8flax demo: argument --task: invalid choice"),
+        (["nothing"], 2, "fp8flax: there is no command 'nothing'\nusage: "),
+    ],
+)
+def test_the_commands(arguments, status, said, capsys):
+    assert command.main(arguments) == status
+    out, err = capsys.readouterr()
+    assert said in (err if status else out)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["audit", "demo"])
+def test_the_commands_have_their_old_names_too(name):
+    def help_of(*words):
+        return subprocess.run([sys.executable, "-m", *words, "--help"], capture_output=True, check=True).stdout
+
+    assert help_of(f"fp8flax.{name}") == help_of("fp8flax", name) != b""
+
+
+@pytest.mark.parametrize(
     ("platform", "version", "said"),
     [
         ("gpu", "8.0", "no FP8, which begins with compute capability 8.9; the same values are emulated"),

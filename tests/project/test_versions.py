@@ -47,7 +47,7 @@ def declared(requirements):
 def test_what_is_imported_is_declared(path):
     # jaxtyping for the type checker alone, see test_types.py.
     known = declared(PROJECT["dependencies"]) | {"fp8flax", "jaxtyping", *sys.stdlib_module_names}
-    extra = {"demo": "demo", "audit": "demo", "_serve": "safetensors"}.get(path.parent.name)
+    extra = {"demo": "demo", "_audit": "demo", "_serve": "safetensors"}.get(path.parent.name)
     extra = "plots" if path.name == "plots.py" else extra
     known |= declared(PROJECT["optional-dependencies"].get(extra, ()))
     for node in ast.walk(ast.parse(path.read_text())):

@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax.audit import compiling
+from fp8flax._audit import compiling
 from tests.cases import OWG, RECIPES, cells, flat, normal, variables_of
 from tests.models import ALL, MODELS, TOKENS, Attention, LanguageModel, in_scan, trained
 

@@ -7,9 +7,9 @@ import html
 import re
 from typing import Any
 
+from fp8flax._audit.gemms import AuditedGemm
+from fp8flax._audit.time_model import PARTS, predicted_seconds
 from fp8flax._core.device import GPUS
-from fp8flax.audit.gemms import AuditedGemm
-from fp8flax.audit.time_model import PARTS, predicted_seconds
 
 _HEADER = ("GEMM", "role", "M×K×N", "operands", "backend", "% FLOPs", "FP8?")
 

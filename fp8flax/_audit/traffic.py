@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fp8flax.audit.hlo import Computation, Instruction, Program
+from fp8flax._audit.hlo import Computation, Instruction, Program
 
 SLICES = frozenset(("slice", "dynamic-slice", "gather"))
 """Instructions that read no more of their first operand than they return."""

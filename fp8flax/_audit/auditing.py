@@ -10,12 +10,12 @@ import jax
 import jaxlib
 from jax.sharding import Mesh
 
+from fp8flax._audit.compiling import check_on_mesh, compile_lowered, find_target, lower_for
+from fp8flax._audit.gemms import has_fp8_in_triton, read_gemms
+from fp8flax._audit.instructions import read_instructions
+from fp8flax._audit.kernels import read
+from fp8flax._audit.report import AuditReport
 from fp8flax._core.device import GPUS
-from fp8flax.audit.compiling import check_on_mesh, compile_lowered, find_target, lower_for
-from fp8flax.audit.gemms import has_fp8_in_triton, read_gemms
-from fp8flax.audit.instructions import read_instructions
-from fp8flax.audit.kernels import read
-from fp8flax.audit.report import AuditReport
 
 
 def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200") -> AuditReport:

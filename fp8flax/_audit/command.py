@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import os
 import sys
 import traceback
 import warnings
@@ -15,12 +16,12 @@ from typing import Any, NoReturn
 
 import jax
 
+from fp8flax._audit.auditing import audit
+from fp8flax._audit.compiling import TARGETS
+from fp8flax._audit.report import AuditReport
 from fp8flax._core.device import Fp8EmulationWarning
 from fp8flax._host.files import write_text
 from fp8flax._host.interrupt import raise_from_now_on
-from fp8flax.audit.auditing import audit
-from fp8flax.audit.compiling import TARGETS
-from fp8flax.audit.report import AuditReport
 
 
 class _UsageError(Exception):
@@ -51,7 +52,7 @@ def _share(text: str) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m fp8flax.audit",
+        prog="fp8flax audit",
         description="Compiles a function, for a GPU that need not be there, and says which of its GEMMs "
         "run in FP8, and why the others do not.",
         epilog="Exit status: 0; 1 if less runs in FP8 than --min-flops asks for; 2 if there is no "
@@ -60,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "program",
         metavar="demo | module:function",
-        help="the training step of fp8flax.demo; or a function without arguments that returns (fn, *args), "
+        help="the training step of the demo; or a function without arguments that returns (fn, *args), "
         "where fn(*args) is what to compile and args may hold jax.ShapeDtypeStruct. The current folder is "
         "searched for the module too",
     )
@@ -133,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     stdout = sys.stdout  # of ours, whatever the program makes of it
     raise_from_now_on()
+    # JAX would look for CUDA's libraries as it starts; the compiler does not need them.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         options = _parser().parse_args(argv)
         if options.target != "local" and not jax.config.jax_platforms:
@@ -145,10 +148,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.json is not None:
                 write_text(options.json, json.dumps(report.to_dict(), indent=2) + "\n")
     except (_UsageError, OSError) as error:
-        sys.stderr.write(f"fp8flax.audit: {error}\n")
+        sys.stderr.write(f"fp8flax audit: {error}\n")
         return 2
     except KeyboardInterrupt:
-        sys.stderr.write("\nfp8flax.audit: interrupted\n")
+        sys.stderr.write("\nfp8flax audit: interrupted\n")
         return 130
     except SystemExit:  # of --help
         raise
@@ -157,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if report.fp8_flops_share < options.min_flops:
         sys.stderr.write(
-            f"fp8flax.audit: {100 * report.fp8_flops_share:.1f} % of the GEMMs' FLOPs run in FP8; at least "
+            f"fp8flax audit: {100 * report.fp8_flops_share:.1f} % of the GEMMs' FLOPs run in FP8; at least "
             f"{100 * options.min_flops:.1f} % were asked for\n"
         )
         return 1

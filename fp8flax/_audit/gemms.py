@@ -6,12 +6,12 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from fp8flax._audit.compiling import Target
+from fp8flax._audit.dots import Dot
+from fp8flax._audit.instructions import kernel_name, on_fp8_units
+from fp8flax._audit.kernels import Summary
+from fp8flax._audit.op_names import components, path_of, role_of
 from fp8flax._core.names import BLOCK_GEMM_F16, CHOSEN_WIDE, WITHOUT_UNITS
-from fp8flax.audit.compiling import Target
-from fp8flax.audit.dots import Dot
-from fp8flax.audit.instructions import kernel_name, on_fp8_units
-from fp8flax.audit.kernels import Summary
-from fp8flax.audit.op_names import components, path_of, role_of
 
 _DTYPES = {
     "bf16": "bfloat16",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fp8flax._audit.gemms import AuditedGemm
 from fp8flax._core.device import Gpu
-from fp8flax.audit.gemms import AuditedGemm
 
 BANDWIDTH_SHARE = 0.85
 """Of a GPU's published bandwidth: what elementwise kernels reach."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from fp8flax.audit.dots import Dot, dots_of
-from fp8flax.audit.hlo import Computation, Instruction, Program, parse
-from fp8flax.audit.traffic import bytes_moved
+from fp8flax._audit.dots import Dot, dots_of
+from fp8flax._audit.hlo import Computation, Instruction, Program, parse
+from fp8flax._audit.traffic import bytes_moved
 
 _FREE = frozenset(
     (

@@ -1,7 +1,7 @@
 """Which GEMMs of a program run in FP8 on a GPU that need not be there, and why the others do not."""
 
-from fp8flax.audit.auditing import assert_fp8, audit
-from fp8flax.audit.compiling import TARGETS, compile_only_devices
-from fp8flax.audit.report import AuditReport
+from fp8flax._audit.auditing import assert_fp8, audit
+from fp8flax._audit.compiling import TARGETS, compile_only_devices
+from fp8flax._audit.report import AuditReport
 
 __all__ = ["TARGETS", "AuditReport", "assert_fp8", "audit", "compile_only_devices"]

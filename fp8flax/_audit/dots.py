@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from fp8flax._audit.hlo import Array, Computation, Instruction, Program
+from fp8flax._audit.traffic import SLICES, VIEWS
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, GROUPED_GEMM
-from fp8flax.audit.hlo import Array, Computation, Instruction, Program
-from fp8flax.audit.traffic import SLICES, VIEWS
 
 _VALUE_KEEPING = VIEWS | SLICES | {"broadcast", "multiply", "divide", "pad"}
 """Instructions that may stand between an FP8 value converted back and the GEMM that reads it."""
