@@ -22,7 +22,6 @@ except ImportError as error:
     sys.exit(f"fp8flax demo: {error.name} is missing; install it with: pip install 'fp8flax[demo]'")
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fp8flax._host.files import replacing, write_text
 from fp8flax._host.interrupt import leave, raise_from_now_on
@@ -289,14 +288,15 @@ def _train_and_report(
         "validation_bytes": len(corpus.validation),
         "digest": corpus.digest,
     }
-    console.print(
+    report.print_line(
+        console,
         f"{corpus.source}: {corpus.num_files} files, {len(corpus.train):,} bytes to train on, "
-        f"{len(corpus.validation):,} held out. Results in {out}"
+        f"{len(corpus.validation):,} held out. Results in {out}",
     )
     looks = _Looks(options.statistics, console)
     runs = _train_all(console, options.seeds, precisions, settings, corpus, out, looks)
 
-    report.print_tables(console, runs, settings)
+    report.write_tables(out / "tables.txt", report.tables_of(runs, settings))
     figures = report.results(settings, about, runs)
     report.write_json(out / _RESULTS, figures)
     report.plot_loss(out / "loss.png", runs)
@@ -305,21 +305,7 @@ def _train_and_report(
         report.plot_scaling(out / "scaling.png", fp8_record)
     if looks.history:
         report.plot_statistics(out, looks.history, *looks.kernel)
-    console.print(report.wrote(out))
-    console.print(_last_line(runs), soft_wrap=True)
-
-
-def _last_line(runs: dict[int, dict[str, Record]]) -> str:
-    gaps = [g for g in map(report.gap, runs.values()) if g is not None]
-    if not gaps:
-        precision, record = next(iter(next(iter(runs.values())).items()))
-        return f"{precision} validation loss: {record.validation_loss[-1]:.4f} nats per byte"
-    mean = sum(gaps) / len(gaps)
-    line = f"FP8 validation loss relative to bf16: {100 * mean:+.2f} %"
-    if len(gaps) > 1:
-        each = ", ".join(f"{100 * g:+.2f} %" for g in gaps)
-        line += f" (mean of {len(gaps)} seeds: {each})"
-    return line
+    report.print_result(console, runs, settings, out)
 
 
 @dataclasses.dataclass
@@ -360,31 +346,18 @@ def _train_all(
     api = _api(settings.api)
     runs: dict[int, dict[str, Record]] = {}
     tokens = settings.batch_size * settings.length
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
+    with report.RunProgress(console) as progress:
         for seed in seeds:
             for precision in precisions:
-                bar = progress.add_task(
-                    f"{precision}, seed {seed}", total=settings.steps, loss="–", speed="–"
-                )
+                run = progress.add_run(f"{precision}, seed {seed}", settings.steps)
 
-                def on_step(step: int, loss: float, seconds: float, bar: Any = bar) -> None:
-                    progress.update(
-                        bar, completed=step, loss=f"{loss:.3f}", speed=f"{tokens / seconds:,.0f}"
-                    )
+                def on_step(step: int, loss: float, seconds: float, run: Any = run) -> None:
+                    progress.show_step(run, step, f"loss {loss:.3f}, {tokens / seconds:,.0f} tokens/s")
 
                 folder = out / "checkpoints" / f"{precision}-seed{seed}"
                 look = {"before_step": looks} if precision == "fp8" and seed == seeds[0] else {}
                 record = training.train(api, precision, seed, settings, corpus, folder, on_step, **look)
-                progress.update(
-                    bar, completed=settings.steps, loss=f"{record.validation_loss[-1]:.3f} (validation)"
-                )
+                progress.show_end(run, f"validation loss {record.validation_loss[-1]:.3f}")
                 runs.setdefault(seed, {})[precision] = record
     return runs
 

@@ -1,4 +1,4 @@
-"""Runs a classification task in both precisions, and says how each did: tables, a plot, every figure."""
+"""Runs a classification task in both precisions; prints the result, saves tables, plots and figures."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 import fp8flax as fp8
@@ -37,7 +36,7 @@ def run(task: Task, seeds: Sequence[int], out: Path, settings: dict[str, Any], c
     models = {"bf16": task.model, "fp8": quantized(task)}
     split = task.split(seeds[0])
     test = "" if split.test is None else f", {len(split.test):,} to test"
-    _print(
+    report.print_line(
         console,
         f"{task.source}: {len(split.train):,} to train on, {len(split.validation):,} held out for "
         f"validation{test}. Results in {out}",
@@ -45,10 +44,9 @@ def run(task: Task, seeds: Sequence[int], out: Path, settings: dict[str, Any], c
     layers = str(fp8.report(models["fp8"], split.train.inputs[: task.batch_size]))
     outcomes = _train_all(task, models, seeds, console)
 
-    _print(console, layers)
-    _print_variables(console, outcomes[seeds[0]]["fp8"])
-    _print_accuracies(console, task, outcomes)
     write_text(out / "layers.txt", layers + "\n")
+    tables = [_accuracies(task, outcomes), _variables(outcomes[seeds[0]]["fp8"])]
+    report.write_tables(out / "tables.txt", tables)
     figures = {
         **report.machine(),
         "task": task.name,
@@ -82,12 +80,22 @@ def run(task: Task, seeds: Sequence[int], out: Path, settings: dict[str, Any], c
         }
         with replacing(out / "fp8_variables.npz") as new, new.open("wb") as file:
             np.savez(file, allow_pickle=False, **arrays)
-    _print(console, report.wrote(out))
-    _print(console, last_line(task, outcomes))
+    _print_result(console, task, outcomes, out)
 
 
-def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+def _print_result(console: Console, task: Task, outcomes: Outcomes, out: Path) -> None:
+    report.print_line(console, f"Results of {task.name}, epochs {task.epochs}, recipe {task.recipe}:")
+    name = held_out_name(task)
+    for seed, both in outcomes.items():
+        for precision, outcome in both.items():
+            figures = (
+                f"{name} accuracy {100 * outcome.accuracy:.2f} %, last training loss "
+                f"{outcome.train_loss[-1]:.4f}, validation loss {outcome.validation_loss[-1]:.4f}"
+            )
+            report.print_line(console, f"  {precision}, seed {seed}: {figures}")
+    report.print_line(console, f"Picture of losses and accuracies: {out / 'training.png'}")
+    report.print_line(console, report.wrote(out))
+    report.print_line(console, last_line(task, outcomes))
 
 
 def held_out_name(task: Task) -> str:
@@ -117,34 +125,26 @@ def last_line(task: Task, outcomes: Outcomes) -> str:
 
 def _train_all(task: Task, models: dict[str, Any], seeds: Sequence[int], console: Console) -> Outcomes:
     outcomes: Outcomes = {}
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeRemainingColumn(),
-    )
     steps = task.steps(task.split(seeds[0]))
     optimizer = task.optimizer(steps)
-    with Progress(*columns, console=console) as progress:
+    with report.RunProgress(console) as progress:
         for seed in seeds:
             split = task.split(seed)
             for precision in PRECISIONS:
-                bar = progress.add_task(f"{precision}, seed {seed}", total=steps, state="")
+                run = progress.add_run(f"{precision}, seed {seed}", steps)
 
-                def on_step(step: int, loss: float, bar: Any = bar) -> None:
-                    progress.update(bar, completed=step, state=f"loss {loss:.3f}")
+                def on_step(step: int, loss: float, run: Any = run) -> None:
+                    progress.show_step(run, step, f"loss {loss:.3f}")
 
                 outcome = train(precision, seed, task, models, optimizer, split, on_step)
-                progress.update(bar, state=f"accuracy {100 * outcome.accuracy:.2f} %")
+                progress.show_end(run, f"accuracy {100 * outcome.accuracy:.2f} %")
                 outcomes.setdefault(seed, {})[precision] = outcome
     return outcomes
 
 
-def _print_variables(console: Console, outcome: Outcome) -> None:
+def _variables(outcome: Outcome) -> RenderableType:
     if not outcome.ops:
-        console.print("This recipe has no FP8 variables: it scales each tensor by its own values.")
-        return
+        return "This recipe has no FP8 variables: it scales each tensor by its own values."
     table = Table(title=f"FP8 variables before and after training, seed {outcome.seed}")
     table.add_column("layer", overflow="fold")
     table.add_column("tensor", no_wrap=True)
@@ -158,10 +158,10 @@ def _print_variables(console: Console, outcome: Outcome) -> None:
                 for values in (outcome.fp8_before, outcome.fp8_after)
             ]
             table.add_row(op.rpartition("/")[0] if role == ROLES[0] else "", role, *cells)
-    console.print(table)
+    return table
 
 
-def _print_accuracies(console: Console, task: Task, outcomes: Outcomes) -> None:
+def _accuracies(task: Task, outcomes: Outcomes) -> Table:
     name = held_out_name(task)
     table = Table(title=f"Accuracy of {task.name}, epochs {task.epochs}, recipe {task.recipe}")
     for column in ("seed", "precision", f"{name} accuracy", "FP8 − bf16", "validation loss", "median step"):
@@ -177,7 +177,7 @@ def _print_accuracies(console: Console, task: Task, outcomes: Outcomes) -> None:
                 f"{outcome.validation_loss[-1]:.4f}",
                 f"{1e3 * seconds:.0f} ms" if seconds else "not measured",
             )
-    console.print(table)
+    return table
 
 
 def _step_seconds(outcome: Outcome) -> float | None:

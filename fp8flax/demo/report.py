@@ -1,9 +1,10 @@
-"""What the demo says at the end: a table, two plots, and every figure as JSON."""
+"""What the demo prints and saves: progress, a short result, tables, plots, and every figure as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -17,7 +18,8 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import fp8flax as fp8
@@ -25,6 +27,47 @@ from fp8flax._host.files import replacing, write_text
 from fp8flax.demo.training import ROLES, Record, Settings
 
 COLOURS = {"bf16": "#444444", "fp8": "#d1495b"}
+STEPS_PER_LINE = 25
+"""How often progress is printed where there is no terminal."""
+
+
+def print_line(console: Console, text: str) -> None:
+    """Prints text as it is: paths are not read as markup, and lines are not wrapped."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class RunProgress(Progress):
+    """Shows how far each run is: a bar on a terminal; elsewhere a line every ``STEPS_PER_LINE`` steps."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeRemainingColumn(),
+        )
+        # FORCE_COLOR makes ``console.is_terminal`` true for a file, too, where a bar is unreadable.
+        self._prints_lines = not console.file.isatty() or console.is_dumb_terminal
+        super().__init__(*columns, console=console, disable=self._prints_lines)
+
+    def add_run(self, name: str, steps: int) -> TaskID:
+        """Adds a run of so many steps."""
+        return self.add_task(name, total=steps, state="")
+
+    def show_step(self, run: TaskID, step: int, state: str) -> None:
+        """Shows that ``step`` steps of a run are done."""
+        self.update(run, completed=step, state=state)
+        task = self._tasks[run]
+        if self._prints_lines and (step % STEPS_PER_LINE == 0 or step == task.total):
+            print_line(self.console, f"{task.description}: step {step} of {task.total}, {state}")
+
+    def show_end(self, run: TaskID, state: str) -> None:
+        """Shows the result of a run."""
+        task = self._tasks[run]
+        self.update(run, completed=task.total, state=state)
+        if self._prints_lines:
+            print_line(self.console, f"{task.description}: {state}")
 
 
 def machine() -> dict[str, Any]:
@@ -146,8 +189,44 @@ def wrote(out: Path) -> str:
     return f"Wrote {', '.join(sorted(names))} in {out}"
 
 
-def print_tables(console: Console, runs: dict[int, dict[str, Record]], settings: Settings) -> None:
-    """Prints losses, gap and step time per run, then scale and amax per FP8 layer of the first seed."""
+def print_result(
+    console: Console, runs: dict[int, dict[str, Record]], settings: Settings, out: Path
+) -> None:
+    """Prints the last losses of each run, the files in ``out``, and last the gap between FP8 and bf16."""
+    print_line(console, f"Losses in nats per byte after {settings.steps} steps, recipe {settings.recipe}:")
+    for seed, records in runs.items():
+        for precision, record in records.items():
+            losses = f"training {record.train_loss[-1]:.4f}, validation {record.validation_loss[-1]:.4f}"
+            print_line(console, f"  {precision}, seed {seed}: {losses}")
+    print_line(console, f"Picture of the losses: {out / 'loss.png'}")
+    print_line(console, wrote(out))
+    print_line(console, _last_line(runs))
+
+
+def _last_line(runs: dict[int, dict[str, Record]]) -> str:
+    gaps = [g for g in map(gap, runs.values()) if g is not None]
+    if not gaps:
+        precision, record = next(iter(next(iter(runs.values())).items()))
+        return f"{precision} validation loss: {record.validation_loss[-1]:.4f} nats per byte"
+    mean = sum(gaps) / len(gaps)
+    line = f"FP8 validation loss relative to bf16: {100 * mean:+.2f} %"
+    if len(gaps) > 1:
+        each = ", ".join(f"{100 * g:+.2f} %" for g in gaps)
+        line += f" (mean of {len(gaps)} seeds: {each})"
+    return line
+
+
+def write_tables(path: Path, tables: list[RenderableType]) -> None:
+    """Writes tables as plain text."""
+    file = io.StringIO()
+    console = Console(file=file, width=120, force_terminal=False, color_system=None)
+    for table in tables:
+        console.print(table)
+    write_text(path, file.getvalue())
+
+
+def tables_of(runs: dict[int, dict[str, Record]], settings: Settings) -> list[RenderableType]:
+    """Returns a table of losses and step times, and one of the scaling state of the first seed's layers."""
     table = Table(title=f"Validation loss (nats per byte) and step time, recipe {settings.recipe}")
     for column in ("seed", "precision", "validation loss", "gap to bf16", "median step", "tokens/s"):
         table.add_column(column, justify="right")
@@ -163,13 +242,11 @@ def print_tables(console: Console, runs: dict[int, dict[str, Record]], settings:
                 f"{1e3 * seconds:.0f} ms" if seconds else "not measured",
                 f"{settings.batch_size * settings.length / seconds:,.0f}" if seconds else "not measured",
             )
-    console.print(table)
-    for records in list(runs.values())[:1]:
-        if "fp8" in records and records["fp8"].ops:
-            _print_scaling(console, records["fp8"])
+    first = next(iter(runs.values()))
+    return [table, _scaling_table(first["fp8"])] if "fp8" in first and first["fp8"].ops else [table]
 
 
-def _print_scaling(console: Console, record: Record) -> None:
+def _scaling_table(record: Record) -> Table:
     table = Table(title=f"FP8 scaling state, seed {record.seed}: scale at the end, amax over the run")
     table.add_column("layer", no_wrap=True)
     for role in ROLES:
@@ -181,7 +258,7 @@ def _print_scaling(console: Console, record: Record) -> None:
             for j in range(len(ROLES))
         ]
         table.add_row(op, *cells)
-    console.print(table)
+    return table
 
 
 def plot_loss(path: Path, runs: dict[int, dict[str, Record]]) -> None:

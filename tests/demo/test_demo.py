@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import io
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from fp8flax.demo import __main__ as cli
 from fp8flax.demo import data, report, training
@@ -246,6 +248,49 @@ class TestTraining:
         assert [path.name for path in tmp_path.iterdir()] == ["3"]
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class TestProgress:
+    def steps(self, file, monkeypatch, **environment):
+        """Returns what had been printed after each of 60 steps, and at the end."""
+        for name, value in {"TERM": "xterm", **environment}.items():
+            monkeypatch.setenv(name, value)
+        printed = []
+        with report.RunProgress(Console(file=file, width=80)) as progress:
+            run = progress.add_run("fp8, seed 0", 60)
+            for step in range(1, 61):
+                progress.show_step(run, step, f"loss {step / 100}")
+                printed.append(file.getvalue())
+            progress.show_end(run, "validation loss 0.5")
+        return [*printed, file.getvalue()]
+
+    @pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}], ids=str)
+    def test_a_file_gets_a_line_every_25_steps(self, environment, monkeypatch):
+        printed = self.steps(io.StringIO(), monkeypatch, **environment)
+        assert printed[23] == ""
+        assert printed[24] == printed[48] == "fp8, seed 0: step 25 of 60, loss 0.25\n"
+        assert printed[-1].splitlines() == [
+            "fp8, seed 0: step 25 of 60, loss 0.25",
+            "fp8, seed 0: step 50 of 60, loss 0.5",
+            "fp8, seed 0: step 60 of 60, loss 0.6",
+            "fp8, seed 0: validation loss 0.5",
+        ]
+
+    def test_a_terminal_gets_a_bar(self, monkeypatch):
+        printed = self.steps(Terminal(), monkeypatch)[-1]
+        assert "━" in printed
+        assert "60/60" in printed
+        assert "step 25" not in printed
+
+    def test_a_terminal_that_cannot_move_its_cursor_gets_lines(self, monkeypatch):
+        printed = self.steps(Terminal(), monkeypatch, TERM="dumb")[-1]
+        assert len(printed.splitlines()) == 4
+        assert "━" not in printed
+
+
 @pytest.mark.usefixtures("tiny")
 class TestCommandLine:
     @pytest.mark.usefixtures("drawn")
@@ -255,8 +300,11 @@ class TestCommandLine:
         arguments = ["--data", str(text), "--steps", str(STEPS), "--seeds", "0", "1", "--out", str(out)]
         assert cli.main(arguments) == 0
         printed = capsys.readouterr().out
-        assert "Validation loss (nats per byte)" in printed
-        assert "block_0/attn/query" in printed
+        assert len(printed.splitlines()) == 1 + 4 * 2 + (1 + 4 + 3)  # the corpus, four runs, the result
+        assert "block_0/attn/query" not in printed
+        tables = (out / "tables.txt").read_text()
+        assert "Validation loss (nats per byte)" in tables
+        assert "block_0/attn/query" in tables
         last = printed.strip().splitlines()[-1]
         assert last.startswith("FP8 validation loss relative to bf16: ")
         for name in ("loss.png", "scaling.png"):
@@ -307,7 +355,7 @@ class TestCommandLine:
         out, recipe = tmp_path / "o", "mxfp8"
         arguments = ["--data", str(text), "--steps", "3", "--out", str(out), "--precision", "fp8"]
         assert cli.main([*arguments, "--recipe", recipe]) == 0
-        assert f"recipe {recipe}" in capsys.readouterr().out.replace("\n", " ")
+        assert f"recipe {recipe}" in capsys.readouterr().out
         assert not (out / "scaling.png").exists()
         figures = json.loads((out / "results.json").read_text())
         assert figures["settings"]["recipe"] == recipe
@@ -319,7 +367,25 @@ class TestCommandLine:
         monkeypatch.setattr(report, "plot_loss", PLOTS["plot_loss"])
         arguments = ["--data", str(text), "--steps", str(STEPS), "--out", str(tmp_path / "o")]
         assert cli.main([*arguments, "--precision", precision]) == 0
-        assert f"{precision} validation loss: " in capsys.readouterr().out.splitlines()[-1]
+        figures = json.loads((tmp_path / "o" / "results.json").read_text())
+        losses = figures["runs"][0]["precisions"][precision]
+        training_loss, validation_loss = losses["train_loss"][-1], losses["validation_loss"]
+        corpus, step, end, *result = capsys.readouterr().out.splitlines()
+        assert corpus.endswith(f"Results in {tmp_path / 'o'}")
+        assert step.startswith(f"{precision}, seed 0: step {STEPS} of {STEPS}, loss {training_loss:.3f}, ")
+        assert end == f"{precision}, seed 0: validation loss {validation_loss:.3f}"
+        files = (
+            "config.json, loss.png, results.json, " + "scaling.png, " * (precision == "fp8") + "tables.txt"
+        )
+        assert result == [
+            f"Losses in nats per byte after {STEPS} steps, recipe delayed:",
+            f"  {precision}, seed 0: training {training_loss:.4f}, validation {validation_loss:.4f}",
+            f"Picture of the losses: {tmp_path / 'o' / 'loss.png'}",
+            f"Wrote {files} in {tmp_path / 'o'}",
+            f"{precision} validation loss: {validation_loss:.4f} nats per byte",
+        ]
+        tables = (tmp_path / "o" / "tables.txt").read_text()
+        assert ("block_0/attn/query" in tables) == (precision == "fp8")
         assert (tmp_path / "o" / "scaling.png").exists() == (precision == "fp8")
 
     def fails(self, capsys, *arguments):

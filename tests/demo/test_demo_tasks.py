@@ -92,7 +92,11 @@ def check_results(out, printed, layers):
     last = printed.strip().splitlines()[-1]
     assert last.startswith(f"{figures['accuracy_of'].capitalize()} accuracy: bf16 ")
     assert f"difference {np.mean(differences):+.2f} points" in last
-    assert (out / "layers.txt").read_text() in printed
+    count = sum(len(run["precisions"]) for run in figures["runs"])
+    steps = len(in_fp8["train_loss"])
+    lines = -(-steps // report.STEPS_PER_LINE) + 1  # of each run: its steps, and its accuracy
+    assert len(printed.splitlines()) == 1 + lines * count + (1 + count + 3)
+    assert len((out / "layers.txt").read_text().splitlines()) >= layers
     assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
     return figures
 
@@ -109,8 +113,11 @@ class TestImdb:
         assert cli.main(["--task", "imdb", "--data", str(reviews), *options]) == 0
         printed = capsys.readouterr().out
         assert "32 to train on, 8 held out for validation, 20 to test" in printed
-        assert "FP8 variables before and after training" in printed
-        assert "decoder/attention/query" in printed
+        tables = (out / "tables.txt").read_text()
+        assert "Accuracy of imdb, epochs 1, recipe delayed" in tables
+        assert "FP8 variables before and after training" in tables
+        assert "decoder/attention/query" in tables
+        assert "decoder/attention/query" not in printed
         figures = check_results(out, printed, IMDB_LAYERS)
         assert figures["accuracy_of"] == "test"
         assert figures["settings"]["length"] == 40
@@ -145,7 +152,8 @@ class TestImdb:
         assert cli.main(["--task", "imdb", "--data", str(folder), *options]) == 0
         printed = capsys.readouterr().out
         figures = check_results(out, printed, IMDB_LAYERS if recipe == "delayed" else 0)
-        assert ("This recipe has no FP8 variables" in printed) == (recipe == "mxfp8")
+        tables = (out / "tables.txt").read_text()
+        assert ("This recipe has no FP8 variables" in tables) == (recipe == "mxfp8")
         assert (out / "scaling.png").exists() == (recipe == "delayed")
         for outcome in figures["runs"][0]["precisions"].values():
             assert outcome["accuracy"] > 0.95
@@ -265,7 +273,7 @@ class TestDigits:
         assert figures["accuracy_of"] == "validation"
         assert figures["examples"]["test"] is None
         for layer in ("stem", "patches", "logits"):
-            assert layer in printed
+            assert layer in (out / "layers.txt").read_text()
 
     @pytest.mark.long
     @pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
