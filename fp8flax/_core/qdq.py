@@ -3,6 +3,8 @@
 Derivation. Quantization has a derivative of zero almost everywhere, so the straight-through estimator
 is used: the cotangent of the data passes unchanged. Scale and amax history are not differentiated at
 all; their cotangent slots carry their *next values*, which a train state writes over the old ones.
+Second derivatives differentiate the forward and backward rules, so the casts in these rules are
+straight-through, too.
 """
 
 from __future__ import annotations
@@ -41,6 +43,17 @@ def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
     return DelayedConfig(compute_dtype, as_fp8_dtype(q_dtype, "q_dtype"), bounded=False)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _straight_through(config: DelayedConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns what FP8 leaves of ``x``. The derivative is that of ``x``; the scale has none."""
+    return quantize_dequantize(x, config.q_dtype, scale, config.compute_dtype)
+
+
+@_straight_through.defjvp
+def _straight_through_jvp(config: DelayedConfig, primals: Any, tangents: Any) -> Any:
+    return _straight_through(config, *primals), tangents[0]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_qdq(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> jax.Array:
     return _in_qdq_fwd(config, inp, scale, amax_history)[0]
@@ -49,7 +62,7 @@ def _in_qdq(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any
 def _in_qdq_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> Any:
     state = ScalingState(scale, amax_history)
     new_scale = delayed_scale(config, state)
-    out = quantize_dequantize(inp, config.q_dtype, new_scale, config.compute_dtype)
+    out = _straight_through(config, inp, new_scale)
     return out, next_state_of(delayed_amax(inp), new_scale, state_to_keep(state))
 
 
@@ -75,7 +88,7 @@ def _out_qdq_fwd(config: DelayedConfig, out: jax.Array, scale: Any, amax_history
 def _out_qdq_bwd(config: DelayedConfig, state: ScalingState, g: jax.Array) -> Any:
     new_scale = delayed_scale(config, state)
     g = inf_to_nan(g)
-    q_g = quantize_dequantize(g, config.q_dtype, new_scale, config.compute_dtype)
+    q_g = _straight_through(config, g, new_scale)
     return q_g, *next_state_of(delayed_amax(g), new_scale, state_to_keep(state))
 
 

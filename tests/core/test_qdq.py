@@ -148,6 +148,26 @@ def test_out_qdq_over_steps_is_the_reference(q_dtype):
         np.testing.assert_array_equal(history, want_history)
 
 
+@pytest.mark.parametrize("function", [fp8.in_qdq, fp8.out_qdq])
+@pytest.mark.parametrize("q_dtype", list(reference.FP8))
+def test_second_derivatives_are_straight_through(q_dtype, function):
+    """Also where a value saturates, and where FP8 could not hold the derivative. Scales have none."""
+    x, tangent = normal(0, 4, 7).at[0, 0].set(1e4), 1e6 * normal(1, 4, 7)
+
+    def along_tangent(x, scale, history):
+        def loss(x):
+            y = function(F32, getattr(jnp, q_dtype), x, scale, history)
+            return jnp.sum(y * y)
+
+        return jnp.vdot(jax.grad(loss)(x), tangent)
+
+    state = jnp.full((1,), 2.0**-9), jnp.zeros((2,))
+    dx, *of_state = jax.jit(jax.grad(along_tangent, (0, 1, 2)))(x, *state)
+    np.testing.assert_array_equal(dx, 2 * tangent)
+    for leaf in of_state:
+        np.testing.assert_array_equal(leaf, 0.0)
+
+
 def test_in_q_and_out_dq_are_flax():
     x, history = normal(0, 4, 7), jnp.array([3.0, 8.0])
 

@@ -415,6 +415,52 @@ def test_second_derivatives(recipe, cell):
     cell("transformations", REFUSED[1], recipe, seen)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("state", ["fresh", "calibrated", "trained"])
+@pytest.mark.parametrize("fp8_format", [fp8.Format.E4M3, fp8.Format.HYBRID])
+def test_second_derivatives_are_those_of_the_wide_model(fp8_format, state):
+    """A Hessian-vector product and a gradient penalty, but for the rounding to FP8."""
+    recipe = fp8.DelayedScaling(fp8_format=fp8_format, amax_history_len=4)
+    op = partial(fp8.Fp8DotGeneralOp, recipe=recipe, form="qdq")
+    x = normal(0, 32, 16)
+    model, wide = (
+        nn.Sequential((nn.Dense(32, dot_general_cls=cls), nn.tanh, nn.Dense(1, dot_general_cls=cls)))
+        for cls in (op, None)
+    )
+    variables = variables_of(model, x)
+    if state == "calibrated":
+        variables = fp8.calibrate(model.apply, variables, [x])
+    for _ in range(2 if state == "trained" else 0):
+        grads = fp8.grad(lambda v: jnp.sum(model.apply(v, x)))(variables)
+        variables = {**variables, OWG: grads[OWG]}
+    # So large that FP8 could not hold the derivatives along it.
+    tangent = jax.tree.map(lambda p: 1e4 * normal(p.size, *p.shape), variables["params"])
+
+    def hessian_vector_product(grad, model, variables):
+        def along_tangent(params):
+            grads = grad(lambda p: jnp.mean(model.apply({**variables, "params": p}, x) ** 2))(params)
+            return sum(map(jnp.vdot, jax.tree.leaves(grads), jax.tree.leaves(tangent)))
+
+        return jax.grad(along_tangent)(variables["params"])
+
+    def gradient_penalty(grad, model, variables):
+        def squared_norm(variables):
+            return jnp.sum(jax.grad(lambda x: jnp.sum(model.apply(variables, x)))(x) ** 2)
+
+        return grad(squared_norm)(variables)["params"]
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def both(grad, model, variables):
+        return [f(grad, model, variables) for f in (hessian_vector_product, gradient_penalty)]
+
+    expected = both(jax.grad, wide, {"params": variables["params"]})
+    for grad in (jax.grad, fp8.grad):
+        for params, wide_params in zip(both(grad, model, variables), expected):
+            for layer in ("layers_0", "layers_2"):
+                kernel, wide_kernel = params[layer]["kernel"], wide_params[layer]["kernel"]
+                assert np.linalg.norm(kernel - wide_kernel) < 0.08 * np.linalg.norm(wide_kernel)
+
+
 # By layer and recipe, so that a case's compiled references are made once.
 def test_rows_of_the_page(request):
     if not request.config.getoption("--write-table"):
