@@ -6,12 +6,15 @@ WORKERS ?= 2
 # CONSTRAINTS=/dev/null
 CONSTRAINTS ?= .ci/constraints.txt
 CONSTRAINTS_OLDEST ?= .ci/constraints-oldest.txt
+CONSTRAINTS_NEWEST ?= .ci/constraints-newest.txt
+# JAX 0.11 and later need Python 3.12. It is looked for on the path and among the versions of pyenv.
+PYTHON312 ?= $(shell .ci/python312)
 CONSTRAINTS_DOCS ?= .ci/constraints-docs.txt
 export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-long test-all test-oldest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-loaders bench-gpu bench-tune what-works notebooks docs docs-test dist clean
+.PHONY: help environments demo audit test test-long test-all test-oldest test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-loaders bench-gpu bench-tune what-works notebooks docs docs-test dist clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -21,6 +24,7 @@ help:
 	@echo "make test-long     tests of whole models and programs, of 2 seconds or more each (6 minutes)"
 	@echo "make test-all      the tests that make test leaves out for their time, too"
 	@echo "make test-oldest   some tests of every folder on the oldest JAX that is supported ($(OLDEST_JAX))"
+	@echo "make test-newest   the same tests on the newest JAX; PYTHON312= names a Python 3.12 or later"
 	@echo "make lint typecheck pytest  the parts of make test"
 	@echo "make bench         time training steps on this CPU and write benchmarks/results/"
 	@echo "make bench-dense   one Dense layer: FP8 matmuls, kernels and bytes on an H200, time on this CPU"
@@ -38,7 +42,7 @@ help:
 	@echo "make docs-test     read that site in a headless Chromium"
 	@echo "make dist          the wheel and the source distribution, in dist/"
 	@echo "make format        format the code and fix what the linter can"
-	@echo "make environments  .venv and .venv-oldest, which other targets make when they need them"
+	@echo "make environments  .venv, .venv-oldest and .venv-newest, which other targets make when they need them"
 	@echo "make clean         remove the virtual environments and caches"
 
 .venv/installed: pyproject.toml $(CONSTRAINTS)
@@ -65,6 +69,14 @@ help:
 	  jax-cuda13-plugin==$(OLDEST_JAX) jax-cuda13-pjrt==$(OLDEST_JAX)
 	touch $@
 
+.venv-newest/installed: pyproject.toml $(CONSTRAINTS_NEWEST)
+	@test -n "$(PYTHON312)" || { echo "The newest JAX needs Python 3.12 or later, and none was found on the path \
+	or among pyenv's. Name one: make test-newest PYTHON312=/path/to/python3.12"; exit 1; }
+	test -x .venv-newest/bin/python || $(PYTHON312) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint $(CONSTRAINTS_NEWEST) --editable '.[test]'
+	touch $@
+
 .venv-docs/installed: pyproject.toml $(CONSTRAINTS) $(CONSTRAINTS_DOCS)
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check \
@@ -82,8 +94,9 @@ demo: .venv/installed-demo
 audit: .venv/installed-audit
 	.venv/bin/python -m fp8flax audit demo $(ARGS)
 
-# Both virtual environments; with -j2 at the same time.
-environments: .venv/installed .venv-oldest/installed
+# All virtual environments of the tests; with -j2 two at the same time. That of the newest JAX only where there
+# is a Python for it.
+environments: .venv/installed .venv-oldest/installed $(if $(PYTHON312),.venv-newest/installed)
 
 # With ARGS only pytest, in one process: the first test starts within seconds.
 ifdef ARGS
@@ -113,6 +126,10 @@ test-all: .venv/installed
 # The tests marked oldest, but for long ones: some of every folder, most where much depends on JAX's version.
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest $(IN_PARALLEL) -m "oldest and not long" $(ARGS) tests
+
+# The same tests on the newest JAX.
+test-newest: .venv-newest/installed
+	.venv-newest/bin/python -m pytest $(IN_PARALLEL) -m "oldest and not long" $(ARGS) tests
 
 bench: .venv/installed
 	.venv/bin/python -m benchmarks.step_cpu $(ARGS)
@@ -169,4 +186,4 @@ format: .venv/installed
 	.venv/bin/ruff format .
 
 clean:
-	rm -rf .venv .venv-oldest .venv-docs .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .venv-docs .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

@@ -2,7 +2,6 @@
 
 import collections
 import json
-import warnings
 from functools import partial
 
 import flax.linen as nn
@@ -13,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
+from fp8flax._audit.compiling import compile_lowered, find_target
 from fp8flax._audit.hlo import parse
 from fp8flax._core.device import compile_target
 from fp8flax._core.names import BLOCK_GEMM
@@ -26,10 +26,7 @@ CASES = ["delayed, FSDP", "block128, data parallel"]
 def compiled_for_gpus(function, *args):
     """Compiles for GPUs that are not there."""
     lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
-    with warnings.catch_warnings():
-        # Without the GPU nothing can be loaded from the tests' compilation cache.
-        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
-        return lowered.compile().as_text()
+    return compile_lowered(find_target("h200"), lowered, "the program").as_text()
 
 
 def gpus(target="h200"):

@@ -10,15 +10,22 @@ import jax
 import jaxlib
 from jax.sharding import Mesh
 
-from fp8flax._audit.compiling import check_on_mesh, compile_lowered, find_target, lower_for
+from fp8flax._audit.compiling import (
+    check_cudnn_is_known,
+    check_on_mesh,
+    compile_lowered,
+    find_target,
+    lower_for,
+)
 from fp8flax._audit.gemms import has_fp8_in_triton, read_gemms
 from fp8flax._audit.instructions import read_instructions
 from fp8flax._audit.kernels import read
 from fp8flax._audit.report import AuditReport
+from fp8flax._compat.plugin_compiler import PluginCompiled
 from fp8flax._core.device import GPUS
 
 
-def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200") -> AuditReport:
+def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **keywords: Any) -> AuditReport:
     """Compiles a function for a GPU, which need not be there, and reports which of its GEMMs run in FP8.
 
     Nothing runs and no donated buffer is used up. Targets other than ``local`` need the extra
@@ -30,9 +37,12 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200") -> Au
         *args: its arguments. Arrays may be of any shape and dtype and may be ``jax.ShapeDtypeStruct``; they
             are taken to lie on one device, or on the mesh: as their own sharding says by the names of its
             axes, without one whole on each device.
-        target: ``"h100"``, ``"h200"``, ``"b200"``, or ``"local"`` for the device that JAX uses here. Or a
-            mesh of ``compile_only_devices``: the report is then of the part of one of its devices, and does
-            not know how long devices take to send each other something.
+        target: ``"h100"``, ``"h200"``, ``"b200"``, ``"l40s"``, ``"rtx4090"``, ``"a100"``, or ``"local"``
+            for the device that JAX uses here. Or a mesh of ``compile_only_devices``: the report is then of
+            the part of one of its devices, and does not know how long devices take to send each other
+            something.
+        **keywords: keyword arguments of ``fn``, as ``args``. Bind one that is named ``target`` with
+            ``functools.partial``.
 
     Returns:
         The report; ``print`` it.
@@ -55,7 +65,8 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200") -> Au
     """
     device = find_target(target)
     name = getattr(fn, "__name__", repr(fn))
-    lowered = lower_for(device, fn, args)
+    lowered = lower_for(device, fn, args, keywords)
+    check_cudnn_is_known(device, lowered, name)
     compile_with = functools.partial(compile_lowered, device, lowered, name)
     compiled = compile_with()
     if device.mesh is not None:
@@ -74,6 +85,7 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200") -> Au
         device=device.name,
         jax_version=jax.__version__,
         jaxlib_version=jaxlib.__version__,
+        compiled_by="XLA's plugin" if isinstance(compiled, PluginCompiled) else "JAX",
         gemms=read_gemms(program, device, instructions),
         num_kernels=len(program.kernels),
         num_launches=sum(kernel.trip_count for kernel in program.kernels),
@@ -87,7 +99,11 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200") -> Au
 
 
 def assert_fp8(
-    fn: Callable[..., Any], *args: Any, min_flops: float = 1.0, target: str | Mesh = "h200"
+    fn: Callable[..., Any],
+    *args: Any,
+    min_flops: float = 1.0,
+    target: str | Mesh = "h200",
+    **keywords: Any,
 ) -> AuditReport:
     """Raises where less of a function's GEMM FLOPs than asked for runs in FP8; see ``audit``.
 
@@ -99,6 +115,7 @@ def assert_fp8(
         *args: as for ``audit``.
         min_flops: the share, 0 to 1, of the FLOPs of all GEMMs.
         target: as for ``audit``.
+        **keywords: as for ``audit``; none named ``min_flops`` or ``target``.
 
     Returns:
         The report.
@@ -122,7 +139,7 @@ def assert_fp8(
     """
     if not 0 <= min_flops <= 1:
         raise ValueError(f"min_flops is a share between 0 and 1; got {min_flops}.")
-    report = audit(fn, *args, target=target)
+    report = audit(fn, *args, target=target, **keywords)
     if report.fp8_flops_share < min_flops:
         if not report.gemms:
             raise AssertionError(f"There is no GEMM in the program.\n\n{report}")

@@ -8,14 +8,16 @@ import functools
 import importlib.metadata
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fp8flax._core.device import GPUS, Gpu, compile_target, compute_capability_of, has_fp8_units
+from fp8flax._compat.plugin_compiler import PluginCompiled, compile_with_plugin, target_config_of
+from fp8flax._compat.stablehlo_version import StableHloTooOldError
+from fp8flax._core.device import GPUS, OTHER_GPUS, Gpu, compile_target, compute_capability_of, has_fp8_units
 from fp8flax._core.options import check_choice, check_int
 
 _T = TypeVar("_T")
@@ -23,17 +25,20 @@ _T = TypeVar("_T")
 TARGETS = (*GPUS, "local")
 """What ``audit`` can compile for."""
 
+Compiled: TypeAlias = jax.stages.Compiled | PluginCompiled
+"""A compiled program."""
+
 # The text of a GpuTargetConfigProto: what XLA's decisions depend on.
 _TARGET_CONFIG = """
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
+  shared_memory_per_block_optin: {gpu.shared_memory_per_block}
+  shared_memory_per_core: {gpu.shared_memory_per_core}
+  threads_per_core_limit: {gpu.threads_per_core}
   core_count: {gpu.cores}
-  fpus_per_core: 128
+  fpus_per_core: {gpu.fpus_per_core}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
@@ -43,13 +48,16 @@ gpu_device_info {{
   l2_cache_size: {gpu.l2_cache}
   clock_rate_ghz: {gpu.clock_ghz}
   device_memory_size: {gpu.memory}
-  cuda_compute_capability {{ major: {gpu.compute_capability:.0f} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  {versions}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 13 }}
 device_description_str: "{gpu.name}"
 """
+# XLA reads these from JAX 0.11 on, and dnn_version_info and runtime_version before. JAX 0.9 refuses them.
+_VERSIONS = 'dnn_version: "9.10.0" runtime_version: "13.0.0"' if jax.__version_info__ >= (0, 10) else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,9 +88,11 @@ def find_target(target: str | Mesh) -> Target:
     if target in GPUS:
         return _target_of(target, "", jax.sharding.SingleDeviceSharding(_device(target)))
     if target != "local":
+        said = f"{OTHER_GPUS[target]} " if target in OTHER_GPUS else ""
         raise ValueError(
-            f"target must be one of {', '.join(TARGETS)}, or a jax.sharding.Mesh of compile_only_devices; "
-            f"got {target!r}."
+            f"{said}target must be one of {', '.join(TARGETS)}, or a jax.sharding.Mesh of "
+            f"compile_only_devices; got {target!r}. GPUs of one compute capability compile alike: "
+            f"{', '.join(f'{key} has {gpu.compute_capability}' for key, gpu in GPUS.items())}."
         )
     device = jax.config.jax_default_device or jax.devices()[0]
     device = jax.devices(device)[0] if isinstance(device, str) else device
@@ -103,7 +113,7 @@ def _target_of(key: str, times: str, sharding: jax.sharding.Sharding, mesh: Mesh
         key=key,
         name=times + gpu.name,
         platform="cuda",
-        has_fp8_units=True,
+        has_fp8_units=gpu.has_fp8_units,
         compute_capability=gpu.compute_capability,
         gpu=gpu,
         mesh=mesh,
@@ -137,7 +147,7 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
     ``audit`` then takes as its ``target``. Each call returns others.
 
     Args:
-        target: ``"h100"``, ``"h200"`` or ``"b200"``.
+        target: ``"h100"``, ``"h200"``, ``"b200"``, ``"l40s"``, ``"rtx4090"`` or ``"a100"``.
         count: how many, in one machine.
 
     Raises:
@@ -176,7 +186,9 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
             ) from None
         if found != wanted:
             raise ImportError(f"{package} {found} does not fit jaxlib {wanted}. Install with: {install}")
-    config = _TARGET_CONFIG.format(gpu=GPUS[target])
+    gpu = GPUS[target]
+    major, minor = str(gpu.compute_capability).split(".")
+    config = _TARGET_CONFIG.format(gpu=gpu, major=major, minor=minor, versions=_VERSIONS)
     try:
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=config, topology=f"1x1x{count}"
@@ -201,13 +213,15 @@ def compiling_for(gpu: Gpu) -> Iterator[None]:
         yield
 
 
-def compile_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Compiled:
+def compile_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -> Compiled:
     """Compiles ``fn(*args)``, whose arrays may be shapes and dtypes; errors as those of ``audit``."""
     return compile_lowered(target, lower_for(target, fn, args), _name_of(fn))
 
 
-def lower_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Lowered:
-    """Lowers ``fn(*args)`` for ``compile_lowered``."""
+def lower_for(
+    target: Target, fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any] | None = None
+) -> jax.stages.Lowered:
+    """Lowers ``fn(*args, **keywords)`` for ``compile_lowered``."""
     name = _name_of(fn)
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     shape_of = functools.partial(_shape_of, sharding=target.sharding)
@@ -215,15 +229,17 @@ def lower_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
         # A jitted function may say itself where its arguments lie.
         elsewhere = target.sharding if jitted is not fn else None
         shape_of = functools.partial(_shape_on_mesh, mesh=target.mesh, elsewhere=elsewhere)
-    shapes = jax.tree.map(shape_of, args)
+    given = args, keywords or {}
+    shapes = jax.tree.map(shape_of, given)
     if target.gpu is not None and not any(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes)
     ):
         # Without an argument that lies on the device, only the outputs can say which it is.
-        jitted, shapes = jax.jit(functools.partial(fn, *args), out_shardings=target.sharding), ()
+        bound = functools.partial(fn, *given[0], **given[1])
+        jitted, shapes = jax.jit(bound, out_shardings=target.sharding), ((), {})
     with contextlib.nullcontext() if target.gpu is None else compiling_for(target.gpu):
         traced = _explained(
-            lambda: jitted.trace(*shapes),
+            lambda: jitted.trace(*shapes[0], **shapes[1]),
             f"{name} cannot be traced",
             "It must work under jax.jit with these arguments; bind those that are not arrays with "
             "functools.partial, or make them static.",
@@ -239,8 +255,8 @@ def lower_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 def compile_lowered(
     target: Target, lowered: jax.stages.Lowered, name: str, options: dict[str, Any] | None = None
-) -> jax.stages.Compiled:
-    """Compiles what ``lower_for`` returns.
+) -> Compiled:
+    """Compiles what ``lower_for`` returns, by JAX, or by XLA's plugin where JAX cannot.
 
     Args:
         target: what for.
@@ -250,25 +266,53 @@ def compile_lowered(
     """
     advice = (
         "If it speaks of an algorithm, a dot asks for one that its dtypes lack there: e5m2 × e5m2 has none "
-        "in FP8. If it cannot serialize, this JAX is newer than what fp8flax supports."
+        "in FP8."
     )
     if target.mesh is not None:
         advice += f" If it speaks of a platform Host: {_not_on_mesh(name)}"
+
+    def compile_here() -> Compiled:
+        try:
+            return lowered.compile(compiler_options=options)
+        except StableHloTooOldError:
+            return compile_with_plugin(lowered, options)
+
     with warnings.catch_warnings():
         # A compiler without its GPU cannot load what it wrote to the persistent compilation cache
         # (JAX_COMPILATION_CACHE_DIR); JAX warns and compiles anew.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
         return _explained(
-            lambda: lowered.compile(compiler_options=options),
+            compile_here,
             f"XLA cannot compile {name} for {target.name}",
             advice,
         )
 
 
-def check_on_mesh(compiled: jax.stages.Compiled, mesh: Mesh, name: str) -> None:
+def check_cudnn_is_known(target: Target, lowered: jax.stages.Lowered, name: str) -> None:
+    """Raises where nothing can be said of block-scaled matmuls, as XLA knows no cuDNN for the target.
+
+    XLA expands them to bfloat16 then, whatever the GPU has. It reads the version from other places of
+    ``_TARGET_CONFIG`` in other versions of JAX.
+    """
+    if target.gpu is None or target.sharding is None or not target.gpu.has_block_scales:
+        return
+    config = target_config_of(next(iter(target.sharding.device_set)))
+    if "dnn_version" not in config and "block_scaled_dot" in lowered.as_text():
+        raise RuntimeError(
+            f"{name} has block-scaled matmuls, and XLA knows no version of cuDNN for {target.name}: what "
+            "it compiles is not what that GPU runs. Use devices of fp8flax.compile_only_devices, which "
+            "have a version of cuDNN; if yours are, this fp8flax does not know how JAX "
+            f"{jax.__version__} reads it."
+        )
+
+
+def check_on_mesh(compiled: Compiled, mesh: Mesh, name: str) -> None:
     """Raises where a jitted function, which may say itself where its arguments lie, did not."""
-    shardings = jax.tree.leaves(compiled.input_shardings)
-    if not all(sharding.device_set == set(mesh.devices.flat) for sharding in shardings):
+    if isinstance(compiled, PluginCompiled):
+        found = [compiled.devices]
+    else:
+        found = [sharding.device_set for sharding in jax.tree.leaves(compiled.input_shardings)]
+    if not all(devices == set(mesh.devices.flat) for devices in found):
         raise RuntimeError(_not_on_mesh(name))
 
 

@@ -29,6 +29,8 @@ class AuditReport:
     """What the program was compiled for."""
     jax_version: str
     jaxlib_version: str
+    compiled_by: str
+    """``JAX``, or ``XLA's plugin`` where JAX 0.12 cannot compile an FP8 matmul without a GPU."""
     gemms: tuple[AuditedGemm, ...]
     """In the order in which they run; one in a loop stands here once."""
     num_kernels: int
@@ -211,6 +213,11 @@ class AuditReport:
             lines.append("The trip count of a loop is not known: what runs in it counts once.")
         if self.target != "local":
             lines.append("Compiled without the device, which might choose another backend after measuring.")
+        if self.compiled_by != "JAX":
+            lines.append(
+                f"Compiled by {self.compiled_by}: without the device JAX {self.jax_version} cannot compile "
+                "FP8 matmuls."
+            )
         return lines
 
 

@@ -34,9 +34,20 @@ class Gpu:
     bandwidth: int
     """Bytes per second."""
     bf16: float
-    """FLOP/s that large matmuls reach: 80 % of the published peak."""
+    """FLOP/s that large matmuls reach: 80 % of the published peak with float32 accumulation."""
     fp8: float
-    """As ``bf16``, in FP8: 71 %. Both are the shares that an H200 reaches."""
+    """As ``bf16``, in FP8: 71 %, 0 without FP8 units. Both are the shares that an H200 reaches."""
+    fpus_per_core: int = 128
+    threads_per_core: int = 2048
+    shared_memory_per_block: int = 232_448
+    """Bytes that a block may have of the shared memory of its core."""
+    shared_memory_per_core: int = 233_472
+    """Bytes. The defaults are those of Hopper and of the large Blackwell GPUs."""
+
+    @property
+    def has_fp8_units(self) -> bool:
+        """Whether it multiplies FP8."""
+        return self.compute_capability >= NATIVE_FP8
 
     @property
     def has_block_scales(self) -> bool:
@@ -45,6 +56,48 @@ class Gpu:
 
 
 GPUS = {
+    "a100": Gpu(
+        name="NVIDIA A100-SXM4-80GB",
+        compute_capability=8.0,
+        cores=108,
+        clock_ghz=1.41,
+        memory=85_100_068_864,
+        l2_cache=41_943_040,
+        bandwidth=2_039_040_000_000,
+        bf16=250e12,
+        fp8=0.0,
+        fpus_per_core=64,
+        shared_memory_per_block=166_912,
+        shared_memory_per_core=167_936,
+    ),
+    "l40s": Gpu(
+        name="NVIDIA L40S",
+        compute_capability=8.9,
+        cores=142,
+        clock_ghz=2.52,
+        memory=51_539_607_552,
+        l2_cache=100_663_296,
+        bandwidth=864_000_000_000,
+        bf16=290e12,
+        fp8=520e12,
+        threads_per_core=1536,
+        shared_memory_per_block=101_376,
+        shared_memory_per_core=102_400,
+    ),
+    "rtx4090": Gpu(
+        name="NVIDIA GeForce RTX 4090",
+        compute_capability=8.9,
+        cores=128,
+        clock_ghz=2.52,
+        memory=25_769_803_776,
+        l2_cache=75_497_472,
+        bandwidth=1_008_000_000_000,
+        bf16=132e12,
+        fp8=234e12,
+        threads_per_core=1536,
+        shared_memory_per_block=101_376,
+        shared_memory_per_core=102_400,
+    ),
     "h100": Gpu(
         name="NVIDIA H100",
         compute_capability=9.0,
@@ -79,6 +132,13 @@ GPUS = {
         fp8=3190e12,
     ),
 }
+
+
+OTHER_GPUS = {
+    "mi300x": "The MI300X of AMD multiplies float8_e4m3fnuz and float8_e5m2fnuz in FP8. On it fp8flax "
+    "emulates FP8, and audit, which compiles by the CUDA plugin of XLA, cannot compile for it.",
+}
+"""What to say of GPUs that are asked for and that no program can be compiled for here."""
 
 
 def has_triton() -> bool:

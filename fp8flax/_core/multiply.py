@@ -63,9 +63,11 @@ def warn_if_emulated(*recipes: GemmRecipe, has_block_kernel: bool = True) -> Non
 
 
 def runs_in_fp8(recipe: GemmRecipe, capability: float) -> bool:
-    """Tells whether a GPU of this compute capability, which has FP8 units, multiplies a matmul in them."""
+    """Tells whether a GPU of this compute capability multiplies a matmul in FP8 units."""
     lhs, rhs = recipe.lhs, recipe.rhs
-    if lhs is None or rhs is None or lhs.scales_along_contraction != rhs.scales_along_contraction:
+    if capability < NATIVE_FP8 or lhs is None or rhs is None:
+        return False
+    if lhs.scales_along_contraction != rhs.scales_along_contraction:
         return False
     return not lhs.scales_along_contraction or has_units(recipe, capability)
 
@@ -90,12 +92,8 @@ def multiply(gemm: Gemm, lhs: Any, rhs: Any) -> jax.Array:
     per_block = lhs.quantizer.scales_along_contraction
     if per_block != rhs.quantizer.scales_along_contraction:
         return wide_gemm(gemm, lhs, rhs)
-    is_too_old = (
-        compile_target.value is None
-        and jax.default_backend() == "gpu"
-        and compute_capability() < NATIVE_FP8
-        and not per_block
-    )
+    is_for_gpu = compile_target.value is not None or jax.default_backend() == "gpu"
+    is_too_old = is_for_gpu and compute_capability() < NATIVE_FP8 and not per_block
     if is_too_old or not {lhs.codes.dtype, rhs.codes.dtype} <= set(_OCP_DTYPES):
         return emulated_gemm(gemm, lhs, rhs)
     return _platform_gemm(gemm, lhs, rhs)

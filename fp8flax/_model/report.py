@@ -218,7 +218,7 @@ def report(
     Args:
         model: what ``quantize_model`` returned.
         *args: inputs of the model; in the place of arrays ``jax.ShapeDtypeStruct`` will do.
-        target: ``"h100"``, ``"h200"`` or ``"b200"``, for the prediction.
+        target: the GPU of the prediction, as for ``audit``: ``"h100"``, ``"h200"``, ``"b200"``, …
         compiled: whether to compile forward and backward pass as well (of the mean of the squares of all
             that the model returns, for its parameters), with FP8 and without. It takes as long as compiling
             for the GPU does, twice, and the extra ``fp8flax[audit]``; see ``audit``.

@@ -319,7 +319,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
     Args:
         model: what ``quantize_model`` returned.
         *args: inputs of the model; in the place of arrays ``jax.ShapeDtypeStruct`` will do.
-        target: ``"h100"``, ``"h200"`` or ``"b200"``, for the prediction.
+        target: the GPU of the prediction, as for ``audit``: ``"h100"``, ``"h200"``, ``"b200"``, …
         **kwargs: keyword inputs of the model.
 
     Returns:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from functools import partial
 from pathlib import Path
 
 import flax.linen as nn
@@ -31,7 +32,7 @@ from fp8flax._audit.gemms import AuditedGemm, why_not
 from fp8flax._audit.instructions import on_fp8_units, read_instructions
 from fp8flax._audit.op_names import path_of, role_of
 from fp8flax._core.device import has_fp8_units
-from tests.cases import cells, dense_step, struct
+from tests.cases import RECIPES, cells, dense_step, struct
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
@@ -397,6 +398,45 @@ def test_other_targets(gpu, target):
     assert (report.target, report.device) == (target, f"NVIDIA {target.upper()}")
 
 
+HAS_KERNEL = jax.__version_info__ >= (0, 10)
+RUNS_IN_FP8 = {
+    "a100": {},
+    "l40s": {"delayed": True, "current": True},
+    "rtx4090": {"delayed": True, "current": True},
+    "h200": {"delayed": True, "current": True, "block128": HAS_KERNEL},
+    "b200": {"delayed": True, "current": True, "block128": True, "mxfp8": True},
+}
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.oldest
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block128", "mxfp8"])
+@pytest.mark.parametrize("target", RUNS_IN_FP8)
+def test_what_each_gpu_multiplies_in_fp8(target, recipe):
+    """The same on each version of JAX: the oldest, the newest and those in between."""
+    op = partial(fp8flax.Fp8DotGeneralOp, recipe=RECIPES[recipe])
+    report = audit(*dense_step(256, 128, 384, op), target=target)
+    assert report.num_gemms == 3
+    assert report.fp8_flops_share == RUNS_IN_FP8[target].get(recipe, False)
+    if target == "a100":
+        assert {gemm.reason for gemm in report.gemms} == {
+            "this GPU has no FP8 units; the values are emulated"
+        }
+        assert report.predicted_seconds["total"] > 0
+
+
+def test_keyword_arguments():
+    def product(x, *, kernel, transposed):
+        return x @ (kernel.T if transposed else kernel)
+
+    jitted = jax.jit(product, static_argnames="transposed")
+    (gemm,) = audit(jitted, struct(8, 16), kernel=struct(32, 16), transposed=True, target="local").gemms
+    assert [gemm.m, gemm.k, gemm.n] == [8, 16, 32]
+    plain = partial(product, transposed=False)
+    report = assert_fp8(plain, struct(8, 16), kernel=struct(16, 32), min_flops=0, target="local")
+    assert report.num_gemms == 1
+
+
 def test_local_cpu():
     report = audit(*dense_step(64, 128, 32, fp8_ops.Fp8DirectDotGeneralOp), target="local")
     assert (report.num_gemms, report.num_fp8_gemms) == (3, 0)
@@ -430,15 +470,21 @@ def test_devices_with_fp8_units(platform, capability, expected):
 def test_unknown_target():
     with pytest.raises(
         ValueError,
-        match="target must be one of h100, h200, b200, local, or a jax.sharding.Mesh .*; got .a100.",
+        match="^target must be one of a100, .*, b200, local, or a jax.sharding.Mesh .*; got .h20.. GPUs of "
+        "one compute capability compile alike: .* h200 has 9.0",
     ):
-        audit(jnp.dot, struct(4, 4), struct(4, 4), target="a100")
+        audit(jnp.dot, struct(4, 4), struct(4, 4), target="h20")
+
+
+def test_a_gpu_that_audit_cannot_compile_for():
+    with pytest.raises(ValueError, match="MI300X .* multiplies float8_e4m3fnuz and .*; got .mi300x."):
+        audit(jnp.dot, struct(4, 4), struct(4, 4), target="mi300x")
 
 
 def test_tpus_are_refused(monkeypatch):
     device = types.SimpleNamespace(platform="tpu", device_kind="TPU v6")
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    with pytest.raises(ValueError, match="for CPUs and GPUs; use one of h100, h200, b200"):
+    with pytest.raises(ValueError, match="for CPUs and GPUs; use one of a100, l40s, .*, b200"):
         audit(jnp.dot, struct(4, 4), struct(4, 4), target="local")
 
 
@@ -540,6 +586,7 @@ REPORT = AuditReport(
     device="NVIDIA H200",
     jax_version="0.0",
     jaxlib_version="0.0",
+    compiled_by="JAX",
     gemms=(GEMM, OTHER),
     num_kernels=5,
     num_launches=21,
@@ -817,7 +864,7 @@ def test_output_that_cannot_be_written_loses_no_json(command, capsys, monkeypatc
         (["program_broken:f"], "cannot import program_broken (ValueError: first)"),
         (["program_to_audit:nothing"], "program_to_audit has no function nothing"),
         (["program_to_audit:wrong"], "program_to_audit:wrong must return (fn, *args); it returned int"),
-        (["program_to_audit:step", "--target", "a100"], "argument --target: invalid choice: 'a100'"),
+        (["program_to_audit:step", "--target", "h20"], "argument --target: invalid choice: 'h20'"),
         (
             ["program_to_audit:step", "--min-flops", "90"],
             "argument --min-flops: a share is between 0 and 1",

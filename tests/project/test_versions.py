@@ -23,14 +23,14 @@ PACKAGE = Path(fp8flax.__file__).parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
 
 
-@pytest.mark.parametrize("version", ["0.8.2", "0.12.0", "0.12.0.dev20260101", "1.0"])
+@pytest.mark.parametrize("version", ["0.8.2", "0.13.0", "0.13.0.dev20260101", "1.0"])
 def test_warns_of_a_version_that_is_not_known(version, monkeypatch):
     monkeypatch.setattr(jax, "__version__", version)
-    with pytest.warns(UserWarning, match=rf"JAX 0.9 to 0.11; this is JAX {version}. .*'jax>=0.9,<0.12'"):
+    with pytest.warns(UserWarning, match=rf"JAX 0.9 to 0.12; this is JAX {version}. .*'jax>=0.9,<0.13'"):
         runpy.run_path(versions.__file__)
 
 
-@pytest.mark.parametrize("version", [jax.__version__, "0.9.0", "0.10.2", "0.11.9", "0.11.0rc1"])
+@pytest.mark.parametrize("version", [jax.__version__, "0.9.0", "0.10.2", "0.11.9", "0.12.0rc1"])
 def test_versions_that_are_known(version):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -83,7 +83,9 @@ def pins_of(file):
     return dict(line.lower().replace("_", "-").split("==") for line in lines if not line.startswith("#"))
 
 
-@pytest.mark.parametrize(("file", "extras"), [("", ("test", "dev")), ("-oldest", ("test",))])
+@pytest.mark.parametrize(
+    ("file", "extras"), [("", ("test", "dev")), ("-oldest", ("test",)), ("-newest", ("test",))]
+)
 def test_ci_has_an_exact_version_of_everything(file, extras):
     pins = pins_of(file)
     needed = list(PROJECT["dependencies"])
@@ -93,7 +95,9 @@ def test_ci_has_an_exact_version_of_everything(file, extras):
     assert names - {"fp8flax"} <= pins.keys()
     assert len({pins[name] for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")}) == 1
     oldest = re.search(r"^OLDEST_JAX = (.*)$", (PACKAGE.parent / "Makefile").read_text(), re.MULTILINE)[1]
-    assert (pins["jax"] == oldest) == bool(file)
+    assert (pins["jax"] == oldest) == (file == "-oldest")
+    release = tuple(map(int, pins["jax"].split(".")[:2]))
+    assert file != "-newest" or release == versions.NEWEST
 
 
 def test_the_site_has_an_exact_version_of_everything():

@@ -1,0 +1,34 @@
+"""The error of JAX 0.12 for an FP8 matmul that is compiled for a GPU which is not there.
+
+A dot algorithm with FP8 types needs StableHLO 1.21. With a GPU, JAX writes a program in the version that
+the GPU's plugin reports, which has them. Without a GPU, JAX 0.12 writes an older version.
+
+Internals: ``jax._src.compiler``, of which it registers a handler of XLA's errors. Without it the error is
+JAX's own, which says neither the cause nor what to do, and ``audit`` cannot go another way.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax._src import compiler
+
+
+class StableHloTooOldError(RuntimeError):
+    """The program has FP8 matmuls, and JAX wrote it in a version of StableHLO that has none."""
+
+
+def explain(error: Exception) -> StableHloTooOldError | None:
+    """Returns the error to raise instead of an error of XLA, None for another error."""
+    text = str(error)
+    if "Failed to serialize StableHLO" not in text or "dot_general" not in text:
+        return None
+    return StableHloTooOldError(
+        f"JAX {jax.__version__} cannot compile an FP8 matmul for a GPU that is not in this machine: it "
+        "writes the program in a version of StableHLO without FP8 algorithms. With the GPU it compiles. "
+        "To see which matmuls run in FP8, use fp8flax.audit, which hands the program to the plugin itself. "
+        "To compile ahead of time, install jax<0.12, or give the recipe "
+        "accumulation=fp8flax.Accumulation(forward='default', dgrad='default', wgrad='default')."
+    )
+
+
+compiler.register_xla_runtime_error_handler(explain)
