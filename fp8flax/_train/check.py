@@ -48,7 +48,8 @@ def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
     where one device kept it). A step from a history of zeros uses the old scale.
 
     What was divided since by a power of two, as Flax's ``DynamicScale`` does with all gradients, is
-    multiplied by it again. What is nothing of all this is the old state.
+    multiplied by it again. What was negated, as for gradient ascent, is negated again. What is nothing of
+    all this is the old state.
 
     Args:
         old: a tree of variables (or a bare collection) as it was before the step.

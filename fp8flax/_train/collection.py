@@ -241,9 +241,12 @@ def _next_state(old: ScalingState, new: ScalingState, poisonable: bool) -> Scali
     """Returns ``new`` where it is a state that a step can produce, else ``old``.
 
     Shapes may have further axes (layers stacked by ``nn.scan``), each layer with a verdict of its own. A
-    scale that is not positive means that no gradient arrived; a newest amax that is not finite, which only
-    a ``poisonable`` state can have, means that a NaN or Inf was seen.
+    scale of 0, or one that is not finite, means that no gradient arrived. A newest amax that is not finite,
+    which only a ``poisonable`` state can have, means that a NaN or Inf was seen. A finite scale below 0
+    means that all gradients were negated, as for gradient ascent; the sign is undone.
     """
+    is_negated = lax.is_finite(new.scale) & (new.scale < 0)
+    new = ScalingState(*(jnp.where(is_negated, -leaf, leaf) for leaf in new))
     scale_ok = history_ok = lax.is_finite(new.scale) & (new.scale > 0)
     if poisonable:
         newest = new.amax_history
@@ -261,7 +264,7 @@ def next_state(old: Any, new: Any, *, poisonable: bool = True) -> Any:
     """Returns the scaling state to keep after a step, given the old state and its "gradient".
 
     Leaves that are not scaling state are taken from ``new``. State that got no gradient, or saw a NaN or
-    an Inf, is taken from ``old``; so the result is always usable.
+    an Inf, is taken from ``old``; so the result is always usable. The sign of negated state is undone.
 
     Args:
         old: a tree of variables (or a bare collection) as it was before the step.

@@ -42,7 +42,12 @@ def test_a_good_new_state_is_taken(cast):
     assert_trees_equal(collection.next_state(OLD, cast(new)), new)
 
 
-@pytest.mark.parametrize("scale", [0.0, -np.inf, np.nan, np.inf, -1.0])
+def test_the_sign_of_a_negated_state_is_undone():
+    new = with_state(op_state(0.25, [4.0, 0.0]))
+    assert_trees_equal(collection.next_state(OLD, jax.tree.map(jnp.negative, new)), new)
+
+
+@pytest.mark.parametrize("scale", [0.0, -np.inf, np.nan, np.inf])
 def test_no_gradient_keeps_the_state(scale):
     kept = collection.next_state(OLD, with_state(op_state(scale, [0.0, 0.0])))
     assert_trees_equal(kept, with_state(op_state(0.5, [2.0, 1.0])))

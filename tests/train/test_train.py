@@ -893,6 +893,15 @@ class TestAllGradientsTouched:
         grads = gradient(variables, X)
         assert_trees_equal(apply_jitted(variables, multiplied(grads, factor)), grads[OWG])
 
+    @pytest.mark.parametrize("steps", [0, 6])
+    @pytest.mark.parametrize("factor", [-1.0, -(2.0**-8)])
+    @pytest.mark.parametrize("apply", [apply_to_state, apply_jitted], ids=["eager", "jit"])
+    def test_a_sign_is_undone(self, apply, factor, steps):
+        """Gradient ascent negates all gradients."""
+        variables = trained(steps)
+        grads = gradient(variables, X)
+        assert_trees_equal(apply(variables, multiplied(grads, factor)), grads[OWG])
+
     @pytest.mark.parametrize("factor", [1.0, 2.0**-8])
     @pytest.mark.parametrize("steps", [0, 2])
     def test_a_history_that_was_kept(self, steps, factor):
@@ -912,7 +921,7 @@ class TestAllGradientsTouched:
         assert_trees_equal(kept, grads[OWG])
 
     @pytest.mark.parametrize("steps", [0, 4])
-    @pytest.mark.parametrize("factor", [0.3, 2.0])
+    @pytest.mark.parametrize("factor", [0.3, 2.0, -0.3])
     def test_anything_else_is_refused(self, steps, factor):
         variables = trained(steps)
         grads = multiplied(gradient(variables, X), factor)
