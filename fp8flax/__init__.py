@@ -6,6 +6,7 @@ functions of arrays), ``_linen``, ``_train``, ``_audit``, ``_model``, ``_serve``
 
 # First: the rest takes time, and needs JAX's internals.
 from fp8flax._host import interrupt as _interrupt
+from fp8flax._host import public as _public
 from fp8flax._host import versions as _versions
 
 # Ops, to be given to layers.
@@ -88,6 +89,7 @@ from fp8flax._serve.safetensors import save_safetensors as save_safetensors
 # Proof of what runs in FP8.
 from fp8flax._audit import (
     AuditReport as AuditReport,
+    AuditedGemm as AuditedGemm,
     assert_fp8 as assert_fp8,
     audit as audit,
     compile_only_devices as compile_only_devices,
@@ -126,3 +128,5 @@ from fp8flax._core.formats import (
 )
 
 __version__ = "0.1.0"
+
+_public.publish(globals(), "__version__", "nnx")

@@ -30,53 +30,58 @@ _AHEAD = " (XLA's tile without a device; on one it measures which to take)"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditedGemm:
-    """One matrix product of a compiled program; a convolution is that of its windows with the kernel."""
+    """One matrix product (GEMM) of a compiled program: a row of ``AuditReport.gemms``.
+
+    A convolution counts as the GEMM of its windows with its kernel.
+    """
 
     path: str
-    """The modules and named scopes around it, such as ``Transformer/block_0/up``; ``""`` if unknown."""
+    """The modules and named scopes around the GEMM: ``Transformer/block_0/up``; ``""`` if unknown."""
     role: str
     """``forward``, ``dgrad``, ``wgrad``, ``recomputed forward`` (under ``jax.checkpoint``), or ``backward``
     where the two gradients cannot be told apart, as in products of two activations."""
     batch: int
     """Number of independent products; 1 for a layer."""
     m: int
-    """Rows of the left operand, as the kernel has it: XLA may have swapped the operands."""
+    """Rows of the left operand in the GPU kernel. XLA may have swapped the operands."""
     k: int
-    """Length of the sum, with the padding that XLA adds to some odd sizes."""
+    """Length of the sum, including the padding that XLA adds to some odd sizes."""
     n: int
     """Columns of the right operand."""
     lhs_dtype: str
-    """Of what is multiplied, as JAX names it, such as ``float8_e4m3fn``."""
+    """Dtype of the left operand as it is multiplied, by JAX's name, such as ``float8_e4m3fn``."""
     rhs_dtype: str
+    """Dtype of the right operand as it is multiplied."""
     out_dtype: str
-    """What the kernel writes; float32 where XLA cuts the sum into parts that a later kernel adds up."""
+    """Dtype of the result. It is float32 if XLA splits the sum and adds the parts in a later kernel."""
     backend: str
     """``cublasLt``, ``cuBLAS``, ``Triton``, ``cuDNN``, ``Pallas`` (this package's kernel for block
     scales), or ``other``: a plain loop."""
     accumulation: str
-    """``fast`` or ``exact`` where the program says so (cublasLt in FP8), else ``default``."""
+    """``fast`` or ``exact`` if the program states it (cublasLt in FP8), otherwise ``default``."""
     is_fp8: bool
-    """Whether the FP8 units do it: for XLA's Triton kernels, as their instructions say."""
+    """Whether FP8 units compute the GEMM. For XLA's Triton kernels the PTX instructions decide."""
     reason: str
-    """Why not, or why it only may be; ``""`` where the FP8 units do it."""
+    """Why FP8 units do not compute the GEMM, or why that is uncertain; ``""`` if they do."""
     trip_count: int
-    """How often it runs per call: the product of the trip counts of the loops around it."""
+    """How often the GEMM runs per call: the product of the trip counts of the loops around it."""
     bytes: int
-    """Bytes that its kernel reads and writes, over all trips."""
+    """Bytes that the GPU kernel reads and writes, over all trips."""
     op_name: str
-    """JAX's name of the operation, with everything that ``path`` leaves out."""
+    """JAX's full name of the operation, including what ``path`` leaves out."""
     instructions: tuple[str, ...] = ()
-    """Of FP8 operands in Triton, the PTX instructions that multiply matrices in the kernel."""
+    """For FP8 operands in Triton: the PTX instructions that multiply matrices in the GPU kernel."""
     may_be_fp8: bool = False
-    """Whether the FP8 units may do it on the device, though not in this program.
+    """Whether FP8 units may compute the GEMM on the device, although they do not in this program.
 
-    So it is with FP8 operands in XLA's Triton kernels: the tile decides which instructions multiply them,
-    and XLA picks it by measuring on the device. Compiled without one, it takes small tiles, in float16.
+    This concerns FP8 operands in XLA's Triton kernels. The tile size decides which instructions multiply
+    them, and XLA chooses it by measuring on the device. Without a device XLA uses small tiles, which
+    multiply in float16.
     """
 
     @property
     def flops(self) -> int:
-        """Two per multiply and add, over all trips."""
+        """Floating-point operations over all trips: two per multiply and add."""
         return 2 * self.batch * self.m * self.k * self.n * self.trip_count
 
 

@@ -3,6 +3,8 @@
 A second front of the package: recipes, ``autocast`` and ``audit`` are those of ``fp8flax``.
 """
 
+from fp8flax._host import public as _public
+
 # Ops, to be given to layers.
 from fp8flax.nnx.ops import (
     Fp8ConvGeneralDilatedOp as Fp8ConvGeneralDilatedOp,
@@ -42,3 +44,5 @@ from fp8flax.nnx.safetensors import (
     load_safetensors as load_safetensors,
     save_safetensors as save_safetensors,
 )
+
+_public.publish(globals())

@@ -1,0 +1,52 @@
+"""The names of a public package: ``__all__``, ``dir`` and ``__module__``, made of what it imports."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from typing import Any
+
+
+def publish(namespace: dict[str, Any], *others: str) -> None:
+    """Sets ``__all__`` and ``__dir__`` of a package, and ``__module__`` of its classes and functions.
+
+    Every name without a leading underscore is public, unless it is a module. Classes and functions then
+    print, pickle and document themselves as ``package.name``, and not with the private file that defines
+    them. One thing is lost: ``inspect.getsource`` looks for a class in the file of its ``__module__`` and
+    raises OSError. It does find functions and methods.
+
+    Args:
+        namespace: ``globals()`` of the package, complete.
+        others: names for ``dir`` alone, where they exist: a public subpackage is there once it is imported.
+    """
+    package = namespace["__name__"]
+    names = [n for n, value in namespace.items() if n[0] != "_" and not inspect.ismodule(value)]
+    for name in names:
+        _move(namespace[name], package)
+    namespace["__all__"] = names
+    namespace["__dir__"] = lambda: [*names, *(name for name in others if name in namespace)]
+
+
+def _move(value: Any, package: str) -> None:
+    """Sets ``__module__`` of a class or function that a private file of the package defines."""
+    origin = getattr(value, "__module__", None) or ""
+    if not origin.startswith(f"{package}.") or not hasattr(value, "__qualname__"):
+        return
+    value.__module__ = package
+    if not inspect.isclass(value):
+        return
+    annotations = inspect.get_annotations(value)
+    if any(isinstance(hint, str) for hint in annotations.values()):
+        # ``typing.get_type_hints`` evaluates strings among the names of ``__module__``.
+        value.__annotations__ = {name: _within(origin, hint) for name, hint in annotations.items()}
+    for member in vars(value).values():
+        function = getattr(member, "__func__", member)
+        if inspect.isfunction(function) and function.__module__ == origin:
+            function.__module__ = package  # doctest runs the examples of methods of this module alone
+
+
+def _within(module: str, hint: Any) -> Any:
+    """Returns an annotation whose text, if it is one, is evaluated among the names of a module."""
+    if not isinstance(hint, str):
+        return hint
+    return typing.ForwardRef(hint, is_argument=False, module=module, is_class=True)
