@@ -6,9 +6,10 @@ sum, so a float32 array that is cast to this dtype and then read in many places 
 its cotangents instead.
 
 Internals: ``jax._src.ad_util``, ``jax._src.core``, ``jax._src.dtypes``, ``jax._src.earray``,
-``jax._src.sharding_impls``, ``jax._src.tree_util`` and ``jax._src.interpreters.pxla``, which know extended
-dtypes and arrays of them. The supported versions of JAX differ in one entry point below, how an array class
-says that it needs no canonicalisation.
+``jax._src.sharding_impls``, ``jax._src.tree_util``, ``jax._src.interpreters.pxla`` and
+``jax._src.interpreters.ad``, which know extended dtypes, arrays of them and their derivatives. The
+supported versions of JAX differ in one entry point below, how an array class says that it needs no
+canonicalisation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import ad_util, core, dtypes, earray, sharding_impls, tree_util
-from jax._src.interpreters import pxla
+from jax._src.interpreters import ad, pxla
 
 
 class _MaxDtypeRules:
@@ -112,6 +113,29 @@ tree_util.dispatch_registry.register_node(
     MaxArray, lambda x: ((x._data,), x.aval), lambda aval, data: MaxArray(aval, data[0])
 )
 ad_util.raw_jaxval_adders[MaxArray] = lambda x, y: x.dtype._rules.add(x.dtype, x, y)
+
+
+# JAX pads the cotangent of a slice with a zero that NumPy makes, and NumPy knows no extended dtype. An
+# unrolled loop over stacked layers takes such slices, and so does ``lax.scan`` with jit switched off.
+_transpose_slice = ad.fancy_transposes[lax.slice_p]
+
+
+def _transpose_slice_of_max(g: Any, operand: Any, **params: Any) -> None:
+    """Transposes ``lax.slice``; the elements that the slice left out get no gradient, which is -inf."""
+    dtype = getattr(getattr(operand, "aval", None), "dtype", None)
+    if isinstance(g, ad_util.Zero) or not isinstance(dtype, MaxDtype):
+        _transpose_slice(g, operand, **params)
+        return
+    strides, pads = params["strides"] or [1] * g.ndim, []
+    for start, stride, taken, size in zip(params["start_indices"], strides, g.shape, operand.aval.shape):
+        end = start + max(0, stride * (taken - 1) + 1)
+        pads.append((start, size - end, stride - 1))
+    pads += [(0, 0, 0)] * len(dtype.element_shape)
+    padded = lax.pad(to_floats(g), np.asarray(-np.inf, dtype.float_dtype), pads)
+    operand.accum(lax.convert_element_type(padded, dtype))
+
+
+ad.fancy_transposes[lax.slice_p] = _transpose_slice_of_max
 
 fp32_max_grad = MaxDtype(np.dtype(np.float32))
 """Float32 whose gradient accumulation takes the maximum.

@@ -97,3 +97,23 @@ def test_digests_as_one_array():
         jax.tree.map(
             lambda g, n: np.testing.assert_array_equal(max_dtype.to_floats(g), -n), list(found), numbers
         )
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("element_shape", [(), (6,)], ids=["floats", "digests"])
+@pytest.mark.parametrize("strides", [None, (2, 1)])
+def test_what_a_slice_leaves_out_gets_no_gradient(strides, element_shape, wrap):
+    dtype = max_dtype.MaxDtype(np.dtype(np.float32), element_shape)
+    starts, limits = (1, 0), (5, 1)
+    place = (slice(1, 5, strides and strides[0]), slice(0, 1))
+    expected = np.full((7, 2, *element_shape), -np.inf, np.float32)
+    of_slice = expected[place].shape
+    expected[place] = np.arange(np.prod(of_slice)).reshape(of_slice)
+
+    @wrap
+    def gradient(x, g):
+        x, g = (max_dtype.of_floats(dtype, each) for each in (x, g))
+        _, back = jax.vjp(lambda x: lax.slice(x, starts, limits, strides), x)
+        return max_dtype.to_floats(back(g)[0])
+
+    np.testing.assert_array_equal(gradient(np.zeros_like(expected), expected[place]), expected)

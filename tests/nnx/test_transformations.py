@@ -206,6 +206,16 @@ def test_stacked_layers(recipe, name, cell):
     cell("nnx", name, recipe)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", STACKED)
+def test_stacked_layers_with_jit_switched_off(name):
+    gradient = fp8nnx.value_and_grad(STACKED[name])
+    with jax.disable_jit():
+        value, grads = gradient(stacked("delayed"))
+    expected, expected_grads = nnx.jit(gradient)(stacked("delayed"))
+    check((value, grads), (expected, pure(expected_grads)), state_rtol=1e-6)
+
+
 def test_where_nnx_is_in_tree_mode():
     with nnx.set_graph_mode(False), nnx.set_graph_updates(False):
         check(fp8nnx.value_and_grad(lambda layer: weighted(layer(X)))(linear()), whole())

@@ -158,6 +158,25 @@ class TestSignature:
             found = step(variables)
         assert_trees_close(found, jax.jit(step)(variables))
 
+    @pytest.mark.long
+    @pytest.mark.parametrize("remat", [False, True], ids=["scan", "scan of remat"])
+    def test_stacked_layers_with_jit_switched_off(self, remat):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return nn.tanh(nn.Dense(6, dot_general_cls=Op)(x)), None
+
+        layer = nn.remat(Layer, prevent_cse=False) if remat else Layer
+        stacked = nn.scan(layer, {"params": 0, OWG: 0}, split_rngs={"params": True}, length=3)()
+        variables = variables_of(stacked, X, None)
+
+        def step(variables):
+            return fp8.value_and_grad(lambda v: jnp.sum(stacked.apply(v, X, None)[0] ** 2))(variables)
+
+        with jax.disable_jit():
+            found = step(variables)
+        assert_trees_close(found, jax.jit(step)(variables))
+
     def test_debug_infs_says_what_jax_says(self):
         with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf"):
             fp8.value_and_grad(mse)(trained(), X.at[0, 0].set(jnp.nan))
