@@ -17,6 +17,7 @@ import copy
 import ctypes
 import dataclasses
 import importlib.util
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,11 +161,8 @@ def compile_with_plugin(lowered: jax.stages.Lowered, options: dict[str, Any] | N
     Raises:
         RuntimeError: the plugin refuses the program, or its C API is not the one of the header.
     """
-    from jaxlib.mlir.dialects import stablehlo
-
     module, devices, compile_options = _handed_over(lowered, options)
-    # The plugin has the version of jaxlib, so it reads the newest StableHLO that jaxlib writes.
-    code = stablehlo.serialize_portable_artifact(module, stablehlo.get_current_version(), True)
+    code = _serialized(module)
     plugin = _Plugin()
     with (
         plugin.topology(target_config_of(devices[0]), len(devices)) as topology,
@@ -175,6 +173,18 @@ def compile_with_plugin(lowered: jax.stages.Lowered, options: dict[str, Any] | N
             sizes=plugin.memory_sizes(executable),
             devices=frozenset(devices),
         )
+
+
+def _serialized(module: Any) -> bytes:
+    """Returns a module as StableHLO of the plugin's version, which is that of jaxlib."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    bytecode = io.BytesIO()
+    module.operation.write_bytecode(file=bytecode)
+    # A copy, because it is changed in place, and JAX may keep the module for the next lowering.
+    copied = ir.Module.parse(bytecode.getvalue(), module.context)
+    return stablehlo.serialize_portable_artifact(copied, stablehlo.get_current_version(), True)
 
 
 def _handed_over(lowered: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
