@@ -38,9 +38,9 @@ def dense(recipe):
 
 
 def sharded_dense():
-    mesh = gpus()
-    step, variables, x = dense("delayed")
-    return step, variables, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("data")))
+    step, variables, *tensors = dense("delayed")
+    rows = NamedSharding(gpus(), P("data"))
+    return step, variables, *(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows) for x in tensors)
 
 
 def llama_step():
