@@ -56,7 +56,7 @@ def nearest_code(x, name):
 def next_scale(history, scale, name, margin=0, algorithm="max"):
     """The scale of this step, float32, from the amaxes before it."""
     amax = np.float32(history[0] if algorithm == "most_recent" else np.max(history))
-    if not np.isfinite(amax) or amax <= 0:
+    if not np.isfinite(amax) or amax < np.finfo(np.float32).tiny:
         return np.asarray(scale, np.float32)
     reciprocal = (np.float32(MAX[name]) / amax) / np.float32(2.0**margin)
     return np.full_like(np.asarray(scale, np.float32), np.float32(1) / reciprocal)

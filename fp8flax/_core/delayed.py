@@ -37,6 +37,7 @@ from fp8flax._core.scaling import (
     bounded_amax,
     compute_scale,
     is_newest,
+    is_usable,
     power_of_two,
     push_amax,
     scale_exponent,
@@ -330,7 +331,7 @@ def _scale_from_amax(config: DelayedConfig, amax: jax.Array, old_scale: jax.Arra
     if not config.power_2:
         return scale
     rounded = power_of_two(scale_exponent(amax, fp8_max(config.q_dtype), "up", config.margin))
-    return jnp.where(lax.is_finite(amax) & (amax > 0), rounded, scale)
+    return jnp.where(is_usable(amax), rounded, scale)
 
 
 def next_state_of(
@@ -378,7 +379,7 @@ def calibrated_state(
     seen = jnp.where(lax.is_finite(merged)[..., None], push_amax(merged, history), history)
     new_scale = delayed_scales([config], [ScalingState(state.scale, seen)])[0]
     # Where there is only zero no scale follows; the smallest one gives way to that of any other data.
-    new_scale = jnp.where(jnp.max(seen, axis=-1) > 0, new_scale, SMALLEST_SCALE)
+    new_scale = jnp.where(is_usable(jnp.max(seen, axis=-1)), new_scale, SMALLEST_SCALE)
     return next_state_of(merged, new_scale, state_to_keep(state))
 
 

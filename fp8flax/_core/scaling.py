@@ -40,6 +40,15 @@ def finite_amax(
     return jnp.minimum(amax.astype(jnp.float32), _LARGEST_SCALE)  # float64 may hold more
 
 
+def is_usable(amax: Float32[jax.Array, "*dims"]) -> Bool[jax.Array, "*dims"]:
+    """Returns whether a scale follows from ``amax``: True where it is finite and a normal number.
+
+    A subnormal amax counts as 0. XLA flushes it to zero in some kernels and not in others, and its scale
+    would be too small for all other data.
+    """
+    return lax.is_finite(amax) & (amax >= SMALLEST_SCALE)
+
+
 def _exponent_and_mantissa(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Splits positive normal float32 numbers into ``mantissa * 2**exponent``, the mantissa as its bits."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
@@ -80,7 +89,7 @@ def current_scale(
     """Returns the float32 scale of a tensor, row or block with this ``finite_amax``; 1 where that is 0."""
     if power_2:
         return power_of_two(scale_exponent(amax, fp8_max, "up"))
-    return compute_scale(jnp.where(amax >= SMALLEST_SCALE, amax, 0.0), 1.0, fp8_max)
+    return compute_scale(amax, 1.0, fp8_max)
 
 
 def e8m0_scale(exponent: Int32[jax.Array, "*dims"]) -> Shaped[jax.Array, "*dims"]:
@@ -112,10 +121,10 @@ def compute_scale(
     """Returns the scale that maps ``amax`` onto the largest FP8 value.
 
     ``scale = amax * 2**margin / fp8_max``, so that ``x ≈ q * scale`` with ``|q| <= fp8_max / 2**margin``.
-    Where ``amax`` is not a positive finite number, the old ``scale`` is returned (1 where that, too, is
-    not a positive finite number). The result is clipped to the normal range of float32. The arithmetic
-    is Flax's and Transformer Engine's, through the reciprocal, so it can differ from the quotient above
-    in the last bit.
+    Where ``amax`` is not a positive finite number, or is subnormal, the old ``scale`` is returned (1 where
+    that is not a positive finite number). The result is clipped to the normal range of float32. The
+    arithmetic is Flax's and Transformer Engine's, through the reciprocal, so it can differ from the
+    quotient above in the last bit.
 
     Args:
         amax: largest magnitude, any shape; computed with in float32.
@@ -136,7 +145,7 @@ def compute_scale(
     """
     amax = jnp.asarray(amax, jnp.float32)
     scale = jnp.asarray(scale, jnp.float32)
-    usable = lax.is_finite(amax) & (amax > 0)
+    usable = is_usable(amax)
     reciprocal = (jnp.asarray(fp8_max, jnp.float32) / jnp.where(usable, amax, 1.0)) / 2.0**margin
     # Under jit XLA would turn 1 / (fp8_max / amax) into amax / fp8_max, which differs in the last bit;
     # the select between the two divisions keeps the result the same with and without jit.
@@ -188,14 +197,14 @@ def bounded_amax(
 
     Args:
         largest: of the whole history, float32.
-        ordinary: the second largest among ``is_newest``; where it is 0 there is no bound.
+        ordinary: the second largest among ``is_newest``; where it is not ``is_usable`` there is no bound.
         dtype: the FP8 dtype.
 
     Source: none.
     """
     limits = fp8_limits(dtype)
     bound = ordinary * np.float32(limits.max / (_PRECISE * limits.smallest_normal))
-    return jnp.where(lax.is_finite(largest) & (ordinary > 0), jnp.minimum(largest, bound), largest)
+    return jnp.where(lax.is_finite(largest) & is_usable(ordinary), jnp.minimum(largest, bound), largest)
 
 
 def compute_amax_history(

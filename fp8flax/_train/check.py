@@ -197,7 +197,7 @@ def _verdict(axis: int, old: ScalingState, new: ScalingState) -> tuple[jax.Array
     largest = [lax.expand_dims(array, (axis,)) for array in reduced]
     newest, before = histories.newest, histories.before
     moved, merged, kept = (_factor(*largest[i : i + 2]) for i in (0, 2, 4))
-    is_first = largest[6] == 0
+    is_first = largest[6] < SMALLEST_SCALE
     used = jnp.where(lax.is_finite(old.scale) & (old.scale > 0), old.scale, 1.0)
     moved *= jnp.where(is_first, _factor(*_quotients(new.scale, used)), 1.0)
     moved = jnp.where(newest >= 0, moved, 0.0)

@@ -345,6 +345,24 @@ def test_ordinary_data_keep_their_precision_after_an_outlier(outliers, recovered
     np.testing.assert_allclose(back, [1 / 64, 0.3, 1.0], rtol=1 / 16)
 
 
+@maybe_jit
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bounded": False}, {"power_2": True, "margin": 1}, {"amax_compute_algo": "most_recent"}],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_subnormal_amax_of_a_history_counts_as_zero(length, options, wrap):
+    @wrap
+    def scale_of(history):
+        return delayed_scale(BOUNDED._replace(**options), ScalingState(jnp.full((1,), 0.3), history))
+
+    for rest in (np.zeros(length - 1), [0.0] * (length - 2) + [8.0] if length > 1 else []):
+        scale, expected = (scale_of(jnp.float32([newest, *rest])) for newest in (1e-40, 0.0))
+        np.testing.assert_array_equal(scale, expected)
+        assert scale > 1e-3
+
+
 def test_the_first_amax_may_be_the_outlier():
     scales = scales_over_steps([1e6, 1.0, 1.0], BOUNDED)
     assert scales[1] > 2000

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests.cases import normal
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
 AMAXES = [3.0, 1e-30, 1e30, 0.1, 448.0, 3.4e38, 57344.0, 1.17e-38]
+SUBNORMAL = [1e-45, 1e-40, 1.17e-38]
 
 
 @pytest.mark.parametrize("dtype", list(reference.MAX))
@@ -35,6 +37,22 @@ def test_scale_is_flax_to_the_bit_and_the_quotient_within_an_ulp(dtype, amax, ma
 def test_an_unusable_amax_keeps_the_scale(amax, old, kept):
     scale = fp8.compute_scale(jnp.float32(amax), jnp.full((1,), old, jnp.float32), 448.0)
     np.testing.assert_array_equal(scale, np.float32([kept]))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("amax", SUBNORMAL)
+def test_a_subnormal_amax_counts_as_zero(amax, wrap):
+    @wrap
+    def results(amax):
+        exponents = [scaling.scale_exponent(amax, 448.0, rounding) for rounding in ("up", "floor")]
+        return [
+            *exponents,
+            fp8.compute_scale(amax, jnp.float32(0.5), 448.0),
+            *(scaling.current_scale(amax, 448.0, power_2=power_2) for power_2 in (False, True)),
+            scaling.bounded_amax(jnp.float32(3.0), amax, jnp.float8_e4m3fn),
+        ]
+
+    assert results(jnp.float32(amax)) == [0, 0, 0.5, 1.0, 1.0, 3.0]
 
 
 @pytest.mark.parametrize("amax", AMAXES)

@@ -240,6 +240,21 @@ def test_negated_gradients_leave_the_next_state(wrap):
         )
 
 
+@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_a_subnormal_amax_leaves_no_scale(wrap, length):
+    layer = linear()
+    layer.dot_general = fp8nnx.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(amax_history_len=length))
+    optimizer = fp8nnx.Optimizer(layer, optax.sgd(0.0))
+    gradient = nnx.jit(fp8nnx.grad(lambda m, amax: jnp.sum(m(X) * amax)))
+    update = wrap(lambda layer, optimizer, grads: optimizer.update(layer, grads))
+    scales = []
+    for amax in np.float32([2.0, 1e-40, 4.0, 8.0]):
+        update(layer, optimizer, gradient(layer, amax))
+        scales.append(layer.dot_general.output_grad_scale.get_value()[0])
+    np.testing.assert_allclose(np.float32(scales) * 57344, [57344, 2, 2, 4], rtol=1e-6)
+
+
 def test_optimizer_of_nnx():
     layer, other = linear(), linear()
     ours, theirs = (

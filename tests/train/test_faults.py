@@ -646,6 +646,36 @@ def test_an_overflow_of_the_gradient_is_seen_in_every_layer(recipe, form, overfl
     assert bits(again.params["params"]) != bits(after.params["params"])
 
 
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, HISTORY])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_subnormal_amax_leaves_no_scale(wrap, length, algorithm):
+    """A history of it alone is one of zeros: the scale stays until there is other data."""
+    recipe = fp8.DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm)
+    model = nn.Dense(3, use_bias=False, dot_general_cls=op_with(recipe))
+    state = fp8.TrainState.create(
+        apply_fn=model.apply, params=variables_of(model, X[0, 0]), tx=optax.sgd(0.0)
+    )
+
+    @jax.jit
+    def gradient(variables, amax):
+        return fp8.grad(lambda v: jnp.sum(model.apply(v, X[0, 0]) * amax))(variables)
+
+    @wrap
+    def apply(state, grads):
+        return state.apply_gradients(grads=grads)
+
+    scales = []
+    for amax in np.float32([2.0, 1e-40, 4.0, 8.0]):
+        grads = gradient(state.params, amax)
+        state = apply(state, grads)
+        op = state.params[OWG]["Fp8DotGeneralOp_0"]
+        assert bits(op) == bits(grads[OWG]["Fp8DotGeneralOp_0"])
+        assert bits(op["output_grad_amax_history"][0]) == bits(amax)
+        scales.append(op["output_grad_scale"][0])
+    np.testing.assert_allclose(np.float32(scales) * 57344, [57344, 2, 2, 4], rtol=1e-6)
+
+
 @functools.cache
 def plain_gradient(model):
     def loss(variables, x, skip):

@@ -21,7 +21,7 @@ from fp8flax._core.jax_rules import shape_varying_as
 from fp8flax._core.kernels.block_gemm import BLOCK
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.quantize import clipped
-from fp8flax._core.scaling import SMALLEST_SCALE, compute_scale, power_of_two, scale_exponent
+from fp8flax._core.scaling import compute_scale, power_of_two, scale_exponent
 
 _LARGEST = np.finfo(np.float32).max
 
@@ -78,7 +78,7 @@ def block_quantize(
             exponent = jnp.maximum(scale_exponent(amax, limit, "up"), np.int32(-126))
             scale, scaled = power_of_two(exponent), values * power_of_two(-exponent)
         else:
-            scale = compute_scale(jnp.where(amax >= SMALLEST_SCALE, amax, 0.0), 1.0, limit)
+            scale = compute_scale(amax, 1.0, limit)
             scaled = values / scale
         return clipped(scaled, limit).astype(dtype), scale
 
