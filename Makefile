@@ -14,7 +14,7 @@ export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-long test-all test-oldest test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-outlier bench-flax-scales bench-trace bench-models bench-loaders bench-gpu bench-tune what-works notebooks docs docs-test dist clean
+.PHONY: help environments demo audit test test-long test-all test-oldest test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-outlier bench-flax-scales bench-trace bench-models bench-loaders bench-gpu bench-tune what-works notebooks docs docs-test dist clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench         time training steps on this CPU and write benchmarks/results/"
 	@echo "make bench-dense   one Dense layer: FP8 matmuls, kernels and bytes on an H200, time on this CPU"
 	@echo "make bench-accuracy  the error that each recipe adds to a Dense layer, on three kinds of data"
+	@echo "make bench-fidelity  the loss of FP8 training beside bf16 and beside chance; resumable, hours on 2 cores"
 	@echo "make bench-outlier  rules for delayed scales under outliers, jumps and noise, trained on this CPU"
 	@echo "make bench-flax-scales  how far Flax's ops and ours are from the product that their scales mean"
 	@echo "make bench-trace   how long a step in FP8 takes to trace, lower and compile, beside bf16 and Flax's ops"
@@ -139,6 +140,9 @@ bench-dense: .venv/installed
 
 bench-accuracy: .venv/installed
 	.venv/bin/python -m benchmarks.accuracy $(ARGS)
+
+bench-fidelity: .venv/installed
+	.venv/bin/python -m benchmarks.fidelity $(ARGS)
 
 bench-outlier: .venv/installed
 	.venv/bin/python -m benchmarks.outlier $(ARGS)

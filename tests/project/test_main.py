@@ -51,7 +51,8 @@ def test_the_commands(arguments, status, said, capsys):
 @pytest.mark.parametrize("name", ["audit", "demo"])
 def test_the_commands_have_their_old_names_too(name):
     def help_of(*words):
-        return subprocess.run([sys.executable, "-m", *words, "--help"], capture_output=True, check=True).stdout
+        command = [sys.executable, "-m", *words, "--help"]
+        return subprocess.run(command, capture_output=True, check=True).stdout
 
     assert help_of(f"fp8flax.{name}") == help_of("fp8flax", name) != b""
 

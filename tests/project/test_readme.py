@@ -6,6 +6,7 @@ import re
 import jax
 import pytest
 
+from benchmarks import fidelity
 from tests import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -60,6 +61,52 @@ def test_accuracy_in_the_docs_is_that_of_the_benchmark():
         first = 3 * kinds.index(row["kind"])
         shown = table[row["recipe"]][first : first + 3]
         assert shown == [f"{row[gemm]:.1f}" for gemm in ("forward", "dgrad", "wgrad")]
+
+
+def result(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+MEASURED = {name: PAGES[name].split("## ")[-2] for name in ("README.md", IN_CHINESE)}
+
+
+@pytest.mark.parametrize("page", MEASURED)
+def test_figures_of_the_readme_are_those_of_the_results(page):
+    said = MEASURED[page]
+    counts = {
+        row["contender"]: row
+        for row in result("dense_h200")["rows"]
+        if row["part"] == "counts" and row["shape"] == [8192, 4096, 4096]
+    }
+    ours, theirs = counts["fp8flax"], counts["flax-direct"]
+    assert [ours["fp8_gemms"], theirs["fp8_gemms"], ours["gemms"]] == [3, 0, 3]
+    for row in (ours, theirs):
+        assert re.search(rf"\b{row['kernels']}\D+{mebibytes_of(row)} MiB", said)
+    assert f"{ours['kernels']} | {mebibytes_of(ours)} |" in PAGES["docs/performance.md"]
+    ratios = [
+        row["step_ratio_to"][other]["median"]
+        for row in result("step_cpu")["results"]
+        if row["contender"] == "fp8flax"
+        for other in ("flax-qdq", "flax-direct")
+    ]
+    assert re.search(rf"{min(ratios):.2f}\D+{max(ratios):.2f}", said)
+    rows = {row["contender"]: row for row in fidelity.compared(result("fidelity")["runs"], 300)}
+    delayed, chance = rows["delayed"], rows["bf16-chance"]
+    assert f"{fidelity.mean_of(delayed)} %" in said
+    assert f"{fidelity.mean_of(chance)} %" in said
+    assert len(delayed["seeds"]) == len(chance["seeds"])
+    assert re.search(rf"\b{len(delayed['seeds'])}\b", said)
+
+
+def mebibytes_of(row):
+    return round((row["gemm_bytes"] + row["other_bytes"]) / 2**20)
+
+
+def test_losses_on_the_page_are_those_of_the_results():
+    report = result("fidelity")
+    assert report["method"] == fidelity.METHOD
+    assert fidelity.table(report["runs"], 300) in PAGES["docs/accuracy.md"]
+    assert report["machine"]["cpu"] in PAGES["docs/accuracy.md"]
 
 
 def test_the_readme_fits_two_screens():
