@@ -83,7 +83,8 @@ def save_safetensors(
     leading dimension. All else keeps its name, with dots, and its layout: ``embed.embedding``.
 
     Those are the names of FP8 checkpoints in the Hugging Face hub, as transformers and vLLM document them.
-    transformers has loaded such a file on a CPU; no inference server has been tried. The config that belongs to them is in the file's metadata, as ``quantization_config``: its
+    transformers has loaded such a file on a CPU; no inference server has been tried. The config that
+    belongs to them is in the file's metadata, as ``quantization_config``: its
     ``quant_method`` is ``fp8`` for 128×128 blocks, ``compressed-tensors`` for scales per tensor and per
     output feature; there is none for MXFP8, for other dtypes than e4m3fn, for convolutions in FP8, and for
     several recipes in one model. A loader knows an architecture by names of its own: ``rename`` gives them
