@@ -565,7 +565,8 @@ _frozen.defjvp(_frozen_jvp, symbolic_zeros=True)
 
 
 # Derivation. The operand and its cotangent pass as they are. The cotangent of the state is the state after
-# a step whose tensor has this amax, with the scale that follows from it.
+# a step whose tensor has this amax, with the scale that follows from it. The forward rule calls the identity
+# again: a model that differentiates itself consumes the outer call, and calibrating needs the inner one.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _observed(config: Any, x: jax.Array, amax: jax.Array, state: ScalingState) -> jax.Array:
     del config, amax, state
@@ -573,7 +574,7 @@ def _observed(config: Any, x: jax.Array, amax: jax.Array, state: ScalingState) -
 
 
 _observed.defvjp(
-    lambda config, x, amax, state: (x, (amax, state)),
+    lambda config, x, amax, state: (_observed(config, x, amax, state), (amax, state)),
     lambda config, residuals, g: (g, None, calibrated_state(config, *residuals)),
 )
 
@@ -591,7 +592,10 @@ def _observed_grad_bwd(plan: Plan, residuals: Any, g: jax.Array) -> Any:
     return g, None, calibrated_state(delayed_config(plan.recipe.delayed["output_grad"]), amax, state)
 
 
-_with_observed_grad.defvjp(lambda plan, out, extra, state: (out, (extra, state)), _observed_grad_bwd)
+_with_observed_grad.defvjp(
+    lambda plan, out, extra, state: (_with_observed_grad(plan, out, extra, state), (extra, state)),
+    _observed_grad_bwd,
+)
 
 
 def _numbers_of_role(role: str, plan: Plan, x: jax.Array, extra: Extra, scale: jax.Array | None) -> Numbers:

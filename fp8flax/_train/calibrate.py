@@ -109,7 +109,8 @@ def calibrate(
         )
     if missing:
         warnings.warn(
-            f"Not calibrated, since nothing that fun returns depends on it: {', '.join(missing)}.",
+            f"Not calibrated, since nothing that fun returns depends on it: {', '.join(missing)}. If these "
+            "layers run, let fun return what they compute.",
             stacklevel=2,
         )
     kept = _settled(old, merged)

@@ -94,6 +94,18 @@ def test_calibration_is_that_of_the_linen_model():
     assert model.first.dot_general.input_amax_history.get_value()[0] == 3 * jnp.max(jnp.abs(X))
 
 
+@pytest.mark.parametrize("grad", [nnx.value_and_grad, jax.value_and_grad], ids=["nnx.grad", "jax.grad"])
+def test_calibration_of_a_model_that_differentiates_itself(grad):
+    def energy(x, model):
+        return jnp.sum(model(x))
+
+    plain, model = Twin(nnx.Rngs(0)), Twin(nnx.Rngs(0))
+    fp8nnx.calibrate(lambda model, x: energy(x, model), plain, [X])
+    fp8nnx.calibrate(lambda model, x: grad(partial(energy, model=model))(x), model, [X])
+    assert model.second.dot_general.input_amax_history.get_value()[0] > 0
+    jax.tree.map(np.testing.assert_array_equal, pure(model), pure(plain))
+
+
 @pytest.mark.long
 def test_calibration_leaves_all_else():
     model = nnx.view(model_of(), deterministic=False, use_running_average=False)
