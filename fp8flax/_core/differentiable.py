@@ -565,8 +565,8 @@ _frozen.defjvp(_frozen_jvp, symbolic_zeros=True)
 
 
 # Derivation. The operand and its cotangent pass as they are. The cotangent of the state is the state after
-# a step whose tensor has this amax, with the scale that follows from it. The forward rule calls the identity
-# again: a model that differentiates itself consumes the outer call, and calibrating needs the inner one.
+# a step whose tensor has this amax, with the scale that follows from it. The forward rule calls the
+# identity again: a model that differentiates itself consumes the first call, calibrating needs the next.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _observed(config: Any, x: jax.Array, amax: jax.Array, state: ScalingState) -> jax.Array:
     del config, amax, state
