@@ -207,7 +207,9 @@ def compiling_for(gpu: Gpu) -> Iterator[None]:
     """Has this package, and Pallas from JAX 0.10 on, know for which GPU a program is traced and lowered."""
     mesh: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if jax.__version_info__ >= (0, 10):
-        device = jax.sharding.AbstractDevice(device_kind=gpu.name, num_cores=gpu.cores, platform="gpu")
+        device = jax.sharding.AbstractDevice(
+            device_kind=gpu.pallas_name or gpu.name, num_cores=gpu.cores, platform="gpu"
+        )
         mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
     with compile_target(gpu.compute_capability), mesh:
         yield

@@ -25,6 +25,8 @@ class Gpu:
 
     name: str
     compute_capability: float
+    pallas_name: str | None = None
+    """A GPU of the same kind of cores that Pallas knows by name, where it does not know this one."""
     cores: int
     clock_ghz: float
     memory: int
@@ -73,6 +75,7 @@ GPUS = {
     "l40s": Gpu(
         name="NVIDIA L40S",
         compute_capability=8.9,
+        pallas_name="NVIDIA L40",
         cores=142,
         clock_ghz=2.52,
         memory=51_539_607_552,

@@ -133,7 +133,7 @@ def test_flax_direct_op(gpu):
             AssertionError, match=r"^0\.0 % of the GEMMs' FLOPs run in FP8 \(100\.0 % may\)"
         ):
             assert_fp8(*step)
-        assert report.num_kernels == 22
+        assert report.num_kernels == (22 if jax.__version_info__ < (0, 12) else 28)
         assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(592, abs=1)
 
 
