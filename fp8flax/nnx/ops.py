@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -54,6 +55,32 @@ class OverwriteWithGradient(nnx.Variable[Any]):
 
 
 nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overwrite=True)
+
+
+@jax.custom_vjp
+def _checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns ``out``; warns where a kernel is trained by a gradient that leaves the scaling state out."""
+    return out
+
+
+def _checked_forward(out: Any, kernel: Any, scale: Any) -> tuple[jax.Array, None]:
+    if kernel.perturbed and not scale.perturbed:
+        warnings.warn(
+            "The kernel of an FP8 layer of fp8flax.nnx is differentiated, and its scaling state is not, as "
+            "nnx.grad does it: the scales stay what they are. Use fp8flax.nnx.value_and_grad or grad, and "
+            "fp8flax.nnx.Optimizer.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return out.value, None
+
+
+def _checked_backward(_: None, g: Any) -> tuple[Any, None, None]:
+    is_zero = isinstance(g, jax.custom_derivatives.SymbolicZero)
+    return (jnp.zeros(g.shape, g.dtype) if is_zero else g), None, None
+
+
+_checked.defvjp(_checked_forward, _checked_backward, symbolic_zeros=True)
 
 
 class Fp8Op(nnx.Module):
@@ -122,7 +149,11 @@ class Fp8Op(nnx.Module):
                 return self.plain(*args, **told)
         states = self.states(recipe, stacked)
         with measuring(None if measuring.value is None else self._path()):
-            return self.in_fp8(*args, states=states, recipe=recipe, form=self.form, **told)
+            out = self.in_fp8(*args, states=states, recipe=recipe, form=self.form, **told)
+        state = next((state for state in states if state is not None), None)
+        if state is None or state.scale.dtype != jnp.float32:  # which fp8flax.nnx.grad has cast
+            return out
+        return _checked(out, told["rhs"] if "rhs" in told else args[1], state.scale)
 
     def states(self, recipe: Recipe, stacked: tuple[int, ...] = ()) -> States:
         """Returns the state that a recipe needs, checked; leading dimensions as of ``_multiplier``."""

@@ -397,3 +397,34 @@ def test_what_a_module_keeps_of_the_state_is_float32():
         assert dtypes == {jnp.dtype("float32")}
     assert model.scale.get_value()[0]["input"] == other["model"].snapshot.get_value() == 1
     assert aux[0].linear.dot_general.input_scale.get_value() == 1
+
+
+class TestGradientsThatLeaveTheStateOut:
+    """With ``nnx.grad`` and ``nnx.Optimizer`` the scales of a model would stay 1 without a word."""
+
+    WARNS = "Use fp8flax.nnx.value_and_grad or grad, and fp8flax.nnx.Optimizer"
+
+    def model(self):
+        return fp8nnx.quantize_model(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), include=".*")
+
+    def loss(self, model, x):
+        return jnp.sum(model(x) ** 2)
+
+    @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+    def test_warn(self, jit):
+        model, x = self.model(), normal(0, 4, 16)
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+        @jit
+        def step(model, optimizer, x):
+            optimizer.update(model, nnx.grad(self.loss)(model, x))
+
+        with pytest.warns(UserWarning, match=self.WARNS):
+            step(model, optimizer, x)
+
+    def test_others_do_not(self):
+        model, x = self.model(), normal(0, 4, 16)
+        self.loss(model, x)
+        fp8nnx.grad(self.loss)(model, x)
+        nnx.grad(self.loss, argnums=1)(model, x)
+        nnx.grad(self.loss, argnums=nnx.DiffState(0, (nnx.Param, fp8nnx.OverwriteWithGradient)))(model, x)
