@@ -37,3 +37,21 @@ def check_bool(name: str, value: Any) -> None:
     """Raises ``TypeError`` where an option is not a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False; got {value!r} of type {type(value).__name__}.")
+
+
+_APIS = {"flax.linen": ("a Linen module", "fp8flax"), "flax.nnx": ("an NNX module", "fp8flax.nnx")}
+
+
+def if_of_other_api(model: Any, wanted: str, function: str) -> str:
+    """Returns a sentence that names the function for a model of Flax's other API, or nothing.
+
+    Args:
+        model: what was given, perhaps a class.
+        wanted: the API that is required, ``"flax.linen"`` or ``"flax.nnx"``.
+        function: the name of the function, which both APIs have.
+    """
+    bases = [base.__module__ for base in (model if isinstance(model, type) else type(model)).__mro__]
+    for api, (what, package) in _APIS.items():
+        if api != wanted and any(name.startswith(f"{api}.") for name in bases):
+            return f" It is {what}: use {package}.{function}."
+    return ""

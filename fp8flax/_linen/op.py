@@ -5,6 +5,7 @@ Internals: ``_context`` of ``nn.module``, the modules whose methods run, for wha
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -37,6 +38,36 @@ class MissingStateError(ValueError):
     """An FP8 layer was applied with variables that hold no scaling state for it."""
 
 
+def running_module() -> nn.Module | None:
+    """Returns the Linen module whose method runs now, if any."""
+    module: nn.Module | None = nn.module._context.module_stack[-1]
+    return module
+
+
+def _checked_call(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Returns ``__call__`` of an op with an error that explains an op in the wrong place."""
+
+    @functools.wraps(call)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        name, field = type(self).__name__, type(self).field
+        if not args and not kwargs:
+            cls_field = f"{field}_cls" if field else "the field"
+            raise TypeError(
+                f"An instance of fp8flax.{name} was called without operands, as a layer calls the class "
+                f"that it was given. Give the layer the class, {cls_field}=fp8flax.{name}, or with options "
+                f"functools.partial(fp8flax.{name}, recipe=…)."
+            )
+        if self.scope is None:
+            in_nnx = f"In a layer of Flax NNX use {field}=fp8flax.nnx.{name}(). " if field else ""
+            raise TypeError(
+                f"An instance of the Linen module fp8flax.{name} was called outside of a Linen module. "
+                f"{in_nnx}Alone, it runs by its methods init and apply."
+            )
+        return call(self, *args, **kwargs)
+
+    return checked
+
+
 class Fp8Op(nn.Module):
     """Declares the scaling state of one matmul, if its recipe has any, and multiplies."""
 
@@ -58,6 +89,11 @@ class Fp8Op(nn.Module):
                 f"function is expected, give an instance: {name}()."
             )
         return super().__new__(cls)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__call__" in vars(cls):
+            cls.__call__ = _checked_call(cls.__call__)  # type: ignore[method-assign]
 
     def _default_recipe(self) -> Recipe:
         return DelayedScaling()

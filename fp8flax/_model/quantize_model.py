@@ -6,6 +6,7 @@ from typing import Any
 
 import flax.linen as nn
 
+from fp8flax._core.options import if_of_other_api
 from fp8flax._core.recipes import Recipe
 from fp8flax._model.calls import Call
 from fp8flax._model.converted import convert, converted_class
@@ -90,7 +91,10 @@ def quantize_model(
     if not isinstance(model, nn.Module):
         hint = " Pass an instance, not the class." if isinstance(model, type) else ""
         hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else hint
-        raise TypeError(f"model must be a flax.linen.Module; got {type(model).__name__}.{hint}")
+        raise TypeError(
+            f"model must be a flax.linen.Module; got {type(model).__name__}.{hint}"
+            + if_of_other_api(model, "flax.linen", "quantize_model")
+        )
     if model.scope is not None:
         raise ValueError(
             f"model must not be bound to variables; got a bound {type(model).__name__}. Convert the model "

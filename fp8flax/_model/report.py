@@ -20,6 +20,7 @@ from fp8flax._core.device import GPUS, Gpu, compile_target
 from fp8flax._core.mlp import is_all_delayed
 from fp8flax._core.multiply import runs_in_fp8
 from fp8flax._core.names import COUNTED, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._core.options import if_of_other_api
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._linen.conversion import reporting
 from fp8flax._model.calls import SeenSite, seen_of
@@ -252,6 +253,7 @@ def report(
         raise TypeError(
             f"model must come from fp8flax.quantize_model; got {type(model).__name__}. For any other "
             "function, fp8flax.audit reads the compiled program."
+            + if_of_other_api(model, "flax.linen", "report")
         )
     if target not in GPUS:
         raise ValueError(f"target must be one of {sorted(GPUS)}; got {target!r}.")

@@ -15,6 +15,7 @@ from fp8flax._core.delayed import ScalingState
 from fp8flax._core.differentiable import States
 from fp8flax._core.dot_general import frozen_dot_general
 from fp8flax._core.names import PARAMS, state_leaf_names
+from fp8flax._core.options import if_of_other_api
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._linen.op import Fp8Op
@@ -56,7 +57,10 @@ def serving_ops(model: Any) -> tuple[ServedOp, ...]:
     """Returns the ops of a model that ``freeze`` returned, or raises ``TypeError``."""
     serving: Serving | None = getattr(model, "_fp8_serving", None)
     if serving is None:
-        raise TypeError(f"model must come from fp8flax.freeze; got {type(model).__name__}.")
+        raise TypeError(
+            f"model must come from fp8flax.freeze; got {type(model).__name__}."
+            + if_of_other_api(model, "flax.linen", "save_safetensors")
+        )
     return serving.ops
 
 

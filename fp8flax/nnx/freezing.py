@@ -28,8 +28,10 @@ from fp8flax._core.dot_general import DimensionNumbers, frozen_dot_general, quan
 from fp8flax._core.einsum import einsum_with
 from fp8flax._core.jax_rules import num_consts_and_carry
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.options import if_of_other_api
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
+from fp8flax._model.jaxprs import DOT
 from fp8flax._serve.kernels import WEIGHT_ONLY
 from fp8flax._serve.scales import fixed_scales
 from fp8flax._serve.serving import constant
@@ -150,6 +152,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
         A model of the same type; the one given stays as it is.
 
     Raises:
+        TypeError: ``model`` is not an NNX module.
         ValueError: no layer with an op of a matmul runs with these inputs, or all their kernels are read
             elsewhere.
 
@@ -171,6 +174,11 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
 
     Source: as of ``fp8flax.freeze``.
     """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"model must be a flax.nnx.Module; got {type(model).__name__}."
+            + if_of_other_api(model, "flax.nnx", "freeze")
+        )
     copy: Any = nnx.clone(model)
     layers = {
         layer.site.path: layer for layer in layers_of(copy) if layer.op is not None and layer.takes_codes
@@ -191,17 +199,15 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
             "No layer with an FP8 matmul ran with these inputs, so there is nothing to freeze. Convert the "
             "model by fp8flax.nnx.quantize_model(model, include=…), or give its layers ops."
         )
-    ops = {"/".join(map(str, p)): node for p, node in nnx.iter_graph(copy) if isinstance(node, Fp8Op)}
-    for op in ops.values():
-        op.conversion = None  # report looks at models as quantize_model makes them
-    if ops:
-        why = "They are no matmuls, no layers of NNX, did not run, or their recipe says so"
-        if shared:
-            why += f"; or {_that_are_read_elsewhere(shared)}"
-        warnings.warn(
-            f"The kernels of these FP8 ops stay wide: {', '.join(sorted(ops))}. {why}.",
-            stacklevel=2,
-        )
+    wide: dict[str, str] = {}
+    owners = {id(layer.op): layer for layer in layers_of(copy) if layer.op is not None}
+    for keys, op in nnx.iter_graph(copy):
+        if isinstance(op, Fp8Op):
+            op.conversion = None  # report looks at models as quantize_model makes them
+            wide["/".join(map(str, keys))] = _why_wide(owners.get(id(op)), set(seen), shared)
+    if wide:
+        said = "; ".join(f"{path} ({reason})" for path, reason in sorted(wide.items()))
+        warnings.warn(f"The kernels of these FP8 ops stay wide: {said}.", stacklevel=2)
     if fresh:
         warnings.warn(
             f"These scales are frozen as they are, though they have seen no data: {', '.join(fresh)}. "
@@ -209,6 +215,21 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
             stacklevel=2,
         )
     return copy
+
+
+def _why_wide(layer: Any, seen: set[str], shared: set[str]) -> str:
+    """Returns why the kernel of a layer stays wide; the layer is None for an op that no layer has."""
+    if layer is None:
+        return "it is not the op of a layer of NNX"
+    if layer.site.path in shared:
+        return "something else than this op reads or changes the kernel"
+    if layer.site.primitive != DOT:
+        return "it is a convolution"
+    if not layer.takes_codes:
+        return "its einsum does not multiply by the kernel as it is stored"
+    if layer.site.path not in seen:
+        return "it did not run with these inputs"
+    return "its recipe keeps the kernel wide"
 
 
 def _that_are_read_elsewhere(paths: set[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.conv import is_matmul
 from fp8flax._core.device import GPUS
 from fp8flax._core.einsum import einsum_with
+from fp8flax._core.names import NOT_CONVERTED
+from fp8flax._core.options import if_of_other_api
 from fp8flax._core.recipes import DelayedScaling, Recipe
 from fp8flax._model.calls import SeenSite, check_converted, check_matched
 from fp8flax._model.jaxprs import CONV, DOT
@@ -82,6 +85,19 @@ _KINDS: dict[type[nnx.Module], Kind] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class LeftWide:
+    """What a layer computes that ``quantize_model`` leaves wide: under the layer's name, for the audit."""
+
+    scope: str
+    plain: Callable[..., jax.Array]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """Computes what the layer computed before."""
+        with jax.named_scope(self.scope or "model"), jax.named_scope(NOT_CONVERTED):
+            return self.plain(*args, **kwargs)
+
+
 class Layer(NamedTuple):
     """A layer of a model, as it stands there and as the rules see it."""
 
@@ -120,7 +136,11 @@ def layers_of(model: nnx.Module) -> Iterator[Layer]:
             reason = "its kernel is stacked along another axis than the first"
         elif getattr(module, "dot_general_cls", None) is not None:
             reason = "it has a dot_general_cls of its own"
-        elif not (_op_of(module, kind) or getattr(module, kind.op.field) is kind.plain):
+        elif not (
+            _op_of(module, kind)
+            or getattr(module, kind.op.field) is kind.plain
+            or isinstance(getattr(module, kind.op.field), LeftWide)
+        ):
             reason = f"it has a {kind.op.field} of its own"
         k = math.prod(shape[i] for i in contracted)
         batch = math.prod(shape[i] for i in batched)
@@ -235,14 +255,17 @@ def quantize_model(
         >>> model8 = fp8nnx.quantize_model(model, include="layers/0")
         >>> type(model8.layers[0].dot_general).__name__
         'Fp8DotGeneralOp'
-        >>> model8.layers[2].dot_general is model.layers[2].dot_general
+        >>> model8.layers[2].dot_general.plain is model.layers[2].dot_general
         True
 
     Source: none; see ``fp8flax.quantize_model``, whose rules they are.
     """
     if not isinstance(model, nnx.Module):
         hint = " Pass an instance, not the class." if isinstance(model, type) else ""
-        raise TypeError(f"model must be a flax.nnx.Module; got {type(model).__name__}.{hint}")
+        raise TypeError(
+            f"model must be a flax.nnx.Module; got {type(model).__name__}.{hint}"
+            + if_of_other_api(model, "flax.nnx", "quantize_model")
+        )
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Fp8Op) and node.conversion is not None:
             raise ValueError(
@@ -284,6 +307,9 @@ def quantize_model(
             op = layer.kind.op(recipe=decision.recipe, form=form)
             _stack(op, layer.stacked)
             setattr(layer.module, layer.kind.op.field, nnx.data(op))
+        elif layer.op is None and layer.site.impossible is None:
+            left = LeftWide(layer.site.path, layer.kind.plain or lax.dot_general)
+            setattr(layer.module, layer.kind.op.field, nnx.static(left))
     conversion = _Conversion(options, frozenset(kept))
     for op, name in _named_ops(copy, layers):
         op.scope = name
@@ -353,6 +379,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
         raise TypeError(
             f"model must come from fp8flax.nnx.quantize_model; got {type(model).__name__}. For any other "
             "function, fp8flax.audit reads the compiled program."
+            + if_of_other_api(model, "flax.nnx", "report")
         )
     rules, kept = first[0].conversion
     if target not in GPUS:

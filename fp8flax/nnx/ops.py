@@ -27,7 +27,7 @@ from fp8flax._core.options import check_choice, check_int
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
-from fp8flax._linen.op import MissingStateError
+from fp8flax._linen.op import MissingStateError, running_module
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Integer
@@ -133,6 +133,13 @@ class Fp8Op(nnx.Module):
         Args:
             stacked: leading dimensions of the state of the roles that have any.
         """
+        layer = running_module()
+        if layer is not None and self.field and hasattr(type(layer), self.field):
+            raise TypeError(
+                f"The Linen layer {type(layer).__name__} was given the NNX op fp8flax.nnx."
+                f"{type(self).__name__}, whose scaling state Linen cannot keep. Give it the Linen op: "
+                f"{self.field}_cls=fp8flax.{type(self).__name__}."
+            )
         recipe = recipe_in_use(self.recipe, self.default_recipe())
 
         def compute(*args: Any, **told: Any) -> jax.Array:

@@ -1,0 +1,77 @@
+"""Models and ops of Flax's other API, and ops in the wrong place: the error says what to use."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
+
+X = jnp.ones((4, 16))
+KEY = jax.random.key(0)
+
+
+def linear(**fields):
+    return nnx.Linear(16, 8, **fields, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        ("quantize_model", ()),
+        ("report", (X,)),
+        ("freeze", ({}, X)),
+    ],
+)
+def test_a_model_of_the_other_api(function, args):
+    with pytest.raises(TypeError, match=rf"It is an NNX module: use fp8flax\.nnx\.{function}\."):
+        getattr(fp8, function)(linear(), *args)
+    with pytest.raises(TypeError, match=rf"It is a Linen module: use fp8flax\.{function}\."):
+        getattr(fp8nnx, function)(nn.Dense(8), *args[-1:])
+
+
+def test_something_else_is_of_no_api():
+    with pytest.raises(TypeError, match=r"got int\.$"):
+        fp8.quantize_model(3)
+    with pytest.raises(TypeError, match=r"got Dense\..*compiled program\.$"):
+        fp8.report(nn.Dense(8), X)
+
+
+def test_an_instance_where_a_layer_takes_the_class():
+    layer = nn.Dense(8, dot_general_cls=fp8.Fp8DotGeneralOp())
+    with pytest.raises(TypeError, match=r"Give the layer the class, dot_general_cls=fp8flax\.Fp8DotGen"):
+        layer.init(KEY, X)
+
+
+@pytest.mark.parametrize(
+    "op", [fp8nnx.Fp8DotGeneralOp, fp8nnx.Fp8DotGeneralOp()], ids=["class", "instance"]
+)
+def test_an_nnx_op_in_a_linen_layer(op):
+    field = "dot_general_cls" if isinstance(op, type) else "dot_general"
+    with pytest.raises(TypeError, match=r"Give it the Linen op: dot_general_cls=fp8flax\.Fp8DotGeneralOp"):
+        nn.Dense(8, **{field: op}).init(KEY, X)
+
+
+def test_an_nnx_layer_in_a_linen_model():
+    """The bridge keeps the state of NNX modules, and stays allowed."""
+    model = nnx.bridge.to_linen(nnx.Linear, 16, 8, dot_general=fp8nnx.Fp8DotGeneralOp())
+    variables = model.init(KEY, X)
+    assert model.apply(variables, X).shape == (4, 8)
+
+
+def test_a_linen_op_in_an_nnx_layer():
+    with pytest.raises(TypeError, match=r"use dot_general=fp8flax\.nnx\.Fp8DotGeneralOp\(\)"):
+        linear(dot_general=fp8.Fp8DotGeneralOp())(X)
+
+
+def test_the_audit_names_layers_that_nnx_left_wide():
+    layers = [nnx.Linear(256, 512, rngs=nnx.Rngs(0)), nnx.Linear(512, 256, rngs=nnx.Rngs(1))]
+    model = fp8nnx.quantize_model(nnx.Sequential(*layers), include="layers/0")
+    graphdef, state = nnx.split(model)
+    report = fp8.audit(
+        lambda state, x: nnx.merge(graphdef, state)(x), state, jnp.ones((64, 256)), target="local"
+    )
+    assert [gemm.path for gemm in report.gemms] == ["layers/0", "layers/1"]
+    assert report.gemms[1].reason.startswith("quantize_model left it")
