@@ -422,7 +422,8 @@ def check_state(scale: Any, amax_history: Any, stacked: tuple[int, ...] = ()) ->
             )
     if is_max_dtype(scale) != is_max_dtype(amax_history):
         raise TypeError(
-            f"scale and amax_history must have the same dtype; got {scale.dtype} and {amax_history.dtype}."
+            f"scale and amax_history must have the same dtype; got {scale.dtype} and {amax_history.dtype}. "
+            "Cast neither of them, or both."
         )
     if scale.shape[len(stacked) :] not in ((), (1,)):
         raise ValueError(f"scale must be a scalar or have shape (1,); got shape {scale.shape}.")

@@ -5,26 +5,29 @@ means nothing: what is wanted is the maximum. JAX lets an *extended dtype* bring
 sum, so a float32 array that is cast to this dtype and then read in many places collects the largest of
 its cotangents instead.
 
-Internals: ``jax._src.ad_util``, ``jax._src.core``, ``jax._src.dtypes``, ``jax._src.earray``,
-``jax._src.sharding_impls``, ``jax._src.tree_util``, ``jax._src.interpreters.pxla`` and
-``jax._src.interpreters.ad``, which know extended dtypes, arrays of them and their derivatives. The
-supported versions of JAX differ in one entry point below, how an array class says that it needs no
-canonicalisation.
+Internals: ``jax._src.ad_util``, ``jax._src.core``, ``jax._src.debugging``, ``jax._src.dtypes``,
+``jax._src.earray``, ``jax._src.sharding_impls``, ``jax._src.tree_util``, ``jax._src.numpy.array_methods``,
+``jax._src.interpreters.pxla`` and ``jax._src.interpreters.ad``, which know extended dtypes, arrays of them,
+their derivatives and how they are printed; ``jax.extend.core`` and ``jax.interpreters``, to define
+primitives. The supported versions of JAX differ in one entry point below, how an array class says that it
+needs no canonicalisation.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import ad_util, core, dtypes, earray, sharding_impls, tree_util
+from jax._src import ad_util, core, debugging, dtypes, earray, sharding_impls, tree_util
 from jax._src.interpreters import ad, pxla
+from jax._src.numpy import array_methods
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 
 class _MaxDtypeRules:
@@ -38,13 +41,12 @@ class _MaxDtypeRules:
 
     @staticmethod
     def add(dtype: MaxDtype, x: Any, y: Any) -> Any:
-        to_float = partial(lax.convert_element_type, new_dtype=dtype.float_dtype)
-        return lax.convert_element_type(lax.max(to_float(x), to_float(y)), dtype)
+        return of_floats(dtype, lax.max(to_floats(x), to_floats(y)))
 
     @staticmethod
     def zero(dtype: MaxDtype) -> Any:
         # The identity of max, so "no gradient" is told apart from a gradient of 0.
-        return lax.convert_element_type(np.full(dtype.element_shape, -np.inf, dtype.float_dtype), dtype)
+        return of_floats(dtype, np.full(dtype.element_shape, -np.inf, dtype.float_dtype))
 
     @staticmethod
     def tangent_dtype(dtype: MaxDtype) -> MaxDtype:
@@ -55,7 +57,7 @@ class _MaxDtypeRules:
         fill_value = lax.convert_element_type(fill_value, dtype.float_dtype)
         shape = (*shape, *dtype.element_shape)
         dims = range(len(shape) - np.ndim(fill_value), len(shape))
-        return lax.convert_element_type(lax.broadcast_in_dim(fill_value, shape, dims), dtype)
+        return of_floats(dtype, lax.broadcast_in_dim(fill_value, shape, dims))
 
     @staticmethod
     def global_sharded_result_handler(aval: Any, out_sharding: Any, committed: Any) -> Any:
@@ -63,6 +65,12 @@ class _MaxDtypeRules:
         sharding = sharding_impls.physical_sharding(aval, out_sharding)
         handler = pxla.global_result_handlers[core.ShapedArray](physical, sharding, committed)
         return handler.wrap(lambda array: MaxArray(aval, array))
+
+
+class _DigestRules(_MaxDtypeRules):
+    """The same for elements of several floats, which JAX's cast would give in the place of one value."""
+
+    allow_conversion: bool = False
 
 
 class _MaxScalar(dtypes.extended):
@@ -76,7 +84,6 @@ class MaxDtype(dtypes.ExtendedDType):
     float_dtype: np.dtype
     element_shape: tuple[int, ...] = ()
     """Of the floats that make one element, and merge one by one."""
-    _rules: type = _MaxDtypeRules
     type: type = _MaxScalar
 
     def __repr__(self) -> str:
@@ -86,6 +93,10 @@ class MaxDtype(dtypes.ExtendedDType):
     @property
     def name(self) -> str:
         return repr(self)
+
+    @property
+    def _rules(self) -> Any:
+        return _DigestRules if self.element_shape else _MaxDtypeRules
 
     @property
     def itemsize(self) -> int:
@@ -100,6 +111,18 @@ class MaxArray(earray.EArray):
         """The shards of the float32 buffer; ``jax_debug_nans`` looks at them."""
         return self._data.addressable_shards
 
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        """Returns the values of the state; those of a digest are its scales."""
+        values = np.asarray(self._data)
+        values = values.reshape(*self.shape, -1)[..., 0]
+        return np.array(values, dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        return repr(self.__array__())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.__array__(), spec)
+
 
 # What JAX must know of an array class: its type, how it enters a compiled function, that it needs no
 # canonicalisation, its leaves, and (un-jitted gradients look this up by class) how two of them add.
@@ -113,6 +136,46 @@ tree_util.dispatch_registry.register_node(
     MaxArray, lambda x: ((x._data,), x.aval), lambda aval, data: MaxArray(aval, data[0])
 )
 ad_util.raw_jaxval_adders[MaxArray] = lambda x, y: x.dtype._rules.add(x.dtype, x, y)
+# The operators and methods of ``MaxArray`` are those of tracers.
+array_methods._set_array_base_attributes(MaxArray, exclude={*vars(earray.EArray), *vars(MaxArray)})
+
+# Casts between floats and a ``MaxDtype``: the same buffer under another dtype. JAX has such casts too, but
+# their transposes fail, and a digest refuses them: a user would get all numbers of the digest.
+_of_floats_p, _to_floats_p = Primitive("fp8_of_floats"), Primitive("fp8_to_floats")
+
+
+def _aval_of_floats(x: Any, *, dtype: MaxDtype) -> Any:
+    ndim = x.ndim - len(dtype.element_shape)
+    assert (x.dtype, x.shape[ndim:]) == (dtype.float_dtype, dtype.element_shape)
+    sharding = x.sharding.update(spec=x.sharding.spec[:ndim])
+    return x.update(shape=x.shape[:ndim], dtype=dtype, sharding=sharding)
+
+
+def _aval_to_floats(x: Any) -> Any:
+    return x.update(shape=(*x.shape, *x.dtype.element_shape), dtype=x.dtype.float_dtype)
+
+
+_of_floats_p.def_abstract_eval(_aval_of_floats)
+_of_floats_p.def_impl(
+    lambda x, dtype: MaxArray(_aval_of_floats(jax.typeof(x), dtype=dtype), jnp.asarray(x))
+)
+_to_floats_p.def_abstract_eval(_aval_to_floats)
+_to_floats_p.def_impl(lambda x: x._data)
+ad.deflinear2(_of_floats_p, lambda g, x, dtype: [_to_floats_p.bind(g)])
+ad.deflinear2(_to_floats_p, lambda g, x: [of_floats(x.aval.dtype, g)])
+for _primitive in (_of_floats_p, _to_floats_p):
+    batching.defvectorized(_primitive)
+    mlir.register_lowering(_primitive, lambda ctx, x, **_: [x])
+
+
+def of_floats(dtype: MaxDtype, x: Any) -> Any:
+    """Returns the array of a ``MaxDtype`` that is made of floats of shape ``(*shape, *element_shape)``."""
+    return _of_floats_p.bind(x, dtype=dtype)
+
+
+def to_floats(x: Any) -> Any:
+    """Returns the floats that an array of a ``MaxDtype`` is made of; returns all else as it is."""
+    return _to_floats_p.bind(x) if is_max_dtype(x) else x
 
 
 # JAX pads the cotangent of a slice with a zero that NumPy makes, and NumPy knows no extended dtype. An
@@ -132,7 +195,7 @@ def _transpose_slice_of_max(g: Any, operand: Any, **params: Any) -> None:
         pads.append((start, size - end, stride - 1))
     pads += [(0, 0, 0)] * len(dtype.element_shape)
     padded = lax.pad(to_floats(g), np.asarray(-np.inf, dtype.float_dtype), pads)
-    operand.accum(lax.convert_element_type(padded, dtype))
+    operand.accum(of_floats(dtype, padded))
 
 
 ad.fancy_transposes[lax.slice_p] = _transpose_slice_of_max
@@ -167,33 +230,17 @@ def is_max_dtype(x: Any) -> bool:
 
 def to_max_dtype(x: jax.Array) -> jax.Array:
     """Casts a float32 array to ``fp32_max_grad``; leaves an array of that dtype, or a digest, alone."""
-    return x if is_max_dtype(x) else lax.convert_element_type(x, fp32_max_grad)
+    return x if is_max_dtype(x) else of_floats(fp32_max_grad, x)
 
 
 def from_max_dtype(x: Any) -> Any:
     """Casts an ``fp32_max_grad`` array to float32, without a gradient; leaves everything else alone.
 
-    A digest gives its scale. (A second derivative would ask for the transpose of that cast, in which JAX
-    0.10 fails.)
+    A digest gives its scale.
     """
     if is_digest(x) or is_packed(x):
         return digested(x, 1)[0]
-    return lax.stop_gradient(lax.convert_element_type(x, np.float32)) if is_max_dtype(x) else x
-
-
-def to_floats(x: jax.Array) -> jax.Array:
-    """Returns what an ``fp32_max_grad`` array or a digest is made of, float32; all else as it is."""
-    return lax.convert_element_type(x, np.float32) if is_max_dtype(x) else x
-
-
-# Derivation. A cast, whose cotangent is cast back. (That of JAX's own fails where there is none.)
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def of_floats(dtype: Any, x: jax.Array) -> jax.Array:
-    """Returns the array of a ``MaxDtype`` that is made of these float32."""
-    return lax.convert_element_type(x, dtype)
-
-
-of_floats.defvjp(lambda dtype, x: (of_floats(dtype, x), None), lambda dtype, _, g: (to_floats(g),))
+    return lax.stop_gradient(to_floats(x)) if is_max_dtype(x) else x
 
 
 def is_digest(x: Any) -> bool:
@@ -210,17 +257,17 @@ def is_packed(x: Any) -> bool:
 @jax.custom_vjp
 def packed(digests: list[jax.Array]) -> jax.Array:
     """Returns digests of one shape as one array, of the same shape."""
-    whole = jnp.concatenate([lax.convert_element_type(digest, np.float32) for digest in digests], axis=-1)
-    return lax.convert_element_type(whole, MaxDtype(digest_dtype.float_dtype, whole.shape[-1:]))
+    whole = jnp.concatenate(list(map(to_floats, digests)), axis=-1)
+    return of_floats(MaxDtype(digest_dtype.float_dtype, whole.shape[-1:]), whole)
 
 
 # Derivation. The same the other way round.
 @jax.custom_vjp
 def unpacked(x: jax.Array) -> list[jax.Array]:
     """Returns the digests that ``packed`` was given."""
-    numbers = lax.convert_element_type(x, np.float32)
+    numbers = to_floats(x)
     parts = lax.split(numbers, [DIGEST_SIZE] * (numbers.shape[-1] // DIGEST_SIZE), axis=-1)
-    return [lax.convert_element_type(part, digest_dtype) for part in parts]
+    return [of_floats(digest_dtype, part) for part in parts]
 
 
 packed.defvjp(lambda digests: (packed(digests), None), lambda _, g: (unpacked(g),))
@@ -229,10 +276,19 @@ unpacked.defvjp(lambda x: (unpacked(x), None), lambda _, grads: (packed(grads),)
 
 def to_digest(*numbers: jax.Array) -> jax.Array:
     """Returns a digest of float32 arrays of one shape, which is its shape."""
-    return lax.convert_element_type(jnp.stack(numbers, axis=-1), digest_dtype)
+    return of_floats(digest_dtype, jnp.stack(numbers, axis=-1))
 
 
 def digested(x: jax.Array, num: int = DIGEST_SIZE) -> list[jax.Array]:
     """Returns the first arrays that a digest is made of, without a gradient."""
-    numbers = lax.stop_gradient(lax.convert_element_type(x, np.float32))
+    numbers = lax.stop_gradient(to_floats(x))
     return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(num)]
+
+
+# ``jax.debug.print`` and ``jax.debug.callback`` get the scale of a digest, not its numbers.
+def _showing_values(rule: Any) -> Any:
+    return lambda primals, *rest, **params: rule(list(map(from_max_dtype, primals)), *rest, **params)
+
+
+for _primitive in (debugging.debug_callback_p, debugging.debug_print_p):
+    ad.primitive_jvps[_primitive] = _showing_values(ad.primitive_jvps[_primitive])

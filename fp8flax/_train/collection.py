@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import jax
@@ -14,7 +17,14 @@ from jax.tree_util import GetAttrKey, KeyPath
 
 from fp8flax._core.delayed import ScalingState, digests
 from fp8flax._core.jax_rules import each_alike, kind_of
-from fp8flax._core.max_dtype import from_max_dtype, is_max_dtype, packed, to_max_dtype
+from fp8flax._core.max_dtype import (
+    MaxArray,
+    fp32_max_grad,
+    from_max_dtype,
+    is_max_dtype,
+    packed,
+    to_max_dtype,
+)
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, ROLES, SCALE
 
 _LEAF_NAMES = frozenset(role + suffix for role in ROLES for suffix in (SCALE, AMAX_HISTORY))
@@ -222,6 +232,50 @@ def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any, *rest: An
     return treedef.unflatten(
         [(f if s else g)(leaf, *more) for s, (_, leaf), *more in zip(is_state, leaves, *others)]
     )
+
+
+@contextmanager
+def refusing_arithmetic(
+    merged: Callable[[], Sequence[Any]], params: str, array_of: Callable[[Any], Any] = lambda x: x
+) -> Iterator[None]:
+    """A context in which arithmetic on scaling state raises a ``TypeError`` that names the leaf.
+
+    JAX refuses the dtype, with many messages, all of which name the dtype or the class of arrays. None has
+    the leaf: the leaf is looked up among the local variables of the functions that were running.
+
+    Args:
+        merged: returns trees, some of them of variables that ``merge_by_max`` has cast.
+        params: the expression for the parameters, which are numbers.
+        array_of: returns the array of a local variable that is a wrapper, else the variable itself.
+    """
+    try:
+        yield
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        is_ours = frames[-1].f_globals.get("__name__", "").startswith("fp8flax.")
+        if is_ours or not any(name in str(error) for name in (fp32_max_grad.name, MaxArray.__name__)):
+            raise
+        which = " or ".join(_leaves_in(frames, merged(), array_of)) or "of some layer"
+        raise TypeError(
+            f"The FP8 scaling state {which} was used as a number in the function that is differentiated. "
+            "The gradient of the state is its next value there, so no arithmetic, comparison or cast can "
+            f"use the state. For weight decay, norms and the like take {params}; read the state outside of "
+            "the function."
+        ) from error
+
+
+def _leaves_in(
+    frames: Sequence[FrameType], trees: Sequence[Any], array_of: Callable[[Any], Any]
+) -> list[str]:
+    """Returns the paths of the leaves that the innermost function with any has in its local variables."""
+    flattened = [pair for tree in trees for pair in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    names = {id(leaf): path_str(path) for path, leaf in flattened if is_max_dtype(leaf)}
+    for frame in reversed(frames):
+        args = frame.f_locals.get("args")
+        held = [*frame.f_locals.values(), *(args if isinstance(args, tuple) else ())]
+        if found := dict.fromkeys(names[id(x)] for x in map(array_of, held) if id(x) in names):
+            return list(found)
+    return []
 
 
 def unmerge(tree: Any) -> Any:

@@ -16,7 +16,14 @@ from jax import lax
 from fp8flax._core.delayed import differentiated_with
 from fp8flax._core.jax_rules import current_manual_axes, merged_in
 from fp8flax._core.max_dtype import is_max_dtype, of_floats, to_floats
-from fp8flax._train.collection import map_state, merge_by_max, merged_with_numbers, remember_step, unmerge
+from fp8flax._train.collection import (
+    map_state,
+    merge_by_max,
+    merged_with_numbers,
+    refusing_arithmetic,
+    remember_step,
+    unmerge,
+)
 from fp8flax._train.hoisting import hoisted
 
 
@@ -70,7 +77,7 @@ def value_and_grad(
         for i in positions:
             merged[i], of_state = merged_with_numbers(args[i])
             numbers += of_state
-        with merged_in(current_manual_axes()):
+        with merged_in(current_manual_axes()), refusing_arithmetic(lambda: merged, _PARAMS):
             out = unmerge(fun(*merged, **kwargs))
         for number in numbers:
             out = _differentiated_with(out, number, has_aux)
@@ -88,6 +95,9 @@ def value_and_grad(
         return value, grads[0] if single else grads
 
     return value_and_grad_fun
+
+
+_PARAMS = 'variables["params"]'
 
 
 def _differentiated_with(out: Any, number: jax.Array, has_aux: bool) -> Any:
@@ -229,8 +239,9 @@ def accumulate(
             )
 
         def loss(floats: Any, carry: Any, microbatch: Any) -> Any:
-            with merged_in(current_manual_axes()):
-                value, rest = unmerge(fun(cast(floats), carry, microbatch))
+            merged = cast(floats)
+            with merged_in(current_manual_axes()), refusing_arithmetic(lambda: [merged], _PARAMS):
+                value, rest = unmerge(fun(merged, carry, microbatch))
             # Divided before the backward pass: output gradients are then as those of one large batch.
             return value / num, rest
 

@@ -14,7 +14,7 @@ from fp8flax._core.jax_rules import current_manual_axes, merged_in
 from fp8flax._core.max_dtype import from_max_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._train import check
-from fp8flax._train.collection import merge_by_max, next_state, unmerge
+from fp8flax._train.collection import merge_by_max, next_state, refusing_arithmetic, unmerge
 from fp8flax._train.gradients import accumulate
 from fp8flax.nnx.ops import OverwriteWithGradient
 from fp8flax.nnx.variables import set_state, state_of
@@ -59,6 +59,9 @@ def _without_max_dtype(tree: Any) -> Any:
                 if any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new))):
                     variable.set_value(new)
     return jax.tree.map(from_max_dtype, tree, is_leaf=_is_node)
+
+
+_PARAMS = "nnx.state(model, nnx.Param)"
 
 
 def value_and_grad(
@@ -112,7 +115,16 @@ def value_and_grad(
 
     @functools.wraps(f)
     def merged_f(*args: Any, **kwargs: Any) -> Any:
-        with _replaced([args[i] for i in positions], merge_by_max), merged_in(current_manual_axes()):
+        models = [args[i] for i in positions]
+
+        def array_of(x: Any) -> Any:
+            return x.get_value() if isinstance(x, nnx.Variable) else x
+
+        with (
+            _replaced(models, merge_by_max),
+            merged_in(current_manual_axes()),
+            refusing_arithmetic(lambda: list(map(state_of, models)), _PARAMS, array_of),
+        ):
             out = f(*args, **kwargs)
         # A module may have kept, or return, what it read while the state was merged.
         _without_max_dtype((args, kwargs))

@@ -117,3 +117,32 @@ def test_what_a_slice_leaves_out_gets_no_gradient(strides, element_shape, wrap):
         return max_dtype.to_floats(back(g)[0])
 
     np.testing.assert_array_equal(gradient(np.zeros_like(expected), expected[place]), expected)
+
+
+def test_a_concrete_array_shows_its_values():
+    """Of a digest those are the first of its numbers, and no cast gives all of them."""
+    numbers = np.arange(12, dtype=np.float32).reshape(2, 6)
+    floats = max_dtype.of_floats(MAX, numbers[0])
+    digests = max_dtype.of_floats(max_dtype.digest_dtype, numbers)
+    for x, values in ((floats, numbers[0]), (digests, numbers[:, 0])):
+        assert isinstance(x, max_dtype.MaxArray)
+        assert x.shape == values.shape
+        np.testing.assert_array_equal(np.asarray(x), values)
+        assert repr(x) == repr(values)
+        assert f"{x}" == f"{values}"
+        np.testing.assert_array_equal(np.asarray(x[1]), values[1])
+    np.testing.assert_array_equal(floats.astype(jnp.float32), numbers[0])
+    with pytest.raises(ValueError, match="Cannot convert_element_type from fp32_max_grad"):
+        digests.astype(jnp.float32)
+
+
+def test_casts_of_casts_are_differentiated():
+    def f(x):
+        return jnp.sum(max_dtype.to_floats(max_dtype.of_floats(MAX, x)) ** 2)
+
+    x = jnp.arange(3.0)
+    np.testing.assert_array_equal(jax.grad(f)(x), 2 * x)
+    np.testing.assert_array_equal(jax.jit(jax.hessian(f))(x), 2 * np.eye(3))
+    np.testing.assert_array_equal(
+        jax.jit(jax.vmap(jax.grad(f), 1, 1))(np.ones((3, 2), np.float32)), np.full((3, 2), 2)
+    )

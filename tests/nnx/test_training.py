@@ -428,3 +428,24 @@ class TestGradientsThatLeaveTheStateOut:
         fp8nnx.grad(self.loss)(model, x)
         nnx.grad(self.loss, argnums=1)(model, x)
         nnx.grad(self.loss, argnums=nnx.DiffState(0, (nnx.Param, fp8nnx.OverwriteWithGradient)))(model, x)
+
+
+@pytest.mark.parametrize(
+    "arithmetic",
+    [
+        lambda model: sum(
+            jnp.sum(x**2) for x in jax.tree.leaves(nnx.state(model, fp8nnx.OverwriteWithGradient))
+        ),
+        lambda model: jnp.sum(model.dot_general.input_amax_history * 2.0),
+        lambda model: jnp.sum(model.dot_general.input_amax_history[...]),
+        lambda model: jnp.square(model.dot_general.input_amax_history),
+        lambda model: optax.tree.norm(nnx.state(model)["dot_general"]),
+    ],
+    ids=["sum of squares", "variable", "value", "square", "norm"],
+)
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["un-jitted", "jit"])
+def test_arithmetic_on_the_state_is_refused_by_name(arithmetic, wrap):
+    layer = nnx.Linear(4, 4, dot_general=nnx_op(), rngs=nnx.Rngs(0))
+    match = r"/dot_general/input_amax_history was used as a number.* take nnx.state\(model, nnx.Param\)"
+    with pytest.raises(TypeError, match=match):
+        wrap(fp8nnx.grad(lambda model: jnp.sum(arithmetic(model))))(layer)

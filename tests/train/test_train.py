@@ -86,6 +86,124 @@ def trained(steps=2):
     return variables
 
 
+STATE = (OWG, "second", "Fp8DotGeneralOp_0")
+un_jitted_too = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["un-jitted", "jit"])
+
+
+def leaf_of(variables, name):
+    for key in (*STATE, name):
+        variables = variables[key]
+    return variables
+
+
+ARITHMETIC = {
+    "power": lambda leaf: leaf**2,
+    "product": lambda leaf: leaf * 2.0,
+    "product with NumPy": lambda leaf: np.float32(2) * leaf,
+    "comparison": lambda leaf: leaf > 0,
+    "sum": jnp.sum,
+    "method": lambda leaf: leaf.max(),
+    "square": jnp.square,
+    "norm": jnp.linalg.norm,
+    "norm of optax": lambda leaf: optax.tree.norm({"state": leaf}),
+    "narrow cast": lambda leaf: leaf.astype(jnp.bfloat16),
+    "matmul": lambda leaf: leaf @ leaf,
+    "float": lambda leaf: float(leaf[0]),
+    "lax": lambda leaf: lax.mul(leaf, leaf),
+}
+
+
+class TestStateAsNumbers:
+    """Inside of the function that is differentiated the state stands for what comes next."""
+
+    @un_jitted_too
+    @pytest.mark.parametrize("name", ["kernel_scale", "kernel_amax_history"])
+    @pytest.mark.parametrize("arithmetic", ARITHMETIC)
+    def test_arithmetic_is_refused_by_name(self, arithmetic, name, wrap):
+        def loss(variables):
+            return jnp.sum(ARITHMETIC[arithmetic](leaf_of(variables, name)))
+
+        match = rf"state {'/'.join((*STATE, name))} was used as a number.* take variables\[\"params\"\]"
+        for gradient in (fp8.grad, fp8.value_and_grad):
+            with pytest.raises(TypeError, match=match):
+                wrap(gradient(loss))(VARIABLES)
+
+    @un_jitted_too
+    @pytest.mark.parametrize(
+        "penalty",
+        [lambda v: sum(jnp.sum(x**2) for x in jax.tree.leaves(v)), optax.tree.norm],
+        ids=["sum of squares", "norm"],
+    )
+    def test_a_penalty_of_all_variables(self, penalty, wrap):
+        match = f"state {OWG}/first/Fp8DotGeneralOp_0/input_amax_history was used as a number"
+        with pytest.raises(TypeError, match=match):
+            wrap(fp8.grad(lambda v: mse(v, X) + penalty(v)))(VARIABLES)
+        with pytest.raises(TypeError, match=match):
+            wrap(fp8.accumulate_gradients(lambda v, x: penalty(v)))(VARIABLES, X[:, None])
+        wrap(fp8.grad(lambda v: penalty(v["params"])))(VARIABLES)
+
+    def test_in_a_loop_over_stacked_layers(self):
+        """There the leaf is not one of those that were passed."""
+
+        def loss(state):
+            return lax.scan(
+                lambda total, s: (total + jnp.sum(s["input_scale"] * 2.0), None), 0.0, state[OWG]
+            )[0]
+
+        state = {OWG: {"input_scale": jnp.ones((2, 1)), "input_amax_history": jnp.ones((2, 3))}}
+        with pytest.raises(TypeError, match="scaling state .* was used as a number"):
+            fp8.grad(loss)(state)
+
+    @un_jitted_too
+    def test_a_cast_to_float32(self, wrap):
+        """That of a history is what it holds; a scale has no gradient that could be one of numbers."""
+
+        def total(variables):
+            return jnp.sum(leaf_of(variables, "input_amax_history").astype(jnp.float32))
+
+        variables = trained()
+        value, grads = wrap(fp8.value_and_grad(total))(variables)
+        np.testing.assert_allclose(value, jnp.sum(leaf_of(variables, "input_amax_history")), rtol=1e-6)
+        assert_trees_equal(grads[OWG], variables[OWG])
+        with pytest.raises(TypeError, match="state .*/second/.*/input_scale was used as a number"):
+            wrap(fp8.grad(lambda v: jnp.sum(leaf_of(v, "input_scale").astype(jnp.float32))))(variables)
+        with pytest.raises(TypeError, match="state .*_scale was used as a number"):
+            wrap(fp8.grad(lambda v: mse(jax.tree.map(lambda x: x.astype(jnp.float32), v), X)))(variables)
+
+        def history_as_float32(path, leaf):
+            return leaf.astype(jnp.float32) if path[-1].key.endswith("history") else leaf
+
+        with pytest.raises(TypeError, match="must have the same dtype.*Cast neither"):
+            wrap(fp8.grad(lambda v: mse(jax.tree_util.tree_map_with_path(history_as_float32, v), X)))(
+                variables
+            )
+
+    @un_jitted_too
+    @pytest.mark.parametrize("name", ["kernel_scale", "kernel_amax_history"])
+    def test_debug_print_shows_the_values(self, name, wrap, capsys):
+        seen = []
+
+        def loss(variables):
+            leaf = leaf_of(variables, name)
+            jax.debug.print("it is {}", leaf)
+            jax.debug.callback(lambda x: seen.append(np.asarray(x)), leaf)
+            return jnp.sum(variables["params"]["second"]["bias"])
+
+        variables = trained()
+        wrap(fp8.grad(loss))(variables)
+        jax.effects_barrier()
+        expected = np.asarray(leaf_of(variables, name))
+        assert capsys.readouterr().out == f"it is {expected}\n"
+        np.testing.assert_array_equal(seen, [expected])
+
+    def test_other_errors_pass(self):
+        def f(variables):
+            raise TypeError("of the user")
+
+        with pytest.raises(TypeError, match="^of the user"):
+            fp8.grad(f)(VARIABLES)
+
+
 class TestSignature:
     """The signatures of ``jax.grad`` and ``jax.value_and_grad``."""
 
