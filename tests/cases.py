@@ -14,7 +14,7 @@ from jax import lax
 import fp8flax as fp8
 from benchmarks.step_cpu import residual_bytes
 from fp8flax._train.collection import merge_by_max
-from tests import reference_recipes
+from tests import reference, reference_recipes
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 MATMUL = (((1,), (0,)), ((), ()))
@@ -54,6 +54,27 @@ def name_of(value):
 def normal(seed, *shape, dtype=jnp.float32):
     """Normally distributed numbers by NumPy: JAX would compile a program for every shape."""
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def ties(seed, *shape, dtype=jnp.float32):
+    """Numbers that round otherwise if they are multiplied by the reciprocal of their scale, and the scale.
+
+    The first number of each row and column is the amax, from which the scale in e4m3fn follows.
+    """
+    rng, name = np.random.default_rng(seed), "float8_e4m3fn"
+    found, amax, scale = np.zeros(0, np.float32), 0.0, np.float32(1)
+    while len(found) < 8:  # of some scales there are none
+        amax = np.asarray(rng.uniform(0.5, 4), dtype).astype(np.float32)
+        scale = reference.next_scale(amax[None], np.float32(1), name)
+        grid = np.asarray(np.arange(-448, 448, 0.125, np.float32) * scale, dtype).astype(np.float32)
+        codes = (
+            reference.quantize(x, "float8_e4m3fn", s) for x, s in [(grid, scale), (grid * (1 / scale), 1)]
+        )
+        is_tie = np.not_equal(*(code.astype(np.float32) for code in codes))
+        found = grid[is_tie & (np.abs(grid) <= amax)]
+    x = rng.choice(found, shape)
+    x[..., 0] = x[..., :1, :] = amax
+    return jnp.asarray(x, dtype), scale
 
 
 def struct(*shape, dtype=jnp.bfloat16):

@@ -529,6 +529,7 @@ class _Fixed(NamedTuple):
 # Derivation. With straight-through quantization the derivative of q(x) . q(w) in the direction (dx, dw) is
 # dx . q(w) + q(x) . dw. There is no scale for tangents, nor for cotangents: both stay wide.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
+@traced_once
 def _frozen(plan: Plan, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
     return on_automatic_axes(plan, _primal, plan.out_sharding, lhs, rhs, extra, *fixed)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,6 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8flax._core.formats import as_fp8_dtype, fp8_max, is_wide_float
+from fp8flax._core.jax_rules import unless_cpu
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -86,9 +89,29 @@ def quantize(
     q_dtype = as_fp8_dtype(q_dtype, "q_dtype")
     compute_dtype = _as_compute_dtype(compute_dtype)
     x = as_float_array(x, "x")
-    limit = jnp.asarray(fp8_max(q_dtype), compute_dtype)
-    scaled = x.astype(compute_dtype) / _match_rank(scale, x, compute_dtype)
-    return lax.clamp(-limit, scaled, limit).astype(q_dtype)
+    return saturated(_quotient(x.astype(compute_dtype), _match_rank(scale, x, compute_dtype)), q_dtype)
+
+
+def divided(x: Float[jax.Array, "*dims"], scale: Float[jax.Array, "*#dims"]) -> Float[jax.Array, "*dims"]:
+    """Returns ``x / scale``, which XLA for CPUs does not compute by the reciprocal.
+
+    It does where it sees that the divisor is the same number for many elements, and that it is a constant
+    or nothing else reads it. Ties are then rounded otherwise. The select hides what the divisor is: always
+    the scale. So a model has the same codes trained and frozen, jitted and not.
+    """
+    dividend = lax.stop_gradient(x)
+    return x / jnp.where(dividend == scale, dividend, scale)
+
+
+@partial(jax.jit, inline=True)
+def _quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return unless_cpu(operator.truediv, divided, x, scale)
+
+
+def saturated(x: Float[jax.Array, "*dims"], q_dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
+    """Casts to FP8 as ``quantize`` does with a scale of 1."""
+    limit = jnp.asarray(fp8_max(q_dtype), x.dtype)
+    return lax.clamp(-limit, x, limit).astype(q_dtype)
 
 
 def dequantize(

@@ -21,7 +21,7 @@ from fp8flax._core.kernels.block_quantize import block_quantize, has_block_quant
 from fp8flax._core.kernels.on_shards import quantize_on_shards
 from fp8flax._core.options import check_bool, check_choice, check_epsilon, check_int
 from fp8flax._core.qtensor import QTensor, View
-from fp8flax._core.quantize import inf_to_nan, quantize
+from fp8flax._core.quantize import inf_to_nan, quantize, saturated
 from fp8flax._core.scaling import (
     current_scale,
     e8m0_factors,
@@ -422,7 +422,7 @@ class BlockQuantizer(Quantizer):
             exponent = scale_exponent(amax, limit, self.scale_rounding)
             # By the reciprocal, which is exact: 2**-127 is a subnormal number, 2**127 is not.
             inverse = power_of_two(-jnp.maximum(exponent, np.int32(lowest)))
-            codes = quantize(blocks.astype(jnp.float32) * inverse, self.dtype, 1.0)
+            codes = saturated(blocks.astype(jnp.float32) * inverse, self.dtype)
             scale = e8m0_scale(exponent) if self.scale == "e8m0" else power_of_two(exponent)
         return QTensor(codes.reshape(padded.shape), scale.reshape(self._scale_shape(view)), self)
 

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.names import PARAMS, state_leaf_names
-from fp8flax._core.quantize import quantize
+from fp8flax._core.quantize import saturated
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._serve import trees
 from fp8flax._serve.trees import Path
@@ -113,7 +113,7 @@ def as_caller_sees_init(params: Mapping[str, Any], ops: Sequence[ServedOp]) -> M
         for name, shape, dtype in op.scales:
             params = trees.replaced(params, (*op.path, name), jnp.ones(shape, dtype))
     for path, dtype in dtypes.items():
-        params = trees.replaced(params, path, quantize(trees.get(params, path), dtype, 1.0))
+        params = trees.replaced(params, path, saturated(trees.get(params, path).astype(jnp.float32), dtype))
     return trees.reboxed(params, boxed)
 
 
@@ -124,7 +124,7 @@ def narrowed(cache: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
         if isinstance(value, Mapping):
             narrow[name] = narrowed(value, dtype)
         elif jnp.issubdtype(value.dtype, jnp.floating):
-            narrow[name] = quantize(value, dtype, 1.0)
+            narrow[name] = saturated(value.astype(jnp.float32), dtype)
             narrow[name + _DTYPE_OF] = jnp.zeros((), value.dtype)
         else:
             narrow[name] = value

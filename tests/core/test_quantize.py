@@ -13,10 +13,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax.linen import fp8_ops as flax_ops
+from jax import lax
 
 import fp8flax as fp8
 from tests import reference
-from tests.cases import cells, normal
+from tests.cases import cells, normal, ties
 
 pytestmark = pytest.mark.optimized
 
@@ -75,6 +76,31 @@ def test_rounding_is_nearest_even_by_search(name):
     x = np.concatenate([x, midpoints, np.nextafter(np.float32(midpoints), np.float32(np.inf))])
     q = fp8.quantize(jnp.float32(x), getattr(fp8, name), jnp.float32(1))
     np.testing.assert_array_equal(np.asarray(q).astype(np.float64), reference.nearest_code(x, name))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=lambda v: v.__name__)
+def test_no_way_to_compile_multiplies_by_the_reciprocal(dtype):
+    x, scale = ties(0, 16, 32, dtype=dtype)
+    expected = reference.quantize(x, "float8_e4m3fn", scale)
+    scale = jnp.asarray(scale)
+    quantize = partial(fp8.quantize, q_dtype=jnp.float8_e4m3fn)
+
+    def in_scan(x, scale):
+        return lax.scan(lambda _, each: (None, quantize(each[0], scale=each[1])), None, (x, scale))[1]
+
+    each = jnp.broadcast_to(scale, 16)
+    for actual in (
+        quantize(x, scale=scale),
+        jax.jit(quantize)(x, scale=scale),
+        jax.jit(partial(quantize, scale=scale))(x),
+        jax.jit(partial(quantize, x))(scale=scale),
+        jax.jit(lambda x: quantize(x, scale=float(scale)))(x),
+        jax.jit(lambda x, scale: (quantize(x, scale=scale), scale + 1))(x, scale)[0],
+        jax.jit(quantize)(x, scale=each[:, None]),
+        jax.jit(jax.vmap(lambda x, scale: quantize(x, scale=scale)))(x, each),
+        jax.jit(in_scan)(x, each),
+    ):
+        assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.37, 1e-5, 2.0**100])

@@ -17,7 +17,8 @@ from jax import lax
 
 import fp8flax as fp8
 from fp8flax._audit import compiling
-from tests.cases import OWG, RECIPES, cells, flat, normal, variables_of
+from tests import reference
+from tests.cases import OWG, RECIPES, cells, flat, normal, ties, variables_of
 from tests.models import ALL, MODELS, TOKENS, Attention, LanguageModel, in_scan, trained
 
 E4M3 = jnp.float8_e4m3fn
@@ -81,6 +82,83 @@ def test_the_codes_are_those_of_the_newest_scale():
     np.testing.assert_allclose(
         served["Fp8DotGeneralOp_0"]["input_scale"], [np.abs(x).max() / 448], rtol=1e-6
     )
+
+
+def in_three_ways(model, variables, x):
+    """What a model returns un-jitted, jitted, and jitted with variables that are constants."""
+    return (
+        model.apply(variables, x),
+        jax.jit(model.apply)(variables, x),
+        jax.jit(partial(model.apply, variables))(x),
+    )
+
+
+HALF_WAY = [
+    *itertools.product(["direct"], [jnp.float16, jnp.bfloat16, jnp.float32], range(3)),
+    ("qdq", jnp.bfloat16, 0),
+]
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("form", "dtype", "seed"),
+    [
+        HALF_WAY[0],
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [*HALF_WAY[1:], ("qdq", jnp.bfloat16, 0)]
+        ),
+    ],
+    ids=lambda v: getattr(v, "__name__", str(v)),
+)
+def test_half_way_between_two_codes(form, dtype, seed):
+    """Trained and frozen, both round a value as NumPy's quotient does."""
+    (x, x_scale), (kernel, kernel_scale) = (
+        ties(seed, 8, 64, dtype=dtype),
+        ties(seed + 10, 64, 16, dtype=dtype),
+    )
+    op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["delayed"], form=form)
+    model = nn.Dense(16, dtype=dtype, use_bias=False, dot_general_cls=op)
+    variables = {**variables_of(model, x), "params": {"kernel": kernel.astype(jnp.float32)}}
+    variables = fp8.calibrate(model.apply, variables, [x])
+    codes = [reference.quantize(a, "float8_e4m3fn", s) for a, s in ((x, x_scale), (kernel, kernel_scale))]
+    product = np.matmul(*(code.astype(np.float64) for code in codes)) * x_scale * kernel_scale
+    expected, *others = in_three_ways(model, variables, x)
+    np.testing.assert_allclose(np.float64(expected), product, rtol=0.01, atol=0.01 * np.abs(product).max())
+    for out in (*others, *in_three_ways(*fp8.freeze(model, variables, x), x)):
+        np.testing.assert_array_equal(out, expected)
+
+
+class Stacked(nn.Module):
+    lift: str
+
+    @nn.compact
+    def __call__(self, x):
+        options = {"variable_axes": {"params": 0, OWG: 0}, "split_rngs": {"params": True}}
+        op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["delayed"])
+        fields = {"features": 16, "use_bias": False, "dot_general_cls": op}
+        if self.lift == "vmap":
+            return nn.vmap(nn.Dense, **options, in_axes=None, axis_size=3)(**fields)(x)
+
+        def step(_, carry, x):
+            return carry, nn.Dense(**fields)(x)
+
+        return nn.scan(step, **options, length=3, in_axes=nn.broadcast)(self, None, x)[1]
+
+
+@pytest.mark.long
+@pytest.mark.optimized
+@pytest.mark.parametrize("lift", ["scan", "vmap"])
+def test_half_way_between_two_codes_in_layers_that_are_stacked(lift):
+    (x, _), (kernel, _) = ties(0, 8, 16), ties(10, 16, 16)
+    model = Stacked(lift)
+    variables = variables_of(model, x)
+    kernels = jax.tree.map(lambda leaf: jnp.broadcast_to(kernel, leaf.shape), variables["params"])
+    variables = {**variables, "params": kernels}
+    variables = fp8.calibrate(model.apply, variables, [x])
+    expected, *others = in_three_ways(model, variables, x)
+    for out in (*others, *in_three_ways(*fp8.freeze(model, variables, x), x)):
+        np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.parametrize("name", cells(["own", "scan", "vmap", "patches"], repeated=["vmap", "patches"]))

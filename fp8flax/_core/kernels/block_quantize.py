@@ -20,7 +20,7 @@ from fp8flax._core.formats import fp8_max
 from fp8flax._core.jax_rules import shape_varying_as
 from fp8flax._core.kernels.block_gemm import BLOCK
 from fp8flax._core.names import BLOCK_QUANTIZE
-from fp8flax._core.quantize import clipped
+from fp8flax._core.quantize import clipped, divided
 from fp8flax._core.scaling import compute_scale, power_of_two, scale_exponent
 
 _LARGEST = np.finfo(np.float32).max
@@ -79,7 +79,7 @@ def block_quantize(
             scale, scaled = power_of_two(exponent), values * power_of_two(-exponent)
         else:
             scale = compute_scale(amax, 1.0, limit)
-            scaled = values / scale
+            scaled = divided(values, scale)
         return clipped(scaled, limit).astype(dtype), scale
 
     def inside(axis: int, shape: tuple[int, ...], size: int) -> jax.Array:

@@ -24,7 +24,7 @@ from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability, has_
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.jax_rules import shape_varying_as, unless_partitioned, vary_alike
 from fp8flax._core.names import CAST_TRANSPOSE
-from fp8flax._core.quantize import clipped, quantize
+from fp8flax._core.quantize import clipped, divided, quantize
 
 
 class Cast(NamedTuple):
@@ -146,7 +146,7 @@ def cast_by_kernel(
             for x, dtype, scale, (codes, transposed, _, *sums), amax in zip(
                 results, casting.dtypes, scale_refs, of_each, amaxes
             ):
-                q = clipped(x / scale[0], fp8_max(dtype)).astype(dtype)  # as quantize does
+                q = clipped(divided(x, scale[0]), fp8_max(dtype)).astype(dtype)  # as quantize does
                 codes[:, here], transposed[here, :] = q, q.T
                 new.append(jnp.maximum(amax, jnp.max(magnitudes(x))))
                 if sums:
