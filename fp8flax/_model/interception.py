@@ -61,6 +61,8 @@ class Contraction(NamedTuple):
     params: dict[str, Any]
     derived: tuple[Derived | None, ...]
     """For each of the first two operands, what it owes to parameters."""
+    elsewhere: str | None
+    """The path of a variable outside of ``params`` that one of the two is made of."""
     frame: Frame
 
 
@@ -172,10 +174,19 @@ class _Trace(core.Trace):
         if interception.is_passing:
             return self.parent_trace.process_primitive(primitive, operands, params)
         if primitive.name in CONTRACTIONS and not _was_dealt_with(source_info_util.current_name_stack()):
-            derived = tuple(interception.provenance.of(x, frame.module.scope) for x in operands[:2])
+            provenance, scope = interception.provenance, frame.module.scope
+            derived = tuple(provenance.of(x, scope) for x in operands[:2])
+            elsewhere = [provenance.elsewhere(x, scope) for x in operands[:2]]
             with core.set_current_trace(self.parent_trace), interception.passing():
                 result = interception.handler(
-                    Contraction(primitive.name, tuple(operands), params, derived, frame)
+                    Contraction(
+                        primitive.name,
+                        tuple(operands),
+                        params,
+                        derived,
+                        next(filter(None, elsewhere), None),
+                        frame,
+                    )
                 )
             if not isinstance(result, Left):
                 return result

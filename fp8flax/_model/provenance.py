@@ -19,7 +19,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from fp8flax._core.names import PARAMS
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._model.jaxprs import BIJECTIONS, CAST, CASTS, MOVEMENTS, passed_through, reads_otherwise
 from fp8flax._train.collection import key_name
 
@@ -137,6 +137,8 @@ class Provenance:
         self._derived = _ByIdentity()
         self._constants = _ByIdentity()
         self._known = _ByIdentity()
+        self._elsewhere = _ByIdentity()
+        self._known_elsewhere = _ByIdentity()
         self.used_otherwise: set[tuple[str, ...]] = set()
         """Parameters that something reads that is neither a contraction nor a movement."""
 
@@ -149,6 +151,15 @@ class Provenance:
             self._look_for_params(scope.root)
             found = self._derived.get(value)
         return found
+
+    def elsewhere(self, value: Any, scope: Any) -> str | None:
+        """Returns the path of the variable outside of ``params`` that a value is made of; None if of none.
+
+        Parameters may be in it, too, but nothing that is no variable.
+        """
+        self._look_elsewhere(scope.root)
+        path: str | None = self._elsewhere.get(value)
+        return path
 
     def mark(self, scope: Any) -> None:
         """Remembers that a scope, and what Linen makes of it, is the model's."""
@@ -174,6 +185,21 @@ class Provenance:
                 if rebuild is None:
                     self.used_otherwise |= made_of
 
+    def _look_elsewhere(self, root: Any) -> None:
+        # Those that there are before the model computes anything: what it writes to a cache is activations.
+        known, is_init = self._known_elsewhere.get(root), root.flags.get("initializing", False)
+        if (known is not None and not is_init) or not self.has_place(root):
+            return
+        names = [name for name in root._variables if name not in (PARAMS, OVERWRITE_WITH_GRADIENT)]
+        others = {name: nn.meta.unbox(root._variables[name]) for name in names}
+        leaves = jax.tree_util.tree_flatten_with_path(others)[0]
+        if known == len(leaves):
+            return
+        self._known_elsewhere.set(root, len(leaves))
+        for path, leaf in leaves:
+            name, *rest = (str(key_name(key)) for key in path)
+            self._elsewhere.set(leaf, "/".join((name, *root.path, *rest)))
+
     def on_map(self, scope: Any, given: Any, mapped: Any) -> None:
         """Remembers what ``nn.map_variables`` makes of parameters, for where no trace of ours sees it.
 
@@ -198,7 +224,9 @@ class Provenance:
             for result in results:
                 self._constants.set(result, True)
             return
-        derived = [self.of(x, scope) for x in operands if not self._is_constant(x)]
+        varying = [x for x in operands if not self._is_constant(x)]
+        derived = [self.of(x, scope) for x in varying]
+        self._follow_elsewhere(varying, derived, results, scope)
         made_of = [d for d in derived if d is not None]
         sources = tuple(source for d in made_of for source in d.sources)
         is_moved = primitive.name in MOVEMENTS and len(made_of) == len(operands)
@@ -225,6 +253,15 @@ class Provenance:
                 owes = Derived(sources, None, moves)
             if owes is not None:
                 self._derived.set(result, owes)
+
+    def _follow_elsewhere(
+        self, operands: Sequence[Any], derived: Sequence[Derived | None], results: Any, scope: Any
+    ) -> None:
+        paths = [self.elsewhere(x, scope) for x in operands]
+        path = next((path for path in paths if path is not None), None)
+        if path is not None and all(p is not None or d is not None for p, d in zip(paths, derived)):
+            for result in results:
+                self._elsewhere.set(result, path)
 
     def _is_constant(self, value: Any) -> bool:
         """Tells whether a value is a number in the model's source, or made of such numbers alone."""

@@ -146,6 +146,8 @@ class Site(NamedTuple):
     """False for a convolution that no matmul computes."""
     impossible: str | None = None
     """Why no op computes it."""
+    elsewhere: str | None = None
+    """The path of a variable outside of ``params`` that it multiplies with."""
 
 
 class Decision(NamedTuple):
@@ -272,6 +274,8 @@ class Rules:
         if site.kind == "parameters":
             return "a product of two parameters"
         if site.kind == "product" and not self.products:
+            if site.elsewhere is not None:
+                return f"a product with {site.elsewhere}, not in params (products=True converts it)"
             return "a product of two activations (products=True converts them)"
         narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
         return f"operands of {', '.join(narrow)}" if narrow else None

@@ -115,6 +115,7 @@ def site_of(contraction: Contraction, arguments: tuple[Any, ...]) -> Site:
         sizes=_sizes(contraction, arguments),
         is_matmul=contraction.primitive != CONV or is_matmul(*arguments[:-1]),
         impossible=reason,
+        elsewhere=contraction.elsewhere,
     )
 
 
