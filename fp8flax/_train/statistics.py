@@ -274,7 +274,10 @@ class Summary:
 
     def _rest(self) -> list[str]:
         more = len(self.rows) - _SHOWN
-        return [f"… and {more} more."] if more > 0 else []
+        lines = [f"… and {more} more."] if more > 0 else []
+        if any(row.name.endswith("]") for row in self.rows):
+            lines.append("[i] counts, from 0, layers that nn.scan or nn.vmap stacked, or steps of a lax.scan.")
+        return lines
 
 
 def summarize(statistics: Mapping[str, Mapping[str, Statistics]]) -> Summary:

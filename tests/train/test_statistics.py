@@ -497,7 +497,8 @@ def test_summary_has_the_worst_first():
     assert " ".join(lines[0].split()) == header
     assert lines[2].split() == ["a/Op/input", "40.0", "0.00", "0.00", "0", "0", "0", "2"]
     assert lines[4].split() == ["b/Op/output_grad", "3.0", "50.00", "0.00", "0", "0", "0", "0"]
-    assert len({len(line) for line in lines}) == 1
+    assert len({len(line) for line in lines[:-1]}) == 1
+    assert lines[-1].startswith("[i] counts, from 0, layers that")
     page = summary._repr_html_()
     assert page.count("<tr>") == 8
     assert "<td>loop/Op/kernel[1]</td><td>2.0</td>" in page
@@ -590,3 +591,12 @@ def test_without_matplotlib(monkeypatch):
     for plot in (fp8.plot_history, fp8.plot_underflow):
         with pytest.raises(ImportError, match=r"pip install 'fp8flax\[plots\]'"):
             plot(HISTORY)
+
+
+def test_the_table_explains_the_index_of_a_name():
+    numbers = {field.name: np.ones(2, np.float32) for field in dataclasses.fields(fp8.Statistics)}
+    stacked = fp8.summarize({"op": {"output_grad": fp8.Statistics(**numbers)}})
+    one = fp8.summarize({"op": {"output_grad": fp8.Statistics(**{k: v[0] for k, v in numbers.items()})}})
+    assert "op/output_grad[0]" in str(stacked)
+    assert "[i] counts, from 0, layers that nn.scan or nn.vmap stacked" in str(stacked)
+    assert "[i] counts" not in str(one)
