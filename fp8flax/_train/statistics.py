@@ -276,7 +276,7 @@ class Summary:
         more = len(self.rows) - _SHOWN
         lines = [f"… and {more} more."] if more > 0 else []
         if any(row.name.endswith("]") for row in self.rows):
-            lines.append("[i] counts, from 0, layers that nn.scan or nn.vmap stacked, or steps of lax.scan.")
+            lines.append("[i] counts, from 0, layers that nn.scan or nn.vmap stacked, or lax.scan steps.")
         return lines
 
 
