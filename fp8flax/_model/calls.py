@@ -288,15 +288,18 @@ def check_converted(rules: Rules, sites: list[SeenSite], ops: Mapping[Any, SeenO
     """Raises ``ValueError`` where nothing at all runs in FP8."""
     if ops or any(found.decision.converts for found in sites):
         return
-    if not sites:
-        raise ValueError(_NOTHING_SEEN)
+    raise ValueError(why_unconverted(rules, sites) if sites else _NOTHING_SEEN)
+
+
+def why_unconverted(rules: Rules, sites: list[SeenSite]) -> str:
+    """Returns why the rules convert none of these contractions, and what to do."""
     reasons = sorted({f"{f.site.path or 'the model'}: {f.decision.reason}" for f in sites})
     patterns = tuple(rule for rule in rules.rules if not callable(rule))
     everything = dataclasses.replace(rules, rules=patterns, include=(".*",))
     advice = ""
     if rules.include is None and any(everything.decide(found.site).converts for found in sites):
         advice = " include=r'.*' converts all layers, small ones too."
-    raise ValueError(
+    return (
         f"None of the model's {len(sites)} contractions would run in FP8. {'; '.join(reasons[:8])}"
         f"{'; …' if len(reasons) > 8 else ''}.{advice}"
     )

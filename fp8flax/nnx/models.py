@@ -20,7 +20,7 @@ from fp8flax._core.einsum import einsum_with
 from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.options import if_of_other_api
 from fp8flax._core.recipes import DelayedScaling, Recipe
-from fp8flax._model.calls import SeenSite, check_converted, check_matched
+from fp8flax._model.calls import SeenSite, check_matched, why_unconverted
 from fp8flax._model.jaxprs import CONV, DOT
 from fp8flax._model.report import ModelReport, Row, seconds
 from fp8flax._model.rules import FusedMLP, GemmSizes, Rules, Site
@@ -91,9 +91,13 @@ class LeftWide:
 
     scope: str
     plain: Callable[..., jax.Array]
+    conversion: _Conversion | None = None
+    """How ``quantize_model`` made the model, where no layer has an op that says so."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Computes what the layer computed before."""
+        """Computes what the layer computed before, or raises where no layer of the model is converted."""
+        if self.conversion is not None:
+            raise ValueError(self.conversion.unconverted)
         with jax.named_scope(self.scope or "model"), jax.named_scope(NOT_CONVERTED):
             return self.plain(*args, **kwargs)
 
@@ -111,6 +115,12 @@ class Layer(NamedTuple):
     def op(self) -> Fp8Op | None:
         """Its op, if it has one of ours."""
         return _op_of(self.module, self.kind)
+
+    @property
+    def left(self) -> LeftWide | None:
+        """What ``quantize_model`` gave to it instead of an op."""
+        found = getattr(self.module, self.kind.op.field)
+        return found if isinstance(found, LeftWide) else None
 
     @property
     def takes_codes(self) -> bool:
@@ -196,6 +206,8 @@ class _Conversion(NamedTuple):
     rules: Rules
     kept: frozenset[str]
     """The layers that had their ops before."""
+    unconverted: str = ""
+    """Why no layer has an op, and what to do."""
 
 
 def quantize_model(
@@ -240,12 +252,13 @@ def quantize_model(
         form: of its ops: ``"direct"`` or ``"qdq"``; see ``Fp8DotGeneralOp``.
 
     Returns:
-        A model of the same type; ``report`` says what is converted and why.
+        A model of the same type; ``report`` says what is converted and why. Where nothing is, calling the
+        model raises ``ValueError``, as ``init`` of a Linen model does.
 
     Raises:
         TypeError: ``model`` is not an NNX module, or a recipe is none.
         ValueError: the model, or a part of it, is converted already; a rule or ``form`` is not valid; a
-            pattern matched nothing; or nothing is converted.
+            pattern matched nothing; or no layer can be converted.
 
     Example:
         >>> from flax import nnx
@@ -266,13 +279,21 @@ def quantize_model(
             f"model must be a flax.nnx.Module; got {type(model).__name__}.{hint}"
             + if_of_other_api(model, "flax.nnx", "quantize_model")
         )
-    for path, node in nnx.iter_graph(model):
-        if isinstance(node, Fp8Op) and node.conversion is not None:
-            raise ValueError(
-                f"{type(model).__name__} is converted already, or a part of it: the op at "
-                f"{'/'.join(map(str, path))!r} comes from quantize_model. Call it once, on the whole model "
-                "without conversions, with all rules at once."
-            )
+    made = [
+        f"the op at {'/'.join(map(str, path))!r}"
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, Fp8Op) and node.conversion is not None
+    ]
+    made += [
+        f"the layer at {layer.site.path!r}"
+        for layer in layers_of(model)
+        if layer.left is not None and layer.left.conversion is not None
+    ]
+    if made:
+        raise ValueError(
+            f"{type(model).__name__} is converted already, or a part of it: {made[0]} comes from "
+            "quantize_model. Call it once, on the whole model without conversions, with all rules at once."
+        )
     options = Rules(
         recipe=recipe,
         include=include,
@@ -297,8 +318,11 @@ def quantize_model(
     decisions = [options.decide(layer.site) for layer in layers]
     seen = [SeenSite(layer.site, decision, "0", False) for layer, decision in zip(layers, decisions)]
     check_matched(options, seen)
-    if not any(_named_ops(copy, layers)):
-        check_converted(options, seen, {})
+    unconverted = None
+    if not any(decision.converts for decision in decisions) and not any(_named_ops(copy, layers)):
+        unconverted = _Conversion(options, frozenset(), why_unconverted(options, seen))
+        if all(layer.site.impossible is not None for layer in layers):
+            raise ValueError(unconverted.unconverted)
     kept = set()
     for layer, decision in zip(layers, decisions):
         if layer.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):
@@ -308,7 +332,7 @@ def quantize_model(
             _stack(op, layer.stacked)
             setattr(layer.module, layer.kind.op.field, nnx.data(op))
         elif layer.op is None and layer.site.impossible is None:
-            left = LeftWide(layer.site.path, layer.kind.plain or lax.dot_general)
+            left = LeftWide(layer.site.path, layer.kind.plain or lax.dot_general, unconverted)
             setattr(layer.module, layer.kind.op.field, nnx.static(left))
     conversion = _Conversion(options, frozenset(kept))
     for op, name in _named_ops(copy, layers):
@@ -373,15 +397,18 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
     """
     copy = nnx.clone(model)
     layers = list(layers_of(copy))
-    first = next(_named_ops(copy, layers), None)
+    made = [(op.conversion, op.scope == name) for op, name in _named_ops(copy, layers)]
+    left = [(layer.left, layer.site.path) for layer in layers if layer.left is not None]
+    made += [(one.conversion, one.scope == path) for one, path in left if one.conversion is not None]
+    conversion, is_whole = made[0] if made else (None, False)
     # A part of a converted model has ops of other names.
-    if first is None or first[0].conversion is None or first[0].scope != first[1]:
+    if conversion is None or not is_whole:
         raise TypeError(
             f"model must come from fp8flax.nnx.quantize_model; got {type(model).__name__}. For any other "
             "function, fp8flax.audit reads the compiled program."
             + if_of_other_api(model, "flax.nnx", "report")
         )
-    rules, kept = first[0].conversion
+    rules, kept, _ = conversion
     if target not in GPUS:
         raise ValueError(f"target must be one of {sorted(GPUS)}; got {target!r}.")
     counts: Counter[tuple[str, GemmSizes]] = Counter()

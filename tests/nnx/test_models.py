@@ -58,8 +58,7 @@ ATTENTION = {f"attention/{name}" for name in ("query", "key", "value", "out")}
 
 
 def test_layers_and_defaults(block):
-    with pytest.raises(ValueError, match=r"None of the model's \d+ contractions would.*include=r'\.\*'"):
-        fp8nnx.quantize_model(block)
+    assert not ops_of(fp8nnx.quantize_model(block))
     everything = fp8nnx.quantize_model(block, include=".*")
     found = ops_of(everything)
     assert set(found) == ATTENTION | CELL | {
@@ -84,6 +83,32 @@ def test_layers_and_defaults(block):
         )
     )
     assert set(ops_of(fp8nnx.quantize_model(large))) == {"up", "headless", "patches", "causal"}
+
+
+def test_nothing_is_converted():
+    """The report says why, and a call of the model raises, as Linen's ``init`` does."""
+    model = nnx.Sequential(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 4, rngs=nnx.Rngs(0)))
+    small = fp8nnx.quantize_model(model)
+    rows = fp8nnx.report(small, jnp.ones((8, 64))).rows
+    assert [(row.path, row.m, row.k, row.n, row.converted) for row in rows] == [
+        ("layers/0", 8, 64, 32, False),
+        ("layers/1", 8, 32, 4, False),
+    ]
+    assert rows[1].reason == "K=32, N=4: a size below 16"
+    expected = r"None of the model's 2 contractions would.*layers/1: K=32, N=4.*include=r'\.\*'"
+    for call in (small, nnx.jit(small), lambda x: fp8nnx.freeze(small, x)):
+        with pytest.raises(ValueError, match=expected):
+            call(jnp.ones((8, 64)))
+    with pytest.raises(ValueError, match="converted already, or a part of it: the layer at 'layers/0'"):
+        fp8nnx.quantize_model(small, include=".*")
+    with pytest.raises(TypeError, match=r"must come from fp8flax\.nnx\.quantize_model; got Linear"):
+        fp8nnx.report(small.layers[0], jnp.ones((8, 64)))
+
+
+def test_no_layer_can_be_converted():
+    layer = nnx.Linear(64, 32, dot_general=jax.lax.batch_matmul, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="None of the model's 1 contractions.*a dot_general of its own"):
+        fp8nnx.quantize_model(layer, include=".*")
 
 
 def test_rules(block):
@@ -154,8 +179,9 @@ def test_layers_with_functions_of_their_own_are_left():
     assert model8["op"].dot_general.recipe == CURRENT
     del layers["op"]
     reasons = "cls: it has a dot_general_cls.*own: it has a dot_general of its.*along another axis"
+    left = fp8nnx.quantize_model(nnx.Dict(layers), rules=[(".*", SHORT)])
     with pytest.raises(ValueError, match=reasons):
-        fp8nnx.quantize_model(nnx.Dict(layers), rules=[(".*", SHORT)])
+        left["integers"].dot_general()
 
 
 @pytest.mark.long
