@@ -1,7 +1,8 @@
 """FP8 training and inference for Flax Linen and NNX: what is public, in reading order.
 
-The folders are the floors of the package, each built on those above it: ``_host``, ``_core`` (pure
-functions of arrays), ``_linen``, ``_train``, ``_audit``, ``_model``, ``_serve`` and ``demo``.
+The folders are the floors of the package, each built on those above it: ``_host``, ``_compat`` (private
+parts of JAX), ``_core`` (pure functions of arrays), ``_linen``, ``_train``, ``_audit``, ``_model``,
+``_serve`` and ``demo``.
 """
 
 # First: the rest takes time, and needs JAX's internals.
