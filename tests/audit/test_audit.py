@@ -408,10 +408,19 @@ RUNS_IN_FP8 = {
 }
 
 
+GPUS_AND_RECIPES = [
+    (target, r) for target in RUNS_IN_FP8 for r in ("delayed", "current", "block128", "mxfp8")
+]
+# The others repeat these: GPUs of one compute capability, and emulated recipes.
+SEEN = [(target, r) for target in ("h200", "b200") for r in ("delayed", "current", "block128", "mxfp8")]
+SEEN += [("a100", "delayed"), ("l40s", "delayed"), ("l40s", "block128")]
+
+
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.oldest
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block128", "mxfp8"])
-@pytest.mark.parametrize("target", RUNS_IN_FP8)
+@pytest.mark.parametrize(
+    ("target", "recipe"), cells(GPUS_AND_RECIPES, repeated=[x for x in GPUS_AND_RECIPES if x not in SEEN])
+)
 def test_what_each_gpu_multiplies_in_fp8(target, recipe):
     """The same on each version of JAX: the oldest, the newest and those in between."""
     op = partial(fp8flax.Fp8DotGeneralOp, recipe=RECIPES[recipe])
