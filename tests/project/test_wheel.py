@@ -20,6 +20,7 @@ from tests import ROOT
 pytestmark = pytest.mark.long
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ABOUT = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
 INFO = f"fp8flax-{fp8flax.__version__}.dist-info"
 
 
@@ -47,7 +48,7 @@ def wheel(dist):
 def test_wheel_has_the_package_and_nothing_else(wheel):
     package = ROOT / "fp8flax"
     wanted = {str(path.relative_to(ROOT)) for path in (*package.rglob("*.py"), package / "py.typed")}
-    about = {f"{INFO}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")}
+    about = {f"{INFO}/{name}" for name in ABOUT}
     with zipfile.ZipFile(wheel) as file:
         assert set(file.namelist()) == wanted | about
         assert file.read(f"{INFO}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
@@ -55,7 +56,9 @@ def test_wheel_has_the_package_and_nothing_else(wheel):
     assert metadata["License-Expression"] == PROJECT["license"]
     assert metadata["Requires-Python"] == PROJECT["requires-python"]
     assert set(metadata.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
-    assert metadata.get_payload() == (ROOT / "README.md").read_text()
+    # The README has links into the repository, which are absolute on a package index.
+    readme = re.sub(r"\]\(https://[^/]+/fp8flax/fp8flax/(blob/)?main/", "](", metadata.get_payload())
+    assert readme == (ROOT / "README.md").read_text()
 
 
 def test_source_has_what_a_clone_has(dist):
