@@ -23,39 +23,41 @@ if TYPE_CHECKING:
 
 
 class Fp8DotGeneralOp(Fp8Op):
-    """An FP8 matmul, called like ``lax.dot_general``.
+    """FP8 matmul for Linen layers, called like ``lax.dot_general``.
 
-    Give it to a layer: ``nn.Dense(..., dot_general_cls=fp8flax.Fp8DotGeneralOp)``, likewise to
-    ``nn.DenseGeneral``, and as ``qkv_dot_general_cls`` and ``out_dot_general_cls`` to
-    ``nn.MultiHeadDotProductAttention``; or call it in a module of your own, which shares its state
-    between the calls.
+    Give the class to a layer: ``nn.Dense(..., dot_general_cls=fp8flax.Fp8DotGeneralOp)``.
+    ``nn.DenseGeneral`` has the same field; ``nn.MultiHeadDotProductAttention`` has ``qkv_dot_general_cls``
+    and ``out_dot_general_cls``. You can also call the op in a module of your own; several calls of one op
+    share its state.
 
-    With delayed scaling, the default, it declares, in the collection ``_overwrite_with_gradient``, float32
-    variables ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and ``{…}_amax_history`` of shape
-    ``(amax_history_len,)``, whose gradients are their next values: the scale that this step used, and
-    the history with this step's amax at index 0. Other recipes declare no variables. Under
-    ``autocast(enabled=False)`` it is ``lax.dot_general``.
+    Delayed scaling is the default. It declares float32 variables in the collection
+    ``_overwrite_with_gradient``: ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and
+    ``{…}_amax_history`` of shape ``(amax_history_len,)``. The gradient of each variable is its next value:
+    the scale that this step used, and the history with this step's amax at index 0. Other recipes declare
+    no variables. Under ``autocast(enabled=False)`` the op is ``lax.dot_general``.
 
     The call takes:
         lhs: the input, any shape; bfloat16, float16, float32 or float64.
-        rhs: the kernel, likewise.
+        rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
         dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
-        precision: None for the accumulation of the recipe (fast forward, exact gradients); ``DEFAULT`` for
-            fast and ``HIGH`` or ``HIGHEST`` for exact accumulation in all three GEMMs.
-        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives. (For operands
-            of two dtypes that is the wider one; Flax's op casts the input to the kernel's dtype.)
-        out_sharding: that of ``lax.dot_general``: how to shard the result on a mesh with explicit axes.
+        precision: None takes the accumulation of the recipe (by default fast forward, exact gradients).
+            ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
+        preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general`` returns.
+            (For operands of two dtypes this is the wider one; Flax's op casts the input to the kernel's
+            dtype.)
+        out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
 
     Attributes:
-        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
-            outside of it.
-        form: ``"direct"`` multiplies FP8 operands, in the FP8 units of GPUs that have them. ``"qdq"`` casts
-            to FP8 and back around a matmul in the operands' dtype: a reference, and never faster.
+        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
+            ``DelayedScaling()`` outside of it.
+        form: ``"direct"`` multiplies FP8 operands, on the FP8 units of GPUs that have them. ``"qdq"`` casts
+            to FP8 and back around a matmul in the operands' dtype; it serves as a reference and is never
+            faster.
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: an operand is not a wide float, or the state is not float32.
-        ValueError: the state has another history length than the recipe.
+        TypeError: an operand has another dtype than those above, or the state is not float32.
+        ValueError: the history in the state has another length than the recipe says.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -64,8 +66,7 @@ class Fp8DotGeneralOp(Fp8Op):
         >>> sorted(variables["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"])[:2]
         ['input_amax_history', 'input_scale']
 
-    Source: ``flax.linen.fp8_ops``, whose variables it shares; Micikevicius et al., 2022,
-    arXiv:2209.05433.
+    Source: ``flax.linen.fp8_ops``, whose variables it shares; Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
     field = "dot_general"
@@ -81,12 +82,13 @@ class Fp8DotGeneralOp(Fp8Op):
         *,
         out_sharding: Any = None,
     ) -> Float[jax.Array, "*output"]:
+        """Multiplies the operands in FP8; see the class for the arguments."""
         operands = lhs, rhs, dimension_numbers, precision, preferred_element_type
         return self._multiplier()(*operands, out_sharding=out_sharding)
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
-    """``Fp8DotGeneralOp`` under the name that Flax gives its newer op, and so with its checkpoints.
+    """``Fp8DotGeneralOp`` under the name of Flax's newer op, so that its checkpoints fit.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -103,7 +105,7 @@ Fp8DotGeneral = Fp8DirectDotGeneralOp
 
 
 class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
-    """``Fp8DotGeneralOp`` in the FNUZ formats of AMD MI300, unless a recipe says otherwise.
+    """``Fp8DotGeneralOp`` whose default recipe has the FNUZ formats of AMD MI300.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -119,28 +121,31 @@ class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
 
 
 class Fp8Einsum(Fp8Op):
-    """A two-operand einsum in FP8, with the state of ``Fp8DotGeneralOp``.
+    """FP8 einsum of two operands, with the scaling state of ``Fp8DotGeneralOp``.
 
-    The first operand is the input and the second the kernel, whatever the order of the result.
+    The first operand is the input and the second is the kernel, in any order of the result's indices.
 
     The call takes:
         eqn: the equation; no index may occur twice within one operand.
         lhs: the input, any shape; bfloat16, float16, float32 or float64.
-        rhs: the kernel, likewise.
-        precision: None for the accumulation of the recipe (fast forward, exact gradients); ``DEFAULT`` for
-            fast and ``HIGH`` or ``HIGHEST`` for exact accumulation in all three GEMMs.
-        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
+        rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
+        precision: None takes the accumulation of the recipe (by default fast forward, exact gradients).
+            ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
+        preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general`` returns.
+        out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
 
     Attributes:
-        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
-            outside of it.
-        form: ``"direct"`` multiplies FP8 operands, in the FP8 units of GPUs that have them. ``"qdq"`` casts
-            to FP8 and back around a matmul in the operands' dtype: a reference, and never faster.
+        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
+            ``DelayedScaling()`` outside of it.
+        form: ``"direct"`` multiplies FP8 operands, on the FP8 units of GPUs that have them. ``"qdq"`` casts
+            to FP8 and back around a matmul in the operands' dtype; it serves as a reference and is never
+            faster.
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: the equation is no string, an operand is not a wide float, or the state is not float32.
-        ValueError: the equation does not fit the operands, or the state not the recipe.
+        TypeError: ``eqn`` is not a string, an operand has another dtype than those above, or the state is
+            not float32.
+        ValueError: the equation does not fit the operands, or the state does not fit the recipe.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
@@ -163,6 +168,7 @@ class Fp8Einsum(Fp8Op):
         *,
         out_sharding: Any = None,
     ) -> Float[jax.Array, "*output"]:
+        """Contracts the operands in FP8; see the class for the arguments."""
         if not isinstance(eqn, str):
             raise TypeError(
                 f"eqn must be an equation such as 'ab,bc->ac'; got {type(eqn).__name__}. Fp8Einsum is "
@@ -173,47 +179,50 @@ class Fp8Einsum(Fp8Op):
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
-    """An FP8 convolution, called like ``lax.conv_general_dilated``.
+    """FP8 convolution for Linen layers, called like ``lax.conv_general_dilated``.
 
-    Give it to a layer: ``nn.Conv(..., conv_general_dilated_cls=fp8flax.Fp8ConvGeneralDilatedOp)``; or call
-    it in a module of your own.
+    Give the class to a layer: ``nn.Conv(..., conv_general_dilated_cls=fp8flax.Fp8ConvGeneralDilatedOp)``.
+    You can also call the op in a module of your own.
 
-    Where the windows do not overlap (1×1 kernels, the patch embedding of a vision transformer), without
-    groups and with an input that is not dilated, the convolution is a matmul, and runs as that of
-    ``Fp8DotGeneralOp``, under every recipe.
+    Some convolutions are matmuls: their windows do not overlap, they have no groups, and their input is not
+    dilated. Examples are 1×1 kernels and the patch embedding of a vision transformer. The op computes them
+    as ``Fp8DotGeneralOp`` does, under every recipe.
 
-    Else input, kernel and output gradient are cast to FP8 and back, and convolved in the dtype of the
-    operands, on every device: FP8's values and memory for the backward pass, at the speed of that dtype.
-    XLA has no gradients of convolutions in FP8. Such a convolution takes one scale per tensor
-    (``DelayedScaling``, ``Float8CurrentScaling``): along its windows no scale could be taken out.
+    In all other convolutions the input, the kernel and the output gradient are cast to FP8 and back. They
+    are convolved in the dtype of the operands, on every device, because XLA has no gradients of
+    convolutions in FP8. The tensors kept for the backward pass take the memory of FP8; the speed is that of
+    the operands' dtype. Such a convolution needs one scale per tensor (``DelayedScaling``,
+    ``Float8CurrentScaling``), because scales that change within a window cannot be applied to the result.
 
-    The scaling state is that of ``Fp8DotGeneralOp``. Under ``autocast(enabled=False)`` it is
+    The scaling state is that of ``Fp8DotGeneralOp``. Under ``autocast(enabled=False)`` the op is
     ``lax.conv_general_dilated``.
 
     The call takes:
         lhs: the input, in the layout of ``dimension_numbers``; bfloat16, float16, float32 or float64.
-        rhs: the kernel, likewise, of the same dtype.
+        rhs: the kernel, in the layout of ``dimension_numbers`` and the dtype of ``lhs``.
         window_strides: one int for each spatial dimension.
-        padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair ``(before, after)`` for each.
-        lhs_dilation: one int for each; None for 1.
-        rhs_dilation: one int for each; None for 1.
+        padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair ``(before, after)`` for each spatial
+            dimension.
+        lhs_dilation: one int for each spatial dimension; None for 1.
+        rhs_dilation: one int for each spatial dimension; None for 1.
         dimension_numbers: the layouts, as ``lax.conv_general_dilated`` takes them.
         feature_group_count: number of groups of features.
         batch_group_count: number of groups of the batch.
-        precision: that of ``Fp8DotGeneralOp`` for a matmul, else of all three convolutions.
-        preferred_element_type: dtype of the result; None for that of the operands.
+        precision: for a matmul as in ``Fp8DotGeneralOp``; otherwise the precision of all three
+            convolutions.
+        preferred_element_type: dtype of the result; None for the dtype of the operands.
 
     Attributes:
-        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
-            outside of it.
-        form: ``"direct"`` keeps FP8 operands for the backward pass, and multiplies them where this is a
-            matmul. ``"qdq"`` casts to FP8 and back around JAX's own convolution.
+        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
+            ``DelayedScaling()`` outside of it.
+        form: ``"direct"`` keeps FP8 operands for the backward pass, and multiplies them if the convolution
+            is a matmul. ``"qdq"`` casts to FP8 and back around JAX's own convolution.
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: an operand is not a wide float, or the state is not float32.
-        ValueError: the recipe scales along the contraction and this is no matmul, or the state has another
-            history length than the recipe.
+        TypeError: an operand has another dtype than those above, or the state is not float32.
+        ValueError: the recipe scales along the contraction and the convolution is not a matmul, or the
+            history in the state has another length than the recipe says.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -222,8 +231,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
         >>> list(variables["_overwrite_with_gradient"])
         ['Fp8ConvGeneralDilatedOp_0']
 
-    Source: ``lax.conv_general_dilated``; the recipes are those of Micikevicius et al., 2022,
-    arXiv:2209.05433.
+    Source: ``lax.conv_general_dilated``; recipes of Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
     plain = staticmethod(jax.lax.conv_general_dilated)
@@ -245,6 +253,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
         precision: jax.lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
     ) -> Float[jax.Array, "*output"]:
+        """Convolves the operands in FP8; see the class for the arguments."""
         return self._multiplier()(
             lhs,
             rhs,
@@ -261,36 +270,37 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
 
 
 class Fp8RaggedDotOp(Fp8Op):
-    """The FP8 matmul of a mixture of experts, called like ``lax.ragged_dot``.
+    """FP8 matmul of a mixture of experts, called like ``lax.ragged_dot``.
 
-    ``out[m] = lhs[m] . rhs[e]`` where ``e`` is the expert that row ``m`` belongs to: the first
-    ``group_sizes[0]`` rows are those of expert 0, and so on. Rows beyond ``sum(group_sizes)`` give zeros,
-    whatever they hold, and have no say in any scale.
+    ``out[m] = lhs[m] . rhs[e]``, where ``e`` is the expert of row ``m``: the first ``group_sizes[0]`` rows
+    belong to expert 0, and so on. Rows beyond ``sum(group_sizes)`` give zeros and have no effect on any
+    scale, whatever they hold.
 
-    The state is that of ``Fp8DotGeneralOp``, except that each expert's kernel has a scale and an amax
-    history of its own: ``kernel_scale`` has shape ``(experts, 1)`` and ``kernel_amax_history`` shape
-    ``(experts, amax_history_len)``. Input and output gradient have one scale each. Under
-    ``autocast(enabled=False)`` it is ``lax.ragged_dot``.
+    The scaling state is that of ``Fp8DotGeneralOp``, except that each expert's kernel has its own scale and
+    amax history. ``kernel_scale`` has shape ``(experts, 1)`` and ``kernel_amax_history`` has shape
+    ``(experts, amax_history_len)``. The input and the output gradient have one scale each. Under
+    ``autocast(enabled=False)`` the op is ``lax.ragged_dot``.
 
     The call takes:
         lhs: the input, ``(rows, K)``, sorted by expert; bfloat16, float16, float32 or float64.
-        rhs: the kernels, ``(experts, K, N)``, likewise.
+        rhs: the kernels, ``(experts, K, N)``; bfloat16, float16, float32 or float64.
         group_sizes: rows of each expert, ``(experts,)``, integers.
-        precision: None for the accumulation of the recipe (fast forward, exact gradients); ``DEFAULT`` for
-            fast and ``HIGH`` or ``HIGHEST`` for exact accumulation in all three GEMMs.
-        preferred_element_type: dtype of the result; None for what ``lax.ragged_dot`` gives.
+        precision: None takes the accumulation of the recipe (by default fast forward, exact gradients).
+            ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
+        preferred_element_type: dtype of the result; None for the dtype that ``lax.ragged_dot`` returns.
 
     Attributes:
-        recipe: how the tensors are scaled; with scales per block their values are multiplied in a wide
-            dtype, but for 128-blocks on Hopper. None for that of ``fp8flax.autocast``, or
-            ``DelayedScaling()`` outside of it.
-        form: ``"direct"`` multiplies FP8 operands, in the FP8 units of GPUs that have them. ``"qdq"`` casts
-            to FP8 and back around matmuls in the operands' dtype: a reference, and never faster.
+        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
+            ``DelayedScaling()`` outside of it. Values with scales per block are multiplied in a wide dtype,
+            except 128-blocks on Hopper.
+        form: ``"direct"`` multiplies FP8 operands, on the FP8 units of GPUs that have them. ``"qdq"`` casts
+            to FP8 and back around matmuls in the operands' dtype; it serves as a reference and is never
+            faster.
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: an operand is not a wide float, or the state is not float32.
-        ValueError: the shapes do not fit, or the state does not fit the recipe or the experts.
+        TypeError: an operand has another dtype than those above, or the state is not float32.
+        ValueError: the shapes do not fit, or the state does not fit the recipe or the number of experts.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
@@ -299,7 +309,7 @@ class Fp8RaggedDotOp(Fp8Op):
         >>> variables["_overwrite_with_gradient"]["kernel_scale"].shape
         (2, 1)
 
-    Source: ``jax.lax.ragged_dot``; the state is that of ``flax.linen.fp8_ops``, per expert.
+    Source: ``jax.lax.ragged_dot``; the state of ``flax.linen.fp8_ops``, per expert.
     """
 
     plain = staticmethod(jax.lax.ragged_dot)
@@ -314,23 +324,24 @@ class Fp8RaggedDotOp(Fp8Op):
         precision: jax.lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
     ) -> Float[jax.Array, "rows columns"]:
+        """Multiplies each row by the kernel of its expert, in FP8; see the class for the arguments."""
         multiply = self._multiplier(kernel=jnp.shape(rhs)[:1])
         return multiply(lhs, rhs, group_sizes, precision, preferred_element_type)
 
 
 class Einsum(nn.Einsum):
-    """``nn.Einsum`` with the field ``dot_general_cls`` that Flax gives its other linear layers.
+    """``nn.Einsum`` with the field ``dot_general_cls``, as Flax's other linear layers have it.
 
-    Same fields, variables, initial values and results as ``nn.Einsum``, except that an index may not occur
-    twice within one operand; the contraction goes through
-    ``dot_general_cls()``, with the layer's input as its input and the kernel as its kernel.
+    Fields, variables, initial values and results are those of ``nn.Einsum``, except that an index may not
+    occur twice within one operand. The contraction is computed by ``dot_general_cls()``, with the layer's
+    input as the input and its kernel as the kernel.
 
     Attributes:
         dot_general_cls: a callable that makes the op, such as ``Fp8DotGeneralOp``; None for
             ``lax.dot_general``.
 
     Raises:
-        ValueError: the equation is not explicit, or does not have two operands that fit.
+        ValueError: the equation is not explicit, or it does not have two operands that fit.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
@@ -347,6 +358,7 @@ class Einsum(nn.Einsum):
     def __call__(
         self, inputs: Float[jax.Array, "*input"], einsum_str: str | None = None
     ) -> Float[jax.Array, "*output"]:
+        """Contracts the input with the kernel, and adds the bias; see the class."""
         eqn = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
         if "->" not in eqn or eqn.count(",") != 1:
             raise ValueError(
