@@ -413,7 +413,7 @@ GPUS_AND_RECIPES = [
 ]
 # The others repeat these: GPUs of one compute capability, and emulated recipes.
 SEEN = [(target, r) for target in ("h200", "b200") for r in ("delayed", "current", "block128", "mxfp8")]
-SEEN += [("a100", "delayed"), ("l40s", "delayed"), ("l40s", "block128")]
+SEEN += [("a100", "delayed"), ("l40s", "delayed")]
 
 
 @pytest.mark.usefixtures("gpu")

@@ -261,8 +261,8 @@ ONCE = {
 }
 
 
-@pytest.mark.parametrize("remat", cells([False, True], repeated=[]))
-@pytest.mark.parametrize("name", cells(list(ONCE), repeated=["MXFP8"]))
+@pytest.mark.parametrize("remat", cells([False, True], repeated=[False]))
+@pytest.mark.parametrize("name", cells(list(ONCE), repeated=["MXFP8", "current"]))
 def test_kernels_are_quantized_once_for_all_microbatches(name, remat):
     """Of two stacked layers, and one by itself; 5 microbatches."""
 

@@ -1,4 +1,4 @@
-"""docs/serving.md shows what benchmarks/results/loaders.json holds; where PyTorch is, a folder loads."""
+"""docs/pytorch.md shows what benchmarks/results/loaders.json holds; where PyTorch is, a folder loads."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from benchmarks import loaders
 from benchmarks.common import machine
 from tests import ROOT
 
-PAGE = (ROOT / "docs" / "serving.md").read_text()
+PAGE = (ROOT / "docs" / "pytorch.md").read_text()
 REPORT = json.loads(loaders.RESULT.read_text())
 
 

@@ -40,6 +40,7 @@ def dequantized(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype, schedule):
     return (product if schedule == GUESS else 2 * product).astype(out_dtype)
 
 
+@pytest.mark.long
 def test_every_schedule_is_timed_and_a_wrong_one_refused(monkeypatch):
     monkeypatch.setattr(tune_gemm, "hopper_block_gemm", dequantized)
     monkeypatch.setattr(tune_gemm, "STEPS", 2)

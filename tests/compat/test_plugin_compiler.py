@@ -17,7 +17,7 @@ from fp8flax._audit import compiling
 from fp8flax._compat import plugin_compiler, stablehlo_version
 from fp8flax._compat.stablehlo_version import StableHloTooOldError
 from tests.audit import test_whole_step as whole_step
-from tests.cases import RECIPES, dense_step, struct
+from tests.cases import RECIPES, cells, dense_step, struct
 from tests.gpus import gpus
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -162,7 +162,7 @@ def test_another_format_is_not_read():
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("recipe", ["mxfp8", "block128"])
+@pytest.mark.parametrize("recipe", cells(["mxfp8", "block128"], repeated=["block128"]))
 def test_block_scales_are_not_judged_where_cudnn_is_not_known(recipe, monkeypatch):
     """XLA then expands a block-scaled matmul to one in bfloat16, which no GPU with cuDNN would run."""
     step, *args = dense(recipe)

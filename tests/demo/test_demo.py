@@ -23,6 +23,7 @@ from rich.console import Console
 
 from fp8flax.demo import __main__ as cli
 from fp8flax.demo import data, report, training
+from tests.cases import cells
 
 TINY = partial(
     training.Settings,
@@ -362,7 +363,7 @@ class TestCommandLine:
         assert np.isfinite(figures["runs"][0]["precisions"]["fp8"]["train_loss"]).all()
         self.fails(capsys, "--resume", "--out", out, "--recipe", "delayed")
 
-    @pytest.mark.parametrize("precision", training.PRECISIONS)
+    @pytest.mark.parametrize("precision", cells(training.PRECISIONS, repeated=["bf16"]))
     def test_one_precision(self, precision, text, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(report, "plot_loss", PLOTS["plot_loss"])
         arguments = ["--data", str(text), "--steps", str(STEPS), "--out", str(tmp_path / "o")]

@@ -139,7 +139,7 @@ def test_steps_are_those_of_the_layers_in_float32(activation, gated, use_bias, w
         variables = {"params": variables["params"], OWG: grads[OWG]}
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", cells([jnp.bfloat16, jnp.float16], repeated=[jnp.float16]))
 def test_in_16_bits_it_is_as_near_to_float32_as_the_layers(dtype):
     block, layers, variables = both(activation="silu", gated=True, dtype=dtype)
     exact = Layers(HIDDEN, activation="silu", gated=True, op=None)
@@ -171,7 +171,7 @@ def test_gate_and_up_share_the_scale_of_the_input():
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", cells([np.nan, np.inf], repeated=[np.inf]))
 def test_what_is_not_finite_leaves_no_trace(value):
     block, layers, variables = both(gated=True)
     x = normal(0, ROWS, WIDTH).at[2, 3].set(value)
@@ -181,7 +181,9 @@ def test_what_is_not_finite_leaves_no_trace(value):
     np.testing.assert_array_equal(np.isnan(dx), np.isnan(wanted_dx))
 
 
-@pytest.mark.parametrize("shape", [(0, WIDTH), (WIDTH,), (2, 3, 5, WIDTH)])
+@pytest.mark.parametrize(
+    ("shape",), cells([((0, WIDTH),), ((WIDTH,),), ((2, 3, 5, WIDTH),)], repeated=[((WIDTH,),)])
+)
 def test_any_number_of_rows(shape):
     block, layers, variables = both()
     x = normal(0, *shape)
@@ -300,7 +302,9 @@ def by_microbatch(model, variables, x):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("way", [by_example, by_device, by_microbatch], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "way", cells([by_example, by_device, by_microbatch], repeated=[by_microbatch]), ids=lambda f: f.__name__
+)
 def test_the_state_is_that_of_one_call_on_all_data(way):
     block, _, variables = both(gated=True, use_bias=True)
     x = normal(7, ROWS, WIDTH)
@@ -413,6 +417,7 @@ def test_compiles_for_hopper(activation, over):
     assert len(calls) == 3 + (0 if activation == "gelu_exact" else 2)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 def test_over_several_gpus_xla_writes_the_kernel():
     block = fp8.MLP(256, **SIXTEEN_BITS)

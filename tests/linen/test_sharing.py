@@ -38,6 +38,10 @@ class InAModelOfPlainLayers(nn.Module):
         return sum(nn.tanh(nn.Dense(WIDTH, name=f"layer_{i}")(x)) for i in range(3))
 
 
+def eager(fun):
+    return fun
+
+
 def steps(model, variables, number, wrap=jax.jit):
     """Returns the variables, and the losses, of some steps of SGD."""
 
@@ -53,7 +57,7 @@ def steps(model, variables, number, wrap=jax.jit):
     return variables, losses
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("wrap", cells([eager, jax.jit], repeated=[eager]), ids=["eager", "jit"])
 @pytest.mark.parametrize("kind", cells(["plain", "remat", "converted"], repeated=["remat"]))
 def test_layers_that_saw_the_same_arrays_lose_no_bit(kind, wrap):
     def model(recipe):
@@ -88,6 +92,7 @@ def test_the_scale_of_the_first_and_a_state_of_each():
             np.testing.assert_array_equal(new[name]["input_amax_history"][0], amax)
 
 
+@pytest.mark.long
 def test_no_tracer_is_kept():
     model = Attention(SHARED)
     variables = variables_of(model, normal(9, ROWS, WIDTH))
@@ -114,7 +119,7 @@ def test_an_inner_trace_notes_nothing_for_the_outer_one():
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise")
-@pytest.mark.parametrize("is_converted", [False, True], ids=["op", "converted"])
+@pytest.mark.parametrize("is_converted", cells([False, True], repeated=[True]), ids=["op", "converted"])
 def test_the_array_is_cast_and_transposed_once(is_converted):
     class Layers(nn.Module):
         op: type | partial | None

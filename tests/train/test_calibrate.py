@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from tests.cases import normal, variables_of
+from tests.cases import cells, normal, variables_of
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
@@ -199,7 +199,7 @@ class Differentiated(nn.Module):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("compute", [energy_and_gradient, energy_and_vjp])
+@pytest.mark.parametrize("compute", cells([energy_and_gradient, energy_and_vjp], repeated=[energy_and_vjp]))
 def test_a_model_that_differentiates_itself(compute, backward):
     variables = {collection: {"net": tree} for collection, tree in VARIABLES.items()}
     model = Differentiated(compute)

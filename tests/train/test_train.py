@@ -267,6 +267,7 @@ class TestSignature:
         (_, aux), _ = fp8.value_and_grad(lambda v: (mse(v, X), "text"), has_aux=True)(VARIABLES)
         assert aux == "text"
 
+    @pytest.mark.long
     def test_a_step_with_jit_switched_off(self):
         def step(variables):
             return fp8.value_and_grad(mse)(variables, X)
