@@ -127,16 +127,16 @@ def method() -> list[str]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns the table of docs/serving.md."""
+    """Returns the table of docs/pytorch.md."""
     header = (
         "frozen with",
         "`quant_method`",
         "transformers",
-        "logits, SQNR",
-        "last bits alone",
-        "FP8 error: loaded, frozen",
+        "SQNR to frozen",
+        "float32 noise",
+        "SQNR to float32: loaded, frozen",
         "same tokens",
-        "a layer",
+        "layer error",
     )
     return models.markdown(header, [_cells(row) for row in rows])
 
