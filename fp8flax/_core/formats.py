@@ -39,10 +39,10 @@ class Fp8Limits(NamedTuple):
 
 
 class Format(enum.Enum):
-    """Which 8-bit dtype each direction of a GEMM uses: ``(forward, backward)``.
+    """8-bit dtypes of the two directions of a GEMM, as ``(forward, backward)``.
 
-    ``HYBRID`` is the default for training: e4m3 (more precision) for inputs and kernels, e5m2 (more
-    range) for output gradients. The ``_FNUZ`` twins are what AMD MI300 computes with.
+    ``HYBRID`` is the default for training: e4m3 (more precision) for inputs and kernels, e5m2 (more range)
+    for output gradients. The ``_FNUZ`` formats are those of AMD MI300.
 
     Example:
         >>> from fp8flax import Format
@@ -61,12 +61,12 @@ class Format(enum.Enum):
 
     @property
     def forward_dtype(self) -> np.dtype:
-        """Dtype of inputs and kernels."""
+        """Returns the dtype of inputs and kernels."""
         return self.value[0]
 
     @property
     def backward_dtype(self) -> np.dtype:
-        """Dtype of output gradients."""
+        """Returns the dtype of output gradients."""
         return self.value[1]
 
 
@@ -87,11 +87,14 @@ def fp8_limits(dtype: Any) -> Fp8Limits:
     """Returns the largest, smallest normal and smallest subnormal magnitude of a format.
 
     Args:
-        dtype: one of the four FP8 dtypes, or ``float8_e8m0fnu`` (the power-of-two scale format of the
-            OCP Microscaling specification, which has neither sign, zero nor subnormals).
+        dtype: one of the four FP8 dtypes, or ``float8_e8m0fnu``, the power-of-two scale format of the OCP
+            Microscaling specification. The latter has no sign, no zero and no subnormals.
+
+    Returns:
+        ``Fp8Limits`` of the format.
 
     Raises:
-        TypeError: ``dtype`` is none of them.
+        TypeError: ``dtype`` is another dtype.
 
     Example:
         >>> import fp8flax
@@ -113,8 +116,11 @@ def fp8_max(dtype: Any) -> float:
     Args:
         dtype: one of the four FP8 dtypes, or ``float8_e8m0fnu``.
 
+    Returns:
+        The largest finite value.
+
     Raises:
-        TypeError: ``dtype`` is none of them.
+        TypeError: ``dtype`` is another dtype.
 
     Example:
         >>> import fp8flax

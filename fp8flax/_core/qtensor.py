@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class View(NamedTuple):
-    """How an operand enters a GEMM (hashable)."""
+    """Shape of an operand, and which of its dimensions a GEMM contracts and batches (hashable)."""
 
     shape: tuple[int, ...]
     contract: tuple[int, ...]
@@ -28,46 +28,44 @@ class View(NamedTuple):
 
     @property
     def free(self) -> tuple[int, ...]:
-        """The dimensions that are neither contracted nor batched, in order."""
+        """Returns the dimensions that are neither contracted nor batched, in order."""
         return tuple(i for i in range(len(self.shape)) if i not in self.contract and i not in self.batch)
 
     def sizes(self, dims: Sequence[int]) -> tuple[int, ...]:
-        """Returns the sizes of these dimensions."""
+        """Returns the sizes of the given dimensions."""
         return tuple(self.shape[i] for i in dims)
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dimensions as ``(batch, rows, columns)`` of the matrix that the GEMM sees."""
+        """Returns the dimensions in the order ``(batch, rows, columns)`` of the GEMM's matrix."""
         return (*self.batch, *self.free, *self.contract)
 
     @property
     def matrix_shape(self) -> tuple[int, int, int]:
-        """Sizes of ``(batch, rows, columns)``, each flattened."""
+        """Returns the sizes of ``(batch, rows, columns)``, each flattened."""
         batch, rows, columns = (math.prod(self.sizes(d)) for d in (self.batch, self.free, self.contract))
         return batch, rows, columns
 
     def to_matrix(self, x: Float[jax.Array, "*dims"]) -> Float[jax.Array, "batch rows columns"]:
-        """Returns an operand as ``(batch, rows, columns)``."""
+        """Returns an operand reshaped to ``(batch, rows, columns)``."""
         return lax.transpose(x, self.order).reshape(self.matrix_shape)
 
     def from_matrix(self, matrix: Float[jax.Array, "batch rows columns"]) -> Float[jax.Array, "*dims"]:
-        """Returns an operand in its own shape."""
+        """Returns an operand in its own shape, from ``(batch, rows, columns)``."""
         return lax.transpose(matrix.reshape(self.sizes(self.order)), np.argsort(self.order))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["quantizer"])
 @dataclasses.dataclass(frozen=True)
 class QTensor:
-    """FP8 codes with their scales, and the quantizer that knows what they mean: ``x ≈ codes * scale``.
+    """Quantized tensor: FP8 codes, their scales, and the quantizer that made them (``x ≈ codes * scale``).
 
     Attributes:
-        codes: of the operand's shape; for scales per block ``(batch, rows, columns)``, zeros filling up the
-            last blocks.
-        scale: a scalar; or of the operand's rank, contracted dimensions at size 1; or as the quantizer has
-            it.
+        codes: FP8 codes in the operand's shape. For scales per block their shape is ``(batch, rows,
+            columns)``, with zeros that fill up the last blocks.
+        scale: a scalar, or an array of the operand's rank with size 1 in contracted dimensions, or an array
+            in the layout of the quantizer.
         quantizer: the ``Quantizer`` that made it.
-
-    Source: none.
     """
 
     codes: Float[jax.Array, "*codes"] | UInt8[jax.Array, "*codes"]
@@ -79,15 +77,15 @@ class QTensor:
         return self.quantizer.dequantize(self, view, dtype)
 
     def as_bits(self) -> QTensor:
-        """Returns it with codes, and scales of one byte, as uint8.
+        """Returns the same tensor with its codes, and scales of one byte, as uint8.
 
-        ``jax.checkpoint`` passes every float that it saves through ``lax.reduce_precision``, which knows no
-        e4m3fn: 448 would become NaN, subnormals zero.
+        ``jax.checkpoint`` passes every float that it saves through ``lax.reduce_precision``, which does not
+        know e4m3fn: 448 would become NaN, and subnormals would become zero.
         """
         return dataclasses.replace(self, codes=_bits(self.codes), scale=_bits(self.scale))
 
     def from_bits(self) -> QTensor:
-        """Returns what ``as_bits`` was called on."""
+        """Returns the tensor that ``as_bits`` was called on."""
         scale = self.scale
         if scale.dtype == jnp.uint8:
             scale = lax.bitcast_convert_type(scale, self.quantizer.scale_dtype)

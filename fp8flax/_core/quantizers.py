@@ -50,30 +50,31 @@ def _set_dtype(quantizer: Any) -> None:
 
 
 class Quantizer:
-    """How one operand of one GEMM becomes FP8: the base of all kinds.
+    """Base class of all quantizers, which say how one operand of one GEMM becomes FP8.
 
-    A kind of your own is a frozen dataclass with a field ``dtype`` and the method ``quantize``. What the
-    methods below do is right for codes of the operand's shape and a scale that is a scalar, or has its rank
-    with size 1 wherever elements share it; any other layout needs its own ``dequantize``, and ``pack`` and
-    ``unpack`` to be frozen. Unless a kind says that its scales do not change along the contraction, its
-    values are multiplied in a wide dtype. Where it does, its codes are multiplied as they are, and what
-    ``dequantize`` would say is not asked.
+    To write a quantizer of your own, derive a frozen dataclass with a field ``dtype`` and the method
+    ``quantize``. The other methods fit codes of the operand's shape and one of two kinds of scale: a
+    scalar, or an array of the operand's rank with size 1 in dimensions that share a scale. A quantizer with
+    another layout needs its own ``dequantize``, and its own ``pack`` and ``unpack`` to be frozen.
+
+    By default the values are multiplied in a wide dtype. A class with ``scales_along_contraction = False``
+    has its codes multiplied as they are, and its ``dequantize`` is not called for the GEMM.
 
     Attributes:
         dtype: FP8 dtype of the codes.
         scale_dtype: dtype of the scales.
-        needs_state: whether scales come from past steps, which the layer keeps as its scaling state: of
-            ``DelayedQuantizer`` alone.
-        scales_along_contraction: whether the scale changes along the contraction, so that it has to be
-            applied inside the GEMM, and not to its result.
-        has_one_scale: whether a tensor has one scale, whatever is contracted.
-        is_exact_in_bfloat16: whether bfloat16 holds the product of any code and its scale, as it does for
-            powers of two.
-        strategy: what compressed-tensors and inference servers call such scales of a kernel (``"tensor"``,
-            ``"channel"``, ``"block"``); None for those that they do not know.
-        scale_columns: how many columns of a row share a float32 scale; None where scales are no such ones.
+        needs_state: whether scales come from past steps, which the layer keeps as its scaling state. True
+            for ``DelayedQuantizer`` only.
+        scales_along_contraction: whether the scale changes along the contraction, so that it must be
+            applied inside the GEMM and not to its result.
+        has_one_scale: whether a tensor has one scale, regardless of the contracted dimensions.
+        is_exact_in_bfloat16: whether bfloat16 holds the product of any code and its scale, as for powers of
+            two.
+        strategy: name of the kernel's scales in compressed-tensors and inference servers (``"tensor"``,
+            ``"channel"``, ``"block"``); None if they have no such name.
+        scale_columns: number of columns of a row that share a float32 scale; None for other scales.
         quantization_bytes: bytes that one step moves to quantize, per element of input, kernel and output,
-            beside what the GEMMs read and write, for the predictions of ``fp8flax.report``.
+            in addition to the reads and writes of the GEMMs. The predictions of ``fp8flax.report`` use it.
 
     Example:
         >>> import dataclasses, jax, jax.numpy as jnp, fp8flax as fp8
@@ -90,8 +91,6 @@ class Quantizer:
         >>> op = fp8.Fp8DotGeneralOp(recipe=fp8.CustomRecipe(forward=gemm))
         >>> op.apply({}, jnp.ones((1, 2)), jnp.ones((2, 1)), (((1,), (0,)), ((), ())))
         Array([[1.8431998]], dtype=float32)
-
-    Source: none.
     """
 
     dtype: Any
@@ -121,12 +120,15 @@ class Quantizer:
     ) -> QTensor:
         """Quantizes an operand for one GEMM.
 
-        NaN stays NaN; an Inf saturates, and neither has a say in the scales of current and block scaling.
+        NaN stays NaN, and an Inf saturates. Both are ignored by the scales of current and block scaling.
 
         Args:
             x: the wide operand, of shape ``view.shape``.
             view: which dimensions the GEMM contracts.
-            delayed_scale: the scale, of one element, where ``needs_state``.
+            delayed_scale: the scale, of one element, if ``needs_state``.
+
+        Returns:
+            The codes with their scales.
         """
         raise NotImplementedError(f"{type(self).__name__} must define quantize.")
 
@@ -137,43 +139,50 @@ class Quantizer:
         return (values * q.scale.astype(values.dtype)).astype(dtype)
 
     def serves(self, other: Quantizer | None, view: View) -> bool:
-        """Tells whether the codes for one of an operand's GEMMs serve the other, which sums over its rows.
+        """Returns whether the codes for one GEMM of an operand can be used in its other GEMM.
 
-        ``view`` is that of the first. Where they do not, the operand is quantized again, from the wide
-        tensor.
+        The other GEMM sums over the operand's rows. If the codes cannot be used, the operand is quantized
+        again, from the wide tensor.
+
+        Args:
+            other: the quantizer for the other GEMM.
+            view: the view of the operand in the first GEMM.
         """
         del view
         return self == other and self.has_one_scale
 
     def transpose(self, q: QTensor) -> QTensor:
-        """Returns the operand for the other GEMM, given that it ``serves``."""
+        """Returns the operand for the other GEMM; called only if ``serves`` returned True."""
         return q
 
     def makes_pair(self, x: Any, view: View, other: Quantizer | None, other_view: View) -> bool:
-        """Tells whether ``quantize_pair`` is to be asked: where one kernel does for both GEMMs."""
+        """Returns whether to call ``quantize_pair``, because one GPU kernel quantizes for both GEMMs."""
         del x, view, other, other_view
         return False
 
     def quantize_pair(
         self, x: Float[jax.Array, "*dims"], view: View, other_view: View, inf_is_nan: bool = False
     ) -> tuple[QTensor, QTensor]:
-        """Quantizes an operand for both of its GEMMs, given that it ``makes_pair``.
+        """Quantizes an operand for both of its GEMMs; called only if ``makes_pair`` returned True.
 
         Args:
-            x: as of ``quantize``.
-            view: of the first GEMM.
-            other_view: of the second.
+            x: the wide operand, as in ``quantize``.
+            view: the view of the operand in the first GEMM.
+            other_view: the view of the operand in the second GEMM.
             inf_is_nan: whether an Inf becomes a NaN.
+
+        Returns:
+            The operand for the first and for the second GEMM.
         """
         raise NotImplementedError(f"{type(self).__name__} must define quantize_pair if it makes_pair.")
 
     def trim(self, q: QTensor, view: View) -> QTensor:
-        """Returns the operand without what fills it up, to be kept for the backward pass."""
+        """Returns the operand without its padding, to be kept for the backward pass."""
         del view
         return q
 
     def fill(self, q: QTensor, view: View) -> QTensor:
-        """Returns what ``trim`` was given."""
+        """Returns the operand with the padding that ``trim`` removed."""
         del view
         return q
 
@@ -183,12 +192,12 @@ class Quantizer:
         return q
 
     def unpack(self, q: QTensor, view: View) -> QTensor:
-        """Returns what ``pack`` was given."""
+        """Returns the operand that ``pack`` was called with."""
         del view
         return q
 
     def shardings(self, sharding: NamedSharding, view: View) -> QTensor:
-        """Returns how codes and scales are sharded, of a trimmed operand that was sharded like this."""
+        """Returns how codes and scales are sharded, for a trimmed operand with the given sharding."""
         del view
         whole = NamedSharding(sharding.mesh, PartitionSpec())
         return QTensor(whole if self.scales_along_contraction else sharding, whole, self)
@@ -199,7 +208,7 @@ class Quantizer:
         return None
 
     def as_blocks(self, q: QTensor, rows: int, columns: int) -> QTensor | None:
-        """Returns the same values with a float32 scale per so many rows and columns, or None."""
+        """Returns the same values with a float32 scale per block of ``rows`` × ``columns``, or None."""
         del q, rows, columns
         return None
 
@@ -213,12 +222,14 @@ def wide_codes(q: QTensor, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DelayedQuantizer(Quantizer):
-    """One scale per tensor, from the amaxes of past steps, which the layer keeps as its scaling state.
+    """Quantizer with one scale per tensor, taken from the amaxes of past steps.
+
+    The layer keeps the scale and the history as its scaling state.
 
     Attributes:
         dtype: FP8 dtype of the codes.
         margin: headroom in powers of two, 0 to 16.
-        amax_history_len: number of past steps that are remembered, 1 or more.
+        amax_history_len: number of past steps in the history, 1 or more.
         amax_compute_algo: ``"max"`` of the history (bounded, see ``DelayedScaling``), or its
             ``"most_recent"`` entry.
         use_power_2_scales: whether the scale is rounded up to a power of two.
@@ -260,7 +271,7 @@ class DelayedQuantizer(Quantizer):
         view: View,
         delayed_scale: Float32[jax.Array, "*scale"] | None = None,
     ) -> QTensor:
-        """Quantizes with the scale that is given."""
+        """Quantizes an operand with the given scale."""
         del view
         assert delayed_scale is not None
         scale = delayed_scale.reshape(())
@@ -269,19 +280,19 @@ class DelayedQuantizer(Quantizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurrentQuantizer(Quantizer):
-    """Scales from the tensor itself: one, or one per slice along the contraction.
+    """Quantizer with scales from the tensor itself: one per tensor, or one per slice.
 
     Attributes:
         dtype: FP8 dtype of the codes.
         granularity: ``"tensorwise"`` for one scale; ``"axiswise"`` for one per row of the left operand, or
-            column of the right one, along the contraction.
+            per column of the right one, along the contraction.
         use_power_2_scales: whether scales are rounded up to powers of two.
-        amax_epsilon: what a smaller amax counts as, so that scales are never less than those of it.
+        amax_epsilon: lower bound of the amax; a smaller amax counts as this value.
 
     Raises:
         TypeError: a field has the wrong type.
-        ValueError: ``granularity`` is none of the two words, or ``amax_epsilon`` is neither 0 nor a normal,
-            positive float32.
+        ValueError: ``granularity`` is not one of the two words, or ``amax_epsilon`` is neither 0 nor a
+            normal, positive float32.
 
     Example:
         >>> import fp8flax as fp8
@@ -306,17 +317,17 @@ class CurrentQuantizer(Quantizer):
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether there is one scale per tensor, and not one per slice."""
+        """Returns whether there is one scale per tensor instead of one per slice."""
         return self.granularity == "tensorwise"
 
     @property
     def strategy(self) -> str:
-        """How inference servers call it."""
+        """Returns the name of the scales in inference servers; see ``Quantizer``."""
         return "tensor" if self.has_one_scale else "channel"
 
     @property
     def quantization_bytes(self) -> float:
-        """As of ``Quantizer``."""
+        """Returns the bytes that quantizing moves; see ``Quantizer``."""
         return 6.8 if self.has_one_scale else 18.0
 
     def quantize(
@@ -325,7 +336,7 @@ class CurrentQuantizer(Quantizer):
         view: View,
         delayed_scale: Float32[jax.Array, "*scale"] | None = None,
     ) -> QTensor:
-        """Quantizes with scales from the largest magnitudes of ``x``."""
+        """Quantizes an operand with scales from the largest magnitudes of ``x``."""
         del delayed_scale
         amax = finite_amax(x, None if self.has_one_scale else view.contract)
         if self.amax_epsilon:
@@ -336,19 +347,21 @@ class CurrentQuantizer(Quantizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockQuantizer(Quantizer):
-    """One scale per block of the tensor itself, the operand seen as a matrix.
+    """Quantizer with one scale per block of the tensor, seen as a matrix.
 
-    The free dimensions of the operand are its rows; the contracted ones, flattened in their order, its
-    columns. Sizes that the block does not divide are filled up with zeros at the end.
+    The rows of the matrix are the free dimensions of the operand; its columns are the contracted
+    dimensions, flattened in their order. Sizes that are not multiples of the block are filled up with zeros
+    at the end.
 
     Attributes:
         dtype: FP8 dtype of the codes.
         block: ``(rows, columns)`` of a block, such as ``(1, 32)``, ``(1, 128)`` or ``(128, 128)``; the
             columns run along the contraction.
-        scale: ``"e8m0"``, one byte per scale, a power of two; or float32 scales, either a
-            ``"power_of_two"`` or exact (``"float32"``).
-        scale_rounding: of powers of two: ``"up"``, so that nothing saturates, or ``"floor"``, the rule of
-            the MX specification (``"e8m0"`` only), where the largest values of a block may saturate.
+        scale: ``"e8m0"`` for a power of two in one byte, ``"power_of_two"`` for a power of two in float32,
+            or ``"float32"`` for an exact float32 scale.
+        scale_rounding: rounding of powers of two: ``"up"``, so that nothing saturates, or ``"floor"``, the
+            rule of the MX specification (``"e8m0"`` only), by which the largest values of a block may
+            saturate.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -384,22 +397,22 @@ class BlockQuantizer(Quantizer):
 
     @property
     def scale_dtype(self) -> np.dtype:
-        """One byte, or float32."""
+        """Returns the dtype of the scales: E8M0 (one byte) or float32."""
         return np.dtype(jnp.float8_e8m0fnu if self.scale == "e8m0" else np.float32)
 
     @property
     def is_exact_in_bfloat16(self) -> bool:
-        """Whether the scales are powers of two."""
+        """Returns whether the scales are powers of two."""
         return self.scale != "float32"
 
     @property
     def strategy(self) -> str | None:
-        """How inference servers call it."""
+        """Returns the name of the scales in inference servers; see ``Quantizer``."""
         return "block" if self.block == (128, 128) else None
 
     @property
     def scale_columns(self) -> int | None:
-        """Those of a block, where scales are float32."""
+        """Returns the number of columns of a block, or None for E8M0 scales."""
         return None if self.scale == "e8m0" else self.block[1]
 
     def quantize(
@@ -408,7 +421,7 @@ class BlockQuantizer(Quantizer):
         view: View,
         delayed_scale: Float32[jax.Array, "*scale"] | None = None,
     ) -> QTensor:
-        """Quantizes with scales from the largest magnitudes of each block."""
+        """Quantizes an operand with scales from the largest magnitudes of each block."""
         del delayed_scale
         padded = self._filled(view.to_matrix(x), view)
         blocks = self._blocks(padded, view)
@@ -427,7 +440,7 @@ class BlockQuantizer(Quantizer):
         return QTensor(codes.reshape(padded.shape), scale.reshape(self._scale_shape(view)), self)
 
     def makes_pair(self, x: Any, view: View, other: Quantizer | None, other_view: View) -> bool:
-        """Tells whether there is a kernel, and the other GEMM sums over this one's rows."""
+        """Returns whether there is a GPU kernel, and the other GEMM sums over this one's rows."""
         swapped = other_view.batch, other_view.contract, other_view.free
         return (
             self == other
@@ -442,7 +455,7 @@ class BlockQuantizer(Quantizer):
     def quantize_pair(
         self, x: Float[jax.Array, "*dims"], view: View, other_view: View, inf_is_nan: bool = False
     ) -> tuple[QTensor, QTensor]:
-        """Quantizes with the kernel, as a whole or each device its part; elsewhere as ``quantize`` does."""
+        """Quantizes by the GPU kernel, on each device its shard; without it as ``quantize`` does."""
         if list(view.order) != sorted(view.order):  # the other is the matrix that is there
             pair = self.quantize_pair(x, other_view, view, inf_is_nan=inf_is_nan)
             return pair[1], pair[0]
@@ -465,7 +478,7 @@ class BlockQuantizer(Quantizer):
         return first, second
 
     def dequantize(self, q: QTensor, view: View, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
-        """Returns the operand without what fills up its last blocks."""
+        """Returns the operand without the padding of its last blocks."""
         values = wide_codes(q, dtype)
         blocks = self._blocks(values, view)
         is_e8m0 = q.scale.dtype == jnp.float8_e8m0fnu
@@ -474,13 +487,13 @@ class BlockQuantizer(Quantizer):
         return view.from_matrix(self._cut(blocks.reshape(values.shape), view)).astype(dtype)
 
     def serves(self, other: Quantizer | None, view: View) -> bool:
-        """Tells whether blocks are square, and the other GEMM flattens what is summed over as this one."""
+        """Returns whether blocks are square and both GEMMs flatten the contraction in one order."""
         # It does so in ascending order.
         is_square = self.block[0] == self.block[1]
         return self == other and is_square and list(view.contract) == sorted(view.contract)
 
     def transpose(self, q: QTensor) -> QTensor:
-        """Swaps rows and columns."""
+        """Swaps rows and columns of codes and scales."""
         return QTensor(jnp.swapaxes(q.codes, 1, 2), jnp.swapaxes(q.scale, 1, 2), self)
 
     def trim(self, q: QTensor, view: View) -> QTensor:
@@ -488,19 +501,22 @@ class BlockQuantizer(Quantizer):
         return dataclasses.replace(q, codes=self._cut(q.codes, view))
 
     def fill(self, q: QTensor, view: View) -> QTensor:
-        """Fills up the last blocks with zeros, which no amax sees and no sum."""
+        """Fills up the last blocks with zeros, which change no amax and no sum."""
         return dataclasses.replace(q, codes=self._filled(q.codes, view))
 
     def pack(self, q: QTensor, view: View) -> QTensor:
-        """Returns the codes in the operand's own shape; scales per block as they are."""
+        """Returns the codes in the operand's own shape, with the scales per block unchanged."""
         return dataclasses.replace(q, codes=view.from_matrix(self._cut(q.codes, view)))
 
     def unpack(self, q: QTensor, view: View) -> QTensor:
-        """Returns the matrix, its last blocks filled up."""
+        """Returns the matrix with its last blocks filled up."""
         return self.fill(dataclasses.replace(q, codes=view.to_matrix(q.codes)), view)
 
     def shardings(self, sharding: NamedSharding, view: View) -> QTensor:
-        """Dimensions that are flattened together can only be sharded by the first of them."""
+        """Returns the shardings of codes and scales.
+
+        If several dimensions are flattened into one, only the first of them can stay sharded.
+        """
         spec = []
         for dims, size in zip((view.batch, view.free, view.contract), view.matrix_shape):
             names = [sharding.spec[i] for i in dims]
@@ -512,7 +528,7 @@ class BlockQuantizer(Quantizer):
         return QTensor(NamedSharding(sharding.mesh, PartitionSpec(*spec)), whole, self)
 
     def as_mx(self, q: QTensor) -> QTensor | None:
-        """Repeats the scales of larger blocks, where they are powers of two."""
+        """Repeats the scales of larger blocks, if they are powers of two; otherwise returns None."""
         height, width = self.block
         if not self.is_exact_in_bfloat16 or width % MX_COLUMNS:
             return None
@@ -525,7 +541,7 @@ class BlockQuantizer(Quantizer):
         return dataclasses.replace(q, scale=lax.bitcast_convert_type(codes, jnp.float8_e8m0fnu))
 
     def as_blocks(self, q: QTensor, rows: int, columns: int) -> QTensor | None:
-        """Repeats the scales of blocks of more rows, where they are so wide and float32."""
+        """Repeats float32 scales of blocks with more rows, if the widths agree; otherwise returns None."""
         if self.scale_columns != columns or self.block[0] % rows:
             return None
         return dataclasses.replace(q, scale=jnp.repeat(q.scale, self.block[0] // rows, axis=1))

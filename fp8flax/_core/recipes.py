@@ -42,19 +42,23 @@ def _check_ocp_format(value: Any, recipe: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accumulation:
-    """How the FP8 units of an NVIDIA GPU add up the products, for each of the three GEMMs.
+    """Accumulation of the products in each of the three GEMMs, on the FP8 units of an NVIDIA GPU.
 
-    * ``"fast"``: in the tensor core's own accumulators, which keep about 14 bits on Hopper;
-    * ``"exact"``: partial sums are promoted to float32 as the contraction goes on (Transformer Engine's
-      *split accumulator*);
-    * ``"default"``: nothing is asked for, so XLA may use a kernel of its own that needs no transposed
-      copies of the operands, and accumulates as that kernel does.
+    * ``"fast"``: in the tensor core's own accumulators, which keep about 14 bits on Hopper.
+    * ``"exact"``: partial sums are promoted to float32 during the contraction (Transformer Engine's *split
+      accumulator*).
+    * ``"default"``: no request. XLA may use a GPU kernel of its own, which needs no transposed copies of
+      the operands, and accumulates as that GPU kernel does.
 
-    The first two ask for cublasLt, which takes sizes that are multiples of 16; a GEMM with another size
-    runs as ``"default"``, and so does e5m2 times e5m2, which cublasLt does not know. On Hopper ``"fast"``
-    GEMMs of a frozen kernel and up to 256 rows, as in decoding, are ``"default"``, too: the transposed copy
-    of the kernel would take longer. Where FP8 is emulated, and where scales are per block, everything
-    accumulates in float32.
+    ``"fast"`` and ``"exact"`` ask for cublasLt, which takes sizes that are multiples of 16. These GEMMs run
+    as ``"default"`` instead:
+
+    * a GEMM with a size that is not a multiple of 16
+    * e5m2 times e5m2, which cublasLt does not have
+    * on Hopper, ``"fast"`` GEMMs of a frozen kernel and up to 256 rows, as in decoding, because the
+      transposed copy of the kernel would take longer
+
+    Everything accumulates in float32 if FP8 is emulated, and if scales are per block.
 
     Attributes:
         forward: for the forward GEMM.
@@ -62,7 +66,7 @@ class Accumulation:
         wgrad: for the GEMM of the kernel's cotangent.
 
     Raises:
-        ValueError: a field is none of the three words.
+        ValueError: a field is not one of the three words.
 
     Example:
         >>> import fp8flax as fp8
@@ -90,26 +94,24 @@ def _check_accumulation(value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmRecipe:
-    """How the two operands of one GEMM are quantized; ``None`` leaves an operand as it is.
+    """Quantizers of the two operands of one GEMM; ``None`` leaves an operand wide.
 
-    A GEMM with an operand that stays wide runs in the wider dtype, the other operand being dequantized:
-    no unit multiplies FP8 by bfloat16.
+    A GEMM with a wide operand runs in the wider dtype, because no unit multiplies FP8 by bfloat16. Its
+    other operand is then dequantized.
 
     Attributes:
-        lhs: of the left operand: the input forward and in wgrad, the output gradient in dgrad.
-        rhs: of the right operand: the kernel forward and in dgrad, the output gradient in wgrad.
-        accumulation: see ``Accumulation``; for scales per tensor or slice.
+        lhs: quantizer of the left operand: the input in forward and wgrad, the output gradient in dgrad.
+        rhs: quantizer of the right operand: the kernel in forward and dgrad, the output gradient in wgrad.
+        accumulation: one of the words of ``Accumulation``; it has an effect for scales per tensor or slice.
 
     Raises:
-        TypeError: an operand's field is neither a quantizer nor None.
-        ValueError: ``accumulation`` is none of the three words.
+        TypeError: ``lhs`` or ``rhs`` is neither a quantizer nor None.
+        ValueError: ``accumulation`` is not one of the three words.
 
     Example:
         >>> import fp8flax as fp8
         >>> fp8.GemmRecipe().lhs is None  # a GEMM in the dtype of its operands
         True
-
-    Source: none.
     """
 
     lhs: Quantizer | None = None
@@ -128,12 +130,12 @@ class GemmRecipe:
 
 
 class Recipe:
-    """What an FP8 op takes as ``recipe``: the base of all recipe classes.
+    """Base class of all recipes, which say how an FP8 op scales its tensors.
 
-    A class of your own is a frozen dataclass with the property ``gemms``, which returns the recipe in the
-    parts that a ``CustomRecipe`` is made of. What is compiled for a recipe goes on as it is when the recipe
-    changes, so a recipe that can be changed is refused: one that is no frozen dataclass, has a field that
-    cannot be hashed, such as a list, or whose class adds attributes without being such a dataclass itself.
+    To write a recipe of your own, derive a frozen dataclass with the property ``gemms``, which returns a
+    ``CustomRecipe``. Functions are compiled for a recipe as it is, so a recipe that can change raises
+    ``TypeError``. That is a class which is not a frozen dataclass, which has a field that cannot be hashed
+    (such as a list), or which adds attributes to a recipe without being a frozen dataclass itself.
 
     Example:
         >>> import dataclasses, fp8flax as fp8
@@ -147,18 +149,16 @@ class Recipe:
         ...         return fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=quantizer, rhs=quantizer))
         >>> fp8.Fp8DotGeneralOp(recipe=WideBackward()).recipe.block
         (1, 32)
-
-    Source: none.
     """
 
     @property
     def gemms(self) -> CustomRecipe:
-        """The recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
+        """Returns the recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
         raise NotImplementedError(f"{type(self).__name__} must define the property gemms: a CustomRecipe.")
 
     @property
     def shares_inputs(self) -> bool:
-        """Whether ops that take the same array cast it with one scale, see ``DelayedScaling``."""
+        """Returns whether ops that take the same array cast it with one scale; see ``DelayedScaling``."""
         return False
 
 
@@ -179,9 +179,9 @@ def _gemms(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomRecipe(Recipe):
-    """A recipe of your own: any quantizer for either operand of each GEMM.
+    """Recipe of your own, with any quantizer for each operand of each GEMM.
 
-    The easy way is to start from the parts of another recipe, its ``gemms``.
+    Start from the parts of another recipe, its ``gemms``, and replace some.
 
     Attributes:
         forward: input times kernel.
@@ -190,15 +190,13 @@ class CustomRecipe(Recipe):
 
     Raises:
         TypeError: a field is not a ``GemmRecipe``.
-        ValueError: a tensor has two different delayed quantizers; there is one scaling state for each.
+        ValueError: a tensor has two different delayed quantizers, although it has one scaling state.
 
     Example:
         >>> import dataclasses, fp8flax as fp8
         >>> recipe = dataclasses.replace(fp8.MXFP8BlockScaling().gemms, wgrad=fp8.GemmRecipe())
         >>> recipe.wgrad.lhs is None  # wgrad stays in the dtype of the layer
         True
-
-    Source: none.
     """
 
     forward: GemmRecipe = GemmRecipe()
@@ -222,7 +220,7 @@ class CustomRecipe(Recipe):
 
     @property
     def gemms(self) -> CustomRecipe:
-        """The recipe itself."""
+        """Returns the recipe itself."""
         return self
 
     def _uses(self) -> dict[str, tuple[str, str]]:
@@ -237,18 +235,18 @@ class CustomRecipe(Recipe):
         return operator.attrgetter(operand)(self)
 
     def of_role(self, role: str) -> tuple[Quantizer | None, Quantizer | None]:
-        """Returns how a tensor is quantized for the first and for the second of its two GEMMs."""
+        """Returns the quantizers of a tensor for its first and its second GEMM."""
         first, second = self._uses()[role]
         return self._quantizer(first), self._quantizer(second)
 
     @property
     def quantizers(self) -> tuple[Quantizer | None, ...]:
-        """Those of all six operands."""
+        """Returns the quantizers of all six operands, GEMM by GEMM."""
         return tuple(q for gemm in (self.forward, self.dgrad, self.wgrad) for q in (gemm.lhs, gemm.rhs))
 
     @property
     def delayed(self) -> dict[str, DelayedQuantizer]:
-        """For each role that needs scaling state (``input``, ``kernel``, ``output_grad``) its quantizer."""
+        """Returns the quantizer of each role (``input``, ``kernel``, ``output_grad``) that needs state."""
         of = {
             role: [q for q in self.of_role(role) if q is not None and q.needs_state]
             for role in self._uses()
@@ -258,28 +256,29 @@ class CustomRecipe(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """Scales from the amaxes of past steps, one per tensor.
+    """Recipe with one scale per tensor, taken from the amaxes of past steps.
 
-    The scale of a step is ``max(amax_history) * 2**margin / fp8_max``; the step's own amax then enters
-    the history. No pass over the tensor is needed before it is cast.
+    The scale of a step is ``max(amax_history) * 2**margin / fp8_max``; then the step's own amax enters the
+    history. The tensor needs no extra pass before it is cast.
 
-    In Flax and Transformer Engine one outlier flushes all other data to zero for as long as the history
-    remembers it. Here the maximum counts for no more than 448 times the second largest of the 16 newest
-    amaxes in e4m3fn (480 times in e4m3fnuz, more than 1e7 times in e5m2): ordinary data then keep the
-    precision of FP8 down to 1/64 of their amax, and what is above the bound saturates. Up to the bound
-    the scale is that of Flax, bit for bit. The history always is, so checkpoints pass both ways, and a run
-    that an outlier has spoilt recovers when it goes on here.
+    In Flax and Transformer Engine one outlier flushes all other data to zero for as long as it stays in the
+    history. Here the maximum is bounded: in e4m3fn it counts for at most 448 times the second largest of
+    the 16 newest amaxes. The factor is 480 in e4m3fnuz, and more than 1e7 in e5m2. Ordinary data then keep
+    the precision of FP8 down to 1/64 of their amax, and values above the bound saturate.
+
+    Below the bound the scale equals that of Flax, bit for bit. The history always does, so checkpoints pass
+    both ways. A run that an outlier has spoilt recovers when it continues here.
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.
         margin: headroom in powers of two between the amax and the largest FP8 value, 0 to 16.
-        amax_history_len: number of past steps that are remembered, 1 or more.
+        amax_history_len: number of past steps in the history, 1 or more.
         amax_compute_algo: ``"max"`` of the history (bounded, see above), or its ``"most_recent"`` entry.
         use_power_2_scales: whether scales are rounded up to powers of two.
-        shared_inputs: whether Linen ops that take the same array, one after the other (query, key and
-            value; gate and up), cast it with the scale of the first of them. It is then cast, and
-            transposed, once. Each keeps a state of its own; where those are equal, as they are when the
-            layers have always seen the same arrays, no bit changes.
+        shared_inputs: whether Linen ops that take the same array one after the other (query, key and value;
+            gate and up) cast it with the scale of the first op. The array is then cast, and transposed,
+            once. Each op keeps its own state. No bit changes if these states are equal, as they are if the
+            layers have always seen the same arrays.
         accumulation: how each of the three GEMMs accumulates on a GPU.
 
     Raises:
@@ -310,7 +309,7 @@ class DelayedScaling(Recipe):
 
     @property
     def shares_inputs(self) -> bool:
-        """As ``shared_inputs`` says."""
+        """Returns the field ``shared_inputs``; see the class."""
         return self.shared_inputs
 
     def _quantizer(self, dtype: np.dtype) -> DelayedQuantizer:
@@ -324,7 +323,7 @@ class DelayedScaling(Recipe):
 
     @property
     def gemms(self) -> CustomRecipe:
-        """The recipe in parts."""
+        """Returns the recipe in parts, with the same delayed quantizers in each GEMM."""
         x = self._quantizer(self.fp8_format.forward_dtype)
         g = self._quantizer(self.fp8_format.backward_dtype)
         return _gemms(self.accumulation, (x, x), (g, x), (x, g))
@@ -332,19 +331,19 @@ class DelayedScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
-    """Scales from the tensors themselves, one per tensor or one per slice along the contraction.
+    """Recipe with scales from the current tensors, one per tensor or one per slice.
 
-    Nothing is remembered from step to step, so there is no state; the price is a pass over each tensor for
-    its amax before it is cast. With one scale per slice the input and the output gradient are quantized
-    once for each of their two GEMMs, from the wide tensor, and so is the kernel.
+    There is no scaling state. Each tensor needs an extra pass for its amax before it is cast. With one
+    scale per slice, inputs, kernels and output gradients are quantized once for each of their two GEMMs,
+    from the wide tensor.
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.
-        granularity: ``"tensorwise"``, or ``"axiswise"``: one scale per row of the left operand and column
-            of the right one, so that an outlier spoils its own row only.
+        granularity: ``"tensorwise"``, or ``"axiswise"`` for one scale per row of the left operand and per
+            column of the right one. An outlier then spoils its own row only.
         use_power_2_scales: whether scales are rounded up to powers of two.
         high_precision_wgrad: whether the gradient of the kernel is computed in the dtype of the layer. The
-            input is then kept for the backward pass as it is.
+            input is then kept unquantized for the backward pass.
         accumulation: how each of the three GEMMs accumulates on a GPU.
 
     Raises:
@@ -356,7 +355,7 @@ class Float8CurrentScaling(Recipe):
         >>> fp8.Float8CurrentScaling(granularity="axiswise", high_precision_wgrad=True).gemms.wgrad.lhs
 
     Source: Transformer Engine, ``Float8CurrentScaling``, which has neither ``granularity`` nor
-    ``high_precision_wgrad``. (torchao's recipes differ from all of these: see ``torchao_recipe``.)
+    ``high_precision_wgrad``. (For torchao's recipes see ``torchao_recipe``.)
     """
 
     fp8_format: Format = Format.HYBRID
@@ -378,7 +377,7 @@ class Float8CurrentScaling(Recipe):
 
     @property
     def gemms(self) -> CustomRecipe:
-        """The recipe in parts."""
+        """Returns the recipe in parts, with current quantizers in each GEMM."""
         x = self._quantizer(self.fp8_format.forward_dtype)
         g = self._quantizer(self.fp8_format.backward_dtype)
         wgrad = (None, None) if self.high_precision_wgrad else (x, g)
@@ -391,27 +390,32 @@ _TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 def torchao_recipe(name: str) -> CustomRecipe:
     """Returns one of torchao's three recipes for float8 training, by torchao's name.
 
-    All scale by the tensors themselves, an amax below 1e-12 counting as that, and accumulate fast forward
-    alone.
+    All three recipes take scales from the current tensors, count an amax below 1e-12 as 1e-12, and
+    accumulate fast in the forward GEMM only.
 
-    * ``"tensorwise"``: one float32 scale per tensor; e4m3, the output gradient e5m2.
-    * ``"rowwise"``: one scale per row of the left operand and column of the right, along the contraction of
-      each GEMM, rounded up to a power of two (torchao's scale is the reciprocal, and rounded down). All
-      e4m3, gradients too.
-    * ``"rowwise_with_gw_hp"``: forward as ``"rowwise"``; in dgrad the kernel has one scale, a power of two
-      as well; wgrad is computed in the dtype of the layer.
+    * ``"tensorwise"``: one float32 scale per tensor; e4m3, with e5m2 for the output gradient.
+    * ``"rowwise"``: one scale per row of the left operand and per column of the right one, along the
+      contraction of each GEMM, rounded up to a power of two. (torchao's scale is the reciprocal, rounded
+      down.) All tensors are e4m3, also gradients.
+    * ``"rowwise_with_gw_hp"``: forward as ``"rowwise"``. In dgrad the kernel has one scale, also a power of
+      two. wgrad is computed in the dtype of the layer.
 
-    Codes and scales are torchao's, bit for bit, but for this. A float32 value that in ``"tensorwise"`` lies
-    between two codes, to its last bit, can be rounded the other way, since torchao multiplies by the
-    reciprocal. In float32 torchao's powers of two come from a rounded logarithm, so that the largest value
-    may saturate where the amax is a few units in the last place above a power of two times 448. And a NaN
-    or an Inf does what it does under every recipe here.
+    Codes and scales are torchao's, bit for bit, with three exceptions:
+
+    * A float32 value that lies exactly between two codes can be rounded the other way in ``"tensorwise"``,
+      because torchao multiplies by the reciprocal.
+    * In float32 torchao computes powers of two from a rounded logarithm. There the largest value may
+      saturate if the amax is a few units in the last place above a power of two times 448.
+    * A NaN or an Inf has the effect that it has under every recipe of this package.
 
     Args:
         name: ``"tensorwise"``, ``"rowwise"`` or ``"rowwise_with_gw_hp"``.
 
+    Returns:
+        A ``CustomRecipe``.
+
     Raises:
-        ValueError: ``name`` is none of the three.
+        ValueError: ``name`` is not one of the three names.
 
     Example:
         >>> import fp8flax as fp8
@@ -435,20 +439,21 @@ def torchao_recipe(name: str) -> CustomRecipe:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFP8BlockScaling(Recipe):
-    """MXFP8: each 32 values along the contraction share a scale, a power of two in one byte (E8M0).
+    """MXFP8 recipe: 32 values along the contraction share a scale, a power of two in one byte (E8M0).
 
-    There is no state. Every tensor is quantized once for each of its two GEMMs, from the wide tensor.
-    Blackwell multiplies MXFP8 in hardware; on a Hopper GPU, which has no unit for it, the same FP8 values
-    are multiplied in bfloat16, which holds them exactly.
+    There is no scaling state. Every tensor is quantized once for each of its two GEMMs, from the wide
+    tensor. Blackwell multiplies MXFP8 in hardware. A Hopper GPU has no unit for it: the same FP8 values are
+    multiplied in bfloat16, which holds them exactly.
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass. (Blackwell does not multiply e5m2 by e5m2.)
         scale_rounding: ``"up"``, so that no value saturates, as in Transformer Engine; or ``"floor"``, the
-            rule of the MX specification, where values above 7/8 of the next power of two do (in e4m3).
+            rule of the MX specification. With ``"floor"``, in e4m3, values above 7/8 of the next power of
+            two saturate.
 
     Raises:
         TypeError: ``fp8_format`` is not a ``Format``.
-        ValueError: ``scale_rounding`` is none of the two words, or ``fp8_format`` is a FNUZ one.
+        ValueError: ``scale_rounding`` is not one of the two words, or ``fp8_format`` is a FNUZ one.
 
     Example:
         >>> import fp8flax as fp8
@@ -467,7 +472,7 @@ class MXFP8BlockScaling(Recipe):
 
     @property
     def gemms(self) -> CustomRecipe:
-        """The recipe in parts."""
+        """Returns the recipe in parts, with 1×32 blocks in each GEMM."""
         x, g = (
             BlockQuantizer(dtype=dtype, block=(1, 32), scale="e8m0", scale_rounding=self.scale_rounding)
             for dtype in (self.fp8_format.forward_dtype, self.fp8_format.backward_dtype)
@@ -479,15 +484,16 @@ class MXFP8BlockScaling(Recipe):
 class Float8BlockScaling(Recipe):
     """DeepSeek-V3's recipe: a scale per 1×128 values of inputs and gradients, per 128×128 of the kernel.
 
-    There is no state. Inputs and output gradients are quantized once for each of their two GEMMs, from
-    the wide tensor. A kernel's blocks are the same for both of its GEMMs, unless the contraction is over
-    several of its dimensions in another order than they have: then it, too, is quantized twice. The scales
-    differ along the contraction, so they are applied inside it.
+    There is no scaling state. Inputs and output gradients are quantized once for each of their two GEMMs,
+    from the wide tensor. A kernel has the same blocks in both of its GEMMs and is quantized once. The
+    exception is a contraction over several of its dimensions in another order than the kernel has them;
+    then the kernel is quantized twice, too. The scales differ along the contraction, so they are applied
+    inside the GEMM.
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.
-        use_f32_scales: float32 scales, which use all of the FP8 range; otherwise powers of two, which every
-            device multiplies faster.
+        use_f32_scales: whether scales are float32, which use the full range of FP8. Otherwise they are
+            powers of two, which every device multiplies faster.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -512,7 +518,7 @@ class Float8BlockScaling(Recipe):
 
     @property
     def gemms(self) -> CustomRecipe:
-        """The recipe in parts."""
+        """Returns the recipe in parts, with blocks of 128 columns in each GEMM."""
         scale = "float32" if self.use_f32_scales else "power_of_two"
         x = BlockQuantizer(dtype=self.fp8_format.forward_dtype, block=(1, 128), scale=scale)
         w = dataclasses.replace(x, block=(128, 128))

@@ -79,48 +79,51 @@ _NAMES = ("gate", "up", "down")
 
 
 class MLP(nn.Module):
-    """A dense layer, an activation, and a dense layer, in FP8; gated or not.
+    """Feed-forward block of two or three dense layers, whose activations are cast to FP8 at once.
 
-    It has the parameters, the scaling state and, but for rounding, the values of three (two, if it is not
-    gated) ``nn.Dense`` with ``dot_general_cls=Fp8DotGeneralOp``::
+    The block has the parameters and the scaling state of two ``nn.Dense``, or three if it is gated, with
+    ``dot_general_cls=Fp8DotGeneralOp``. It also computes their values, up to rounding::
 
         up, gate, down = (nn.Dense(n, name=…) for n in (hidden, hidden, features))
-        down(activation(gate(x)) * up(x))  # gated
-        down(activation(up(x)))  # else
+        down(activation(gate(x)) * up(x))  # gated=True
+        down(activation(up(x)))  # gated=False
 
-    What the activation makes, and the gradient of what it takes, exist in FP8 alone: they are computed in
-    float32 and cast at once, in both orders that Hopper's GEMMs read, by one kernel that finds the amax.
-    For the backward pass the results of ``gate`` and ``up`` are kept, and the cast activation.
+    The output of the activation, and the gradient of its input, exist in FP8 only. One GPU kernel computes
+    them in float32, finds their amax, and casts them in both orders that Hopper's GEMMs read. The backward
+    pass keeps the results of ``gate`` and ``up``, and the cast activation.
 
-    It is the layers above, one after the other, where that cannot be: with other recipes than delayed
-    scaling of all six operands, in ``calibrate`` and ``statistics``, in frozen models, without FP8, in
-    float64, and on a mesh with explicit axes. XLA writes the kernel on other GPUs than Hopper's, where it
-    splits the program over several devices, for sizes that are no multiples of 64, and for
-    ``"gelu_exact"``.
+    The block computes its layers one after the other in these cases:
+
+    * a recipe other than delayed scaling of all six operands
+    * ``calibrate``, ``statistics``, and models that ``freeze`` returned
+    * FP8 turned off, float64, or a mesh with explicit axes
+
+    XLA generates the GPU kernel in these cases: GPUs other than Hopper's, a program that XLA splits over
+    several devices, sizes that are not multiples of 64, and ``"gelu_exact"``.
 
     Attributes:
-        hidden_features: of ``up`` and ``gate``.
-        features: of ``down``; None for those of the input.
+        hidden_features: number of features of ``up`` and ``gate``.
+        features: number of features of ``down``; None for that of the input.
         activation: ``"gelu"`` (the tanh approximation, as ``nn.gelu``), ``"gelu_exact"``, ``"relu"`` or
             ``"silu"``.
-        gated: whether the activation is that of ``gate``, and multiplies ``up``, which then take the input
-            with one scale, that of ``gate``.
+        gated: whether the activation is applied to ``gate`` and multiplies ``up``. Both layers then take
+            the input with one scale, that of ``gate``.
         use_bias: whether the layers have biases.
-        dtype: of the computation; None for that of input and parameters.
-        param_dtype: of the parameters.
+        dtype: dtype of the computation; None for that of input and parameters.
+        param_dtype: dtype of the parameters.
         kernel_init: initializer of the kernels.
         bias_init: initializer of the biases.
-        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
-            outside of it.
-        names: of the layers in the variables, in the order ``("gate", "up", "down")``, without the first if
-            it is not gated; None for these names. With those of a block that this one replaces, such as
-            ``("wi_0", "wi_1", "wo")`` of T5, its checkpoints fit.
+        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
+            ``DelayedScaling()`` outside of it.
+        names: names of the layers in the variables, in the order ``("gate", "up", "down")``, without the
+            first if the block is not gated. None takes these names. Give the names of the block that this
+            one replaces, such as ``("wi_0", "wi_1", "wo")`` of T5, to load its checkpoints.
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: the input is not a wide float, or a field has the wrong type.
-        ValueError: a field has a value that is not allowed, or the state another history length than the
-            recipe.
+        TypeError: the input is not bfloat16, float16, float32 or float64, or a field has the wrong type.
+        ValueError: a field has a value that is not allowed, or the history in the state has another length
+            than the recipe says.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
@@ -131,8 +134,8 @@ class MLP(nn.Module):
         >>> block.apply(variables, x).shape
         (2, 16)
 
-    Source: Shazeer, 2020, arXiv:2002.05202, for gates; the fused cast and transpose of Transformer Engine's
-    ``LayerNormMLP``.
+    Source: Shazeer, 2020, arXiv:2002.05202, for gates; Transformer Engine, ``LayerNormMLP``, for the fused
+    cast and transpose.
     """
 
     hidden_features: int
@@ -167,6 +170,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
+        """Applies the block to the last dimension of the input; see the class."""
         x = as_float_array(x, "x")
         names = self.names or _NAMES[not self.gated :]
         features = x.shape[-1] if self.features is None else self.features

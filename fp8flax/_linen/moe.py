@@ -45,40 +45,42 @@ class _Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A feed-forward layer that sends each token to a few of its experts, which multiply in FP8.
+    """Feed-forward layer that sends each token to a few of its experts, which multiply in FP8.
 
     ``out[t] = sum_e gate[t, e] * expert[e](x[t])``, where ``e`` runs over the ``top_k`` experts with the
-    largest router probabilities; the gates are these probabilities, made to sum to one. An expert is
-    ``down(activation(up(x)))``, or gated ``down(activation(gate(x)) * up(x))``. No token is dropped,
-    however many go to one expert: the rows are sorted by expert, and all experts are one ragged matmul.
+    largest router probabilities. The gates are these probabilities, normalized to sum to one. An expert is
+    ``down(activation(up(x)))``, or gated ``down(activation(gate(x)) * up(x))``. No token is dropped: the
+    rows are sorted by expert, and one ragged matmul computes all experts.
 
-    The router runs in float32. Into the collection ``"losses"``, where that is mutable, the layer writes
-    what a loss should add, or the router sends all tokens to the same experts:
+    The router runs in float32. If the collection ``"losses"`` is mutable, the layer writes two values
+    there. Add them to the loss; otherwise the router learns to send all tokens to the same experts:
 
-    * ``load_balancing``, the number of experts times the sum over experts of the share of tokens that went
-      there times the mean probability of it: 1 where all are alike. Usually added times 0.01.
-    * ``router_z``, the mean square of the logarithm of the router's sum of exponentials. Times 0.001.
+    * ``load_balancing``: ``num_experts`` times the sum over experts of (share of tokens sent to the expert)
+      times (mean probability of the expert). It is 1 if all experts are used equally. Its usual factor is
+      0.01.
+    * ``router_z``: the mean square of the logarithm of the router's sum of exponentials. Its usual factor
+      is 0.001.
 
-    A module that is called twice adds both. The state is that of ``Fp8RaggedDotOp``: a scale for each
-    expert's kernel.
+    A module that is called twice adds up the values of both calls. The scaling state is that of
+    ``Fp8RaggedDotOp``, with a scale for each expert's kernel.
 
     Attributes:
-        num_experts: how many experts there are.
-        hidden_features: width of each expert's hidden layer.
-        features: of the result; None for those of the input.
-        top_k: experts per token.
+        num_experts: number of experts.
+        hidden_features: number of features of each expert's hidden layer.
+        features: number of features of the result; None for that of the input.
+        top_k: number of experts per token.
         activation: ``"gelu"`` (the tanh approximation, as ``nn.gelu``), ``"gelu_exact"``, ``"relu"`` or
             ``"silu"``.
-        gated: whether the activation is that of a third kernel, ``gate``, and multiplies ``up``.
-        dtype: of the experts' computation and the result; None for that of input and parameters.
-        param_dtype: of the parameters.
+        gated: whether the activation is applied to a third layer, ``gate``, and multiplies ``up``.
+        dtype: dtype of the experts' computation and the result; None for that of input and parameters.
+        param_dtype: dtype of the parameters.
         kernel_init: initializer of the experts' kernels, ``(num_experts, in, out)``.
-        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
-            outside of it.
+        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
+            ``DelayedScaling()`` outside of it.
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: the input is not a wide float, or a field has the wrong type.
+        TypeError: the input is not bfloat16, float16, float32 or float64, or a field has the wrong type.
         ValueError: a field has a value that is not allowed.
 
     Example:
@@ -121,6 +123,7 @@ class MoE(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
+        """Applies the layer to the last dimension of the input; see the class."""
         x = as_float_array(x, "x")
         tokens = lax.reshape(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
         features = x.shape[-1] if self.features is None else self.features
