@@ -173,30 +173,33 @@ class _Autocast(contextlib.ContextDecorator):
 
 
 def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.AbstractContextManager[None]:
-    """Sets the recipe of the FP8 ops that were given none, for the code under it.
+    """Sets the recipe of the FP8 ops without a recipe of their own, for the code under it.
 
-    The innermost one counts. The recipe is part of what ``jax.jit`` remembers a function by: a jitted
-    function that is called under another recipe is traced again. The backward pass uses the recipe that
-    the forward pass ran under, wherever it runs. Use it in a ``with`` statement, any number of times, or as
-    a decorator of a function.
+    Use it in a ``with`` statement, any number of times, or as a decorator of a function. If several are
+    nested, the innermost counts. The recipe is part of the cache key of ``jax.jit``: a jitted function that
+    is called under another recipe is traced again. The backward pass uses the recipe of its forward pass,
+    wherever it runs.
 
-    It holds for the thread that it is entered in, not for threads that are started under it (nor in
-    ``asyncio.to_thread``): enter it there. Each asyncio task computes with its own; a task starts with that
-    of the code that creates it, and keeps it. A generator shares the context of its caller, as context
-    variables do: while it is suspended under ``autocast``, the caller is under it too, until the generator
-    leaves it or is closed; in whatever order that happens, nothing of it stays.
+    ``autocast`` holds for the thread that enters it. Threads that are started under it, also by
+    ``asyncio.to_thread``, must enter it themselves. An asyncio task starts with the recipe of the code that
+    creates it, and keeps it. A generator shares the context of its caller, as with context variables: while
+    it is suspended under ``autocast``, the caller is under it too. This ends when the generator leaves
+    ``autocast`` or is closed, in any order.
 
-    A recipe with scaling state (``DelayedScaling``) needs that state in the variables, so ``init`` the
-    model under the recipe, or use ``fp8flax.add_fp8_state`` there.
+    A recipe with scaling state (``DelayedScaling``) needs that state in the variables. Call ``init`` of the
+    model, or ``fp8flax.add_fp8_state``, under the recipe.
 
     Args:
-        enabled: False turns FP8 off: every FP8 op, also one with a recipe of its own, then multiplies in
-            the dtype of its operands and leaves its state alone.
-        recipe: for ops whose ``recipe`` is None; None for their default, ``DelayedScaling()``.
+        enabled: False turns FP8 off. Every FP8 op, also one with a recipe of its own, then multiplies in
+            the dtype of its operands and leaves its state unchanged.
+        recipe: the recipe of ops whose ``recipe`` is None. None takes their default, ``DelayedScaling()``.
+
+    Returns:
+        A context manager, which is also a decorator.
 
     Raises:
-        TypeError: ``enabled`` is not a bool; ``recipe`` is neither a frozen recipe nor None; or what is
-            decorated is a generator or coroutine function.
+        TypeError: ``enabled`` is not a bool; ``recipe`` is neither a frozen recipe nor None; or the
+            decorated function is a generator or a coroutine function.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8

@@ -16,7 +16,7 @@ compile_target = jax.make_user_context(None)
 
 
 class Fp8EmulationWarning(UserWarning):
-    """The device at hand has no units for these FP8 matmuls: the same values, and no speed."""
+    """Warning that the device has no units for FP8 matmuls: the values are the same, but not the speed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,14 +46,15 @@ def dot_general_with_precision(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> Float[jax.Array, "*output"]:
-    """``lax.dot_general`` with fast accumulation forward and exact accumulation in the two gradients.
+    """Computes ``lax.dot_general`` with fast accumulation forward and exact accumulation in both gradients.
 
     Args:
         lhs: left operand, any shape.
         rhs: right operand, any shape.
         dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
-        precision: None for ``DEFAULT`` forward and ``HIGHEST`` backward; else used for all three GEMMs.
-        preferred_element_type: dtype of the result, or None for that of the operands.
+        precision: None takes ``DEFAULT`` forward and ``HIGHEST`` backward. Another value is used for all
+            three GEMMs.
+        preferred_element_type: dtype of the result, or None for the dtype of the operands.
 
     Returns:
         The product, shaped like that of ``lax.dot_general``.

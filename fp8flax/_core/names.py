@@ -58,11 +58,12 @@ WITHOUT_UNITS = {
 """Scopes of FP8 values that nothing multiplies as FP8, on a device that has FP8 units, and the reason."""
 
 RESIDUAL_NAMES = ("fp8_input", "fp8_kernel", "fp8_scaling")
-"""The ``checkpoint_name``s of what an FP8 matmul keeps for its backward pass.
+"""The ``checkpoint_name`` of each tensor that an FP8 matmul keeps for its backward pass.
 
-They are the quantized input and the quantized kernel (FP8 codes, as uint8; the input as it is, where a
-recipe computes wgrad in high precision), and the scales and amaxes. The result of the forward GEMM is
-named ``"fp8_output"``. Policies for ``jax.checkpoint`` and ``nn.remat`` made of them::
+The names stand for the quantized input, the quantized kernel, and the scales and amaxes. Quantized tensors
+are kept as FP8 codes in uint8. The input is kept unquantized if the recipe computes wgrad in high precision.
+The result of the forward GEMM is named ``"fp8_output"``. Use the names in policies for ``jax.checkpoint``
+and ``nn.remat``::
 
     policies = jax.checkpoint_policies
     keep_fp8 = policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
@@ -71,8 +72,8 @@ named ``"fp8_output"``. Policies for ``jax.checkpoint`` and ``nn.remat`` made of
         policies.dots_saveable, policies.save_only_these_names("fp8_output")
     )
 
-Without a policy, or with one that names none of them, all are computed again from the block's inputs.
-(``dots_saveable`` alone does not see FP8 GEMMs.)
+Without a policy, or with one that has none of these names, all of these tensors are computed again from the
+inputs of the block. (``dots_saveable`` alone does not see FP8 GEMMs.)
 """
 
 KERNEL_FORWARD_NAME = "fp8_kernel_forward"

@@ -152,9 +152,9 @@ def in_qdq(
 ) -> Float[jax.Array, "*dims"]:
     """Passes a GEMM operand through FP8 with delayed scaling.
 
-    The scale used comes from ``amax_history`` as given. The "gradients" of ``scale`` and
-    ``amax_history`` are their next values: the scale used, and the history with the amax of ``inp`` in
-    it. The gradient of ``inp`` is the incoming cotangent (straight-through).
+    The scale is computed from ``amax_history`` as given. The "gradients" of ``scale`` and ``amax_history``
+    are their next values: the scale used, and the history with the amax of ``inp`` in it. The gradient of
+    ``inp`` is the incoming cotangent (straight-through).
 
     Args:
         compute_dtype: dtype of the scaling arithmetic; see ``quantize``.
@@ -167,8 +167,8 @@ def in_qdq(
         Array of ``inp``'s shape and dtype.
 
     Raises:
-        TypeError: a dtype is not of the kind above.
-        ValueError: ``scale`` or ``amax_history`` has another shape.
+        TypeError: an argument has another dtype than those above.
+        ValueError: ``scale`` or ``amax_history`` has another shape than those above.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
@@ -191,9 +191,9 @@ def out_qdq(
     scale: Shaped[ArrayLike, "*scale"],
     amax_history: Shaped[ArrayLike, " length"],
 ) -> Float[jax.Array, "*dims"]:
-    """Returns ``out`` as it is, and passes its *cotangent* through FP8 with delayed scaling.
+    """Returns ``out`` unchanged, and passes its *cotangent* through FP8 with delayed scaling.
 
-    The "gradients" of ``scale`` and ``amax_history`` are their next values, from the cotangent.
+    The "gradients" of ``scale`` and ``amax_history`` are their next values, computed from the cotangent.
 
     Args:
         compute_dtype: dtype of the scaling arithmetic; see ``quantize``.
@@ -206,8 +206,8 @@ def out_qdq(
         ``out``.
 
     Raises:
-        TypeError: a dtype is not of the kind above.
-        ValueError: ``scale`` or ``amax_history`` has another shape.
+        TypeError: an argument has another dtype than those above.
+        ValueError: ``scale`` or ``amax_history`` has another shape than those above.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
@@ -231,7 +231,7 @@ def in_q(
 ) -> tuple[Float[jax.Array, "*dims"], Float32[jax.Array, "*scale"]]:
     """Quantizes a GEMM operand with delayed scaling and returns ``(q, scale used)``.
 
-    Like ``in_qdq`` without the way back: ``q`` is FP8, and no gradient reaches ``inp`` through it. The
+    It quantizes as ``in_qdq`` does, but ``q`` stays FP8, and no gradient reaches ``inp`` through it. The
     "gradients" of ``scale`` and ``amax_history`` are their next values.
 
     Args:
@@ -245,8 +245,8 @@ def in_q(
         ``q`` of ``inp``'s shape in ``q_dtype``, and the scale in float32, of the shape of ``scale``.
 
     Raises:
-        TypeError: a dtype is not of the kind above.
-        ValueError: ``scale`` or ``amax_history`` has another shape.
+        TypeError: an argument has another dtype than those above.
+        ValueError: ``scale`` or ``amax_history`` has another shape than those above.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -267,19 +267,19 @@ def out_dq(
 ) -> Float[jax.Array, "*dims"]:
     """Rescales the result of an FP8 GEMM: ``out * (lhs_scale * rhs_scale)``.
 
-    The cotangent passes to ``out`` unchanged: the backward GEMMs bring scales of their own.
+    The cotangent passes to ``out`` unchanged, because the backward GEMMs apply their own scales.
 
     Args:
         dq_type: floating-point dtype of the result.
         lhs_scale: scalar or shape ``(1,)``, float32 or ``fp32_max_grad``.
-        rhs_scale: likewise.
+        rhs_scale: scalar or shape ``(1,)``, float32 or ``fp32_max_grad``.
         out: array of any shape.
 
     Returns:
         Array of ``out``'s shape in ``dq_type``.
 
     Raises:
-        TypeError: ``dq_type`` is not a wide float.
+        TypeError: ``dq_type`` is not bfloat16, float16, float32 or float64.
         ValueError: a scale does not fit ``out``.
 
     Example:

@@ -59,24 +59,25 @@ def quantize(
     scale: Float[ArrayLike, "*scale"],
     compute_dtype: DTypeLike = jnp.float32,
 ) -> Float[jax.Array, "*dims"]:
-    """Casts ``x / scale`` to FP8, saturating.
+    """Casts ``x / scale`` to FP8; values beyond the range of FP8 saturate.
 
-    ``q = round_to_nearest_even(clip(x / scale, -fp8_max, fp8_max))``. An Inf saturates like any other
-    large value; NaN stays NaN.
+    ``q = round_to_nearest_even(clip(x / scale, -fp8_max, fp8_max))``. An Inf saturates like any other large
+    value; NaN stays NaN.
 
     Args:
         x: array of any shape, bfloat16, float16, float32 or float64.
         q_dtype: FP8 dtype of the result.
         scale: positive; one element, or per slice with the reduced dimensions kept at size 1.
-        compute_dtype: dtype that ``x`` and ``scale`` are cast to for the division. Float32 (the default)
-            is the accurate choice. Flax passes the layer's dtype: for a bfloat16 ``x``, bfloat16 reproduces
-            its rounding. Float16 is refused: small scales would become zero.
+        compute_dtype: dtype that ``x`` and ``scale`` are cast to for the division: bfloat16, float32 or
+            float64. Float32 (the default) is the accurate choice. Flax passes the layer's dtype: for a
+            bfloat16 ``x``, bfloat16 reproduces its rounding. Float16 raises ``TypeError``, because small
+            scales would become zero.
 
     Returns:
         Array of ``x``'s shape in ``q_dtype``.
 
     Raises:
-        TypeError: ``q_dtype`` is not FP8, or ``x`` or ``compute_dtype`` is not a wide float.
+        TypeError: an argument has another dtype than those above.
         ValueError: ``scale`` does not fit ``x``.
 
     Example:
@@ -117,19 +118,21 @@ def saturated(x: Float[jax.Array, "*dims"], q_dtype: DTypeLike) -> Float[jax.Arr
 def dequantize(
     x: Float[jax.Array, "*dims"], dq_dtype: DTypeLike, scale: Float[ArrayLike, "*scale"]
 ) -> Float[jax.Array, "*dims"]:
-    """Casts FP8 codes back: ``x * scale``, multiplied in the dtype of ``scale``, cast to ``dq_dtype``.
+    """Casts FP8 codes back to a wide dtype: ``x * scale``.
+
+    The product is computed in the dtype of ``scale``, then cast to ``dq_dtype``.
 
     Args:
-        x: array of any shape; usually FP8, but a wide result of an FP8 GEMM is rescaled alike.
-        dq_dtype: floating-point dtype of the result.
-        scale: one element, or per slice with the reduced dimensions kept at size 1. Float32 for full
-            accuracy; a bfloat16 scale reproduces Flax's rounding.
+        x: array of any shape; usually FP8. The wide result of an FP8 GEMM is rescaled in the same way.
+        dq_dtype: dtype of the result: bfloat16, float16, float32 or float64.
+        scale: one element, or per slice with the reduced dimensions kept at size 1. Give it in float32 for
+            full accuracy; a bfloat16 scale reproduces Flax's rounding.
 
     Returns:
         Array of ``x``'s shape in ``dq_dtype``.
 
     Raises:
-        TypeError: ``dq_dtype`` is not a wide float.
+        TypeError: ``dq_dtype`` is another dtype than those above.
         ValueError: ``scale`` does not fit ``x``.
 
     Example:
@@ -152,11 +155,11 @@ def quantize_dequantize(
     scale: Float[ArrayLike, "*scale"],
     compute_dtype: DTypeLike = jnp.float32,
 ) -> Float[jax.Array, "*dims"]:
-    """Returns what is left of ``x`` after a cast to FP8 and back ("fake quantization").
+    """Casts ``x`` to FP8 and back ("fake quantization").
 
     Args:
         x: array of any shape, bfloat16, float16, float32 or float64.
-        q_dtype: FP8 dtype passed through.
+        q_dtype: FP8 dtype to cast to.
         scale: one element, or per slice with the reduced dimensions kept at size 1.
         compute_dtype: dtype of the division and of the multiplication back; see ``quantize``.
 
@@ -164,7 +167,7 @@ def quantize_dequantize(
         Array of ``x``'s shape and dtype.
 
     Raises:
-        TypeError: ``q_dtype`` is not FP8, or ``x`` or ``compute_dtype`` is not a wide float.
+        TypeError: an argument has another dtype than those above.
         ValueError: ``scale`` does not fit ``x``.
 
     Example:
@@ -182,7 +185,7 @@ def quantize_dequantize(
 
 
 qdq = quantize_dequantize
-"""``quantize_dequantize``, by the name that it has in ``flax.linen.fp8_ops``."""
+"""``quantize_dequantize`` under its name in ``flax.linen.fp8_ops``."""
 
 
 def cast_to_representable(
@@ -192,9 +195,9 @@ def cast_to_representable(
 ) -> Float[jax.Array, "*dims"]:
     """Rounds ``x`` to values that FP8 represents exactly under ``scale``.
 
-    A tensor prepared like this loses nothing when it is quantized with the same scale, or with one that
-    is a power of two away from it and in range: what remains between an FP8 and a float32 product is the
-    order of accumulation.
+    A tensor prepared in this way loses nothing when it is quantized with the same scale, or with a scale
+    that is a power of two away from it and in range. An FP8 product of such tensors then differs from the
+    float32 product only by the order of accumulation.
 
     Args:
         x: array of any shape, bfloat16, float16, float32 or float64.
@@ -205,7 +208,7 @@ def cast_to_representable(
         Array of ``x``'s shape and dtype.
 
     Raises:
-        TypeError: ``q_dtype`` is not FP8 or ``x`` is not a wide float.
+        TypeError: an argument has another dtype than those above.
         ValueError: ``scale`` does not fit ``x``.
 
     Example:

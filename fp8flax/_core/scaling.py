@@ -121,14 +121,15 @@ def compute_scale(
     """Returns the scale that maps ``amax`` onto the largest FP8 value.
 
     ``scale = amax * 2**margin / fp8_max``, so that ``x ≈ q * scale`` with ``|q| <= fp8_max / 2**margin``.
-    Where ``amax`` is not a positive finite number, or is subnormal, the old ``scale`` is returned (1 where
-    that is not a positive finite number). The result is clipped to the normal range of float32. The
-    arithmetic is Flax's and Transformer Engine's, through the reciprocal, so it can differ from the
-    quotient above in the last bit.
+    The result is clipped to the normal range of float32. The arithmetic is that of Flax and Transformer
+    Engine, through the reciprocal, so the last bit can differ from the quotient above.
+
+    If ``amax`` is subnormal, or not a positive finite number, the old ``scale`` is returned. If the old
+    scale is not a positive finite number either, the result is 1.
 
     Args:
-        amax: largest magnitude, any shape; computed with in float32.
-        scale: the scale to keep where there is no usable amax; broadcasts with ``amax``.
+        amax: largest magnitude, any shape; cast to float32.
+        scale: the scale to keep if there is no usable amax; broadcasts with ``amax``.
         fp8_max: largest finite value of the FP8 dtype (see ``fp8flax.fp8_max``).
         margin: headroom in powers of two.
 
@@ -212,9 +213,9 @@ def compute_amax_history(
 ) -> Float32[jax.Array, " length"]:
     """Returns ``amax_history`` with the amax of ``x`` entered at index 0.
 
-    The history rolls by -1 and the newest amax replaces the entry that arrives at index 0; so after index
-    0 come the older amaxes, from the oldest to the second newest. An ``x`` that is empty, or holds a NaN
-    or an Inf, leaves the history as it was.
+    The history rolls by -1, and the newest amax replaces the entry that arrives at index 0. After index 0
+    come the older amaxes, from the oldest to the second newest. The history stays unchanged if ``x`` is
+    empty, or holds a NaN or an Inf.
 
     Args:
         x: a floating-point array of any shape.

@@ -35,7 +35,7 @@ USE_THAT_OP = "use fp8flax.{op}, or give it the name of the op in the variables.
 
 
 class MissingStateError(ValueError):
-    """An FP8 layer was applied with variables that hold no scaling state for it."""
+    """Error of an FP8 layer that was applied with variables that hold no scaling state for it."""
 
 
 def running_module() -> nn.Module | None:

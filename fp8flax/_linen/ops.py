@@ -101,7 +101,7 @@ class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
 
 
 Fp8DotGeneral = Fp8DirectDotGeneralOp
-"""The name of that op in the Flax FP8 guide."""
+"""``Fp8DirectDotGeneralOp`` under its name in the Flax FP8 guide."""
 
 
 class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
