@@ -9,7 +9,7 @@ import pytest
 import fp8flax as fp8
 from tests import ROOT
 
-PAGE = (ROOT / "docs" / "recipes.md").read_text()
+PAGE = (ROOT / "docs" / "recipes_details.md").read_text()
 
 
 def test_defaults_are_those_of_transformer_engine():

@@ -52,7 +52,9 @@ def test_examples_run_in_order(page):
 def test_accuracy_in_the_docs_is_that_of_the_benchmark():
     rows = json.loads((ROOT / "benchmarks" / "results" / "accuracy.json").read_text())["rows"]
     found = re.findall(
-        r"^\| ([\w-]+) \|" + r" ([\d.]+) / ([\d.]+) / ([\d.]+) \|" * 3, PAGES["docs/recipes.md"], re.M
+        r"^\| ([\w-]+) \|" + r" ([\d.]+) / ([\d.]+) / ([\d.]+) \|" * 3,
+        PAGES["docs/recipes_details.md"],
+        re.M,
     )
     table = {name: figures for name, *figures in found}
     assert set(table) == {row["recipe"] for row in rows}
@@ -61,6 +63,10 @@ def test_accuracy_in_the_docs_is_that_of_the_benchmark():
         first = 3 * kinds.index(row["kind"])
         shown = table[row["recipe"]][first : first + 3]
         assert shown == [f"{row[gemm]:.1f}" for gemm in ("forward", "dgrad", "wgrad")]
+    # The page on choosing repeats the forward errors of six recipes and of bf16, in this order.
+    chosen = re.findall(r" \| (\d\d\.\d) \| (\d\d\.\d) \|", PAGES["docs/recipes.md"])
+    names = ["bf16", "delayed", "current", "axiswise", "mxfp8", "block128", "block128-f32"]
+    assert chosen == [(table[name][0], table[name][3]) for name in names]
 
 
 def result(name):
