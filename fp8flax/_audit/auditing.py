@@ -26,32 +26,32 @@ from fp8flax._core.device import GPUS
 
 
 def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **keywords: Any) -> AuditReport:
-    """Compiles a function for a GPU, which need not be there, and reports which of its GEMMs run in FP8.
+    """Compiles a function for a GPU, which need not be present, and reports which of its GEMMs run in FP8.
 
-    Nothing runs and no donated buffer is used up. Targets other than ``local`` need the extra
+    Nothing is executed, and no donated buffer is used up. Targets other than ``local`` need the extra
     ``fp8flax[audit]``.
 
     Args:
-        fn: what you would give to ``jax.jit``, or a function already jitted, whose donated and static
-            arguments then stay what they are.
-        *args: its arguments. Arrays may be of any shape and dtype and may be ``jax.ShapeDtypeStruct``; they
-            are taken to lie on one device, or on the mesh: as their own sharding says by the names of its
-            axes, without one whole on each device.
+        fn: the function that you would give to ``jax.jit``. The donated and static arguments of a function
+            that is already jitted stay as they are.
+        *args: arguments of ``fn``, arrays or ``jax.ShapeDtypeStruct`` of any shape and dtype. They are
+            placed on one device, or on the mesh: an array with a sharding by the names of the axes in it,
+            an array without one whole on each device.
         target: ``"h100"``, ``"h200"``, ``"b200"``, ``"l40s"``, ``"rtx4090"``, ``"a100"``, or ``"local"``
-            for the device that JAX uses here. Or a mesh of ``compile_only_devices``: the report is then of
-            the part of one of its devices, and does not know how long devices take to send each other
-            something.
-        **keywords: keyword arguments of ``fn``, as ``args``. Bind one that is named ``target`` with
+            for the device that JAX uses here. A mesh of ``compile_only_devices`` is a target, too: the
+            report then shows the part of one device, and leaves out the time of communication between
+            devices.
+        **keywords: keyword arguments of ``fn``, treated as ``args``. Bind one that is named ``target`` with
             ``functools.partial``.
 
     Returns:
-        The report; ``print`` it.
+        An ``AuditReport``; ``print`` it.
 
     Raises:
-        ValueError: ``target`` is not known, or a mesh of other devices than those of
-            ``compile_only_devices``; or the local device is a TPU.
+        ValueError: ``target`` is not known, or it is a mesh of devices that ``compile_only_devices`` did
+            not return; or the local device is a TPU.
         ImportError: the extra is missing, or does not fit the installed jaxlib.
-        RuntimeError: ``fn`` cannot be traced, lowered or compiled; its cause says why.
+        RuntimeError: ``fn`` cannot be traced, lowered or compiled; the cause of the error says why.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -105,26 +105,28 @@ def assert_fp8(
     target: str | Mesh = "h200",
     **keywords: Any,
 ) -> AuditReport:
-    """Raises where less of a function's GEMM FLOPs than asked for runs in FP8; see ``audit``.
+    """Raises ``AssertionError`` if too small a share of a function's GEMM FLOPs runs in FP8; see ``audit``.
 
-    What only may (``AuditedGemm.may_be_fp8``) does not count: FP8 operands in XLA's own kernels, which take
-    the FP8 units in some tiles. To allow it, add ``maybe_fp8_flops_share`` of ``audit``'s report yourself.
+    GEMMs with ``AuditedGemm.may_be_fp8`` do not count: they have FP8 operands in XLA's own GPU kernels,
+    some tiles of which use the FP8 units. To allow them, call ``audit`` and add ``maybe_fp8_flops_share``
+    of its report.
 
     Args:
-        fn: as for ``audit``.
-        *args: as for ``audit``.
-        min_flops: the share, 0 to 1, of the FLOPs of all GEMMs.
-        target: as for ``audit``.
-        **keywords: as for ``audit``; none named ``min_flops`` or ``target``.
+        fn: the function, as in ``audit``.
+        *args: arguments of ``fn``, as in ``audit``.
+        min_flops: the required share, 0 to 1, of the FLOPs of all GEMMs.
+        target: the device, as in ``audit``.
+        **keywords: keyword arguments of ``fn``, as in ``audit``; none may be named ``min_flops`` or
+            ``target``.
 
     Returns:
-        The report.
+        The ``AuditReport``.
 
     Raises:
-        AssertionError: too little runs in FP8; the message holds the report.
+        AssertionError: too little runs in FP8; the message contains the report.
         ValueError: ``min_flops`` is not between 0 and 1, or ``target`` is not known.
-        ImportError: as ``audit``.
-        RuntimeError: as ``audit``.
+        ImportError: as in ``audit``.
+        RuntimeError: as in ``audit``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -135,7 +137,7 @@ def assert_fp8(
         ...     print(str(error).splitlines()[0])
         0.0 % of the GEMMs' FLOPs run in FP8; at least 90.0 % were asked for.
 
-    Source: as ``audit``.
+    Source: as for ``audit``.
     """
     if not 0 <= min_flops <= 1:
         raise ValueError(f"min_flops is a share between 0 and 1; got {min_flops}.")

@@ -141,17 +141,20 @@ def _device(target: str) -> Any:
 
 
 def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
-    """Returns GPUs that are not there: programs are compiled for them, and none can run.
+    """Returns GPUs that can be compiled for, but that need not be present and cannot run a program.
 
-    They are for the mesh of a program that is split over several GPUs, or that names its devices, which
-    ``audit`` then takes as its ``target``. Each call returns others.
+    Make a mesh of them for a program that is split over several GPUs or names its devices, and give this
+    mesh to ``audit`` as its ``target``. Each call returns new devices.
 
     Args:
         target: ``"h100"``, ``"h200"``, ``"b200"``, ``"l40s"``, ``"rtx4090"`` or ``"a100"``.
-        count: how many, in one machine.
+        count: number of GPUs, in one machine.
+
+    Returns:
+        A list of ``count`` devices.
 
     Raises:
-        ImportError: as of ``audit``.
+        ImportError: as in ``audit``.
         TypeError: ``count`` is not an integer.
         ValueError: ``target`` is not known, or ``count`` is not positive.
 

@@ -81,7 +81,7 @@ class AuditedGemm:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations over all trips: two per multiply and add."""
+        """Returns the floating-point operations over all trips: two per multiply and add."""
         return 2 * self.batch * self.m * self.k * self.n * self.trip_count
 
 

@@ -16,81 +16,85 @@ _HEADER = ("GEMM", "role", "M×K×N", "operands", "backend", "% FLOPs", "FP8?")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """What a compiled program does; print it, show it in a notebook, or assert on its fields.
+    """Contents of a compiled program: its GEMMs, kernels and bytes. Print it, or assert on its fields.
 
-    A loop whose trip count XLA does not know counts once, and each branch of a conditional counts as if it
-    were taken. Only what XLA itself shows as a matrix product or a convolution is a GEMM: a matrix times a
-    vector or a hand-written kernel (Pallas, cuDNN attention) counts among the other kernels.
+    A notebook shows the report as a table. Two kinds of code are counted approximately: a loop whose trip
+    count XLA does not know counts once, and each branch of a conditional counts as if it were taken. A GEMM
+    is what XLA itself shows as a matrix product or a convolution. A matrix times a vector, and a
+    hand-written GPU kernel (Pallas, cuDNN attention), count among the other kernels.
     """
 
     target: str
-    """The name that was asked for."""
+    """The target as it was given to ``audit``."""
     device: str
-    """What the program was compiled for."""
+    """The name of the device that the program was compiled for."""
     jax_version: str
     jaxlib_version: str
     compiled_by: str
-    """``JAX``, or ``XLA's plugin`` where JAX 0.12 cannot compile an FP8 matmul without a GPU."""
+    """``JAX``, or ``XLA's plugin`` if JAX 0.12 cannot compile an FP8 matmul without a GPU."""
     gemms: tuple[AuditedGemm, ...]
-    """In the order in which they run; one in a loop stands here once."""
+    """The GEMMs in the order in which they run; a GEMM in a loop is listed once."""
     num_kernels: int
-    """Kernels in the program, loops' bodies counted once."""
+    """Number of GPU kernels in the program; the body of a loop counts once."""
     num_launches: int
-    """Kernels that one call launches."""
+    """Number of GPU kernels that one call launches."""
     other_bytes: int
-    """Bytes that all kernels that are not GEMMs read and write in one call."""
+    """Bytes that all GPU kernels other than GEMMs read and write in one call."""
     temp_bytes: int
-    """Memory for temporaries."""
+    """Bytes of memory for temporaries."""
     argument_bytes: int
     output_bytes: int
     donated_bytes: int
-    """Arguments whose memory is used again for outputs."""
+    """Bytes of arguments whose memory is used again for outputs."""
     unknown_trip_counts: bool
-    """Whether a loop's trip count is not known, so that it was counted once."""
+    """Whether there is a loop with an unknown trip count, which was counted once."""
 
     @property
     def num_gemms(self) -> int:
-        """GEMMs in the program, loops' bodies counted once."""
+        """Returns the number of GEMMs in the program; the body of a loop counts once."""
         return len(self.gemms)
 
     @property
     def num_fp8_gemms(self) -> int:
-        """How many of them run in FP8."""
+        """Returns the number of GEMMs that run in FP8; the body of a loop counts once."""
         return sum(gemm.is_fp8 for gemm in self.gemms)
 
     @property
     def num_gemm_launches(self) -> int:
-        """GEMMs that one call runs."""
+        """Returns the number of GEMMs that one call runs."""
         return sum(gemm.trip_count for gemm in self.gemms)
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of all GEMMs in one call."""
+        """Returns the floating-point operations of all GEMMs in one call."""
         return sum(gemm.flops for gemm in self.gemms)
 
     @property
     def fp8_flops_share(self) -> float:
-        """The share of ``flops`` that runs in FP8, 0 to 1; 0 without any GEMM."""
+        """Returns the share of ``flops`` that runs in FP8, 0 to 1; 0 without any GEMM."""
         return sum(gemm.flops for gemm in self.gemms if gemm.is_fp8) / max(1, self.flops)
 
     @property
     def maybe_fp8_flops_share(self) -> float:
-        """The share of ``flops`` that only may (``AuditedGemm.may_be_fp8``), 0 to 1."""
+        """Returns the share of ``flops`` that may run in FP8 (``AuditedGemm.may_be_fp8``), 0 to 1."""
         return sum(gemm.flops for gemm in self.gemms if gemm.may_be_fp8) / max(1, self.flops)
 
     @property
     def gemm_bytes(self) -> int:
-        """Bytes that the GEMMs' kernels read and write in one call."""
+        """Returns the bytes that the GPU kernels of the GEMMs read and write in one call."""
         return sum(gemm.bytes for gemm in self.gemms)
 
     @property
     def predicted_seconds(self) -> dict[str, float]:
-        """How long one call should take: ``"GEMMs"``, ``"other kernels"``, ``"launches"``, and ``"total"``.
+        """Returns the predicted time of one call in seconds, by part.
 
-        A model of the counted kernels and bytes, which was never compared with a GPU: GEMMs at the rates of
-        large ones (80 % of the published bf16 peak, 71 % of the FP8 peak), all else at 85 % of the
-        bandwidth, 3 µs for each launch. A hand-written kernel, such as flash attention, counts by its bytes
-        alone. It is to compare programs, not to tell the time of one. Empty for ``target="local"``.
+        The keys are ``"GEMMs"``, ``"other kernels"``, ``"launches"`` and ``"total"``; the dict is empty for
+        ``target="local"``. Use the times to compare programs; they do not predict the time of one program.
+
+        The times come from a model that was never compared with a GPU. GEMMs run at the rates of large
+        ones: 80 % of the published bf16 peak, 71 % of the FP8 peak. Everything else runs at 85 % of the
+        bandwidth, and each launch takes 3 µs. A hand-written GPU kernel, such as flash attention, counts by
+        its bytes only.
         """
         gpu = GPUS.get(self.target)
         if gpu is None:
@@ -99,18 +103,18 @@ class AuditReport:
         return {**parts, "total": sum(parts.values())}
 
     def plot(self, **others: AuditReport) -> Any:
-        """Draws where the predicted time goes, this program and others as a bar each.
+        """Draws the predicted time by part, with one bar for each program.
 
         Args:
-            **others: reports of other programs on the same target, under the names to show; this one is
-                called ``fp8``.
+            **others: reports of other programs on the same target, by the names to show. This report is
+                named ``fp8``.
 
         Returns:
             A ``matplotlib.figure.Figure``.
 
         Raises:
-            ImportError: matplotlib is not installed (``fp8flax[demo]`` brings it).
-            ValueError: a report is of another target, or of ``"local"``, of which nothing is predicted.
+            ImportError: matplotlib is not installed (``fp8flax[demo]`` installs it).
+            ValueError: a report is for another target, or for ``"local"``, which has no prediction.
 
         Example:
             >>> import jax, jax.numpy as jnp, fp8flax as fp8
@@ -119,8 +123,6 @@ class AuditReport:
             >>> round(1e6 * wide.predicted_seconds["total"])
             177
             >>> figure = wide.plot(again=wide)
-
-        Source: none.
         """
         from matplotlib.figure import Figure
 
@@ -144,7 +146,7 @@ class AuditReport:
 
     @property
     def summary(self) -> str:
-        """The result in one sentence."""
+        """Returns the result in one sentence."""
         may = sum(gemm.may_be_fp8 for gemm in self.gemms)
         share = 100 * self.fp8_flops_share
         maybe = f", {may} may ({100 * self.maybe_fp8_flops_share:.1f} %)," if may else ""

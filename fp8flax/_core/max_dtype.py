@@ -203,8 +203,9 @@ ad.fancy_transposes[lax.slice_p] = _transpose_slice_of_max
 fp32_max_grad = MaxDtype(np.dtype(np.float32))
 """Float32 dtype whose gradients merge by maximum instead of by sum.
 
-Cast a float32 scale or amax history to this dtype *inside* the differentiated function. The gradient arrives
-as float32 and holds the elementwise largest of all contributions; elements without any are ``-inf``.
+Cast a float32 scale or amax history to this dtype *inside* the differentiated function. The gradient
+arrives as float32 and holds the elementwise largest of all contributions; elements without any are
+``-inf``.
 
 Example:
     >>> import jax, jax.numpy as jnp, fp8flax as fp8

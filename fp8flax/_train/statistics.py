@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What FP8 leaves of one tensor of one op; all float32, scalars.
+    """Statistics of one tensor of one FP8 op: what underflows and saturates, and the SQNR; float32 scalars.
 
-    Of layers that ``nn.scan`` or ``nn.vmap`` stacked, and of microbatches in a ``lax.scan``, each field has
-    leading axes. A tensor enters two GEMMs; where its quantizers differ, as with scales per block, all
-    counts are over both. Of an op that is called several times they are over all calls. All fields are NaN
-    where nothing was computed: in a branch of ``lax.cond`` that was not taken.
+    Fields have leading axes for layers that ``nn.scan`` or ``nn.vmap`` stacked, and for microbatches in a
+    ``lax.scan``. A tensor enters two GEMMs; if its quantizers differ, as with scales per block, all counts
+    are over both. For an op that is called several times all counts are over all calls. All fields are NaN
+    if nothing was computed, as in a branch of ``lax.cond`` that was not taken.
 
     Attributes:
-        underflow: share of the finite values that are not zero whose code is zero, 0 to 1.
-        saturation: share of the same values that were clipped at the largest FP8 value, 0 to 1.
-        sqnr: ratio of signal to quantization noise, ``10 log10(Σ x² / Σ (x - q * scale)²)``, in dB, of
-            finite values; inf where nothing is lost. About 31 for e4m3 and 25 for e5m2 at best; 0 where
-            nothing is left.
-        headroom: the largest magnitude that the scale represents, divided by the amax of today; below 1
-            something saturates. Where a tensor has several scales the smallest; inf for a tensor of zeros.
+        underflow: share of the finite nonzero values whose code is zero, 0 to 1.
+        saturation: share of the finite nonzero values that were clipped at the largest FP8 value, 0 to 1.
+        sqnr: signal-to-quantization-noise ratio of the finite values in dB, ``10 log10(Σ x² / Σ (x - q *
+            scale)²)``. At best it is about 31 for e4m3 and 25 for e5m2. It is inf if nothing is lost, and 0
+            if nothing is left.
+        headroom: the largest magnitude that the scale represents, divided by the current amax; the smallest
+            over the scales of a tensor. Below 1 something saturates. It is inf for a tensor of zeros.
         amax: the largest finite magnitude.
-        scale: that in use (``x ≈ q * scale``). Where a tensor has several, the largest, of slices or blocks
-            that are not all zero.
+        scale: the scale in use (``x ≈ q * scale``); the largest over the slices or blocks of a tensor that
+            are not all zero.
         nonfinite: number of NaN and Inf.
 
     Example:
@@ -64,7 +64,7 @@ class Statistics:
         >>> print(f"{one.underflow:.2f} {one.saturation:.2f} {one.headroom:.1f}")
         0.33 0.33 0.5
 
-    Source: none; torchao and Transformer Engine log some of these.
+    Source: torchao and Transformer Engine, which log some of these.
     """
 
     underflow: Float32[jax.Array, "*stack"]
@@ -79,30 +79,38 @@ class Statistics:
 def statistics(
     fun: Callable[..., Any], has_aux: bool = False
 ) -> Callable[..., dict[str, dict[str, Statistics]]]:
-    """Returns a function that says, of each FP8 op and role, what its scales do to the tensors of today.
+    """Returns a function that measures, for each FP8 op and role, what is lost in the cast to FP8.
 
-    It runs ``fun`` forward and backward, beside the training step: two of the three GEMMs of each layer,
-    since no gradient of a kernel is needed. It is pure, and works with every recipe, under ``jax.jit``
-    (without which it compiles anew at each call), ``jax.vmap`` and sharding, inside of ``jax.shard_map``,
-    and in models of ``quantize_model``; of a function with ``nn.scan``, ``nn.remat``, ``lax.scan`` and
-    ``lax.cond`` in it. For a look every so many steps see ``every``.
+    The returned function runs ``fun`` forward and backward, separately from the training step. It computes
+    two of the three GEMMs of each layer, because no gradient of a kernel is needed. It is pure and works
+    with every recipe. To measure every so many steps see ``every``.
 
-    Not covered: frozen models, ``in_qdq`` and ``out_qdq`` on their own, the ops of NNX models that
-    ``fp8flax.nnx.quantize_model`` did not return (they do not know their paths), ops whose result the loss
-    does not depend on differentiably (they have no output gradient), and a ``jax.shard_map`` inside of
-    ``fun``.
-    ``MLP`` is measured as the layers that it consists of, whose activations are rounded to their dtype
-    before they are cast. Ops of two models that have the same path count as one. Nor are layers of one kind
-    in ``nn.jit``, which traces all of them as the first one: measure the model without it.
+    It works under ``jax.jit`` (without it, each call compiles again), ``jax.vmap`` and sharding, inside of
+    ``jax.shard_map``, and in models of ``quantize_model``. ``fun`` may contain ``nn.scan``, ``nn.remat``,
+    ``lax.scan`` and ``lax.cond``.
+
+    Not covered are
+
+    * frozen models
+    * ``in_qdq`` and ``out_qdq`` on their own
+    * ops of NNX models that ``fp8flax.nnx.quantize_model`` did not return, because these ops do not know
+      their paths
+    * ops whose result the loss does not depend on differentiably, because they have no output gradient
+    * a ``jax.shard_map`` inside of ``fun``
+    * layers of one kind in ``nn.jit``, which traces all of them as the first one; measure the model without
+      ``nn.jit``
+
+    ``MLP`` is measured layer by layer, with activations rounded to their dtype before they are cast. Ops of
+    two models that have the same path count as one.
 
     Args:
         fun: ``fun(variables, *args, **kwargs)``, a loss; returns a scalar, or a pair ``(scalar, aux)``.
         has_aux: whether ``fun`` returns auxiliary data.
 
     Returns:
-        A function of the same arguments that returns ``{path: {role: Statistics}}``: the path of each op,
-        ``"encoder/Dense_0/Fp8DotGeneralOp_0"`` (that of its scaling state, if it has one), and the roles
-        ``input``, ``kernel`` and ``output_grad``, of which those stand there that the recipe quantizes.
+        A function of the same arguments that returns ``{path: {role: Statistics}}``. The path of an op is
+        that of its scaling state, if it has one: ``"encoder/Dense_0/Fp8DotGeneralOp_0"``. The roles are
+        those of ``input``, ``kernel`` and ``output_grad`` that the recipe quantizes.
 
     Raises:
         ValueError: (when called) no FP8 op was reached, one is inside of a ``jax.shard_map`` or
@@ -116,8 +124,6 @@ def statistics(
         >>> found = measure(variables, x)["Fp8DotGeneralOp_0"]
         >>> found["input"].underflow, found["output_grad"].underflow
         (Array(0., dtype=float32), Array(1., dtype=float32))
-
-    Source: none.
     """
 
     def measure(variables: Any, *args: Any, **kwargs: Any) -> dict[str, dict[str, Statistics]]:
@@ -163,22 +169,24 @@ def _statistics(numbers: Numbers) -> Statistics:
 
 
 def every(num_steps: int, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``fun`` for every so many steps, under ``lax.cond``: in between nothing of it runs.
+    """Returns a function that runs ``fun`` at every ``num_steps``-th step, under ``lax.cond``.
 
-    Its kernels are in the compiled step, and run when they are asked for. (Under ``jax.vmap`` over the step
-    they would always run.) Memory for them is there at all steps: one program of four layers had 16.0 MiB
-    of temporaries without and 22.0 MiB with ``statistics``, compiled for a CPU.
+    The GPU kernels of ``fun`` are part of the compiled step, but they run only at these steps. (Under
+    ``jax.vmap`` over the step they always run.) Memory for them is allocated at all steps: one program of
+    four layers, compiled for a CPU, had 16.0 MiB of temporaries without ``statistics`` and 22.0 MiB with
+    it.
 
     Args:
         num_steps: 1 or more.
         fun: a function that returns a tree of floats, such as that of ``statistics``.
 
     Returns:
-        A function ``(step, *args, **kwargs)``, where ``step`` is an integer scalar: what ``fun`` returns
-        where that is a multiple of ``num_steps``, else NaN in its place.
+        A function ``(step, *args, **kwargs)``, where ``step`` is an integer scalar. It returns the result
+        of ``fun`` if ``step`` is a multiple of ``num_steps``; otherwise it returns NaN in the same shapes.
 
     Raises:
-        TypeError: ``num_steps`` is no integer; or (when called) ``fun`` returns something else than floats.
+        TypeError: ``num_steps`` is not an integer; or (when called) ``fun`` returns something other than
+            floats.
         ValueError: ``num_steps`` is less than 1.
 
     Example:
@@ -186,8 +194,6 @@ def every(num_steps: int, fun: Callable[..., Any]) -> Callable[..., Any]:
         >>> measure = jax.jit(fp8.every(100, jnp.sum))
         >>> measure(200, jnp.ones(3)), measure(201, jnp.ones(3))
         (Array(3., dtype=float32), Array(nan, dtype=float32))
-
-    Source: none.
     """
     check_int("num_steps", num_steps, 1)
 
@@ -209,10 +215,10 @@ def every(num_steps: int, fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SummaryRow(NamedTuple):
-    """One tensor of one op; numbers as of ``Statistics``."""
+    """Row of a ``Summary``: one tensor of one op, with the numbers of ``Statistics``."""
 
     name: str
-    """Path and role, ``"Dense_0/Fp8DotGeneralOp_0/input"``; of one layer of a stack ``"…/input[3]"``."""
+    """Path and role, ``"Dense_0/Fp8DotGeneralOp_0/input"``; for one layer of a stack ``"…/input[3]"``."""
     underflow: float
     saturation: float
     sqnr: float
@@ -228,13 +234,13 @@ _SHOWN = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Statistics as rows, worst first; print it, or show it in a notebook: it shows the first 20."""
+    """Statistics as rows, the worst tensor first; printed, or shown in a notebook, the first 20."""
 
     rows: tuple[SummaryRow, ...]
 
     @property
     def scalars(self) -> dict[str, float]:
-        """All numbers by names such as ``"Dense_0/Fp8DotGeneralOp_0/input/sqnr"``, for metric writers."""
+        """Returns all numbers by name, ``"Dense_0/Fp8DotGeneralOp_0/input/sqnr"``, for metric writers."""
         return {
             f"{row.name}/{field}": value
             for row in self.rows
@@ -283,11 +289,14 @@ class Summary:
 def summarize(statistics: Mapping[str, Mapping[str, Statistics]]) -> Summary:
     """Returns statistics as a table, the worst tensor first.
 
-    That is: tensors that hold a NaN or an Inf, then those with the lowest SQNR, then, where that is equal,
-    in the order of their names. What was not measured (see ``every``) comes last.
+    Tensors that hold a NaN or an Inf come first, then those with the lowest SQNR; equal rows are sorted by
+    name. Tensors that were not measured (see ``every``) come last.
 
     Args:
-        statistics: what the function of ``statistics`` returned, outside of ``jax.jit``.
+        statistics: the result of a function that ``statistics`` returned, outside of ``jax.jit``.
+
+    Returns:
+        A ``Summary``; print it, or look at its ``rows``.
 
     Raises:
         TypeError: ``statistics`` holds tracers.
@@ -302,8 +311,6 @@ def summarize(statistics: Mapping[str, Mapping[str, Statistics]]) -> Summary:
         ('Fp8DotGeneralOp_0/output_grad', 1.0)
         >>> summary.scalars["Fp8DotGeneralOp_0/input/amax"]
         1.0
-
-    Source: none.
     """
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(statistics)):
         raise TypeError(

@@ -30,22 +30,23 @@ from fp8flax._train.gradients import pmean_gradients, value_and_grad
 
 
 class DynamicScale(flax.training.dynamic_scale.DynamicScale):
-    """Flax's ``DynamicScale`` for variables that hold FP8 scaling state, which is not a gradient to scale.
+    """Flax's ``DynamicScale`` for variables with FP8 scaling state, which must not be scaled.
 
-    The loss is multiplied by ``scale`` before the gradients are taken, which keeps those of float16 from
-    vanishing, and the gradients are divided by it. A step whose gradients hold an Inf or a NaN multiplies
-    ``scale`` by ``backoff_factor``, ``growth_interval`` steps without one by ``growth_factor``. The scaling
-    state is the next one as ``fp8flax.value_and_grad`` returns it: neither divided nor averaged.
+    The loss is multiplied by ``scale`` before the gradients are taken, so that float16 gradients do not
+    vanish; then the gradients are divided by ``scale``. A step whose gradients hold an Inf or a NaN
+    multiplies ``scale`` by ``backoff_factor``. After ``growth_interval`` steps without one, ``scale`` is
+    multiplied by ``growth_factor``. The scaling state is the next state that ``fp8flax.value_and_grad``
+    returns, neither divided nor averaged.
 
-    (Flax's own class is put right by ``TrainState.apply_gradients``, where its scale is a power of two and
-    the histories have two entries or more.)
+    (Flax's own class also works with ``fp8flax.TrainState`` if its scale is a power of two and the
+    histories have two entries or more: ``TrainState.apply_gradients`` corrects the scaling state.)
 
     Attributes:
         growth_factor: as in Flax; powers of two lose nothing in rounding.
         backoff_factor: as in Flax.
         growth_interval: as in Flax.
-        fin_steps: how many steps in a row had finite gradients.
-        scale: what the loss is multiplied by.
+        fin_steps: number of steps in a row with finite gradients.
+        scale: factor of the loss.
         minimum_scale: the smallest ``scale``; None for no limit.
 
     Example:
@@ -70,18 +71,18 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
         has_aux: bool = False,
         axis_name: Any = None,
     ) -> Callable[..., flax.training.dynamic_scale.DynamicScaleResult]:
-        """``fp8flax.value_and_grad`` of the scaled loss.
+        """Returns ``fp8flax.value_and_grad`` of the scaled loss.
 
         Args:
-            fun: as for ``fp8flax.value_and_grad``.
+            fun: a function as in ``fp8flax.value_and_grad``.
             argnums: which positional arguments to differentiate.
             has_aux: whether ``fun`` returns auxiliary data.
             axis_name: the mapped axis, or axes, over which to reduce with ``fp8flax.pmean_gradients``.
 
         Returns:
             A function with the arguments of ``fun`` that returns a ``DynamicScaleResult``: the next
-            ``DynamicScale``, whether all gradients are finite (the state always is), the value (with
-            ``has_aux`` the pair), and the gradients, in float32.
+            ``DynamicScale``, whether all gradients are finite, the value (with ``has_aux`` the pair), and
+            the gradients, in float32. The scaling state is always finite.
         """
 
         @functools.wraps(fun)
@@ -143,19 +144,20 @@ def _replace(variables: Mapping[str, Any], **collections: Any) -> Mapping[str, A
 
 
 class TrainState(flax.training.train_state.TrainState):
-    """A Flax ``TrainState`` that keeps FP8 scaling state, and every other collection, as it should be.
+    """Flax ``TrainState`` that also updates FP8 scaling state, and keeps every other collection.
 
-    ``params`` is either a bare tree of parameters or a whole dict of variables. Of a dict of variables
+    ``params`` is either a bare tree of parameters or a whole dict of variables. In a dict of variables
 
-    * ``params`` alone is seen by the optimizer: momentum, weight decay, clipping and norms never meet
-      the scaling state;
-    * ``_overwrite_with_gradient`` is replaced by its gradient, except that a layer that got no gradient
-      keeps its state, and a tensor that held a NaN or an Inf its history;
-    * other collections (``batch_stats``, …) stay as they are, until you ``replace`` them.
+    * ``params`` is the only collection that the optimizer sees: momentum, weight decay, clipping and norms
+      do not touch the scaling state.
+    * ``_overwrite_with_gradient`` is replaced by its gradient. A layer that got no gradient keeps its
+      state, and a tensor that held a NaN or an Inf keeps its history.
+    * other collections (``batch_stats``, …) stay unchanged until you ``replace`` them.
 
-    ``apply_fn`` merges scaling state by maximum, so one ``apply`` under plain ``jax.grad`` is right; a
-    loss that calls it several times needs ``fp8flax.value_and_grad``, and so does a gradient taken outside
-    of ``jax.shard_map`` with ``check_vma=False``, which is refused there and would be wrong here.
+    ``apply_fn`` merges scaling state by maximum, so plain ``jax.grad`` of a loss that calls ``apply_fn``
+    once is correct. Use ``fp8flax.value_and_grad`` for a loss that calls it several times. Use it also for
+    a gradient taken outside of ``jax.shard_map`` with ``check_vma=False``: ``fp8flax.value_and_grad``
+    raises an error there, but the result of plain ``jax.grad`` would be wrong.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, optax, fp8flax as fp8
@@ -174,16 +176,20 @@ class TrainState(flax.training.train_state.TrainState):
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> TrainState:
-        """Returns the state after one step.
+        """Returns the train state after one step.
 
         Args:
-            grads: gradient with respect to ``params``, same structure. With scaling state in ``params``
-                the gradient must hold it too. Collections other than these two may be missing.
+            grads: gradient with respect to ``params``, of the same structure. If ``params`` has scaling
+                state, ``grads`` must have it too. Collections other than these two may be missing.
             **kwargs: further fields to ``replace``.
+
+        Returns:
+            The next ``TrainState``.
 
         Raises:
             TypeError: the gradient of scaling state is not float32.
-            ValueError: the gradient of the scaling state is missing, or has other names or shapes.
+            ValueError: the gradient of the scaling state is missing, has other names or shapes, or is not a
+                next state.
         """
         if not _is_variables(self.params):
             return super().apply_gradients(grads=grads, **kwargs)
@@ -234,18 +240,21 @@ class TrainState(flax.training.train_state.TrainState):
 
     @classmethod
     def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> Any:
-        """Returns a state at step 0.
+        """Returns a train state at step 0.
 
         Args:
             apply_fn: usually ``model.apply``.
-            params: a dict of variables (``model.init``'s result), or a bare tree of parameters.
-            tx: an Optax gradient transformation; initialised on the parameters alone.
+            params: a dict of variables (the result of ``model.init``), or a bare tree of parameters.
+            tx: an Optax gradient transformation; initialised on the parameters only.
             **kwargs: further fields of a subclass.
+
+        Returns:
+            The new ``TrainState``.
 
         Raises:
             TypeError: scaling state in ``params`` is not float32.
-            ValueError: scaling state lies where the optimizer would see it, or without parameters beside
-                it; or the masks or labels in ``tx`` are for all variables, where its state shows that.
+            ValueError: scaling state lies at a place that the optimizer sees, or without parameters next to
+                it; or the masks or labels in ``tx`` are made for all variables.
         """
         optimized = params
         if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params and "params" not in params:
