@@ -51,7 +51,7 @@ STEPS, LEARNING_RATE = 10, 1e-4
 REPORT_BATCH = 64
 """The batch of the report is as many times that of the measurement."""
 TIED = "in a module that is applied to variables of its own"
-"""Why logits that share the embedding's parameter stay as they are: see docs/models.md."""
+"""Why logits that share the embedding's parameter stay as they are: see docs/models_measured.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -653,7 +653,7 @@ def decoding_table(report: dict[str, Any]) -> str:
 
 
 def tables(report: dict[str, Any]) -> list[str]:
-    """Returns the tables of docs/models.md."""
+    """Returns the tables of docs/models_measured.md."""
     rows = report["models"]
     return [
         conversion_table(rows),
