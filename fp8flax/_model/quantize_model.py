@@ -24,57 +24,65 @@ def quantize_model(
     allow_unmatched: bool = False,
     form: str = "direct",
 ) -> nn.Module:
-    """Returns the model with its contractions in FP8; its source and its fields stay as they are.
+    """Returns the model with its contractions in FP8; its source and its fields stay unchanged.
 
-    Every matmul that a module's method computes between something and a parameter becomes an FP8 op,
-    whatever it is written with: ``nn.Dense`` and Linen's other layers, recurrent cells, ``x @ w``,
-    ``jnp.einsum``, ``lax.dot_general``. The result is used like ``model``: ``init`` gives the same
-    parameters, and with delayed scaling also the state that the layers would have had with
-    ``dot_general_cls=Fp8DotGeneralOp``. Inside ``nn.scan``, ``nn.vmap`` and ``nn.remat`` the state is
-    stacked and shared as the parameters are, though the model does not name our collection there.
+    Every matmul of a module's method with a parameter becomes an FP8 op, however it is written:
+    ``nn.Dense`` and Linen's other layers, recurrent cells, ``x @ w``, ``jnp.einsum``, ``lax.dot_general``.
+    The result is used like ``model``. ``init`` gives the same parameters. With delayed scaling it also
+    gives the state that the layers would have with ``dot_general_cls=Fp8DotGeneralOp``. Inside ``nn.scan``,
+    ``nn.vmap`` and ``nn.remat`` the state is stacked and shared as the parameters are, although the model
+    does not name the collection there.
 
-    A contraction with a parameter ``w`` that is written out has the state ``Fp8DotGeneralOp_w``, whatever
-    else the method computes: ``…_qkv-0-64`` is that of a part of it, ``…_w-T`` that of its transpose. A
-    kernel that is used twice alike has one state, as a layer that is called twice has. Products of
-    activations have nothing to be named by; they are counted.
+    Names of the state: a contraction that is written out with a parameter ``w`` has the state
+    ``Fp8DotGeneralOp_w``, whatever else the method computes. ``…_qkv-0-64`` is the state of a part of
+    ``qkv``, and ``…_w-T`` that of its transpose. A kernel that is used twice in the same way has one state,
+    as a layer that is called twice has. Products of activations have no parameter to be named by; they are
+    numbered.
 
-    Rules are tried in this order; the first that speaks decides: ``exclude``, ``rules``, ``include``, and
-    then the defaults, which leave out: embeddings; layers named like the last one (``lm_head``, ``logits``,
-    ``classifier``, …), or ``router``; convolutions that are not matmuls, for which XLA has no FP8 with
-    gradients; kernels with K or N below 16, or too small for FP8 to gain on an H200 with any batch
-    (``1/(1/K + 1/N) < 281``). The batch has no say, so that ``init``, training and decoding agree. A
-    pattern is searched (``re.search``) in a module's path, ``encoder/layer_0/Dense_0``, and in
-    that path with the parameter's name.
+    Rules are tried in this order, and the first that matches decides: ``exclude``, ``rules``, ``include``,
+    the defaults. The defaults leave out
+
+    * embeddings
+    * layers named like the last one (``lm_head``, ``logits``, ``classifier``, …), or ``router``
+    * convolutions that are not matmuls, because XLA has no FP8 with gradients for them
+    * kernels with K or N below 16
+    * kernels too small for FP8 to gain on an H200 with any batch (``1/(1/K + 1/N) < 281``)
+
+    The batch size has no effect on the rules, so ``init``, training and decoding agree. A pattern is
+    searched (``re.search``) in a module's path, such as ``encoder/layer_0/Dense_0``, and in that path with
+    the parameter's name.
 
     Args:
         model: an unbound module.
-        recipe: how to scale, where a rule does not say; None for that of ``fp8flax.autocast``, or
-            ``DelayedScaling()`` outside of it.
-        include: a regular expression or several; what matches is converted, also against the defaults, and
-            nothing else is.
-        exclude: a regular expression or several; what matches is left as it is.
-        rules: pairs of a regular expression and a recipe or ``"leave"``, or of one on the paths of
-            feed-forward blocks and a ``FusedMLP``, by which they are computed as one; and callables
-            ``(path, module, shapes)`` of the module's path, the module, and the shapes of input and kernel,
-            which return a recipe, ``"leave"``, or None for no opinion.
-        products: whether to convert products of two activations too, such as the two of attention, which
-            have the state of an op with the second as its kernel.
-        allow_unmatched: whether a pattern that is the first to match nothing is no error.
-        form: of its ops: ``"direct"``, or ``"qdq"``, which with delayed scaling can be differentiated twice
-            and is never faster; see ``Fp8DotGeneralOp``.
+        recipe: how tensors are scaled, unless a rule says otherwise. None takes the recipe of
+            ``fp8flax.autocast``, or ``DelayedScaling()`` outside of it.
+        include: a regular expression or several. Only contractions that match are converted, even those
+            that the defaults leave out.
+        exclude: a regular expression or several; contractions that match are not converted.
+        rules: a sequence of pairs and callables. A pair has a regular expression and a recipe or
+            ``"leave"``; or a regular expression for the paths of feed-forward blocks and a ``FusedMLP``,
+            which computes each block as one. A callable ``(path, module, shapes)`` gets the module's path,
+            the module, and the shapes of input and kernel. It returns a recipe, ``"leave"``, or None to let
+            the next rule decide.
+        products: whether to convert products of two activations too, such as the two of attention. Their
+            state is that of an op with the second activation as its kernel.
+        allow_unmatched: whether to allow a pattern that decides nothing, because no contraction matches it
+            or an earlier rule matches first. By default such a pattern is an error.
+        form: form of the ops: ``"direct"``, or ``"qdq"``, which with delayed scaling can be differentiated
+            twice and is never faster; see ``Fp8DotGeneralOp``.
 
     Returns:
-        A module of a subclass of ``type(model)``, equal for equal arguments. ``init`` raises ``ValueError``
-        where a pattern matched nothing, nothing is converted, or a module is not the block that a
-        ``FusedMLP`` says; ``report`` says what is and why. What is not looked into: JAX's own ``lax.scan``,
-        ``jax.checkpoint`` and custom derivatives inside a method (``report`` lists what they contain), and
-        submodules that are called from outside: on a bound model, or by a function that ``nn.apply`` or
-        ``nn.init`` gets. (The model's own ``apply`` and ``init`` do look into
-        ``method=lambda m, x: m.encoder(x)``.) It can be copied and pickled, also for another process, if
-        what ``rules`` holds can.
+        A module of a subclass of ``type(model)``, equal for equal arguments; ``report`` lists what is
+        converted and why. It can be copied and pickled, also for another process, if the contents of
+        ``rules`` can. ``init`` raises ``ValueError`` if a pattern matched nothing, nothing is converted, or
+        a module is not the block that a ``FusedMLP`` describes. Some code stays unconverted: JAX's own
+        ``lax.scan``, ``jax.checkpoint`` and custom derivatives inside a method (``report`` lists their
+        contractions), and submodules that are called from outside, on a bound model or by a function that
+        ``nn.apply`` or ``nn.init`` gets. (The model's own ``apply`` and ``init`` do convert ``method=lambda
+        m, x: m.encoder(x)``.)
 
     Raises:
-        TypeError: ``model`` is not a Linen module, or a recipe is none.
+        TypeError: ``model`` is not a Linen module, or a recipe is not a ``Recipe``.
         ValueError: ``model`` is bound, or converted already; or a rule or ``form`` is not valid.
 
     Example:
@@ -85,8 +93,8 @@ def quantize_model(
         >>> list(variables["_overwrite_with_gradient"])
         ['layers_0']
 
-    Source: none; the size limit is where a roofline of an H200 says that FP8 gains nothing. (torchao's
-    filters have other limits, from benchmarks on an H100.)
+    Source: for the size limit, a roofline of an H200. (torchao's filters have other limits, from benchmarks
+    on an H100.)
     """
     if not isinstance(model, nn.Module):
         hint = " Pass an instance, not the class." if isinstance(model, type) else ""

@@ -93,16 +93,17 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelReport:
-    """What becomes of a model's contractions; printed, a table.
+    """Table of a model's contractions, and whether each of them runs in FP8.
 
     Attributes:
         rows: the contractions, in the order in which the model computes them.
         target: the GPU of the predictions.
-        speedup: predicted for all contractions together.
-        unseen: contractions that ``quantize_model`` does not look into, by place and shapes: in a
-            ``lax.scan``, ``jax.checkpoint`` or a function with a derivative of its own.
-        fp8: the forward and backward pass as it was compiled for the target; None if it was not.
-        wide: the same without FP8, in the dtypes that the model has by itself.
+        speedup: predicted speed-up of all contractions together.
+        unseen: contractions in places that ``quantize_model`` does not convert, by place and shapes: in a
+            ``lax.scan``, in ``jax.checkpoint``, or in a function with a derivative of its own.
+        fp8: ``AuditReport`` of the forward and backward pass, compiled for the target; None if not
+            compiled.
+        wide: the same ``AuditReport`` without FP8, in the dtypes that the model has by itself.
     """
 
     rows: tuple[Row, ...]
@@ -114,30 +115,30 @@ class ModelReport:
 
     @property
     def converted(self) -> tuple[Row, ...]:
-        """The rows that run in FP8."""
+        """Returns the rows that run in FP8."""
         return tuple(row for row in self.rows if row.converted)
 
     @property
     def fp8_share(self) -> float:
-        """The share of FLOPs that run in FP8."""
+        """Returns the share of FLOPs that run in FP8."""
         total = sum(row.flops for row in self.rows)
         return sum(row.flops for row in self.converted) / total if total else 0.0
 
     @property
     def step_speedup(self) -> float | None:
-        """Predicted for all of the forward and backward pass; None if it was not compiled."""
+        """Returns the predicted speed-up of the whole forward and backward pass; None if not compiled."""
         if self.fp8 is None or self.wide is None:
             return None
         return self.wide.predicted_seconds["total"] / self.fp8.predicted_seconds["total"]
 
     def plot(self) -> Any:
-        """Draws where the predicted time of the forward and backward pass goes, in FP8 and without.
+        """Draws the predicted time of the forward and backward pass by part, in FP8 and without.
 
         Returns:
             A ``matplotlib.figure.Figure``.
 
         Raises:
-            ImportError: matplotlib is not installed (``fp8flax[demo]`` brings it).
+            ImportError: matplotlib is not installed (``fp8flax[demo]`` installs it).
             ValueError: the model was not compiled.
         """
         if self.fp8 is None or self.wide is None:
@@ -204,25 +205,26 @@ def report(
 ) -> ModelReport:
     """Lists every contraction of a converted model: sizes, whether it runs in FP8, and why or why not.
 
-    Those of layers that have an FP8 op by themselves, such as ``MoE``, are not among them. Nothing is
-    computed: the shapes come from tracing ``init`` and ``apply``. Sizes are those of one call with these
-    inputs, under ``nn.vmap`` and ``jax.vmap`` those of the whole batch; in ``nn.scan`` and
-    ``nn.RNN`` a contraction counts as often as the loop runs (in ``nn.while_loop`` once, for want of a
-    number).
+    Nothing is computed: the shapes come from tracing ``init`` and ``apply``. Sizes are those of one call
+    with these inputs; under ``nn.vmap`` and ``jax.vmap`` they are those of the whole batch. In ``nn.scan``
+    and ``nn.RNN`` a contraction counts as often as the loop runs; in ``nn.while_loop`` it counts once,
+    because the number is not known. Layers that have an FP8 op by themselves, such as ``MoE``, are not
+    listed.
 
-    The prediction of each contraction is a roofline of its GEMMs, forward and backward, with the bytes that
-    quantizing moves (read from compiled programs) and the rates of large matmuls (80 % of a GPU's published
-    bf16 peak, 71 % of its FP8 peak, its full bandwidth). It leaves out all else that a model computes.
-    ``compiled=True`` compiles the model, in FP8 and without, and predicts the time of all kernels, see
-    ``AuditReport.predicted_seconds``. Neither has been compared with a GPU.
+    The prediction of each contraction is a roofline of its GEMMs, forward and backward, at the rates of
+    large matmuls: 80 % of a GPU's published bf16 peak, 71 % of its FP8 peak, its full bandwidth. It
+    includes the bytes that quantizing moves, which were read from compiled programs. It leaves out
+    everything else that a model computes. ``compiled=True`` compiles the model, in FP8 and without, and
+    predicts the time of all GPU kernels; see ``AuditReport.predicted_seconds``. Neither prediction has been
+    compared with a GPU.
 
     Args:
-        model: what ``quantize_model`` returned.
-        *args: inputs of the model; in the place of arrays ``jax.ShapeDtypeStruct`` will do.
+        model: the model that ``quantize_model`` returned.
+        *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
         target: the GPU of the prediction, as for ``audit``: ``"h100"``, ``"h200"``, ``"b200"``, …
-        compiled: whether to compile forward and backward pass as well (of the mean of the squares of all
-            that the model returns, for its parameters), with FP8 and without. It takes as long as compiling
-            for the GPU does, twice, and the extra ``fp8flax[audit]``; see ``audit``.
+        compiled: whether to compile the forward and backward pass too, with FP8 and without. The compiled
+            loss is the mean of the squares of everything that the model returns. This takes twice as long
+            as one compilation for the GPU, and needs the extra ``fp8flax[audit]``; see ``audit``.
         **kwargs: keyword inputs of the model.
 
     Returns:
@@ -231,7 +233,7 @@ def report(
     Raises:
         TypeError: ``model`` does not come from ``quantize_model``.
         ValueError: a rule of ``quantize_model`` matched nothing; or ``target`` is unknown.
-        ImportError: ``compiled``, and the extra is missing.
+        ImportError: ``compiled`` is True, and the extra is missing.
 
     Example:
         >>> import flax.linen as nn, jax.numpy as jnp, fp8flax as fp8
@@ -245,8 +247,8 @@ def report(
         1 of 2 contractions are converted (99.9 % of their FLOPs).
         Predicted for all of them on NVIDIA H200, forward and backward: 1.31 times as fast as in bf16.
 
-    Source: a roofline in the way of torchao's ``float8_roofline``; the peaks are NVIDIA's, times the shares
-    of them that large matmuls reach.
+    Source: torchao's ``float8_roofline``; the peaks are NVIDIA's, times the shares that large matmuls
+    reach.
     """
     rules = getattr(model, "_fp8_rules", None)
     if rules is None:

@@ -21,33 +21,33 @@ LEAVE = "leave"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedMLP:
-    """What a rule of ``quantize_model`` says of a feed-forward block that is to be computed as one.
+    """Rule of ``quantize_model`` that computes a feed-forward block as one ``fp8flax.MLP``.
 
-    It is the second part of a pair in ``rules``, whose pattern is searched in the paths of modules, and has
-    to reach their ends. A module that it matches is computed as ``fp8flax.MLP`` computes its layers: what
-    the activation makes, and the gradient of what it takes, exist in FP8 alone. Variables, scaling state
-    and checkpoints stay as they are, and so do ``calibrate``, ``statistics`` and ``freeze``, which compute
-    the layers one after the other.
+    It is the second part of a pair in ``rules``. The pattern of the pair is searched in the paths of
+    modules, and must reach the end of the path. A module that it matches is computed as ``fp8flax.MLP``
+    computes its layers: the output of the activation, and the gradient of its input, exist in FP8 only.
+    Variables, scaling state and checkpoints stay the same. ``calibrate``, ``statistics`` and ``freeze``
+    stay the same, too; they compute the layers one after the other.
 
-    That the module's ``__call__`` computes this is proven whenever it is traced, by values and gradients at
-    a few points; what does not is an error::
+    Whenever the module is traced, values and gradients at a few points prove that its ``__call__`` computes
+    the following. A module that computes something else raises an error::
 
-        out_of(activation(into[0](x)) * into[1](x))  # or, with one layer in into,
-        out_of(activation(into[0](x)))
+        out_of(activation(into[0](x)) * into[1](x))  # with two layers in into
+        out_of(activation(into[0](x)))  # with one layer in into
 
-    Whatever it does before ``x`` and after ``out_of`` is its own. Between the layers names for policies of
-    ``jax.checkpoint`` and constraints on shardings have no effect. What the first layers return is there
-    for what else reads it, such as ``sow``; where that is differentiated, too, their backward pass runs
-    twice, and their newest amaxes are the larger ones of the two. Two of them take their input with one
-    scale, that of the first.
+    The module may compute anything before ``x`` and after ``out_of``. Between the layers, names for
+    policies of ``jax.checkpoint`` and constraints on shardings have no effect. Other code, such as ``sow``,
+    can read the results of the first layers. If it is differentiated, too, the backward pass of these
+    layers runs twice, and their newest amaxes are the larger ones of both. Two layers in ``into`` take
+    their input with one scale, that of the first.
 
-    The layers are computed one after the other where ``fp8flax.MLP`` does so too, and where the other rules
-    do not give them all the same recipe of delayed scaling; ``report`` says the latter. Under ``jax.jit``
-    XLA removes what the module has computed in vain; without it, both are computed.
+    The layers are computed one after the other in the cases where ``fp8flax.MLP`` does so, and if the other
+    rules do not give all of them the same recipe of delayed scaling. ``report`` shows the latter. Under
+    ``jax.jit`` XLA removes the unused computation of the module; without ``jax.jit`` both are computed.
 
     Attributes:
-        into: the names of the one or two ``nn.Dense`` in the module that take its input; of two, the first
-            is the gate, whose activation is meant.
+        into: the names of the one or two ``nn.Dense`` in the module that take its input. With two, the
+            first is the gate, whose activation is taken.
         out_of: the name of the ``nn.Dense`` that takes the activations.
         activation: ``"gelu"`` (the tanh approximation, as ``nn.gelu``), ``"gelu_exact"``, ``"relu"`` or
             ``"silu"``.
@@ -68,7 +68,7 @@ class FusedMLP:
         >>> fp8.report(model8, jax.ShapeDtypeStruct((8192, 1024), jnp.float32)).rows[0].reason
         'by default, in one block with down'
 
-    Source: none; the block is that of ``fp8flax.MLP``.
+    Source: none; for the block see ``fp8flax.MLP``.
     """
 
     into: tuple[str, ...]
@@ -91,7 +91,7 @@ class FusedMLP:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all layers."""
+        """Returns the names of all layers."""
         return (*self.into, self.out_of)
 
 

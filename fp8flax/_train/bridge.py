@@ -25,38 +25,37 @@ _SCALE_OF = {history: scale for scale, history in map(state_leaf_names, ROLES)}
 def add_fp8_state(
     variables: Mapping[str, Any], model: nn.Module, *args: Any, **kwargs: Any
 ) -> Mapping[str, Any]:
-    """Returns ``variables`` with the scaling state that ``model`` needs, fresh where it was missing.
+    """Returns ``variables`` with the scaling state that ``model`` needs; missing state is initialized.
 
-    The way from a checkpoint of a model without FP8 to a run with it, and from one history length to
-    another. No weight is touched and no layer is run: the shapes come from tracing ``model.init``.
+    Use it to go from a checkpoint without FP8 to a run with FP8, or from one history length to another. No
+    weight is changed and no layer runs: the shapes come from tracing ``model.init``. Recipes without
+    delayed scaling need no state; the result is then ``variables`` with the state that it has.
 
     Args:
-        variables: collections of the model, with or without FP8; ``params`` at least. JAX or NumPy arrays.
+        variables: collections of the model, with or without FP8, as JAX or NumPy arrays; ``params`` at
+            least.
         model: the model with FP8 layers.
-        *args: inputs of the model; in the place of arrays ``jax.ShapeDtypeStruct`` will do.
+        *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
         **kwargs: keyword inputs of the model.
 
     Returns:
         A dict (a ``FrozenDict`` if ``variables`` is one) with all the collections of ``variables`` and
         ``_overwrite_with_gradient``: float32 scales of shape ``(1,)`` and histories of shape
-        ``(amax_history_len,)``, with further axes where ``nn.scan`` or ``nn.vmap`` stacked layers. State
-        that is there is kept. A history of another length becomes the one that a run with the new length
-        would hold now: its newest amaxes, as many as fit, and zeros for older ones that were forgotten.
-        State of layers that the model does not run in FP8 is left out.
+        ``(amax_history_len,)``, with more axes if ``nn.scan`` or ``nn.vmap`` stacked layers. Existing state
+        is kept. A history of another length becomes the one that a run with the new length would have now:
+        its newest amaxes, and zeros for older ones that are not known. State of layers that the model does
+        not run in FP8 is left out.
 
     Raises:
-        TypeError: state that is there is not float32.
-        ValueError: ``model`` has no FP8 layer; its parameters are not those of ``variables``; or state that
-            is there has a shape that differs in more than the length of the history, or values that no step
-            leaves behind (a scale that is not positive and finite, an amax that is negative or not finite).
-            Values are not looked at while tracing.
+        TypeError: existing state is not float32.
+        ValueError: ``model`` has no FP8 layer; its parameters are not those of ``variables``; or existing
+            state does not fit. Its shapes may differ in the length of the history only. Its values must be
+            possible: scales positive and finite, amaxes finite and not negative. (Values are not checked
+            under tracing.)
 
     Warns:
-        UserWarning: state has the name of another op, such as ``Fp8DirectDotGeneralOp_0`` beside an
+        UserWarning: state has the name of another op, such as ``Fp8DirectDotGeneralOp_0`` for an
             ``Fp8DotGeneralOp``; it is left out.
-
-    Recipes without delayed scaling need no state: the result is then ``variables`` with the state that was
-    there.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -75,7 +74,7 @@ def add_fp8_state(
         >>> changed["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"]
         Array([4., 3.], dtype=float32)
 
-    Source: none; Flax leaves this to the user. The history's layout is that of ``flax.linen.fp8_ops``.
+    Source: none in Flax. The layout of the history is that of ``flax.linen.fp8_ops``.
     """
     wanted, has_fp8 = eval_init(model, args, kwargs)
     if not has_fp8:
@@ -239,8 +238,6 @@ def remove_fp8_state(variables: Mapping[str, Any]) -> Mapping[str, Any]:
         >>> layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
         >>> list(fp8.remove_fp8_state(layer.init(jax.random.key(0), jnp.ones((2, 4)))))
         ['params']
-
-    Source: none.
     """
     others, _ = split_state(variables)
     return flax.core.freeze(others) if isinstance(variables, flax.core.FrozenDict) else others

@@ -30,22 +30,22 @@ def calibrate(
 ) -> Mapping[str, Any]:
     """Fills the scaling state from sample batches, so that the first FP8 step has the right scales.
 
-    Those of inputs and kernels, that is: those of output gradients take a loss, and ``backward=True``.
+    It runs ``fun`` on each batch and records the largest magnitudes. Every FP8 matmul runs in its operands'
+    own dtype, so that saturation in an early layer does not mislead a later one. The result is the state of
+    one step on all batches, with the scales that the next step uses. The variables do not change otherwise.
 
-    Runs ``fun`` on each batch with every FP8 matmul in its operands' own dtype, so that no early layer's
-    saturation misleads a later one, and looks at the largest magnitudes. The state that comes out is that
-    of one step on all the batches, and its scales are those that the next step uses. Nothing else changes.
+    Without ``backward=True`` the state of inputs and kernels is filled; the state of output gradients needs
+    a loss and ``backward=True``.
 
     Args:
         fun: ``fun(variables, batch)``, such as ``model.apply``, or ``lambda v, batch: loss(v, *batch)`` for
-            batches of several arguments; it is compiled. Forward it may return any
-            arrays, of which those that are floats must depend on all layers. (Where it has no reverse mode,
-            with a layer in a ``lax.while_loop`` or in ``jax.jvp``, callbacks to the host tell what each
-            layer saw.)
+            batches of several arguments. It is compiled. Without ``backward`` it may return any arrays,
+            whose floats must depend on all layers. (If ``fun`` has no reverse mode, because a layer runs in
+            a ``lax.while_loop`` or in ``jax.jvp``, callbacks to the host record the magnitudes.)
         variables: collections with scaling state (see ``add_fp8_state``).
-        batches: the samples; a few, like those that the model will meet.
+        batches: a few samples, similar to those that the model will see.
         backward: whether ``fun`` is a loss (a scalar), whose gradients fill the state of output gradients
-            too. Otherwise that is left as it is.
+            too. Otherwise that state stays unchanged.
         has_aux: whether the loss comes in a pair ``(loss, aux)``.
 
     Returns:
@@ -53,12 +53,13 @@ def calibrate(
         is one.
 
     Raises:
-        TypeError: scaling state is not float32; or ``fun`` takes a batch's parts as arguments of their own.
-        ValueError: there is no scaling state, no batch, a batch with a NaN or an Inf in a layer's tensors,
-            or no layer that ``fun`` reaches.
+        TypeError: scaling state is not float32; or ``fun`` takes the parts of a batch as separate
+            arguments.
+        ValueError: there is no scaling state; there is no batch; a batch produced a NaN or an Inf in a
+            tensor of a layer; or ``fun`` reaches no FP8 layer.
 
     Warns:
-        UserWarning: some layer did not run; its state is left as it was.
+        UserWarning: some layer did not run; its state stays unchanged.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -69,7 +70,7 @@ def calibrate(
         >>> variables["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_scale"]
         Array([8.], dtype=float32)
 
-    Source: none in Flax; Transformer Engine's ``autocast(calibrating=True)`` does it forward.
+    Source: Transformer Engine, ``autocast(calibrating=True)``, which calibrates forward.
     """
     if not variables.get(OVERWRITE_WITH_GRADIENT):
         raise ValueError(

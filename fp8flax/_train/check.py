@@ -209,27 +209,27 @@ def _verdict(axis: int, old: ScalingState, new: ScalingState) -> tuple[jax.Array
 
 
 def check_state(variables: Any, before: Any = None) -> None:
-    """Raises where FP8 scaling state is none that training leaves: the loop around it does something else.
+    """Raises ``ValueError`` if FP8 scaling state was changed by something other than training with FP8.
 
-    Call it outside of ``jax.jit``, after a step or two of a loop that is not ours. It knows a state that
-    never moved, that an optimizer or an average over steps went over, that was cast, scaled or clipped. It
-    does not know an average over devices or microbatches: there the past entries agree, and the newest is
-    a mean instead of a maximum.
+    Call it outside of ``jax.jit``, after one or two steps of a training loop that is not from this package.
+    It detects state that never moved, that an optimizer or an average over steps changed, or that was cast,
+    scaled or clipped. It does not detect an average over devices or microbatches: there the past amaxes
+    agree, and the newest amax is a mean instead of a maximum.
 
     Args:
         variables: a tree that holds the collection ``_overwrite_with_gradient``, such as
-            ``TrainState.params``, or the collection itself; arrays of JAX or NumPy. A tree without state
+            ``TrainState.params``, or the collection itself, as JAX or NumPy arrays. A tree without state
             passes.
-        before: the same before one step, with which past amaxes are compared; None to look at
+        before: the same tree before one step, with which past amaxes are compared; None checks
             ``variables`` alone.
 
     Raises:
         TypeError: the values are traced.
-        ValueError: lists the leaves that are wrong, five at most, and what to do.
+        ValueError: the state is wrong; the message lists five leaves at most, and says what to do.
 
     Warns:
-        UserWarning: some histories are all zeros, or did not move, while others did: those layers took no
-            part, or their output gradients are zero.
+        UserWarning: some histories are all zeros, or did not move, while others did. Those layers took no
+            part in the step, or their output gradients are zero.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -241,8 +241,6 @@ def check_state(variables: Any, before: Any = None) -> None:
         Traceback (most recent call last):
         ...
         ValueError: The FP8 scaling state is not what training leaves...
-
-    Source: none.
     """
     state, pairs = _state_of(variables)
     earlier = dict.fromkeys(state, np.empty(())) | _state_of(before)[0]

@@ -34,13 +34,13 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """``jax.value_and_grad`` for functions of variables that hold FP8 scaling state.
+    """Returns a function like ``jax.value_and_grad`` for variables that hold FP8 scaling state.
 
-    Wherever a differentiated argument holds the collection ``_overwrite_with_gradient`` (or is it), the
-    collection's gradient is its next value: that of one call on all the data, however often a layer ran
+    A differentiated argument may hold the collection ``_overwrite_with_gradient``, or be it. The gradient
+    of this collection is its next value: the state of one call on all the data, however often a layer ran
     (shared weights, scanned microbatches, ``jax.vmap`` over examples, ``jax.shard_map`` over devices). A
-    layer that got no gradient keeps its state, and a tensor that held a NaN or an Inf leaves no trace in
-    its history. All other gradients are those of ``jax.value_and_grad``.
+    layer that got no gradient keeps its state. A tensor that held a NaN or an Inf leaves no trace in its
+    history. All other gradients are those of ``jax.value_and_grad``.
 
     Args:
         fun: a function whose differentiated arguments are trees of arrays; returns a scalar, or a pair
@@ -117,10 +117,12 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """``jax.grad`` for functions of variables that hold FP8 scaling state; see ``value_and_grad``.
+    """Returns a function like ``jax.grad`` for variables that hold FP8 scaling state.
+
+    The gradients are those of ``value_and_grad``; see there.
 
     Args:
-        fun: as for ``value_and_grad``.
+        fun: a function as in ``value_and_grad``.
         argnums: which positional arguments to differentiate.
         has_aux: whether ``fun`` returns auxiliary data.
         holomorphic: passed to JAX.
@@ -151,24 +153,26 @@ def grad(
 
 
 def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
-    """``value_and_grad`` of a mean over microbatches, one microbatch in memory at a time.
+    """Returns a function that computes ``value_and_grad`` of a mean over microbatches, one at a time.
 
-    Every microbatch is cast with the same scales, and the scaling state is that of one call on all of them;
-    the gradients are averaged in float32. With a loss that is a mean over examples, and microbatches of one
-    size, both are those of one large batch. Kernels are quantized once for all microbatches; their codes, a
-    byte per element (two, for block scales that differ between the forward and the backward pass), stay in
-    memory for as long. Call it under ``jax.jit``: un-jitted, each call compiles anew.
+    Every microbatch is cast with the same scales, and the scaling state is that of one call on all of them.
+    The gradients are averaged in float32. If the loss is a mean over examples and all microbatches have one
+    size, gradients and state are those of one large batch.
+
+    Kernels are quantized once for all microbatches. Their codes stay in memory for this time: one byte per
+    element, or two for block scales that differ between the forward and the backward pass. Call the
+    function under ``jax.jit``; otherwise each call compiles again.
 
     Args:
         fun: ``fun(variables, microbatch)``; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``.
         has_aux: whether ``fun`` returns auxiliary data.
 
     Returns:
-        A function of two positional arguments, ``(variables, microbatches)``, that returns ``(value,
-        gradients)``, or with ``has_aux`` ``((value, aux), gradients)``: the mean value, the gradient with
-        respect to ``variables`` in their dtypes, and ``aux`` of each microbatch, stacked. The leaves of
-        ``microbatches`` have the number of microbatches as their first dimension, as those of
-        ``jax.lax.scan``; a key for each comes from ``jax.random.split``.
+        A function of two positional arguments, ``(variables, microbatches)``. The number of microbatches is
+        the first dimension of each leaf of ``microbatches``, as in ``jax.lax.scan``; ``jax.random.split``
+        makes a key for each. The function returns ``(value, gradients)``, or with ``has_aux`` ``((value,
+        aux), gradients)``: the mean value, the gradient with respect to ``variables`` in their dtypes, and
+        ``aux`` of each microbatch, stacked.
 
     Raises:
         TypeError: (when called) scaling state is not float32.
@@ -184,7 +188,7 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
         >>> grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"][:2]
         Array([4., 0.], dtype=float32)
 
-    Source: none; ``optax.MultiSteps`` accumulates over steps instead, each with a state of its own.
+    Source: none; ``optax.MultiSteps`` accumulates over steps instead, each with its own scaling state.
     """
 
     def with_aux(variables: Any, _: None, microbatch: Any) -> Any:
@@ -286,19 +290,19 @@ def _cotangent(x: Any) -> Any:  # jit does not return what stands for the gradie
 
 
 def pmean_gradients(grads: Any, axis_name: Any) -> Any:
-    """Averages gradients over devices, and takes the maximum of what is scaling state.
+    """Averages gradients over devices, and takes the maximum of scaling state.
 
-    For loops that compute a gradient for each device and reduce it by hand, in ``jax.pmap`` or in
-    ``jax.shard_map`` with ``check_vma=False``. (With its default checks, and under ``jax.jit`` on sharded
-    arrays, the state is already that of all the data.)
+    Use it in a loop that computes a gradient for each device and reduces it by hand, in ``jax.pmap`` or in
+    ``jax.shard_map`` with ``check_vma=False``. With the default checks of ``jax.shard_map``, and under
+    ``jax.jit`` on sharded arrays, the state is already that of all the data.
 
-    A device whose own data held a NaN or an Inf, or that skipped a layer, has kept its old history, while
-    the others moved on by one step. The maximum of both is finite, the same everywhere, and not below any
-    amax that either remembers.
+    A device keeps its old history if its own data held a NaN or an Inf, or if it skipped a layer, while the
+    others moved on by one step. The maximum of old and new history is finite, the same on every device, and
+    at least as large as any amax in either.
 
     Args:
         grads: a tree of gradients that ``value_and_grad`` or ``grad`` returned, floats of any shapes.
-        axis_name: the mapped axis, or a tuple of them.
+        axis_name: the mapped axis, or a tuple of axes.
 
     Returns:
         A tree of the same structure, shapes and dtypes.

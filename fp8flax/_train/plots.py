@@ -50,23 +50,23 @@ def _numbers(rows: Sequence[SummaryRow | None], field: str) -> np.ndarray:
 
 
 def plot_history(history: History, names: Sequence[str] | None = None) -> Any:
-    """Draws amax and scale over time: a line for each tensor, and below it what its scale represents.
+    """Draws amax and scale over time, with one line for each tensor.
 
-    The upper picture has the amax of each tensor, and dashed the largest magnitude that its scale
-    represents (amax × headroom): where the dashed line is below the other, something saturates. The lower
-    one has the scales.
+    The upper plot shows the amax of each tensor, and as a dashed line the largest magnitude that its scale
+    represents (amax × headroom). Values saturate where the dashed line is below the amax. The lower plot
+    shows the scales.
 
     Args:
-        history: statistics by step, ``{step: what the function of fp8.statistics returned}``.
-        names: the tensors, as ``summarize`` names them, ``"Dense_0/Fp8DotGeneralOp_0/input"``; seven at
-            most. None for the four that are worst at the last step.
+        history: statistics by step, ``{step: result of the function that statistics returned}``.
+        names: names of up to seven tensors, as in ``summarize``, such as
+            ``"Dense_0/Fp8DotGeneralOp_0/input"``. None takes the four that are worst at the last step.
 
     Returns:
         A ``matplotlib.figure.Figure``.
 
     Raises:
-        ImportError: matplotlib is not installed (``fp8flax[plots]`` brings it).
-        ValueError: ``history`` is empty, or a name is not in it, or there are more than seven.
+        ImportError: matplotlib is not installed (``fp8flax[plots]`` installs it).
+        ValueError: ``history`` is empty, a name is not in it, or there are more than seven names.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -74,8 +74,6 @@ def plot_history(history: History, names: Sequence[str] | None = None) -> Any:
         >>> variables = model.init(jax.random.key(0), x)
         >>> found = fp8.statistics(lambda v, x: jnp.sum(model.apply(v, x)))(variables, x)
         >>> figure = fp8.plot_history({0: found, 10: found})
-
-    Source: none.
     """
     steps, series = _series(history)
     if names is None:
@@ -110,18 +108,18 @@ def _positive(x: np.ndarray) -> np.ndarray:
 
 
 def plot_underflow(history: History, role: str | None = None) -> Any:
-    """Draws a map of layers × steps: how much of each tensor underflows.
+    """Draws a map of layers × steps that shows which share of each tensor underflows.
 
     Args:
-        history: as of ``plot_history``.
+        history: statistics by step, as in ``plot_history``.
         role: ``"input"``, ``"kernel"`` or ``"output_grad"``; None for the 40 tensors of all roles that
             underflow most at any step.
 
     Returns:
-        A ``matplotlib.figure.Figure``: in % of the values that are not 0, from dark (0) to light (100).
+        A ``matplotlib.figure.Figure``: underflow in % of the nonzero values, from dark (0) to light (100).
 
     Raises:
-        ImportError: matplotlib is not installed (``fp8flax[plots]`` brings it).
+        ImportError: matplotlib is not installed (``fp8flax[plots]`` installs it).
         ValueError: ``history`` is empty, or has no tensor of this role.
 
     Example:
@@ -130,8 +128,6 @@ def plot_underflow(history: History, role: str | None = None) -> Any:
         >>> variables = model.init(jax.random.key(0), x)
         >>> found = fp8.statistics(lambda v, x: jnp.sum(model.apply(v, x)))(variables, x)
         >>> figure = fp8.plot_underflow({0: found, 10: found}, role="output_grad")
-
-    Source: none.
     """
     steps, series = _series(history)
     lost = {
@@ -162,29 +158,27 @@ def plot_underflow(history: History, role: str | None = None) -> Any:
 
 
 def plot_histogram(x: Float[ArrayLike, "*dims"], dtype: DTypeLike, scale: float) -> Any:
-    """Draws a histogram of a tensor's magnitudes, and which of them an FP8 dtype with a scale represents.
+    """Draws a histogram of a tensor's magnitudes, and the range that an FP8 dtype with a scale represents.
 
     Args:
-        x: the tensor, any shape, finite or not, floats; zeros, NaN and Inf are left out.
+        x: the tensor, floats of any shape; zeros, NaN and Inf are left out.
         dtype: an FP8 dtype, such as ``fp8flax.float8_e4m3fn``.
-        scale: that in use (``x ≈ q * scale``), a positive float.
+        scale: the scale in use (``x ≈ q * scale``), a positive float.
 
     Returns:
         A ``matplotlib.figure.Figure``: shares of the values in half-octaves of their magnitudes, the grid
-        of FP8 values below them, and limits as lines: below the first everything becomes zero, below the
-        second precision falls, above the third everything saturates.
+        of FP8 values below them, and three limits as lines. Below the first line everything becomes zero,
+        below the second precision falls, and above the third everything saturates.
 
     Raises:
-        ImportError: matplotlib is not installed (``fp8flax[plots]`` brings it).
-        TypeError: ``dtype`` is not FP8, or ``x`` holds no floats.
-        ValueError: ``scale`` is not a positive finite number, or ``x`` holds no finite value but 0.
+        ImportError: matplotlib is not installed (``fp8flax[plots]`` installs it).
+        TypeError: ``dtype`` is not FP8, or ``x`` does not hold floats.
+        ValueError: ``scale`` is not a positive finite number, or ``x`` has no finite value other than 0.
 
     Example:
         >>> import jax, fp8flax as fp8
         >>> x = jax.random.normal(jax.random.key(0), (64, 64))
         >>> figure = fp8.plot_histogram(x, fp8.float8_e4m3fn, scale=4 / 448)
-
-    Source: none.
     """
     dtype = as_fp8_dtype(dtype, "dtype")
     if not (np.isfinite(scale) and scale > 0):
