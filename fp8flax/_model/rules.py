@@ -68,7 +68,7 @@ class FusedMLP:
         >>> fp8.report(model8, jax.ShapeDtypeStruct((8192, 1024), jnp.float32)).rows[0].reason
         'by default, in one block with down'
 
-    Source: none; for the block see ``fp8flax.MLP``.
+    Source: as for ``fp8flax.MLP``.
     """
 
     into: tuple[str, ...]

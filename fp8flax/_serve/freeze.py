@@ -38,44 +38,47 @@ def freeze(
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     """Returns a model and its variables for serving: kernels in FP8, scales that no longer change.
 
-    Each op computes, bit for bit, what it computes in ``model`` from ``variables``. (So do the models,
-    where XLA compiles what lies between the ops alike: under ``jax.jit`` it may fuse it otherwise, and
-    round differently in the last bit.) Delayed scales become those that the next step would use; recipes
-    without state go on to scale inputs as they come. There is no state left, and nothing to mutate.
+    Each op computes, bit for bit, what it computes in ``model`` from ``variables``. The models agree bit
+    for bit if XLA compiles the code between the ops in the same way; under ``jax.jit`` it may fuse it
+    differently and round differently in the last bit. Delayed scales become those that the next step would
+    use. Recipes without state continue to scale inputs from the current data. There is no state left, and
+    nothing is mutable.
 
     The serving model can be differentiated with respect to its inputs and its wide parameters, in forward
-    and reverse mode, any number of times (forces, guidance, saliency). The derivative is that of a model
-    with the dequantized kernels, where quantizing an input passes it on as it is; tangents and cotangents
-    stay wide. With respect to FP8 kernels and to scales it raises ``TypeError``.
+    and reverse mode, any number of times (forces, guidance, saliency). Its derivative is that of a model
+    with the dequantized kernels, and quantizing an input passes the derivative on unchanged. Tangents and
+    cotangents stay wide. Differentiation with respect to FP8 kernels and to scales raises ``TypeError``.
 
-    Its ``init`` gives a fresh KV cache, as decoding loops ask of it (``init(rng, tokens)["cache"]``). The
-    parameters beside it are random, in the shapes and dtypes of those returned here: a target for restoring
-    a checkpoint, under ``jax.eval_shape``.
+    The serving model's ``init`` returns a fresh KV cache, which decoding loops read as ``init(rng,
+    tokens)["cache"]``. The parameters that it returns are random, in the shapes and dtypes of those
+    returned here. Call it under ``jax.eval_shape`` for a target to restore a checkpoint into.
 
-    Kernels are stored where they were, under their names, in FP8, and their scales beside them, under the
-    name of the op: ``params/Dense_0/kernel`` and ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and
-    ``input_scale``, where that is fixed). One parameter may hold several kernels, such as fused queries,
-    keys and values: each part then has the scale of its own op. A parameter stays wide if it is used for
-    something else too (an embedding that is tied to the logits), by several ops, or after arithmetic; so do
-    kernels of convolutions and ragged dots if their scales are not delayed. Their ops quantize them at each
-    call.
+    Kernels are stored at their old place, under their names, in FP8. Their scales are next to them, under
+    the name of the op: ``params/Dense_0/kernel`` and ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and
+    ``input_scale``, if it is fixed). One parameter may hold several kernels, such as fused queries, keys
+    and values; each part then has the scale of its own op.
+
+    These parameters stay wide, and their ops quantize them at each call:
+
+    * a parameter that is also used for something else, such as an embedding that is tied to the logits
+    * a parameter that is used by several ops, or after arithmetic
+    * kernels of convolutions and ragged dots, if their scales are not delayed
 
     Args:
-        model: what ``quantize_model`` returned, or a model whose layers were given FP8 ops.
-        variables: all its collections, with trained or calibrated state.
-        *args: inputs, to trace the model with; in the place of arrays ``jax.ShapeDtypeStruct`` will do. May
-            be left out if ``model`` comes from ``quantize_model`` and was called before, by ``init`` for
-            instance.
-        weight_only: store kernels in FP8 with a scale for each output feature, multiply in the inputs'
-            dtype.
+        model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
+        variables: all collections of the model, with trained or calibrated state.
+        *args: inputs to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays. You
+            can leave them out if ``model`` comes from ``quantize_model`` and was called before, for
+            instance by ``init``.
+        weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
+            in the inputs' dtype.
         kv_cache_dtype: an FP8 dtype for the floats in the collection ``cache`` between calls, such as the
-            keys and values of Linen's attention with ``decode=True``. Their scale is 1: values are to lie
-            within the dtype's range, 448 for e4m3fn, and saturate outside of it.
-        **kwargs: keyword inputs.
+            keys and values of Linen's attention with ``decode=True``. Their scale is 1: values beyond the
+            dtype's range, 448 for e4m3fn, saturate.
+        **kwargs: keyword inputs of the model.
 
     Returns:
-        The serving model, called like ``model``; and its variables, with the other collections as they
-        were.
+        The serving model, called like ``model``; and its variables, with the other collections unchanged.
 
     Raises:
         MissingStateError: an op's scaling state is missing from ``variables``.
@@ -96,7 +99,7 @@ def freeze(
         >>> bool((serve_model.apply(serve_variables, x) == model8.apply(variables, x)).all())
         True
 
-    Source: names of the scales as in the FP8 checkpoints of inference servers, see ``save_safetensors``.
+    Source: for the names of the scales, the FP8 checkpoints of inference servers; see ``save_safetensors``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

@@ -74,49 +74,57 @@ def save_safetensors(
 ) -> None:
     """Writes a frozen model's variables to a safetensors file.
 
-    A layer's kernel that is one parameter, multiplied as it is, becomes ``<layer>.weight``, of shape
-    ``(out, in)`` and in FP8, as PyTorch has it; its bias ``<layer>.bias``, of shape ``(out,)``; its scale
-    ``<layer>.weight_scale``, of shape ``(1,)`` for one per tensor, ``(out, 1)`` for one per output feature,
-    ``(out, in / 32)`` and E8M0 for MXFP8, or ``<layer>.weight_scale_inv``, of shape ``(out / 128,
-    in / 128)``, for 128×128 blocks (it multiplies back all the same); and the fixed scale of its input,
-    if it has one, ``<layer>.input_scale``, of shape ``(1,)``. Layers that ``nn.scan`` stacked have a
-    leading dimension. All else keeps its name, with dots, and its layout: ``embed.embedding``.
+    The tensors of a layer whose kernel is one parameter, multiplied as it is, have these names and shapes:
 
-    Those are the names of FP8 checkpoints in the Hugging Face hub, as transformers and vLLM document them.
-    transformers has loaded such a file on a CPU; no inference server has been tried. The config that
-    belongs to them is in the file's metadata, as ``quantization_config``: its
-    ``quant_method`` is ``fp8`` for 128×128 blocks, ``compressed-tensors`` for scales per tensor and per
-    output feature; there is none for MXFP8, for other dtypes than e4m3fn, for convolutions in FP8, and for
-    several recipes in one model. A loader knows an architecture by names of its own: ``rename`` gives them
-    to the tensors, and ``config`` writes the ``config.json`` that it reads first.
+    * ``<layer>.weight``: the kernel in FP8, ``(out, in)``, as PyTorch has it
+    * ``<layer>.bias``: the bias, ``(out,)``
+    * ``<layer>.weight_scale``: the scale, ``(1,)`` for one per tensor, ``(out, 1)`` for one per output
+      feature, ``(out, in / 32)`` in E8M0 for MXFP8
+    * ``<layer>.weight_scale_inv``: the scale for 128×128 blocks, ``(out / 128, in / 128)``. In spite of its
+      name, it is a factor of the codes.
+    * ``<layer>.input_scale``: the fixed scale of the input, ``(1,)``, if there is one
 
-    Arrays are written as they are: one of 64 bits also where JAX has none (``jax_enable_x64``), which
-    ``load_safetensors`` then refuses.
+    Layers that ``nn.scan`` stacked have a leading dimension. All other variables keep their layout and
+    their names, with dots: ``embed.embedding``.
 
-    A file that was there is replaced by a whole new one, or stays as it was.
+    These are the names of FP8 checkpoints in the Hugging Face hub, as transformers and vLLM document them.
+    transformers has loaded such a file on a CPU; no inference server has been tried. A loader knows an
+    architecture by its own names: ``rename`` gives them to the tensors, and ``config`` writes the
+    ``config.json`` that the loader reads first.
+
+    The metadata of the file contain the matching ``quantization_config``. Its ``quant_method`` is ``fp8``
+    for 128×128 blocks, and ``compressed-tensors`` for scales per tensor and per output feature. There is no
+    such config for MXFP8, for dtypes other than e4m3fn, for convolutions in FP8, and for several recipes in
+    one model.
+
+    Arrays are written unchanged. 64-bit arrays are written even without ``jax_enable_x64``, but
+    ``load_safetensors`` then raises an error. An existing file is replaced by a complete new one, or stays
+    unchanged.
 
     Args:
         path: the file to write.
         model: the serving model that ``freeze`` returned.
-        variables: its variables. Collections other than ``params`` go under their own names.
-        rename: other names for the tensors: regular expressions and what to put in their place, each
-            substituted wherever it is found in a name, in their order; or a function of one name that
-            returns another. A name stays as it is where no pattern is found in it. What is not in FP8 and
-            becomes ``<layer>.weight`` of ``<layer>.kernel`` is transposed to ``(out, in)``, as PyTorch has
-            it. ``load_safetensors`` returns the variables under the names that they have in the model.
-        config: what ``config.json`` in the folder of ``path`` shall say of the architecture, as the
-            ``to_dict()`` of a transformers config does; ``quantization_config`` is added to it. None writes
-            no such file.
+        variables: the variables of the serving model. Collections other than ``params`` have their own
+            names as prefix.
+        rename: other names for the tensors: regular expressions and their replacements, each substituted
+            wherever it is found in a name, in their order; or a function of one name that returns another.
+            A name without a match stays unchanged. A wide ``<layer>.kernel`` that is renamed to
+            ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it. ``load_safetensors``
+            returns the variables under the names that they have in the model.
+        config: contents of a ``config.json`` in the folder of ``path``, which describes the architecture,
+            as ``to_dict()`` of a transformers config returns it. ``quantization_config`` is added to it.
+            None writes no such file.
 
     Raises:
         ImportError: the library ``safetensors`` is not installed.
-        OSError: a file cannot be written, for instance as the disk is full.
-        TypeError: ``model`` does not come from ``freeze``; ``rename`` is no mapping of strings and no
-            function that returns strings; or ``config`` is no mapping that JSON can hold.
-        ValueError: two variables would have one name; one is no array of a dtype that files hold; a pattern
-            matches nothing; a name would be empty, or separate the tensors of a layer; a wide kernel that
-            becomes a weight has not two dimensions; or there is to be a ``config.json``, and no
-            ``quantization_config`` describes the model, or the one given has its own.
+        OSError: a file cannot be written, for instance because the disk is full.
+        TypeError: ``model`` does not come from ``freeze``; ``rename`` is neither a mapping of strings nor a
+            function that returns strings; or ``config`` is not a mapping that JSON can hold.
+        ValueError: a variable or a name is not valid. Two variables would have one name; a variable is not
+            an array of a dtype that files hold; a pattern matches nothing; a name would be empty, or
+            separate the tensors of a layer; or a wide kernel that becomes a weight does not have two
+            dimensions. Or ``config`` is given, and no ``quantization_config`` describes the model, or
+            ``config`` has its own.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8
@@ -223,7 +231,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads the variables that ``save_safetensors`` wrote, bit for bit.
 
     Args:
-        path: the file.
+        path: the file to read.
 
     Returns:
         Variables for the serving model.
@@ -231,10 +239,11 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ImportError: the library ``safetensors`` is not installed.
         OSError: there is no such file, or it cannot be read.
-        ValueError: the file was not written by ``save_safetensors``, or by that of another version; it is
-            damaged, a bit of a tensor flipped for instance; or it has an array of 64 bits, which JAX would
-            narrow: enable ``jax_enable_x64``, or convert the array before it is saved. The error names the
-            file. (Version 2, which is read too, had no checksums of the tensors themselves.)
+        ValueError: the file was not written by ``save_safetensors``, or by another version of it; the file
+            is damaged, for instance a bit of a tensor is flipped; or it has a 64-bit array, which JAX would
+            narrow. For the latter, enable ``jax_enable_x64``, or convert the array before it is saved. The
+            error names the file. (Version 2, which can be read too, had no checksums of the tensors
+            themselves.)
 
     Example:
         See ``save_safetensors``.

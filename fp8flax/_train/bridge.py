@@ -74,7 +74,7 @@ def add_fp8_state(
         >>> changed["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"]
         Array([4., 3.], dtype=float32)
 
-    Source: none in Flax. The layout of the history is that of ``flax.linen.fp8_ops``.
+    Source: ``flax.linen.fp8_ops``, for the layout of the history.
     """
     wanted, has_fp8 = eval_init(model, args, kwargs)
     if not has_fp8:

@@ -188,7 +188,7 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
         >>> grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"][:2]
         Array([4., 0.], dtype=float32)
 
-    Source: none; ``optax.MultiSteps`` accumulates over steps instead, each with its own scaling state.
+    (``optax.MultiSteps`` accumulates over steps instead, each with its own scaling state.)
     """
 
     def with_aux(variables: Any, _: None, microbatch: Any) -> Any:

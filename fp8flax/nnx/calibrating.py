@@ -25,25 +25,25 @@ def calibrate(
 ) -> None:
     """Fills the scaling state of a model from sample batches, so that its first step has the right scales.
 
-    It runs ``f`` on each batch with every FP8 op in its operands' own dtype, and looks at the largest
-    magnitudes: see ``fp8flax.calibrate``. Nothing else in the model changes, not even statistics and random
-    number generators that ``f`` moves on.
+    It runs ``f`` on each batch with every FP8 op in its operands' own dtype, and records the largest
+    magnitudes; see ``fp8flax.calibrate``. The model does not change otherwise: statistics and random number
+    generators that ``f`` updates are restored.
 
     Args:
         f: ``f(model, batch)``, such as ``lambda model, x: model(x)``; it is compiled.
-        model: its variables of ``OverwriteWithGradient`` change.
-        batches: the samples; a few, like those that the model will meet.
+        model: an NNX module; its variables of ``OverwriteWithGradient`` change.
+        batches: a few samples, similar to those that the model will see.
         backward: whether ``f`` is a loss (a scalar), whose gradients fill the state of output gradients
-            too. Otherwise that is left as it is.
+            too. Otherwise that state stays unchanged.
         has_aux: whether the loss comes in a pair ``(loss, aux)``.
 
     Raises:
         TypeError: scaling state is not float32.
-        ValueError: there is no scaling state, no batch, a batch with a NaN or an Inf in a layer's tensors,
-            or no op that ``f`` reaches.
+        ValueError: there is no scaling state; there is no batch; a batch produced a NaN or an Inf in a
+            tensor of a layer; or ``f`` reaches no FP8 op.
 
     Warns:
-        UserWarning: some op did not run; its state is left as it was.
+        UserWarning: some op did not run; its state stays unchanged.
 
     Example:
         >>> from flax import nnx
@@ -55,7 +55,7 @@ def calibrate(
         >>> layer.dot_general.input_scale.get_value()
         Array([8.], dtype=float32)
 
-    Source: as of ``fp8flax.calibrate``.
+    Source: as for ``fp8flax.calibrate``.
     """
     state = state_of(model)
     if not state[OVERWRITE_WITH_GRADIENT]:

@@ -42,7 +42,7 @@ from fp8flax.nnx.variables import state_of
 
 
 class Frozen(nnx.Variable[Any]):
-    """A kernel in FP8, or a scale, of a frozen model: a variable that nothing trains.
+    """Variable of a frozen model that is not trained: a kernel in FP8, or a scale.
 
     Example:
         >>> from flax import nnx
@@ -52,8 +52,6 @@ class Frozen(nnx.Variable[Any]):
         >>> layer = nnx.Linear(4, 8, dot_general=op, rngs=nnx.Rngs(0))
         >>> sorted(nnx.state(fp8nnx.freeze(layer, jnp.ones((2, 4))), fp8nnx.Frozen))
         ['dot_general', 'kernel']
-
-    Source: none.
     """
 
 
@@ -134,22 +132,25 @@ class _PromotesAllBut:
 def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: Any) -> Any:
     """Returns a copy of a model for serving: kernels in FP8, scales that no longer change.
 
-    Each op computes, bit for bit, what it computes in ``model``. (So do the models, where XLA compiles what
-    lies between the ops alike.) Delayed scales become those that the next step would use; recipes without
-    state go on to scale inputs as they come. Kernels stand where they were, as codes in variables of a type
-    of their own, with their scales in the op of the layer; wide parameters are ``nnx.Param`` as before.
-    ``nnx.jit``, ``nnx.split`` and checkpoints take the copy as any model. It can be differentiated with
-    respect to inputs and wide parameters; with respect to codes and scales it raises ``TypeError``.
+    Each op computes, bit for bit, what it computes in ``model``. The models agree bit for bit if XLA
+    compiles the code between the ops in the same way. Delayed scales become those that the next step would
+    use. Recipes without state continue to scale inputs from the current data.
+
+    Kernels are stored at their old place, as codes in variables of the type ``Frozen``, with their scales
+    in the op of the layer. Wide parameters stay ``nnx.Param``. ``nnx.jit``, ``nnx.split`` and checkpoints
+    take the copy like any model. It can be differentiated with respect to inputs and wide parameters; with
+    respect to codes and scales it raises ``TypeError``.
 
     Args:
-        model: one whose layers have ops, by hand or by ``quantize_model``, trained or calibrated.
-        *args: inputs, to trace the model with; in the place of arrays ``jax.ShapeDtypeStruct`` will do.
-        weight_only: store kernels in FP8 with a scale for each output feature, multiply in the inputs'
-            dtype.
-        **kwargs: keyword inputs.
+        model: a model with FP8 ops, given to its layers or set by ``quantize_model``; trained or
+            calibrated.
+        *args: inputs to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays.
+        weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
+            in the inputs' dtype.
+        **kwargs: keyword inputs of the model.
 
     Returns:
-        A model of the same type; the one given stays as it is.
+        A model of the same type; ``model`` stays unchanged.
 
     Raises:
         TypeError: ``model`` is not an NNX module.
@@ -157,9 +158,9 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
             elsewhere.
 
     Warns:
-        UserWarning: kernels of FP8 ops stay wide: of convolutions, of ops that no layer of NNX has, of
-            layers that did not run, of recipes that keep them wide, those that are read elsewhere; or
-            delayed scales have seen no data.
+        UserWarning: kernels of FP8 ops stay wide, with the reason for each; or delayed scales have seen no
+            data. Reasons are a convolution, an op outside of NNX's layers, a layer that did not run, a
+            recipe that keeps kernels wide, and a kernel that is read elsewhere.
 
     Example:
         >>> from flax import nnx
@@ -172,7 +173,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
         >>> frozen.kernel.get_value().dtype.name, bool((frozen(x) == layer(x)).all())
         ('float8_e4m3fn', True)
 
-    Source: as of ``fp8flax.freeze``.
+    Source: as for ``fp8flax.freeze``.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(

@@ -32,35 +32,37 @@ def _is_plain(layer: Any) -> bool:
 
 
 class MLP(nnx.Module):
-    """A dense layer, an activation, and a dense layer, in FP8; gated or not.
+    """Feed-forward block of two or three dense layers, whose activations are cast to FP8 at once.
 
-    It is ``fp8flax.MLP`` in NNX: three ``nnx.Linear`` (two, if it is not gated), ``gate``, ``up`` and
-    ``down``, with an ``Fp8DotGeneralOp`` each, and but for rounding it computes
-    ``down(activation(gate(x)) * up(x))``, or ``down(activation(up(x)))``. What the activation makes, and
-    the gradient of what it takes, exist in FP8 alone, as ``fp8flax.MLP`` says. It is the layers, one after
-    the other, where that cannot be; also where one of them was replaced or given another op, recipe or
-    option, and in models that ``freeze`` returns.
+    This is ``fp8flax.MLP`` in NNX. It has two ``nnx.Linear``, ``up`` and ``down``, and ``gate`` if it is
+    gated, with one ``Fp8DotGeneralOp`` each. Up to rounding it computes ``down(activation(gate(x)) *
+    up(x))`` or ``down(activation(up(x)))``. The output of the activation, and the gradient of its input,
+    exist in FP8 only; see ``fp8flax.MLP``.
+
+    The block computes its layers one after the other in the cases where ``fp8flax.MLP`` does so, in models
+    that ``freeze`` returned, and if a layer was replaced or given another op, recipe or option.
 
     Args:
-        in_features: of the input.
-        hidden_features: of ``up`` and ``gate``.
-        features: of ``down``; None for those of the input.
+        in_features: number of features of the input.
+        hidden_features: number of features of ``up`` and ``gate``.
+        features: number of features of ``down``; None for that of the input.
         activation: ``"gelu"`` (the tanh approximation, as ``nnx.gelu``), ``"gelu_exact"``, ``"relu"`` or
             ``"silu"``.
-        gated: whether the activation is that of ``gate``, and multiplies ``up``, which then take the input
-            with one scale, that of ``gate``.
+        gated: whether the activation is applied to ``gate`` and multiplies ``up``. Both layers then take
+            the input with one scale, that of ``gate``.
         use_bias: whether the layers have biases.
-        dtype: of the computation; None for that of input and parameters.
-        param_dtype: of the parameters.
+        dtype: dtype of the computation; None for that of input and parameters.
+        param_dtype: dtype of the parameters.
         kernel_init: initializer of the kernels.
         bias_init: initializer of the biases.
-        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
-            outside of it.
-        rngs: for the parameters.
+        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
+            ``DelayedScaling()`` outside of it.
+        rngs: random number generators for the parameters.
 
     Raises:
         MissingStateError: the layer was made under a recipe without the state that it needs now.
-        TypeError: the input is not a wide float, or an argument has the wrong type.
+        TypeError: the input is not bfloat16, float16, float32 or float64, or an argument has the wrong
+            type.
         ValueError: an argument has a value that is not allowed, or the state does not fit the recipe.
 
     Example:
@@ -71,7 +73,7 @@ class MLP(nnx.Module):
         >>> block(jnp.ones((2, 16))).shape
         (2, 16)
 
-    Source: as of ``fp8flax.MLP``.
+    Source: as for ``fp8flax.MLP``.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class MLP(nnx.Module):
                 setattr(self, name, linear(*sizes, dot_general=Fp8DotGeneralOp(recipe=recipe)))
 
     def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
-        """Returns what the layers give; see the class."""
+        """Applies the block to the last dimension of the input; see the class."""
         x = as_float_array(x, "x")
         names = ("gate", "up", "down")[not self.gated :]
         layers = [getattr(self, name) for name in names]

@@ -220,43 +220,50 @@ def quantize_model(
     allow_unmatched: bool = False,
     form: str = "direct",
 ) -> Any:
-    """Returns a copy of an NNX model whose layers compute in FP8; the model stays as it is.
+    """Returns a copy of an NNX model whose layers compute in FP8; ``model`` stays unchanged.
 
-    The layers are those that have a field for it: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum``
-    and ``nnx.Conv``, wherever they stand, so also those of ``nnx.MultiHeadAttention`` and of recurrent
-    cells. Each gets an op of its own, with fresh state; a module that stands in two places gets one. A
-    layer that has an op by hand keeps it, and its state, unless ``rules`` or ``include`` match the layer.
-    In layers that ``nnx.vmap`` has stacked along the first axis, for ``nnx.scan``, the state is stacked.
-    What a module writes out (``x @ w``, ``jnp.einsum``) is not looked into: give it an op.
+    Layers with a field for an op get one: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum`` and
+    ``nnx.Conv``, anywhere in the model, also inside of ``nnx.MultiHeadAttention`` and recurrent cells. Each
+    layer gets its own op, with fresh state; a module that occurs at two places gets one. A layer with an op
+    that you gave keeps this op and its state, unless ``rules`` or ``include`` match the layer. In layers
+    that ``nnx.vmap`` stacked along the first axis, for ``nnx.scan``, the state is stacked. Matmuls that a
+    module writes out (``x @ w``, ``jnp.einsum``) are not converted: give the module an op.
 
-    The copy shares the arrays of the model, which are not mutable, and no variable.
+    The copy shares the arrays of the model, which are not mutable, but none of its variables.
 
-    Rules are tried in this order; the first that speaks decides: ``exclude``, ``rules``, ``include``, and
-    then the defaults, which leave out: layers named like the last one (``lm_head``, ``logits``,
-    ``classifier``, …), or ``router``; convolutions that are not matmuls; kernels with K or N below 16, or
-    too small for FP8 to gain on an H200 with any batch (``1/(1/K + 1/N) < 281``). A pattern is searched
-    (``re.search``) in a layer's path, ``encoder/layers/0/linear``, and in that path with ``/kernel``. (Of a
-    layer that stands in two places, in the path that comes first in ``nnx.iter_graph``.)
+    Rules are tried in this order, and the first that matches decides: ``exclude``, ``rules``, ``include``,
+    the defaults. The defaults leave out
+
+    * layers named like the last one (``lm_head``, ``logits``, ``classifier``, …), or ``router``
+    * convolutions that are not matmuls
+    * kernels with K or N below 16
+    * kernels too small for FP8 to gain on an H200 with any batch (``1/(1/K + 1/N) < 281``)
+
+    A pattern is searched (``re.search``) in a layer's path, such as ``encoder/layers/0/linear``, and in
+    that path with ``/kernel``. (The path of a layer that occurs at two places is the one that comes first
+    in ``nnx.iter_graph``.)
 
     Args:
-        model: any NNX module; abstract ones (``nnx.eval_shape``) too.
-        recipe: how to scale, where a rule does not say; None for that of ``fp8flax.autocast``, or
-            ``DelayedScaling()`` outside of it.
-        include: a regular expression or several; what matches is converted, also against the defaults, and
-            nothing else is.
-        exclude: a regular expression or several; what matches is left as it is.
-        rules: pairs of a regular expression and a recipe or ``"leave"``, and callables ``(path, module,
-            shapes)`` of the layer's path, the layer, and the shapes of what its kernel contracts and of
-            its kernel, which return a recipe, ``"leave"``, or None for no opinion.
-        allow_unmatched: whether a pattern that is the first to match nothing is no error.
-        form: of its ops: ``"direct"`` or ``"qdq"``; see ``Fp8DotGeneralOp``.
+        model: any NNX module, also an abstract one (``nnx.eval_shape``).
+        recipe: how tensors are scaled, unless a rule says otherwise. None takes the recipe of
+            ``fp8flax.autocast``, or ``DelayedScaling()`` outside of it.
+        include: a regular expression or several. Only layers that match are converted, even those that the
+            defaults leave out.
+        exclude: a regular expression or several; layers that match are not converted.
+        rules: a sequence of pairs and callables. A pair has a regular expression and a recipe or
+            ``"leave"``. A callable ``(path, module, shapes)`` gets the layer's path, the layer, the shape
+            that its kernel contracts, and the shape of its kernel. It returns a recipe, ``"leave"``, or
+            None to let the next rule decide.
+        allow_unmatched: whether to allow a pattern that decides nothing, because no layer matches it or an
+            earlier rule matches first. By default such a pattern is an error.
+        form: form of the ops: ``"direct"`` or ``"qdq"``; see ``Fp8DotGeneralOp``.
 
     Returns:
-        A model of the same type; ``report`` says what is converted and why. Where nothing is, calling the
-        model raises ``ValueError``, as ``init`` of a Linen model does.
+        A model of the same type; ``report`` lists what is converted and why. If nothing is converted,
+        calling the model raises ``ValueError``, as ``init`` of a Linen model does.
 
     Raises:
-        TypeError: ``model`` is not an NNX module, or a recipe is none.
+        TypeError: ``model`` is not an NNX module, or a recipe is not a ``Recipe``.
         ValueError: the model, or a part of it, is converted already; a rule or ``form`` is not valid; a
             pattern matched nothing; or no layer can be converted.
 
@@ -271,7 +278,7 @@ def quantize_model(
         >>> model8.layers[2].dot_general.plain is model.layers[2].dot_general
         True
 
-    Source: none; see ``fp8flax.quantize_model``, whose rules they are.
+    Source: as for ``fp8flax.quantize_model``.
     """
     if not isinstance(model, nnx.Module):
         hint = " Pass an instance, not the class." if isinstance(model, type) else ""
@@ -358,17 +365,17 @@ def _stack(op: Fp8Op, stacked: tuple[int, ...]) -> None:
 
 
 def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -> ModelReport:
-    """Lists the layers of a converted model that it runs: sizes, whether in FP8, and why or why not.
+    """Lists the layers of a converted model that run: sizes, whether in FP8, and why or why not.
 
-    Nothing is computed: the shapes come from tracing a call. They are those that the layer sees (under
-    ``jax.vmap`` and ``nnx.vmap`` of one example), and it counts as often as it is called (in a loop once).
-    A layer with an op that does not run is listed with 0 times. What modules write out is not listed,
-    nor are experts (``MoE``), which have ops of their own.
-    The prediction is that of ``fp8flax.report``; ``fp8flax.audit`` reads the compiled step.
+    Nothing is computed: the shapes come from tracing a call. They are the shapes that the layer sees, under
+    ``jax.vmap`` and ``nnx.vmap`` those of one example. A layer counts as often as it is called; in a loop
+    it counts once. A layer with an op that does not run is listed with 0 times. Matmuls that modules write
+    out are not listed, nor are experts (``MoE``), which have ops of their own. The prediction is that of
+    ``fp8flax.report``; ``fp8flax.audit`` reads the compiled step.
 
     Args:
-        model: what ``quantize_model`` returned.
-        *args: inputs of the model; in the place of arrays ``jax.ShapeDtypeStruct`` will do.
+        model: the model that ``quantize_model`` returned.
+        *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
         target: the GPU of the prediction, as for ``audit``: ``"h100"``, ``"h200"``, ``"b200"``, …
         **kwargs: keyword inputs of the model.
 
@@ -393,7 +400,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
         1 of 1 contractions are converted (100.0 % of their FLOPs).
         Predicted for all of them on NVIDIA H200, forward and backward: 1.32 times as fast as in bf16.
 
-    Source: as of ``fp8flax.report``.
+    Source: as for ``fp8flax.report``.
     """
     copy = nnx.clone(model)
     layers = list(layers_of(copy))

@@ -27,7 +27,7 @@ _default_init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_norm
 
 
 class RouterLoss(nnx.Variable[Any]):
-    """A loss of the router of ``MoE``, that of its last call; float32, a scalar.
+    """Variable with a loss of the router of ``MoE``, that of its last call; a float32 scalar.
 
     Example:
         >>> from flax import nnx
@@ -39,8 +39,6 @@ class RouterLoss(nnx.Variable[Any]):
         ...     out = layer(x)
         ...     return jnp.mean(out**2) + 0.01 * sum(jax.tree.leaves(nnx.state(layer, fp8nnx.RouterLoss)))
         >>> value, grads = fp8nnx.value_and_grad(loss)(layer, x)
-
-    Source: none.
     """
 
 
@@ -71,31 +69,32 @@ class Experts(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """A feed-forward layer that sends each token to a few of its experts, which multiply in FP8.
+    """Feed-forward layer that sends each token to a few of its experts, which multiply in FP8.
 
-    It is ``fp8flax.MoE`` in NNX: what it computes, its parameters and its state are the same. The two
-    losses of the router are variables of the type ``RouterLoss``, ``load_balancing`` and ``router_z``,
-    which each call overwrites: read them after the call, in the function that is differentiated.
+    This is ``fp8flax.MoE`` in NNX, with the same computation, parameters and state. The two losses of the
+    router are variables of the type ``RouterLoss``: ``load_balancing`` and ``router_z``. Each call
+    overwrites them, so read them after the call, in the function that is differentiated.
 
     Args:
-        in_features: of the input.
-        num_experts: how many experts there are.
-        hidden_features: width of each expert's hidden layer.
-        features: of the result; None for those of the input.
-        top_k: experts per token.
+        in_features: number of features of the input.
+        num_experts: number of experts.
+        hidden_features: number of features of each expert's hidden layer.
+        features: number of features of the result; None for that of the input.
+        top_k: number of experts per token.
         activation: ``"gelu"`` (the tanh approximation, as ``nnx.gelu``), ``"gelu_exact"``, ``"relu"`` or
             ``"silu"``.
-        gated: whether the activation is that of a third kernel, ``gate``, and multiplies ``up``.
-        dtype: of the experts' computation and the result; None for that of input and parameters.
-        param_dtype: of the parameters.
+        gated: whether the activation is applied to a third layer, ``gate``, and multiplies ``up``.
+        dtype: dtype of the experts' computation and the result; None for that of input and parameters.
+        param_dtype: dtype of the parameters.
         kernel_init: initializer of the experts' kernels, ``(num_experts, in, out)``.
-        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
-            outside of it.
-        rngs: for the parameters.
+        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
+            ``DelayedScaling()`` outside of it.
+        rngs: random number generators for the parameters.
 
     Raises:
         MissingStateError: the layer was made under a recipe without the state that it needs now.
-        TypeError: the input is not a wide float, or an argument has the wrong type.
+        TypeError: the input is not bfloat16, float16, float32 or float64, or an argument has the wrong
+            type.
         ValueError: an argument has a value that is not allowed.
 
     Example:
@@ -108,7 +107,7 @@ class MoE(nnx.Module):
         >>> layer.load_balancing.get_value().shape
         ()
 
-    Source: as of ``fp8flax.MoE``.
+    Source: as for ``fp8flax.MoE``.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class MoE(nnx.Module):
         self.load_balancing, self.router_z = (RouterLoss(jnp.zeros((), jnp.float32)) for _ in range(2))
 
     def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
-        """Returns the gated sum of the experts' results; see the class."""
+        """Applies the layer to the last dimension of the input; see the class."""
         x = as_float_array(x, "x")
         tokens = lax.reshape(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
         logits = self.router(tokens.astype(jnp.float32))

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 # Flax's bridge makes a type of its own for a collection that it meets first: ours takes that place.
 class OverwriteWithGradient(nnx.Variable[Any]):
-    """A variable whose "gradient" is its next value: the scaling state of FP8 ops.
+    """Variable whose "gradient" is its next value: the scaling state of FP8 ops.
 
-    Its arrays are float32: the scale of a tensor, and the history of its largest magnitudes. It is not an
-    ``nnx.Param``, so an optimizer of parameters does not see it. To ``flax.nnx.bridge`` it is the
-    collection ``_overwrite_with_gradient``.
+    Its arrays are float32: the scale of a tensor, and its amax history. It is not an ``nnx.Param``, so an
+    optimizer of parameters does not see it. In ``flax.nnx.bridge`` it is the collection
+    ``_overwrite_with_gradient``.
 
     Example:
         >>> from flax import nnx
@@ -224,38 +224,43 @@ def _check_shares_nothing(recipe: Recipe) -> None:
 
 
 class Fp8DotGeneralOp(Fp8Op):
-    """An FP8 matmul, called like ``lax.dot_general``.
+    """FP8 matmul for NNX layers, called like ``lax.dot_general``.
 
-    Give an instance to a layer: ``nnx.Linear(…, dot_general=fp8flax.nnx.Fp8DotGeneralOp())``, likewise to
-    ``nnx.LinearGeneral``; or call it in a module of your own, which shares its state between the calls.
-    ``nnx.MultiHeadAttention`` would share one instance, and so its scales, between query, key and value;
-    ``quantize_model`` gives each layer its own. Do not give it as ``dot_general_cls``: NNX makes a new op
-    at each call of such a layer, whose state is lost, and its scales stay 1.
+    Give an instance to a layer: ``nnx.Linear(…, dot_general=fp8flax.nnx.Fp8DotGeneralOp())``.
+    ``nnx.LinearGeneral`` has the same field. You can also call the op in a module of your own; several
+    calls of one op share its state. For ``nnx.MultiHeadAttention`` use ``quantize_model``, which gives each
+    layer its own op; one instance would be shared, with its scales, by query, key and value.
 
-    With delayed scaling, the default, it holds float32 variables ``{input,kernel,output_grad}_scale`` of
-    shape ``(1,)`` and ``{…}_amax_history`` of shape ``(amax_history_len,)``, of the type
-    ``OverwriteWithGradient``, whose gradients are their next values. Other recipes have none. Under
-    ``autocast(enabled=False)`` it is ``lax.dot_general``.
+    Do not give the op as ``dot_general_cls``. NNX makes a new op at each call of such a layer, so the state
+    is lost, and the scales stay 1.
+
+    Delayed scaling is the default. The op then holds float32 variables of the type
+    ``OverwriteWithGradient``: ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and
+    ``{…}_amax_history`` of shape ``(amax_history_len,)``. The gradient of each variable is its next value.
+    With other recipes the op holds no variables. Under ``autocast(enabled=False)`` the op is
+    ``lax.dot_general``.
 
     The call takes:
         lhs: the input, any shape; bfloat16, float16, float32 or float64.
-        rhs: the kernel, likewise.
+        rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
         dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
-        precision: None for the accumulation of the recipe (fast forward, exact gradients); ``DEFAULT`` for
-            fast and ``HIGH`` or ``HIGHEST`` for exact accumulation in all three GEMMs.
-        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
-        out_sharding: that of ``lax.dot_general``: how to shard the result on a mesh with explicit axes.
+        precision: None takes the accumulation of the recipe (by default fast forward, exact gradients).
+            ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
+        preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general`` returns.
+        out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
 
     Args:
-        recipe: how the tensors are scaled; None for that of ``fp8flax.autocast``, or ``DelayedScaling()``
-            outside of it. The state is that of the recipe under which the op is made.
-        form: ``"direct"`` multiplies FP8 operands, in the FP8 units of GPUs that have them. ``"qdq"`` casts
-            to FP8 and back around a matmul in the operands' dtype: a reference, and never faster.
+        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
+            ``DelayedScaling()`` outside of it. The state is made for the recipe under which the op is made.
+        form: ``"direct"`` multiplies FP8 operands, on the FP8 units of GPUs that have them. ``"qdq"`` casts
+            to FP8 and back around a matmul in the operands' dtype; it serves as a reference and is never
+            faster.
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        TypeError: an operand is not a wide float, or the state is not float32.
-        ValueError: the state has another history length than the recipe, or the recipe shares inputs.
+        TypeError: an operand has another dtype than those above, or the state is not float32.
+        ValueError: the history in the state has another length than the recipe says, or the recipe has
+            ``shared_inputs=True``.
 
     Example:
         >>> from flax import nnx
@@ -282,13 +287,13 @@ class Fp8DotGeneralOp(Fp8Op):
         *,
         out_sharding: Any = None,
     ) -> Float[jax.Array, "*output"]:
-        """Returns the product; see the class."""
+        """Multiplies the operands in FP8; see the class for the arguments."""
         operands = lhs, rhs, dimension_numbers, precision, preferred_element_type
         return self._multiplier()(*operands, out_sharding=out_sharding)
 
 
 class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
-    """``Fp8DotGeneralOp`` in the FNUZ formats of AMD MI300, unless a recipe says otherwise.
+    """``Fp8DotGeneralOp`` whose default recipe has the FNUZ formats of AMD MI300.
 
     Example:
         >>> from flax import nnx
@@ -304,27 +309,28 @@ class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
 
 
 class Fp8Einsum(Fp8Op):
-    """A two-operand einsum in FP8, with the state of ``Fp8DotGeneralOp``.
+    """FP8 einsum of two operands, with the scaling state of ``Fp8DotGeneralOp``.
 
-    The first operand is the input and the second the kernel, whatever the order of the result. Give an
-    instance to a layer: ``nnx.Einsum(…, einsum_op=fp8flax.nnx.Fp8Einsum())``.
+    The first operand is the input and the second is the kernel, in any order of the result's indices. Give
+    an instance to a layer: ``nnx.Einsum(…, einsum_op=fp8flax.nnx.Fp8Einsum())``.
 
     The call takes:
         eqn: the equation; no index may occur twice within one operand.
         lhs: the input, any shape; bfloat16, float16, float32 or float64.
-        rhs: the kernel, likewise.
-        precision: as of ``Fp8DotGeneralOp``.
-        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
-        out_sharding: as of ``Fp8DotGeneralOp``.
+        rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
+        precision: accumulation of the GEMMs; see ``Fp8DotGeneralOp``.
+        preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general`` returns.
+        out_sharding: how to shard the result; see ``Fp8DotGeneralOp``.
 
     Args:
-        recipe: as of ``Fp8DotGeneralOp``.
-        form: as of ``Fp8DotGeneralOp``.
+        recipe: how tensors are scaled; see ``Fp8DotGeneralOp``.
+        form: ``"direct"`` or ``"qdq"``; see ``Fp8DotGeneralOp``.
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        TypeError: the equation is no string, an operand is not a wide float, or the state is not float32.
-        ValueError: the equation does not fit the operands, or the state not the recipe.
+        TypeError: ``eqn`` is not a string, an operand has another dtype than those above, or the state is
+            not float32.
+        ValueError: the equation does not fit the operands, or the state does not fit the recipe.
 
     Example:
         >>> from flax import nnx
@@ -350,7 +356,7 @@ class Fp8Einsum(Fp8Op):
         *,
         out_sharding: Any = None,
     ) -> Float[jax.Array, "*output"]:
-        """Returns the contraction; see the class."""
+        """Contracts the operands in FP8; see the class for the arguments."""
         if not isinstance(eqn, str):
             raise TypeError(
                 f"eqn must be an equation such as 'ab,bc->ac'; got {type(eqn).__name__}. Fp8Einsum is "
@@ -361,35 +367,38 @@ class Fp8Einsum(Fp8Op):
 
 
 class Fp8ConvGeneralDilatedOp(Fp8Op):
-    """An FP8 convolution, called like ``lax.conv_general_dilated``.
+    """FP8 convolution for NNX layers, called like ``lax.conv_general_dilated``.
 
-    Give an instance to a layer, as ``nnx.Conv(…, conv_general_dilated=…)``. What is a matmul
-    (windows that do not overlap, without groups) runs as one; what is not gets FP8 values, and is convolved
-    in the operands' dtype: see ``fp8flax.Fp8ConvGeneralDilatedOp``.
+    Give an instance to a layer: ``nnx.Conv(…, conv_general_dilated=…)``. A convolution that is a matmul
+    (its windows do not overlap, and it has no groups) runs as a matmul in FP8. In all other convolutions
+    the tensors are cast to FP8 and back, and convolved in the operands' dtype; see
+    ``fp8flax.Fp8ConvGeneralDilatedOp``.
 
     The call takes:
         lhs: the input, in the layout of ``dimension_numbers``; bfloat16, float16, float32 or float64.
-        rhs: the kernel, likewise, of the same dtype.
+        rhs: the kernel, in the layout of ``dimension_numbers`` and the dtype of ``lhs``.
         window_strides: one int for each spatial dimension.
-        padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair ``(before, after)`` for each.
-        lhs_dilation: one int for each; None for 1.
-        rhs_dilation: one int for each; None for 1.
+        padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair ``(before, after)`` for each spatial
+            dimension.
+        lhs_dilation: one int for each spatial dimension; None for 1.
+        rhs_dilation: one int for each spatial dimension; None for 1.
         dimension_numbers: the layouts, as ``lax.conv_general_dilated`` takes them.
         feature_group_count: number of groups of features.
         batch_group_count: number of groups of the batch.
-        precision: that of ``Fp8DotGeneralOp`` for a matmul, else of all three convolutions.
-        preferred_element_type: dtype of the result; None for that of the operands.
-        out_sharding: as of ``Fp8DotGeneralOp``.
+        precision: for a matmul as in ``Fp8DotGeneralOp``; otherwise the precision of all three
+            convolutions.
+        preferred_element_type: dtype of the result; None for the dtype of the operands.
+        out_sharding: how to shard the result; see ``Fp8DotGeneralOp``.
 
     Args:
-        recipe: as of ``Fp8DotGeneralOp``.
-        form: as of ``Fp8DotGeneralOp``.
+        recipe: how tensors are scaled; see ``Fp8DotGeneralOp``.
+        form: ``"direct"`` or ``"qdq"``; see ``fp8flax.Fp8ConvGeneralDilatedOp``.
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        TypeError: an operand is not a wide float, or the state is not float32.
-        ValueError: the recipe scales along the contraction and this is no matmul, or the state does not fit
-            the recipe.
+        TypeError: an operand has another dtype than those above, or the state is not float32.
+        ValueError: the recipe scales along the contraction and the convolution is not a matmul, or the
+            state does not fit the recipe.
 
     Example:
         >>> from flax import nnx
@@ -400,8 +409,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
         >>> layer(jnp.ones((2, 16, 16, 3))).shape
         (2, 4, 4, 8)
 
-    Source: ``lax.conv_general_dilated``; the recipes are those of Micikevicius et al., 2022,
-    arXiv:2209.05433.
+    Source: ``lax.conv_general_dilated``; recipes of Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
     plain = staticmethod(jax.lax.conv_general_dilated)
@@ -424,7 +432,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
         *,
         out_sharding: Any = None,
     ) -> Float[jax.Array, "*output"]:
-        """Returns the convolution; see the class."""
+        """Convolves the operands in FP8; see the class for the arguments."""
         out = self._multiplier()(
             lhs,
             rhs,
@@ -442,28 +450,28 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
 
 
 class Fp8RaggedDotOp(Fp8Op):
-    """The FP8 matmul of a mixture of experts, called like ``lax.ragged_dot``.
+    """FP8 matmul of a mixture of experts, called like ``lax.ragged_dot``.
 
-    The state is that of ``Fp8DotGeneralOp``, except that each expert's kernel has a scale and an amax
-    history of its own: ``kernel_scale`` has shape ``(num_experts, 1)`` and ``kernel_amax_history`` shape
+    The scaling state is that of ``Fp8DotGeneralOp``, except that each expert's kernel has its own scale and
+    amax history. ``kernel_scale`` has shape ``(num_experts, 1)`` and ``kernel_amax_history`` has shape
     ``(num_experts, amax_history_len)``. See ``fp8flax.Fp8RaggedDotOp``.
 
     The call takes:
         lhs: the input, ``(rows, K)``, sorted by expert; bfloat16, float16, float32 or float64.
-        rhs: the kernels, ``(experts, K, N)``, likewise.
+        rhs: the kernels, ``(experts, K, N)``; bfloat16, float16, float32 or float64.
         group_sizes: rows of each expert, ``(experts,)``, integers.
-        precision: as of ``Fp8DotGeneralOp``.
-        preferred_element_type: dtype of the result; None for what ``lax.ragged_dot`` gives.
+        precision: accumulation of the GEMMs; see ``Fp8DotGeneralOp``.
+        preferred_element_type: dtype of the result; None for the dtype that ``lax.ragged_dot`` returns.
 
     Args:
-        num_experts: of kernels, 1 or more.
-        recipe: as of ``Fp8DotGeneralOp``.
-        form: as of ``Fp8DotGeneralOp``.
+        num_experts: number of kernels, 1 or more.
+        recipe: how tensors are scaled; see ``Fp8DotGeneralOp``.
+        form: ``"direct"`` or ``"qdq"``; see ``Fp8DotGeneralOp``.
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        TypeError: an operand is not a wide float, or the state is not float32.
-        ValueError: the shapes do not fit, or the state does not fit the recipe or the experts.
+        TypeError: an operand has another dtype than those above, or the state is not float32.
+        ValueError: the shapes do not fit, or the state does not fit the recipe or the number of experts.
 
     Example:
         >>> import jax.numpy as jnp
@@ -474,7 +482,7 @@ class Fp8RaggedDotOp(Fp8Op):
         >>> op.kernel_scale.shape
         (2, 1)
 
-    Source: ``jax.lax.ragged_dot``; the state is that of ``flax.linen.fp8_ops``, per expert.
+    Source: ``jax.lax.ragged_dot``; the state of ``flax.linen.fp8_ops``, per expert.
     """
 
     plain = staticmethod(jax.lax.ragged_dot)
@@ -494,6 +502,6 @@ class Fp8RaggedDotOp(Fp8Op):
         precision: jax.lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
     ) -> Float[jax.Array, "rows columns"]:
-        """Returns the product; see the class."""
+        """Multiplies each row by the kernel of its expert, in FP8; see the class for the arguments."""
         multiply = self._multiplier(jnp.shape(rhs)[:1])
         return multiply(lhs, rhs, group_sizes, precision, preferred_element_type)

@@ -33,21 +33,21 @@ def save_safetensors(
 ) -> None:
     """Writes the variables of a frozen NNX model to a safetensors file.
 
-    The file is that of ``fp8flax.save_safetensors``, with the names of NNX's paths: the kernel of
-    ``model.layers[0]`` is ``layers.0.weight`` there, of shape ``(out, in)`` and in FP8, and its scale
+    The file is that of ``fp8flax.save_safetensors``, with the names of NNX's paths. The kernel of
+    ``model.layers[0]`` is ``layers.0.weight``, of shape ``(out, in)`` and in FP8; its scale is
     ``layers.0.weight_scale``. Random number generators and the losses of routers are left out.
 
     Args:
-        path: the file to write; one that was there is replaced.
-        model: what ``freeze`` returned.
-        rename: as of ``fp8flax.save_safetensors``.
-        config: as of ``fp8flax.save_safetensors``.
+        path: the file to write; an existing file is replaced.
+        model: the model that ``freeze`` returned.
+        rename: other names for the tensors; see ``fp8flax.save_safetensors``.
+        config: contents of ``config.json``; see ``fp8flax.save_safetensors``.
 
     Raises:
         ImportError: the library ``safetensors`` is not installed.
         OSError: a file cannot be written.
-        TypeError: ``model`` does not come from ``freeze``; or as of ``fp8flax.save_safetensors``.
-        ValueError: as of ``fp8flax.save_safetensors``.
+        TypeError: ``model`` does not come from ``freeze``; or as in ``fp8flax.save_safetensors``.
+        ValueError: as in ``fp8flax.save_safetensors``.
 
     Example:
         >>> from flax import nnx
@@ -65,7 +65,7 @@ def save_safetensors(
         >>> bool((other(x) == frozen(x)).all())
         True
 
-    Source: as of ``fp8flax.save_safetensors``.
+    Source: as for ``fp8flax.save_safetensors``.
     """
     ops = []
     for layer in layers_of(model):
@@ -119,18 +119,17 @@ def _places(model: nnx.Module) -> dict[tuple[str, ...], Any]:
 
 
 def load_safetensors(path: str | os.PathLike[str], model: nnx.Module) -> None:
-    """Writes what ``save_safetensors`` saved into a frozen NNX model, bit for bit.
+    """Reads a file of ``save_safetensors`` into a frozen NNX model, bit for bit.
 
     Args:
-        path: the file.
-        model: a frozen model of the same modules, whatever its values; its variables change. An abstract
-            one will do, as ``nnx.eval_shape`` makes it of ``freeze``, and need no values. The losses of
-            routers become 0.
+        path: the file to read.
+        model: a frozen model of the same modules, with any values; its variables change. It may be
+            abstract, as ``nnx.eval_shape`` of ``freeze`` returns it. The losses of routers become 0.
 
     Raises:
         ImportError: the library ``safetensors`` is not installed.
         OSError: there is no such file, or it cannot be read.
-        ValueError: the variables are not those of the model, which is then left as it was; or as of
+        ValueError: the variables are not those of the model, which then stays unchanged; or as in
             ``fp8flax.load_safetensors``.
 
     Example:

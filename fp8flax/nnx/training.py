@@ -71,18 +71,19 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """``nnx.value_and_grad`` for models that hold FP8 scaling state.
+    """Returns a function like ``nnx.value_and_grad`` for models that hold FP8 scaling state.
 
-    It differentiates the parameters and the scaling state. The gradient of the state is its next value:
-    that of one call on all the data, however often a layer ran (shared modules, ``nnx.scan``, ``nnx.vmap``
-    over examples, ``jax.shard_map`` over devices). A layer that got no gradient keeps its state, and a
-    tensor that held a NaN or an Inf leaves no trace in its history. All other gradients are those of
-    ``nnx.value_and_grad``. The model keeps its state until ``Optimizer.update``, or ``overwrite_state``.
+    It differentiates the parameters and the scaling state. The gradient of the state is its next value: the
+    state of one call on all the data, however often a layer ran (shared modules, ``nnx.scan``, ``nnx.vmap``
+    over examples, ``jax.shard_map`` over devices). A layer that got no gradient keeps its state. A tensor
+    that held a NaN or an Inf leaves no trace in its history. All other gradients are those of
+    ``nnx.value_and_grad``. The model itself keeps its state until ``Optimizer.update`` or
+    ``overwrite_state``.
 
     Args:
         f: a function of models and arrays; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``.
-        argnums: which positional arguments to differentiate. Of a model those are its ``nnx.Param``; with
-            an ``nnx.DiffState`` what its filter takes; the scaling state in either case.
+        argnums: which positional arguments to differentiate. In a model these are its ``nnx.Param``, or
+            with an ``nnx.DiffState`` the variables that its filter takes; and always the scaling state.
         has_aux: whether ``f`` returns auxiliary data.
         holomorphic: passed to JAX.
         allow_int: passed to JAX.
@@ -163,18 +164,20 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """``nnx.grad`` for models that hold FP8 scaling state; see ``value_and_grad``.
+    """Returns a function like ``nnx.grad`` for models that hold FP8 scaling state.
+
+    The gradients are those of ``value_and_grad``; see there.
 
     Args:
-        f: as for ``value_and_grad``.
-        argnums: as for ``value_and_grad``.
+        f: a function as in ``value_and_grad``.
+        argnums: which positional arguments to differentiate; see ``value_and_grad``.
         has_aux: whether ``f`` returns auxiliary data.
         holomorphic: passed to JAX.
         allow_int: passed to JAX.
 
     Returns:
-        A function with the arguments of ``f`` that returns the gradients, or with ``has_aux``
-        ``(gradients, aux)``.
+        A function with the arguments of ``f`` that returns the gradients, or with ``has_aux`` ``(gradients,
+        aux)``.
 
     Raises:
         TypeError: (when called) scaling state is not float32.
@@ -200,12 +203,13 @@ def grad(
 
 
 def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
-    """``value_and_grad`` of a mean over microbatches, one microbatch in memory at a time.
+    """Returns a function that computes ``value_and_grad`` of a mean over microbatches, one at a time.
 
     The gradients of parameters are averaged in float32, and the scaling state is that of one call on all
-    microbatches; kernels are quantized once for all of them. What else a microbatch changes in the model
-    (statistics, random number generators) the next one finds, and the model has afterwards. See
-    ``fp8flax.accumulate_gradients``. Call it under ``nnx.jit``: un-jitted, each call compiles anew.
+    microbatches. Kernels are quantized once for all of them. Other changes of a microbatch to the model
+    (statistics, random number generators) are seen by the next microbatch, and stay in the model
+    afterwards. See ``fp8flax.accumulate_gradients``. Call the function under ``nnx.jit``; otherwise each
+    call compiles again.
 
     Args:
         f: ``f(model, microbatch)``; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``. It may
@@ -213,10 +217,10 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
         has_aux: whether ``f`` returns auxiliary data.
 
     Returns:
-        A function of two positional arguments, ``(model, microbatches)``, that returns ``(value,
-        gradients)``, or with ``has_aux`` ``((value, aux), gradients)``: the mean value, the gradients as
-        of ``value_and_grad``, and ``aux`` of each microbatch, stacked. The leaves of ``microbatches`` have
-        the number of microbatches as their first dimension.
+        A function of two positional arguments, ``(model, microbatches)``. The number of microbatches is the
+        first dimension of each leaf of ``microbatches``. The function returns ``(value, gradients)``, or
+        with ``has_aux`` ``((value, aux), gradients)``: the mean value, the gradients as in
+        ``value_and_grad``, and ``aux`` of each microbatch, stacked.
 
     Raises:
         TypeError: (when called) scaling state is not float32.
@@ -233,7 +237,7 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
         >>> grads["dot_general"]["input_amax_history"][:2]
         Array([4., 0.], dtype=float32)
 
-    Source: none; ``optax.MultiSteps`` accumulates over steps instead, each with a state of its own.
+    (``optax.MultiSteps`` accumulates over steps instead, each with its own scaling state.)
     """
 
     @functools.wraps(f)
@@ -289,16 +293,18 @@ def _next(model: nnx.Module, grads: Any) -> Mapping[str, Any]:
 def overwrite_state(model: nnx.Module, grads: Any) -> None:
     """Replaces the scaling state of a model by its gradient, for a loop with an ``nnx.Optimizer``.
 
-    A layer that got no gradient keeps its state, and a tensor that held a NaN or an Inf its history; what
-    is no next state is not taken. (Under ``jax.jit``, where nothing can be raised, the old one is kept.)
+    A layer that got no gradient keeps its state, and a tensor that held a NaN or an Inf keeps its history.
+    A gradient that is not a next state raises an error. (Under ``jax.jit`` no error can be raised; the old
+    state is kept instead.)
 
     Args:
-        model: its variables of ``OverwriteWithGradient`` change.
-        grads: what ``value_and_grad`` returned for the model.
+        model: an NNX module; its variables of ``OverwriteWithGradient`` change.
+        grads: the gradients that ``value_and_grad`` returned for the model.
 
     Raises:
         TypeError: the gradient of scaling state is not float32.
-        ValueError: the gradient has no state or another one, or other arithmetic went over it.
+        ValueError: the gradient has no state, or the state of another model, or other arithmetic changed
+            it.
 
     Example:
         >>> from flax import nnx
@@ -316,18 +322,18 @@ def overwrite_state(model: nnx.Module, grads: Any) -> None:
 
 
 class Optimizer(nnx.Optimizer):
-    """An ``nnx.Optimizer`` that steps the parameters and overwrites the FP8 scaling state.
+    """``nnx.Optimizer`` that updates the parameters and overwrites the FP8 scaling state.
 
-    Optax sees what ``wrt`` takes, and no scaling state: momentum, weight decay, clipping and norms are
-    those of the parameters. The state is replaced as ``overwrite_state`` does it.
+    Optax sees the variables of ``wrt``, and no scaling state: momentum, weight decay, clipping and norms
+    are those of the parameters. The state is replaced as in ``overwrite_state``.
 
     Args:
         model: the model, for the shapes of its parameters.
         tx: an Optax gradient transformation.
-        wrt: which variables it steps, a filter of NNX.
+        wrt: a filter of NNX for the variables to update.
 
     Raises:
-        ValueError: ``wrt`` takes scaling state too.
+        ValueError: ``wrt`` includes scaling state.
 
     Example:
         >>> from flax import nnx
@@ -356,19 +362,19 @@ class Optimizer(nnx.Optimizer):
         super().__init__(model, tx, wrt=wrt)
 
     def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
-        """Steps the parameters of a model, and overwrites its scaling state.
+        """Updates the parameters of a model, and overwrites its scaling state.
 
         Args:
-            model: its variables change.
-            grads: what ``value_and_grad`` returned for the model.
+            model: an NNX module; its variables change.
+            grads: the gradients that ``value_and_grad`` returned for the model.
             **kwargs: passed to ``tx.update``.
 
         Returns:
-            What ``nnx.Optimizer.update`` does.
+            The result of ``nnx.Optimizer.update``.
 
         Raises:
             TypeError: the gradient of scaling state is not float32.
-            ValueError: as of ``overwrite_state``; nothing has changed then.
+            ValueError: as in ``overwrite_state``; the model and the optimizer then stay unchanged.
         """
         state = _next(model, grads)
         updates = super().update(model, grads, **kwargs)
@@ -377,16 +383,18 @@ class Optimizer(nnx.Optimizer):
 
 
 def check_state(model: Any, before: Any = None) -> None:
-    """Raises where the scaling state of a model is none that training leaves; see ``fp8flax.check_state``.
+    """Raises ``ValueError`` if scaling state was changed by something other than training with FP8.
+
+    See ``fp8flax.check_state``.
 
     Args:
         model: an NNX module, or an ``nnx.State`` of it.
-        before: the same before one step, such as ``nnx.state(model)`` or ``nnx.clone(model)`` of then; None
-            to look at ``model`` alone.
+        before: the model before one step, as ``nnx.state(model)`` or ``nnx.clone(model)`` of that time;
+            None checks ``model`` alone.
 
     Raises:
         TypeError: the values are traced.
-        ValueError: lists each leaf that is wrong, and what to do.
+        ValueError: the state is wrong; the message lists five leaves at most, and says what to do.
 
     Warns:
         UserWarning: some histories are all zeros, or did not move, while others did.
@@ -400,7 +408,5 @@ def check_state(model: Any, before: Any = None) -> None:
         Traceback (most recent call last):
         ...
         ValueError: The FP8 scaling state is not what training leaves...
-
-    Source: none.
     """
     check.check_state(state_of(model), None if before is None else state_of(before))

@@ -74,19 +74,20 @@ def _places(model: nnx.Module) -> dict[tuple[str, ...], Any]:
 def to_linen(model: nnx.Module) -> dict[str, Any]:
     """Returns the variables of an NNX model, as a Linen model with modules of the same names has them.
 
-    The collections are ``params``, ``_overwrite_with_gradient``, ``batch_stats`` and so on; an op that a
-    layer was given is called ``Fp8DotGeneralOp_0`` there, and entry 0 of a list ``layers`` ``layers_0``. So
-    the functions of ``fp8flax`` that take variables, and checkpoints of Linen models, take these. Random
+    The collections are ``params``, ``_overwrite_with_gradient``, ``batch_stats`` and so on. An op of a
+    layer is called ``Fp8DotGeneralOp_0`` there, and entry 0 of a list ``layers`` is called ``layers_0``.
+    Functions of ``fp8flax`` that take variables, and checkpoints of Linen models, fit this layout. Random
     number generators and the losses of routers are left out.
 
     Args:
         model: any NNX module.
 
     Returns:
-        Dicts of arrays of the shapes and dtypes that they have in the model; nothing is copied.
+        Dicts of arrays, with the shapes and dtypes that they have in the model; nothing is copied.
 
     Raises:
-        ValueError: two variables have one place there, as of a list ``layers`` and a field ``layers_0``.
+        ValueError: two variables would have one place, such as entry 0 of a list ``layers`` and a field
+            ``layers_0``.
 
     Example:
         >>> from flax import nnx
@@ -110,17 +111,16 @@ def to_linen(model: nnx.Module) -> dict[str, Any]:
 def update_from_linen(model: nnx.Module, variables: Mapping[str, Any]) -> None:
     """Writes the variables of a Linen model into an NNX model whose modules have the same names.
 
-    Only the collections that ``variables`` has are written.
+    Collections that are missing in ``variables`` stay unchanged in the model.
 
     Args:
         model: any NNX module; its variables change.
-        variables: collections in Linen's layout, of arrays of the shapes and dtypes in the model; see
-            ``to_linen``.
+        variables: collections in Linen's layout, with the shapes and dtypes of the model; see ``to_linen``.
 
     Raises:
-        ValueError: a variable of the model is missing in its collection, has another shape or dtype there,
-            or something is there that the model does not have; or two variables have one place. The model
-            is then left as it was.
+        ValueError: a variable of the model is missing in its collection, or has another shape or dtype
+            there; the collection has something that the model does not have; or two variables have one
+            place. The model then stays unchanged.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
