@@ -55,6 +55,8 @@ METHOD = [
     "validation_loss = the mean loss of 32,768 held-out bytes after the last step, in nats per byte.",
     "loss_in_bf16 = the same of the same weights, computed in bf16; loss_in_fp8 = computed with all layers "
     "in FP8 and current scaling.",
+    "sensitivity = of the weights of a bf16 run: how far the loss with all layers but some in FP8 lies "
+    "above that in bf16, and one minus the cosine of the angle between the two gradients.",
     "emulated = FP8 written from the specification, in float32, without fp8flax.",
     "flax-direct, flax-qdq = flax.linen.fp8_ops.Fp8DirectDotGeneralOp and Fp8DotGeneralOp, in Flax's own "
     "TrainState.",
@@ -95,6 +97,15 @@ CONTENDERS = {
     "flax-direct": Contender(op=flax_ops.Fp8DirectDotGeneralOp, is_flax=True),
     "flax-qdq": Contender(op=flax_ops.Fp8DotGeneralOp, is_flax=True),
 }
+WIDE_LAYERS = {
+    "logits-wide": "logits",
+    "first-attention-wide": "block_0/attn",
+    "first-block-wide": "block_0",
+    "first-last-wide": "block_[03]",
+    "attention-wide": "attn",
+    "mlp-wide": "up|down",
+}
+"""Layers that stay in bf16, as ``quantize_model`` takes them."""
 PARTS = {
     "emulated": Contender(op=EmulatedDotGeneral),
     "forward-only": Contender(recipe=dataclasses.replace(DELAYED, dgrad=WIDE, wgrad=WIDE)),
@@ -104,9 +115,7 @@ PARTS = {
     ),
     "wgrad-wide": Contender(recipe=dataclasses.replace(DELAYED, wgrad=WIDE)),
     "power-2-scales": Contender(recipe=fp8.DelayedScaling(use_power_2_scales=True)),
-    "logits-wide": Contender(recipe=DELAYED, exclude="logits"),
-    "first-last-wide": Contender(recipe=DELAYED, exclude=("block_0", "block_3")),
-    "attention-wide": Contender(recipe=DELAYED, exclude="attn"),
+    **{name: Contender(recipe=DELAYED, exclude=layers) for name, layers in WIDE_LAYERS.items()},
 }
 """Where the gap comes from: delayed scaling, of which a part is left out."""
 ALL = {**CONTENDERS, **PARTS}
@@ -150,7 +159,9 @@ def train(contender: Contender, seed: int, settings: training.Settings, corpus: 
     """Trains one model and returns its losses."""
     began = time.perf_counter()
     state, step = initial_state(contender, seed, settings), step_of(contender)
-    held_out = validation_batches(corpus, settings.validation_batches, settings.batch_size, settings.length)
+    held_out = list(
+        validation_batches(corpus, settings.validation_batches, settings.batch_size, settings.length)
+    )
 
     def validation_loss(apply: Callable[..., Any], variables: Any) -> float:
         evaluate = jax.jit(partial(loss, apply=apply))
@@ -160,12 +171,41 @@ def train(contender: Contender, seed: int, settings: training.Settings, corpus: 
         windows = train_batch(corpus, seed, i, settings.batch_size, settings.length)
         state = step(state, jnp.asarray(windows))
     weights = {"params": state.params["params"]}
+    more = {"sensitivity": sensitivity(weights, settings, held_out)} if contender == Contender() else {}
     return {
         "validation_loss": validation_loss(state.apply_fn, state.params),
         "loss_in_bf16": validation_loss(Contender().model(settings).apply, weights),
         "loss_in_fp8": validation_loss(IN_FP8.model(settings).apply, weights),
+        **more,
         "minutes": (time.perf_counter() - began) / 60,
     }
+
+
+def sensitivity(weights: Any, settings: training.Settings, held_out: Sequence[Any]) -> dict[str, Row]:
+    """Measures how much of what FP8 does to a model is due to some of its layers.
+
+    All layers are in FP8 with current scaling, but for those of ``WIDE_LAYERS``, or for none. Returns for
+    each name ``percent``, how far the loss lies above that in bf16, and ``gradient``, one minus the cosine
+    of the angle between the gradient and that in bf16, as means over batches.
+    """
+
+    def losses_and_gradients(contender: Contender) -> tuple[np.ndarray, np.ndarray]:
+        step = jax.jit(fp8.value_and_grad(partial(loss, apply=contender.model(settings).apply)))
+        found = [step(weights, windows=windows) for windows in held_out]
+        leaves = [[leaf.ravel() for leaf in jax.tree.leaves(grads["params"])] for _, grads in found]
+        return np.array([value for value, _ in found]), np.stack(list(map(np.concatenate, leaves)))
+
+    wide_losses, wide_gradients = losses_and_gradients(Contender())
+    rows = {}
+    for name, layers in {"none": (), **WIDE_LAYERS}.items():
+        losses, gradients = losses_and_gradients(dataclasses.replace(IN_FP8, exclude=layers))
+        products = np.sum(gradients * wide_gradients, axis=1)
+        norms = np.linalg.norm(gradients, axis=1) * np.linalg.norm(wide_gradients, axis=1)
+        rows[name] = {
+            "percent": 100 * float(np.mean(losses - wide_losses) / np.mean(wide_losses)),
+            "gradient": float(np.mean(1 - products / norms)),
+        }
+    return rows
 
 
 @functools.cache
