@@ -1,8 +1,8 @@
-"""What MkDocs is told beyond ``mkdocs.yml``: pages that do not lie in ``docs/``, and links to them.
+"""Adds to the site the pages that do not lie in ``docs/``, and rewrites the links to them.
 
-The pages are those of a Git host: the README is the start page, notebooks and the files at the top of the
-repository are pages, and so is every file that a page links to, as a block of code (JSON as it is). Links
-between them are what they are on the Git host, relative to the file, and are rewritten here.
+The README is the start page. Notebooks and the files at the top of the repository are pages. A file of
+code that a page links to becomes a page with one block of code, and JSON stays as it is. All links are
+written as on a Git host, relative to the file.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import nbformat
 from api_names import linked
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 EXECUTED = ROOT / "build" / "notebooks"
@@ -27,6 +29,11 @@ EXECUTED = ROOT / "build" / "notebooks"
 
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 LANGUAGES = {".py": "python", ".cff": "yaml", ".yml": "yaml", ".md": "markdown"}
+BOOSTS = {"supported.md": 4}
+"""Pages that answer a search better than the pages that repeat the word more often."""
+
+sources: dict[str, str] = {}
+"""The file of the repository that each page is made from."""
 
 
 def address_of(path: str) -> str:
@@ -45,13 +52,21 @@ def is_text(path: str) -> bool:
     return path.endswith((".md", ".ipynb")) and not path.startswith(".")
 
 
-def rewritten(text: str, path: str) -> tuple[str, set[str]]:
-    """Returns the text of a file with links to pages of the site, and the files that it links to."""
+def rewritten(text: str, path: str, host: str) -> tuple[str, set[str]]:
+    """Returns the text of a file with links to pages of the site, and the files that it links to.
+
+    Args:
+        text: Markdown.
+        path: the file, from the root of the repository.
+        host: the address of the repository, for links to folders, which are no pages.
+    """
     folder, here = posixpath.dirname(path), posixpath.dirname(address_of(path))
     targets: set[str] = set()
 
     def relink(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, match[2]))
+        if (ROOT / target).is_dir():
+            return f"{match[1]}{host}/tree/main/{target}"
         targets.add(target)
         return f"{match[1]}{posixpath.relpath(address_of(target), here or '.')}{match[3] or ''}"
 
@@ -84,15 +99,17 @@ def notebook_as_page(path: str, config: MkDocsConfig) -> tuple[str, list[File]]:
         for output in cell.outputs:
             data = output.get("data", {})
             if "image/png" in data:
-                found = re.match(r"\*(The picture.*?\.)(?:\s|\*$)", notebook.cells[i + 1].source, re.DOTALL)
+                below = notebook.cells[i + 1].source
+                found = re.match(r"\*(The picture[^*]*\.)\*(?:\s|$)", below)
                 if found is None:
                     raise ValueError(
                         f"{path}: the cell after a picture must begin with *The picture …*, which says "
-                        f"what it shows; it is: {notebook.cells[i + 1].source[:60]}"
+                        f"what the picture shows. The cell begins with: {below[:60]}"
                     )
                 name = f"{path.removesuffix('.ipynb')}_{len(pictures) + 1}.png"
                 pictures.append(File.generated(config, name, content=base64.b64decode(data["image/png"])))
-                parts.append(f"![{' '.join(found[1].split())}]({posixpath.basename(name)})")
+                description = " ".join(found[1].replace("`", "").split())
+                parts.append(f"![{description}]({posixpath.basename(name)})")
             else:
                 text = output.get("text") or data["text/plain"]
                 parts.append(f"```{{.text .output}}\n{text.rstrip()}\n```")
@@ -100,7 +117,9 @@ def notebook_as_page(path: str, config: MkDocsConfig) -> tuple[str, list[File]]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts the pages into the navigation that a name with a star stands for."""
+    """Adds the version, and puts the pages into the navigation that a name with a star stands for."""
+    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "fp8flax" / "__init__.py").read_text(), re.M)
+    config.extra["package_version"] = version[1] if version else ""
     pages = sorted(address_of(str(p.relative_to(ROOT))) for p in ROOT.glob("notebooks/*.ipynb"))
     pages += sorted(p.name for p in (ROOT / "docs").glob("*.md"))
 
@@ -131,7 +150,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             continue
         done.add(path)
         text, pictures = as_page(path, config)
-        text, targets = rewritten(text, path) if is_text(path) else (text, set())
+        text, targets = rewritten(text, path, config.repo_url or "") if is_text(path) else (text, set())
         left += sorted(p for p in targets if (ROOT / p).is_file())
         # Those of docs/ must be in the navigation.
         inclusion = InclusionLevel.INCLUDED if path.startswith("docs/") else InclusionLevel.NOT_IN_NAV
@@ -140,11 +159,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             *pictures,
         ):
             files.append(file)
+        if is_text(path):
+            sources[address_of(path)] = path
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Puts the help of a command where a page asks for it."""
+def on_pre_page(page: Page, config: MkDocsConfig, **_: Any) -> Page:
+    """Links a page to its file in the repository, to be edited there."""
+    path = sources.get(page.file.src_uri)
+    if path is not None and config.repo_url and config.edit_uri:
+        page.edit_url = urljoin(f"{config.repo_url}/", config.edit_uri + path)
+    return page
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Puts the help of a command where a page asks for it, and raises some pages in the search."""
+    if page.file.src_uri in BOOSTS:
+        page.meta["search"] = {"boost": BOOSTS[page.file.src_uri]}
 
     def help_of(match: re.Match[str]) -> str:
         command = [sys.executable, "-m", *match[1].split(), "--help"]
@@ -157,6 +188,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(r"<!-- help: ([\w. ]+) -->", help_of, markdown)
 
 
-def on_post_page(output: str, **_: Any) -> str:
-    """Takes away hints that would say where the package keeps a type that no page describes."""
+def on_post_page(output: str, page: Page, **_: Any) -> str:
+    """Marks Chinese pages as Chinese, and removes hints that name private modules."""
+    if page.file.src_uri.endswith(".zh-CN.md"):
+        output = output.replace('<html lang="en"', '<html lang="zh-CN"', 1)
+        output = output.replace("Table of contents", "目录")
     return re.sub(r' title="fp8flax\._[\w.]+"', "", output)

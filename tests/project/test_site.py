@@ -2,12 +2,14 @@
 
 import functools
 import http.server
+import re
 import shutil
 import threading
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import fp8flax
 from tests import ROOT
 
 api = pytest.importorskip("playwright.sync_api", reason="only in the environment of make docs-test")
@@ -82,16 +84,15 @@ def test_navigation(open_page):
     page = open_page("index.html")
     assert heading(page) == "fp8flax"
     tabs = page.locator(".md-tabs__link").all_inner_texts()
-    assert tabs == [
-        *("Start", "Guides", "Recipes", "What works", "Performance", "Notebooks", "API"),
-        *("Migration", "Questions", "Project"),
-    ]
-    seen = {}
-    for tab in tabs:
-        page.locator(".md-tabs__link", has_text=tab).click()
-        seen[tab] = heading(page)
-    assert seen["Recipes"] == "Recipes"
-    assert seen["Notebooks"] == "FP8 basics"
+    assert tabs == ["Get started", "Guides", "API", "Performance", "About"]
+    sidebar = page.locator(".md-nav--primary")
+    for name, file in (("Quickstart", "quickstart.html"), ("FP8 basics", "01_fp8_basics.html")):
+        sidebar.get_by_role("link", name=name).click()
+        page.wait_for_url(f"**/{file}")
+        assert heading(page) == name
+    sidebar.get_by_role("link", name="简体中文").click()
+    page.wait_for_url("**/README.zh-CN.html")
+    assert page.locator("html").get_attribute("lang") == "zh-CN"
     page.locator(".md-tabs__link", has_text="API").click()
     page.locator(".md-nav--primary").get_by_role("link", name="Serving").click()
     assert heading(page) == "Serving"
@@ -100,11 +101,23 @@ def test_navigation(open_page):
     assert heading(page) == "Audit"
 
 
+def test_repository_version_and_edit_link(open_page):
+    page = open_page("recipes.html")
+    source = page.locator(".md-header .md-source")
+    assert source.get_attribute("href") == "https://github.com/fp8flax/fp8flax"
+    assert source.locator(".md-source__fact--version").inner_text() == fp8flax.__version__
+    edit = page.locator("a[rel=edit]").get_attribute("href")
+    assert edit == "https://github.com/fp8flax/fp8flax/edit/main/docs/recipes.md"
+
+
 def test_navigation_on_a_phone(open_page):
     page = open_page("index.html", NARROW)
     page.locator("label.md-header__button[for=__drawer]").click()
     drawer = page.locator(".md-nav--primary")
+    # The drawer opens in the section of the page.
+    drawer.locator("label.md-nav__title[for=__nav_1]").click()
     drawer.locator("label.md-nav__link", has_text="Guides").click()
+    drawer.locator("label.md-nav__link", has_text="Serve").click()
     drawer.get_by_role("link", name="Serve in FP8").click()
     page.wait_for_url("**/serving.html")
     assert heading(page) == "Serve in FP8"
@@ -123,6 +136,25 @@ def test_search(open_page, size):
     results.first.click()
     page.wait_for_url("**/*.html?*")
     assert "safetensors" in page.locator("article").inner_text()
+
+
+@pytest.mark.parametrize(
+    ("query", "place"),
+    [
+        ("gradient accumulation", "api/training.html#fp8flax.accumulate_gradients"),
+        ("accumulate_gradients", "api/training.html#fp8flax.accumulate_gradients"),
+        ("H100", "supported.html#gpus"),
+    ],
+)
+def test_search_finds(open_page, query, place):
+    page = open_page("index.html")
+    page.locator("input[name=query]").click()
+    page.keyboard.type(query)
+    pages = page.locator(".md-search-result__item")
+    pages.first.wait_for()
+    links = [pages.nth(i).locator("a").evaluate_all("all => all.map(a => a.href)") for i in range(3)]
+    found = {re.sub(r"\?[^#]*", "", link) for page_links in links for link in page_links}
+    assert any(link.endswith(f"/{place}") for link in found), found
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -145,7 +177,8 @@ def test_pages_on_a_phone(open_page):
     for name in PAGES:
         page.goto(f"{page.url.partition('//')[0]}//{urlsplit(page.url).netloc}/{name}")
         for picture in page.locator("article img").all():
-            if len(picture.get_attribute("alt") or "") <= 20 or not picture.evaluate("x => x.naturalWidth"):
+            alt = picture.get_attribute("alt") or ""
+            if len(alt) <= 20 or alt[-1] not in ".。" or not picture.evaluate("x => x.naturalWidth"):
                 wrong.append((name, picture.get_attribute("src")))
         if page.evaluate("document.scrollingElement.scrollWidth > innerWidth"):
             wrong.append((name, "too wide"))
@@ -159,6 +192,29 @@ CUT_OFF = """blocks => blocks
   .map(block => block.querySelector("code") ?? block)
   .filter(code => code.scrollWidth > code.clientWidth && getComputedStyle(code).overflowX != "auto")
   .map(code => code.textContent.slice(0, 60))"""
+
+
+def test_code_is_not_cut_off_on_a_wide_screen(open_page):
+    page, wrong = open_page("index.html", {"width": 1400, "height": 900}), []
+    for name in PAGES:
+        page.goto(f"{page.url.partition('//')[0]}//{urlsplit(page.url).netloc}/{name}")
+        blocks = page.locator("article .language-python:not(.output) pre > code")
+        wrong += [(name, text) for text in blocks.evaluate_all(SCROLLED)]
+    assert wrong == []
+
+
+SCROLLED = """blocks => blocks
+  .filter(code => code.scrollWidth > code.clientWidth)
+  .map(code => code.textContent.slice(0, 60))"""
+
+
+def test_a_wide_table_is_scrolled_in_a_frame(open_page):
+    page = open_page("installation.html", NARROW)
+    frame = page.locator("article .md-typeset__scrollwrap").last
+    assert frame.evaluate("x => x.scrollWidth > x.clientWidth")
+    style = frame.evaluate("x => [getComputedStyle(x).overflowX, getComputedStyle(x).borderRightWidth]")
+    assert style == ["auto", "1px"]
+    assert "gradient" in frame.evaluate("x => getComputedStyle(x).backgroundImage")
 
 
 def test_links(browser):
