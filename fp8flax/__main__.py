@@ -69,7 +69,7 @@ def multiplies(device: Any) -> str:
         return f"no FP8{why}; the same values are emulated"
     version = str(getattr(device, "compute_capability", ""))
     if not re.fullmatch(r"\d+\.\d+", version):
-        return "FP8 as its compiler has it, of which fp8flax knows nothing"
+        return "FP8 in the way of its own compiler, which fp8flax does not know"
     if float(version) < NATIVE_MX:
         return f"FP8 with scales per tensor or row (compute capability {version})"
     return f"FP8 with scales per tensor or row, and per 32 columns (compute capability {version})"

@@ -74,7 +74,8 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
     text = compiled.as_text()
     if text is None:
         raise RuntimeError(
-            f"XLA shows no program for {device.name}; use one of the targets {', '.join(GPUS)}."
+            f"XLA does not show the compiled program of {device.name}. Use one of the targets "
+            f"{', '.join(GPUS)}."
         )
     program = read(text)
     # They take a second compilation, with options that JAX's own cache of programs does not know.
@@ -140,7 +141,7 @@ def assert_fp8(
     Source: as for ``audit``.
     """
     if not 0 <= min_flops <= 1:
-        raise ValueError(f"min_flops is a share between 0 and 1; got {min_flops}.")
+        raise ValueError(f"min_flops must be a share between 0 and 1; got {min_flops}.")
     report = audit(fn, *args, target=target, **keywords)
     if report.fp8_flops_share < min_flops:
         if not report.gemms:

@@ -40,13 +40,13 @@ def _may_not_exit(what: str) -> Iterator[None]:
         yield
     except SystemExit as error:
         code = "" if error.code is None else repr(error.code).partition("\n")[0]
-        raise _UsageError(f"no report: {what} left the program, by sys.exit({code})") from error
+        raise _UsageError(f"no report, because {what} ended the program with sys.exit({code})") from error
 
 
 def _share(text: str) -> float:
     share = float(text)
     if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"a share is between 0 and 1; got {text}")
+        raise argparse.ArgumentTypeError(f"a share must be between 0 and 1; got {text}")
     return share
 
 
@@ -99,7 +99,7 @@ def _load(program: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _load_demo()
     module_name, colon, name = program.partition(":")
     if not (module_name and colon and name):
-        raise _UsageError(f"name demo or module:function; got {program!r}")
+        raise _UsageError(f"the program must be demo or module:function; got {program!r}")
     try:
         with _may_not_exit(f"the import of {module_name}"):
             module = importlib.import_module(module_name)

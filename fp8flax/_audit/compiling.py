@@ -91,8 +91,8 @@ def find_target(target: str | Mesh) -> Target:
         said = f"{OTHER_GPUS[target]} " if target in OTHER_GPUS else ""
         raise ValueError(
             f"{said}target must be one of {', '.join(TARGETS)}, or a jax.sharding.Mesh of "
-            f"compile_only_devices; got {target!r}. GPUs of one compute capability compile alike: "
-            f"{', '.join(f'{key} has {gpu.compute_capability}' for key, gpu in GPUS.items())}."
+            f"compile_only_devices; got {target!r}. For another GPU use one of the same compute "
+            f"capability: {', '.join(f'{key} has {gpu.compute_capability}' for key, gpu in GPUS.items())}."
         )
     device = jax.config.jax_default_device or jax.devices()[0]
     device = jax.devices(device)[0] if isinstance(device, str) else device
@@ -128,7 +128,7 @@ def _kind_of(mesh: Mesh) -> str:
     found = [key for key, gpu in GPUS.items() if kinds == {gpu.name}]
     if not found or not set(devices).isdisjoint(jax.devices()):
         raise ValueError(
-            "The devices of a mesh that is the target must come from fp8flax.compile_only_devices; got a "
+            "A mesh that is given as target must have devices from fp8flax.compile_only_devices; got a "
             f"mesh of {', '.join(sorted(kinds))}."
         )
     return found[0]
@@ -198,9 +198,9 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
         )
     except Exception as error:
         raise ImportError(
-            f"JAX refused jax-cuda13-plugin {wanted} when it started ({_first_line(error)}), which it does "
-            f"where CUDA's libraries are missing. Start Python with JAX_PLATFORMS=cpu, and on JAX 0.9 with "
-            f"JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 as well."
+            f"JAX did not load jax-cuda13-plugin {wanted} when it started ({_first_line(error)}). This "
+            "happens if CUDA's libraries are missing. Start Python with JAX_PLATFORMS=cpu, and on JAX 0.9 "
+            "also with JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1."
         ) from error
     return list(topology.devices)
 
@@ -304,10 +304,10 @@ def check_cudnn_is_known(target: Target, lowered: jax.stages.Lowered, name: str)
     config = target_config_of(next(iter(target.sharding.device_set)))
     if "dnn_version" not in config and "block_scaled_dot" in lowered.as_text():
         raise RuntimeError(
-            f"{name} has block-scaled matmuls, and XLA knows no version of cuDNN for {target.name}: what "
-            "it compiles is not what that GPU runs. Use devices of fp8flax.compile_only_devices, which "
-            "have a version of cuDNN; if yours are, this fp8flax does not know how JAX "
-            f"{jax.__version__} reads it."
+            f"{name} has block-scaled matmuls, but XLA does not know the version of cuDNN of "
+            f"{target.name}, so it compiles another program than that GPU runs. Use devices from "
+            "fp8flax.compile_only_devices, which have a version of cuDNN. If yours are from there, this "
+            f"fp8flax does not know how JAX {jax.__version__} reads the version."
         )
 
 

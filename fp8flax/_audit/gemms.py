@@ -23,7 +23,7 @@ _DTYPES = {
     "pred": "bool",
 }
 
-_UNREAD = "FP8 operands in a Triton kernel of which XLA wrote no PTX: what multiplies them is not known"
+_UNREAD = "FP8 operands in a Triton kernel for which XLA wrote no PTX: what multiplies them is not known"
 _CONVERTED = "FP8 operands in a Triton kernel that converts them: its tile is multiplied by {found}"
 _AHEAD = " (XLA's tile without a device; on one it measures which to take)"
 

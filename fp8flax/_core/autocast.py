@@ -139,7 +139,8 @@ class _Autocast(contextlib.ContextDecorator):
         if any(is_of_kind(func) for is_of_kind in kinds):
             raise TypeError(
                 f"autocast as a decorator takes functions that compute before they return; got {func!r}, a "
-                "generator or coroutine function, whose body runs later. Write the with statement in it."
+                "generator or coroutine function, whose body runs later. Write the with statement in its "
+                "body."
             )
         return super().__call__(func)
 

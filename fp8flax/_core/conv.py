@@ -227,8 +227,8 @@ def _check_one_scale(recipe: Recipe, conv: _Convolution) -> None:
             f"{recipe!r}, which scales along the contraction of a matmul, with "
             f"window_strides={conv.window_strides}, rhs_dilation={conv.rhs_dilation}, "
             f"lhs_dilation={conv.lhs_dilation}, feature_group_count={conv.feature_group_count} and "
-            f"batch_group_count={conv.batch_group_count}. Give this layer a recipe of its own, or leave it "
-            "as it is."
+            f"batch_group_count={conv.batch_group_count}. Give this layer a recipe of its own, or leave "
+            "FP8 out of it."
         )
 
 

@@ -416,9 +416,9 @@ def check_state(scale: Any, amax_history: Any, stacked: tuple[int, ...] = ()) ->
             )
         if stacked and value.shape[:-1] != stacked:
             raise ValueError(
-                f"The {name} of stacked kernels must have one row for each of them, of which there are "
-                f"{stacked[0]}; got shape {value.shape}. Its shape is ({stacked[0]}, 1) for scales and "
-                f"({stacked[0]}, amax_history_len) for amax histories."
+                f"The {name} of stacked kernels must have one row for each of the {stacked[0]} kernels; "
+                f"got shape {value.shape}. Scales must have shape ({stacked[0]}, 1), and amax histories "
+                f"({stacked[0]}, amax_history_len)."
             )
     if is_max_dtype(scale) != is_max_dtype(amax_history):
         raise TypeError(

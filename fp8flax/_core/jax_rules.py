@@ -21,14 +21,15 @@ from jax.interpreters import ad, batching, mlir
 
 FORWARD_MODE = (
     "An FP8 matmul cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.hessian, the "
-    "function that jax.linearize returns): the backward pass carries the scaling state. Use reverse mode "
-    "(jax.vjp, jax.jacrev, fp8flax.grad), or no FP8 in this call: with fp8flax.autocast(enabled=False)."
+    "function that jax.linearize returns), because its backward pass carries the scaling state. Use "
+    "reverse mode (jax.vjp, jax.jacrev, fp8flax.grad), or turn FP8 off for this call with "
+    "fp8flax.autocast(enabled=False)."
 )
 
 UNCHECKED = (
-    "The scaling state went into jax.shard_map with check_vma=False, which adds the gradients of what is "
-    "replicated, and does not say what that is; the state's must merge by maximum. Leave check_vma at its "
-    "default, or take the gradient inside of shard_map and reduce it with fp8flax.pmean_gradients."
+    "The scaling state was passed into jax.shard_map with check_vma=False. That mode adds up the gradients "
+    "of replicated values, but the scaling state must merge by maximum. Leave check_vma at its default, or "
+    "take the gradient inside of shard_map and reduce it with fp8flax.pmean_gradients."
 )
 
 

@@ -257,9 +257,9 @@ def _follow_kernels(
             before = kernels.setdefault(path, operands[0])
             if before and operands[0] and before.isdisjoint(operands[0]):
                 raise ValueError(
-                    f"Several layers tell their numbers as {'/'.join(path)}: nn.jit traces modules that "
-                    "are alike once, under the path of the first. Measure the model without nn.jit (its "
-                    "variables are the same), with jax.jit around fp8flax.statistics."
+                    f"Several layers have the path {'/'.join(path)}: nn.jit traces equal modules once, "
+                    "under the path of the first. Measure the model without nn.jit (its variables are the "
+                    "same), with jax.jit around fp8flax.statistics."
                 )
         is_again = eqn.params.get("differentiated")  # under residuals, and told before
         is_nn_jit = eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _NN_JIT
@@ -327,8 +327,8 @@ def _evaluated_within(eqn: Any, operands: Sequence[Any], *, is_again: bool) -> t
         return _branched(params["branches"], operands, is_again=is_again)
     if name not in _INLINED:
         raise ValueError(
-            f"What an FP8 layer says of its tensors does not come out of {name}. Call fp8flax.statistics "
-            "inside of it, or of a function without it."
+            f"fp8flax.statistics cannot read the numbers of an FP8 layer inside of {name}. Call "
+            f"fp8flax.statistics inside of the {name}, or measure a function without it."
         )
     inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
     if isinstance(inner, Jaxpr):

@@ -26,8 +26,8 @@ _OCP_DTYPES = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 
 ONCE = (
     "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second derivatives "
-    "use delayed scaling in another form: partial(fp8flax.Fp8DotGeneralOp, form='qdq'), or "
-    "fp8flax.quantize_model(…, form='qdq'); or compute what is differentiated twice under "
+    "use delayed scaling in the other form: partial(fp8flax.Fp8DotGeneralOp, form='qdq'), or "
+    "fp8flax.quantize_model(…, form='qdq'). Or turn FP8 off for this part with "
     "fp8flax.autocast(enabled=False)."
 )
 

@@ -107,9 +107,9 @@ class Quantizer:
         super().__init_subclass__()
         if cls.needs_state and cls.__module__ != __name__:
             raise TypeError(
-                f"{cls.__name__} cannot have scaling state (needs_state): that is DelayedQuantizer's, "
-                "which cannot be derived from. Derive from fp8flax.Quantizer, or give DelayedQuantizer "
-                "options."
+                f"{cls.__name__} cannot have scaling state (needs_state): only DelayedQuantizer has it, "
+                "and no class can be derived from that. Derive from fp8flax.Quantizer, or use a "
+                "DelayedQuantizer with other options."
             )
 
     def quantize(
@@ -174,7 +174,9 @@ class Quantizer:
         Returns:
             The operand for the first and for the second GEMM.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define quantize_pair if it makes_pair.")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define quantize_pair, because its makes_pair returned True."
+        )
 
     def trim(self, q: QTensor, view: View) -> QTensor:
         """Returns the operand without its padding, to be kept for the backward pass."""
@@ -391,7 +393,7 @@ class BlockQuantizer(Quantizer):
         check_choice("scale_rounding", self.scale_rounding, ROUNDINGS)
         if self.scale_rounding == "floor" and self.scale != "e8m0":
             raise ValueError(
-                f"scale_rounding 'floor' is that of E8M0 scales; got scale={self.scale!r}. Use "
+                f"scale_rounding='floor' requires scale='e8m0'; got scale={self.scale!r}. Use "
                 "scale='e8m0', or leave scale_rounding out."
             )
 

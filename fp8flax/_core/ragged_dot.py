@@ -380,9 +380,8 @@ def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> Non
         )
     if explicit_sharding(lhs) is not None or explicit_sharding(rhs) is not None:
         raise NotImplementedError(
-            "The FP8 ragged dot does not run on explicit axes of a mesh, nor does lax.ragged_dot without "
-            "being told the sharding of its result. Call it inside jax.shard_map, where each device has "
-            "rows and experts of its own, or inside jax.sharding.auto_axes."
+            "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, "
+            "where each device has its own rows and experts, or inside jax.sharding.auto_axes."
         )
 
 

@@ -214,8 +214,8 @@ class CustomRecipe(Recipe):
             delayed = dict.fromkeys(q for q in both if q is not None and q.needs_state)
             if len(delayed) > 1:
                 raise ValueError(
-                    f"{first} and {second} quantize the {role} by two different DelayedQuantizers, and "
-                    f"there is one scaling state for it; make them equal: {list(delayed)}."
+                    f"{first} and {second} quantize the {role} by two different DelayedQuantizers, but the "
+                    f"{role} has only one scaling state. Make them equal; got {list(delayed)}."
                 )
 
     @property
@@ -534,7 +534,7 @@ def _why_it_can_change(recipe: Any) -> str | None:
     cls = type(recipe)
     params = getattr(cls, "__dataclass_params__", None)
     if params is None:
-        return "is no dataclass"
+        return "is not a dataclass"
     if not params.frozen:
         return "is not frozen"
     fields = [field.name for field in dataclasses.fields(recipe)]
@@ -579,8 +579,9 @@ def check_recipe(recipe: Any) -> CustomRecipe:
     for name, part in (("recipe", recipe), *(("a quantizer", q) for q in set(gemms.quantizers) if q)):
         if why := _why_it_can_change(part):
             raise TypeError(
-                f"{name} must be frozen, since functions are compiled for it as it is; got {part!r}, whose "
-                f"class {type(part).__name__} {why}. Make the class @dataclasses.dataclass(frozen=True, "
-                "kw_only=True), with its attributes as fields that can be hashed."
+                f"{name} must be frozen, because functions are compiled for its current values; got "
+                f"{part!r}, whose class {type(part).__name__} {why}. Make the class "
+                "@dataclasses.dataclass(frozen=True, kw_only=True), with its attributes as fields that can "
+                "be hashed."
             )
     return gemms

@@ -14,8 +14,8 @@ def warn_of_unknown(version: str) -> None:
         known, after = (".".join(map(str, v)) for v in (NEWEST, (NEWEST[0], NEWEST[1] + 1)))
         warnings.warn(
             f"This fp8flax is known to work with JAX {'.'.join(map(str, OLDEST))} to {known}; this is JAX "
-            f"{version}. It uses private functions of JAX, which change. If something fails, pip install "
-            f"'jax>={'.'.join(map(str, OLDEST))},<{after}', or a newer fp8flax.",
+            f"{version}. fp8flax uses private functions of JAX, which change. If something fails, run pip "
+            f"install 'jax>={'.'.join(map(str, OLDEST))},<{after}', or install a newer fp8flax.",
             UserWarning,
             stacklevel=2,
         )

@@ -53,15 +53,15 @@ def _checked_call(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         if not args and not kwargs:
             cls_field = f"{field}_cls" if field else "the field"
             raise TypeError(
-                f"An instance of fp8flax.{name} was called without operands, as a layer calls the class "
-                f"that it was given. Give the layer the class, {cls_field}=fp8flax.{name}, or with options "
+                f"An instance of fp8flax.{name} was called without operands. A layer calls the class in "
+                f"this way. Give the layer the class, {cls_field}=fp8flax.{name}, or with options "
                 f"functools.partial(fp8flax.{name}, recipe=…)."
             )
         if self.scope is None:
             in_nnx = f"In a layer of Flax NNX use {field}=fp8flax.nnx.{name}(). " if field else ""
             raise TypeError(
                 f"An instance of the Linen module fp8flax.{name} was called outside of a Linen module. "
-                f"{in_nnx}Alone, it runs by its methods init and apply."
+                f"{in_nnx}Outside of any module, call its methods init and apply."
             )
         return call(self, *args, **kwargs)
 
@@ -137,9 +137,10 @@ class Fp8Op(nn.Module):
         if delayed and not self.is_initializing() and self._is_named_mutable():
             # From one place, so that Python's default filter shows it once.
             warnings.warn(
-                f"mutable names {OVERWRITE_WITH_GRADIENT!r}, but what apply returns is the old state: "
-                "the next one is the gradient with respect to it. Take that from fp8flax.value_and_grad, "
-                "as fp8flax.TrainState does, and leave the collection out of mutable.",
+                f"mutable names {OVERWRITE_WITH_GRADIENT!r}, but apply returns the old state there. The "
+                "next state is the gradient with respect to the old one: take it from "
+                "fp8flax.value_and_grad, as fp8flax.TrainState does, and leave the collection out of "
+                "mutable.",
                 stacklevel=1,
             )
         states = {r: self._declare(r, delayed[r], stacked.get(r, ())) for r in ROLES if r in delayed}
@@ -172,10 +173,10 @@ class Fp8Op(nn.Module):
                     raise MissingStateError(
                         f"The FP8 layer {'/'.join(self.path[:-1]) or type(self).__name__!r} cannot make "
                         f"its scaling state {collection}/{where}: init may not make this collection here. "
-                        "nn.scan and nn.vmap around the layer must name it, as they do the parameters: "
-                        f"variable_axes={{'params': 0, {collection!r}: 0}}; and variables= of nn.remat, or "
-                        "mutable= of init, if they are given. (Recipes without delayed scaling, such as "
-                        "Float8CurrentScaling, need no state.)"
+                        "Name the collection in nn.scan and nn.vmap around the layer, as for the "
+                        f"parameters: variable_axes={{'params': 0, {collection!r}: 0}}. Name it also in "
+                        "variables= of nn.remat and in mutable= of init, if you give them. (Recipes "
+                        "without delayed scaling, such as Float8CurrentScaling, need no state.)"
                     )
                 raise MissingStateError(
                     f"The FP8 layer {'/'.join(self.path[:-1]) or type(self).__name__!r} has no scaling "
@@ -194,9 +195,9 @@ class Fp8Op(nn.Module):
                 )
             if value.shape != shape:
                 raise ValueError(
-                    f"The scaling state {OVERWRITE_WITH_GRADIENT}/{where} has shape {value.shape}; the "
-                    f"recipe asks for {shape}. Set amax_history_len to that of the variables, or change "
-                    "theirs with fp8flax.add_fp8_state."
+                    f"The scaling state {OVERWRITE_WITH_GRADIENT}/{where} has shape {value.shape}, but the "
+                    f"recipe needs {shape}. Set amax_history_len to the length in the variables, or change "
+                    "the variables with fp8flax.add_fp8_state."
                 )
             values.append(value)
         return ScalingState(*values)

@@ -105,7 +105,7 @@ class _Block:
         """Returns the error that says why the module is not what the rule says."""
         return ValueError(
             f"The rules of quantize_model say that {'/'.join(self.path) or 'the model itself'} computes "
-            f"{_formula(self.said)}. It does not: {why}. {hint or 'Correct the rule, or leave it out.'}"
+            f"{_formula(self.said)}, but it does not: {why}. {hint or 'Correct the rule, or leave it out.'}"
         )
 
 
@@ -153,7 +153,9 @@ class Blocks:
                 self._running.pop()
             if missing := [name for name in said.names if name not in block.seen]:
                 called = ", ".join(block.called) or "none"
-                raise block.refused(f"of its own modules it calls {called}, and not {', '.join(missing)}")
+                raise block.refused(
+                    f"it calls these modules of its own: {called}; and not {', '.join(missing)}"
+                )
             return result
 
         return nn.intercept_methods(around)

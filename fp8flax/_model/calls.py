@@ -256,10 +256,10 @@ def _is_of_other_variables(before: SeenOp | None, found: SeenOp) -> bool:
 
 
 _NOTHING_SEEN = (
-    "The model's methods compute no contraction that quantize_model looks into. Layers that were given ops "
-    "keep them: leave out their dot_general_cls, such as Flax's own FP8 ops, for quantize_model to convert "
-    "them. It does not look into JAX's own lax.scan, jax.checkpoint and custom derivatives; Linen's "
-    "nn.scan and nn.remat it does."
+    "The model's methods compute no contraction that quantize_model looks into. Layers with an op of their "
+    "own, such as Flax's FP8 ops, keep it: leave out their dot_general_cls to have them converted. "
+    "quantize_model looks into Linen's nn.scan and nn.remat, but not into JAX's own lax.scan, "
+    "jax.checkpoint and custom derivatives."
 )
 
 
@@ -279,8 +279,8 @@ def check_matched(rules: Rules, sites: list[SeenSite], blocks: Set[int] = frozen
             raise ValueError(f"No contraction was found for {', '.join(unmatched)}. {_NOTHING_SEEN}")
         raise ValueError(
             f"No contraction was the first to match {', '.join(unmatched)}. The modules with contractions "
-            f"are: {', '.join(paths)}. Correct the pattern (that of a FusedMLP must reach the end of "
-            "the path of a module whose __call__ runs), or say allow_unmatched=True."
+            f"are: {', '.join(paths)}. Correct the pattern, or pass allow_unmatched=True. (The pattern of "
+            "a FusedMLP must match up to the end of the path of a module whose __call__ runs.)"
         )
 
 

@@ -142,7 +142,10 @@ class ModelReport:
             ValueError: the model was not compiled.
         """
         if self.fp8 is None or self.wide is None:
-            raise ValueError("Nothing was compiled: ask for it by fp8flax.report(…, compiled=True).")
+            raise ValueError(
+                "plot needs a compiled model, and this report has none. Make it with fp8flax.report(…, "
+                "compiled=True)."
+            )
         return self.fp8.plot(wide=self.wide)
 
     def __str__(self) -> str:

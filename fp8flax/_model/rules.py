@@ -84,7 +84,7 @@ class FusedMLP:
                 raise TypeError(f"into and out_of must be names of layers; got {name!r}.")
         if len(into) not in (1, 2) or len(set(self.names)) != len(self.names):
             raise ValueError(
-                "into must be one name of a layer or two, and out_of another one; got "
+                "into must have one or two names of layers, and out_of another name, all different; got "
                 f"into={into!r}, out_of={self.out_of!r}."
             )
         check_choice("activation", self.activation, tuple(ACTIVATIONS))
@@ -211,8 +211,8 @@ class Rules:
                 _check_outcome(rule[1], f"the rule for {rule[0]!r}")
             elif self.form != "direct":
                 raise ValueError(
-                    f"A FusedMLP multiplies FP8 operands; got form={self.form!r}, which computes each "
-                    "layer by itself. Leave out the rule, or form."
+                    f"A FusedMLP multiplies FP8 operands, but form={self.form!r} computes each layer by "
+                    "itself. Leave out the rule, or form."
                 )
 
     @property
@@ -246,7 +246,7 @@ class Rules:
             if callable(rule):
                 said = rule(site.path, site.module, site.shapes)
                 if said is not None:
-                    _check_outcome(said, f"a rule, of {site.path!r},")
+                    _check_outcome(said, f"a rule, for {site.path!r},")
                     return self._outcome(said, "a rule", None, site)
                 continue
             if not isinstance(rule[1], FusedMLP) and _matches(rule[0], site):
@@ -288,7 +288,7 @@ def _described(pattern: str, said: Any) -> str:
 def _check_outcome(said: Any, who: str) -> None:
     if isinstance(said, str):
         if said != LEAVE:
-            raise ValueError(f"{who} must say a recipe or 'leave'; got {said!r}.")
+            raise ValueError(f"{who} must give a recipe or 'leave'; got {said!r}.")
     else:
         check_recipe(said)
 

@@ -151,7 +151,7 @@ def _seen(base: Any, variables: Mapping[str, Any], args: Any, kwargs: Any) -> Se
     seen = seen_of(base)
     if not seen.ops:
         raise ValueError(
-            f"{type(base).__name__} has not been seen to compute anything in FP8"
+            f"freeze saw no FP8 op run in {type(base).__name__}"
             + (
                 " with these inputs. Convert it by fp8flax.quantize_model(model, include=…), or give its "
                 "layers FP8 ops; fp8flax.report(model, *inputs) says what is converted."
@@ -224,7 +224,7 @@ def _warn(wide: str, fresh: list[str]) -> None:
         warnings.warn(f"These kernels of FP8 ops stay wide: {wide}.", stacklevel=3)
     if fresh:
         warnings.warn(
-            f"These scales are frozen as they are, though they have seen no data: {', '.join(fresh)}. "
-            "fp8flax.calibrate(model.apply, variables, batches) takes them from sample batches.",
+            f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
+            "from sample batches, call fp8flax.calibrate(model.apply, variables, batches) before freeze.",
             stacklevel=3,
         )

@@ -86,8 +86,8 @@ def store(
     each = _per_slice(one, whole, part) if axis is None else jax.vmap(one, in_axes=axis, out_axes=axis)
     if each is None:
         raise ValueError(
-            f"The parameter {'/'.join(kernel.sources[0].path)} has shape {whole}, but the model was seen "
-            f"to use slices of shape {part} of it. Pass the variables of this model."
+            f"The parameter {'/'.join(kernel.sources[0].path)} has shape {whole}, but the FP8 op of this "
+            f"model takes slices of shape {part}. Pass the variables of this model."
         )
     return jax.jit(each)(tuple(map(jnp.asarray, wide)), scale)
 

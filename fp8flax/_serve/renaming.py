@@ -28,9 +28,9 @@ def renamed(tensors: Sequence[Tensor], rename: Rename) -> list[Tensor]:
             to = layers.setdefault(tensor.layer, new.removesuffix(last))
             if new != to + last:
                 raise ValueError(
-                    f"rename makes {new!r} of {tensor.name!r}, where a loader looks for {to + last!r}: the "
-                    "FP8 tensors of a layer are found by its name and their own. Rename the layer, and "
-                    f"leave {last!r} as it is."
+                    f"rename changes {tensor.name!r} to {new!r}, but a loader looks for {to + last!r}, "
+                    "because it finds the FP8 tensors of a layer by the name of the layer. Rename the "
+                    f"layer only, and keep {last!r} at the end."
                 )
         if tensor.is_wide_kernel and re.fullmatch(r"(.*\.)?weight", new):
             tensor = as_torch_has_it(tensor)
@@ -50,8 +50,8 @@ def _new_names(names: Sequence[str], rename: Rename) -> dict[str, str]:
     for name, new in new_names.items():
         if not isinstance(new, str):
             raise TypeError(
-                f"rename must return a string for each name; got {new!r} for {name!r}. Return the name as "
-                "it came where it is to stay."
+                f"rename must return a string for each name; got {new!r} for {name!r}. To keep a name, "
+                "return it unchanged."
             )
     return _not_empty(new_names)
 
@@ -68,8 +68,8 @@ def _substituted(names: Iterable[str], patterns: Mapping[str, str]) -> list[str]
             found = [re.subn(pattern, replacement, name) for name in result]
         except (re.error, IndexError) as error:
             raise ValueError(
-                f"rename has {pattern!r}: {replacement!r}, which is no regular expression with what to put "
-                f"in its place: {error}."
+                f"rename has {pattern!r}: {replacement!r}, which is not a valid regular expression with "
+                f"its replacement: {error}."
             ) from error
         if not any(count for _, count in found):
             raise ValueError(
@@ -83,5 +83,5 @@ def _substituted(names: Iterable[str], patterns: Mapping[str, str]) -> list[str]
 def _not_empty(new_names: dict[str, str]) -> dict[str, str]:
     for name, new in new_names.items():
         if not new:
-            raise ValueError(f"rename leaves nothing of {name!r}. A tensor must have a name.")
+            raise ValueError(f"rename gives {name!r} an empty name. Give each tensor a name.")
     return new_names

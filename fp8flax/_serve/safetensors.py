@@ -192,7 +192,7 @@ def write(
         try:
             library.numpy.save_file(tensors, os.fspath(new), metadata)
         except library.SafetensorError as error:
-            raise OSError(f"{path} cannot be written, and is as it was before: {error}.") from error
+            raise OSError(f"{path} cannot be written, and stays unchanged: {error}.") from error
         _read_header(library, new, path)
     if text is not None:
         write_text(Path(path).with_name("config.json"), text)
@@ -207,15 +207,16 @@ def _config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | No
         )
     if quantization is None:
         raise ValueError(
-            "config was given, and no quantization_config describes this model to a loader, which would "
-            "take FP8 codes for weights: it is of MXFP8, of several recipes, not of e4m3fn, or "
-            "has in FP8 the kernel of a convolution, or one that is no layer's alone. Freeze it with one "
-            "other recipe, or with weight_only=True; leave such layers out of FP8; or leave config out."
+            "config was given, but no quantization_config can describe this model, so a loader would take "
+            "its FP8 codes for weights. The cause is MXFP8, several recipes, a dtype other than e4m3fn, "
+            "the kernel of a convolution in FP8, or a kernel in FP8 that is not the parameter of one "
+            "layer. Freeze the model with one other recipe, or with weight_only=True; leave such layers "
+            "out of FP8; or leave config out."
         )
     if config.get("quantization_config") is not None:
         raise ValueError(
-            f"config has the quantization_config {config['quantization_config']!r}; that of this model is "
-            "added by save_safetensors. Leave it out."
+            "config must not have a quantization_config, because save_safetensors adds that of this model; "
+            f"got {config['quantization_config']!r}. Leave it out."
         )
     if config.get("tie_word_embeddings"):
         # A layer that PyTorch has and the file has not: loaders would look for its scale.
@@ -224,7 +225,7 @@ def _config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | No
     try:
         return json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"
     except (TypeError, ValueError) as error:
-        raise TypeError(f"config must be what JSON can hold: {error}.") from error
+        raise TypeError(f"config must have values that JSON can hold: {error}.") from error
 
 
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -270,7 +271,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
         entry = entries[name]
         if "crc32" in entry and entry["crc32"] != zlib.crc32(tensors[name]["data"]):
             raise ValueError(
-                f"{path} is damaged: {name!r} is not what was written, by its checksum. Save the model "
+                f"{path} is damaged: the checksum of {name!r} does not match. Save the model "
                 "again, or copy the file again."
             )
         array = np.frombuffer(tensors[name]["data"], _DTYPES[entry["dtype"]])
@@ -323,7 +324,7 @@ def _read_header(
         )
     wrong, tree = _check_entries(entries, header, _FIELDS[version])
     if wrong is None and own.get("checksum") != _checksum(entries):
-        wrong = "it is not what was written, by its checksum"
+        wrong = "its checksum does not match"
     if wrong is not None:
         raise ValueError(f"{path}: its metadata is damaged: {wrong}. Save the model again.")
     return entries, tree

@@ -71,9 +71,9 @@ def as_torch_has_it(kernel: Tensor) -> Tensor:
     """
     if kernel.array.ndim != 2:
         raise ValueError(
-            f"rename makes a weight of {'/'.join(kernel.path)}, of shape {kernel.array.shape}. The weight "
-            "of a PyTorch layer has the output first, and which dimensions these are here is known only of "
-            "kernels in FP8 and of those with two dimensions. Leave it a name that ends in 'kernel'."
+            f"rename makes a weight of {'/'.join(kernel.path)}, of shape {kernel.array.shape}. A weight in "
+            "PyTorch has its output dimensions first, and they are known only for kernels in FP8 and for "
+            "kernels with two dimensions. Give this kernel a name that ends in 'kernel'."
         )
     matrix = ((1,), (0,))
     return kernel._replace(written=_as_matrix(kernel.array, *matrix), matrix=matrix)

@@ -97,9 +97,9 @@ class ServingCall(Call):
         stored = {path for op in self._ops.values() for path, _ in op.kernels}
         if read := sorted(stored & self.provenance.used_otherwise):
             raise ValueError(
-                f"{type(model).__name__}.{method} reads {', '.join(map('/'.join, read))}, stored in FP8, "
-                "other than by an FP8 op, which it did not when the model was frozen. Freeze the model "
-                "after it has been called like this, or call the model that was frozen."
+                f"{type(model).__name__}.{method} reads {', '.join(map('/'.join, read))} outside of an FP8 "
+                "op. These parameters are stored in FP8, because this did not happen when the model was "
+                "frozen. Freeze the model after a call of this method, or call the model that was frozen."
             )
 
     def on_op(
@@ -130,8 +130,8 @@ class ServingCall(Call):
         served = self._ops.get(op.path)
         if served is None:
             raise ValueError(
-                f"fp8flax.freeze did not see the FP8 op at {'/'.join(op.path)}: the model computes "
-                "something else than before. Freeze it with inputs that reach this op."
+                f"The FP8 op at {'/'.join(op.path)} did not run when the model was frozen. Freeze the "
+                "model with inputs that reach this op."
             )
         return served
 
@@ -161,8 +161,8 @@ def constant(x: jax.Array) -> jax.Array:
 def _constant_jvp(primals: Any, tangents: Any) -> Any:
     del primals, tangents
     raise TypeError(
-        "The FP8 kernels of a frozen model, and its scales, have no gradient. Differentiate with respect "
-        "to the inputs, or to wide parameters alone, with the other variables closed over; to train the "
+        "The FP8 kernels and the scales of a frozen model have no gradient. Differentiate with respect to "
+        "the inputs, or to wide parameters only, with the other variables closed over. To train the "
         "kernels, train the model that was frozen."
     )
 

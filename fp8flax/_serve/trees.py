@@ -36,8 +36,8 @@ def get(params: Any, path: Path) -> Any:
     """Returns the node of the parameters at a path, or raises ``ValueError``."""
     if not has(params, path):
         raise ValueError(
-            f"{PARAMS}/{'/'.join(path)} is missing from the variables. Pass those of this model: "
-            "to freeze, the trained ones; to serve, those that fp8flax.freeze returned."
+            f"{PARAMS}/{'/'.join(path)} is missing from the variables. To freeze, pass the trained "
+            "variables of this model; to serve, pass the variables that fp8flax.freeze returned."
         )
     for name in path:
         params = _children(params)[name]

@@ -114,8 +114,8 @@ def _warn_of_other_names(old: Mapping[KeyPath, Any], new: Mapping[KeyPath, Any])
         op, _, _ = left_out[0].rpartition("/")[2].rpartition("_")
         more = f" and of {len(left_out) - 1} more" if len(left_out) > 1 else ""
         warnings.warn(
-            f"The scaling state of {left_out[0]}{more} is left out, and made anew under the name of the "
-            f"model's op. To keep it, {USE_THAT_OP.format(op=op)}",
+            f"The scaling state of {left_out[0]}{more} is left out, and new state is made under the name "
+            f"of the model's op. To keep the state, {USE_THAT_OP.format(op=op)}",
             stacklevel=3,
         )
 
@@ -133,9 +133,10 @@ def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, scale: Any) -> A
         differing = [axis for axis, of_axis in enumerate(sizes) if len(set(of_axis)) > 1]
     if len(differing) != 1 or scale.shape[differing[0]] != 1:
         raise ValueError(
-            f"The scaling state at {path_str(path)} has shape {value.shape}, but the model's has "
+            f"The scaling state at {path_str(path)} has shape {value.shape}, but the model needs "
             f"{leaf.shape}; only the length of a history may differ. Pass the state of the same model, or "
-            "none: fp8flax.add_fp8_state(fp8flax.remove_fp8_state(variables), model, *inputs) makes it new."
+            "have new state made: fp8flax.add_fp8_state(fp8flax.remove_fp8_state(variables), model, "
+            "*inputs)."
         )
     return _change_length(value, differing[0], leaf.shape[differing[0]])
 
@@ -169,8 +170,8 @@ def _check_values(path: KeyPath, value: Any) -> None:
     if bad:
         raise ValueError(
             f"The scaling state at {path_str(path)} holds {bad[0]}; {expected}. The checkpoint is damaged, "
-            "or of a loop that let a NaN or Inf into the state. Leave this layer's state out of the "
-            "variables, and it is made new."
+            "or comes from a loop that wrote a NaN or an Inf into the state. Leave this layer's state out "
+            "of the variables to have new state made for it."
         )
 
 

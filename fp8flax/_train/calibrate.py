@@ -95,12 +95,12 @@ def calibrate(
             ) from error
         if bad := _names("_amax_history", lambda history: history == np.inf, new, backward):
             raise ValueError(
-                f"Batch {i} puts a NaN or an Inf into {', '.join(bad)}. Leave it out, or look where that "
-                "comes from: no scale can be taken from it."
+                f"Batch {i} puts a NaN or an Inf into {', '.join(bad)}, so no scale can be taken from it. "
+                "Leave the batch out, or find the cause."
             )
         merged = new if merged is None else jax.tree.map(jnp.maximum, merged, new)
     if merged is None:
-        raise ValueError("batches is empty; calibration needs one batch at least.")
+        raise ValueError("batches is empty; calibration needs at least one batch.")
     # What got no gradient at all is 0, what was only empty is -inf.
     missing = _names("_scale", lambda scale: scale <= 0, merged, backward)
     if len(missing) == len(_names("_scale", lambda scale: True, merged, backward)):
@@ -110,8 +110,8 @@ def calibrate(
         )
     if missing:
         warnings.warn(
-            f"Not calibrated, since nothing that fun returns depends on it: {', '.join(missing)}. If these "
-            "layers run, let fun return what they compute.",
+            "These layers were not calibrated, because nothing that fun returns depends on them: "
+            f"{', '.join(missing)}. If they run, return their results from fun.",
             stacklevel=2,
         )
     kept = _settled(old, merged)

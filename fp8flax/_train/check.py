@@ -33,10 +33,10 @@ _LARGE = 2.0**100
 _MAY_VANISH = 2.0**-62
 
 WHAT_TO_CALL = (
-    "Keep the scaling state out of what is done to gradients: fp8flax.value_and_grad computes them, "
-    "fp8flax.DynamicScale scales the loss, fp8flax.pmean_gradients averages over devices, "
-    "fp8flax.accumulate_gradients over microbatches, and optax.clip_by_global_norm in tx clips. By hand: "
-    "grads = {**grads, 'params': …}."
+    "Do not treat the scaling state as a gradient. Compute gradients with fp8flax.value_and_grad, scale "
+    "the loss with fp8flax.DynamicScale, average over devices with fp8flax.pmean_gradients and over "
+    "microbatches with fp8flax.accumulate_gradients, and clip with optax.clip_by_global_norm in tx. In "
+    "your own arithmetic change the parameters only: grads = {**grads, 'params': …}."
 )
 
 
@@ -270,16 +270,16 @@ def check_state(variables: Any, before: Any = None) -> None:
         problems[_LISTED:] = [f"and {len(problems) - _LISTED} more."]
     if still and len(still) == len(pairs):
         problems.append(
-            "No history has moved. The next state is the gradient of the old one, and the loop must "
-            "keep it, as TrainState does. What `apply` returns for a mutable collection is the old state."
+            "No history has moved. The next state is the gradient of the old one, and the loop must keep "
+            "it, as TrainState does. A mutable collection that `apply` returns holds the old state."
         )
     if problems:
         what = "\n- ".join(["The FP8 scaling state is not what training leaves:", *problems])
         raise ValueError(f"{what}\n{WHAT_TO_CALL}")
     if still or partly:
         warnings.warn(
-            f"Of the FP8 scaling state, {', '.join(still + partly)} did not move, or holds zeros alone. So "
-            "it is where a layer took no part, or its output gradient is zero.",
+            f"The FP8 scaling state {', '.join(still + partly)} did not move, or holds only zeros. Its "
+            "layers took no part in the step, or their output gradients are zero.",
             stacklevel=2,
         )
 
@@ -289,8 +289,8 @@ def _wrong_shapes(new: ScalingState, old: ScalingState | None) -> str | None:
     axis = history_axis(*new)
     if axis is None or new.amax_history.shape[axis] == 0:
         return (
-            f"has shape {new.amax_history.shape} beside a scale of shape {new.scale.shape}: they must be "
-            "alike but for the length of the history. Restore both from one checkpoint."
+            f"has shape {new.amax_history.shape}, but its scale has shape {new.scale.shape}: they must "
+            "agree except for the length of the history. Restore both from one checkpoint."
         )
     if old is not None and [leaf.shape for leaf in old] != [leaf.shape for leaf in new]:
         return "is not in `before`, or has another shape there: pass the same variables."
@@ -298,7 +298,7 @@ def _wrong_shapes(new: ScalingState, old: ScalingState | None) -> str | None:
 
 
 _LISTED = 5
-_NOT_A_STEP = "Something other than a step went over it: an optimizer, an average, a loss scale."
+_NOT_A_STEP = "It was changed by something other than a step: an optimizer, an average or a loss scale."
 
 
 def _wrong_values(seen: _Seen) -> tuple[str | None, str | None]:
@@ -308,7 +308,7 @@ def _wrong_values(seen: _Seen) -> tuple[str | None, str | None]:
         return scale, f"has entries that are negative or not finite. {_NOT_A_STEP}"
     if seen.factor == 0:
         return scale, (
-            f"has past entries other than those of `before`. {_NOT_A_STEP} Or there was more than one step "
+            f"has past entries other than those of `before`. {_NOT_A_STEP} Or more than one step was taken "
             "since `before`."
         )
     return scale, None if seen.factor == 1 else f"was multiplied by {seen.factor}. {_NOT_A_STEP}"
@@ -325,8 +325,8 @@ def _state_of(variables: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
             state[path_str(path)] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in state.values()):
         raise TypeError(
-            "check_state looks at values, and these are traced. Call it outside of jax.jit, on what a step "
-            "returned."
+            "check_state needs values, and these are traced. Call it outside of jax.jit, on the result of "
+            "a step."
         )
     return state, [(path_str(paths[i]), path_str(paths[j])) for i, j in find_pairs(paths)]
 

@@ -36,7 +36,9 @@ def _figure(width: float, height: float) -> Any:
 def _series(history: History) -> tuple[list[int], dict[str, list[SummaryRow | None]]]:
     """Returns the steps, and for each tensor its row at each of them."""
     if not history:
-        raise ValueError("history is empty; it maps steps to what the function of fp8.statistics returned.")
+        raise ValueError(
+            "history is empty; it must map steps to results of the function that fp8.statistics returned."
+        )
     steps = sorted(history)
     found: dict[str, list[SummaryRow | None]] = {}
     for i, step in enumerate(steps):
@@ -187,7 +189,7 @@ def plot_histogram(x: Float[ArrayLike, "*dims"], dtype: DTypeLike, scale: float)
     x = np.asarray(jax.device_get(x), np.float64)
     is_value = np.isfinite(x) & (x != 0)
     if not is_value.any():
-        raise ValueError(f"x holds no finite value but 0, of {x.size}; there is nothing to draw.")
+        raise ValueError(f"x has no finite value other than 0 among {x.size}; there is nothing to draw.")
     limits = fp8_limits(dtype)
     magnitude, codes = np.abs(x[is_value]), np.abs(q[is_value])
     underflow = np.mean(codes == 0)

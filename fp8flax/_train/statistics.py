@@ -140,7 +140,7 @@ def statistics(
             raise ValueError(
                 "No FP8 op was reached: the gradient of fun with respect to its first argument contains "
                 "none. fun must apply a model with FP8 ops to the variables that it is given, with a "
-                "recipe that quantizes, and not one that freeze has made."
+                "recipe that quantizes. A model that freeze returned cannot be measured."
             )
         found: dict[str, dict[str, Statistics]] = {}
         for path, role in sorted(told, key=lambda key: (key[0], ROLES.index(key[1]))):
@@ -204,7 +204,7 @@ def every(num_steps: int, fun: Callable[..., Any]) -> Callable[..., Any]:
         shapes = jax.eval_shape(run)
         others = [x for x in jax.tree.leaves(shapes) if not jnp.issubdtype(x.dtype, jnp.floating)]
         if others:
-            raise TypeError(f"every takes a function that returns floats; this one returned {others}.")
+            raise TypeError(f"The function of every must return floats; this one returned {others}.")
 
         def skip() -> Any:
             return jax.tree.map(lambda x: jnp.full(x.shape, np.nan, x.dtype), shapes)
@@ -314,8 +314,8 @@ def summarize(statistics: Mapping[str, Mapping[str, Statistics]]) -> Summary:
     """
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(statistics)):
         raise TypeError(
-            "summarize makes text of numbers, which jax.jit has not computed yet. Return the statistics "
-            "from the jitted function, and summarize them outside."
+            "summarize needs numbers, and jax.jit has not computed them yet. Return the statistics from "
+            "the jitted function, and summarize them outside."
         )
     rows = []
     for path, of_op in statistics.items():

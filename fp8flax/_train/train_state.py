@@ -217,9 +217,9 @@ class TrainState(flax.training.train_state.TrainState):
         old = {OVERWRITE_WITH_GRADIENT: self.params[OVERWRITE_WITH_GRADIENT]}
         if OVERWRITE_WITH_GRADIENT not in grads:
             raise ValueError(
-                f"grads has no {OVERWRITE_WITH_GRADIENT!r}, so the FP8 scaling state would stand still. "
-                "Differentiate with respect to the whole of state.params. To hold the state on purpose, "
-                f"pass the old one: grads={{**grads, {OVERWRITE_WITH_GRADIENT!r}: "
+                f"grads has no {OVERWRITE_WITH_GRADIENT!r}, so the FP8 scaling state would never change. "
+                "Differentiate with respect to the whole of state.params. To keep the old state on "
+                f"purpose, pass it: grads={{**grads, {OVERWRITE_WITH_GRADIENT!r}: "
                 f"state.params[{OVERWRITE_WITH_GRADIENT!r}]}}."
             )
         new = {OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
@@ -233,8 +233,8 @@ class TrainState(flax.training.train_state.TrainState):
             raise ValueError(
                 f"The gradient of {given_up[0]} (and of {len(given_up) - 1} more) is not the next state: "
                 "its past amaxes are not those of state.params. It was scaled, clipped, averaged or added "
-                f"up with the other gradients, or belongs to other variables. {WHAT_TO_CALL} State from "
-                "elsewhere is set with state.replace(params=…)."
+                f"up with the other gradients, or belongs to other variables. {WHAT_TO_CALL} To set state "
+                "from elsewhere, call state.replace(params=…)."
             )
         return kept[OVERWRITE_WITH_GRADIENT]
 
@@ -268,9 +268,9 @@ class TrainState(flax.training.train_state.TrainState):
             jax.tree_util.tree_map_with_path(check_state_dtype, state)
         if has_state(optimized):
             raise ValueError(
-                "The optimizer would see FP8 scaling state: it lies deeper in params than the top level. "
-                "Pass one dict of variables, {'params': …, '_overwrite_with_gradient': …}; several models "
-                "need a TrainState each, or one module around them."
+                "The optimizer would see FP8 scaling state, because it lies deeper in params than the top "
+                "level. Pass one dict of variables, {'params': …, '_overwrite_with_gradient': …}. For "
+                "several models use one TrainState each, or one module around them."
             )
         if not isinstance(apply_fn, _MergingApply):
             apply_fn = _MergingApply(apply_fn)
@@ -299,9 +299,9 @@ def _init_optimizer(tx: Any, optimized: Any, variables: Any) -> Any:
             fits = True
         if not fits:
             raise ValueError(
-                "The masks or labels in tx are for the whole dict of variables, but TrainState gives the "
-                "optimizer variables['params'] alone, and keeps the other collections by itself. Make them "
-                "for variables['params'], or with a function of that."
+                "The masks or labels in tx are made for the whole dict of variables, but TrainState gives "
+                "the optimizer variables['params'] alone, and keeps the other collections itself. Make "
+                "them for variables['params'], or pass a function of it."
             ) from error
     if error is not None:
         raise error

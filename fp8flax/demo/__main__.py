@@ -61,7 +61,7 @@ def _check_known(options: argparse.Namespace) -> None:
     if unknown:
         raise DemoError(f"--task {options.task} takes no {_flags(unknown)}; it knows {_flags(known)}.")
     if options.out == "":
-        raise DemoError("--out: '' is no folder; name one, or leave it out.")
+        raise DemoError("--out: '' is not a folder; name one, or leave it out.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -262,7 +262,10 @@ def _run_lm(options: argparse.Namespace, console: Console) -> None:
                 setattr(options, name, value)
         _validate(options)
         if options.statistics is not None and options.precision == "bf16":
-            raise DemoError("--statistics are of FP8 tensors, which --precision bf16 has none of.")
+            raise DemoError(
+                "--statistics needs FP8 tensors, and --precision bf16 has none. Use --precision fp8 or "
+                "both."
+            )
         settings = Settings(steps=options.steps, recipe=options.recipe, api=options.api)
         results = (_RUNS, *([Path(options.out)] if options.out is not None else []))
         corpus = load_corpus(options.data, settings.length, but_not=results)
@@ -271,7 +274,7 @@ def _run_lm(options: argparse.Namespace, console: Console) -> None:
             write_text(out / _CONFIG, json.dumps(_new_config(options, corpus), indent=1) + "\n")
         elif config["corpus"] != corpus.digest:
             raise DemoError(
-                f"--resume: the text of {corpus.source} is not that of the run in {out} any more; start a "
+                f"--resume: the text of {corpus.source} has changed since the run in {out} began; start a "
                 "new run without --resume."
             )
         _train_and_report(options, settings, corpus, out, console)

@@ -276,7 +276,7 @@ def _restore(manager: ocp.CheckpointManager, step: int, like: dict[str, Any]) ->
         done = manager.restore(step, args=ocp.args.StandardRestore(abstract))
         written = (manager.metadata(step).custom_metadata or {}).get("sha256")  # none in older runs
         if written is not None and digest(done) != written:
-            raise ValueError("it is not what was written, by its checksum")
+            raise ValueError("its checksum does not match")
     except Exception as error:
         raise DemoError(
             f"the checkpoint {manager.directory / str(step)} cannot be read ({_reason(error)}); delete "

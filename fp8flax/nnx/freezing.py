@@ -192,8 +192,8 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
             frozen += _freeze(layers[path], path, lhs, dims, weight_only, fresh)
     if not frozen and shared:
         raise ValueError(
-            f"There is nothing to freeze: {_that_are_read_elsewhere(shared)}. A kernel in FP8 has to be "
-            "read by its layer's op alone: leave the model as it is, or give what is tied a copy."
+            f"There is nothing to freeze: {_that_are_read_elsewhere(shared)}. A kernel in FP8 can be read "
+            "by its layer's op only. Leave the model unfrozen, or give tied layers a copy of the kernel."
         )
     if not frozen:
         raise ValueError(
@@ -211,8 +211,8 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
         warnings.warn(f"The kernels of these FP8 ops stay wide: {said}.", stacklevel=2)
     if fresh:
         warnings.warn(
-            f"These scales are frozen as they are, though they have seen no data: {', '.join(fresh)}. "
-            "fp8flax.nnx.calibrate takes them from sample batches.",
+            f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
+            "from sample batches, call fp8flax.nnx.calibrate before freeze.",
             stacklevel=2,
         )
     return copy

@@ -319,8 +319,8 @@ def quantize_model(
     if not layers:
         names = ", ".join(f"nnx.{cls.__name__}" for cls in _KINDS)
         raise ValueError(
-            f"The model has no layer that takes an op: none of {names}. What its modules write out "
-            "themselves takes an op by hand: fp8flax.nnx.Fp8DotGeneralOp()."
+            f"The model has no layer that takes an op: none of {names}. In a module that writes out its "
+            "matmuls, call an op yourself: fp8flax.nnx.Fp8DotGeneralOp()."
         )
     decisions = [options.decide(layer.site) for layer in layers]
     seen = [SeenSite(layer.site, decision, "0", False) for layer, decision in zip(layers, decisions)]

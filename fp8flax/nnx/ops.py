@@ -66,8 +66,8 @@ def _checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
 def _checked_forward(out: Any, kernel: Any, scale: Any) -> tuple[jax.Array, None]:
     if kernel.perturbed and not scale.perturbed:
         warnings.warn(
-            "The kernel of an FP8 layer of fp8flax.nnx is differentiated, and its scaling state is not, as "
-            "nnx.grad does it: the scales stay what they are. Use fp8flax.nnx.value_and_grad or grad, and "
+            "The kernel of an FP8 layer of fp8flax.nnx is differentiated without its scaling state, as "
+            "nnx.grad does, so the scales never change. Use fp8flax.nnx.value_and_grad or grad, and "
             "fp8flax.nnx.Optimizer.",
             UserWarning,
             stacklevel=2,
@@ -99,7 +99,9 @@ class Fp8Op(nnx.Module):
             name = cls.__name__
             is_of_nnx = cls.field and not cls.stacked
             fix = f" A layer takes an instance: {cls.field}=fp8flax.nnx.{name}()." if is_of_nnx else ""
-            raise TypeError(f"The class fp8flax.nnx.{name} was called as its instances are.{fix}")
+            raise TypeError(
+                f"The class fp8flax.nnx.{name} was called with operands, as its instances are.{fix}"
+            )
         return super().__new__(cls)
 
     def __init__(self, *, recipe: Recipe | None = None, form: str = "direct"):
@@ -175,9 +177,9 @@ class Fp8Op(nnx.Module):
         """Returns the name of what ``statistics`` measures here."""
         if not self.scope and self.conversion is None:
             raise ValueError(
-                f"fp8flax.statistics met an {type(self).__name__} that does not know where it stands. "
-                "Convert the model by fp8flax.nnx.quantize_model, so that ops know their names: it keeps "
-                "those that are there, and their state."
+                f"fp8flax.statistics needs the path of each op, and this {type(self).__name__} does not "
+                "know its path. Convert the model by fp8flax.nnx.quantize_model: ops that are there keep "
+                "their state and get their paths."
             )
         return tuple(self.scope.split("/")) if self.scope else (type(self).__name__,)
 
@@ -190,7 +192,7 @@ class Fp8Op(nnx.Module):
                 raise MissingStateError(
                     f"The FP8 op has no scaling state {where}, which its recipe needs: it was made under a "
                     "recipe without delayed scaling, or with FP8 switched off. Make the op, or the model, "
-                    "under the recipe that it is called under (fp8flax.autocast), or give it its own: "
+                    "under the recipe of its calls (fp8flax.autocast), or give the op its own recipe: "
                     f"{type(self).__name__}(recipe=…)."
                 )
             value = variable.get_value()
@@ -201,9 +203,9 @@ class Fp8Op(nnx.Module):
                 )
             if value.shape != shape:
                 raise ValueError(
-                    f"The scaling state {where} has shape {value.shape}; the recipe asks for {shape}. Make "
-                    "the op under the recipe (the amax_history_len) of its calls; of layers that "
-                    "nnx.vmap has stacked, call it inside of nnx.vmap or nnx.scan."
+                    f"The scaling state {where} has shape {value.shape}, but the recipe needs {shape}. "
+                    "Make the op under the recipe (the amax_history_len) of its calls. Call layers that "
+                    "nnx.vmap stacked inside of nnx.vmap or nnx.scan."
                 )
             values.append(value)
         return ScalingState(*values)
@@ -218,8 +220,8 @@ def _shapes(role: str, quantizer: DelayedQuantizer, stacked: tuple[int, ...]) ->
 def _check_shares_nothing(recipe: Recipe) -> None:
     if recipe.shares_inputs:
         raise ValueError(
-            "shared_inputs=True is for Linen models: NNX has nothing that lives as long as one call of a "
-            "model, where ops could note their inputs. Leave it out of the recipe."
+            "shared_inputs=True works in Linen models only, because NNX has no object that lives for one "
+            "call of a model. Leave it out of the recipe."
         )
 
 

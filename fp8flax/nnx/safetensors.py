@@ -147,8 +147,8 @@ def load_safetensors(path: str | os.PathLike[str], model: nnx.Module) -> None:
     wrong = sorted("/".join(p) for p in expected.keys() | found if expected.get(p) != found.get(p))
     if wrong:
         raise ValueError(
-            f"{path} has not the variables of this model: {', '.join(wrong)} differ in shape or dtype, or "
-            "are there in one of the two alone. Freeze a model of the same modules and recipes."
+            f"The variables in {path} are not those of this model: {', '.join(wrong)} differ in shape or "
+            "dtype, or exist in only one of the two. Freeze a model of the same modules and recipes."
         )
     new = [(keys, variable.replace(given[place])) for place, (keys, variable) in places.items()]
     for keys, loss in nnx.to_flat_state(nnx.state(model, RouterLoss)):  # of no call yet

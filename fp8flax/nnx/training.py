@@ -266,8 +266,8 @@ _REST = nnx.Not(nnx.Any(nnx.Param, OverwriteWithGradient))
 
 
 _WHAT_TO_CALL = (
-    "Compute gradients with fp8flax.nnx.value_and_grad, and keep the scaling state out of what is done to "
-    "them: nnx.state(grads, nnx.Param) are those of the parameters."
+    "Compute gradients with fp8flax.nnx.value_and_grad, and change only the gradients of the parameters, "
+    "nnx.state(grads, nnx.Param)."
 )
 
 
@@ -277,7 +277,7 @@ def _next(model: nnx.Module, grads: Any) -> Mapping[str, Any]:
     if jax.tree.structure(old) != jax.tree.structure(new):
         what = "another scaling state than the model"
         if not new[OVERWRITE_WITH_GRADIENT]:
-            what = "no scaling state, so that of the model would stand still"
+            what = "no scaling state, so that of the model would never change"
         raise ValueError(f"The gradients have {what}. {_WHAT_TO_CALL}")
     kept, given_up = check.overwrite(old, new)
     if given_up:
@@ -356,8 +356,8 @@ class Optimizer(nnx.Optimizer):
     def __init__(self, model: nnx.Module, tx: Any, *, wrt: Any = nnx.Param):
         if state_of(nnx.state(model, wrt))[OVERWRITE_WITH_GRADIENT]:
             raise ValueError(
-                f"The optimizer would see FP8 scaling state: wrt={wrt!r} takes it. Leave it out: "
-                "wrt=nnx.Param, or nnx.All(…, nnx.Not(fp8flax.nnx.OverwriteWithGradient))."
+                f"The optimizer would see FP8 scaling state, because wrt={wrt!r} includes it. Leave it "
+                "out: wrt=nnx.Param, or nnx.All(…, nnx.Not(fp8flax.nnx.OverwriteWithGradient))."
             )
         super().__init__(model, tx, wrt=wrt)
 

@@ -479,8 +479,8 @@ def test_devices_with_fp8_units(platform, capability, expected):
 def test_unknown_target():
     with pytest.raises(
         ValueError,
-        match="^target must be one of a100, .*, b200, local, or a jax.sharding.Mesh .*; got .h20.. GPUs of "
-        "one compute capability compile alike: .* h200 has 9.0",
+        match="^target must be one of a100, .*, b200, local, or a jax.sharding.Mesh .*; got .h20.. For "
+        "another GPU use one of the same compute capability: .* h200 has 9.0",
     ):
         audit(jnp.dot, struct(4, 4), struct(4, 4), target="h20")
 
@@ -555,7 +555,7 @@ def test_assert_fp8():
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, 90, float("nan")])
 def test_assert_fp8_takes_a_share(share):
-    with pytest.raises(ValueError, match="min_flops is a share between 0 and 1"):
+    with pytest.raises(ValueError, match="min_flops must be a share between 0 and 1"):
         assert_fp8(jnp.dot, struct(4, 4), struct(4, 4), min_flops=share, target="local")
 
 
@@ -663,7 +663,7 @@ def test_which_instructions_multiply_depends_on_the_tile(gpu, monkeypatch, targe
     monkeypatch.setattr(auditing, "read_instructions", lambda compile_with: {})
     unread = audit(fn, *args, target=target)
     assert [(gemm.is_fp8, gemm.may_be_fp8) for gemm in unread.gemms] == 3 * [(False, True)]
-    assert unread.gemms[0].reason.endswith("of which XLA wrote no PTX: what multiplies them is not known")
+    assert unread.gemms[0].reason.endswith("for which XLA wrote no PTX: what multiplies them is not known")
 
 
 def test_instructions_are_read_of_programs_that_jax_has_in_its_cache(monkeypatch):
@@ -868,7 +868,7 @@ def test_output_that_cannot_be_written_loses_no_json(command, capsys, monkeypatc
     ("arguments", "message"),
     [
         ([], "the following arguments are required: demo | module:function"),
-        (["nonsense"], "name demo or module:function; got 'nonsense'"),
+        (["nonsense"], "the program must be demo or module:function; got 'nonsense'"),
         (["no_such_module:f"], "cannot import no_such_module (ModuleNotFoundError: No module named"),
         (["program_broken:f"], "cannot import program_broken (ValueError: first)"),
         (["program_to_audit:nothing"], "program_to_audit has no function nothing"),
@@ -876,7 +876,7 @@ def test_output_that_cannot_be_written_loses_no_json(command, capsys, monkeypatc
         (["program_to_audit:step", "--target", "h20"], "argument --target: invalid choice: 'h20'"),
         (
             ["program_to_audit:step", "--min-flops", "90"],
-            "argument --min-flops: a share is between 0 and 1",
+            "argument --min-flops: a share must be between 0 and 1",
         ),
     ],
 )
@@ -926,7 +926,7 @@ def test_a_program_that_exits_gives_no_report(command, capsys, leave, code):
         assert command([program, "--target", "local", "--min-flops", "1"]) == 2
         out, err = capsys.readouterr()
         assert out == ""
-        assert err == f"fp8flax audit: no report: {what} left the program, by sys.exit({code})\n"
+        assert err == f"fp8flax audit: no report, because {what} ended the program with sys.exit({code})\n"
         sys.modules.pop("program_exits_later", None)
 
 

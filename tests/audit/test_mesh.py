@@ -129,7 +129,9 @@ def test_errors():
         jax.devices()[:1],
         [*fp8.compile_only_devices("h200"), *fp8.compile_only_devices("b200")],
     ):
-        with pytest.raises(ValueError, match="must come from fp8flax.compile_only_devices; got a mesh of"):
+        with pytest.raises(
+            ValueError, match="must have devices from fp8flax.compile_only_devices; got a mesh of"
+        ):
             fp8.audit(step, KERNEL, X, target=Mesh(np.array(devices), ("data",)))
     with pytest.raises(ValueError, match="target must be one of"):
         fp8.compile_only_devices("h20")

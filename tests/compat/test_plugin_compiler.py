@@ -171,7 +171,7 @@ def test_block_scales_are_not_judged_where_cudnn_is_not_known(recipe, monkeypatc
     monkeypatch.setattr(compiling, "_TARGET_CONFIG", config)
     monkeypatch.setattr(compiling, "_VERSIONS", "")
     mesh = jax.sharding.Mesh(np.array(fp8.compile_only_devices("b200")), ("data",))
-    with pytest.raises(RuntimeError, match="knows no version of cuDNN"):
+    with pytest.raises(RuntimeError, match="does not know the version of cuDNN"):
         fp8.audit(step, *args, target=mesh)
     step, *args = dense("delayed")
     assert fp8.audit(step, *args, target=mesh).fp8_flops_share == 1

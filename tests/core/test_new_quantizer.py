@@ -167,7 +167,7 @@ class TestErrors:
             dtype = fp8.float8_e4m3fn
 
         gemm = fp8.GemmRecipe(lhs=Mutable(), rhs=Mutable())
-        with pytest.raises(TypeError, match=r"a quantizer must be frozen.*is no dataclass"):
+        with pytest.raises(TypeError, match=r"a quantizer must be frozen.*is not a dataclass"):
             fp8.Fp8DotGeneralOp(recipe=fp8.CustomRecipe(forward=gemm))
 
     @pytest.mark.parametrize("name", ["codes", "scale"])

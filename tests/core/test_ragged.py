@@ -441,12 +441,12 @@ def test_refused(arguments, error, match):
 def test_state_of_other_experts_is_refused():
     op, variables = small_variables()
     x, w = small()
-    with pytest.raises(ValueError, match=r"kernel_scale has shape \(3, 1\); the recipe asks for \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"kernel_scale has shape \(3, 1\), but the recipe needs \(2, 1\)"):
         op.apply(variables, x, w[:2], jnp.array([5, 6]))
     with pytest.raises(fp8.MissingStateError, match="'Fp8RaggedDotOp'.*input_scale is missing"):
         op.apply({}, x, w, jnp.array([5, 0, 6]))
     states = States(*[ScalingState(np.ones(1, np.float32), np.zeros(2, np.float32))] * 3)
-    with pytest.raises(ValueError, match=r"one row for each of them, of which there are 3; got"):
+    with pytest.raises(ValueError, match=r"one row for each of the 3 kernels; got"):
         call(recipe=EXACT, states=states)
 
 

@@ -229,7 +229,7 @@ DELAYED = fp8.DelayedQuantizer(dtype=E4M3)
             fp8.BlockQuantizer,
             {"dtype": E4M3, "scale": "float32", "scale_rounding": "floor"},
             ValueError,
-            "scale_rounding 'floor' is that of E8M0 scales; got scale='float32'. Use scale='e8m0'",
+            "scale_rounding='floor' requires scale='e8m0'; got scale='float32'. Use scale='e8m0'",
         ),
         (fp8.GemmRecipe, {"lhs": E4M3}, TypeError, "lhs must be a DelayedQuantizer.*or None"),
         (fp8.GemmRecipe, {"rhs": "bf16"}, TypeError, "rhs must be .* got 'bf16'"),
@@ -254,7 +254,7 @@ DELAYED = fp8.DelayedQuantizer(dtype=E4M3)
                 "wgrad": fp8.GemmRecipe(lhs=dataclasses.replace(DELAYED, margin=2)),
             },
             ValueError,
-            "forward.lhs and wgrad.lhs quantize the input by two different.*make them equal",
+            "forward.lhs and wgrad.lhs quantize the input by two different.*Make them equal",
         ),
     ],
     ids=lambda v: v.__name__ if isinstance(v, type) else None,
@@ -320,7 +320,7 @@ class AddsAttribute(Frozen):
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
-        (Plain(), "class Plain is no dataclass"),
+        (Plain(), "class Plain is not a dataclass"),
         (Thawed(), "class Thawed is not frozen"),
         (ThawedButHashable(), "is not frozen"),
         (

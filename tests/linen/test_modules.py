@@ -468,7 +468,7 @@ class TestState:
         variables = jax.jit(self.model.init)(jax.random.key(0), self.x)
         recipe = fp8.DelayedScaling(amax_history_len=16)
         other = nn.Dense(4, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe))
-        with pytest.raises(ValueError, match=r"has shape \(1024,\); the recipe asks for \(16,\)"):
+        with pytest.raises(ValueError, match=r"has shape \(1024,\), but the recipe needs \(16,\)"):
             other.apply(variables, self.x)
 
     def test_eval_does_not_change_state(self):

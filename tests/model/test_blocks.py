@@ -420,7 +420,7 @@ def test_what_is_not_the_block_is_refused(name, dtype):
     if name == "a factor" and dtype == jnp.bfloat16:
         pytest.skip("which bfloat16 rounds to one")
     model = converted(Mlp(between, gated=said is GATED, fields=(("dtype", dtype),)), ("^", said))
-    with pytest.raises(ValueError, match=f"the model itself computes .* It does not: .*{message}"):
+    with pytest.raises(ValueError, match=f"the model itself computes .* but it does not: .*{message}"):
         shape_of(model, struct(ROWS, WIDTH, dtype=dtype))
 
 
@@ -469,7 +469,7 @@ MADE = {
     "inside": (Wild("a transformation inside"), "runs in a transformation inside of it. Put nn.remat"),
     "intercepted": (Wild("intercepted"), "gate_proj runs in nn.intercept_methods inside of the model"),
     "not called": (Mlp(nn.silu, gated=False), "it calls down_proj, but not gate_proj before it"),
-    "a part": (Half(), "it calls gate_proj, up_proj, and not down_proj"),
+    "a part": (Half(), "its own: gate_proj, up_proj; and not down_proj"),
     "a subclass": (Mlp(kind=Inherited), "gate_proj is a .*Inherited, and not an nn.Dense"),
     "an op": (Mlp(fields=(("dot_general_cls", fp8.Fp8DotGeneralOp),)), "gate_proj has dot_general_cls="),
     "precision": (Mlp(fields=(("precision", "highest"),)), "gate_proj has precision='highest'"),
@@ -483,7 +483,7 @@ MADE = {
 @pytest.mark.parametrize("name", MADE)
 def test_other_calls_and_layers_are_refused(name):
     model, message = MADE[name]
-    with pytest.raises(ValueError, match=f"It does not: .*{message}"):
+    with pytest.raises(ValueError, match=f"but it does not: .*{message}"):
         shape_of(converted(model, ("^", GATED)), normal(0, ROWS, WIDTH))
 
 
@@ -551,9 +551,13 @@ def test_patterns():
     ("fields", "error", "message"),
     [
         ({"activation": "tanh"}, ValueError, "activation must be one of"),
-        ({"into": ()}, ValueError, r"one name of a layer or two.* into=\(\)"),
-        ({"into": ("a", "b", "c")}, ValueError, "one name of a layer or two"),
-        ({"into": ("gate", "down")}, ValueError, "out_of another one; got .* out_of='down'"),
+        ({"into": ()}, ValueError, r"one or two names of layers.* into=\(\)"),
+        ({"into": ("a", "b", "c")}, ValueError, "one or two names of layers"),
+        (
+            {"into": ("gate", "down")},
+            ValueError,
+            "out_of another name, all different; got .* out_of='down'",
+        ),
         ({"into": ("gate", 1)}, TypeError, "must be names of layers; got 1"),
     ],
 )
@@ -563,7 +567,7 @@ def test_errors(fields, error, message):
 
 
 def test_where_it_is_no_rule():
-    with pytest.raises(ValueError, match="got form='qdq', which computes each layer by itself"):
+    with pytest.raises(ValueError, match="but form='qdq' computes each layer by itself"):
         converted(Mlp(), ("mlp", GATED), form="qdq")
     with pytest.raises((TypeError, ValueError), match="recipe"):
         shape_of(converted(Mlp(), lambda *_: GATED), normal(0, ROWS, WIDTH))

@@ -74,7 +74,7 @@ class TestOrder:
         assert [d.converts for d in decisions] == [True, False, True]
         assert [d.recipe for d in decisions] == [CURRENT, None, MX]
         assert asked == [(path, nn.Dense, ((8, 4096), (4096, 4096))) for path in "abc"]
-        with pytest.raises(ValueError, match="a rule, of 'a', must say a recipe or 'leave'; got 'fp8'"):
+        with pytest.raises(ValueError, match="a rule, for 'a', must give a recipe or 'leave'; got 'fp8'"):
             Rules(rules=lambda *_: "fp8").decide(site("a"))
 
     @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ class TestOrder:
             ({"exclude": ["ok", 3]}, "exclude must be regular expressions"),
             ({"rules": [("[", "leave")]}, "rules must be regular expressions"),
             ({"rules": ["Dense"]}, "rules must be pairs .* got 'Dense'"),
-            ({"rules": [("Dense", "skip")]}, "'Dense' must say a recipe or 'leave'; got 'skip'"),
+            ({"rules": [("Dense", "skip")]}, "'Dense' must give a recipe or 'leave'; got 'skip'"),
         ],
     )
     def test_errors(self, options, message):

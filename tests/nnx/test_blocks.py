@@ -172,5 +172,5 @@ def test_moe_of_no_tokens_and_wrong_arguments():
     assert model(X[:0]).shape == (0, WIDTH)
     with pytest.raises(ValueError, match="A token goes to an expert once"):
         fp8nnx.MoE(WIDTH, 4, HIDDEN, top_k=5, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="was called as its instances are.$"):
+    with pytest.raises(TypeError, match="was called with operands, as its instances are.$"):
         fp8nnx.Fp8RaggedDotOp(X)

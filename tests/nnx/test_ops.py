@@ -152,7 +152,7 @@ def test_ragged_dot():
     linen_op = fp8.Fp8RaggedDotOp(recipe=DELAYED)
     state = {OWG: fp8nnx.to_linen(op)[OWG]}
     np.testing.assert_array_equal(op(x, kernels, sizes), linen_op.apply(state, x, kernels, sizes))
-    with pytest.raises(ValueError, match=r"kernel_scale has shape \(2, 1\); the recipe asks for \(3, 1\)"):
+    with pytest.raises(ValueError, match=r"kernel_scale has shape \(2, 1\), but the recipe needs \(3, 1\)"):
         op(x, normal(1, 3, 16, 8), jnp.array([4, 1, 1]))
     with pytest.raises(ValueError, match="num_experts must be 1 or more; got 0"):
         fp8nnx.Fp8RaggedDotOp(0)
@@ -213,7 +213,7 @@ def test_state_that_does_not_fit():
         layer(X)
     op.input_scale.set_value(jnp.ones(1))
     op.recipe = dataclasses.replace(DELAYED, amax_history_len=8)
-    with pytest.raises(ValueError, match=r"amax_history has shape \(4,\); the recipe asks for \(8,\)"):
+    with pytest.raises(ValueError, match=r"amax_history has shape \(4,\), but the recipe needs \(8,\)"):
         layer(X)
 
 
@@ -228,7 +228,7 @@ def test_arguments_that_are_wrong():
         fp8nnx.Fp8DotGeneralOp(form="nonsense")
     with pytest.raises(TypeError, match="recipe"):
         fp8nnx.Fp8DotGeneralOp(recipe="delayed")
-    with pytest.raises(ValueError, match="shared_inputs=True is for Linen"):
+    with pytest.raises(ValueError, match="shared_inputs=True works in Linen"):
         fp8nnx.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(shared_inputs=True))
 
 

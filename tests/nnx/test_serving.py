@@ -369,7 +369,7 @@ def test_safetensors_are_those_of_the_linen_model(recipe, tmp_path):
     fp8nnx.load_safetensors(paths[0], other)
     np.testing.assert_array_equal(other(X), frozen(X))
     assert other.loss.get_value() == 0
-    with pytest.raises(ValueError, match=r"not the variables of this model: .*params/last/bias"):
+    with pytest.raises(ValueError, match=r"are not those of this model: .*params/last/bias"):
         fp8nnx.load_safetensors(paths[0], frozen.heads)
     with pytest.raises(TypeError, match=r"must come from fp8flax\.nnx\.freeze; got Net"):
         fp8nnx.save_safetensors(paths[0], model)

@@ -206,7 +206,7 @@ def test_optimizers_do_not_see_the_state():
     grads = fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer)
     before = nnx.to_pure_dict(nnx.state(layer))
     for wrong, message in (
-        (grads.filter(nnx.Param), "have no scaling state, so that of the model would stand still"),
+        (grads.filter(nnx.Param), "have no scaling state, so that of the model would never change"),
         (jax.tree.map(lambda g: 0.3 * g, grads), "is not the next state"),
         (fp8nnx.grad(lambda m: jnp.sum(m[0](X)))(nnx.List([layer])), "have another scaling state"),
     ):
@@ -279,7 +279,7 @@ def test_check_state():
     fp8nnx.check_state(layer, before)
     fp8nnx.check_state(nnx.state(layer), nnx.state(before))
     stepped = jax.tree.map(lambda old, new: old - 0.1 * new, nnx.state(before), grads)
-    with pytest.raises(ValueError, match="other than a step went over it"):
+    with pytest.raises(ValueError, match="changed by something other than a step"):
         fp8nnx.check_state(stepped, before)
 
 

@@ -63,8 +63,8 @@ def test_the_commands_have_their_old_names_too(name):
         ("gpu", "8.0", "no FP8, which begins with compute capability 8.9; the same values are emulated"),
         ("gpu", "9.0", "FP8 with scales per tensor or row (compute capability 9.0)"),
         ("gpu", "10.0", "FP8 with scales per tensor or row, and per 32 columns (compute capability 10.0)"),
-        ("gpu", "gfx942", "FP8 as its compiler has it, of which fp8flax knows nothing"),
-        ("tpu", None, "FP8 as its compiler has it, of which fp8flax knows nothing"),
+        ("gpu", "gfx942", "FP8 in the way of its own compiler, which fp8flax does not know"),
+        ("tpu", None, "FP8 in the way of its own compiler, which fp8flax does not know"),
     ],
 )
 def test_what_a_device_multiplies(platform, version, said):

@@ -249,7 +249,7 @@ def test_state_of_another_number_of_layers_is_refused(layers, length):
     model, params, _, _ = trained("scan", 5)
     foreign = one_or_stacked(with_length(length), "scan", layers)
     variables = {"params": params, OWG: variables_of(foreign, X, factors("scan", layers))[OWG]}
-    message = rf"has shape \({layers}, {length}\), but the model's has \(3, 5\); only the length"
+    message = rf"has shape \({layers}, {length}\), but the model needs \(3, 5\); only the length"
     with pytest.raises(ValueError, match=message):
         fp8.add_fp8_state(variables, model, X, factors("scan"))
 

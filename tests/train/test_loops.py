@@ -235,7 +235,7 @@ class TestCheckState:
             (
                 "kernel_scale",
                 lambda a: a[0],
-                r"kernel_amax_history has shape \(4,\) beside a scale of shape \(\)",
+                r"kernel_amax_history has shape \(4,\), but its scale has shape \(\)",
             ),
             ("input_amax_history", lambda a: -a, "input_amax_history has entries that are negative"),
             ("input_amax_history", lambda a: a.at[2].set(jnp.inf), "negative or not finite"),
@@ -261,7 +261,7 @@ class TestCheckState:
 
     def test_two_steps_are_no_step(self):
         """A loop that is right, of which one look is too late, hears of that, and in few lines."""
-        with pytest.raises(ValueError, match="Or there was more than one step since `before`") as error:
+        with pytest.raises(ValueError, match="Or more than one step was taken since `before`") as error:
             fp8.check_state(trained(4), before=trained(2))
         *listed, rest = [line for line in str(error.value).splitlines() if line.startswith("- ")]
         assert len(listed) == 5

@@ -971,7 +971,7 @@ class TestTrainState:
 
     def test_gradients_without_state_are_refused(self):
         grads, state = self.grads_and_state()
-        with pytest.raises(ValueError, match="the FP8 scaling state would stand still"):
+        with pytest.raises(ValueError, match="the FP8 scaling state would never change"):
             state.apply_gradients(grads={"params": grads["params"]})
         with pytest.raises(ValueError, match="must be one with the key 'params'"):
             state.apply_gradients(grads=grads["params"])
