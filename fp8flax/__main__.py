@@ -21,7 +21,7 @@ from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, has_fp8_units
 from fp8flax._host.interrupt import leave, raise_from_now_on
 
 _USAGE = """\
-usage: fp8flax                 print versions, devices and extras, as a bug report needs them
+usage: fp8flax                 print versions, devices and extras, for a bug report
        fp8flax audit ...       show which matmuls of a program run in FP8 (fp8flax audit --help)
        fp8flax demo ...        train a small model in bf16 and in FP8 (fp8flax demo --help)
 """

@@ -53,30 +53,32 @@ def _share(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="fp8flax audit",
-        description="Compiles a function, for a GPU that need not be there, and says which of its GEMMs "
+        description="Compiles a function for a GPU, which need not be present. Lists which of its GEMMs "
         "run in FP8, and why the others do not.",
-        epilog="Exit status: 0; 1 if less runs in FP8 than --min-flops asks for; 2 if there is no "
+        epilog="Exit status: 0; 1 if a smaller share than --min-flops runs in FP8; 2 if there is no "
         "report, or it cannot be written; 130 after Ctrl-C.",
     )
     parser.add_argument(
         "program",
         metavar="demo | module:function",
-        help="the training step of the demo; or a function without arguments that returns (fn, *args), "
-        "where fn(*args) is what to compile and args may hold jax.ShapeDtypeStruct. The current folder is "
-        "searched for the module too",
+        help="demo: the training step of the demo. module:function: a function without arguments that "
+        "returns (fn, *args). fn(*args) is compiled, and args may hold jax.ShapeDtypeStruct. Modules "
+        "in the current folder are found too",
     )
     parser.add_argument(
-        "--target", choices=TARGETS, default="h200", help="the device (default %(default)s)"
+        "--target", choices=TARGETS, default="h200", help="the device to compile for (default %(default)s)"
     )
     parser.add_argument(
         "--min-flops",
         type=_share,
         default=0.0,
         metavar="SHARE",
-        help="exit with 1 if less than this share (0 to 1) of the GEMMs' FLOPs runs in FP8; what only may "
-        "does not count",
+        help="exit with 1 if less than this share (0 to 1) of the GEMMs' FLOPs runs in FP8. GEMMs that may "
+        "run in FP8, but need not, do not count",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to a file as well")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the report to this file, as JSON"
+    )
     return parser
 
 

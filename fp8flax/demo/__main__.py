@@ -68,30 +68,36 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="fp8flax demo",
         description="Trains a model in bf16 and in FP8, from the same weights on the same batches, and "
-        "compares them. The tasks: lm, a byte-level Transformer; imdb, Keras's float8 example, the "
-        "sentiment of film reviews; digits, a small Vision Transformer on images of scikit-learn.",
-        epilog="  ".join(f"{task}: {_flags(names)}." for task, names in _OPTIONS.items()),
+        "compares the two. The tasks are lm, a byte-level Transformer; imdb, Keras's float8 example, the "
+        "sentiment of film reviews; and digits, a small Vision Transformer on images of scikit-learn.",
+        epilog="  ".join(f"Options of {task}: {_flags(names)}." for task, names in _OPTIONS.items()),
     )
-    parser.add_argument("--task", choices=tuple(_OPTIONS), default="lm", help="what to train (default lm)")
+    parser.add_argument("--task", choices=tuple(_OPTIONS), default="lm", help="the task (default lm)")
     parser.add_argument("--steps", type=int, help=f"training steps (default {Settings().steps})")
     defaults = f"{imdb.Settings().epochs} for imdb, {digits.Settings().epochs} for digits"
     parser.add_argument("--epochs", type=int, help=f"passes over the training data (default {defaults})")
     defaults = f"{imdb.Settings().batch_size} for imdb, {digits.Settings().batch_size} for digits"
     parser.add_argument("--batch-size", type=int, help=f"examples per step (default {defaults})")
     parser.add_argument(
-        "--seeds", type=int, nargs="+", metavar="SEED", help="one run each (default 0; digits: 0 1 2)"
+        "--seeds",
+        type=int,
+        nargs="+",
+        metavar="SEED",
+        help="one run for each seed (default 0; digits: 0 1 2)",
     )
-    parser.add_argument("--precision", choices=(*PRECISIONS, "both"), help="what to train (default both)")
-    parser.add_argument("--recipe", choices=tuple(RECIPES), help="how FP8 is scaled (default delayed)")
     parser.add_argument(
-        "--api", choices=_APIS, help="which of Flax's APIs the model is written in (default linen)"
+        "--precision", choices=(*PRECISIONS, "both"), help="what to train in (default both)"
     )
+    parser.add_argument(
+        "--recipe", choices=tuple(RECIPES), help="how FP8 tensors are scaled (default delayed)"
+    )
+    parser.add_argument("--api", choices=_APIS, help="the Flax API of the model (default linen)")
     parser.add_argument(
         "--statistics",
         type=int,
         metavar="N",
-        help="every N steps print the FP8 tensors that lose most, and draw them at the end; off by "
-        "default, as compiling the statistics takes half a minute",
+        help="every N steps print the FP8 tensors that lose most, and draw them at the end. Off by "
+        "default, because compiling the statistics takes half a minute",
     )
     parser.add_argument("--out", metavar="DIR", help="folder for the results (default runs/DATE-TIME)")
     parser.add_argument(
@@ -103,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the run in --out (default: the newest under runs/), with its options",
+        help="continue the run in --out, with its options (default: the newest run under runs/)",
     )
     return parser
 
