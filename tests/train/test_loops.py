@@ -422,7 +422,7 @@ class TestPage:
     """What the page says of each loop; its code runs in one go."""
 
     def test_it_starts_with_a_recipe_without_state(self):
-        assert SECTIONS[1].startswith("First advice: a recipe without state")
+        assert SECTIONS[1].startswith("First choice: a recipe without state")
         assert len(SECTIONS) == 13
 
     def test_it_shows_the_message(self):
@@ -462,7 +462,7 @@ class TestPage:
             fp8.check_state(everything, before=space["state"].params)
 
     def test_adapters_alone_leave_the_state_behind(self):
-        space = page()[0]["LoRA, and all else that trains some parameters"]
+        space = page()[0]["LoRA, and training some of the parameters"]
         with pytest.raises(ValueError, match="No history has moved"):
             fp8.check_state(space["all_variables"])
         op = space["scaling"]["base"]["Fp8DotGeneralOp_0"]
