@@ -134,8 +134,8 @@ class Recipe:
 
     To write a recipe of your own, derive a frozen dataclass with the property ``gemms``, which returns a
     ``CustomRecipe``. Functions are compiled for a recipe as it is, so a recipe that can change raises
-    ``TypeError``. That is a class which is not a frozen dataclass, which has a field that cannot be hashed
-    (such as a list), or which adds attributes to a recipe without being a frozen dataclass itself.
+    ``TypeError``. A recipe can change if its class is not a frozen dataclass, has a field that cannot be
+    hashed (such as a list), or adds attributes without being a frozen dataclass itself.
 
     Example:
         >>> import dataclasses, fp8flax as fp8

@@ -120,11 +120,10 @@ def save_safetensors(
         OSError: a file cannot be written, for instance because the disk is full.
         TypeError: ``model`` does not come from ``freeze``; ``rename`` is neither a mapping of strings nor a
             function that returns strings; or ``config`` is not a mapping that JSON can hold.
-        ValueError: a variable or a name is not valid. Two variables would have one name; a variable is not
-            an array of a dtype that files hold; a pattern matches nothing; a name would be empty, or
-            separate the tensors of a layer; or a wide kernel that becomes a weight does not have two
-            dimensions. Or ``config`` is given, and no ``quantization_config`` describes the model, or
-            ``config`` has its own.
+        ValueError: two variables would have one name; a variable is not an array of a dtype that files
+            hold; a pattern matches nothing; a name would be empty, or separate the tensors of a layer.
+            Also if a wide kernel that becomes a weight does not have two dimensions. Also if ``config`` is
+            given, and no ``quantization_config`` describes the model, or ``config`` has its own.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8
