@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import runpy
 from pathlib import Path
 
 import flax.core
@@ -10,6 +11,7 @@ import flax.linen as nn
 import pytest
 
 import fp8flax
+from tests import ROOT
 
 PACKAGE = Path(fp8flax.__file__).parent
 ORDER = [
@@ -173,6 +175,13 @@ def test_imports_go_up_the_list(entry):
     for imported in (i for path in files_of(entry) for i in imports(path)):
         if imported.startswith("fp8flax") and not imported.startswith("fp8flax.demo."):  # lent to the audit
             assert place(imported) in above, f"{entry} imports {imported}"
+
+
+def test_the_picture_shows_the_imports():
+    """The picture of docs/architecture.md; docs/theme/architecture.py draws it again."""
+    drawing = runpy.run_path(str(ROOT / "docs" / "theme" / "architecture.py"))
+    assert set(drawing["CONTENTS"]) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert drawing["PICTURE"].read_text() == drawing["drawn"]()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
