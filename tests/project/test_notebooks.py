@@ -1,7 +1,9 @@
 """Every notebook runs from a clean kernel, and is committed with the outputs of such a run."""
 
+import base64
 import importlib.util
 import re
+import struct
 
 import nbformat
 import pytest
@@ -99,6 +101,31 @@ def test_each_picture_is_described(name):
     cells = nbformat.read(FOLDER / name, as_version=4).cells
     shown = [i for i, cell in enumerate(cells) if "image/png" in str(cell.get("outputs", ""))]
     assert all(cells[i + 1].source.startswith("*The picture") for i in shown)
+
+
+REWRITTEN = [name for name in NAMES if name != "06_diagnosing.ipynb"]
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_code_follows_a_text_and_is_not_wider_than_the_page(name):
+    cells = nbformat.read(FOLDER / name, as_version=4).cells
+    for text, cell in zip([None, *cells], cells):
+        if cell.cell_type == "code":
+            assert text.cell_type == "markdown", cell.source
+            assert [line for line in cell.source.splitlines() if len(line) > 88] == []
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_pictures_have_144_dots_per_inch(name):
+    cells = _code_cells(nbformat.read(FOLDER / name, as_version=4))
+    pictures = [output for cell in cells for output in cell.outputs]
+    pictures = [base64.b64decode(o.data["image/png"]) for o in pictures if "image/png" in o.get("data", {})]
+    for picture in pictures:
+        # The chunk pHYs has dots per metre.
+        place = picture.index(b"pHYs") + 4
+        dots = struct.unpack(">II", picture[place : place + 8])
+        assert [round(d * 0.0254) for d in dots] == [144, 144]
+    assert bool(pictures) == ("plt.show()" in "".join(cell.source for cell in cells))
 
 
 @pytest.mark.parametrize("name", NAMES)
