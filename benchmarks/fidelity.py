@@ -89,6 +89,7 @@ class Contender:
 
 
 DELAYED = fp8.DelayedScaling().gemms
+E4M3 = fp8.DelayedScaling(fp8_format=fp8.Format.E4M3)
 WIDE = fp8.GemmRecipe()
 CONTENDERS = {
     "bf16": Contender(),
@@ -110,9 +111,9 @@ PARTS = {
     "emulated": Contender(op=EmulatedDotGeneral),
     "forward-only": Contender(recipe=dataclasses.replace(DELAYED, dgrad=WIDE, wgrad=WIDE)),
     "gradients-e5m2-only": Contender(recipe=dataclasses.replace(DELAYED, forward=WIDE)),
-    "gradients-e4m3-only": Contender(
-        recipe=dataclasses.replace(fp8.DelayedScaling(fp8_format=fp8.Format.E4M3).gemms, forward=WIDE)
-    ),
+    "gradients-e4m3-only": Contender(recipe=dataclasses.replace(E4M3.gemms, forward=WIDE)),
+    "all-e4m3": Contender(recipe=E4M3),
+    "all-e4m3, first-attention-wide": Contender(recipe=E4M3, exclude=WIDE_LAYERS["first-attention-wide"]),
     "wgrad-wide": Contender(recipe=dataclasses.replace(DELAYED, wgrad=WIDE)),
     "power-2-scales": Contender(recipe=fp8.DelayedScaling(use_power_2_scales=True)),
     **{name: Contender(recipe=DELAYED, exclude=layers) for name, layers in WIDE_LAYERS.items()},
@@ -197,7 +198,8 @@ def sensitivity(weights: Any, settings: training.Settings, held_out: Sequence[An
 
     wide_losses, wide_gradients = losses_and_gradients(Contender())
     rows = {}
-    for name, layers in {"none": (), **WIDE_LAYERS}.items():
+    parts: dict[str, str | tuple[str, ...]] = {"none": (), **WIDE_LAYERS}
+    for name, layers in parts.items():
         losses, gradients = losses_and_gradients(dataclasses.replace(IN_FP8, exclude=layers))
         products = np.sum(gradients * wide_gradients, axis=1)
         norms = np.linalg.norm(gradients, axis=1) * np.linalg.norm(wide_gradients, axis=1)
@@ -265,6 +267,19 @@ def compared(runs: Sequence[Row], size: str, steps: int | None = None) -> list[R
     return rows
 
 
+LABELS = {
+    "bf16-chance": "bf16, weights changed by 0.1 %",
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling, tensorwise",
+    "axiswise": "Float8CurrentScaling, axiswise",
+    "axiswise-hp-wgrad": "the same, wgrad in bf16",
+    "mxfp8": "MXFP8BlockScaling",
+    "block128": "Float8BlockScaling",
+    "flax-direct": "flax.linen, Fp8DirectDotGeneralOp",
+    "flax-qdq": "flax.linen, Fp8DotGeneralOp",
+}
+
+
 def signed(value: float, digits: int = 2) -> str:
     """Returns a number with its sign, as the pages write it."""
     return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
@@ -292,6 +307,29 @@ def table(runs: Sequence[Row], size: str, names: Iterable[str], steps: int | Non
     return "\n".join(lines)
 
 
+def plot(runs: Sequence[Row], path: Path) -> None:
+    """Writes a picture of how far each way of training lies above bf16: each seed, mean and error."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in compared(runs, "small") if row["contender"] in CONTENDERS]
+    rows = [row for row in rows if row["contender"] != "bf16"][::-1]
+    figure, axes = plt.subplots(figsize=(7, 3.2), dpi=144, layout="constrained")
+    for y, row in enumerate(rows):
+        colour = "tab:gray" if row["contender"].startswith(("bf16", "flax")) else "tab:blue"
+        axes.plot(row["percent"], [y] * len(row["percent"]), "o", color=colour, alpha=0.4, markersize=4)
+        axes.errorbar(row["mean_percent"], y, xerr=row["error_percent"], fmt="D", color=colour, capsize=4)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [str(LABELS.get(row["contender"], row["contender"])) for row in rows])
+    axes.set_xlabel("validation loss above bf16, percent (dots: seeds; diamonds: mean ± standard error)")
+    axes.grid(axis="x", alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    print(f"Picture: {path}")
+
+
 def main(argv: Sequence[str] | None = None) -> Row:
     parser = argparse.ArgumentParser(prog="make bench-fidelity", description=__doc__)
     parser.add_argument("--size", choices=tuple(SIZES), default="small", help="(default %(default)s)")
@@ -300,6 +338,7 @@ def main(argv: Sequence[str] | None = None) -> Row:
     parser.add_argument("--only", nargs="+", choices=tuple(ALL), default=tuple(ALL))
     parser.add_argument("--cores", type=int, default=len(_cores()), help="to use (default: all)")
     add_json(parser, RESULT)
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="also to write: a picture (small size)")
     options = parser.parse_args(argv)
     settings = SIZES[options.size]
     if options.steps:
@@ -338,6 +377,8 @@ def main(argv: Sequence[str] | None = None) -> Row:
         percent, nats = signed(row["mean_percent"]), signed(row["mean_nats"], 4)
         lines.append((row["contender"], str(len(row["seeds"])), percent, shown, nats))
     print("\n" + aligned(lines, 1))
+    if options.plot:
+        plot(report["runs"], options.plot)
     return report
 
 
