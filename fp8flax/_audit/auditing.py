@@ -35,8 +35,8 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
         fn: the function that you would give to ``jax.jit``. The donated and static arguments of a function
             that is already jitted stay as they are.
         *args: arguments of ``fn``, arrays or ``jax.ShapeDtypeStruct`` of any shape and dtype. They are
-            placed on one device, or on the mesh: an array with a sharding by the names of the axes in it,
-            an array without one whole on each device.
+            placed on one device, or on the mesh. An array with a sharding is placed by the names of its
+            mesh axes. An array without a sharding is copied whole to each device.
         target: ``"h100"``, ``"h200"``, ``"b200"``, ``"l40s"``, ``"rtx4090"``, ``"a100"``, or ``"local"``
             for the device that JAX uses here. A mesh of ``compile_only_devices`` is a target, too: the
             report then shows the part of one device, and leaves out the time of communication between

@@ -262,12 +262,13 @@ class DelayedScaling(Recipe):
     history. The tensor needs no extra pass before it is cast.
 
     In Flax and Transformer Engine one outlier flushes all other data to zero for as long as it stays in the
-    history. Here the maximum is bounded: in e4m3fn it counts for at most 448 times the second largest of
-    the 16 newest amaxes. The factor is 480 in e4m3fnuz, and more than 1e7 in e5m2. Ordinary data then keep
-    the precision of FP8 down to 1/64 of their amax, and values above the bound saturate.
+    history. Here the maximum is limited. In e4m3fn, the limit is 448 times the second largest of the 16
+    newest amaxes. The factor is 480 in e4m3fnuz, and more than 1e7 in e5m2. Ordinary data then keep the
+    precision of FP8 down to 1/64 of their amax, and values above the limit saturate.
 
-    Below the bound the scale equals that of Flax, bit for bit. The history always does, so checkpoints pass
-    both ways. A run that an outlier has spoilt recovers when it continues here.
+    Below the limit the scale equals that of Flax, bit for bit. The history always equals that of Flax, so
+    each library loads the other's checkpoints. A run that an outlier has spoilt recovers when it continues
+    here.
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.
@@ -277,8 +278,8 @@ class DelayedScaling(Recipe):
         use_power_2_scales: whether scales are rounded up to powers of two.
         shared_inputs: whether Linen ops that take the same array one after the other (query, key and value;
             gate and up) cast it with the scale of the first op. The array is then cast, and transposed,
-            once. Each op keeps its own state. No bit changes if these states are equal, as they are if the
-            layers have always seen the same arrays.
+            once. Each op keeps its own state. If the layers have always seen the same arrays, their states
+            are equal, and no bit of the result changes.
         accumulation: how each of the three GEMMs accumulates on a GPU.
 
     Raises:
@@ -448,8 +449,8 @@ class MXFP8BlockScaling(Recipe):
     Attributes:
         fp8_format: dtypes of the forward and the backward pass. (Blackwell does not multiply e5m2 by e5m2.)
         scale_rounding: ``"up"``, so that no value saturates, as in Transformer Engine; or ``"floor"``, the
-            rule of the MX specification. With ``"floor"``, in e4m3, values above 7/8 of the next power of
-            two saturate.
+            rule of the MX specification. With ``"floor"``, in e4m3, a block's values saturate above 7/8 of
+            the first power of two that is larger than its amax.
 
     Raises:
         TypeError: ``fp8_format`` is not a ``Format``.

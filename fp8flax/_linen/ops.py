@@ -33,7 +33,8 @@ class Fp8DotGeneralOp(Fp8Op):
     Delayed scaling is the default. It declares float32 variables in the collection
     ``_overwrite_with_gradient``: ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and
     ``{…}_amax_history`` of shape ``(amax_history_len,)``. The gradient of each variable is its next value:
-    the scale that this step used, and the history with this step's amax at index 0. Other recipes declare
+    the scale that this step used, and the history with this step's amax at index 0. The next step computes
+    its scale from that history. Other recipes declare
     no variables. Under ``autocast(enabled=False)`` the op is ``lax.dot_general``.
 
     The call takes:

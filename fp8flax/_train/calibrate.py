@@ -39,9 +39,10 @@ def calibrate(
 
     Args:
         fun: ``fun(variables, batch)``, such as ``model.apply``, or ``lambda v, batch: loss(v, *batch)`` for
-            batches of several arguments. It is compiled. Without ``backward`` it may return any arrays,
-            whose floats must depend on all layers. (If ``fun`` has no reverse mode, because a layer runs in
-            a ``lax.while_loop`` or in ``jax.jvp``, callbacks to the host record the magnitudes.)
+            batches of several arguments. It is compiled. Without ``backward`` it may return any arrays, and
+            every layer must affect a float that it returns, because reverse mode records the magnitudes. If
+            ``fun`` has no reverse mode, because a layer runs in a ``lax.while_loop`` or in ``jax.jvp``,
+            callbacks to the host record them.
         variables: collections with scaling state (see ``add_fp8_state``).
         batches: a few samples, similar to those that the model will see.
         backward: whether ``fun`` is a loss (a scalar), whose gradients fill the state of output gradients

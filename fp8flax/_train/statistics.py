@@ -95,7 +95,7 @@ def statistics(
     * ``in_qdq`` and ``out_qdq`` on their own
     * ops of NNX models that ``fp8flax.nnx.quantize_model`` did not return, because these ops do not know
       their paths
-    * ops whose result the loss does not depend on differentiably, because they have no output gradient
+    * ops that get no gradient from the loss
     * a ``jax.shard_map`` inside of ``fun``
     * layers of one kind in ``nn.jit``, which traces all of them as the first one; measure the model without
       ``nn.jit``

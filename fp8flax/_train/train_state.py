@@ -155,9 +155,9 @@ class TrainState(flax.training.train_state.TrainState):
     * other collections (``batch_stats``, …) stay unchanged until you ``replace`` them.
 
     ``apply_fn`` merges scaling state by maximum, so plain ``jax.grad`` of a loss that calls ``apply_fn``
-    once is correct. Use ``fp8flax.value_and_grad`` for a loss that calls it several times. Use it also for
-    a gradient taken outside of ``jax.shard_map`` with ``check_vma=False``: ``fp8flax.value_and_grad``
-    raises an error there, but the result of plain ``jax.grad`` would be wrong.
+    once is correct. Use ``fp8flax.value_and_grad`` for a loss that calls it several times. A gradient taken
+    outside of ``jax.shard_map`` with ``check_vma=False`` is not supported. ``fp8flax.value_and_grad`` then
+    raises an error, and plain ``jax.grad`` returns a wrong state without one.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, optax, fp8flax as fp8
