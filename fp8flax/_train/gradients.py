@@ -36,11 +36,12 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Returns a function like ``jax.value_and_grad`` for variables that hold FP8 scaling state.
 
-    A differentiated argument may contain the collection ``_overwrite_with_gradient``, or be the collection
-    itself. The gradient of this collection is its next value: the state of one call on all the data. This
-    holds however often a layer ran (shared weights, scanned microbatches, ``jax.vmap`` over examples,
-    ``jax.shard_map`` over devices). A layer that got no gradient keeps its state. A tensor that held a NaN or an Inf leaves no trace in its
-    history. All other gradients are those of ``jax.value_and_grad``.
+    A differentiated argument may contain the collection ``_overwrite_with_gradient``, or be the
+    collection itself. The gradient of this collection is its next value: the state of one call on all the
+    data. This holds however often a layer ran (shared weights, scanned microbatches, ``jax.vmap`` over
+    examples, ``jax.shard_map`` over devices). A layer that got no gradient keeps its state. A tensor that
+    held a NaN or an Inf leaves no trace in its history. All other gradients are those of
+    ``jax.value_and_grad``.
 
     Args:
         fun: a function whose differentiated arguments are trees of arrays; returns a scalar, or a pair
