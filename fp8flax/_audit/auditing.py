@@ -109,8 +109,8 @@ def assert_fp8(
     """Raises ``AssertionError`` if too small a share of a function's GEMM FLOPs runs in FP8; see ``audit``.
 
     GEMMs with ``AuditedGemm.may_be_fp8`` do not count: they have FP8 operands in XLA's own GPU kernels,
-    which use the FP8 units with some tile sizes only. To allow them, call ``audit`` and add
-    ``maybe_fp8_flops_share`` of its report.
+    which use the FP8 units with some tile sizes only. To allow them, call ``audit`` and compare
+    ``fp8_flops_share + maybe_fp8_flops_share`` of its report.
 
     Args:
         fn: the function, as in ``audit``.

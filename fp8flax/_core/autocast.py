@@ -185,7 +185,7 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
     ``asyncio.to_thread``, must enter it themselves. An asyncio task starts with the recipe of the code that
     creates it, and keeps it. A generator shares the context of its caller, as with context variables: while
     it is suspended under ``autocast``, the caller is under it too. This ends when the generator leaves
-    ``autocast`` or is closed, in any order.
+    ``autocast`` or is closed.
 
     A recipe with scaling state (``DelayedScaling``) needs that state in the variables. Call ``init`` of the
     model, or ``fp8flax.add_fp8_state``, under the recipe.

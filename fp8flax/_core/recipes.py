@@ -353,7 +353,9 @@ class Float8CurrentScaling(Recipe):
 
     Example:
         >>> import fp8flax as fp8
-        >>> fp8.Float8CurrentScaling(granularity="axiswise", high_precision_wgrad=True).gemms.wgrad.lhs
+        >>> recipe = fp8.Float8CurrentScaling(granularity="axiswise", high_precision_wgrad=True)
+        >>> recipe.gemms.wgrad.lhs is None  # the wgrad GEMM stays wide
+        True
 
     Source: Transformer Engine, ``Float8CurrentScaling``, which has neither ``granularity`` nor
     ``high_precision_wgrad``. (For torchao's recipes see ``torchao_recipe``.)
@@ -486,15 +488,14 @@ class Float8BlockScaling(Recipe):
     """DeepSeek-V3's recipe: a scale per 1×128 values of inputs and gradients, per 128×128 of the kernel.
 
     There is no scaling state. Inputs and output gradients are quantized once for each of their two GEMMs,
-    from the wide tensor. A kernel has the same blocks in both of its GEMMs and is quantized once. The
-    exception is a contraction over several of its dimensions in another order than the kernel has them;
-    then the kernel is quantized twice, too. The scales differ along the contraction, so they are applied
-    inside the GEMM.
+    from the wide tensor. A kernel has the same blocks in both of its GEMMs and is quantized once. A kernel
+    that is contracted over several dimensions, in another order than it stores them, is quantized twice.
+    The scales differ along the contraction, so they are applied inside the GEMM.
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.
         use_f32_scales: whether scales are float32, which use the full range of FP8. Otherwise they are
-            powers of two, which every device multiplies faster.
+            powers of two.
 
     Raises:
         TypeError: a field has the wrong type.

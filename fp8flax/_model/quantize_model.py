@@ -26,7 +26,7 @@ def quantize_model(
 ) -> nn.Module:
     """Returns the model with its contractions in FP8; its source and its fields stay unchanged.
 
-    Every matmul of a module's method with a parameter becomes an FP8 op, however it is written:
+    A matmul of an activation and a parameter becomes an FP8 op, unless a rule or a default leaves it out:
     ``nn.Dense`` and Linen's other layers, recurrent cells, ``x @ w``, ``jnp.einsum``, ``lax.dot_general``.
     The result is used like ``model``. ``init`` gives the same parameters. With delayed scaling it also
     gives the state that the layers would have with ``dot_general_cls=Fp8DotGeneralOp``. Inside ``nn.scan``,

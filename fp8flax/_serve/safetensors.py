@@ -121,7 +121,8 @@ def save_safetensors(
         TypeError: ``model`` does not come from ``freeze``; ``rename`` is neither a mapping of strings nor a
             function that returns strings; or ``config`` is not a mapping that JSON can hold.
         ValueError: two variables would have one name; a variable is not an array of a dtype that files
-            hold; a pattern matches nothing; a name would be empty, or separate the tensors of a layer.
+            hold; a pattern matches nothing; a name would be empty, or give the tensors of one layer
+            different prefixes.
             Also if a wide kernel that becomes a weight does not have two dimensions. Also if ``config`` is
             given, and no ``quantization_config`` describes the model, or ``config`` has its own.
 

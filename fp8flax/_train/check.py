@@ -213,8 +213,8 @@ def check_state(variables: Any, before: Any = None) -> None:
 
     Call it outside of ``jax.jit``, after one or two steps of a training loop that is not from this package.
     It detects state that never moved, that an optimizer or an average over steps changed, or that was cast,
-    scaled or clipped. It does not detect an average over devices or microbatches: there the past amaxes
-    agree, and the newest amax is a mean instead of a maximum.
+    scaled or clipped. It does not detect an average over devices or microbatches, which changes the
+    newest amax only: a mean instead of a maximum.
 
     Args:
         variables: a tree that holds the collection ``_overwrite_with_gradient``, such as

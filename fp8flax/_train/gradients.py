@@ -120,7 +120,8 @@ def grad(
 ) -> Callable[..., Any]:
     """Returns a function like ``jax.grad`` for variables that hold FP8 scaling state.
 
-    The gradients are those of ``value_and_grad``; see there.
+    The gradient of the collection ``_overwrite_with_gradient`` is its next value, see ``value_and_grad``.
+    All other gradients are those of ``jax.grad``.
 
     Args:
         fun: a function as in ``value_and_grad``.
