@@ -270,6 +270,7 @@ def compared(runs: Sequence[Row], size: str, steps: int | None = None) -> list[R
 LABELS = {
     "bf16-chance": "bf16, weights changed by 0.1 %",
     "delayed": "DelayedScaling",
+    "first-attention-wide": "DelayedScaling, first attention in bf16",
     "current": "Float8CurrentScaling, tensorwise",
     "axiswise": "Float8CurrentScaling, axiswise",
     "axiswise-hp-wgrad": "the same, wgrad in bf16",
@@ -301,9 +302,26 @@ def table(runs: Sequence[Row], size: str, names: Iterable[str], steps: int | Non
     """Returns a table of docs/accuracy.md: how far contenders lie above bf16."""
     lines = ["| | seeds | percent above bf16 | nats per byte above bf16 |", "|---|---|---|---|"]
     for row in compared(runs, size, steps):
-        if row["contender"] in names:
+        if row["contender"] in names and row["contender"] != "bf16":
             cells = (f"`{row['contender']}`", str(len(row["seeds"])), f"{mean_of(row)} %", nats_of(row))
             lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def sensitivity_table(runs: Sequence[Row]) -> str:
+    """Returns the table of docs/accuracy.md that compares the sensitivity with the gap after training."""
+    measured = [run["sensitivity"] for run in runs if "sensitivity" in run]
+    gaps = {row["contender"]: mean_of(row) for row in compared(runs, "small")}
+    lines = [
+        "| stays in bf16 | loss of bf16 weights in FP8 | 1 − cosine of gradients | gap after training |",
+        "|---|---|---|---|",
+    ]
+    for name in ("none", *WIDE_LAYERS):
+        percent, angle = (
+            statistics.mean(row[name][key] for row in measured) for key in ("percent", "gradient")
+        )
+        trained = gaps["delayed" if name == "none" else name]
+        lines.append(f"| `{name}` | {signed(percent)} % | {angle:.4f} | {trained} % |")
     return "\n".join(lines)
 
 
@@ -314,16 +332,15 @@ def plot(runs: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in compared(runs, "small") if row["contender"] in CONTENDERS]
-    rows = [row for row in rows if row["contender"] != "bf16"][::-1]
+    rows = [row for row in compared(runs, "small") if row["contender"] in LABELS][::-1]
     figure, axes = plt.subplots(figsize=(7, 3.2), dpi=144, layout="constrained")
     for y, row in enumerate(rows):
         colour = "tab:gray" if row["contender"].startswith(("bf16", "flax")) else "tab:blue"
         axes.plot(row["percent"], [y] * len(row["percent"]), "o", color=colour, alpha=0.4, markersize=4)
         axes.errorbar(row["mean_percent"], y, xerr=row["error_percent"], fmt="D", color=colour, capsize=4)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [str(LABELS.get(row["contender"], row["contender"])) for row in rows])
-    axes.set_xlabel("validation loss above bf16, percent (dots: seeds; diamonds: mean ± standard error)")
+    axes.set_yticks(range(len(rows)), [LABELS[str(row["contender"])] for row in rows])
+    axes.set_xlabel("validation loss above bf16, percent")
     axes.grid(axis="x", alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

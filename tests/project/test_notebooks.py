@@ -103,10 +103,7 @@ def test_each_picture_is_described(name):
     assert all(cells[i + 1].source.startswith("*The picture") for i in shown)
 
 
-REWRITTEN = [name for name in NAMES if name != "06_diagnosing.ipynb"]
-
-
-@pytest.mark.parametrize("name", REWRITTEN)
+@pytest.mark.parametrize("name", NAMES)
 def test_code_follows_a_text_and_is_not_wider_than_the_page(name):
     cells = nbformat.read(FOLDER / name, as_version=4).cells
     for text, cell in zip([None, *cells], cells):
@@ -115,7 +112,7 @@ def test_code_follows_a_text_and_is_not_wider_than_the_page(name):
             assert [line for line in cell.source.splitlines() if len(line) > 88] == []
 
 
-@pytest.mark.parametrize("name", REWRITTEN)
+@pytest.mark.parametrize("name", NAMES)
 def test_pictures_have_144_dots_per_inch(name):
     cells = _code_cells(nbformat.read(FOLDER / name, as_version=4))
     pictures = [output for cell in cells for output in cell.outputs]

@@ -96,12 +96,13 @@ def test_figures_of_the_readme_are_those_of_the_results(page):
         for other in ("flax-qdq", "flax-direct")
     ]
     assert re.search(rf"{min(ratios):.2f}\D+{max(ratios):.2f}", said)
-    rows = {row["contender"]: row for row in fidelity.compared(result("fidelity")["runs"], 300)}
-    delayed, chance = rows["delayed"], rows["bf16-chance"]
-    assert f"{fidelity.mean_of(delayed)} %" in said
-    assert f"{fidelity.mean_of(chance)} %" in said
-    assert len(delayed["seeds"]) == len(chance["seeds"])
-    assert re.search(rf"\b{len(delayed['seeds'])}\b", said)
+    rows = {row["contender"]: row for row in fidelity.compared(result("fidelity")["runs"], "small")}
+    shown = [rows[name] for name in ("delayed", "first-attention-wide", "bf16-chance")]
+    for row in shown:
+        assert f"{fidelity.mean_of(row)} %" in said
+        assert len(row["seeds"]) == len(shown[0]["seeds"])
+    assert fidelity.nats_of(shown[0]) in said
+    assert re.search(rf"\b{len(shown[0]['seeds'])}\W+(seeds|个随机种子)", said)
 
 
 def mebibytes_of(row):
@@ -111,14 +112,21 @@ def mebibytes_of(row):
 def test_losses_on_the_page_are_those_of_the_results():
     report = result("fidelity")
     assert report["method"] == fidelity.METHOD
-    assert fidelity.table(report["runs"], 300) in PAGES["docs/accuracy.md"]
-    assert report["machine"]["cpu"] in PAGES["docs/accuracy.md"]
+    runs, page = report["runs"], PAGES["docs/accuracy.md"]
+    for table in (
+        fidelity.table(runs, "small", fidelity.CONTENDERS),
+        fidelity.table(runs, "small", ("delayed", *fidelity.PARTS)),
+        fidelity.table(runs, "demo", fidelity.CONTENDERS, 300),
+        fidelity.sensitivity_table(runs),
+    ):
+        assert table in page
+    assert report["machine"]["cpu"] in page
 
 
 def test_the_readme_fits_two_screens():
     lines = [line for line in EXAMPLES[0].splitlines() if line.strip()]
     assert len(lines) <= 15
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 130
 
 
 def test_the_chinese_readme_has_the_same_blocks_of_code():
