@@ -298,12 +298,25 @@ def nats_of(row: Row) -> str:
     return f"{signed(row['mean_nats'], 4)}{error}"
 
 
+def beside(row: Row, other: Row) -> str:
+    """Returns how much larger the gap of a row is than that of another, over the seeds that both have."""
+    gaps, others = (dict(zip(r["seeds"], r["percent"], strict=True)) for r in (row, other))
+    changes = [gaps[seed] - others[seed] for seed in gaps if seed in others]
+    error = statistics.stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else None
+    return mean_of({"mean_percent": statistics.mean(changes), "error_percent": error})
+
+
 def table(runs: Sequence[Row], size: str, names: Iterable[str], steps: int | None = None) -> str:
-    """Returns a table of docs/accuracy.md: how far contenders lie above bf16."""
-    lines = ["| | seeds | percent above bf16 | nats per byte above bf16 |", "|---|---|---|---|"]
-    for row in compared(runs, size, steps):
-        if row["contender"] in names and row["contender"] != "bf16":
-            cells = (f"`{row['contender']}`", str(len(row["seeds"])), f"{mean_of(row)} %", nats_of(row))
+    """Returns a table of docs/accuracy.md: how far contenders lie above bf16, and above ``delayed``."""
+    lines = [
+        "| | seeds | percent above bf16 | nats per byte above bf16 | points above `delayed`, same seeds |",
+        "|---|---|---|---|---|",
+    ]
+    rows = {row["contender"]: row for row in compared(runs, size, steps)}
+    for name, row in rows.items():
+        if name in names and name != "bf16":
+            more = "" if name in ("delayed", "bf16-chance") else beside(row, rows["delayed"])
+            cells = (f"`{name}`", str(len(row["seeds"])), f"{mean_of(row)} %", nats_of(row), more)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
