@@ -261,8 +261,12 @@ ONCE = {
 }
 
 
+ONCE_IN_CI = [*cells(["delayed", "current", "MXFP8"], repeated=["current", "MXFP8"])]
+ONCE_IN_CI += [pytest.param("1x128 blocks", marks=pytest.mark.long)]
+
+
 @pytest.mark.parametrize("remat", cells([False, True], repeated=[False]))
-@pytest.mark.parametrize("name", cells(list(ONCE), repeated=["MXFP8", "current"]))
+@pytest.mark.parametrize("name", ONCE_IN_CI)
 def test_kernels_are_quantized_once_for_all_microbatches(name, remat):
     """Of two stacked layers, and one by itself; 5 microbatches."""
 

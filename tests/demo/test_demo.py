@@ -365,6 +365,7 @@ class TestCommandLine:
         assert np.isfinite(figures["runs"][0]["precisions"]["fp8"]["train_loss"]).all()
         self.fails(capsys, "--resume", "--out", out, "--recipe", "delayed")
 
+    @pytest.mark.long
     @pytest.mark.parametrize("precision", cells(training.PRECISIONS, repeated=["bf16"]))
     def test_one_precision(self, precision, text, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(report, "plot_loss", PLOTS["plot_loss"])

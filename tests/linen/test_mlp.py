@@ -122,8 +122,8 @@ def test_with_the_names_of_a_block_its_checkpoints_fit():
         ("gelu", False, False, jax.jit),
         ("gelu_exact", True, True, jax.jit),
         ("relu", False, True, jax.jit),
-        ("silu", True, False, jax.jit),
-        ("silu", True, True, lambda f: f),
+        pytest.param("silu", True, False, jax.jit, marks=pytest.mark.all_cells),
+        pytest.param("silu", True, True, lambda f: f, marks=pytest.mark.long),
     ],
 )
 def test_steps_are_those_of_the_layers_in_float32(activation, gated, use_bias, wrap):

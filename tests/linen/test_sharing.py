@@ -117,6 +117,7 @@ def test_an_inner_trace_notes_nothing_for_the_outer_one():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise")
 @pytest.mark.parametrize("is_converted", cells([False, True], repeated=[True]), ids=["op", "converted"])

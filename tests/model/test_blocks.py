@@ -538,7 +538,9 @@ def test_an_error_of_the_second_trace_says_what_it_is_for():
 def test_patterns():
     x = normal(0, ROWS, WIDTH)
     shape_of(converted(Layers(), ("mlp", GATED)), x)  # not its layers, whose paths go on
-    with pytest.raises(ValueError, match="rule 'feed' of a FusedMLP.* must reach the end of the path"):
+    with pytest.raises(
+        ValueError, match="rule 'feed' of a FusedMLP.* must match up to the end of the path"
+    ):
         shape_of(converted(Layers(), ("feed", GATED)), x)
     shape_of(converted(Layers(), ("feed", GATED), allow_unmatched=True), x)
     with pytest.raises(ValueError, match="says? that layers_0 computes"):  # the first rule that speaks

@@ -421,7 +421,7 @@ def with_a_wide_kernel():
     )
 
 
-@pytest.mark.parametrize("stack", ["scan", "remat", "vmap"])
+@pytest.mark.parametrize("stack", ["scan", "remat", pytest.param("vmap", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("block", "made_by"),
     [
