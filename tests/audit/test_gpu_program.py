@@ -726,7 +726,9 @@ def test_experts_on_hopper(recipe, launches, mib):
 
 @pytest.mark.long
 @pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
-@pytest.mark.parametrize("recipe", [FOR_EXPERTS, fp8.Float8BlockScaling(use_f32_scales=True)])
+@pytest.mark.parametrize(
+    "recipe", cells([FOR_EXPERTS, fp8.Float8BlockScaling(use_f32_scales=True)], repeated=[FOR_EXPERTS])
+)
 def test_kernels_for_experts_of_any_size_compile(recipe):
     report = fp8.audit(*experts_step(100, 5, 200, 72, jnp.float32, recipe=recipe))
     assert report.num_fp8_gemms == report.num_gemms == 3

@@ -156,6 +156,7 @@ class ScannedDense(nn.Module):
         return nn.relu(x), None
 
 
+@pytest.mark.all_cells
 def test_of_the_policies_for_remat():
     """What is kept of eight layers; the share of bfloat16's memory is that of docs/performance.md."""
     keep = jax.checkpoint_policies.save_only_these_names

@@ -98,7 +98,7 @@ DEFAULT = fp8.Accumulation(forward="default", dgrad="default", wgrad="default")
 
 @from_0_10
 @pytest.mark.long
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", cells(PROGRAMS, repeated=["a Llama's step"]))
 def test_the_plugin_compiles_what_jax_compiles(name, monkeypatch):
     program, target = PROGRAMS[name]
     by_jax, by_plugin = both_ways(monkeypatch, program, target or gpus())
