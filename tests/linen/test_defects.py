@@ -18,8 +18,6 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from tests.cases import normal, variables_of
 
-pytestmark = pytest.mark.oldest
-
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 Op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
 LAYER = nn.Dense(6, dot_general_cls=Op)

@@ -115,7 +115,6 @@ def test_with_the_names_of_a_block_its_checkpoints_fit():
     assert "down/fp8" not in text
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize(
     ("activation", "gated", "use_bias", "wrap"),
     [
@@ -302,7 +301,6 @@ def by_microbatch(model, variables, x):
     return jax.jit(step)(variables, x.reshape(4, -1, x.shape[-1]))[1]
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize(
     "way", cells([by_example, by_device, by_microbatch], repeated=[by_microbatch]), ids=lambda f: f.__name__
 )

@@ -17,8 +17,6 @@ import fp8flax as fp8
 from tests.cases import OWG, assert_same, cells, flat, normal, variables_of
 from tests.models import ALL, MODELS, Attention, Layers, Own
 
-pytestmark = pytest.mark.oldest
-
 
 def steps(models, variables, x):
     """Of each model all gradients and the output of a second step: state is used, and made anew."""
