@@ -424,7 +424,7 @@ SEEN += [("a100", "delayed"), ("l40s", "delayed")]
 def test_what_each_gpu_multiplies_in_fp8(target, recipe):
     """The same on each version of JAX: the oldest, the newest and those in between."""
     if target == "a100" and not NEWER_THAN_0_9:
-        pytest.skip("after other programs in one process, XLA of JAX 0.9 writes FP8 casts that an A100 lacks")
+        pytest.skip("after other programs XLA of JAX 0.9 writes FP8 casts that an A100 does not have")
     op = partial(fp8flax.Fp8DotGeneralOp, recipe=RECIPES[recipe])
     report = audit(*dense_step(256, 128, 384, op), target=target)
     assert report.num_gemms == 3
