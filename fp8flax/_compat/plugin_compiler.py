@@ -196,7 +196,10 @@ def _handed_over(lowered: Any, options: dict[str, Any] | None) -> tuple[Any, Any
     except _HandedOverError as handed:
         module, devices, compile_options = handed.args
         return module, devices, compile_options
-    raise RuntimeError(f"JAX {jax.__version__} compiles programs in a way that fp8flax does not know.")
+    raise RuntimeError(
+        f"fp8flax.audit cannot take the program from JAX {jax.__version__}, which compiles in another way than "
+        "JAX 0.9 to 0.12. Use one of these, or a newer fp8flax."
+    )
 
 
 class _Plugin:
@@ -212,7 +215,10 @@ class _Plugin:
         size = ctypes.c_size_t.from_address(self._api).value
         major = ctypes.c_int.from_address(self._api + _VERSION_OFFSET).value
         if major != 0 or size < _API_HEADER + 8 * (max(_FUNCTIONS.values()) + 1):
-            raise RuntimeError(f"The plugin's C API has version {major} and {size} bytes, not known here.")
+            raise RuntimeError(
+                f"fp8flax.audit cannot use this CUDA plugin: its C API has version {major} and {size} bytes. "
+                "Install the plugin of a supported JAX (0.9 to 0.12), or a newer fp8flax."
+            )
 
     def call(self, name: str, arguments: Any) -> None:
         """Calls a function that returns an error or nothing."""
@@ -288,7 +294,10 @@ def _first_field(message: bytes) -> bytes:
     Of an ``HloModuleProtoWithConfig`` that is the ``HloModuleProto``.
     """
     if message[:1] != b"\x0a":
-        raise RuntimeError("The plugin returned an optimized program in a format that is not known here.")
+        raise RuntimeError(
+            "fp8flax.audit cannot read the optimized program of this CUDA plugin. Install the plugin of a "
+            "supported JAX (0.9 to 0.12), or a newer fp8flax."
+        )
     size, shift, at = 0, 0, 1
     while True:
         byte = message[at]

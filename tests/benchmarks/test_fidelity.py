@@ -39,7 +39,6 @@ def test_emulated_layer_is_the_op_with_current_scaling():
     ours = of(fp8.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling()))
     for got, wanted in zip(ours, of(emulation.EmulatedDotGeneral()), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
-        assert not np.array_equal(wanted, got) or wanted.any()
 
 
 CHOSEN = ["logits-wide", "emulated", "bf16-chance", "delayed", "flax-direct"]
