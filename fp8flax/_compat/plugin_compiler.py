@@ -197,8 +197,8 @@ def _handed_over(lowered: Any, options: dict[str, Any] | None) -> tuple[Any, Any
         module, devices, compile_options = handed.args
         return module, devices, compile_options
     raise RuntimeError(
-        f"fp8flax.audit cannot take the program from JAX {jax.__version__}, which compiles in another way than "
-        "JAX 0.9 to 0.12. Use one of these, or a newer fp8flax."
+        f"fp8flax.audit cannot take the program from JAX {jax.__version__}, which compiles in another way "
+        "than JAX 0.9 to 0.12. Use one of these, or a newer fp8flax."
     )
 
 
@@ -216,8 +216,8 @@ class _Plugin:
         major = ctypes.c_int.from_address(self._api + _VERSION_OFFSET).value
         if major != 0 or size < _API_HEADER + 8 * (max(_FUNCTIONS.values()) + 1):
             raise RuntimeError(
-                f"fp8flax.audit cannot use this CUDA plugin: its C API has version {major} and {size} bytes. "
-                "Install the plugin of a supported JAX (0.9 to 0.12), or a newer fp8flax."
+                f"fp8flax.audit cannot use this CUDA plugin: its C API has version {major} and {size} "
+                "bytes. Install the plugin of a supported JAX (0.9 to 0.12), or a newer fp8flax."
             )
 
     def call(self, name: str, arguments: Any) -> None:
