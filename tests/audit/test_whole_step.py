@@ -104,12 +104,12 @@ def test_of_a_llama():
 
 
 def test_of_the_demo():
-    """410 in bfloat16."""
+    """The step has 530 launches, and 410 in bfloat16."""
     settings = training.Settings()
     state = jax.eval_shape(partial(training.make_state, "fp8", 0, settings))
     windows = struct(settings.batch_size, settings.length + 1, dtype=jnp.int32)
     found, _ = read(training.train_step, state, windows)
-    assert len(found) <= 560
+    assert len(found) <= 535
 
 
 def scanned(block, length, op, **kwargs):
