@@ -14,7 +14,7 @@ export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-long test-all test-oldest test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-outlier bench-flax-scales bench-trace bench-models bench-loaders bench-gpu bench-tune what-works notebooks docs docs-test dist clean
+.PHONY: help environments demo audit test test-long test-all test-oldest test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-outlier bench-flax-scales bench-trace bench-models bench-loaders bench-gpu what-works notebooks docs docs-test dist clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -36,7 +36,6 @@ help:
 	@echo "make bench-models  models of transformers and flaxmodels in FP8: what is converted, errors, bytes (15 minutes)"
 	@echo "make bench-loaders  frozen models loaded into PyTorch by transformers; PYTHON= must have both installed"
 	@echo "make bench-gpu     measurements on a GPU, in parts of nine minutes; the JAX of PYTHON= must see the GPU"
-	@echo "make bench-tune    the fastest schedule of Hopper's block-scaled GEMM; on an H100 or H200, with PYTHON= as above"
 	@echo "make what-works    test every recipe with every transformation and sharding, and write docs/what_works.md"
 	@echo "make notebooks     execute the notebooks, and save their outputs"
 	@echo "make docs          build the documentation as a site, in build/site"
@@ -163,9 +162,6 @@ bench-loaders:
 # In no environment of its own: JAX for the GPU, Flax and Optax are taken to be there.
 bench-gpu:
 	env -u JAX_PLATFORMS $(PYTHON) -m benchmarks.gpu $(ARGS)
-
-bench-tune:
-	env -u JAX_PLATFORMS $(PYTHON) -m benchmarks.tune_gemm $(ARGS)
 
 what-works: .venv/installed
 	.venv/bin/python -m pytest $(IN_PARALLEL) --all-cells --write-table \

@@ -31,7 +31,6 @@ ORDER = [
     "_core/amax",
     "_core/quantize",
     "_core/kernels/block_gemm",
-    "_core/kernels/schedules",
     "_core/kernels/block_gemm_hopper",
     "_core/kernels/block_quantize",
     "_core/kernels/cast_transpose",

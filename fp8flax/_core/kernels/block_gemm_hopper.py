@@ -12,7 +12,6 @@ from jax import lax
 
 from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.kernels.block_gemm import BLOCK
-from fp8flax._core.kernels.schedules import Schedule, schedule_of
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 
 # Two warpgroups multiply, each 64 rows of a tile of the result, and one warp of a third fetches.
@@ -29,6 +28,13 @@ _IS_0_11 = jax.__version_info__ >= (0, 11)
 
 _CORES = 132
 """Of an H100 or H200. On a GPU with fewer some tiles wait for a second round."""
+
+# These two values change the time and not the result. They are guesses: no GPU has measured them.
+_STAGES = 5
+"""The number of blocks of both operands that shared memory holds or is about to hold."""
+
+_STRIP = 8
+"""The width, in tiles, of the strips of columns that the cores walk down. Tiles of a strip share reads."""
 
 
 def multiplies_dtypes(lhs: Any, rhs: Any) -> bool:
@@ -53,7 +59,6 @@ def hopper_block_gemm(
     rhs_scale: jax.Array,
     *,
     out_dtype: Any,
-    schedule: Schedule | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """Returns the product of two block-scaled stacks of matrices, ``(batch, M, N)``.
@@ -69,7 +74,6 @@ def hopper_block_gemm(
         rhs_scale: float32, ``(batch, N, K / 128)``, or ``(batch, ceil(N / 128), K / 128)`` with one for 128
             rows.
         out_dtype: ``bfloat16``, ``float16`` or ``float32``.
-        schedule: in what order; None for that of the table.
         interpret: parameters of Pallas's GPU interpreter, to run on any device, for tests.
 
     Source: the scheme of DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv:2412.19437, section
@@ -83,8 +87,7 @@ def hopper_block_gemm(
     scales = [_padded_rows(lhs_scale), rhs_scale if is_square else _padded_rows(rhs_scale)]
     scales = [jnp.moveaxis(x, 2, 0).reshape(num_blocks, -1) for x in scales]
     m, n = (x.shape[1] // _TILE for x in codes)
-    schedule = schedule or schedule_of(batch * rows, columns, depth)
-    kernel = _kernel(batch, m, n, num_blocks, jnp.dtype(out_dtype), is_square, schedule, interpret)
+    kernel = _kernel(batch, m, n, num_blocks, jnp.dtype(out_dtype), is_square, interpret)
     codes = [x.reshape(-1, depth) for x in codes]
     if interpret is not None:  # which multiplies no reference that is transposed
         codes[1] = codes[1].T
@@ -105,15 +108,14 @@ def _kernel(
     num_blocks: int,
     out_dtype: Any,
     is_square: bool,
-    schedule: Schedule,
     interpret: Any,
 ) -> Any:
     """Returns the kernel of a stack of ``m`` by ``n`` tiles."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    # Blocks of both operands lie in shared memory beside the tile that is written.
-    stages = min(schedule.stages, 5 if out_dtype.itemsize < 4 else 4, num_blocks)
+    # Shared memory also holds the tile that is written. A float32 tile takes the room of one more stage.
+    stages = min(_STAGES if out_dtype.itemsize < 4 else _STAGES - 1, num_blocks)
     layout, is_interpreted = plgpu.Layout.WGMMA, interpret is not None
     swizzle = 128
     of_codes = (plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle))
@@ -161,7 +163,7 @@ def _kernel(
                 num_tiles = np.int32(m * n)
                 which, tile = lax.div(loop.index[0], num_tiles), lax.rem(loop.index[0], num_tiles)
                 # Neighbours share what they read.
-                i, j = plgpu.planar_snake(tile, (m, n), int(schedule.of_columns), schedule.width)
+                i, j = plgpu.planar_snake(tile, (m, n), 1, _STRIP)
                 of_rows = pl.ds((which * m + i) * _TILE, _TILE)
                 of_columns = pl.ds((which * n + j) * _TILE, _TILE)
 
