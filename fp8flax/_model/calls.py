@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,12 +17,11 @@ from fp8flax._core.names import BY_OP, COUNTED, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._linen.conversion import conversion, converting
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.blocks import Blocks
 from fp8flax._model.interception import Contraction, Interception, Left
 from fp8flax._model.jaxprs import CAST
 from fp8flax._model.lifting import beside_params
 from fp8flax._model.provenance import Derived, Provenance
-from fp8flax._model.rules import Decision, FusedMLP, Rules, Site
+from fp8flax._model.rules import Decision, Rules, Site
 from fp8flax._model.sites import as_op, name_of, site_of
 
 
@@ -88,8 +87,6 @@ class Call:
     """The collections that the method sees otherwise than the caller."""
     is_init = False
     """Whether it is one of ``init``, which makes the variables."""
-    has_blocks = True
-    """Whether modules are computed as one where a rule says so."""
     is_counting = False
     """Whether nothing is converted, and each contraction stands in its ``SeenSite.scope``."""
 
@@ -106,18 +103,6 @@ class Call:
             model=cls,
             state=self.beside_params,
         )
-        self.blocks = Blocks(self._block_of, self.interception)
-        self._blocks_found: set[int] = set()
-
-    def _block_of(self, path: str) -> FusedMLP | None:
-        """Returns what a rule says of the module at this path, if it takes it for a block."""
-        found = self._rules_here.block_of(path) if self.has_blocks else None
-        if found is None:
-            return None
-        number, said = found
-        if self._rules_here is self.rules:
-            self._blocks_found.add(number)
-        return said
 
     def convert(self, contraction: Contraction) -> Any:
         """Computes a contraction as the rules say."""
@@ -149,7 +134,6 @@ class Call:
             kernel = self.provenance.of(rhs, op.scope)
             args = jax.tree.map(_as_struct, (lhs, rhs, *rest))  # no arrays: it outlives the call
             self._remember(op.path, SeenOp(type(op), recipe.gemms, kernel, args))
-            self.blocks.on_op(op, recipe)
         return compute(lhs, rhs, *rest, **told)
 
     def _remember(self, path: tuple[str, ...], found: SeenOp) -> None:
@@ -170,7 +154,6 @@ class Call:
             converting(on_op=self.on_op),
             beside_params(self.beside_params, self.provenance.on_map),
             self.interception.active(),
-            self.blocks.active(),
         ):
             yield
 
@@ -204,7 +187,7 @@ class Call:
             seen.ops = self.ops
             seen.used_otherwise |= self.provenance.used_otherwise
         if method == "__call__" and model.is_initializing():
-            check_matched(self.rules, self.sites, self._blocks_found)
+            check_matched(self.rules, self.sites)
             if not conversion().is_reporting:
                 check_converted(self.rules, self.sites, self.ops)
 
@@ -263,24 +246,22 @@ _NOTHING_SEEN = (
 )
 
 
-def check_matched(rules: Rules, sites: list[SeenSite], blocks: Set[int] = frozenset()) -> None:
+def check_matched(rules: Rules, sites: list[SeenSite]) -> None:
     """Raises ``ValueError`` where a rule matched nothing.
 
     Args:
         rules: the model's.
         sites: the contractions that it computes.
-        blocks: the numbers of the patterns that a block was found for.
     """
     paths = sorted({found.site.path or "(the model itself)" for found in sites})
-    used = {found.decision.rule for found in sites} | blocks
+    used = {found.decision.rule for found in sites}
     unmatched = [text for i, text in enumerate(rules.patterns) if i not in used]
     if unmatched and not rules.allow_unmatched:
         if not sites:
             raise ValueError(f"No contraction was found for {', '.join(unmatched)}. {_NOTHING_SEEN}")
         raise ValueError(
             f"No contraction was the first to match {', '.join(unmatched)}. The modules with contractions "
-            f"are: {', '.join(paths)}. Correct the pattern, or pass allow_unmatched=True. (The pattern of "
-            "a FusedMLP must match up to the end of the path of a module whose __call__ runs.)"
+            f"are: {', '.join(paths)}. Correct the pattern, or pass allow_unmatched=True."
         )
 
 

@@ -60,10 +60,9 @@ def quantize_model(
             that the defaults leave out.
         exclude: a regular expression or several; contractions that match are not converted.
         rules: a sequence of pairs and callables. A pair has a regular expression and a recipe or
-            ``"leave"``; or a regular expression for the paths of feed-forward blocks and a ``FusedMLP``,
-            which computes each block as one. A callable ``(path, module, shapes)`` gets the module's path,
-            the module, and the shapes of input and kernel. It returns a recipe, ``"leave"``, or None to let
-            the next rule decide.
+            ``"leave"``. A callable ``(path, module, shapes)`` gets the module's path, the module, and the
+            shapes of input and kernel. It returns a recipe, ``"leave"``, or None to let the next rule
+            decide.
         products: whether to convert products of two activations too, such as the two of attention. Their
             state is that of an op with the second activation as its kernel.
         allow_unmatched: whether to allow a pattern that decides nothing, because no contraction matches it
@@ -74,8 +73,8 @@ def quantize_model(
     Returns:
         A module of a subclass of ``type(model)``, equal for equal arguments; ``report`` lists what is
         converted and why. It can be copied and pickled, also for another process, if the contents of
-        ``rules`` can. ``init`` raises ``ValueError`` if a pattern matched nothing, nothing is converted, or
-        a module is not the block that a ``FusedMLP`` describes. Some code stays unconverted: JAX's own
+        ``rules`` can. ``init`` raises ``ValueError`` if a pattern matched nothing, or nothing is converted.
+        Some code stays unconverted: JAX's own
         ``lax.scan``, ``jax.checkpoint`` and custom derivatives inside a method (``report`` lists their
         contractions), and submodules that are called from outside, on a bound model or by a function that
         ``nn.apply`` or ``nn.init`` gets. (The model's own ``apply`` and ``init`` do convert ``method=lambda

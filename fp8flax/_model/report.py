@@ -17,16 +17,15 @@ from fp8flax._audit.auditing import audit
 from fp8flax._audit.report import AuditReport
 from fp8flax._core.autocast import autocast, recipe_in_use
 from fp8flax._core.device import GPUS, Gpu, compile_target
-from fp8flax._core.mlp import is_all_delayed
 from fp8flax._core.multiply import runs_in_fp8
 from fp8flax._core.names import COUNTED, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import if_of_other_api
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._linen.conversion import reporting
-from fp8flax._model.calls import SeenSite, seen_of
+from fp8flax._model.calls import seen_of
 from fp8flax._model.converted import trace_apply
 from fp8flax._model.jaxprs import RAGGED_DOT, contractions_in
-from fp8flax._model.rules import Decision, FusedMLP, GemmSizes, Rules
+from fp8flax._model.rules import GemmSizes
 from fp8flax._model.sites import sizes_of
 from fp8flax._train.bridge import eval_init, split_arrays
 from fp8flax._train.gradients import value_and_grad
@@ -253,8 +252,7 @@ def report(
     Source: torchao's ``float8_roofline``; the peaks are NVIDIA's, times the shares that large matmuls
     reach.
     """
-    rules = getattr(model, "_fp8_rules", None)
-    if rules is None:
+    if not hasattr(model, "_fp8_rules"):
         raise TypeError(
             f"model must come from fp8flax.quantize_model; got {type(model).__name__}. For any other "
             "function, fp8flax.audit reads the compiled program."
@@ -276,7 +274,6 @@ def report(
             counts[scope, sizes] += one.times
         elif not re.search(rf"\b{NOT_CONVERTED}\b", one.stack):
             unseen.append(f"{one.stack or 'the model'}, {one.shapes[0]} by {one.shapes[1]}")
-    of_block = _blocks(rules, list(by_scope.values()))
     rows, wide, time = [], 0.0, 0.0
     for (scope, sizes), count in counts.items():
         site, decision = by_scope[scope].site, by_scope[scope].decision
@@ -292,7 +289,7 @@ def report(
                 **sizes._asdict(),
                 count=count,
                 converted=decision.converts,
-                reason=decision.reason + of_block.get(site.path, ""),
+                reason=decision.reason,
                 flops=count * sizes.flops,
                 speedup=before / after if after else 1.0,
             )
@@ -305,26 +302,6 @@ def report(
         fp8=_compiled(model, args, kwargs, target, is_fp8=True) if compiled else None,
         wide=_compiled(model, args, kwargs, target, is_fp8=False) if compiled else None,
     )
-
-
-def _blocks(rules: Rules, sites: list[SeenSite]) -> dict[str, str]:
-    """Returns what is said of the layers of blocks, by path."""
-    blocks: dict[str, tuple[FusedMLP, dict[str, Decision]]] = {}
-    for one in sites:
-        path, _, name = one.site.path.rpartition("/")
-        found = rules.block_of(path)
-        if found is not None and name in found[1].names:
-            blocks.setdefault(path, (found[1], {}))[1][name] = one.decision
-    said = {}
-    for path, (block, decisions) in blocks.items():
-        recipes = [recipe_in_use(d.recipe, DelayedScaling()) for d in decisions.values() if d.converts]
-        gemms = {recipe.gemms for recipe in recipes if recipe is not None}
-        is_one = len(recipes) == len(block.names) and len(gemms) == 1 and is_all_delayed(gemms.pop())
-        for name in decisions:
-            others = ", ".join(other for other in block.names if other != name)
-            text = "in" if is_one else "not in"
-            said["/".join(filter(None, (path, name)))] = f", {text} one block with {others}"
-    return said
 
 
 def _compiled(model: nn.Module, args: Any, kwargs: Any, target: str, *, is_fp8: bool) -> AuditReport:

@@ -1,4 +1,4 @@
-"""Rules that say which contractions of a model run in FP8, why others do not, and which are one block."""
+"""Rules that say which contractions of a model run in FP8, and why others do not."""
 
 from __future__ import annotations
 
@@ -11,88 +11,11 @@ import flax.linen as nn
 
 from fp8flax._core.differentiable import FORMS
 from fp8flax._core.formats import is_wide_float
-from fp8flax._core.mlp import ACTIVATIONS
 from fp8flax._core.options import check_choice
 from fp8flax._core.recipes import Recipe, check_recipe
 
 LEAVE = "leave"
 """What a rule says of a contraction that is to stay as it is."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FusedMLP:
-    """Rule of ``quantize_model`` that computes a feed-forward block as one ``fp8flax.MLP``.
-
-    It is the second part of a pair in ``rules``. The pattern of the pair is searched in the paths of
-    modules, and must reach the end of the path. A module that it matches is computed as ``fp8flax.MLP``
-    computes its layers: the output of the activation, and the gradient of its input, exist in FP8 only.
-    Variables, scaling state and checkpoints stay the same. ``calibrate``, ``statistics`` and ``freeze``
-    stay the same, too; they compute the layers one after the other.
-
-    Whenever the module is traced, values and gradients at a few points prove that its ``__call__`` computes
-    the following. A module that computes something else raises an error::
-
-        out_of(activation(into[0](x)) * into[1](x))  # with two layers in into
-        out_of(activation(into[0](x)))  # with one layer in into
-
-    The module may compute anything before ``x`` and after ``out_of``. Between the layers, names for
-    policies of ``jax.checkpoint`` and constraints on shardings have no effect. Other code, such as ``sow``,
-    can read the results of the first layers. If it is differentiated, too, the backward pass of these
-    layers runs twice, and their newest amaxes are the larger ones of both. Two layers in ``into`` take
-    their input with one scale, that of the first.
-
-    The layers are computed one after the other in the cases where ``fp8flax.MLP`` does so, and if the other
-    rules do not give all of them the same recipe of delayed scaling. ``report`` shows the latter. Under
-    ``jax.jit`` XLA removes the unused computation of the module; without ``jax.jit`` both are computed.
-
-    Attributes:
-        into: the names of the one or two ``nn.Dense`` in the module that take its input. With two, the
-            first is the gate, whose activation is taken.
-        out_of: the name of the ``nn.Dense`` that takes the activations.
-        activation: ``"gelu"`` (the tanh approximation, as ``nn.gelu``), ``"gelu_exact"``, ``"relu"`` or
-            ``"silu"``.
-
-    Raises:
-        TypeError: a name is not a string.
-        ValueError: ``into`` is not one or two names, two names are equal, or the activation is unknown.
-
-    Example:
-        >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
-        >>> class Block(nn.Module):
-        ...     @nn.compact
-        ...     def __call__(self, x):
-        ...         x = nn.gelu(nn.Dense(4096, name="up")(nn.LayerNorm()(x)))
-        ...         return nn.Dense(1024, name="down")(x)
-        >>> as_one = fp8.FusedMLP(into="up", out_of="down", activation="gelu")
-        >>> model8 = fp8.quantize_model(nn.Sequential([Block()]), rules=[("layers_0", as_one)])
-        >>> fp8.report(model8, jax.ShapeDtypeStruct((8192, 1024), jnp.float32)).rows[0].reason
-        'by default, in one block with down'
-
-    Source: as for ``fp8flax.MLP``.
-    """
-
-    into: tuple[str, ...]
-    out_of: str
-    activation: str
-
-    def __post_init__(self) -> None:
-        given: Any = self.into
-        into = (given,) if isinstance(given, str) else tuple(given)
-        object.__setattr__(self, "into", into)
-        for name in self.names:
-            if not isinstance(name, str):
-                raise TypeError(f"into and out_of must be names of layers; got {name!r}.")
-        if len(into) not in (1, 2) or len(set(self.names)) != len(self.names):
-            raise ValueError(
-                "into must have one or two names of layers, and out_of another name, all different; got "
-                f"into={into!r}, out_of={self.out_of!r}."
-            )
-        check_choice("activation", self.activation, tuple(ACTIVATIONS))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Returns the names of all layers."""
-        return (*self.into, self.out_of)
 
 
 Rule = Callable[[str, nn.Module, Any], Any] | tuple[str, Any]
@@ -203,37 +126,20 @@ class Rules:
                 continue
             if not isinstance(rule, tuple) or len(rule) != 2:
                 raise ValueError(
-                    "rules must be pairs of a regular expression on module paths and a recipe, 'leave' or "
-                    f"a FusedMLP, or callables of (path, module, shapes); got {rule!r}."
+                    "rules must be pairs of a regular expression on module paths and a recipe or "
+                    f"'leave', or callables of (path, module, shapes); got {rule!r}."
                 )
             _check_pattern(rule[0], "rules")
-            if not isinstance(rule[1], FusedMLP):
-                _check_outcome(rule[1], f"the rule for {rule[0]!r}")
-            elif self.form != "direct":
-                raise ValueError(
-                    f"A FusedMLP multiplies FP8 operands, but form={self.form!r} computes each layer by "
-                    "itself. Leave out the rule, or form."
-                )
+            _check_outcome(rule[1], f"the rule for {rule[0]!r}")
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """All regular expressions, described, in the order in which ``Decision.rule`` counts them."""
         return (
             *(f"exclude {pattern!r}" for pattern in self.exclude),
-            *(_described(*rule) for rule in self.rules if not callable(rule)),
+            *(f"rule {rule[0]!r}" for rule in self.rules if not callable(rule)),
             *(f"include {pattern!r}" for pattern in self.include or ()),
         )
-
-    def block_of(self, path: str) -> tuple[int, FusedMLP] | None:
-        """Returns what the first rule says that takes the module at this path for a block, and which it is.
-
-        Patterns are counted as in ``Decision.rule``.
-        """
-        pairs = [rule for rule in self.rules if not callable(rule)]
-        for number, (pattern, said) in enumerate(pairs, start=len(self.exclude)):
-            if isinstance(said, FusedMLP) and re.search(f"(?:{pattern})$", path):
-                return number, said
-        return None
 
     def decide(self, site: Site) -> Decision:
         """Returns what the first rule that speaks says of a contraction, and then what the defaults say."""
@@ -249,7 +155,7 @@ class Rules:
                     _check_outcome(said, f"a rule, for {site.path!r},")
                     return self._outcome(said, "a rule", None, site)
                 continue
-            if not isinstance(rule[1], FusedMLP) and _matches(rule[0], site):
+            if _matches(rule[0], site):
                 return self._outcome(rule[1], f"the rule {rule[0]!r}", number, site)
             number += 1
         for pattern in self.include or ():
@@ -279,10 +185,6 @@ class Rules:
             return "a product of two activations (products=True converts them)"
         narrow = [str(d) for d in site.dtypes if not is_wide_float(d)]
         return f"operands of {', '.join(narrow)}" if narrow else None
-
-
-def _described(pattern: str, said: Any) -> str:
-    return f"rule {pattern!r}{' of a FusedMLP' if isinstance(said, FusedMLP) else ''}"
 
 
 def _check_outcome(said: Any, who: str) -> None:

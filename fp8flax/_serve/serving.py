@@ -68,7 +68,6 @@ class ServingCall(Call):
     """A call of a serving model: kernels and scales come from the variables, none of them mutable."""
 
     beside_params = SERVED
-    has_blocks = False  # kernels are stored as their layers take them
 
     def __init__(self, serving: Serving, cls: Any, rules: Rules) -> None:
         super().__init__(cls, rules)

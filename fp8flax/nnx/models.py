@@ -15,15 +15,15 @@ from jax import lax
 
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.conv import is_matmul
-from fp8flax._core.device import GPUS
 from fp8flax._core.einsum import einsum_with
+from fp8flax._core.device import GPUS
 from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.options import if_of_other_api
 from fp8flax._core.recipes import DelayedScaling, Recipe
 from fp8flax._model.calls import SeenSite, check_matched, why_unconverted
 from fp8flax._model.jaxprs import CONV, DOT
 from fp8flax._model.report import ModelReport, Row, seconds
-from fp8flax._model.rules import FusedMLP, GemmSizes, Rules, Site
+from fp8flax._model.rules import GemmSizes, Rules, Site
 from fp8flax._model.sites import sizes_of
 from fp8flax._train.bridge import split_arrays
 from fp8flax.nnx.ops import (
@@ -309,11 +309,6 @@ def quantize_model(
         allow_unmatched=allow_unmatched,
         form=form,
     )
-    if any(not callable(rule) and isinstance(rule[1], FusedMLP) for rule in options.rules):
-        raise ValueError(
-            "rules hold a FusedMLP, which is for Linen models. For NNX write the block with "
-            "fp8flax.nnx.MLP, or leave the rule out."
-        )
     copy: Any = nnx.clone(model)
     layers = list(layers_of(copy))
     if not layers:
