@@ -36,7 +36,7 @@ from benchmarks.common import NotMeasuredError, Row, Shape, ratio, reason_of, su
 from fp8flax._audit.compiling import Target, compile_for, find_target
 from fp8flax._audit.gemms import read_gemms
 from fp8flax._audit.kernels import read
-from fp8flax._core.kernels.transpose import can_transpose, transpose
+from fp8flax._core.gemm.kernels.transpose import can_transpose, transpose
 from fp8flax._core.qtensor import View
 from fp8flax._core.quantizers import quantized as quantize_operand
 

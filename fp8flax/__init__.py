@@ -94,7 +94,7 @@ from fp8flax._audit import (
     audit as audit,
     compile_only_devices as compile_only_devices,
 )
-from fp8flax._core.device import Fp8EmulationWarning as Fp8EmulationWarning
+from fp8flax._core.gemm.gpus import Fp8EmulationWarning as Fp8EmulationWarning
 
 # Arithmetic.
 from fp8flax._core.formats import Fp8Limits as Fp8Limits, fp8_limits as fp8_limits, fp8_max as fp8_max

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import jax
 
 import fp8flax
-from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, has_fp8_units
+from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, has_fp8_units
 from fp8flax._host.interrupt import leave, raise_from_now_on
 
 _USAGE = """\

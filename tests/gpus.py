@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._audit.compiling import compile_lowered, find_target
 from fp8flax._audit.hlo import parse
-from fp8flax._core.device import compile_target
+from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.names import BLOCK_GEMM
 from tests.cases import RECIPES
 

@@ -22,7 +22,7 @@ from fp8flax._audit.instructions import read_instructions
 from fp8flax._audit.kernels import read
 from fp8flax._audit.report import AuditReport
 from fp8flax._compat.plugin_compiler import PluginCompiled
-from fp8flax._core.device import GPUS
+from fp8flax._core.gemm.gpus import GPUS
 
 
 def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **keywords: Any) -> AuditReport:

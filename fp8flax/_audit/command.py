@@ -19,7 +19,7 @@ import jax
 from fp8flax._audit.auditing import audit
 from fp8flax._audit.compiling import TARGETS
 from fp8flax._audit.report import AuditReport
-from fp8flax._core.device import Fp8EmulationWarning
+from fp8flax._core.gemm.gpus import Fp8EmulationWarning
 from fp8flax._host.files import write_text
 from fp8flax._host.interrupt import raise_from_now_on
 

@@ -17,7 +17,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp8flax._compat.plugin_compiler import PluginCompiled, compile_with_plugin, target_config_of
 from fp8flax._compat.stablehlo_version import StableHloTooOldError
-from fp8flax._core.device import GPUS, OTHER_GPUS, Gpu, compile_target, compute_capability_of, has_fp8_units
+from fp8flax._core.gemm.gpus import (
+    GPUS,
+    OTHER_GPUS,
+    Gpu,
+    compile_target,
+    compute_capability_of,
+    has_fp8_units,
+)
 from fp8flax._core.options import check_choice, check_int
 
 _T = TypeVar("_T")

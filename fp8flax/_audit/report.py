@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8flax._audit.gemms import AuditedGemm
 from fp8flax._audit.time_model import PARTS, predicted_seconds
-from fp8flax._core.device import GPUS
+from fp8flax._core.gemm.gpus import GPUS
 
 _HEADER = ("GEMM", "role", "M×K×N", "operands", "backend", "% FLOPs", "FP8?")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fp8flax._audit.gemms import AuditedGemm
-from fp8flax._core.device import Gpu
+from fp8flax._core.gemm.gpus import Gpu
 
 BANDWIDTH_SHARE = 0.85
 """Of a GPU's published bandwidth: what elementwise kernels reach."""

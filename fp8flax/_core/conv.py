@@ -15,9 +15,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from fp8flax._core.device import Fp8EmulationWarning, compile_target
 from fp8flax._core.differentiable import STATELESS, Extra, Operand, Plan, States, check_operands, contract
 from fp8flax._core.dot_general import fp8_dot_general, hashable_precision
+from fp8flax._core.gemm.gpus import Fp8EmulationWarning, compile_target
 from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE
 from fp8flax._core.qtensor import QTensor, View, dequantized
 from fp8flax._core.recipes import GemmRecipe, Recipe

@@ -31,6 +31,7 @@ from fp8flax._core.delayed import (
     state_to_keep,
 )
 from fp8flax._core.formats import is_wide_float
+from fp8flax._core.gemm.lowering import ONCE
 from fp8flax._core.jax_rules import (
     manual_axes,
     refuse_unchecked_axes,
@@ -40,7 +41,6 @@ from fp8flax._core.jax_rules import (
 )
 from fp8flax._core.max_dtype import is_max_dtype
 from fp8flax._core.measuring import Numbers, measuring, merged, merged_calls, numbers_of, tell
-from fp8flax._core.multiply import ONCE
 from fp8flax._core.names import (
     DGRAD,
     FORWARD,

@@ -25,8 +25,8 @@ from fp8flax._core.differentiable import (
     contract,
     on_automatic_axes,
 )
-from fp8flax._core.gemm import Gemm
-from fp8flax._core.multiply import multiply, warn_if_emulated
+from fp8flax._core.gemm.lowering import multiply, warn_if_emulated
+from fp8flax._core.gemm.request import Gemm
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import quantized
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe

@@ -32,10 +32,10 @@ from fp8flax._core.differentiable import (
     scales_of_each,
 )
 from fp8flax._core.dot_general import DotPlan
+from fp8flax._core.gemm.kernels.cast_transpose import Cast, Casting, cast_transposed
+from fp8flax._core.gemm.lowering import multiply
 from fp8flax._core.jax_rules import reverse_mode_only, sum_to_axes, traced_once
-from fp8flax._core.kernels.cast_transpose import Cast, Casting, cast_transposed
 from fp8flax._core.measuring import measuring
-from fp8flax._core.multiply import multiply
 from fp8flax._core.names import DGRAD, FORWARD, KERNEL_FORWARD_NAME, OUTPUT_NAME, RESIDUAL_NAMES, WGRAD
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import inf_to_nan

@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8flax._core.formats import as_fp8_dtype, fp8_max
+from fp8flax._core.gemm.kernels.block_gemm import BLOCK
+from fp8flax._core.gemm.kernels.block_quantize import block_quantize, has_block_quantize
+from fp8flax._core.gemm.kernels.on_shards import quantize_on_shards
 from fp8flax._core.jax_rules import unless_partitioned
-from fp8flax._core.kernels.block_gemm import BLOCK
-from fp8flax._core.kernels.block_quantize import block_quantize, has_block_quantize
-from fp8flax._core.kernels.on_shards import quantize_on_shards
 from fp8flax._core.options import check_bool, check_choice, check_epsilon, check_int
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantize import inf_to_nan, quantize, saturated

@@ -13,7 +13,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.amax import amaxes_of_parts, delayed_amax
-from fp8flax._core.device import NATIVE_MX, compute_capability
 from fp8flax._core.differentiable import (
     Extra,
     Operand,
@@ -25,12 +24,7 @@ from fp8flax._core.differentiable import (
     explicit_sharding,
 )
 from fp8flax._core.dot_general import hashable_precision, with_precision
-from fp8flax._core.gemm import Gemm
-from fp8flax._core.jax_rules import vary_alike
-from fp8flax._core.kernels.groups import bounded
-from fp8flax._core.multiply import multiply, warn_if_emulated
-from fp8flax._core.qtensor import QTensor, View
-from fp8flax._core.ragged_hopper import (
+from fp8flax._core.gemm.cuda_ragged import (
     grouped,
     groups_by_kernel,
     groups_on_shards,
@@ -38,6 +32,12 @@ from fp8flax._core.ragged_hopper import (
     rows_by_kernel,
     rows_on_shards,
 )
+from fp8flax._core.gemm.gpus import NATIVE_MX, compute_capability
+from fp8flax._core.gemm.kernels.groups import bounded
+from fp8flax._core.gemm.lowering import multiply, warn_if_emulated
+from fp8flax._core.gemm.request import Gemm
+from fp8flax._core.jax_rules import vary_alike
+from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.recipes import GemmRecipe, Recipe
 
 if TYPE_CHECKING:

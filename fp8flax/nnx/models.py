@@ -16,7 +16,7 @@ from jax import lax
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.conv import is_matmul
 from fp8flax._core.einsum import einsum_with
-from fp8flax._core.device import GPUS
+from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.options import if_of_other_api
 from fp8flax._core.recipes import DelayedScaling, Recipe

@@ -22,8 +22,8 @@ from flax.linen import fp8_ops as flax_ops
 import fp8flax as fp8
 from fp8flax._audit import auditing, compiling, hlo, kernels
 from fp8flax._core.dot_general import fp8_dot_general
-from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC
-from fp8flax._core.kernels.block_quantize import block_quantize
+from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax.demo import training
 from tests.cases import cells, dense_step, struct
@@ -631,7 +631,7 @@ EIGHT_BITS = "e4m3", "e5m2"
 # Both kinds of operands: one scale for 128 rows of the right one, and one for each.
 ON_HOPPER = """
 import functools, jax, jax.numpy as jnp
-from fp8flax._core.kernels.block_gemm_hopper import hopper_block_gemm
+from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
 from fp8flax._audit.compiling import compile_for, find_target
 
 def of(*shape, dtype=jnp.float32):

@@ -12,14 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core import quantizers
-from fp8flax._core.device import compile_target
 from fp8flax._core.dot_general import fp8_dot_general
-from fp8flax._core.kernels import block_gemm_hopper
-from fp8flax._core.kernels.block_gemm import block_gemm_in_jax
-from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC, hopper_block_gemm
-from fp8flax._core.kernels.block_quantize import block_quantize
-from fp8flax._core.kernels.cast_transpose import Casting, cast_by_kernel
-from fp8flax._core.kernels.on_shards import gemm_on_shards, quantize_on_shards, ragged_on_shards
+from fp8flax._core.gemm.gpus import compile_target
+from fp8flax._core.gemm.kernels import block_gemm_hopper
+from fp8flax._core.gemm.kernels.block_gemm import block_gemm_in_jax
+from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC, hopper_block_gemm
+from fp8flax._core.gemm.kernels.block_quantize import block_quantize
+from fp8flax._core.gemm.kernels.cast_transpose import Casting, cast_by_kernel
+from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards, quantize_on_shards, ragged_on_shards
 from fp8flax._core.qtensor import QTensor, View
 from tests.cases import error_of_product
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._core.device import compile_target
-from fp8flax._core.kernels import cast_transpose
-from fp8flax._core.kernels.cast_transpose import Casting, cast_by_kernel, cast_transposed
+from fp8flax._core.gemm.gpus import compile_target
+from fp8flax._core.gemm.kernels import cast_transpose
+from fp8flax._core.gemm.kernels.cast_transpose import Casting, cast_by_kernel, cast_transposed
 from tests import reference
 from tests.cases import normal
 

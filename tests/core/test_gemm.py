@@ -10,14 +10,15 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core import gemm_cuda, quantizers, scaling
+from fp8flax._core import quantizers, scaling
 from fp8flax._core.conv import fp8_conv_general_dilated
-from fp8flax._core.delayed import ScalingState
-from fp8flax._core.device import compile_target
+from fp8flax._core.state.state import ScalingState
 from fp8flax._core.differentiable import STATELESS, States
 from fp8flax._core.dot_general import fp8_dot_general
-from fp8flax._core.kernels.block_gemm import block_gemm, block_gemm_in_jax
-from fp8flax._core.kernels.block_quantize import block_quantize
+from fp8flax._core.gemm import cuda
+from fp8flax._core.gemm.gpus import compile_target
+from fp8flax._core.gemm.kernels.block_gemm import block_gemm, block_gemm_in_jax
+from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from tests import reference_recipes
 from tests.cases import MATMUL, cells, error_of_product, in_the_place_of_hoppers, with_reference
@@ -163,10 +164,10 @@ def test_magnitudes_in_the_branch_for_gpus(name, monkeypatch):
         return lax.dot_general(lhs.astype(sum_dtype), rhs.astype(sum_dtype), gemm.dimension_numbers)
 
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
-    monkeypatch.setattr(gemm_cuda, "dot", dot)
+    monkeypatch.setattr(cuda, "dot", dot)
     kernel = partial(block_gemm, interpret=True)
-    monkeypatch.setattr(gemm_cuda, "hopper_block_gemm", in_the_place_of_hoppers(kernel))
-    monkeypatch.setattr(gemm_cuda, "block_gemm", kernel)
+    monkeypatch.setattr(cuda, "hopper_block_gemm", in_the_place_of_hoppers(kernel))
+    monkeypatch.setattr(cuda, "block_gemm", kernel)
     monkeypatch.setattr(quantizers, "block_quantize", partial(block_quantize, interpret=True))
     with compile_target(9.0):
         check_three_gemms(RECIPES[name])

@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core import gemm_cuda
-from fp8flax._core.device import compile_target
+from fp8flax._core.gemm import cuda
+from fp8flax._core.gemm.gpus import compile_target
 
 WIDTH = 64
 
@@ -215,7 +215,7 @@ def test_scales_are_multiplied_in_float32(capability, monkeypatch):
     """Also as the lowering for GPUs does it."""
     if capability is not None:
         monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
-        monkeypatch.setattr(gemm_cuda, "dot", lambda _, x, w, precision, t: x.astype(t) @ w.astype(t))
+        monkeypatch.setattr(cuda, "dot", lambda _, x, w, precision, t: x.astype(t) @ w.astype(t))
     gemm = fp8.GemmRecipe(lhs=NarrowScale(), rhs=NarrowScale())
     op = fp8.Fp8DotGeneralOp(recipe=fp8.CustomRecipe(forward=gemm))
     with compile_target(capability):

@@ -15,7 +15,7 @@ from fp8flax._core import ragged_dot
 from fp8flax._core.delayed import ScalingState
 from fp8flax._core.differentiable import Operand, States
 from fp8flax._core.dot_general import fp8_dot_general
-from fp8flax._core.kernels.groups import bounded
+from fp8flax._core.gemm.kernels.groups import bounded
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from tests import reference, reference_recipes
 from tests.cases import cells, with_reference

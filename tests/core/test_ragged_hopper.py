@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core import ragged_hopper
-from fp8flax._core.device import compile_target
 from fp8flax._core.differentiable import States
-from fp8flax._core.kernels import grouped_gemm_hopper, groups
-from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.gemm import cuda_ragged
+from fp8flax._core.gemm.cuda_ragged import groups_by_kernel, rows_by_kernel
+from fp8flax._core.gemm.gpus import compile_target
+from fp8flax._core.gemm.kernels import grouped_gemm_hopper, groups
+from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.ragged_dot import fp8_ragged_dot
-from fp8flax._core.ragged_hopper import groups_by_kernel, rows_by_kernel
 from tests.cases import error_of_product, with_reference
 
 E4M3 = jnp.float8_e4m3fn
@@ -112,7 +112,7 @@ def test_blocks_of_groups(sizes):
 def test_copies_begin_where_hopper_can(sizes):
     """At multiples of 8 rows, and each row of the result is written once: of its own group, or zero."""
     rows = 304  # a multiple of 8
-    tiling = ragged_hopper._tiling_of_rows(rows, 256, 128, len(sizes))
+    tiling = cuda_ragged._tiling_of_rows(rows, 256, 128, len(sizes))
     table = groups.table_of(rows, jnp.array(sizes))
     found = jax.vmap(partial(tiling.tile, table))(jnp.arange(tiling.num_tiles, dtype=jnp.int32))
     owner = np.repeat(np.arange(len(sizes) + 1), np.diff(bounds(rows, np.clip(sizes, 0, rows)))[:, 0])
@@ -133,7 +133,7 @@ def test_copies_begin_where_hopper_can(sizes):
 def test_sums_are_of_each_groups_own_tiles(align):
     """Over what lies side by side; each row of the result is written once."""
     depth, sizes = 256, SIZES[0]
-    tiling = ragged_hopper._tiling_of_groups(depth, 128, len(sizes))
+    tiling = cuda_ragged._tiling_of_groups(depth, 128, len(sizes))
     table = groups.table_of(384, np.array(sizes), align)
     found = jax.vmap(partial(tiling.tile, table))(jnp.arange(tiling.num_tiles, dtype=jnp.int32))
     assert found.out_row.tolist() == list(range(0, len(sizes) * depth, groups.TILE))
@@ -315,7 +315,7 @@ def test_which_gpus_have_the_kernel(way):
 @pytest.mark.parametrize(("capability", "is_told"), [(9.0, False), (10.0, True)])
 def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(capability, is_told, monkeypatch):
     """Not Hopper; Blackwell, whose own block-scaled GEMM is none of a ragged dot."""
-    for module in ("multiply", "ragged_dot"):
+    for module in ("gemm.lowering", "ragged_dot"):
         monkeypatch.setattr(f"fp8flax._core.{module}.compute_capability", lambda: capability)
     f = partial(fp8_ragged_dot, states=States(), recipe=fp8.Float8BlockScaling())
     with warnings.catch_warnings(record=True) as caught:

@@ -12,11 +12,12 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core import gemm_cuda, quantizers
-from fp8flax._core.device import compile_target
+from fp8flax._core import quantizers
 from fp8flax._core.dot_general import fp8_dot_general
-from fp8flax._core.kernels.block_gemm import block_gemm, block_gemm_in_jax
-from fp8flax._core.kernels.block_quantize import block_quantize
+from fp8flax._core.gemm import cuda
+from fp8flax._core.gemm.gpus import compile_target
+from fp8flax._core.gemm.kernels.block_gemm import block_gemm, block_gemm_in_jax
+from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from tests import reference_recipes
 from tests.cases import (
     CONTRACTIONS,
@@ -288,9 +289,9 @@ def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability
         return block_gemm(*args, **kwargs, interpret=True)
 
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
-    monkeypatch.setattr(gemm_cuda, "block_gemm", interpreted)
+    monkeypatch.setattr(cuda, "block_gemm", interpreted)
     monkeypatch.setattr(quantizers, "block_quantize", partial(block_quantize, interpret=True))
-    monkeypatch.setattr(gemm_cuda, "hopper_block_gemm", in_the_place_of_hoppers(interpreted))
+    monkeypatch.setattr(cuda, "hopper_block_gemm", in_the_place_of_hoppers(interpreted))
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
     with compile_target(capability):
         actual = make_vjp(STATELESS[name], dims)(lhs, rhs, g)
@@ -318,7 +319,7 @@ def test_block_scaled_gemm_under_vmap(axes):
         operands.append(
             (rng.normal(size=shape).astype(np.float32), np.full((*shape[:-1], 1), 2, np.float32))
         )
-    out = jax.vmap(gemm_cuda._of_stacks(scaled_matmul), axes)(*operands)
+    out = jax.vmap(cuda._of_stacks(scaled_matmul), axes)(*operands)
     lhs, rhs = (2 * (x if x.ndim == 4 else np.stack([x] * 4)) for x, _ in operands)
     np.testing.assert_allclose(out, lhs @ rhs.swapaxes(2, 3), rtol=1e-5, atol=1e-5)
 
@@ -549,7 +550,7 @@ WIDE = fp8.CustomRecipe()
 
 
 def test_an_older_gpu_is_told_that_block_scales_are_not_native(monkeypatch):
-    monkeypatch.setattr("fp8flax._core.multiply.compute_capability", lambda: 9.0)
+    monkeypatch.setattr("fp8flax._core.gemm.lowering.compute_capability", lambda: 9.0)
     x, w = jnp.ones((2, 32)), jnp.ones((32, 2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -11,11 +11,11 @@ from jax import lax
 
 import fp8flax as fp8
 from fp8flax._audit import compiling
-from fp8flax._core import gemm_cuda
-from fp8flax._core.device import compile_target
 from fp8flax._core.differentiable import Operand
 from fp8flax._core.dot_general import DotPlan
-from fp8flax._core.kernels.transpose import can_transpose, transpose
+from fp8flax._core.gemm import cuda
+from fp8flax._core.gemm.gpus import compile_target
+from fp8flax._core.gemm.kernels.transpose import can_transpose, transpose
 from fp8flax._core.names import TRANSPOSE
 from tests.cases import dense_step
 
@@ -102,7 +102,7 @@ def test_which_products_take_it(capability, name, rows, expected):
     operands = (jnp.zeros(view.shape, jnp.float8_e4m3fn) for view in (gemm.lhs, gemm.rhs))
     assert math.prod(gemm.sizes) == rows * 128 * 256
     with compile_target(capability):
-        assert gemm_cuda._has_transpose(gemm, *operands) == expected
+        assert cuda._has_transpose(gemm, *operands) == expected
 
 
 @pytest.mark.usefixtures("gpu")

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._audit import compiling, kernels
-from fp8flax._core.device import compile_target
+from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.names import CAST_TRANSPOSE
 from tests.cases import OWG, cells, normal, struct
 from tests.gpus import compiled_for_gpus, gpus

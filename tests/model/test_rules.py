@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.device import GPUS
-from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.gemm.gpus import GPUS
+from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
 from fp8flax._model.report import seconds
 from fp8flax._model.rules import BREAK_EVEN, GemmSizes, Rules, Site
 from tests.cases import OWG, flat, normal

@@ -19,8 +19,8 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8flax._core.kernels.block_gemm import BLOCK
-from fp8flax._core.kernels.groups import bounded
+from fp8flax._core.gemm.kernels.block_gemm import BLOCK
+from fp8flax._core.gemm.kernels.groups import bounded
 from fp8flax._core.names import BLOCK_QUANTIZE, GROUPED_GEMM
 from fp8flax._core.qtensor import QTensor
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8flax._core.device import has_triton
+from fp8flax._core.gemm.gpus import has_triton
 from fp8flax._core.jax_rules import shape_varying_as
 from fp8flax._core.names import TRANSPOSE
 

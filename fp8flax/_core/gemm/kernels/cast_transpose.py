@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8flax._core.amax import amaxes_of_parts, magnitudes
-from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability, has_triton
 from fp8flax._core.formats import fp8_max
+from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, compute_capability, has_triton
 from fp8flax._core.jax_rules import shape_varying_as, unless_partitioned, vary_alike
 from fp8flax._core.names import CAST_TRANSPOSE
 from fp8flax._core.quantize import clipped, divided, quantize

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._core.device import (
+from fp8flax._core.gemm.cuda import cuda_block_gemm, cuda_gemm, has_units
+from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     Fp8EmulationWarning,
     compile_target,
     compute_capability,
 )
-from fp8flax._core.gemm import Gemm, emulated_gemm, wide_gemm
-from fp8flax._core.gemm_cuda import cuda_block_gemm, cuda_gemm, has_units
+from fp8flax._core.gemm.reference import emulated_gemm, wide_gemm
+from fp8flax._core.gemm.request import Gemm
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import GemmRecipe
 

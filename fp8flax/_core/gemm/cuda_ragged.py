@@ -12,12 +12,11 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
-from fp8flax._core.device import NATIVE_MX, compute_capability, has_triton
-from fp8flax._core.jax_rules import unless_partitioned
-from fp8flax._core.kernels.block_gemm import BLOCK
-from fp8flax._core.kernels.block_gemm_hopper import HAS_MOSAIC, HOPPER, multiplies_dtypes
-from fp8flax._core.kernels.grouped_gemm_hopper import Tile, Tiling, grouped_gemm
-from fp8flax._core.kernels.groups import (
+from fp8flax._core.gemm.gpus import NATIVE_MX, compute_capability, has_triton
+from fp8flax._core.gemm.kernels.block_gemm import BLOCK
+from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC, HOPPER, multiplies_dtypes
+from fp8flax._core.gemm.kernels.grouped_gemm_hopper import Tile, Tiling, grouped_gemm
+from fp8flax._core.gemm.kernels.groups import (
     TILE,
     before,
     blocks_of_groups,
@@ -26,8 +25,9 @@ from fp8flax._core.kernels.groups import (
     table_of,
     transpose_groups,
 )
-from fp8flax._core.kernels.on_shards import ragged_on_shards
-from fp8flax._core.multiply import ONCE
+from fp8flax._core.gemm.kernels.on_shards import ragged_on_shards
+from fp8flax._core.gemm.lowering import ONCE
+from fp8flax._core.jax_rules import unless_partitioned
 from fp8flax._core.names import GROUPED_GEMM
 from fp8flax._core.qtensor import QTensor
 

@@ -14,13 +14,14 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
 
-from fp8flax._core.device import NATIVE_FP8, NATIVE_MX, compute_capability, has_triton
-from fp8flax._core.gemm import Gemm, dequantized_gemm, dot, scaled
+from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, compute_capability, has_triton
+from fp8flax._core.gemm.kernels.block_gemm import BLOCK, block_gemm
+from fp8flax._core.gemm.kernels.block_gemm_hopper import HOPPER, hopper_block_gemm, multiplies_dtypes
+from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards
+from fp8flax._core.gemm.kernels.transpose import can_transpose, transpose
+from fp8flax._core.gemm.reference import dequantized_gemm, dot, scaled
+from fp8flax._core.gemm.request import Gemm
 from fp8flax._core.jax_rules import unless_partitioned, vary_alike
-from fp8flax._core.kernels.block_gemm import BLOCK, block_gemm
-from fp8flax._core.kernels.block_gemm_hopper import HOPPER, hopper_block_gemm, multiplies_dtypes
-from fp8flax._core.kernels.on_shards import gemm_on_shards
-from fp8flax._core.kernels.transpose import can_transpose, transpose
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import MX_COLUMNS
