@@ -156,11 +156,6 @@ class Recipe:
         """Returns the recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
         raise NotImplementedError(f"{type(self).__name__} must define the property gemms: a CustomRecipe.")
 
-    @property
-    def shares_inputs(self) -> bool:
-        """Returns whether ops that take the same array cast it with one scale; see ``DelayedScaling``."""
-        return False
-
 
 def _gemms(
     accumulation: Accumulation,
@@ -276,10 +271,6 @@ class DelayedScaling(Recipe):
         amax_history_len: number of past steps in the history, 1 or more.
         amax_compute_algo: ``"max"`` of the history (bounded, see above), or its ``"most_recent"`` entry.
         use_power_2_scales: whether scales are rounded up to powers of two.
-        shared_inputs: whether Linen ops that take the same array one after the other (query, key and value;
-            gate and up) cast it with the scale of the first op. The array is then cast, and transposed,
-            once. Each op keeps its own state. If the layers have always seen the same arrays, their states
-            are equal, and no bit of the result changes.
         accumulation: how each of the three GEMMs accumulates on a GPU.
 
     Raises:
@@ -299,19 +290,12 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
     use_power_2_scales: bool = False
-    shared_inputs: bool = False
     accumulation: Accumulation = Accumulation()
 
     def __post_init__(self) -> None:
         _check_format(self.fp8_format)
         _check_accumulation(self.accumulation)
-        check_bool("shared_inputs", self.shared_inputs)
         self._quantizer(self.fp8_format.forward_dtype)  # checks the other fields
-
-    @property
-    def shares_inputs(self) -> bool:
-        """Returns the field ``shared_inputs``; see the class."""
-        return self.shared_inputs
 
     def _quantizer(self, dtype: np.dtype) -> DelayedQuantizer:
         return DelayedQuantizer(

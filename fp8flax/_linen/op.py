@@ -27,7 +27,6 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, SWITCHED_OFF, st
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
 from fp8flax._linen.conversion import conversion
-from fp8flax._linen.sharing import as_the_op_before
 
 SAME_STATE = ("Fp8DotGeneralOp", "Fp8DirectDotGeneralOp")
 """Names of ops, Flax's and ours, that have the same state. Linen names the state by them."""
@@ -120,8 +119,6 @@ class Fp8Op(nn.Module):
                 with jax.named_scope(SWITCHED_OFF):
                     return self.plain(*args, **told)
             states, used = (self._states(recipe, **stacked), recipe) if fixed is None else fixed
-            if fixed is None and states.input is not None and recipe.shares_inputs:
-                states = states._replace(input=as_the_op_before(self.scope, recipe, args[0], states.input))
             path = None if measuring.value is None else self.path or (type(self).__name__,)
             with measuring(path):
                 return self.in_fp8(

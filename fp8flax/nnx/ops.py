@@ -117,7 +117,6 @@ class Fp8Op(nnx.Module):
         in_use = recipe_in_use(recipe, self.default_recipe())
         if in_use is None:  # FP8 is off here
             return
-        _check_shares_nothing(in_use)
         for role, quantizer in in_use.gemms.delayed.items():
             for name, shape in _shapes(role, quantizer, stacked if role in self.stacked else ()).items():
                 fill = 1.0 if name == state_leaf_names(role)[0] else 0.0
@@ -166,7 +165,6 @@ class Fp8Op(nnx.Module):
 
     def states(self, recipe: Recipe, stacked: tuple[int, ...] = ()) -> States:
         """Returns the state that a recipe needs, checked; leading dimensions as of ``_multiplier``."""
-        _check_shares_nothing(recipe)
         states = {
             role: self._state(role, quantizer, stacked if role in self.stacked else ())
             for role, quantizer in recipe.gemms.delayed.items()
@@ -217,14 +215,6 @@ def _shapes(role: str, quantizer: DelayedQuantizer, stacked: tuple[int, ...]) ->
     return {name: (*stacked, length) for name, length in zip(state_leaf_names(role), lengths)}
 
 
-def _check_shares_nothing(recipe: Recipe) -> None:
-    if recipe.shares_inputs:
-        raise ValueError(
-            "shared_inputs=True works in Linen models only, because NNX has no object that lives for one "
-            "call of a model. Leave it out of the recipe."
-        )
-
-
 class Fp8DotGeneralOp(Fp8Op):
     """FP8 matmul for NNX layers, called like ``lax.dot_general``.
 
@@ -261,8 +251,7 @@ class Fp8DotGeneralOp(Fp8Op):
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
         TypeError: an operand has another dtype than those above, or the state is not float32.
-        ValueError: the history in the state has another length than the recipe says, or the recipe has
-            ``shared_inputs=True``.
+        ValueError: the history in the state has another length than the recipe says.
 
     Example:
         >>> from flax import nnx

@@ -58,7 +58,6 @@ ORDER = [
     "_core/conv",
     "_core/ragged_dot",
     "_linen/conversion",
-    "_linen/sharing",
     "_linen/op",
     "_linen/ops",
     "_linen/mlp",

@@ -401,12 +401,11 @@ class KernelOfItsOwn(nn.Module):
 
 
 class Twice(nn.Module):
-    """Two ops of one array, of which the second takes the first one's scale; each is called twice."""
+    """Two ops of one array, each of which is called twice."""
 
     @nn.compact
     def __call__(self, x, _=None):
-        recipe = fp8.DelayedScaling(amax_history_len=4, shared_inputs=True)
-        op = partial(fp8.Fp8DotGeneralOp, recipe=recipe)
+        op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
         gate, up = (nn.Dense(6, use_bias=False, dot_general_cls=op, name=n) for n in ("gate", "up"))
         x = nn.silu(gate(x)) * up(x)
         return nn.silu(gate(2 * x)) * up(3 * x), None
@@ -432,7 +431,7 @@ def with_a_wide_kernel():
         (KernelOfItsOwn(with_a_wide_kernel()), KernelOfItsOwn()),
         (Twice(), None),
     ],
-    ids=["by hand", "the input's", "two", "op", "op with a wide kernel", "shared inputs"],
+    ids=["by hand", "the input's", "two", "op", "op with a wide kernel", "called twice"],
 )
 def test_state_of_stacked_layers_is_that_of_each(block, made_by, stack):
     """There the digests of an op's tensors are one array, of which whoever reads one finds its own."""
