@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,14 +31,6 @@ UNCHECKED = (
     "of replicated values, but the scaling state must merge by maximum. Leave check_vma at its default, or "
     "take the gradient inside of shard_map and reduce it with fp8flax.pmean_gradients."
 )
-
-
-def num_consts_and_carry(scan: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns from the parameters of a ``scan`` how many operands are constants, how many its carry."""
-    if "ft_in" in scan:  # JAX 0.11.2
-        consts, carry, _ = scan["ft_in"].unpack()
-        return len(consts), len(carry)
-    return scan["num_consts"], scan["num_carry"]
 
 
 @jax.tree_util.register_static

@@ -1,32 +1,29 @@
-"""What FP8 leaves of a tensor, in numbers, and how they come out of whatever computes them.
+"""Measures what FP8 leaves of a tensor, and gets these numbers out of any program that has FP8 ops.
 
-An op knows its input and its kernel in the forward pass, its output gradient in the backward pass alone,
-and may stand in a loop, a rematerialized block or a jitted function: none of them returns more than it was
-written to return. So the op only *tells* its numbers, by a primitive that is an identity, and ``measured``
-evaluates the program with all that was told as further results of every loop and branch on the way. Nothing
-has to be declared: no variable, no collection that ``nn.scan`` would have to name.
-
-Internals: ``jax.extend.core`` and ``jax.interpreters``, to define a primitive and to read a jaxpr;
-``jax._src.source_info_util``, for the scopes of what is evaluated; and of Flax the name of the function
-that ``nn.jit`` gives to ``jax.jit``.
+An op knows its input and its kernel in the forward pass, and its output gradient in the backward pass. It
+may stand in a loop, a rematerialized block or a jitted function, which return only what they were written
+to return. So the op reports its numbers by a primitive that is an identity. ``measured`` traces the program
+and computes it again, with all reports as further results of the loops and branches around them. A model
+does not have to declare anything for this: no variable, and no collection that ``nn.scan`` would have to
+name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
-from jax.interpreters import ad, batching, mlir
 
+from fp8flax._compat.interpreter import RUNS_ONCE, Sets, Values, interpret
+from fp8flax._compat.jaxprs import equations, jaxpr_of, programs_in
+from fp8flax._compat.report_primitive import is_report, with_report
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.jax_rules import num_consts_and_carry
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import Quantizer, quantized
 from fp8flax._core.scaling import power_of_two, scale_exponent
@@ -168,229 +165,119 @@ def merged_calls(calls: Sequence[Numbers]) -> Numbers:
     return merged(jax.tree.map(lambda *xs: jnp.stack(xs), *calls))
 
 
-# An identity of its first operand, so that nothing that drops what nobody reads drops it.
-_tell_p = Primitive("fp8_tell")
+Told = dict[tuple[tuple[str, ...], str], list[Numbers]]
+"""For each path and role the numbers of its calls; with leading axes for the loops around a call."""
 
 
 def tell(path: tuple[str, ...], role: str, x: jax.Array, numbers: Numbers) -> jax.Array:
-    """Returns ``x``, and tells ``measured`` the numbers of this tensor of this op."""
-    return _tell_p.bind(x, *numbers, path=path, role=role)
-
-
-def _tell_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    return _tell_p.bind(*primals, **params), tangents[0]
-
-
-def _batch_tell(args: Any, dims: Any, **params: Any) -> Any:
-    (size,) = {x.shape[dim] for x, dim in zip(args, dims) if dim is not None}
-
-    def stacked(x: jax.Array, dim: int | None) -> jax.Array:
-        return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-
-    return _tell_p.bind(args[0], *map(stacked, args[1:], dims[1:]), **params), dims[0]
-
-
-_tell_p.def_impl(lambda x, *numbers, path, role: x)
-_tell_p.def_abstract_eval(lambda x, *numbers, path, role: x)
-mlir.register_lowering(_tell_p, lambda ctx, x, *numbers, path, role: [x])
-ad.primitive_jvps[_tell_p] = _tell_jvp
-batching.primitive_batchers[_tell_p] = _batch_tell
-
-Told = dict[tuple[tuple[str, ...], str], list[Numbers]]
-"""Of each path and role what its calls told; with leading axes for the loops around a call."""
-
-_INLINED = (
-    *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-)
+    """Returns ``x``, and reports the numbers of this tensor of this op to ``measured``."""
+    return with_report(x, numbers, (path, role))
 
 
 def measured(f: Callable[[Any], Any], x: Any) -> tuple[Any, Told]:
-    """Returns ``f(x)``, and what the ops in it tell.
+    """Returns ``f(x)``, and what the ops in it report.
 
     Args:
         f: a function of a tree of arrays that returns one, and may differentiate.
         x: its argument.
 
     Raises:
-        ValueError: an op tells its numbers where they cannot get out, or under the path of another one.
+        ValueError: an op reports its numbers where they cannot get out, or under the path of another one.
     """
     with measuring(()), _measurement(object()):
-        jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)(x)
-    _check_paths(jaxpr.jaxpr)
-    out, told = _evaluated(jaxpr, jax.tree.leaves(x), is_again=False)
+        program, shapes = jax.make_jaxpr(f, return_shape=True)(x)
+    _check_paths(program)
+    rules = _Measured()
+    out = interpret(program, jax.tree.leaves(x), rules)
+    told: Any = rules.reports
     return jax.tree.unflatten(jax.tree.structure(shapes), out), told
 
 
-_NN_JIT = "core_fn"
+class _Measured(Values):
+    """Computes a program again, and collects the ``Numbers`` that its ops report."""
+
+    is_again = False
+    """Whether this is the forward pass that ``jax.checkpoint`` repeats, whose ops have reported before."""
+
+    def absent(self, like: Numbers) -> Numbers:
+        zeros = Numbers(*(jnp.zeros(x.shape, jnp.float32) for x in like))
+        infinite = zeros.headroom + np.float32(np.inf)
+        return zeros._replace(amax=-infinite, headroom=infinite)
+
+    def inside(self, eqn: Any) -> Self | None:
+        name, programs = eqn.primitive.name, programs_in(eqn.params)
+        if not any(is_report(found.eqn) for program in programs for found in equations(program)):
+            return None
+        if name not in (*RUNS_ONCE, "scan", "cond"):
+            raise ValueError(
+                f"fp8flax.statistics cannot read the numbers of an FP8 layer inside of {name}. Call "
+                f"fp8flax.statistics inside of the {name}, or measure a function without it."
+            )
+        return self
+
+    def call(
+        self, primitive: Any, program: Any, operands: list[Any], params: Mapping[str, Any]
+    ) -> list[Any]:
+        if not params.get("differentiated"):
+            return super().call(primitive, program, operands, params)
+        again = copy.copy(self)  # with the same reports
+        again.is_again = True
+        if params["prevent_cse"]:
+            operands = lax.optimization_barrier(operands)
+        return interpret(program, operands, again)
+
+    def equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        if not is_report(eqn):
+            return super().equation(eqn, operands)
+        x, *numbers = operands
+        _, role = eqn.params["key"]
+        if role == "output_grad" or not self.is_again:
+            self.report(eqn.params["key"], Numbers(*numbers))
+        return [x]
 
 
-def _check_paths(jaxpr: Any) -> None:
-    """Raises ``ValueError`` where ``nn.jit`` has traced one layer for several, whose path they all tell.
+def _check_paths(program: Any) -> None:
+    """Raises ``ValueError`` where ``nn.jit`` has traced one layer for several: all would report its path.
 
     A layer that is called several times multiplies each time by a kernel of the same parameters.
     """
-    kernels: dict[tuple[str, ...], frozenset[Any]] = {}
-    _follow_kernels(jaxpr, [_itself(var) for var in jaxpr.invars], kernels, in_nn_jit=False)
+    inputs = [frozenset([i]) for i, _ in enumerate(jaxpr_of(program).invars)]
+    interpret(program, inputs, _Origins({}, in_nn_jit=False))
 
 
-def _follow_kernels(
-    jaxpr: Any,
-    origins: Sequence[frozenset[Any]],
-    kernels: dict[tuple[str, ...], frozenset[Any]],
-    *,
-    in_nn_jit: bool,
-) -> list[frozenset[Any]]:
-    """Returns what the results of a program are made of, given what its inputs are.
+_NN_JIT = "core_fn"
+"""The name of the function that ``nn.jit`` gives to ``jax.jit``."""
 
-    What each op's kernel is made of that stands in ``nn.jit`` goes into ``kernels``.
-    """
-    made_of = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(_itself, jaxpr.constvars), *origins)))
 
-    def read(atom: Any) -> frozenset[Any]:
-        return frozenset() if isinstance(atom, Literal) else made_of[atom]
+class _Origins(Sets):
+    """Finds the inputs of a program that each value is made of, and checks the kernels in ``nn.jit``."""
 
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        if eqn.primitive is _tell_p and eqn.params["role"] == "kernel" and in_nn_jit:
-            path = eqn.params["path"]
-            before = kernels.setdefault(path, operands[0])
-            if before and operands[0] and before.isdisjoint(operands[0]):
-                raise ValueError(
-                    f"Several layers have the path {'/'.join(path)}: nn.jit traces equal modules once, "
-                    "under the path of the first. Measure the model without nn.jit (its variables are the "
-                    "same), with jax.jit around fp8flax.statistics."
-                )
-        is_again = eqn.params.get("differentiated")  # under residuals, and told before
+    def __init__(self, kernels: dict[tuple[str, ...], frozenset[Any]], in_nn_jit: bool) -> None:
+        self.kernels = kernels
+        """What the kernel of each op in ``nn.jit`` is made of, by the path that the op reports."""
+        self.in_nn_jit = in_nn_jit
+
+    def constant(self, value: Any) -> frozenset[Any]:
+        return frozenset([("constant", id(value))]) if np.ndim(value) else frozenset()
+
+    def inside(self, eqn: Any) -> Self | None:
         is_nn_jit = eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _NN_JIT
-        results = [frozenset[Any]().union(*operands)] * len(eqn.outvars)
-        inside = [
-            _follow_kernels(
-                inner,
-                operands[len(operands) - len(inner.invars) :],
-                {} if is_again else kernels,
-                in_nn_jit=in_nn_jit or is_nn_jit,
+        # What jax.checkpoint repeats has other variables, and was checked before.
+        kernels = {} if eqn.params.get("differentiated") else self.kernels
+        return type(self)(kernels, self.in_nn_jit or is_nn_jit)
+
+    def equation(self, eqn: Any, operands: list[frozenset[Any]]) -> list[frozenset[Any]]:
+        if is_report(eqn) and self.in_nn_jit:
+            path, role = eqn.params["key"]
+            if role == "kernel":
+                self._check(path, operands[0])
+        return [frozenset[Any]().union(*operands)] * len(eqn.outvars)
+
+    def _check(self, path: tuple[str, ...], kernel: frozenset[Any]) -> None:
+        before = self.kernels.setdefault(path, kernel)
+        if before and kernel and before.isdisjoint(kernel):
+            raise ValueError(
+                f"Several layers have the path {'/'.join(path)}: nn.jit traces equal modules once, "
+                "under the path of the first. Measure the model without nn.jit (its variables are the "
+                "same), with jax.jit around fp8flax.statistics."
             )
-            for inner in _programs_in(eqn.params)
-            if len(inner.invars) <= len(operands) and len(inner.outvars) == len(eqn.outvars)
-        ]
-        if inside:
-            results = [frozenset[Any]().union(*each) for each in zip(*inside)]
-        made_of.update(zip(eqn.outvars, results))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _itself(var: Any) -> frozenset[Any]:
-    return frozenset([var])
-
-
-def _evaluated(closed: Any, args: Sequence[Any], *, is_again: bool) -> tuple[list[Any], Told]:
-    """Returns the results of a jaxpr, and what it tells: all, or only what is not ``is_again`` told.
-
-    Rematerialized forward passes tell again what they told before.
-    """
-    jaxpr, told = closed.jaxpr, Told()
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-            if eqn.primitive is _tell_p:
-                x, *numbers = operands
-                if not (is_again and eqn.params["role"] != "output_grad"):
-                    key = eqn.params["path"], eqn.params["role"]
-                    told.setdefault(key, []).append(Numbers(*numbers))
-                results = [x]
-            elif _tells(eqn.params):
-                results, inside = _evaluated_within(eqn, operands, is_again=is_again)
-                for key, calls in inside.items():
-                    told.setdefault(key, []).extend(calls)
-            else:
-                params = eqn.primitive.get_bind_params(eqn.params)
-                functions, params = params if isinstance(params, tuple) else ((), params)  # before JAX 0.10
-                out = eqn.primitive.bind(*functions, *operands, **params)
-                results = out if eqn.primitive.multiple_results else [out]
-        values.update(zip(eqn.outvars, results))
-    return [read(atom) for atom in jaxpr.outvars], told
-
-
-def _evaluated_within(eqn: Any, operands: Sequence[Any], *, is_again: bool) -> tuple[list[Any], Told]:
-    """Likewise, of what an equation contains."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "scan":
-        return _scanned(params, operands, is_again=is_again)
-    if name == "cond":
-        return _branched(params["branches"], operands, is_again=is_again)
-    if name not in _INLINED:
-        raise ValueError(
-            f"fp8flax.statistics cannot read the numbers of an FP8 layer inside of {name}. Call "
-            f"fp8flax.statistics inside of the {name}, or measure a function without it."
-        )
-    inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-    if isinstance(inner, Jaxpr):
-        inner = ClosedJaxpr(inner, ())
-    if params.get("differentiated"):  # a jax.checkpoint that computes again
-        is_again = True
-        if params["prevent_cse"]:
-            operands = lax.optimization_barrier(list(operands))
-    return _evaluated(inner, operands, is_again=is_again)
-
-
-def _scanned(params: Any, operands: Sequence[Any], *, is_again: bool) -> tuple[list[Any], Told]:
-    num_consts, num_carry = num_consts_and_carry(params)
-    consts, init, xs = operands[:num_consts], operands[num_consts:][:num_carry], operands[num_consts:]
-
-    def body(carry: Any, x: Any) -> Any:
-        out, told = _evaluated(params["jaxpr"], (*consts, *carry, *x), is_again=is_again)
-        return out[:num_carry], (out[num_carry:], told)
-
-    carry, (ys, told) = lax.scan(
-        body, list(init), list(xs[num_carry:]), params["length"], params["reverse"], params["unroll"]
-    )
-    return [*carry, *ys], told
-
-
-def _branched(branches: Any, operands: Sequence[Any], *, is_again: bool) -> tuple[list[Any], Told]:
-    """Each branch tells what all of them tell: of what it does not compute, nothing."""
-    index, *args = operands
-    run = [partial(_evaluated, branch, is_again=is_again) for branch in branches]
-    shapes = [jax.eval_shape(lambda *xs, f=f: f(xs), *args)[1] for f in run]
-    most: Told = {}
-    for told in shapes:
-        for key, calls in told.items():
-            most[key] = max(most.get(key, []), calls, key=len)
-
-    def filled(f: Any, *xs: Any) -> Any:
-        out, told = f(xs)
-        for key, calls in most.items():
-            missing = calls[len(told.get(key, [])) :]
-            told[key] = [*told.get(key, []), *(_nothing(like) for like in missing)]
-        return out, {key: told[key] for key in most}
-
-    return lax.switch(index, [partial(filled, f) for f in run], *args)
-
-
-def _nothing(like: Numbers) -> Numbers:
-    zeros = Numbers(*(jnp.zeros(x.shape, jnp.float32) for x in like))
-    infinite = zeros.headroom + np.float32(np.inf)
-    return zeros._replace(amax=-infinite, headroom=infinite)
-
-
-def _tells(params: Any) -> bool:
-    """Tells whether a primitive's parameters contain programs that tell anything."""
-    return any(
-        eqn.primitive is _tell_p or _tells(eqn.params)
-        for inner in _programs_in(params)
-        for eqn in inner.eqns
-    )
-
-
-def _programs_in(params: Any) -> list[Any]:
-    """Returns the programs among a primitive's parameters."""
-    values = [one for x in params.values() for one in (x if isinstance(x, tuple | list) else (x,))]
-    inner = [getattr(one, "jaxpr", one) for one in values]
-    return [one for one in inner if isinstance(one, Jaxpr)]

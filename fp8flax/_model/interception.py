@@ -209,7 +209,7 @@ class _Trace(core.Trace):
             return False
         if _was_traced(params["jaxpr"].jaxpr):
             return False
-        return has_contraction(params["jaxpr"].jaxpr) or any(
+        return has_contraction(params["jaxpr"]) or any(
             self.interception.provenance.of(x, frame.module.scope) is not None for x in operands
         )
 

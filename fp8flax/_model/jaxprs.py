@@ -1,16 +1,13 @@
-"""What a jaxpr does: which of its inputs it reads, and which contractions it computes.
-
-Internals: ``jax._src.core``, for the class of jaxprs.
-"""
+"""Says what a program that JAX has traced does: which of its inputs it reads, which contractions it has."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jax._src import core
-
+from fp8flax._compat.interpreter import Set, Sets, results_within
+from fp8flax._compat.jaxprs import Equation, equations, programs_in
 from fp8flax._core.names import BY_OP
 
 DOT, CONV, RAGGED_DOT = "dot_general", "conv_general_dilated", "ragged_dot_general"
@@ -25,107 +22,112 @@ MOVEMENTS = (
 CASTS = (CAST, "copy", "copy_p", "sharding_constraint")
 # What leaves every value somewhere, once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
-# What may return an operand as it is.
-_RETURNING = ("jit", "checkpoint", "remat2")  # two names of jax.checkpoint
 # A whole element of a stack of names, where a module's name may only begin alike.
 _IN_OP = re.compile(rf"\b{BY_OP}\b")
 
 
-def reads_otherwise(primitive: str, params: dict[str, Any], count: int) -> list[bool]:
-    """Tells of each operand of a primitive whether it reads it, other than by an FP8 op inside of it.
+class Moved(NamedTuple):
+    """A part of an input, or an input that was moved or cast."""
 
-    Linen's transformations give all parameters to their bodies, whatever these do with them.
+    input: int
+
+
+ELSE = None
+"""Stands for everything else: a constant, or a value that was computed."""
+
+
+class Reads(Sets):
+    """Finds which inputs a program reads. A value is the set of what it may be.
+
+    The elements of such a set are ``i`` for the input ``i`` as it is, ``Moved(i)``, and ``ELSE``. An input
+    that is only moved, returned, or given to an FP8 op is not read.
     """
-    if "branches" in params:
-        inside = [_invars_read(branch.jaxpr, may_return=True) for branch in params["branches"]]
-        return [True, *(any(reads) for reads in zip(*inside))]
-    if primitive == "while":
-        of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-        cond, body = (_invars_read(params[name].jaxpr) for name in ("cond_jaxpr", "body_jaxpr"))
-        carry = (a or b for a, b in zip(cond[of_cond:], body[of_body:]))
-        return [*cond[:of_cond], *body[:of_body], *carry]
-    jaxpr = params.get("jaxpr", params.get("call_jaxpr"))
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    if isinstance(jaxpr, core.Jaxpr) and len(jaxpr.invars) == count:
-        return _invars_read(jaxpr, may_return=primitive in _RETURNING)
-    return [True] * count
 
+    def __init__(self) -> None:
+        self.read: set[int] = set()
 
-def passed_through(primitive: str, params: dict[str, Any]) -> list[int | None] | None:
-    """Tells of each result of a primitive which operand it is, where it is one.
+    def is_op(self, eqn: Any) -> bool:
+        """Tells whether an equation is part of an FP8 op, which may read the inputs."""
+        return _IN_OP.search(str(eqn.source_info.name_stack)) is not None
 
-    Linen's transformations return the variables that a method might have changed.
-    """
-    if "branches" in params:
-        jaxprs, first = [branch.jaxpr for branch in params["branches"]], 1
-    elif primitive in _RETURNING and "jaxpr" in params:
-        jaxprs, first = [getattr(params["jaxpr"], "jaxpr", params["jaxpr"])], 0
-    else:
+    def move(self, eqn: Any, operands: list[Set]) -> Set | None:
+        """Returns the value of the results of a movement; None for an equation that is none."""
+        if eqn.primitive.name in MOVEMENTS and not any(ELSE in operand for operand in operands):
+            return self.part_of(frozenset().union(*operands))
         return None
-    passed: list[int | None] = []
-    for outvars in zip(*(jaxpr.outvars for jaxpr in jaxprs)):
-        found = {
-            jaxpr.invars.index(var) if var in jaxpr.invars else None for jaxpr, var in zip(jaxprs, outvars)
-        }
-        index = found.pop() if len(found) == 1 else None
-        passed.append(None if index is None else index + first)
-    return passed
+
+    def constant(self, value: Any) -> Set:
+        return frozenset([ELSE])
+
+    def inside(self, eqn: Any) -> Reads | None:
+        return None if self.is_op(eqn) else self
+
+    def equation(self, eqn: Any, operands: list[Set]) -> list[Set]:
+        result = None
+        if not self.is_op(eqn):
+            result = self.move(eqn, operands)
+            if result is None:
+                for operand in operands:
+                    self.use(operand)
+        return [frozenset([ELSE]) if result is None else result] * len(eqn.outvars)
+
+    def decide(self, condition: Set) -> None:
+        self.use(condition)
+
+    def part_of(self, whole: Set) -> Set:
+        return frozenset(ELSE if one is ELSE else Moved(_input_of(one)) for one in whole)
+
+    def use(self, value: Set) -> None:
+        """Remembers that something reads a value."""
+        self.read.update(_input_of(one) for one in value if one is not ELSE)
 
 
-def _invars_read(jaxpr: core.Jaxpr, may_return: bool = False) -> list[bool]:
-    """Tells of each input of a jaxpr whether anything reads or returns it that is not part of an FP8 op."""
-    owes = {var: {i} for i, var in enumerate(jaxpr.invars)}
-    read: set[int] = set()
-    for eqn in jaxpr.eqns:
-        inputs = [owes.get(var, set()) if isinstance(var, core.Var) else set() for var in eqn.invars]
-        if not any(inputs) or _IN_OP.search(str(eqn.source_info.name_stack)):
-            continue
-        if eqn.primitive.name in MOVEMENTS and all(inputs):
-            owes.update((var, set().union(*inputs)) for var in eqn.outvars if isinstance(var, core.Var))
-            continue
-        for indices, reads in zip(inputs, reads_otherwise(eqn.primitive.name, eqn.params, len(inputs))):
-            if reads:
-                read |= indices
-    for var in jaxpr.outvars:
-        if isinstance(var, core.Var) and not (may_return and var in jaxpr.invars):
-            read |= owes.get(var, set())
-    return [i in read for i in range(len(jaxpr.invars))]
+def _input_of(element: int | Moved) -> int:
+    return element.input if isinstance(element, Moved) else element
 
 
-def has_contraction(jaxpr: Any) -> bool:
-    """Tells whether a jaxpr computes a contraction where opening jitted functions finds it."""
-    return any(
-        eqn.primitive.name in CONTRACTIONS
-        or (eqn.primitive.name == "jit" and has_contraction(eqn.params["jaxpr"].jaxpr))
-        for eqn in jaxpr.eqns
-    )
+class Uses(NamedTuple):
+    """What a primitive does with its operands."""
+
+    reads: list[bool]
+    """For each operand whether the primitive reads it, other than by an FP8 op inside of it."""
+    returns: list[int | None]
+    """For each result the operand that it is; None if it is another value."""
 
 
-class JaxprContraction(NamedTuple):
-    """A contraction in a jaxpr."""
+def uses_of(primitive: Any, params: Mapping[str, Any], num_operands: int, num_results: int) -> Uses:
+    """Returns what a primitive does with its operands.
 
-    stack: str
-    """The scopes that it is in."""
-    primitive: str
-    params: dict[str, Any]
-    shapes: tuple[tuple[int, ...], ...]
-    """Of the two operands and the result."""
-    times: int
-    """How often it is computed: the product of the lengths of the scans around it."""
+    Linen's transformations give all parameters to their bodies, whatever these do with them, and return the
+    variables that a method might have changed.
+    """
+    rules, results = Reads(), None
+    if programs_in(params):
+        operands: list[Set] = [frozenset([i]) for i in range(num_operands)]
+        results = results_within(primitive, params, operands, num_results, rules)
+    if results is None:
+        return Uses([True] * num_operands, [None] * num_results)
+    returns: list[int | None] = []
+    for result in results:
+        only = next(iter(result)) if len(result) == 1 else None
+        returns.append(only if isinstance(only, int) else None)
+        if returns[-1] is None:
+            rules.use(result)
+    return Uses([i in rules.read for i in range(num_operands)], returns)
 
 
-def contractions_in(jaxpr: Any, stack: str = "", times: int = 1) -> Iterator[JaxprContraction]:
-    """Yields the contractions that a jaxpr computes, but those inside of FP8 ops."""
-    for eqn in jaxpr.eqns:
-        here = f"{stack}/{eqn.source_info.name_stack}".strip("/")
-        if _IN_OP.search(here):
-            continue
-        if eqn.primitive.name in CONTRACTIONS:
-            shapes = tuple(v.aval.shape for v in (*eqn.invars[:2], *eqn.outvars[:1]))
-            yield JaxprContraction(here, eqn.primitive.name, eqn.params, shapes, times)
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if isinstance(inner, core.Jaxpr):
-                    length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-                    yield from contractions_in(inner, here, times * length)
+def has_contraction(program: Any) -> bool:
+    """Tells whether a program computes a contraction where opening jitted functions finds it."""
+    found = equations(program, looks_into=lambda equation: equation.eqn.primitive.name == "jit")
+    return any(one.eqn.primitive.name in CONTRACTIONS for one in found)
+
+
+def contractions_in(program: Any) -> Iterator[Equation]:
+    """Yields the contractions that a program computes, but those inside of FP8 ops."""
+
+    def is_outside(equation: Equation) -> bool:
+        return _IN_OP.search(equation.scopes) is None
+
+    for one in equations(program, looks_into=is_outside):
+        if one.eqn.primitive.name in CONTRACTIONS and is_outside(one):
+            yield one

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._model.jaxprs import BIJECTIONS, CAST, CASTS, MOVEMENTS, passed_through, reads_otherwise
+from fp8flax._model.jaxprs import BIJECTIONS, CAST, CASTS, MOVEMENTS, uses_of
 from fp8flax._train.collection import key_name
 
 _PARAMETER = "parameter"  # in the place of a primitive, for a parameter as it is
@@ -231,13 +231,11 @@ class Provenance:
         sources = tuple(source for d in made_of for source in d.sources)
         is_moved = primitive.name in MOVEMENTS and len(made_of) == len(operands)
         can_rebuild = is_moved and all(d.rebuild is not None for d in made_of)
-        if not is_moved:
-            is_read = reads_otherwise(primitive.name, params, len(operands))
-            for operand, reads in zip(operands, is_read):
-                if reads:
-                    self.use(operand, scope)
-        passed = passed_through(primitive.name, params) or [None] * len(results)
-        for i, (result, index) in enumerate(zip(results, passed)):
+        uses = uses_of(primitive, params, len(operands), len(results))
+        for operand, reads in zip(operands, uses.reads):
+            if reads and not is_moved:
+                self.use(operand, scope)
+        for i, (result, index) in enumerate(zip(results, uses.returns)):
             owes = None
             if index is not None:
                 owes = self.of(operands[index], scope)

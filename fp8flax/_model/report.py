@@ -263,17 +263,19 @@ def report(
     gpu = GPUS[target]
     with reporting(counting=True):
         shapes, _ = eval_init(model, args, kwargs)
-        jaxpr = trace_apply(model, shapes, args, kwargs)
+        program = trace_apply(model, shapes, args, kwargs)
     by_scope = {found.scope: found for found in seen_of(model).sites}
     counts: Counter[tuple[str, GemmSizes]] = Counter()
     unseen = []
-    for one in contractions_in(jaxpr.jaxpr):
-        scope = next(reversed(re.findall(f"{COUNTED}[0-9a-f]{{8}}", one.stack)), "")
+    for one in contractions_in(program):
+        eqn, scopes = one.eqn, one.scopes
+        scope = next(reversed(re.findall(f"{COUNTED}[0-9a-f]{{8}}", scopes)), "")
+        lhs, rhs, out = (var.aval.shape for var in (*eqn.invars[:2], eqn.outvars[0]))
         if scope in by_scope:
-            sizes = sizes_of(one.primitive, one.params, one.shapes, by_scope[scope].is_swapped)
+            sizes = sizes_of(eqn.primitive.name, eqn.params, (lhs, rhs, out), by_scope[scope].is_swapped)
             counts[scope, sizes] += one.times
-        elif not re.search(rf"\b{NOT_CONVERTED}\b", one.stack):
-            unseen.append(f"{one.stack or 'the model'}, {one.shapes[0]} by {one.shapes[1]}")
+        elif not re.search(rf"\b{NOT_CONVERTED}\b", scopes):
+            unseen.append(f"{scopes or 'the model'}, {lhs} by {rhs}")
     rows, wide, time = [], 0.0, 0.0
     for (scope, sizes), count in counts.items():
         site, decision = by_scope[scope].site, by_scope[scope].decision

@@ -3,8 +3,6 @@
 A kernel can be stored as codes only where its op, which knows their scale, is all that reads it. So the
 model is traced with the kernels as inputs, which pass by a mark into the ops of their layers; whatever else
 reads one keeps it wide.
-
-Internals: ``jax.extend.core``, to read a jaxpr, and the names of the primitives in it.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,17 +19,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr, Var
 
+from fp8flax._compat.interpreter import Set, interpret
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.dot_general import DimensionNumbers, frozen_dot_general, quantize_kernel
 from fp8flax._core.einsum import einsum_with
-from fp8flax._core.jax_rules import num_consts_and_carry
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import if_of_other_api
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
-from fp8flax._model.jaxprs import DOT
+from fp8flax._model.jaxprs import DOT, ELSE, Reads
 from fp8flax._serve.kernels import WEIGHT_ONLY
 from fp8flax._serve.scales import fixed_scales
 from fp8flax._serve.serving import constant
@@ -286,14 +283,15 @@ def _operands(
         held = [node.get_value() for node in nodes if id(node) not in own]
         return [x for x in jax.tree.leaves((out, held)) if isinstance(x, jax.Array)]
 
-    jaxpr = jax.make_jaxpr(call)(state, arrays).jaxpr
-    kernels: list[frozenset[int]] = [frozenset()] * len(jaxpr.invars)
-    for i in inputs.values():
-        kernels[i] = frozenset([i])
-    uses = _Uses()
-    returned = uses.follow(jaxpr, kernels)
-    read = uses.read.union(*returned)
-    return seen, {path for path in seen if inputs[path] in read or uses.by_op[path] != {inputs[path]}}
+    program = jax.make_jaxpr(call)(state, arrays)
+    of_kernels = set(inputs.values())
+    reads = _KernelReads()
+    given = [i if i in of_kernels else ELSE for i, _ in enumerate(jax.tree.leaves((state, arrays)))]
+    for result in interpret(program, [frozenset([one]) for one in given], reads):
+        reads.use(result)
+    return seen, {
+        path for path in seen if inputs[path] in reads.read or reads.by_op[path] != {inputs[path]}
+    }
 
 
 _MARK = "fp8flax_kernel:"
@@ -301,83 +299,28 @@ _MARK = "fp8flax_kernel:"
 _SAME = ("copy", "copy_p", "sharding_constraint")
 
 
-class _Uses:
-    """What a program does with some of its inputs, the kernels."""
+class _KernelReads(Reads):
+    """Finds which kernels a program reads, and which reach the op of each layer by the layer's mark."""
 
     def __init__(self) -> None:
-        self.read: set[int] = set()
-        """Which of them anything reads but the op of a layer."""
-        self.by_op: defaultdict[str, set[int | None]] = defaultdict(set)
-        """Which of them these ops read; None for something else."""
+        super().__init__()
+        self.by_op: defaultdict[str, Set] = defaultdict(frozenset)
+        """For each layer's path what its op multiplies by."""
 
-    def follow(self, jaxpr: Jaxpr, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-        """Follows the kernels through a jaxpr, and returns which of them its results may be."""
-        nothing: frozenset[int] = frozenset()
-        known = dict(zip(jaxpr.invars, given, strict=True))
+    def is_op(self, eqn: Any) -> bool:
+        return eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK)
 
-        def of(atom: Any) -> frozenset[int]:
-            return known.get(atom, nothing) if isinstance(atom, Var) else nothing
+    def equation(self, eqn: Any, operands: list[Set]) -> list[Set]:
+        if self.is_op(eqn):
+            self.by_op[eqn.params["name"].removeprefix(_MARK)] |= operands[0]
+        return super().equation(eqn, operands)
 
-        for eqn in jaxpr.eqns:
-            operands = [of(atom) for atom in eqn.invars]
-            name, params = eqn.primitive.name, eqn.params
-            if name == "name" and params["name"].startswith(_MARK):
-                self.by_op[params["name"].removeprefix(_MARK)] |= set(operands[0]) or {None}
-                continue
-            if name in _SAME:
-                results = operands
-            elif _jaxprs_in(params):
-                results = self._through(name, params, operands, len(eqn.outvars))
-            else:
-                self.read.update(*operands)
-                continue
-            known.update(zip(eqn.outvars, results))
-        return [of(atom) for atom in jaxpr.outvars]
+    def move(self, eqn: Any, operands: list[Set]) -> Set | None:
+        # A kernel that is moved or cast is read: only the op knows what the stored codes mean.
+        return operands[0] if eqn.primitive.name in _SAME else None
 
-    def _through(
-        self, name: str, params: dict[str, Any], operands: list[frozenset[int]], num_results: int
-    ) -> list[frozenset[int]]:
-        """Follows the kernels through the programs of one primitive."""
-        if name == "cond":
-            self.read |= operands[0]
-            branches = [self.follow(branch.jaxpr, operands[1:]) for branch in params["branches"]]
-            return [frozenset().union(*found) for found in zip(*branches)]
-        if name == "while":
-            of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-            first, consts = operands[:of_cond], operands[of_cond : of_cond + of_body]
-            carry = operands[of_cond + of_body :]
-            while True:
-                self.follow(params["cond_jaxpr"].jaxpr, [*first, *carry])
-                after = self.follow(params["body_jaxpr"].jaxpr, [*consts, *carry])
-                if all(new <= old for old, new in zip(carry, after)):
-                    return carry
-                carry = [old | new for old, new in zip(carry, after)]
-        programs = _jaxprs_in(params)
-        if name == "scan":
-            num_consts, num_carry = num_consts_and_carry(params)
-            start, stop = num_consts, num_consts + num_carry
-            while True:
-                results = self.follow(programs[0], operands)
-                carry = operands[start:stop]
-                if all(new <= old for old, new in zip(carry, results)):
-                    return results
-                carry = [old | new for old, new in zip(carry, results)]
-                operands = [*operands[:start], *carry, *operands[stop:]]
-        if len(programs) == 1 and len(programs[0].invars) == len(operands):
-            results = self.follow(programs[0], operands)
-            if len(results) == num_results:
-                return results
-        self.read.update(*operands)
-        return [frozenset()] * num_results
-
-
-def _jaxprs_in(params: dict[str, Any]) -> list[Jaxpr]:
-    """Returns the programs in a primitive's parameters."""
-    values = [
-        x for value in params.values() for x in (value if isinstance(value, tuple | list) else (value,))
-    ]
-    programs = [getattr(value, "jaxpr", value) for value in values]
-    return [program for program in programs if isinstance(program, Jaxpr)]
+    def part_of(self, whole: Set) -> Set:
+        return whole  # the kernel of one of the stacked layers
 
 
 def _let_kernel_pass(layer: Layer, dtype: Any) -> None:

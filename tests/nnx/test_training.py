@@ -12,7 +12,7 @@ from flax import nnx
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from fp8flax._core.jax_rules import num_consts_and_carry
+from fp8flax._compat.jaxprs import num_consts_and_carry
 from tests.cases import normal
 
 DELAYED = fp8.DelayedScaling(amax_history_len=4)

@@ -1,0 +1,87 @@
+"""Iterates over the equations of a program that JAX has traced (a jaxpr), and of the programs inside it.
+
+Why: statistics, the conversion of a model, its report and ``freeze`` read what a function computes. JAX has
+no public way to do so.
+
+Internals: ``jax.extend.core``, for the classes of jaxprs. JAX shows it to other libraries, but does not
+promise that it stays. Without it those four features raise an error; ops and training work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fp8flax._compat.missing import MissingPart
+
+_FEATURE = "Reading a traced program (fp8flax.statistics, quantize_model, report, freeze)"
+try:
+    from jax.extend import core
+
+    _NEEDED = core.ClosedJaxpr, core.Jaxpr, core.Literal
+except (ImportError, AttributeError):
+    core = MissingPart("jax.extend.core", _FEATURE)  # type: ignore[assignment]
+
+
+class Equation(NamedTuple):
+    """An equation of a program, and where it stands."""
+
+    eqn: Any
+    outer_scopes: str
+    """The scopes of the equations around it."""
+    times: int
+    """How often it is computed: the product of the lengths of the scans around it."""
+
+    @property
+    def scopes(self) -> str:
+        """All scopes (``jax.named_scope``) that the equation is in, from the outermost, joined by ``/``."""
+        return f"{self.outer_scopes}/{self.eqn.source_info.name_stack}".strip("/")
+
+
+def equations(
+    program: Any,
+    looks_into: Callable[[Equation], bool] = lambda equation: True,
+    outer_scopes: str = "",
+    times: int = 1,
+) -> Iterator[Equation]:
+    """Yields the equations of a program in their order; behind each those of the programs inside it.
+
+    Args:
+        program: a jaxpr, closed or not.
+        looks_into: whether the programs inside of an equation are looked into.
+        outer_scopes: the scopes around the program.
+        times: how often the program is computed.
+    """
+    for eqn in jaxpr_of(program).eqns:
+        equation = Equation(eqn, outer_scopes, times)
+        yield equation
+        inside = programs_in(eqn.params)
+        if inside and looks_into(equation):
+            length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            for inner in inside:
+                yield from equations(inner, looks_into, equation.scopes, times * length)
+
+
+def jaxpr_of(program: Any) -> Any:
+    """Returns a jaxpr without its constants."""
+    return getattr(program, "jaxpr", program)
+
+
+def programs_in(params: Mapping[str, Any]) -> list[Any]:
+    """Returns the jaxprs, closed or not, among the parameters of a primitive, also those in lists."""
+    kinds = core.Jaxpr, core.ClosedJaxpr
+    values = [one for x in params.values() for one in (x if isinstance(x, tuple | list) else (x,))]
+    return [one for one in values if isinstance(one, kinds)]
+
+
+def is_literal(atom: Any) -> bool:
+    """Tells whether an operand of an equation is a number, and not a variable."""
+    return isinstance(atom, core.Literal)
+
+
+def num_consts_and_carry(scan: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns from the parameters of a ``scan`` how many operands are constants, how many its carry."""
+    if "ft_in" in scan:  # JAX 0.11.2
+        consts, carry, _ = scan["ft_in"].unpack()
+        return len(consts), len(carry)
+    return scan["num_consts"], scan["num_carry"]

@@ -1,0 +1,68 @@
+"""Defines the primitive by which an op reports arrays beside what it computes.
+
+It returns its first operand unchanged, so that no pass that removes unused arrays removes the report. Its
+derivative is that of an identity. ``interpreter.Values`` finds it in a traced program.
+
+Why: statistics need numbers out of the forward and the backward pass of each op, through all loops and
+transformations. A primitive is the only thing that JAX carries through all of them with static data (a
+key).
+
+Internals: ``jax.extend.core`` and ``jax.interpreters``, which JAX shows to libraries that define
+primitives, but does not promise to keep. Without them ``statistics`` raises an error; ops and training
+work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8flax._compat.missing import MissingPart
+
+_report_p: Any
+
+
+def _batched(args: Any, dims: Any, **params: Any) -> Any:
+    (size,) = {x.shape[dim] for x, dim in zip(args, dims) if dim is not None}
+
+    def stacked(x: jax.Array, dim: int | None) -> jax.Array:
+        return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+
+    return _report_p.bind(args[0], *map(stacked, args[1:], dims[1:]), **params), dims[0]
+
+
+try:
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+
+    _report_p = Primitive("fp8_report")
+    _report_p.def_impl(lambda x, *arrays, key: x)
+    _report_p.def_abstract_eval(lambda x, *arrays, key: x)
+    mlir.register_lowering(_report_p, lambda ctx, x, *arrays, key: [x])
+    ad.primitive_jvps[_report_p] = lambda primals, tangents, key: (
+        _report_p.bind(*primals, key=key),
+        tangents[0],
+    )
+    batching.primitive_batchers[_report_p] = _batched
+except (ImportError, AttributeError):
+    _report_p = MissingPart("jax.extend.core and jax.interpreters", "fp8flax.statistics")
+
+
+def with_report(x: jax.Array, arrays: Sequence[jax.Array], key: Hashable) -> jax.Array:
+    """Returns ``x``, and reports arrays under a key.
+
+    Args:
+        x: the array that the report is bound to: wherever ``x`` is computed, the report is made.
+        arrays: what is reported. Under ``jax.vmap`` each has the batch as its first axis.
+        key: tells this report from others.
+    """
+    result: jax.Array = _report_p.bind(x, *arrays, key=key)
+    return result
+
+
+def is_report(eqn: Any) -> bool:
+    """Tells whether an equation makes a report; its key is ``eqn.params["key"]``."""
+    return eqn.primitive is _report_p
