@@ -31,7 +31,6 @@ from fp8flax._core.delayed import (
     state_to_keep,
 )
 from fp8flax._core.formats import is_wide_float
-from fp8flax._core.gemm.lowering import ONCE
 from fp8flax._core.jax_rules import (
     manual_axes,
     refuse_unchecked_axes,
@@ -50,6 +49,7 @@ from fp8flax._core.names import (
     RESIDUAL_NAMES,
     WGRAD,
 )
+from fp8flax._core.once import ONCE
 from fp8flax._core.qdq import in_qdq_as, out_qdq_as
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantize import as_float_array, inf_to_nan

@@ -25,7 +25,8 @@ from fp8flax._core.differentiable import (
     contract,
     on_automatic_axes,
 )
-from fp8flax._core.gemm.lowering import multiply, warn_if_emulated
+from fp8flax._core.gemm.lowering import lowered, warn_if_emulated
+from fp8flax._core.gemm.reference import reference_gemm
 from fp8flax._core.gemm.request import Gemm
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import quantized
@@ -184,19 +185,21 @@ class DotPlan(Plan):
 
     def forward(self, lhs: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
         del extra
-        return multiply(self.gemms.forward, lhs, rhs)
+        return lowered(self.gemms.forward, reference_gemm, lhs, rhs)
 
     def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra = ()) -> jax.Array:
         del like, extra
-        return lax.transpose(multiply(self.gemms.dgrad, g, rhs), np.argsort(self.gemms.dgrad_axes))
+        out = lowered(self.gemms.dgrad, reference_gemm, g, rhs)
+        return lax.transpose(out, np.argsort(self.gemms.dgrad_axes))
 
     def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra = ()) -> jax.Array:
         del like, extra
-        return lax.transpose(multiply(self.gemms.wgrad, lhs, g), np.argsort(self.gemms.wgrad_axes))
+        out = lowered(self.gemms.wgrad, reference_gemm, lhs, g)
+        return lax.transpose(out, np.argsort(self.gemms.wgrad_axes))
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra
-        return multiply(self.gemms.forward._replace(recipe=GemmRecipe()), lhs, rhs)
+        return reference_gemm(self.gemms.forward._replace(recipe=GemmRecipe()), lhs, rhs)
 
     def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra

@@ -33,7 +33,8 @@ from fp8flax._core.differentiable import (
 )
 from fp8flax._core.dot_general import DotPlan
 from fp8flax._core.gemm.kernels.cast_transpose import Cast, Casting, cast_transposed
-from fp8flax._core.gemm.lowering import multiply
+from fp8flax._core.gemm.lowering import lowered
+from fp8flax._core.gemm.reference import reference_gemm
 from fp8flax._core.jax_rules import reverse_mode_only, sum_to_axes, traced_once
 from fp8flax._core.measuring import measuring
 from fp8flax._core.names import DGRAD, FORWARD, KERNEL_FORWARD_NAME, OUTPUT_NAME, RESIDUAL_NAMES, WGRAD
@@ -242,7 +243,7 @@ def _named(q: QTensor, name: str) -> QTensor:
 
 def _forward(plan: DotPlan, name: str, x: QTensor, kernel: QTensor) -> jax.Array:
     with jax.named_scope(name), jax.named_scope(FORWARD):
-        return multiply(plan.gemms.forward.of_transposed(rhs=True), x, kernel)
+        return lowered(plan.gemms.forward.of_transposed(rhs=True), reference_gemm, x, kernel)
 
 
 def _both(plan: DotPlan, role: str, cast: Cast, scales: dict[str, jax.Array]) -> tuple[QTensor, QTensor]:
@@ -289,7 +290,8 @@ def _mlp_bwd(plan: MlpPlan, residuals: _Residuals, g: jax.Array) -> Any:
 
 def _wgrad(plan: DotPlan, lhs: QTensor, rhs: QTensor, *, is_lhs: bool) -> jax.Array:
     """Returns the gradient of a kernel, given one operand transposed: the left one, or the right one."""
-    return multiply(plan.gemms.wgrad.of_transposed(lhs=is_lhs, rhs=not is_lhs), lhs, rhs)
+    gemm = plan.gemms.wgrad.of_transposed(lhs=is_lhs, rhs=not is_lhs)
+    return lowered(gemm, reference_gemm, lhs, rhs)
 
 
 def _as_operand(grad: jax.Array, operand: Operand) -> jax.Array:

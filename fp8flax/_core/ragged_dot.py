@@ -34,7 +34,8 @@ from fp8flax._core.gemm.cuda_ragged import (
 )
 from fp8flax._core.gemm.gpus import NATIVE_MX, compute_capability
 from fp8flax._core.gemm.kernels.groups import bounded
-from fp8flax._core.gemm.lowering import multiply, warn_if_emulated
+from fp8flax._core.gemm.lowering import lowered, warn_if_emulated
+from fp8flax._core.gemm.reference import reference_gemm
 from fp8flax._core.gemm.request import Gemm
 from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.qtensor import QTensor, View
@@ -316,7 +317,7 @@ def _multiply_rows(
 
     def step(out: jax.Array, visit: _Visit) -> tuple[jax.Array, None]:
         kernel = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, visit.expert, keepdims=False), kernels)
-        product = multiply(gemm, _tile_rows(plan, lhs, visit.row), kernel)
+        product = lowered(gemm, reference_gemm, _tile_rows(plan, lhs, visit.row), kernel)
         before = lax.dynamic_slice_in_dim(out, visit.row, plan.tile)
         rows = jnp.where(_mine(plan, visit), product, before)
         return lax.dynamic_update_slice_in_dim(out, rows, visit.row, 0), None
@@ -334,9 +335,8 @@ def _multiply_groups(plan: RaggedPlan, lhs: Any, rhs: Any, visits: _Visit) -> ja
         mine = _mine(plan, visit)
         # Both, or the NaN of another expert's row would meet a zero.
         of_visit = (_only(mine, _tile_rows(plan, operand, visit.row)) for operand in (lhs, rhs))
-        total = jnp.where(visit.is_first, jnp.zeros_like(total), total) + multiply(
-            plan.gemms.wgrad, *of_visit
-        )
+        product = lowered(plan.gemms.wgrad, reference_gemm, *of_visit)
+        total = jnp.where(visit.is_first, jnp.zeros_like(total), total) + product
         # Experts follow each other: the last visit of one leaves its whole sum.
         return (total, lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), visit.expert, 0)), None
 

@@ -13,8 +13,7 @@ import fp8flax as fp8
 from fp8flax._audit import compiling
 from fp8flax._core.differentiable import Operand
 from fp8flax._core.dot_general import DotPlan
-from fp8flax._core.gemm import cuda
-from fp8flax._core.gemm.gpus import compile_target
+from fp8flax._core.gemm import lowering
 from fp8flax._core.gemm.kernels.transpose import can_transpose, transpose
 from fp8flax._core.names import TRANSPOSE
 from tests.cases import dense_step
@@ -99,10 +98,12 @@ def test_what_does_not_lie_together_is_left_alone():
 )
 def test_which_products_take_it(capability, name, rows, expected):
     gemm = getattr(gemms_of((rows, 128), (128, 256), CASES["a matrix"][2]), name)
-    operands = (jnp.zeros(view.shape, jnp.float8_e4m3fn) for view in (gemm.lhs, gemm.rhs))
+    operands = [
+        fp8.QTensor(jnp.zeros(view.shape, jnp.float8_e4m3fn), jnp.float32(1), gemm.recipe.lhs)
+        for view in (gemm.lhs, gemm.rhs)
+    ]
     assert math.prod(gemm.sizes) == rows * 128 * 256
-    with compile_target(capability):
-        assert cuda._has_transpose(gemm, *operands) == expected
+    assert lowering._transposes_codes(capability, gemm, *operands) == expected
 
 
 @pytest.mark.usefixtures("gpu")

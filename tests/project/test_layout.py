@@ -49,6 +49,7 @@ ORDER = [
     "_core/autocast",
     "_core/delayed",
     "_core/qdq",
+    "_core/once",
     "_core/gemm/request",
     "_core/gemm/reference",
     "_core/gemm/cuda",

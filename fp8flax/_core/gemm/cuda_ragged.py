@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
-from fp8flax._core.gemm.gpus import NATIVE_MX, compute_capability, has_triton
+from fp8flax._core.gemm.gpus import compute_capability, has_triton, is_hopper
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK
-from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC, HOPPER, multiplies_dtypes
+from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC, multiplies_dtypes
 from fp8flax._core.gemm.kernels.grouped_gemm_hopper import Tile, Tiling, grouped_gemm
 from fp8flax._core.gemm.kernels.groups import (
     TILE,
@@ -26,9 +26,9 @@ from fp8flax._core.gemm.kernels.groups import (
     transpose_groups,
 )
 from fp8flax._core.gemm.kernels.on_shards import ragged_on_shards
-from fp8flax._core.gemm.lowering import ONCE
 from fp8flax._core.jax_rules import unless_partitioned
 from fp8flax._core.names import GROUPED_GEMM
+from fp8flax._core.once import ONCE
 from fp8flax._core.qtensor import QTensor
 
 
@@ -44,7 +44,7 @@ def has_grouped_gemm(lhs: Any, rhs: Any, experts: int, columns: int, out_dtype: 
     """
     if not (
         HAS_MOSAIC
-        and HOPPER <= compute_capability() < NATIVE_MX
+        and is_hopper(compute_capability())
         and isinstance(lhs, QTensor)
         and isinstance(rhs, QTensor)
         and multiplies_dtypes(lhs.codes.dtype, rhs.codes.dtype)

@@ -8,8 +8,9 @@ import re
 
 import jax
 
-NATIVE_FP8, NATIVE_MX = 8.9, 10.0
-"""The compute capabilities from which on a GPU multiplies FP8, and FP8 with a scale per 32 columns."""
+NATIVE_FP8, HOPPER, NATIVE_MX = 8.9, 9.0, 10.0
+"""The compute capabilities from which on a GPU multiplies FP8, is a Hopper, and multiplies FP8 with a scale
+per 32 columns."""
 
 compile_target = jax.make_user_context(None)
 """The compute capability of the GPU that a program is compiled for, where that is not the one at hand."""
@@ -142,6 +143,11 @@ OTHER_GPUS = {
     "emulates FP8, and audit, which compiles by the CUDA plugin of XLA, cannot compile for it.",
 }
 """What to say of GPUs that are asked for and that no program can be compiled for here."""
+
+
+def is_hopper(capability: float) -> bool:
+    """Returns whether a compute capability is that of a Hopper GPU (H100, H200)."""
+    return HOPPER <= capability < NATIVE_MX
 
 
 def has_triton() -> bool:

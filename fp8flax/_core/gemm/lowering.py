@@ -1,44 +1,291 @@
-"""Multiplies two operands, by what the device that is compiled for has for them."""
+"""Chooses how a GEMM runs: ``lowered`` takes the first row of a table that fits the GPU, or the reference.
+
+No other file makes this choice, for one device or for several.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
-from fp8flax._core.gemm.cuda import cuda_block_gemm, cuda_gemm, has_units
+from fp8flax._core.gemm import cuda
 from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
+    NATIVE_MX,
     Fp8EmulationWarning,
     compile_target,
     compute_capability,
+    has_triton,
+    is_hopper,
 )
-from fp8flax._core.gemm.reference import emulated_gemm, wide_gemm
-from fp8flax._core.gemm.request import Gemm
+from fp8flax._core.gemm.kernels.block_gemm import BLOCK
+from fp8flax._core.gemm.kernels.block_gemm_hopper import multiplies_dtypes
+from fp8flax._core.gemm.kernels.transpose import can_transpose
+from fp8flax._core.gemm.request import Gemm, is_of_codes
+from fp8flax._core.jax_rules import unless_partitioned
+from fp8flax._core.once import once
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import GemmRecipe
 
-_OCP_DTYPES = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 
-ONCE = (
-    "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second derivatives "
-    "use delayed scaling in the other form: partial(fp8flax.Fp8DotGeneralOp, form='qdq'), or "
-    "fp8flax.quantize_model(…, form='qdq'). Or turn FP8 off for this part with "
-    "fp8flax.autocast(enabled=False)."
-)
+class Row(NamedTuple):
+    """One way in which NVIDIA GPUs run a kind of request."""
+
+    fits: Callable[..., bool]
+    """Called with a compute capability, a request and its operands; returns whether such a GPU can run the
+    request in this way. The capability is 0 if the program is traced without an NVIDIA GPU at hand."""
+    one: Callable[..., Any]
+    """Runs the request in a program for one device, or inside of ``jax.shard_map``. Called with the request
+    and its operands."""
+    shards: Callable[..., Any] | None = None
+    """Runs the request where XLA splits the program over several devices; None if this way cannot."""
+    needs_mesh: bool = False
+    """Whether ``shards`` uses ``custom_partitioning``, which needs a mesh, and has no rule for
+    ``jax.vmap``. Without a mesh, and under ``jax.vmap``, the next row runs."""
+
+
+def lowered(request: Any, reference: Callable[..., Any], *operands: Any) -> Any:
+    """Returns ``reference(request, *operands)``, computed by what the device has for the request.
+
+    A program for NVIDIA GPUs takes the first row of the table that fits, and on several devices the first
+    that can be split. If no row fits, and on all other devices, the reference runs.
+
+    Args:
+        request: what is to be computed (hashable).
+        reference: computes the result in plain JAX, for any device.
+        *operands: trees of arrays.
+    """
+    rows = rows_of(request, *operands)
+    reference = partial(reference, request)
+    if not rows:
+        return reference(*operands)
+    one = partial(rows[0].one, request)
+    split = [(partial(row.shards, request), row.needs_mesh) for row in rows if row.shards is not None]
+    on_mesh = split[0][0] if split and split[0][1] else None
+    on_devices = next((shards for shards, needs_mesh in split if not needs_mesh), reference)
+
+    def on_cuda(*operands: Any) -> Any:
+        if rows[0].one is rows[0].shards:  # XLA splits what runs on one device
+            return one(*operands)
+        return unless_partitioned(one, on_devices, *operands, on_shards=on_mesh)
+
+    # Opaque to the policies of jax.checkpoint: a policy that saves the results of dots would otherwise find
+    # the dots of each platform, and keep all of them.
+    run = once(partial(lax.platform_dependent, cuda=on_cuda, default=reference))
+    return run(*operands)
+
+
+def rows_of(request: Any, *operands: Any) -> list[Row]:
+    """Returns the rows of the table that fit a request on the GPU that is compiled for."""
+    capability = compute_capability()
+    return [row for row in _TABLE[type(request)] if row.fits(capability, request, *operands)]
+
+
+# Predicates.
+
+
+_OCP_DTYPES = {np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)}
+
+
+def _is_in_fp8(gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+    """Returns whether the codes of both operands are of dtypes that NVIDIA GPUs multiply."""
+    return is_of_codes(gemm, lhs, rhs) and {lhs.codes.dtype, rhs.codes.dtype} <= _OCP_DTYPES
+
+
+def _multiplies_codes(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+    """Returns whether FP8 units multiply the codes as they are, and the scales multiply the result."""
+    return (
+        _is_in_fp8(gemm, lhs, rhs)
+        and not lhs.quantizer.scales_along_contraction
+        and not 0 < capability < NATIVE_FP8
+    )
+
+
+# cublasLt takes FP8 operands in multiples of this; XLA would pad, and copy, for it.
+_CUBLASLT_MULTIPLE = 16
+_E5M2 = np.dtype(jnp.float8_e5m2)
+
+
+def _fits_cublaslt(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+    """Returns whether cublasLt multiplies the codes, and the recipe asks for it."""
+    return (
+        _multiplies_codes(capability, gemm, lhs, rhs)
+        and gemm.recipe.accumulation in cuda.ALGORITHMS
+        and not any(size % _CUBLASLT_MULTIPLE for size in gemm.sizes)
+        and not lhs.codes.dtype == rhs.codes.dtype == _E5M2
+        and not _is_decoding(capability, gemm)
+    )
+
+
+_FEW_ROWS = 256
+
+
+def _is_decoding(capability: float, gemm: Gemm) -> bool:
+    """Returns whether few rows meet a frozen kernel that cublasLt on Hopper would transpose at each call.
+
+    That moves two bytes for each code of the kernel. A GPU kernel of XLA's own reads the codes once, as
+    they lie. At 720 and 1400 TFLOP/s and 3.4 TB/s the FP8 units make up for the copy from 440 rows on.
+    """
+    found, rows = gemm.of_columns(), gemm.sizes[0]
+    return (
+        gemm.recipe.accumulation == "fast"
+        and gemm.is_packed
+        and is_hopper(capability)
+        and isinstance(rows, int)
+        and rows <= _FEW_ROWS
+        and found is not None
+        and found[1][1]
+    )
+
+
+def _transposes_codes(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+    """Returns whether our GPU kernel transposes codes for cublasLt on Hopper, in the place of XLA's.
+
+    This holds for wgrad alone: XLA writes the codes of a kernel in both orders where it casts them.
+    """
+    rows, depth, columns = gemm.sizes
+    return (
+        gemm.name == "wgrad"
+        and is_hopper(capability)
+        and _fits_cublaslt(capability, gemm, lhs, rhs)
+        and gemm.of_columns() is not None
+        and all(can_transpose(depth, size) for size in (rows, columns))
+        and not any(_is_explicit(x.codes) for x in (lhs, rhs))
+    )
+
+
+def _is_explicit(x: Any) -> bool:
+    """Returns whether an array lies on a mesh with explicit axes."""
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def _is_per_block(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+    """Returns whether both operands have scales that change along the contraction."""
+    del capability
+    return _is_in_fp8(gemm, lhs, rhs) and lhs.quantizer.scales_along_contraction
+
+
+def _has_block_scaled_units(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+    """Returns whether Blackwell's units multiply the operands with an E8M0 scale per 32 columns."""
+    return (
+        _is_per_block(capability, gemm, lhs, rhs)
+        and capability >= NATIVE_MX
+        and not _is_empty(gemm)
+        and all(_is_known(lambda q: q.quantizer.as_mx(q), x) for x in (lhs, rhs))
+    )
+
+
+def _has_hopper_kernel(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+    """Returns whether our kernel for Hopper's FP8 units multiplies the operands."""
+    return _fits_block_kernels(capability, gemm, lhs, rhs) and is_for_hopper(gemm.recipe, capability)
+
+
+def _has_triton_kernel(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+    """Returns whether our Triton kernel multiplies the operands."""
+    return has_triton() and _fits_block_kernels(capability, gemm, lhs, rhs)
+
+
+def _has_triton_kernel_in_fp8(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+    """Returns whether our Triton kernel multiplies them in FP8: Triton takes one dtype, on Blackwell."""
+    return (
+        _has_triton_kernel(capability, gemm, lhs, rhs)
+        and capability >= NATIVE_MX
+        and lhs.codes.dtype == rhs.codes.dtype
+    )
+
+
+def _fits_block_kernels(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+    """Returns whether the operands have float32 scales per 128 columns, and sizes that kernels count.
+
+    Triton counts elements in 32 bits. ``jax.export`` may not know a size.
+    """
+    return (
+        capability >= NATIVE_FP8
+        and _is_per_block(capability, gemm, lhs, rhs)
+        and not _is_empty(gemm)
+        and all(_is_known(lambda q: q.quantizer.as_blocks(q, 1, BLOCK), x) for x in (lhs, rhs))
+        and all(
+            isinstance(size, int) and size < 2**31
+            for size in (lhs.codes.size, rhs.codes.size, math.prod(gemm.out_shape))
+        )
+    )
+
+
+def _is_empty(gemm: Gemm) -> bool:
+    return 0 in (*gemm.sizes, *gemm.out_shape)
+
+
+def _is_known(form: Callable[[QTensor], QTensor | None], x: QTensor) -> bool:
+    """Returns whether a quantizer has a form of its operand; computes nothing."""
+    return jax.eval_shape(form, x) is not None
+
+
+_TABLE: dict[type, tuple[Row, ...]] = {
+    Gemm: (
+        # One scale per tensor or slice.
+        Row(_transposes_codes, cuda.cublaslt_in_columns, cuda.cublaslt),
+        Row(_fits_cublaslt, cuda.row_major(cuda.cublaslt), cuda.cublaslt),
+        Row(_multiplies_codes, cuda.row_major(cuda.xla_kernel), cuda.xla_kernel),
+        # Scales per block.
+        Row(_has_block_scaled_units, cuda.block_scaled_units, cuda.block_scaled_units),
+        Row(_has_hopper_kernel, cuda.hopper_blocks, cuda.hopper_blocks_on_shards, needs_mesh=True),
+        Row(_has_triton_kernel_in_fp8, cuda.triton_blocks, cuda.triton_blocks_on_shards, needs_mesh=True),
+        Row(
+            _has_triton_kernel,
+            partial(cuda.triton_blocks, in_float16=True),
+            partial(cuda.triton_blocks_on_shards, in_float16=True),
+            needs_mesh=True,
+        ),
+        Row(_is_per_block, cuda.dequantized_blocks, cuda.dequantized_blocks),
+    ),
+}
+
+
+# What users are told.
+
+
+def is_for_hopper(recipe: GemmRecipe, capability: float) -> bool:
+    """Returns whether our kernel for Hopper's FP8 units takes operands of these quantizers."""
+    lhs, rhs = recipe.lhs, recipe.rhs
+    assert lhs is not None
+    assert rhs is not None
+    is_of_blocks = lhs.scale_columns == rhs.scale_columns == BLOCK
+    return is_hopper(capability) and is_of_blocks and multiplies_dtypes(lhs.dtype, rhs.dtype)
+
+
+def has_units(recipe: GemmRecipe, capability: float) -> bool:
+    """Returns whether a GPU multiplies operands with scales per block in FP8 units.
+
+    On Hopper our own kernel does so.
+    """
+    return capability >= NATIVE_MX or is_for_hopper(recipe, capability)
+
+
+def runs_in_fp8(recipe: GemmRecipe, capability: float) -> bool:
+    """Returns whether a GPU of this compute capability multiplies a matmul in FP8 units."""
+    lhs, rhs = recipe.lhs, recipe.rhs
+    if capability < NATIVE_FP8 or lhs is None or rhs is None:
+        return False
+    if lhs.scales_along_contraction != rhs.scales_along_contraction:
+        return False
+    return not lhs.scales_along_contraction or has_units(recipe, capability)
 
 
 def warn_if_emulated(*recipes: GemmRecipe, has_block_kernel: bool = True) -> None:
-    """Warns, once, where the device at hand cannot multiply what one of the recipes makes.
+    """Warns, once, if the device at hand cannot multiply in FP8 what one of the recipes makes.
 
     Args:
         *recipes: of the GEMMs.
-        has_block_kernel: whether they may be those of the kernels for scales per block.
+        has_block_kernel: whether the GEMMs may run by the kernels for scales per block.
     """
     if compile_target.value is not None:
         return
@@ -63,54 +310,5 @@ def warn_if_emulated(*recipes: GemmRecipe, has_block_kernel: bool = True) -> Non
         )
 
 
-def runs_in_fp8(recipe: GemmRecipe, capability: float) -> bool:
-    """Tells whether a GPU of this compute capability multiplies a matmul in FP8 units."""
-    lhs, rhs = recipe.lhs, recipe.rhs
-    if capability < NATIVE_FP8 or lhs is None or rhs is None:
-        return False
-    if lhs.scales_along_contraction != rhs.scales_along_contraction:
-        return False
-    return not lhs.scales_along_contraction or has_units(recipe, capability)
-
-
 def _has_block_scales(recipe: GemmRecipe) -> bool:
     return all(q is not None and q.scales_along_contraction for q in (recipe.lhs, recipe.rhs))
-
-
-def multiply(gemm: Gemm, lhs: Any, rhs: Any) -> jax.Array:
-    """Returns ``dot_general`` of the values of two operands, in ``gemm.out_dtype``.
-
-    Scales that do not change along the contraction multiply the result of FP8 operands; others are applied
-    inside it.
-
-    Args:
-        gemm: what is multiplied.
-        lhs: a ``QTensor``, or an array that stays wide.
-        rhs: likewise.
-    """
-    if gemm.dequantized or not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor)):
-        return wide_gemm(gemm, lhs, rhs)
-    per_block = lhs.quantizer.scales_along_contraction
-    if per_block != rhs.quantizer.scales_along_contraction:
-        return wide_gemm(gemm, lhs, rhs)
-    is_for_gpu = compile_target.value is not None or jax.default_backend() == "gpu"
-    is_too_old = is_for_gpu and compute_capability() < NATIVE_FP8 and not per_block
-    if is_too_old or not {lhs.codes.dtype, rhs.codes.dtype} <= set(_OCP_DTYPES):
-        return emulated_gemm(gemm, lhs, rhs)
-    return _platform_gemm(gemm, lhs, rhs)
-
-
-# A custom_jvp for one effect: it is opaque to the policies of jax.checkpoint. One that saves the results
-# of dots would otherwise find those of both branches, and keep each of them.
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _platform_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
-    on_cuda = cuda_block_gemm if lhs.quantizer.scales_along_contraction else cuda_gemm
-    return lax.platform_dependent(
-        lhs, rhs, cuda=partial(on_cuda, gemm), default=partial(emulated_gemm, gemm)
-    )
-
-
-@_platform_gemm.defjvp
-def _platform_gemm_jvp(gemm: Gemm, primals: Any, tangents: Any) -> Any:
-    del gemm, primals, tangents
-    raise TypeError(ONCE)

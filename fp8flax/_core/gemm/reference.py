@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8flax._core.gemm.request import Gemm
+from fp8flax._core.gemm.request import Gemm, is_of_codes
 from fp8flax._core.names import DEQUANTIZED, KEPT_WIDE, QDQ
 from fp8flax._core.qtensor import QTensor, dequantized
 from fp8flax._core.scaling import apply_scales
@@ -48,6 +48,28 @@ def _num_parts(x: jax.Array) -> int:
     return math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
 
 
+def reference_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) -> jax.Array:
+    """Returns ``dot_general`` of the values of two operands, in ``gemm.out_dtype``.
+
+    Scales that do not change along the contraction multiply the result; others are applied to the operands.
+
+    Args:
+        gemm: what is multiplied.
+        lhs: a ``QTensor``, or an array that stays wide.
+        rhs: a ``QTensor``, or an array that stays wide.
+    """
+    if not is_of_codes(gemm, lhs, rhs):
+        return wide_gemm(gemm, lhs, rhs)
+    assert isinstance(lhs, QTensor)
+    assert isinstance(rhs, QTensor)
+    # Float32 holds FP8 values and their products exactly.
+    wide = jnp.dtype(jnp.float64 if gemm.out_dtype == jnp.float64 else jnp.float32)
+    if lhs.quantizer.scales_along_contraction:
+        return dequantized_gemm(gemm, lhs, rhs, wide)
+    out = dot(gemm, lhs.codes.astype(wide), rhs.codes.astype(wide), None, wide)
+    return scaled(gemm, out, lhs, rhs)
+
+
 def wide_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) -> jax.Array:
     """Multiplies in the dtypes that the operands had before they were quantized."""
     is_kept = gemm.recipe.lhs is None or gemm.recipe.rhs is None
@@ -77,15 +99,6 @@ def _wide_by_codes(gemm: Gemm, lhs: jax.Array, rhs: QTensor) -> jax.Array:
     wide = jnp.dtype(jnp.float64 if jnp.float64 in (lhs.dtype, gemm.out_dtype) else jnp.float32)
     out = dot(gemm, lhs, rhs.codes.astype(lhs.dtype), gemm.precision, wide)
     return (out * _as_columns(gemm, rhs.scale).astype(wide)).astype(gemm.out_dtype)
-
-
-def emulated_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
-    """Multiplies FP8 values in float32, which holds them and their products exactly."""
-    wide = jnp.dtype(jnp.float64 if gemm.out_dtype == jnp.float64 else jnp.float32)
-    if lhs.quantizer.scales_along_contraction:
-        return dequantized_gemm(gemm, lhs, rhs, wide)
-    out = dot(gemm, lhs.codes.astype(wide), rhs.codes.astype(wide), None, wide)
-    return scaled(gemm, out, lhs, rhs)
 
 
 def dequantized_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor, dtype: Any) -> jax.Array:

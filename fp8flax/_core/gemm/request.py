@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8flax._core.qtensor import View
+from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.recipes import GemmRecipe
 
 
@@ -78,3 +78,13 @@ class Gemm(NamedTuple):
         lhs, rhs = (View((size, depth), (1,), ()) for size in (rows, columns))
         gemm = self._replace(lhs=lhs, rhs=rhs, dimension_numbers=(((1,), (1,)), ((), ())))
         return gemm, (not behind[0], not behind[1])
+
+
+def is_of_codes(gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+    """Returns whether a GEMM multiplies FP8 codes: both operands are quantized, with one kind of scales."""
+    return (
+        not gemm.dequantized
+        and isinstance(lhs, QTensor)
+        and isinstance(rhs, QTensor)
+        and lhs.quantizer.scales_along_contraction == rhs.quantizer.scales_along_contraction
+    )

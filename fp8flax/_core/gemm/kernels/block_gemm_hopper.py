@@ -17,9 +17,6 @@ from fp8flax._core.names import BLOCK_GEMM_HOPPER
 # Two warpgroups multiply, each 64 rows of a tile of the result, and one warp of a third fetches.
 _ROWS = 64
 _TILE = 2 * _ROWS
-HOPPER = 9.0
-"""The compute capability, and the only one, whose units the kernel is written for."""
-
 HAS_MOSAIC = jax.__version_info__ >= (0, 10)
 """Whether Pallas's Mosaic GPU is that which the kernel is written in."""
 
