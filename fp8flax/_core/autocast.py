@@ -1,15 +1,12 @@
-"""``autocast``: the ambient recipe, which follows the context and is part of what jit remembers."""
+"""``autocast``: the ambient recipe of a thread, which is part of the cache key of ``jax.jit``."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import contextvars
-import functools
 import inspect
-import operator
 import threading
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,121 +15,57 @@ from fp8flax._core.recipes import Recipe, check_recipe
 
 _OFF = "off"
 
-_jit_key = jax.make_user_context(None)
-"""The ambient recipe in jit's key: a ``_Key``, or None in a thread that never entered ``autocast``."""
+_jit_key: Any = jax.make_user_context(None)
+"""The ``_Ambient`` that the code of a thread runs under; None outside of ``autocast``."""
 
 
-# A user context belongs to the thread, and nothing tells us when one task of a thread gives way to another.
-# So the thread's is a key that looks into a context variable whenever jit compares it with the key of a
-# function that it has compiled. Once a cache may have stored a key, for which it is hashed, or an op traced
-# under it, the key is fixed, and the thread goes on with a new one. (Python takes an object to equal itself
-# without asking, so a key that is never fixed would match whatever it was stored with.)
-#
-# jit's table breaks if another thread changes it while two keys are compared, and any line of Python may
-# let another thread run. So the comparison is put together from functions that are written in C.
+class _Ambient:
+    """Holds an ambient recipe. Equal recipes share one ``_Ambient``, so jit compares its keys by identity.
+
+    A comparison in Python, such as that of two recipes, could let another thread run. That thread may
+    change the cache of jit while this thread reads it.
+    """
+
+    __slots__ = ("recipe",)
+
+    def __init__(self, recipe: Any) -> None:
+        self.recipe = recipe
 
 
-class _Entry:
-    """A ``with`` statement of ``autocast`` that has been entered, on that which was entered before it."""
-
-    __slots__ = ("below", "compare", "is_open", "value")
-
-    __call__ = property(operator.attrgetter("compare"))
-    """Says whether a key is that of the recipe."""
-
-    def __init__(self, value: Any, below: _Entry | None) -> None:
-        self.value, self.below, self.is_open = value, below, True
-        self.compare: Any = functools.partial(operator.eq, _token(value))
-
-    def __iter__(self) -> Iterator[_Entry]:
-        """Yields it and all below."""
-        entry: _Entry | None = self
-        while entry is not None:
-            yield entry
-            entry = entry.below
-
-    def lay_on(self, below: _Entry | None) -> None:
-        self.below = below
-        if not self.is_open:
-            self.compare = below
-
-    def close(self) -> None:
-        """Lets what is below hold in all contexts that are in it."""
-        self.is_open = False
-        self.lay_on(self.below)
+_ambients: dict[Any, _Ambient] = {}
 
 
-def _innermost(entry: _Entry) -> _Entry:
-    return next(e for e in entry if e.is_open)
+class _Entry(NamedTuple):
+    """A ``with`` statement of ``autocast`` that was entered and not left yet."""
 
-
-_tokens: dict[Any, object] = {None: None}
-
-
-def _token(value: Any) -> object:
-    """Returns an object of its own for each recipe, which C code compares; None for none."""
-    return _tokens.setdefault(value, object())
-
-
-_NOWHERE = _Entry(None, None)
-"""Below all others, and always open."""
+    owner: _Autocast
+    setting: Any
+    """JAX's context manager. When it exits, it restores the ``_Ambient`` from before it was entered."""
+    task: asyncio.Task[Any] | None
+    """The asyncio task that entered, if any."""
 
 
 class _Thread(threading.local):
-    """The context variable of one thread, the innermost ``_Entry``; other threads see no such variable."""
-
-    var: contextvars.ContextVar[_Entry] | None = None
-    get = staticmethod(
-        functools.partial(operator.itemgetter(0), [functools.partial(operator.is_, object())])
-    )
-    """What they see: a comparison that is never true."""
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []
 
 
-class _Key:
-    __slots__ = ("compare", "thread", "token")
-
-    __eq__ = property(operator.methodcaller("compare"))
-    """``compare`` returns the function that is called with the other key."""
-
-    def __init__(self, thread: _Thread) -> None:
-        self.thread, self.token = thread, _token(None)
-        self.compare = functools.partial(operator.methodcaller("get"), thread)
-
-    def fix(self) -> None:
-        if _jit_key.value is self:
-            self.token = _token(_ambient())
-            self.compare = functools.partial(
-                operator.itemgetter(0), [functools.partial(operator.eq, self.token)]
-            )
-            _jit_key(_Key(self.thread)).__enter__()  # to stay
-
-    def __hash__(self) -> int:
-        self.fix()
-        return hash(self.token)
+_thread = _Thread()
 
 
-def _context_variable() -> contextvars.ContextVar[_Entry] | None:
-    """Returns that of the thread; None if the thread never entered ``autocast``."""
-    key = _jit_key.value
-    return None if key is None else key.thread.var
-
-
-def _ambient() -> Any:
-    """Returns the recipe of ops that were given none, ``_OFF``, or None where nothing was said."""
-    var = _context_variable()
-    return None if var is None else _innermost(var.get()).value
-
-
-def _fix_key() -> None:
-    """Fixes the key that a function is being traced under, if one is."""
-    if _jit_key.value is not None:
-        _jit_key.value.fix()
+def _current_task() -> asyncio.Task[Any] | None:
+    """Returns the asyncio task that runs now; None outside of an event loop."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
 
 
 class _Autocast(contextlib.ContextDecorator):
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self._entries: list[_Entry] = []
+    """Sets the ambient recipe of a thread. One object may be entered again, also by another thread."""
+
+    def __init__(self, recipe: Any) -> None:
+        self._ambient = _ambients.setdefault(recipe, _Ambient(recipe))
 
     def __call__(self, func: Any) -> Any:
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -145,32 +78,37 @@ class _Autocast(contextlib.ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> None:
-        var = _context_variable()
-        if var is None:
-            thread, var = _Thread(), contextvars.ContextVar("autocast", default=_NOWHERE)
-            thread.var, thread.get = var, var.get
-            _jit_key(_Key(thread)).__enter__()  # to stay
-        _fix_key()
-        entry = _Entry(self._value, _innermost(var.get()))
-        self._entries.append(entry)
-        var.set(entry)
+        entries, task = _thread.entries, _current_task()
+        inside = entries[-1].task if entries else None
+        if inside is not None and inside is not task:
+            who = "Code outside of all tasks" if task is None else f"The asyncio task {task.get_name()!r}"
+            raise RuntimeError(
+                f"{who} entered autocast while the task {inside.get_name()!r} of the same thread is inside "
+                "of autocast. autocast sets one recipe for the whole thread, so each task would change the "
+                "recipe of the other. Leave autocast before each await, enter it once around the code that "
+                "starts the tasks, or give the ops a recipe of their own."
+            )
+        setting = _jit_key(self._ambient)
+        setting.__enter__()
+        entries.append(_Entry(self, setting, task))
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        _fix_key()
-        var = _context_variable()
-        here = [] if var is None else list(var.get())
-        mine = [entry for entry in here if entry in self._entries]
-        entry = mine[0] if mine else self._entries[-1]
-        self._entries.remove(entry)
-        # Tasks that were started under it go on with it, in their copies of the context. But a generator
-        # may be closed in another context than that it was entered in, where it is to end too.
-        if not mine or kind is GeneratorExit:
-            entry.close()
-        if var is not None and mine:
-            if entry is here[0]:
-                var.set(here[1])
-            else:
-                here[here.index(entry) - 1].lay_on(entry.below)
+    def __exit__(self, *error: object) -> None:
+        entries = _thread.entries
+        mine = [i for i, entry in enumerate(entries) if entry.owner is self]
+        if not mine:
+            raise RuntimeError(
+                f"autocast was left in the thread {threading.current_thread().name!r}, which had not "
+                "entered it. The recipe stays set in the thread that entered. Leave autocast, and close a "
+                "generator that is suspended under it, in the thread that entered."
+            )
+        last = mine[-1]
+        left = entries.pop(last)
+        if last == len(entries):
+            left.setting.__exit__(*error)
+        else:
+            # An inner entry is still open, so its recipe stays set. The next inner entry must restore, when
+            # it is left, what was set before this one.
+            entries[last] = entries[last]._replace(setting=left.setting)
 
 
 def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.AbstractContextManager[None]:
@@ -181,11 +119,11 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
     is called under another recipe is traced again. The backward pass uses the recipe of its forward pass,
     wherever it runs.
 
-    ``autocast`` holds for the thread that enters it. Threads that are started under it, also by
-    ``asyncio.to_thread``, must enter it themselves. An asyncio task starts with the recipe of the code that
-    creates it, and keeps it. A generator shares the context of its caller, as with context variables: while
-    it is suspended under ``autocast``, the caller is under it too. This ends when the generator leaves
-    ``autocast`` or is closed.
+    ``autocast`` belongs to the thread that enters it. Other threads, also those of ``asyncio.to_thread``,
+    must enter it themselves. While an asyncio task is inside of ``autocast``, the other tasks of the thread
+    compute with its recipe, and get an error if they enter ``autocast``. While a generator is suspended
+    under ``autocast``, its caller is under it too, until the generator leaves ``autocast`` or is closed.
+    Contexts may be left in any order: the recipe in use is that of the last one entered and not yet left.
 
     A recipe with scaling state (``DelayedScaling``) needs that state in the variables. Call ``init`` of the
     model, or ``fp8flax.add_fp8_state``, under the recipe.
@@ -201,6 +139,8 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
     Raises:
         TypeError: ``enabled`` is not a bool; ``recipe`` is neither a frozen recipe nor None; or the
             decorated function is a generator or a coroutine function.
+        RuntimeError: ``autocast`` is entered while another asyncio task of the thread is inside of it; or
+            is left in a thread that did not enter it.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -218,8 +158,7 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
 
 def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:
     """Returns the recipe of an op: its own, else the ambient one, else its default; None if FP8 is off."""
-    _fix_key()
-    ambient = _ambient()
+    ambient = None if _jit_key.value is None else _jit_key.value.recipe
     if ambient is _OFF:
         return None
     if own is not None:

@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-import contextvars
 import gc
 import random
 import sys
 import threading
+from concurrent import futures
 from functools import partial
 
 import flax.linen as nn
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.autocast import _jit_key, recipe_in_use
+from fp8flax._core.autocast import recipe_in_use
 from tests.cases import OWG, variables_of
 
 X = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
@@ -274,57 +274,94 @@ def in_force(variables, expected):
 
 
 def in_a_thread(function):
-    """Returns what the function returns in a new thread, under none of this one's context variables."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(contextvars.Context().run(function)))
-    thread.start()
-    thread.join()
-    return results[0]
+    """Returns what the function returns in a new thread, or raises its error."""
+    with futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
-def test_each_task_computes_with_its_own_recipe(in_force):
-    """Three tasks take turns, and leave in the order in which they entered."""
+def meanwhile(first, second):
+    """Runs two tasks. ``second`` is called while the first task is under MX, which then calls ``first``."""
 
-    async def run(name, steps):
-        seen = [in_force()]
-        with fp8.autocast(enabled=name != "off", recipe=RECIPES.get(name)):
-            for _ in range(steps):
-                await asyncio.sleep(0)
-                seen.append(in_force())
-        await asyncio.sleep(0)
-        return [*seen, in_force()]
-
-    async def main():
-        results = await asyncio.gather(run("MX", 2), run("current", 3), run("off", 4))
-        return results, in_force()
-
-    for _ in range(2):  # compiling, then compiled
-        results, after = asyncio.run(main())
-        for name, steps, seen in zip(("MX", "current", "off"), (2, 3, 4), results):
-            assert seen == ["delayed", *[name] * steps, "delayed"]
-        assert after == in_force() == "delayed"
-
-
-def test_a_task_keeps_the_recipe_that_it_was_started_under(in_force):
-    async def child(go_on):
-        before = in_force()
-        with fp8.autocast(recipe=CURRENT):
-            await go_on.wait()
-            inside = in_force()
-        return before, inside, in_force()
-
-    async def main():
-        go_on = asyncio.Event()
+    async def run_first(started, finished):
         with fp8.autocast(recipe=MX):
-            task = asyncio.create_task(child(go_on))
-            await asyncio.sleep(0)
-            assert in_force() == "MX"
-        assert in_force() == "delayed"
-        go_on.set()
-        assert await task == ("MX", "current", "MX")
+            started.set()
+            await finished.wait()
+            return first()
+
+    async def run_second(started, finished):
+        await started.wait()
+        try:
+            return second()
+        finally:
+            finished.set()
+
+    async def main():
+        events = asyncio.Event(), asyncio.Event()
+        tasks = [
+            asyncio.create_task(run(*events), name=name)
+            for run, name in ((run_first, "first"), (run_second, "second"))
+        ]
+        return await asyncio.gather(*tasks)
+
+    return asyncio.run(main())
+
+
+def test_a_task_that_runs_meanwhile_computes_with_that_recipe(in_force):
+    for _ in range(2):  # compiling, then compiled
+        assert meanwhile(in_force, in_force) == ["MX", "MX"]
         assert in_force() == "delayed"
 
-    asyncio.run(main())
+
+def test_a_task_may_not_enter_while_another_is_inside(in_force):
+    def enter():
+        message = (
+            r"The asyncio task 'second' entered autocast while the task 'first' .*Leave autocast before"
+        )
+        with pytest.raises(RuntimeError, match=message), fp8.autocast(recipe=CURRENT):
+            pass
+        return in_force()
+
+    assert meanwhile(in_force, enter) == ["MX", "MX"]
+    assert in_force() == "delayed"
+
+
+def test_a_callback_may_not_enter_while_a_task_is_inside(in_force):
+    seen = []
+
+    def callback():
+        with pytest.raises(RuntimeError, match="Code outside of all tasks entered autocast while"):
+            fp8.autocast().__enter__()
+        seen.append(in_force())
+
+    async def main():
+        with fp8.autocast(recipe=MX):
+            asyncio.get_running_loop().call_soon(callback)
+            await asyncio.sleep(0)
+        return in_force()
+
+    assert asyncio.run(main()) == "delayed"
+    assert seen == ["MX"]
+
+
+def test_tasks_that_enter_one_after_the_other(in_force):
+    """Under the recipe of the code that runs the event loop, which is no task."""
+
+    async def run(name):
+        before = in_force()
+        with fp8.autocast(recipe=RECIPES[name]), fp8.autocast(enabled=False):
+            assert in_force() == "off"
+        with fp8.autocast(recipe=RECIPES[name]):
+            now = in_force()
+        await asyncio.sleep(0)
+        return before, now, in_force()
+
+    async def main():
+        return await asyncio.gather(run("current"), run("MX"))
+
+    with fp8.autocast(recipe=MX):
+        assert asyncio.run(main()) == [("MX", name, "MX") for name in ("current", "MX")]
+        assert in_force() == "MX"
+    assert in_force() == "delayed"
 
 
 def under(recipe):
@@ -333,7 +370,7 @@ def under(recipe):
             yield
 
 
-def test_a_suspended_generator_shares_its_callers_context(in_force):
+def test_the_caller_of_a_suspended_generator_is_under_its_recipe(in_force):
     first, second = under(MX), under(CURRENT)
     next(first)
     assert in_force() == "MX"
@@ -358,13 +395,17 @@ def test_a_generator_that_nobody_closes(in_force):
     assert in_force() == "delayed"
 
 
-def test_a_generator_that_another_thread_or_context_closes(in_force):
-    for close_by in (in_a_thread, lambda close: contextvars.copy_context().run(close)):
+def test_a_thread_cannot_leave_for_another(in_force):
+    def closed_by_another():
         generator = under(MX)
         next(generator)
-        assert in_force() == "MX"
-        close_by(generator.close)
-        assert in_force() == "delayed"
+        message = "left in the thread .*, which had not entered it. The recipe stays set in the thread that"
+        with pytest.raises(RuntimeError, match=message):
+            in_a_thread(generator.close)
+        return in_force()
+
+    assert in_a_thread(closed_by_another) == "MX"
+    assert in_force() == "delayed"
 
 
 def test_an_asynchronous_generator_that_nobody_closes(in_force):
@@ -388,16 +429,14 @@ def test_an_asynchronous_generator_that_nobody_closes(in_force):
 
 def test_a_thread_has_its_own(in_force):
     with fp8.autocast(recipe=MX):
-        context = contextvars.copy_context()
         assert in_a_thread(in_force) == "delayed"
-        assert in_a_thread(lambda: context.run(in_force)) == "delayed"
         assert asyncio.run(asyncio.to_thread(in_force)) == "delayed"
 
         def enters():
             with fp8.autocast(recipe=CURRENT):
                 return in_force(), in_a_thread(in_force)
 
-        assert in_a_thread(lambda: context.run(enters)) == ("current", "delayed")
+        assert in_a_thread(enters) == ("current", "delayed")
         assert in_force() == "MX"
 
 
@@ -425,22 +464,18 @@ def test_one_object_is_used_many_times(in_force):
     assert in_force() == "delayed"
 
 
-def test_one_object_in_two_tasks(in_force):
-    context = fp8.autocast(recipe=MX)
+def test_one_object_in_two_threads(in_force):
+    context, both = fp8.autocast(recipe=MX), threading.Barrier(2, timeout=60)
 
-    async def run(steps):
-        with context:
-            for _ in range(steps):
-                await asyncio.sleep(0)
-                assert in_force() == "MX"
-        await asyncio.sleep(0)
-        assert in_force() == "delayed"
+    def run(name):
+        with context, fp8.autocast(recipe=RECIPES[name]), context:
+            both.wait()
+            seen = [in_force()]
+        both.wait()
+        return [*seen, in_force()]
 
-    async def main():
-        await asyncio.gather(run(1), run(2))
-
-    asyncio.run(main())
-    assert in_force() == "delayed"
+    with futures.ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, RECIPES)) == [["MX", "delayed"]] * 2
 
 
 def test_what_it_does_not_decorate():
@@ -503,56 +538,26 @@ def test_a_compiled_function_is_found_without_a_line_of_python():
     assert calls == []
 
 
-def test_the_key_of_another_thread_that_may_change_matches_nothing():
-    def enter():
-        with fp8.autocast(recipe=MX):
-            context = contextvars.copy_context()
-        return _jit_key.value, context
-
-    key, context = in_a_thread(enter)
-    with fp8.autocast(recipe=MX):
-        for other in (None, _jit_key.value, *AMBIENT):
-            assert key != other
-            assert context.run(key.__ne__, other)
-
-
 @pytest.mark.parametrize("seed", range(4))
-def test_random_tasks_and_generators(seed):
-    """Whatever takes turns with whatever, a function runs as compiled for the recipe of its caller."""
-    options = [{"recipe": MX}, {"recipe": CURRENT}, {"enabled": False}, {}]
+def test_contexts_that_are_left_in_any_order(seed):
+    """A function always runs as compiled for the innermost context that is open."""
+    contexts = [fp8.autocast(recipe=MX), fp8.autocast(recipe=CURRENT), fp8.autocast(False), fp8.autocast()]
     choose = random.Random(seed)
     functions = [jax.jit(number_in_use), jax.jit(lambda x: jax.jit(number_in_use)(x)), number_in_use]
-
-    def check(wanted):
-        assert recipe_in_use(OWN, DEFAULT) is (None if wanted == 2 else OWN)
-        assert choose.choice(functions)(np.int32(0)) == wanted
-
-    async def wander(outer, depth):
-        for _ in range(choose.randrange(4)):
-            check(outer)
-            await asyncio.sleep(0)
-            check(outer)
-            match choose.randrange(4) if depth else 3:
-                case 0:
-                    inner = choose.randrange(4)
-                    with fp8.autocast(**options[inner]):
-                        await wander(inner, depth - 1)
-                case 1:
-                    tasks = [asyncio.create_task(wander(outer, depth - 1)) for _ in range(2)]
-                    await wander(outer, depth - 1)
-                    await asyncio.gather(*tasks)
-                case 2:
-                    generators = [under(recipe) for recipe in (MX, CURRENT)]
-                    for generator in generators:
-                        next(generator)
-                    choose.shuffle(generators)
-                    await asyncio.sleep(0)
-                    for generator in generators:
-                        generator.close()
-            check(outer)
-
-    async def main():
-        await asyncio.gather(*(wander(3, 3) for _ in range(4)))
-
-    asyncio.run(main())
-    check(3)
+    opened = []
+    for _ in range(60):
+        if choose.random() < 0.5 or not opened:
+            opened.append(choose.randrange(4))
+            contexts[opened[-1]].__enter__()
+        else:
+            left = choose.choice(opened)
+            contexts[left].__exit__(None, None, None)
+            del opened[len(opened) - 1 - opened[::-1].index(left)]
+        innermost = opened[-1] if opened else 3
+        assert recipe_in_use(OWN, DEFAULT) is (None if innermost == 2 else OWN)
+        assert choose.choice(functions)(np.int32(0)) == innermost
+    for left in opened:
+        contexts[left].__exit__(None, None, None)
+    assert number_in_use(0) == 3
+    with pytest.raises(RuntimeError, match="which had not entered it"):
+        contexts[0].__exit__(None, None, None)
