@@ -13,7 +13,7 @@ from jax import lax
 
 import fp8flax as fp8
 from benchmarks.step_cpu import residual_bytes
-from fp8flax._train.collection import merge_by_max
+from fp8flax._core.state.tree import merge_by_max
 from tests import reference, reference_recipes
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT

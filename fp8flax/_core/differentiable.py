@@ -20,14 +20,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8flax._core.amax import amaxes_of_parts, delayed_amax, largest_of
-from fp8flax._core.delayed import (
+from fp8flax._core.state.state import (
     ScalingState,
     calibrated_state,
     check_state,
     delayed_config,
-    delayed_scales,
-    next_state_of,
+    next_state,
     report_calibrated,
+    scale_of,
     state_to_keep,
 )
 from fp8flax._core.formats import is_wide_float
@@ -350,18 +350,10 @@ def on_automatic_axes(plan: Plan, f: Callable[..., Any], out_shardings: Any, *ar
 
 def scales_of(plan: Plan, states: States) -> dict[str, jax.Array]:
     """Returns the scale of each role with delayed scaling."""
-    return scales_of_each([plan], [states])[0]
-
-
-def scales_of_each(plans: Sequence[Plan], states: Sequence[States]) -> list[dict[str, jax.Array]]:
-    """Returns ``scales_of`` of several contractions."""
-    delayed = [(i, role, q) for i, plan in enumerate(plans) for role, q in plan.recipe.delayed.items()]
-    configs = [delayed_config(quantizer) for _, _, quantizer in delayed]
-    found = delayed_scales(configs, [getattr(states[i], role) for i, role, _ in delayed])
-    scales: list[dict[str, jax.Array]] = [{} for _ in plans]
-    for (i, role, _), scale in zip(delayed, found):
-        scales[i][role] = scale
-    return scales
+    return {
+        role: scale_of(delayed_config(quantizer), getattr(states, role))
+        for role, quantizer in plan.recipe.delayed.items()
+    }
 
 
 class _Residuals(NamedTuple):
@@ -488,7 +480,7 @@ def _differentiable_bwd(
     if g_amaxes is not None:
         amaxes = {**amaxes, "output_grad": g_amaxes}
     amax = dict(zip(amaxes, largest_of(list(amaxes.values()))))
-    new = {role: next_state_of(amax[role], scales[role], getattr(states, role)) for role in scales}
+    new = {role: next_state(amax[role], scales[role], getattr(states, role)) for role in scales}
     for i, operand in enumerate((plan.lhs, plan.rhs)):
         # Inside shard_map an operand that is the same everywhere gets the sum of all cotangents.
         grads[i] = sum_to_axes(grads[i], operand.axes).astype(operand.dtype)

@@ -71,11 +71,6 @@ def traced_once(f: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def kind_of(x: Any) -> Any:
-    """Returns what arrays have in common that can be stacked: their type, and where they lie."""
-    return jax.typeof(x), None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-
-
 def _lower_apart(ctx: Any, x: Any) -> Any:
     if tuple(ctx.module_context.platforms) != ("cpu",):
         return [x]
@@ -168,57 +163,6 @@ _unless_cpu_p.def_abstract_eval(lambda *avals, on_cpu, otherwise: on_cpu.out_ava
 mlir.register_lowering(_unless_cpu_p, _lower_unless_cpu, cacheable=False)
 ad.primitive_jvps[_unless_cpu_p] = _differentiate_unless_cpu
 batching.primitive_batchers[_unless_cpu_p] = _batch_unless_cpu
-
-
-def each_alike(
-    f: Callable[..., Any],
-    *args: Sequence[Any],
-    read_once: bool = True,
-    in_parts: bool = False,
-    loops: bool = False,
-) -> list[Any]:
-    """Returns ``[f(*each) for each in zip(*args)]``, of trees of arrays that can be stacked.
-
-    GPUs get it as one array, for which they start a few kernels and not some for each. CPUs do not: XLA
-    would compile stacked arrays anew into all that reads them.
-
-    Args:
-        f: a function of trees of arrays.
-        *args: its arguments, a list of each.
-        read_once: whether each array is read by one kernel alone. Where a step is donated arrays that
-            several kernels read, XLA copies them before it writes the next values over them.
-        in_parts: whether GPUs compute ``f`` of each part of that array, and not of the whole: for large
-            results that a step returns, each in a place of its own, so that no array of all is cut up.
-        loops: whether CPUs do it in a loop, and not one by one. Either may compile in half the time of the
-            other, depending on what is around it: to be measured for each call.
-    """
-    (number,) = {len(arg) for arg in args}
-    if number == 1:
-        return [f(*(arg[0] for arg in args))]
-
-    once = jax.jit(f)  # traced once, for all of what follows
-
-    def one_by_one(*args: Any) -> list[Any]:
-        return [once(*each) for each in zip(*args)]
-
-    def stacked(run: Callable[..., Any], *args: Any) -> Any:
-        whole = jax.tree.map(lambda *xs: jnp.stack(xs), *zip(*args))
-        return run(*(lax.optimization_barrier(whole) if read_once else whole))
-
-    def parts(tree: Any) -> list[Any]:
-        leaves, treedef = jax.tree.flatten(tree)
-        split = [[lax.squeeze(part, [0]) for part in lax.split(x, [1] * number)] for x in leaves]
-        return [treedef.unflatten([parts[i] for parts in split]) for i in range(number)]
-
-    def in_a_loop(*args: Any) -> list[Any]:
-        return parts(stacked(lambda *xs: lax.map(lambda each: f(*each), xs), *args))
-
-    def at_once(*args: Any) -> list[Any]:
-        if in_parts:
-            return one_by_one(*stacked(lambda *xs: map(parts, xs), *args))
-        return parts(stacked(jax.vmap(once), *args))
-
-    return unless_cpu(at_once, in_a_loop if loops else one_by_one, *map(list, args))
 
 
 def manual_axes(x: Any) -> frozenset[str]:

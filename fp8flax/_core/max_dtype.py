@@ -221,7 +221,7 @@ Example:
 
 DIGEST_SIZE = 6
 digest_dtype = MaxDtype(np.dtype(np.float32), (DIGEST_SIZE,))
-"""A scale with more numbers to each, see ``delayed.Digest``; all merge as ``fp32_max_grad`` does."""
+"""A scale with more numbers to each, see ``state.Digest``; all merge as ``fp32_max_grad`` does."""
 
 
 def is_max_dtype(x: Any) -> bool:
@@ -239,7 +239,7 @@ def from_max_dtype(x: Any) -> Any:
 
     A digest gives its scale.
     """
-    if is_digest(x) or is_packed(x):
+    if is_digest(x):
         return digested(x, 1)[0]
     return lax.stop_gradient(to_floats(x)) if is_max_dtype(x) else x
 
@@ -247,32 +247,6 @@ def from_max_dtype(x: Any) -> Any:
 def is_digest(x: Any) -> bool:
     """Tells whether ``x`` is an array (or tracer) of ``digest_dtype``."""
     return getattr(x, "dtype", None) == digest_dtype
-
-
-def is_packed(x: Any) -> bool:
-    """Tells whether ``x`` is an array (or tracer) of the digests of several tensors."""
-    return is_max_dtype(x) and math.prod(x.dtype.element_shape) > DIGEST_SIZE
-
-
-# Derivation. Each digest is a part of the result, and gets that part of its cotangent.
-@jax.custom_vjp
-def packed(digests: list[jax.Array]) -> jax.Array:
-    """Returns digests of one shape as one array, of the same shape."""
-    whole = jnp.concatenate(list(map(to_floats, digests)), axis=-1)
-    return of_floats(MaxDtype(digest_dtype.float_dtype, whole.shape[-1:]), whole)
-
-
-# Derivation. The same the other way round.
-@jax.custom_vjp
-def unpacked(x: jax.Array) -> list[jax.Array]:
-    """Returns the digests that ``packed`` was given."""
-    numbers = to_floats(x)
-    parts = lax.split(numbers, [DIGEST_SIZE] * (numbers.shape[-1] // DIGEST_SIZE), axis=-1)
-    return [of_floats(digest_dtype, part) for part in parts]
-
-
-packed.defvjp(lambda digests: (packed(digests), None), lambda _, g: (unpacked(g),))
-unpacked.defvjp(lambda x: (unpacked(x), None), lambda _, grads: (packed(grads),))
 
 
 def to_digest(*numbers: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._core.amax import largest_of
-from fp8flax._core.delayed import next_state_of, state_to_keep
+from fp8flax._core.state.state import next_state, state_to_keep
 from fp8flax._core.differentiable import (
     Entering,
     Operand,
@@ -29,7 +29,7 @@ from fp8flax._core.differentiable import (
     named_scaling,
     quantized_with_amax,
     restored,
-    scales_of_each,
+    scales_of,
 )
 from fp8flax._core.dot_general import DotPlan
 from fp8flax._core.gemm.kernels.cast_transpose import Cast, Casting, cast_transposed
@@ -196,7 +196,7 @@ def _mlp_fwd(
     states: tuple[States, ...],
 ) -> tuple[jax.Array, _Residuals]:
     plans = *plan.into, plan.out_of
-    scales = named_scaling(scales_of_each(plans, states))
+    scales = named_scaling([scales_of(one, state) for one, state in zip(plans, states)])
     for of_one in scales[1:-1]:  # gate and up take the same input, once
         of_one["input"] = scales[0]["input"]
     entered = input_of(plan.into[0], x, scales[0]["input"])
@@ -279,7 +279,7 @@ def _mlp_bwd(plan: MlpPlan, residuals: _Residuals, g: jax.Array) -> Any:
     leaves, treedef = jax.tree.flatten(parts)
     amaxes = treedef.unflatten(largest_of(leaves))
     new = tuple(
-        States(**{role: next_state_of(amax[role], s[role], getattr(state, role)) for role in s})
+        States(**{role: next_state(amax[role], s[role], getattr(state, role)) for role in s})
         for amax, s, state in zip(amaxes, scales, kept.states)
     )
     sums = [cast.sums[None] for cast in casts if cast.sums is not None]

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8flax._core.amax import delayed_amax
-from fp8flax._core.delayed import (
+from fp8flax._core.state.state import (
     DelayedConfig,
     ScalingState,
     check_state,
-    delayed_scale,
-    next_state_of,
+    next_state,
+    scale_of,
     state_to_keep,
 )
 from fp8flax._core.formats import as_fp8_dtype
@@ -61,14 +61,14 @@ def _in_qdq(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any
 
 def _in_qdq_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> Any:
     state = ScalingState(scale, amax_history)
-    new_scale = delayed_scale(config, state)
+    new_scale = scale_of(config, state).reshape(state.scale.shape)
     out = _straight_through(config, inp, new_scale)
-    return out, next_state_of(delayed_amax(inp), new_scale, state_to_keep(state))
+    return out, next_state(delayed_amax(inp), new_scale, state_to_keep(state))
 
 
-def _in_qdq_bwd(config: DelayedConfig, next_state: Any, g: jax.Array) -> Any:
+def _in_qdq_bwd(config: DelayedConfig, after: Any, g: jax.Array) -> Any:
     del config
-    return g, *next_state
+    return g, *after
 
 
 _in_qdq.defvjp(_in_qdq_fwd, _in_qdq_bwd)
@@ -86,10 +86,10 @@ def _out_qdq_fwd(config: DelayedConfig, out: jax.Array, scale: Any, amax_history
 
 
 def _out_qdq_bwd(config: DelayedConfig, state: ScalingState, g: jax.Array) -> Any:
-    new_scale = delayed_scale(config, state)
+    new_scale = scale_of(config, state).reshape(state.scale.shape)
     g = inf_to_nan(g)
     q_g = _straight_through(config, g, new_scale)
-    return q_g, *next_state_of(delayed_amax(g), new_scale, state_to_keep(state))
+    return q_g, *next_state(delayed_amax(g), new_scale, state_to_keep(state))
 
 
 _out_qdq.defvjp(_out_qdq_fwd, _out_qdq_bwd)
@@ -102,14 +102,14 @@ def _in_q(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) 
 
 def _in_q_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> Any:
     state = ScalingState(scale, amax_history)
-    new_scale = delayed_scale(config, state)
+    new_scale = scale_of(config, state).reshape(state.scale.shape)
     q = quantize(inp, config.q_dtype, new_scale, config.compute_dtype)
-    return (q, new_scale), next_state_of(delayed_amax(inp), new_scale, state_to_keep(state))
+    return (q, new_scale), next_state(delayed_amax(inp), new_scale, state_to_keep(state))
 
 
-def _in_q_bwd(config: DelayedConfig, next_state: Any, g: Any) -> Any:
+def _in_q_bwd(config: DelayedConfig, after: Any, g: Any) -> Any:
     del config, g
-    return None, *next_state
+    return None, *after
 
 
 _in_q.defvjp(_in_q_fwd, _in_q_bwd)

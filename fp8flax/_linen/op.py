@@ -18,7 +18,7 @@ import numpy as np
 from flax.core import DenyList
 
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.delayed import ScalingState, unpacked_states
+from fp8flax._core.state.state import ScalingState
 from fp8flax._core.differentiable import FORMS, States
 from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.max_dtype import is_max_dtype
@@ -141,7 +141,7 @@ class Fp8Op(nn.Module):
                 stacklevel=1,
             )
         states = {r: self._declare(r, delayed[r], stacked.get(r, ())) for r in ROLES if r in delayed}
-        return States(**unpacked_states(states))
+        return States(**states)
 
     def _is_named_mutable(self) -> bool:
         """Tells whether ``apply`` was asked by name to return the state, and was given one."""

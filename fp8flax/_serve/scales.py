@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.delayed import ScalingState, delayed_config, delayed_scale
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
 from fp8flax._core.recipes import CustomRecipe
+from fp8flax._core.state.state import ScalingState, delayed_config, scale_of
 from fp8flax._linen.op import MissingStateError
 from fp8flax._serve.trees import Path
 
@@ -59,7 +59,7 @@ def _next(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
 
     def of_states(scale: jax.Array, history: jax.Array) -> jax.Array:
         if scale.ndim == 1:
-            return delayed_scale(delayed_config(quantizer), ScalingState(scale, history)).reshape((1,))
+            return scale_of(delayed_config(quantizer), ScalingState(scale, history)).reshape((1,))
         own = [i for i, (a, b) in enumerate(zip(scale.shape, history.shape)) if a != b] or [scale.ndim - 1]
         axis = next(i for i in range(scale.ndim) if i not in own[-1:])
         return jax.vmap(of_states, in_axes=axis, out_axes=axis)(scale, history)

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.delayed import ScalingState
 from fp8flax._core.differentiable import States
 from fp8flax._core.dot_general import frozen_dot_general
 from fp8flax._core.names import PARAMS, state_leaf_names
 from fp8flax._core.options import if_of_other_api
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, Recipe
+from fp8flax._core.state.state import ScalingState
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.calls import Call, as_jax
 from fp8flax._model.rules import Rules
@@ -94,7 +94,7 @@ class ServingCall(Call):
 
     def finish(self, model: Any, method: str) -> None:
         stored = {path for op in self._ops.values() for path, _ in op.kernels}
-        if read := sorted(stored & self.provenance.used_otherwise):
+        if read := sorted(stored & self.origins.used_otherwise):
             raise ValueError(
                 f"{type(model).__name__}.{method} reads {', '.join(map('/'.join, read))} outside of an FP8 "
                 "op. These parameters are stored in FP8, because this did not happen when the model was "
@@ -138,15 +138,15 @@ class ServingCall(Call):
         """Returns an op's kernel as it is stored, None where it is not; ``rhs`` stands in its place."""
         if not served.kernels:
             return None
-        derived = self.provenance.of(rhs, op.scope)
+        origin = self.origins.of(rhs, op.scope)
         stored = [path for path, _ in served.kernels]
-        if derived is None or derived.rebuild is None or [s.path for s in derived.sources] != stored:
+        if origin is None or origin.rebuild is None or [s.path for s in origin.sources] != stored:
             raise ValueError(
                 f"The kernel of the FP8 op at {'/'.join(op.path)} comes from other parameters than when "
                 "the model was frozen. Freeze it with inputs like those that it serves."
             )
         parts = tuple(constant(op.get_variable(SERVED, name)) for name in served.codes)
-        codes, scale = derived.rebuild(parts, False), constant(op.get_variable(SERVED, KERNEL_SCALE))
+        codes, scale = origin.rebuild(parts, False), constant(op.get_variable(SERVED, KERNEL_SCALE))
         return QTensor(codes, scale, served.gemms.forward.rhs)
 
 

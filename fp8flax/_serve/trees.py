@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 
 from fp8flax._core.names import PARAMS
-from fp8flax._train.collection import key_name
+from fp8flax._core.state.tree import key_name
 
 Path = tuple[str, ...]
 

@@ -15,8 +15,8 @@ from jax import lax
 from jax.tree_util import DictKey, KeyPath
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, state_leaf_names
+from fp8flax._core.state.tree import check_state_dtype, path_str, split_state
 from fp8flax._linen.op import SAME_STATE, USE_THAT_OP, Fp8Op
-from fp8flax._train.collection import check_state_dtype, path_str, split_state
 
 _SCALE_NAMES = frozenset(state_leaf_names(role)[0] for role in ROLES)
 _SCALE_OF = {history: scale for scale, history in map(state_leaf_names, ROLES)}

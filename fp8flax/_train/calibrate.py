@@ -17,7 +17,7 @@ from fp8flax._core.differentiable import calibrating
 from fp8flax._core.jax_rules import UNCHECKED, current_manual_axes, merged_in
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.scaling import SMALLEST_SCALE
-from fp8flax._train.collection import check_state_dtype, merge_by_max, next_state, path_str, unmerge
+from fp8flax._core.state.tree import check_state_dtype, kept_state, path_str, to_max, unmerge
 
 
 def calibrate(
@@ -131,7 +131,7 @@ def _settled(old: Any, merged: Any) -> Any:
         # Of a tensor that was zero in all batches.
         lambda before, after: jnp.where(after == SMALLEST_SCALE, before, after),
         old,
-        next_state(old, merged),
+        kept_state(old, merged),
     )
 
 
@@ -235,7 +235,7 @@ def _measure(
     """Returns what a batch says of the scaling state, as a gradient."""
 
     def run(state: Any) -> Any:
-        given = {**variables, **merge_by_max(state, resolve=False)}
+        given = {**variables, **to_max(state)}
         with merged_in(current_manual_axes()):
             return unmerge(fun(type(variables)(given), batch))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -12,22 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._core.delayed import ScalingState
-from fp8flax._core.jax_rules import each_alike, vary_alike
+from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.names import ROLES, state_leaf_names
 from fp8flax._core.scaling import SMALLEST_SCALE, power_of_two, scale_exponent
-from fp8flax._train.collection import (
-    alike,
+from fp8flax._core.state.batching import each_alike
+from fp8flax._core.state.state import ScalingState
+from fp8flax._core.state.tree import (
+    Places,
     find_pairs,
     find_state,
+    groups_alike,
     history_axis,
     is_step,
-    next_state,
+    kept_of_tensor,
+    leaves_of_both,
     path_str,
 )
 
-# Past entries may differ by the rounding of an average over devices, of one number.
-_TOLERANCE = 2.0**-20
 _LARGE = 2.0**100
 # Smaller ones, divided by a loss scale, may be too small for float32.
 _MAY_VANISH = 2.0**-62
@@ -43,44 +46,41 @@ WHAT_TO_CALL = (
 def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
     """Returns the scaling state to keep after a step, given the old state and its "gradient".
 
-    A step enters one amax: the others must be those of the old history, where ``push_amax`` puts them, or
-    the history is the old one (no gradient arrived, or a NaN), or the maximum of both (``pmean_gradients``,
-    where one device kept it). A step from a history of zeros uses the old scale.
+    A step enters one amax: all other entries must be those of the old history, where ``push_amax`` puts
+    them. The old history is accepted, too (no gradient arrived, or a NaN), and the maximum of both
+    (``pmean_gradients``, if one device kept its history). A step from a history of zeros uses the old
+    scale.
 
-    What was divided since by a power of two, as Flax's ``DynamicScale`` does with all gradients, is
-    multiplied by it again. What was negated, as for gradient ascent, is negated again. What is nothing of
-    all this is the old state.
+    State that was divided by a power of two, as Flax's ``DynamicScale`` does with all gradients, is
+    multiplied by it again. For any other state the old one stays.
 
     Args:
         old: a tree of variables (or a bare collection) as it was before the step.
-        new: the gradient with respect to it; as for ``next_state``.
+        new: the gradient with respect to it; as for ``kept_state``.
 
     Returns:
-        The tree, and the paths of the histories that were given up; none under a trace, nor where no
+        The tree, and the paths of the histories that were refused. There are none under a trace, or if no
         process sees the values.
 
     Raises:
         TypeError: a leaf of scaling state in ``new`` is not float32.
         ValueError: the structures or the shapes of the scaling state differ.
     """
-    old_leaves, treedef = jax.tree_util.tree_flatten_with_path(old)
-    leaves = treedef.flatten_up_to(new)
-    if all(is_step(before, after) for (_, before), after in zip(old_leaves, leaves)):
+    flat, treedef = jax.tree.flatten(old)
+    if all(map(is_step, flat, treedef.flatten_up_to(new))):
         return new, []
-    leaves = jax.tree.leaves(next_state(old, new, poisonable=False))
-    given_up = []
-    for axis, pairs in alike([path for path, _ in old_leaves], [leaf for _, leaf in old_leaves], leaves):
-        if axis is None:
-            continue
-        olds = [ScalingState(old_leaves[i][1], old_leaves[j][1]) for i, j in pairs]
-        judged, is_next = judge(olds, [ScalingState(leaves[i], leaves[j]) for i, j in pairs], axis)
+    paths, old_leaves, leaves, treedef = leaves_of_both(old, new)
+    places = Places.of(paths, old_leaves)
+    olds, news = places.states(old_leaves), places.states(leaves)
+    refused = []
+    for group in groups_alike(places.axes, olds, news):
+        pairs = [places.pairs[k] for k in group]
+        judged, is_next = judge([olds[k] for k in group], [news[k] for k in group], places.axes[group[0]])
         for (i, j), tensor in zip(pairs, judged):
             leaves[i], leaves[j] = tensor.kept
         if not isinstance(is_next, jax.core.Tracer) and is_next.is_fully_replicated:
-            given_up += [
-                path_str(old_leaves[j][0]) for (_, j), ok in zip(pairs, np.asarray(is_next)) if not ok
-            ]
-    return treedef.unflatten(leaves), given_up
+            refused += [path_str(paths[j]) for (_, j), ok in zip(pairs, np.asarray(is_next)) if not ok]
+    return treedef.unflatten(leaves), refused
 
 
 class _Judged(NamedTuple):
@@ -108,40 +108,46 @@ def judge(
 
 def _judged_in_a_loop(axis: int, olds: list[ScalingState], news: list[ScalingState]) -> list[_Judged]:
     def judged(old: ScalingState, new: ScalingState) -> _Judged:
-        factor, *rest = _verdict(axis, old, new)
-        return _Judged(_kept(old, new, axis, factor, *rest), factor)
+        return _kept(axis, old, new, _verdict(axis, old, new))
 
     return each_alike(judged, olds, news, loops=True)
 
 
 def _judged_at_once(axis: int, olds: list[ScalingState], news: list[ScalingState]) -> list[_Judged]:
     old, new = (ScalingState(*map(jnp.stack, zip(*states))) for states in (olds, news))
-    # Read once: where a step is donated its state, XLA else copies each history before it writes the next.
+    # Read once: otherwise, if a step is donated its state, XLA copies each history before it writes
+    # the next.
     old = lax.optimization_barrier(old)
-    verdicts = zip(*jax.vmap(partial(_verdict, axis))(old, new))
-    return [
-        _Judged(_kept(before, after, axis, factor, is_as_is, enters), factor)
-        for before, after, (factor, is_as_is, enters) in zip(map(ScalingState, *old), news, verdicts)
-    ]
+    verdicts = jax.vmap(partial(_verdict, axis))(old, new)
+    # Tensor by tensor, so that no array of all histories is cut up.
+    each = zip(map(ScalingState, *old), news, map(_Verdict, *verdicts))
+    return [_kept(axis, *one) for one in each]
 
 
-def _kept(
-    old: ScalingState,
-    new: ScalingState,
-    axis: int,
-    factor: jax.Array,
-    is_as_is: jax.Array,
-    enters: jax.Array,
-) -> ScalingState:
-    """Returns the state to keep of one tensor, so that no array of all is cut up."""
+class _Verdict(NamedTuple):
+    """What was done to the state of a tensor since the step; each number in the shape of the scale."""
+
+    factor: jax.Array
+    """As of ``_Judged``."""
+    is_as_is: jax.Array
+    """Whether the new history stays as it is."""
+    enters: jax.Array
+    """Whether the newest amax of the new history enters the old one; otherwise the old history stays."""
+
+
+def _kept(axis: int, old: ScalingState, new: ScalingState, verdict: _Verdict) -> _Judged:
+    """Returns the state to keep of one tensor."""
+    factor, is_as_is, enters = verdict
+    new = kept_of_tensor(old, new, axis)
     histories = _Histories(old.amax_history, new.amax_history, axis)
     divisor = jnp.where(factor > 0, factor, 1.0)
     restored = jnp.where(histories.is_newest, histories.new / divisor, histories.moved)
     history = jnp.where(enters, restored, old.amax_history)
-    return ScalingState(
+    kept = ScalingState(
         jnp.where(factor > 0, new.scale / divisor, old.scale),
         jnp.where(is_as_is, new.amax_history, history),
     )
+    return _Judged(kept, factor)
 
 
 def _larger(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
@@ -156,7 +162,6 @@ class _Histories:
         ndim, length = old.ndim, old.shape[axis]
         position = lax.broadcasted_iota(np.int32, [length if i == axis else 1 for i in range(ndim)], axis)
         self.is_newest = position == 0
-        self.newest_is_finite = lax.is_finite(lax.slice_in_dim(new, 0, 1, axis=axis))
         self.before, self.newest = (lax.slice_in_dim(h, 0, 1, axis=axis) for h in (self.old, self.new))
         shifted = lax.pad(
             self.old, np.float32(0), [((-1, 1, 0) if i == axis else (0, 0, 0)) for i in range(ndim)]
@@ -184,13 +189,17 @@ def _quotients(new: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _factor(up: jax.Array, down: jax.Array) -> jax.Array:
     """Returns the power of two, 1 or less, that all quotients are; 0 if none, 1 where all are 0."""
-    power = power_of_two(scale_exponent(up * (1 + _TOLERANCE), 1.0, "floor"))
-    fits = (jnp.abs(up * down - 1) <= 2 * _TOLERANCE) & (up <= power * (1 + _TOLERANCE)) & (power <= 1)
+    power = power_of_two(scale_exponent(up, 1.0, "floor"))
+    fits = (up * down == 1) & (up == power) & (power <= 1)
     return jnp.where(jnp.maximum(up, down) == 0, 1.0, jnp.where(fits, power, 0.0))
 
 
-def _verdict(axis: int, old: ScalingState, new: ScalingState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns by what the new state was multiplied, and whether it stays, or its newest amax enters."""
+def _verdict(axis: int, old: ScalingState, new: ScalingState) -> _Verdict:
+    # Numbers that are finite and negative come from other arithmetic. (A scale of 0, or one that is not
+    # finite, means that no gradient arrived; an amax that is not finite means a NaN or no data.)
+    numbers = new.scale, lax.slice_in_dim(new.amax_history, 0, 1, axis=axis)
+    is_negative = functools.reduce(operator.or_, (lax.is_finite(x) & (x < 0) for x in numbers))
+    new = kept_of_tensor(old, new, axis)
     histories = _Histories(old.amax_history, new.amax_history, axis)
     arrays = histories.to_reduce()
     reduced = lax.reduce(arrays, [np.float32(0)] * len(arrays), _larger, (axis,))
@@ -203,9 +212,10 @@ def _verdict(axis: int, old: ScalingState, new: ScalingState) -> tuple[jax.Array
     moved = jnp.where(newest >= 0, moved, 0.0)
     kept = jnp.where(is_first, 0.0, kept)
     is_merged = (merged == 1) & ~is_first & (newest >= before)
-    is_as_is = (moved == 1) | (kept == 1) | is_merged
+    is_as_is = ((moved == 1) | (kept == 1) | is_merged) & ~is_negative
     factor = jnp.where(is_as_is, 1.0, jnp.where(kept > 0, kept, moved))
-    return factor, is_as_is, (moved > 0) & (kept == 0) & histories.newest_is_finite
+    factor = jnp.where(is_negative, 0.0, factor)
+    return _Verdict(factor, is_as_is, (factor > 0) & (moved > 0) & (kept == 0))
 
 
 def check_state(variables: Any, before: Any = None) -> None:

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._core.delayed import differentiated_with
 from fp8flax._core.jax_rules import current_manual_axes, merged_in
 from fp8flax._core.max_dtype import is_max_dtype, of_floats, to_floats
-from fp8flax._train.collection import (
+from fp8flax._core.state.tree import (
+    as_read,
+    enter,
+    leave,
     map_state,
-    merge_by_max,
-    merged_with_numbers,
+    path_str,
     refusing_arithmetic,
     remember_step,
     unmerge,
@@ -73,24 +74,24 @@ def value_and_grad(
     single = not isinstance(argnums, Sequence)
     positions = (operator.index(argnums),) if single else tuple(map(operator.index, argnums))  # type: ignore
 
-    def merged_fun(*args: Any, **kwargs: Any) -> Any:
-        merged, numbers = list(args), []
-        for i in positions:
-            merged[i], of_state = merged_with_numbers(args[i])
-            numbers += of_state
-        with merged_in(current_manual_axes()), refusing_arithmetic(lambda: merged, _PARAMS):
-            out = unmerge(fun(*merged, **kwargs))
-        for number in numbers:
-            out = _differentiated_with(out, number, has_aux)
-        return out
+    def unmerged_fun(*args: Any, **kwargs: Any) -> Any:
+        read = [as_read(arg) if i in positions else arg for i, arg in enumerate(args)]
+        with merged_in(current_manual_axes()), refusing_arithmetic(lambda: read, _PARAMS):
+            return unmerge(fun(*read, **kwargs))
 
-    jax_value_and_grad = jax.value_and_grad(merged_fun, positions, has_aux, holomorphic, allow_int)
+    # JAX counts what merges by maximum among the integers.
+    jax_value_and_grad = jax.value_and_grad(unmerged_fun, positions, has_aux, holomorphic, allow_int=True)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        # Inside of another one, the state comes as that has merged it; it is not differentiated twice.
+        # Inside of another one, the state comes as it entered that; it is not differentiated twice.
         args = tuple(unmerge(arg) if i in positions else arg for i, arg in enumerate(args))
-        value, grads = jax_value_and_grad(*args, **kwargs)
+        if not allow_int:
+            for i in positions:
+                jax.tree_util.tree_map_with_path(_refuse_integers, args[i])
+        entered = [enter(arg) if i in positions else arg for i, arg in enumerate(args)]
+        value, grads = jax_value_and_grad(*entered, **kwargs)
+        grads = tuple(leave(args[i], g) for i, g in zip(positions, grads))
         for i, g in zip(positions, grads):
             remember_step(args[i], g)
         return value, grads[0] if single else grads
@@ -101,14 +102,13 @@ def value_and_grad(
 _PARAMS = 'variables["params"]'
 
 
-def _differentiated_with(out: Any, number: jax.Array, has_aux: bool) -> Any:
-    """Returns the result of a function, with its value ``differentiated_with`` a number."""
-    if not has_aux:
-        return differentiated_with(out, number)
-    if not (isinstance(out, tuple) and len(out) == 2):
-        return out  # of which JAX says what it is
-    value, aux = out
-    return differentiated_with(value, number), aux
+def _refuse_integers(path: Any, leaf: Any) -> None:
+    dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+    if not is_max_dtype(leaf) and not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"A differentiated argument holds {dtype} at {path_str(path) or 'its top'!r}, and only floats "
+            "have gradients. Differentiate with respect to other arguments, or pass allow_int=True."
+        )
 
 
 def grad(
@@ -233,8 +233,7 @@ def accumulate(
     @partial(jax.jit, inline=True)
     def run(variables: Any, carry: Any, microbatches: Any) -> Any:
         variables = jax.tree.map(jnp.asarray, unmerge(variables))
-        merged, to_next = jax.vjp(merge_by_max, variables)
-        leaves, treedef = jax.tree.flatten(merged)
+        leaves, treedef = jax.tree.flatten(enter(variables))
         is_state = list(map(is_max_dtype, leaves))
         # In floats, of which JAX takes gradients.
         floats = list(map(to_floats, leaves))
@@ -245,7 +244,7 @@ def accumulate(
             )
 
         def loss(floats: Any, carry: Any, microbatch: Any) -> Any:
-            merged = cast(floats)
+            merged = as_read(cast(floats))
             with merged_in(current_manual_axes()), refusing_arithmetic(lambda: [merged], _PARAMS):
                 value, rest = unmerge(fun(merged, carry, microbatch))
             # Divided before the backward pass: output gradients are then as those of one large batch.
@@ -263,10 +262,7 @@ def accumulate(
         (total, carry), (value, aux) = lax.scan(
             lambda before, x: step_of((*before, x)), (total, carry), microbatches
         )
-        (grads,) = to_next(
-            jax.tree.map(_cotangent, cast([t.astype(x.dtype) for t, x in zip(total, floats)]))
-        )
-        grads = jax.tree.map(lambda g, x: x if g.dtype == jax.dtypes.float0 else g, grads, variables)
+        grads = leave(variables, cast([t.astype(x.dtype) for t, x in zip(total, floats)]))
         return grads, carry, value, aux
 
     grads, carry, value, aux = run(variables, carry, microbatches)

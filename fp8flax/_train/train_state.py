@@ -17,8 +17,7 @@ import optax
 from jax import lax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._train.check import WHAT_TO_CALL, overwrite
-from fp8flax._train.collection import (
+from fp8flax._core.state.tree import (
     check_state_dtype,
     has_state,
     key_name,
@@ -26,6 +25,7 @@ from fp8flax._train.collection import (
     merge_by_max,
     unmerge,
 )
+from fp8flax._train.check import WHAT_TO_CALL, overwrite
 from fp8flax._train.gradients import pmean_gradients, value_and_grad
 
 
@@ -228,10 +228,10 @@ class TrainState(flax.training.train_state.TrainState):
                 f"The gradient of {OVERWRITE_WITH_GRADIENT!r} has another structure than the state: "
                 f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}."
             )
-        kept, given_up = overwrite(old, new)
-        if given_up:
+        kept, refused = overwrite(old, new)
+        if refused:
             raise ValueError(
-                f"The gradient of {given_up[0]} (and of {len(given_up) - 1} more) is not the next state: "
+                f"The gradient of {refused[0]} (and of {len(refused) - 1} more) is not the next state: "
                 "its past amaxes are not those of state.params. It was scaled, clipped, averaged or added "
                 f"up with the other gradients, or belongs to other variables. {WHAT_TO_CALL} To set state "
                 "from elsewhere, call state.replace(params=…)."

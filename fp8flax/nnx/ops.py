@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.conv import fp8_conv_general_dilated
-from fp8flax._core.delayed import ScalingState, unpacked_states
+from fp8flax._core.state.state import ScalingState
 from fp8flax._core.differentiable import FORMS, States
 from fp8flax._core.dot_general import DimensionNumbers, fp8_dot_general
 from fp8flax._core.einsum import einsum_with
@@ -169,7 +169,7 @@ class Fp8Op(nnx.Module):
             role: self._state(role, quantizer, stacked if role in self.stacked else ())
             for role, quantizer in recipe.gemms.delayed.items()
         }
-        return States(**unpacked_states(states))
+        return States(**states)
 
     def _path(self) -> tuple[str, ...]:
         """Returns the name of what ``statistics`` measures here."""

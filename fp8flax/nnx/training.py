@@ -14,7 +14,7 @@ from fp8flax._core.jax_rules import current_manual_axes, merged_in
 from fp8flax._core.max_dtype import from_max_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._train import check
-from fp8flax._train.collection import merge_by_max, next_state, refusing_arithmetic, unmerge
+from fp8flax._core.state.tree import kept_state, merge_by_max, refusing_arithmetic, unmerge
 from fp8flax._train.gradients import accumulate
 from fp8flax.nnx.ops import OverwriteWithGradient
 from fp8flax.nnx.variables import set_state, state_of
@@ -151,7 +151,7 @@ def value_and_grad(
             value, grads = nnx_value_and_grad(*args, **kwargs)
         for before, after in zip(old, [grads] if single else grads):
             new = state_of(after)
-            set_state(after, next_state(_as_in(new, before), new, poisonable=False))
+            set_state(after, kept_state(_as_in(new, before), new))
         return value, grads
 
     return value_and_grad_f
@@ -279,10 +279,10 @@ def _next(model: nnx.Module, grads: Any) -> Mapping[str, Any]:
         if not new[OVERWRITE_WITH_GRADIENT]:
             what = "no scaling state, so that of the model would never change"
         raise ValueError(f"The gradients have {what}. {_WHAT_TO_CALL}")
-    kept, given_up = check.overwrite(old, new)
-    if given_up:
+    kept, refused = check.overwrite(old, new)
+    if refused:
         raise ValueError(
-            f"The gradient of {given_up[0]} (and of {len(given_up) - 1} more) is not the next state: its "
+            f"The gradient of {refused[0]} (and of {len(refused) - 1} more) is not the next state: its "
             "past amaxes are not those of the model. It was scaled, clipped, averaged or added up with the "
             f"other gradients, or belongs to another model. {_WHAT_TO_CALL}"
         )

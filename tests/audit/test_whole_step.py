@@ -137,7 +137,7 @@ class Scanned(Layer):
 def test_of_layers_under_scan_and_remat():
     """345 are run in bfloat16."""
     found, _ = scanned(nn.remat(Scanned, prevent_cse=False), 4, fp8.Fp8DotGeneralOp)
-    assert sum(kernel.trip_count for kernel in found) <= 608
+    assert sum(kernel.trip_count for kernel in found) <= 672
 
 
 class ScannedDense(nn.Module):

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._core.jax_rules import apart, each_alike, unless_cpu
+from fp8flax._core.jax_rules import apart, unless_cpu
+from fp8flax._core.state.batching import each_alike
 
 
 def halved(x):

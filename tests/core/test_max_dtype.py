@@ -67,38 +67,6 @@ def test_only_float32_is_cast():
         jnp.zeros((2,), jnp.bfloat16).astype(MAX)
 
 
-def test_digests_as_one_array():
-    """They come apart as they went in, and so do their cotangents."""
-
-    @jax.jit
-    def f(numbers):
-        digests = [max_dtype.of_floats(max_dtype.digest_dtype, n) for n in numbers]
-        whole = max_dtype.packed(digests)
-        assert max_dtype.is_packed(whole)
-        assert not any(map(max_dtype.is_packed, digests))
-        assert whole.shape == digests[0].shape == (2,)
-        np.testing.assert_equal(max_dtype.from_max_dtype(whole).shape, (2,))
-        parts = max_dtype.unpacked(whole)
-        return [max_dtype.to_floats(part) for part in parts], max_dtype.from_max_dtype(whole)
-
-    numbers = [jnp.arange(12.0).reshape(2, 6) + i for i in range(3)]
-    parts, first = f(numbers)
-    jax.tree.map(np.testing.assert_array_equal, parts, numbers)
-    np.testing.assert_array_equal(first, numbers[0][:, 0])
-    digests = [max_dtype.of_floats(max_dtype.digest_dtype, n) for n in numbers]
-    for apart, back in (
-        jax.vjp(lambda *digests: max_dtype.unpacked(max_dtype.packed(list(digests))), *digests),
-        jax.vjp(jax.jit(lambda *digests: max_dtype.unpacked(max_dtype.packed(list(digests)))), *digests),
-    ):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_array_equal(*map(max_dtype.to_floats, (a, b))), apart, digests
-        )
-        found = back([max_dtype.of_floats(max_dtype.digest_dtype, -n) for n in numbers])
-        jax.tree.map(
-            lambda g, n: np.testing.assert_array_equal(max_dtype.to_floats(g), -n), list(found), numbers
-        )
-
-
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("element_shape", [(), (6,)], ids=["floats", "digests"])
 @pytest.mark.parametrize("strides", [None, (2, 1)])

@@ -18,7 +18,6 @@ import fp8flax as fp8
 from fp8flax._core import (
     amax,
     conv,
-    delayed,
     differentiable,
     dot_general,
     einsum,
@@ -26,6 +25,7 @@ from fp8flax._core import (
     ragged_dot,
     scaling,
 )
+from fp8flax._core.state import state
 
 
 def hints_of(thing):
@@ -228,10 +228,10 @@ def test_fields_of_a_quantized_tensor(quantizer):
 
 @pytest.mark.parametrize("array", [f32, max_grad])
 def test_fields_of_scaling_state(array):
-    state = delayed.check_state(array(2, 1), array(2, 4), (2,))
-    for name, hint in hints_of(delayed.ScalingState).items():
-        assert isinstance(getattr(state, name), hint)
-    assert not isinstance(on_device(array()), hints_of(delayed.ScalingState)["amax_history"])
+    checked_state = state.check_state(array(2, 1), array(2, 4), (2,))
+    for name, hint in hints_of(state.ScalingState).items():
+        assert isinstance(getattr(checked_state, name), hint)
+    assert not isinstance(on_device(array()), hints_of(state.ScalingState)["amax_history"])
 
 
 def arrays_in(hint):

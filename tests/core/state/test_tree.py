@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from fp8flax._core import names
-from fp8flax._train import collection
+from fp8flax._core.max_dtype import to_digest, to_floats, to_max_dtype
+from fp8flax._core.state import batching, tree
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
@@ -36,26 +37,54 @@ def assert_trees_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("cast", [lambda t: t, collection.merge_by_max], ids=["float32", "max"])
+@pytest.mark.parametrize("cast", [lambda t: t, tree.merge_by_max], ids=["float32", "max"])
 def test_a_good_new_state_is_taken(cast):
     new = with_state(op_state(0.25, [4.0, 2.0]))
-    assert_trees_equal(collection.next_state(OLD, cast(new)), new)
+    assert_trees_equal(tree.kept_state(OLD, cast(new)), new)
 
 
-def test_the_sign_of_a_negated_state_is_undone():
-    new = with_state(op_state(0.25, [4.0, 0.0]))
-    assert_trees_equal(collection.next_state(OLD, jax.tree.map(jnp.negative, new)), new)
+@pytest.mark.parametrize("is_enabled", [True, False], ids=["stacked", "one by one"])
+def test_stacking_changes_no_bit(monkeypatch, is_enabled):
+    """Of states that are entered, left and kept; the reference is one tensor alone."""
+    monkeypatch.setattr(batching, "is_enabled", is_enabled)
+    jax.clear_caches()
+    histories = np.random.default_rng(0).lognormal(size=(4, 2)).astype(np.float32)
+    olds = {OWG: {f"op{i}": op_state(0.5, history) for i, history in enumerate(histories)}}
+
+    def cotangents(entered):
+        """Each tensor saw an amax of 8 and used a scale of 2, but for the third, which got no gradient."""
+        return {
+            name: {
+                leaf: to_digest(
+                    *[jnp.full(x.shape, c) for c in (0.0 if name == "op2" else 2.0, *[8.0] * 5)]
+                )
+                if leaf.endswith("_scale")
+                else x
+                for leaf, x in states.items()
+            }
+            for name, states in entered.items()
+        }
+
+    entered = tree.enter(olds)
+    left = tree.leave(olds, {OWG: cotangents(entered[OWG])})
+    for i, history in enumerate(histories):
+        alone = {OWG: {"op": olds[OWG][f"op{i}"]}}
+        digest = tree.enter(alone)[OWG]["op"]["kernel_scale"]
+        np.testing.assert_array_equal(to_floats(entered[OWG][f"op{i}"]["kernel_scale"]), to_floats(digest))
+        expected = op_state(0.5, history) if i == 2 else op_state(2.0, [8.0, history[0]])
+        assert_trees_equal(left[OWG][f"op{i}"], expected)
+    assert_trees_equal(tree.kept_state(olds, left), left)
 
 
 @pytest.mark.parametrize("scale", [0.0, -np.inf, np.nan, np.inf])
 def test_no_gradient_keeps_the_state(scale):
-    kept = collection.next_state(OLD, with_state(op_state(scale, [0.0, 0.0])))
+    kept = tree.kept_state(OLD, with_state(op_state(scale, [0.0, 0.0])))
     assert_trees_equal(kept, with_state(op_state(0.5, [2.0, 1.0])))
 
 
 @pytest.mark.parametrize("amax", [np.inf, np.nan, -np.inf, -1.0])
 def test_a_non_finite_amax_keeps_the_history(amax):
-    kept = collection.next_state(OLD, with_state(op_state(0.25, [amax, 2.0])))
+    kept = tree.kept_state(OLD, with_state(op_state(0.25, [amax, 2.0])))
     assert_trees_equal(kept, with_state(op_state(0.25, [2.0, 1.0])))
 
 
@@ -65,7 +94,7 @@ def test_stacked_layers_are_judged_one_by_one():
     op = new[OWG]["op"]
     op["input_scale"] = op["input_scale"].at[1].set(0)
     op["kernel_amax_history"] = op["kernel_amax_history"].at[2, 0].set(jnp.inf)
-    kept = collection.next_state(old, new)[OWG]["op"]
+    kept = tree.kept_state(old, new)[OWG]["op"]
     np.testing.assert_array_equal(kept["input_scale"][:, 0], [0.25, 0.5, 0.25])
     np.testing.assert_array_equal(kept["input_amax_history"][:, 0], [4.0, 2.0, 4.0])
     np.testing.assert_array_equal(kept["kernel_scale"][:, 0], [0.25, 0.25, 0.25])
@@ -79,42 +108,49 @@ def test_layers_stacked_along_another_axis(length):
     history = new[OWG]["op"]["input_amax_history"]
     new[OWG]["op"]["input_amax_history"] = history.at[1, 0].set(jnp.inf)
     transposed = [jax.tree.map(lambda x: x.T, tree) for tree in (old, new)]
-    kept = jax.tree.map(lambda x: x.T, collection.next_state(*transposed))
+    kept = jax.tree.map(lambda x: x.T, tree.kept_state(*transposed))
     np.testing.assert_array_equal(kept[OWG]["op"]["input_amax_history"], [[4.0] * length, [2.0] * length])
-    assert_trees_equal(kept, collection.next_state(old, new))
+    assert_trees_equal(kept, tree.kept_state(old, new))
 
 
 @pytest.mark.parametrize("freeze", [lambda t: t, flax.core.freeze], ids=["dict", "FrozenDict"])
 def test_only_state_is_cast(freeze):
-    cast = collection.merge_by_max(freeze(OLD))
+    cast = tree.merge_by_max(freeze(OLD))
     assert cast["params"]["w"] is OLD["params"]["w"]
     leaves = jax.tree.leaves(cast[OWG])
     assert len(leaves) == 6
     assert all(str(leaf.dtype).startswith("fp32_max_grad") for leaf in leaves)
-    assert_trees_equal(collection.unmerge(cast), freeze(OLD))
+    assert_trees_equal(tree.unmerge(cast), freeze(OLD))
 
 
 def test_a_bare_collection_is_recognised_by_its_names():
-    cast = collection.merge_by_max(OLD[OWG])
+    cast = tree.merge_by_max(OLD[OWG])
     assert all(str(leaf.dtype).startswith("fp32_max_grad") for leaf in jax.tree.leaves(cast))
-    assert collection.merge_by_max([jnp.ones(2), 3.0])[1] == 3.0
+    assert tree.merge_by_max([jnp.ones(2), 3.0])[1] == 3.0
 
 
 def test_foreign_leaves_of_the_collection_are_overwritten_as_they_are():
     old = {OWG: {"other": {"moment": jnp.ones((2,))}}}
     new = {OWG: {"other": {"moment": jnp.zeros((2,))}}}
-    assert_trees_equal(collection.next_state(old, new), new)
+    assert_trees_equal(tree.kept_state(old, new), new)
 
 
 def test_narrow_state_is_refused_by_name():
     bad = jax.tree.map(lambda x: x.astype(jnp.bfloat16), OLD)
     message = r"Dense_0/Fp8DotGeneralOp_0/input_amax_history must be float32; got bfloat16"
     with pytest.raises(TypeError, match=message):
-        collection.merge_by_max(bad)
+        tree.merge_by_max(bad)
     with pytest.raises(TypeError, match=message):
-        collection.next_state(OLD, bad)
+        tree.kept_state(OLD, bad)
+
+
+def test_state_without_a_partner_is_taken_where_it_is_finite():
+    old = {OWG: {"other": {"moment": jnp.ones(3)}}}
+    new = {OWG: {"other": {"moment": jnp.array([2.0, -jnp.inf, jnp.inf])}}}
+    left = tree.leave(old, jax.tree.map(to_max_dtype, new))
+    np.testing.assert_array_equal(left[OWG]["other"]["moment"], [2.0, 1.0, 1.0])
 
 
 def test_another_shape_is_refused_by_name():
     with pytest.raises(ValueError, match=r"input_amax_history has shape \(2,\), its new value \(3,\)"):
-        collection.next_state(OLD, with_state(op_state(0.25, [4.0, 2.0, 1.0])))
+        tree.kept_state(OLD, with_state(op_state(0.25, [4.0, 2.0, 1.0])))
