@@ -19,17 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.amax import amaxes_of_parts, delayed_amax, largest_of
-from fp8flax._core.state.state import (
-    ScalingState,
-    calibrated_state,
-    check_state,
-    delayed_config,
-    next_state,
-    report_calibrated,
-    scale_of,
-    state_to_keep,
-)
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.jax_rules import (
     manual_axes,
@@ -38,7 +29,6 @@ from fp8flax._core.jax_rules import (
     sum_to_axes,
     traced_once,
 )
-from fp8flax._core.max_dtype import is_max_dtype
 from fp8flax._core.measuring import Numbers, measuring, merged, merged_calls, numbers_of, tell
 from fp8flax._core.names import (
     DGRAD,
@@ -55,6 +45,16 @@ from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import Quantizer, quantized, serves, straight_through
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
+from fp8flax._core.state.state import (
+    ScalingState,
+    calibrated_state,
+    check_state,
+    delayed_config,
+    next_state,
+    report_calibrated,
+    scale_of,
+    state_to_keep,
+)
 
 _INPUT_NAME, _KERNEL_NAME, _SCALING_NAME = RESIDUAL_NAMES
 

@@ -16,7 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
 from fp8flax._core.amax import delayed_amax
+from fp8flax._core.formats import as_fp8_dtype
+from fp8flax._core.quantize import (
+    as_float_array,
+    dequantize,
+    inf_to_nan,
+    quantize,
+    quantize_dequantize,
+)
 from fp8flax._core.state.state import (
     DelayedConfig,
     ScalingState,
@@ -24,15 +33,6 @@ from fp8flax._core.state.state import (
     next_state,
     scale_of,
     state_to_keep,
-)
-from fp8flax._core.formats import as_fp8_dtype
-from fp8flax._core.max_dtype import from_max_dtype, is_max_dtype
-from fp8flax._core.quantize import (
-    as_float_array,
-    dequantize,
-    inf_to_nan,
-    quantize,
-    quantize_dequantize,
 )
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8flax._compat.max_dtype import is_max_dtype, of_floats, to_floats
 from fp8flax._core.jax_rules import current_manual_axes, merged_in
-from fp8flax._core.max_dtype import is_max_dtype, of_floats, to_floats
 from fp8flax._core.state.tree import (
     as_read,
     enter,

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8flax._compat.max_dtype import digested, to_digest
 from fp8flax._core.jax_rules import apart, unless_cpu
-from fp8flax._core.max_dtype import digested, to_digest
 from fp8flax._core.scaling import push_amax
 from fp8flax._core.state.state import ScalingState, digest_of, kept_state
 

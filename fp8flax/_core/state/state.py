@@ -18,9 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._core.formats import fp8_max
-from fp8flax._core.jax_rules import apart, merge_amax
-from fp8flax._core.max_dtype import (
+from fp8flax._compat.max_dtype import (
     DIGEST_SIZE,
     digested,
     from_max_dtype,
@@ -29,6 +27,8 @@ from fp8flax._core.max_dtype import (
     to_digest,
     to_max_dtype,
 )
+from fp8flax._core.formats import fp8_max
+from fp8flax._core.jax_rules import apart, merge_amax
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import (
     SMALLEST_SCALE,

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import GetAttrKey, KeyPath
 
-from fp8flax._core.max_dtype import MaxArray, fp32_max_grad, from_max_dtype, is_max_dtype, to_max_dtype
+from fp8flax._compat.max_dtype import MaxArray, fp32_max_grad, from_max_dtype, is_max_dtype, to_max_dtype
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, ROLES, SCALE
 from fp8flax._core.state import state
 from fp8flax._core.state.batching import digests, each_alike, groups, kind_of, next_states

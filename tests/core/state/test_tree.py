@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fp8flax._compat.max_dtype import to_digest, to_floats, to_max_dtype
 from fp8flax._core import names
-from fp8flax._core.max_dtype import to_digest, to_floats, to_max_dtype
 from fp8flax._core.state import batching, tree
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]

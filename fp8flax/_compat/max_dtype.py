@@ -1,0 +1,270 @@
+"""``fp32_max_grad``, a float32 whose gradients merge by maximum.
+
+Reverse-mode differentiation adds the cotangents of a value that is used twice. For an amax the sum means
+nothing: the maximum is wanted. JAX lets an *extended dtype* bring its own rule for that sum. So a float32
+array that is cast to this dtype, and then read in many places, collects the largest of its cotangents.
+
+Without these parts of JAX the package cannot be imported: delayed scaling needs the dtype.
+
+Internals: ``jax._src.ad_util``, ``jax._src.core``, ``jax._src.debugging``, ``jax._src.dtypes``,
+``jax._src.earray``, ``jax._src.sharding_impls``, ``jax._src.tree_util``, ``jax._src.numpy.array_methods``,
+``jax._src.interpreters.pxla`` and ``jax._src.interpreters.ad``, which know extended dtypes, arrays of them,
+their derivatives and how they are printed; ``jax.extend.core`` and ``jax.interpreters``, to define
+primitives. The supported versions of JAX differ in one entry point below, how an array class says that it
+needs no canonicalisation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src import ad_util, core, debugging, dtypes, earray, sharding_impls, tree_util
+from jax._src.interpreters import ad, pxla
+from jax._src.numpy import array_methods
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+
+class _MaxDtypeRules:
+    """What JAX asks an extended dtype; each method's name and signature are JAX's."""
+
+    allow_conversion: bool = True
+
+    @staticmethod
+    def physical_element_aval(dtype: MaxDtype) -> core.ShapedArray:
+        return core.ShapedArray(dtype.element_shape, dtype.float_dtype)
+
+    @staticmethod
+    def add(dtype: MaxDtype, x: Any, y: Any) -> Any:
+        return of_floats(dtype, lax.max(to_floats(x), to_floats(y)))
+
+    @staticmethod
+    def zero(dtype: MaxDtype) -> Any:
+        # The identity of max, so "no gradient" is told apart from a gradient of 0.
+        return of_floats(dtype, np.full(dtype.element_shape, -np.inf, dtype.float_dtype))
+
+    @staticmethod
+    def tangent_dtype(dtype: MaxDtype) -> MaxDtype:
+        return dtype
+
+    @staticmethod
+    def full(shape: Any, fill_value: Any, dtype: MaxDtype) -> Any:
+        fill_value = lax.convert_element_type(fill_value, dtype.float_dtype)
+        shape = (*shape, *dtype.element_shape)
+        dims = range(len(shape) - np.ndim(fill_value), len(shape))
+        return of_floats(dtype, lax.broadcast_in_dim(fill_value, shape, dims))
+
+    @staticmethod
+    def global_sharded_result_handler(aval: Any, out_sharding: Any, committed: Any) -> Any:
+        physical = core.physical_aval(aval)
+        sharding = sharding_impls.physical_sharding(aval, out_sharding)
+        handler = pxla.global_result_handlers[core.ShapedArray](physical, sharding, committed)
+        return handler.wrap(lambda array: MaxArray(aval, array))
+
+
+class _DigestRules(_MaxDtypeRules):
+    """The same for elements of several floats, which JAX's cast would give in the place of one value."""
+
+    allow_conversion: bool = False
+
+
+class _MaxScalar(dtypes.extended):
+    """The scalar class of ``MaxDtype``, for ``jnp.issubdtype``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxDtype(dtypes.ExtendedDType):
+    """A float dtype whose cotangents merge by ``max`` where others add."""
+
+    float_dtype: np.dtype
+    element_shape: tuple[int, ...] = ()
+    """Of the floats that make one element, and merge one by one."""
+    type: type = _MaxScalar
+
+    def __repr__(self) -> str:
+        name = f"fp{8 * self.float_dtype.itemsize}_max_grad"
+        return f"{name}{list(self.element_shape)}" if self.element_shape else name
+
+    @property
+    def name(self) -> str:
+        return repr(self)
+
+    @property
+    def _rules(self) -> Any:
+        return _DigestRules if self.element_shape else _MaxDtypeRules
+
+    @property
+    def itemsize(self) -> int:
+        return self.float_dtype.itemsize * math.prod(self.element_shape)
+
+
+class MaxArray(earray.EArray):
+    """A concrete array of a ``MaxDtype``, which un-jitted code meets."""
+
+    @property
+    def addressable_shards(self) -> Any:
+        """The shards of the float32 buffer; ``jax_debug_nans`` looks at them."""
+        return self._data.addressable_shards
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        """Returns the values of the state; those of a digest are its scales."""
+        values = np.asarray(self._data)
+        values = values.reshape(*self.shape, -1)[..., 0]
+        return np.array(values, dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        return repr(self.__array__())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.__array__(), spec)
+
+
+# What JAX must know of an array class: its type, how it enters a compiled function, that it needs no
+# canonicalisation, its leaves, and (un-jitted gradients look this up by class) how two of them add.
+core.pytype_aval_mappings[MaxArray] = lambda x: x.aval
+pxla.shard_arg_handlers[MaxArray] = pxla.shard_arg_handlers[earray.EArray]
+if hasattr(dtypes, "register_canonicalize_value_handler"):  # JAX 0.10 and later
+    dtypes.register_canonicalize_value_handler(MaxArray, None)
+else:  # JAX 0.9
+    dtypes.canonicalize_value_handlers[MaxArray] = lambda x: x
+tree_util.dispatch_registry.register_node(
+    MaxArray, lambda x: ((x._data,), x.aval), lambda aval, data: MaxArray(aval, data[0])
+)
+ad_util.raw_jaxval_adders[MaxArray] = lambda x, y: x.dtype._rules.add(x.dtype, x, y)
+# The operators and methods of ``MaxArray`` are those of tracers.
+array_methods._set_array_base_attributes(MaxArray, exclude={*vars(earray.EArray), *vars(MaxArray)})
+
+# Casts between floats and a ``MaxDtype``: the same buffer under another dtype. JAX has such casts too, but
+# their transposes fail, and a digest refuses them: a user would get all numbers of the digest.
+_of_floats_p, _to_floats_p = Primitive("fp8_of_floats"), Primitive("fp8_to_floats")
+
+
+def _aval_of_floats(x: Any, *, dtype: MaxDtype) -> Any:
+    ndim = x.ndim - len(dtype.element_shape)
+    assert (x.dtype, x.shape[ndim:]) == (dtype.float_dtype, dtype.element_shape)
+    sharding = x.sharding.update(spec=x.sharding.spec[:ndim])
+    return x.update(shape=x.shape[:ndim], dtype=dtype, sharding=sharding)
+
+
+def _aval_to_floats(x: Any) -> Any:
+    return x.update(shape=(*x.shape, *x.dtype.element_shape), dtype=x.dtype.float_dtype)
+
+
+_of_floats_p.def_abstract_eval(_aval_of_floats)
+_of_floats_p.def_impl(
+    lambda x, dtype: MaxArray(_aval_of_floats(jax.typeof(x), dtype=dtype), jnp.asarray(x))
+)
+_to_floats_p.def_abstract_eval(_aval_to_floats)
+_to_floats_p.def_impl(lambda x: x._data)
+ad.deflinear2(_of_floats_p, lambda g, x, dtype: [_to_floats_p.bind(g)])
+ad.deflinear2(_to_floats_p, lambda g, x: [of_floats(x.aval.dtype, g)])
+for _primitive in (_of_floats_p, _to_floats_p):
+    batching.defvectorized(_primitive)
+    mlir.register_lowering(_primitive, lambda ctx, x, **_: [x])
+
+
+def of_floats(dtype: MaxDtype, x: Any) -> Any:
+    """Returns the array of a ``MaxDtype`` that is made of floats of shape ``(*shape, *element_shape)``."""
+    return _of_floats_p.bind(x, dtype=dtype)
+
+
+def to_floats(x: Any) -> Any:
+    """Returns the floats that an array of a ``MaxDtype`` is made of; returns all else as it is."""
+    return _to_floats_p.bind(x) if is_max_dtype(x) else x
+
+
+# JAX pads the cotangent of a slice with a zero that NumPy makes, and NumPy knows no extended dtype. An
+# unrolled loop over stacked layers takes such slices, and so does ``lax.scan`` with jit switched off.
+_transpose_slice = ad.fancy_transposes[lax.slice_p]
+
+
+def _transpose_slice_of_max(g: Any, operand: Any, **params: Any) -> None:
+    """Transposes ``lax.slice``; the elements that the slice left out get no gradient, which is -inf."""
+    dtype = getattr(getattr(operand, "aval", None), "dtype", None)
+    if isinstance(g, ad_util.Zero) or not isinstance(dtype, MaxDtype):
+        _transpose_slice(g, operand, **params)
+        return
+    strides, pads = params["strides"] or [1] * g.ndim, []
+    for start, stride, taken, size in zip(params["start_indices"], strides, g.shape, operand.aval.shape):
+        end = start + max(0, stride * (taken - 1) + 1)
+        pads.append((start, size - end, stride - 1))
+    pads += [(0, 0, 0)] * len(dtype.element_shape)
+    padded = lax.pad(to_floats(g), np.asarray(-np.inf, dtype.float_dtype), pads)
+    operand.accum(of_floats(dtype, padded))
+
+
+ad.fancy_transposes[lax.slice_p] = _transpose_slice_of_max
+
+fp32_max_grad = MaxDtype(np.dtype(np.float32))
+"""Float32 dtype whose gradients merge by maximum instead of by sum.
+
+Cast a float32 scale or amax history to this dtype *inside* the differentiated function. The gradient
+arrives as float32 and holds the elementwise largest of all contributions; elements without any are
+``-inf``.
+
+Example:
+    >>> import jax, jax.numpy as jnp, fp8flax as fp8
+    >>> def reuse(x, y, scale, history):
+    ...     scale, history = scale.astype(fp8.fp32_max_grad), history.astype(fp8.fp32_max_grad)
+    ...     x = fp8.in_qdq(jnp.float32, jnp.float8_e4m3fn, x, scale, history)
+    ...     y = fp8.in_qdq(jnp.float32, jnp.float8_e4m3fn, y, scale, history)
+    ...     return x + y
+    >>> jax.grad(reuse, argnums=(2, 3))(2.0, 3.0, jnp.array(1.0), jnp.zeros(3))
+    (Array(1., dtype=float32), Array([3., 0., 0.], dtype=float32))
+"""
+
+
+DIGEST_SIZE = 6
+digest_dtype = MaxDtype(np.dtype(np.float32), (DIGEST_SIZE,))
+"""A scale with more numbers to each, see ``state.Digest``; all merge as ``fp32_max_grad`` does."""
+
+
+def is_max_dtype(x: Any) -> bool:
+    """Tells whether ``x`` is an array (or tracer) of ``fp32_max_grad``, or a digest."""
+    return isinstance(getattr(x, "dtype", None), MaxDtype)
+
+
+def to_max_dtype(x: jax.Array) -> jax.Array:
+    """Casts a float32 array to ``fp32_max_grad``; leaves an array of that dtype, or a digest, alone."""
+    return x if is_max_dtype(x) else of_floats(fp32_max_grad, x)
+
+
+def from_max_dtype(x: Any) -> Any:
+    """Casts an ``fp32_max_grad`` array to float32, without a gradient; leaves everything else alone.
+
+    A digest gives its scale.
+    """
+    if is_digest(x):
+        return digested(x, 1)[0]
+    return lax.stop_gradient(to_floats(x)) if is_max_dtype(x) else x
+
+
+def is_digest(x: Any) -> bool:
+    """Tells whether ``x`` is an array (or tracer) of ``digest_dtype``."""
+    return getattr(x, "dtype", None) == digest_dtype
+
+
+def to_digest(*numbers: jax.Array) -> jax.Array:
+    """Returns a digest of float32 arrays of one shape, which is its shape."""
+    return of_floats(digest_dtype, jnp.stack(numbers, axis=-1))
+
+
+def digested(x: jax.Array, num: int = DIGEST_SIZE) -> list[jax.Array]:
+    """Returns the first arrays that a digest is made of, without a gradient."""
+    numbers = lax.stop_gradient(to_floats(x))
+    return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(num)]
+
+
+# ``jax.debug.print`` and ``jax.debug.callback`` get the scale of a digest, not its numbers.
+def _showing_values(rule: Any) -> Any:
+    return lambda primals, *rest, **params: rule(list(map(from_max_dtype, primals)), *rest, **params)
+
+
+for _primitive in (debugging.debug_callback_p, debugging.debug_print_p):
+    ad.primitive_jvps[_primitive] = _showing_values(ad.primitive_jvps[_primitive])

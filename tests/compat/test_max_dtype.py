@@ -1,0 +1,116 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import fp8flax as fp8
+from fp8flax._compat import max_dtype
+
+pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
+
+MAX = fp8.fp32_max_grad
+
+
+@jax.custom_vjp
+def emit(value, x):
+    """Contributes ``value`` to the gradient of ``x``."""
+    return jnp.float32(0)
+
+
+emit.defvjp(
+    lambda value, x: (jnp.float32(0), value),
+    lambda value, g: (None, lax.convert_element_type(jnp.full((2,), value), MAX)),
+)
+
+USES = {
+    "once": lambda x: emit(3.0, x),
+    "twice": lambda x: emit(3.0, x) + emit(5.0, x),
+    "negative": lambda x: emit(-3.0, x) + emit(-5.0, x),
+    "scan": lambda x: lax.scan(lambda c, v: (c + emit(v, x), None), 0.0, jnp.array([2.0, 5.0, 3.0]))[0],
+    "checkpoint": lambda x: jax.checkpoint(lambda x: emit(3.0, x) + emit(5.0, x))(x),
+    "inner jit": lambda x: jax.jit(lambda x: emit(3.0, x))(x) + jax.jit(lambda x: emit(5.0, x))(x),
+    "cond": lambda x: lax.cond(jnp.array(True), lambda: emit(5.0, x), lambda: 0.0),
+    "cond not taken": lambda x: lax.cond(jnp.array(False), lambda: emit(5.0, x), lambda: 0.0),
+    "nested": lambda x: emit(1.0, x) + USES["scan"](x) + USES["checkpoint"](x),
+}
+LARGEST = {
+    "once": 3.0,
+    "negative": -3.0,
+    "cond not taken": -np.inf,
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("use", list(USES))
+def test_gradients_merge_by_max(use, wrap):
+    gradient = wrap(jax.grad(lambda x: USES[use](x.astype(MAX))))(jnp.zeros((2,)))
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(gradient, np.full((2,), LARGEST.get(use, 5.0)))
+
+
+def test_casts():
+    x = jnp.array([1.0, -2.0])
+    y = max_dtype.to_max_dtype(x)
+    assert max_dtype.is_max_dtype(y)
+    assert not max_dtype.is_max_dtype(x)
+    assert not max_dtype.is_max_dtype("text")
+    assert max_dtype.to_max_dtype(y) is y
+    assert max_dtype.from_max_dtype(x) is x
+    np.testing.assert_array_equal(max_dtype.from_max_dtype(y), x)
+    assert repr(MAX) == MAX.name == "fp32_max_grad"
+    assert MAX.itemsize == 4
+
+
+def test_only_float32_is_cast():
+    with pytest.raises(ValueError, match="which doesn't match the representation type float32"):
+        jnp.zeros((2,), jnp.bfloat16).astype(MAX)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("element_shape", [(), (6,)], ids=["floats", "digests"])
+@pytest.mark.parametrize("strides", [None, (2, 1)])
+def test_what_a_slice_leaves_out_gets_no_gradient(strides, element_shape, wrap):
+    dtype = max_dtype.MaxDtype(np.dtype(np.float32), element_shape)
+    starts, limits = (1, 0), (5, 1)
+    place = (slice(1, 5, strides and strides[0]), slice(0, 1))
+    expected = np.full((7, 2, *element_shape), -np.inf, np.float32)
+    of_slice = expected[place].shape
+    expected[place] = np.arange(np.prod(of_slice)).reshape(of_slice)
+
+    @wrap
+    def gradient(x, g):
+        x, g = (max_dtype.of_floats(dtype, each) for each in (x, g))
+        _, back = jax.vjp(lambda x: lax.slice(x, starts, limits, strides), x)
+        return max_dtype.to_floats(back(g)[0])
+
+    np.testing.assert_array_equal(gradient(np.zeros_like(expected), expected[place]), expected)
+
+
+def test_a_concrete_array_shows_its_values():
+    """Of a digest those are the first of its numbers, and no cast gives all of them."""
+    numbers = np.arange(12, dtype=np.float32).reshape(2, 6)
+    floats = max_dtype.of_floats(MAX, numbers[0])
+    digests = max_dtype.of_floats(max_dtype.digest_dtype, numbers)
+    for x, values in ((floats, numbers[0]), (digests, numbers[:, 0])):
+        assert isinstance(x, max_dtype.MaxArray)
+        assert x.shape == values.shape
+        np.testing.assert_array_equal(np.asarray(x), values)
+        assert repr(x) == repr(values)
+        assert f"{x}" == f"{values}"
+        np.testing.assert_array_equal(np.asarray(x[1]), values[1])
+    np.testing.assert_array_equal(floats.astype(jnp.float32), numbers[0])
+    with pytest.raises(ValueError, match="Cannot convert_element_type from fp32_max_grad"):
+        digests.astype(jnp.float32)
+
+
+def test_casts_of_casts_are_differentiated():
+    def f(x):
+        return jnp.sum(max_dtype.to_floats(max_dtype.of_floats(MAX, x)) ** 2)
+
+    x = jnp.arange(3.0)
+    np.testing.assert_array_equal(jax.grad(f)(x), 2 * x)
+    np.testing.assert_array_equal(jax.jit(jax.hessian(f))(x), 2 * np.eye(3))
+    np.testing.assert_array_equal(
+        jax.jit(jax.vmap(jax.grad(f), 1, 1))(np.ones((3, 2), np.float32)), np.full((3, 2), 2)
+    )
