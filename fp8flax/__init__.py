@@ -118,15 +118,11 @@ from fp8flax._linen.ops import (
     NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp,
 )
 
-# What jax.numpy has too.
-from fp8flax._core.formats import (
-    float8_e4m3fn as float8_e4m3fn,
-    float8_e4m3fnuz as float8_e4m3fnuz,
-    float8_e5m2 as float8_e5m2,
-    float8_e5m2fnuz as float8_e5m2fnuz,
-    float8_e8m0fnu as float8_e8m0fnu,
-)
-
 __version__ = "0.1.0"
 
 _public.publish(globals(), "__version__", "nnx")
+_public.warn_of_moved(
+    globals(),
+    "jax.numpy",
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)

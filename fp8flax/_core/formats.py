@@ -8,22 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-float8_e4m3fn = jnp.float8_e4m3fn
-"""4 exponent and 3 mantissa bits, to 448, without infinities: what inputs and kernels are cast to."""
+_E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
+_E4M3_FNUZ, _E5M2_FNUZ = np.dtype(jnp.float8_e4m3fnuz), np.dtype(jnp.float8_e5m2fnuz)
 
-float8_e5m2 = jnp.float8_e5m2
-"""5 exponent and 2 mantissa bits, to 57344, with infinities: what output gradients are cast to."""
-
-float8_e4m3fnuz = jnp.float8_e4m3fnuz
-"""The e4m3 of AMD MI300, to 240: no infinities, one NaN, no negative zero."""
-
-float8_e5m2fnuz = jnp.float8_e5m2fnuz
-"""The e5m2 of AMD MI300, to 57344: no infinities, one NaN, no negative zero."""
-
-float8_e8m0fnu = jnp.float8_e8m0fnu
-"""A power of two in 8 exponent bits, ``2**-127`` to ``2**127``, or NaN: the scales of MXFP8."""
-
-FP8_DTYPES = tuple(np.dtype(d) for d in (float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz))
+FP8_DTYPES = (_E4M3, _E5M2, _E4M3_FNUZ, _E5M2_FNUZ)
 """The dtypes that a tensor may be quantized to."""
 
 
@@ -52,12 +40,12 @@ class Format(enum.Enum):
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433.
     """
 
-    HYBRID = (np.dtype(float8_e4m3fn), np.dtype(float8_e5m2))
-    E4M3 = (np.dtype(float8_e4m3fn), np.dtype(float8_e4m3fn))
-    E5M2 = (np.dtype(float8_e5m2), np.dtype(float8_e5m2))
-    HYBRID_FNUZ = (np.dtype(float8_e4m3fnuz), np.dtype(float8_e5m2fnuz))
-    E4M3_FNUZ = (np.dtype(float8_e4m3fnuz), np.dtype(float8_e4m3fnuz))
-    E5M2_FNUZ = (np.dtype(float8_e5m2fnuz), np.dtype(float8_e5m2fnuz))
+    HYBRID = (_E4M3, _E5M2)
+    E4M3 = (_E4M3, _E4M3)
+    E5M2 = (_E5M2, _E5M2)
+    HYBRID_FNUZ = (_E4M3_FNUZ, _E5M2_FNUZ)
+    E4M3_FNUZ = (_E4M3_FNUZ, _E4M3_FNUZ)
+    E5M2_FNUZ = (_E5M2_FNUZ, _E5M2_FNUZ)
 
     @property
     def forward_dtype(self) -> np.dtype:
@@ -97,14 +85,14 @@ def fp8_limits(dtype: Any) -> Fp8Limits:
         TypeError: ``dtype`` is another dtype.
 
     Example:
-        >>> import fp8flax
-        >>> fp8flax.fp8_limits(fp8flax.float8_e4m3fn)
+        >>> import jax.numpy as jnp, fp8flax
+        >>> fp8flax.fp8_limits(jnp.float8_e4m3fn)
         Fp8Limits(max=448.0, smallest_normal=0.015625, smallest_subnormal=0.001953125)
 
     Source: OCP 8-bit Floating Point Specification (OFP8) v1.0, table 1; OCP Microscaling Formats (MX)
     Specification v1.0, section 5.4.1.
     """
-    if dtype is not None and dtype in (float8_e8m0fnu, np.dtype(float8_e8m0fnu)):
+    if dtype is not None and dtype in (jnp.float8_e8m0fnu, np.dtype(jnp.float8_e8m0fnu)):
         return Fp8Limits(2.0**127, 2.0**-127, 2.0**-127)
     info = jnp.finfo(as_fp8_dtype(dtype, "dtype"))
     return Fp8Limits(float(info.max), float(info.smallest_normal), float(info.smallest_subnormal))
@@ -123,8 +111,8 @@ def fp8_max(dtype: Any) -> float:
         TypeError: ``dtype`` is another dtype.
 
     Example:
-        >>> import fp8flax
-        >>> [fp8flax.fp8_max(d) for d in (fp8flax.float8_e4m3fn, fp8flax.float8_e5m2)]
+        >>> import jax.numpy as jnp, fp8flax
+        >>> [fp8flax.fp8_max(d) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2)]
         [448.0, 57344.0]
 
     Source: OCP 8-bit Floating Point Specification (OFP8) v1.0, table 1.

@@ -80,7 +80,7 @@ class Quantizer:
         >>> import dataclasses, jax, jax.numpy as jnp, fp8flax as fp8
         >>> @dataclasses.dataclass(frozen=True, kw_only=True)
         ... class FixedScale(fp8.Quantizer):
-        ...     dtype: type = fp8.float8_e4m3fn
+        ...     dtype: type = jnp.float8_e4m3fn
         ...     scale: float = 0.01
         ...     scales_along_contraction = False
         ...
@@ -241,8 +241,8 @@ class DelayedQuantizer(Quantizer):
         ValueError: a field has a value out of range.
 
     Example:
-        >>> import fp8flax as fp8
-        >>> fp8.DelayedQuantizer(dtype=fp8.float8_e4m3fn, amax_history_len=16).dtype
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> fp8.DelayedQuantizer(dtype=jnp.float8_e4m3fn, amax_history_len=16).dtype
         dtype(float8_e4m3fn)
 
     Source: Micikevicius et al., 2022, arXiv:2209.05433; Transformer Engine, ``DelayedScaling``.
@@ -297,8 +297,8 @@ class CurrentQuantizer(Quantizer):
             normal, positive float32.
 
     Example:
-        >>> import fp8flax as fp8
-        >>> fp8.CurrentQuantizer(dtype=fp8.float8_e4m3fn, granularity="axiswise").use_power_2_scales
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise").use_power_2_scales
         False
 
     Source: Transformer Engine, ``Float8CurrentScaling`` and ``QParams.amax_epsilon``; torchao, "axiswise".
@@ -370,8 +370,8 @@ class BlockQuantizer(Quantizer):
         ValueError: a field has another value than those above.
 
     Example:
-        >>> import fp8flax as fp8
-        >>> fp8.BlockQuantizer(dtype=fp8.float8_e4m3fn, block=(1, 128), scale="float32").block
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(1, 128), scale="float32").block
         (1, 128)
 
     Source: OCP Microscaling Formats (MX) Specification v1.0; DeepSeek-AI, "DeepSeek-V3 Technical Report",

@@ -138,14 +138,14 @@ class Recipe:
     hashed (such as a list), or adds attributes without being a frozen dataclass itself.
 
     Example:
-        >>> import dataclasses, fp8flax as fp8
+        >>> import dataclasses, jax.numpy as jnp, fp8flax as fp8
         >>> @dataclasses.dataclass(frozen=True, kw_only=True)
         ... class WideBackward(fp8.Recipe):
         ...     block: tuple[int, int] = (1, 32)
         ...
         ...     @property
         ...     def gemms(self):
-        ...         quantizer = fp8.BlockQuantizer(dtype=fp8.float8_e4m3fn, block=self.block)
+        ...         quantizer = fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=self.block)
         ...         return fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=quantizer, rhs=quantizer))
         >>> fp8.Fp8DotGeneralOp(recipe=WideBackward()).recipe.block
         (1, 32)

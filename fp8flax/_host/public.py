@@ -1,9 +1,11 @@
-"""The names of a public package: ``__all__``, ``dir`` and ``__module__``, made of what it imports."""
+"""The names of a public package: ``__all__``, ``dir``, ``__module__``, and names that moved away."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import typing
+import warnings
 from typing import Any
 
 
@@ -25,6 +27,31 @@ def publish(namespace: dict[str, Any], *others: str) -> None:
         _move(namespace[name], package)
     namespace["__all__"] = names
     namespace["__dir__"] = lambda: [*names, *(name for name in others if name in namespace)]
+
+
+def warn_of_moved(namespace: dict[str, Any], home: str, *moved: str) -> None:
+    """Sets ``__getattr__`` of a package: names that moved to another package work, with a warning.
+
+    Type checkers do not see this function, so they report the names as missing.
+
+    Args:
+        namespace: ``globals()`` of the package.
+        home: the package that has the names now.
+        moved: the names, which the package itself has no more.
+    """
+    package = namespace["__name__"]
+
+    def find(name: str) -> Any:
+        if name not in moved:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        warnings.warn(
+            f"{package}.{name} will be removed in the next release. Use {home}.{name}.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(importlib.import_module(home), name)
+
+    namespace["__getattr__"] = find
 
 
 def _move(value: Any, package: str) -> None:

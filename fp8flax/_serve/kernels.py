@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8flax._core.dot_general import quantize_kernel
-from fp8flax._core.formats import float8_e4m3fn, fp8_max
+from fp8flax._core.formats import fp8_max
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import quantize
 from fp8flax._core.quantizers import CurrentQuantizer
@@ -23,7 +23,7 @@ from fp8flax._serve import trees
 from fp8flax._serve.trees import Path
 
 WEIGHT_ONLY = CustomRecipe(
-    forward=GemmRecipe(rhs=CurrentQuantizer(dtype=float8_e4m3fn, granularity="axiswise"))
+    forward=GemmRecipe(rhs=CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise"))
 )
 
 

@@ -164,7 +164,7 @@ def plot_histogram(x: Float[ArrayLike, "*dims"], dtype: DTypeLike, scale: float)
 
     Args:
         x: the tensor, floats of any shape; zeros, NaN and Inf are left out.
-        dtype: an FP8 dtype, such as ``fp8flax.float8_e4m3fn``.
+        dtype: an FP8 dtype, such as ``jax.numpy.float8_e4m3fn``.
         scale: the scale in use (``x ≈ q * scale``), a positive float.
 
     Returns:
@@ -178,9 +178,9 @@ def plot_histogram(x: Float[ArrayLike, "*dims"], dtype: DTypeLike, scale: float)
         ValueError: ``scale`` is not a positive finite number, or ``x`` has no finite value other than 0.
 
     Example:
-        >>> import jax, fp8flax as fp8
+        >>> import jax, jax.numpy as jnp, fp8flax as fp8
         >>> x = jax.random.normal(jax.random.key(0), (64, 64))
-        >>> figure = fp8.plot_histogram(x, fp8.float8_e4m3fn, scale=4 / 448)
+        >>> figure = fp8.plot_histogram(x, jnp.float8_e4m3fn, scale=4 / 448)
     """
     dtype = as_fp8_dtype(dtype, "dtype")
     if not (np.isfinite(scale) and scale > 0):

@@ -350,8 +350,8 @@ def plot_statistics(folder: Path, history: dict[int, Any], name: str, kernel: np
     """
     save_figure(folder / "statistics.png", fp8.plot_history(history))
     save_figure(folder / "underflow.png", fp8.plot_underflow(history))
-    scale = float(np.abs(kernel).max()) / float(jnp.finfo(fp8.float8_e4m3fn).max)
-    figure = fp8.plot_histogram(kernel, fp8.float8_e4m3fn, scale)
+    scale = float(np.abs(kernel).max()) / float(jnp.finfo(jnp.float8_e4m3fn).max)
+    figure = fp8.plot_histogram(kernel, jnp.float8_e4m3fn, scale)
     (axes,) = figure.axes
     axes.set_xlabel(f"log2 of the magnitude of {name}, in the last step that was looked at")
     save_figure(folder / "histogram.png", figure)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.optimized
     ],
 )
 def test_limits(name, largest, normal, subnormal, finite):
-    dtype = getattr(fp8, name)
+    dtype = getattr(jnp, name)
     assert fp8.fp8_limits(dtype) == (largest, normal, subnormal)
     assert fp8.fp8_max(np.dtype(dtype)) == largest
     codes = reference.finite_codes(name)
@@ -32,7 +32,7 @@ def test_limits(name, largest, normal, subnormal, finite):
 def test_e8m0_limits():
     codes = np.arange(255, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
     np.testing.assert_array_equal(codes, 2.0 ** np.arange(-127.0, 128.0))
-    assert fp8.fp8_limits(fp8.float8_e8m0fnu) == (codes[-1], codes[0], codes[0])
+    assert fp8.fp8_limits(jnp.float8_e8m0fnu) == (codes[-1], codes[0], codes[0])
 
 
 def test_format_dtypes():

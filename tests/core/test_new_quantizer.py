@@ -22,7 +22,7 @@ WIDTH = 64
 class RowBlocks(fp8.Quantizer):
     """1×64 blocks along the contraction, with scales in E5M2, rounded up."""
 
-    dtype: Any = fp8.float8_e4m3fn
+    dtype: Any = jnp.float8_e4m3fn
     scale_dtype: ClassVar[Any] = jnp.float8_e5m2
 
     def quantize(self, x, view, delayed_scale=None):
@@ -151,7 +151,7 @@ def test_it_is_frozen():
     layer = LAYERS["Dense"]
     variables = layer.init(jax.random.key(0), X)
     served, served_variables = fp8.freeze(layer, variables, X)
-    assert served_variables["params"]["kernel"].dtype == fp8.float8_e4m3fn
+    assert served_variables["params"]["kernel"].dtype == jnp.float8_e4m3fn
     np.testing.assert_array_equal(served.apply(served_variables, X), layer.apply(variables, X))
 
 
@@ -164,7 +164,7 @@ class TestErrors:
 
     def test_what_could_be_changed(self):
         class Mutable(fp8.Quantizer):
-            dtype = fp8.float8_e4m3fn
+            dtype = jnp.float8_e4m3fn
 
         gemm = fp8.GemmRecipe(lhs=Mutable(), rhs=Mutable())
         with pytest.raises(TypeError, match=r"a quantizer must be frozen.*is not a dataclass"):
@@ -201,7 +201,7 @@ class TestErrors:
 class NarrowScale(fp8.Quantizer):
     """One scale per tensor, in a dtype that does not hold the product of two."""
 
-    dtype: Any = fp8.float8_e4m3fn
+    dtype: Any = jnp.float8_e4m3fn
     scale_dtype: ClassVar[Any] = jnp.float16
     scales_along_contraction: ClassVar[bool] = False
 

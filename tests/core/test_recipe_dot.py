@@ -407,7 +407,7 @@ class TestCustom:
         recipe = fp8.CustomRecipe(
             forward=fp8.DelayedScaling(amax_history_len=3).gemms.forward,
             dgrad=fp8.MXFP8BlockScaling().gemms.dgrad,
-            wgrad=fp8.GemmRecipe(lhs=fp8.CurrentQuantizer(dtype=fp8.float8_e5m2)),
+            wgrad=fp8.GemmRecipe(lhs=fp8.CurrentQuantizer(dtype=jnp.float8_e5m2)),
         )
         assert sorted(recipe.delayed) == ["input", "kernel"]
         state, dx, dw = grads_and_state(recipe, self.x, self.w)
@@ -423,7 +423,7 @@ class TestCustom:
         assert np.isfinite(dw).all()
 
     def test_a_wide_operand_meets_the_other_dequantized(self):
-        recipe = fp8.CustomRecipe(forward=fp8.GemmRecipe(rhs=fp8.BlockQuantizer(dtype=fp8.float8_e4m3fn)))
+        recipe = fp8.CustomRecipe(forward=fp8.GemmRecipe(rhs=fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn)))
         out, dx, dw = make_vjp(recipe)(self.x, self.w, np.ones((16, 32), np.float32))
         w8 = with_reference(recipe.forward.rhs, self.w, 0)
         assert error_of_product(out, self.x @ w8, self.x, self.w) <= 1e-6
@@ -433,8 +433,8 @@ class TestCustom:
     def test_blocks_meet_a_tensorwise_operand(self):
         recipe = fp8.CustomRecipe(
             forward=fp8.GemmRecipe(
-                lhs=fp8.BlockQuantizer(dtype=fp8.float8_e4m3fn, block=(1, 16)),
-                rhs=fp8.CurrentQuantizer(dtype=fp8.float8_e4m3fn),
+                lhs=fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(1, 16)),
+                rhs=fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn),
             )
         )
         out = make_vjp(recipe)(self.x, self.w, np.ones((16, 32), np.float32))[0]

@@ -4,6 +4,7 @@ import re
 from typing import ClassVar
 
 import flax.linen as nn
+import jax.numpy as jnp
 import pytest
 
 import fp8flax as fp8
@@ -44,7 +45,7 @@ def test_frozen_and_keyword_only():
         ("margin", "1", TypeError, "margin must be an int; got '1' of type str"),
         ("amax_compute_algo", "mean", ValueError, r"one of \('max', 'most_recent'\); got 'mean'"),
         ("fp8_format", "HYBRID", TypeError, "must be a member of fp8flax.Format.*got 'HYBRID'"),
-        ("fp8_format", fp8.float8_e4m3fn, TypeError, "must be a member of fp8flax.Format"),
+        ("fp8_format", jnp.float8_e4m3fn, TypeError, "must be a member of fp8flax.Format"),
     ],
 )
 def test_wrong_values_name_the_field(field, value, error, message):
@@ -103,7 +104,7 @@ def test_the_parts_of_each_recipe():
     assert [p[0] for p in parts(hybrid)] == ["e4m3fn", "e4m3fn", "e5m2", "e4m3fn", "e4m3fn", "e5m2"]
 
 
-E4M3 = fp8.float8_e4m3fn
+E4M3 = jnp.float8_e4m3fn
 DELAYED = fp8.DelayedQuantizer(dtype=E4M3)
 
 
@@ -199,7 +200,7 @@ DELAYED = fp8.DelayedQuantizer(dtype=E4M3)
         (fp8.CurrentQuantizer, {"dtype": E4M3, "amax_epsilon": 1e-40}, ValueError, "normal.*got 1e-40"),
         (fp8.CurrentQuantizer, {"dtype": E4M3, "amax_epsilon": 1e300}, ValueError, "got 1e\\+300"),
         (fp8.CurrentQuantizer, {"dtype": E4M3, "amax_epsilon": "0"}, TypeError, "must be a float; got '0'"),
-        (fp8.BlockQuantizer, {"dtype": fp8.float8_e8m0fnu}, TypeError, "dtype must be an FP8 dtype"),
+        (fp8.BlockQuantizer, {"dtype": jnp.float8_e8m0fnu}, TypeError, "dtype must be an FP8 dtype"),
         (
             fp8.BlockQuantizer,
             {"dtype": E4M3, "block": 32},

@@ -10,6 +10,7 @@ import typing
 from pathlib import Path
 
 import cloudpickle
+import jax.numpy as jnp
 import jaxtyping
 import pytest
 
@@ -28,7 +29,7 @@ MOVED = [
         if callable(value) and "fp8flax" in (value.__module__ or "") and hasattr(value, "__qualname__")
     )
 ]
-"""Classes and functions of ours with their package; aliases once, JAX's dtypes not."""
+"""Classes and functions of ours with their package; aliases once."""
 CLASSES = [value for _, value in MOVED if inspect.isclass(value)]
 
 
@@ -67,7 +68,23 @@ def test_classes_and_functions_belong_to_their_package():
             assert cloudpickle.loads(cloudpickle.dumps(value)) is value
     assert repr(fp8.Fp8DotGeneralOp) == "<class 'fp8flax.Fp8DotGeneralOp'>"
     assert repr(fp8nnx.Fp8DotGeneralOp) == "<class 'fp8flax.nnx.Fp8DotGeneralOp'>"
-    assert fp8.float8_e4m3fn.__module__ == "jax.numpy"
+
+
+@pytest.mark.parametrize(
+    "name", [f"float8_{e}" for e in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
+)
+def test_a_dtype_of_jax_numpy_is_found_with_a_warning(name):
+    with pytest.warns(
+        DeprecationWarning, match=rf"^fp8flax\.{name} will .* Use jax\.numpy\.{name}\.$"
+    ) as caught:
+        assert getattr(fp8, name) is getattr(jnp, name)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert name not in dir(fp8)
+
+
+def test_another_name_is_not_found():
+    with pytest.raises(AttributeError, match=r"^module 'fp8flax' has no attribute 'float8_e4m3'$"):
+        fp8.float8_e4m3  # noqa: B018
 
 
 def test_a_row_of_an_audit_is_public():

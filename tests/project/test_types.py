@@ -97,7 +97,7 @@ FUNCTIONS = {
     "quantize": ((MATRIX, E4M3, f32(2, 1) + 2), {"x": ints(2, 3), "scale": ints(1), "q_dtype": 8}),
     "dequantize": ((CODES, BF16, 2.0), {"x": ints(2, 3), "scale": ints(1)}),
     "quantize_dequantize": ((MATRIX.astype(BF16), E4M3, ONE, BF16), {"x": ints(2, 3), "scale": 2}),
-    "qdq": ((f32(), fp8.float8_e5m2, np.float32(1)), {"x": ints(), "scale": ints()}),
+    "qdq": ((f32(), jnp.float8_e5m2, np.float32(1)), {"x": ints(), "scale": ints()}),
     "cast_to_representable": ((f32(0, 3),), {"x": [0.0], "scale": ints(1)}),
     "compute_scale": (
         (f32(2, 1), ONE, 448.0, 1),

@@ -4,6 +4,7 @@ import json
 from functools import partial
 
 import flax.linen as nn
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
@@ -209,10 +210,10 @@ def test_errors_of_config(config, error, message, save, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-TENSOR = fp8.CurrentQuantizer(dtype=fp8.float8_e4m3fn)
-E5M2 = fp8.CurrentQuantizer(dtype=fp8.float8_e5m2)
-CHANNEL = fp8.CurrentQuantizer(dtype=fp8.float8_e4m3fn, granularity="axiswise")
-BLOCKS = fp8.BlockQuantizer(dtype=fp8.float8_e4m3fn, block=(1, 128), scale="float32")
+TENSOR = fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn)
+E5M2 = fp8.CurrentQuantizer(dtype=jnp.float8_e5m2)
+CHANNEL = fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise")
+BLOCKS = fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(1, 128), scale="float32")
 
 
 @pytest.mark.parametrize(("lhs", "rhs"), [(E5M2, TENSOR), (TENSOR, E5M2), (BLOCKS, CHANNEL)])

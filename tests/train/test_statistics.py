@@ -19,10 +19,10 @@ from tests.reference import MAX
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 FIELDS = [field.name for field in dataclasses.fields(fp8.Statistics)]
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-FLOOR = fp8.BlockQuantizer(dtype=fp8.float8_e4m3fn, block=(2, 16), scale_rounding="floor")
+FLOOR = fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(2, 16), scale_rounding="floor")
 CUSTOM = fp8.CustomRecipe(  # the output gradient wide in one of its products, the kernel in both
     forward=fp8.GemmRecipe(lhs=FLOOR),
-    wgrad=fp8.GemmRecipe(lhs=FLOOR, rhs=fp8.CurrentQuantizer(dtype=fp8.float8_e5m2)),
+    wgrad=fp8.GemmRecipe(lhs=FLOOR, rhs=fp8.CurrentQuantizer(dtype=jnp.float8_e5m2)),
 )
 ALL = {**RECIPES, "custom": CUSTOM}
 SHAPES = {"input": (5, 70), "kernel": (70, 33), "output_grad": (5, 33)}
@@ -569,7 +569,7 @@ def test_plot_of_underflow():
 
 def test_plot_of_a_histogram():
     x = np.array([0, np.nan, np.inf, 1e-4, 2e-3, 1, 448, 500], np.float32)
-    axes = fp8.plot_histogram(x, fp8.float8_e4m3fn, 1.0).axes[0]
+    axes = fp8.plot_histogram(x, jnp.float8_e4m3fn, 1.0).axes[0]
     assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(100)
     grid, *limits = axes.lines
     assert len(grid.get_xdata()) == 126  # positive codes of e4m3fn
@@ -579,8 +579,8 @@ def test_plot_of_a_histogram():
         "20.0 % of the values",
     ]
     for args, message in (
-        ((x, fp8.float8_e4m3fn, 0.0), "scale must be a positive"),
-        ((np.zeros(3, np.float32), fp8.float8_e4m3fn, 1.0), "no finite value other than 0 among 3"),
+        ((x, jnp.float8_e4m3fn, 0.0), "scale must be a positive"),
+        ((np.zeros(3, np.float32), jnp.float8_e4m3fn, 1.0), "no finite value other than 0 among 3"),
     ):
         with pytest.raises(ValueError, match=message):
             fp8.plot_histogram(*args)
