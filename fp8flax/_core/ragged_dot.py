@@ -24,19 +24,10 @@ from fp8flax._core.differentiable import (
     explicit_sharding,
 )
 from fp8flax._core.dot_general import hashable_precision, with_precision
-from fp8flax._core.gemm.cuda_ragged import (
-    grouped,
-    groups_by_kernel,
-    groups_on_shards,
-    has_grouped_gemm,
-    rows_by_kernel,
-    rows_on_shards,
-)
-from fp8flax._core.gemm.gpus import NATIVE_MX, compute_capability
 from fp8flax._core.gemm.kernels.groups import bounded
 from fp8flax._core.gemm.lowering import lowered, warn_if_emulated
 from fp8flax._core.gemm.reference import reference_gemm
-from fp8flax._core.gemm.request import Gemm
+from fp8flax._core.gemm.request import ExpertProducts, ExpertSums, Gemm
 from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.recipes import GemmRecipe, Recipe
@@ -214,38 +205,28 @@ class RaggedPlan(Plan):
             is_matrix = x.ndim == 3 and uses[1].view.contract == (0,)
             return jnp.swapaxes(x, 1, 2) if is_matrix else x
 
-        def tile_by_tile(lhs: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
+        def tile_by_tile(_: Any, lhs: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
             lhs, kernels = (self._in_rows(use, x) for use, x in zip(uses, (lhs, kernels)))
-            kernels = jax.tree.map(as_columns, kernels)
+            kernels = as_columns(kernels) if is_per_block else kernels
             return _multiply_rows(self, gemm, lhs, kernels, columns, _visits(self, group_sizes))
 
-        def by_kernel(multiply: Any, lhs: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
+        is_per_block = _is_per_block(kernels)
+        if not is_per_block:
             kernels = jax.tree.map(as_columns, kernels)
-            out = multiply(lhs, kernels, group_sizes, out_dtype=gemm.out_dtype)
-            return out[: self.padded_rows, :columns]
-
-        if not gemm.dequantized and has_grouped_gemm(lhs, kernels, self.groups, columns, gemm.out_dtype):
-            ways = (partial(by_kernel, multiply) for multiply in (rows_by_kernel, rows_on_shards))
-            return grouped(*ways, tile_by_tile, lhs, kernels, group_sizes)[: self.rows]
-        return tile_by_tile(lhs, kernels, group_sizes)[: self.rows]
+        request = ExpertProducts((self.padded_rows, columns), gemm.out_dtype, gemm.dequantized)
+        return lowered(request, tile_by_tile, lhs, kernels, group_sizes)[: self.rows]
 
     def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
         del like
         uses = self.uses("input").second, self.uses("output_grad").second
 
-        def tile_by_tile(lhs: Any, g: Any, group_sizes: jax.Array) -> jax.Array:
+        def tile_by_tile(_: Any, lhs: Any, g: Any, group_sizes: jax.Array) -> jax.Array:
             lhs, g = (self._in_rows(use, x) for use, x in zip(uses, (lhs, g)))
             return _multiply_groups(self, lhs, g, _visits(self, group_sizes))
 
-        def by_kernel(multiply: Any, lhs: Any, g: Any, group_sizes: jax.Array) -> jax.Array:
-            out = multiply(lhs, g, group_sizes, out_dtype=self.rhs.dtype)
-            return out[:, : self.depth, : self.columns]
-
-        if not self.dequantized and has_grouped_gemm(lhs, g, self.groups, self.columns, self.rhs.dtype):
-            ways = (partial(by_kernel, multiply) for multiply in (groups_by_kernel, groups_on_shards))
-            return grouped(*ways, tile_by_tile, lhs, g, group_sizes)
-        return tile_by_tile(lhs, g, group_sizes)
+        request = ExpertSums((self.groups, self.depth, self.columns), self.rhs.dtype, self.dequantized)
+        return lowered(request, tile_by_tile, lhs, g, group_sizes)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
@@ -253,15 +234,20 @@ class RaggedPlan(Plan):
         return out[: self.rows]
 
     def warn(self, *recipes: GemmRecipe) -> None:
-        warn_if_emulated(*recipes, has_block_kernel=compute_capability() < NATIVE_MX)
+        warn_if_emulated(*recipes, is_ragged=True)
 
     def _in_rows(self, use: Use, operand: Any) -> Any:
         """Returns an operand of which a tile of rows can be cut: wide where scales are per block."""
-        if not (isinstance(operand, QTensor) and operand.quantizer.scales_along_contraction):
+        if not _is_per_block(operand):
             return operand
         dtypes = {"input": self.lhs.dtype, "kernel": self.rhs.dtype, "output_grad": self.out_dtype}
         dtype = dtypes[use.role]
         return self.each(use.role, lambda q: q.dequantize(use.view, dtype), operand)
+
+
+def _is_per_block(operand: Any) -> bool:
+    """Returns whether an operand is quantized with scales that change along the contraction."""
+    return isinstance(operand, QTensor) and operand.quantizer.scales_along_contraction
 
 
 def _visits(plan: RaggedPlan, group_sizes: jax.Array) -> _Visit:

@@ -1,4 +1,7 @@
-"""A ragged dot on Hopper's FP8 units: one kernel for all experts, and one for each gradient."""
+"""The ways in which NVIDIA GPUs multiply a ragged dot: on Hopper one GPU kernel for all experts.
+
+The table in ``lowering`` says which of these functions runs for which request.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
-from fp8flax._core.gemm.gpus import compute_capability, has_triton, is_hopper
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK
-from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC, multiplies_dtypes
 from fp8flax._core.gemm.kernels.grouped_gemm_hopper import Tile, Tiling, grouped_gemm
 from fp8flax._core.gemm.kernels.groups import (
     TILE,
@@ -26,76 +27,44 @@ from fp8flax._core.gemm.kernels.groups import (
     transpose_groups,
 )
 from fp8flax._core.gemm.kernels.on_shards import ragged_on_shards
-from fp8flax._core.jax_rules import unless_partitioned
+from fp8flax._core.gemm.request import ExpertProducts, ExpertSums
 from fp8flax._core.names import GROUPED_GEMM
-from fp8flax._core.once import ONCE
 from fp8flax._core.qtensor import QTensor
 
 
-def has_grouped_gemm(lhs: Any, rhs: Any, experts: int, columns: int, out_dtype: Any) -> bool:
-    """Tells whether the GPU that is compiled for has the kernel for these operands of a ragged dot.
-
-    Args:
-        lhs: what ``rows_by_kernel`` or ``groups_by_kernel`` is asked to multiply.
-        rhs: likewise; for the former stacked kernels, transposed or not.
-        experts: how many there are.
-        columns: of the result.
-        out_dtype: of the result.
-    """
-    if not (
-        HAS_MOSAIC
-        and is_hopper(compute_capability())
-        and isinstance(lhs, QTensor)
-        and isinstance(rhs, QTensor)
-        and multiplies_dtypes(lhs.codes.dtype, rhs.codes.dtype)
-        and jnp.dtype(out_dtype).itemsize <= 4
-        # Nor those of which jax.export does not know the size.
-        and all(isinstance(size, int) and size > 0 for size in (*lhs.codes.shape, *rhs.codes.shape))
-    ):
-        return False
-    quantizers = lhs.quantizer, rhs.quantizer
-    if any(quantizer.scales_along_contraction for quantizer in quantizers):
-        return all(quantizer.scale_columns == BLOCK for quantizer in quantizers)
-    rows, depth = lhs.codes.shape
-    of_rows = (1, rows), (experts, experts * columns)
-    of_groups = (1, depth), (1, columns)
-    sizes = of_rows if rhs.codes.ndim == 3 else of_groups
-    return (
-        has_triton()
-        # Triton counts in 32 bits.
-        and (rows + (experts + 1) * TILE) * max(depth, columns) < 2**31
-        and all(x.scale.size in size for x, size in zip((lhs, rhs), sizes))
-    )
-
-
-def grouped(
-    multiply: Callable[..., jax.Array],
-    on_shards: Callable[..., jax.Array],
-    otherwise: Callable[..., jax.Array],
-    *operands: Any,
+def expert_products(
+    request: ExpertProducts,
+    lhs: QTensor,
+    kernels: QTensor,
+    group_sizes: jax.Array,
+    *,
+    on_shards: bool = False,
 ) -> jax.Array:
-    """Returns ``multiply(*operands)`` on a GPU, ``on_shards`` on several, ``otherwise`` on other devices.
-
-    Args:
-        multiply: multiplies by a kernel.
-        on_shards: does so where XLA splits the program over a mesh; see ``unless_partitioned``.
-        otherwise: without the kernel.
-        *operands: of either.
-    """
-    whole = partial(unless_partitioned, partial(_once, multiply), otherwise, on_shards=on_shards)
-    return lax.platform_dependent(*operands, cuda=whole, default=otherwise)
+    """Multiplies each row with its expert's kernel; with ``on_shards`` each device computes a part."""
+    multiply: Callable[..., jax.Array] = partial(rows_by_kernel, out_dtype=request.dtype)
+    if on_shards:
+        dims = ("mk", "enk", "mn") if lhs.codes.ndim == 2 else ("-mk", "e-nk", "mn")
+        multiply = partial(ragged_on_shards, multiply, dims)
+    rows, columns = request.shape
+    return multiply(lhs, kernels, group_sizes)[:rows, :columns]
 
 
-# Opaque to the policies of jax.checkpoint, and refuses a second derivative.
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _once(multiply: Callable[..., jax.Array], *operands: Any) -> jax.Array:
-    return multiply(*operands)
+expert_products_on_shards = partial(expert_products, on_shards=True)
 
 
-@_once.defjvp
-def _once_jvp(multiply: Callable[..., jax.Array], primals: Any, tangents: Any) -> Any:
-    del multiply, primals, tangents
-    raise TypeError(ONCE)
+def expert_sums(
+    request: ExpertSums, lhs: QTensor, rhs: QTensor, group_sizes: jax.Array, *, on_shards: bool = False
+) -> jax.Array:
+    """Adds the outer products of each expert's rows; with ``on_shards`` each device computes a part."""
+    multiply: Callable[..., jax.Array] = partial(groups_by_kernel, out_dtype=request.dtype)
+    if on_shards:
+        dims = ("mk", "mn", "ekn") if lhs.codes.ndim == 2 else ("-km", "-nm", "ekn")
+        multiply = partial(ragged_on_shards, multiply, dims)
+    _, depth, columns = request.shape
+    return multiply(lhs, rhs, group_sizes)[:, :depth, :columns]
+
+
+expert_sums_on_shards = partial(expert_sums, on_shards=True)
 
 
 def _tiling_of_rows(rows: int, depth: int, columns: int, experts: int) -> Tiling:
@@ -181,20 +150,6 @@ def rows_by_kernel(
     table = table_of(filled_rows, group_sizes)
     out = _multiply(tiling, out_dtype, interpret, left, right, lhs_scale, rhs_scale, table)
     return out[:rows, :columns]
-
-
-def rows_on_shards(lhs: QTensor, kernels: QTensor, group_sizes: jax.Array, *, out_dtype: Any) -> jax.Array:
-    """Returns what ``rows_by_kernel`` does, of which each of several devices computes a part."""
-    multiply = partial(rows_by_kernel, out_dtype=out_dtype)
-    dims = ("mk", "enk", "mn") if lhs.codes.ndim == 2 else ("-mk", "e-nk", "mn")
-    return ragged_on_shards(multiply, dims, lhs, kernels, group_sizes)
-
-
-def groups_on_shards(lhs: QTensor, rhs: QTensor, group_sizes: jax.Array, *, out_dtype: Any) -> jax.Array:
-    """Returns what ``groups_by_kernel`` does, of which each of several devices computes a part."""
-    multiply = partial(groups_by_kernel, out_dtype=out_dtype)
-    dims = ("mk", "mn", "ekn") if lhs.codes.ndim == 2 else ("-km", "-nm", "ekn")
-    return ragged_on_shards(multiply, dims, lhs, rhs, group_sizes)
 
 
 def groups_by_kernel(

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from fp8flax._core.gemm import cuda
+from fp8flax._core.gemm import cuda, cuda_ragged
 from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     NATIVE_MX,
@@ -29,8 +29,9 @@ from fp8flax._core.gemm.gpus import (
 )
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.gemm.kernels.block_gemm_hopper import multiplies_dtypes
+from fp8flax._core.gemm.kernels.groups import TILE
 from fp8flax._core.gemm.kernels.transpose import can_transpose
-from fp8flax._core.gemm.request import Gemm, is_of_codes
+from fp8flax._core.gemm.request import ExpertProducts, ExpertSums, Gemm, is_of_codes
 from fp8flax._core.jax_rules import unless_partitioned
 from fp8flax._core.once import once
 from fp8flax._core.qtensor import QTensor
@@ -220,6 +221,36 @@ def _fits_block_kernels(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bo
     )
 
 
+def _has_grouped_gemm(
+    capability: float, request: ExpertProducts | ExpertSums, lhs: Any, rhs: Any, group_sizes: Any
+) -> bool:
+    """Returns whether our kernel for Hopper multiplies the operands of a ragged dot."""
+    if not (
+        is_hopper(capability)
+        and not request.dequantized
+        and isinstance(lhs, QTensor)
+        and isinstance(rhs, QTensor)
+        and multiplies_dtypes(lhs.codes.dtype, rhs.codes.dtype)
+        and jnp.dtype(request.dtype).itemsize <= 4
+        # jax.export may not know a size.
+        and all(isinstance(size, int) and size > 0 for size in (*lhs.codes.shape, *rhs.codes.shape))
+    ):
+        return False
+    quantizers = lhs.quantizer, rhs.quantizer
+    if any(quantizer.scales_along_contraction for quantizer in quantizers):
+        return all(quantizer.scale_columns == BLOCK for quantizer in quantizers)
+    (rows, depth), experts, columns = lhs.codes.shape, group_sizes.size, request.shape[-1]
+    of_products = (1, rows), (experts, experts * columns)
+    of_sums = (1, depth), (1, columns)
+    sizes = of_products if isinstance(request, ExpertProducts) else of_sums
+    return (
+        has_triton()
+        # Triton counts in 32 bits.
+        and (rows + (experts + 1) * TILE) * max(depth, columns) < 2**31
+        and all(x.scale.size in size for x, size in zip((lhs, rhs), sizes))
+    )
+
+
 def _is_empty(gemm: Gemm) -> bool:
     return 0 in (*gemm.sizes, *gemm.out_shape)
 
@@ -246,6 +277,17 @@ _TABLE: dict[type, tuple[Row, ...]] = {
             needs_mesh=True,
         ),
         Row(_is_per_block, cuda.dequantized_blocks, cuda.dequantized_blocks),
+    ),
+    ExpertProducts: (
+        Row(
+            _has_grouped_gemm,
+            cuda_ragged.expert_products,
+            cuda_ragged.expert_products_on_shards,
+            needs_mesh=True,
+        ),
+    ),
+    ExpertSums: (
+        Row(_has_grouped_gemm, cuda_ragged.expert_sums, cuda_ragged.expert_sums_on_shards, needs_mesh=True),
     ),
 }
 
@@ -280,17 +322,18 @@ def runs_in_fp8(recipe: GemmRecipe, capability: float) -> bool:
     return not lhs.scales_along_contraction or has_units(recipe, capability)
 
 
-def warn_if_emulated(*recipes: GemmRecipe, has_block_kernel: bool = True) -> None:
+def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
     """Warns, once, if the device at hand cannot multiply in FP8 what one of the recipes makes.
 
     Args:
         *recipes: of the GEMMs.
-        has_block_kernel: whether the GEMMs may run by the kernels for scales per block.
+        is_ragged: whether they are those of a ragged dot, for which Blackwell has no units.
     """
     if compile_target.value is not None:
         return
-    # Each from one place, so that Python's default filter shows it once.
     capability = compute_capability()
+    has_kernel = not (is_ragged and capability >= NATIVE_MX)
+    # Each from one place, so that Python's default filter shows it once.
     if capability < NATIVE_FP8:
         warnings.warn(
             f"FP8 matmuls are emulated on {jax.devices()[0].device_kind}: the values are those of FP8, the "
@@ -298,9 +341,7 @@ def warn_if_emulated(*recipes: GemmRecipe, has_block_kernel: bool = True) -> Non
             Fp8EmulationWarning,
             stacklevel=1,
         )
-    elif any(
-        _has_block_scales(one) and not (has_block_kernel and has_units(one, capability)) for one in recipes
-    ):
+    elif not all(has_kernel and has_units(one, capability) for one in recipes if _has_block_scales(one)):
         warnings.warn(
             f"{jax.devices()[0].device_kind} has no units for these block scales: the FP8 values are "
             "multiplied in a wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling "

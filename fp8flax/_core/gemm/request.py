@@ -1,4 +1,4 @@
-"""What is asked of a device: the static description of a GEMM."""
+"""Requests: the static descriptions of what a device is asked to compute. All are hashable."""
 
 from __future__ import annotations
 
@@ -78,6 +78,36 @@ class Gemm(NamedTuple):
         lhs, rhs = (View((size, depth), (1,), ()) for size in (rows, columns))
         gemm = self._replace(lhs=lhs, rhs=rhs, dimension_numbers=(((1,), (1,)), ((), ())))
         return gemm, (not behind[0], not behind[1])
+
+
+class ExpertProducts(NamedTuple):
+    """Each row of the input times the kernel of the expert that the row belongs to.
+
+    The operands are rows ``(rows, depth)``, kernels ``(experts, columns, depth)``, and the number of rows
+    of each expert ``(experts,)``.
+    """
+
+    shape: tuple[int, int]
+    """Rows and columns of the result. A row that belongs to no expert is zeros."""
+    dtype: np.dtype
+    """Of the result."""
+    dequantized: bool = False
+    """As of ``Gemm``."""
+
+
+class ExpertSums(NamedTuple):
+    """For each expert the sum of the outer products of its rows.
+
+    The operands are ``(rows, depth)``, ``(rows, columns)``, and the number of rows of each expert
+    ``(experts,)``.
+    """
+
+    shape: tuple[int, int, int]
+    """Experts, depth and columns of the result."""
+    dtype: np.dtype
+    """Of the result."""
+    dequantized: bool = False
+    """As of ``Gemm``."""
 
 
 def is_of_codes(gemm: Gemm, lhs: Any, rhs: Any) -> bool:
