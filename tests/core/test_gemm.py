@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8flax._core.state.state import ScalingState
 from jax import lax
 
 import fp8flax as fp8
