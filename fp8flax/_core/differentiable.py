@@ -6,8 +6,7 @@ A contraction is a *plan*: its products, and how each operand enters them. Plans
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,6 +21,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.amax import amaxes_of_parts, delayed_amax, largest_of
 from fp8flax._core.formats import is_wide_float
+from fp8flax._core.gemm.lowering import lowered, rows_of
+from fp8flax._core.gemm.reference import reference_pair
+from fp8flax._core.gemm.request import CastPair
 from fp8flax._core.jax_rules import (
     manual_axes,
     refuse_unchecked_axes,
@@ -39,7 +41,7 @@ from fp8flax._core.names import (
     RESIDUAL_NAMES,
     WGRAD,
 )
-from fp8flax._core.once import ONCE
+from fp8flax._core.once import once
 from fp8flax._core.qdq import in_qdq_as, out_qdq_as
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantize import as_float_array, inf_to_nan
@@ -208,54 +210,24 @@ class Plan:
         return jax.vmap(f)(*args) if role in self.stacked else f(*args)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _quantized_once(quantizer: Any, view: View, x: jax.Array, delayed_scale: Any) -> Any:
-    """Quantizes, and refuses to be differentiated: a second derivative would silently be zero."""
-    return quantized(quantizer, x, view, delayed_scale)
-
-
-@_quantized_once.defjvp
-def _quantized_once_jvp(quantizer: Any, view: View, primals: Any, tangents: Any) -> Any:
-    raise TypeError(ONCE)
-
-
 def _quantized_for(plan: Plan, use: Use, x: jax.Array, scale: jax.Array | None) -> Any:
     """Returns a tensor as one of its products takes it."""
-    return plan.each(use.role, partial(_quantized_once, use.quantizer, use.view), x, scale)
+    quantize = once(lambda x, scale: quantized(use.quantizer, x, use.view, scale))
+    return plan.each(use.role, quantize, x, scale)
 
 
-def _serves_both(plan: Plan, role: str) -> bool:
-    """Tells whether a tensor is quantized once for its two products."""
+def _pair_of(plan: Plan, role: str, x: jax.Array) -> CastPair:
+    """Returns the request to quantize a tensor for both of its products."""
     first, second = plan.uses(role)
-    return serves(first.quantizer, second.quantizer, first.view) and not _makes_pair(plan, role)
+    stack = x.shape[0] if role in plan.stacked else 1
+    is_grad = role == "output_grad"
+    return CastPair(first.quantizer, first.view, second.quantizer, second.view, is_grad, stack)
 
 
-def _makes_pair(plan: Plan, role: str) -> bool:
-    """Tells whether one kernel quantizes a tensor for both of its products."""
-    first, second = plan.uses(role)
-    operand = {"input": plan.lhs, "kernel": plan.rhs}.get(role) or Operand(
-        (), plan.out_dtype, plan.lhs.sharding, frozenset()
-    )
-    return (
-        first.quantizer is not None
-        # Our kernel counts the elements of all in 32 bits.
-        and (role not in plan.stacked or math.prod(operand.shape) < 2**31)
-        and operand.sharding is None
-        and first.quantizer.makes_pair(operand, first.view, second.quantizer, second.view)
-    )
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _pair_once(uses: Uses, inf_is_nan: bool, x: jax.Array) -> Any:
-    """Quantizes for two products, and refuses to be differentiated, as ``_quantized_once``."""
-    first, second = uses
-    assert first.quantizer is not None
-    return first.quantizer.quantize_pair(x, first.view, second.view, inf_is_nan=inf_is_nan)
-
-
-@_pair_once.defjvp
-def _pair_once_jvp(uses: Uses, inf_is_nan: bool, primals: Any, tangents: Any) -> Any:
-    raise TypeError(ONCE)
+def _serves_both(plan: Plan, role: str, x: jax.Array) -> bool:
+    """Returns whether the codes for one product serve the other, and no GPU kernel makes both at once."""
+    pair = _pair_of(plan, role, x)
+    return serves(pair.first, pair.second, pair.view) and not rows_of(pair, x, None)
 
 
 def _transposed(plan: Plan, role: str, operand: Any) -> Any:
@@ -266,13 +238,13 @@ def _transposed(plan: Plan, role: str, operand: Any) -> Any:
 
 
 def _quantized_for_both(plan: Plan, role: str, x: jax.Array, scale: jax.Array | None) -> tuple[Any, Any]:
-    uses = plan.uses(role)
-    if _makes_pair(plan, role):
-        return plan.each(role, partial(_pair_once, uses, role == "output_grad"), x)
-    first = _quantized_for(plan, uses.first, x, scale)
-    if _serves_both(plan, role):
+    """Returns a tensor as both of its products take it. In a cotangent an Inf becomes a NaN."""
+    pair = _pair_of(plan, role, x)
+    if _serves_both(plan, role, x):
+        as_cast = inf_to_nan(x) if pair.inf_is_nan else x
+        first = _quantized_for(plan, plan.uses(role).first, as_cast, scale)
         return first, _transposed(plan, role, first)
-    return first, _quantized_for(plan, uses.second, x, scale)
+    return plan.each(role, once(partial(lowered, pair, reference_pair)), x, scale)
 
 
 def quantized_with_amax(
@@ -282,9 +254,7 @@ def quantized_with_amax(
 
     Of a cotangent the Infs become NaN, for which the amax is the same.
     """
-    is_grad = role == "output_grad" and not _makes_pair(plan, role)  # which does so by itself
-    as_cast = inf_to_nan(x) if is_grad else x
-    first, second = _quantized_for_both(plan, role, as_cast, scale)
+    first, second = _quantized_for_both(plan, role, x, scale)
     # Together, so that XLA reads the wide tensor once for all, and does not cast it a second time where
     # a GEMM wants it transposed. (For kernels that saves nothing, and a policy that recomputes the
     # quantized kernel would take the amax along.)
@@ -294,6 +264,7 @@ def quantized_with_amax(
     if scale is None:
         amaxes, codes = None, lax.optimization_barrier(codes)
     else:
+        as_cast = inf_to_nan(x) if role == "output_grad" else x
         amaxes, codes = plan.amaxes(role, x, extra, codes, as_cast)
     first, second = (
         dataclasses.replace(q, codes=c) if isinstance(q, QTensor) else q
@@ -430,7 +401,7 @@ def input_of(plan: Plan, lhs: jax.Array, scale: jax.Array | None, extra: Extra =
     kept = _kept(plan, "input", _INPUT_NAME, second, scale)
     # Where a tensor's codes serve both products, from the residuals: a product that is computed again then
     # starts from what a policy kept.
-    if _serves_both(plan, "input"):
+    if _serves_both(plan, "input", lhs):
         first = _transposed(plan, "input", restored(plan, "input", kept))
     return Entering(first, kept, named_scaling(amaxes))
 
@@ -441,7 +412,7 @@ def kernel_of(plan: Plan, rhs: jax.Array, scale: jax.Array | None, extra: Extra 
     first, second = _quantized_for_both(plan, "kernel", rhs, scale)
     amaxes = None if scale is None else plan.amaxes("kernel", rhs, extra)[0]
     kept = _kept(plan, "kernel", _KERNEL_NAME, second, scale)
-    if _serves_both(plan, "kernel"):
+    if _serves_both(plan, "kernel", rhs):
         first = _transposed(plan, "kernel", restored(plan, "kernel", kept))
     elif isinstance(first, QTensor):
         bits = jax.tree.map(partial(checkpoint_name, name=KERNEL_FORWARD_NAME), first.as_bits())

@@ -18,7 +18,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._core.amax import largest_of
-from fp8flax._core.state.state import next_state, state_to_keep
 from fp8flax._core.differentiable import (
     Entering,
     Operand,
@@ -32,15 +31,16 @@ from fp8flax._core.differentiable import (
     scales_of,
 )
 from fp8flax._core.dot_general import DotPlan
-from fp8flax._core.gemm.kernels.cast_transpose import Cast, Casting, cast_transposed
 from fp8flax._core.gemm.lowering import lowered
-from fp8flax._core.gemm.reference import reference_gemm
+from fp8flax._core.gemm.reference import reference_cast, reference_gemm
+from fp8flax._core.gemm.request import Cast, CastTranspose
 from fp8flax._core.jax_rules import reverse_mode_only, sum_to_axes, traced_once
 from fp8flax._core.measuring import measuring
 from fp8flax._core.names import DGRAD, FORWARD, KERNEL_FORWARD_NAME, OUTPUT_NAME, RESIDUAL_NAMES, WGRAD
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.recipes import CustomRecipe
+from fp8flax._core.state.state import next_state, state_to_keep
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=True),
@@ -96,11 +96,13 @@ class MlpPlan:
     names: tuple[str, ...]
     """Scopes of the contractions."""
 
-    def casting(self, f: Callable[..., Any], role: str, *plans: DotPlan, has_sums: bool = False) -> Casting:
+    def casting(
+        self, f: Callable[..., Any], role: str, *plans: DotPlan, has_sums: bool = False
+    ) -> CastTranspose:
         """Returns how something elementwise is cast for these contractions."""
         dtypes = tuple(plan.recipe.delayed[role].dtype for plan in plans)
         f = partial(f, self.activation, len(self.into))
-        return Casting(f, dtypes, has_sums, fits_kernel=self.activation not in _NOT_IN_TRITON)
+        return CastTranspose(f, dtypes, has_sums, fits_kernel=self.activation not in _NOT_IN_TRITON)
 
 
 def mlp_plan(
@@ -205,7 +207,7 @@ def _mlp_fwd(
     for name, one, kernel in zip(plan.names, plan.into, kernels_in):
         dense.append(checkpoint_name(_forward(one, name, entered.first, kernel.first), OUTPUT_NAME))
     casting = plan.casting(_hidden, "input", plan.out_of)
-    (cast,) = cast_transposed(casting, [scales[-1]["input"].reshape(())], *dense, *biases)
+    (cast,) = lowered(casting, reference_cast, [scales[-1]["input"].reshape(())], *dense, *biases)
     first, second = _both(plan.out_of, "input", cast, scales[-1])
     out = _forward(plan.out_of, plan.names[-1], first, kernels_in[-1].first)
     amaxes: list[dict[str, Any]] = [{"input": entered.amaxes, "kernel": one.amaxes} for one in kernels_in]
@@ -228,8 +230,8 @@ def _identity(x: jax.Array) -> list[jax.Array]:
 
 def _kernel_of(plan: DotPlan, kernel: jax.Array, scales: dict[str, jax.Array]) -> Entering:
     """Returns a kernel, quantized: transposed, as the forward GEMM of ``_forward`` takes it."""
-    casting = Casting(_identity, (plan.recipe.delayed["kernel"].dtype,))
-    (cast,) = cast_transposed(casting, [scales["kernel"].reshape(())], kernel)
+    casting = CastTranspose(_identity, (plan.recipe.delayed["kernel"].dtype,))
+    (cast,) = lowered(casting, reference_cast, [scales["kernel"].reshape(())], kernel)
     kept, first = _both(plan, "kernel", cast, scales)
     first = _named(first, KERNEL_FORWARD_NAME).from_bits()
     return Entering(first, _named(kept, RESIDUAL_NAMES[1]), named_scaling(cast.amaxes))
@@ -264,7 +266,7 @@ def _mlp_bwd(plan: MlpPlan, residuals: _Residuals, g: jax.Array) -> Any:
         kernel_grads = [_wgrad(last, kept.transposed.from_bits(), g_second, is_lhs=True)]
     casting = plan.casting(_hidden_grads, "output_grad", *plan.into, has_sums=bool(kept.biases))
     grad_scales = [s["output_grad"].reshape(()) for s in scales[:-1]]
-    casts = cast_transposed(casting, grad_scales, hidden_grad, *kept.dense, *kept.biases)
+    casts = lowered(casting, reference_cast, grad_scales, hidden_grad, *kept.dense, *kept.biases)
     entered = restored(plan.into[0], "input", kept.input)
     grads = []
     for name, one, cast, s, kernel in reversed([*zip(plan.names, plan.into, casts, scales, kept.kernels)]):

@@ -15,13 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8flax._core.formats import as_fp8_dtype, fp8_max
-from fp8flax._core.gemm.kernels.block_gemm import BLOCK
-from fp8flax._core.gemm.kernels.block_quantize import block_quantize, has_block_quantize
-from fp8flax._core.gemm.kernels.on_shards import quantize_on_shards
-from fp8flax._core.jax_rules import unless_partitioned
 from fp8flax._core.options import check_bool, check_choice, check_epsilon, check_int
 from fp8flax._core.qtensor import QTensor, View
-from fp8flax._core.quantize import inf_to_nan, quantize, saturated
+from fp8flax._core.quantize import quantize, saturated
 from fp8flax._core.scaling import (
     current_scale,
     e8m0_factors,
@@ -154,29 +150,6 @@ class Quantizer:
     def transpose(self, q: QTensor) -> QTensor:
         """Returns the operand for the other GEMM; called only if ``serves`` returned True."""
         return q
-
-    def makes_pair(self, x: Any, view: View, other: Quantizer | None, other_view: View) -> bool:
-        """Returns whether to call ``quantize_pair``, because one GPU kernel quantizes for both GEMMs."""
-        del x, view, other, other_view
-        return False
-
-    def quantize_pair(
-        self, x: Float[jax.Array, "*dims"], view: View, other_view: View, inf_is_nan: bool = False
-    ) -> tuple[QTensor, QTensor]:
-        """Quantizes an operand for both of its GEMMs; called only if ``makes_pair`` returned True.
-
-        Args:
-            x: the wide operand, as in ``quantize``.
-            view: the view of the operand in the first GEMM.
-            other_view: the view of the operand in the second GEMM.
-            inf_is_nan: whether an Inf becomes a NaN.
-
-        Returns:
-            The operand for the first and for the second GEMM.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} must define quantize_pair, because its makes_pair returned True."
-        )
 
     def trim(self, q: QTensor, view: View) -> QTensor:
         """Returns the operand without its padding, to be kept for the backward pass."""
@@ -440,44 +413,6 @@ class BlockQuantizer(Quantizer):
             codes = saturated(blocks.astype(jnp.float32) * inverse, self.dtype)
             scale = e8m0_scale(exponent) if self.scale == "e8m0" else power_of_two(exponent)
         return QTensor(codes.reshape(padded.shape), scale.reshape(self._scale_shape(view)), self)
-
-    def makes_pair(self, x: Any, view: View, other: Quantizer | None, other_view: View) -> bool:
-        """Returns whether there is a GPU kernel, and the other GEMM sums over this one's rows."""
-        swapped = other_view.batch, other_view.contract, other_view.free
-        return (
-            self == other
-            and type(self).quantize is BlockQuantizer.quantize  # not a kind of its own
-            and (view.batch, view.free, view.contract) == swapped
-            and sorted(view.order) in (list(view.order), list(other_view.order))
-            and self.block in ((1, BLOCK), (BLOCK, BLOCK))
-            and self.scale_columns is not None
-            and has_block_quantize(view.matrix_shape, x.dtype)
-        )
-
-    def quantize_pair(
-        self, x: Float[jax.Array, "*dims"], view: View, other_view: View, inf_is_nan: bool = False
-    ) -> tuple[QTensor, QTensor]:
-        """Quantizes by the GPU kernel, on each device its shard; without it as ``quantize`` does."""
-        if list(view.order) != sorted(view.order):  # the other is the matrix that is there
-            pair = self.quantize_pair(x, other_view, view, inf_is_nan=inf_is_nan)
-            return pair[1], pair[0]
-        is_square, power_2 = self.block[0] == BLOCK, self.scale == "power_of_two"
-        kernel = partial(
-            block_quantize, dtype=self.dtype, is_square=is_square, power_2=power_2, inf_is_nan=inf_is_nan
-        )
-
-        def twin(matrix: jax.Array) -> Any:
-            x = view.from_matrix(inf_to_nan(matrix) if inf_is_nan else matrix)
-            first = self.quantize(x, view)
-            second = self.transpose(first) if is_square else self.quantize(x, other_view)
-            return tuple((q.codes, q.scale) for q in (first, second))
-
-        is_whole = not any(size % BLOCK for size in view.matrix_shape[1:])
-        on_shards = quantize_on_shards(kernel, is_square=is_square) if is_whole else None
-        on_cuda = partial(unless_partitioned, kernel, twin, on_shards=on_shards)
-        pairs = lax.platform_dependent(view.to_matrix(x), cuda=on_cuda, default=twin)
-        first, second = (QTensor(codes, scale, self) for codes, scale in pairs)
-        return first, second
 
     def dequantize(self, q: QTensor, view: View, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
         """Returns the operand without the padding of its last blocks."""

@@ -11,15 +11,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._core import quantizers
 from fp8flax._core.dot_general import fp8_dot_general
+from fp8flax._core.gemm import cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels import block_gemm_hopper
 from fp8flax._core.gemm.kernels.block_gemm import block_gemm_in_jax
 from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC, hopper_block_gemm
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
-from fp8flax._core.gemm.kernels.cast_transpose import Casting, cast_by_kernel
+from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
 from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards, quantize_on_shards, ragged_on_shards
+from fp8flax._core.gemm.request import CastTranspose
 from fp8flax._core.qtensor import QTensor, View
 from tests.cases import error_of_product
 
@@ -91,7 +92,7 @@ def test_which_tensors_the_kernel_quantizes(shape, recipe, expected, monkeypatch
         seen.append(x.shape)
         return block_quantize(x, *args, **kwargs)
 
-    monkeypatch.setattr(quantizers, "block_quantize", recorded)
+    monkeypatch.setattr(cuda_casts, "block_quantize", recorded)
     dims = ((len(shape) - 1,), (0,)), ((), ())
 
     def step(x, w):
@@ -326,7 +327,7 @@ def _is_pair(names):
 def test_nothing_that_may_be_nan_meets_a_minimum_or_maximum():
     """Those of Pallas's Triton backend prefer a number to a NaN, which no interpreter shows."""
     x = jnp.zeros((1, 128, 128))
-    casting = Casting(lambda x: [x], (E4M3,))
+    casting = CastTranspose(lambda x: [x], (E4M3,))
     for kernel in (
         partial(block_quantize, dtype=E4M3, is_square=False, power_2=True),
         partial(block_quantize, dtype=E4M3, is_square=True, power_2=False),

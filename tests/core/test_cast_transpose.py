@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fp8flax._core.gemm import lowering
 from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.gemm.kernels import cast_transpose
-from fp8flax._core.gemm.kernels.cast_transpose import Casting, cast_by_kernel, cast_transposed
+from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
+from fp8flax._core.gemm.reference import reference_cast
+from fp8flax._core.gemm.request import CastTranspose
 from tests import reference
 from tests.cases import normal
 
@@ -32,7 +34,7 @@ def bits(x):
 SHAPES = [(64, 64), (128, 256), (64, 192)]
 WAYS = {
     "kernel": partial(cast_by_kernel, interpret=True),
-    "twin": cast_transposed,
+    "twin": reference_cast,
 }
 
 
@@ -45,7 +47,7 @@ def test_codes_are_numpys(way, shape, wide, dtype):
     x = np.array(300 * normal(0, *shape)).astype(wide)
     x[3, 4:8] = np.nan, np.inf, -0.0, 1e-30
     scale = np.float32(0.37)
-    (cast,) = jax.jit(partial(WAYS[way], Casting(one, (jnp.dtype(dtype),))))([scale], x)
+    (cast,) = jax.jit(partial(WAYS[way], CastTranspose(one, (jnp.dtype(dtype),))))([scale], x)
     expected = reference.quantize(x, dtype, scale)
     np.testing.assert_array_equal(bits(cast.codes), bits(expected))
     np.testing.assert_array_equal(bits(cast.transposed), bits(expected).T)
@@ -60,7 +62,7 @@ def test_two_results_with_a_bias_and_sums(way, shape):
     bias = np.arange(shape[1], dtype=np.float32)[None]
     dtypes = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
     scales = [np.float32(0.3), np.float32(2.0)]
-    casts = jax.jit(partial(WAYS[way], Casting(biased, dtypes, has_sums=True)))(scales, x, bias)
+    casts = jax.jit(partial(WAYS[way], CastTranspose(biased, dtypes, has_sums=True)))(scales, x, bias)
     for cast, wide, dtype, scale in zip(casts, (x + bias, x / 2), dtypes, scales, strict=True):
         np.testing.assert_array_equal(bits(cast.codes), bits(reference.quantize(wide, dtype.name, scale)))
         np.testing.assert_array_equal(bits(cast.transposed), bits(cast.codes).T)
@@ -71,7 +73,7 @@ def test_two_results_with_a_bias_and_sums(way, shape):
 @pytest.mark.parametrize("shape", [(0, 64), (1, 3), (65, 130)])
 def test_any_shape(shape):
     x = np.array(normal(2, *shape))
-    (cast,) = cast_transposed(Casting(one, (jnp.dtype(jnp.float8_e4m3fn),)), [np.float32(1)], x)
+    (cast,) = reference_cast(CastTranspose(one, (jnp.dtype(jnp.float8_e4m3fn),)), [np.float32(1)], x)
     np.testing.assert_array_equal(bits(cast.codes), bits(reference.quantize(x, "float8_e4m3fn", 1)))
     assert cast.amaxes.max() == (np.abs(x).max() if x.size else -np.inf)
 
@@ -89,5 +91,7 @@ def test_any_shape(shape):
     ],
 )
 def test_where_there_is_a_kernel(shape, dtype, capability, expected):
+    request = CastTranspose(one, (jnp.dtype(jnp.float8_e4m3fn),))
+    args = [jnp.float32(1)], jax.ShapeDtypeStruct(shape, dtype)
     with compile_target(capability):
-        assert cast_transpose._has_kernel([jax.ShapeDtypeStruct(shape, dtype)]) == expected
+        assert [row.one for row in lowering.rows_of(request, *args)] == [cast_by_kernel] * expected

@@ -10,11 +10,11 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core import quantizers, scaling
+from fp8flax._core import scaling
 from fp8flax._core.conv import fp8_conv_general_dilated
 from fp8flax._core.differentiable import STATELESS, States
 from fp8flax._core.dot_general import fp8_dot_general
-from fp8flax._core.gemm import cuda
+from fp8flax._core.gemm import cuda, cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.block_gemm import block_gemm, block_gemm_in_jax
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
@@ -168,7 +168,7 @@ def test_magnitudes_in_the_branch_for_gpus(name, monkeypatch):
     kernel = partial(block_gemm, interpret=True)
     monkeypatch.setattr(cuda, "hopper_block_gemm", in_the_place_of_hoppers(kernel))
     monkeypatch.setattr(cuda, "block_gemm", kernel)
-    monkeypatch.setattr(quantizers, "block_quantize", partial(block_quantize, interpret=True))
+    monkeypatch.setattr(cuda_casts, "block_quantize", partial(block_quantize, interpret=True))
     with compile_target(9.0):
         check_three_gemms(RECIPES[name])
 

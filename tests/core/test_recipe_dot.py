@@ -12,9 +12,8 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core import quantizers
 from fp8flax._core.dot_general import fp8_dot_general
-from fp8flax._core.gemm import cuda
+from fp8flax._core.gemm import cuda, cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.block_gemm import block_gemm, block_gemm_in_jax
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
@@ -290,7 +289,7 @@ def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability
 
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     monkeypatch.setattr(cuda, "block_gemm", interpreted)
-    monkeypatch.setattr(quantizers, "block_quantize", partial(block_quantize, interpret=True))
+    monkeypatch.setattr(cuda_casts, "block_quantize", partial(block_quantize, interpret=True))
     monkeypatch.setattr(cuda, "hopper_block_gemm", in_the_place_of_hoppers(interpreted))
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
     with compile_target(capability):

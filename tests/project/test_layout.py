@@ -30,11 +30,20 @@ ORDER = [
     "_core/max_dtype",
     "_core/jax_rules",
     "_core/names",
-    "_core/gemm/gpus",
     "_core/options",
     "_core/scaling",
     "_core/amax",
     "_core/quantize",
+    "_core/qtensor",
+    "_core/quantizers",
+    "_core/recipes",
+    "_core/autocast",
+    "_core/delayed",
+    "_core/qdq",
+    "_core/once",
+    "_core/gemm/gpus",
+    "_core/gemm/request",
+    "_core/gemm/reference",
     "_core/gemm/kernels/block_gemm",
     "_core/gemm/kernels/block_gemm_hopper",
     "_core/gemm/kernels/block_quantize",
@@ -42,17 +51,9 @@ ORDER = [
     "_core/gemm/kernels/transpose",
     "_core/gemm/kernels/groups",
     "_core/gemm/kernels/grouped_gemm_hopper",
-    "_core/qtensor",
     "_core/gemm/kernels/on_shards",
-    "_core/quantizers",
-    "_core/recipes",
-    "_core/autocast",
-    "_core/delayed",
-    "_core/qdq",
-    "_core/once",
-    "_core/gemm/request",
-    "_core/gemm/reference",
     "_core/gemm/cuda",
+    "_core/gemm/cuda_casts",
     "_core/gemm/cuda_ragged",
     "_core/gemm/lowering",
     "_core/measuring",
@@ -233,6 +234,20 @@ def test_the_root_lists_each_public_name_once():
     assert {alias.asname for alias in names} - set(public) == {"_interrupt", "_public", "_versions"}
     here = {n for n, v in vars(fp8flax).items() if not n.startswith("_") and not inspect.ismodule(v)}
     assert here == set(public)
+
+
+@pytest.mark.parametrize("name", ["qtensor", "quantizers", "recipes", "autocast"])
+def test_descriptions_do_not_know_how_they_run(name):
+    """The folder ``gemm`` alone knows which GPU kernel runs for a quantizer."""
+    assert [i for i in imports(PACKAGE / f"_core/{name}.py") if "_core.gemm" in i] == []
+
+
+def test_one_file_chooses_how_a_request_runs():
+    """The other files choose for the arithmetic of scaling states, or say what a choice is."""
+    choice = re.compile(r"\b(platform_dependent|unless_partitioned)\b")
+    names = {name for name, text in sources().items() if choice.search(text)}
+    of_state = {"_core/amax.py", "_core/jax_rules.py", "_train/check.py"}
+    assert {n for n in names - of_state if not n.startswith("_compat/")} == {"_core/gemm/lowering.py"}
 
 
 def sources():

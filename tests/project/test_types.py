@@ -132,17 +132,7 @@ FUNCTIONS = {
         {"x": ints(2, 3), "delayed_scale": ints(1)},
     ),
     "CurrentQuantizer.quantize": ((CURRENT, MATRIX, VIEW), {"x": ints(2, 3)}),
-    "Quantizer.quantize_pair": (None, {}),
     "BlockQuantizer.quantize": ((BLOCK, MATRIX, VIEW), {"x": ints(2, 3)}),
-    "BlockQuantizer.quantize_pair": (
-        (
-            fp8.BlockQuantizer(dtype=E4M3, block=(1, 128), scale="float32"),
-            MATRIX,
-            VIEW,
-            fp8.View((2, 3), (0,), ()),
-        ),
-        {"x": ints(2, 3)},
-    ),
     "BlockQuantizer.dequantize": ((BLOCK, partial(quantized, BLOCK), VIEW, BF16), {"q": CODES}),
 }
 OPS = {

@@ -1,4 +1,4 @@
-"""Chooses how a GEMM runs: ``lowered`` takes the first row of a table that fits the GPU, or the reference.
+"""Chooses how a GEMM or a cast runs: by the first row of a table that fits the GPU, or by the reference.
 
 No other file makes this choice, for one device or for several.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from fp8flax._core.gemm import cuda, cuda_ragged
+from fp8flax._core.gemm import cuda, cuda_casts, cuda_ragged
 from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     NATIVE_MX,
@@ -29,12 +29,22 @@ from fp8flax._core.gemm.gpus import (
 )
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.gemm.kernels.block_gemm_hopper import multiplies_dtypes
+from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
 from fp8flax._core.gemm.kernels.groups import TILE
 from fp8flax._core.gemm.kernels.transpose import can_transpose
-from fp8flax._core.gemm.request import ExpertProducts, ExpertSums, Gemm, is_of_codes
+from fp8flax._core.gemm.request import (
+    CastPair,
+    CastTranspose,
+    ExpertProducts,
+    ExpertSums,
+    Gemm,
+    cast_grid,
+    is_of_codes,
+)
 from fp8flax._core.jax_rules import unless_partitioned
 from fp8flax._core.once import once
 from fp8flax._core.qtensor import QTensor
+from fp8flax._core.quantizers import BlockQuantizer
 from fp8flax._core.recipes import GemmRecipe
 
 
@@ -251,6 +261,54 @@ def _has_grouped_gemm(
     )
 
 
+def _has_block_quantize(capability: float, pair: CastPair, x: Any, scale: Any) -> bool:
+    """Returns whether our GPU kernel quantizes for both GEMMs, and is of use: Blackwell has no need of it.
+
+    The second GEMM sums over the rows of the first one. The matrix of one of them lies in memory.
+    """
+    del scale
+    quantizer: Any = pair.first
+    view, other = pair.view, pair.other_view
+    sizes = (pair.stack, *view.matrix_shape)
+    return (
+        NATIVE_FP8 <= capability < NATIVE_MX
+        and has_triton()
+        and quantizer is not None
+        and quantizer == pair.second
+        and type(quantizer).quantize is BlockQuantizer.quantize  # another class may do it in its own way
+        and quantizer.block in ((1, BLOCK), (BLOCK, BLOCK))
+        and quantizer.scale_columns is not None
+        and (view.batch, view.free, view.contract) == (other.batch, other.contract, other.free)
+        and sorted(view.order) in (list(view.order), list(other.order))
+        and all(isinstance(size, int) and size > 0 for size in sizes)
+        # Triton counts elements in 32 bits, and computes in no more.
+        and math.prod(sizes) < 2**31
+        and x.dtype.itemsize <= 4
+        and not _is_explicit(x)
+    )
+
+
+def _has_block_quantize_on_shards(capability: float, pair: CastPair, x: Any, scale: Any) -> bool:
+    """Returns whether the blocks are whole, so that devices can share them."""
+    is_whole = not any(size % BLOCK for size in pair.view.matrix_shape[1:])
+    return _has_block_quantize(capability, pair, x, scale) and is_whole
+
+
+def _has_cast_transpose(capability: float, request: CastTranspose, scales: Any, *args: Any) -> bool:
+    """Returns whether our GPU kernel casts in both orders, and is of use: Blackwell reads either order."""
+    del scales
+    rows, columns = args[0].shape
+    return (
+        request.fits_kernel
+        and NATIVE_FP8 <= capability < NATIVE_MX
+        and has_triton()
+        and cast_grid(rows, columns) is not None
+        # Triton counts elements in 32 bits, and computes in no more.
+        and rows * columns < 2**31
+        and all(arg.dtype.itemsize <= 4 for arg in args)
+    )
+
+
 def _is_empty(gemm: Gemm) -> bool:
     return 0 in (*gemm.sizes, *gemm.out_shape)
 
@@ -289,6 +347,16 @@ _TABLE: dict[type, tuple[Row, ...]] = {
     ExpertSums: (
         Row(_has_grouped_gemm, cuda_ragged.expert_sums, cuda_ragged.expert_sums_on_shards, needs_mesh=True),
     ),
+    CastPair: (
+        Row(
+            _has_block_quantize_on_shards,
+            cuda_casts.block_pair,
+            cuda_casts.block_pair_on_shards,
+            needs_mesh=True,
+        ),
+        Row(_has_block_quantize, cuda_casts.block_pair),
+    ),
+    CastTranspose: (Row(_has_cast_transpose, cast_by_kernel),),
 }
 
 

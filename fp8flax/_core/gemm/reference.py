@@ -1,17 +1,21 @@
-"""A GEMM in plain JAX, as any device computes it."""
+"""References: what is asked for, in plain JAX, as any device computes it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8flax._core.gemm.request import Gemm, is_of_codes
+from fp8flax._core.amax import amaxes_of_parts
+from fp8flax._core.gemm.request import Cast, CastPair, CastTranspose, Gemm, cast_grid, is_of_codes
 from fp8flax._core.names import DEQUANTIZED, KEPT_WIDE, QDQ
 from fp8flax._core.qtensor import QTensor, dequantized
+from fp8flax._core.quantize import inf_to_nan, quantize
+from fp8flax._core.quantizers import quantized, serves
 from fp8flax._core.scaling import apply_scales
 
 _OF_MATRICES = (((1,), (0,)), ((), ()))
@@ -134,3 +138,25 @@ def _as_columns(gemm: Gemm, scale: jax.Array) -> jax.Array:
         return scale
     batch, columns = gemm.rhs.sizes(gemm.rhs.batch), gemm.rhs.sizes(gemm.rhs.free)
     return lax.transpose(scale, gemm.rhs.order).reshape(*batch, *(1 for _ in gemm.lhs.free), *columns)
+
+
+def reference_pair(request: CastPair, x: jax.Array, scale: jax.Array | None) -> tuple[Any, Any]:
+    """Quantizes a tensor for two GEMMs: once if the codes serve both, else twice."""
+    x = inf_to_nan(x) if request.inf_is_nan else x
+    first = quantized(request.first, x, request.view, scale)
+    if serves(request.first, request.second, request.view):
+        return first, first.quantizer.transpose(first) if isinstance(first, QTensor) else first
+    return first, quantized(request.second, x, request.other_view, scale)
+
+
+def reference_cast(request: CastTranspose, scales: Sequence[jax.Array], *args: jax.Array) -> list[Cast]:
+    """Casts what an elementwise function makes, in both orders."""
+    results = []
+    grid = cast_grid(*args[0].shape)
+    num_parts = None if grid is None else math.prod(grid)  # as many as the GPU kernel has
+    wide = request.f(*(arg.astype(jnp.float32) for arg in args))
+    for x, dtype, scale in zip(wide, request.dtypes, scales):
+        amaxes, codes = amaxes_of_parts(x, None, quantize(x, dtype, scale), num_parts=num_parts)
+        sums = jnp.sum(x, axis=0) if request.has_sums else None
+        results.append(Cast(codes, codes.T, amaxes, sums))
+    return results

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from fp8flax._core.qtensor import QTensor, View
+from fp8flax._core.quantizers import Quantizer
 from fp8flax._core.recipes import GemmRecipe
 
 
@@ -108,6 +111,74 @@ class ExpertSums(NamedTuple):
     """Of the result."""
     dequantized: bool = False
     """As of ``Gemm``."""
+
+
+class CastPair(NamedTuple):
+    """A tensor, quantized for each of the two GEMMs that it enters.
+
+    The operands are the tensor, of shape ``view.shape``, and its scale, which is None without delayed
+    scaling. The result is the operand of the first GEMM, and that of the second one.
+    """
+
+    first: Quantizer | None
+    """For the first GEMM; None leaves the tensor wide."""
+    view: View
+    """As the first GEMM sees the tensor."""
+    second: Quantizer | None
+    """For the second GEMM."""
+    other_view: View
+    """As the second GEMM sees the tensor."""
+    inf_is_nan: bool = False
+    """Whether an Inf becomes a NaN. Otherwise it saturates."""
+    stack: int = 1
+    """How many such tensors ``jax.vmap`` stacks, such as the kernels of experts."""
+
+
+class CastTranspose(NamedTuple):
+    """Matrices that an elementwise function makes, cast to FP8 in both orders, with their amaxes.
+
+    The operands are a list with the scale of each result, a float32 scalar, and the arguments of the
+    function: wide floats of shape ``(M, N)``, or ``(1, N)`` for what all rows have. The result is a list of
+    ``Cast``.
+    """
+
+    f: Callable[..., Sequence[jax.Array]]
+    """Elementwise: takes float32 arrays whose shapes broadcast, returns float32 arrays of that shape."""
+    dtypes: tuple[Any, ...]
+    """FP8 dtype of each result."""
+    has_sums: bool = False
+    """Whether to return sums over the rows."""
+    fits_kernel: bool = True
+    """Whether Pallas's Triton backend has all that ``f`` computes with."""
+
+
+class Cast(NamedTuple):
+    """One matrix of shape ``(M, N)``, cast."""
+
+    codes: jax.Array
+    """Of shape ``(M, N)``."""
+    transposed: jax.Array
+    """The same codes, of shape ``(N, M)``."""
+    amaxes: jax.Array
+    """Float32 vector, for ``largest_of``: the amaxes of parts of the matrix. An amax is inf if its part
+    holds a NaN or an Inf, and -inf if the part is empty."""
+    sums: jax.Array | None
+    """Sums over the rows before the cast, ``(N,)``, float32; None if they were not asked for."""
+
+
+CAST_TILE = 64
+"""Rows and columns that a block of threads casts at a time: 64 bytes of codes in a row, either way."""
+
+_TILES = 4
+"""How many tiles, one beside the other, it takes if the columns allow: fewer maxima are to merge."""
+
+
+def cast_grid(rows: Any, columns: Any) -> tuple[int, int] | None:
+    """Returns how many parts of a matrix, down and across, have an amax; None if tiles do not fill it."""
+    if not all(isinstance(size, int) and size > 0 and size % CAST_TILE == 0 for size in (rows, columns)):
+        return None
+    num_tiles = _TILES if columns % (CAST_TILE * _TILES) == 0 else 1
+    return rows // CAST_TILE, columns // (num_tiles * CAST_TILE)
 
 
 def is_of_codes(gemm: Gemm, lhs: Any, rhs: Any) -> bool:

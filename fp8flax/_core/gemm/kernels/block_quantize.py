@@ -16,7 +16,6 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.gemm.gpus import NATIVE_FP8, NATIVE_MX, compute_capability, has_triton
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.jax_rules import shape_varying_as
 from fp8flax._core.names import BLOCK_QUANTIZE
@@ -24,19 +23,6 @@ from fp8flax._core.quantize import clipped, divided
 from fp8flax._core.scaling import compute_scale, power_of_two, scale_exponent
 
 _LARGEST = np.finfo(np.float32).max
-
-
-def has_block_quantize(shape: tuple[int, ...], dtype: np.dtype) -> bool:
-    """Tells whether there is a kernel for a stack of matrices, and whether it is of use."""
-    batch, rows, columns = shape
-    return (
-        NATIVE_FP8 <= compute_capability() < NATIVE_MX
-        and has_triton()
-        and all(isinstance(size, int) and size > 0 for size in shape)
-        # Triton counts elements in 32 bits, and computes in no more.
-        and batch * rows * columns < 2**31
-        and dtype.itemsize <= 4
-    )
 
 
 def block_quantize(

@@ -1,0 +1,44 @@
+"""The ways in which NVIDIA GPUs quantize with a scale per block: one GPU kernel for both GEMMs of a tensor.
+
+The table in ``lowering`` says which of these functions runs for which request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from fp8flax._core.gemm.kernels.block_gemm import BLOCK
+from fp8flax._core.gemm.kernels.block_quantize import block_quantize
+from fp8flax._core.gemm.kernels.on_shards import quantize_on_shards
+from fp8flax._core.gemm.request import CastPair
+from fp8flax._core.qtensor import QTensor
+
+
+def block_pair(
+    request: CastPair, x: jax.Array, delayed_scale: None, *, on_shards: bool = False
+) -> tuple[QTensor, QTensor]:
+    """Quantizes the blocks of a tensor and of its transpose; with ``on_shards`` each device its part."""
+    del delayed_scale
+    quantizer: Any = request.first
+    is_square = quantizer.block[0] == BLOCK
+    kernel: Callable[..., Any] = partial(
+        block_quantize,
+        dtype=quantizer.dtype,
+        is_square=is_square,
+        power_2=quantizer.scale == "power_of_two",
+        inf_is_nan=request.inf_is_nan,
+    )
+    if on_shards:
+        kernel = quantize_on_shards(kernel, is_square=is_square)
+    views = request.view, request.other_view
+    is_first = list(request.view.order) == sorted(request.view.order)  # whose matrix lies in memory
+    made = kernel(views[0 if is_first else 1].to_matrix(x))
+    one, other = (QTensor(codes, scale, quantizer) for codes, scale in made)
+    return (one, other) if is_first else (other, one)
+
+
+block_pair_on_shards = partial(block_pair, on_shards=True)
