@@ -34,12 +34,13 @@ from benchmarks.emulation import EmulatedDotGeneral
 from fp8flax.demo import training
 from fp8flax.demo.data import Corpus, load_corpus, train_batch, validation_batches
 from fp8flax.demo.model import ByteTransformer
+from fp8flax.demo.tasks import Settings, make_optimizer
 
 RESULT = RESULTS / "fidelity.json"
 PERTURBATION = 1e-3
 SIZES = {
-    "small": training.Settings(steps=2000, width=64, length=64, batch_size=8, validation_batches=64),
-    "demo": training.Settings(steps=3000),
+    "small": Settings(steps=2000, width=64, length=64, batch_size=8, validation_batches=64),
+    "demo": Settings(steps=3000),
 }
 QUESTION = "How far does the validation loss of FP8 training lie from that of bf16, and from chance?"
 METHOD = [
@@ -73,7 +74,7 @@ class Contender:
     is_flax: bool = False
     perturbation: float = 0.0
 
-    def model(self, settings: training.Settings) -> nn.Module:
+    def model(self, settings: Settings) -> nn.Module:
         """Returns the model."""
         model = ByteTransformer(
             width=settings.width,
@@ -121,7 +122,7 @@ ALL = {**CONTENDERS, **PARTS}
 IN_FP8 = Contender(recipe=fp8.Float8CurrentScaling())
 
 
-def initial_state(contender: Contender, seed: int, settings: training.Settings) -> Any:
+def initial_state(contender: Contender, seed: int, settings: Settings) -> Any:
     """Returns a train state: for each seed the same weights, but for the perturbation."""
     tokens, key = jnp.zeros((1, settings.length), jnp.int32), jax.random.key(seed)
     variables = Contender().model(settings).init(key, tokens)
@@ -133,7 +134,7 @@ def initial_state(contender: Contender, seed: int, settings: training.Settings) 
         )
     rest = {k: v for k, v in model.init(key, tokens).items() if k != "params"}
     kind = FlaxTrainState if contender.is_flax else fp8.TrainState
-    tx = training.make_optimizer(settings)
+    tx = make_optimizer(settings)
     return kind.create(apply_fn=model.apply, params={**variables, **rest}, tx=tx)
 
 
@@ -154,7 +155,7 @@ def step_of(contender: Contender) -> Callable[[Any, jax.Array], Any]:
     return step
 
 
-def train(contender: Contender, seed: int, settings: training.Settings, corpus: Corpus) -> Row:
+def train(contender: Contender, seed: int, settings: Settings, corpus: Corpus) -> Row:
     """Trains one model and returns its losses."""
     began = time.perf_counter()
     state, step = initial_state(contender, seed, settings), step_of(contender)
@@ -180,7 +181,7 @@ def train(contender: Contender, seed: int, settings: training.Settings, corpus: 
     }
 
 
-def sensitivity(weights: Any, settings: training.Settings, held_out: Sequence[Any]) -> dict[str, Row]:
+def sensitivity(weights: Any, settings: Settings, held_out: Sequence[Any]) -> dict[str, Row]:
     """Measures how much of what FP8 does to a model is due to some of its layers.
 
     All layers are in FP8 with current scaling, but for those of ``WIDE_LAYERS``, or for none. Returns for
@@ -213,13 +214,18 @@ def _corpus(length: int) -> Corpus:
     return load_corpus(None, length)
 
 
-def _trained(name: str, seed: int, size: str, settings: training.Settings) -> Row:
+def _trained(name: str, seed: int, size: str, settings: Settings) -> Row:
     """Trains one model in a process that is there for it; returns the row of the results."""
     corpus = _corpus(settings.length)
     with quiet(), jax.numpy_rank_promotion("allow"):
         done = train(ALL[name], seed, settings, corpus)
     key = {"contender": name, "seed": seed, "size": size, "steps": settings.steps}
-    return {**key, **done, "corpus": corpus.digest[:12], "jax": jax.__version__}
+    return {
+        **key,
+        **done,
+        "corpus": training.digest([corpus.train, corpus.validation])[:12],
+        "jax": jax.__version__,
+    }
 
 
 def _cores() -> list[int]:

@@ -84,15 +84,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _load_demo() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     try:
-        from fp8flax.demo.training import Settings, make_state, train_step
+        from fp8flax.demo.data import load_corpus
+        from fp8flax.demo.tasks import Settings, language_model
+        from fp8flax.demo.training import make_state, train_step
     except ImportError as error:
         raise _UsageError(
             f"{error.name} is missing; install it with: pip install 'fp8flax[demo]'"
         ) from error
     settings = Settings()
-    state = jax.eval_shape(lambda: make_state("fp8", 0, settings))
-    windows = jax.ShapeDtypeStruct((settings.batch_size, settings.length + 1), jax.numpy.int32)
-    return train_step, (state, windows)
+    task = language_model(settings, load_corpus(None, settings.length))
+    args = jax.eval_shape(lambda: (make_state(task, "fp8", 0), task.batch(0, 0), jax.random.key(0)))
+    return train_step, args
 
 
 def _load(program: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

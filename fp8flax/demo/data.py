@@ -1,22 +1,17 @@
-"""Bytes to train on: the source of the standard library, or any folder of text files."""
+"""The data of the demo: bytes of text, film reviews, and small images of digits."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-VALIDATION_EVERY = 10
-"""Of the sorted files, each tenth is held out."""
-
-_MAX_BYTES = 64 * 2**20
-_SKIPPED_FOLDERS = frozenset(
-    {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
-)
+_SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class DemoError(Exception):
@@ -32,35 +27,21 @@ class Corpus:
     train: np.ndarray
     validation: np.ndarray
 
-    @property
-    def digest(self) -> str:
-        """Identifies the bytes, so that a resumed run can tell whether the data changed."""
-        sha = hashlib.sha256(self.train.tobytes())
-        sha.update(b"|")
-        sha.update(self.validation.tobytes())
-        return sha.hexdigest()[:16]
 
-
-def _files(root: Path, suffix: str, skipped: frozenset[str], but_not: tuple[Path, ...]) -> list[Path]:
+def _text_files(root: str, suffix: str, is_skipped: Callable[[Path], bool]) -> list[Path]:
     found = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [
-            s
-            for s in subfolders
-            if s not in skipped and not s.startswith(".") and Path(folder, s).resolve() not in but_not
-        ]
+        subfolders[:] = [n for n in subfolders if not n.startswith(".") and not is_skipped(Path(folder, n))]
         found += [Path(folder, n) for n in names if n.endswith(suffix) and not n.startswith(".")]
     return sorted(path for path in found if path.is_file())
 
 
 def load_corpus(folder: str | None, length: int, but_not: tuple[Path, ...] = ()) -> Corpus:
-    """Reads the text files under ``folder`` (None: the standard library's modules, without its tests).
-
-    Files that cannot be read, are empty or hold a NUL byte (binary) are passed over; reading stops after
-    64 MiB.
+    """Reads the text files under ``folder``; each tenth of them is for validation.
 
     Args:
-        folder: a folder of text files, searched recursively, or None.
+        folder: a folder of text files, searched recursively; files that hold a NUL byte are no text. None
+            stands for the modules of Python's standard library, without their tests.
         length: sequence length; each of the two streams must hold more bytes than this.
         but_not: folders to leave out, such as that of the results; hidden ones always are.
 
@@ -68,52 +49,31 @@ def load_corpus(folder: str | None, length: int, but_not: tuple[Path, ...] = ())
         DemoError: the folder is missing, or holds too little text.
     """
     if folder is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        paths = _files(root, ".py", _SKIPPED_FOLDERS, ())
         source = f"standard library of Python {sysconfig.get_python_version()}"
+        root = sysconfig.get_paths()["stdlib"]
+        paths = _text_files(root, ".py", lambda path: path.name in _SKIPPED_FOLDERS)
     else:
-        root = Path(folder)
-        if not folder or not root.is_dir():
-            raise DemoError(f"--data: {folder!r} is not a folder.")
-        paths = _files(root, "", frozenset(), tuple(path.resolve() for path in but_not))
         source = folder
-    texts: list[bytes] = []
-    total = 0
-    for path in paths:
-        try:
-            text = path.read_bytes()
-        except OSError:
-            continue
-        if not text or b"\0" in text:
-            continue
-        texts.append(text)
-        total += len(text)
-        if total >= _MAX_BYTES:
-            break
-    parts = {True: b"", False: b""}
-    for held_out in parts:
-        parts[held_out] = b"".join(
-            t for i, t in enumerate(texts) if (i % VALIDATION_EVERY == 0) == held_out
+        if not folder or not Path(folder).is_dir():
+            raise DemoError(f"--data: {folder!r} is not a folder.")
+        left_out = {path.resolve() for path in but_not}
+        paths = _text_files(folder, "", lambda path: path.resolve() in left_out)
+    texts = [text for text in (path.read_bytes() for path in paths) if text and b"\0" not in text]
+    train = b"".join(text for i, text in enumerate(texts) if i % 10)
+    validation = b"".join(texts[::10])
+    if min(len(train), len(validation)) <= length + 1:
+        raise DemoError(
+            f"{source} holds too little text: {len(texts)} text files, {len(train)} bytes to train on, "
+            f"{len(validation)} for validation; at least {length + 2} bytes on each side are needed."
         )
-    for held_out, part in parts.items():
-        if len(part) <= length + 1:
-            name = "validation" if held_out else "training"
-            raise DemoError(
-                f"{source} holds too little text: {len(texts)} readable text files, {len(part)} bytes of "
-                f"{name} text; at least two files and {length + 2} bytes on each side are needed."
-            )
-    return Corpus(
-        source=source,
-        num_files=len(texts),
-        train=np.frombuffer(parts[False], np.uint8),
-        validation=np.frombuffer(parts[True], np.uint8),
-    )
+    streams = {"train": np.frombuffer(train, np.uint8), "validation": np.frombuffer(validation, np.uint8)}
+    return Corpus(source=source, num_files=len(texts), **streams)
 
 
 def train_batch(corpus: Corpus, seed: int, step: int, batch_size: int, length: int) -> np.ndarray:
     """Returns the windows of one step, int32 of shape ``(batch_size, length + 1)``.
 
-    A function of seed and step alone, so a resumed run and both precisions see the same bytes.
+    They are a function of seed and step alone, so a resumed run and both precisions see the same bytes.
     """
     starts = np.random.default_rng((seed, step)).integers(
         0, len(corpus.train) - length - 1, size=batch_size
@@ -126,3 +86,86 @@ def validation_batches(corpus: Corpus, num_batches: int, batch_size: int, length
     starts = np.linspace(0, len(corpus.validation) - length - 2, num_batches * batch_size).astype(int)
     windows = np.stack([corpus.validation[s : s + length + 1] for s in starts]).astype(np.int32)
     return list(windows.reshape(num_batches, batch_size, length + 1))
+
+
+class Examples(NamedTuple):
+    """Inputs and their classes: arrays with the examples as their first dimension."""
+
+    inputs: Any
+    labels: Any
+
+    def take(self, chosen: Any) -> Examples:
+        """Returns the chosen examples."""
+        return Examples(self.inputs[chosen], self.labels[chosen])
+
+    def split(self, share: float, seed: int) -> dict[str, Examples]:
+        """Splits at random; this share of the examples is for validation."""
+        order = np.random.default_rng(seed).permutation(len(self.labels))
+        count = round(share * len(order))
+        return {"train": self.take(order[count:]), "validation": self.take(order[:count])}
+
+
+def load_digits(seed: int) -> dict[str, Examples]:
+    """Returns scikit-learn's images, ``(1797, 8, 8, 1)`` in [-1, 1]; each seed holds out another 40 %."""
+    from sklearn import datasets  # type: ignore
+
+    digits = datasets.load_digits()
+    images = (digits.images / 8 - 1).astype(np.float32)[..., None]
+    return Examples(images, digits.target.astype(np.int32)).split(0.4, seed)
+
+
+def make_tokenizer(texts: list[str], size: int, length: int) -> Any:
+    """Returns a ``tokenizers.Tokenizer`` with at most ``size`` word pieces, learnt from ``texts``.
+
+    The trainer by itself numbers the characters in an order that differs from process to process, and
+    breaks ties by these numbers. It gets the characters as special tokens, so that equal texts give equal
+    vocabularies. The tokenizer makes lower case, and pads and cuts texts to ``length`` tokens.
+    """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    def make(**vocabulary: Any) -> Any:
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]", **vocabulary))
+        tokenizer.normalizer = normalizers.Lowercase()
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        return tokenizer
+
+    characters = sorted(c for c in set().union(*(text.lower() for text in texts)) if not c.isspace())
+    first = ["[PAD]", "[UNK]", *(start + c for c in characters for start in ("", "##"))]
+    trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=first, show_progress=False)
+    learning = make()
+    learning.train_from_iterator(texts, trainer)
+    tokenizer = make(vocab=learning.get_vocab())  # where the characters are ordinary pieces
+    tokenizer.enable_truncation(length)
+    tokenizer.enable_padding(length=length, pad_id=tokenizer.token_to_id("[PAD]"), pad_token="[PAD]")
+    return tokenizer
+
+
+def load_reviews(folder: str | None, size: int, length: int) -> tuple[dict[str, Examples], Any]:
+    """Reads film reviews; returns their tokens, ``(reviews, length)``, and the tokenizer.
+
+    A fifth of the training reviews is for validation. The tokenizer learns from the other ones.
+
+    Raises:
+        DemoError: no folder is given, or it is not laid out as ``aclImdb`` is.
+    """
+    if folder is None:
+        raise DemoError(
+            "imdb reads film reviews from a folder: download "
+            "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz, unpack it with tar -xzf, and "
+            "pass --data aclImdb."
+        )
+    from sklearn import datasets
+
+    def read(part: str) -> Examples:
+        options = {"encoding": "utf-8", "decode_error": "replace", "allowed_extensions": [".txt"]}
+        found = datasets.load_files(Path(folder, part), categories=["neg", "pos"], shuffle=False, **options)
+        if set(found.target) != {0, 1}:
+            raise DemoError(f"--data: {folder} needs reviews, files *.txt, in {part}/neg and {part}/pos.")
+        return Examples(np.array(found.data, object), found.target.astype(np.int32))
+
+    parts = {**read("train").split(0.2, seed=0), "test": read("test")}
+    tokenizer = make_tokenizer(list(parts["train"].inputs), size, length)
+    for name, (texts, labels) in parts.items():
+        tokens = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
+        parts[name] = Examples(np.array(tokens, np.int32), labels)
+    return parts, tokenizer

@@ -1,16 +1,15 @@
-"""One training run of the demo: model, optimizer, checkpoints and what is recorded on the way."""
+"""Training a Linen model in bf16 or in FP8: the state, the step, and a run with its checkpoints."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import hashlib
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import flax.traverse_util
@@ -21,8 +20,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import fp8flax as fp8
-from fp8flax.demo.data import Corpus, DemoError, train_batch, validation_batches
-from fp8flax.demo.model import ByteTransformer
+from fp8flax.demo.data import DemoError, Examples
 
 PRECISIONS = ("bf16", "fp8")
 RECIPES: dict[str, fp8.Recipe] = {
@@ -34,96 +32,78 @@ RECIPES: dict[str, fp8.Recipe] = {
     "block128": fp8.Float8BlockScaling(),
 }
 """What ``--recipe`` offers, by name."""
-WIDE = r"block[_/]0/attn"
-"""Layers that stay in bf16: the attention of the first block, to which the loss is most sensitive."""
 ROLES = ("input", "kernel", "output_grad")
+CHECKPOINT_EVERY = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything that determines the numbers of a run."""
+class Task:
+    """A model, how it is trained, and on which data."""
 
-    steps: int = 300
-    batch_size: int = 16
-    length: int = 128
-    width: int = 128
-    num_layers: int = 4
-    learning_rate: float = 2e-3
-    validation_batches: int = 16
-    checkpoint_every: int = 50
-    recipe: str = "delayed"
-    """A name in ``RECIPES``, for FP8."""
-    api: str = "linen"
-    """In which of Flax's APIs the model is written."""
-
-    @property
-    def evaluation_steps(self) -> list[int]:
-        """Steps after which the validation loss is taken: eight or fewer, the last included."""
-        return sorted({-(-self.steps * i // 8) for i in range(1, 9)})
+    about: str  # the data in words
+    models: dict[str, nn.Module]  # one for each precision; both have the same parameters
+    optimizer: optax.GradientTransformation
+    keys: Callable[[jax.Array], Sequence[jax.Array]]  # from the key of a seed: those of weights and dropout
+    steps: int
+    evaluations: int  # how often, evenly spread over the steps, the model is evaluated
+    batch: Callable[[int, int], Examples]  # from seed and step: equal in both precisions and when resumed
+    held_out: Callable[[int, str], list[Examples]]  # from seed and "validation" or "test": batches
+    accuracy_of: str | None = None  # "validation" or "test"; None compares validation losses
+    files: dict[str, str] = dataclasses.field(default_factory=dict)  # texts to save beside the results
 
 
-@dataclasses.dataclass
-class Record:
-    """What one run leaves behind; arrays are indexed by step."""
-
-    precision: str
-    seed: int
-    train_loss: np.ndarray
-    validation_steps: list[int]
-    validation_loss: np.ndarray
-    ops: list[str]
-    """Paths of the layers with scaling state; empty for bf16 and for recipes without state."""
-    scale: np.ndarray
-    """``(steps, len(ops), 3)``: the scale used in each step, per layer and role."""
-    amax: np.ndarray
-    """``(steps, len(ops), 3)``: the amax seen in each step."""
-    step_seconds: list[float]
-    """Wall time of the steps of this process, without the first, which compiles."""
-
-
-@functools.cache  # one object per setting: another seed then reuses the compiled step
-def make_model(precision: str, settings: Settings) -> nn.Module:
-    """Returns the demo's model; with ``precision="fp8"`` all linear layers but ``WIDE`` multiply in FP8."""
-    model = ByteTransformer(
-        width=settings.width, num_layers=settings.num_layers, max_length=settings.length
-    )
-    if precision != "fp8":
-        return model
-    return fp8.quantize_model(model, RECIPES[settings.recipe], include=".*", exclude=WIDE)
-
-
-@functools.cache
-def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    """Returns AdamW with warm-up, cosine decay and clipping."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, settings.learning_rate, max(1, settings.steps // 10), max(2, settings.steps), 1e-5
-    )
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
-
-
-def make_state(precision: str, seed: int, settings: Settings) -> fp8.TrainState:
+def make_state(task: Task, precision: str, seed: int) -> fp8.TrainState:
     """Returns the train state at step 0: for each seed the same weights in both precisions."""
-    tokens = jnp.zeros((1, settings.length), jnp.int32)
-    variables = make_model("bf16", settings).init(jax.random.key(seed), tokens)
-    model = make_model(precision, settings)
+    model, inputs = task.models[precision], task.batch(seed, 0).inputs[:1]
+    variables = task.models["bf16"].init(task.keys(jax.random.key(seed))[0], inputs)
     if precision == "fp8":
-        variables = fp8.add_fp8_state(variables, model, tokens)
-    return fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=make_optimizer(settings))
+        variables = fp8.add_fp8_state(variables, model, inputs)
+    return fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=task.optimizer)
 
 
-def loss_of(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns the mean cross-entropy in nats per byte."""
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+def losses_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns the cross-entropy of each label in nats; a single logit is that of class 1."""
+    if logits.shape[-1] == 1:
+        return optax.sigmoid_binary_cross_entropy(logits[..., 0], labels.astype(logits.dtype))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
-def fp8_ops(variables: Any) -> list[str]:
-    """Returns the paths of the layers with scaling state in a dict of variables, sorted."""
+def loss_of(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns the mean cross-entropy in nats."""
+    return jnp.mean(losses_of(logits, labels))
+
+
+def _loss(variables: Any, state: fp8.TrainState, examples: Examples, key: jax.Array) -> jax.Array:
+    rngs = {"dropout": jax.random.fold_in(key, state.step)}
+    return loss_of(state.apply_fn(variables, examples.inputs, rngs=rngs), examples.labels)
+
+
+@partial(jax.jit, donate_argnums=0)
+def train_step(
+    state: fp8.TrainState, examples: Examples, key: jax.Array
+) -> tuple[fp8.TrainState, jax.Array, jax.Array]:
+    """Takes one step; returns the next state, the loss, and ``scaling_of`` the variables."""
+    loss, grads = fp8.value_and_grad(_loss)(state.params, state, examples, key)
+    state = state.apply_gradients(grads=grads)
+    return state, loss, scaling_of(state.params)
+
+
+@jax.jit
+def evaluate(state: fp8.TrainState, examples: Examples) -> tuple[jax.Array, jax.Array]:
+    """Returns the loss without dropout and the number of right answers; labels below 0 do not count."""
+    logits, labels = state.apply_fn(state.params, examples.inputs), examples.labels
+    answers = logits[..., 0] > 0 if logits.shape[-1] == 1 else jnp.argmax(logits, axis=-1)
+    return jnp.mean(losses_of(logits, labels), where=labels >= 0), jnp.sum(answers == labels)
+
+
+def fp8_layers(variables: Any) -> list[str]:
+    """Returns the paths of the layers with scaling state: none in bf16, and for recipes without state."""
     flat = flax.traverse_util.flatten_dict(variables.get(fp8.OVERWRITE_WITH_GRADIENT, {}))
     return sorted({"/".join(path[:-2]) for path in flat})
 
 
 def scaling_of(variables: Any) -> jax.Array:
-    """Returns the scale and the newest amax per FP8 layer and role, shape ``(2, layers, 3)``."""
+    """Returns the scale and the newest amax of these layers per role, shape ``(2, layers, 3)``."""
     flat = flax.traverse_util.flatten_dict(variables.get(fp8.OVERWRITE_WITH_GRADIENT, {}), sep="/")
     ops = sorted({path.rsplit("/", 1)[0] for path in flat})
     values = [
@@ -133,117 +113,77 @@ def scaling_of(variables: Any) -> jax.Array:
     return jnp.array(values, jnp.float32).reshape(2, len(ops), 3)
 
 
-def _loss(variables: Any, state: fp8.TrainState, windows: jax.Array) -> jax.Array:
-    return loss_of(state.apply_fn(variables, windows[:, :-1]), windows[:, 1:])
+class Run:
+    """One training run, and what is recorded on the way.
 
-
-@partial(jax.jit, donate_argnums=0)
-def train_step(state: fp8.TrainState, windows: jax.Array) -> tuple[fp8.TrainState, jax.Array, jax.Array]:
-    """Takes one step on windows ``(batch, length + 1)``; returns ``(state, loss, scaling)``."""
-    loss, grads = fp8.value_and_grad(_loss)(state.params, state, windows)
-    state = state.apply_gradients(grads=grads)
-    return state, loss, scaling_of(state.params)
-
-
-@jax.jit
-def evaluate(state: fp8.TrainState, windows: jax.Array) -> jax.Array:
-    """Returns the loss on windows ``(batch, length + 1)`` without touching the state."""
-    return _loss(state.params, state, windows)
-
-
-@jax.jit
-def measure(state: fp8.TrainState, windows: jax.Array) -> Any:
-    """Returns statistics of each FP8 tensor of a step on windows ``(batch, length + 1)``."""
-    return fp8.statistics(_loss)(state.params, state, windows)
-
-
-class Api(NamedTuple):
-    """How the demo is written in one of Flax's APIs; a state is a tree of arrays."""
-
-    make_state: Callable[[str, int, Settings], Any]
-    train_step: Callable[[Any, Any], tuple[Any, jax.Array, jax.Array]]
-    evaluate: Callable[[Any, Any], jax.Array]
-    measure: Callable[[Any, Any], Any]
-    variables: Callable[[Any], Any]
-    """Those in a state, as Linen has them."""
-
-
-LINEN = Api(make_state, train_step, evaluate, measure, lambda state: state.params)
-
-
-def train(
-    api: Api,
-    precision: str,
-    seed: int,
-    settings: Settings,
-    corpus: Corpus,
-    checkpoints: Path,
-    on_step: Callable[[int, float, float], None],
-    before_step: Callable[[int, Callable[[], Any], Callable[[], Any]], None] = lambda *given: None,
-) -> Record:
-    """Trains from the newest checkpoint under ``checkpoints``, or from the start.
-
-    Args:
-        api: what the model is written in.
-        precision: ``"bf16"`` or ``"fp8"``.
-        seed: seed of the weights and of the batches.
-        settings: sizes and length of the run.
-        corpus: the bytes.
-        checkpoints: a folder for this run's checkpoints.
-        on_step: called after each step with the number of steps done, the loss and the step's seconds.
-        before_step: called with the number of the step to come, from 1, a function that returns the
-            statistics of its FP8 tensors, and one that returns the variables.
-
-    Raises:
-        DemoError: a checkpoint cannot be read, or not be written.
+    Attributes:
+        arrays: ``train_loss`` of each step; ``validation_loss`` and ``validation_accuracy`` of each of
+            ``evaluated_after``; and if there are ``layers``, ``scaling``: ``scaling_of`` each step.
+        layers: ``fp8_layers`` of the model.
+        evaluated_after: steps.
+        step_seconds: times of the steps of this process; the first one compiles.
+        accuracy: that of the trained classifier on ``Task.accuracy_of``.
     """
-    state = api.make_state(precision, seed, settings)
-    held_out = validation_batches(corpus, settings.validation_batches, settings.batch_size, settings.length)
-    eval_steps = settings.evaluation_steps
-    ops = fp8_ops(api.variables(state))
-    done: dict[str, Any] = {
-        "state": state,
-        "train_loss": np.full(settings.steps, np.nan, np.float32),
-        "validation_loss": np.full(len(eval_steps), np.nan, np.float32),
-    }
-    if ops:
-        done["scaling"] = np.zeros((settings.steps, 2, len(ops), 3), np.float32)
-    step_seconds: list[float] = []
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    with ocp.CheckpointManager(checkpoints.absolute(), options=options) as manager:
-        start = manager.latest_step() or 0
-        if start:
-            done = _restore(manager, start, done)
-        for step in range(start, settings.steps):
-            windows = train_batch(corpus, seed, step, settings.batch_size, settings.length)
-            looked_at = partial(api.measure, done["state"], windows), partial(api.variables, done["state"])
-            before_step(step + 1, *looked_at)
-            began = time.perf_counter()
-            done["state"], loss, scaling = api.train_step(done["state"], windows)
-            done["train_loss"][step] = loss
-            if ops:
-                done["scaling"][step] = scaling
-            seconds = time.perf_counter() - began
-            if step > start:
-                step_seconds.append(seconds)
-            if step + 1 in eval_steps:
-                losses = [float(api.evaluate(done["state"], w)) for w in held_out]
-                done["validation_loss"][eval_steps.index(step + 1)] = np.mean(losses)
-            if (step + 1) % settings.checkpoint_every == 0 or step + 1 == settings.steps:
-                _save(manager, step + 1, done)
-            on_step(step + 1, float(loss), seconds)
-    scaling_trace = np.asarray(done.get("scaling", np.zeros((settings.steps, 2, 0, 3))))
-    return Record(
-        precision=precision,
-        seed=seed,
-        train_loss=np.asarray(done["train_loss"]),
-        validation_steps=eval_steps,
-        validation_loss=np.asarray(done["validation_loss"]),
-        ops=ops,
-        scale=scaling_trace[:, 0],
-        amax=scaling_trace[:, 1],
-        step_seconds=step_seconds,
-    )
+
+    def __init__(self, task: Task, precision: str, seed: int) -> None:
+        self.task, self.precision, self.seed = task, precision, seed
+        self.state, self.key = make_state(task, precision, seed), task.keys(jax.random.key(seed))[1]
+        self.layers, self.step_seconds = fp8_layers(self.state.params), list[float]()
+        times = range(1, task.evaluations + 1)
+        self.evaluated_after = sorted({-(-task.steps * i // task.evaluations) for i in times})
+        shapes: dict[str, tuple[int, ...]] = {"train_loss": (task.steps,)}
+        shapes["validation_loss"] = shapes["validation_accuracy"] = (len(self.evaluated_after),)
+        if self.layers:  # Orbax cannot save an empty array
+            shapes["scaling"] = (task.steps, 2, len(self.layers), len(ROLES))
+        self.arrays = {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
+        self.accuracy: float | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """Returns what is recorded as plain numbers."""
+        others = ("task", "state", "key", "arrays")
+        plain = {name: value for name, value in vars(self).items() if name not in others}
+        return {**plain, **{name: array.tolist() for name, array in self.arrays.items()}}
+
+    def loss_and_accuracy(self, part: str) -> tuple[float, float]:
+        """Evaluates the model on ``"validation"`` or ``"test"``."""
+        batches = self.task.held_out(self.seed, part)
+        losses, rights = zip(*(evaluate(self.state, examples) for examples in batches))
+        sizes = [np.sum(examples.labels >= 0) for examples in batches]
+        return float(np.average(np.array(losses, float), weights=sizes)), float(sum(rights)) / sum(sizes)
+
+    def train(self, checkpoints: Path) -> Iterator[tuple[int, float]]:
+        """Trains from the newest checkpoint in this folder, or from the start; yields step and loss.
+
+        Raises:
+            DemoError: a checkpoint cannot be read, or not be written.
+        """
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
+        )
+        with ocp.CheckpointManager(checkpoints.absolute(), options=options) as manager:
+            start = manager.latest_step() or 0
+            if start:
+                done = restore(manager, start, {"state": self.state, **self.arrays})
+                self.state = done.pop("state")
+                self.arrays = {
+                    name: np.array(array) for name, array in done.items()
+                }  # Orbax's are read-only
+            for step in range(start + 1, self.task.steps + 1):
+                examples = self.task.batch(self.seed, step - 1)
+                began = time.perf_counter()
+                self.state, loss, scaling = train_step(self.state, examples, self.key)
+                self.arrays["train_loss"][step - 1] = loss
+                if self.layers:
+                    self.arrays["scaling"][step - 1] = scaling
+                self.step_seconds.append(time.perf_counter() - began)
+                if step in self.evaluated_after:
+                    i, values = self.evaluated_after.index(step), self.loss_and_accuracy("validation")
+                    self.arrays["validation_loss"][i], self.arrays["validation_accuracy"][i] = values
+                if step % CHECKPOINT_EVERY == 0 or step == self.task.steps:
+                    save(manager, step, {"state": self.state, **self.arrays})
+                yield step, float(loss)
+        if self.task.accuracy_of is not None:
+            self.accuracy = self.loss_and_accuracy(self.task.accuracy_of)[1]
 
 
 def digest(tree: Any) -> str:
@@ -256,33 +196,28 @@ def digest(tree: Any) -> str:
     return sha.hexdigest()
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-
-
-def _save(manager: ocp.CheckpointManager, step: int, done: dict[str, Any]) -> None:
+@contextlib.contextmanager
+def _explained(checkpoint: Path, verb: str, advice: str) -> Iterator[None]:
+    """Makes an error of Orbax one that names the checkpoint; its class depends on the file system."""
     try:
-        manager.save(step, args=ocp.args.StandardSave(done), custom_metadata={"sha256": digest(done)})
-    except Exception as error:  # which of them it is depends on the file system
-        for left in Path(manager.directory).glob(f"{step}.orbax-checkpoint-tmp*"):
-            shutil.rmtree(left, ignore_errors=True)
-        raise DemoError(
-            f"the checkpoint {manager.directory / str(step)} cannot be written ({_reason(error)}); "
-            "--resume goes on from the one before."
-        ) from error
-
-
-def _restore(manager: ocp.CheckpointManager, step: int, like: dict[str, Any]) -> dict[str, Any]:
-    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    try:
-        done = manager.restore(step, args=ocp.args.StandardRestore(abstract))
-        written = (manager.metadata(step).custom_metadata or {}).get("sha256")  # none in older runs
-        if written is not None and digest(done) != written:
-            raise ValueError("its checksum does not match")
+        yield
     except Exception as error:
-        raise DemoError(
-            f"the checkpoint {manager.directory / str(step)} cannot be read ({_reason(error)}); delete "
-            "that folder to go on from an older one."
-        ) from error
-    # Orbax may hand back read-only buffers; these are written to in place.
-    return {k: v if k == "state" else np.array(v) for k, v in done.items()}
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        raise DemoError(f"the checkpoint {checkpoint} cannot be {verb} ({reason}); {advice}") from error
+
+
+def save(manager: ocp.CheckpointManager, step: int, done: dict[str, Any]) -> None:
+    """Writes a checkpoint, with a digest by which a flipped bit is found."""
+    with _explained(manager.directory / str(step), "written", "--resume goes on from the one before."):
+        manager.save(step, args=ocp.args.StandardSave(done), custom_metadata={"sha256": digest(done)})
+
+
+def restore(manager: ocp.CheckpointManager, step: int, like: dict[str, Any]) -> dict[str, Any]:
+    """Reads a checkpoint and compares its digest."""
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    advice = "delete that folder to go on from an older one."
+    with _explained(manager.directory / str(step), "read", advice):
+        done = manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        if digest(done) != manager.metadata(step).custom_metadata["sha256"]:
+            raise ValueError("its checksum does not match")
+    return done

@@ -25,7 +25,7 @@ from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.names import BLOCK_QUANTIZE
-from fp8flax.demo import training
+from fp8flax.demo import data, tasks, training
 from tests.cases import cells, dense_step, struct
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -454,8 +454,9 @@ def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed(
 @pytest.mark.usefixtures("_promotion_of_flax")
 @pytest.mark.all_cells  # its layers are those above
 def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
-    settings = training.Settings(num_layers=1, width=64, length=64)  # the same GEMMs, sooner compiled
-    state = jax.eval_shape(lambda: training.make_state("fp8", 0, settings))
+    settings = tasks.Settings(num_layers=1, width=64, length=64)  # the same GEMMs, sooner compiled
+    task = tasks.language_model(settings, data.load_corpus(None, settings.length))
+    state = jax.eval_shape(lambda: training.make_state(task, "fp8", 0))
     # What has no GEMM takes time to compile: of the update the gradients are left, and no scale is shown.
     monkeypatch.setattr(
         fp8.TrainState, "apply_gradients", lambda self, *, grads: self.replace(params=grads)
@@ -465,7 +466,8 @@ def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
     def train_step(*args):  # a function of its own, for JAX keeps what it traced of one
         return training.train_step.__wrapped__(*args)
 
-    report = fp8.audit(train_step, state, struct(16, settings.length + 1, dtype=jnp.int32))
+    batch = jax.eval_shape(lambda: (task.batch(0, 0), jax.random.key(0)))
+    report = fp8.audit(train_step, state, *batch)
     attention = [g for g in report.gemms if "..." in g.path]
     assert {(g.is_fp8, g.batch > 1) for g in attention} == {(False, True)}
     assert all("batched product (attention" in g.reason for g in attention)

@@ -11,7 +11,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._audit import compiling, kernels
-from fp8flax.demo import training
+from fp8flax.demo import data, tasks, training
 from tests.cases import struct
 
 pytestmark = [
@@ -99,10 +99,11 @@ def test_of_a_llama():
 
 def test_of_the_demo():
     """The step has 530 launches, and 410 in bfloat16."""
-    settings = training.Settings()
-    state = jax.eval_shape(partial(training.make_state, "fp8", 0, settings))
-    windows = struct(settings.batch_size, settings.length + 1, dtype=jnp.int32)
-    found, _ = read(training.train_step, state, windows)
+    settings = tasks.Settings()
+    task = tasks.language_model(settings, data.load_corpus(None, settings.length))
+    state = jax.eval_shape(lambda: training.make_state(task, "fp8", 0))
+    batch = jax.eval_shape(lambda: (task.batch(0, 0), jax.random.key(0)))
+    found, _ = read(training.train_step, state, *batch)
     assert len(found) <= 535
 
 
