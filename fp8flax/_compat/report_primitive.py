@@ -39,11 +39,11 @@ try:
     from jax.interpreters import ad, batching, mlir
 
     _report_p = Primitive("fp8_report")
-    _report_p.def_impl(lambda x, *arrays, key: x)
-    _report_p.def_abstract_eval(lambda x, *arrays, key: x)
-    mlir.register_lowering(_report_p, lambda ctx, x, *arrays, key: [x])
-    ad.primitive_jvps[_report_p] = lambda primals, tangents, key: (
-        _report_p.bind(*primals, key=key),
+    _report_p.def_impl(lambda x, *arrays, report: x)
+    _report_p.def_abstract_eval(lambda x, *arrays, report: x)
+    mlir.register_lowering(_report_p, lambda ctx, x, *arrays, report: [x])
+    ad.primitive_jvps[_report_p] = lambda primals, tangents, report: (
+        _report_p.bind(*primals, report=report),
         tangents[0],
     )
     batching.primitive_batchers[_report_p] = _batched
@@ -59,10 +59,15 @@ def with_report(x: jax.Array, arrays: Sequence[jax.Array], key: Hashable) -> jax
         arrays: what is reported. Under ``jax.vmap`` each has the batch as its first axis.
         key: tells this report from others.
     """
-    result: jax.Array = _report_p.bind(x, *arrays, key=key)
+    result: jax.Array = _report_p.bind(x, *arrays, report=key)
     return result
 
 
 def is_report(eqn: Any) -> bool:
-    """Tells whether an equation makes a report; its key is ``eqn.params["key"]``."""
+    """Tells whether an equation makes a report; its key is ``key_of(eqn)``."""
     return eqn.primitive is _report_p
+
+
+def key_of(eqn: Any) -> Any:
+    """Returns the key of the report that an equation makes."""
+    return eqn.params["report"]

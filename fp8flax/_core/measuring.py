@@ -22,7 +22,7 @@ from jax import lax
 
 from fp8flax._compat.interpreter import RUNS_ONCE, Sets, Values, interpret
 from fp8flax._compat.jaxprs import equations, jaxpr_of, programs_in
-from fp8flax._compat.report_primitive import is_report, with_report
+from fp8flax._compat.report_primitive import is_report, key_of, with_report
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import Quantizer, quantized
@@ -230,9 +230,9 @@ class _Measured(Values):
         if not is_report(eqn):
             return super().equation(eqn, operands)
         x, *numbers = operands
-        _, role = eqn.params["key"]
+        path, role = key_of(eqn)
         if role == "output_grad" or not self.is_again:
-            self.report(eqn.params["key"], Numbers(*numbers))
+            self.report((path, role), Numbers(*numbers))
         return [x]
 
 
@@ -268,7 +268,7 @@ class _Origins(Sets):
 
     def equation(self, eqn: Any, operands: list[frozenset[Any]]) -> list[frozenset[Any]]:
         if is_report(eqn) and self.in_nn_jit:
-            path, role = eqn.params["key"]
+            path, role = key_of(eqn)
             if role == "kernel":
                 self._check(path, operands[0])
         return [frozenset[Any]().union(*operands)] * len(eqn.outvars)

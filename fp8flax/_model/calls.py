@@ -17,10 +17,10 @@ from fp8flax._core.names import BY_OP, COUNTED, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._linen.conversion import conversion, converting
 from fp8flax._linen.op import Fp8Op
+from fp8flax._model.beside_params import beside_params
 from fp8flax._model.interception import Contraction, Interception, Left
 from fp8flax._model.jaxprs import CAST
-from fp8flax._model.lifting import beside_params
-from fp8flax._model.provenance import Derived, Provenance
+from fp8flax._model.param_origin import Origin, ParamOrigins
 from fp8flax._model.rules import Decision, Rules, Site
 from fp8flax._model.sites import as_op, name_of, site_of
 
@@ -30,7 +30,7 @@ class SeenOp(NamedTuple):
 
     op: type[Fp8Op]
     gemms: CustomRecipe
-    kernel: Derived | None
+    kernel: Origin | None
     """What its kernel owes to parameters."""
     args: tuple[Any, ...]
     """Shapes and dtypes of the input and the kernel; dimension numbers, precision, dtype of the result."""
@@ -95,10 +95,10 @@ class Call:
         self.rules = self._rules_here = rules
         self.sites: list[SeenSite] = []
         self.ops: dict[tuple[str, ...], SeenOp] = {}
-        self.provenance = Provenance()
+        self.origins = ParamOrigins()
         self.interception = Interception(
             self.convert,
-            self.provenance,
+            self.origins,
             leave_alone=lambda module: isinstance(module, Fp8Op),
             model=cls,
             state=self.beside_params,
@@ -131,7 +131,7 @@ class Call:
     ) -> jax.Array:
         """Remembers what an op computes, and computes it."""
         if recipe is not None and not self.interception.is_apart:
-            kernel = self.provenance.of(rhs, op.scope)
+            kernel = self.origins.of(rhs, op.scope)
             args = jax.tree.map(_as_struct, (lhs, rhs, *rest))  # no arrays: it outlives the call
             self._remember(op.path, SeenOp(type(op), recipe.gemms, kernel, args))
         return compute(lhs, rhs, *rest, **told)
@@ -142,17 +142,17 @@ class Call:
             # One op, and one state, of several kernels: none of them is the op's own.
             kernels = [kernel for kernel in (before.kernel, found.kernel) if kernel is not None]
             others = before.others.union(source.path for kernel in kernels for source in kernel.sources)
-            self.provenance.used_otherwise |= others
+            self.origins.used_otherwise |= others
             found = found._replace(kernel=None, others=others)
         self.ops[path] = found
 
     @contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
         """A context for the model's method, whose loops take what ops have along with the parameters."""
-        self.provenance.mark(model.scope)
+        self.origins.mark(model.scope)
         with (
             converting(on_op=self.on_op),
-            beside_params(self.beside_params, self.provenance.on_map),
+            beside_params(self.beside_params, self.origins.on_map),
             self.interception.active(),
         ):
             yield
@@ -185,7 +185,7 @@ class Call:
                     del self.ops[path]
                 self._remember(path, found)
             seen.ops = self.ops
-            seen.used_otherwise |= self.provenance.used_otherwise
+            seen.used_otherwise |= self.origins.used_otherwise
         if method == "__call__" and model.is_initializing():
             check_matched(self.rules, self.sites)
             if not conversion().is_reporting:
@@ -208,7 +208,7 @@ def _is_same_kernel(a: SeenOp, b: SeenOp) -> bool:
     return a.kernel.sources == b.kernel.sources and _as_values(a.kernel) == _as_values(b.kernel)
 
 
-def _as_values(kernel: Derived) -> Any:
+def _as_values(kernel: Origin) -> Any:
     """Returns what was moved how, without casts that change no value: those that wider inputs ask for."""
 
     def without(moves: Any) -> Any:

@@ -1,7 +1,4 @@
-"""The class of a converted model: a subclass of the model's, around whose methods a call begins.
-
-Internals: ``_call_wrapped_method`` of Linen modules, around which a converted model counts its calls.
-"""
+"""Makes the class of a converted model: a subclass of the model's, whose methods begin a ``Call``."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ import flax.errors
 import flax.linen as nn
 import jax
 
+from fp8flax._compat.flax_modules import AroundCalls, call_as_method, check_calls
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._linen.conversion import conversion, converting
 from fp8flax._model.calls import seen_of
@@ -55,7 +53,7 @@ def _make_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any
     return type(cls.__name__, (_Converted, cls), names)
 
 
-class _Converted:
+class _Converted(AroundCalls):
     """What the classes of converted models have beside those of the models."""
 
     _fp8_base: Any
@@ -63,11 +61,8 @@ class _Converted:
     _fp8_make_call: Callable[..., Any]
     _fp8_serving: Any
 
-    def _call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
-        def compute(module: Any, args: Any, kwargs: Any) -> Any:
-            return super()._call_wrapped_method(fun, args, kwargs)  # type: ignore[misc]
-
-        return _in_call(self, getattr(fun, "__name__", type(fun).__name__), compute, args, kwargs)
+    def _around_call(self: Any, name: str, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return _in_call(self, name, compute, args, kwargs)
 
     def apply(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().apply(*args, method=_as_method(self, method), **kwargs)  # type: ignore[misc]
@@ -98,7 +93,7 @@ def _in_call(self: Any, name: str, compute: Callable[..., Any], args: Any, kwarg
     calls, cls = conversion().calls, type(self)
     if self.scope is None or name == "setup" or any(call.cls is cls for call in calls):
         return compute(self, args, kwargs)
-    if calls and self._fp8_serving is None and calls[-1].provenance.has_place(self.scope.root):
+    if calls and self._fp8_serving is None and calls[-1].origins.has_place(self.scope.root):
         with calls[-1].ruled_by(self._fp8_rules):
             return compute(self, args, kwargs)
     call = self._fp8_make_call(cls, self._fp8_rules)
@@ -164,7 +159,7 @@ def _as_method(model: Any, method: Any) -> Any:
         return own
     if _is_wrapped(method):
         return method
-    return lambda model, *args, **kwargs: model._call_wrapped_method(method, args, kwargs)
+    return lambda model, *args, **kwargs: call_as_method(model, method, args, kwargs)
 
 
 def _call_submodule(name: str, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,6 +168,7 @@ def _call_submodule(name: str, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """Returns a model of this class with the fields of ``model``."""
+    check_calls()
     fields, others = _parts(model)
     return _with_parts(cls, fields, {name: x for name, x in others.items() if name != "_fp8_seen"})
 

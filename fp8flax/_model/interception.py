@@ -1,29 +1,28 @@
 """Finds the contractions that the methods of Linen modules compute, whatever they are written with.
 
 ``nn.Dense``, ``x @ w``, ``jnp.einsum`` and ``lax.dot_general`` all bind one JAX primitive. While a module's
-method runs, a trace of our own stands in front of the one that was current: it hands every primitive on as
-it is, except that contractions go to a handler, together with the module; and it tells the provenance what
-became of which values.
-
-Internals: ``jax._src.core``, for the class of traces and how the current one is set;
-``jax._src.source_info_util``, for the scopes around a contraction; and what a scope of Flax holds,
-``_variables``.
+method runs, a trace of ours stands in front of the current one (``_compat.traces``). It lets JAX compute
+every primitive except contractions. These go to a handler, together with the module whose method computes
+them. ``ParamOrigins`` gets all other primitives, to know which values are parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-from jax._src import core, source_info_util
 
+from fp8flax._compat import name_scopes
+from fp8flax._compat.flax_scopes import variables_of
+from fp8flax._compat.jaxprs import equations
+from fp8flax._compat.traces import FrontTrace, Watcher, current_watcher, unwatched, watched_by
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._model.jaxprs import CONTRACTIONS, has_contraction
-from fp8flax._model.provenance import Derived, Provenance
+from fp8flax._model.param_origin import Origin, ParamOrigins
 
 # Whole elements of a stack of names, where a module's name may only begin alike.
 _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
@@ -59,8 +58,8 @@ class Contraction(NamedTuple):
     primitive: str
     operands: tuple[Any, ...]
     params: dict[str, Any]
-    derived: tuple[Derived | None, ...]
-    """For each of the first two operands, what it owes to parameters."""
+    origins: tuple[Origin | None, ...]
+    """For each of the first two operands the parameters that it is made of; None if of anything else."""
     elsewhere: str | None
     """The path of a variable outside of ``params`` that one of the two is made of."""
     frame: Frame
@@ -83,13 +82,13 @@ class Interception:
     def __init__(
         self,
         handler: Handler,
-        provenance: Provenance,
+        origins: ParamOrigins,
         leave_alone: Callable[[nn.Module], bool],
         model: type[nn.Module],
         state: str,
     ) -> None:
         self.handler = handler
-        self.provenance = provenance
+        self.origins = origins
         self._leave_alone = leave_alone
         self._model = model
         self._state = state
@@ -112,9 +111,9 @@ class Interception:
         """A context with the frame of a method that runs in it."""
         root: Any = module.scope.root  # type: ignore[union-attr]
         # The model may apply itself, to all of its variables.
-        is_itself = isinstance(module, self._model) and self._state in root._variables
+        is_itself = isinstance(module, self._model) and self._state in variables_of(root)
         before = self.is_apart
-        self.is_apart |= not (self.provenance.has_place(root) or is_itself)
+        self.is_apart |= not (self.origins.has_place(root) or is_itself)
         try:
             yield Frame(module, method, {}, self.is_apart)
         finally:
@@ -123,7 +122,7 @@ class Interception:
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
         """A context of which nothing is looked into, as of an op."""
-        with _behind(), self.passing(), jax.named_scope(BY_OP):
+        with unwatched(), self.passing(), jax.named_scope(BY_OP):
             yield
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
@@ -159,124 +158,82 @@ class Interception:
         return nn.intercept_methods(around)
 
 
-class _Trace(core.Trace):
-    """Hands everything to the trace behind it, but contractions."""
+class _Watcher(Watcher):
+    """Sends the contractions of the methods that run in one trace of JAX to the handler."""
 
-    def __init__(self, behind: Any, interception: Interception) -> None:
-        super().__init__()
-        self.parent_trace = behind
+    def __init__(self, interception: Interception) -> None:
         self.interception = interception
         self.frames: list[Frame] = []
-        self.requires_low = behind.requires_low
 
-    def process_primitive(self, primitive: Any, operands: Any, params: Any, /) -> Any:
+    def on_primitive(
+        self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]
+    ) -> Any:
         frame, interception = self.frames[-1], self.interception
         if interception.is_passing:
-            return self.parent_trace.process_primitive(primitive, operands, params)
-        if primitive.name in CONTRACTIONS and not _was_dealt_with(source_info_util.current_name_stack()):
-            provenance, scope = interception.provenance, frame.module.scope
-            derived = tuple(provenance.of(x, scope) for x in operands[:2])
-            elsewhere = [provenance.elsewhere(x, scope) for x in operands[:2]]
-            with core.set_current_trace(self.parent_trace), interception.passing():
-                result = interception.handler(
-                    Contraction(
-                        primitive.name,
-                        tuple(operands),
-                        params,
-                        derived,
-                        next(filter(None, elsewhere), None),
-                        frame,
-                    )
-                )
+            return front.compute(primitive, operands, params)
+        scope, origins = frame.module.scope, interception.origins
+        computed_in: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if primitive.name in CONTRACTIONS and not _was_dealt_with(name_scopes.current()):
+            elsewhere = [origins.elsewhere(x, scope) for x in operands[:2]]
+            contraction = Contraction(
+                primitive.name,
+                tuple(operands),
+                params,
+                tuple(origins.of(x, scope) for x in operands[:2]),
+                next(filter(None, elsewhere), None),
+                frame,
+            )
+            with front.behind(), interception.passing():
+                result = interception.handler(contraction)
             if not isinstance(result, Left):
                 return result
-            with jax.named_scope(result.scope), interception.passing():
-                results = self.parent_trace.process_primitive(primitive, operands, params)
-            interception.provenance.follow(primitive, operands, params, results, frame.module.scope)
-            return results
-        if primitive.name == "jit" and self._should_open(operands, params, frame):
-            with core.set_current_trace(self):
-                return core.eval_jaxpr(params["jaxpr"].jaxpr, params["jaxpr"].consts, *operands)
-        with interception.passing():
-            results = self.parent_trace.process_primitive(primitive, operands, params)
-        interception.provenance.follow(primitive, operands, params, results, frame.module.scope)
+            computed_in = jax.named_scope(result.scope)
+        elif primitive.name == "jit" and self._should_open(operands, params, frame):
+            return front.open(params["jaxpr"], operands)
+        with computed_in, interception.passing():
+            results = front.compute(primitive, operands, params)
+        origins.follow(primitive, operands, params, results, scope)
         return results
+
+    def on_function(self, operands: Sequence[Any]) -> None:
+        for value in () if self.interception.is_passing else operands:
+            self.interception.origins.use(value, self.frames[-1].module.scope)
 
     def _should_open(self, operands: Any, params: Any, frame: Frame) -> bool:
         """Tells whether to look into a jitted function, such as those that ``jax.numpy`` consists of."""
         specified = (*params["in_shardings"], *params["out_shardings"])
         if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in specified):
             return False
-        if _was_traced(params["jaxpr"].jaxpr):
+        # The modules in a function of nn.jit were looked into when it was traced.
+        top_level = equations(params["jaxpr"], looks_into=lambda _: False)
+        if any(_was_dealt_with(one.scopes) for one in top_level):
             return False
         return has_contraction(params["jaxpr"]) or any(
-            self.interception.provenance.of(x, frame.module.scope) is not None for x in operands
+            self.interception.origins.of(x, frame.module.scope) is not None for x in operands
         )
 
-    def _hand_on(self, method: str, args: Any, kwargs: Any) -> Any:
-        """Lets the trace behind do what has no jaxpr to look into; reads what is given to it."""
-        for values in () if self.interception.is_passing else args:
-            for value in values if isinstance(values, list | tuple) else ():
-                self.interception.provenance.use(value, self.frames[-1].module.scope)
-        return getattr(self.parent_trace, method)(*args, **kwargs)
 
-    # With the signatures of the JAX version at hand.
-    def process_call(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hand_on("process_call", args, kwargs)
-
-    def process_map(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hand_on("process_map", args, kwargs)
-
-    def process_custom_jvp_call(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hand_on("process_custom_jvp_call", args, kwargs)
-
-    def process_custom_vjp_call(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hand_on("process_custom_vjp_call", args, kwargs)
-
-    def stage_value(self, *args: Any, **kwargs: Any) -> Any:
-        return self.parent_trace.stage_value(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.parent_trace, name)
-
-
-def _was_traced(jaxpr: core.Jaxpr) -> bool:
-    """Tells whether a jaxpr is that of ``nn.jit``, whose modules were looked into when it was made."""
-    return any(_was_dealt_with(eqn.source_info.name_stack) for eqn in jaxpr.eqns)
-
-
-def _was_dealt_with(stack: Any) -> bool:
+def _was_dealt_with(scopes: str) -> bool:
     """Tells whether what is computed in these scopes is a contraction that was seen, or its derivative."""
-    return _OURS.search(str(stack)) is not None
-
-
-@contextlib.contextmanager
-def _behind() -> Iterator[None]:
-    """Lets what is inside pass by the interception."""
-    trace = core.trace_ctx.trace
-    with core.set_current_trace(trace.parent_trace if isinstance(trace, _Trace) else trace):
-        yield
+    return _OURS.search(scopes) is not None
 
 
 @contextlib.contextmanager
 def _in_frame(interception: Interception, module: nn.Module, method: str) -> Iterator[None]:
-    trace = core.trace_ctx.trace
-    if isinstance(trace, _Trace) and trace.interception is interception:
-        if trace.frames[-1].module.scope is module.scope:  # a method that another one calls
+    """A context in which a method of a module runs, and is looked into."""
+    watcher = current_watcher()
+    if not isinstance(watcher, _Watcher) or watcher.interception is not interception:
+        # Inside nn.scan, nn.remat, jax.vmap and the like another trace is current than outside.
+        with watched_by(_Watcher(interception)), _in_frame(interception, module, method):
             yield
-            return
-        with interception.frame_of(module, method) as frame:
-            trace.frames.append(frame)
-            try:
-                yield
-            finally:
-                trace.frames.pop()
         return
-    # Inside nn.scan, nn.remat, jax.vmap and the like another trace is current than outside.
-    trace = _Trace(trace, interception)
-    with interception.frame_of(module, method) as frame, core.set_current_trace(trace):
-        trace.frames.append(frame)
+    # A method that another method of the module calls.
+    if watcher.frames and watcher.frames[-1].module.scope is module.scope:
+        yield
+        return
+    with interception.frame_of(module, method) as frame:
+        watcher.frames.append(frame)
         try:
             yield
         finally:
-            trace.frames.clear()  # JAX may hold the trace for longer
+            watcher.frames.pop()  # JAX may hold the trace, and so the watcher, for longer

@@ -35,7 +35,7 @@ def as_op(contraction: Contraction) -> tuple[type[Fp8Op], tuple[Any, ...], Calla
         return Fp8RaggedDotOp, (*operands, *rest), _as_it_is
     lhs, rhs = operands
     dims = params["dimension_numbers"]
-    left, right = contraction.derived
+    left, right = contraction.origins
     if left is None or right is not None:
         return Fp8DotGeneralOp, (lhs, rhs, dims, *rest), _as_it_is
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
@@ -61,7 +61,7 @@ def name_of(site: Site, contraction: Contraction, arguments: tuple[Any, ...]) ->
     activations have nothing to be called by, and are counted.
     """
     frame = contraction.frame
-    left, right = contraction.derived
+    left, right = contraction.origins
     kernel = left if right is None else right
     if site.kind != "kernel" or kernel is None:
         kind = f"{frame.method}_{site.kind}".lstrip("_")
@@ -87,7 +87,7 @@ def _takes_ops(module: nn.Module) -> bool:
 
 def site_of(contraction: Contraction, arguments: tuple[Any, ...]) -> Site:
     """Returns a contraction as the rules see it, given the arguments of its op."""
-    left, right = contraction.derived
+    left, right = contraction.origins
     kernel = left if right is None else right
     kind = "product" if kernel is None else "kernel" if None in (left, right) else "parameters"
     if contraction.primitive != DOT and right is None:  # the first operand of these is never the kernel

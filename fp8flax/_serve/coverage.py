@@ -11,7 +11,7 @@ import numpy as np
 
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.calls import Seen, SeenOp
-from fp8flax._model.provenance import Derived
+from fp8flax._model.param_origin import Origin
 from fp8flax._serve.kernels import WEIGHT_ONLY, into_sources, is_dot
 from fp8flax._serve.trees import Path
 
@@ -77,7 +77,7 @@ def _reasons_of_parts(
     return reasons
 
 
-def _counts(kernel: Derived, shape: tuple[int, ...]) -> list[Any]:
+def _counts(kernel: Origin, shape: tuple[int, ...]) -> list[Any]:
     """Returns how often each element of a kernel's parameters is in it."""
     if kernel.is_whole_parameter:
         return [np.ones(kernel.sources[0].shape, np.uint8)]

@@ -18,9 +18,9 @@
 
 Why: to the caller a kernel is one array under its own name, in one collection that is saved, sharded and
 sent as any other. But the model's source declares a float32 kernel and reshapes, slices or transposes it
-before it multiplies. So it gets one, to see what it does to it (``Derived.rebuild``), and the same is done
+before it multiplies. So it gets one, to see what it does to it (``Origin.rebuild``), and the same is done
 to the codes, which are the op's: in a collection of ours, at the op's path. Lifted transformations take
-that collection along with the parameters (``lifting.beside_params``), stacked and sliced as the kernel is.
+that collection along with the parameters (``beside_params``), stacked and sliced as the kernel is.
 A converted model that is trained has the scaling state there in the same way, in its own collection,
 ``_overwrite_with_gradient``, which the caller has under that name too.
 

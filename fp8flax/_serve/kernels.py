@@ -18,7 +18,7 @@ from fp8flax._core.scaling import current_scale, finite_amax
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import Fp8DotGeneralOp, Fp8Einsum
 from fp8flax._model.calls import SeenOp
-from fp8flax._model.provenance import Derived, Source
+from fp8flax._model.param_origin import Origin, Source
 from fp8flax._serve import trees
 from fp8flax._serve.trees import Path
 
@@ -32,7 +32,7 @@ def is_dot(op: type[Fp8Op]) -> bool:
     return issubclass(op, Fp8DotGeneralOp | Fp8Einsum)
 
 
-def into_sources(kernel: Derived, values: jax.Array) -> tuple[jax.Array, ...]:
+def into_sources(kernel: Origin, values: jax.Array) -> tuple[jax.Array, ...]:
     """Returns values that lie as a kernel does in the places of the parameters that it was made of.
 
     By the transpose of what was done to them: a place of which the kernel has nothing is 0, and one that
@@ -125,7 +125,7 @@ def _per_slice(
     return None
 
 
-def stacked_axis(kernel: Derived, ops: Mapping[Path, SeenOp], params: Any) -> int | None:
+def stacked_axis(kernel: Origin, ops: Mapping[Path, SeenOp], params: Any) -> int | None:
     """Returns the axis by which one transformation stacked a kernel's parameters; None if it is not one.
 
     Where the shapes leave several, those of the other kernels under the same module decide.

@@ -1,11 +1,9 @@
-"""Provenance: which of a model's values are parameters, and how these were moved and cast since.
+"""Says which parameters a value of a model comes from, and how these were moved and cast.
 
-A ``Provenance`` is told of each primitive that a call of a model computes, and remembers for each value
-which parameters it is made of, and how to make it again from arrays in the places of these: a cast, a
-slice, a transpose, a concatenation, in any order. By this a contraction's kernel is known by name, and its
-codes can be stored where the parameters were.
-
-Internals: what a scope of Flax holds, ``_variables``.
+``ParamOrigins.follow`` is called for each primitive that a call of a model computes. For each value it
+remembers an ``Origin``: the parameters that the value is made of, and how to make the value again from
+other arrays in their places (by casts, slices, transposes, concatenations in any order). So the kernel of a
+contraction has a name, and its FP8 codes can be stored in the place of the parameters.
 """
 
 from __future__ import annotations
@@ -19,9 +17,10 @@ import flax.linen as nn
 import jax
 import numpy as np
 
+from fp8flax._compat.flax_scopes import variables_of
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._core.state.tree import key_name
 from fp8flax._model.jaxprs import BIJECTIONS, CAST, CASTS, MOVEMENTS, uses_of
-from fp8flax._train.collection import key_name
 
 _PARAMETER = "parameter"  # in the place of a primitive, for a parameter as it is
 # Flags of scopes, which Linen's transformations pass on: to which calls one belongs; the paths of what
@@ -38,7 +37,7 @@ class Source(NamedTuple):
     dtype: Any
 
 
-class Derived(NamedTuple):
+class Origin(NamedTuple):
     """What a value owes to parameters."""
 
     sources: tuple[Source, ...]
@@ -130,11 +129,11 @@ class _ByIdentity:
         found[name] = held, value
 
 
-class Provenance:
+class ParamOrigins:
     """Where the values of one call of a model come from, in all traces of it."""
 
     def __init__(self) -> None:
-        self._derived = _ByIdentity()
+        self._origins = _ByIdentity()
         self._constants = _ByIdentity()
         self._known = _ByIdentity()
         self._elsewhere = _ByIdentity()
@@ -142,14 +141,14 @@ class Provenance:
         self.used_otherwise: set[tuple[str, ...]] = set()
         """Parameters that something reads that is neither a contraction nor a movement."""
 
-    def of(self, value: Any, scope: Any) -> Derived | None:
+    def of(self, value: Any, scope: Any) -> Origin | None:
         """Returns what a value owes to a scope's parameters; None if it has anything from elsewhere."""
         if not isinstance(value, jax.Array | np.ndarray):
             return None
-        found: Derived | None = self._derived.get(value)
+        found: Origin | None = self._origins.get(value)
         if found is None:
             self._look_for_params(scope.root)
-            found = self._derived.get(value)
+            found = self._origins.get(value)
         return found
 
     def elsewhere(self, value: Any, scope: Any) -> str | None:
@@ -172,26 +171,27 @@ class Provenance:
     def _look_for_params(self, root: Any) -> None:
         if not self.has_place(root):
             return
-        count = len(jax.tree.leaves(root._variables.get(PARAMS, {})))
+        count = len(jax.tree.leaves(variables_of(root).get(PARAMS, {})))
         if self._known.get(root) == count:  # this is asked of every value
             return
         self._known.set(root, count)
         mapped, made_of = root.flags.get(_MAPPED, _NOTHING)
         for source, leaf in _params_in(root):
-            if self._derived.get(leaf) is None:
+            if self._origins.get(leaf) is None:
                 rebuild = None if source.path in mapped else _first
                 moves = _PARAMETER, {"of": leaf.shape}, 0, ()
-                self._derived.set(leaf, Derived((source,), rebuild, moves))
+                self._origins.set(leaf, Origin((source,), rebuild, moves))
                 if rebuild is None:
                     self.used_otherwise |= made_of
 
     def _look_elsewhere(self, root: Any) -> None:
+        collections = variables_of(root)
         # Those that there are before the model computes anything: what it writes to a cache is activations.
         known, is_init = self._known_elsewhere.get(root), root.flags.get("initializing", False)
         if (known is not None and not is_init) or not self.has_place(root):
             return
-        names = [name for name in root._variables if name not in (PARAMS, OVERWRITE_WITH_GRADIENT)]
-        others = {name: nn.meta.unbox(root._variables[name]) for name in names}
+        names = [name for name in collections if name not in (PARAMS, OVERWRITE_WITH_GRADIENT)]
+        others = {name: nn.meta.unbox(collections[name]) for name in names}
         leaves = jax.tree_util.tree_flatten_with_path(others)[0]
         if known == len(leaves):
             return
@@ -225,9 +225,9 @@ class Provenance:
                 self._constants.set(result, True)
             return
         varying = [x for x in operands if not self._is_constant(x)]
-        derived = [self.of(x, scope) for x in varying]
-        self._follow_elsewhere(varying, derived, results, scope)
-        made_of = [d for d in derived if d is not None]
+        origins = [self.of(x, scope) for x in varying]
+        self._follow_elsewhere(varying, origins, results, scope)
+        made_of = [d for d in origins if d is not None]
         sources = tuple(source for d in made_of for source in d.sources)
         is_moved = primitive.name in MOVEMENTS and len(made_of) == len(operands)
         can_rebuild = is_moved and all(d.rebuild is not None for d in made_of)
@@ -244,20 +244,20 @@ class Provenance:
                 if primitive.name == CAST:
                     known["from"] = operands[0].dtype
                 moves = primitive.name, known, i, tuple(d.moves for d in made_of)
-                owes = Derived(sources, _rebuilder(primitive, params, made_of, i), moves)
-            elif made_of and len(made_of) == len(derived):
+                owes = Origin(sources, _rebuilder(primitive, params, made_of, i), moves)
+            elif made_of and len(made_of) == len(origins):
                 kept = [self.of(x, scope) for x in operands if np.shape(x) == result.shape]
                 moves = next((d.moves for d in kept if d is not None), (primitive.name, {}, i, ()))
-                owes = Derived(sources, None, moves)
+                owes = Origin(sources, None, moves)
             if owes is not None:
-                self._derived.set(result, owes)
+                self._origins.set(result, owes)
 
     def _follow_elsewhere(
-        self, operands: Sequence[Any], derived: Sequence[Derived | None], results: Any, scope: Any
+        self, operands: Sequence[Any], origins: Sequence[Origin | None], results: Any, scope: Any
     ) -> None:
         paths = [self.elsewhere(x, scope) for x in operands]
         path = next((path for path in paths if path is not None), None)
-        if path is not None and all(p is not None or d is not None for p, d in zip(paths, derived)):
+        if path is not None and all(p is not None or d is not None for p, d in zip(paths, origins)):
             for result in results:
                 self._elsewhere.set(result, path)
 
@@ -267,13 +267,13 @@ class Provenance:
 
     def use(self, value: Any, scope: Any) -> None:
         """Remembers that something else than an FP8 op reads a value."""
-        derived = self.of(value, scope)
-        if derived is not None:
-            self.used_otherwise.update(source.path for source in derived.sources)
+        origin = self.of(value, scope)
+        if origin is not None:
+            self.used_otherwise.update(source.path for source in origin.sources)
 
 
 def _rebuilder(
-    primitive: Any, params: dict[str, Any], made_of: list[Derived], index: int
+    primitive: Any, params: dict[str, Any], made_of: list[Origin], index: int
 ) -> Callable[[tuple[jax.Array, ...], bool], jax.Array]:
     def rebuild(arrays: tuple[jax.Array, ...], casts: bool) -> jax.Array:
         operands, rest = [], arrays
@@ -300,7 +300,7 @@ def _set_flag(scope: Any, name: str, value: Any) -> None:
 
 def _params_in(root: Any) -> list[tuple[Source, Any]]:
     """Returns the parameters in a root scope."""
-    params = nn.meta.unbox(root._variables.get(PARAMS, {}))
+    params = nn.meta.unbox(variables_of(root).get(PARAMS, {}))
     return [
         (Source((*root.path, *(str(key_name(key)) for key in path)), leaf.shape, leaf.dtype), leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]

@@ -1,0 +1,103 @@
+"""Lets Linen's lifted transformations treat collections of ours as they treat the parameters.
+
+Whoever wrote ``nn.scan(..., variable_axes={"params": 0})`` or ``nn.vmap`` did not know of the scaling
+state. In a converted model the state of an op must be stacked, sliced and shared as the kernel beside it
+is. So its collection goes wherever ``params`` goes, unless the transformation names it or takes all
+collections.
+
+``nn.map_variables`` of all collections, as in ``nn.WeightNorm``, does not map the scaling state, not even
+that of ops given by hand: the function that maps is the model's own, and is meant for weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from fp8flax._compat.flax_pack import (
+    Filters,
+    Packing,
+    change_packing,
+    check_pack,
+    takes,
+    takes_all,
+    with_collection,
+    without_collection,
+)
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._linen.conversion import OnMap, conversion, converting
+
+
+@contextlib.contextmanager
+def beside_params(collection: str, on_map: OnMap) -> Iterator[None]:
+    """A context in which lifted transformations take a collection along with the parameters.
+
+    Args:
+        collection: its name.
+        on_map: called with what ``nn.map_variables`` makes of the parameters.
+    """
+    check_pack()
+    with converting(beside_params=collection, on_map=(*conversion().on_map, on_map)):
+        yield
+
+
+def _beside(groups: Filters, ours: str) -> Filters:
+    """Returns the groups of variables, ours in the group of the parameters if it is in none."""
+    if any(takes(group, ours) for group in groups):
+        return groups
+    first = next((i for i, group in enumerate(groups) if takes(group, PARAMS)), None)
+    return [with_collection(group, ours) if i == first else group for i, group in enumerate(groups)]
+
+
+def _passed_by(groups: Filters, ours: str) -> Filters:
+    """Returns what ``nn.map_variables`` maps, without our collection, and what it does not map."""
+    mapped, others = groups
+    return [without_collection(mapped, ours), with_collection(others, ours)]
+
+
+def _change(name: str | None, scopes: Any, packing: Packing) -> Packing:
+    """Returns what a lifted transformation takes; see ``change_packing``."""
+    body, taken, returned = packing
+    ours = conversion().beside_params
+    if name == "map_variables" and takes_all(taken[0]):
+        for collection in {OVERWRITE_WITH_GRADIENT, ours or OVERWRITE_WITH_GRADIENT}:
+            taken, returned = _passed_by(taken, collection), _passed_by(returned, collection)
+    if ours is not None:
+        taken, returned = _beside(taken, ours), _beside(returned, ours)
+    if name == "map_variables" and conversion().on_map and takes(taken[0], PARAMS):
+        body = _reporting(body, scopes)
+    elif name == "custom_vjp":
+        body = _marked(body)
+    return Packing(body, taken, returned)
+
+
+def _marked(body: Any) -> Any:
+    """Returns the body of ``nn.custom_vjp``, which runs as such."""
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with converting(in_custom_vjp=True):
+            return body(*args, **kwargs)
+
+    return marked
+
+
+def _reporting(body: Any, outer: Any) -> Any:
+    """Returns the body of ``nn.map_variables``, which also calls each ``on_map`` with what was mapped."""
+
+    def reporting(make_scopes: Any, repack: Any, groups: Any, *rest: Any, **kwargs: Any) -> Any:
+        def make(*args: Any, **options: Any) -> Any:
+            scopes = make_scopes(*args, **options)
+            for on_map in conversion().on_map:
+                for before, after in zip(jax.tree.leaves(outer), jax.tree.leaves(scopes)):
+                    on_map(before, groups[0], after)
+            return scopes
+
+        return body(make, repack, groups, *rest, **kwargs)
+
+    return reporting
+
+
+change_packing(_change)

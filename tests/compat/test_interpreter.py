@@ -1,0 +1,159 @@
+"""Goes through traced programs with sets and with arrays, in all that JAX puts around a program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from fp8flax._compat.interpreter import Values, interpret
+from fp8flax._compat.jaxprs import equations
+from fp8flax._compat.report_primitive import is_report, key_of, with_report
+from fp8flax._core.names import BY_OP
+from fp8flax._model.jaxprs import ELSE, Moved, Reads
+
+NUMBERS = np.arange(3, dtype=np.float32)
+
+
+def reads_of(f, *args):
+    """Returns which of the arguments a function reads, and what its results may be."""
+    rules = Reads()
+    results = interpret(
+        jax.make_jaxpr(f)(*args), [frozenset([i]) for i in range(len(jax.tree.leaves(args)))], rules
+    )
+    return rules.read, [set(one) for one in results]
+
+
+def with_jvp(f):
+    f = jax.custom_jvp(f)
+    f.defjvp(lambda primals, tangents: (f(*primals), f(*tangents)))
+    return f
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, with_jvp])
+@pytest.mark.oldest
+def test_a_program_that_runs_once(around):
+    read, results = reads_of(around(lambda x, y: (x, y[::-1], 2 * x)), NUMBERS, NUMBERS)
+    assert read == {0}
+    assert results == [{0}, {Moved(1)}, {ELSE}]
+
+
+@pytest.mark.oldest
+def test_a_branch_may_give_what_either_does():
+    def f(which, x, y, z):
+        return lax.cond(which, lambda: (x, y, z), lambda: (x, z, jnp.ones(3)))
+
+    read, results = reads_of(f, True, NUMBERS, NUMBERS, NUMBERS)
+    assert read == {0}
+    assert results == [{1}, {2, 3}, {3, ELSE}]
+
+
+@pytest.mark.oldest
+def test_a_scan_is_repeated_until_no_set_grows():
+    def body(carry, x):
+        first, second, third = carry
+        return (third, first, second), (x[None], first)
+
+    def f(a, b, c, xs):
+        return lax.scan(body, (a, b, c), xs)
+
+    read, results = reads_of(f, *NUMBERS, NUMBERS)
+    assert read == set()
+    assert results == [{0, 1, 2}] * 3 + [{Moved(3)}, {Moved(0), Moved(1), Moved(2)}]
+
+
+@pytest.mark.oldest
+def test_a_while_loop_reads_what_its_condition_reads_in_any_round():
+    def f(a, b, c):
+        return lax.while_loop(lambda carry: carry[0] < 3, lambda carry: (carry[1], *carry[1:]), (a, b, c))
+
+    read, results = reads_of(f, *NUMBERS)
+    assert read == {0, 1}
+    assert results == [{0, 1}, {1}, {2}]
+
+
+def test_a_shard_of_an_input_is_not_the_input():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    f = jax.shard_map(lambda x: x, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    assert reads_of(f, NUMBERS) == (set(), [{Moved(0)}])
+
+
+def test_what_an_op_reads_is_not_read():
+    def f(x, y):
+        with jax.named_scope(BY_OP):
+            return jax.jit(lambda x: 2 * x)(x), y * y
+
+    read, results = reads_of(lambda x, y: (*f(x, y), jnp.exp(y)), NUMBERS, NUMBERS)
+    assert read == {1}
+    assert results == [{ELSE}] * 3
+
+
+class Reported(Values):
+    def absent(self, like):
+        return np.full(like.shape, -1, np.float32)
+
+    def inside(self, eqn):
+        return self
+
+    def equation(self, eqn, operands):
+        if not is_report(eqn):
+            return super().equation(eqn, operands)
+        x, report = operands
+        self.report(key_of(eqn), report)
+        return [x]
+
+
+def reports_of(f, *args):
+    rules = Reported()
+    out = interpret(jax.make_jaxpr(f)(*args), args, rules)
+    return out, rules.reports
+
+
+def note(x, key="a"):
+    return with_report(x, [10 * x], key)
+
+
+@pytest.mark.oldest
+def test_reports_come_out_of_everything():
+    def f(x):
+        x = jax.jit(jax.checkpoint(note))(x)
+        x, _ = lax.scan(lambda c, y: (note(c + y), None), x, NUMBERS)
+        x = lax.cond(x > 100, lambda: note(note(x), "b"), lambda: note(2 * x))
+        return jax.vmap(lambda y: note(x + y, "c"))(NUMBERS)
+
+    out, reports = reports_of(f, np.float32(1))
+    np.testing.assert_array_equal(out[0], [8, 9, 10])
+    first, in_scan, in_branch = reports["a"]
+    np.testing.assert_array_equal(first, 10)
+    np.testing.assert_array_equal(in_scan, [10, 20, 40])
+    np.testing.assert_array_equal(in_branch, 80)
+    np.testing.assert_array_equal(reports["b"], [-1])  # of the branch that did not run
+    np.testing.assert_array_equal(reports["c"], [[80, 90, 100]])
+
+
+def test_a_program_that_is_computed_again_keeps_its_scopes():
+    def f(x):
+        with jax.named_scope("outer"):
+            return jax.jit(lambda x: jax.named_call(jnp.sin, name="inner")(x))(x)
+
+    again = jax.make_jaxpr(lambda x: reports_of(f, x)[0])(np.float32(1))
+    (sin,) = [one for one in equations(again) if one.eqn.primitive.name == "sin"]
+    assert sin.scopes.startswith("outer/")
+    assert "inner" in sin.scopes
+
+
+@pytest.mark.oldest
+def test_equations_have_their_scopes_and_how_often_they_run():
+    def f(x):
+        with jax.named_scope("outer"):
+            loop = jax.jit(lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, length=4)[0])
+            return lax.scan(lambda c, _: (loop(c), None), jnp.cos(x), length=3)[0]
+
+    program = jax.make_jaxpr(f)(np.float32(1))
+    found = {one.eqn.primitive.name: one for one in equations(program)}
+    assert (found["cos"].times, found["sin"].times) == (1, 12)
+    assert found["sin"].scopes.startswith("outer")
+    names = [one.eqn.primitive.name for one in equations(program, looks_into=lambda one: False)]
+    assert names == ["cos", "scan"]
