@@ -15,10 +15,12 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from fp8flax._core.differentiable import STATELESS, Extra, Operand, Plan, States, check_operands, contract
 from fp8flax._core.dot_general import fp8_dot_general, hashable_precision
 from fp8flax._core.gemm.gpus import Fp8EmulationWarning, compile_target
 from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE
+from fp8flax._core.plans.contraction import STATELESS, Contraction, States, check_operands
+from fp8flax._core.plans.modes import contract
+from fp8flax._core.plans.plan import Extra, Operand
 from fp8flax._core.qtensor import QTensor, View, dequantized
 from fp8flax._core.recipes import GemmRecipe, Recipe
 
@@ -132,7 +134,7 @@ def _as_matmul(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConvPlan(Plan):
+class ConvPlan(Contraction):
     """Three convolutions of FP8 values in a wide dtype; JAX derives the two transposes."""
 
     wide_scope: ClassVar[str] = CONVOLVED_WIDE
@@ -153,7 +155,7 @@ class ConvPlan(Plan):
             return self.lhs.dtype
         return np.dtype(jnp.float64 if jnp.float64 in (self.lhs.dtype, self.out_dtype) else jnp.float32)
 
-    def forward(self, lhs: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
+    def product(self, lhs: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
         del extra
         x, w = self._wide("input", lhs, self.lhs.dtype), self._wide("kernel", rhs, self.lhs.dtype)
         with _scope(self.recipe.forward):

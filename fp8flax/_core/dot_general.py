@@ -14,20 +14,18 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from fp8flax._core.differentiable import (
-    STATELESS,
-    Extra,
-    Operand,
-    Plan,
-    States,
-    calibrating,
-    check_operands,
-    contract,
-    on_automatic_axes,
-)
 from fp8flax._core.gemm.lowering import lowered, warn_if_emulated
 from fp8flax._core.gemm.reference import reference_gemm
 from fp8flax._core.gemm.request import Gemm
+from fp8flax._core.plans.contraction import (
+    STATELESS,
+    Contraction,
+    States,
+    check_operands,
+    on_automatic_axes,
+)
+from fp8flax._core.plans.modes import calibrating, contract
+from fp8flax._core.plans.plan import Extra, Operand
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import quantized
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
@@ -106,7 +104,7 @@ class _Gemms(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DotPlan(Plan):
+class DotPlan(Contraction):
     """The three GEMMs of ``lax.dot_general``."""
 
     dimension_numbers: _Dims
@@ -183,7 +181,7 @@ class DotPlan(Plan):
         per_block = any(q is not None and q.scales_along_contraction for q in self.recipe.quantizers)
         return self.lhs.sharding is not None and (per_block or self.is_told_sharding)
 
-    def forward(self, lhs: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
+    def product(self, lhs: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
         del extra
         return lowered(self.gemms.forward, reference_gemm, lhs, rhs)
 

@@ -7,7 +7,7 @@ forward and another one backward, and so does the gradient of what it takes. Her
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,30 +17,29 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8flax._core.amax import largest_of
-from fp8flax._core.differentiable import (
-    Entering,
-    Operand,
-    States,
-    calibrating,
-    explicit_sharding,
-    input_of,
-    named_scaling,
-    quantized_with_amax,
-    restored,
-    scales_of,
-)
 from fp8flax._core.dot_general import DotPlan
 from fp8flax._core.gemm.lowering import lowered
 from fp8flax._core.gemm.reference import reference_cast, reference_gemm
 from fp8flax._core.gemm.request import Cast, CastTranspose
-from fp8flax._core.jax_rules import reverse_mode_only, sum_to_axes, traced_once
+from fp8flax._core.jax_rules import reverse_mode_only
 from fp8flax._core.measuring import measuring
-from fp8flax._core.names import DGRAD, FORWARD, KERNEL_FORWARD_NAME, OUTPUT_NAME, RESIDUAL_NAMES, WGRAD
+from fp8flax._core.names import (
+    DGRAD,
+    FORWARD,
+    KERNEL_FORWARD_NAME,
+    OUTPUT_NAME,
+    RESIDUAL_NAMES,
+    ROLES,
+    WGRAD,
+)
+from fp8flax._core.plans.contraction import Entering, States, input_of, quantized_with_amax, restored
+from fp8flax._core.plans.engine import named_scaling, run
+from fp8flax._core.plans.modes import calibrating
+from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales, explicit_sharding
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._core.state.state import next_state, state_to_keep
+from fp8flax._core.state.state import DelayedConfig, ScalingState
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=True),
@@ -82,32 +81,148 @@ def _dense(num: int, args: Sequence[jax.Array]) -> list[jax.Array]:
     return [x + bias for x, bias in zip(args, args[num:])] if args[num:] else list(args)
 
 
+class _Residuals(NamedTuple):
+    input: Any
+    """The input as wgrad takes it, in FP8."""
+    kernels: tuple[Any, ...]
+    """The kernels as dgrad takes them, in FP8."""
+    dense: tuple[jax.Array, ...]
+    """The wide products that the activation takes."""
+    biases: tuple[jax.Array, ...]
+    transposed: QTensor
+    """The hidden activations as wgrad takes them: transposed, as bits."""
+
+
+# Derivation. The derivatives are those of the contractions (see ``engine.run``), with the chain rule of the
+# activation between them. It is computed in float32, of wide tensors. What is cast passes its cotangent on
+# as it is.
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MlpPlan:
-    """The contractions of a block, of matrices."""
+class MlpPlan(Plan):
+    """The contractions of a block, of matrices. Its operands are the input, the kernels and the biases.
+
+    The tensors of contraction ``i`` are named ``i/input``, ``i/kernel`` and ``i/output_grad``.
+    """
 
     into: tuple[DotPlan, ...]
-    """Those of the input: one, or those of gate and up."""
+    """The contractions of the input: one, or those of gate and up."""
     out_of: DotPlan
-    """That of the hidden activations."""
+    """The contraction of the hidden activations."""
     activation: str
     kernel_dtypes: tuple[np.dtype, ...]
-    """As the kernels come, and go back; the gradients of all products are of the input's dtype."""
+    """The dtypes of the kernels and of their cotangents; all products are of the input's dtype."""
+    biases: tuple[Operand, ...]
     names: tuple[str, ...]
     """Scopes of the contractions."""
+
+    @property
+    def plans(self) -> tuple[DotPlan, ...]:
+        """All contractions."""
+        return *self.into, self.out_of
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        kernels = (plan.rhs._replace(dtype=dtype) for plan, dtype in zip(self.plans, self.kernel_dtypes))
+        return self.into[0].lhs, *kernels, *self.biases
+
+    @property
+    def configs(self) -> dict[str, DelayedConfig]:
+        return _joined([plan.configs for plan in self.plans])
+
+    def scales(self, states: Mapping[str, ScalingState]) -> Scales:
+        found = super().scales(states)
+        for i in range(1, len(self.into)):  # gate and up take the same input, once
+            found[f"{i}/input"] = found["0/input"]
+        return found
 
     def casting(
         self, f: Callable[..., Any], role: str, *plans: DotPlan, has_sums: bool = False
     ) -> CastTranspose:
-        """Returns how something elementwise is cast for these contractions."""
+        """Returns how the result of an elementwise function is cast for these contractions."""
         dtypes = tuple(plan.recipe.delayed[role].dtype for plan in plans)
         f = partial(f, self.activation, len(self.into))
         return CastTranspose(f, dtypes, has_sums, fits_kernel=self.activation not in _NOT_IN_TRITON)
+
+    def primal(self, operands: tuple[jax.Array, ...], extra: Extra, scales: Scales) -> jax.Array:
+        return self.forward(operands, extra, scales)[0]
+
+    def forward(
+        self, operands: tuple[jax.Array, ...], extra: Extra, scales: Scales
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        del extra
+        x, *rest = operands
+        kernels, biases = rest[: len(self.plans)], tuple(rest[len(self.plans) :])
+        of_each = _apart(scales, len(self.plans))
+        entered = input_of(self.into[0], x, of_each[0]["input"])
+        kernels_in = [_kernel_of(*each) for each in zip(self.plans, kernels, of_each)]
+        dense = []
+        for name, one, kernel in zip(self.names, self.into, kernels_in):
+            dense.append(checkpoint_name(_forward(one, name, entered.first, kernel.first), OUTPUT_NAME))
+        casting = self.casting(_hidden, "input", self.out_of)
+        (cast,) = lowered(casting, reference_cast, [of_each[-1]["input"].reshape(())], *dense, *biases)
+        first, second = _both(self.out_of, "input", cast, of_each[-1])
+        out = _forward(self.out_of, self.names[-1], first, kernels_in[-1].first)
+        amaxes: list[dict[str, Any]] = [
+            {"input": entered.amaxes, "kernel": kernel.amaxes} for kernel in kernels_in
+        ]
+        amaxes[-1]["input"] = named_scaling(cast.amaxes)
+        residuals = _Residuals(
+            entered.kept,
+            tuple(kernel.kept for kernel in kernels_in),
+            tuple(dense),
+            biases,
+            _named(second, RESIDUAL_NAMES[0]),
+        )
+        return checkpoint_name(out, OUTPUT_NAME), residuals, _joined(amaxes)
+
+    def backward(
+        self, residuals: _Residuals, extra: Extra, scales: Scales, g: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
+        del extra
+        last, kept, of_each = self.out_of, residuals, _apart(scales, len(self.plans))
+        g_first, g_second, g_amaxes = quantized_with_amax(
+            last, "output_grad", g, of_each[-1]["output_grad"], ()
+        )
+        like, name = kept.dense[0], self.names[-1]
+        with jax.named_scope(name), jax.named_scope(DGRAD):
+            hidden_grad = last.dgrad(g_first, kept.kernels[-1].from_bits(), like)
+        with jax.named_scope(name), jax.named_scope(WGRAD):
+            kernel_grads = [_wgrad(last, kept.transposed.from_bits(), g_second, is_lhs=True)]
+        casting = self.casting(_hidden_grads, "output_grad", *self.into, has_sums=bool(kept.biases))
+        grad_scales = [scales["output_grad"].reshape(()) for scales in of_each[:-1]]
+        casts = lowered(casting, reference_cast, grad_scales, hidden_grad, *kept.dense, *kept.biases)
+        entered = restored(self.into[0], "input", kept.input)
+        grads = []
+        backwards = reversed([*zip(self.names, self.into, casts, of_each, kept.kernels)])
+        for name, one, cast, of_one, kernel in backwards:
+            first, second = _both(one, "output_grad", cast, of_one)
+            with jax.named_scope(name), jax.named_scope(DGRAD):
+                grads.append(one.dgrad(first, kernel.from_bits(), like))
+            with jax.named_scope(name), jax.named_scope(WGRAD):
+                kernel_grads.insert(0, _wgrad(one, entered, second, is_lhs=False))
+        sums = [cast.sums[None] for cast in casts if cast.sums is not None]
+        amaxes = [*(cast.amaxes for cast in casts), g_amaxes]
+        return (
+            (sum(grads[1:], grads[0]), *kernel_grads, *sums),
+            _joined([{"output_grad": each} for each in amaxes]),
+        )
+
+
+def _joined(of_each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns dicts by role, one of each contraction, as one dict by the names of the tensors."""
+    return {f"{i}/{role}": x for i, of_one in enumerate(of_each) for role, x in of_one.items()}
+
+
+def _apart(tensors: Mapping[str, Any], num: int) -> list[dict[str, Any]]:
+    """Returns what ``_joined`` was given."""
+    return [
+        {role: tensors[f"{i}/{role}"] for role in ROLES if f"{i}/{role}" in tensors} for i in range(num)
+    ]
 
 
 def mlp_plan(
     x: jax.Array,
     kernels: Sequence[jax.Array],
+    biases: Sequence[jax.Array],
     recipe: CustomRecipe,
     activation: str,
     names: Sequence[str],
@@ -117,6 +232,7 @@ def mlp_plan(
     Args:
         x: ``(M, K)``, a wide float.
         kernels: those of the first layers ``(K, H)``, and that of the last ``(H, N)``; of any wide floats.
+        biases: of the first layers, ``(1, H)``; or none.
         recipe: delayed scaling in all of it, see ``is_all_delayed``.
         activation: one of ``ACTIVATIONS``.
         names: of the layers.
@@ -133,6 +249,7 @@ def mlp_plan(
         out_of=plan(between, kernels[-1]),
         activation=activation,
         kernel_dtypes=tuple(kernel.dtype for kernel in kernels),
+        biases=tuple(map(Operand.of, biases)),
         names=tuple(names),
     )
 
@@ -157,70 +274,6 @@ def is_one(recipe: CustomRecipe, x: jax.Array, dtype: Any) -> bool:
         and measuring.value is None
         and jnp.float64 not in (x.dtype, dtype)
         and explicit_sharding(x) is None
-    )
-
-
-class _Residuals(NamedTuple):
-    input: Any
-    """The input as wgrad takes it, in FP8."""
-    kernels: tuple[Any, ...]
-    """As dgrad takes them, in FP8."""
-    dense: tuple[jax.Array, ...]
-    """The wide products that the activation takes."""
-    biases: tuple[jax.Array, ...]
-    transposed: QTensor
-    """The hidden activations as wgrad takes them: transposed, as bits."""
-    scales: tuple[dict[str, jax.Array], ...]
-    amaxes: tuple[dict[str, Any], ...]
-    states: tuple[States, ...]
-
-
-# Derivation. As of its contractions, see ``differentiable``, with the chain rule of the activation between
-# them, which is computed in float32, of wide tensors. The cotangent of what is cast passes as it is.
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-@traced_once
-def _mlp(
-    plan: MlpPlan,
-    x: jax.Array,
-    kernels: tuple[jax.Array, ...],
-    biases: tuple[jax.Array, ...],
-    states: tuple[States, ...],
-) -> jax.Array:
-    return _mlp_fwd(plan, x, kernels, biases, states)[0]
-
-
-@traced_once
-def _mlp_fwd(
-    plan: MlpPlan,
-    x: jax.Array,
-    kernels: tuple[jax.Array, ...],
-    biases: tuple[jax.Array, ...],
-    states: tuple[States, ...],
-) -> tuple[jax.Array, _Residuals]:
-    plans = *plan.into, plan.out_of
-    scales = named_scaling([scales_of(one, state) for one, state in zip(plans, states)])
-    for of_one in scales[1:-1]:  # gate and up take the same input, once
-        of_one["input"] = scales[0]["input"]
-    entered = input_of(plan.into[0], x, scales[0]["input"])
-    kernels_in = [_kernel_of(one, kernel, s) for one, kernel, s in zip(plans, kernels, scales)]
-    dense = []
-    for name, one, kernel in zip(plan.names, plan.into, kernels_in):
-        dense.append(checkpoint_name(_forward(one, name, entered.first, kernel.first), OUTPUT_NAME))
-    casting = plan.casting(_hidden, "input", plan.out_of)
-    (cast,) = lowered(casting, reference_cast, [scales[-1]["input"].reshape(())], *dense, *biases)
-    first, second = _both(plan.out_of, "input", cast, scales[-1])
-    out = _forward(plan.out_of, plan.names[-1], first, kernels_in[-1].first)
-    amaxes: list[dict[str, Any]] = [{"input": entered.amaxes, "kernel": one.amaxes} for one in kernels_in]
-    amaxes[-1]["input"] = named_scaling(cast.amaxes)
-    return checkpoint_name(out, OUTPUT_NAME), _Residuals(
-        entered.kept,
-        tuple(kernel.kept for kernel in kernels_in),
-        tuple(dense),
-        biases,
-        _named(second, RESIDUAL_NAMES[0]),
-        tuple(scales),
-        tuple(amaxes),
-        tuple(States(*map(state_to_keep, state)) for state in states),
     )
 
 
@@ -253,55 +306,10 @@ def _both(plan: DotPlan, role: str, cast: Cast, scales: dict[str, jax.Array]) ->
     return QTensor(cast.codes, scale, quantizer), QTensor(cast.transposed, scale, quantizer)
 
 
-@traced_once
-def _mlp_bwd(plan: MlpPlan, residuals: _Residuals, g: jax.Array) -> Any:
-    plans, kept, scales = (*plan.into, plan.out_of), residuals, residuals.scales
-    last = plan.out_of
-    g_first, g_second, g_amaxes = quantized_with_amax(last, "output_grad", g, scales[-1]["output_grad"], ())
-    like = kept.dense[0]
-    name = plan.names[-1]
-    with jax.named_scope(name), jax.named_scope(DGRAD):
-        hidden_grad = last.dgrad(g_first, kept.kernels[-1].from_bits(), like)
-    with jax.named_scope(name), jax.named_scope(WGRAD):
-        kernel_grads = [_wgrad(last, kept.transposed.from_bits(), g_second, is_lhs=True)]
-    casting = plan.casting(_hidden_grads, "output_grad", *plan.into, has_sums=bool(kept.biases))
-    grad_scales = [s["output_grad"].reshape(()) for s in scales[:-1]]
-    casts = lowered(casting, reference_cast, grad_scales, hidden_grad, *kept.dense, *kept.biases)
-    entered = restored(plan.into[0], "input", kept.input)
-    grads = []
-    for name, one, cast, s, kernel in reversed([*zip(plan.names, plan.into, casts, scales, kept.kernels)]):
-        first, second = _both(one, "output_grad", cast, s)
-        with jax.named_scope(name), jax.named_scope(DGRAD):
-            grads.append(one.dgrad(first, kernel.from_bits(), like))
-        with jax.named_scope(name), jax.named_scope(WGRAD):
-            kernel_grads.insert(0, _wgrad(one, entered, second, is_lhs=False))
-    x_grad = _as_operand(sum(grads[1:], grads[0]), plan.into[0].lhs)
-    grad_amaxes = [*(cast.amaxes for cast in casts), g_amaxes]
-    parts = [{**of_one, "output_grad": of_grad} for of_one, of_grad in zip(kept.amaxes, grad_amaxes)]
-    leaves, treedef = jax.tree.flatten(parts)
-    amaxes = treedef.unflatten(largest_of(leaves))
-    new = tuple(
-        States(**{role: next_state(amax[role], s[role], getattr(state, role)) for role in s})
-        for amax, s, state in zip(amaxes, scales, kept.states)
-    )
-    sums = [cast.sums[None] for cast in casts if cast.sums is not None]
-    bias_grads = tuple(map(_as_operand, sums, map(Operand.of, kept.biases)))
-    rhs = [one.rhs._replace(dtype=dtype) for one, dtype in zip(plans, plan.kernel_dtypes)]
-    return x_grad, tuple(map(_as_operand, kernel_grads, rhs)), bias_grads, new
-
-
 def _wgrad(plan: DotPlan, lhs: QTensor, rhs: QTensor, *, is_lhs: bool) -> jax.Array:
     """Returns the gradient of a kernel, given one operand transposed: the left one, or the right one."""
     gemm = plan.gemms.wgrad.of_transposed(lhs=is_lhs, rhs=not is_lhs)
     return lowered(gemm, reference_gemm, lhs, rhs)
-
-
-def _as_operand(grad: jax.Array, operand: Operand) -> jax.Array:
-    # Inside shard_map an operand that is the same everywhere gets the sum of all cotangents.
-    return sum_to_axes(grad, operand.axes).astype(operand.dtype)
-
-
-_mlp.defvjp(_mlp_fwd, _mlp_bwd)
 
 
 def mlp(
@@ -326,9 +334,10 @@ def mlp(
         names: of the layers, as an audit shows them.
     """
     rows = lax.reshape(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
-    plan = mlp_plan(rows, kernels, recipe, activation, names)
+    biases = [bias[None] for bias in biases]
+    plan = mlp_plan(rows, kernels, biases, recipe, activation, names)
     plan.out_of.warn(recipe.forward, recipe.dgrad, recipe.wgrad)
-    rows, kernels = reverse_mode_only(rows), tuple(map(reverse_mode_only, kernels))
-    biases = tuple(reverse_mode_only(bias)[None] for bias in biases)
-    out = _mlp(plan, rows, kernels, biases, tuple(states))
+    rows, kernels, biases = jax.tree.map(reverse_mode_only, (rows, tuple(kernels), tuple(biases)))
+    of_each = [{role: getattr(state, role) for role in ROLES} for state in states]
+    out = run(plan, (rows, *kernels, *biases), (), _joined(of_each))
     return jnp.reshape(out, (*x.shape[:-1], out.shape[-1]))

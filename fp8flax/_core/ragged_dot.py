@@ -13,22 +13,15 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from fp8flax._core.amax import amaxes_of_parts, delayed_amax
-from fp8flax._core.differentiable import (
-    Extra,
-    Operand,
-    Plan,
-    States,
-    Use,
-    check_operands,
-    contract,
-    explicit_sharding,
-)
 from fp8flax._core.dot_general import hashable_precision, with_precision
 from fp8flax._core.gemm.kernels.groups import bounded
 from fp8flax._core.gemm.lowering import lowered, warn_if_emulated
 from fp8flax._core.gemm.reference import reference_gemm
 from fp8flax._core.gemm.request import ExpertProducts, ExpertSums, Gemm
 from fp8flax._core.jax_rules import vary_alike
+from fp8flax._core.plans.contraction import Contraction, States, Use, check_operands
+from fp8flax._core.plans.modes import contract
+from fp8flax._core.plans.plan import Extra, Operand, explicit_sharding
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.recipes import GemmRecipe, Recipe
 
@@ -74,7 +67,7 @@ class _Gemms(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedPlan(Plan):
+class RaggedPlan(Contraction):
     """The GEMMs of ``lax.ragged_dot``, tile by tile of rows.
 
     Row m of the result is x[m] . w[e] with its expert e. So dx[m] = q(g[m]) . q(w[e]).T, and dw[e] is the
@@ -187,7 +180,7 @@ class RaggedPlan(Plan):
         num_grouped = jnp.sum(bounded(group_sizes, self.rows), dtype=jnp.int32)
         return lax.broadcasted_iota(np.int32, (rows, 1), 0) < num_grouped
 
-    def forward(self, lhs: Any, rhs: Any, extra: Extra) -> jax.Array:
+    def product(self, lhs: Any, rhs: Any, extra: Extra) -> jax.Array:
         uses = self.uses("input").first, self.uses("kernel").first
         return self._rows(self.gemms.forward, uses, lhs, rhs, extra)
 

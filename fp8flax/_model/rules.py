@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 
-from fp8flax._core.differentiable import FORMS
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.options import check_choice
+from fp8flax._core.plans.modes import FORMS
 from fp8flax._core.recipes import Recipe, check_recipe
 
 LEAVE = "leave"

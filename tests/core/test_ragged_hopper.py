@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.differentiable import States
 from fp8flax._core.gemm import cuda_ragged
 from fp8flax._core.gemm.cuda_ragged import groups_by_kernel, rows_by_kernel
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels import grouped_gemm_hopper, groups
 from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.plans.contraction import States
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.ragged_dot import fp8_ragged_dot
 from tests.cases import error_of_product, with_reference

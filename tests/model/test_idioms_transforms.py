@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.differentiable import States
+from fp8flax._core.plans.contraction import States
 from tests.cases import normal, variables_of
 
 OWG = "_overwrite_with_gradient"

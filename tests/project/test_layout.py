@@ -21,6 +21,7 @@ ORDER = [
     "_host/public",
     "_compat/stablehlo_version",
     "_compat/plugin_compiler",
+    "_compat/max_dtype",
     "_compat/missing",
     "_compat/jaxprs",
     "_compat/name_scopes",
@@ -31,7 +32,6 @@ ORDER = [
     "_compat/flax_modules",
     "_compat/flax_scopes",
     "_core/formats",
-    "_core/max_dtype",
     "_core/jax_rules",
     "_core/names",
     "_core/options",
@@ -42,7 +42,9 @@ ORDER = [
     "_core/quantizers",
     "_core/recipes",
     "_core/autocast",
-    "_core/delayed",
+    "_core/state/state",
+    "_core/state/batching",
+    "_core/state/tree",
     "_core/qdq",
     "_core/once",
     "_core/gemm/gpus",
@@ -61,7 +63,11 @@ ORDER = [
     "_core/gemm/cuda_ragged",
     "_core/gemm/lowering",
     "_core/measuring",
-    "_core/differentiable",
+    "_core/plans/plan",
+    "_core/plans/engine",
+    "_core/plans/contraction",
+    "_core/plans/observe",
+    "_core/plans/modes",
     "_core/dot_general",
     "_core/einsum",
     "_core/mlp",
@@ -73,7 +79,6 @@ ORDER = [
     "_linen/ops",
     "_linen/mlp",
     "_linen/moe",
-    "_train/collection",
     "_train/check",
     "_train/hoisting",
     "_train/gradients",
@@ -271,16 +276,15 @@ def test_contractions_have_one_derivative():
         if "custom_vjp, nondiff" in text or "@jax.custom_vjp" in text
     ]
     assert have == [
-        "_core/delayed.py",
-        "_core/differentiable.py",
-        "_core/max_dtype.py",
-        "_core/mlp.py",
+        "_core/plans/engine.py",
+        "_core/plans/observe.py",
         "_core/qdq.py",
-        "_train/collection.py",
+        "_core/state/tree.py",
         "nnx/ops.py",
     ]
-    plans = {name: text for name, text in sources().items() if "(Plan):" in text}
-    assert set(plans) == {f"_core/{name}.py" for name in ("dot_general", "conv", "ragged_dot")}
+    bases = ("(Contraction):", "(Plan):")
+    plans = {name: text for name, text in sources().items() if any(base in text for base in bases)}
+    assert {Path(name).stem for name in plans} == {"contraction", "dot_general", "conv", "mlp", "ragged_dot"}
     assert not any("custom_vjp" in text for text in plans.values())
 
 
@@ -293,7 +297,7 @@ def test_what_follows_the_context():
     assert found == {
         ("_core/autocast.py", "_jit_key"),
         ("_core/gemm/gpus.py", "compile_target"),
-        ("_core/differentiable.py", "calibrating"),
+        ("_core/plans/modes.py", "calibrating"),
         ("_core/jax_rules.py", "merged_in"),
         ("_core/measuring.py", "_measurement"),
         ("_core/measuring.py", "measuring"),

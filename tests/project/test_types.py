@@ -18,13 +18,13 @@ import fp8flax as fp8
 from fp8flax._core import (
     amax,
     conv,
-    differentiable,
     dot_general,
     einsum,
     quantize,
     ragged_dot,
     scaling,
 )
+from fp8flax._core.plans import contraction
 from fp8flax._core.state import state
 
 
@@ -149,7 +149,7 @@ INNER = [
     (dot_general.fp8_dot_general, (MATRIX, KERNEL, MATMUL), RECIPE),
     (einsum.einsum_with, (lax.dot_general, "ab,bc->ca", MATRIX, KERNEL), {}),
     (conv.fp8_conv_general_dilated, (IMAGE, WINDOW, *STRIDES), RECIPE),
-    (ragged_dot.fp8_ragged_dot, EXPERTS, RECIPE | {"states": differentiable.STATELESS}),
+    (ragged_dot.fp8_ragged_dot, EXPERTS, RECIPE | {"states": contraction.STATELESS}),
     (scaling.compute_amax, (MATRIX,), {}),
     (scaling.finite_amax, (MATRIX.astype(BF16), (1,)), {}),
     (scaling.scale_exponent, (f32(2, 3), 448.0, "up"), {}),

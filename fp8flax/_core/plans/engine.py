@@ -1,0 +1,88 @@
+"""Differentiates every FP8 op: the only ``custom_vjp`` of a contraction or of a block of contractions.
+
+The engine knows scaling states, and the plan knows GEMMs. The engine derives the scales of this step from
+the states, runs the plan, and returns the next states as the cotangents of the states.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from fp8flax._core.amax import largest_of
+from fp8flax._core.jax_rules import sum_to_axes, traced_once
+from fp8flax._core.names import RESIDUAL_NAMES
+from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales
+from fp8flax._core.state.state import ScalingState, next_state, state_to_keep
+
+_, _, _SCALING_NAME = RESIDUAL_NAMES
+
+
+def named_scaling(numbers: Any) -> Any:
+    """Returns scales or amaxes under the name that policies of ``jax.checkpoint`` know them by."""
+    return jax.tree.map(partial(checkpoint_name, name=_SCALING_NAME), numbers)
+
+
+class _Residuals(NamedTuple):
+    """What the backward pass needs."""
+
+    of_plan: Any
+    extra: Extra
+    scales: Scales
+    amaxes: dict[str, jax.Array]
+    """Those of the tensors that the forward pass has quantized."""
+    states: dict[str, ScalingState | None]
+    """Without those that have a digest."""
+
+
+# Derivation. The plan says what the derivatives of the operands are: a contraction is linear in each of its
+# operands, and its quantization counts as an identity. The cotangents of the states are their next values.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@traced_once
+def run(
+    plan: Plan, operands: tuple[jax.Array, ...], extra: Extra, states: dict[str, ScalingState]
+) -> jax.Array:
+    """Returns the result of a plan; the "gradients" of the states are their next values.
+
+    Args:
+        plan: what to compute.
+        operands: the arrays that get gradients.
+        extra: arrays that get none.
+        states: the state of each tensor with delayed scaling.
+    """
+    return plan.primal(operands, extra, plan.scales(states))
+
+
+@traced_once
+def _run_fwd(
+    plan: Plan, operands: tuple[jax.Array, ...], extra: Extra, states: dict[str, ScalingState]
+) -> tuple[jax.Array, _Residuals]:
+    scales = named_scaling(plan.scales(states))
+    out, of_plan, amaxes = plan.forward(operands, extra, scales)
+    kept = {name: state_to_keep(state) for name, state in states.items()}
+    return out, _Residuals(of_plan, extra, scales, amaxes, kept)
+
+
+@traced_once
+def _run_bwd(plan: Plan, residuals: _Residuals, g: jax.Array) -> Any:
+    of_plan, extra, scales, amaxes, states = residuals
+    grads, more_amaxes = plan.backward(of_plan, extra, scales, g)
+    amaxes = {**amaxes, **more_amaxes}
+    largest = dict(zip(amaxes, largest_of(list(amaxes.values()))))
+    new = {name: next_state(largest[name], scales[name], state) for name, state in states.items()}
+    return tuple(map(_as_operand, grads, plan.operands)), None, new
+
+
+def _as_operand(grad: jax.Array, operand: Operand) -> jax.Array:
+    """Returns a cotangent as JAX requires it."""
+    # Inside shard_map an operand that is the same everywhere gets the sum of all cotangents.
+    grad = sum_to_axes(grad, operand.axes).astype(operand.dtype)
+    if operand.sharding is not None:  # scales per row or column may have brought another sharding
+        grad = jax.sharding.reshard(grad, operand.sharding)
+    return grad
+
+
+run.defvjp(_run_fwd, _run_bwd)
