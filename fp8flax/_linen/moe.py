@@ -12,9 +12,9 @@ import numpy as np
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from fp8flax._core.mlp import ACTIVATIONS, hidden
-from fp8flax._core.moe import Routed, mixed, routed, router_losses
 from fp8flax._core.options import check_bool, check_choice, check_int
+from fp8flax._core.plans.mlp import ACTIVATIONS, hidden
+from fp8flax._core.plans.routing import Routed, mixed, routed, router_losses
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import Recipe, check_recipe
 from fp8flax._linen.ops import Fp8RaggedDotOp

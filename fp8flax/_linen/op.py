@@ -19,10 +19,10 @@ from flax.core import DenyList
 
 from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.measuring import measuring
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, SWITCHED_OFF, state_leaf_names
 from fp8flax._core.plans.contraction import States
+from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax._core.plans.modes import FORMS
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from fp8flax._core.conv import fp8_conv_general_dilated
-from fp8flax._core.dot_general import DimensionNumbers
-from fp8flax._core.einsum import einsum_with
 from fp8flax._core.formats import Format
-from fp8flax._core.ragged_dot import fp8_ragged_dot
+from fp8flax._core.plans.conv import fp8_conv_general_dilated
+from fp8flax._core.plans.dot_general import DimensionNumbers
+from fp8flax._core.plans.einsum import einsum_with
+from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._linen.op import Fp8Op
 

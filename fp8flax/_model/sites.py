@@ -9,7 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from fp8flax._core.conv import is_matmul
+from fp8flax._core.plans.conv import is_matmul
 from fp8flax._linen.conversion import conversion
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8RaggedDotOp

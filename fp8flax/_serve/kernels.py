@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8flax._core.dot_general import quantize_kernel
 from fp8flax._core.formats import fp8_max
+from fp8flax._core.plans.dot_general import quantize_kernel
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import quantize
 from fp8flax._core.quantizers import CurrentQuantizer

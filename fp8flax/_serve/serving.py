@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.dot_general import frozen_dot_general
 from fp8flax._core.names import PARAMS, state_leaf_names
 from fp8flax._core.options import if_of_other_api
 from fp8flax._core.plans.contraction import States
+from fp8flax._core.plans.dot_general import frozen_dot_general
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.state.state import ScalingState

@@ -22,10 +22,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._compat.interpreter import Set, interpret
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.dot_general import DimensionNumbers, frozen_dot_general, quantize_kernel
-from fp8flax._core.einsum import einsum_with
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import if_of_other_api
+from fp8flax._core.plans.dot_general import DimensionNumbers, frozen_dot_general, quantize_kernel
+from fp8flax._core.plans.einsum import einsum_with
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._model.jaxprs import DOT, ELSE, Reads

@@ -12,8 +12,8 @@ from flax import nnx
 from flax.linen.dtypes import promote_dtype
 
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.mlp import ACTIVATIONS, hidden, is_one, mlp
 from fp8flax._core.options import check_bool, check_choice, check_int
+from fp8flax._core.plans.mlp import ACTIVATIONS, hidden, is_one, mlp
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import DelayedScaling, Recipe
 from fp8flax.nnx.ops import Fp8DotGeneralOp

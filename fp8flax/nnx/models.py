@@ -14,11 +14,11 @@ from flax import nnx
 from jax import lax
 
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.conv import is_matmul
-from fp8flax._core.einsum import einsum_with
 from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.options import if_of_other_api
+from fp8flax._core.plans.conv import is_matmul
+from fp8flax._core.plans.einsum import einsum_with
 from fp8flax._core.recipes import DelayedScaling, Recipe
 from fp8flax._model.calls import SeenSite, check_matched, why_unconverted
 from fp8flax._model.jaxprs import CONV, DOT

@@ -13,9 +13,9 @@ from flax import nnx
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from fp8flax._core.mlp import ACTIVATIONS, hidden
-from fp8flax._core.moe import mixed, routed, router_losses
 from fp8flax._core.options import check_bool, check_choice, check_int
+from fp8flax._core.plans.mlp import ACTIVATIONS, hidden
+from fp8flax._core.plans.routing import mixed, routed, router_losses
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import Recipe
 from fp8flax.nnx.ops import Fp8RaggedDotOp

@@ -15,17 +15,17 @@ from jax.typing import DTypeLike
 
 from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.conv import fp8_conv_general_dilated
-from fp8flax._core.dot_general import DimensionNumbers, fp8_dot_general
-from fp8flax._core.einsum import einsum_with
 from fp8flax._core.formats import Format
 from fp8flax._core.measuring import measuring
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, SWITCHED_OFF, state_leaf_names
 from fp8flax._core.options import check_choice, check_int
 from fp8flax._core.plans.contraction import States
+from fp8flax._core.plans.conv import fp8_conv_general_dilated
+from fp8flax._core.plans.dot_general import DimensionNumbers, fp8_dot_general
+from fp8flax._core.plans.einsum import einsum_with
 from fp8flax._core.plans.modes import FORMS
+from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
 from fp8flax._core.quantizers import DelayedQuantizer
-from fp8flax._core.ragged_dot import fp8_ragged_dot
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
 from fp8flax._core.state.state import ScalingState
 from fp8flax._linen.op import MissingStateError, running_module

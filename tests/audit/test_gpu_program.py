@@ -21,10 +21,10 @@ from flax.linen import fp8_ops as flax_ops
 
 import fp8flax as fp8
 from fp8flax._audit import auditing, compiling, hlo, kernels
-from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.names import BLOCK_QUANTIZE
+from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax.demo import data, tasks, training
 from tests.cases import cells, dense_step, struct
 
@@ -592,7 +592,7 @@ SCRIPT = """
 import sys
 import jax, jax.numpy as jnp
 import fp8flax as fp8
-from fp8flax._core.dot_general import fp8_dot_general
+from fp8flax._core.plans.dot_general import fp8_dot_general
 
 x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
 dtypes = [jnp.float8_e4m3fn, jnp.float8_e4m3fn if sys.argv[1] == "b200" else jnp.float8_e5m2]

@@ -11,7 +11,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.gemm import cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels import block_gemm_hopper
@@ -21,6 +20,7 @@ from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
 from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards, quantize_on_shards, ragged_on_shards
 from fp8flax._core.gemm.request import CastTranspose
+from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax._core.qtensor import QTensor, View
 from tests.cases import error_of_product
 

@@ -14,8 +14,8 @@ from flax.linen import fp8_ops as flax_ops
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.plans.contraction import States
+from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax._core.state.state import ScalingState
 from tests import reference
 from tests.cases import (

@@ -11,14 +11,14 @@ from jax import lax
 
 import fp8flax as fp8
 from fp8flax._core import scaling
-from fp8flax._core.conv import fp8_conv_general_dilated
-from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.gemm import cuda, cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.block_gemm import block_gemm, block_gemm_in_jax
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.plans.contraction import STATELESS, States
-from fp8flax._core.ragged_dot import fp8_ragged_dot
+from fp8flax._core.plans.conv import fp8_conv_general_dilated
+from fp8flax._core.plans.dot_general import fp8_dot_general
+from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
 from fp8flax._core.state.state import ScalingState
 from tests import reference_recipes
 from tests.cases import MATMUL, cells, error_of_product, in_the_place_of_hoppers, with_reference

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core import ragged_dot
-from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.gemm.kernels.groups import bounded
 from fp8flax._core.plans.contraction import States
+from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax._core.plans.plan import Operand
-from fp8flax._core.ragged_dot import fp8_ragged_dot
+from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
 from fp8flax._core.state.state import ScalingState
 from tests import reference, reference_recipes
 from tests.cases import cells, with_reference

@@ -15,8 +15,8 @@ from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels import grouped_gemm_hopper, groups
 from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.plans.contraction import States
+from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
 from fp8flax._core.qtensor import QTensor, View
-from fp8flax._core.ragged_dot import fp8_ragged_dot
 from tests.cases import error_of_product, with_reference
 
 E4M3 = jnp.float8_e4m3fn

@@ -12,11 +12,11 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core.dot_general import fp8_dot_general
 from fp8flax._core.gemm import cuda, cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.block_gemm import block_gemm, block_gemm_in_jax
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
+from fp8flax._core.plans.dot_general import fp8_dot_general
 from tests import reference_recipes
 from tests.cases import (
     CONTRACTIONS,

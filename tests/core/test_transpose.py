@@ -11,10 +11,10 @@ from jax import lax
 
 import fp8flax as fp8
 from fp8flax._audit import compiling
-from fp8flax._core.dot_general import DotPlan
 from fp8flax._core.gemm import lowering
 from fp8flax._core.gemm.kernels.transpose import can_transpose, transpose
 from fp8flax._core.names import TRANSPOSE
+from fp8flax._core.plans.dot_general import DotPlan
 from fp8flax._core.plans.plan import Operand
 from tests.cases import dense_step
 

@@ -131,7 +131,7 @@ class TestInputGradientOfAFrozenModel:
 
     @pytest.mark.long
     def test_of_a_ragged_dot(self):
-        from fp8flax._core.ragged_dot import fp8_ragged_dot
+        from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
 
         x, sizes = jnp.asarray(X[:, :4]), jnp.array([1, 1])
         kernels = normal(0, 2, 4, 2)

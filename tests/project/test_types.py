@@ -17,14 +17,10 @@ from jax import lax
 import fp8flax as fp8
 from fp8flax._core import (
     amax,
-    conv,
-    dot_general,
-    einsum,
     quantize,
-    ragged_dot,
     scaling,
 )
-from fp8flax._core.plans import contraction
+from fp8flax._core.plans import contraction, conv, dot_general, einsum, ragged_dot
 from fp8flax._core.state import state
 
 

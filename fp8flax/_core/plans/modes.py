@@ -1,4 +1,4 @@
-"""Chooses how a contraction runs: in FP8, frozen, wide, calibrating or measured. Only ``contract`` does so."""
+"""Chooses how a contraction runs: in FP8, frozen, wide, calibrating or measured. Only ``contract`` does."""
 
 from __future__ import annotations
 

@@ -1,0 +1,374 @@
+"""The FP8 convolution: a matmul where its windows do not overlap, else of FP8 values in a wide dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from fp8flax._core.gemm.gpus import Fp8EmulationWarning, compile_target
+from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE
+from fp8flax._core.plans.contraction import STATELESS, Contraction, States, check_operands
+from fp8flax._core.plans.dot_general import fp8_dot_general, hashable_precision
+from fp8flax._core.plans.modes import contract
+from fp8flax._core.plans.plan import Extra, Operand
+from fp8flax._core.qtensor import QTensor, View, dequantized
+from fp8flax._core.recipes import GemmRecipe, Recipe
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class _Convolution(NamedTuple):
+    """What ``lax.conv_general_dilated`` takes beside its operands (hashable)."""
+
+    window_strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    dimension_numbers: lax.ConvDimensionNumbers
+    feature_group_count: int
+    batch_group_count: int
+    precision: Any
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, dtype: Any = None) -> jax.Array:
+        return lax.conv_general_dilated(lhs, rhs, *self, preferred_element_type=dtype)
+
+
+class _Windows(NamedTuple):
+    """The windows along one spatial dimension, where they do not overlap."""
+
+    padding: tuple[int, int]
+    """Before and after, negative to crop: what is left are ``number`` pieces of ``step`` elements."""
+    number: int
+    step: int
+    size: int
+    """Elements of a window."""
+    dilation: int
+    """Distance between them; they start where the piece does."""
+
+
+def _windows(
+    conv: _Convolution, lhs_shape: Sequence[int], rhs_shape: Sequence[int], out_shape: Sequence[int]
+) -> list[_Windows] | None:
+    """Returns the windows of a convolution that is a matmul of them with the kernel, else None."""
+    if conv.feature_group_count != 1 or conv.batch_group_count != 1 or set(conv.lhs_dilation) - {1}:
+        return None
+    lhs_spec, rhs_spec, out_spec = conv.dimension_numbers
+    windows = []
+    for lhs_dim, rhs_dim, out_dim, stride, dilation, (low, _) in zip(
+        lhs_spec[2:], rhs_spec[2:], out_spec[2:], conv.window_strides, conv.rhs_dilation, conv.padding
+    ):
+        size, number = rhs_shape[rhs_dim], out_shape[out_dim]
+        length = (size - 1) * dilation + 1
+        step = length if number == 1 else stride  # a single window overlaps nothing
+        if size == 0 or length > step:
+            return None
+        high = number * step - lhs_shape[lhs_dim] - low
+        windows.append(_Windows((low, high), number, step, size, dilation))
+    return windows
+
+
+def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
+    """Tells whether a convolution is computed as a matmul.
+
+    Args:
+        lhs: the input, or its shape and dtype.
+        rhs: the kernel, likewise.
+        *arguments: those of ``lax.conv_general_dilated`` up to ``precision``.
+    """
+    out = jax.eval_shape(lambda lhs, rhs: lax.conv_general_dilated(lhs, rhs, *arguments), lhs, rhs)
+    conv = _as_convolution(lhs, rhs, *arguments)
+    return _windows(conv, lhs.shape, rhs.shape, out.shape) is not None
+
+
+def _reshape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Reshapes; on explicit axes the first dimension stays sharded as it is, and others are gathered."""
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return x.reshape(shape)
+    first = sharding.spec[0] if shape[0] == x.shape[0] else None
+    spec = PartitionSpec(first, *(None for _ in shape[1:]))
+    x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(first)))
+    return lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))
+
+
+def _as_matmul(
+    conv: _Convolution, windows: list[_Windows], lhs: jax.Array, rhs: jax.Array
+) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
+    """Returns the operands of the matmul that a convolution is, and how its result must be transposed.
+
+    The input has a row for each window, ``(batch, windows…, elements of a window)``, the kernel a column
+    for each output feature. Both are flattened in the kernel's order: first its spatial dimensions, then
+    the input features.
+    """
+    lhs_spec, rhs_spec, out_spec = conv.dimension_numbers
+    x = lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1]))
+    if any(w.padding != (0, 0) for w in windows):
+        padding = [(0, 0, 0), *((*w.padding, 0) for w in windows), (0, 0, 0)]
+        x = lax.pad(x, np.zeros((), x.dtype), padding)
+    batch, features = x.shape[0], x.shape[-1]
+    x = _reshape(x, (batch, *(n for w in windows for n in (w.number, w.step)), features))
+    for i, w in enumerate(windows):
+        length = (w.size - 1) * w.dilation + 1
+        x = lax.slice_in_dim(x, 0, length, w.dilation, axis=2 + 2 * i)
+    spatial = range(len(windows))
+    x = lax.transpose(
+        x, (0, *(1 + 2 * i for i in spatial), *(2 + 2 * i for i in spatial), 1 + 2 * len(windows))
+    )
+    num_columns = math.prod(w.size for w in windows) * features
+    x = _reshape(x, (batch, *(w.number for w in windows), num_columns))
+    kernel = lax.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0]))
+    kernel = _reshape(kernel, (num_columns, kernel.shape[-1]))
+    transposed = np.argsort((out_spec[0], *out_spec[2:], out_spec[1]))
+    return x, kernel, tuple(map(int, transposed))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvPlan(Contraction):
+    """Three convolutions of FP8 values in a wide dtype; JAX derives the two transposes."""
+
+    wide_scope: ClassVar[str] = CONVOLVED_WIDE
+
+    conv: _Convolution
+    out_shape: tuple[int, ...]
+
+    @property
+    def views(self) -> dict[str, tuple[View, View]]:
+        """Each tensor as one with a single scale is seen, whatever is contracted."""
+        lhs, rhs, g = (View(shape, (), ()) for shape in (self.lhs.shape, self.rhs.shape, self.out_shape))
+        return {"input": (lhs, lhs), "kernel": (rhs, rhs), "output_grad": (g, g)}
+
+    @property
+    def _backward_dtype(self) -> np.dtype:
+        """A dtype that holds the values of the operands and of the cotangent."""
+        if self.lhs.dtype == self.out_dtype:
+            return self.lhs.dtype
+        return np.dtype(jnp.float64 if jnp.float64 in (self.lhs.dtype, self.out_dtype) else jnp.float32)
+
+    def product(self, lhs: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
+        del extra
+        x, w = self._wide("input", lhs, self.lhs.dtype), self._wide("kernel", rhs, self.lhs.dtype)
+        with _scope(self.recipe.forward):
+            return self.conv(x, w, self.out_dtype)
+
+    def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra = ()) -> jax.Array:
+        del extra
+        dtype = self._backward_dtype
+        w, g = self._wide("kernel", rhs, dtype), self._wide("output_grad", g, dtype)
+        with _scope(self.recipe.dgrad):
+            return _transpose(lambda x: self.conv(x, w, dtype), like, dtype, g)
+
+    def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra = ()) -> jax.Array:
+        del extra
+        dtype = self._backward_dtype
+        x, g = self._wide("input", lhs, dtype), self._wide("output_grad", g, dtype)
+        with _scope(self.recipe.wgrad):
+            return _transpose(lambda w: self.conv(x, w, dtype), like, dtype, g)
+
+    def _wide(self, role: str, operand: QTensor | jax.Array, dtype: np.dtype) -> jax.Array:
+        """Returns the values in a wide dtype.
+
+        Behind a barrier: from float32 values XLA would go back to the codes, for a convolution of cuDNN's
+        in FP8, and where cuDNN has none for these sizes the program would fail (openxla/xla#40021).
+        """
+        wide = dequantized(operand, self.uses(role).first.view, dtype)
+        return lax.optimization_barrier(wide) if isinstance(operand, QTensor) else wide
+
+    def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
+        del extra
+        return self.conv(lhs, rhs, self.out_dtype)
+
+    def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
+        del extra
+        lhs, rhs = lax.optimization_barrier((lhs, rhs))  # see _wide
+        self.warn()
+        with jax.named_scope(CONVOLVED_WIDE):
+            return self.conv(lhs, rhs, self.out_dtype)
+
+    def warn(self, *recipes: GemmRecipe) -> None:
+        """Warns, once, that a convolution is slower than its values look."""
+        if compile_target.value is None:
+            warnings.warn(
+                "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
+                "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",
+                Fp8EmulationWarning,
+                stacklevel=1,
+            )
+
+
+def _scope(recipe: GemmRecipe) -> Any:
+    return jax.named_scope(KEPT_WIDE if None in (recipe.lhs, recipe.rhs) else CONVOLVED_WIDE)
+
+
+def _transpose(
+    f: Callable[[jax.Array], jax.Array], like: jax.Array, dtype: np.dtype, g: jax.Array
+) -> jax.Array:
+    """Returns the transpose of a linear function of an operand at ``g``.
+
+    By its derivative at what was kept of the operand, which is sharded as that was; any point would do, and
+    XLA drops the function's value. (``jax.linear_transpose`` knows no manual axes.)
+    """
+    return jax.vjp(f, like.astype(dtype))[1](g)[0]
+
+
+def _check_one_scale(recipe: Recipe, conv: _Convolution) -> None:
+    if not all(quantizer is None or quantizer.has_one_scale for quantizer in recipe.gemms.quantizers):
+        raise ValueError(
+            "A convolution whose windows overlap, or with groups or a dilated input, is not a matmul, and "
+            "takes one scale per tensor: DelayedScaling() or Float8CurrentScaling(). Got the recipe "
+            f"{recipe!r}, which scales along the contraction of a matmul, with "
+            f"window_strides={conv.window_strides}, rhs_dilation={conv.rhs_dilation}, "
+            f"lhs_dilation={conv.lhs_dilation}, feature_group_count={conv.feature_group_count} and "
+            f"batch_group_count={conv.batch_group_count}. Give this layer a recipe of its own, or leave "
+            "FP8 out of it."
+        )
+
+
+def _as_convolution(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None,
+    rhs_dilation: Sequence[int] | None,
+    dimension_numbers: Any,
+    feature_group_count: int,
+    batch_group_count: int,
+    precision: Any,
+) -> _Convolution:
+    """Returns the arguments, which must have passed the checks of lax, with defaults settled."""
+    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    specs = [tuple(map(int, spec)) for spec in numbers]
+    num_spatial = len(specs[0]) - 2
+    ones = (1,) * num_spatial
+    rhs_dilation = ones if rhs_dilation is None else rhs_dilation
+    pairs = padding
+    if isinstance(pairs, str):
+        pairs = lax.padtype_to_pads(
+            [lhs.shape[i] for i in specs[0][2:]],
+            [
+                (rhs.shape[i] - 1) * dilation + 1 if rhs.shape[i] else 0
+                for i, dilation in zip(specs[1][2:], rhs_dilation)
+            ],
+            window_strides,
+            pairs,
+        )
+    return _Convolution(
+        tuple(map(int, window_strides)),
+        tuple((int(low), int(high)) for low, high in pairs),
+        ones if lhs_dilation is None else tuple(map(int, lhs_dilation)),
+        tuple(map(int, rhs_dilation)),
+        lax.ConvDimensionNumbers(*specs),
+        int(feature_group_count),
+        int(batch_group_count),
+        hashable_precision(precision),
+    )
+
+
+def fp8_conv_general_dilated(
+    lhs: Float[jax.Array, "*input"],
+    rhs: Float[jax.Array, "*kernel"],
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    states: States = STATELESS,
+    recipe: Recipe,
+    form: str = "direct",
+    is_frozen: bool = False,
+) -> Float[jax.Array, "*output"]:
+    """Convolves in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
+
+    Where the windows do not overlap (1×1 kernels, patches, a window that covers all of the input),
+    without groups and with an input that is not dilated, it is ``fp8_dot_general`` of the windows and the
+    kernel, in FP8 units where there are any. The amax of the input then is that of what enters a window.
+
+    Else both operands, and the cotangent, are cast to FP8 and back, and convolved in the dtype of the
+    operands, on every device: XLA knows no gradients of convolutions in FP8, and its forward convolution
+    in FP8 fails where cuDNN has none for the sizes at hand. What is kept for the backward pass is FP8.
+
+    Args:
+        lhs: the input, in the layout of ``dimension_numbers``, a wide float.
+        rhs: the kernel, likewise, of the same dtype.
+        window_strides: those of ``lax.conv_general_dilated``, as all that follow.
+        padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair ``(before, after)`` per dimension.
+        lhs_dilation: None for 1 in each dimension.
+        rhs_dilation: None for 1 in each dimension.
+        dimension_numbers: layouts of input, kernel and result.
+        feature_group_count: number of groups of features.
+        batch_group_count: number of groups of the batch.
+        precision: as for ``fp8_dot_general`` where this is a matmul; else that of all three convolutions.
+        preferred_element_type: dtype of the result; None for that of the operands.
+        states: scaling states of the roles that have delayed scaling; their "gradients" are their next
+            values.
+        recipe: how the tensors are scaled; where this is not a matmul, with one scale per tensor.
+        form: ``"direct"``; or ``"qdq"``, which keeps wide operands for the backward pass, and can be
+            differentiated twice.
+        is_frozen: as of ``fp8_dot_general``.
+
+    Returns:
+        The result, shaped like that of ``lax.conv_general_dilated``.
+
+    Raises:
+        TypeError: an operand is not a wide float, or ``preferred_element_type`` is not, or the operands do
+            not fit each other.
+        ValueError: the recipe takes matmuls only and this is none, or the shapes do not fit.
+    """
+    lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
+    arguments = (
+        window_strides,
+        padding,
+        lhs_dilation,
+        rhs_dilation,
+        dimension_numbers,
+        feature_group_count,
+        batch_group_count,
+        precision,
+    )
+    # Checks them, with the errors that users know, and settles the shape and the dtype of the result.
+    out = jax.eval_shape(
+        lambda lhs, rhs: lax.conv_general_dilated(lhs, rhs, *arguments, preferred_element_type), lhs, rhs
+    )
+    conv = _as_convolution(lhs, rhs, *arguments)
+    windows = _windows(conv, lhs.shape, rhs.shape, out.shape)
+    if windows is not None:
+        x, w, transposed = _as_matmul(conv, windows, lhs, rhs)
+        y = fp8_dot_general(
+            x,
+            w,
+            (((x.ndim - 1,), (0,)), ((), ())),
+            precision,
+            preferred_element_type,
+            states=states,
+            recipe=recipe,
+            form=form,
+            is_frozen=is_frozen,
+        )
+        return lax.transpose(y, transposed)
+    _check_one_scale(recipe, conv)
+    plan = ConvPlan(
+        recipe=recipe.gemms,
+        lhs=Operand.of(lhs)._replace(sharding=None),
+        rhs=Operand.of(rhs)._replace(sharding=None),
+        out_dtype=out.dtype,
+        dequantized=form == "qdq",
+        conv=conv,
+        out_shape=out.shape,
+    )
+    return contract(plan, lhs, rhs, states=states, is_frozen=is_frozen)

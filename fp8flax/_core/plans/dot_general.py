@@ -1,0 +1,395 @@
+"""The FP8 matmul: a plan of three GEMMs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from fp8flax._core.gemm.lowering import lowered, warn_if_emulated
+from fp8flax._core.gemm.reference import reference_gemm
+from fp8flax._core.gemm.request import Gemm
+from fp8flax._core.plans.contraction import (
+    STATELESS,
+    Contraction,
+    States,
+    check_operands,
+    on_automatic_axes,
+)
+from fp8flax._core.plans.modes import calibrating, contract
+from fp8flax._core.plans.plan import Extra, Operand
+from fp8flax._core.qtensor import QTensor, View
+from fp8flax._core.quantizers import quantized
+from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Float32
+
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+_Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def dot_general_with_precision(
+    lhs: Float[jax.Array, "*lhs"],
+    rhs: Float[jax.Array, "*rhs"],
+    dimension_numbers: DimensionNumbers,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Float[jax.Array, "*output"]:
+    """Computes ``lax.dot_general`` with fast accumulation forward and exact accumulation in both gradients.
+
+    Args:
+        lhs: left operand, any shape.
+        rhs: right operand, any shape.
+        dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
+        precision: None takes ``DEFAULT`` forward and ``HIGHEST`` backward. Another value is used for all
+            three GEMMs.
+        preferred_element_type: dtype of the result, or None for the dtype of the operands.
+
+    Returns:
+        The product, shaped like that of ``lax.dot_general``.
+
+    Raises:
+        TypeError: the operands do not fit the dimension numbers.
+
+    Example:
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> fp8.dot_general_with_precision(jnp.ones((2, 3)), jnp.ones((3,)), (((1,), (0,)), ((), ())))
+        Array([3., 3.], dtype=float32)
+
+    Source: ``flax.linen.fp8_ops.dot_general_with_precision``, which ignores the last two arguments.
+    """
+    precision = lax.Precision.DEFAULT if precision is None else precision
+    return lax.dot_general(
+        lhs, rhs, dimension_numbers, precision, preferred_element_type=preferred_element_type
+    )
+
+
+@dot_general_with_precision.defjvp
+def _dot_general_with_precision_jvp(
+    dimension_numbers: DimensionNumbers,
+    precision: Any,
+    preferred_element_type: Any,
+    primals: tuple[jax.Array, jax.Array],
+    tangents: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    (lhs, rhs), (lhs_dot, rhs_dot) = primals, tangents
+    out = dot_general_with_precision(lhs, rhs, dimension_numbers, precision, preferred_element_type)
+    dot = partial(
+        lax.dot_general,
+        dimension_numbers=dimension_numbers,
+        precision=lax.Precision.HIGHEST if precision is None else precision,
+        preferred_element_type=preferred_element_type,
+    )
+    return out, dot(lhs_dot, rhs) + dot(lhs, rhs_dot)
+
+
+class _Gemms(NamedTuple):
+    """The GEMMs of a matmul, and for each axis of a gradient's that of the operand it belongs to."""
+
+    forward: Gemm
+    dgrad: Gemm
+    dgrad_axes: tuple[int, ...]
+    wgrad: Gemm
+    wgrad_axes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DotPlan(Contraction):
+    """The three GEMMs of ``lax.dot_general``."""
+
+    dimension_numbers: _Dims
+    is_told_sharding: bool = False
+    """Whether ``out_sharding`` is what the caller asks for, and not what JAX makes of the operands."""
+
+    @cached_property
+    def gemms(self) -> _Gemms:
+        """All three, with dgrad and wgrad derived from ``out = dot_general(lhs, rhs)``.
+
+        The axes of ``out``, and so of its cotangent ``g``, are ``(batch, free of lhs, free of rhs)``.
+
+        * dgrad contracts ``g`` with ``rhs`` over the free axes of ``rhs``. What is left is ``(batch, free
+          of lhs, contracted axes in the order of rhs)``.
+        * wgrad contracts ``lhs`` with ``g`` over the free axes of ``lhs``. What is left is ``(batch,
+          contracted axes in the order of lhs, free of rhs)``; for a Dense layer that is the kernel's order.
+
+        A transpose then puts each result into the order of the operand whose cotangent it is.
+        """
+        forward = self._gemm("forward", self.dimension_numbers, self.lhs, self.rhs, self.out_dtype)
+        lhs, rhs = forward.lhs, forward.rhs
+        axes = iter(range(len(forward.out_shape)))
+        g_batch, g_lhs_free, g_rhs_free = (
+            tuple(itertools.islice(axes, len(dims))) for dims in (lhs.batch, lhs.free, rhs.free)
+        )
+        g = Operand(forward.out_shape, self.out_dtype, None, frozenset())
+        partner_in_lhs = dict(zip(rhs.contract, lhs.contract))
+        partner_in_rhs = dict(zip(lhs.contract, rhs.contract))
+        dgrad_axes = (*lhs.batch, *lhs.free, *(partner_in_lhs[i] for i in sorted(rhs.contract)))
+        wgrad_axes = (*rhs.batch, *(partner_in_rhs[i] for i in sorted(lhs.contract)), *rhs.free)
+        dgrad_dims = (g_rhs_free, rhs.free), (g_batch, rhs.batch)
+        wgrad_dims = (lhs.free, g_lhs_free), (lhs.batch, g_batch)
+        dgrad = self._gemm("dgrad", dgrad_dims, g, self.rhs, self.lhs.dtype)
+        wgrad = self._gemm("wgrad", wgrad_dims, self.lhs, g, self.rhs.dtype)
+        return _Gemms(
+            forward,
+            dgrad._replace(out_sharding=_permuted(self.lhs.sharding, dgrad_axes)),
+            dgrad_axes,
+            wgrad._replace(out_sharding=_permuted(self.rhs.sharding, wgrad_axes)),
+            wgrad_axes,
+        )
+
+    def _gemm(self, name: str, dims: _Dims, lhs: Operand, rhs: Operand, out_dtype: np.dtype) -> Gemm:
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+        return Gemm(
+            recipe=getattr(self.recipe, name),
+            dimension_numbers=dims,
+            lhs=View(lhs.shape, lhs_contract, lhs_batch),
+            rhs=View(rhs.shape, rhs_contract, rhs_batch),
+            lhs_dtype=lhs.dtype,
+            rhs_dtype=rhs.dtype,
+            out_dtype=out_dtype,
+            precision=self.precision,
+            dequantized=self.dequantized,
+            name=name,
+            is_packed=self.is_packed,
+        )
+
+    @cached_property
+    def views(self) -> dict[str, tuple[View, View]]:
+        forward, dgrad, _, wgrad, _ = self.gemms
+        return {
+            "input": (forward.lhs, wgrad.lhs),
+            "kernel": (forward.rhs, dgrad.rhs),
+            "output_grad": (dgrad.lhs, wgrad.rhs),
+        }
+
+    @property
+    def is_automatic(self) -> bool:
+        """Blocks are made by reshapes, of which JAX cannot tell how the result is sharded.
+
+        Nor can it of a product whose sharding the operands leave open.
+        """
+        per_block = any(q is not None and q.scales_along_contraction for q in self.recipe.quantizers)
+        return self.lhs.sharding is not None and (per_block or self.is_told_sharding)
+
+    def product(self, lhs: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
+        del extra
+        return lowered(self.gemms.forward, reference_gemm, lhs, rhs)
+
+    def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra = ()) -> jax.Array:
+        del like, extra
+        out = lowered(self.gemms.dgrad, reference_gemm, g, rhs)
+        return lax.transpose(out, np.argsort(self.gemms.dgrad_axes))
+
+    def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra = ()) -> jax.Array:
+        del like, extra
+        out = lowered(self.gemms.wgrad, reference_gemm, lhs, g)
+        return lax.transpose(out, np.argsort(self.gemms.wgrad_axes))
+
+    def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
+        del extra
+        return reference_gemm(self.gemms.forward._replace(recipe=GemmRecipe()), lhs, rhs)
+
+    def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
+        del extra
+        return on_automatic_axes(self, _fake_quantized, self.out_sharding, lhs, rhs)
+
+    def warn(self, *recipes: GemmRecipe) -> None:
+        warn_if_emulated(*recipes)
+
+
+def _fake_quantized(plan: DotPlan, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return dot_general_with_precision(lhs, rhs, plan.dimension_numbers, plan.precision, plan.out_dtype)
+
+
+def _permuted(sharding: Any, axes: tuple[int, ...]) -> Any:
+    """Returns the sharding of an array with its axes in this order."""
+    if sharding is None:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[i] for i in axes)))
+
+
+def _hashable_dims(dimension_numbers: DimensionNumbers) -> _Dims:
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    return (
+        (tuple(map(int, lhs_contract)), tuple(map(int, rhs_contract))),
+        (tuple(map(int, lhs_batch)), tuple(map(int, rhs_batch))),
+    )
+
+
+def hashable_precision(precision: Any) -> Any:
+    """Returns a precision as a static argument."""
+    return tuple(precision) if isinstance(precision, list) else precision
+
+
+def with_precision(recipe: CustomRecipe, precision: Any, form: str) -> CustomRecipe:
+    """Returns the recipe with the accumulation that ``precision`` asks for, or raises ``TypeError``.
+
+    Where nothing is multiplied in FP8 it is left to ``lax``.
+    """
+    if precision is None or form == "qdq" or calibrating.value or not any(recipe.quantizers):
+        return recipe
+    pair = precision if isinstance(precision, tuple | list) else (precision, precision)
+    try:
+        both = [lax.Precision(p) for p in pair]
+        if len(both) != 2 or None in pair:
+            raise ValueError
+    except (ValueError, TypeError):
+        raise TypeError(
+            "precision of an FP8 matmul must be None (the recipe's accumulation), a lax.Precision, its "
+            f"name, or a pair of them; got {precision!r}. For more control set accumulation in the "
+            "recipe, for instance DelayedScaling(accumulation=Accumulation(forward='exact'))."
+        ) from None
+    word = "fast" if all(p == lax.Precision.DEFAULT for p in both) else "exact"
+    gemms = {name: getattr(recipe, name) for name in ("forward", "dgrad", "wgrad")}
+    return CustomRecipe(**{k: dataclasses.replace(gemm, accumulation=word) for k, gemm in gemms.items()})
+
+
+def _plan(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    precision: Any,
+    preferred_element_type: Any,
+    recipe: CustomRecipe,
+    form: str,
+    out_sharding: Any = None,
+) -> DotPlan:
+    # Checks the shapes, with the errors that users know, and settles the dtype of the result.
+    out = jax.eval_shape(
+        partial(
+            lax.dot_general,
+            dimension_numbers=dimension_numbers,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        ),
+        lhs,
+        rhs,
+    )
+    return DotPlan(
+        recipe=with_precision(recipe, precision, form),
+        lhs=Operand.of(lhs),
+        rhs=Operand.of(rhs),
+        out_dtype=out.dtype,
+        out_sharding=getattr(out, "sharding", None),
+        precision=hashable_precision(precision),
+        dequantized=form == "qdq",
+        dimension_numbers=_hashable_dims(dimension_numbers),
+        is_told_sharding=out_sharding is not None,
+    )
+
+
+def fp8_dot_general(
+    lhs: Float[jax.Array, "*input"],
+    rhs: Float[jax.Array, "*kernel"],
+    dimension_numbers: DimensionNumbers,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    states: States = STATELESS,
+    recipe: Recipe,
+    form: str = "direct",
+    is_frozen: bool = False,
+    out_sharding: Any = None,
+) -> Float[jax.Array, "*output"]:
+    """Multiplies in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
+
+    Args:
+        lhs: the input, any shape, a wide float.
+        rhs: the kernel, any shape, a wide float.
+        dimension_numbers: those of ``lax.dot_general``.
+        precision: None for the recipe's accumulation; ``DEFAULT`` for fast and ``HIGH`` or ``HIGHEST``
+            for exact accumulation in all three GEMMs. A GEMM that stays wide gets it as it is.
+        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
+        states: scaling states of the roles that have delayed scaling; their "gradients" are their next
+            values.
+        recipe: how the tensors are scaled.
+        form: ``"direct"`` puts FP8 operands into the GEMMs; ``"qdq"`` quantizes and dequantizes around
+            GEMMs in the dtype of the operands.
+        is_frozen: whether the states stay as they are, and derivatives are those of
+            ``frozen_dot_general``.
+        out_sharding: that of ``lax.dot_general``, on a mesh with explicit axes.
+
+    Returns:
+        The product, shaped like that of ``lax.dot_general``.
+
+    Raises:
+        TypeError: an operand is not a wide float, or ``preferred_element_type`` is not, or ``precision``
+            is none of the above, or the operands do not fit the dimension numbers.
+    """
+    lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
+    gemms = recipe.gemms
+    plan = _plan(lhs, rhs, dimension_numbers, precision, preferred_element_type, gemms, form, out_sharding)
+    return contract(plan, lhs, rhs, states=states, is_frozen=is_frozen)
+
+
+def quantize_kernel(
+    lhs: Any,
+    rhs: Float[jax.Array, "*kernel"],
+    dimension_numbers: DimensionNumbers,
+    recipe: CustomRecipe,
+    scale: Any,
+) -> QTensor:
+    """Quantizes a kernel as the forward GEMM takes it, with its codes in its own shape.
+
+    Args:
+        lhs: the input, or its shape and dtype.
+        rhs: the kernel, any shape, a wide float.
+        dimension_numbers: those of ``lax.dot_general``.
+        recipe: how; the kernel's quantizer in the forward GEMM is not None.
+        scale: for delayed scaling, the scale to use.
+    """
+    x = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
+    plan = _plan(x, rhs, dimension_numbers, None, None, recipe, "direct")
+    _, quantizer, view = plan.uses("kernel").first
+    operand = quantized(quantizer, rhs, view, scale)
+    packed = operand.quantizer.pack(operand, view)
+    if packed.codes.shape != rhs.shape:
+        raise ValueError(
+            f"pack of {operand.quantizer!r} must return codes of the kernel's shape {rhs.shape}, to be "
+            f"stored in its place; got {packed.codes.shape}. Define pack and unpack."
+        )
+    return packed
+
+
+def frozen_dot_general(
+    lhs: Float[jax.Array, "*input"],
+    rhs: Float[jax.Array, "*kernel"],
+    dimension_numbers: DimensionNumbers,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    kernel: QTensor,
+    input_scale: Float32[jax.Array, "*scale"] | None,
+    recipe: CustomRecipe,
+    form: str = "direct",
+    out_sharding: Any = None,
+) -> Float[jax.Array, "*output"]:
+    """Multiplies an input by a kernel that is quantized already: the forward GEMM of ``fp8_dot_general``.
+
+    It can be differentiated with respect to the input, in forward and reverse mode and any number of times:
+    its derivative is the product of the tangent and the dequantized kernel, both in their wide dtypes.
+
+    Args:
+        lhs: the input, any shape, a wide float.
+        rhs: anything of the kernel's shape and wide dtype; its values are not read.
+        dimension_numbers: those of ``lax.dot_general``.
+        precision: as of ``fp8_dot_general``.
+        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
+        kernel: what ``quantize_kernel`` returned.
+        input_scale: the input's scale, where that is delayed.
+        recipe: how the input is scaled, and how the kernel was.
+        form: ``"direct"`` or ``"qdq"``, as of ``fp8_dot_general``.
+        out_sharding: as of ``fp8_dot_general``.
+    """
+    plan = _plan(lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe, form, out_sharding)
+    return contract(plan, lhs, rhs, kernel=kernel, input_scale=input_scale)

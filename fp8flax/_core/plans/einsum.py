@@ -1,0 +1,110 @@
+"""A two-operand einsum as one matmul whose operands keep their roles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import opt_einsum
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from fp8flax._core.plans.dot_general import DimensionNumbers
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class _Steps(NamedTuple):
+    lhs_summed: tuple[int, ...]
+    rhs_summed: tuple[int, ...]
+    dimension_numbers: DimensionNumbers
+    permutation: tuple[int, ...]
+
+
+def _steps(eqn: str, lhs: jax.Array, rhs: jax.Array) -> _Steps:
+    """Turns a two-operand einsum into sums, one ``dot_general`` with operands in order, a transpose."""
+    try:
+        inputs, result, _ = opt_einsum.parser.parse_einsum_input((eqn, lhs, rhs))
+        lhs_names, rhs_names = inputs.split(",")
+    except ValueError as error:
+        raise ValueError(
+            f"The einsum equation {eqn!r} does not fit operands of shapes {lhs.shape} and {rhs.shape}: "
+            f"{error}"
+        ) from error
+    for names, operand in ((lhs_names, lhs), (rhs_names, rhs)):
+        if len(names) != operand.ndim:
+            raise ValueError(
+                f"The einsum equation {eqn!r} names {len(names)} indices ({names!r}) for an operand of "
+                f"shape {operand.shape}."
+            )
+        if len(set(names)) != len(names):
+            raise ValueError(
+                f"The einsum equation {eqn!r} repeats an index within one operand ({names!r}). Take the "
+                "diagonal before the FP8 einsum."
+            )
+
+    def summed(names: str, other: str) -> tuple[int, ...]:
+        return tuple(i for i, n in enumerate(names) if n not in other and n not in result)
+
+    lhs_summed, rhs_summed = summed(lhs_names, rhs_names), summed(rhs_names, lhs_names)
+    lhs_names = "".join(n for i, n in enumerate(lhs_names) if i not in lhs_summed)
+    rhs_names = "".join(n for i, n in enumerate(rhs_names) if i not in rhs_summed)
+    shared = [n for n in lhs_names if n in rhs_names]
+    batch = [n for n in result if n in shared]
+    contract = [n for n in shared if n not in result]
+    names = [
+        *batch,
+        *(n for n in lhs_names if n not in shared),
+        *(n for n in rhs_names if n not in shared),
+    ]
+
+    def axes(of: str, wanted: list[str]) -> tuple[int, ...]:
+        return tuple(of.index(n) for n in wanted)
+
+    return _Steps(
+        lhs_summed,
+        rhs_summed,
+        (
+            (axes(lhs_names, contract), axes(rhs_names, contract)),
+            (axes(lhs_names, batch), axes(rhs_names, batch)),
+        ),
+        tuple(names.index(n) for n in result),
+    )
+
+
+def einsum_with(
+    dot_general: Callable[..., jax.Array],
+    eqn: str,
+    lhs: Float[jax.Array, "*input"],
+    rhs: Float[jax.Array, "*kernel"],
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+) -> Float[jax.Array, "*output"]:
+    """Evaluates a two-operand einsum by one call of ``dot_general(lhs, rhs, …)``, never with them swapped.
+
+    ``jnp.einsum`` swaps the operands where that saves a transpose, which would exchange the roles of
+    input and kernel.
+
+    Raises:
+        ValueError: ``eqn`` does not have two operands that fit, or repeats an index within one.
+    """
+    steps = _steps(eqn, lhs, rhs)
+    lhs = jnp.sum(lhs, axis=steps.lhs_summed) if steps.lhs_summed else lhs
+    rhs = jnp.sum(rhs, axis=steps.rhs_summed) if steps.rhs_summed else rhs
+    told = {} if out_sharding is None else {"out_sharding": _before(out_sharding, steps.permutation)}
+    out = dot_general(lhs, rhs, steps.dimension_numbers, precision, preferred_element_type, **told)
+    return lax.transpose(out, steps.permutation)
+
+
+def _before(sharding: Any, permutation: tuple[int, ...]) -> Any:
+    """Returns the sharding of an array of which a transpose shall have this one."""
+    is_spec = isinstance(sharding, PartitionSpec)
+    spec = sharding if is_spec else sharding.spec
+    names = [*spec, *[None] * (len(permutation) - len(spec))]
+    of_array = PartitionSpec(*(names[permutation.index(i)] for i in range(len(permutation))))
+    return of_array if is_spec else NamedSharding(sharding.mesh, of_array)

@@ -1,0 +1,442 @@
+"""The FP8 matmul of a mixture of experts: each row with the kernel of the expert that it belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from fp8flax._core.amax import amaxes_of_parts, delayed_amax
+from fp8flax._core.gemm.kernels.groups import bounded
+from fp8flax._core.gemm.lowering import lowered, warn_if_emulated
+from fp8flax._core.gemm.reference import reference_gemm
+from fp8flax._core.gemm.request import ExpertProducts, ExpertSums, Gemm
+from fp8flax._core.jax_rules import vary_alike
+from fp8flax._core.plans.contraction import Contraction, States, Use, check_operands
+from fp8flax._core.plans.dot_general import hashable_precision, with_precision
+from fp8flax._core.plans.modes import contract
+from fp8flax._core.plans.plan import Extra, Operand, explicit_sharding
+from fp8flax._core.qtensor import QTensor, View
+from fp8flax._core.recipes import GemmRecipe, Recipe
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer
+
+# A tile of rows is multiplied by one expert's kernel at a time, and once more for each further expert that
+# owns some of its rows. Small tiles waste few rows; large ones read a kernel less often and fill more of
+# a GPU. Half of a group's average is a heuristic, as are the bounds.
+_SMALLEST_TILE, _LARGEST_TILE = 128, 512
+_ROW_MULTIPLE = 16  # what cublasLt takes
+
+
+def _tile_of(rows: int, groups: int) -> int:
+    """Returns how many rows are multiplied at a time."""
+    half = max(1, rows // (2 * groups))
+    tile = min(max(1 << (half.bit_length() - 1), _SMALLEST_TILE), _LARGEST_TILE)
+    return min(tile, max(_ROW_MULTIPLE, -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE))
+
+
+class _Visit(NamedTuple):
+    """One tile of rows that meets one expert's kernel; or arrays of them, one element per visit."""
+
+    row: jax.Array
+    """The tile's first row."""
+    expert: jax.Array
+    low: jax.Array
+    """The first row of the tile, counted from its start, that belongs to the expert."""
+    high: jax.Array
+    """The row after the last one."""
+    is_first: jax.Array
+    """Whether it is the expert's first tile."""
+
+
+class _Gemms(NamedTuple):
+    """The GEMMs of one visit."""
+
+    forward: Gemm
+    """With the kernel transposed, as FP8 units read it."""
+    dgrad: Gemm
+    wgrad: Gemm
+    """Of one kernel's cotangent, to be added to that of its other visits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedPlan(Contraction):
+    """The GEMMs of ``lax.ragged_dot``, tile by tile of rows.
+
+    Row m of the result is x[m] . w[e] with its expert e. So dx[m] = q(g[m]) . q(w[e]).T, and dw[e] is the
+    sum of the outer products q(x[m]) q(g[m]) over the rows of e. Scales multiply the product of each visit,
+    which has one expert's only.
+    """
+
+    stacked: ClassVar[tuple[str, ...]] = ("kernel",)
+    has_fake_quantized: ClassVar[bool] = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of the input."""
+        return self.lhs.shape[0]
+
+    @property
+    def groups(self) -> int:
+        """Number of experts."""
+        return self.rhs.shape[0]
+
+    @property
+    def depth(self) -> int:
+        """Columns of the input, which are rows of each kernel."""
+        return self.rhs.shape[1]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result."""
+        return self.rhs.shape[2]
+
+    @property
+    def tile(self) -> int:
+        """Rows that are multiplied at a time."""
+        return _tile_of(self.rows, self.groups)
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of whole tiles, of at least one."""
+        return max(1, -(-self.rows // self.tile)) * self.tile
+
+    @property
+    def num_visits(self) -> int:
+        """The most tiles, each counted once per expert in it, that there can be."""
+        return self.padded_rows // self.tile + self.groups - 1
+
+    @cached_property
+    def gemms(self) -> _Gemms:
+        """All three."""
+        tile, depth, columns = self.tile, self.depth, self.columns
+        wide = np.dtype(np.float64 if self.rhs.dtype == np.float64 else np.float32)
+        x, w, y = self.lhs.dtype, self.rhs.dtype, self.out_dtype
+        return _Gemms(
+            self._gemm("forward", View((tile, depth), (1,), ()), View((columns, depth), (1,), ()), x, w, y),
+            self._gemm("dgrad", View((tile, columns), (1,), ()), View((depth, columns), (1,), ()), y, w, x),
+            self._gemm("wgrad", View((tile, depth), (0,), ()), View((tile, columns), (0,), ()), x, y, wide),
+        )
+
+    def _gemm(self, name: str, lhs: View, rhs: View, *dtypes: np.dtype) -> Gemm:
+        lhs_dtype, rhs_dtype, out_dtype = dtypes
+        return Gemm(
+            recipe=getattr(self.recipe, name),
+            dimension_numbers=((lhs.contract, rhs.contract), ((), ())),
+            lhs=lhs,
+            rhs=rhs,
+            lhs_dtype=lhs_dtype,
+            rhs_dtype=rhs_dtype,
+            out_dtype=out_dtype,
+            precision=self.precision,
+            dequantized=self.dequantized,
+        )
+
+    @cached_property
+    def views(self) -> dict[str, tuple[View, View]]:
+        """Of all rows, and of each kernel."""
+        x, w, g = (
+            (View(shape, (1,), ()), View(shape, (0,), ()))
+            for shape in (
+                (self.padded_rows, self.depth),
+                (self.depth, self.columns),
+                (self.padded_rows, self.columns),
+            )
+        )
+        return {"input": x, "kernel": w[::-1], "output_grad": g}
+
+    def prepared(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+        """Returns a tensor with whole tiles of rows, zeros for the rows that belong to no expert."""
+        if role == "kernel":
+            return x
+        (group_sizes,) = extra
+        x = jnp.where(self._is_grouped(self.rows, group_sizes), x, np.zeros((), x.dtype))
+        return lax.pad(x, np.zeros((), x.dtype), ((0, self.padded_rows - self.rows, 0), (0, 0, 0)))
+
+    def amax(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
+        """Returns that of an empty tensor where no row belongs to any expert."""
+        if role == "kernel":
+            return super().amax(role, x, extra)
+        (group_sizes,) = extra
+        return delayed_amax(x, self._is_grouped(x.shape[0], group_sizes))
+
+    def amaxes(
+        self, role: str, x: jax.Array, extra: Extra, codes: Any = (), as_cast: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        if role == "kernel":
+            return super().amaxes(role, x, extra, codes, as_cast)
+        (group_sizes,) = extra
+        return amaxes_of_parts(x, self._is_grouped(x.shape[0], group_sizes), codes, as_cast=as_cast)
+
+    def _is_grouped(self, rows: int, group_sizes: jax.Array) -> jax.Array:
+        """Tells which of the first rows belong to an expert, ``(rows, 1)``."""
+        num_grouped = jnp.sum(bounded(group_sizes, self.rows), dtype=jnp.int32)
+        return lax.broadcasted_iota(np.int32, (rows, 1), 0) < num_grouped
+
+    def product(self, lhs: Any, rhs: Any, extra: Extra) -> jax.Array:
+        uses = self.uses("input").first, self.uses("kernel").first
+        return self._rows(self.gemms.forward, uses, lhs, rhs, extra)
+
+    def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra) -> jax.Array:
+        del like
+        uses = self.uses("output_grad").first, self.uses("kernel").second
+        return self._rows(self.gemms.dgrad, uses, g, rhs, extra)
+
+    def _rows(self, gemm: Gemm, uses: tuple[Use, Use], lhs: Any, kernels: Any, extra: Extra) -> jax.Array:
+        """Returns each row times its expert's kernel; zeros for rows that have none."""
+        (group_sizes,), columns = extra, gemm.rhs.shape[0]
+
+        def as_columns(x: jax.Array) -> jax.Array:
+            # Transposed once for all rows.
+            is_matrix = x.ndim == 3 and uses[1].view.contract == (0,)
+            return jnp.swapaxes(x, 1, 2) if is_matrix else x
+
+        def tile_by_tile(_: Any, lhs: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
+            lhs, kernels = (self._in_rows(use, x) for use, x in zip(uses, (lhs, kernels)))
+            kernels = as_columns(kernels) if is_per_block else kernels
+            return _multiply_rows(self, gemm, lhs, kernels, columns, _visits(self, group_sizes))
+
+        is_per_block = _is_per_block(kernels)
+        if not is_per_block:
+            kernels = jax.tree.map(as_columns, kernels)
+        request = ExpertProducts((self.padded_rows, columns), gemm.out_dtype, gemm.dequantized)
+        return lowered(request, tile_by_tile, lhs, kernels, group_sizes)[: self.rows]
+
+    def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra) -> jax.Array:
+        (group_sizes,) = extra
+        del like
+        uses = self.uses("input").second, self.uses("output_grad").second
+
+        def tile_by_tile(_: Any, lhs: Any, g: Any, group_sizes: jax.Array) -> jax.Array:
+            lhs, g = (self._in_rows(use, x) for use, x in zip(uses, (lhs, g)))
+            return _multiply_groups(self, lhs, g, _visits(self, group_sizes))
+
+        request = ExpertSums((self.groups, self.depth, self.columns), self.rhs.dtype, self.dequantized)
+        return lowered(request, tile_by_tile, lhs, g, group_sizes)
+
+    def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
+        (group_sizes,) = extra
+        out = lax.ragged_dot(lhs, rhs, group_sizes, self.precision, self.out_dtype)
+        return out[: self.rows]
+
+    def warn(self, *recipes: GemmRecipe) -> None:
+        warn_if_emulated(*recipes, is_ragged=True)
+
+    def _in_rows(self, use: Use, operand: Any) -> Any:
+        """Returns an operand of which a tile of rows can be cut: wide where scales are per block."""
+        if not _is_per_block(operand):
+            return operand
+        dtypes = {"input": self.lhs.dtype, "kernel": self.rhs.dtype, "output_grad": self.out_dtype}
+        dtype = dtypes[use.role]
+        return self.each(use.role, lambda q: q.dequantize(use.view, dtype), operand)
+
+
+def _is_per_block(operand: Any) -> bool:
+    """Returns whether an operand is quantized with scales that change along the contraction."""
+    return isinstance(operand, QTensor) and operand.quantizer.scales_along_contraction
+
+
+def _visits(plan: RaggedPlan, group_sizes: jax.Array) -> _Visit:
+    """Returns the visits in the order of the rows; those that are too many repeat the last, without rows.
+
+    An expert with rows ``start`` to ``end - 1`` visits tiles ``start // tile`` to ``(end - 1) // tile``.
+    """
+    tile = np.int32(plan.tile)
+    sizes = bounded(group_sizes, plan.rows)
+    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), np.int32(plan.rows))
+    starts = lax.pad(ends, np.int32(0), [(1, -1, 0)])
+    counts = jnp.where(ends > starts, (ends - 1) // tile - starts // tile + 1, 0)
+    after = jnp.cumsum(counts, dtype=jnp.int32)
+    index = lax.iota(np.int32, plan.num_visits)
+    visit = jnp.maximum(jnp.minimum(index, after[-1] - 1), 0)
+    expert = jnp.sum(visit[:, None] >= after[None, :], axis=1, dtype=jnp.int32)
+    expert = jnp.minimum(expert, np.int32(plan.groups - 1))
+    nth = visit - (after - counts)[expert]
+    is_used = index < after[-1]
+    row = jnp.where(is_used, (starts[expert] // tile + nth) * tile, 0)
+    return _Visit(
+        row=row,
+        expert=expert,
+        low=jnp.maximum(starts[expert] - row, 0),
+        high=jnp.where(is_used, jnp.minimum(ends[expert] - row, tile), 0),
+        is_first=is_used & (nth == 0),
+    )
+
+
+def _mine(plan: RaggedPlan, visit: _Visit) -> jax.Array:
+    """Tells for each row of a visit's tile whether it belongs to the expert, ``(tile, 1)``."""
+    row = lax.broadcasted_iota(np.int32, (plan.tile, 1), 0)
+    return (row >= visit.low) & (row < visit.high)
+
+
+def _tile_rows(plan: RaggedPlan, operand: Any, row: jax.Array) -> Any:
+    """Returns the tile of an operand that starts at ``row``; a scale that all rows share stays whole."""
+
+    def cut(x: jax.Array) -> jax.Array:
+        has_rows = x.ndim == 2 and x.shape[0] == plan.padded_rows
+        return lax.dynamic_slice_in_dim(x, row, plan.tile) if has_rows else x
+
+    return jax.tree.map(cut, operand)
+
+
+# Compiled as one where it is called un-jitted, or each call would compile its loop anew; part of the
+# program around it elsewhere.
+@partial(jax.jit, static_argnums=(0, 1, 4), inline=True)
+def _multiply_rows(
+    plan: RaggedPlan, gemm: Gemm, lhs: Any, kernels: Any, columns: int, visits: _Visit
+) -> jax.Array:
+    """Returns each row times its expert's kernel, ``(padded rows, columns)``; zeros for all other rows."""
+
+    def step(out: jax.Array, visit: _Visit) -> tuple[jax.Array, None]:
+        kernel = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, visit.expert, keepdims=False), kernels)
+        product = lowered(gemm, reference_gemm, _tile_rows(plan, lhs, visit.row), kernel)
+        before = lax.dynamic_slice_in_dim(out, visit.row, plan.tile)
+        rows = jnp.where(_mine(plan, visit), product, before)
+        return lax.dynamic_update_slice_in_dim(out, rows, visit.row, 0), None
+
+    zeros = jnp.zeros((plan.padded_rows, columns), gemm.out_dtype)
+    return lax.scan(step, _varying_as((lhs, kernels, visits), zeros)[0], visits)[0]
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _multiply_groups(plan: RaggedPlan, lhs: Any, rhs: Any, visits: _Visit) -> jax.Array:
+    """Returns the sum of outer products over the rows of each expert, ``(experts, depth, columns)``."""
+
+    def step(carry: tuple[jax.Array, jax.Array], visit: _Visit) -> tuple[Any, None]:
+        total, out = carry
+        mine = _mine(plan, visit)
+        # Both, or the NaN of another expert's row would meet a zero.
+        of_visit = (_only(mine, _tile_rows(plan, operand, visit.row)) for operand in (lhs, rhs))
+        product = lowered(plan.gemms.wgrad, reference_gemm, *of_visit)
+        total = jnp.where(visit.is_first, jnp.zeros_like(total), total) + product
+        # Experts follow each other: the last visit of one leaves its whole sum.
+        return (total, lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), visit.expert, 0)), None
+
+    shape = (plan.depth, plan.columns)
+    start = _varying_as(
+        (lhs, rhs, visits),
+        jnp.zeros(shape, plan.gemms.wgrad.out_dtype),
+        jnp.zeros((plan.groups, *shape), plan.rhs.dtype),
+    )
+    return lax.scan(step, (start[0], start[1]), visits)[0][1]
+
+
+def _only(mine: jax.Array, operand: Any) -> Any:
+    """Returns a tile with zeros for the rows of other experts."""
+    x = operand.codes if isinstance(operand, QTensor) else operand
+    x = jnp.where(mine, x, np.zeros((), x.dtype))
+    return dataclasses.replace(operand, codes=x) if isinstance(operand, QTensor) else x
+
+
+def _varying_as(tree: Any, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns the arrays, varying over the manual axes that anything in the tree varies over."""
+    return vary_alike(*arrays, *jax.tree.leaves(tree))[: len(arrays)]
+
+
+def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
+    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or rhs.shape[0] == 0:
+        raise ValueError(
+            "The FP8 ragged dot takes lhs of shape (rows, K) and rhs of shape (experts, K, N), with one "
+            f"expert or more; got {lhs.shape} and {rhs.shape}. Flatten the dimensions of the tokens, sort "
+            "the rows by expert, and stack the kernels."
+        )
+    if group_sizes.shape != rhs.shape[:1]:
+        raise ValueError(
+            f"group_sizes must have shape ({rhs.shape[0]},), a number of rows for each expert of rhs "
+            f"{rhs.shape}; got {group_sizes.shape}."
+        )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(
+            f"group_sizes must be integers; got {group_sizes.dtype}. Count the rows of each expert, for "
+            "instance with jnp.bincount(experts, length=num_experts)."
+        )
+    if explicit_sharding(lhs) is not None or explicit_sharding(rhs) is not None:
+        raise NotImplementedError(
+            "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, "
+            "where each device has its own rows and experts, or inside jax.sharding.auto_axes."
+        )
+
+
+def fp8_ragged_dot(
+    lhs: Float[jax.Array, "rows depth"],
+    rhs: Float[jax.Array, "experts depth columns"],
+    group_sizes: Integer[jax.Array, " experts"],
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    states: States,
+    recipe: Recipe,
+    form: str = "direct",
+    is_frozen: bool = False,
+) -> Float[jax.Array, "rows columns"]:
+    """Multiplies in FP8 the rows of each group with that group's matrix, and the cotangent on the way back.
+
+    ``out[m] = lhs[m] . rhs[e]`` where ``e`` is the expert of row ``m``: the first ``group_sizes[0]`` rows
+    are those of expert 0, and so on. Rows beyond ``sum(group_sizes)`` give zeros and have no gradient,
+    whatever they hold; they are zeros to every scale and amax, too, so what fills up a buffer cannot spoil
+    a step. Input and output gradient have one scale (or one per slice along the contraction), and each
+    expert's kernel its own.
+
+    On Hopper one kernel multiplies all rows, or on each of several GPUs those that it has. Elsewhere the
+    rows are multiplied in tiles, one after the other, by the matrix of each expert that owns some of their
+    rows: at most ``rows / tile + experts - 1`` products. (XLA for GPUs turns ``lax.ragged_dot`` into the
+    product with *all* experts' matrices, masked.)
+
+    Args:
+        lhs: the input, ``(M, K)``, rows sorted by expert; a wide float.
+        rhs: the kernels, ``(experts, K, N)``, a wide float.
+        group_sizes: rows of each expert, ``(experts,)``, integers.
+        precision: None for the recipe's accumulation; ``DEFAULT`` for fast and ``HIGH`` or ``HIGHEST``
+            for exact accumulation in all three GEMMs. A GEMM that stays wide gets it as it is.
+        preferred_element_type: dtype of the result; None for what ``lax.ragged_dot`` gives.
+        states: scaling states of the roles that have delayed scaling, the kernels' of shapes
+            ``(experts, 1)`` and ``(experts, amax_history_len)``; their "gradients" are their next values.
+        recipe: how the tensors are scaled. A block of 128 rows with one scale, as wgrad has, may hold those
+            of several experts. Scales per block of other sizes than 128, and all of them elsewhere than on
+            Hopper, are multiplied into the values, in the dtype of the operands.
+        form: ``"direct"`` puts FP8 operands into the GEMMs; ``"qdq"`` quantizes and dequantizes around
+            GEMMs in the dtype of the operands.
+        is_frozen: as of ``fp8_dot_general``.
+
+    Returns:
+        ``(M, N)``.
+
+    Raises:
+        TypeError: an operand is not a wide float, ``group_sizes`` are not integers, or
+            ``preferred_element_type`` or ``precision`` is none of the above.
+        ValueError: the shapes do not fit.
+        NotImplementedError: an operand lies on explicit axes of a mesh.
+
+    Example:
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> x, kernels = jnp.ones((4, 2)), jnp.stack([jnp.ones((2, 1)), 3 * jnp.ones((2, 1))])
+        >>> recipe = fp8.Float8CurrentScaling(use_power_2_scales=True)
+        >>> fp8_ragged_dot(x, kernels, jnp.array([1, 2]), states=States(), recipe=recipe).ravel()
+        Array([2., 6., 6., 0.], dtype=float32)
+
+    Source: ``jax.lax.ragged_dot``; the tiles are those of Gale et al., "MegaBlocks", 2022,
+    arXiv:2211.15841.
+    """
+    lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
+    group_sizes = jnp.asarray(group_sizes)
+    _check_shapes(lhs, rhs, group_sizes)
+    out = jax.eval_shape(
+        partial(lax.ragged_dot, preferred_element_type=preferred_element_type), lhs, rhs, group_sizes
+    )
+    gemms = recipe.gemms
+    plan = RaggedPlan(
+        recipe=with_precision(gemms, precision, form),
+        lhs=Operand.of(lhs),
+        rhs=Operand.of(rhs),
+        out_dtype=out.dtype,
+        precision=hashable_precision(precision),
+        dequantized=form == "qdq",
+    )
+    return contract(plan, lhs, rhs, group_sizes, states=states, is_frozen=is_frozen)
