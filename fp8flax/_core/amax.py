@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._core.jax_rules import manual_axes, unless_cpu, unless_partitioned
+from fp8flax._compat.choice_at_lowering import unless_cpu, unless_partitioned
+from fp8flax._compat.varying import manual_axes
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32

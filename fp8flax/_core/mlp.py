@@ -17,11 +17,11 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from fp8flax._compat.reverse_mode import reverse_mode_only
 from fp8flax._core.dot_general import DotPlan
 from fp8flax._core.gemm.lowering import lowered
 from fp8flax._core.gemm.reference import reference_cast, reference_gemm
 from fp8flax._core.gemm.request import Cast, CastTranspose
-from fp8flax._core.jax_rules import reverse_mode_only
 from fp8flax._core.measuring import measuring
 from fp8flax._core.names import (
     DGRAD,

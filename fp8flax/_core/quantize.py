@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from fp8flax._compat.choice_at_lowering import unless_cpu
 from fp8flax._core.formats import as_fp8_dtype, fp8_max, is_wide_float
-from fp8flax._core.jax_rules import unless_cpu
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -1,7 +1,4 @@
-"""What all Linen ops share: their variables, and the recipe in use.
-
-Internals: ``_context`` of ``nn.module``, the modules whose methods run, for what ``apply`` was given.
-"""
+"""What all Linen ops share: their variables, and the recipe in use."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import DenyList
 
+from fp8flax._compat.flax_context import running_modules
 from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.measuring import measuring
@@ -36,12 +34,6 @@ USE_THAT_OP = "use fp8flax.{op}, or give it the name of the op in the variables.
 
 class MissingStateError(ValueError):
     """Error of an FP8 layer that was applied with variables that hold no scaling state for it."""
-
-
-def running_module() -> nn.Module | None:
-    """Returns the Linen module whose method runs now, if any."""
-    module: nn.Module | None = nn.module._context.module_stack[-1]
-    return module
 
 
 def _checked_call(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -151,8 +143,9 @@ class Fp8Op(nn.Module):
             OVERWRITE_WITH_GRADIENT, name
         ):
             return False
-        modules = nn.module._context.module_stack
-        filters = [m.scope.root.mutable for m in modules if m is not None and m.scope is not None]
+        filters = [m.scope.root.mutable for m in running_modules() if m.scope is not None]
+        if not filters:  # a version of Flax that does not tell
+            return False
         # A set is what lifted transformations, such as nn.scan, leave of what apply was given.
         given = next((f for f in reversed(filters) if not isinstance(f, set)), OVERWRITE_WITH_GRADIENT)
         return not isinstance(given, bool | DenyList)

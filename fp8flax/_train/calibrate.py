@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.jax_rules import UNCHECKED, current_manual_axes, merged_in
+from fp8flax._core.axes import UNCHECKED, current_manual_axes, merged_in
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.plans.modes import calibrating
 from fp8flax._core.scaling import SMALLEST_SCALE

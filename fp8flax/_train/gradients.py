@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8flax._compat.hoisting import hoisted
 from fp8flax._compat.max_dtype import is_max_dtype, of_floats, to_floats
-from fp8flax._core.jax_rules import current_manual_axes, merged_in
+from fp8flax._core.axes import current_manual_axes, merged_in
+from fp8flax._core.names import KERNEL_FORWARD_NAME, RESIDUAL_NAMES
 from fp8flax._core.state.tree import (
     as_read,
     enter,
@@ -25,7 +27,6 @@ from fp8flax._core.state.tree import (
     remember_step,
     unmerge,
 )
-from fp8flax._train.hoisting import hoisted
 
 
 def value_and_grad(
@@ -206,6 +207,10 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
     return accumulated
 
 
+# The codes, scales and amaxes of kernels.
+_IS_HOISTED = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES, KERNEL_FORWARD_NAME)
+
+
 def accumulate(
     fun: Callable[[Any, Any, Any], Any], variables: Any, carry: Any, microbatches: Any
 ) -> tuple[jax.Array, Any, Any, Any]:
@@ -258,7 +263,7 @@ def accumulate(
 
         total = [jnp.full_like(x, -jnp.inf) if s else _zeros(x) for x, s in zip(floats, is_state)]
         example = total, carry, jax.tree.map(lambda x: jnp.asarray(x)[0], microbatches)
-        step_of = hoisted(step, floats, example)
+        step_of = hoisted(step, floats, example, _IS_HOISTED)
         (total, carry), (value, aux) = lax.scan(
             lambda before, x: step_of((*before, x)), (total, carry), microbatches
         )

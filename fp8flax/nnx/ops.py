@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from fp8flax._compat.flax_context import running_modules
 from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.formats import Format
@@ -28,7 +29,7 @@ from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
 from fp8flax._core.state.state import ScalingState
-from fp8flax._linen.op import MissingStateError, running_module
+from fp8flax._linen.op import MissingStateError
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Integer
@@ -135,7 +136,7 @@ class Fp8Op(nnx.Module):
         Args:
             stacked: leading dimensions of the state of the roles that have any.
         """
-        layer = running_module()
+        layer = next(reversed(running_modules()), None)
         if layer is not None and self.field and hasattr(type(layer), self.field):
             raise TypeError(
                 f"The Linen layer {type(layer).__name__} was given the NNX op fp8flax.nnx."

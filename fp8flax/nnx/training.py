@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from fp8flax._compat.max_dtype import from_max_dtype
-from fp8flax._core.jax_rules import current_manual_axes, merged_in
+from fp8flax._core.axes import current_manual_axes, merged_in
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.state.tree import kept_state, merge_by_max, refusing_arithmetic, unmerge
 from fp8flax._train import check

@@ -31,8 +31,15 @@ ORDER = [
     "_compat/flax_pack",
     "_compat/flax_modules",
     "_compat/flax_scopes",
+    "_compat/flax_context",
+    "_compat/varying",
+    "_compat/choice_at_lowering",
+    "_compat/xla_metadata",
+    "_compat/reverse_mode",
+    "_compat/hoisting",
     "_core/formats",
-    "_core/jax_rules",
+    "_core/axes",
+    "_core/tracing",
     "_core/names",
     "_core/options",
     "_core/scaling",
@@ -80,7 +87,6 @@ ORDER = [
     "_linen/mlp",
     "_linen/moe",
     "_train/check",
-    "_train/hoisting",
     "_train/gradients",
     "_train/train_state",
     "_train/bridge",
@@ -157,6 +163,12 @@ def internals(path):
     names = [*imports(path), *map(ast.unparse, attributes)]
     yield from (name for name in names if f"{name}.".startswith(INTERNAL_MODULES))
     yield from (node.attr for node in attributes if node.attr in PRIVATE_OF_FLAX)
+
+
+def test_private_parts_are_used_in_compat_alone():
+    """Nothing else needs to change if a version of JAX or Flax does not have a part any more."""
+    users = {str(path.relative_to(PACKAGE)): set(internals(path)) for path in FILES}
+    assert {name: used for name, used in users.items() if used and not name.startswith("_compat/")} == {}
 
 
 def said_internals(path):
@@ -255,7 +267,7 @@ def test_one_file_chooses_how_a_request_runs():
     """The other files choose for the arithmetic of scaling states, or say what a choice is."""
     choice = re.compile(r"\b(platform_dependent|unless_partitioned)\b")
     names = {name for name, text in sources().items() if choice.search(text)}
-    of_state = {"_core/amax.py", "_core/jax_rules.py", "_train/check.py"}
+    of_state = {"_core/amax.py", "_train/check.py"}
     assert {n for n in names - of_state if not n.startswith("_compat/")} == {"_core/gemm/lowering.py"}
 
 
@@ -299,7 +311,7 @@ def test_what_follows_the_context():
         ("_core/autocast.py", "_jit_key"),
         ("_core/gemm/gpus.py", "compile_target"),
         ("_core/plans/modes.py", "calibrating"),
-        ("_core/jax_rules.py", "merged_in"),
+        ("_core/axes.py", "merged_in"),
         ("_core/measuring.py", "_measurement"),
         ("_core/measuring.py", "measuring"),
         ("_linen/conversion.py", "_running"),

@@ -16,13 +16,13 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from fp8flax._core.axes import vary_alike
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK, block_gemm
 from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
 from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards
 from fp8flax._core.gemm.kernels.transpose import transpose
 from fp8flax._core.gemm.reference import dequantized_gemm, dot, scaled
 from fp8flax._core.gemm.request import Gemm
-from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import MX_COLUMNS

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
+from fp8flax._compat.choice_at_lowering import unless_partitioned
 from fp8flax._core.gemm import cuda, cuda_casts, cuda_ragged
 from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
@@ -41,7 +42,6 @@ from fp8flax._core.gemm.request import (
     cast_grid,
     is_of_codes,
 )
-from fp8flax._core.jax_rules import unless_partitioned
 from fp8flax._core.once import once
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import BlockQuantizer

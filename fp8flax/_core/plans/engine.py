@@ -13,10 +13,11 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._core.amax import largest_of
-from fp8flax._core.jax_rules import sum_to_axes, traced_once
+from fp8flax._core.axes import sum_to_axes
 from fp8flax._core.names import RESIDUAL_NAMES
 from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales
 from fp8flax._core.state.state import ScalingState, next_state, state_to_keep
+from fp8flax._core.tracing import traced_once
 
 _, _, _SCALING_NAME = RESIDUAL_NAMES
 

@@ -13,7 +13,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from fp8flax._compat.max_dtype import is_max_dtype
-from fp8flax._core.jax_rules import refuse_unchecked_axes, reverse_mode_only, traced_once
+from fp8flax._compat.reverse_mode import reverse_mode_only
+from fp8flax._core.axes import refuse_unchecked_axes
 from fp8flax._core.measuring import Numbers, measuring, merged, merged_calls, numbers_of, tell
 from fp8flax._core.names import KEPT_WIDE
 from fp8flax._core.plans.contraction import (
@@ -36,6 +37,7 @@ from fp8flax._core.state.state import (
     check_state,
     report_calibrated,
 )
+from fp8flax._core.tracing import traced_once
 
 FORMS = ("direct", "qdq")
 """How an FP8 contraction is written down for the compiler."""

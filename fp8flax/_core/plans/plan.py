@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from fp8flax._core.jax_rules import manual_axes
+from fp8flax._compat.varying import manual_axes
 from fp8flax._core.state.state import DelayedConfig, ScalingState, scale_of
 
 Extra = tuple[jax.Array, ...]

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8flax._compat.choice_at_lowering import unless_cpu
 from fp8flax._compat.max_dtype import digested, to_digest
-from fp8flax._core.jax_rules import apart, unless_cpu
+from fp8flax._compat.xla_metadata import apart
 from fp8flax._core.scaling import push_amax
 from fp8flax._core.state.state import ScalingState, digest_of, kept_state
 

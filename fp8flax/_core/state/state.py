@@ -27,8 +27,9 @@ from fp8flax._compat.max_dtype import (
     to_digest,
     to_max_dtype,
 )
+from fp8flax._compat.xla_metadata import apart
+from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.jax_rules import apart, merge_amax
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import (
     SMALLEST_SCALE,

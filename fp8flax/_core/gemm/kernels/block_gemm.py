@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8flax._core.jax_rules import shape_varying_as, vary_alike
+from fp8flax._compat.varying import shape_varying_as
+from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16
 from fp8flax._core.scaling import apply_scales
 

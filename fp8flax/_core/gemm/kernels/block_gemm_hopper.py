@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8flax._core.axes import vary_alike
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK
-from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 
 # Two warpgroups multiply, each 64 rows of a tile of the result, and one warp of a third fetches.

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8flax._compat.varying import shape_varying_as
 from fp8flax._core.amax import magnitudes
+from fp8flax._core.axes import vary_alike
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.gemm.request import CAST_TILE, Cast, CastTranspose, cast_grid
-from fp8flax._core.jax_rules import shape_varying_as, vary_alike
 from fp8flax._core.names import CAST_TRANSPOSE
 from fp8flax._core.quantize import clipped, divided
 

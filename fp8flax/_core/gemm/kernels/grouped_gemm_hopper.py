@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fp8flax._core.axes import vary_alike
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.gemm.kernels.block_gemm_hopper import load
 from fp8flax._core.gemm.kernels.groups import TILE
-from fp8flax._core.jax_rules import vary_alike
 from fp8flax._core.names import GROUPED_GEMM
 from fp8flax._core.scaling import apply_scales
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8flax._compat.varying import shape_varying_as
 from fp8flax._core.gemm.gpus import has_triton
-from fp8flax._core.jax_rules import shape_varying_as
 from fp8flax._core.names import TRANSPOSE
 
 _TILE = 128

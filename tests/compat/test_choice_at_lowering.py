@@ -1,47 +1,33 @@
-"""What XLA is told of functions: which a CPU's program calls, and which of two programs for GPUs have."""
+"""Which of two functions a program has, with the private parts of JAX and without them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._core.jax_rules import apart, unless_cpu
-from fp8flax._core.state.batching import each_alike
+from fp8flax._compat import choice_at_lowering
+from fp8flax._compat.choice_at_lowering import unless_cpu, unless_partitioned
 
 
-def halved(x):
-    return {"halves": x / 2, "is_small": x < 1}
-
-
-@pytest.mark.oldest
-def test_a_function_apart_is_called_on_cpus_alone():
-    traced = jax.jit(apart(halved)).trace(jnp.ones(3))
-    assert 'inlineable = "false"' in traced.lower(lowering_platforms=("cpu",)).as_text()
-    assert "inlineable" not in traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert " call(" in traced.lower().compile().as_text()
-
-
-def test_a_function_apart_is_that_function():
-    x = jnp.array([0.5, 3.0])
-    for f in (apart(halved), jax.jit(apart(halved)), jax.vmap(apart(halved))):
-        result = f(x)
-        np.testing.assert_array_equal(result["halves"], [0.25, 1.5])
-        np.testing.assert_array_equal(result["is_small"], [True, False])
+@pytest.fixture(params=[True, False], ids=["with parts", "without"])
+def _with_and_without(request, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr(choice_at_lowering, "_unless_cpu_p", None)
+        monkeypatch.setattr(choice_at_lowering, "_unless_partitioned_p", None)
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda"), ("cuda", "cpu")])
-def test_a_function_apart_in_a_program_for_several_platforms(platforms):
-    exported = jax.export.export(jax.jit(apart(halved)), platforms=platforms)(jnp.ones(2))
-    np.testing.assert_array_equal(exported.call(jnp.array([0.5, 3.0]))["halves"], [0.25, 1.5])
+def test_on_a_cpu_the_other_function_is_not_even_traced():
+    def otherwise(x):
+        raise AssertionError("traced")
+
+    traced = jax.jit(lambda x: unless_cpu(otherwise, lambda x: [x + 1], x)).trace(jnp.ones(2))
+    np.testing.assert_array_equal(traced.lower().compile()(jnp.ones(2)), [[2, 2]])
+    with pytest.raises(AssertionError, match="traced"):
+        traced.lower(lowering_platforms=("cuda",))
 
 
-def test_a_function_apart_is_differentiated():
-    squared = apart(lambda x: (x**2, x + 1))
-    assert jax.jvp(lambda x: squared(x)[0], (3.0,), (1.0,)) == (9.0, 6.0)
-    assert jax.grad(jax.grad(lambda x: squared(x)[0] * squared(x)[1]))(3.0) == 2 * 4 + 4 * 3
-
-
+@pytest.mark.usefixtures("_with_and_without")
 class TestUnlessCpu:
     @staticmethod
     def of_a_platform(x, y):
@@ -52,16 +38,6 @@ class TestUnlessCpu:
             x,
             y,
         )
-
-    @pytest.mark.oldest
-    def test_on_a_cpu_the_other_function_is_not_even_traced(self):
-        def otherwise(x):
-            raise AssertionError("traced")
-
-        traced = jax.jit(lambda x: unless_cpu(otherwise, lambda x: [x + 1], x)).trace(jnp.ones(2))
-        np.testing.assert_array_equal(traced.lower().compile()(jnp.ones(2)), [[2, 2]])
-        with pytest.raises(AssertionError, match="traced"):
-            traced.lower(lowering_platforms=("cuda",))
 
     @pytest.mark.oldest
     def test_elsewhere_it_is_the_other_function(self):
@@ -113,15 +89,17 @@ class TestUnlessCpu:
         assert jax.grad(in_integers)(3.0, 4) == 4.0
 
 
-@pytest.mark.parametrize("kind", [{}, {"in_parts": True}, {"loops": True}, {"read_once": False}])
-def test_each_alike_is_each(kind):
-    def f(x, pair):
-        return x + pair[0], pair[1] - 1
+def two_programs(x):
+    """Two results, of which the second tells whether the program can be split over devices."""
+    return unless_partitioned(lambda x: [2 * x, 0 * x], lambda x: [2 * x, 0 * x + 1], x)
 
-    xs, pairs = [jnp.float32(1), jnp.float32(2)], [(jnp.ones(2), jnp.zeros(3)), (jnp.zeros(2), jnp.ones(3))]
-    found = jax.jit(lambda *args: each_alike(f, *args, **kind))(xs, pairs)
-    jax.tree.map(np.testing.assert_array_equal, found, [f(*each) for each in zip(xs, pairs)])
-    assert len(each_alike(f, xs[:1], pairs[:1], **kind)) == 1
-    without_some = jax.jit(lambda xs: each_alike(lambda x, _: x + 1, xs, [None, None], **kind)).trace(xs)
-    without_some.lower(lowering_platforms=("cuda",))
-    np.testing.assert_array_equal(without_some.lower().compile()(xs), [2, 3])
+
+@pytest.mark.oldest
+def test_a_program_for_one_device(monkeypatch):
+    x = jnp.arange(3.0)
+    for can_be_split in (0, 1):
+        if can_be_split:  # always, without the parts of JAX
+            monkeypatch.setattr(choice_at_lowering, "_unless_partitioned_p", None)
+        for wrap in (lambda f: f, jax.jit, jax.vmap):
+            found = wrap(lambda x: two_programs(x))(x)
+            np.testing.assert_array_equal(found, [2 * x, 0 * x + can_be_split])

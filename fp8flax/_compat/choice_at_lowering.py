@@ -1,0 +1,177 @@
+"""Chooses between two functions when a program is lowered: by its platform, or by its number of devices.
+
+Why: a CPU, one GPU, and GPUs over which XLA splits a program compute the same values best in different
+ways. While a program is traced nothing tells which of these it is for: a mesh need not be set, and the
+devices may be elsewhere. ``lax.platform_dependent`` chooses by the platform, but traces both functions, and
+JAX carries both through all transformations. Nothing public chooses by the number of devices.
+
+Internals: ``jax.extend.core`` and ``jax.interpreters``, to define primitives and to lower them, and the
+``axis_context`` of the module that is lowered. JAX shows them to libraries, but does not promise to keep
+them. Without them ``unless_cpu`` is ``lax.platform_dependent``, and ``unless_partitioned`` always takes the
+function that XLA can split. The values are the same; tracing and GPUs are slower.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+_unless_cpu_p: Any = None
+_unless_partitioned_p: Any = None
+"""The primitives; None if JAX lacks a part."""
+
+try:
+    from jax.extend.core import Primitive, jaxpr_as_fun
+    from jax.interpreters import ad, batching, mlir
+
+    _NEEDED = ad.primitive_jvps, ad.instantiate_zeros, batching.primitive_batchers, mlir.lower_fun
+    _NEEDED_TO_LOWER = mlir.register_lowering, mlir.ShardingContext, mlir.SPMDAxisContext
+except (ImportError, AttributeError):
+    pass
+else:
+    _unless_cpu_p, _unless_partitioned_p = map(Primitive, ("fp8_unless_cpu", "fp8_unless_partitioned"))
+
+
+# By platform. The function for CPUs gives the types of the results. The other function is traced where it
+# is lowered, so never for a CPU.
+
+
+def unless_cpu(otherwise: Callable[..., Any], on_cpu: Callable[..., Any], *args: Any) -> Any:
+    """Returns ``on_cpu(*args)`` in a program for a CPU, and ``otherwise(*args)`` elsewhere.
+
+    Args:
+        otherwise: a function of trees of arrays that returns a tree of arrays. It is traced when the
+            program is lowered. So it must not depend on a context of ours; and it must not multiply, as
+            whoever looks for contractions would not see it.
+        on_cpu: a function with results of the same shapes and dtypes.
+        *args: trees of arrays.
+    """
+    if _unless_cpu_p is None:
+        return lax.platform_dependent(*args, cpu=on_cpu, default=otherwise)
+    leaves, treedef = jax.tree.flatten(args)
+    traced, shapes = jax.make_jaxpr(lambda *x: on_cpu(*treedef.unflatten(x)), return_shape=True)(*leaves)
+    has_64_bits = jax.config.jax_enable_x64
+
+    def of_leaves(*x: Any) -> list[Any]:
+        with jax.enable_x64(has_64_bits):
+            return jax.tree.leaves(otherwise(*treedef.unflatten(x)))
+
+    results = _unless_cpu_p.bind(*leaves, on_cpu=traced, otherwise=of_leaves)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _by_platform(on_cpu: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that has both, for any platform."""
+    return functools.partial(lax.platform_dependent, cpu=jaxpr_as_fun(on_cpu), default=otherwise)
+
+
+def _differentiate_unless_cpu(primals: Any, tangents: Any, *, on_cpu: Any, otherwise: Any) -> Any:
+    tangents = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(_by_platform(on_cpu, otherwise), tuple(primals), tangents)
+
+
+def _batch_unless_cpu(args: Any, dims: Any, *, on_cpu: Any, otherwise: Any) -> Any:
+    both = (jax.vmap(f, in_axes=dims) for f in (otherwise, jaxpr_as_fun(on_cpu)))
+    results = unless_cpu(*both, *args)
+    return results, [0] * len(results)
+
+
+def _lower_unless_cpu(ctx: Any, *args: Any, on_cpu: Any, otherwise: Any) -> Any:
+    platforms = tuple(ctx.module_context.platforms)
+    chosen: Callable[..., Any] = _by_platform(on_cpu, otherwise)
+    if "cpu" not in platforms:
+        chosen = otherwise
+    elif len(platforms) == 1:
+        chosen = jaxpr_as_fun(on_cpu)
+    return mlir.lower_fun(chosen)(ctx, *args)
+
+
+if _unless_cpu_p is not None:
+    _unless_cpu_p.multiple_results = True
+    _unless_cpu_p.def_impl(lambda *args, **params: jax.jit(_by_platform(**params))(*args))
+    _unless_cpu_p.def_abstract_eval(lambda *avals, on_cpu, otherwise: on_cpu.out_avals)
+    mlir.register_lowering(_unless_cpu_p, _lower_unless_cpu, cacheable=False)
+    ad.primitive_jvps[_unless_cpu_p] = _differentiate_unless_cpu
+    batching.primitive_batchers[_unless_cpu_p] = _batch_unless_cpu
+
+
+# By the number of devices. The rules that lower a primitive know it by the ``axis_context`` of the module.
+
+
+def unless_partitioned(
+    whole: Callable[..., Any],
+    split: Callable[..., Any],
+    *args: Any,
+    on_shards: Callable[..., Any] | None = None,
+) -> Any:
+    """Returns ``split(*args)`` where XLA splits the program over several devices, else ``whole(*args)``.
+
+    XLA does not split what is inside of ``jax.shard_map``, if that is over all axes of the mesh.
+
+    Args:
+        whole: a function of trees of arrays that returns a tree of arrays. It depends on nothing else.
+        split: a function with results of the same shapes and dtypes.
+        on_shards: another such function, or None. It replaces ``split`` in programs that are split over a
+            mesh. It may use ``custom_partitioning``. Under ``jax.vmap`` it is not used.
+        *args: trees of arrays. Under ``jax.vmap`` the results of one array are batched along the axis of
+            that array, and the results of several arrays along the first axis.
+    """
+    if _unless_partitioned_p is None:
+        return split(*args)
+    leaves, treedef = jax.tree.flatten(args)
+    functions = (whole, split) if on_shards is None else (whole, split, on_shards)
+    (one, shapes), (other, _), *rest = (
+        jax.make_jaxpr(lambda *x, f=f: f(*treedef.unflatten(x)), return_shape=True)(*leaves)
+        for f in functions
+    )
+    third = rest[0][0] if rest else None
+    results = _unless_partitioned_p.bind(*leaves, whole=one, split=other, on_shards=third)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _is_partitioned(context: Any) -> bool:
+    """Returns whether XLA splits a module over several devices, by its ``axis_context``."""
+    if isinstance(context, mlir.ShardingContext):
+        return context.num_devices > 1
+    if isinstance(context, mlir.SPMDAxisContext):
+        automatic = set(context.mesh.axis_names) - set(context.manual_axes)
+        return math.prod(context.mesh.shape[axis] for axis in automatic) > 1
+    return False
+
+
+def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, split: Any, on_shards: Any) -> Any:
+    context = ctx.module_context.axis_context
+    chosen = split if _is_partitioned(context) else whole
+    if chosen is split and on_shards is not None and getattr(context, "abstract_mesh", None) is not None:
+        chosen = on_shards
+    return mlir.lower_fun(jaxpr_as_fun(chosen))(ctx, *args)
+
+
+def _batch_unless_partitioned(args: Any, dims: Any, *, whole: Any, split: Any, on_shards: Any) -> Any:
+    del on_shards
+    out = dims[0] if len(args) == 1 else 0
+    whole, split = (
+        jax.vmap(lambda *x, f=f: jaxpr_as_fun(f)(*x), in_axes=dims, out_axes=out) for f in (whole, split)
+    )
+    results = unless_partitioned(whole, split, *args)
+    return results, [out] * len(results)
+
+
+def _run_unless_partitioned(*args: Any, **params: Any) -> Any:
+    if jax.config.jax_disable_jit:
+        return jaxpr_as_fun(params["split"])(*args)
+    return jax.jit(functools.partial(_unless_partitioned_p.bind, **params))(*args)
+
+
+if _unless_partitioned_p is not None:
+    _unless_partitioned_p.multiple_results = True
+    _unless_partitioned_p.def_impl(_run_unless_partitioned)
+    _unless_partitioned_p.def_abstract_eval(lambda *avals, whole, split, on_shards: split.out_avals)
+    # Not cached: a cached rule would not ask for how many devices the program is.
+    mlir.register_lowering(_unless_partitioned_p, _lower_unless_partitioned, cacheable=False)
+    batching.primitive_batchers[_unless_partitioned_p] = _batch_unless_partitioned

@@ -1,0 +1,68 @@
+"""Keeps XLA for CPUs from inlining a function.
+
+Why: a kernel of XLA for CPUs computes cheap operands again instead of reading them. The arithmetic of a
+scale then stands in every kernel that reads the scale, which takes longer to compile and to run.
+
+Internals: ``jax.extend.core`` and ``jax.interpreters``, to define a primitive, and ``set_xla_metadata`` of
+``jax.experimental``. JAX shows them to libraries, but does not promise to keep them. Without them the
+functions are jitted and nothing more. The values are the same; programs for CPUs are larger and slower.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+_apart_p: Any = None
+"""An identity whose lowering marks the function that its operand comes from; None if JAX lacks a part."""
+
+try:
+    from jax.experimental.xla_metadata import set_xla_metadata
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+
+    _NEEDED = ad.primitive_jvps, batching.primitive_batchers, mlir.lower_fun, mlir.register_lowering
+except (ImportError, AttributeError):
+    pass
+else:
+    _apart_p = Primitive("fp8_apart")
+
+
+def apart(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Jits a function of arrays that XLA compiles for CPUs by itself, not as a part of what reads it.
+
+    Functions that are the same are compiled once, wherever they are called. On a GPU nothing changes: the
+    program would start more kernels.
+
+    Do not use it for the whole body of a ``lax.while_loop``: XLA for CPUs never ends such a loop if it has
+    two results or more.
+    """
+    jitted = jax.jit(f)
+
+    def call(*args: Any) -> Any:
+        result = jitted(*args)
+        if _apart_p is None:
+            return result
+        (first, *rest), treedef = jax.tree.flatten(result)
+        return treedef.unflatten([_apart_p.bind(first), *rest])
+
+    return call
+
+
+def _lower_apart(ctx: Any, x: Any) -> Any:
+    if tuple(ctx.module_context.platforms) != ("cpu",):
+        return [x]
+    mark = functools.partial(set_xla_metadata, inlineable="false")
+    return mlir.lower_fun(mark, multiple_results=False)(ctx, x)
+
+
+if _apart_p is not None:
+    _apart_p.def_impl(lambda x: x)
+    _apart_p.def_abstract_eval(lambda x: x)
+    # Not cached: the cached rule would see an argument, and not the call whose result it is to mark.
+    mlir.register_lowering(_apart_p, _lower_apart, cacheable=False)
+    ad.primitive_jvps[_apart_p] = lambda primals, tangents: (_apart_p.bind(*primals), tangents[0])
+    batching.primitive_batchers[_apart_p] = lambda args, dims: (_apart_p.bind(*args), dims[0])
