@@ -24,18 +24,13 @@ from fp8flax._compat.interpreter import RUNS_ONCE, Sets, Values, interpret
 from fp8flax._compat.jaxprs import equations, jaxpr_of, programs_in
 from fp8flax._compat.report_primitive import is_report, key_of, with_report
 from fp8flax._core.formats import fp8_max
+from fp8flax._core.mode import Measuring, mode
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import Quantizer, quantized
 from fp8flax._core.scaling import power_of_two, scale_exponent
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32
-
-measuring = jax.make_user_context(None)
-"""The path of the op whose contractions tell their numbers; ``()`` outside of ops, None to tell nothing."""
-
-_measurement = jax.make_user_context(None)
-"""An object of each measurement: what ``nn.jit`` traced in another one has the paths of that one."""
 
 _TINY, _HUGE = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 # Of a clipped value more is lost than float32 arithmetic loses of the largest one.
@@ -184,7 +179,7 @@ def measured(f: Callable[[Any], Any], x: Any) -> tuple[Any, Told]:
     Raises:
         ValueError: an op reports its numbers where they cannot get out, or under the path of another one.
     """
-    with measuring(()), _measurement(object()):
+    with mode(Measuring(object())):
         program, shapes = jax.make_jaxpr(f, return_shape=True)(x)
     _check_paths(program)
     rules = _Measured()

@@ -17,7 +17,7 @@ from flax.core import DenyList
 from fp8flax._compat.flax_context import running_modules
 from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.measuring import measuring
+from fp8flax._core.mode import in_op
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, SWITCHED_OFF, state_leaf_names
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.dot_general import fp8_dot_general
@@ -112,8 +112,7 @@ class Fp8Op(nn.Module):
                 with jax.named_scope(SWITCHED_OFF):
                     return self.plain(*args, **told)
             states, used = (self._states(recipe, **stacked), recipe) if fixed is None else fixed
-            path = None if measuring.value is None else self.path or (type(self).__name__,)
-            with measuring(path):
+            with in_op(lambda: self.path or (type(self).__name__,)):
                 return self.in_fp8(
                     *args, states=states, recipe=used, form=self.form, is_frozen=fixed is not None, **told
                 )

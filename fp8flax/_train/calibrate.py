@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.axes import UNCHECKED, current_manual_axes, merged_in
+from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.plans.modes import calibrating
 from fp8flax._core.scaling import SMALLEST_SCALE
 from fp8flax._core.state.tree import check_state_dtype, kept_state, path_str, to_max, unmerge
 
@@ -148,7 +148,7 @@ class _Measure:
     def __call__(self, variables: Any, batch: Any) -> dict[str, Any]:
         if self._reports is None:
             try:
-                with calibrating(True):
+                with mode(Calibrating()):
                     return self._as_gradient(variables, batch)
             except (NotImplementedError, TypeError, ValueError) as error:
                 if not self._is_forward or UNCHECKED in str(error):
@@ -156,7 +156,7 @@ class _Measure:
             # Perhaps it has no reverse mode. If that is not it, this raises the same error.
             self._reports = _Reports(variables)
         self._reports.clear()
-        with _one_at_a_time, calibrating(_report):
+        with _one_at_a_time, mode(Calibrating(_report)):
             _told.append(self._reports)
             try:
                 jax.block_until_ready(self._run(self._reports.named, batch))

@@ -17,7 +17,7 @@ from fp8flax._compat.flax_context import running_modules
 from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.formats import Format
-from fp8flax._core.measuring import measuring
+from fp8flax._core.mode import in_op
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, SWITCHED_OFF, state_leaf_names
 from fp8flax._core.options import check_choice, check_int
 from fp8flax._core.plans.contraction import States
@@ -158,7 +158,7 @@ class Fp8Op(nnx.Module):
             with jax.named_scope(SWITCHED_OFF):
                 return self.plain(*args, **told)
         states = self.states(recipe, stacked)
-        with measuring(None if measuring.value is None else self._path()):
+        with in_op(self._path):
             out = self.in_fp8(*args, states=states, recipe=recipe, form=self.form, **told)
         state = next((state for state in states if state is not None), None)
         if state is None or state.scale.dtype != jnp.float32:  # which fp8flax.nnx.grad has cast

@@ -69,6 +69,7 @@ ORDER = [
     "_core/gemm/cuda_casts",
     "_core/gemm/cuda_ragged",
     "_core/gemm/lowering",
+    "_core/mode",
     "_core/measuring",
     "_core/plans/plan",
     "_core/plans/engine",
@@ -310,9 +311,7 @@ def test_what_follows_the_context():
     assert found == {
         ("_core/autocast.py", "_jit_key"),
         ("_core/gemm/gpus.py", "compile_target"),
-        ("_core/plans/modes.py", "calibrating"),
+        ("_core/mode.py", "mode"),
         ("_core/axes.py", "merged_in"),
-        ("_core/measuring.py", "_measurement"),
-        ("_core/measuring.py", "measuring"),
         ("_linen/conversion.py", "_running"),
     }

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from fp8flax._core.gemm.lowering import lowered, warn_if_emulated
 from fp8flax._core.gemm.reference import reference_gemm
 from fp8flax._core.gemm.request import Gemm
+from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.plans.contraction import (
     STATELESS,
     Contraction,
@@ -24,7 +25,7 @@ from fp8flax._core.plans.contraction import (
     check_operands,
     on_automatic_axes,
 )
-from fp8flax._core.plans.modes import calibrating, contract
+from fp8flax._core.plans.modes import contract
 from fp8flax._core.plans.plan import Extra, Operand
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import quantized
@@ -236,7 +237,12 @@ def with_precision(recipe: CustomRecipe, precision: Any, form: str) -> CustomRec
 
     Where nothing is multiplied in FP8 it is left to ``lax``.
     """
-    if precision is None or form == "qdq" or calibrating.value or not any(recipe.quantizers):
+    if (
+        precision is None
+        or form == "qdq"
+        or isinstance(mode.value, Calibrating)
+        or not any(recipe.quantizers)
+    ):
         return recipe
     pair = precision if isinstance(precision, tuple | list) else (precision, precision)
     try:

@@ -21,7 +21,7 @@ from fp8flax._compat.reverse_mode import reverse_mode_only
 from fp8flax._core.gemm.lowering import lowered
 from fp8flax._core.gemm.reference import reference_cast, reference_gemm
 from fp8flax._core.gemm.request import Cast, CastTranspose
-from fp8flax._core.measuring import measuring
+from fp8flax._core.mode import mode
 from fp8flax._core.names import (
     DGRAD,
     FORWARD,
@@ -34,7 +34,6 @@ from fp8flax._core.names import (
 from fp8flax._core.plans.contraction import Entering, States, input_of, quantized_with_amax, restored
 from fp8flax._core.plans.dot_general import DotPlan
 from fp8flax._core.plans.engine import named_scaling, run
-from fp8flax._core.plans.modes import calibrating
 from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales, explicit_sharding
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import inf_to_nan
@@ -270,8 +269,7 @@ def is_one(recipe: CustomRecipe, x: jax.Array, dtype: Any) -> bool:
     """
     return (
         is_all_delayed(recipe)
-        and not calibrating.value
-        and measuring.value is None
+        and mode.value is None
         and jnp.float64 not in (x.dtype, dtype)
         and explicit_sharding(x) is None
     )

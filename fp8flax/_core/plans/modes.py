@@ -15,7 +15,8 @@ from jax.custom_derivatives import SymbolicZero
 from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._compat.reverse_mode import reverse_mode_only
 from fp8flax._core.axes import refuse_unchecked_axes
-from fp8flax._core.measuring import Numbers, measuring, merged, merged_calls, numbers_of, tell
+from fp8flax._core.measuring import Numbers, merged, merged_calls, numbers_of, tell
+from fp8flax._core.mode import Calibrating, is_measuring, mode
 from fp8flax._core.names import KEPT_WIDE
 from fp8flax._core.plans.contraction import (
     STATELESS,
@@ -41,12 +42,6 @@ from fp8flax._core.tracing import traced_once
 
 FORMS = ("direct", "qdq")
 """How an FP8 contraction is written down for the compiler."""
-
-calibrating = jax.make_user_context(False)
-"""Whether contractions run in the operands' wide dtypes, and only the next scaling states are made.
-
-True makes them as gradients of the states. A function is called on the host with those of inputs and
-kernels."""
 
 _States = dict[str, ScalingState]
 """The state of each role with delayed scaling."""
@@ -86,10 +81,9 @@ def contract(
     if is_frozen:
         plan.warn(plan.recipe.forward)
         return _frozen(plan, lhs, rhs, extra, _Fixed(plan.scales(checked), None))
-    if not callable(calibrating.value):
-        lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
-    if calibrating.value:
+    if isinstance(mode.value, Calibrating):
         return _calibrated(plan, lhs, rhs, extra, checked)
+    lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
     is_delayed = all(
         quantizer is not None and quantizer.needs_state for quantizer in plan.recipe.quantizers
     )
@@ -98,7 +92,7 @@ def contract(
         compute = _fake_quantized
     else:
         plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
-    if measuring.value is not None:
+    if is_measuring():
         return _measured(compute, plan, lhs, rhs, extra, checked)
     return compute(plan, lhs, rhs, extra, checked)
 
@@ -195,19 +189,21 @@ def _calibrated(
     plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: _States
 ) -> jax.Array:
     """Returns the contraction as JAX computes it, from which only the next scaling states are taken."""
-    report, configs = calibrating.value, plan.configs
+    report, configs = mode.value.report, plan.configs
+    if report is None:
+        lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
     operands = {"input": lhs, "kernel": rhs}
     for role, x in operands.items():
         if role not in configs:
             continue
         config, state = configs[role], states[role]
         amax = plan.amax(role, plan.prepared(role, lax.stop_gradient(x), extra), extra)
-        if callable(report):
+        if report is not None:
             report_calibrated(report, config, amax, state)
         else:
             operands[role] = observed(partial(_calibrate_operand, config), x, (amax, state))
     out = plan.wide(operands["input"], operands["kernel"], extra)
-    if callable(report) or "output_grad" not in configs:
+    if report is not None or "output_grad" not in configs:
         return out
     return observed(partial(_calibrate_output_grad, plan), out, (extra, states["output_grad"]))
 
@@ -237,8 +233,8 @@ def _measured(
     states: _States,
 ) -> jax.Array:
     """Returns the contraction, and reports what FP8 leaves of its tensors."""
-    path, scales = measuring.value, plan.scales(states)
-    with measuring(None):  # under which all layers that are alike are traced once
+    path, scales = mode.value.path, plan.scales(states)
+    with mode(None):  # under which all layers that are alike are traced once
         lhs = _told(plan, path, "input", lhs, extra, scales.get("input"))
         rhs = _told(plan, path, "kernel", rhs, extra, scales.get("kernel"))
         out = compute(plan, lhs, rhs, extra, states)
