@@ -172,9 +172,10 @@ class Run:
                 examples = self.task.batch(self.seed, step - 1)
                 began = time.perf_counter()
                 self.state, loss, scaling = train_step(self.state, examples, self.key)
-                self.arrays["train_loss"][step - 1] = loss
+                # NumPy would make a ValueError of a Ctrl-C that arrives while it converts an array of JAX.
+                self.arrays["train_loss"][step - 1] = float(loss)
                 if self.layers:
-                    self.arrays["scaling"][step - 1] = scaling
+                    self.arrays["scaling"][step - 1] = np.asarray(scaling)
                 self.step_seconds.append(time.perf_counter() - began)
                 if step in self.evaluated_after:
                     i, values = self.evaluated_after.index(step), self.loss_and_accuracy("validation")

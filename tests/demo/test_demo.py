@@ -182,6 +182,23 @@ class TestTraining:
         before = np.maximum.accumulate(amax[:-1, :, 0], axis=0)
         np.testing.assert_allclose(scale[1:, :, 0], before / 448, rtol=1e-6)
 
+    def test_ctrl_c_while_a_loss_is_converted(self, text, tmp_path, monkeypatch):
+        """NumPy makes it a ValueError where it converts what has items, such as an array of JAX."""
+
+        class Loss:
+            def __float__(self):
+                raise KeyboardInterrupt
+
+            def __len__(self):
+                raise TypeError
+
+            def __getitem__(self, i):
+                raise TypeError
+
+        monkeypatch.setattr(training, "train_step", lambda state, examples, key: (state, Loss(), None))
+        with pytest.raises(KeyboardInterrupt):
+            trained(tiny_task(text), "bf16", tmp_path)
+
     def test_a_damaged_checkpoint_is_one_line(self, text, tmp_path):
         trained(tiny_task(text), "bf16", tmp_path)
         for path in (tmp_path / str(STEPS)).rglob("*"):
