@@ -1,4 +1,4 @@
-"""One call of a converted model: what it computes, op by op, and what it is seen to compute."""
+"""Runs one call of a converted model: decides for each contraction, computes it, and remembers the op."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8flax._linen.op import Fp8Op
 from fp8flax._model.beside_params import beside_params
 from fp8flax._model.interception import Contraction, Interception, Left
 from fp8flax._model.jaxprs import CAST
-from fp8flax._model.param_origin import Origin, ParamOrigins
+from fp8flax._model.param_origin import Move, Origin, ParamOrigins
 from fp8flax._model.rules import Decision, Rules, Site
 from fp8flax._model.sites import as_op, name_of, site_of
 
@@ -31,26 +31,26 @@ class SeenOp(NamedTuple):
     op: type[Fp8Op]
     gemms: CustomRecipe
     kernel: Origin | None
-    """What its kernel owes to parameters."""
+    """The parameters that its kernel comes from; None if it comes from anything else."""
     args: tuple[Any, ...]
     """Shapes and dtypes of the input and the kernel; dimension numbers, precision, dtype of the result."""
     others: frozenset[tuple[str, ...]] = frozenset()
-    """Where it multiplies by several kernels, the parameters of all of them."""
+    """The parameters of all kernels of an op that multiplies by several; else empty."""
 
 
 class SeenSite(NamedTuple):
-    """A contraction that a model computes, and what became of it."""
+    """A contraction that a model computes, with the decision of the rules."""
 
     site: Site
     decision: Decision
     name: str
-    """Of the contraction in its module, and of the op if it was converted."""
+    """The name of the contraction in its module, and of the op if it was converted."""
     is_swapped: bool
     """Whether the kernel is its left operand."""
 
     @property
     def scope(self) -> str:
-        """A name by which ``report`` finds it in a jaxpr: the same whenever it is traced."""
+        """The scope by which ``report`` finds the contraction in a program; the same in each trace."""
         text = f"{self.site.path}/{self.name}/{self.site.shapes}/{self.site.impossible}"
         return f"{COUNTED}{zlib.crc32(text.encode()):08x}"
 
@@ -209,15 +209,15 @@ def _is_same_kernel(a: SeenOp, b: SeenOp) -> bool:
 
 
 def _as_values(kernel: Origin) -> Any:
-    """Returns what was moved how, without casts that change no value: those that wider inputs ask for."""
+    """Returns how a kernel came from parameters, without the casts that change no value."""
 
-    def without(moves: Any) -> Any:
-        name, params, index, operands = moves
-        if name == CAST:
+    def without(move: Move) -> Move:
+        params = move.params
+        if move.primitive == CAST:
             if _holds(params["new_dtype"], params["from"]):
-                return without(operands[0])
+                return without(move.operands[0])
             params = {**params, "from": None}
-        return name, params, index, tuple(map(without, operands))
+        return move._replace(params=params, operands=tuple(map(without, move.operands)))
 
     return without(kernel.moves)
 

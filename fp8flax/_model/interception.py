@@ -24,7 +24,7 @@ from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._model.jaxprs import CONTRACTIONS, has_contraction
 from fp8flax._model.param_origin import Origin, ParamOrigins
 
-# Whole elements of a stack of names, where a module's name may only begin alike.
+# Matches whole elements of a stack of scopes: the name of a module may begin alike.
 _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
 
 
@@ -35,13 +35,13 @@ class Frame(NamedTuple):
     method: str
     """Empty for ``__call__`` and for compact methods."""
     counts: dict[str, int]
-    """How many contractions of a kind it has computed."""
+    """How many contractions of each kind the method has computed."""
     is_apart: bool = False
     """Whether the module is one that a method applies to variables of its own, outside of the model."""
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The module's."""
+        """The path of the module in the model."""
         scope: Any = self.module.scope
         return scope.path
 
@@ -61,15 +61,15 @@ class Contraction(NamedTuple):
     origins: tuple[Origin | None, ...]
     """For each of the first two operands the parameters that it is made of; None if of anything else."""
     elsewhere: str | None
-    """The path of a variable outside of ``params`` that one of the two is made of."""
+    """The path of a variable outside of ``params`` that one of the two operands comes from."""
     frame: Frame
 
 
 class Left(NamedTuple):
-    """What a handler returns for a contraction to be computed as it is."""
+    """Is returned by a handler for a contraction that stays wide."""
 
     scope: str = NOT_CONVERTED
-    """The ``jax.named_scope`` that it is computed in."""
+    """The ``jax.named_scope`` that the contraction is computed in."""
 
 
 Handler = Callable[[Contraction], Any]
@@ -77,7 +77,7 @@ Handler = Callable[[Contraction], Any]
 
 
 class Interception:
-    """What all traces of one call of a model share: the handler, and where values come from."""
+    """Looks into the methods of one call of a model; all traces of the call share it."""
 
     def __init__(
         self,
@@ -93,13 +93,13 @@ class Interception:
         self._model = model
         self._state = state
         self.is_passing = False
-        """Whether a trace has dealt with what reaches those behind it, as under ``nn.vmap``."""
+        """Whether watchers hand everything on, because one before them has dealt with it (``nn.vmap``)."""
         self.is_apart = False
         """Whether a module runs that a method applies to variables of its own, outside of the model."""
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """A context in which all traces hand everything on."""
+        """A context in which all watchers hand everything on."""
         before, self.is_passing = self.is_passing, True
         try:
             yield
@@ -108,7 +108,7 @@ class Interception:
 
     @contextlib.contextmanager
     def frame_of(self, module: nn.Module, method: str) -> Iterator[Frame]:
-        """A context with the frame of a method that runs in it."""
+        """A context in which a method runs; gives the frame of the method."""
         root: Any = module.scope.root  # type: ignore[union-attr]
         # The model may apply itself, to all of its variables.
         is_itself = isinstance(module, self._model) and self._state in variables_of(root)
@@ -121,7 +121,7 @@ class Interception:
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """A context of which nothing is looked into, as of an op."""
+        """A context in which nothing is looked into, for what an op computes."""
         with unwatched(), self.passing(), jax.named_scope(BY_OP):
             yield
 

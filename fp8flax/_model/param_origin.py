@@ -22,10 +22,11 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.state.tree import key_name
 from fp8flax._model.jaxprs import BIJECTIONS, CAST, CASTS, MOVEMENTS, uses_of
 
-_PARAMETER = "parameter"  # in the place of a primitive, for a parameter as it is
-# Flags of scopes, which Linen's transformations pass on: to which calls one belongs; the paths of what
-# nn.map_variables has made of parameters, and of these parameters.
-_MARK, _MAPPED = "fp8flax", "fp8flax_mapped"
+_PARAMETER = "parameter"
+"""The ``Move.primitive`` of a parameter as it is."""
+# Linen's transformations pass the flags of a scope on to the scopes that they make. Ours hold
+_MARK = "fp8flax"  # the ParamOrigins of the calls that the scope belongs to;
+_MAPPED = "fp8flax_mapped"  # the paths that nn.map_variables has made, and those of what it made them of.
 _NOTHING: tuple[frozenset[Any], frozenset[Any]] = frozenset(), frozenset()
 
 
@@ -37,36 +38,48 @@ class Source(NamedTuple):
     dtype: Any
 
 
+class Move(NamedTuple):
+    """The last step by which a value came from parameters."""
+
+    primitive: str
+    """The name of the primitive; ``_PARAMETER`` for a parameter as it is."""
+    params: dict[str, Any]
+    """The parameters of the primitive. ``"of"`` is the shape of its first operand."""
+    result: int
+    """Which result of the primitive the value is."""
+    operands: tuple[Move, ...]
+    """The steps by which the operands of the primitive came from parameters."""
+
+
 class Origin(NamedTuple):
-    """What a value owes to parameters."""
+    """The parameters that a value comes from, if it comes from nothing else."""
 
     sources: tuple[Source, ...]
-    """The parameters that it is made of, alone."""
+    """The parameters, in the order of ``rebuild``."""
     rebuild: Callable[[tuple[jax.Array, ...], bool], jax.Array] | None
-    """Makes it from arrays of the shapes of ``sources``, with or without casts; None if it is computed, and
-    not only moved."""
-    moves: Any
-    """What was moved how, to compare: the primitive, its parameters, which of its results it is, and the
-    moves of its operands. Arithmetic that keeps the shape does not count."""
+    """Makes the value from arrays in the places of the parameters; the second argument says whether casts
+    are applied. None if the value is computed, and not only moved and cast."""
+    moves: Move
+    """How the value came from the parameters. Arithmetic that keeps the shape is left out."""
 
     @property
     def is_one_parameter(self) -> bool:
-        """Whether it is one parameter, at most cast."""
+        """Whether the value is one parameter, at most cast."""
         return self._is_parameter_after(CASTS)
 
     @property
     def is_whole_parameter(self) -> bool:
-        """Whether it has each element of one parameter once, wherever."""
+        """Whether the value has each element of one parameter once, in any order and shape."""
         return self._is_parameter_after(BIJECTIONS)
 
     def _is_parameter_after(self, names: tuple[str, ...]) -> bool:
         move = self.moves
-        while move[0] in names:
-            (move,) = move[3]
-        return bool(move[0] == _PARAMETER) and self.rebuild is not None
+        while move.primitive in names:
+            (move,) = move.operands
+        return move.primitive == _PARAMETER and self.rebuild is not None
 
     def part(self, summed: Sequence[int]) -> str:
-        """Returns what tells this use of a parameter from others, the same whenever it is computed.
+        """Returns a name for the part of the parameter that the value is, for the name of the op's state.
 
         Args:
             summed: the dimensions over which a contraction sums.
@@ -76,11 +89,11 @@ class Origin(NamedTuple):
         was reshaped or joined counts as whole.
         """
         chain = [self.moves]
-        while chain[-1][0] != _PARAMETER:
-            if len(chain[-1][3]) != 1:
+        while chain[-1].primitive != _PARAMETER:
+            if len(chain[-1].operands) != 1:
                 return ""
-            chain.append(chain[-1][3][0])
-        rank = len(chain.pop()[1]["of"])
+            chain.append(chain[-1].operands[0])
+        rank = len(chain.pop().params["of"])
         axes: list[int] | None = list(range(rank))
         text = ""
         for name, params, index, _ in reversed(chain):
@@ -139,10 +152,10 @@ class ParamOrigins:
         self._elsewhere = _ByIdentity()
         self._known_elsewhere = _ByIdentity()
         self.used_otherwise: set[tuple[str, ...]] = set()
-        """Parameters that something reads that is neither a contraction nor a movement."""
+        """The parameters that something reads beside contractions and movements."""
 
     def of(self, value: Any, scope: Any) -> Origin | None:
-        """Returns what a value owes to a scope's parameters; None if it has anything from elsewhere."""
+        """Returns the origin of a value in a scope's parameters; None if it comes from anything else."""
         if not isinstance(value, jax.Array | np.ndarray):
             return None
         found: Origin | None = self._origins.get(value)
@@ -152,16 +165,16 @@ class ParamOrigins:
         return found
 
     def elsewhere(self, value: Any, scope: Any) -> str | None:
-        """Returns the path of the variable outside of ``params`` that a value is made of; None if of none.
+        """Returns the path of the first variable outside of ``params`` that a value comes from.
 
-        Parameters may be in it, too, but nothing that is no variable.
+        None if the value comes from no such variable, or from anything that is no variable.
         """
         self._look_elsewhere(scope.root)
         path: str | None = self._elsewhere.get(value)
         return path
 
     def mark(self, scope: Any) -> None:
-        """Remembers that a scope, and what Linen makes of it, is the model's."""
+        """Remembers that a scope, and each scope that Linen makes from it, is the model's."""
         _set_flag(scope, _MARK, (*scope.flags.get(_MARK, ()), self))
 
     def has_place(self, root: Any) -> bool:
@@ -179,7 +192,7 @@ class ParamOrigins:
         for source, leaf in _params_in(root):
             if self._origins.get(leaf) is None:
                 rebuild = None if source.path in mapped else _first
-                moves = _PARAMETER, {"of": leaf.shape}, 0, ()
+                moves = Move(_PARAMETER, {"of": leaf.shape}, 0, ())
                 self._origins.set(leaf, Origin((source,), rebuild, moves))
                 if rebuild is None:
                     self.used_otherwise |= made_of
@@ -218,7 +231,7 @@ class ParamOrigins:
             _set_flag(mapped, _MAPPED, (paths, made_of))
 
     def follow(self, primitive: Any, operands: Any, params: Any, results: Any, scope: Any) -> None:
-        """Remembers what the results of a primitive owe to parameters."""
+        """Remembers the origins of the results of a primitive, and which parameters it reads."""
         results = results if primitive.multiple_results else [results]
         if all(map(self._is_constant, operands)):
             for result in results:
@@ -236,21 +249,22 @@ class ParamOrigins:
             if reads and not is_moved:
                 self.use(operand, scope)
         for i, (result, index) in enumerate(zip(results, uses.returns)):
-            owes = None
+            origin = None
             if index is not None:
-                owes = self.of(operands[index], scope)
+                origin = self.of(operands[index], scope)
             elif can_rebuild:
                 known = {**params, "of": operands[0].shape}
                 if primitive.name == CAST:
                     known["from"] = operands[0].dtype
-                moves = primitive.name, known, i, tuple(d.moves for d in made_of)
-                owes = Origin(sources, _rebuilder(primitive, params, made_of, i), moves)
+                moves = Move(primitive.name, known, i, tuple(d.moves for d in made_of))
+                origin = Origin(sources, _rebuilder(primitive, params, made_of, i), moves)
             elif made_of and len(made_of) == len(origins):
                 kept = [self.of(x, scope) for x in operands if np.shape(x) == result.shape]
-                moves = next((d.moves for d in kept if d is not None), (primitive.name, {}, i, ()))
-                owes = Origin(sources, None, moves)
-            if owes is not None:
-                self._origins.set(result, owes)
+                no_move = Move(primitive.name, {}, i, ())
+                moves = next((d.moves for d in kept if d is not None), no_move)
+                origin = Origin(sources, None, moves)
+            if origin is not None:
+                self._origins.set(result, origin)
 
     def _follow_elsewhere(
         self, operands: Sequence[Any], origins: Sequence[Origin | None], results: Any, scope: Any
@@ -266,7 +280,7 @@ class ParamOrigins:
         return bool(self._constants.get(value)) if isinstance(value, jax.Array) else np.ndim(value) == 0
 
     def use(self, value: Any, scope: Any) -> None:
-        """Remembers that something else than an FP8 op reads a value."""
+        """Remembers that something other than an FP8 op reads a value."""
         origin = self.of(value, scope)
         if origin is not None:
             self.used_otherwise.update(source.path for source in origin.sources)
@@ -275,6 +289,8 @@ class ParamOrigins:
 def _rebuilder(
     primitive: Any, params: dict[str, Any], made_of: list[Origin], index: int
 ) -> Callable[[tuple[jax.Array, ...], bool], jax.Array]:
+    """Returns ``Origin.rebuild`` of a result of a primitive whose operands have these origins."""
+
     def rebuild(arrays: tuple[jax.Array, ...], casts: bool) -> jax.Array:
         operands, rest = [], arrays
         for d in made_of:
@@ -299,7 +315,7 @@ def _set_flag(scope: Any, name: str, value: Any) -> None:
 
 
 def _params_in(root: Any) -> list[tuple[Source, Any]]:
-    """Returns the parameters in a root scope."""
+    """Returns the parameters in a root scope, each with its array."""
     params = nn.meta.unbox(variables_of(root).get(PARAMS, {}))
     return [
         (Source((*root.path, *(str(key_name(key)) for key in path)), leaf.shape, leaf.dtype), leaf)
