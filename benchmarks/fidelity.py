@@ -210,12 +210,12 @@ def sensitivity(weights: Any, settings: Settings, held_out: Sequence[Any]) -> di
     return rows
 
 
-@functools.cache
 def _digest(corpus: Corpus) -> str:
     """Identifies the bytes of both streams, so that results of other data are not taken for these."""
     return hashlib.sha256(corpus.train.tobytes() + b"|" + corpus.validation.tobytes()).hexdigest()[:12]
 
 
+@functools.cache
 def _corpus(length: int) -> Corpus:
     return load_corpus(None, length)
 
