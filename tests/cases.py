@@ -13,6 +13,7 @@ from jax import lax
 
 import fp8flax as fp8
 from benchmarks.step_cpu import residual_bytes
+from fp8flax._core.scaling import apply_scales
 from fp8flax._core.state.tree import merge_by_max
 from tests import reference, reference_recipes
 
@@ -249,3 +250,12 @@ def in_the_place_of_hoppers(block_gemm):
         return block_gemm(lhs, rhs, lhs_scale, rhs_scale, out_dtype=out_dtype, in_float16=False)
 
     return multiply
+
+
+def block_gemm_in_jax(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
+    """The reference of ``block_gemm``: the products of all blocks at once."""
+    blocks = [x.reshape(*x.shape[:2], -1, 128).astype(jnp.float32) for x in (lhs, rhs)]
+    products = jnp.einsum("bmkc,bnkc->kbmn", *blocks, precision=lax.Precision.HIGHEST)
+    scales = [jnp.moveaxis(scale, 2, 0) for scale in (lhs_scale, rhs_scale)]
+    scaled = apply_scales(products, scales[0][:, :, :, None], scales[1][:, :, None, :])
+    return jnp.sum(scaled, axis=0).astype(out_dtype)

@@ -17,7 +17,7 @@ from fp8flax._audit.auditing import audit
 from fp8flax._audit.report import AuditReport
 from fp8flax._core.autocast import autocast, recipe_in_use
 from fp8flax._core.gemm.gpus import GPUS, Gpu, compile_target
-from fp8flax._core.gemm.lowering import runs_in_fp8
+from fp8flax._core.gemm.units import runs_in_fp8
 from fp8flax._core.names import COUNTED, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import if_of_other_api
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling

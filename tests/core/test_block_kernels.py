@@ -14,7 +14,6 @@ import fp8flax as fp8
 from fp8flax._core.gemm import cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels import block_gemm_hopper
-from fp8flax._core.gemm.kernels.block_gemm import block_gemm_in_jax
 from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC, hopper_block_gemm
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
@@ -22,7 +21,7 @@ from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards, quantize_on_sha
 from fp8flax._core.gemm.request import CastTranspose
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax._core.qtensor import QTensor, View
-from tests.cases import error_of_product
+from tests.cases import block_gemm_in_jax, error_of_product
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 

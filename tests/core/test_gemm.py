@@ -13,7 +13,7 @@ import fp8flax as fp8
 from fp8flax._core import scaling
 from fp8flax._core.gemm import cuda, cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.gemm.kernels.block_gemm import block_gemm, block_gemm_in_jax
+from fp8flax._core.gemm.kernels.block_gemm import block_gemm
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.plans.contraction import STATELESS, States
 from fp8flax._core.plans.conv import fp8_conv_general_dilated
@@ -173,13 +173,9 @@ def test_magnitudes_in_the_branch_for_gpus(name, monkeypatch):
         check_three_gemms(RECIPES[name])
 
 
-@pytest.mark.parametrize("runs", ["kernel", "twin"])
-def test_the_block_kernel_in_range(runs):
-    run = {
-        "kernel": partial(block_gemm, out_dtype=jnp.float32, in_float16=False, interpret=True),
-        "twin": partial(block_gemm_in_jax, out_dtype=jnp.float32),
-    }[runs]
-    run, rng = jax.jit(run), np.random.default_rng(0)
+def test_the_block_kernel_in_range():
+    run = jax.jit(partial(block_gemm, out_dtype=jnp.float32, in_float16=False, interpret=True))
+    rng = np.random.default_rng(0)
     codes = [jnp.asarray(rng.normal(size=(1, n, 256)) * 90, jnp.float8_e4m3fn) for n in (40, 150)]
     for magnitudes in MAGNITUDES:
         scales = [

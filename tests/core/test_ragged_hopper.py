@@ -315,7 +315,7 @@ def test_which_gpus_have_the_kernel(way):
 @pytest.mark.parametrize(("capability", "is_told"), [(9.0, False), (10.0, True)])
 def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(capability, is_told, monkeypatch):
     """Not Hopper; Blackwell, whose own block-scaled GEMM is none of a ragged dot."""
-    monkeypatch.setattr("fp8flax._core.gemm.lowering.compute_capability", lambda: capability)
+    monkeypatch.setattr("fp8flax._core.gemm.units.compute_capability", lambda: capability)
     f = partial(fp8_ragged_dot, states=States(), recipe=fp8.Float8BlockScaling())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -14,7 +14,7 @@ from jax import lax
 import fp8flax as fp8
 from fp8flax._core.gemm import cuda, cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.gemm.kernels.block_gemm import block_gemm, block_gemm_in_jax
+from fp8flax._core.gemm.kernels.block_gemm import block_gemm
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from tests import reference_recipes
@@ -23,6 +23,7 @@ from tests.cases import (
     MATMUL,
     OWG,
     Block,
+    block_gemm_in_jax,
     cells,
     data,
     error_of_product,
@@ -549,7 +550,7 @@ WIDE = fp8.CustomRecipe()
 
 
 def test_an_older_gpu_is_told_that_block_scales_are_not_native(monkeypatch):
-    monkeypatch.setattr("fp8flax._core.gemm.lowering.compute_capability", lambda: 9.0)
+    monkeypatch.setattr("fp8flax._core.gemm.units.compute_capability", lambda: 9.0)
     x, w = jnp.ones((2, 32)), jnp.ones((32, 2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -68,6 +68,7 @@ ORDER = [
     "_core/gemm/cuda",
     "_core/gemm/cuda_casts",
     "_core/gemm/cuda_ragged",
+    "_core/gemm/units",
     "_core/gemm/lowering",
     "_core/mode",
     "_core/measuring",

@@ -1,4 +1,4 @@
-"""What the device multiplies that a program is compiled for."""
+"""GPUs: a table of what is known of each, and which GPU a program is compiled for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NATIVE_FP8, HOPPER, NATIVE_MX = 8.9, 9.0, 10.0
 per 32 columns."""
 
 compile_target = jax.make_user_context(None)
-"""The compute capability of the GPU that a program is compiled for, where that is not the one at hand."""
+"""The compute capability of the GPU that a program is compiled for; None for the device at hand."""
 
 
 class Fp8EmulationWarning(UserWarning):
@@ -22,12 +22,12 @@ class Fp8EmulationWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU that need not be there: what XLA decides by, and how fast it is."""
+    """What XLA must know of a GPU to compile for it, and how fast the GPU is."""
 
     name: str
     compute_capability: float
     pallas_name: str | None = None
-    """A GPU of the same kind of cores that Pallas knows by name, where it does not know this one."""
+    """The name under which Pallas knows a GPU with the same cores; None if Pallas knows this one."""
     cores: int
     clock_ghz: float
     memory: int
@@ -39,22 +39,22 @@ class Gpu:
     bf16: float
     """FLOP/s that large matmuls reach: 80 % of the published peak with float32 accumulation."""
     fp8: float
-    """As ``bf16``, in FP8: 71 %, 0 without FP8 units. Both are the shares that an H200 reaches."""
+    """FLOP/s in FP8: 71 % of the peak; 0 without FP8 units. Both percentages are what an H200 reaches."""
     fpus_per_core: int = 128
     threads_per_core: int = 2048
     shared_memory_per_block: int = 232_448
-    """Bytes that a block may have of the shared memory of its core."""
+    """Bytes of shared memory that a block of threads may use."""
     shared_memory_per_core: int = 233_472
-    """Bytes. The defaults are those of Hopper and of the large Blackwell GPUs."""
+    """Bytes. The defaults are for Hopper and the large Blackwell GPUs."""
 
     @property
     def has_fp8_units(self) -> bool:
-        """Whether it multiplies FP8."""
+        """Returns whether the GPU multiplies FP8."""
         return self.compute_capability >= NATIVE_FP8
 
     @property
     def has_block_scales(self) -> bool:
-        """Whether it has units for FP8 with a scale per block."""
+        """Returns whether the GPU has units for FP8 with a scale per block."""
         return self.compute_capability >= NATIVE_MX
 
 
@@ -142,7 +142,7 @@ OTHER_GPUS = {
     "mi300x": "The MI300X of AMD multiplies float8_e4m3fnuz and float8_e5m2fnuz in FP8. On it fp8flax "
     "emulates FP8, and audit, which compiles by the CUDA plugin of XLA, cannot compile for it.",
 }
-"""What to say of GPUs that are asked for and that no program can be compiled for here."""
+"""Messages for GPUs that a program cannot be compiled for."""
 
 
 def is_hopper(capability: float) -> bool:
@@ -151,19 +151,19 @@ def is_hopper(capability: float) -> bool:
 
 
 def has_triton() -> bool:
-    """Tells whether Pallas has its Triton backend, which JAX 0.11 calls deprecated."""
+    """Returns whether Pallas has its Triton backend, which JAX 0.11 calls deprecated."""
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def compute_capability() -> float:
-    """Returns that of the NVIDIA GPU that is compiled for, 0 for any other device."""
+    """Returns the compute capability of the NVIDIA GPU that is compiled for, or 0 for other devices."""
     if compile_target.value is not None:
         return compile_target.value
     return compute_capability_of(jax.devices()[0])
 
 
 def compute_capability_of(device: jax.Device) -> float:
-    """Returns that of an NVIDIA GPU, 0 for any other device."""
+    """Returns the compute capability of an NVIDIA GPU, or 0 for other devices."""
     if device.platform not in ("gpu", "cuda"):
         return 0.0
     try:
@@ -173,6 +173,6 @@ def compute_capability_of(device: jax.Device) -> float:
 
 
 def has_fp8_units(device: jax.Device) -> bool:
-    """Tells whether a device multiplies in FP8, as those that are not NVIDIA's are taken to."""
+    """Returns whether a device has FP8 units; all but CPUs and older NVIDIA GPUs count as such."""
     version = re.fullmatch(r"\d+\.\d+", str(getattr(device, "compute_capability", "")))
     return device.platform != "cpu" and (version is None or float(version[0]) >= NATIVE_FP8)

@@ -19,16 +19,16 @@ from fp8flax._core.quantizers import quantized, serves
 from fp8flax._core.scaling import apply_scales
 
 _OF_MATRICES = (((1,), (0,)), ((), ()))
-# Of fewer rows one of many devices might have a single one, with which XLA compiles no algorithm.
+# With fewer rows, one of many devices might have a single row, for which XLA compiles no algorithm.
 _MANY = 256
 
 
 def dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: Any) -> jax.Array:
     """Returns ``dot_general`` of two arrays."""
     dims = gemm.dimension_numbers
-    # Of a program for several devices XLA's partitioner (Shardy) writes this one form, of two matrices, as
-    # a ``dot`` that has no algorithm, and a kernel of XLA's own would take the place of cublasLt. Rows in
-    # pairs are another form of the product. (So is a transposed operand, but it is gathered once more.)
+    # Workaround: XLA's partitioner (Shardy) drops the algorithm of a product of two matrices, and XLA would
+    # then not use cublasLt. Rows are multiplied in pairs to avoid that form. (A transposed operand also
+    # avoids it, but is gathered once more.)
     is_lost = dims == _OF_MATRICES and isinstance(precision, lax.DotAlgorithmPreset)
     in_pairs = is_lost and min(gemm.sizes) >= _MANY and lhs.shape[0] % (2 * _num_parts(lhs)) == 0
     if in_pairs:
@@ -46,7 +46,7 @@ def dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: A
 
 
 def _num_parts(x: jax.Array) -> int:
-    """Returns over how many devices of explicit axes the first dimension is split."""
+    """Returns over how many devices the first dimension is split by explicit axes."""
     sharding = jax.typeof(x).sharding
     names = sharding.spec[0] or ()
     return math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
@@ -96,9 +96,10 @@ def _is_by_codes(gemm: Gemm, rhs: QTensor) -> bool:
 
 
 def _wide_by_codes(gemm: Gemm, lhs: jax.Array, rhs: QTensor) -> jax.Array:
-    """Multiplies by codes that lie in memory, and then by their scales.
+    """Multiplies by stored codes, and the result by their scales.
 
-    XLA reads the codes in its GEMM, where it would write a kernel that is scaled before it to memory.
+    XLA then reads the codes in its GEMM. If the codes were scaled first, XLA would write the wide kernel to
+    memory.
     """
     wide = jnp.dtype(jnp.float64 if jnp.float64 in (lhs.dtype, gemm.out_dtype) else jnp.float32)
     out = dot(gemm, lhs, rhs.codes.astype(lhs.dtype), gemm.precision, wide)
@@ -106,7 +107,7 @@ def _wide_by_codes(gemm: Gemm, lhs: jax.Array, rhs: QTensor) -> jax.Array:
 
 
 def dequantized_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor, dtype: Any) -> jax.Array:
-    """Multiplies the values that the codes stand for, in a dtype that holds them."""
+    """Dequantizes both operands to a wide dtype and multiplies them."""
     operands = lhs.dequantize(gemm.lhs, dtype), rhs.dequantize(gemm.rhs, dtype)
     sum_dtype = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
     precision = lax.Precision.HIGHEST if dtype == sum_dtype else None

@@ -16,31 +16,30 @@ from fp8flax._core.recipes import GemmRecipe
 
 
 class Gemm(NamedTuple):
-    """What a GEMM must know statically (hashable)."""
+    """One GEMM. The operands are a ``QTensor`` or a wide array each; the result is an array."""
 
     recipe: GemmRecipe
     dimension_numbers: Any
     lhs: View
     rhs: View
     lhs_dtype: np.dtype
-    """Of the wide operand that was quantized."""
+    """The dtype of the left operand before it was quantized."""
     rhs_dtype: np.dtype
     out_dtype: np.dtype
     precision: Any = None
-    """For a GEMM that does not run in FP8."""
+    """The ``precision`` of ``lax.dot_general``, if the GEMM does not run in FP8."""
     out_sharding: Any = None
-    """Of the result, on a mesh with explicit axes, where JAX may not be able to tell."""
+    """The sharding of the result on a mesh with explicit axes; None if JAX can derive it."""
     dequantized: bool = False
-    """Whether to multiply in the operands' wide dtypes on every device, as a reference."""
+    """Whether every device multiplies in the wide dtypes, for the quantize-dequantize form."""
     name: str = ""
-    """Which of a contraction's three it is: ``"forward"``, ``"dgrad"`` or ``"wgrad"``; empty for a part of
-    one."""
+    """``"forward"``, ``"dgrad"`` or ``"wgrad"``; empty for a part of one of them."""
     is_packed: bool = False
-    """Whether the codes of the right operand lie in memory, and are not made for this GEMM."""
+    """Whether the codes of the right operand are stored, as in a frozen model, not made at each call."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """M, K and N of one product."""
+        """Returns M, K and N of one product."""
         return (
             math.prod(self.lhs.sizes(self.lhs.free)),
             math.prod(self.lhs.sizes(self.lhs.contract)),
@@ -49,7 +48,7 @@ class Gemm(NamedTuple):
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """The shape of the result."""
+        """Returns the shape of the result."""
         lhs, rhs = self.lhs, self.rhs
         return (*lhs.sizes(lhs.batch), *lhs.sizes(lhs.free), *rhs.sizes(rhs.free))
 
@@ -64,10 +63,10 @@ class Gemm(NamedTuple):
         return self._replace(lhs=views[0], rhs=views[1], dimension_numbers=dims)
 
     def of_columns(self) -> tuple[Gemm, tuple[bool, bool]] | None:
-        """Returns it as the GEMM of matrices that it sums along, and which of the two are then transposed.
+        """Returns the GEMM of two matrices whose columns are contracted, and which operands to transpose.
 
-        Dimensions must lie together in memory, those that are summed over before or behind all others;
-        None if they do not.
+        Returns None if an operand cannot be such a matrix by a reshape and a transpose: its contracted
+        dimensions must come before or behind all others, and there must be no batch.
         """
         (contracts, batches), views = self.dimension_numbers, (self.lhs, self.rhs)
         rows, depth, columns = self.sizes

@@ -14,9 +14,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from fp8flax._core.gemm.lowering import lowered, warn_if_emulated
+from fp8flax._core.gemm.lowering import lowered
 from fp8flax._core.gemm.reference import reference_gemm
 from fp8flax._core.gemm.request import Gemm
+from fp8flax._core.gemm.units import warn_if_emulated
 from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.plans.contraction import (
     STATELESS,

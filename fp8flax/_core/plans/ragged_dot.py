@@ -15,9 +15,10 @@ from jax.typing import DTypeLike
 from fp8flax._core.amax import amaxes_of_parts, delayed_amax
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.gemm.kernels.groups import bounded
-from fp8flax._core.gemm.lowering import lowered, warn_if_emulated
+from fp8flax._core.gemm.lowering import lowered
 from fp8flax._core.gemm.reference import reference_gemm
 from fp8flax._core.gemm.request import ExpertProducts, ExpertSums, Gemm
+from fp8flax._core.gemm.units import warn_if_emulated
 from fp8flax._core.plans.contraction import Contraction, States, Use, check_operands
 from fp8flax._core.plans.dot_general import hashable_precision, with_precision
 from fp8flax._core.plans.modes import contract

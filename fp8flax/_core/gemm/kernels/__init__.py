@@ -1,1 +1,1 @@
-"""Pallas kernels, each beside its twin in plain JAX."""
+"""GPU kernels in Pallas, and how several devices share one."""

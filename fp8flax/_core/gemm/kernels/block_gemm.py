@@ -1,4 +1,4 @@
-"""A GEMM whose scales change along the contraction: a Pallas kernel for NVIDIA GPUs, and its plain twin."""
+"""A GEMM whose scales change along the contraction: a Pallas kernel for NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -93,14 +93,3 @@ def block_gemm(
 def _whole_tiles(x: jax.Array) -> jax.Array:
     """Pads the rows with zeros."""
     return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, -x.shape[1] % BLOCK, 0), (0, 0, 0)))
-
-
-def block_gemm_in_jax(
-    lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array, *, out_dtype: Any
-) -> jax.Array:
-    """The twin of ``block_gemm``: every block's product at once, for any device with the memory."""
-    blocks = [x.reshape(*x.shape[:2], -1, BLOCK).astype(jnp.float32) for x in (lhs, rhs)]
-    products = jnp.einsum("bmkc,bnkc->kbmn", *blocks, precision=lax.Precision.HIGHEST)
-    scales = [jnp.moveaxis(scale, 2, 0) for scale in (lhs_scale, rhs_scale)]
-    scaled = apply_scales(products, scales[0][:, :, :, None], scales[1][:, :, None, :])
-    return jnp.sum(scaled, axis=0).astype(out_dtype)

@@ -1,7 +1,7 @@
-"""Our kernels on arrays that XLA splits over devices: each computes its part.
+"""Runs GPU kernels on arrays that XLA splits over several devices: each device computes its part.
 
-XLA cannot split a kernel; it would gather what the kernel takes. ``custom_partitioning`` is told instead
-which dimensions belong together, and computes the kernel of each part.
+XLA cannot split a GPU kernel; it would gather the arrays that the kernel takes. ``custom_partitioning``
+says which dimensions of operands and result are the same, and runs the kernel on each part.
 """
 
 from __future__ import annotations
