@@ -1,7 +1,13 @@
-"""A contraction as a plan: its three products, and how each tensor is quantized for the two that it enters.
+"""The plan of a contraction: its three products (forward, dgrad, wgrad), and how it quantizes operands.
 
-A tensor goes by its role: ``input``, ``kernel`` or ``output_grad``. Contractions differ in their products
-(``dot_general``, ``conv``, ``ragged_dot``), and in nothing else.
+Three tensors are quantized. Each is named by its role, and each enters two of the products::
+
+    input        forward and wgrad
+    kernel       forward and dgrad
+    output_grad  dgrad and wgrad
+
+This module has all that contractions share. A subclass of ``Contraction`` defines the products
+(``dot_general``, ``conv``, ``ragged_dot``).
 """
 
 from __future__ import annotations
@@ -44,7 +50,7 @@ _INPUT_NAME, _KERNEL_NAME, _SCALING_NAME = RESIDUAL_NAMES
 
 
 class States(NamedTuple):
-    """The scaling states of one contraction; None for a tensor without delayed scaling."""
+    """The scaling states of one contraction, by role; None for a tensor without delayed scaling."""
 
     input: ScalingState | None = None
     kernel: ScalingState | None = None
@@ -59,11 +65,13 @@ class Use(NamedTuple):
 
     role: str
     quantizer: Quantizer | None
+    """The quantizer of the tensor for this product; None leaves the tensor wide."""
     view: View
+    """The shape of the tensor, and the dimensions that this product contracts."""
 
 
 class Uses(NamedTuple):
-    """Both, in the order in which a training step multiplies."""
+    """The two uses of a tensor: in its first and in its second product of a training step."""
 
     first: Use
     second: Use
@@ -71,10 +79,9 @@ class Uses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contraction(Plan):
-    """A contraction: its three products, and how to view each tensor in the two of them that it enters.
+    """A contraction: the static description of its operands, and methods that compute its three products.
 
-    Everything that it must know statically (hashable). A tensor goes by its role: ``input``, ``kernel`` or
-    ``output_grad``.
+    It is hashable. Tensors are named by their role: ``input``, ``kernel`` or ``output_grad``.
     """
 
     recipe: CustomRecipe
@@ -83,68 +90,95 @@ class Contraction(Plan):
     out_dtype: np.dtype
     out_sharding: Any = None
     precision: Any = None
-    """Of products that do not run in FP8."""
+    """The precision of products that do not run in FP8."""
     dequantized: bool = False
-    """Whether all products are computed in the operands' wide dtypes, as a reference."""
+    """Whether operands are dequantized before each product, so that it runs in a wide dtype: the
+    quantize-dequantize form."""
     is_packed: bool = False
-    """Whether the kernel comes as codes, which lie in memory as the kernel did."""
+    """Whether the kernel was quantized before, and its FP8 codes are stored in the shape of the kernel."""
 
     stacked: ClassVar[tuple[str, ...]] = ()
-    """Roles whose tensors are stacked along their first axis, each with scales of its own."""
+    """Roles whose tensor is a stack along its first axis, with separate scales for each element."""
     has_fake_quantized: ClassVar[bool] = True
-    """Whether the quantize-dequantize form is made of ``in_qdq`` and ``out_qdq``, with delayed scaling."""
+    """Whether the quantize-dequantize form with delayed scaling is ``in_qdq`` of the operands, then
+    ``fake_quantized``, then ``out_qdq``. If False, ``dequantized`` products compute it."""
     wide_scope: ClassVar[str] = KEPT_WIDE
-    """The scope of products of values that stay wide, as of tangents."""
+    """The name scope of products whose operands stay wide, such as a tangent times a kernel."""
     is_automatic: ClassVar[Any] = False
-    """Whether axes of the mesh that are explicit are left to XLA inside of the contraction."""
+    """Whether the explicit axes of a mesh become automatic inside of the contraction, so that XLA chooses
+    the shardings."""
 
     @property
     def views(self) -> dict[str, tuple[View, View]]:
-        """How each tensor is seen by the first and by the second product that it enters."""
+        """For each role, the view of its tensor in its first and in its second product."""
         raise NotImplementedError
 
     def uses(self, role: str) -> Uses:
-        """Returns how a tensor enters its two products."""
+        """Returns the quantizer and the view of a tensor for each of its two products."""
         both = zip(self.recipe.of_role(role), self.views[role])
         return Uses(*(Use(role, quantizer, view) for quantizer, view in both))
 
     def product(self, lhs: Any, rhs: Any, extra: Extra) -> jax.Array:
-        """Returns the result, of quantized operands or wide ones."""
+        """Returns the forward product. Each operand is a ``QTensor`` or a wide array."""
         raise NotImplementedError
 
     def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra) -> jax.Array:
-        """Returns the input's cotangent; ``like`` has the shape of the input, and is sharded as it is."""
+        """Returns the input's cotangent.
+
+        Args:
+            g: the output gradient, a ``QTensor`` or a wide array.
+            rhs: the kernel, a ``QTensor`` or a wide array.
+            like: an array with the shape and sharding of the input; its values do not matter.
+            extra: the further arrays of the op.
+        """
         raise NotImplementedError
 
     def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra) -> jax.Array:
-        """Returns the kernel's cotangent; ``like`` has the shape of the kernel."""
+        """Returns the kernel's cotangent.
+
+        Args:
+            lhs: the input, a ``QTensor`` or a wide array.
+            g: the output gradient, a ``QTensor`` or a wide array.
+            like: an array with the shape and sharding of the kernel; its values do not matter.
+            extra: the further arrays of the op.
+        """
         raise NotImplementedError
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
-        """Returns the contraction of wide operands, as JAX computes it."""
+        """Returns the forward product of wide operands without FP8, as JAX computes it."""
         raise NotImplementedError
 
     def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
-        """Returns the contraction of operands that went through FP8, where ``has_fake_quantized``."""
+        """Returns the forward product of wide operands that ``in_qdq`` has returned.
+
+        It is called only if ``has_fake_quantized``.
+        """
         return self.wide(lhs, rhs, extra)
 
     def prepared(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
-        """Returns a tensor as it is quantized."""
+        """Returns a tensor in the form that is quantized; a subclass may pad it or set rows to zero."""
         del role, extra
         return x
 
     def amax(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
-        """Returns the ``delayed_amax`` of a prepared tensor, one for each of those that are stacked."""
+        """Returns the ``delayed_amax`` of a prepared tensor; for a stack, one for each of its elements."""
         del extra
         return jax.vmap(delayed_amax)(x) if role in self.stacked else delayed_amax(x)
 
     def amaxes(
         self, role: str, x: jax.Array, extra: Extra, codes: Any = (), as_cast: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        """Returns numbers, along a last axis, of which the largest is the ``amax`` of a prepared tensor.
+        """Returns partial amaxes of a prepared tensor along a last axis, and the codes.
 
-        They are computed together with the codes, a tree of arrays, which are returned, too; ``as_cast`` as
-        of ``amaxes_of_parts``.
+        The maximum of the partial amaxes is ``amax``. The codes are returned behind a barrier, so that XLA
+        reads the wide tensor once for amaxes and codes.
+
+        Args:
+            role: the role of the tensor.
+            x: the prepared tensor.
+            extra: the further arrays of the op.
+            codes: a tree of arrays that are computed from ``as_cast``.
+            as_cast: an array with the amax of ``x`` from which the codes are computed; None if it is ``x``.
         """
         if role in self.stacked or explicit_sharding(x) is not None:
             amax, codes = lax.optimization_barrier((self.amax(role, x, extra), codes))
@@ -152,13 +186,13 @@ class Contraction(Plan):
         return amaxes_of_parts(x, None, codes, as_cast=as_cast, is_parameter=role == "kernel")
 
     def warn(self, *recipes: GemmRecipe) -> None:
-        """Warns where the device at hand has no units for these products."""
+        """Warns if the device has no FP8 units for products with these recipes; by default does nothing."""
 
     def each(self, role: str, f: Callable[..., Any], *args: Any) -> Any:
-        """Calls ``f`` for each of the tensors that are stacked, else once."""
+        """Calls ``f`` once; for a role in ``stacked``, once per element of the stack by ``jax.vmap``."""
         return jax.vmap(f)(*args) if role in self.stacked else f(*args)
 
-    # What the engine asks for.
+    # The interface of ``Plan``.
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -175,24 +209,24 @@ class Contraction(Plan):
         self, operands: tuple[jax.Array, ...], extra: Extra, scales: Scales
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         kept = _kept_sharding(self, "input", self.lhs), _kept_sharding(self, "kernel", self.rhs)
-        shardings = (self.out_sharding, kept, None)
+        shardings = (self.out_sharding, kept, None)  # None: amaxes are replicated
         return on_automatic_axes(self, _forward, shardings, *operands, extra, scales)
 
     def backward(
         self, residuals: Any, extra: Extra, scales: Scales, g: jax.Array
     ) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
-        shardings = ((self.lhs.sharding, self.rhs.sharding), None)
+        shardings = ((self.lhs.sharding, self.rhs.sharding), None)  # None: amaxes are replicated
         return on_automatic_axes(self, _backward, shardings, residuals, extra, scales, g)
 
 
 def _quantized_for(plan: Contraction, use: Use, x: jax.Array, scale: jax.Array | None) -> Any:
-    """Returns a tensor as one of its products takes it."""
+    """Returns a tensor quantized for one use, as a ``QTensor``; unchanged if the use has no quantizer."""
     quantize = once(lambda x, scale: quantized(use.quantizer, x, use.view, scale))
     return plan.each(use.role, quantize, x, scale)
 
 
 def _pair_of(plan: Contraction, role: str, x: jax.Array) -> CastPair:
-    """Returns the request to quantize a tensor for both of its products."""
+    """Returns the request to quantize ``x`` for both of its products."""
     first, second = plan.uses(role)
     stack = x.shape[0] if role in plan.stacked else 1
     is_grad = role == "output_grad"
@@ -200,13 +234,16 @@ def _pair_of(plan: Contraction, role: str, x: jax.Array) -> CastPair:
 
 
 def _serves_both(plan: Contraction, role: str, x: jax.Array) -> bool:
-    """Returns whether the codes for one product serve the other, and no GPU kernel makes both at once."""
+    """Returns whether a tensor is quantized once, and its codes are used in both of its products.
+
+    The codes are not shared if one of our GPU kernels makes those of both products at once.
+    """
     pair = _pair_of(plan, role, x)
     return serves(pair.first, pair.second, pair.view) and not rows_of(pair, x, None)
 
 
 def _transposed(plan: Contraction, role: str, operand: Any) -> Any:
-    """Returns an operand that serves both products as the other one takes it."""
+    """Returns an operand in the layout of its other product; both products share the codes."""
     if not isinstance(operand, QTensor):
         return operand
     return plan.each(role, operand.quantizer.transpose, operand)
@@ -215,7 +252,10 @@ def _transposed(plan: Contraction, role: str, operand: Any) -> Any:
 def _quantized_for_both(
     plan: Contraction, role: str, x: jax.Array, scale: jax.Array | None
 ) -> tuple[Any, Any]:
-    """Returns a tensor as both of its products take it. In a cotangent an Inf becomes a NaN."""
+    """Returns a tensor quantized for its first product, and quantized for its second product.
+
+    In an output gradient an Inf becomes a NaN. In other tensors an Inf saturates.
+    """
     pair = _pair_of(plan, role, x)
     if _serves_both(plan, role, x):
         as_cast = inf_to_nan(x) if pair.inf_is_nan else x
@@ -227,14 +267,15 @@ def _quantized_for_both(
 def quantized_with_amax(
     plan: Contraction, role: str, x: jax.Array, scale: jax.Array | None, extra: Extra
 ) -> tuple[Any, Any, jax.Array | None]:
-    """Returns a tensor for its two products, and its amaxes where it has delayed scaling.
+    """Returns a tensor quantized for its first and for its second product, and its partial amaxes.
 
-    Of a cotangent the Infs become NaN, for which the amax is the same.
+    The amaxes are None without delayed scaling. In an output gradient an Inf becomes a NaN, which gives the
+    same amax (inf).
     """
     first, second = _quantized_for_both(plan, role, x, scale)
-    # Together, so that XLA reads the wide tensor once for all, and does not cast it a second time where
-    # a GEMM wants it transposed. (For kernels that saves nothing, and a policy that recomputes the
-    # quantized kernel would take the amax along.)
+    # Codes and amaxes are computed together, so that XLA reads the wide tensor once, and does not cast it
+    # again for a GEMM that takes it transposed. ``kernel_of`` computes them separately: for a kernel it
+    # saves no time, and a policy that recomputes the kernel's codes would have to recompute its amax.
     codes = [q.codes if isinstance(q, QTensor) else None for q in (first, second)]
     is_shared = codes[0] is codes[1]
     codes = codes[:1] if is_shared else codes
@@ -251,19 +292,29 @@ def quantized_with_amax(
 
 
 def _kept(plan: Contraction, role: str, name: str, operand: Any, scale: jax.Array | None) -> Any:
-    """Returns an operand of the second product to keep for the backward pass, under a name for policies."""
+    """Returns an operand in the form that is kept for the backward pass.
+
+    A ``QTensor`` is kept without padding, as bits, under a name for policies of ``jax.checkpoint``.
+
+    Args:
+        plan: the contraction.
+        role: ``"input"`` or ``"kernel"``.
+        name: the ``checkpoint_name`` of the codes.
+        operand: the operand of the second product, quantized or wide.
+        scale: the delayed scale; None without delayed scaling.
+    """
     if not isinstance(operand, QTensor):
-        # A wide kernel is an argument, and there anyway.
+        # A wide kernel needs no name: it is an argument of the op, and stays in memory anyway.
         return checkpoint_name(operand, name) if role == "input" else operand
     trim = partial(operand.quantizer.trim, view=plan.uses(role).second.view)
     bits = plan.each(role, trim, operand).as_bits()
-    if scale is None or not operand.quantizer.needs_state:  # a delayed scale has its name
+    if scale is None or not operand.quantizer.needs_state:  # a delayed scale has this name already
         scale = checkpoint_name(bits.scale, _SCALING_NAME)
     return QTensor(checkpoint_name(bits.codes, name), scale, operand.quantizer)
 
 
 def restored(plan: Contraction, role: str, kept: Any) -> Any:
-    """Returns the operand that ``_kept`` was given."""
+    """Returns the operand from the form in which ``_kept`` has stored it."""
     if not isinstance(kept, QTensor):
         return kept
     fill = partial(kept.quantizer.fill, view=plan.uses(role).second.view)
@@ -271,17 +322,22 @@ def restored(plan: Contraction, role: str, kept: Any) -> Any:
 
 
 def _kept_sharding(plan: Contraction, role: str, operand: Operand) -> Any:
-    """Returns the sharding of an operand as ``_kept`` returns it."""
+    """Returns the sharding of the result of ``_kept``; for a ``QTensor`` that of its codes and scale."""
     _, quantizer, view = plan.uses(role).second
-    if operand.sharding is None or quantizer is None:  # None: not on the mesh
+    if operand.sharding is None or quantizer is None:  # no sharding: not on explicit axes
         return operand.sharding
     return quantizer.shardings(operand.sharding, view)
 
 
 def on_automatic_axes(plan: Contraction, f: Callable[..., Any], out_shardings: Any, *args: Any) -> Any:
-    """Calls ``f(plan, *args)``, with explicit axes left to XLA where the plan asks for that.
+    """Calls ``f(plan, *args)``; if the plan ``is_automatic``, in a context without explicit mesh axes.
 
-    None stands for a replicated result.
+    Args:
+        plan: the contraction.
+        f: a function of the plan and the arguments.
+        out_shardings: the shardings of the results, for a plan that ``is_automatic``. None stands for a
+            replicated result.
+        *args: trees of arrays.
     """
     if not plan.is_automatic:
         return f(plan, *args)
@@ -297,29 +353,30 @@ def on_automatic_axes(plan: Contraction, f: Callable[..., Any], out_shardings: A
 
 
 class Entering(NamedTuple):
-    """A tensor that is quantized, as the forward product takes it."""
+    """An input or a kernel after it was quantized in the forward pass."""
 
     first: Any
+    """The operand of the forward product."""
     kept: Any
-    """For its second product, in the backward pass."""
+    """The residual for the product in the backward pass, see ``_kept``."""
     amaxes: jax.Array | None
-    """Where it has delayed scaling."""
+    """The partial amaxes; None without delayed scaling."""
 
 
 def input_of(plan: Contraction, lhs: jax.Array, scale: jax.Array | None, extra: Extra = ()) -> Entering:
-    """Returns the input, quantized."""
+    """Quantizes the input for the forward product and for wgrad."""
     lhs = plan.prepared("input", lhs, extra)
     first, second, amaxes = quantized_with_amax(plan, "input", lhs, scale, extra)
     kept = _kept(plan, "input", _INPUT_NAME, second, scale)
-    # Where a tensor's codes serve both products, from the residuals: a product that is computed again then
-    # starts from what a policy kept.
+    # If both products share the codes, the forward operand is made from the residual. Under a checkpoint
+    # policy that saves the residual, a recomputed forward product then starts from the saved codes.
     if _serves_both(plan, "input", lhs):
         first = _transposed(plan, "input", restored(plan, "input", kept))
     return Entering(first, kept, named_scaling(amaxes))
 
 
 def kernel_of(plan: Contraction, rhs: jax.Array, scale: jax.Array | None, extra: Extra = ()) -> Entering:
-    """Returns the kernel, quantized."""
+    """Quantizes the kernel for the forward product and for dgrad."""
     rhs = plan.prepared("kernel", rhs, extra)
     first, second = _quantized_for_both(plan, "kernel", rhs, scale)
     amaxes = None if scale is None else plan.amaxes("kernel", rhs, extra)[0]
@@ -340,7 +397,16 @@ def product_of_wide(
     scales: dict[str, jax.Array],
     kernel: Any,
 ) -> jax.Array:
-    """Returns the contraction, of a kernel that is quantized here if it does not come so."""
+    """Quantizes wide operands and returns the forward product, without residuals.
+
+    Args:
+        plan: the contraction.
+        lhs: the wide input.
+        rhs: the wide kernel; not read if ``kernel`` is given.
+        extra: the further arrays of the op.
+        scales: the delayed scales, by role.
+        kernel: the kernel as a packed ``QTensor``; None to quantize ``rhs``.
+    """
     lhs = plan.prepared("input", lhs, extra)
     q_lhs = _quantized_for(plan, plan.uses("input").first, lhs, scales.get("input"))
     if kernel is None:
@@ -355,7 +421,7 @@ def product_of_wide(
 def _forward(
     plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, scales: Scales
 ) -> tuple[jax.Array, tuple[Any, Any], dict[str, jax.Array]]:
-    """Returns the result, both operands to keep, and their amaxes if they have delayed scaling."""
+    """Returns the result, the residuals of input and kernel, and the partial amaxes by role."""
     entering = {
         "input": input_of(plan, lhs, scales.get("input"), extra),
         "kernel": kernel_of(plan, rhs, scales.get("kernel"), extra),
@@ -370,7 +436,7 @@ def _forward(
 def _backward(
     plan: Contraction, operands: tuple[Any, Any], extra: Extra, scales: Scales, g: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
-    """Returns the two gradients, and the amaxes of ``g`` if it has delayed scaling."""
+    """Returns the gradients of input and kernel, and the partial amaxes of ``g`` by role."""
     lhs_kept, rhs_kept = operands
     g = plan.prepared("output_grad", g, extra)
     g_first, g_second, g_amaxes = quantized_with_amax(
@@ -387,7 +453,7 @@ def _backward(
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the operands as arrays, or raises ``TypeError`` where a dtype is not a wide float."""
+    """Returns the operands as arrays; raises ``TypeError`` if a dtype is not a wide float."""
     if preferred_element_type is not None and not is_wide_float(preferred_element_type):
         raise TypeError(
             "preferred_element_type must be None, bfloat16, float16, float32 or float64; got "

@@ -1,4 +1,8 @@
-"""The FP8 convolution: a matmul where its windows do not overlap, else of FP8 values in a wide dtype."""
+"""The FP8 convolution.
+
+If the windows do not overlap, the convolution is computed as an FP8 matmul. In all other cases the operands
+are rounded to FP8 values, and convolved in a wide dtype.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class _Convolution(NamedTuple):
-    """What ``lax.conv_general_dilated`` takes beside its operands (hashable)."""
+    """The arguments of ``lax.conv_general_dilated`` other than its operands (hashable)."""
 
     window_strides: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
@@ -45,22 +49,32 @@ class _Convolution(NamedTuple):
 
 
 class _Windows(NamedTuple):
-    """The windows along one spatial dimension, where they do not overlap."""
+    """The windows of a convolution along one spatial dimension, if they do not overlap.
+
+    The padded dimension is divided into ``number`` pieces of ``step`` elements. Each piece has one window,
+    which starts at its first element.
+    """
 
     padding: tuple[int, int]
-    """Before and after, negative to crop: what is left are ``number`` pieces of ``step`` elements."""
+    """Elements to add before and after; a negative number removes elements."""
     number: int
+    """The number of windows."""
     step: int
+    """The distance from the start of a window to the start of the next one."""
     size: int
-    """Elements of a window."""
+    """The number of elements in a window."""
     dilation: int
-    """Distance between them; they start where the piece does."""
+    """The distance from one element of a window to the next."""
 
 
 def _windows(
     conv: _Convolution, lhs_shape: Sequence[int], rhs_shape: Sequence[int], out_shape: Sequence[int]
 ) -> list[_Windows] | None:
-    """Returns the windows of a convolution that is a matmul of them with the kernel, else None."""
+    """Returns the windows along each spatial dimension if they do not overlap, and None otherwise.
+
+    Without overlap the convolution is a matmul of windows and kernel. The result is also None for groups
+    and for a dilated input.
+    """
     if conv.feature_group_count != 1 or conv.batch_group_count != 1 or set(conv.lhs_dilation) - {1}:
         return None
     lhs_spec, rhs_spec, out_spec = conv.dimension_numbers
@@ -79,12 +93,12 @@ def _windows(
 
 
 def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
-    """Tells whether a convolution is computed as a matmul.
+    """Returns whether a convolution is computed as a matmul.
 
     Args:
         lhs: the input, or its shape and dtype.
-        rhs: the kernel, likewise.
-        *arguments: those of ``lax.conv_general_dilated`` up to ``precision``.
+        rhs: the kernel, or its shape and dtype.
+        *arguments: the further arguments of ``lax.conv_general_dilated``, up to ``precision``.
     """
     out = jax.eval_shape(lambda lhs, rhs: lax.conv_general_dilated(lhs, rhs, *arguments), lhs, rhs)
     conv = _as_convolution(lhs, rhs, *arguments)
@@ -92,7 +106,7 @@ def is_matmul(lhs: Any, rhs: Any, *arguments: Any) -> bool:
 
 
 def _reshape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Reshapes; on explicit axes the first dimension stays sharded as it is, and others are gathered."""
+    """Reshapes an array; on explicit axes the first dimension keeps its sharding, others are gathered."""
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return x.reshape(shape)
@@ -105,11 +119,11 @@ def _reshape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _as_matmul(
     conv: _Convolution, windows: list[_Windows], lhs: jax.Array, rhs: jax.Array
 ) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
-    """Returns the operands of the matmul that a convolution is, and how its result must be transposed.
+    """Returns the two operands of the matmul that computes a convolution, and the transpose of its result.
 
-    The input has a row for each window, ``(batch, windows…, elements of a window)``, the kernel a column
-    for each output feature. Both are flattened in the kernel's order: first its spatial dimensions, then
-    the input features.
+    The first operand has a row for each window: ``(batch, windows…, elements of a window)``. The second one
+    has a column for each output feature: ``(elements of a window, output features)``. The elements of a
+    window are in the order of the kernel: first its spatial dimensions, then the input features.
     """
     lhs_spec, rhs_spec, out_spec = conv.dimension_numbers
     x = lax.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1]))
@@ -135,7 +149,10 @@ def _as_matmul(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvPlan(Contraction):
-    """Three convolutions of FP8 values in a wide dtype; JAX derives the two transposes."""
+    """A convolution that is not a matmul: forward, dgrad and wgrad convolve FP8 values in a wide dtype.
+
+    ``jax.vjp`` of the forward convolution computes dgrad and wgrad.
+    """
 
     wide_scope: ClassVar[str] = CONVOLVED_WIDE
 
@@ -144,13 +161,13 @@ class ConvPlan(Contraction):
 
     @property
     def views(self) -> dict[str, tuple[View, View]]:
-        """Each tensor as one with a single scale is seen, whatever is contracted."""
+        """For each role, a view without contracted dimensions: they do not affect one scale per tensor."""
         lhs, rhs, g = (View(shape, (), ()) for shape in (self.lhs.shape, self.rhs.shape, self.out_shape))
         return {"input": (lhs, lhs), "kernel": (rhs, rhs), "output_grad": (g, g)}
 
     @property
     def _backward_dtype(self) -> np.dtype:
-        """A dtype that holds the values of the operands and of the cotangent."""
+        """A wide dtype that holds all values of the operands and of the cotangent."""
         if self.lhs.dtype == self.out_dtype:
             return self.lhs.dtype
         return np.dtype(jnp.float64 if jnp.float64 in (self.lhs.dtype, self.out_dtype) else jnp.float32)
@@ -176,10 +193,10 @@ class ConvPlan(Contraction):
             return _transpose(lambda w: self.conv(x, w, dtype), like, dtype, g)
 
     def _wide(self, role: str, operand: QTensor | jax.Array, dtype: np.dtype) -> jax.Array:
-        """Returns the values in a wide dtype.
+        """Returns the values of an operand in a wide dtype, behind a barrier if it was quantized.
 
-        Behind a barrier: from float32 values XLA would go back to the codes, for a convolution of cuDNN's
-        in FP8, and where cuDNN has none for these sizes the program would fail (openxla/xla#40021).
+        Without the barrier XLA would turn a convolution of float32 values into one of FP8 codes by cuDNN.
+        If cuDNN has no FP8 convolution for these sizes, the program would fail (openxla/xla#40021).
         """
         wide = dequantized(operand, self.uses(role).first.view, dtype)
         return lax.optimization_barrier(wide) if isinstance(operand, QTensor) else wide
@@ -196,7 +213,7 @@ class ConvPlan(Contraction):
             return self.conv(lhs, rhs, self.out_dtype)
 
     def warn(self, *recipes: GemmRecipe) -> None:
-        """Warns, once, that a convolution is slower than its values look."""
+        """Warns that this convolution has FP8 values, but not the speed of FP8."""
         if compile_target.value is None:
             warnings.warn(
                 "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
@@ -207,21 +224,24 @@ class ConvPlan(Contraction):
 
 
 def _scope(recipe: GemmRecipe) -> Any:
+    """Returns the name scope by which an audit reports a convolution in a wide dtype, and the reason."""
     return jax.named_scope(KEPT_WIDE if None in (recipe.lhs, recipe.rhs) else CONVOLVED_WIDE)
 
 
 def _transpose(
     f: Callable[[jax.Array], jax.Array], like: jax.Array, dtype: np.dtype, g: jax.Array
 ) -> jax.Array:
-    """Returns the transpose of a linear function of an operand at ``g``.
+    """Returns the transpose of a linear function ``f`` of an operand, applied to the cotangent ``g``.
 
-    By its derivative at what was kept of the operand, which is sharded as that was; any point would do, and
-    XLA drops the function's value. (``jax.linear_transpose`` knows no manual axes.)
+    The function is linear, so its ``jax.vjp`` is the transpose at any point. The point is ``like``, because
+    it has the shape and the sharding of the operand. XLA removes the unused value of ``f``.
+    (``jax.linear_transpose`` does not support manual axes.)
     """
     return jax.vjp(f, like.astype(dtype))[1](g)[0]
 
 
 def _check_one_scale(recipe: Recipe, conv: _Convolution) -> None:
+    """Raises ``ValueError`` if a recipe has several scales per tensor, which only a matmul supports."""
     if not all(quantizer is None or quantizer.has_one_scale for quantizer in recipe.gemms.quantizers):
         raise ValueError(
             "A convolution whose windows overlap, or with groups or a dilated input, is not a matmul, and "
@@ -246,7 +266,7 @@ def _as_convolution(
     batch_group_count: int,
     precision: Any,
 ) -> _Convolution:
-    """Returns the arguments, which must have passed the checks of lax, with defaults settled."""
+    """Returns the arguments of a convolution with defaults filled in; ``lax`` must have checked them."""
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     specs = [tuple(map(int, spec)) for spec in numbers]
     num_spatial = len(specs[0]) - 2
@@ -295,40 +315,42 @@ def fp8_conv_general_dilated(
 ) -> Float[jax.Array, "*output"]:
     """Convolves in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
 
-    Where the windows do not overlap (1×1 kernels, patches, a window that covers all of the input),
-    without groups and with an input that is not dilated, it is ``fp8_dot_general`` of the windows and the
-    kernel, in FP8 units where there are any. The amax of the input then is that of what enters a window.
+    The convolution is ``fp8_dot_general`` of windows and kernel if its windows do not overlap (1×1 kernels,
+    patches, a window that covers all of the input), it has no groups, and its input is not dilated. It then
+    uses FP8 units if the device has them. The amax of the input is then the amax of all windows.
 
-    Else both operands, and the cotangent, are cast to FP8 and back, and convolved in the dtype of the
-    operands, on every device: XLA knows no gradients of convolutions in FP8, and its forward convolution
-    in FP8 fails where cuDNN has none for the sizes at hand. What is kept for the backward pass is FP8.
+    In all other cases the operands and the cotangent are cast to FP8 and back, and convolved in the dtype
+    of the operands, on every device. XLA has no gradients of FP8 convolutions, and its forward FP8
+    convolution fails if cuDNN has none for the given sizes. The residuals of the backward pass are FP8.
 
     Args:
         lhs: the input, in the layout of ``dimension_numbers``, a wide float.
-        rhs: the kernel, likewise, of the same dtype.
-        window_strides: those of ``lax.conv_general_dilated``, as all that follow.
+        rhs: the kernel, in the layout of ``dimension_numbers``, with the dtype of ``lhs``.
+        window_strides: the strides. The arguments from here to ``batch_group_count`` are those of
+            ``lax.conv_general_dilated``.
         padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair ``(before, after)`` per dimension.
         lhs_dilation: None for 1 in each dimension.
         rhs_dilation: None for 1 in each dimension.
         dimension_numbers: layouts of input, kernel and result.
         feature_group_count: number of groups of features.
         batch_group_count: number of groups of the batch.
-        precision: as for ``fp8_dot_general`` where this is a matmul; else that of all three convolutions.
-        preferred_element_type: dtype of the result; None for that of the operands.
+        precision: for a matmul, see ``fp8_dot_general``; otherwise the precision of all three convolutions.
+        preferred_element_type: dtype of the result; None for the dtype of the operands.
         states: scaling states of the roles that have delayed scaling; their "gradients" are their next
             values.
-        recipe: how the tensors are scaled; where this is not a matmul, with one scale per tensor.
+        recipe: how the tensors are scaled. A convolution that is not a matmul needs one scale per tensor.
         form: ``"direct"``; or ``"qdq"``, which keeps wide operands for the backward pass, and can be
             differentiated twice.
-        is_frozen: as of ``fp8_dot_general``.
+        is_frozen: see ``fp8_dot_general``.
 
     Returns:
         The result, shaped like that of ``lax.conv_general_dilated``.
 
     Raises:
-        TypeError: an operand is not a wide float, or ``preferred_element_type`` is not, or the operands do
-            not fit each other.
-        ValueError: the recipe takes matmuls only and this is none, or the shapes do not fit.
+        TypeError: an operand or ``preferred_element_type`` is not a wide float, or the operands do not fit
+            each other.
+        ValueError: the convolution is not a matmul and the recipe has several scales per tensor, or the
+            shapes do not fit.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     arguments = (
@@ -341,7 +363,7 @@ def fp8_conv_general_dilated(
         batch_group_count,
         precision,
     )
-    # Checks them, with the errors that users know, and settles the shape and the dtype of the result.
+    # lax raises its own errors if an argument is wrong, and determines the shape and dtype of the result.
     out = jax.eval_shape(
         lambda lhs, rhs: lax.conv_general_dilated(lhs, rhs, *arguments, preferred_element_type), lhs, rhs
     )

@@ -96,13 +96,15 @@ def _dot_general_with_precision_jvp(
 
 
 class _Gemms(NamedTuple):
-    """The GEMMs of a matmul, and for each axis of a gradient's that of the operand it belongs to."""
+    """The three GEMMs of a matmul. The results of dgrad and wgrad still need a transpose."""
 
     forward: Gemm
     dgrad: Gemm
     dgrad_axes: tuple[int, ...]
+    """For each axis of the result of dgrad, the corresponding axis of ``lhs``."""
     wgrad: Gemm
     wgrad_axes: tuple[int, ...]
+    """For each axis of the result of wgrad, the corresponding axis of ``rhs``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,20 +113,21 @@ class DotPlan(Contraction):
 
     dimension_numbers: _Dims
     is_told_sharding: bool = False
-    """Whether ``out_sharding`` is what the caller asks for, and not what JAX makes of the operands."""
+    """Whether the caller has passed ``out_sharding``. If not, JAX derived it from the operands."""
 
     @cached_property
     def gemms(self) -> _Gemms:
-        """All three, with dgrad and wgrad derived from ``out = dot_general(lhs, rhs)``.
+        """The GEMMs of forward, dgrad and wgrad, for ``out = dot_general(lhs, rhs)``.
 
         The axes of ``out``, and so of its cotangent ``g``, are ``(batch, free of lhs, free of rhs)``.
 
-        * dgrad contracts ``g`` with ``rhs`` over the free axes of ``rhs``. What is left is ``(batch, free
-          of lhs, contracted axes in the order of rhs)``.
-        * wgrad contracts ``lhs`` with ``g`` over the free axes of ``lhs``. What is left is ``(batch,
-          contracted axes in the order of lhs, free of rhs)``; for a Dense layer that is the kernel's order.
+        * dgrad contracts ``g`` with ``rhs`` over the free axes of ``rhs``. The axes of its result are
+          ``(batch, free of lhs, contracted axes in the order of rhs)``.
+        * wgrad contracts ``lhs`` with ``g`` over the free axes of ``lhs``. The axes of its result are
+          ``(batch, contracted axes in the order of lhs, free of rhs)``. For a Dense layer this is the
+          kernel's order.
 
-        A transpose then puts each result into the order of the operand whose cotangent it is.
+        A transpose then puts the axes of each result into the order of ``lhs`` or ``rhs``.
         """
         forward = self._gemm("forward", self.dimension_numbers, self.lhs, self.rhs, self.out_dtype)
         lhs, rhs = forward.lhs, forward.rhs
@@ -150,6 +153,7 @@ class DotPlan(Contraction):
         )
 
     def _gemm(self, name: str, dims: _Dims, lhs: Operand, rhs: Operand, out_dtype: np.dtype) -> Gemm:
+        """Returns the GEMM ``name`` (forward, dgrad or wgrad) with these dimension numbers and operands."""
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
         return Gemm(
             recipe=getattr(self.recipe, name),
@@ -176,9 +180,10 @@ class DotPlan(Contraction):
 
     @property
     def is_automatic(self) -> bool:
-        """Blocks are made by reshapes, of which JAX cannot tell how the result is sharded.
+        """Whether XLA chooses the shardings inside of the matmul, because JAX cannot derive them.
 
-        Nor can it of a product whose sharding the operands leave open.
+        JAX cannot derive the sharding of a reshape that makes blocks. It also cannot derive the sharding of
+        the result if the operands do not determine it; callers then pass ``out_sharding``.
         """
         per_block = any(q is not None and q.scales_along_contraction for q in self.recipe.quantizers)
         return self.lhs.sharding is not None and (per_block or self.is_told_sharding)
@@ -210,17 +215,19 @@ class DotPlan(Contraction):
 
 
 def _fake_quantized(plan: DotPlan, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Returns the forward product of wide operands, which JAX differentiates."""
     return dot_general_with_precision(lhs, rhs, plan.dimension_numbers, plan.precision, plan.out_dtype)
 
 
 def _permuted(sharding: Any, axes: tuple[int, ...]) -> Any:
-    """Returns the sharding of an array with its axes in this order."""
+    """Returns the sharding of ``lax.transpose(x, axes)``, given the sharding of ``x`` or None."""
     if sharding is None:
         return None
     return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[i] for i in axes)))
 
 
 def _hashable_dims(dimension_numbers: DimensionNumbers) -> _Dims:
+    """Returns dimension numbers as tuples of int."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     return (
         (tuple(map(int, lhs_contract)), tuple(map(int, rhs_contract))),
@@ -229,14 +236,18 @@ def _hashable_dims(dimension_numbers: DimensionNumbers) -> _Dims:
 
 
 def hashable_precision(precision: Any) -> Any:
-    """Returns a precision as a static argument."""
+    """Returns a precision in hashable form: a pair in a list becomes a tuple."""
     return tuple(precision) if isinstance(precision, list) else precision
 
 
 def with_precision(recipe: CustomRecipe, precision: Any, form: str) -> CustomRecipe:
-    """Returns the recipe with the accumulation that ``precision`` asks for, or raises ``TypeError``.
+    """Returns the recipe with the accumulation that ``precision`` asks for, in all three GEMMs.
 
-    Where nothing is multiplied in FP8 it is left to ``lax``.
+    The recipe is returned unchanged if nothing is multiplied in FP8: in the quantize-dequantize form, while
+    calibrating, and for a recipe without quantizers. ``lax`` then interprets the precision.
+
+    Raises:
+        TypeError: ``precision`` is not None, a ``lax.Precision``, its name, or a pair of them.
     """
     if (
         precision is None
@@ -271,7 +282,8 @@ def _plan(
     form: str,
     out_sharding: Any = None,
 ) -> DotPlan:
-    # Checks the shapes, with the errors that users know, and settles the dtype of the result.
+    """Returns the plan of a matmul of two arrays, or of their shapes and dtypes."""
+    # ``lax.dot_general`` raises its own errors if the shapes do not fit, and determines the result's dtype.
     out = jax.eval_shape(
         partial(
             lax.dot_general,
@@ -313,25 +325,25 @@ def fp8_dot_general(
     Args:
         lhs: the input, any shape, a wide float.
         rhs: the kernel, any shape, a wide float.
-        dimension_numbers: those of ``lax.dot_general``.
+        dimension_numbers: the dimension numbers of ``lax.dot_general``.
         precision: None for the recipe's accumulation; ``DEFAULT`` for fast and ``HIGH`` or ``HIGHEST``
-            for exact accumulation in all three GEMMs. A GEMM that stays wide gets it as it is.
+            for exact accumulation in all three GEMMs. A GEMM of wide operands gets ``precision`` itself.
         preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
         states: scaling states of the roles that have delayed scaling; their "gradients" are their next
             values.
         recipe: how the tensors are scaled.
         form: ``"direct"`` puts FP8 operands into the GEMMs; ``"qdq"`` quantizes and dequantizes around
             GEMMs in the dtype of the operands.
-        is_frozen: whether the states stay as they are, and derivatives are those of
-            ``frozen_dot_general``.
-        out_sharding: that of ``lax.dot_general``, on a mesh with explicit axes.
+        is_frozen: whether the states do not change, and the op is differentiated as
+            ``frozen_dot_general`` is.
+        out_sharding: the sharding of the result, as for ``lax.dot_general``, on a mesh with explicit axes.
 
     Returns:
         The product, shaped like that of ``lax.dot_general``.
 
     Raises:
-        TypeError: an operand is not a wide float, or ``preferred_element_type`` is not, or ``precision``
-            is none of the above, or the operands do not fit the dimension numbers.
+        TypeError: an operand or ``preferred_element_type`` is not a wide float, ``precision`` is none of
+            the above, or the operands do not fit the dimension numbers.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     gemms = recipe.gemms
@@ -346,14 +358,17 @@ def quantize_kernel(
     recipe: CustomRecipe,
     scale: Any,
 ) -> QTensor:
-    """Quantizes a kernel as the forward GEMM takes it, with its codes in its own shape.
+    """Quantizes a kernel for the forward GEMM, and packs it: its codes have the shape of the kernel.
 
     Args:
         lhs: the input, or its shape and dtype.
         rhs: the kernel, any shape, a wide float.
-        dimension_numbers: those of ``lax.dot_general``.
-        recipe: how; the kernel's quantizer in the forward GEMM is not None.
-        scale: for delayed scaling, the scale to use.
+        dimension_numbers: the dimension numbers of ``lax.dot_general``.
+        recipe: the recipe; it must quantize the kernel in the forward GEMM.
+        scale: the scale to use for delayed scaling; ignored otherwise.
+
+    Raises:
+        ValueError: the quantizer packs codes of another shape.
     """
     x = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
     plan = _plan(x, rhs, dimension_numbers, None, None, recipe, "direct")
@@ -383,20 +398,20 @@ def frozen_dot_general(
 ) -> Float[jax.Array, "*output"]:
     """Multiplies an input by a kernel that is quantized already: the forward GEMM of ``fp8_dot_general``.
 
-    It can be differentiated with respect to the input, in forward and reverse mode and any number of times:
-    its derivative is the product of the tangent and the dequantized kernel, both in their wide dtypes.
+    JAX can differentiate the result with respect to the input, in forward and reverse mode, any number of
+    times. The derivative is the product of the tangent and the dequantized kernel, both in wide dtypes.
 
     Args:
         lhs: the input, any shape, a wide float.
-        rhs: anything of the kernel's shape and wide dtype; its values are not read.
-        dimension_numbers: those of ``lax.dot_general``.
-        precision: as of ``fp8_dot_general``.
+        rhs: an array of the kernel's shape and wide dtype; its values are not read.
+        dimension_numbers: the dimension numbers of ``lax.dot_general``.
+        precision: see ``fp8_dot_general``.
         preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
-        kernel: what ``quantize_kernel`` returned.
-        input_scale: the input's scale, where that is delayed.
-        recipe: how the input is scaled, and how the kernel was.
-        form: ``"direct"`` or ``"qdq"``, as of ``fp8_dot_general``.
-        out_sharding: as of ``fp8_dot_general``.
+        kernel: the result of ``quantize_kernel``.
+        input_scale: the scale of the input; None without delayed scaling.
+        recipe: the recipe that scales the input, and that has scaled the kernel.
+        form: ``"direct"`` or ``"qdq"``, see ``fp8_dot_general``.
+        out_sharding: see ``fp8_dot_general``.
     """
     plan = _plan(lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe, form, out_sharding)
     return contract(plan, lhs, rhs, kernel=kernel, input_scale=input_scale)

@@ -1,4 +1,4 @@
-"""A two-operand einsum as one matmul whose operands keep their roles."""
+"""Computes a two-operand einsum by one ``dot_general`` that does not swap input and kernel."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ if TYPE_CHECKING:
 
 
 class _Steps(NamedTuple):
+    """The steps of an einsum: sums over axes of one operand, a ``dot_general``, and a transpose."""
+
     lhs_summed: tuple[int, ...]
+    """The axes of ``lhs`` that neither ``rhs`` nor the result has; they are summed first."""
     rhs_summed: tuple[int, ...]
+    """The axes of ``rhs`` that neither ``lhs`` nor the result has; they are summed first."""
     dimension_numbers: DimensionNumbers
     permutation: tuple[int, ...]
+    """The transpose of the result of ``dot_general`` that gives the result of the einsum."""
 
 
 def _steps(eqn: str, lhs: jax.Array, rhs: jax.Array) -> _Steps:
-    """Turns a two-operand einsum into sums, one ``dot_general`` with operands in order, a transpose."""
+    """Returns the steps of a two-operand einsum: sums, one ``dot_general(lhs, rhs)``, and a transpose."""
     try:
         inputs, result, _ = opt_einsum.parser.parse_einsum_input((eqn, lhs, rhs))
         lhs_names, rhs_names = inputs.split(",")
@@ -85,24 +90,25 @@ def einsum_with(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> Float[jax.Array, "*output"]:
-    """Evaluates a two-operand einsum by one call of ``dot_general(lhs, rhs, …)``, never with them swapped.
+    """Computes a two-operand einsum by one call of ``dot_general(lhs, rhs, …)``, without swapping operands.
 
-    ``jnp.einsum`` swaps the operands where that saves a transpose, which would exchange the roles of
-    input and kernel.
+    ``jnp.einsum`` swaps the operands if that saves a transpose. A swap would exchange the roles of input
+    and kernel.
 
     Raises:
-        ValueError: ``eqn`` does not have two operands that fit, or repeats an index within one.
+        ValueError: ``eqn`` does not have two operands, does not fit their shapes, or repeats an index
+            within one operand.
     """
     steps = _steps(eqn, lhs, rhs)
     lhs = jnp.sum(lhs, axis=steps.lhs_summed) if steps.lhs_summed else lhs
     rhs = jnp.sum(rhs, axis=steps.rhs_summed) if steps.rhs_summed else rhs
-    told = {} if out_sharding is None else {"out_sharding": _before(out_sharding, steps.permutation)}
-    out = dot_general(lhs, rhs, steps.dimension_numbers, precision, preferred_element_type, **told)
+    keywords = {} if out_sharding is None else {"out_sharding": _before(out_sharding, steps.permutation)}
+    out = dot_general(lhs, rhs, steps.dimension_numbers, precision, preferred_element_type, **keywords)
     return lax.transpose(out, steps.permutation)
 
 
 def _before(sharding: Any, permutation: tuple[int, ...]) -> Any:
-    """Returns the sharding of an array of which a transpose shall have this one."""
+    """Returns the sharding of ``x``, given the sharding of ``lax.transpose(x, permutation)``."""
     is_spec = isinstance(sharding, PartitionSpec)
     spec = sharding if is_spec else sharding.spec
     names = [*spec, *[None] * (len(permutation) - len(spec))]

@@ -1,7 +1,7 @@
-"""Differentiates every FP8 op: the only ``custom_vjp`` of a contraction or of a block of contractions.
+"""Differentiates every FP8 op: ``run`` is the only ``custom_vjp`` of a contraction, or of a block of them.
 
-The engine knows scaling states, and the plan knows GEMMs. The engine derives the scales of this step from
-the states, runs the plan, and returns the next states as the cotangents of the states.
+The engine handles scaling states, and the plan handles GEMMs. The engine derives the scales of this step
+from the states, runs the plan, and returns the next states as the cotangents of the states.
 """
 
 from __future__ import annotations
@@ -23,35 +23,37 @@ _, _, _SCALING_NAME = RESIDUAL_NAMES
 
 
 def named_scaling(numbers: Any) -> Any:
-    """Returns scales or amaxes under the name that policies of ``jax.checkpoint`` know them by."""
+    """Returns scales or amaxes under the ``checkpoint_name`` that policies of ``jax.checkpoint`` use."""
     return jax.tree.map(partial(checkpoint_name, name=_SCALING_NAME), numbers)
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass needs."""
+    """The residuals of an op: what the forward pass keeps for the backward pass."""
 
     of_plan: Any
+    """The residuals that the plan returned."""
     extra: Extra
     scales: Scales
     amaxes: dict[str, jax.Array]
-    """Those of the tensors that the forward pass has quantized."""
+    """The partial amaxes of the tensors that the forward pass quantizes."""
     states: dict[str, ScalingState | None]
-    """Without those that have a digest."""
+    """The state of each tensor with delayed scaling; None if the state has a digest, see
+    ``state_to_keep``."""
 
 
-# Derivation. The plan says what the derivatives of the operands are: a contraction is linear in each of its
-# operands, and its quantization counts as an identity. The cotangents of the states are their next values.
+# The derivatives of the operands are straight-through: a contraction is linear in each operand, and
+# quantizing counts as the identity. The cotangents of the states are not derivatives, but the next states.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 @traced_once
 def run(
     plan: Plan, operands: tuple[jax.Array, ...], extra: Extra, states: dict[str, ScalingState]
 ) -> jax.Array:
-    """Returns the result of a plan; the "gradients" of the states are their next values.
+    """Returns the result of a plan; the "gradients" of the states are the next states.
 
     Args:
-        plan: what to compute.
+        plan: the op to compute.
         operands: the arrays that get gradients.
-        extra: arrays that get none.
+        extra: further arrays, which get no gradients.
         states: the state of each tensor with delayed scaling.
     """
     return plan.primal(operands, extra, plan.scales(states))
@@ -61,6 +63,7 @@ def run(
 def _run_fwd(
     plan: Plan, operands: tuple[jax.Array, ...], extra: Extra, states: dict[str, ScalingState]
 ) -> tuple[jax.Array, _Residuals]:
+    """Runs the forward pass of the plan; returns its result and the residuals."""
     scales = named_scaling(plan.scales(states))
     out, of_plan, amaxes = plan.forward(operands, extra, scales)
     kept = {name: state_to_keep(state) for name, state in states.items()}
@@ -69,6 +72,7 @@ def _run_fwd(
 
 @traced_once
 def _run_bwd(plan: Plan, residuals: _Residuals, g: jax.Array) -> Any:
+    """Runs the backward pass of the plan; returns the cotangents of operands, extra (None) and states."""
     of_plan, extra, scales, amaxes, states = residuals
     grads, more_amaxes = plan.backward(of_plan, extra, scales, g)
     amaxes = {**amaxes, **more_amaxes}
@@ -78,10 +82,10 @@ def _run_bwd(plan: Plan, residuals: _Residuals, g: jax.Array) -> Any:
 
 
 def _as_operand(grad: jax.Array, operand: Operand) -> jax.Array:
-    """Returns a cotangent as JAX requires it."""
-    # Inside shard_map an operand that is the same everywhere gets the sum of all cotangents.
+    """Returns a cotangent with the dtype, manual axes and sharding of its operand, as JAX requires."""
+    # Inside shard_map, the cotangent of a replicated operand is the sum of the cotangents of all devices.
     grad = sum_to_axes(grad, operand.axes).astype(operand.dtype)
-    if operand.sharding is not None:  # scales per row or column may have brought another sharding
+    if operand.sharding is not None:  # scales per row or column may have changed the sharding
         grad = jax.sharding.reshard(grad, operand.sharding)
     return grad
 

@@ -1,7 +1,7 @@
-"""Dense layers with an activation between them, whose activations are cast to FP8 as they are computed.
+"""The plan of a feed-forward block: dense layers, an activation, and one dense layer.
 
-Between two dense layers stand tensors that nothing else reads: what the activation makes goes into one GEMM
-forward and another one backward, and so does the gradient of what it takes. Here they exist in FP8 alone.
+Only GEMMs read the result of the activation, and the gradient of its arguments. So both are requested as a
+cast: a GPU kernel computes them, casts them to FP8, and writes only the FP8 codes to memory.
 """
 
 from __future__ import annotations
@@ -46,76 +46,89 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
 }
-"""By name, as ``flax.linen`` has them."""
+"""The supported activation functions. ``flax.linen`` has all names except ``"gelu_exact"``."""
 
 _NOT_IN_TRITON = ("gelu_exact",)
-"""Those that Pallas's Triton backend, which has no error function, does not compute."""
+"""Activations that Pallas's Triton backend cannot compute, because it has no error function."""
 
 _DENSE = (((1,), (0,)), ((), ()))
+"""The dimension numbers of ``x @ kernel``."""
 
 
 def hidden(activation: str, dense: Sequence[jax.Array]) -> jax.Array:
-    """Returns what goes into the last layer: ``activation(x)``, or gated ``activation(gate) * up``.
+    """Returns the input of the last layer: ``activation(x)``, or ``activation(gate) * up`` if it is gated.
 
     Args:
         activation: one of ``ACTIVATIONS``.
-        dense: the results of the first layer, or of both.
+        dense: ``[x]`` or ``[gate, up]``, the results of the first layers with their biases.
     """
     active = ACTIVATIONS[activation](dense[0])
     return active if len(dense) == 1 else active * dense[1]
 
 
 def _hidden(activation: str, num: int, *args: jax.Array) -> list[jax.Array]:
-    """Elementwise: of ``num`` products, and as many biases if there are any."""
+    """Elementwise function of a cast: returns ``hidden`` of ``num`` products and ``num`` or no biases."""
     return [hidden(activation, _dense(num, args))]
 
 
 def _hidden_grads(activation: str, num: int, g: jax.Array, *args: jax.Array) -> list[jax.Array]:
-    """Elementwise: the cotangents of what ``hidden`` takes, of that of its result."""
+    """Elementwise function of a cast: returns the cotangents of ``dense``, given that of ``hidden``.
+
+    Args:
+        activation: one of ``ACTIVATIONS``.
+        num: how many products there are, 1 or 2.
+        g: the cotangent of the result of ``hidden``.
+        *args: ``num`` products, and ``num`` or no biases.
+    """
     _, vjp = jax.vjp(lambda *dense: hidden(activation, dense), *_dense(num, args))
     return [inf_to_nan(grad) for grad in vjp(g)]
 
 
 def _dense(num: int, args: Sequence[jax.Array]) -> list[jax.Array]:
+    """Adds biases to products: ``args`` are ``num`` products, followed by ``num`` or no biases."""
     return [x + bias for x, bias in zip(args, args[num:])] if args[num:] else list(args)
 
 
 class _Residuals(NamedTuple):
+    """What the forward pass of a block keeps for its backward pass."""
+
     input: Any
-    """The input as wgrad takes it, in FP8."""
+    """The operand of wgrad that is made of the input, in FP8."""
     kernels: tuple[Any, ...]
-    """The kernels as dgrad takes them, in FP8."""
+    """The kernels, in FP8, as operands of dgrad."""
     dense: tuple[jax.Array, ...]
-    """The wide products that the activation takes."""
+    """The wide results of the first layers, without biases, from which the activation is computed again."""
     biases: tuple[jax.Array, ...]
     transposed: QTensor
-    """The hidden activations as wgrad takes them: transposed, as bits."""
+    """The hidden activations, transposed, as an operand of wgrad; codes as bits."""
 
 
-# Derivation. The derivatives are those of the contractions (see ``engine.run``), with the chain rule of the
-# activation between them. It is computed in float32, of wide tensors. What is cast passes its cotangent on
-# as it is.
+# The backward pass applies the derivatives of the contractions (see ``engine.run``), and the chain rule of
+# the activation between them. The activation and its derivative are computed in float32, of wide tensors.
+# Casts to FP8 are straight-through.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlpPlan(Plan):
-    """The contractions of a block, of matrices. Its operands are the input, the kernels and the biases.
+    """A feed-forward block of matrices: two contractions, or three with a gate. See ``mlp``.
 
-    The tensors of contraction ``i`` are named ``i/input``, ``i/kernel`` and ``i/output_grad``.
+    The operands are the input, the kernels and the biases. The tensors of contraction ``i`` are named
+    ``i/input``, ``i/kernel`` and ``i/output_grad``.
     """
 
     into: tuple[DotPlan, ...]
-    """The contractions of the input: one, or those of gate and up."""
+    """The contractions of the block's input: one, or gate and up."""
     out_of: DotPlan
-    """The contraction of the hidden activations."""
+    """The last contraction, of the hidden activations."""
     activation: str
     kernel_dtypes: tuple[np.dtype, ...]
-    """The dtypes of the kernels and of their cotangents; all products are of the input's dtype."""
+    """The dtypes of the kernels and of their cotangents. All products have the dtype of the input."""
     biases: tuple[Operand, ...]
+    """The biases of ``into``, ``(1, hidden)`` each; or none."""
     names: tuple[str, ...]
-    """Scopes of the contractions."""
+    """The name scopes of the contractions."""
 
     @property
     def plans(self) -> tuple[DotPlan, ...]:
-        """All contractions."""
+        """All contractions, in the order of the forward pass."""
         return *self.into, self.out_of
 
     @property
@@ -136,7 +149,14 @@ class MlpPlan(Plan):
     def casting(
         self, f: Callable[..., Any], role: str, *plans: DotPlan, has_sums: bool = False
     ) -> CastTranspose:
-        """Returns how the result of an elementwise function is cast for these contractions."""
+        """Returns the request to compute an elementwise function and cast its results to FP8.
+
+        Args:
+            f: ``_hidden`` or ``_hidden_grads``.
+            role: the role of the results in the contractions that take them.
+            *plans: for each result, the contraction that takes it.
+            has_sums: whether to return sums over the rows as well, which are the gradients of the biases.
+        """
         dtypes = tuple(plan.recipe.delayed[role].dtype for plan in plans)
         f = partial(f, self.activation, len(self.into))
         return CastTranspose(f, dtypes, has_sums, fits_kernel=self.activation not in _NOT_IN_TRITON)
@@ -147,10 +167,15 @@ class MlpPlan(Plan):
     def forward(
         self, operands: tuple[jax.Array, ...], extra: Extra, scales: Scales
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        """Computes the block, see ``Plan.forward``.
+
+        It quantizes the input and the kernels, multiplies the first layers, computes and casts the
+        activation as one request, and multiplies the last layer.
+        """
         del extra
         x, *rest = operands
         kernels, biases = rest[: len(self.plans)], tuple(rest[len(self.plans) :])
-        of_each = _apart(scales, len(self.plans))
+        of_each = _by_contraction(scales, len(self.plans))
         entered = input_of(self.into[0], x, of_each[0]["input"])
         kernels_in = [_kernel_of(*each) for each in zip(self.plans, kernels, of_each)]
         dense = []
@@ -158,7 +183,7 @@ class MlpPlan(Plan):
             dense.append(checkpoint_name(_forward(one, name, entered.first, kernel.first), OUTPUT_NAME))
         casting = self.casting(_hidden, "input", self.out_of)
         (cast,) = lowered(casting, reference_cast, [of_each[-1]["input"].reshape(())], *dense, *biases)
-        first, second = _both(self.out_of, "input", cast, of_each[-1])
+        first, second = _both_orders(self.out_of, "input", cast, of_each[-1])
         out = _forward(self.out_of, self.names[-1], first, kernels_in[-1].first)
         amaxes: list[dict[str, Any]] = [
             {"input": entered.amaxes, "kernel": kernel.amaxes} for kernel in kernels_in
@@ -176,8 +201,13 @@ class MlpPlan(Plan):
     def backward(
         self, residuals: _Residuals, extra: Extra, scales: Scales, g: jax.Array
     ) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
+        """Computes the cotangents of input, kernels and biases, see ``Plan.backward``.
+
+        It quantizes ``g``, computes dgrad and wgrad of the last layer, computes and casts the gradients of
+        the first layers' results as one request, and computes dgrad and wgrad of the first layers.
+        """
         del extra
-        last, kept, of_each = self.out_of, residuals, _apart(scales, len(self.plans))
+        last, kept, of_each = self.out_of, residuals, _by_contraction(scales, len(self.plans))
         g_first, g_second, g_amaxes = quantized_with_amax(
             last, "output_grad", g, of_each[-1]["output_grad"], ()
         )
@@ -193,7 +223,7 @@ class MlpPlan(Plan):
         grads = []
         backwards = reversed([*zip(self.names, self.into, casts, of_each, kept.kernels)])
         for name, one, cast, of_one, kernel in backwards:
-            first, second = _both(one, "output_grad", cast, of_one)
+            first, second = _both_orders(one, "output_grad", cast, of_one)
             with jax.named_scope(name), jax.named_scope(DGRAD):
                 grads.append(one.dgrad(first, kernel.from_bits(), like))
             with jax.named_scope(name), jax.named_scope(WGRAD):
@@ -207,12 +237,12 @@ class MlpPlan(Plan):
 
 
 def _joined(of_each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns dicts by role, one of each contraction, as one dict by the names of the tensors."""
+    """Merges a list of dicts ``{role: x}``, one per contraction ``i``, into one dict ``{"i/role": x}``."""
     return {f"{i}/{role}": x for i, of_one in enumerate(of_each) for role, x in of_one.items()}
 
 
-def _apart(tensors: Mapping[str, Any], num: int) -> list[dict[str, Any]]:
-    """Returns what ``_joined`` was given."""
+def _by_contraction(tensors: Mapping[str, Any], num: int) -> list[dict[str, Any]]:
+    """Splits a dict ``{"i/role": x}`` into ``num`` dicts ``{role: x}``, the reverse of ``_joined``."""
     return [
         {role: tensors[f"{i}/{role}"] for role in ROLES if f"{i}/{role}" in tensors} for i in range(num)
     ]
@@ -226,19 +256,21 @@ def mlp_plan(
     activation: str,
     names: Sequence[str],
 ) -> MlpPlan:
-    """Returns the plan of a block.
+    """Returns the plan of a feed-forward block.
 
     Args:
-        x: ``(M, K)``, a wide float.
-        kernels: those of the first layers ``(K, H)``, and that of the last ``(H, N)``; of any wide floats.
-        biases: of the first layers, ``(1, H)``; or none.
-        recipe: delayed scaling in all of it, see ``is_all_delayed``.
+        x: the input, ``(M, K)``, a wide float.
+        kernels: one or two kernels of the first layers ``(K, H)``, then the kernel of the last layer
+            ``(H, N)``; wide floats, each of its own dtype.
+        biases: the biases of the first layers, ``(1, H)`` each; or none.
+        recipe: a recipe for which ``is_all_delayed`` is True.
         activation: one of ``ACTIVATIONS``.
-        names: of the layers.
+        names: the name scopes of the layers.
     """
     axes = frozenset().union(*(Operand.of(array).axes for array in (x, *kernels[:-1])))
 
     def plan(lhs: Operand, kernel: jax.Array) -> DotPlan:
+        # All products are in the input's dtype, whatever the dtype of the kernel is.
         rhs = Operand.of(kernel)._replace(dtype=x.dtype)
         return DotPlan(recipe=recipe, lhs=lhs, rhs=rhs, out_dtype=x.dtype, dimension_numbers=_DENSE)
 
@@ -254,18 +286,18 @@ def mlp_plan(
 
 
 def is_all_delayed(recipe: CustomRecipe) -> bool:
-    """Tells whether each tensor has one scale, from past steps, for both of its GEMMs."""
+    """Returns whether every tensor has delayed scaling, with equal quantizers for its two GEMMs."""
     pairs = [recipe.of_role(role) for role in ("input", "kernel", "output_grad")]
     return all(a is not None and a.needs_state and a == b for a, b in pairs)
 
 
 def is_one(recipe: CustomRecipe, x: jax.Array, dtype: Any) -> bool:
-    """Tells whether nothing here stands against computing all layers as one.
+    """Returns whether ``mlp`` can compute all layers of a block as one op.
 
     Args:
-        recipe: of all layers.
-        x: the input.
-        dtype: of the computation.
+        recipe: the recipe of all layers.
+        x: the input of the block.
+        dtype: the dtype of the computation.
     """
     return (
         is_all_delayed(recipe)
@@ -280,32 +312,36 @@ def _identity(x: jax.Array) -> list[jax.Array]:
 
 
 def _kernel_of(plan: DotPlan, kernel: jax.Array, scales: dict[str, jax.Array]) -> Entering:
-    """Returns a kernel, quantized: transposed, as the forward GEMM of ``_forward`` takes it."""
+    """Quantizes a kernel in both orders: transposed for the forward GEMM, and as it is for dgrad."""
     casting = CastTranspose(_identity, (plan.recipe.delayed["kernel"].dtype,))
     (cast,) = lowered(casting, reference_cast, [scales["kernel"].reshape(())], kernel)
-    kept, first = _both(plan, "kernel", cast, scales)
+    kept, first = _both_orders(plan, "kernel", cast, scales)
     first = _named(first, KERNEL_FORWARD_NAME).from_bits()
     return Entering(first, _named(kept, RESIDUAL_NAMES[1]), named_scaling(cast.amaxes))
 
 
 def _named(q: QTensor, name: str) -> QTensor:
-    """Returns what is kept of an operand: bits, under a name for policies."""
+    """Returns an operand as bits, with a ``checkpoint_name`` on its codes."""
     bits = q.as_bits()
     return dataclasses.replace(bits, codes=checkpoint_name(bits.codes, name))
 
 
 def _forward(plan: DotPlan, name: str, x: QTensor, kernel: QTensor) -> jax.Array:
+    """Returns the forward GEMM of one contraction; its kernel is transposed, ``(columns, depth)``."""
     with jax.named_scope(name), jax.named_scope(FORWARD):
         return lowered(plan.gemms.forward.of_transposed(rhs=True), reference_gemm, x, kernel)
 
 
-def _both(plan: DotPlan, role: str, cast: Cast, scales: dict[str, jax.Array]) -> tuple[QTensor, QTensor]:
+def _both_orders(
+    plan: DotPlan, role: str, cast: Cast, scales: dict[str, jax.Array]
+) -> tuple[QTensor, QTensor]:
+    """Returns the operand of a cast tensor, ``(M, N)``, and of its transpose, ``(N, M)``."""
     quantizer, scale = plan.recipe.delayed[role], scales[role].reshape(())
     return QTensor(cast.codes, scale, quantizer), QTensor(cast.transposed, scale, quantizer)
 
 
 def _wgrad(plan: DotPlan, lhs: QTensor, rhs: QTensor, *, is_lhs: bool) -> jax.Array:
-    """Returns the gradient of a kernel, given one operand transposed: the left one, or the right one."""
+    """Returns the gradient of a kernel; ``is_lhs`` says whether ``lhs`` or ``rhs`` comes transposed."""
     gemm = plan.gemms.wgrad.of_transposed(lhs=is_lhs, rhs=not is_lhs)
     return lowered(gemm, reference_gemm, lhs, rhs)
 
@@ -322,14 +358,14 @@ def mlp(
     """Returns ``hidden(activation, [x @ kernel + bias, …]) @ last kernel``, in FP8.
 
     Args:
-        x: ``(…, K)``, a wide float.
-        kernels: those of the first layers ``(K, H)``, one or two, and that of the last ``(H, N)``; of any
-            wide floats, which are not rounded to the input's before they are cast.
-        biases: of the first layers, ``(H,)``; or none.
-        states: of each contraction; their "gradients" are their next values.
-        recipe: delayed scaling in all of it, see ``is_all_delayed``.
+        x: the input, ``(…, K)``, a wide float.
+        kernels: one or two kernels of the first layers ``(K, H)``, then the kernel of the last layer
+            ``(H, N)``. They are wide floats, and are cast to FP8 from their own dtype.
+        biases: the biases of the first layers, ``(H,)`` each; or none.
+        states: the states of each contraction; their "gradients" are their next values.
+        recipe: a recipe for which ``is_all_delayed`` is True.
         activation: one of ``ACTIVATIONS``.
-        names: of the layers, as an audit shows them.
+        names: the name scopes of the layers, which an audit shows.
     """
     rows = lax.reshape(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
     biases = [bias[None] for bias in biases]

@@ -1,4 +1,4 @@
-"""Chooses how a contraction runs: in FP8, frozen, wide, calibrating or measured. Only ``contract`` does."""
+"""``contract`` chooses how a contraction runs: in FP8, frozen, wide, calibrating or measured."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ from fp8flax._core.state.state import (
 from fp8flax._core.tracing import traced_once
 
 FORMS = ("direct", "qdq")
-"""How an FP8 contraction is written down for the compiler."""
+"""The forms in which an FP8 contraction is written for the compiler: GEMMs of FP8 operands, or
+quantize-dequantize around GEMMs of wide operands."""
 
 _States = dict[str, ScalingState]
-"""The state of each role with delayed scaling."""
+"""The scaling state of each tensor with delayed scaling, by role."""
 
 
 def contract(
@@ -57,17 +58,19 @@ def contract(
     kernel: QTensor | None = None,
     input_scale: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the contraction of a plan, in the form and the mode that are asked for.
+    """Returns the result of a contraction, in the form of its plan and in the ambient ``mode``.
 
     Args:
-        plan: what is contracted.
+        plan: the contraction.
         lhs: the input, a wide float.
         rhs: the kernel, a wide float.
-        *extra: what the plan takes beside them.
+        *extra: the further arrays of the op, such as the group sizes of a ragged dot.
         states: scaling states of the roles that have delayed scaling.
-        is_frozen: whether the states stay as they are, and derivatives are those of the wide contraction.
-        kernel: the packed kernel of a frozen contraction, instead of ``rhs``, whose values are not read.
-        input_scale: the input's scale beside it, where that is delayed.
+        is_frozen: whether the states do not change. Tangents and cotangents are then multiplied in wide
+            dtypes, with the values of the quantized operands.
+        kernel: a packed kernel, which makes the contraction a frozen one. The values of ``rhs`` are then
+            not read.
+        input_scale: the scale of the input for a packed kernel; None without delayed scaling.
     """
     if not any(plan.recipe.quantizers):
         with jax.named_scope(KEPT_WIDE):
@@ -98,7 +101,7 @@ def contract(
 
 
 def _checked_states(plan: Contraction, states: States) -> _States:
-    """Returns the states that some product uses, or raises an error if one cannot be state."""
+    """Returns the states of the tensors with delayed scaling; raises an error if one is not valid."""
     if any(map(is_max_dtype, jax.tree.leaves(states, is_leaf=is_max_dtype))):
         refuse_unchecked_axes()
     checked = {}
@@ -109,18 +112,18 @@ def _checked_states(plan: Contraction, states: States) -> _States:
     return checked
 
 
-# In FP8.
+# FP8.
 
 
 def _direct(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: _States) -> jax.Array:
-    """Returns the contraction, whose products take FP8 operands."""
+    """Returns the contraction of quantized operands; ``engine.run`` differentiates it."""
     return run(plan, (lhs, rhs), extra, states)
 
 
 def _fake_quantized(
     plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: _States
 ) -> jax.Array:
-    """Returns the quantize-dequantize form of delayed scaling, which can be differentiated twice."""
+    """Returns the quantize-dequantize form of delayed scaling, which JAX can differentiate twice."""
     configs = plan.configs
     lhs = in_qdq_as(configs["input"], lhs, states["input"])
     rhs = in_qdq_as(configs["kernel"], rhs, states["kernel"])
@@ -132,24 +135,27 @@ def _fake_quantized(
 
 
 class _Fixed(NamedTuple):
-    """What does not change from call to call of a frozen contraction."""
+    """The constants of a frozen contraction."""
 
     scales: dict[str, jax.Array]
+    """The delayed scales, by role."""
     kernel: QTensor | None
-    """Packed; None where it is quantized at each call."""
+    """The packed kernel; None if each call quantizes a wide kernel."""
 
 
-# Derivation. With straight-through quantization the derivative of q(x) . q(w) in the direction (dx, dw) is
-# dx . q(w) + q(x) . dw. There is no scale for tangents, nor for cotangents: both stay wide.
+# With straight-through quantization q, the derivative of q(x) . q(w) in the direction (dx, dw) is
+# dx . q(w) + q(x) . dw. Tangents and cotangents have no scales, so they stay wide.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 @traced_once
 def _frozen(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
+    """Returns the forward product of quantized operands; states do not change."""
     return on_automatic_axes(plan, product_of_wide, plan.out_sharding, lhs, rhs, extra, *fixed)
 
 
 def _along_lhs(
     plan: Contraction, tangent: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed
 ) -> jax.Array:
+    """Returns dx . q(w): the wide product of the input's tangent and the dequantized kernel."""
     _, quantizer, view = plan.uses("kernel").first
     if fixed.kernel is not None:
         unpacked = fixed.kernel.quantizer.unpack(fixed.kernel, view)
@@ -162,12 +168,14 @@ def _along_lhs(
 def _along_rhs(
     plan: Contraction, tangent: jax.Array, lhs: jax.Array, extra: Extra, fixed: _Fixed
 ) -> jax.Array:
+    """Returns q(x) . dw: the wide product of the dequantized input and the kernel's tangent."""
     lhs = plan.prepared("input", lhs, extra)
     view, scale = plan.uses("input").first.view, fixed.scales.get("input")
     return plan.wide(straight_through(plan.recipe.forward.lhs, view, lhs, scale), tangent, extra)
 
 
 def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the result of ``_frozen`` and its tangent, dx . q(w) + q(x) . dw."""
     (lhs, rhs, extra, fixed), (lhs_dot, rhs_dot, *_) = primals, tangents
     with jax.named_scope(plan.wide_scope):
         terms = [
@@ -188,7 +196,11 @@ _frozen.defjvp(_frozen_jvp, symbolic_zeros=True)
 def _calibrated(
     plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: _States
 ) -> jax.Array:
-    """Returns the contraction as JAX computes it, from which only the next scaling states are taken."""
+    """Returns the wide contraction, and makes the next scaling states from its tensors.
+
+    The next states are the "gradients" of ``states``. If the mode has a ``report``, it is called with the
+    states of input and kernel instead, and the output gradient gets no state.
+    """
     report, configs = mode.value.report, plan.configs
     if report is None:
         lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
@@ -209,13 +221,16 @@ def _calibrated(
 
 
 def _calibrate_operand(config: DelayedConfig, g: jax.Array, args: Any) -> Any:
-    """Observes an operand, whose amax is known from the forward pass."""
+    """Observer of an operand: returns its cotangent unchanged, and its calibrated state.
+
+    The amax of the operand comes from the forward pass, in ``args``.
+    """
     amax, state = args
     return g, (None, calibrated_state(config, amax, state))
 
 
 def _calibrate_output_grad(plan: Contraction, g: jax.Array, args: Any) -> Any:
-    """Observes the cotangent of the result."""
+    """Observer of the result: returns the output gradient unchanged, and its calibrated state."""
     extra, state = args
     amax = plan.amax("output_grad", plan.prepared("output_grad", g, extra), extra)
     return g, (None, calibrated_state(plan.configs["output_grad"], amax, state))
@@ -232,26 +247,30 @@ def _measured(
     extra: Extra,
     states: _States,
 ) -> jax.Array:
-    """Returns the contraction, and reports what FP8 leaves of its tensors."""
+    """Returns the result of ``compute``, and reports the quantization error of the three tensors."""
     path, scales = mode.value.path, plan.scales(states)
-    with mode(None):  # under which all layers that are alike are traced once
-        lhs = _told(plan, path, "input", lhs, extra, scales.get("input"))
-        rhs = _told(plan, path, "kernel", rhs, extra, scales.get("kernel"))
+    # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
+    with mode(None):
+        lhs = _reported(plan, path, "input", lhs, extra, scales.get("input"))
+        rhs = _reported(plan, path, "kernel", rhs, extra, scales.get("kernel"))
         out = compute(plan, lhs, rhs, extra, states)
-        observer = partial(_tell_output_grad, plan, path)
+        observer = partial(_report_output_grad, plan, path)
         return observed(observer, out, (extra, scales.get("output_grad")))
 
 
-def _tell_output_grad(plan: Contraction, path: tuple[str, ...], g: jax.Array, args: Any) -> Any:
-    """Observes the cotangent of the result."""
+def _report_output_grad(plan: Contraction, path: tuple[str, ...], g: jax.Array, args: Any) -> Any:
+    """Observer of the result: returns the output gradient, and reports its quantization error."""
     extra, scale = args
-    return _told(plan, path, "output_grad", g, extra, scale), (None, None)
+    return _reported(plan, path, "output_grad", g, extra, scale), (None, None)
 
 
 def _numbers_of_role(
     role: str, plan: Contraction, x: jax.Array, extra: Extra, scale: jax.Array | None
 ) -> Numbers:
-    """Returns what is left of a tensor by both of its quantizers; at least one is not None."""
+    """Measures the quantization error of a tensor under each of its quantizers, and merges the results.
+
+    At least one of the two quantizers is not None.
+    """
     x, scale = lax.stop_gradient((x, scale))
     x = plan.prepared(role, x, extra)
     first, second = plan.uses(role)
@@ -264,10 +283,10 @@ def _numbers_of_role(
     return merged_calls(found)._replace(nonfinite=found[0].nonfinite)
 
 
-def _told(
+def _reported(
     plan: Contraction, path: tuple[str, ...], role: str, x: jax.Array, extra: Extra, scale: jax.Array | None
 ) -> jax.Array:
-    """Returns a tensor, and tells what is left of it."""
+    """Returns ``x`` unchanged, and reports its quantization error, if a product quantizes it."""
     if not any(plan.recipe.of_role(role)):
         return x
     numbers = on_automatic_axes(plan, partial(_numbers_of_role, role), None, x, extra, scale)

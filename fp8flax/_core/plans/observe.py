@@ -1,4 +1,4 @@
-"""Looks at a tensor without changing it: what calibrating and statistics do in the backward pass."""
+"""``observed``: an identity that calls a function with its cotangent; calibration and statistics use it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import jax
 
 
-# Derivation. The value passes as it is. The observer sees its cotangent, which passes as it is, too, and
-# returns what stands for the cotangents of the arguments. The forward rule calls the identity again: a
-# model that differentiates itself consumes the first call, and the gradient around it needs the next.
+# The forward rule calls ``observed`` again, and does not return ``x``. If a model takes a gradient inside
+# its forward pass, the inner gradient uses up one ``custom_vjp``, and the outer gradient needs another.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def observed(
     observer: Callable[[jax.Array, Any], tuple[jax.Array, Any]], x: jax.Array, args: Any
 ) -> jax.Array:
-    """Returns ``x``. In the backward pass ``observer(g, args)`` is called with the cotangent.
+    """Returns ``x``. The backward pass calls ``observer(g, args)`` with the cotangent ``g`` of the result.
 
     Args:
-        observer: returns the cotangents of ``x`` and of ``args`` (hashable, such as a ``partial`` of a
-            function and a plan).
-        x: the tensor.
-        args: a tree of arrays.
+        observer: a function that returns the cotangents of ``x`` and of ``args``. It must be hashable, such
+            as a ``partial`` of a function and a plan.
+        x: the tensor to observe.
+        args: a tree of arrays for the observer. An observer returns next states, for instance, as the
+            cotangents of states in ``args``.
     """
     del observer, args
     return x

@@ -1,4 +1,4 @@
-"""The FP8 matmul of a mixture of experts: each row with the kernel of the expert that it belongs to."""
+"""The FP8 matmul of a mixture of experts: multiplies each row by the kernel of its expert."""
 
 from __future__ import annotations
 
@@ -29,51 +29,56 @@ from fp8flax._core.recipes import GemmRecipe, Recipe
 if TYPE_CHECKING:
     from jaxtyping import Float, Integer
 
-# A tile of rows is multiplied by one expert's kernel at a time, and once more for each further expert that
-# owns some of its rows. Small tiles waste few rows; large ones read a kernel less often and fill more of
-# a GPU. Half of a group's average is a heuristic, as are the bounds.
+# Rows are multiplied in tiles. A tile is multiplied once by the kernel of each expert that has rows in it.
+# Small tiles waste fewer rows. Large tiles read each kernel less often, and use more of a GPU. The tile
+# size, half the average group size within these bounds, is a heuristic.
 _SMALLEST_TILE, _LARGEST_TILE = 128, 512
-_ROW_MULTIPLE = 16  # what cublasLt takes
+_ROW_MULTIPLE = 16  # cublasLt requires it of the sizes of FP8 operands
 
 
 def _tile_of(rows: int, groups: int) -> int:
-    """Returns how many rows are multiplied at a time."""
+    """Returns the number of rows in a tile, for ``rows`` rows of ``groups`` experts."""
     half = max(1, rows // (2 * groups))
     tile = min(max(1 << (half.bit_length() - 1), _SMALLEST_TILE), _LARGEST_TILE)
     return min(tile, max(_ROW_MULTIPLE, -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE))
 
 
 class _Visit(NamedTuple):
-    """One tile of rows that meets one expert's kernel; or arrays of them, one element per visit."""
+    """A visit: one tile of rows is multiplied by the kernel of one expert that has rows in it.
+
+    Each field is a scalar. For a list of visits, each field is an array with an element per visit.
+    """
 
     row: jax.Array
-    """The tile's first row."""
+    """The first row of the tile."""
     expert: jax.Array
+    """The index of the expert."""
     low: jax.Array
-    """The first row of the tile, counted from its start, that belongs to the expert."""
+    """The expert's first row in the tile, counted from the start of the tile."""
     high: jax.Array
-    """The row after the last one."""
+    """The row after the expert's last row in the tile, counted from the start of the tile."""
     is_first: jax.Array
-    """Whether it is the expert's first tile."""
+    """Whether the tile is the expert's first one."""
 
 
 class _Gemms(NamedTuple):
-    """The GEMMs of one visit."""
+    """The GEMMs of one visit: one tile of rows, and one expert."""
 
     forward: Gemm
-    """With the kernel transposed, as FP8 units read it."""
+    """The kernel is transposed, ``(columns, depth)``, because FP8 units sum over the last axis."""
     dgrad: Gemm
     wgrad: Gemm
-    """Of one kernel's cotangent, to be added to that of its other visits."""
+    """The contribution of one tile to the gradient of the expert's kernel."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedPlan(Contraction):
-    """The GEMMs of ``lax.ragged_dot``, tile by tile of rows.
+    """The three products of ``lax.ragged_dot``, computed tile by tile of rows.
 
-    Row m of the result is x[m] . w[e] with its expert e. So dx[m] = q(g[m]) . q(w[e]).T, and dw[e] is the
-    sum of the outer products q(x[m]) q(g[m]) over the rows of e. Scales multiply the product of each visit,
-    which has one expert's only.
+    The shapes are ``(rows, depth)`` for the input x, ``(experts, depth, columns)`` for the kernels w, and
+    ``(rows, columns)`` for the result. Row m of the result is x[m] . w[e], where e is the expert of row m.
+    So dx[m] = q(g[m]) . q(w[e]).T, and dw[e] is the sum of the outer products q(x[m]) q(g[m]) over the rows
+    of expert e. Each visit has one expert, so the scale of its kernel multiplies the product of the visit.
     """
 
     stacked: ClassVar[tuple[str, ...]] = ("kernel",)
@@ -81,42 +86,42 @@ class RaggedPlan(Contraction):
 
     @property
     def rows(self) -> int:
-        """Rows of the input."""
+        """The number of rows of the input."""
         return self.lhs.shape[0]
 
     @property
     def groups(self) -> int:
-        """Number of experts."""
+        """The number of experts."""
         return self.rhs.shape[0]
 
     @property
     def depth(self) -> int:
-        """Columns of the input, which are rows of each kernel."""
+        """The number of columns of the input, which is the number of rows of each kernel."""
         return self.rhs.shape[1]
 
     @property
     def columns(self) -> int:
-        """Columns of the result."""
+        """The number of columns of each kernel and of the result."""
         return self.rhs.shape[2]
 
     @property
     def tile(self) -> int:
-        """Rows that are multiplied at a time."""
+        """The number of rows in a tile."""
         return _tile_of(self.rows, self.groups)
 
     @property
     def padded_rows(self) -> int:
-        """Rows of whole tiles, of at least one."""
+        """The number of rows, rounded up to whole tiles; at least one tile."""
         return max(1, -(-self.rows // self.tile)) * self.tile
 
     @property
     def num_visits(self) -> int:
-        """The most tiles, each counted once per expert in it, that there can be."""
+        """The largest possible number of visits; a tile has one for each expert with rows in it."""
         return self.padded_rows // self.tile + self.groups - 1
 
     @cached_property
     def gemms(self) -> _Gemms:
-        """All three."""
+        """The GEMMs of forward, dgrad and wgrad for one visit."""
         tile, depth, columns = self.tile, self.depth, self.columns
         wide = np.dtype(np.float64 if self.rhs.dtype == np.float64 else np.float32)
         x, w, y = self.lhs.dtype, self.rhs.dtype, self.out_dtype
@@ -127,6 +132,7 @@ class RaggedPlan(Contraction):
         )
 
     def _gemm(self, name: str, lhs: View, rhs: View, *dtypes: np.dtype) -> Gemm:
+        """Returns the GEMM ``name`` of one visit, with the dtypes of ``lhs``, ``rhs`` and the result."""
         lhs_dtype, rhs_dtype, out_dtype = dtypes
         return Gemm(
             recipe=getattr(self.recipe, name),
@@ -142,7 +148,7 @@ class RaggedPlan(Contraction):
 
     @cached_property
     def views(self) -> dict[str, tuple[View, View]]:
-        """Of all rows, and of each kernel."""
+        """For each role, the views of its tensor: of all padded rows, or of one expert's kernel."""
         x, w, g = (
             (View(shape, (1,), ()), View(shape, (0,), ()))
             for shape in (
@@ -154,7 +160,7 @@ class RaggedPlan(Contraction):
         return {"input": x, "kernel": w[::-1], "output_grad": g}
 
     def prepared(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
-        """Returns a tensor with whole tiles of rows, zeros for the rows that belong to no expert."""
+        """Returns input or output gradient with rows of no expert set to zero, padded to whole tiles."""
         if role == "kernel":
             return x
         (group_sizes,) = extra
@@ -162,7 +168,7 @@ class RaggedPlan(Contraction):
         return lax.pad(x, np.zeros((), x.dtype), ((0, self.padded_rows - self.rows, 0), (0, 0, 0)))
 
     def amax(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
-        """Returns that of an empty tensor where no row belongs to any expert."""
+        """Returns the ``delayed_amax`` of the rows that belong to experts; -inf if there are none."""
         if role == "kernel":
             return super().amax(role, x, extra)
         (group_sizes,) = extra
@@ -171,13 +177,14 @@ class RaggedPlan(Contraction):
     def amaxes(
         self, role: str, x: jax.Array, extra: Extra, codes: Any = (), as_cast: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
+        """Returns partial amaxes of the rows that belong to experts, see ``Contraction.amaxes``."""
         if role == "kernel":
             return super().amaxes(role, x, extra, codes, as_cast)
         (group_sizes,) = extra
         return amaxes_of_parts(x, self._is_grouped(x.shape[0], group_sizes), codes, as_cast=as_cast)
 
     def _is_grouped(self, rows: int, group_sizes: jax.Array) -> jax.Array:
-        """Tells which of the first rows belong to an expert, ``(rows, 1)``."""
+        """Returns a mask ``(rows, 1)`` of the rows that belong to any expert."""
         num_grouped = jnp.sum(bounded(group_sizes, self.rows), dtype=jnp.int32)
         return lax.broadcasted_iota(np.int32, (rows, 1), 0) < num_grouped
 
@@ -191,15 +198,19 @@ class RaggedPlan(Contraction):
         return self._rows(self.gemms.dgrad, uses, g, rhs, extra)
 
     def _rows(self, gemm: Gemm, uses: tuple[Use, Use], lhs: Any, kernels: Any, extra: Extra) -> jax.Array:
-        """Returns each row times its expert's kernel; zeros for rows that have none."""
+        """Returns each row of ``lhs`` times the kernel of its expert; zeros for rows of no expert.
+
+        It computes forward (``lhs`` is the input) and dgrad (``lhs`` is the output gradient).
+        """
         (group_sizes,), columns = extra, gemm.rhs.shape[0]
 
         def as_columns(x: jax.Array) -> jax.Array:
-            # Transposed once for all rows.
+            # Each kernel is transposed here once, and not at each visit.
             is_matrix = x.ndim == 3 and uses[1].view.contract == (0,)
             return jnp.swapaxes(x, 1, 2) if is_matrix else x
 
         def tile_by_tile(_: Any, lhs: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
+            # The reference implementation of the request.
             lhs, kernels = (self._in_rows(use, x) for use, x in zip(uses, (lhs, kernels)))
             kernels = as_columns(kernels) if is_per_block else kernels
             return _multiply_rows(self, gemm, lhs, kernels, columns, _visits(self, group_sizes))
@@ -216,6 +227,7 @@ class RaggedPlan(Contraction):
         uses = self.uses("input").second, self.uses("output_grad").second
 
         def tile_by_tile(_: Any, lhs: Any, g: Any, group_sizes: jax.Array) -> jax.Array:
+            # The reference implementation of the request.
             lhs, g = (self._in_rows(use, x) for use, x in zip(uses, (lhs, g)))
             return _multiply_groups(self, lhs, g, _visits(self, group_sizes))
 
@@ -231,7 +243,7 @@ class RaggedPlan(Contraction):
         warn_if_emulated(*recipes, is_ragged=True)
 
     def _in_rows(self, use: Use, operand: Any) -> Any:
-        """Returns an operand of which a tile of rows can be cut: wide where scales are per block."""
+        """Returns an operand that can be cut into tiles of rows; dequantizes it if scales are per block."""
         if not _is_per_block(operand):
             return operand
         dtypes = {"input": self.lhs.dtype, "kernel": self.rhs.dtype, "output_grad": self.out_dtype}
@@ -245,9 +257,10 @@ def _is_per_block(operand: Any) -> bool:
 
 
 def _visits(plan: RaggedPlan, group_sizes: jax.Array) -> _Visit:
-    """Returns the visits in the order of the rows; those that are too many repeat the last, without rows.
+    """Returns ``num_visits`` visits, in the order of the rows.
 
-    An expert with rows ``start`` to ``end - 1`` visits tiles ``start // tile`` to ``(end - 1) // tile``.
+    An expert with rows ``start`` to ``end - 1`` visits tiles ``start // tile`` to ``(end - 1) // tile``. If
+    there are fewer visits than ``num_visits``, the rest have the expert of the last visit, and no rows.
     """
     tile = np.int32(plan.tile)
     sizes = bounded(group_sizes, plan.rows)
@@ -272,13 +285,13 @@ def _visits(plan: RaggedPlan, group_sizes: jax.Array) -> _Visit:
 
 
 def _mine(plan: RaggedPlan, visit: _Visit) -> jax.Array:
-    """Tells for each row of a visit's tile whether it belongs to the expert, ``(tile, 1)``."""
+    """Returns a mask ``(tile, 1)`` of the rows of a visit's tile that belong to the visit's expert."""
     row = lax.broadcasted_iota(np.int32, (plan.tile, 1), 0)
     return (row >= visit.low) & (row < visit.high)
 
 
 def _tile_rows(plan: RaggedPlan, operand: Any, row: jax.Array) -> Any:
-    """Returns the tile of an operand that starts at ``row``; a scale that all rows share stays whole."""
+    """Returns the tile of an operand that starts at ``row``; a scale that all rows share is not cut."""
 
     def cut(x: jax.Array) -> jax.Array:
         has_rows = x.ndim == 2 and x.shape[0] == plan.padded_rows
@@ -287,13 +300,13 @@ def _tile_rows(plan: RaggedPlan, operand: Any, row: jax.Array) -> Any:
     return jax.tree.map(cut, operand)
 
 
-# Compiled as one where it is called un-jitted, or each call would compile its loop anew; part of the
-# program around it elsewhere.
+# Jitted, because otherwise each call outside of jit would compile the loop again. Inside of jit,
+# ``inline=True`` makes it a part of the surrounding program.
 @partial(jax.jit, static_argnums=(0, 1, 4), inline=True)
 def _multiply_rows(
     plan: RaggedPlan, gemm: Gemm, lhs: Any, kernels: Any, columns: int, visits: _Visit
 ) -> jax.Array:
-    """Returns each row times its expert's kernel, ``(padded rows, columns)``; zeros for all other rows."""
+    """Returns each row times the kernel of its expert, ``(padded rows, columns)``; other rows are zeros."""
 
     def step(out: jax.Array, visit: _Visit) -> tuple[jax.Array, None]:
         kernel = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, visit.expert, keepdims=False), kernels)
@@ -308,16 +321,16 @@ def _multiply_rows(
 
 @partial(jax.jit, static_argnums=0, inline=True)
 def _multiply_groups(plan: RaggedPlan, lhs: Any, rhs: Any, visits: _Visit) -> jax.Array:
-    """Returns the sum of outer products over the rows of each expert, ``(experts, depth, columns)``."""
+    """Returns for each expert the sum of outer products over its rows, ``(experts, depth, columns)``."""
 
     def step(carry: tuple[jax.Array, jax.Array], visit: _Visit) -> tuple[Any, None]:
         total, out = carry
         mine = _mine(plan, visit)
-        # Both, or the NaN of another expert's row would meet a zero.
-        of_visit = (_only(mine, _tile_rows(plan, operand, visit.row)) for operand in (lhs, rhs))
+        # Rows of other experts are set to zero in both operands: zero times a NaN would be NaN.
+        of_visit = (_with_zeros(mine, _tile_rows(plan, operand, visit.row)) for operand in (lhs, rhs))
         product = lowered(plan.gemms.wgrad, reference_gemm, *of_visit)
         total = jnp.where(visit.is_first, jnp.zeros_like(total), total) + product
-        # Experts follow each other: the last visit of one leaves its whole sum.
+        # All visits of an expert follow each other, so its last visit writes its whole sum.
         return (total, lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), visit.expert, 0)), None
 
     shape = (plan.depth, plan.columns)
@@ -329,19 +342,20 @@ def _multiply_groups(plan: RaggedPlan, lhs: Any, rhs: Any, visits: _Visit) -> ja
     return lax.scan(step, (start[0], start[1]), visits)[0][1]
 
 
-def _only(mine: jax.Array, operand: Any) -> Any:
-    """Returns a tile with zeros for the rows of other experts."""
+def _with_zeros(mine: jax.Array, operand: Any) -> Any:
+    """Returns a tile of an operand with zeros in the rows that ``mine`` excludes."""
     x = operand.codes if isinstance(operand, QTensor) else operand
     x = jnp.where(mine, x, np.zeros((), x.dtype))
     return dataclasses.replace(operand, codes=x) if isinstance(operand, QTensor) else x
 
 
 def _varying_as(tree: Any, *arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays, varying over the manual axes that anything in the tree varies over."""
+    """Returns the arrays, varying over all manual axes that a leaf of the tree varies over."""
     return vary_alike(*arrays, *jax.tree.leaves(tree))[: len(arrays)]
 
 
 def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> None:
+    """Raises an error if the shapes, the dtype of ``group_sizes`` or the shardings are not supported."""
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or rhs.shape[0] == 0:
         raise ValueError(
             "The FP8 ragged dot takes lhs of shape (rows, K) and rhs of shape (experts, K, N), with one "
@@ -377,43 +391,44 @@ def fp8_ragged_dot(
     form: str = "direct",
     is_frozen: bool = False,
 ) -> Float[jax.Array, "rows columns"]:
-    """Multiplies in FP8 the rows of each group with that group's matrix, and the cotangent on the way back.
+    """Multiplies in FP8 each row by the kernel of its expert, and the cotangents in the backward pass.
 
     ``out[m] = lhs[m] . rhs[e]`` where ``e`` is the expert of row ``m``: the first ``group_sizes[0]`` rows
-    are those of expert 0, and so on. Rows beyond ``sum(group_sizes)`` give zeros and have no gradient,
-    whatever they hold; they are zeros to every scale and amax, too, so what fills up a buffer cannot spoil
-    a step. Input and output gradient have one scale (or one per slice along the contraction), and each
-    expert's kernel its own.
+    belong to expert 0, and so on. Rows beyond ``sum(group_sizes)`` belong to no expert. Their results are
+    zeros, and they have no gradient. They do not affect any scale or amax, whatever values they hold. Input
+    and output gradient have one scale (or one per slice along the contraction). Each expert's kernel has
+    its own scales.
 
-    On Hopper one kernel multiplies all rows, or on each of several GPUs those that it has. Elsewhere the
-    rows are multiplied in tiles, one after the other, by the matrix of each expert that owns some of their
-    rows: at most ``rows / tile + experts - 1`` products. (XLA for GPUs turns ``lax.ragged_dot`` into the
-    product with *all* experts' matrices, masked.)
+    On Hopper one GPU kernel multiplies all rows of a device. On other devices the rows are multiplied in
+    tiles, one after the other. A tile is multiplied by the kernel of each expert that has rows in it: at
+    most ``rows / tile + experts - 1`` products in all. (XLA for GPUs computes ``lax.ragged_dot`` as a
+    masked product with the kernels of *all* experts.)
 
     Args:
         lhs: the input, ``(M, K)``, rows sorted by expert; a wide float.
         rhs: the kernels, ``(experts, K, N)``, a wide float.
-        group_sizes: rows of each expert, ``(experts,)``, integers.
+        group_sizes: number of rows of each expert, ``(experts,)``, integers.
         precision: None for the recipe's accumulation; ``DEFAULT`` for fast and ``HIGH`` or ``HIGHEST``
-            for exact accumulation in all three GEMMs. A GEMM that stays wide gets it as it is.
+            for exact accumulation in all three GEMMs. A GEMM of wide operands gets ``precision`` itself.
         preferred_element_type: dtype of the result; None for what ``lax.ragged_dot`` gives.
-        states: scaling states of the roles that have delayed scaling, the kernels' of shapes
-            ``(experts, 1)`` and ``(experts, amax_history_len)``; their "gradients" are their next values.
-        recipe: how the tensors are scaled. A block of 128 rows with one scale, as wgrad has, may hold those
-            of several experts. Scales per block of other sizes than 128, and all of them elsewhere than on
-            Hopper, are multiplied into the values, in the dtype of the operands.
+        states: scaling states of the roles that have delayed scaling; their "gradients" are their next
+            values. The state of the kernels has shapes ``(experts, 1)`` and ``(experts,
+            amax_history_len)``.
+        recipe: how the tensors are scaled. In wgrad, a block of 128 rows with one scale may hold rows of
+            several experts. Scales per block are multiplied into the values, in the dtype of the operands,
+            if the block size is not 128 or the device is not a Hopper GPU.
         form: ``"direct"`` puts FP8 operands into the GEMMs; ``"qdq"`` quantizes and dequantizes around
             GEMMs in the dtype of the operands.
-        is_frozen: as of ``fp8_dot_general``.
+        is_frozen: see ``fp8_dot_general``.
 
     Returns:
-        ``(M, N)``.
+        The result, ``(M, N)``.
 
     Raises:
         TypeError: an operand is not a wide float, ``group_sizes`` are not integers, or
             ``preferred_element_type`` or ``precision`` is none of the above.
         ValueError: the shapes do not fit.
-        NotImplementedError: an operand lies on explicit axes of a mesh.
+        NotImplementedError: an operand is sharded over explicit axes of a mesh.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8

@@ -1,4 +1,4 @@
-"""A mixture of experts but for its matmuls: which tokens go to whom, and what comes back of them."""
+"""Routing of a mixture of experts: chooses experts for each token, sorts tokens by expert, sums results."""
 
 from __future__ import annotations
 
@@ -11,22 +11,34 @@ from jax import lax
 
 
 class Routed(NamedTuple):
-    """Where tokens go."""
+    """The chosen experts of each token, and their weights."""
 
     gates: jax.Array
-    """Of each token's experts, ``(tokens, top_k)``, float32."""
+    """The weight of each chosen expert, ``(tokens, top_k)``, float32."""
     experts: jax.Array
-    """Which they are, likewise, integers."""
+    """The index of each chosen expert, ``(tokens, top_k)``, integers."""
 
 
 def routed(logits: jax.Array, top_k: int) -> Routed:
-    """Returns the experts with the largest probabilities, and these, made to sum to one."""
+    """Chooses the ``top_k`` most probable experts of each token.
+
+    The weights of the chosen experts are their probabilities, divided by the sum of these.
+
+    Args:
+        logits: the logits of the router, ``(tokens, experts)``, float32.
+        top_k: the number of experts per token.
+    """
     largest, experts = lax.top_k(jax.nn.softmax(logits), top_k)
     return Routed(largest / jnp.sum(largest, axis=1, keepdims=True), experts)
 
 
 def router_losses(logits: jax.Array, experts: jax.Array) -> dict[str, jax.Array]:
-    """Returns what a loss should add, see ``fp8flax.MoE``; there must be a token."""
+    """Returns the terms that a user adds to the loss, see ``fp8flax.MoE``.
+
+    Args:
+        logits: the logits of the router, ``(tokens, experts)``, float32; one token or more.
+        experts: the indices of the chosen experts, ``(tokens, top_k)``.
+    """
     num_experts = logits.shape[1]
     sent = jnp.bincount(experts.reshape(-1), length=num_experts).astype(jnp.float32) / experts.size
     mean = jnp.mean(jax.nn.softmax(logits), axis=0)
@@ -45,14 +57,16 @@ def mixed(
     """Returns ``sum_e gate[t, e] * expert[e](token[t])``, ``(tokens, features)``.
 
     Args:
-        tokens: ``(tokens, K)``.
-        to: where they go.
-        num_experts: how many experts there are.
-        of_experts: ``of_experts(rows, sizes)``, all experts on rows ``(tokens * top_k, K)`` that are
-            sorted by expert, ``sizes`` of them for each; returns ``(tokens * top_k, features)``.
+        tokens: the tokens, ``(tokens, K)``.
+        to: the experts of each token, and their weights.
+        num_experts: the number of experts.
+        of_experts: a function that applies the experts to rows. It is called with rows ``(tokens * top_k,
+            K)``, sorted by expert, and the number of rows of each expert ``(experts,)``. It returns
+            ``(tokens * top_k, features)``.
     """
-    # Row i is a copy of token order[i] // top_k for one of its experts; rows are sorted by expert. Both
-    # ways are permutations, whose gradients are again: nothing is added in an order that may change.
+    # Row i is a copy of token order[i] // top_k, for one of its experts. Rows are sorted by expert, and
+    # sorted back by token. Gradients of these permutations are permutations as well. A general scatter
+    # would add rows in an order that may change from run to run.
     order = jnp.argsort(to.experts.reshape(-1))
     sizes = jnp.bincount(to.experts.reshape(-1), length=num_experts)
     rows = of_experts(_permuted(jnp.repeat(tokens, to.experts.shape[1], axis=0), order), sizes)
@@ -61,4 +75,5 @@ def mixed(
 
 
 def _permuted(x: jax.Array, order: jax.Array) -> jax.Array:
+    """Returns the rows of ``x`` in the order of a permutation."""
     return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
