@@ -1,7 +1,7 @@
-"""The arithmetic of many small arrays as one array: a GPU then starts a few kernels, not some for each.
+"""Stacks small arrays of one shape, so that a GPU starts a few kernels for all, not a few for each.
 
-Everything works without the stacking, only slower, and the values are the same bit for bit: tests switch
-it off by ``is_enabled``.
+The stacking saves time only. The values are the same bit for bit without it; tests set ``is_enabled`` to
+False to check that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ is_enabled = True
 
 
 def groups(keys: Iterable[Hashable]) -> list[list[int]]:
-    """Returns the places of equal keys, a list for each key, in the order of their first places."""
+    """Returns for each distinct key the list of its positions. Keys are ordered by their first position."""
     places = defaultdict(list)
     for i, key in enumerate(keys):
         places[key].append(i)
@@ -34,7 +34,7 @@ def groups(keys: Iterable[Hashable]) -> list[list[int]]:
 
 
 def kind_of(x: Any) -> Any:
-    """Returns what arrays have in common that can be stacked: their type, and where they lie."""
+    """Returns the type and sharding of an array. Arrays with equal results can be stacked."""
     return jax.typeof(x), None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
 
 
@@ -45,20 +45,20 @@ def each_alike(
     in_parts: bool = False,
     loops: bool = False,
 ) -> list[Any]:
-    """Returns ``[f(*each) for each in zip(*args)]``, of trees of arrays that can be stacked.
+    """Returns ``[f(*each) for each in zip(*args)]``, for trees of arrays that can be stacked.
 
-    A GPU computes them as one array. A CPU does not: XLA would compile stacked arrays again into everything
-    that reads them.
+    A GPU applies ``f`` to the stacked arrays by ``jax.vmap``. A CPU applies ``f`` to each tree: XLA for
+    CPUs would compile the stacked computation again into every operation that reads a result.
 
     Args:
         f: a function of trees of arrays.
-        *args: its arguments, a list of each.
-        read_once: whether each array is read by one kernel alone. If a step is donated arrays that
-            several kernels read, XLA copies them before it writes the next values over them.
-        in_parts: whether a GPU computes ``f`` of each part of that array, and not of the whole. Use it for
-            large results that a step returns, each in a place of its own.
-        loops: whether a CPU computes them in a loop, and not one by one. Either may compile in half the
-            time of the other, depending on what is around it: measure it for each call.
+        *args: for each argument of ``f``, the list of its values.
+        read_once: whether a barrier follows the stacking on a GPU, so that one kernel alone reads each
+            array. If several kernels read a donated array, XLA copies it before it overwrites it.
+        in_parts: whether a GPU splits the stacked arrays again, and applies ``f`` to each part. Use it if
+            the results are large, and the step returns each of them as a buffer of its own.
+        loops: whether a CPU applies ``f`` in a loop, instead of once per tree in the program. Either may
+            compile twice as fast as the other, depending on the surrounding program. Measure each call.
     """
     (number,) = {len(arg) for arg in args}
     if number == 1 or not is_enabled:
@@ -70,13 +70,15 @@ def each_alike(
         return [once(*each) for each in zip(*args)]
 
     def stacked(run: Callable[..., Any], *args: Any) -> Any:
+        # Calls ``run`` with the stack of each argument's values.
         whole = jax.tree.map(lambda *xs: jnp.stack(xs), *zip(*args))
         return run(*(lax.optimization_barrier(whole) if read_once else whole))
 
     def parts(tree: Any) -> list[Any]:
+        # The reverse of the stacking: one tree for each index of the first axis.
         leaves, treedef = jax.tree.flatten(tree)
         split = [[lax.squeeze(part, [0]) for part in lax.split(x, [1] * number)] for x in leaves]
-        return [treedef.unflatten([parts[i] for parts in split]) for i in range(number)]
+        return [treedef.unflatten([pieces[i] for pieces in split]) for i in range(number)]
 
     def in_a_loop(*args: Any) -> list[Any]:
         return parts(stacked(lambda *xs: lax.map(lambda each: f(*each), xs), *args))
@@ -93,8 +95,8 @@ def digests(axes: Sequence[int], states: Sequence[ScalingState]) -> list[jax.Arr
     """Returns the digest of each state, an array of ``digest_dtype`` in the shape of the scale.
 
     Args:
-        axes: along which the history of each state runs.
-        states: float32.
+        axes: for each state, the axis of its history that holds the past amaxes.
+        states: the states, float32.
     """
     found: dict[int, jax.Array] = {}
     for group in groups((axis, *map(kind_of, state)) for axis, state in zip(axes, states)):
@@ -104,7 +106,9 @@ def digests(axes: Sequence[int], states: Sequence[ScalingState]) -> list[jax.Arr
 
 @partial(jax.jit, static_argnums=0)
 def _digests_alike(axis: int, states: Sequence[ScalingState]) -> list[jax.Array]:
-    # Not one array of all digests: XLA for GPUs would cut up that array, each part by a kernel.
+    """Returns the digests of states that can be stacked."""
+    # Each digest is an array of its own. XLA for GPUs would need one kernel per tensor to split an array of
+    # all digests.
     return [to_digest(*numbers) for numbers in each_alike(partial(digest_of, axis=axis), states)]
 
 
@@ -114,9 +118,9 @@ def next_states(
     """Returns the state of each tensor after a step.
 
     Args:
-        axes: along which the history of each state runs.
+        axes: for each state, the axis of its history that holds the past amaxes.
         states: the states before the step, float32.
-        cotangents: those of the digests of the states.
+        cotangents: for each state, the cotangent of its digest.
     """
     found: dict[int, ScalingState] = {}
     for group in groups((axis, *map(kind_of, state)) for axis, state in zip(axes, states)):
@@ -129,6 +133,8 @@ def next_states(
 def _next_states_alike(
     axis: int, olds: Sequence[ScalingState], cotangents: Sequence[jax.Array]
 ) -> list[ScalingState]:
+    """Returns the next states of states that can be stacked."""
+
     @apart
     def next_state(old: ScalingState, new_scale: jax.Array, amax: jax.Array) -> ScalingState:
         moved = push_amax(lax.squeeze(amax, (axis,)), jnp.moveaxis(old.amax_history, axis, -1))

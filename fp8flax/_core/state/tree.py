@@ -1,13 +1,13 @@
-"""The scaling state in a tree of variables: where it lies, how it enters a gradient, and how it leaves it.
+"""Finds the scaling state in a tree of variables, and takes it into and out of a gradient.
 
-A gradient is taken in three steps::
+``fp8flax.value_and_grad`` works in three steps::
 
     entered = enter(variables)
     value, cotangents = jax.value_and_grad(lambda entered: loss(as_read(entered)))(entered)
     next_state = leave(variables, cotangents)
 
-What has entered merges by maximum where a layer runs several times. A digest (``state.Digest``) stands in
-the place of each scale.
+``enter`` replaces each scale by its digest (``state.Digest``). If a layer runs several times, the
+cotangents of its digest merge by maximum. ``leave`` computes the next states from these cotangents.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from fp8flax._core.state.state import ScalingState
 _LEAF_NAMES = frozenset(role + suffix for role in ROLES for suffix in (SCALE, AMAX_HISTORY))
 
 
-# Where the state lies.
+# Finding the state in a tree.
 
 
 def key_name(key: Any) -> Any:
-    """Returns the name in a key of a tree path: a dict key, an attribute's name or a position."""
+    """Returns what one key of a tree path stands for: a dict key, the name of an attribute, or an index."""
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
@@ -46,7 +46,7 @@ def key_name(key: Any) -> Any:
 
 
 def _names(path: KeyPath) -> tuple[Any, ...]:
-    """Returns the names on a path; ``nnx.Variable`` and Linen's boxes have their array as ``value``."""
+    """Returns the names on a tree path, without the ``.value`` of an ``nnx.Variable`` or a Linen box."""
     if path and path[-1] == GetAttrKey("value"):
         path = path[:-1]
     return tuple(map(key_name, path))
@@ -58,7 +58,7 @@ def path_str(path: KeyPath) -> str:
 
 
 def _partner(name: Any) -> str | None:
-    """Returns the leaf name that must stand beside ``name`` for both to be scaling state."""
+    """Returns the history's name for the name of a scale, and the reverse; None for any other name."""
     if name not in _LEAF_NAMES:
         return None
     if name.endswith(SCALE):
@@ -69,9 +69,9 @@ def _partner(name: Any) -> str | None:
 def find_state(paths: list[KeyPath]) -> list[bool]:
     """Returns for each leaf whether it is scaling state.
 
-    A leaf in the collection ``_overwrite_with_gradient`` is. The collection may also be an argument of its
-    own: therefore a scale and an amax history of one role in one node are state, too, except under
-    ``params``.
+    Every leaf of the collection ``_overwrite_with_gradient`` is scaling state. A user may also pass the
+    inside of this collection alone, without its name. So a scale is also scaling state if the amax history
+    of the same role is beside it, and the reverse, except under ``params``.
     """
     names = set(map(_names, paths))
 
@@ -86,7 +86,7 @@ def find_state(paths: list[KeyPath]) -> list[bool]:
 
 
 def find_pairs(paths: list[KeyPath]) -> list[tuple[int, int]]:
-    """Returns the positions of each scale and of the amax history beside it."""
+    """Returns the position of each scale, with the position of the amax history beside it."""
     index = {_names(path): i for i, path in enumerate(paths)}
     pairs = []
     for (names, i), is_state in zip(index.items(), find_state(paths)):
@@ -98,7 +98,11 @@ def find_pairs(paths: list[KeyPath]) -> list[tuple[int, int]]:
 
 
 def history_axis(scale: Any, history: Any) -> int | None:
-    """Returns the axis of the history, wherever layers were stacked; None if the two do not fit."""
+    """Returns the axis along which a history holds past amaxes; None if scale and history do not fit.
+
+    Stacked layers, as of ``nn.scan``, add an axis of one size to both arrays, at any position. The wanted
+    axis is the only one where the sizes differ. The scale has size 1 there.
+    """
     if len(scale.shape) != len(history.shape):
         return None
     differing = [i for i, (one, length) in enumerate(zip(scale.shape, history.shape)) if one != length]
@@ -125,15 +129,15 @@ class Places(NamedTuple):
     """The positions of the scaling state among the leaves of a tree (hashable)."""
 
     pairs: tuple[tuple[int, int], ...]
-    """Of each scale and its history."""
+    """The positions of each scale and its amax history."""
     axes: tuple[int, ...]
-    """Along which each of these histories runs."""
+    """For each pair, the axis of the history that holds the past amaxes, see ``history_axis``."""
     others: tuple[int, ...]
-    """Of state that is no such pair: of another package, or with shapes that do not fit."""
+    """The positions of all other state: of another package, or with shapes that do not fit."""
 
     @classmethod
     def of(cls, paths: list[KeyPath], leaves: Sequence[Any]) -> Places:
-        """Returns those in a tree with these leaves at these paths.
+        """Returns the positions of the scaling state in a tree with these paths and leaves.
 
         Raises:
             TypeError: a leaf of scaling state is not float32.
@@ -147,22 +151,25 @@ class Places(NamedTuple):
         return cls(tuple(pairs), tuple(pairs.values()), tuple(i for i in of_state if i not in paired))
 
     def states(self, leaves: Sequence[Any]) -> list[ScalingState]:
-        """Returns the state at each of ``pairs``."""
+        """Returns the scale and the history at the positions of each pair."""
         return [ScalingState(leaves[i], leaves[j]) for i, j in self.pairs]
 
 
 def _flatten(tree: Any) -> tuple[list[KeyPath], list[Any], Any]:
+    """Returns the paths, the leaves and the structure of a tree."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return [path for path, _ in leaves], [leaf for _, leaf in leaves], treedef
 
 
-# How it enters a gradient, and leaves it.
+# Taking the state into a gradient, and out of it.
 
 
 def enter(tree: Any) -> Any:
-    """Returns variables whose state has gradients that merge by maximum: what is differentiated.
+    """Returns the variables that JAX differentiates: each scale is replaced by its digest.
 
-    All other leaves stay as they are. State that has entered already stays, too.
+    The cotangents of digests merge by maximum. Scaling state that is not a pair of a scale and a history is
+    cast to ``fp32_max_grad``. All other leaves are returned unchanged, and so is state that has entered
+    before.
 
     Raises:
         TypeError: a leaf of scaling state is not float32.
@@ -172,6 +179,7 @@ def enter(tree: Any) -> Any:
 
 
 def _enter(places: Places, leaves: Sequence[Any]) -> list[Any]:
+    """Returns the leaves of ``enter``, given the leaves of its argument."""
     leaves = list(leaves)
     new = [
         (pair, axis)
@@ -187,9 +195,10 @@ def _enter(places: Places, leaves: Sequence[Any]) -> list[Any]:
 
 
 def as_read(entered: Any) -> Any:
-    """Returns what ``enter`` returned as a loss takes it, inside of the differentiated function.
+    """Returns the variables to call the loss with; called inside the differentiated function.
 
-    Only the shape of a history is read now. It has no gradient, and no arithmetic can use it.
+    The argument is the result of ``enter``. Ops read only the shape of an amax history now, because the
+    digest holds its values. So each history loses its gradient, and gets a dtype that refuses arithmetic.
     """
     paths, leaves, treedef = _flatten(entered)
     for _, j in find_pairs(paths):
@@ -199,17 +208,18 @@ def as_read(entered: Any) -> Any:
 
 
 def leave(tree: Any, cotangents: Any) -> Any:
-    """Returns cotangents with the next state in the place of those of the state.
+    """Returns the gradients of the variables, with the next state as the gradient of the state.
 
     Args:
-        tree: the variables that ``enter`` was given.
-        cotangents: those of what ``enter`` returned.
+        tree: the variables that ``enter`` was called with.
+        cotangents: the cotangents of the result of ``enter``.
     """
     paths, leaves, treedef = _flatten(tree)
     return treedef.unflatten(_leave(Places.of(paths, leaves), leaves, treedef.flatten_up_to(cotangents)))
 
 
 def _leave(places: Places, leaves: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    """Returns the leaves of ``leave``, given the leaves of its arguments."""
     left = list(cotangents)
     states = places.states(leaves)
     kept = next_states(places.axes, states, [left[i] for i, _ in places.pairs])
@@ -222,9 +232,10 @@ def _leave(places: Places, leaves: Sequence[Any], cotangents: Sequence[Any]) -> 
 
 
 def merge_by_max(tree: Any) -> Any:
-    """Returns ``as_read(enter(tree))``, whose derivative is ``leave``: for gradients that JAX takes.
+    """Returns ``as_read(enter(tree))``. Its backward rule is ``leave``.
 
-    Call it once, inside the differentiated function and before ``apply``, as ``TrainState.apply_fn`` does.
+    It is for losses that ``jax.grad`` differentiates, and not ``fp8flax.grad``. Call it once, inside the
+    differentiated function and before ``apply``, as ``TrainState.apply_fn`` does.
     """
     paths, leaves, treedef = _flatten(tree)
     of_state = [i for i, found in enumerate(find_state(paths)) if found and not is_max_dtype(leaves[i])]
@@ -238,9 +249,10 @@ def merge_by_max(tree: Any) -> Any:
     return as_read(treedef.unflatten(leaves))
 
 
-# Derivation. The state is not differentiated: its cotangent is its next value.
+# The backward rule computes no derivative: the cotangent of the state is its next value.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _merged(places: Places, leaves: list[jax.Array]) -> list[jax.Array]:
+    """Returns ``_enter(places, leaves)``. Its backward rule is ``_leave``."""
     return _enter(places, leaves)
 
 
@@ -251,10 +263,10 @@ _merged.defvjp(
 
 
 def to_max(tree: Any) -> Any:
-    """Casts the state in a tree to ``fp32_max_grad``; its gradient is not yet the state to keep.
+    """Casts the state in a tree to ``fp32_max_grad``; its gradients can then be merged over several calls.
 
-    It is -inf where nothing contributed, and inf where a NaN or an Inf was seen, so that gradients of
-    several calls can be merged by maximum.
+    The gradient of the state is -inf if nothing contributed to it, and its amax is inf if the data held a
+    NaN or an Inf. Merge the gradients of all calls by maximum. Then call ``kept_state``.
     """
     return map_state(to_max_dtype, lambda x: x, tree)
 
@@ -264,14 +276,15 @@ def unmerge(tree: Any) -> Any:
     return jax.tree.map(from_max_dtype, tree)
 
 
-# What becomes of it after a step.
+# Checking the state after a step.
 
 
 def kept_state(old: Any, new: Any) -> Any:
     """Returns the scaling state to keep after a step, given the old state and its "gradient".
 
-    Leaves that are not scaling state are taken from ``new``. State that got no gradient, or saw a NaN or
-    an Inf, is taken from ``old``; so the result is always usable.
+    Leaves that are not scaling state are taken from ``new``. The state of a tensor is taken from ``old`` if
+    no gradient arrived. Its history is taken from ``old`` if the data held a NaN or an Inf. The result is
+    therefore always usable.
 
     Args:
         old: a tree of variables (or a bare collection) as it was before the step.
@@ -294,9 +307,9 @@ def kept_state(old: Any, new: Any) -> Any:
 
 
 def leaves_of_both(old: Any, new: Any) -> tuple[list[KeyPath], list[Any], list[Any], Any]:
-    """Returns the paths, the leaves of both trees, with the new state in float32, and the tree structure.
+    """Returns the paths, the old leaves, the new leaves, and the structure of the two trees.
 
-    The arguments and errors are those of ``kept_state``.
+    The scaling state among the new leaves is cast to float32. Arguments and errors: see ``kept_state``.
     """
     paths, old_leaves, treedef = _flatten(old)
     leaves = treedef.flatten_up_to(new)
@@ -314,7 +327,10 @@ def leaves_of_both(old: Any, new: Any) -> tuple[list[KeyPath], list[Any], list[A
 
 
 def groups_alike(axes: Sequence[int], *states: Sequence[ScalingState]) -> list[list[int]]:
-    """Returns the places of states that can be one array: of one axis, one type and one sharding."""
+    """Groups states that can be stacked; returns the positions in each group.
+
+    The states of a group have the same history axis, types and shardings.
+    """
     return groups((axis, *(kind_of(x) for s in each for x in s)) for axis, *each in zip(axes, *states))
 
 
@@ -322,26 +338,29 @@ def groups_alike(axes: Sequence[int], *states: Sequence[ScalingState]) -> list[l
 def _kept_alike(
     axis: int, olds: Sequence[ScalingState], news: Sequence[ScalingState]
 ) -> list[ScalingState]:
+    """Returns the ``kept_of_tensor`` of each pair of states; the states can be stacked."""
     return each_alike(partial(kept_of_tensor, axis=axis), olds, news, read_once=False)
 
 
 def kept_of_tensor(old: ScalingState, new: ScalingState, axis: int) -> ScalingState:
-    """Returns ``kept_state`` of one tensor, whose history runs along ``axis``."""
+    """Returns ``state.kept_state`` for one tensor; ``axis`` of its history holds the past amaxes."""
     return state.kept_state(old, new, lax.slice_in_dim(new.amax_history, 0, 1, axis=axis))
 
 
-# By the id of a tracer, that of a leaf of scaling state after a step: it, and the leaf before the step.
+# For each leaf of scaling state: a reference to the leaf after the step, and one to the leaf before the
+# step. Both leaves are tracers. The key is the ``id`` of the leaf after the step.
 _steps: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
 def remember_step(old: Any, new: Any) -> None:
-    """Remembers, while they are traced, that the state in ``new`` is what a step leaves of ``old``.
+    """Records that ``new`` holds the checked next state of ``old``, so that ``is_step`` can find it.
 
-    ``apply_gradients`` need not check such state again.
+    ``apply_gradients`` then skips the check of ``kept_state``. Only tracers are recorded, and each record
+    lasts as long as its tracer.
 
     Args:
         old: a tree of variables.
-        new: the gradient with respect to it, whose scaling state is the one to keep.
+        new: the gradient with respect to ``old``; its scaling state has passed the check.
     """
     paths, old_leaves, treedef = _flatten(old)
     for before, after, found in zip(old_leaves, treedef.flatten_up_to(new), find_state(paths)):
@@ -351,11 +370,12 @@ def remember_step(old: Any, new: Any) -> None:
 
 
 def _forget(place: int, _: Any) -> None:
+    """Removes a record when its tracer is collected."""
     _steps.pop(place, None)
 
 
 def is_step(old: Any, new: Any) -> bool:
-    """Returns whether one leaf is known to be what a step leaves of the other."""
+    """Returns whether ``remember_step`` has recorded leaf ``new`` as the next value of leaf ``old``."""
     after, before = _steps.get(id(new), (None, None))
     return after is not None and before is not None and after() is new and before() is old
 
@@ -385,13 +405,13 @@ def refusing_arithmetic(
 ) -> Iterator[None]:
     """A context in which arithmetic on scaling state raises a ``TypeError`` that names the leaf.
 
-    JAX refuses the dtype, with many messages, and none names the leaf. So the leaf is looked up among the
-    local variables of the functions that were running.
+    JAX raises various errors for the dtype ``fp32_max_grad``, and none of them names the leaf. This context
+    looks for the leaf among the local variables of the functions in the traceback.
 
     Args:
-        merged: returns trees, some of them of variables that have entered.
-        params: the expression for the parameters, which are numbers.
-        array_of: returns the array of a local variable that is a wrapper, else the variable itself.
+        merged: returns the trees that were passed to the loss, with the state in ``fp32_max_grad``.
+        params: the Python expression for the parameters, which the message recommends.
+        array_of: returns the array that a local variable wraps, or the variable itself.
     """
     try:
         yield
@@ -412,7 +432,10 @@ def refusing_arithmetic(
 def _leaves_in(
     frames: Sequence[FrameType], trees: Sequence[Any], array_of: Callable[[Any], Any]
 ) -> list[str]:
-    """Returns the paths of the leaves that the innermost function with any has in its local variables."""
+    """Returns the paths of the state leaves that are local variables of a function in the traceback.
+
+    The search ends at the innermost function that holds such a leaf.
+    """
     flattened = [pair for tree in trees for pair in jax.tree_util.tree_flatten_with_path(tree)[0]]
     names = {id(leaf): path_str(path) for path, leaf in flattened if is_max_dtype(leaf)}
     for frame in reversed(frames):
