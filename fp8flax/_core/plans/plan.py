@@ -1,4 +1,7 @@
-"""What the engine asks of an op: a *plan* computes an op forward and backward, and knows no state."""
+"""``Plan``: the interface of an FP8 op to the engine. A plan computes the op forward and backward.
+
+A plan gets scales and returns amaxes. The engine converts between these and the scaling states.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from fp8flax._compat.varying import manual_axes
-from fp8flax._core.state.state import DelayedConfig, ScalingState, scale_of
+from fp8flax._core.state.state import DelayedConfig, ScalingState, scales_of
 
 Extra = tuple[jax.Array, ...]
 """Arrays beside the operands that are not differentiated, such as the group sizes of a ragged dot."""
@@ -20,23 +23,23 @@ Scales = dict[str, jax.Array]
 
 
 class Operand(NamedTuple):
-    """What a plan knows of an operand (hashable)."""
+    """Static description of an operand of an op (hashable)."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: Any
-    """On a mesh with explicit axes, else None."""
+    """The sharding of an array on a mesh with explicit axes; None for all other arrays."""
     axes: frozenset[str]
-    """The manual axes of ``shard_map`` over which it varies."""
+    """The manual axes of ``shard_map`` over which the operand varies."""
 
     @classmethod
     def of(cls, x: jax.Array) -> Operand:
-        """Returns that of an array."""
+        """Returns the operand description of ``x``."""
         return cls(x.shape, x.dtype, explicit_sharding(x), manual_axes(x))
 
 
 def explicit_sharding(x: Any) -> Any:
-    """Returns the sharding of an array on a mesh with explicit axes, else None."""
+    """Returns the sharding of an array if it lies on a mesh with explicit axes, and None otherwise."""
     sharding = jax.typeof(x).sharding
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
 
@@ -44,42 +47,50 @@ def explicit_sharding(x: Any) -> Any:
 class Plan:
     """Base class of plans, which are frozen dataclasses of static data (hashable).
 
-    A plan names its tensors. The names of those with delayed scaling are the keys of states, scales and
-    amaxes.
+    A plan gives each tensor that it quantizes a name. The dicts of states, scales and amaxes have an entry
+    for each tensor with delayed scaling, under this name.
     """
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """The operands that get gradients, in their order."""
+        """The descriptions of the operands that get gradients, in the order of the arguments."""
         raise NotImplementedError
 
     @property
     def configs(self) -> Mapping[str, DelayedConfig]:
-        """The options of each tensor with delayed scaling."""
+        """The options of each tensor with delayed scaling, by the name of the tensor."""
         raise NotImplementedError
 
     def scales(self, states: Mapping[str, ScalingState]) -> Scales:
-        """Returns the scales of this step."""
-        return {name: scale_of(config, states[name]) for name, config in self.configs.items()}
+        """Returns the scale of this step for each tensor with delayed scaling."""
+        return scales_of(self.configs, states)
 
     def primal(self, operands: tuple[jax.Array, ...], extra: Extra, scales: Scales) -> jax.Array:
-        """Returns the result, for a call that is not differentiated."""
+        """Returns the result of the op only, for a call that is not differentiated."""
         raise NotImplementedError
 
     def forward(
         self, operands: tuple[jax.Array, ...], extra: Extra, scales: Scales
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        """Returns the result, the residuals, and the amaxes of the tensors that it has quantized.
+        """Returns the result of the op, the residuals for ``backward``, and the amaxes.
 
-        Each entry of the amaxes is an array of numbers along a last axis; the largest number is the amax.
+        The amaxes have an entry for each tensor with delayed scaling that the forward pass quantizes. An
+        entry holds partial amaxes along its last axis; their maximum is the amax of the tensor.
         """
         raise NotImplementedError
 
     def backward(
         self, residuals: Any, extra: Extra, scales: Scales, g: jax.Array
     ) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
-        """Returns the cotangents of the operands, and the amaxes of the tensors that it has quantized.
+        """Returns the cotangents of the operands, and the amaxes of the tensors that it quantizes.
 
-        A cotangent may have another dtype than its operand, and vary over more manual axes.
+        The amaxes are partial amaxes, as ``forward`` returns them. A cotangent may have another dtype than
+        its operand, and may vary over more manual axes. The engine corrects both.
+
+        Args:
+            residuals: the residuals that ``forward`` returned.
+            extra: the arrays that are not differentiated.
+            scales: the scales that ``forward`` was called with.
+            g: the cotangent of the result.
         """
         raise NotImplementedError

@@ -1,15 +1,15 @@
-"""The delayed-scaling state of one tensor: the scale that follows from it, and the next state.
+"""The delayed-scaling state of one tensor: how to compute the scale of a step, and the next state.
 
-A step uses the scale that follows from the amaxes of earlier steps. Then its own amax enters the history.
-The next state leaves the backward pass as the "gradient" of the state.
+A step derives its scale from the amaxes of earlier steps. Then the amax of this step enters the history.
+The backward pass returns the next state as the "gradient" of the state.
 
-State may also be that of several tensors that are stacked, such as the kernels of experts. Scale, history
-and amax then have leading dimensions, and each tensor has a scale of its own.
+One state may also belong to several tensors that are stacked, such as the kernels of experts. The scale,
+the history and the amax then have leading dimensions, and each tensor has its own scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,9 +52,10 @@ class ScalingState(NamedTuple):
     scale: Shaped[jax.Array, "*scale"]
     """Shape ``(1,)``. Its dtype is float32, or ``fp32_max_grad`` inside a differentiated function.
 
-    In a step that knows the states of all tensors it is a digest, see ``Digest``."""
+    Inside ``fp8flax.value_and_grad`` a digest takes the place of the scale, see ``Digest``."""
     amax_history: Shaped[jax.Array, "*stack length"]
-    """Shape ``(amax_history_len,)``, with the newest entry at index 0. It has the dtype of ``scale``."""
+    """Shape ``(amax_history_len,)``, with the newest entry at index 0. Its dtype is float32, or
+    ``fp32_max_grad`` inside a differentiated function."""
 
 
 class DelayedConfig(NamedTuple):
@@ -66,15 +67,15 @@ class DelayedConfig(NamedTuple):
     amax_compute_algo: str = "max"
     power_2: bool = False
     bounded: bool = True
-    """Whether ``"max"`` is bounded by the newest amaxes, see ``bounded_amax``."""
+    """Whether the ``"max"`` algorithm limits the effect of a single outlier, see ``bounded_amax``."""
 
 
 USUAL = tuple(DelayedConfig(np.float32, np.dtype(d)) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2))
-"""The options of ``DelayedScaling()``, for both of its dtypes."""
+"""The options of ``DelayedScaling()``, first for e4m3fn, then for e5m2."""
 
 
 def delayed_config(quantizer: DelayedQuantizer) -> DelayedConfig:
-    """Returns the options of a quantizer."""
+    """Returns the static options of a quantizer with delayed scaling."""
     return DelayedConfig(
         jnp.float32,
         quantizer.dtype,
@@ -85,48 +86,66 @@ def delayed_config(quantizer: DelayedQuantizer) -> DelayedConfig:
 
 
 class Digest(NamedTuple):
-    """The six numbers from which the scale of this step follows, each in the shape of the old scale.
+    """Six numbers per tensor that determine its scale of this step; each has the shape of the old scale.
 
-    A step that knows all states computes the digests of all tensors at once (``state.batching``), and puts
-    them in the place of the scales, as arrays of ``digest_dtype``. The cotangent of a digest carries the
-    scale of this step in the first number and the amax of this step in the second. From these the next
-    states of all tensors are computed at once, too.
+    Digests save a GPU from starting several small kernels for each tensor. ``fp8flax.value_and_grad`` knows
+    the states of all tensors. It computes all digests together (``state.batching``), and puts them in the
+    place of the scales, as arrays of ``digest_dtype``.
+
+    In the backward pass the first number of a digest's cotangent is the scale of this step, and the second
+    number is the amax of this step. From them ``value_and_grad`` computes all next states together.
     """
 
     scale: jax.Array
+    """The old scale."""
     largest: jax.Array
     """The largest amax of the history."""
     ordinary: jax.Array
-    """The second largest of the newest amaxes, see ``bounded_amax``."""
+    """The second largest of the 16 newest amaxes, see ``bounded_amax``."""
     newest: jax.Array
+    """The newest amax of the history."""
     e4m3fn: jax.Array
-    """The scale of this step by the first options of ``USUAL``. Other options use the numbers above."""
+    """The scale of this step for the options ``USUAL[0]``."""
     e5m2: jax.Array
-    """The scale of this step by the second options of ``USUAL``."""
+    """The scale of this step for the options ``USUAL[1]``. For all other options ``scale_of`` computes the
+    scale from the first four numbers."""
 
 
 def digest_of(state: ScalingState, axis: int = -1) -> Digest:
     """Returns the digest of a float32 state whose history runs along ``axis``.
 
-    The results have size 1 in that axis.
+    Each number has the shape of the history, with size 1 along ``axis``.
     """
     history = state.amax_history
     axis %= history.ndim
-    newest = lax.expand_dims(is_newest(history.shape[axis]), range(1, history.ndim - axis))
-    candidates = jnp.where(newest, history, np.float32(0))
+    ((largest, ordinary),) = _read([history], axis)
+    largest, ordinary = (lax.expand_dims(x, (axis,)) for x in (largest, ordinary))
+    newest = lax.slice_in_dim(history, 0, 1, axis=axis)
+    usual = (scale_from(state.scale, largest, ordinary, newest) for scale_from in _USUAL_SCALES)
+    return Digest(state.scale, largest, ordinary, newest, *usual)
+
+
+def _read(histories: Sequence[jax.Array], axis: int) -> list[tuple[jax.Array, jax.Array]]:
+    """Returns the largest amax of each history, and the second largest of its 16 newest amaxes.
+
+    All histories have one shape, and run along ``axis``, which the results do not have. One reduction reads
+    them all: a GPU starts one kernel.
+    """
+    ndim, length = histories[0].ndim, histories[0].shape[axis]
+    is_recent = lax.expand_dims(is_newest(length), range(1, ndim - axis))
+    triples = [(h, jnp.where(is_recent, h, np.float32(0)), jnp.zeros_like(h)) for h in histories]
     start = (np.float32(0),) * 3
-    found = lax.reduce([(history, candidates, jnp.zeros_like(history))], [start], _largest_two, (axis,))
-    largest, _, ordinary = (lax.expand_dims(x, (axis,)) for x in found[0])
-    newest_amax = lax.slice_in_dim(history, 0, 1, axis=axis)
-    scale = state.scale.reshape(largest.shape)
-    usual = (scale_from(scale, largest, ordinary, newest_amax) for scale_from in _USUAL_SCALES)
-    return Digest(scale, largest, ordinary, newest_amax, *usual)
+    found = lax.reduce(triples, [start] * len(histories), _largest_two, (axis,))
+    return [(largest, ordinary) for largest, _, ordinary in found]
 
 
-# One function for all calls: otherwise each call that is not jitted would compile again. The same holds
-# for ``_USUAL_SCALES``.
+# JAX's caches know this function by its identity. A function that each call defines anew would be compiled
+# at each call that is not jitted. ``_USUAL_SCALES`` is a constant for the same reason.
 def _largest_two(xs: Sequence[Sequence[jax.Array]], ys: Sequence[Sequence[jax.Array]]) -> list[Any]:
-    """Merges triples: the largest; the largest of the newest; the second largest of the newest."""
+    """Merges two triples ``(largest amax, largest recent amax, second largest recent amax)``.
+
+    The recent amaxes are the 16 newest ones, see ``is_newest``.
+    """
     return [
         (lax.max(x, y), lax.max(x1, y1), lax.max(lax.min(x1, y1), lax.max(x2, y2)))
         for (x, x1, x2), (y, y1, y2) in zip(xs, ys)
@@ -134,29 +153,48 @@ def _largest_two(xs: Sequence[Sequence[jax.Array]], ys: Sequence[Sequence[jax.Ar
 
 
 def scale_of(config: DelayedConfig, state: ScalingState) -> Float32[jax.Array, "*stack"]:
-    """Returns the float32 scale of this step, which follows from the amaxes before it.
+    """Returns the float32 scale of this step, computed from the amaxes of earlier steps.
 
     Args:
         config: the options of the cast.
         state: the state, with a history of shape ``(..., length)``.
 
     Returns:
-        Shape ``(...)``. It is never differentiated, not even by a second derivative.
+        The scale, shape ``(...)``. It has no derivative of any order.
     """
-    if is_digest(state.scale):
-        digest = Digest(*digested(state.scale))
-    else:
-        digest = digest_of(ScalingState(*(lax.stop_gradient(from_max_dtype(leaf)) for leaf in state)))
-    digest = Digest(*(number.reshape(state.amax_history.shape[:-1]) for number in digest))
-    if config in USUAL:
-        return (digest.e4m3fn, digest.e5m2)[USUAL.index(config)]
-    return _scale_from(config, *digest[:4])
+    return scales_of({"": config}, {"": state})[""]
+
+
+def scales_of(
+    configs: Mapping[str, DelayedConfig], states: Mapping[str, ScalingState]
+) -> dict[str, jax.Array]:
+    """Returns ``scale_of`` several tensors by name.
+
+    A state without a digest is read here, together with all that have histories of the same shape.
+    """
+    scales, of_shape = dict[str, jax.Array](), dict[Any, list[str]]()
+    for name, config in configs.items():
+        shape = states[name].amax_history.shape
+        if is_digest(states[name].scale):
+            digest = Digest(*(number.reshape(shape[:-1]) for number in digested(states[name].scale)))
+            is_usual = config in USUAL
+            usual = (digest.e4m3fn, digest.e5m2)
+            scales[name] = usual[USUAL.index(config)] if is_usual else _scale_from(config, *digest[:4])
+        else:
+            of_shape.setdefault(shape, []).append(name)
+    for shape, names in of_shape.items():
+        olds, histories = (
+            [lax.stop_gradient(from_max_dtype(states[name][i])) for name in names] for i in (0, 1)
+        )
+        for name, old, history, read in zip(names, olds, histories, _read(histories, len(shape) - 1)):
+            scales[name] = _scale_from(configs[name], old.reshape(shape[:-1]), *read, history[..., 0])
+    return scales
 
 
 def _scale_from(
     config: DelayedConfig, scale: jax.Array, largest: jax.Array, ordinary: jax.Array, newest: jax.Array
 ) -> jax.Array:
-    """Returns the scale of this step from the first four numbers of a digest."""
+    """Returns the scale of this step, computed from the first four numbers of a digest."""
     amax = largest
     if config.amax_compute_algo == "most_recent":
         amax = newest
@@ -173,11 +211,11 @@ _USUAL_SCALES = [apart(partial(_scale_from, config)) for config in USUAL]
 
 
 def kept_state(old: ScalingState, new: ScalingState, newest: jax.Array) -> ScalingState:
-    """Returns the state after a step: the new one, where the step had something to say.
+    """Returns the state after a step: the new state where it is valid, and the old state elsewhere.
 
-    A scale that is not positive and finite means that no gradient arrived: then the old state stays. An
-    amax that is not finite means that the data held a NaN or an Inf, or were empty: then the old history
-    stays. Each of several tensors that are stacked is decided by itself.
+    A new scale that is not positive and finite means that no gradient arrived: the old state is kept. An
+    amax that is not finite means that the data held a NaN or an Inf, or were empty: the old history is
+    kept. For stacked tensors each tensor is checked separately.
 
     Args:
         old: the state before the step, float32.
@@ -197,19 +235,20 @@ def next_state(
     new_scale: Float32[jax.Array, "*scale"],
     state: ScalingState | None,
 ) -> ScalingState:
-    """Returns the cotangents of scale and history: the next state, in the dtype of ``state``.
+    """Returns the cotangents of scale and history, which are the next state, in the dtype of ``state``.
 
     Args:
         amax: the ``delayed_amax`` of this step, of shape ``(...)``.
-        new_scale: the scale of this step, float32, with as many elements.
-        state: the state before this step, with a history of shape ``(..., length)``. None stands for a
-            state with a digest: its cotangent needs nothing of the state.
+        new_scale: the scale of this step, float32, with as many elements as ``amax``.
+        state: the state before this step, with a history of shape ``(..., length)``. None if the state
+            has a digest: the result is then the cotangent of the digest, and no cotangent of the history.
     """
-    # The amax is merged over all data that share the state. The history tells which data those are.
+    # The amax is merged over the batches of ``jax.vmap`` and the axes of ``shard_map`` that the state does
+    # not have.
     like = new_scale.reshape(amax.shape) if state is None else from_max_dtype(state.amax_history)[..., 0]
     amax = merge_amax(amax.astype(jnp.float32), like)
-    # Several uses of one state merge by maximum. An amax of inf stands for a NaN or Inf in the data, and
-    # wins over all other uses. An amax of -inf stands for empty data, and loses against all.
+    # A state that is used several times merges its cotangents by maximum. An amax of inf marks a NaN or an
+    # Inf in the data, and wins. An amax of -inf marks empty data, and loses.
     if state is None:
         numbers = new_scale.reshape(amax.shape), amax
         none = [jnp.zeros_like(amax)] * (DIGEST_SIZE - len(numbers))
@@ -225,19 +264,22 @@ def next_state(
 
 
 def state_to_keep(state: ScalingState | None) -> ScalingState | None:
-    """Returns what ``next_state`` must know of a state, as a residual: nothing of one with a digest."""
+    """Returns the residual that ``next_state`` needs as its ``state``: None if the state has a digest."""
     return None if state is None or is_digest(state.scale) else state
 
 
 def calibrated_state(
     config: DelayedConfig, amax: Float[jax.Array, "*stack"], state: ScalingState
 ) -> ScalingState:
-    """Returns ``next_state`` with the scale that follows from this amax as well."""
+    """Returns the next state for calibration, where the new scale already includes this step's amax.
+
+    In a training step the new scale follows from earlier amaxes only.
+    """
     history = from_max_dtype(state.amax_history)
     merged = merge_amax(amax.astype(jnp.float32), history[..., 0])
     seen = jnp.where(lax.is_finite(merged)[..., None], push_amax(merged, history), history)
     new_scale = scale_of(config, ScalingState(from_max_dtype(state.scale), seen))
-    # No scale follows from zeros. The smallest one gives way to the scale of any other data.
+    # Data of zeros determine no scale. They give the smallest scale, which loses the merge by maximum.
     new_scale = jnp.where(is_usable(jnp.max(seen, axis=-1)), new_scale, SMALLEST_SCALE)
     return next_state(merged, new_scale, state_to_keep(state))
 
@@ -247,8 +289,9 @@ def report_calibrated(
 ) -> None:
     """Calls ``report`` on the host with the ``calibrated_state`` of a tensor.
 
-    The scale of ``state`` is the number of the tensor, by which the host knows it. Unlike a cotangent, a
-    callback also leaves a ``lax.while_loop``, and forward mode.
+    For this call the caller has replaced the scale in ``state`` by an index that identifies the tensor. It
+    is passed to ``report`` as the first argument. A callback, unlike a cotangent, also works inside
+    ``lax.while_loop`` and in forward mode.
     """
     scale, history = (to_max_dtype(lax.stop_gradient(leaf)) for leaf in state)
     new = calibrated_state(config, lax.stop_gradient(amax), ScalingState(scale, history))
@@ -256,12 +299,12 @@ def report_calibrated(
 
 
 def check_state(scale: Any, amax_history: Any, stacked: tuple[int, ...] = ()) -> ScalingState:
-    """Returns the state as arrays.
+    """Returns scale and history as a ``ScalingState`` of arrays, after a check of dtypes and shapes.
 
     Args:
         scale: the scale of the state.
         amax_history: the amax history of the state.
-        stacked: leading dimensions, as of experts whose kernels have a scale each.
+        stacked: the leading dimensions of stacked tensors, such as ``(experts,)``; ``()`` for one tensor.
 
     Raises:
         TypeError: the dtypes are wrong.
