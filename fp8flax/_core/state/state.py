@@ -142,8 +142,9 @@ def _read(histories: Sequence[jax.Array], axis: int) -> list[tuple[jax.Array, ja
 # JAX's caches know this function by its identity. A function that each call defines anew would be compiled
 # at each call that is not jitted. ``_USUAL_SCALES`` is a constant for the same reason.
 def _largest_two(xs: Sequence[Sequence[jax.Array]], ys: Sequence[Sequence[jax.Array]]) -> list[Any]:
-    """Merges two triples ``(largest amax, largest recent amax, second largest recent amax)``.
+    """Merges, for each history, two triples into one; the reducer of ``_read``.
 
+    A triple is ``(largest amax, largest recent amax, second largest recent amax)`` of a part of a history.
     The recent amaxes are the 16 newest ones, see ``is_newest``.
     """
     return [
@@ -168,9 +169,9 @@ def scale_of(config: DelayedConfig, state: ScalingState) -> Float32[jax.Array, "
 def scales_of(
     configs: Mapping[str, DelayedConfig], states: Mapping[str, ScalingState]
 ) -> dict[str, jax.Array]:
-    """Returns ``scale_of`` several tensors by name.
+    """Returns the scale of this step for several tensors, by name; see ``scale_of``.
 
-    A state without a digest is read here, together with all that have histories of the same shape.
+    If a state has no digest, its history is read here. Histories of one shape are read by one reduction.
     """
     scales, of_shape = dict[str, jax.Array](), dict[Any, list[str]]()
     for name, config in configs.items():
