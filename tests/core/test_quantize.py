@@ -59,7 +59,7 @@ def test_all_16_bit_inputs(name, source, compute, jit):
     wrap = jax.jit if jit else lambda f: f
     quantize = wrap(lambda x, s: fp8.quantize(x, fp8_dtype, s, compute))
     roundtrip = wrap(lambda x, s: fp8.qdq(x, fp8_dtype, s, compute))
-    fp8_dtype = getattr(fp8, name)
+    fp8_dtype = getattr(jnp, name)
     for scale in map(np.float32, SCALES):
         assert_same_bits(quantize(x, scale), reference.quantize(x, name, scale, compute))
         assert_same_bits(roundtrip(x, scale), reference.qdq(x, name, scale, compute))
@@ -74,7 +74,7 @@ def test_rounding_is_nearest_even_by_search(name):
     codes = reference.finite_codes(name)
     midpoints = (np.sort(codes)[1:] + np.sort(codes)[:-1]) / 2
     x = np.concatenate([x, midpoints, np.nextafter(np.float32(midpoints), np.float32(np.inf))])
-    q = fp8.quantize(jnp.float32(x), getattr(fp8, name), jnp.float32(1))
+    q = fp8.quantize(jnp.float32(x), getattr(jnp, name), jnp.float32(1))
     np.testing.assert_array_equal(np.asarray(q).astype(np.float64), reference.nearest_code(x, name))
 
 
@@ -106,7 +106,7 @@ def test_no_way_to_compile_multiplies_by_the_reciprocal(dtype):
 @pytest.mark.parametrize("scale", [1.0, 0.37, 1e-5, 2.0**100])
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_finite_code_is_a_fixed_point(name, scale):
-    dtype = getattr(fp8, name)
+    dtype = getattr(jnp, name)
     codes = np.arange(256, dtype=np.uint8).view(reference.FP8[name])
     codes = codes[np.isfinite(codes.astype(np.float32))]
     scale = jnp.float32(scale)
@@ -116,7 +116,7 @@ def test_every_finite_code_is_a_fixed_point(name, scale):
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_nan_stays_nan_and_inf_saturates(name):
-    dtype = getattr(fp8, name)
+    dtype = getattr(jnp, name)
     q = fp8.quantize(jnp.float32([np.nan, np.inf, -np.inf, 1e30, -1e30]), dtype, jnp.float32(1))
     largest = fp8.fp8_max(dtype)
     np.testing.assert_array_equal(
@@ -126,7 +126,7 @@ def test_nan_stays_nan_and_inf_saturates(name):
 
 @partial(jax.jit, static_argnums=1)
 def quantize_and_back(x, name, scale):
-    return fp8.quantize(x, getattr(fp8, name), scale), fp8.qdq(x, getattr(fp8, name), scale)
+    return fp8.quantize(x, getattr(jnp, name), scale), fp8.qdq(x, getattr(jnp, name), scale)
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
@@ -155,8 +155,8 @@ def test_any_float32_array(x, scale, name):
 def test_compute_dtype_of_the_layer_reproduces_flax(name, dtype):
     x = (normal(0, 64, 33) * 10).astype(dtype)
     scale = jnp.float32(3.0 / 448.0)
-    ours = fp8.quantize_dequantize(x, getattr(fp8, name), scale, dtype)
-    theirs = flax_ops.qdq(x, getattr(fp8, name), scale, dtype)
+    ours = fp8.quantize_dequantize(x, getattr(jnp, name), scale, dtype)
+    theirs = flax_ops.qdq(x, getattr(jnp, name), scale, dtype)
     assert_same_bits(ours, theirs)
 
 
@@ -195,7 +195,7 @@ def test_under_debug_nans():
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 0.125])
 def test_cast_to_representable_loses_nothing_the_second_time(name, scale):
-    dtype = getattr(fp8, name)
+    dtype = getattr(jnp, name)
     x = normal(1, 300) * 20
     once = fp8.cast_to_representable(x, dtype, scale)
     assert (once != x).any()

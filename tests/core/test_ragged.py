@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._core import ragged_dot
 from fp8flax._core.gemm.kernels.groups import bounded
+from fp8flax._core.plans import ragged_dot
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax._core.plans.plan import Operand
