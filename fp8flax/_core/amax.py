@@ -1,8 +1,9 @@
-"""The amax of tensors with delayed scaling, in two stages: of parts of each, then of all that a layer has.
+"""Finds the amax of tensors with delayed scaling, in two stages.
 
-GPUs find a maximum of many elements by two kernels, of which the second merges what the blocks of threads
-of the first have found. XLA has the first one in the kernel that casts the tensor; the second ones of the
-three tensors of a layer, or of all of a feed-forward block, are one kernel here.
+A GPU needs two kernels for the maximum of many elements. In the first kernel each thread block finds the
+maximum of a part of the tensor; the second kernel merges these partial amaxes. XLA fuses the first stage
+into the kernel that casts the tensor (``amaxes_of_parts``). The second stage runs as one kernel for all
+tensors of a layer, or of a feed-forward block (``largest_of``).
 """
 
 from __future__ import annotations
@@ -25,26 +26,29 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32
 
 _LARGEST_PART = _MOST_PARTS = 16384
-"""Elements of which a GPU's block of threads finds the maximum: of more XLA makes two kernels."""
+"""Limits on the elements per part and on the number of parts. Beyond them XLA uses two kernels."""
 
 
 def delayed_amax(
     x: Float[jax.Array, "*dims"], where: Bool[jax.Array, "*#dims"] | None = None
 ) -> Float[jax.Array, ""]:
-    """Returns what ``next_state_of`` must know of a tensor: its amax in its dtype.
+    """Returns the amax of a tensor, in its dtype, as the update of the scaling state needs it.
 
-    That is inf where it holds a NaN or an Inf, and -inf where it is empty. (A NaN would be lost in a
-    maximum over devices, at least on CPUs.)
+    The amax is inf if the tensor holds a NaN or an Inf, and -inf if it is empty. (A NaN is encoded as inf,
+    because a maximum over devices can lose a NaN, at least on CPUs.)
 
     Args:
-        x: a wide float.
-        where: which elements count; all, where that is None.
+        x: an array of a wide float dtype.
+        where: mask of the elements that count; None for all.
     """
     return jnp.max(magnitudes(x, where), initial=-jnp.inf)
 
 
 def magnitudes(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
-    """Returns what ``delayed_amax`` is the maximum of."""
+    """Returns ``abs(x)`` with NaN replaced by inf, and with -inf where the mask ``where`` is False.
+
+    The maximum of the result is ``delayed_amax(x, where)``.
+    """
     magnitude = jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), jnp.abs(x))
     if where is not None:
         magnitude = jnp.where(where, magnitude, np.array(-np.inf, x.dtype))
@@ -60,21 +64,25 @@ def amaxes_of_parts(
     is_parameter: bool = False,
     num_parts: int | None = None,
 ) -> tuple[Float[jax.Array, " parts"], Any]:
-    """Returns numbers of which the largest is ``delayed_amax(x, where)``, and the codes.
+    """Returns partial amaxes, whose maximum is ``delayed_amax(x, where)``, and the codes.
 
-    On one GPU they are the amaxes of equal parts; on CPUs, and where XLA splits the program over several
-    devices, which would else exchange all of them, each is that of the whole.
+    On one GPU the partial amaxes are those of equal parts of ``x``. On CPUs each of them is the amax of all
+    of ``x``. The same holds if XLA splits the program over several devices, since the devices would
+    otherwise exchange all partial amaxes.
 
     Args:
-        x: as of ``delayed_amax``.
-        where: likewise.
-        codes: a tree of arrays made of ``x``, to be computed together with the amaxes, so that XLA reads
-            the wide tensor once for all.
-        as_cast: what the codes are made of, if that is not ``x`` itself, but has its amax. A GPU reads
-            that, which its kernel has at hand; for a CPU it would be an array in memory.
-        is_parameter: whether it surely lies in memory in the order of its dimensions. Of what does not,
-            as of what comes out of attention, XLA would make a copy for parts of several dimensions.
-        num_parts: how many parts of as many elements, of such an array; None for what suits XLA.
+        x: an array of a wide float dtype.
+        where: mask of the elements that count; None for all.
+        codes: a tree of arrays computed from ``x``. They are returned behind the same optimization barrier
+            as the amaxes, so that XLA reads the wide tensor once for all results.
+        as_cast: the array from which the codes are computed, with the same amax as ``x``; None if it is
+            ``x``. A GPU takes the amax of this array, which the kernel that casts already holds. A CPU
+            takes the amax of ``x``, because it would have to write ``as_cast`` to memory.
+        is_parameter: whether the memory layout of ``x`` is certain to follow the order of its dimensions.
+            A part may then span several dimensions. For other arrays, such as the output of attention,
+            XLA would copy the array first, so a part spans the last dimension only.
+        num_parts: number of parts, of ``x.size // num_parts`` elements each, of an array that lies in
+            memory in order; None to choose by the shape.
     """
     shape = x.shape if num_parts is None else (num_parts, x.size // num_parts)
     num_leading = 1 if num_parts else _num_leading(x.shape, is_parameter)
@@ -96,7 +104,15 @@ def amaxes_of_parts(
 def of_equal_parts(
     shape: tuple[int, ...], num_leading: int, x: jax.Array, where: jax.Array | None, codes: Any
 ) -> tuple[jax.Array, Any]:
-    """Returns the amax of each part: of all but the leading dimensions of an array of this shape."""
+    """Returns one partial amax for each index of the leading dimensions, as a vector, and the codes.
+
+    Args:
+        shape: the shape to which ``x`` is reshaped.
+        num_leading: number of leading dimensions; the maximum is taken over all other dimensions.
+        x: an array of a wide float dtype.
+        where: mask of the elements that count; None for all.
+        codes: a tree of arrays, returned behind the same optimization barrier as the amaxes.
+    """
     axes = tuple(range(num_leading, len(shape)))
     amaxes = jnp.max(magnitudes(x, where).reshape(shape), axis=axes).reshape(-1)
     return lax.optimization_barrier((amaxes, codes))
@@ -111,27 +127,32 @@ def _of_whole(
     *,
     is_on_cpu: bool = False,
 ) -> tuple[jax.Array, Any]:
+    """Returns the amax of all of ``x``, repeated once per part as in ``of_equal_parts``, and the codes."""
     by_two = is_on_cpu and where is None and x.dtype == jnp.float32
     amax = _amax_by_two(x) if by_two else delayed_amax(x, where)
     amax, codes = lax.optimization_barrier((amax, codes))
-    # Behind the barrier, where XLA sees that the largest of them is the one.
+    # Repeated after the barrier, so that XLA can simplify the later maximum over equal values.
     return jnp.broadcast_to(amax, (math.prod(shape[:num_leading]),)), codes
 
 
 def _amax_by_two(x: jax.Array) -> jax.Array:
-    """Returns the ``delayed_amax`` of a float32 array by two reductions, for CPUs.
+    """Returns the ``delayed_amax`` of a float32 array by two reductions, a maximum and a sum, for CPUs.
 
-    XLA's fast ones for CPUs take in an absolute value or a square, but no choice between it and inf, which
-    would be an array in memory; and their maximum may pass NaN over, which their sum does not. (Squares
-    that overflow sum to inf, which is no NaN.)
+    XLA's fast reductions for CPUs can fuse an absolute value or a square. They cannot fuse the selection of
+    inf for NaN, so XLA would write ``magnitudes(x)`` to memory. Their maximum may ignore a NaN, but their
+    sum does not. So a sum of squares detects NaN. (Squares that overflow sum to inf, not to NaN.)
     """
     has_nan = jnp.isnan(jnp.sum(x * x))
-    # No jnp.where, which is jitted: of an inf in that, jax_debug_infs would not raise what it says.
+    # Not jnp.where, which is jitted: jax_debug_infs raises a different error for an inf inside of jit.
     return lax.select(has_nan, jnp.float32(jnp.inf), jnp.max(jnp.abs(x), initial=-jnp.inf))
 
 
 def _num_leading(shape: tuple[Any, ...], is_parameter: bool) -> int:
-    """Returns of how many leading dimensions the parts are, that one kernel each finds the amaxes of."""
+    """Returns how many leading dimensions number the parts of an array of this shape.
+
+    Each part spans all other dimensions. Parts are as large as one kernel can reduce. Returns 0 if the
+    array is empty, if a size is not known, or if no split stays within the limits for one kernel.
+    """
     if not all(isinstance(size, int) and size > 0 for size in shape):
         return 0
     last = len(shape) - 1
@@ -142,7 +163,10 @@ def _num_leading(shape: tuple[Any, ...], is_parameter: bool) -> int:
 
 
 def largest_of(parts: Sequence[Float[jax.Array, "*stack parts"]]) -> list[Float32[jax.Array, "*stack"]]:
-    """Returns the largest number of each array, in float32; of several vectors by one kernel on one GPU."""
+    """Returns the maximum of each array over its last axis, in float32.
+
+    On one GPU a single kernel reduces all vectors that vary over the same manual axes.
+    """
     on_gpu = partial(unless_partitioned, at_once, _one_by_one)
     found: dict[int, jax.Array] = {}
     for group in _alike(parts):
@@ -156,7 +180,7 @@ def largest_of(parts: Sequence[Float[jax.Array, "*stack parts"]]) -> list[Float3
 
 
 def at_once(parts: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the largest number of each vector, of any lengths, by one reduction."""
+    """Returns the maximum of each vector. The vectors are padded and stacked, and reduced once."""
     longest = max(x.shape[0] for x in parts)
     padded = [
         lax.pad(x.astype(jnp.float32), np.float32(-np.inf), [(0, longest - x.shape[0], 0)]) for x in parts
@@ -165,11 +189,15 @@ def at_once(parts: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _one_by_one(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the maximum of each array over its last axis, by one reduction per array."""
     return [jnp.max(x, axis=-1).astype(jnp.float32) for x in parts]
 
 
 def _alike(parts: Sequence[jax.Array]) -> list[list[int]]:
-    """Returns the places of those that can be one array, and stay as they are over the devices."""
+    """Groups arrays that can be stacked; returns the list indices of each group.
+
+    The arrays of a group have the same rank and vary over the same manual axes of ``jax.shard_map``.
+    """
     groups = defaultdict(list)
     for i, x in enumerate(parts):
         groups[x.ndim, manual_axes(x)].append(i)

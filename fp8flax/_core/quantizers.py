@@ -1,4 +1,4 @@
-"""The kinds of quantizer: how one operand of one GEMM becomes FP8, and all that depends on that."""
+"""The quantizers: each turns one operand of one GEMM into FP8 codes and scales, and back."""
 
 from __future__ import annotations
 
@@ -41,20 +41,22 @@ MX_COLUMNS = 32
 
 
 def _set_dtype(quantizer: Any) -> None:
-    """Stores the dtype in one form, so that equal quantizers compare and hash equal."""
+    """Replaces the field ``dtype`` by a NumPy dtype, so that equal quantizers compare and hash equal."""
     object.__setattr__(quantizer, "dtype", as_fp8_dtype(quantizer.dtype, "dtype"))
 
 
 class Quantizer:
-    """Base class of all quantizers, which say how one operand of one GEMM becomes FP8.
+    """Base class of all quantizers. A quantizer turns one operand of one GEMM into FP8 codes and scales.
 
     To write a quantizer of your own, derive a frozen dataclass with a field ``dtype`` and the method
-    ``quantize``. The other methods fit codes of the operand's shape and one of two kinds of scale: a
-    scalar, or an array of the operand's rank with size 1 in dimensions that share a scale. A quantizer with
-    another layout needs its own ``dequantize``, and its own ``pack`` and ``unpack`` to be frozen.
+    ``quantize``. The inherited methods assume that the codes have the operand's shape. They also assume
+    that the scale is a scalar, or an array of the operand's rank with size 1 in dimensions that share a
+    scale. A quantizer with another layout must define ``dequantize``, and also ``pack`` and ``unpack`` if a
+    model that uses it is to be frozen.
 
-    By default the values are multiplied in a wide dtype. A class with ``scales_along_contraction = False``
-    has its codes multiplied as they are, and its ``dequantize`` is not called for the GEMM.
+    By default the GEMM multiplies the dequantized values in a wide dtype. If a class sets
+    ``scales_along_contraction = False``, the GEMM multiplies the FP8 codes themselves and applies the
+    scales to the result. It then does not call ``dequantize``.
 
     Attributes:
         dtype: FP8 dtype of the codes.
@@ -129,30 +131,35 @@ class Quantizer:
         raise NotImplementedError(f"{type(self).__name__} must define quantize.")
 
     def dequantize(self, q: QTensor, view: View, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
-        """Returns the operand in its own shape and a wide dtype; multiplied in float32, rounded once."""
+        """Returns codes times scales in the operand's shape.
+
+        Codes and scales are multiplied in float32, or in float64 if ``dtype`` is float64. The product is
+        then rounded once to ``dtype``.
+        """
         del view
         values = wide_codes(q, dtype)
         return (values * q.scale.astype(values.dtype)).astype(dtype)
 
     def serves(self, other: Quantizer | None, view: View) -> bool:
-        """Returns whether the codes for one GEMM of an operand can be used in its other GEMM.
+        """Returns whether the codes that this quantizer makes can be used in a second GEMM, too.
 
-        The other GEMM sums over the operand's rows. If the codes cannot be used, the operand is quantized
-        again, from the wide tensor.
+        Each tensor enters two GEMMs: the kernel, for example, the forward GEMM and dgrad. The second GEMM
+        contracts the dimensions that are the rows in the first one. If the codes cannot be used again, the
+        wide tensor is quantized a second time.
 
         Args:
-            other: the quantizer for the other GEMM.
+            other: the quantizer of the tensor in the second GEMM.
             view: the view of the operand in the first GEMM.
         """
         del view
         return self == other and self.has_one_scale
 
     def transpose(self, q: QTensor) -> QTensor:
-        """Returns the operand for the other GEMM; called only if ``serves`` returned True."""
+        """Returns the same codes and scales for the second GEMM; called only if ``serves`` is True."""
         return q
 
     def trim(self, q: QTensor, view: View) -> QTensor:
-        """Returns the operand without its padding, to be kept for the backward pass."""
+        """Returns the operand without the padding of its codes; this is kept for the backward pass."""
         del view
         return q
 
@@ -162,7 +169,7 @@ class Quantizer:
         return q
 
     def pack(self, q: QTensor, view: View) -> QTensor:
-        """Returns the operand with its codes in its own shape, to be stored in place of a kernel."""
+        """Returns the operand with codes of shape ``view.shape``; a frozen model stores this kernel."""
         del view
         return q
 
@@ -189,8 +196,8 @@ class Quantizer:
 
 
 def wide_codes(q: QTensor, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
-    """Returns codes in float32, or in float64 for that; what they are multiplied in to be dequantized."""
-    # The barrier keeps the FP8 values: on GPUs XLA takes a cast to a narrower float and back for nothing.
+    """Returns the FP8 codes cast to float32, or to float64 if ``dtype`` is float64."""
+    # Without the barrier XLA removes a cast to FP8 and back on GPUs, and the values would not be rounded.
     codes = lax.optimization_barrier(q.codes)
     return codes.astype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
@@ -297,12 +304,12 @@ class CurrentQuantizer(Quantizer):
 
     @property
     def strategy(self) -> str:
-        """Returns the name of the scales in inference servers; see ``Quantizer``."""
+        """Returns the name that inference servers use for the scales; see ``Quantizer``."""
         return "tensor" if self.has_one_scale else "channel"
 
     @property
     def quantization_bytes(self) -> float:
-        """Returns the bytes that quantizing moves; see ``Quantizer``."""
+        """Returns how many bytes one step moves to quantize, per element; see ``Quantizer``."""
         return 6.8 if self.has_one_scale else 18.0
 
     def quantize(
@@ -311,7 +318,7 @@ class CurrentQuantizer(Quantizer):
         view: View,
         delayed_scale: Float32[jax.Array, "*scale"] | None = None,
     ) -> QTensor:
-        """Quantizes an operand with scales from the largest magnitudes of ``x``."""
+        """Quantizes an operand with scales computed from the finite amax of ``x``, or of each slice."""
         del delayed_scale
         amax = finite_amax(x, None if self.has_one_scale else view.contract)
         if self.amax_epsilon:
@@ -382,7 +389,7 @@ class BlockQuantizer(Quantizer):
 
     @property
     def strategy(self) -> str | None:
-        """Returns the name of the scales in inference servers; see ``Quantizer``."""
+        """Returns the name that inference servers use for the scales; see ``Quantizer``."""
         return "block" if self.block == (128, 128) else None
 
     @property
@@ -396,7 +403,7 @@ class BlockQuantizer(Quantizer):
         view: View,
         delayed_scale: Float32[jax.Array, "*scale"] | None = None,
     ) -> QTensor:
-        """Quantizes an operand with scales from the largest magnitudes of each block."""
+        """Quantizes an operand with scales computed from the finite amax of each block."""
         del delayed_scale
         padded = self._filled(view.to_matrix(x), view)
         blocks = self._blocks(padded, view)
@@ -408,14 +415,14 @@ class BlockQuantizer(Quantizer):
         else:
             lowest = -127 if self.scale == "e8m0" else -126
             exponent = scale_exponent(amax, limit, self.scale_rounding)
-            # By the reciprocal, which is exact: 2**-127 is a subnormal number, 2**127 is not.
+            # Multiplied by 1 / scale, which is exact: the scale 2**-127 is subnormal, its inverse is not.
             inverse = power_of_two(-jnp.maximum(exponent, np.int32(lowest)))
             codes = saturated(blocks.astype(jnp.float32) * inverse, self.dtype)
             scale = e8m0_scale(exponent) if self.scale == "e8m0" else power_of_two(exponent)
         return QTensor(codes.reshape(padded.shape), scale.reshape(self._scale_shape(view)), self)
 
     def dequantize(self, q: QTensor, view: View, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
-        """Returns the operand without the padding of its last blocks."""
+        """Returns codes times scales in the operand's shape, without the padding of its last blocks."""
         values = wide_codes(q, dtype)
         blocks = self._blocks(values, view)
         is_e8m0 = q.scale.dtype == jnp.float8_e8m0fnu
@@ -424,8 +431,8 @@ class BlockQuantizer(Quantizer):
         return view.from_matrix(self._cut(blocks.reshape(values.shape), view)).astype(dtype)
 
     def serves(self, other: Quantizer | None, view: View) -> bool:
-        """Returns whether blocks are square and both GEMMs flatten the contraction in one order."""
-        # It does so in ascending order.
+        """Returns whether the blocks are square and both GEMMs flatten the dimensions in the same order."""
+        # The second GEMM sees these dimensions as its rows, which ``View`` flattens in ascending order.
         is_square = self.block[0] == self.block[1]
         return self == other and is_square and list(view.contract) == sorted(view.contract)
 
@@ -465,7 +472,11 @@ class BlockQuantizer(Quantizer):
         return QTensor(NamedSharding(sharding.mesh, PartitionSpec(*spec)), whole, self)
 
     def as_mx(self, q: QTensor) -> QTensor | None:
-        """Repeats the scales of larger blocks, if they are powers of two; otherwise returns None."""
+        """Returns the operand with an E8M0 scale per 32 columns of each row.
+
+        The scales of larger blocks are repeated. Returns None if the scales are not powers of two, or if
+        the width of a block is not a multiple of 32.
+        """
         height, width = self.block
         if not self.is_exact_in_bfloat16 or width % MX_COLUMNS:
             return None
@@ -478,31 +489,39 @@ class BlockQuantizer(Quantizer):
         return dataclasses.replace(q, scale=lax.bitcast_convert_type(codes, jnp.float8_e8m0fnu))
 
     def as_blocks(self, q: QTensor, rows: int, columns: int) -> QTensor | None:
-        """Repeats float32 scales of blocks with more rows, if the widths agree; otherwise returns None."""
+        """Returns the operand with a float32 scale per block of ``rows`` × ``columns``.
+
+        The scales of higher blocks are repeated. Returns None if the scales are E8M0, if blocks have
+        another width than ``columns``, or if their height is not a multiple of ``rows``.
+        """
         if self.scale_columns != columns or self.block[0] % rows:
             return None
         return dataclasses.replace(q, scale=jnp.repeat(q.scale, self.block[0] // rows, axis=1))
 
     def _num_blocks(self, view: View) -> tuple[int, int]:
+        """Returns how many blocks the matrix has down and across; the last ones may be partial."""
         _, rows, columns = view.matrix_shape
         height, width = self.block
         return -(-rows // height), -(-columns // width)
 
     def _scale_shape(self, view: View) -> tuple[int, int, int]:
+        """Returns the shape of the scales, ``(batch, block rows, block columns)``."""
         return (view.matrix_shape[0], *self._num_blocks(view))
 
     def _blocks(self, matrix: jax.Array, view: View) -> jax.Array:
-        """Returns whole blocks as ``(batch, block rows, height, block columns, width)``."""
+        """Reshapes a padded matrix to ``(batch, block rows, height, block columns, width)``."""
         (num_rows, num_columns), (height, width) = self._num_blocks(view), self.block
         return matrix.reshape(matrix.shape[0], num_rows, height, num_columns, width)
 
     def _filled(self, matrix: jax.Array, view: View) -> jax.Array:
+        """Pads ``(batch, rows, columns)`` at the end with zeros, to whole blocks."""
         _, rows, columns = view.matrix_shape
         (num_rows, num_columns), (height, width) = self._num_blocks(view), self.block
         padding = ((0, 0, 0), (0, num_rows * height - rows, 0), (0, num_columns * width - columns, 0))
         return lax.pad(matrix, jnp.zeros((), matrix.dtype), padding)
 
     def _cut(self, matrix: jax.Array, view: View) -> jax.Array:
+        """Removes the padding that ``_filled`` added."""
         _, rows, columns = view.matrix_shape
         return matrix[:, :rows, :columns]
 
@@ -510,7 +529,11 @@ class BlockQuantizer(Quantizer):
 def quantized(
     quantizer: Quantizer | None, x: Float[jax.Array, "*dims"], view: View, delayed_scale: Any = None
 ) -> Any:
-    """Returns an operand as a ``QTensor``; as it is where the quantizer is None."""
+    """Quantizes ``x`` for one GEMM and returns the ``QTensor``; returns ``x`` if the quantizer is None.
+
+    Raises:
+        TypeError: the quantizer returned codes or scales in another dtype than it declares.
+    """
     if quantizer is None:
         return x
     q = quantizer.quantize(x, view, delayed_scale)
@@ -524,7 +547,10 @@ def quantized(
 
 
 def serves(first: Quantizer | None, second: Quantizer | None, view: View) -> bool:
-    """Tells whether an operand for one GEMM serves the other, see ``Quantizer.serves``."""
+    """Returns whether one quantized tensor can be used in both of its GEMMs; see ``Quantizer.serves``.
+
+    A quantizer of None leaves the tensor wide. Then both quantizers must be None.
+    """
     return second is None if first is None else first.serves(second, view)
 
 
@@ -535,7 +561,10 @@ def straight_through(
     x: Float[jax.Array, "*dims"],
     delayed_scale: Float32[jax.Array, "*scale"] | None,
 ) -> Float[jax.Array, "*dims"]:
-    """Returns an operand with the values that FP8 leaves of it, and with its own derivative."""
+    """Quantizes ``x`` and dequantizes it again; the derivative is that of the identity.
+
+    Returns ``x`` unchanged if the quantizer is None.
+    """
     if quantizer is None:
         return x
     return quantizer.quantize(x, view, delayed_scale).dequantize(view, x.dtype)
@@ -543,4 +572,5 @@ def straight_through(
 
 @straight_through.defjvp
 def _straight_through_jvp(quantizer: Any, view: View, primals: Any, tangents: Any) -> Any:
+    """Passes the tangent of ``x`` through; ``delayed_scale`` has no derivative."""
     return straight_through(quantizer, view, *primals), tangents[0]

@@ -1,4 +1,4 @@
-"""GPUs: a table of what is known of each, and which GPU a program is compiled for."""
+"""The table of known GPUs with their properties, and the GPU that a program is compiled for."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import re
 import jax
 
 NATIVE_FP8, HOPPER, NATIVE_MX = 8.9, 9.0, 10.0
-"""The compute capabilities from which on a GPU multiplies FP8, is a Hopper, and multiplies FP8 with a scale
-per 32 columns."""
+"""The lowest compute capabilities of GPUs that multiply FP8, of Hopper GPUs, and of GPUs that multiply FP8
+with a scale per 32 columns."""
 
 compile_target = jax.make_user_context(None)
-"""The compute capability of the GPU that a program is compiled for; None for the device at hand."""
+"""The compute capability of the GPU that a program is compiled for; None for the first device of JAX."""
 
 
 class Fp8EmulationWarning(UserWarning):
-    """Warning that the device has no units for FP8 matmuls: the values are the same, but not the speed."""
+    """Warning that the device has no units for FP8 matmuls: FP8 is emulated and brings no speedup."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What XLA must know of a GPU to compile for it, and how fast the GPU is."""
+    """The properties of a GPU that XLA needs to compile for it, and its speed."""
 
     name: str
     compute_capability: float
     pallas_name: str | None = None
-    """The name under which Pallas knows a GPU with the same cores; None if Pallas knows this one."""
+    """The name, in Pallas, of a GPU with the same cores; None if Pallas knows ``name`` itself."""
     cores: int
     clock_ghz: float
     memory: int
@@ -49,7 +49,7 @@ class Gpu:
 
     @property
     def has_fp8_units(self) -> bool:
-        """Returns whether the GPU multiplies FP8."""
+        """Returns whether the GPU has units that multiply FP8."""
         return self.compute_capability >= NATIVE_FP8
 
     @property
@@ -156,7 +156,7 @@ def has_triton() -> bool:
 
 
 def compute_capability() -> float:
-    """Returns the compute capability of the NVIDIA GPU that is compiled for, or 0 for other devices."""
+    """Returns the compute capability of the NVIDIA GPU that JAX compiles for, or 0 for other devices."""
     if compile_target.value is not None:
         return compile_target.value
     return compute_capability_of(jax.devices()[0])
@@ -173,6 +173,9 @@ def compute_capability_of(device: jax.Device) -> float:
 
 
 def has_fp8_units(device: jax.Device) -> bool:
-    """Returns whether a device has FP8 units; all but CPUs and older NVIDIA GPUs count as such."""
+    """Returns whether a device has FP8 units.
+
+    The answer is False for CPUs and for NVIDIA GPUs below compute capability 8.9, and True for all others.
+    """
     version = re.fullmatch(r"\d+\.\d+", str(getattr(device, "compute_capability", "")))
     return device.platform != "cpu" and (version is None or float(version[0]) >= NATIVE_FP8)

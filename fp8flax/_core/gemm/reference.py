@@ -1,4 +1,4 @@
-"""References: what is asked for, in plain JAX, as any device computes it."""
+"""Reference implementations of the requests, in plain JAX, for any device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,21 @@ from fp8flax._core.quantizers import quantized, serves
 from fp8flax._core.scaling import apply_scales
 
 _OF_MATRICES = (((1,), (0,)), ((), ()))
-# With fewer rows, one of many devices might have a single row, for which XLA compiles no algorithm.
+# The smallest M, K and N for which ``dot`` multiplies rows in pairs. A smaller size, split over many
+# devices, could leave a device with a single row, for which XLA cannot compile the algorithm.
 _MANY = 256
 
 
 def dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: Any) -> jax.Array:
-    """Returns ``dot_general`` of two arrays."""
+    """Returns ``lax.dot_general`` of two arrays, with the dimension numbers and sharding of ``gemm``.
+
+    Args:
+        gemm: what is multiplied.
+        lhs: the left operand: wide values or FP8 codes.
+        rhs: the right operand: wide values or FP8 codes.
+        precision: the precision or algorithm of ``lax.dot_general``; None for the default of XLA.
+        sum_dtype: dtype of the sums and of the result.
+    """
     dims = gemm.dimension_numbers
     # Workaround: XLA's partitioner (Shardy) drops the algorithm of a product of two matrices, and XLA would
     # then not use cublasLt. Rows are multiplied in pairs to avoid that form. (A transposed operand also
@@ -37,7 +46,7 @@ def dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: A
         lhs,
         rhs,
         dims,
-        # Not None, which would be the ambient jax.default_matmul_precision.
+        # Not None: None would take the precision of jax.default_matmul_precision.
         lax.Precision.DEFAULT if precision is None else precision,
         preferred_element_type=sum_dtype,
         out_sharding=gemm.out_sharding,
@@ -46,7 +55,7 @@ def dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: A
 
 
 def _num_parts(x: jax.Array) -> int:
-    """Returns over how many devices the first dimension is split by explicit axes."""
+    """Returns the number of parts into which explicit mesh axes split the first dimension of ``x``."""
     sharding = jax.typeof(x).sharding
     names = sharding.spec[0] or ()
     return math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
@@ -75,7 +84,7 @@ def reference_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Arra
 
 
 def wide_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) -> jax.Array:
-    """Multiplies in the dtypes that the operands had before they were quantized."""
+    """Multiplies in the dtypes that the operands had before they were quantized; dequantizes if needed."""
     is_kept = gemm.recipe.lhs is None or gemm.recipe.rhs is None
     if isinstance(rhs, QTensor) and not isinstance(lhs, QTensor) and _is_by_codes(gemm, rhs):
         with jax.named_scope(KEPT_WIDE):
@@ -92,14 +101,15 @@ def wide_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) ->
 
 
 def _is_by_codes(gemm: Gemm, rhs: QTensor) -> bool:
+    """Returns whether a wide GEMM multiplies by the stored codes of ``rhs`` and scales the result."""
     return gemm.is_packed and not gemm.dequantized and not rhs.quantizer.scales_along_contraction
 
 
 def _wide_by_codes(gemm: Gemm, lhs: jax.Array, rhs: QTensor) -> jax.Array:
-    """Multiplies by stored codes, and the result by their scales.
+    """Multiplies a wide operand by stored FP8 codes, and then multiplies the result by their scales.
 
-    XLA then reads the codes in its GEMM. If the codes were scaled first, XLA would write the wide kernel to
-    memory.
+    XLA then reads the FP8 codes in its GEMM. If the codes were multiplied by the scales first, XLA would
+    write the wide kernel to memory.
     """
     wide = jnp.dtype(jnp.float64 if jnp.float64 in (lhs.dtype, gemm.out_dtype) else jnp.float32)
     out = dot(gemm, lhs, rhs.codes.astype(lhs.dtype), gemm.precision, wide)
@@ -116,17 +126,20 @@ def dequantized_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor, dtype: Any) -> jax.
 
 
 def scaled(gemm: Gemm, out: jax.Array, lhs: QTensor, rhs: QTensor) -> jax.Array:
-    """Returns a product of codes times the scales of both operands, in the dtype of the result."""
+    """Multiplies ``out``, the product of the codes, by the scales of both operands.
+
+    Returns the result in ``gemm.out_dtype``.
+    """
     lhs_scale, rhs_scale = lhs.scale.astype(jnp.float32), rhs.scale.astype(jnp.float32)
     batch = gemm.lhs.sizes(gemm.lhs.batch)
     rows, columns = gemm.lhs.sizes(gemm.lhs.free), gemm.rhs.sizes(gemm.rhs.free)
     if lhs_scale.ndim:
         lhs_scale = lax.transpose(lhs_scale, gemm.lhs.order)
         lhs_scale = lhs_scale.reshape(*batch, *rows, *(1 for _ in columns))
-    else:  # XLA would multiply two scalars that are constants, as in a model that is closed over
+    else:  # If both scales are constants, as in a closed-over model, XLA would fold their product.
         lhs_scale = lax.optimization_barrier(lhs_scale)
     rhs_scale = _as_columns(gemm, rhs_scale)
-    if out.dtype == jnp.float64:  # which holds the product of any two scales
+    if out.dtype == jnp.float64:  # float64 holds the product of any two float32 scales
         out = out * lhs_scale.astype(out.dtype) * rhs_scale.astype(out.dtype)
     else:
         out = apply_scales(out, lhs_scale, rhs_scale)
@@ -134,7 +147,7 @@ def scaled(gemm: Gemm, out: jax.Array, lhs: QTensor, rhs: QTensor) -> jax.Array:
 
 
 def _as_columns(gemm: Gemm, scale: jax.Array) -> jax.Array:
-    """Returns the scales of the right operand as they multiply the result."""
+    """Reshapes the scales of the right operand so that they broadcast against the result of the GEMM."""
     if not scale.ndim:
         return scale
     batch, columns = gemm.rhs.sizes(gemm.rhs.batch), gemm.rhs.sizes(gemm.rhs.free)
@@ -142,7 +155,7 @@ def _as_columns(gemm: Gemm, scale: jax.Array) -> jax.Array:
 
 
 def reference_pair(request: CastPair, x: jax.Array, scale: jax.Array | None) -> tuple[Any, Any]:
-    """Quantizes a tensor for two GEMMs: once if the codes serve both, else twice."""
+    """Quantizes a tensor for two GEMMs: once if both GEMMs can use the same codes, otherwise twice."""
     x = inf_to_nan(x) if request.inf_is_nan else x
     first = quantized(request.first, x, request.view, scale)
     if serves(request.first, request.second, request.view):
@@ -151,10 +164,16 @@ def reference_pair(request: CastPair, x: jax.Array, scale: jax.Array | None) -> 
 
 
 def reference_cast(request: CastTranspose, scales: Sequence[jax.Array], *args: jax.Array) -> list[Cast]:
-    """Casts what an elementwise function makes, in both orders."""
+    """Casts each result of the elementwise function ``request.f`` to FP8 codes, and transposes the codes.
+
+    Args:
+        request: the function, and the FP8 dtype of each of its results.
+        scales: the scale of each result, a float32 scalar.
+        *args: the arguments of the function; the first one has the shape ``(M, N)`` of the results.
+    """
     results = []
     grid = cast_grid(*args[0].shape)
-    num_parts = None if grid is None else math.prod(grid)  # as many as the GPU kernel has
+    num_parts = None if grid is None else math.prod(grid)  # the GPU kernel returns as many
     wide = request.f(*(arg.astype(jnp.float32) for arg in args))
     for x, dtype, scale in zip(wide, request.dtypes, scales):
         amaxes, codes = amaxes_of_parts(x, None, quantize(x, dtype, scale), num_parts=num_parts)

@@ -1,4 +1,4 @@
-"""Requests: the static descriptions of what a device is asked to compute. All are hashable."""
+"""Requests: hashable descriptions of a GEMM or a cast. ``lowering`` chooses how a device computes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8flax._core.recipes import GemmRecipe
 
 
 class Gemm(NamedTuple):
-    """One GEMM. The operands are a ``QTensor`` or a wide array each; the result is an array."""
+    """One GEMM. Each operand is a ``QTensor`` or a wide array; the result is an array."""
 
     recipe: GemmRecipe
     dimension_numbers: Any
@@ -31,15 +31,17 @@ class Gemm(NamedTuple):
     out_sharding: Any = None
     """The sharding of the result on a mesh with explicit axes; None if JAX can derive it."""
     dequantized: bool = False
-    """Whether every device multiplies in the wide dtypes, for the quantize-dequantize form."""
+    """Whether the operands are dequantized and multiplied in their wide dtypes on every device, as the
+    quantize-dequantize form requires."""
     name: str = ""
     """``"forward"``, ``"dgrad"`` or ``"wgrad"``; empty for a part of one of them."""
     is_packed: bool = False
-    """Whether the codes of the right operand are stored, as in a frozen model, not made at each call."""
+    """Whether the codes of the right operand are stored, as in a frozen model. Otherwise each call
+    quantizes the right operand."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Returns M, K and N of one product."""
+        """Returns M, K and N of one matrix product of the batch."""
         return (
             math.prod(self.lhs.sizes(self.lhs.free)),
             math.prod(self.lhs.sizes(self.lhs.contract)),
@@ -53,7 +55,12 @@ class Gemm(NamedTuple):
         return (*lhs.sizes(lhs.batch), *lhs.sizes(lhs.free), *rhs.sizes(rhs.free))
 
     def of_transposed(self, *, lhs: bool = False, rhs: bool = False) -> Gemm:
-        """Returns the GEMM of the same two matrices, given that one or both come transposed."""
+        """Returns the GEMM with the same result for operands of which one or both are passed transposed.
+
+        Args:
+            lhs: whether the left operand, a matrix, is passed transposed.
+            rhs: whether the right operand, a matrix, is passed transposed.
+        """
         views = [self.lhs, self.rhs]
         for i, is_transposed in enumerate((lhs, rhs)):
             if is_transposed:
@@ -63,10 +70,13 @@ class Gemm(NamedTuple):
         return self._replace(lhs=views[0], rhs=views[1], dimension_numbers=dims)
 
     def of_columns(self) -> tuple[Gemm, tuple[bool, bool]] | None:
-        """Returns the GEMM of two matrices whose columns are contracted, and which operands to transpose.
+        """Returns the same GEMM as ``(M, K)`` times ``(N, K)``, and which operands to transpose for that.
 
-        Returns None if an operand cannot be such a matrix by a reshape and a transpose: its contracted
-        dimensions must come before or behind all others, and there must be no batch.
+        Each operand is reshaped to a matrix. The two flags say whether the matrix of the left and of the
+        right operand must then be transposed, so that K is its last dimension.
+
+        Returns None if there are batch dimensions, or if the contracted dimensions of an operand are
+        neither its first nor its last ones.
         """
         (contracts, batches), views = self.dimension_numbers, (self.lhs, self.rhs)
         rows, depth, columns = self.sizes
@@ -83,22 +93,22 @@ class Gemm(NamedTuple):
 
 
 class ExpertProducts(NamedTuple):
-    """Each row of the input times the kernel of the expert that the row belongs to.
+    """Each row of the input, multiplied by the kernel of the expert that the row belongs to.
 
     The operands are rows ``(rows, depth)``, kernels ``(experts, columns, depth)``, and the number of rows
     of each expert ``(experts,)``.
     """
 
     shape: tuple[int, int]
-    """Rows and columns of the result. A row that belongs to no expert is zeros."""
+    """Rows and columns of the result. The result is zero in rows that belong to no expert."""
     dtype: np.dtype
-    """Of the result."""
+    """The dtype of the result."""
     dequantized: bool = False
-    """As of ``Gemm``."""
+    """Whether every device multiplies in the wide dtypes; see ``Gemm.dequantized``."""
 
 
 class ExpertSums(NamedTuple):
-    """For each expert the sum of the outer products of its rows.
+    """For each expert, the sum of the outer products of its rows of both operands.
 
     The operands are ``(rows, depth)``, ``(rows, columns)``, and the number of rows of each expert
     ``(experts,)``.
@@ -107,73 +117,80 @@ class ExpertSums(NamedTuple):
     shape: tuple[int, int, int]
     """Experts, depth and columns of the result."""
     dtype: np.dtype
-    """Of the result."""
+    """The dtype of the result."""
     dequantized: bool = False
-    """As of ``Gemm``."""
+    """Whether every device multiplies in the wide dtypes; see ``Gemm.dequantized``."""
 
 
 class CastPair(NamedTuple):
     """A tensor, quantized for each of the two GEMMs that it enters.
 
     The operands are the tensor, of shape ``view.shape``, and its scale, which is None without delayed
-    scaling. The result is the operand of the first GEMM, and that of the second one.
+    scaling. The result is a pair: the tensor as operand of the first GEMM and of the second GEMM.
     """
 
     first: Quantizer | None
-    """For the first GEMM; None leaves the tensor wide."""
+    """The quantizer for the first GEMM; None leaves the tensor wide."""
     view: View
-    """As the first GEMM sees the tensor."""
+    """The view of the tensor in the first GEMM."""
     second: Quantizer | None
-    """For the second GEMM."""
+    """The quantizer for the second GEMM; None leaves the tensor wide."""
     other_view: View
-    """As the second GEMM sees the tensor."""
+    """The view of the tensor in the second GEMM."""
     inf_is_nan: bool = False
     """Whether an Inf becomes a NaN. Otherwise it saturates."""
     stack: int = 1
-    """How many such tensors ``jax.vmap`` stacks, such as the kernels of experts."""
+    """Number of tensors that ``jax.vmap`` stacks, such as the kernels of experts."""
 
 
 class CastTranspose(NamedTuple):
-    """Matrices that an elementwise function makes, cast to FP8 in both orders, with their amaxes.
+    """The results of an elementwise function, cast to FP8 and also transposed, with their amaxes.
 
-    The operands are a list with the scale of each result, a float32 scalar, and the arguments of the
-    function: wide floats of shape ``(M, N)``, or ``(1, N)`` for what all rows have. The result is a list of
-    ``Cast``.
+    The operands are a list with one float32 scalar scale per result, and the arguments of the function. An
+    argument is a wide float of shape ``(M, N)``, or ``(1, N)`` if it is the same for all rows. The result
+    is a list with one ``Cast`` per result of the function.
     """
 
     f: Callable[..., Sequence[jax.Array]]
-    """Elementwise: takes float32 arrays whose shapes broadcast, returns float32 arrays of that shape."""
+    """The elementwise function. It takes float32 arrays whose shapes broadcast, and returns a sequence of
+    float32 arrays of the broadcast shape."""
     dtypes: tuple[Any, ...]
     """FP8 dtype of each result."""
     has_sums: bool = False
-    """Whether to return sums over the rows."""
+    """Whether to also return the sum of each result over its rows."""
     fits_kernel: bool = True
-    """Whether Pallas's Triton backend has all that ``f`` computes with."""
+    """Whether Pallas's Triton backend supports all operations of ``f``."""
 
 
 class Cast(NamedTuple):
-    """One matrix of shape ``(M, N)``, cast."""
+    """The FP8 codes of one matrix of shape ``(M, N)``, its amaxes and its sums."""
 
     codes: jax.Array
-    """Of shape ``(M, N)``."""
+    """FP8 codes of shape ``(M, N)``."""
     transposed: jax.Array
     """The same codes, of shape ``(N, M)``."""
     amaxes: jax.Array
     """Float32 vector, for ``largest_of``: the amaxes of parts of the matrix. An amax is inf if its part
     holds a NaN or an Inf, and -inf if the part is empty."""
     sums: jax.Array | None
-    """Sums over the rows before the cast, ``(N,)``, float32; None if they were not asked for."""
+    """Sums over the rows before the cast, ``(N,)``, float32; None without ``CastTranspose.has_sums``."""
 
 
 CAST_TILE = 64
-"""Rows and columns that a block of threads casts at a time: 64 bytes of codes in a row, either way."""
+"""Rows and columns of the tile that a thread block casts at a time. A row of a tile is 64 bytes of codes,
+before and after the transpose."""
 
 _TILES = 4
-"""How many tiles, one beside the other, it takes if the columns allow: fewer maxima are to merge."""
+"""Number of adjacent tiles that one thread block casts, if they divide the columns; otherwise it casts one.
+Each thread block returns one amax, so more tiles mean fewer amaxes to merge."""
 
 
 def cast_grid(rows: Any, columns: Any) -> tuple[int, int] | None:
-    """Returns how many parts of a matrix, down and across, have an amax; None if tiles do not fill it."""
+    """Returns the grid of thread blocks, ``(down, across)``, that cast a matrix of this size.
+
+    Each thread block returns the amax of its part of the matrix. Returns None if a size is not a positive
+    multiple of ``CAST_TILE``, or not known.
+    """
     if not all(isinstance(size, int) and size > 0 and size % CAST_TILE == 0 for size in (rows, columns)):
         return None
     num_tiles = _TILES if columns % (CAST_TILE * _TILES) == 0 else 1
@@ -181,7 +198,11 @@ def cast_grid(rows: Any, columns: Any) -> tuple[int, int] | None:
 
 
 def is_of_codes(gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether a GEMM multiplies FP8 codes: both operands are quantized, with one kind of scales."""
+    """Returns whether a GEMM can multiply FP8 codes.
+
+    Both operands must be quantized, and their scales must either both change along the contraction or both
+    not change. The GEMM must not be one of the quantize-dequantize form (``gemm.dequantized``).
+    """
     return (
         not gemm.dequantized
         and isinstance(lhs, QTensor)
