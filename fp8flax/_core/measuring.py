@@ -164,7 +164,7 @@ Told = dict[tuple[tuple[str, ...], str], list[Numbers]]
 """For each path and role the numbers of its calls; with leading axes for the loops around a call."""
 
 
-def tell(path: tuple[str, ...], role: str, x: jax.Array, numbers: Numbers) -> jax.Array:
+def report_numbers(path: tuple[str, ...], role: str, x: jax.Array, numbers: Numbers) -> jax.Array:
     """Returns ``x``, and reports the numbers of this tensor of this op to ``measured``."""
     return with_report(x, numbers, (path, role))
 

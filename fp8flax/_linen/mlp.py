@@ -14,7 +14,7 @@ from flax.linen.dtypes import promote_dtype
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.options import check_bool, check_choice, check_int
 from fp8flax._core.plans.contraction import States
-from fp8flax._core.plans.mlp import ACTIVATIONS, hidden, is_one, mlp
+from fp8flax._core.plans.mlp import ACTIVATIONS, hidden, mlp, runs_as_one
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
 from fp8flax._linen.conversion import conversion
@@ -60,7 +60,7 @@ def as_one(
     Args:
         x: ``(…, K)``, a wide float.
         given: of each layer what it computes with; either all but the last have a bias, or none of them.
-        recipe: delayed scaling in all of it, see ``is_one``.
+        recipe: delayed scaling in all of it, see ``runs_as_one``.
         activation: one of ``ACTIVATIONS``.
         names: of the layers, as an audit shows them.
         dtype: of the computation; None for that of input and parameters.
@@ -186,7 +186,7 @@ class MLP(nn.Module):
     def _is_one(self, recipe: Recipe, x: jax.Array) -> bool:
         """Tells whether nothing stands against computing all layers as one."""
         return (
-            is_one(recipe.gemms, x, self.dtype or self.param_dtype)
+            runs_as_one(recipe.gemms, x, self.dtype or self.param_dtype)
             and not self.is_initializing()
             and conversion().on_op is None
         )

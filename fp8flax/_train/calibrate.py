@@ -17,7 +17,7 @@ from fp8flax._core.axes import UNCHECKED, current_manual_axes, merged_in
 from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.scaling import SMALLEST_SCALE
-from fp8flax._core.state.tree import check_state_dtype, kept_state, path_str, to_max, unmerge
+from fp8flax._core.state.tree import check_state_dtype, kept_tree, path_str, to_max, unmerge
 
 
 def calibrate(
@@ -131,7 +131,7 @@ def _settled(old: Any, merged: Any) -> Any:
         # Of a tensor that was zero in all batches.
         lambda before, after: jnp.where(after == SMALLEST_SCALE, before, after),
         old,
-        kept_state(old, merged),
+        kept_tree(old, merged),
     )
 
 

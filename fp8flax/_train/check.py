@@ -56,7 +56,7 @@ def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
 
     Args:
         old: a tree of variables (or a bare collection) as it was before the step.
-        new: the gradient with respect to it; as for ``kept_state``.
+        new: the gradient with respect to it; as for ``kept_tree``.
 
     Returns:
         The tree, and the paths of the histories that were refused. There are none under a trace, or if no

@@ -13,7 +13,7 @@ from flax.linen.dtypes import promote_dtype
 
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.options import check_bool, check_choice, check_int
-from fp8flax._core.plans.mlp import ACTIVATIONS, hidden, is_one, mlp
+from fp8flax._core.plans.mlp import ACTIVATIONS, hidden, mlp, runs_as_one
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import DelayedScaling, Recipe
 from fp8flax.nnx.ops import Fp8DotGeneralOp
@@ -150,6 +150,6 @@ class MLP(nnx.Module):
             return None
         param_dtype = layers[-1].param_dtype
         recipe, *others = {recipe_in_use(op.recipe, DelayedScaling()) for op in ops}
-        if others or recipe is None or not is_one(recipe.gemms, x, self.dtype or param_dtype):
+        if others or recipe is None or not runs_as_one(recipe.gemms, x, self.dtype or param_dtype):
             return None
         return recipe

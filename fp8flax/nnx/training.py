@@ -13,7 +13,7 @@ from flax import nnx
 from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._core.axes import current_manual_axes, merged_in
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._core.state.tree import kept_state, merge_by_max, refusing_arithmetic, unmerge
+from fp8flax._core.state.tree import kept_tree, merge_by_max, refusing_arithmetic, unmerge
 from fp8flax._train import check
 from fp8flax._train.gradients import accumulate
 from fp8flax.nnx.ops import OverwriteWithGradient
@@ -151,7 +151,7 @@ def value_and_grad(
             value, grads = nnx_value_and_grad(*args, **kwargs)
         for before, after in zip(old, [grads] if single else grads):
             new = state_of(after)
-            set_state(after, kept_state(_as_in(new, before), new))
+            set_state(after, kept_tree(_as_in(new, before), new))
         return value, grads
 
     return value_and_grad_f

@@ -112,7 +112,7 @@ class DotPlan(Contraction):
     """The three GEMMs of ``lax.dot_general``."""
 
     dimension_numbers: _Dims
-    is_told_sharding: bool = False
+    has_given_sharding: bool = False
     """Whether the caller has passed ``out_sharding``. If not, JAX derived it from the operands."""
 
     @cached_property
@@ -186,7 +186,7 @@ class DotPlan(Contraction):
         the result if the operands do not determine it; callers then pass ``out_sharding``.
         """
         per_block = any(q is not None and q.scales_along_contraction for q in self.recipe.quantizers)
-        return self.lhs.sharding is not None and (per_block or self.is_told_sharding)
+        return self.lhs.sharding is not None and (per_block or self.has_given_sharding)
 
     def product(self, lhs: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
         del extra
@@ -303,7 +303,7 @@ def _plan(
         precision=hashable_precision(precision),
         dequantized=form == "qdq",
         dimension_numbers=_hashable_dims(dimension_numbers),
-        is_told_sharding=out_sharding is not None,
+        has_given_sharding=out_sharding is not None,
     )
 
 

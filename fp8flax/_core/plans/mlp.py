@@ -291,7 +291,7 @@ def is_all_delayed(recipe: CustomRecipe) -> bool:
     return all(a is not None and a.needs_state and a == b for a, b in pairs)
 
 
-def is_one(recipe: CustomRecipe, x: jax.Array, dtype: Any) -> bool:
+def runs_as_one(recipe: CustomRecipe, x: jax.Array, dtype: Any) -> bool:
     """Returns whether ``mlp`` can compute all layers of a block as one op.
 
     Args:

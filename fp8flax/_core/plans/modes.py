@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._compat.reverse_mode import reverse_mode_only
 from fp8flax._core.axes import refuse_unchecked_axes
-from fp8flax._core.measuring import Numbers, merged, merged_calls, numbers_of, tell
+from fp8flax._core.measuring import Numbers, merged, merged_calls, numbers_of, report_numbers
 from fp8flax._core.mode import Calibrating, is_measuring, mode
 from fp8flax._core.names import KEPT_WIDE
 from fp8flax._core.plans.contraction import (
@@ -290,4 +290,4 @@ def _reported(
     if not any(plan.recipe.of_role(role)):
         return x
     numbers = on_automatic_axes(plan, partial(_numbers_of_role, role), None, x, extra, scale)
-    return tell(path, role, x, numbers)
+    return report_numbers(path, role, x, numbers)

@@ -266,7 +266,7 @@ def to_max(tree: Any) -> Any:
     """Casts the state in a tree to ``fp32_max_grad``; its gradients can then be merged over several calls.
 
     The gradient of the state is -inf if nothing contributed to it, and its amax is inf if the data held a
-    NaN or an Inf. Merge the gradients of all calls by maximum. Then call ``kept_state``.
+    NaN or an Inf. Merge the gradients of all calls by maximum. Then call ``kept_tree``.
     """
     return map_state(to_max_dtype, lambda x: x, tree)
 
@@ -279,7 +279,7 @@ def unmerge(tree: Any) -> Any:
 # Checking the state after a step.
 
 
-def kept_state(old: Any, new: Any) -> Any:
+def kept_tree(old: Any, new: Any) -> Any:
     """Returns the scaling state to keep after a step, given the old state and its "gradient".
 
     Leaves that are not scaling state are taken from ``new``. The state of a tensor is taken from ``old`` if
@@ -309,7 +309,7 @@ def kept_state(old: Any, new: Any) -> Any:
 def leaves_of_both(old: Any, new: Any) -> tuple[list[KeyPath], list[Any], list[Any], Any]:
     """Returns the paths, the old leaves, the new leaves, and the structure of the two trees.
 
-    The scaling state among the new leaves is cast to float32. Arguments and errors: see ``kept_state``.
+    The scaling state among the new leaves is cast to float32. Arguments and errors: see ``kept_tree``.
     """
     paths, old_leaves, treedef = _flatten(old)
     leaves = treedef.flatten_up_to(new)
@@ -355,7 +355,7 @@ _steps: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 def remember_step(old: Any, new: Any) -> None:
     """Records that ``new`` holds the checked next state of ``old``, so that ``is_step`` can find it.
 
-    ``apply_gradients`` then skips the check of ``kept_state``. Only tracers are recorded, and each record
+    ``apply_gradients`` then skips the check of ``kept_tree``. Only tracers are recorded, and each record
     lasts as long as its tracer.
 
     Args:

@@ -40,7 +40,7 @@ def assert_trees_equal(a, b):
 @pytest.mark.parametrize("cast", [lambda t: t, tree.merge_by_max], ids=["float32", "max"])
 def test_a_good_new_state_is_taken(cast):
     new = with_state(op_state(0.25, [4.0, 2.0]))
-    assert_trees_equal(tree.kept_state(OLD, cast(new)), new)
+    assert_trees_equal(tree.kept_tree(OLD, cast(new)), new)
 
 
 @pytest.mark.parametrize("is_enabled", [True, False], ids=["stacked", "one by one"])
@@ -73,18 +73,18 @@ def test_stacking_changes_no_bit(monkeypatch, is_enabled):
         np.testing.assert_array_equal(to_floats(entered[OWG][f"op{i}"]["kernel_scale"]), to_floats(digest))
         expected = op_state(0.5, history) if i == 2 else op_state(2.0, [8.0, history[0]])
         assert_trees_equal(left[OWG][f"op{i}"], expected)
-    assert_trees_equal(tree.kept_state(olds, left), left)
+    assert_trees_equal(tree.kept_tree(olds, left), left)
 
 
 @pytest.mark.parametrize("scale", [0.0, -np.inf, np.nan, np.inf])
 def test_no_gradient_keeps_the_state(scale):
-    kept = tree.kept_state(OLD, with_state(op_state(scale, [0.0, 0.0])))
+    kept = tree.kept_tree(OLD, with_state(op_state(scale, [0.0, 0.0])))
     assert_trees_equal(kept, with_state(op_state(0.5, [2.0, 1.0])))
 
 
 @pytest.mark.parametrize("amax", [np.inf, np.nan, -np.inf, -1.0])
 def test_a_non_finite_amax_keeps_the_history(amax):
-    kept = tree.kept_state(OLD, with_state(op_state(0.25, [amax, 2.0])))
+    kept = tree.kept_tree(OLD, with_state(op_state(0.25, [amax, 2.0])))
     assert_trees_equal(kept, with_state(op_state(0.25, [2.0, 1.0])))
 
 
@@ -94,7 +94,7 @@ def test_stacked_layers_are_judged_one_by_one():
     op = new[OWG]["op"]
     op["input_scale"] = op["input_scale"].at[1].set(0)
     op["kernel_amax_history"] = op["kernel_amax_history"].at[2, 0].set(jnp.inf)
-    kept = tree.kept_state(old, new)[OWG]["op"]
+    kept = tree.kept_tree(old, new)[OWG]["op"]
     np.testing.assert_array_equal(kept["input_scale"][:, 0], [0.25, 0.5, 0.25])
     np.testing.assert_array_equal(kept["input_amax_history"][:, 0], [4.0, 2.0, 4.0])
     np.testing.assert_array_equal(kept["kernel_scale"][:, 0], [0.25, 0.25, 0.25])
@@ -108,9 +108,9 @@ def test_layers_stacked_along_another_axis(length):
     history = new[OWG]["op"]["input_amax_history"]
     new[OWG]["op"]["input_amax_history"] = history.at[1, 0].set(jnp.inf)
     transposed = [jax.tree.map(lambda x: x.T, tree) for tree in (old, new)]
-    kept = jax.tree.map(lambda x: x.T, tree.kept_state(*transposed))
+    kept = jax.tree.map(lambda x: x.T, tree.kept_tree(*transposed))
     np.testing.assert_array_equal(kept[OWG]["op"]["input_amax_history"], [[4.0] * length, [2.0] * length])
-    assert_trees_equal(kept, tree.kept_state(old, new))
+    assert_trees_equal(kept, tree.kept_tree(old, new))
 
 
 @pytest.mark.parametrize("freeze", [lambda t: t, flax.core.freeze], ids=["dict", "FrozenDict"])
@@ -132,7 +132,7 @@ def test_a_bare_collection_is_recognised_by_its_names():
 def test_foreign_leaves_of_the_collection_are_overwritten_as_they_are():
     old = {OWG: {"other": {"moment": jnp.ones((2,))}}}
     new = {OWG: {"other": {"moment": jnp.zeros((2,))}}}
-    assert_trees_equal(tree.kept_state(old, new), new)
+    assert_trees_equal(tree.kept_tree(old, new), new)
 
 
 def test_narrow_state_is_refused_by_name():
@@ -141,7 +141,7 @@ def test_narrow_state_is_refused_by_name():
     with pytest.raises(TypeError, match=message):
         tree.merge_by_max(bad)
     with pytest.raises(TypeError, match=message):
-        tree.kept_state(OLD, bad)
+        tree.kept_tree(OLD, bad)
 
 
 def test_state_without_a_partner_is_taken_where_it_is_finite():
@@ -153,4 +153,4 @@ def test_state_without_a_partner_is_taken_where_it_is_finite():
 
 def test_another_shape_is_refused_by_name():
     with pytest.raises(ValueError, match=r"input_amax_history has shape \(2,\), its new value \(3,\)"):
-        tree.kept_state(OLD, with_state(op_state(0.25, [4.0, 2.0, 1.0])))
+        tree.kept_tree(OLD, with_state(op_state(0.25, [4.0, 2.0, 1.0])))
