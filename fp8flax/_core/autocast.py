@@ -14,16 +14,18 @@ from fp8flax._core.options import check_bool
 from fp8flax._core.recipes import Recipe, check_recipe
 
 _OFF = "off"
+"""Takes the place of the ambient recipe if FP8 is off."""
 
 _jit_key: Any = jax.make_user_context(None)
 """The ``_Ambient`` that the code of a thread runs under; None outside of ``autocast``."""
 
 
 class _Ambient:
-    """Holds an ambient recipe. Equal recipes share one ``_Ambient``, so jit compares its keys by identity.
+    """Holds an ambient recipe: a ``CustomRecipe``, None for each op's default, or ``_OFF``.
 
-    A comparison in Python, such as that of two recipes, could let another thread run. That thread may
-    change the cache of jit while this thread reads it.
+    Equal recipes share one ``_Ambient``, so jit compares its cache keys by identity. To compare two recipes
+    runs Python code, and Python may then switch to another thread. That thread may change the cache of jit
+    while this thread reads it.
     """
 
     __slots__ = ("recipe",)
@@ -33,6 +35,7 @@ class _Ambient:
 
 
 _ambients: dict[Any, _Ambient] = {}
+"""The one ``_Ambient`` of each recipe that was ever ambient."""
 
 
 class _Entry(NamedTuple):
@@ -46,6 +49,8 @@ class _Entry(NamedTuple):
 
 
 class _Thread(threading.local):
+    """Holds, for each thread, the ``autocast`` statements that were entered and not left yet."""
+
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
 
@@ -157,7 +162,13 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
 
 
 def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:
-    """Returns the recipe of an op: its own, else the ambient one, else its default; None if FP8 is off."""
+    """Returns the recipe that an op uses; None if ``autocast`` has switched FP8 off.
+
+    Args:
+        own: the recipe that the op was given. It has precedence over that of ``autocast``. None if the op
+            was given no recipe.
+        default: the recipe of an op that was given no recipe, if ``autocast`` sets none.
+    """
     ambient = None if _jit_key.value is None else _jit_key.value.recipe
     if ambient is _OFF:
         return None

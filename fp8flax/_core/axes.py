@@ -1,4 +1,4 @@
-"""The axes of ``jax.vmap`` and ``jax.shard_map``: how an amax merges over them, and how gradients sum."""
+"""Merges amaxes by maximum, and sums gradients, over the axes of ``jax.vmap`` and ``jax.shard_map``."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ UNCHECKED = (
 def merge_amax(amax: jax.Array, state: jax.Array) -> jax.Array:
     """Returns the maximum of ``amax`` over all data that share ``state``.
 
-    These are every batch of ``jax.vmap`` and every manual axis of ``jax.shard_map`` that ``amax`` has and
-    ``state`` does not have. The result is batched, and varies, as ``state`` does.
+    The maximum is taken over each batch axis of ``jax.vmap``, and over each manual axis of
+    ``jax.shard_map``, that ``amax`` has and ``state`` does not have. The result is batched, and varies over
+    manual axes, as ``state`` does.
 
     Args:
         amax: float32 scalar.
-        state: float32 scalar of the state that the amax belongs to; its value does not matter.
+        state: float32 scalar from the scaling state that the amax is for. Only its axes matter, not its
+            value.
     """
     axes = manual_axes(amax) - manual_axes(state)
     if axes:
         amax = lax.pmax(amax, tuple(sorted(axes)))
-    # Neither is differentiated, also if the rest is differentiated a second time.
+    # Amaxes are constants to differentiation. A second derivative would otherwise differentiate this code.
     return _merge_over_vmap(lax.stop_gradient(amax), lax.stop_gradient(state))
 
 
-# Elementwise in two arrays of one shape. So the rule for ``jax.vmap`` can call the function again, for the
-# next ``jax.vmap`` around it.
+# Under nested jax.vmap, the rule below calls this function again. That call handles the next outer vmap.
 @jax.custom_batching.custom_vmap
 def _merge_over_vmap(amax: jax.Array, state: jax.Array) -> jax.Array:
-    """Returns ``amax``; under ``jax.vmap`` its maximum over a batch that ``state`` does not have."""
+    """Returns ``amax``; under ``jax.vmap``, its maximum over a batch that ``state`` does not have."""
     del state
     return amax
 
@@ -47,6 +48,7 @@ def _merge_over_vmap(amax: jax.Array, state: jax.Array) -> jax.Array:
 def _merge_over_vmap_rule(
     size: int, is_batched: list[bool], amax: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, bool]:
+    """Makes ``amax`` batched exactly if ``state`` is: by a maximum over the batch, or by broadcasting."""
     amax_batched, state_batched = is_batched
     if amax_batched and not state_batched:
         amax = jnp.max(amax, axis=0)
@@ -56,7 +58,7 @@ def _merge_over_vmap_rule(
 
 
 def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays, each varying over the manual axes that any of them varies over."""
+    """Returns the arrays, each cast to vary over all manual axes that at least one of them varies over."""
     axes = frozenset().union(*map(manual_axes, arrays))
 
     def vary(x: jax.Array) -> jax.Array:
@@ -73,22 +75,26 @@ def sum_to_axes(grad: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 merged_in = jax.make_user_context(None)
-"""The manual axes of ``shard_map`` where ``fp8flax.value_and_grad`` was called; None outside of it."""
+"""The manual axes at the call of a function that takes gradients of a model, as ``fp8flax.value_and_grad``.
+
+None outside of these functions. A ``shard_map`` around the function does not sum its gradients. A
+``shard_map`` inside of it can do so, and ``refuse_unchecked_axes`` finds it by these axes."""
 
 
 def current_manual_axes() -> frozenset[str]:
-    """Returns the axes of the ``shard_map`` that is being traced."""
+    """Returns the manual axes of all ``jax.shard_map`` around the code that is traced now."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def refuse_unchecked_axes() -> None:
-    """Raises ``TypeError`` where JAX would add gradients of the state over devices.
+    """Raises ``TypeError`` if JAX would sum, instead of merge, the gradients of the state over devices.
 
-    That is inside of a ``jax.shard_map`` with ``check_vma=False`` that was entered under
+    JAX does so in a ``jax.shard_map`` with ``check_vma=False`` that was entered inside of
     ``fp8flax.value_and_grad``.
     """
     if merged_in.value is None:
         return
     entered: Any = current_manual_axes() - merged_in.value
+    # The index along an axis varies over that axis. JAX does not record that under check_vma=False.
     if entered and not manual_axes(lax.axis_index(min(entered))):
         raise TypeError(UNCHECKED)

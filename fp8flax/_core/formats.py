@@ -23,14 +23,14 @@ class Fp8Limits(NamedTuple):
     smallest_normal: float
     """Smallest value with full precision."""
     smallest_subnormal: float
-    """Smallest value above zero (``smallest_normal`` where there are no subnormals)."""
+    """Smallest value above zero; equals ``smallest_normal`` in a format without subnormals."""
 
 
 class Format(enum.Enum):
     """8-bit dtypes of the two directions of a GEMM, as ``(forward, backward)``.
 
     ``HYBRID`` is the default for training: e4m3 (more precision) for inputs and kernels, e5m2 (more range)
-    for output gradients. The ``_FNUZ`` formats are those of AMD MI300.
+    for output gradients. AMD MI300 computes in the ``_FNUZ`` formats.
 
     Example:
         >>> from fp8flax import Format
@@ -76,13 +76,13 @@ def fp8_limits(dtype: Any) -> Fp8Limits:
 
     Args:
         dtype: one of the four FP8 dtypes, or ``float8_e8m0fnu``, the power-of-two scale format of the OCP
-            Microscaling specification. The latter has no sign, no zero and no subnormals.
+            Microscaling specification. ``float8_e8m0fnu`` has no sign, no zero and no subnormals.
 
     Returns:
         ``Fp8Limits`` of the format.
 
     Raises:
-        TypeError: ``dtype`` is another dtype.
+        TypeError: ``dtype`` is not one of these five dtypes.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax
@@ -108,7 +108,7 @@ def fp8_max(dtype: Any) -> float:
         The largest finite value.
 
     Raises:
-        TypeError: ``dtype`` is another dtype.
+        TypeError: ``dtype`` is not one of these five dtypes.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax
@@ -121,7 +121,7 @@ def fp8_max(dtype: Any) -> float:
 
 
 def is_wide_float(dtype: Any) -> bool:
-    """Tells whether a dtype is a float of two bytes or more."""
+    """Returns whether ``dtype`` is a float dtype of two bytes or more; False if it is not a dtype."""
     try:
         return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
     except TypeError:

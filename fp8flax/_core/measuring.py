@@ -1,11 +1,11 @@
-"""Measures what FP8 leaves of a tensor, and gets these numbers out of any program that has FP8 ops.
+"""Measures the quantization error of each tensor of an FP8 op, and returns the numbers from any program.
 
-An op knows its input and its kernel in the forward pass, and its output gradient in the backward pass. It
-may stand in a loop, a rematerialized block or a jitted function, which return only what they were written
-to return. So the op reports its numbers by a primitive that is an identity. ``measured`` traces the program
-and computes it again, with all reports as further results of the loops and branches around them. A model
-does not have to declare anything for this: no variable, and no collection that ``nn.scan`` would have to
-name.
+An op knows its input and its kernel in the forward pass, and its output gradient in the backward pass. The
+op may be inside a loop, a rematerialized block or a jitted function, which do not return the op's numbers.
+So the op reports its numbers by a primitive that returns its operand unchanged. ``measured`` traces the
+program and interprets it. In doing so it adds the reported numbers to the results of all loops and branches
+around the op. A model does not have to declare anything for this: no variable, and no collection in
+``nn.scan``.
 """
 
 from __future__ import annotations
@@ -33,77 +33,91 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Float32
 
 _TINY, _HUGE = np.finfo(np.float32).tiny, np.finfo(np.float32).max
-# Of a clipped value more is lost than float32 arithmetic loses of the largest one.
 _ROUNDING = 1 + 2.0**-20
+"""A value counts as saturated if it exceeds the largest value of its scale by more than this factor.
 
+The factor allows for the rounding of float32 arithmetic."""
 
-# All formats have it.
 _CODE = np.float32(128)
+"""An FP8 code from which the scale of an element is computed; every format represents 128 exactly."""
 
 
 class Numbers(NamedTuple):
-    """What is told of one tensor: what merges over calls. All float32, of one shape."""
+    """Numbers that describe the quantization of one tensor, and that ``merged`` can merge over calls.
+
+    All are float32 arrays of one shape, with an axis for each loop and ``jax.vmap`` around the op.
+    """
 
     values: Float32[jax.Array, "*stack"]
-    """Finite ones that are not zero, as all that follow are counted of."""
+    """Count of the finite elements that are not zero."""
     underflowed: Float32[jax.Array, "*stack"]
-    """Whose code is zero."""
+    """Count of the ``values`` that FP8 rounds to zero."""
     saturated: Float32[jax.Array, "*stack"]
-    """Clipped at the largest FP8 value."""
+    """Count of the ``values`` that are clipped to the largest FP8 value."""
     signal: Float32[jax.Array, "*stack"]
-    """Sum of squares, in units of the square of ``_unit(amax)``."""
+    """Sum of the squares of the ``values``, divided by the square of ``_unit(amax)``."""
     noise: Float32[jax.Array, "*stack"]
-    """Likewise of what quantizing changes."""
+    """Sum of the squares of the quantization errors of the ``values``, divided by the same number."""
     nonfinite: Float32[jax.Array, "*stack"]
-    """NaN and Inf."""
+    """Count of the NaN and Inf elements."""
     amax: Float32[jax.Array, "*stack"]
-    """The largest finite magnitude; -inf of what was not computed."""
+    """The largest finite magnitude; -inf for a tensor in a branch that did not run."""
     scale: Float32[jax.Array, "*stack"]
-    """The largest."""
+    """The largest scale; scales that quantize zeros only are left out, unless all do."""
     headroom: Float32[jax.Array, "*stack"]
-    """The smallest ratio of the largest magnitude that a scale represents, to the amax that it serves."""
+    """The smallest ratio, over all ``values``, of the largest magnitude under the value's scale to the
+    value's magnitude."""
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def numbers_of(
     quantizer: Quantizer, view: View, x: Float[jax.Array, "*dims"], delayed_scale: Any = None
 ) -> Numbers:
-    """Returns what a quantizer leaves of a tensor, given the scale where that is delayed.
+    """Returns the ``Numbers`` of one tensor under one quantizer.
 
-    Neither is differentiated. (Counts are those of tensors of less than 2**32 elements.)
+    The caller stops the gradients of ``x`` and of the scale. The counts are right for fewer than 2**32
+    elements.
+
+    Args:
+        quantizer: the quantizer of the tensor for one GEMM.
+        view: the tensor's dimensions in that GEMM.
+        x: the tensor, a wide float.
+        delayed_scale: the scale of delayed scaling; None if the quantizer computes the scale from ``x``.
     """
     q = quantized(quantizer, x, view, delayed_scale)
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     finite = lax.is_finite(x)
-    # Subnormal float32 numbers count as zero, as in all arithmetic of this package.
+    # Subnormal float32 numbers count as zero, as everywhere in this package.
     is_value = finite & (jnp.abs(x.astype(wide)) >= np.asarray(_TINY, wide))
 
-    def meaning(codes: jax.Array) -> jax.Array:
-        """Returns what codes mean, in the tensor's shape, whatever the layout of codes and scales."""
+    def dequantized_codes(codes: jax.Array) -> jax.Array:
+        """Returns the values of FP8 codes, which have the layout of ``q.codes``, in the shape of ``x``."""
         return QTensor(codes.astype(q.codes.dtype), q.scale, q.quantizer).dequantize(view, wide)
 
     is_zero = q.codes.astype(jnp.float32) == 0
-    # Of each element. By a code that is a power of two: the smallest scales are no normal numbers.
+    # The scale of each element, from the value of a code that is a power of two. The smallest scales are
+    # subnormal, but their products with this code are normal.
     code = jnp.full(q.codes.shape, _CODE)
-    scaled = meaning(code)
+    scaled = dequantized_codes(code)
     scale = scaled / np.asarray(_CODE, wide)
     largest = jnp.minimum(
         scaled * np.asarray(fp8_max(q.codes.dtype) / float(_CODE), wide), np.asarray(_HUGE, wide)
     )
-    is_lost = meaning(jnp.where(is_zero, np.float32(0), code)) == 0
+    is_lost = dequantized_codes(jnp.where(is_zero, np.float32(0), code)) == 0
     magnitude = jnp.where(is_value, jnp.abs(x.astype(wide)), np.asarray(0, wide))
     ratio = jnp.where(is_value, largest / jnp.maximum(magnitude, np.asarray(_TINY, wide)), np.inf)
-    # Of blocks of zeros alone the scale says nothing.
+    # The scale of a block that holds only zeros is arbitrary, so it is left out.
     used = jnp.where(is_value, scale, np.asarray(0, wide))
     is_saturated = magnitude > largest * np.asarray(_ROUNDING, wide)
     counted = [m.astype(jnp.uint32) for m in (is_value, is_value & is_lost, is_saturated, ~finite)]
-    # All by one reduction, which is one kernel to compile and to start.
+    # One reduction computes all eight numbers, so XLA compiles and starts one kernel.
     operands = [*counted, magnitude, used, scale, ratio]
     starts = [np.full((), np.inf if array is ratio else 0, array.dtype) for array in operands]
     *counts, amax, most_used, most, headroom = lax.reduce(
         operands, starts, _merge_numbers, tuple(range(x.ndim))
     )
-    # A power of two is exact, and first, as the difference may be a subnormal number.
+    # A factor that is a power of two changes no bits. It is applied before the subtraction, because the
+    # difference of the unscaled numbers could be subnormal.
     inverse = (1 / _unit(amax)).astype(wide)
     error = x.astype(wide) * inverse - q.dequantize(view, wide) * inverse
     error = jnp.where(is_value, error, np.asarray(0, wide))
@@ -122,23 +136,30 @@ def numbers_of(
     return Numbers(*(number.astype(jnp.float32) for number in numbers))
 
 
-# What reduces is one function for all calls, or each call that is not jitted would compile anew.
+# This is a function of the module, not a lambda, so that calls outside of jit compile the reduction once.
 def _merge_numbers(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
-    """Adds the first four, then takes maxima, and of the last the minimum."""
+    """Merges two lists: sums of the counts, maxima of the amax and the two scales, minimum of the ratio."""
     functions = (*[lax.add] * 4, *[lax.max] * 3, lax.min)
     return [f(x, y) for f, x, y in zip(functions, xs, ys)]
 
 
 def _unit(amax: jax.Array) -> jax.Array:
-    """Returns what squares are summed in units of, so that they fit into float32: about the amax."""
+    """Returns the largest power of two that is not above ``amax``; 1 if ``amax`` is 0.
+
+    Values are divided by this number before they are squared, so that the sum of squares fits into float32.
+    """
     return power_of_two(scale_exponent(amax.astype(jnp.float32), 1.0, "floor"))
 
 
 def merged(numbers: Numbers) -> Numbers:
-    """Returns those of all calls together, which are stacked along the first axis."""
+    """Returns the numbers of several calls together.
+
+    Args:
+        numbers: the numbers of all calls, stacked along the first axis. The result lacks this axis.
+    """
     amax = jnp.max(numbers.amax, axis=0)
     units = [_unit(jnp.maximum(x, np.float32(0))) for x in (numbers.amax, amax)]
-    # At most 1: of zeros the unit is.
+    # The unit of a call with zeros only is 1, which can exceed the common unit. Its sums are 0 anyway.
     share = jnp.square(jnp.minimum(units[0] / units[1], np.float32(1)))
     return Numbers(
         **{name: jnp.sum(getattr(numbers, name), axis=0) for name in Numbers._fields[:3]},
@@ -152,7 +173,11 @@ def merged(numbers: Numbers) -> Numbers:
 
 
 def merged_calls(calls: Sequence[Numbers]) -> Numbers:
-    """Returns those of several calls; of calls that are stacked otherwise, without their stacks."""
+    """Returns the numbers of several calls of one op together, elementwise over the loops around the op.
+
+    If the calls are in different loops, their arrays have different shapes. Each call is then first merged
+    over its loops, and the result is scalars.
+    """
     if len({numbers.amax.shape for numbers in calls}) > 1:
         calls = [merged(jax.tree.map(lambda x: x.reshape(-1), numbers)) for numbers in calls]
     if len(calls) == 1:
@@ -160,8 +185,10 @@ def merged_calls(calls: Sequence[Numbers]) -> Numbers:
     return merged(jax.tree.map(lambda *xs: jnp.stack(xs), *calls))
 
 
-Told = dict[tuple[tuple[str, ...], str], list[Numbers]]
-"""For each path and role the numbers of its calls; with leading axes for the loops around a call."""
+NumbersOfTensors = dict[tuple[tuple[str, ...], str], list[Numbers]]
+"""For each path of an op and role of its tensor, the numbers of each call.
+
+The arrays of a call have a leading axis for each loop around it."""
 
 
 def report_numbers(path: tuple[str, ...], role: str, x: jax.Array, numbers: Numbers) -> jax.Array:
@@ -169,32 +196,36 @@ def report_numbers(path: tuple[str, ...], role: str, x: jax.Array, numbers: Numb
     return with_report(x, numbers, (path, role))
 
 
-def measured(f: Callable[[Any], Any], x: Any) -> tuple[Any, Told]:
-    """Returns ``f(x)``, and what the ops in it report.
+def measured(f: Callable[[Any], Any], x: Any) -> tuple[Any, NumbersOfTensors]:
+    """Returns ``f(x)``, and the numbers that the FP8 ops in it report.
 
     Args:
-        f: a function of a tree of arrays that returns one, and may differentiate.
-        x: its argument.
+        f: a function of a tree of arrays that returns a tree of arrays. It may use ``jax.grad``.
+        x: the argument of ``f``.
 
     Raises:
-        ValueError: an op reports its numbers where they cannot get out, or under the path of another one.
+        ValueError: an op is inside of a primitive that cannot return its numbers, such as a while loop; or
+            ``nn.jit`` makes several layers report under one path.
     """
     with mode(Measuring(object())):
         program, shapes = jax.make_jaxpr(f, return_shape=True)(x)
     _check_paths(program)
     rules = _Measured()
     out = interpret(program, jax.tree.leaves(x), rules)
-    told: Any = rules.reports
-    return jax.tree.unflatten(jax.tree.structure(shapes), out), told
+    reports: Any = rules.reports
+    return jax.tree.unflatten(jax.tree.structure(shapes), out), reports
 
 
 class _Measured(Values):
-    """Computes a program again, and collects the ``Numbers`` that its ops report."""
+    """Computes a program recomputing, and collects the ``Numbers`` that its ops report."""
 
-    is_again = False
-    """Whether this is the forward pass that ``jax.checkpoint`` repeats, whose ops have reported before."""
+    is_recomputing = False
+    """Whether the program is a forward pass that ``jax.checkpoint`` repeats in the backward pass.
+
+    Its inputs and kernels were reported in the first forward pass, so they are not reported recomputing."""
 
     def absent(self, like: Numbers) -> Numbers:
+        """Returns the numbers of a tensor that was not computed; merged with others they change nothing."""
         zeros = Numbers(*(jnp.zeros(x.shape, jnp.float32) for x in like))
         infinite = zeros.headroom + np.float32(np.inf)
         return zeros._replace(amax=-infinite, headroom=infinite)
@@ -215,26 +246,29 @@ class _Measured(Values):
     ) -> list[Any]:
         if not params.get("differentiated"):
             return super().call(primitive, program, operands, params)
-        again = copy.copy(self)  # with the same reports
-        again.is_again = True
+        # ``jax.checkpoint`` sets ``differentiated`` in the backward pass, which repeats the forward pass.
+        recomputing = copy.copy(self)  # shares the list of reports
+        recomputing.is_recomputing = True
         if params["prevent_cse"]:
             operands = lax.optimization_barrier(operands)
-        return interpret(program, operands, again)
+        return interpret(program, operands, recomputing)
 
     def equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
         if not is_report(eqn):
             return super().equation(eqn, operands)
         x, *numbers = operands
         path, role = key_of(eqn)
-        if role == "output_grad" or not self.is_again:
+        if role == "output_grad" or not self.is_recomputing:
             self.report((path, role), Numbers(*numbers))
         return [x]
 
 
 def _check_paths(program: Any) -> None:
-    """Raises ``ValueError`` where ``nn.jit`` has traced one layer for several: all would report its path.
+    """Raises ``ValueError`` if ``nn.jit`` makes several layers report under the path of one of them.
 
-    A layer that is called several times multiplies each time by a kernel of the same parameters.
+    ``nn.jit`` traces equal layers once, under the path of the first. Their kernels come from different
+    inputs of the program. One layer that is called several times is valid: its kernel always comes from the
+    same inputs.
     """
     inputs = [frozenset([i]) for i, _ in enumerate(jaxpr_of(program).invars)]
     interpret(program, inputs, _Origins({}, in_nn_jit=False))
@@ -245,19 +279,21 @@ _NN_JIT = "core_fn"
 
 
 class _Origins(Sets):
-    """Finds the inputs of a program that each value is made of, and checks the kernels in ``nn.jit``."""
+    """Finds the inputs and constants that each value comes from, and checks the kernels in ``nn.jit``."""
 
     def __init__(self, kernels: dict[tuple[str, ...], frozenset[Any]], in_nn_jit: bool) -> None:
         self.kernels = kernels
-        """What the kernel of each op in ``nn.jit`` is made of, by the path that the op reports."""
+        """For each path that an op in ``nn.jit`` reports: the inputs that its kernel is computed from."""
         self.in_nn_jit = in_nn_jit
 
     def constant(self, value: Any) -> frozenset[Any]:
+        """Returns the identity of a constant array; nothing for a scalar, which many layers can share."""
         return frozenset([("constant", id(value))]) if np.ndim(value) else frozenset()
 
     def inside(self, eqn: Any) -> Self | None:
         is_nn_jit = eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _NN_JIT
-        # What jax.checkpoint repeats has other variables, and was checked before.
+        # A forward pass that jax.checkpoint repeats has other inputs: the residuals. Its kernels were
+        # checked in the first forward pass, so here they are compared among themselves only.
         kernels = {} if eqn.params.get("differentiated") else self.kernels
         return type(self)(kernels, self.in_nn_jit or is_nn_jit)
 
@@ -269,6 +305,7 @@ class _Origins(Sets):
         return [frozenset[Any]().union(*operands)] * len(eqn.outvars)
 
     def _check(self, path: tuple[str, ...], kernel: frozenset[Any]) -> None:
+        """Raises ``ValueError`` if this kernel shares no input with an earlier kernel of the path."""
         before = self.kernels.setdefault(path, kernel)
         if before and kernel and before.isdisjoint(kernel):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What ops do beside computing: nothing, calibrate or measure. An ambient value that jit's cache knows."""
+"""The ambient mode of all FP8 ops: train as usual, calibrate or measure. It is part of jit's cache key."""
 
 from __future__ import annotations
 
@@ -9,35 +9,40 @@ from typing import Any, NamedTuple
 import jax
 
 mode = jax.make_user_context(None)
-"""None, ``Calibrating`` or ``Measuring``."""
+"""The mode of the code that runs: None for training and inference, ``Calibrating`` or ``Measuring``."""
 
 
 class Calibrating(NamedTuple):
-    """Contractions run in the operands' wide dtypes, and only the next scaling states are made."""
+    """Mode in which FP8 ops multiply in the operands' wide dtypes, and compute the next scaling states."""
 
     report: Callable[..., None] | None = None
-    """Called on the host with the states of inputs and kernels. None makes states as gradients."""
+    """A function that is called on the host with the next states of each op's input and kernel.
+
+    If it is None, the next states are returned as the gradients of the old states, as in training."""
 
 
 class Measuring(NamedTuple):
-    """Ops report what FP8 leaves of their tensors."""
+    """Mode in which FP8 ops train as usual, and also report the quantization errors of their tensors."""
 
     measurement: object
-    """An object of each measurement: what ``nn.jit`` traced in one has the paths of that one."""
+    """A new object for each measurement, so that jit's cache key differs between measurements.
+
+    Functions traced in one measurement report under the paths of that measurement. Another measurement must
+    trace them again."""
     path: tuple[str, ...] = ()
-    """The path of the op that runs; ``()`` outside of ops."""
+    """The path (module names) of the op that runs; ``()`` outside of ops."""
 
 
 def is_measuring() -> bool:
-    """Returns whether ops report what FP8 leaves of their tensors."""
+    """Returns whether FP8 ops report the quantization errors of their tensors."""
     return isinstance(mode.value, Measuring)
 
 
 def in_op(path: Callable[[], tuple[str, ...]]) -> contextlib.AbstractContextManager[Any]:
-    """Returns the context in which an op runs.
+    """Returns the context in which an op runs; while measuring it sets the path of the op in ``mode``.
 
     Args:
-        path: returns the path of the op; it is called while measuring.
+        path: a function that returns the path of the op. It is called only while measuring.
     """
     if not isinstance(mode.value, Measuring):
         return contextlib.nullcontext()

@@ -1,52 +1,59 @@
-"""The names that this package writes into programs and variables, and what the audit says of them."""
+"""The names that this package writes into programs and variables, and how the audit explains them."""
 
 from __future__ import annotations
 
 FORWARD, DGRAD, WGRAD = "fp8_forward", "fp8_dgrad", "fp8_wgrad"
-"""Scopes of the three GEMMs of a contraction."""
+"""The scopes (``jax.named_scope``) of the three GEMMs of a contraction."""
 
 BY_OP = "fp8_op"
-"""The scope of an FP8 op in a model of ``quantize_model``."""
+"""The scope of an FP8 op that ``quantize_model`` put into a model."""
 
 COUNTED = "fp8_site_"
-"""How the scopes begin in which ``report`` counts contractions."""
+"""The prefix of the scopes by which ``report`` finds and counts the contractions of a model."""
 
 QDQ = "fp8_qdq"
-"""The scope of a GEMM in the quantize-dequantize form, which is left to the compiler."""
+"""The scope of a GEMM in the quantize-dequantize form. XLA decides whether it runs in FP8."""
 
 BLOCK_GEMM, BLOCK_GEMM_F16 = "fp8_block_gemm", "fp8_block_gemm_f16"
-"""Our kernel for block scales: what multiplies in FP8, and what reads FP8 and multiplies in float16."""
+"""Our GPU kernels for block scales. The first multiplies in FP8, the second in float16 from FP8 codes."""
 
 BLOCK_GEMM_HOPPER = "fp8_block_gemm_hopper"
-"""Our kernel for block scales that multiplies in Hopper's FP8 units."""
+"""Our GPU kernel for block scales that multiplies in Hopper's FP8 units."""
 
 GROUPED_GEMM = "fp8_grouped_gemm"
-"""Our kernel for the experts of a ragged dot, in Hopper's FP8 units."""
+"""Our GPU kernel that multiplies the experts of a ragged dot in Hopper's FP8 units."""
 
 TRANSPOSE_GROUPS = "fp8_transpose_groups"
-"""Our kernel that transposes the rows of each expert."""
+"""Our GPU kernel that transposes the rows of each expert of a ragged dot."""
 
 BLOCK_QUANTIZE = "fp8_block_quantize"
-"""Our kernel that casts with a scale per block, in both orientations."""
+"""Our GPU kernel that casts a matrix with one scale per block, and returns codes for both of its GEMMs."""
 
 CAST_TRANSPOSE = "fp8_cast_transpose"
-"""Our kernel that casts in both orientations."""
+"""Our GPU kernel that casts a matrix with one scale, and returns its codes as they are, and transposed."""
 
 TRANSPOSE = "fp8_transpose"
-"""Our kernel that transposes codes."""
+"""Our GPU kernel that transposes FP8 codes."""
 
 NOT_CONVERTED = "fp8_not_converted"
+"""The scope of a contraction that ``quantize_model`` did not convert."""
 SWITCHED_OFF = "fp8_switched_off"
+"""The scope of an FP8 op under ``autocast(enabled=False)``."""
 KEPT_WIDE = "fp8_kept_wide"
+"""The scope of a GEMM with an operand that the recipe does not quantize."""
 CONVOLVED_WIDE = "fp8_convolved_wide"
+"""The scope of a convolution of dequantized FP8 values in a wide dtype."""
 DEQUANTIZED = "fp8_dequantized"
+"""The scope of a GEMM of dequantized FP8 values, because nothing on the device multiplies their codes."""
 
 CHOSEN_WIDE = {
     NOT_CONVERTED: "quantize_model left it, fp8flax.report says why: multiplied in {dtypes}",
     SWITCHED_OFF: "FP8 is off here, by autocast(enabled=False): multiplied in {dtypes}",
     KEPT_WIDE: "the recipe keeps an operand of this GEMM wide: multiplied in {dtypes}",
 }
-"""Scopes of what was asked not to run in FP8, and the reason; the first in an op name decides."""
+"""Scopes of GEMMs that do not run in FP8 because the user chose so, each with the audit's reason.
+
+If an op name contains several of these scopes, the first one in this dict gives the reason."""
 
 WITHOUT_UNITS = {
     CONVOLVED_WIDE: "a convolution that is not a matmul: the same FP8 values, convolved in {dtypes}; "
@@ -55,7 +62,7 @@ WITHOUT_UNITS = {
     "FP8 here",
     DEQUANTIZED: "nothing here multiplies FP8 with these scales: the same values, multiplied in {dtypes}",
 }
-"""Scopes of FP8 values that nothing multiplies as FP8, on a device that has FP8 units, and the reason."""
+"""Scopes of GEMMs of FP8 values that run in a wide dtype on a GPU with FP8 units, each with the reason."""
 
 RESIDUAL_NAMES = ("fp8_input", "fp8_kernel", "fp8_scaling")
 """The ``checkpoint_name`` of each tensor that an FP8 matmul keeps for its backward pass.
@@ -77,9 +84,10 @@ inputs of the block. (``dots_saveable`` alone does not see FP8 GEMMs.)
 """
 
 KERNEL_FORWARD_NAME = "fp8_kernel_forward"
-"""That of the kernel for its forward GEMM, where those codes are not the ones that are kept.
+"""The ``checkpoint_name`` of the kernel's codes for the forward GEMM.
 
-``accumulate_gradients`` makes them once for all microbatches."""
+These codes have the name only if the backward pass keeps other codes of the kernel (named
+``"fp8_kernel"``). By the name ``accumulate_gradients`` computes them once for all microbatches."""
 
 OUTPUT_NAME = "fp8_output"
 """The ``checkpoint_name`` of the result of the forward GEMM."""
@@ -88,13 +96,13 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 """The Linen collection whose "gradient" is its next value. Flax uses the same name."""
 
 PARAMS = "params"
-"""The Linen collection of what is trained."""
+"""The Linen collection of the trained parameters."""
 
 ROLES = ("input", "kernel", "output_grad")
 """The three tensors of a matmul that are quantized, as they appear in the names of the state."""
 
 SCALE, AMAX_HISTORY = "_scale", "_amax_history"
-"""How the names of the state end."""
+"""The endings of the names of the state's variables, see ``state_leaf_names``."""
 
 
 def state_leaf_names(role: str) -> tuple[str, str]:

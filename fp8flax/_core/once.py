@@ -1,4 +1,4 @@
-"""What can be differentiated once: a second derivative raises an error, and is not silently zero."""
+"""``once``: makes a second derivative of an FP8 matmul raise an error, instead of being silently zero."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ ONCE = (
 
 
 def once(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a function of arrays: a derivative of it raises ``TypeError``.
+    """Returns ``f``, a function of arrays, so that ``TypeError`` is raised if JAX differentiates it.
 
-    The ``custom_vjp`` of a contraction calls such functions, and does not differentiate them. So they are
-    differentiated only where somebody asks for the derivative of the derivative.
+    The forward and backward rules in the ``custom_vjp`` of a contraction call decorated functions. A first
+    derivative uses these rules and does not differentiate them. A second derivative differentiates the
+    rules, and so raises the error.
     """
     wrapped = jax.custom_jvp(f)
 

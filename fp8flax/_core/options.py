@@ -1,4 +1,4 @@
-"""Checks of the fields of options, on construction."""
+"""Checks the values of options, such as the fields of a recipe, and raises errors that name the option."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ _FLOAT32 = np.finfo(np.float32)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raises ``ValueError`` where an option is none of these words."""
+    """Raises ``ValueError`` if the value of an option is not one of the words in ``choices``."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {choices}; got {value!r}.")
 
 
 def check_int(name: str, value: Any, smallest: int, largest: int | None = None, why: str = "") -> None:
-    """Raises ``TypeError`` where an option is not an int, ``ValueError`` where it is out of range."""
+    """Raises ``TypeError`` if an option is not an int, and ``ValueError`` if it is out of range.
+
+    Args:
+        name: the name of the option.
+        value: its value.
+        smallest: the smallest valid value.
+        largest: the largest valid value; None for no limit.
+        why: a sentence that follows the error for a value above ``largest``.
+    """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int; got {value!r} of type {type(value).__name__}.")
     if value < smallest:
@@ -26,7 +34,10 @@ def check_int(name: str, value: Any, smallest: int, largest: int | None = None, 
 
 
 def check_epsilon(name: str, value: Any) -> None:
-    """Raises where an option is neither 0 nor a normal, positive float32."""
+    """Raises ``TypeError`` if an option is not a number.
+
+    Raises ``ValueError`` if the option is not 0, and not a positive normal number in float32.
+    """
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name} must be a float; got {value!r} of type {type(value).__name__}.")
     if not (value == 0 or float(_FLOAT32.tiny) <= value <= float(_FLOAT32.max)):
@@ -34,21 +45,24 @@ def check_epsilon(name: str, value: Any) -> None:
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Raises ``TypeError`` where an option is not a bool."""
+    """Raises ``TypeError`` if an option is not a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False; got {value!r} of type {type(value).__name__}.")
 
 
 _APIS = {"flax.linen": ("a Linen module", "fp8flax"), "flax.nnx": ("an NNX module", "fp8flax.nnx")}
+"""For each API of Flax: what its modules are called in errors, and which package of ours takes them."""
 
 
 def if_of_other_api(model: Any, wanted: str, function: str) -> str:
-    """Returns a sentence that names the function for a model of Flax's other API, or nothing.
+    """Returns a hint for an error: a model of Flax's other API was passed, so use the other function.
+
+    The hint is empty if the model does not belong to the other API.
 
     Args:
-        model: what was given, perhaps a class.
+        model: the value that was passed as a model: an instance or a class.
         wanted: the API that is required, ``"flax.linen"`` or ``"flax.nnx"``.
-        function: the name of the function, which both APIs have.
+        function: the name of our function, which exists in ``fp8flax`` and in ``fp8flax.nnx``.
     """
     bases = [base.__module__ for base in (model if isinstance(model, type) else type(model)).__mro__]
     for api, (what, package) in _APIS.items():

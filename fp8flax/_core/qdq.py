@@ -1,4 +1,4 @@
-"""Quantize-dequantize primitives that hand the next scaling state back as the state's gradient.
+"""Quantize-dequantize functions that return the next scaling state as the gradient of the old one.
 
 Derivation. Quantization has a derivative of zero almost everywhere, so the straight-through estimator
 is used: the cotangent of the data passes unchanged. Scale and amax history are not differentiated at
@@ -40,12 +40,13 @@ if TYPE_CHECKING:
 
 
 def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
+    """Returns the options of the public functions. As in Flax, the effect of an outlier is not limited."""
     return DelayedConfig(compute_dtype, as_fp8_dtype(q_dtype, "q_dtype"), bounded=False)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _straight_through(config: DelayedConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns what FP8 leaves of ``x``. The derivative is that of ``x``; the scale has none."""
+    """Returns ``x`` cast to FP8 and back. Its derivative is that of the identity; the scale has none."""
     return quantize_dequantize(x, config.q_dtype, scale, config.compute_dtype)
 
 
@@ -54,8 +55,14 @@ def _straight_through_jvp(config: DelayedConfig, primals: Any, tangents: Any) ->
     return _straight_through(config, *primals), tangents[0]
 
 
+# ``_in_qdq``, ``_out_qdq`` and ``_in_q`` return the next state as the cotangents of ``scale`` and
+# ``amax_history``. ``_in_qdq`` and ``_in_q`` compute the next state from ``inp`` in the forward rule, and
+# keep it as the residual ``new_state``. ``_out_qdq`` computes it from the cotangent in the backward rule.
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_qdq(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> jax.Array:
+    """Returns ``inp`` cast to FP8 and back, under the scale of its state."""
     return _in_qdq_fwd(config, inp, scale, amax_history)[0]
 
 
@@ -66,9 +73,9 @@ def _in_qdq_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history:
     return out, next_state(delayed_amax(inp), new_scale, state_to_keep(state))
 
 
-def _in_qdq_bwd(config: DelayedConfig, after: Any, g: jax.Array) -> Any:
+def _in_qdq_bwd(config: DelayedConfig, new_state: Any, g: jax.Array) -> Any:
     del config
-    return g, *after
+    return g, *new_state
 
 
 _in_qdq.defvjp(_in_qdq_fwd, _in_qdq_bwd)
@@ -76,6 +83,7 @@ _in_qdq.defvjp(_in_qdq_fwd, _in_qdq_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _out_qdq(config: DelayedConfig, out: jax.Array, scale: Any, amax_history: Any) -> jax.Array:
+    """Returns ``out`` unchanged; its cotangent is cast to FP8 and back, under the scale of its state."""
     del config, scale, amax_history
     return out
 
@@ -97,6 +105,7 @@ _out_qdq.defvjp(_out_qdq_fwd, _out_qdq_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_q(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> Any:
+    """Returns the FP8 codes of ``inp``, and the scale from its state that they were made with."""
     return _in_q_fwd(config, inp, scale, amax_history)[0]
 
 
@@ -107,9 +116,9 @@ def _in_q_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: A
     return (q, new_scale), next_state(delayed_amax(inp), new_scale, state_to_keep(state))
 
 
-def _in_q_bwd(config: DelayedConfig, after: Any, g: Any) -> Any:
+def _in_q_bwd(config: DelayedConfig, new_state: Any, g: Any) -> Any:
     del config, g
-    return None, *after
+    return None, *new_state
 
 
 _in_q.defvjp(_in_q_fwd, _in_q_bwd)
@@ -117,6 +126,7 @@ _in_q.defvjp(_in_q_fwd, _in_q_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _out_dq(dq_type: Any, out_dtype: Any, lhs_scale: Any, rhs_scale: Any, out: jax.Array) -> jax.Array:
+    """Returns ``out * (lhs_scale * rhs_scale)`` in ``dq_type``; the cotangent passes in ``out_dtype``."""
     del out_dtype
     return dequantize(out, dq_type, from_max_dtype(lhs_scale) * from_max_dtype(rhs_scale))
 
@@ -134,12 +144,12 @@ _out_dq.defvjp(_out_dq_fwd, _out_dq_bwd)
 
 
 def in_qdq_as(config: DelayedConfig, inp: jax.Array, state: ScalingState) -> jax.Array:
-    """``in_qdq`` with every option of a delayed-scaling recipe."""
+    """Returns ``in_qdq`` of ``inp`` with the options of a delayed-scaling recipe, such as its margin."""
     return _in_qdq(config, inp, *state)
 
 
 def out_qdq_as(config: DelayedConfig, out: jax.Array, state: ScalingState) -> jax.Array:
-    """``out_qdq`` with every option of a delayed-scaling recipe."""
+    """Returns ``out_qdq`` of ``out`` with the options of a delayed-scaling recipe, such as its margin."""
     return _out_qdq(config, out, *state)
 
 

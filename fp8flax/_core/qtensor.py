@@ -1,4 +1,4 @@
-"""What a GEMM takes: how an operand is seen as a matrix, and its FP8 codes with their scales."""
+"""Describes the operands of a GEMM: how a tensor is seen as a matrix, and its FP8 codes and scales."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class View(NamedTuple):
     contract: tuple[int, ...]
     """The dimensions that are summed over."""
     batch: tuple[int, ...]
+    """The batch dimensions, which both operands have."""
 
     @property
     def free(self) -> tuple[int, ...]:
@@ -61,11 +62,11 @@ class QTensor:
     """Quantized tensor: FP8 codes, their scales, and the quantizer that made them (``x ≈ codes * scale``).
 
     Attributes:
-        codes: FP8 codes in the operand's shape. For scales per block their shape is ``(batch, rows,
-            columns)``, with zeros that fill up the last blocks.
+        codes: FP8 codes in the operand's shape. With scales per block the codes have the shape ``(batch,
+            rows, columns)``, and zeros fill up the last block of each row and column.
         scale: a scalar, or an array of the operand's rank with size 1 in contracted dimensions, or an array
             in the layout of the quantizer.
-        quantizer: the ``Quantizer`` that made it.
+        quantizer: the ``Quantizer`` that made the codes and the scales.
     """
 
     codes: Float[jax.Array, "*codes"] | UInt8[jax.Array, "*codes"]
@@ -94,6 +95,7 @@ class QTensor:
 
 
 def _bits(x: jax.Array) -> jax.Array:
+    """Returns an array of a one-byte dtype as uint8; returns an array of a wider dtype unchanged."""
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
 
 

@@ -31,6 +31,7 @@ def as_float_array(x: Any, name: str) -> Float[jax.Array, "*dims"]:
 
 
 def _as_compute_dtype(dtype: Any) -> Any:
+    """Returns ``dtype`` if it is bfloat16, float32 or float64; raises ``TypeError`` for other dtypes."""
     if not is_wide_float(dtype):
         raise TypeError(f"compute_dtype must be bfloat16, float32 or float64; got {dtype!r}.")
     if jnp.dtype(dtype) == jnp.float16:
@@ -41,7 +42,11 @@ def _as_compute_dtype(dtype: Any) -> Any:
 
 
 def _match_rank(scale: Any, x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns ``scale`` in ``dtype``, as a scalar if it has one element, else of the rank of ``x``."""
+    """Returns ``scale`` in ``dtype``, in a shape that broadcasts with ``x``.
+
+    A scale with one element becomes a scalar. Any other scale must have the rank of ``x``, and in each
+    dimension size 1 or the size of ``x``.
+    """
     scale = jnp.asarray(scale)
     if scale.size == 1:
         scale = scale.reshape(())
@@ -94,11 +99,14 @@ def quantize(
 
 
 def divided(x: Float[jax.Array, "*dims"], scale: Float[jax.Array, "*#dims"]) -> Float[jax.Array, "*dims"]:
-    """Returns ``x / scale``, which XLA for CPUs does not compute by the reciprocal.
+    """Returns ``x / scale``, written so that XLA for CPUs divides.
 
-    It does where it sees that the divisor is the same number for many elements, and that it is a constant
-    or nothing else reads it. Ties are then rounded otherwise. The select hides what the divisor is: always
-    the scale. So a model has the same codes trained and frozen, jitted and not.
+    XLA for CPUs multiplies a plain ``x / scale`` by the reciprocal of the scale in some programs: if one
+    number divides many elements, and this number is a constant or is used nowhere else. The product can
+    round a tie between two FP8 codes the other way. The codes of a model would then depend on whether it is
+    jitted, and whether it is frozen.
+
+    The ``where`` below prevents this. Both of its branches are equal to ``scale``, but XLA cannot see that.
     """
     dividend = lax.stop_gradient(x)
     return x / jnp.where(dividend == scale, dividend, scale)
@@ -106,11 +114,12 @@ def divided(x: Float[jax.Array, "*dims"], scale: Float[jax.Array, "*#dims"]) -> 
 
 @partial(jax.jit, inline=True)
 def _quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns ``x / scale``: a plain division on GPUs, and ``divided`` on CPUs."""
     return unless_cpu(operator.truediv, divided, x, scale)
 
 
 def saturated(x: Float[jax.Array, "*dims"], q_dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
-    """Casts to FP8 as ``quantize`` does with a scale of 1."""
+    """Casts a wide array, already divided by its scale, to FP8; values out of range saturate."""
     limit = jnp.asarray(fp8_max(q_dtype), x.dtype)
     return lax.clamp(-limit, x, limit).astype(q_dtype)
 
@@ -179,7 +188,7 @@ def quantize_dequantize(
     """
     x = as_float_array(x, "x")
     scale = jnp.asarray(scale).astype(_as_compute_dtype(compute_dtype))
-    # The barrier keeps the FP8 values: on GPUs XLA takes a cast to a narrower float and back for nothing.
+    # On GPUs XLA removes a cast to a narrower float and back. The barrier keeps both casts.
     q = lax.optimization_barrier(quantize(x, q_dtype, scale, compute_dtype))
     return dequantize(q, x.dtype, scale)
 
@@ -222,18 +231,21 @@ def cast_to_representable(
 
 
 def clipped(x: Float[jax.Array, "*dims"], limit: float) -> Float[jax.Array, "*dims"]:
-    """Returns ``x`` between ``-limit`` and ``limit``, a NaN as it is.
+    """Returns ``x`` clipped to ``-limit`` and ``limit``; a NaN stays a NaN.
 
-    Not by minimum and maximum: Pallas's Triton backend takes those that prefer a number to a NaN.
+    Our GPU kernels use it instead of ``jnp.clip``. The minimum and maximum of Pallas's Triton backend
+    return the number if the other operand is a NaN, so they would lose the NaN.
     """
     bound = np.array(limit, x.dtype)
     return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
 
 
 def inf_to_nan(g: Float[jax.Array, "*dims"]) -> Float[jax.Array, "*dims"]:
-    """Returns a cotangent with NaN for Inf, which a cast to FP8 would saturate.
+    """Returns a cotangent in which each Inf is replaced by a NaN.
 
-    A gradient that overflowed must be seen by whoever skips such steps (``optax.apply_if_finite``, a loss
-    scale), and must not look like an amax to the layers before.
+    A cast to FP8 saturates an Inf to a finite value, but keeps a NaN. A gradient that overflowed must stay
+    non-finite, so that ``optax.apply_if_finite`` or a loss scale skips the step. Without the NaN, the
+    earlier layers would also take the saturated value for an ordinary gradient, and put its amax into
+    their histories.
     """
     return jnp.where(lax.is_finite(g), g, np.array(np.nan, g.dtype))

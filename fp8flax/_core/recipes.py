@@ -1,4 +1,4 @@
-"""Recipes: frozen, validated descriptions of how each GEMM's tensors are scaled."""
+"""Recipes: frozen, validated descriptions of how the operands of each GEMM are quantized and scaled."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from fp8flax._core.quantizers import (
 )
 
 _ACCUMULATIONS = ("fast", "exact", "default")
+"""The valid values of ``GemmRecipe.accumulation``; ``Accumulation`` explains them."""
 
 
 def _check_format(value: Any) -> None:
+    """Raises ``TypeError`` if ``fp8_format`` of a recipe is not a ``Format``."""
     if not isinstance(value, Format):
         raise TypeError(
             f"fp8_format must be a member of fp8flax.Format ({', '.join(Format.__members__)}); "
@@ -32,6 +34,7 @@ def _check_format(value: Any) -> None:
 
 
 def _check_ocp_format(value: Any, recipe: str) -> None:
+    """Raises an error if ``fp8_format`` of a recipe with block scales is not one of the OCP formats."""
     _check_format(value)
     if value.name.endswith("_FNUZ"):
         raise ValueError(
@@ -86,6 +89,7 @@ class Accumulation:
 
 
 def _check_accumulation(value: Any) -> None:
+    """Raises ``TypeError`` if ``accumulation`` of a recipe is not an ``Accumulation``."""
     if not isinstance(value, Accumulation):
         raise TypeError(
             f"accumulation must be an fp8flax.Accumulation(forward=…, dgrad=…, wgrad=…); got {value!r}."
@@ -163,6 +167,7 @@ def _gemms(
     dgrad: tuple[Quantizer | None, Quantizer | None],
     wgrad: tuple[Quantizer | None, Quantizer | None],
 ) -> CustomRecipe:
+    """Returns a ``CustomRecipe`` from the quantizers ``(lhs, rhs)`` of each of the three GEMMs."""
     pairs = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
     return CustomRecipe(
         **{
@@ -205,7 +210,7 @@ class CustomRecipe(Recipe):
                 hint = "; take it from its gemms" if isinstance(value, Recipe) else ""
                 raise TypeError(f"{field.name} must be a GemmRecipe(lhs=…, rhs=…); got {value!r}{hint}.")
         for role, (first, second) in self._uses().items():
-            both = [self._quantizer(first), self._quantizer(second)]
+            both = [self._quantizer_of(first), self._quantizer_of(second)]
             delayed = dict.fromkeys(q for q in both if q is not None and q.needs_state)
             if len(delayed) > 1:
                 raise ValueError(
@@ -219,20 +224,25 @@ class CustomRecipe(Recipe):
         return self
 
     def _uses(self) -> dict[str, tuple[str, str]]:
-        """Returns, for each role, the operand that it is in the first and in the second of its GEMMs."""
+        """Returns, for each role, which operand of its first GEMM and of its second GEMM the tensor is."""
         return {
             "input": ("forward.lhs", "wgrad.lhs"),
             "kernel": ("forward.rhs", "dgrad.rhs"),
             "output_grad": ("dgrad.lhs", "wgrad.rhs"),
         }
 
-    def _quantizer(self, operand: str) -> Quantizer | None:
+    def _quantizer_of(self, operand: str) -> Quantizer | None:
+        """Returns the quantizer of an operand, named by GEMM and side, such as ``"forward.lhs"``."""
         return operator.attrgetter(operand)(self)
 
     def of_role(self, role: str) -> tuple[Quantizer | None, Quantizer | None]:
-        """Returns the quantizers of a tensor for its first and its second GEMM."""
+        """Returns the two quantizers of a tensor, one for each of the two GEMMs that it is an operand of.
+
+        Args:
+            role: the role of the tensor, ``"input"``, ``"kernel"`` or ``"output_grad"``.
+        """
         first, second = self._uses()[role]
-        return self._quantizer(first), self._quantizer(second)
+        return self._quantizer_of(first), self._quantizer_of(second)
 
     @property
     def quantizers(self) -> tuple[Quantizer | None, ...]:
@@ -241,12 +251,12 @@ class CustomRecipe(Recipe):
 
     @property
     def delayed(self) -> dict[str, DelayedQuantizer]:
-        """Returns the quantizer of each role (``input``, ``kernel``, ``output_grad``) that needs state."""
-        of = {
+        """Returns the quantizers with delayed scaling, by role (``input``, ``kernel``, ``output_grad``)."""
+        by_role = {
             role: [q for q in self.of_role(role) if q is not None and q.needs_state]
             for role in self._uses()
         }
-        return {role: quantizers[-1] for role, quantizers in of.items() if quantizers}  # type: ignore[misc]
+        return {role: quantizers[-1] for role, quantizers in by_role.items() if quantizers}  # type: ignore[misc]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -513,10 +523,14 @@ class Float8BlockScaling(Recipe):
 
 
 _IN_FLOAT32 = Accumulation(forward="exact")
+"""The accumulation of recipes with block scales: all three GEMMs accumulate in float32."""
 
 
 def _why_it_can_change(recipe: Any) -> str | None:
-    """Returns how a recipe, or a quantizer, could be changed in place; None if it is frozen."""
+    """Returns why a recipe or a quantizer could be changed in place; None if it is frozen.
+
+    The result is the end of an error message, such as "is not frozen".
+    """
     cls = type(recipe)
     params = getattr(cls, "__dataclass_params__", None)
     if params is None:
@@ -527,7 +541,8 @@ def _why_it_can_change(recipe: Any) -> str | None:
     for base in cls.__mro__:
         if "__dataclass_params__" in vars(base):
             break
-        # A dataclass freezes nothing but its fields for a subclass that is not one itself.
+        # A frozen dataclass freezes its own fields only. A subclass that is not a dataclass can have more
+        # attributes, which can be changed, and which equality and hash do not compare.
         cached = [
             name for name, value in vars(base).items() if isinstance(value, functools.cached_property)
         ]
@@ -549,7 +564,7 @@ def _why_it_can_change(recipe: Any) -> str | None:
 
 
 def check_recipe(recipe: Any) -> CustomRecipe:
-    """Returns the recipe in parts, or raises ``TypeError`` where it is not a recipe, or not frozen."""
+    """Returns a recipe as a ``CustomRecipe``; raises ``TypeError`` if it is not a recipe, or not frozen."""
     if not isinstance(recipe, Recipe):
         raise TypeError(
             "recipe must be an instance of a recipe class such as fp8flax.DelayedScaling(); got "

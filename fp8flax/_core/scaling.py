@@ -1,4 +1,4 @@
-"""From a tensor to its scale: amax, amax history, and amax -> scale."""
+"""Computes the amax of a tensor, updates its amax history, and computes its scale from an amax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LARGEST_SCALE = np.finfo(np.float32).max
 
 
 def compute_amax(x: Float[jax.Array, "*dims"]) -> Float32[jax.Array, ""]:
-    """Returns the largest magnitude in ``x``, a float32 scalar; NaN where ``x`` holds one, 0 if empty."""
+    """Returns the largest magnitude in ``x``, a float32 scalar; NaN if ``x`` holds a NaN, 0 if empty."""
     return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
 
 
@@ -32,8 +32,9 @@ def finite_amax(
 ) -> Float32[jax.Array, "*reduced"]:
     """Returns the largest finite magnitude over ``axes`` (kept, with size 1), or of all of ``x``; float32.
 
-    What is not finite has no say in a scale that is used at once: an Inf then saturates and a NaN stays
-    one, and the values beside them keep their precision. 0 where there is nothing finite.
+    The result is 0 if no value is finite. Current scaling takes its scales from this amax. A NaN or an Inf
+    in ``x`` then does not change the scale, so the values beside it keep their precision. In the cast the
+    Inf saturates, and the NaN stays a NaN.
     """
     magnitude = jnp.where(lax.is_finite(x), jnp.abs(x), jnp.zeros((), x.dtype))
     amax = jnp.max(magnitude, axis=axes, keepdims=axes is not None, initial=0)
@@ -41,16 +42,19 @@ def finite_amax(
 
 
 def is_usable(amax: Float32[jax.Array, "*dims"]) -> Bool[jax.Array, "*dims"]:
-    """Returns whether a scale follows from ``amax``: True where it is finite and a normal number.
+    """Returns whether a scale can be computed from ``amax``: True for a finite, normal, positive number.
 
-    A subnormal amax counts as 0. XLA flushes it to zero in some kernels and not in others, and its scale
-    would be too small for all other data.
+    A subnormal amax counts as 0. XLA flushes subnormals to zero in some of its kernels and not in others.
+    The scale of a subnormal amax would also be too small for all other data.
     """
     return lax.is_finite(amax) & (amax >= SMALLEST_SCALE)
 
 
 def _exponent_and_mantissa(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits positive normal float32 numbers into ``mantissa * 2**exponent``, the mantissa as its bits."""
+    """Returns the exponent and the mantissa bits of positive normal float32 numbers, both int32.
+
+    A number is ``(1 + mantissa / 2**23) * 2**exponent``.
+    """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return lax.shift_right_logical(bits, np.int32(23)) - np.int32(127), bits & np.int32(0x7FFFFF)
 
@@ -58,13 +62,13 @@ def _exponent_and_mantissa(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def scale_exponent(
     amax: Float32[jax.Array, "*dims"], fp8_max: float, rounding: str, margin: int = 0
 ) -> Int32[jax.Array, "*dims"]:
-    """Returns the exponent of the power of two that scales ``amax``, int32; 0 where ``amax`` is 0.
+    """Returns the int32 exponent ``n`` of the scale ``2**n`` of a tensor; 0 if its ``amax`` is 0.
 
     Args:
         amax: largest magnitudes, float32, finite and not negative. Subnormals count as 0.
         fp8_max: largest finite value of the FP8 dtype.
         rounding: ``"up"`` for the smallest ``n`` with ``amax <= fp8_max * 2**n``, so that nothing
-            saturates; ``"floor"`` for the difference of the two binary exponents.
+            saturates; ``"floor"`` for the binary exponent of ``amax`` minus that of ``fp8_max``.
         margin: headroom in powers of two.
 
     Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3, for ``"floor"``.
@@ -86,7 +90,13 @@ def power_of_two(exponent: Int32[jax.Array, "*dims"]) -> Float32[jax.Array, "*di
 def current_scale(
     amax: Float32[jax.Array, "*dims"], fp8_max: float, *, power_2: bool = False
 ) -> Float32[jax.Array, "*dims"]:
-    """Returns the float32 scale of a tensor, row or block with this ``finite_amax``; 1 where that is 0."""
+    """Returns the float32 scale of current scaling; 1 if the amax is 0.
+
+    Args:
+        amax: the ``finite_amax`` of each tensor, row or block.
+        fp8_max: largest finite value of the FP8 dtype.
+        power_2: whether the scale is rounded up to a power of two.
+    """
     if power_2:
         return power_of_two(scale_exponent(amax, fp8_max, "up"))
     return compute_scale(amax, 1.0, fp8_max)
@@ -101,9 +111,10 @@ def e8m0_scale(exponent: Int32[jax.Array, "*dims"]) -> Shaped[jax.Array, "*dims"
 def e8m0_factors(
     scale: Shaped[jax.Array, "*dims"],
 ) -> tuple[Float32[jax.Array, "*dims"], Float32[jax.Array, "*dims"]]:
-    """Returns two float32 powers of two whose product is an E8M0 scale; NaN for its NaN.
+    """Returns two float32 powers of two whose product is an E8M0 scale; the second is NaN if the scale is.
 
-    One would not do: the smallest scale, 2**-127, is a subnormal float32, which XLA may flush to zero.
+    A single float32 number does not suffice: the smallest scale, 2**-127, is subnormal in float32, and XLA
+    may flush it to zero.
     """
     code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
     exponent = code - np.int32(127)
@@ -158,13 +169,14 @@ def compute_scale(
 def push_amax(
     amax: Float32[jax.Array, "*stack"], amax_history: Float32[jax.Array, "*stack length"]
 ) -> Float32[jax.Array, "*stack length"]:
-    """Rolls ``amax_history`` of shape ``(..., length)`` by one and writes ``amax`` at index 0.
+    """Returns ``amax_history`` of shape ``(..., length)`` rolled by -1, with ``amax`` at index 0.
 
-    A newest entry that is not finite becomes 0 on its way: a loop that stores what a merge by maximum
-    says of a NaN or Inf, and does not ask whether to keep the old state, heals at the next step.
+    If the entry at index 0 of the old history is not finite, 0 takes its place. A NaN or an Inf in a tensor
+    gives an amax of inf. A training loop of the user's can store it in the history, if the loop does not
+    check that the new state is finite. The inf then lasts for one step only.
     """
-    # The entry that leaves is at index 1 (the oldest), the one at index 0 moves to the end: the order
-    # of Flax, which a checkpoint carries. Written with selects, which XLA fuses with their neighbours.
+    # The order is that of Flax, so that checkpoints fit: the oldest entry, at index 1, leaves the history,
+    # and the entry at index 0 moves to the end. XLA fuses selects with the operations around them.
     shape = amax_history.shape
     position = lax.broadcasted_iota(np.int32, shape, len(shape) - 1)
     newest = amax_history[..., :1]
@@ -176,11 +188,13 @@ def push_amax(
 
 
 _NEWEST = 16
+"""How many entries of an amax history count as its newest."""
 _PRECISE = 64.0
+"""``bounded_amax`` keeps the precision of values down to ordinary data's amax divided by this number."""
 
 
 def is_newest(length: int) -> Bool[jax.Array, " length"]:
-    """Tells for each entry of an amax history whether it is one of the 16 newest."""
+    """Returns, for each entry of an amax history, whether it is one of the 16 newest."""
     position = lax.iota(np.int32, length)
     return (position == 0) | (position > length - _NEWEST)
 
@@ -188,17 +202,20 @@ def is_newest(length: int) -> Bool[jax.Array, " length"]:
 def bounded_amax(
     largest: Float32[jax.Array, "*stack"], ordinary: Float32[jax.Array, "*stack"], dtype: DTypeLike
 ) -> Float32[jax.Array, "*stack"]:
-    """Returns the largest amax of a history, but no more than what ordinary data can bear as a scale.
+    """Returns the largest amax of a history, limited to a multiple of the amax of ordinary data.
 
-    A single outlier would else set the scale for as long as the history remembers it, and flush all other
-    data to zero. What is ordinary is the second largest of the newest amaxes: an outlier stands alone,
-    while data that have become larger come again. With the bound their code is 64 times the smallest normal
-    number or more, and all values down to 1/64 of them keep their precision. In e4m3fn it holds what is
-    larger than 448 times the ordinary, in e5m2 1.5e7 times; all else has the scale that it has anyway.
+    Without the limit, a single outlier sets the scale for as long as the history holds it, and this scale
+    flushes all other data to zero. The amax of ordinary data is the second largest of the 16 newest amaxes.
+    A single outlier does not change it. Data that have become larger do, because they come more than once.
+
+    The limit is 448 times the amax of ordinary data in e4m3fn, and 1.5e7 times in e5m2. Under a scale from
+    the limit, that amax is 64 times the smallest normal number. So values down to 1/64 of that amax keep
+    the precision of FP8. Below the limit the result is ``largest``.
 
     Args:
-        largest: of the whole history, float32.
-        ordinary: the second largest among ``is_newest``; where it is not ``is_usable`` there is no bound.
+        largest: the largest amax of each whole history, float32.
+        ordinary: the second largest of the 16 newest amaxes (see ``is_newest``), float32. If this amax is
+            not usable (see ``is_usable``), there is no limit.
         dtype: the FP8 dtype.
 
     Source: none.
@@ -239,7 +256,7 @@ def compute_amax_history(
     x = jnp.asarray(x)
     if x.size == 0:
         return amax_history
-    # A NaN would be lost in a maximum over devices, at least on CPUs.
+    # A maximum over devices can lose a NaN, at least on CPUs, so a NaN is replaced by inf.
     amax = compute_amax(jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), x))
     pushed = push_amax(amax.astype(amax_history.dtype), amax_history)
     return jnp.where(jnp.isfinite(amax), pushed, amax_history)
@@ -250,17 +267,19 @@ def apply_scales(
     lhs_scale: Float32[jax.Array, "*#dims"],
     rhs_scale: Float32[jax.Array, "*#dims"],
 ) -> Float32[jax.Array, "*dims"]:
-    """Returns ``total * lhs_scale * rhs_scale`` in float32, right wherever that is in its range.
+    """Returns ``total * lhs_scale * rhs_scale`` in float32, without an intermediate overflow.
 
-    Not so the product of the scales, nor a sum times the larger of them, such as 1e6 times 1e34. Of a very
-    large or very small first scale a power of two therefore comes last; that changes no bit of the rest.
+    In a plain product, ``lhs_scale * rhs_scale`` or ``total * lhs_scale`` can overflow or underflow even if
+    the result does not. So if ``lhs_scale`` is very large or very small, a power of two is taken out of it
+    and is multiplied last. A factor that is a power of two does not change the rounding.
 
     Args:
         total: sums of products of FP8 codes, in magnitude 0 or from 2**-32 to 2**47.
-        lhs_scale: float32, as normal numbers; broadcasts with it.
-        rhs_scale: likewise.
+        lhs_scale: scales of the left operand, float32, normal numbers; they broadcast with ``total``.
+        rhs_scale: scales of the right operand, float32, normal numbers; they broadcast with ``total``.
     """
-    # With what is left for last, the first product is in the range; and where that is not 1, it is far from
-    # the end to which the second scale could take it only to be brought back.
+    # ``left`` is the power of two that is multiplied last. The first product, total * (lhs_scale / left),
+    # is always 0 or a normal number. If left is 2**48, this product is 0 or at least 1, so rhs_scale cannot
+    # make it underflow. If left is 2**-32, it is less than 2**-15, so rhs_scale cannot make it overflow.
     left = jnp.where(lhs_scale >= 2.0**80, 2.0**48, jnp.where(lhs_scale < 2.0**-94, 2.0**-32, 1.0))
     return total * (lhs_scale / left) * rhs_scale * left

@@ -1,4 +1,4 @@
-"""``traced_once``: a function that JAX traces and lowers once for all layers that are alike."""
+"""``traced_once``: jits a function so that JAX traces and lowers it once for all layers of equal shapes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,29 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Result:
-    """Says where each leaf of a result is: among the arguments, followed by the arrays that are new."""
+    """Describes the result of a function; static, so that a jitted function can return it."""
 
     tree: Any
+    """The tree structure of the result."""
     places: tuple[int, ...]
+    """For each leaf of the result, its index in the list of all argument arrays, then all new arrays."""
 
 
 def traced_once(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Jits ``f(static, *arrays)``, so that it is traced and lowered once for all layers that are alike.
+    """Jits ``f(static, *arrays)``, so that JAX traces and lowers it once for all layers of equal shapes.
 
-    Results that are arguments, or that are returned twice, do not go through the jitted function. It would
-    make new arrays of them, and ``jax.checkpoint`` and ``jax.lax.scan`` would keep these as residuals.
+    If ``f`` returns an argument, the jitted function does not return it, and the caller gets the argument
+    itself. If ``f`` returns an array twice, the jitted function returns it once. Otherwise jit would return
+    copies, which ``jax.checkpoint`` and ``jax.lax.scan`` would keep as additional residuals.
+
+    Args:
+        f: a function of a hashable value and of trees of arrays, which returns a tree of arrays.
     """
 
     @functools.partial(jax.jit, static_argnums=0)
     @functools.wraps(f)
     def traced(static: Any, *args: Any) -> tuple[list[Any], _Result]:
+        """Returns the arrays that ``f`` computes, and which leaf of its result is which array."""
         results, tree = jax.tree.flatten(f(static, *args))
         arrays = [*jax.tree.leaves(args)]
         num_given = len(arrays)
@@ -41,6 +48,7 @@ def traced_once(f: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(f)
     def call(static: Any, *args: Any) -> Any:
+        """Returns the result of ``f``, put together from the arguments and the new arrays."""
         new, result = traced(static, *args)
         arrays = [*jax.tree.leaves(args), *new]
         return jax.tree.unflatten(result.tree, [arrays[i] for i in result.places])
