@@ -33,62 +33,64 @@ ALGORITHMS = {
     "fast": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
     "exact": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
 }
-"""What asks XLA for cublasLt, by the word for the accumulation."""
+"""The algorithm of ``dot_general`` that makes XLA use cublasLt, by ``GemmRecipe.accumulation``."""
 
 
 # One scale per tensor, or per slice along the contraction.
 
 
 def xla_kernel(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
-    """Multiplies codes by a GPU kernel that XLA chooses, which takes in the scales."""
+    """Multiplies codes by a GPU kernel that XLA chooses; XLA fuses the product with the scales into it."""
     return scaled(gemm, dot(gemm, lhs.codes, rhs.codes, None, jnp.float32), lhs, rhs)
 
 
 def cublaslt(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
     """Multiplies codes by cublasLt.
 
-    cublasLt takes in the product of two scalar scales. The product must be in the range of float32, too.
-    Above 2**126 it counts as 2**126, which changes only results whose codes sum to less than 4. Below
-    2**-126, where the amaxes' product is below 3e-31 for a gradient (e5m2) and 2e-33 for a result, all
-    results may be zeros. To be more exact would cost a pass over the result.
+    cublasLt applies a single scalar to the result: the product of two scalar scales. This product must lie
+    in the range of float32. A product above 2**126 counts as 2**126, which changes only results whose codes
+    sum to less than 4. If the product is below 2**-126, all results may be zero; the product of the two
+    amaxes is then below 3e-31 for a gradient (e5m2) and below 2e-33 for a forward result. More exact
+    results would cost a pass over the result.
     """
     product = partial(dot, gemm, lhs.codes, rhs.codes, ALGORITHMS[gemm.recipe.accumulation])
     if lhs.scale.ndim or rhs.scale.ndim:
-        # One scale per row or column is a pass over cublasLt's result, which is not rounded before it.
+        # Scales per row or column need a pass over the result. cublasLt writes it in float32 for that.
         return scaled(gemm, product(jnp.float32), lhs, rhs)
-    # One scalar, which is all that cublasLt takes in. An infinite one would turn zeros into NaN.
+    # cublasLt applies one scalar only. The minimum keeps it finite: an infinite scale turns zeros into NaN.
     scale = jnp.minimum(
         lhs.scale.astype(jnp.float32) * rhs.scale.astype(jnp.float32), jnp.float32(2.0**126)
     )
-    if gemm.out_dtype == jnp.float16:  # which the unscaled sums would overflow
+    if gemm.out_dtype == jnp.float16:  # the unscaled sums would overflow float16
         return (product(jnp.float32) * scale).astype(gemm.out_dtype)
     if gemm.out_dtype != jnp.bfloat16:
         return _apart(gemm, product(jnp.float32) * scale).astype(gemm.out_dtype)
-    # As written the divisor would be rounded to bfloat16. But XLA hands the scale itself to cublasLt, in
-    # float32, which multiplies before it rounds; and where it does not (a sum in parts, a scale per element
-    # of jax.vmap), it divides in float32, as GPUs have no division in bfloat16. They do multiply in it: a
-    # product would be that by a rounded scale. (Seen in compiled programs; tests hold it.)
+    # This divides by 1 / scale, because XLA would multiply in bfloat16, with a rounded scale. For the
+    # division XLA passes the float32 scale to cublasLt, which multiplies before it rounds. Where XLA cannot
+    # do so (a sum in parts, a scale per element of jax.vmap), it divides in float32, since GPUs have no
+    # division in bfloat16. (Seen in compiled programs and checked by tests.)
     out = product(jnp.bfloat16)
     return _apart(gemm, out / (np.float32(1) / scale).astype(jnp.bfloat16))
 
 
 def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:
-    """Keeps what follows a forward GEMM out of cublasLt.
+    """Puts a barrier after a forward GEMM, so that XLA fuses no later operation into the call of cublasLt.
 
-    XLA would have cublasLt compute an approximate gelu, too. If anything else reads the result of the GEMM
-    (``gelu(gate) * up`` of one split result, a second output, ``jax.checkpoint``), XLA asks for both, which
-    cublasLt cannot give in FP8, and does not compile. A bias is then added where the result is read.
+    Workaround: XLA would let cublasLt compute an approximate gelu, too. If another operation also reads the
+    result of the GEMM (``gelu(gate) * up`` of one split result, a second output, ``jax.checkpoint``), XLA
+    requests both outputs. cublasLt cannot return both in FP8, so the program does not compile. With the
+    barrier, a bias is added by the kernel that reads the result.
     """
     return lax.optimization_barrier(out) if gemm.name == "forward" else out
 
 
 def row_major(multiply: Multiply) -> Multiply:
-    """Returns ``multiply`` with the codes of both operands held to the layout that they have in memory.
+    """Returns ``multiply`` with the codes of both operands constrained to a row-major memory layout.
 
-    cublasLt wants some operands transposed. Left alone, XLA prefers that layout for all that an operand is
-    made from, back to the float32 kernels that ``nn.scan`` stacks, of which it then makes a transposed
-    copy. With the layout held, XLA transposes FP8. On several devices XLA's partitioner would gather an
-    array for this, so there XLA is left alone.
+    cublasLt needs some operands transposed. Without the constraint XLA prefers the transposed layout for
+    all arrays that an operand is computed from, back to the float32 kernels that ``nn.scan`` stacks, and
+    copies those. With the constraint XLA transposes the FP8 codes. For several devices the constraint is
+    not used, because XLA's partitioner would gather the array.
     """
 
     def held(gemm: Gemm, *operands: QTensor) -> jax.Array:
@@ -99,11 +101,15 @@ def row_major(multiply: Multiply) -> Multiply:
 
 
 def _held(codes: jax.Array) -> jax.Array:
+    """Constrains an array to the row-major memory layout."""
     return with_layout_constraint(codes, Layout(major_to_minor=tuple(range(codes.ndim))))
 
 
 def cublaslt_in_columns(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
-    """Multiplies codes by cublasLt, after our GPU kernel transposed those that do not lie along the sum."""
+    """Multiplies codes by cublasLt, with both operands as matrices whose columns are contracted.
+
+    Our GPU kernel first transposes each operand whose contracted dimensions are not the last ones.
+    """
     found = gemm.of_columns()
     assert found is not None
     matrices, are_transposed = found
@@ -122,7 +128,11 @@ def cublaslt_in_columns(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
 
 
 def dequantized_blocks(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
-    """Multiplies the values: in bfloat16 if scales are powers of two, which is exact; else in float32."""
+    """Dequantizes both operands and multiplies them in a wide dtype.
+
+    The dtype is bfloat16 if all scales are powers of two, because it then holds each value exactly, and
+    float32 otherwise.
+    """
     is_exact = lhs.quantizer.is_exact_in_bfloat16 and rhs.quantizer.is_exact_in_bfloat16
     return dequantized_gemm(gemm, lhs, rhs, jnp.bfloat16 if is_exact else jnp.float32)
 
@@ -130,8 +140,9 @@ def dequantized_blocks(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
 def block_scaled_units(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
     """Multiplies in Blackwell's units, with a power-of-two scale per 32 columns.
 
-    Scales of larger blocks are repeated. Blocks of two widths are padded differently, so the narrower
-    operand is filled up with zero bytes; a scale of zero bytes is 2**-127.
+    Scales of larger blocks are repeated. If the blocks of the two operands differ in width, the operands
+    have different padding. The narrower operand is then padded with zero bytes; an E8M0 scale of zero bits
+    is 2**-127.
     """
     operands = [x.quantizer.as_mx(x) for x in (lhs, rhs)]
     width = max(x.codes.shape[2] for x in operands)
@@ -139,12 +150,12 @@ def block_scaled_units(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
     out = _of_stacks(multiply)(
         *((_widen(x.codes, width), _widen(x.scale, width // MX_COLUMNS)) for x in operands)
     )
-    out = vary_alike(out, lhs.codes, rhs.codes)[0]  # of which JAX's own loses track
+    out = vary_alike(out, lhs.codes, rhs.codes)[0]  # jax.nn.scaled_matmul loses these axes
     return _unpadded(gemm, out)
 
 
 def hopper_blocks(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, on_shards: bool = False) -> jax.Array:
-    """Multiplies by our kernel for Hopper's FP8 units, with float32 scales per 128 columns."""
+    """Multiplies by our GPU kernel for Hopper's FP8 units, with float32 scales per 128 columns."""
     is_square = rhs.quantizer.as_blocks(rhs, BLOCK, BLOCK) is not None
     return _by_kernel(gemm, lhs, rhs, hopper_block_gemm, BLOCK_GEMM_HOPPER, is_square, on_shards)
 
@@ -155,7 +166,7 @@ hopper_blocks_on_shards = partial(hopper_blocks, on_shards=True)
 def triton_blocks(
     gemm: Gemm, lhs: QTensor, rhs: QTensor, *, in_float16: bool = False, on_shards: bool = False
 ) -> jax.Array:
-    """Multiplies by our Triton kernel, with float32 scales per 128 columns: in FP8 units, or in float16."""
+    """Multiplies by our Triton kernel, with float32 scales per 128 columns, in FP8 units or in float16."""
     name = BLOCK_GEMM_F16 if in_float16 else BLOCK_GEMM
     return _by_kernel(gemm, lhs, rhs, partial(block_gemm, in_float16=in_float16), name, False, on_shards)
 
@@ -172,15 +183,15 @@ def _by_kernel(
     is_square: bool,
     on_shards: bool,
 ) -> jax.Array:
-    """Multiplies by a kernel that applies the scales to the sum of each block.
+    """Multiplies by a GPU kernel that applies the scales to the sum over each block of 128 columns.
 
     Args:
         gemm: what is multiplied.
-        lhs: its left operand.
-        rhs: its right operand.
-        kernel: as ``block_gemm``.
-        name: the scope of the kernel, by which an audit knows it.
-        is_square: whether the kernel gets one scale for 128 rows of the right operand.
+        lhs: the left operand of the GEMM.
+        rhs: the right operand of the GEMM.
+        kernel: ``block_gemm`` or ``hopper_block_gemm``.
+        name: the scope in which the kernel runs, by which an audit recognizes the kernel.
+        is_square: whether 128 rows of the right operand share a scale. Otherwise each row has its own.
         on_shards: whether each of several devices computes a part.
     """
     multiply: Callable[..., jax.Array] = partial(kernel, out_dtype=_at_most_float32(gemm.out_dtype))
@@ -192,21 +203,31 @@ def _by_kernel(
 
 
 def _unpadded(gemm: Gemm, out: jax.Array) -> jax.Array:
-    """Returns a product of whole blocks, ``(batch, rows, columns)``, as the result of the GEMM."""
+    """Turns a product ``(batch, rows, columns)`` of padded operands into the result of the GEMM.
+
+    Returns the product without its padding, in the shape and dtype of the result.
+    """
     _, rows, _ = gemm.lhs.matrix_shape
     _, columns, _ = gemm.rhs.matrix_shape
     return out[:, :rows, :columns].reshape(gemm.out_shape).astype(gemm.out_dtype)
 
 
 def _at_most_float32(dtype: np.dtype) -> Any:
+    """Returns float32 for float64, and any other dtype unchanged."""
     return jnp.float32 if dtype == jnp.float64 else dtype
 
 
 def _of_stacks(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns ``multiply(*codes, *scales)`` of two pairs of codes and scales, with a rule for ``jax.vmap``.
+    """Adds a rule for ``jax.vmap`` to a block-scaled product of stacks of matrices.
 
-    JAX's own refuses an operand that is not batched, such as the kernel under ``vmap`` over examples, or
-    computes it again and again.
+    The rules of JAX either refuse an operand that is not batched, such as the kernel under ``jax.vmap``
+    over examples, or process that operand once per example.
+
+    Args:
+        multiply: called as ``(lhs codes, rhs codes, lhs scales, rhs scales)``.
+
+    Returns:
+        A function of two pairs, ``(lhs codes, lhs scales)`` and ``(rhs codes, rhs scales)``.
     """
 
     @jax.custom_batching.custom_vmap
@@ -215,15 +236,15 @@ def _of_stacks(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
     @matmul.def_vmap
     def _(size: int, is_batched: Any, lhs: Any, rhs: Any) -> tuple[jax.Array, bool]:
-        # Codes and scales come from one tensor.
+        # Codes and scales of an operand come from one tensor, so both are batched or neither is.
         (lhs_batched, _), (rhs_batched, _) = is_batched
         assert all(codes == scale for codes, scale in is_batched)
         if lhs_batched and rhs_batched:
-            # More matrices.
+            # The batch becomes more matrices of the stack.
             lhs, rhs = ([x.reshape(-1, *x.shape[2:]) for x in side] for side in (lhs, rhs))
             out = _of_stacks(multiply)(lhs, rhs)
             return out.reshape(size, -1, *out.shape[1:]), True
-        # More rows of the matrices that are batched.
+        # The batch becomes more rows in each matrix of the batched operand.
         lhs, rhs = (
             [jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, x.shape[3]) for x in side] if batched else side
             for side, batched in ((lhs, lhs_batched), (rhs, rhs_batched))
@@ -237,7 +258,7 @@ def _of_stacks(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _widen(x: jax.Array, width: int) -> jax.Array:
-    """Pads the columns with zero bytes (for a scale that is 2**-127)."""
+    """Pads the columns of one-byte codes or E8M0 scales with zero bytes, to ``width`` columns."""
     codes = lax.bitcast_convert_type(x, jnp.uint8)
     padded = lax.pad(codes, np.uint8(0), ((0, 0, 0), (0, 0, 0), (0, width - x.shape[2], 0)))
     return lax.bitcast_convert_type(padded, x.dtype)

@@ -21,7 +21,10 @@ from fp8flax._core.qtensor import QTensor
 def block_pair(
     request: CastPair, x: jax.Array, delayed_scale: None, *, on_shards: bool = False
 ) -> tuple[QTensor, QTensor]:
-    """Quantizes the blocks of a tensor and of its transpose; with ``on_shards`` each device its part."""
+    """Quantizes a tensor for both of its GEMMs, in blocks along either dimension.
+
+    With ``on_shards`` each of several devices quantizes its part of the tensor.
+    """
     del delayed_scale
     quantizer: Any = request.first
     is_square = quantizer.block[0] == BLOCK
@@ -35,7 +38,8 @@ def block_pair(
     if on_shards:
         kernel = quantize_on_shards(kernel, is_square=is_square)
     views = request.view, request.other_view
-    is_first = list(request.view.order) == sorted(request.view.order)  # whose matrix lies in memory
+    # The kernel takes the matrix of the GEMM whose view keeps the order of the tensor's dimensions.
+    is_first = list(request.view.order) == sorted(request.view.order)
     made = kernel(views[0 if is_first else 1].to_matrix(x))
     one, other = (QTensor(codes, scale, quantizer) for codes, scale in made)
     return (one, other) if is_first else (other, one)

@@ -1,6 +1,6 @@
 """Chooses how a GEMM or a cast runs: by the first row of a table that fits the GPU, or by the reference.
 
-No other file makes this choice, for one device or for several.
+This is the only file that makes this choice, for one device and for several.
 """
 
 from __future__ import annotations
@@ -49,27 +49,29 @@ class Row(NamedTuple):
     """One way in which NVIDIA GPUs run a kind of request."""
 
     fits: Callable[..., bool]
-    """Called with a compute capability, a request and its operands; returns whether such a GPU can run the
-    request in this way. The capability is 0 if the program is traced without an NVIDIA GPU at hand."""
+    """Called with a compute capability, a request and its operands. Returns whether a GPU of this
+    capability can run the request in this way. The capability is 0 if no NVIDIA GPU is known at tracing."""
     one: Callable[..., Any]
     """Runs the request in a program for one device, or inside of ``jax.shard_map``. Called with the request
     and its operands."""
     shards: Callable[..., Any] | None = None
-    """Runs the request where XLA splits the program over several devices; None if this way cannot."""
+    """Runs the request in a program that XLA splits over several devices. None if this way of running does
+    not support several devices."""
     needs_mesh: bool = False
-    """Whether ``shards`` uses ``custom_partitioning``, which needs a mesh, and has no rule for
-    ``jax.vmap``. Without a mesh, and under ``jax.vmap``, the next row runs."""
+    """Whether ``shards`` uses ``custom_partitioning``, which needs a mesh and has no rule for ``jax.vmap``.
+    Without a mesh, and under ``jax.vmap``, the next row whose ``shards`` needs no mesh runs."""
 
 
 def lowered(request: Any, reference: Callable[..., Any], *operands: Any) -> Any:
-    """Returns ``reference(request, *operands)``, computed by what the device has for the request.
+    """Returns ``reference(request, *operands)``, computed in the way that suits the device best.
 
-    A program for NVIDIA GPUs takes the first row of the table that fits, and on several devices the first
-    that can be split. If no row fits, and on all other devices, the reference runs.
+    A program for one NVIDIA GPU uses the first row of the table that fits the request. A program that XLA
+    splits over several GPUs uses the first fitting row that has ``shards``. If no row fits, and on all
+    other devices, the reference runs.
 
     Args:
-        request: what is to be computed (hashable).
-        reference: computes the result in plain JAX, for any device.
+        request: a hashable description of the computation, such as a ``Gemm``.
+        reference: a function that computes the result in plain JAX, for any device.
         *operands: trees of arrays.
     """
     rows = rows_of(request, *operands)
@@ -82,7 +84,7 @@ def lowered(request: Any, reference: Callable[..., Any], *operands: Any) -> Any:
     on_devices = next((shards for shards, needs_mesh in split if not needs_mesh), reference)
 
     def on_cuda(*operands: Any) -> Any:
-        if rows[0].one is rows[0].shards:  # XLA splits what runs on one device
+        if rows[0].one is rows[0].shards:  # XLA itself can split the function for one device
             return one(*operands)
         return unless_partitioned(one, on_devices, *operands, on_shards=on_mesh)
 
@@ -93,7 +95,7 @@ def lowered(request: Any, reference: Callable[..., Any], *operands: Any) -> Any:
 
 
 def rows_of(request: Any, *operands: Any) -> list[Row]:
-    """Returns the rows of the table that fit a request on the GPU that is compiled for."""
+    """Returns the rows of the table that fit a request on the GPU that the program is compiled for."""
     capability = compute_capability()
     return [row for row in _TABLE[type(request)] if row.fits(capability, request, *operands)]
 
@@ -110,7 +112,7 @@ def _is_in_fp8(gemm: Gemm, lhs: Any, rhs: Any) -> bool:
 
 
 def _multiplies_codes(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether FP8 units multiply the codes as they are, and the scales multiply the result."""
+    """Returns whether FP8 units can multiply the codes, so that only the result is multiplied by scales."""
     return (
         _is_in_fp8(gemm, lhs, rhs)
         and not lhs.quantizer.scales_along_contraction
@@ -118,13 +120,13 @@ def _multiplies_codes(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool
     )
 
 
-# cublasLt takes FP8 operands in multiples of this; XLA would pad, and copy, for it.
+# cublasLt takes FP8 operands whose sizes are multiples of this. For other sizes XLA would pad by a copy.
 _CUBLASLT_MULTIPLE = 16
 _E5M2 = np.dtype(jnp.float8_e5m2)
 
 
 def _fits_cublaslt(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether cublasLt multiplies the codes, and the recipe asks for it."""
+    """Returns whether cublasLt can multiply the codes, and the accumulation of the recipe asks for it."""
     return (
         _multiplies_codes(capability, gemm, lhs, rhs)
         and gemm.recipe.accumulation in cuda.ALGORITHMS
@@ -138,10 +140,11 @@ _FEW_ROWS = 256
 
 
 def _is_decoding(capability: float, gemm: Gemm) -> bool:
-    """Returns whether few rows meet a frozen kernel that cublasLt on Hopper would transpose at each call.
+    """Returns whether a GEMM multiplies few rows by a frozen kernel that must be transposed for cublasLt.
 
-    That moves two bytes for each code of the kernel. A GPU kernel of XLA's own reads the codes once, as
-    they lie. At 720 and 1400 TFLOP/s and 3.4 TB/s the FP8 units make up for the copy from 440 rows on.
+    On Hopper XLA would transpose the codes at each call, which moves two bytes per code. A GPU kernel
+    that XLA generates reads the codes once, in the layout that they have. With 720 TFLOP/s for that kernel,
+    1400 TFLOP/s for the FP8 units, and 3.4 TB/s, cublasLt with the copy is faster from 440 rows on.
     """
     found, rows = gemm.of_columns(), gemm.sizes[0]
     return (
@@ -156,9 +159,10 @@ def _is_decoding(capability: float, gemm: Gemm) -> bool:
 
 
 def _transposes_codes(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether our GPU kernel transposes codes for cublasLt on Hopper, in the place of XLA's.
+    """Returns whether our GPU kernel, instead of XLA's, transposes codes for cublasLt on Hopper.
 
-    This holds for wgrad alone: XLA writes the codes of a kernel in both orders where it casts them.
+    It does so for wgrad only. For the other GEMMs XLA writes the codes of the kernel in both orders where
+    it casts the kernel.
     """
     rows, depth, columns = gemm.sizes
     return (
@@ -183,7 +187,7 @@ def _is_per_block(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
 
 
 def _has_block_scaled_units(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether Blackwell's units multiply the operands with an E8M0 scale per 32 columns."""
+    """Returns whether Blackwell's units can multiply the operands, with an E8M0 scale per 32 columns."""
     return (
         _is_per_block(capability, gemm, lhs, rhs)
         and capability >= NATIVE_MX
@@ -193,17 +197,20 @@ def _has_block_scaled_units(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -
 
 
 def _has_hopper_kernel(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether our kernel for Hopper's FP8 units multiplies the operands."""
+    """Returns whether our GPU kernel for Hopper's FP8 units can multiply the operands."""
     return _fits_block_kernels(capability, gemm, lhs, rhs) and is_for_hopper(gemm.recipe, capability)
 
 
 def _has_triton_kernel(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether our Triton kernel multiplies the operands."""
+    """Returns whether our Triton kernel can multiply the operands, in FP8 or in float16."""
     return has_triton() and _fits_block_kernels(capability, gemm, lhs, rhs)
 
 
 def _has_triton_kernel_in_fp8(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether our Triton kernel multiplies them in FP8: Triton takes one dtype, on Blackwell."""
+    """Returns whether our Triton kernel can multiply the operands in FP8.
+
+    Triton multiplies in FP8 only on Blackwell, and only if both operands have the same FP8 dtype.
+    """
     return (
         _has_triton_kernel(capability, gemm, lhs, rhs)
         and capability >= NATIVE_MX
@@ -212,9 +219,9 @@ def _has_triton_kernel_in_fp8(capability: float, gemm: Gemm, lhs: Any, rhs: Any)
 
 
 def _fits_block_kernels(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether the operands have float32 scales per 128 columns, and sizes that kernels count.
+    """Returns whether the operands have float32 scales per 128 columns, and sizes that the kernels support.
 
-    Triton counts elements in 32 bits. ``jax.export`` may not know a size.
+    Triton counts elements in 32 bits. Under ``jax.export`` a size may be symbolic; no kernel supports that.
     """
     return (
         capability >= NATIVE_FP8
@@ -231,7 +238,7 @@ def _fits_block_kernels(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bo
 def _has_grouped_gemm(
     capability: float, request: ExpertProducts | ExpertSums, lhs: Any, rhs: Any, group_sizes: Any
 ) -> bool:
-    """Returns whether our kernel for Hopper multiplies the operands of a ragged dot."""
+    """Returns whether our GPU kernel for Hopper can multiply the operands of a ragged dot."""
     if not (
         is_hopper(capability)
         and not request.dequantized
@@ -239,13 +246,14 @@ def _has_grouped_gemm(
         and isinstance(rhs, QTensor)
         and multiplies_dtypes(lhs.codes.dtype, rhs.codes.dtype)
         and jnp.dtype(request.dtype).itemsize <= 4
-        # jax.export may not know a size.
+        # Under jax.export a size may be symbolic.
         and all(isinstance(size, int) and size > 0 for size in (*lhs.codes.shape, *rhs.codes.shape))
     ):
         return False
     quantizers = lhs.quantizer, rhs.quantizer
     if any(quantizer.scales_along_contraction for quantizer in quantizers):
         return all(quantizer.scale_columns == BLOCK for quantizer in quantizers)
+    # The kernel supports these numbers of scales: one per tensor, per row or column, or per expert.
     (rows, depth), experts, columns = lhs.codes.shape, group_sizes.size, request.shape[-1]
     of_products = (1, rows), (experts, experts * columns)
     of_sums = (1, depth), (1, columns)
@@ -259,9 +267,10 @@ def _has_grouped_gemm(
 
 
 def _has_block_quantize(capability: float, pair: CastPair, x: Any, scale: Any) -> bool:
-    """Returns whether our GPU kernel quantizes for both GEMMs, and is of use: Blackwell has no need of it.
+    """Returns whether our GPU kernel can quantize a tensor for both of its GEMMs, and helps on this GPU.
 
-    The second GEMM sums over the rows of the first one. The matrix of one of them lies in memory.
+    Blackwell does not need the kernel. The second GEMM must contract the rows of the first one. One of the
+    two GEMMs must see the tensor as a matrix in memory order, so that a reshape gives that matrix.
     """
     del scale
     quantizer: Any = pair.first
@@ -272,13 +281,13 @@ def _has_block_quantize(capability: float, pair: CastPair, x: Any, scale: Any) -
         and has_triton()
         and quantizer is not None
         and quantizer == pair.second
-        and type(quantizer).quantize is BlockQuantizer.quantize  # another class may do it in its own way
+        and type(quantizer).quantize is BlockQuantizer.quantize  # a subclass may quantize differently
         and quantizer.block in ((1, BLOCK), (BLOCK, BLOCK))
         and quantizer.scale_columns is not None
         and (view.batch, view.free, view.contract) == (other.batch, other.contract, other.free)
         and sorted(view.order) in (list(view.order), list(other.order))
         and all(isinstance(size, int) and size > 0 for size in sizes)
-        # Triton counts elements in 32 bits, and computes in no more.
+        # Triton counts elements in 32 bits. The kernel computes in float32, so it takes no float64.
         and math.prod(sizes) < 2**31
         and x.dtype.itemsize <= 4
         and not _is_explicit(x)
@@ -286,13 +295,19 @@ def _has_block_quantize(capability: float, pair: CastPair, x: Any, scale: Any) -
 
 
 def _has_block_quantize_on_shards(capability: float, pair: CastPair, x: Any, scale: Any) -> bool:
-    """Returns whether the blocks are whole, so that devices can share them."""
+    """Returns whether our GPU kernel can quantize each device's part of a tensor.
+
+    Rows and columns must be multiples of 128, so that no block is partial.
+    """
     is_whole = not any(size % BLOCK for size in pair.view.matrix_shape[1:])
     return _has_block_quantize(capability, pair, x, scale) and is_whole
 
 
 def _has_cast_transpose(capability: float, request: CastTranspose, scales: Any, *args: Any) -> bool:
-    """Returns whether our GPU kernel casts in both orders, and is of use: Blackwell reads either order."""
+    """Returns whether our GPU kernel can cast and transpose the results, and helps on this GPU.
+
+    Blackwell does not need the kernel: its GEMMs read operands in either order.
+    """
     del scales
     rows, columns = args[0].shape
     return (
@@ -300,18 +315,19 @@ def _has_cast_transpose(capability: float, request: CastTranspose, scales: Any, 
         and NATIVE_FP8 <= capability < NATIVE_MX
         and has_triton()
         and cast_grid(rows, columns) is not None
-        # Triton counts elements in 32 bits, and computes in no more.
+        # Triton counts elements in 32 bits. The kernel computes in float32, so it takes no float64.
         and rows * columns < 2**31
         and all(arg.dtype.itemsize <= 4 for arg in args)
     )
 
 
 def _is_empty(gemm: Gemm) -> bool:
+    """Returns whether a dimension of an operand or of the result has size 0."""
     return 0 in (*gemm.sizes, *gemm.out_shape)
 
 
 def _is_known(form: Callable[[QTensor], QTensor | None], x: QTensor) -> bool:
-    """Returns whether a quantizer has a form of its operand; computes nothing."""
+    """Returns whether ``form(x)``, such as ``x.quantizer.as_mx(x)``, is not None; computes no values."""
     return jax.eval_shape(form, x) is not None
 
 

@@ -1,6 +1,6 @@
-"""Says which GPUs have FP8 units for a recipe, and warns where the device at hand has none.
+"""Returns whether a GPU has FP8 units for a recipe, and warns if the current device has none.
 
-These are answers for users, without shapes. ``lowering`` chooses what runs.
+The functions here know no shapes; their results are shown to users. ``lowering`` chooses what runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from fp8flax._core.recipes import GemmRecipe
 
 
 def is_for_hopper(recipe: GemmRecipe, capability: float) -> bool:
-    """Returns whether our kernel for Hopper's FP8 units takes operands of these quantizers."""
+    """Returns whether our GPU kernel for Hopper can multiply operands of this recipe, on this GPU.
+
+    Both operands must have float32 scales per 128 columns, in FP8 dtypes that the kernel multiplies.
+    """
     lhs, rhs = recipe.lhs, recipe.rhs
     assert lhs is not None
     assert rhs is not None
@@ -34,13 +37,13 @@ def is_for_hopper(recipe: GemmRecipe, capability: float) -> bool:
 def has_units(recipe: GemmRecipe, capability: float) -> bool:
     """Returns whether a GPU multiplies operands with scales per block in FP8 units.
 
-    On Hopper our own kernel does so.
+    Blackwell has units for block scales. On Hopper our own GPU kernel uses the FP8 units.
     """
     return capability >= NATIVE_MX or is_for_hopper(recipe, capability)
 
 
 def runs_in_fp8(recipe: GemmRecipe, capability: float) -> bool:
-    """Returns whether a GPU of this compute capability multiplies a matmul in FP8 units."""
+    """Returns whether a GPU of this compute capability runs a matmul with this recipe in FP8 units."""
     lhs, rhs = recipe.lhs, recipe.rhs
     if capability < NATIVE_FP8 or lhs is None or rhs is None:
         return False
@@ -50,17 +53,17 @@ def runs_in_fp8(recipe: GemmRecipe, capability: float) -> bool:
 
 
 def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
-    """Warns, once, if the device at hand cannot multiply in FP8 what one of the recipes makes.
+    """Warns, once, if the current device has no FP8 units for GEMMs with one of these recipes.
 
     Args:
-        *recipes: of the GEMMs.
-        is_ragged: whether they are those of a ragged dot, for which Blackwell has no units.
+        *recipes: the recipes of the GEMMs.
+        is_ragged: whether the GEMMs belong to a ragged dot, for which Blackwell has no units.
     """
     if compile_target.value is not None:
         return
     capability = compute_capability()
     has_kernel = not (is_ragged and capability >= NATIVE_MX)
-    # Each from one place, so that Python's default filter shows it once.
+    # Each warning is raised at a single line (stacklevel=1), so that Python's default filter shows it once.
     if capability < NATIVE_FP8:
         warnings.warn(
             f"FP8 matmuls are emulated on {jax.devices()[0].device_kind}: the values are those of FP8, the "
@@ -79,4 +82,5 @@ def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
 
 
 def _has_block_scales(recipe: GemmRecipe) -> bool:
+    """Returns whether both operands have scales that change along the contraction."""
     return all(q is not None and q.scales_along_contraction for q in (recipe.lhs, recipe.rhs))
