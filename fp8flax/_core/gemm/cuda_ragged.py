@@ -40,7 +40,11 @@ def expert_products(
     *,
     on_shards: bool = False,
 ) -> jax.Array:
-    """Multiplies each row with its expert's kernel; with ``on_shards`` each device computes a part."""
+    """Multiplies each row by its expert's kernel, and returns the result without padding.
+
+    With ``on_shards`` each of several devices computes a part. The operands are those of
+    ``rows_by_kernel``.
+    """
     multiply: Callable[..., jax.Array] = partial(rows_by_kernel, out_dtype=request.dtype)
     if on_shards:
         dims = ("mk", "enk", "mn") if lhs.codes.ndim == 2 else ("-mk", "e-nk", "mn")
@@ -55,7 +59,11 @@ expert_products_on_shards = partial(expert_products, on_shards=True)
 def expert_sums(
     request: ExpertSums, lhs: QTensor, rhs: QTensor, group_sizes: jax.Array, *, on_shards: bool = False
 ) -> jax.Array:
-    """Adds the outer products of each expert's rows; with ``on_shards`` each device computes a part."""
+    """Sums the outer products of each expert's rows, and returns the result without padding.
+
+    With ``on_shards`` each of several devices computes a part. The operands are those of
+    ``groups_by_kernel``.
+    """
     multiply: Callable[..., jax.Array] = partial(groups_by_kernel, out_dtype=request.dtype)
     if on_shards:
         dims = ("mk", "mn", "ekn") if lhs.codes.ndim == 2 else ("-km", "-nm", "ekn")
@@ -68,18 +76,19 @@ expert_sums_on_shards = partial(expert_sums, on_shards=True)
 
 
 def _tiling_of_rows(rows: int, depth: int, columns: int, experts: int) -> Tiling:
-    """Returns that of each row's product with its expert's kernel, and of zeros for rows that have none.
+    """Returns the tiling that multiplies each row by its expert's kernel; rows without expert become zero.
 
     Args:
-        rows: of the input, ``TILE`` or more, and a multiple of 8.
-        depth: columns of the input.
-        columns: of the result, which are rows of each kernel.
-        experts: how many kernels there are.
+        rows: number of rows of the input, ``TILE`` or more, and a multiple of 8.
+        depth: number of columns of the input and of each kernel.
+        columns: number of columns of the result, and of rows of each kernel.
+        experts: number of kernels.
     """
 
     def tile(table: Any, t: Any) -> Tile:
         group = group_of(table, t, experts + 1)
-        row = lax.min(group.row, np.int32(rows - TILE))  # the last tile may begin before that
+        # The last tile begins earlier if it would otherwise reach beyond the input.
+        row = lax.min(group.row, np.int32(rows - TILE))
         moved = group.row - row
         is_expert = group.index < experts
         return Tile(
@@ -96,7 +105,16 @@ def _tiling_of_rows(rows: int, depth: int, columns: int, experts: int) -> Tiling
 
 
 def _tiling_of_groups(depth: int, columns: int, experts: int) -> Tiling:
-    """Returns that of each expert's sum of outer products, over its tiles that lie side by side."""
+    """Returns the tiling that sums the outer products of each expert's rows.
+
+    Both operands are transposed: their columns are the rows of all experts, in blocks of one expert each,
+    expert by expert. The sum of an expert runs over its blocks.
+
+    Args:
+        depth: number of rows of the transposed left operand, a multiple of ``TILE``.
+        columns: number of rows of the transposed right operand.
+        experts: number of experts.
+    """
     tiles = np.int32(depth // TILE)
 
     def tile(table: Any, t: Any) -> Tile:
@@ -118,14 +136,15 @@ def _tiling_of_groups(depth: int, columns: int, experts: int) -> Tiling:
 def rows_by_kernel(
     lhs: QTensor, kernels: QTensor, group_sizes: jax.Array, *, out_dtype: Any, interpret: Any = None
 ) -> jax.Array:
-    """Returns each row times its expert's kernel, ``(rows, columns)``; zeros for rows that have none.
+    """Multiplies each row by its expert's kernel: ``(rows, columns)``, zeros for rows without expert.
 
     Args:
-        lhs: ``(rows, depth)``; with scales per block ``(1, rows, depth)``.
-        kernels: ``(experts, columns, depth)``; with scales per block ``(experts, 1, columns, depth)``.
-        group_sizes: rows of each expert.
-        out_dtype: of the result.
-        interpret: as of ``grouped_gemm``.
+        lhs: codes ``(rows, depth)``; with scales per block ``(1, rows, depth)``.
+        kernels: codes ``(experts, columns, depth)``; with scales per block
+            ``(experts, 1, columns, depth)``.
+        group_sizes: number of rows of each expert, ``(experts,)``.
+        out_dtype: dtype of the result.
+        interpret: see ``grouped_gemm``.
     """
     (rows, depth), columns, experts = lhs.codes.shape[-2:], kernels.codes.shape[-2], group_sizes.size
     filled_rows, filled_depth, filled_columns = max(_up(rows, 8), TILE), _up(depth), _up(columns)
@@ -155,14 +174,14 @@ def rows_by_kernel(
 def groups_by_kernel(
     lhs: QTensor, rhs: QTensor, group_sizes: jax.Array, *, out_dtype: Any, interpret: Any = None
 ) -> jax.Array:
-    """Returns the sum of outer products over the rows of each expert, ``(experts, depth, columns)``.
+    """Sums the outer products of the rows of each expert: ``(experts, depth, columns)``.
 
     Args:
-        lhs: ``(rows, depth)``; with scales per block ``(1, depth, rows)``.
-        rhs: ``(rows, columns)``; with scales per block ``(1, columns, rows)``.
-        group_sizes: rows of each expert.
-        out_dtype: of the result.
-        interpret: as of ``grouped_gemm``.
+        lhs: codes ``(rows, depth)``; with scales per block ``(1, depth, rows)``.
+        rhs: codes ``(rows, columns)``; with scales per block ``(1, columns, rows)``.
+        group_sizes: number of rows of each expert, ``(experts,)``.
+        out_dtype: dtype of the result.
+        interpret: see ``grouped_gemm``.
     """
     is_per_block, experts = lhs.quantizer.scales_along_contraction, group_sizes.size
     depth, columns = (x.codes.shape[1] for x in (lhs, rhs))
@@ -170,6 +189,7 @@ def groups_by_kernel(
     table = table_of(rows, group_sizes, TILE) if is_per_block else table_of(rows, group_sizes)
 
     def side_by_side(x: QTensor) -> tuple[jax.Array, jax.Array]:
+        """Returns codes with the rows of all experts as columns, in blocks of one expert, and scales."""
         size, scale = x.codes.shape[1], x.scale.reshape(-1)
         if is_per_block:
             scales = _filled(_block_scales(x, 1), rows // BLOCK, _up(size))
@@ -185,13 +205,16 @@ def groups_by_kernel(
 
 
 def _block_scales(x: QTensor, rows: int) -> Any:
-    """Returns a matrix's scales, for so many of its rows each, ``(blocks, ...)``; None if it has others."""
+    """Returns the scales of a matrix, each for ``rows`` rows and 128 columns; the column blocks come first.
+
+    Returns None if the scales of ``x`` cannot be written in this form.
+    """
     blocks = x.quantizer.as_blocks(x, rows, BLOCK)
     return None if blocks is None else blocks.scale[0].T
 
 
 def _multiply(tiling: Tiling, out_dtype: Any, interpret: Any, *operands: jax.Array) -> jax.Array:
-    """Calls the kernel; under ``jax.vmap`` once for each."""
+    """Calls ``grouped_gemm``; under ``jax.vmap`` in a loop, once for each element of the batch."""
 
     @sequential_vmap
     def call(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, table: Any) -> jax.Array:
@@ -199,18 +222,18 @@ def _multiply(tiling: Tiling, out_dtype: Any, interpret: Any, *operands: jax.Arr
         options = {"tiling": tiling, "out_dtype": out_dtype, "interpret": interpret}
         return grouped_gemm(lhs, rhs, *scales, table, **options)
 
-    # Pallas's pipeline divides its own int32 by Python's integers, which are int64 under jax_enable_x64.
+    # Pallas's pipeline divides an int32 by Python integers, which would be int64 under jax_enable_x64.
     with jax.named_scope(GROUPED_GEMM), jax.enable_x64(False):
         return call(*operands)
 
 
 def _up(size: int, multiple: int = BLOCK) -> int:
-    """Returns it, or the next multiple."""
+    """Rounds a size up to a multiple of ``multiple``."""
     return -(-size // multiple) * multiple
 
 
 def _filled(x: jax.Array, *sizes: int) -> jax.Array:
-    """Fills up an array to these sizes with zeros."""
+    """Pads an array with zeros at the end of each dimension, to these sizes."""
     if x.shape == sizes:
         return x
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, size - have, 0) for size, have in zip(sizes, x.shape)])

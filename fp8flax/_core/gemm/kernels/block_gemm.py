@@ -1,4 +1,4 @@
-"""A GEMM whose scales change along the contraction: a Pallas kernel for NVIDIA GPUs."""
+"""A GEMM whose scales change along the contraction: a GPU kernel in Pallas's Triton backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16
 from fp8flax._core.scaling import apply_scales
 
 BLOCK = 128
-"""Columns per scale, and rows and columns of a tile of the result."""
+"""The number of columns that share a scale. A tile of the result also has this many rows and columns."""
 
 
 def block_gemm(
@@ -40,7 +40,8 @@ def block_gemm(
         rhs_scale: float32, ``(batch, N, K / 128)``.
         out_dtype: dtype of the result.
         in_float16: whether to multiply in float16, which holds FP8 values exactly, instead of FP8. Pallas's
-            Triton backend reaches Hopper's FP8 units in no such kernel, and no unit with two FP8 dtypes.
+            Triton backend does not use Hopper's FP8 units for this kernel. On no GPU it
+            multiplies two different FP8 dtypes in FP8.
         interpret: whether to run the kernel step by step on any device, for tests.
     """
     from jax.experimental import pallas as pl
@@ -91,5 +92,5 @@ def block_gemm(
 
 
 def _whole_tiles(x: jax.Array) -> jax.Array:
-    """Pads the rows with zeros."""
+    """Pads the rows of a stack of matrices with zeros, to a multiple of 128."""
     return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, -x.shape[1] % BLOCK, 0), (0, 0, 0)))

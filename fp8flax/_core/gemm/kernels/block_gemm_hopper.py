@@ -1,4 +1,4 @@
-"""A GEMM whose scales change along the contraction, on Hopper's FP8 units: a kernel in Mosaic GPU."""
+"""A GEMM whose scales change along the contraction: a GPU kernel in Mosaic GPU for Hopper's FP8 units."""
 
 from __future__ import annotations
 
@@ -14,37 +14,45 @@ from fp8flax._core.axes import vary_alike
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 
-# Two warpgroups multiply, each 64 rows of a tile of the result, and one warp of a third fetches.
+# A thread block has three warpgroups. Two multiply, each 64 rows of a tile of the result. One warp of the
+# third fetches the operands.
 _ROWS = 64
 _TILE = 2 * _ROWS
 HAS_MOSAIC = jax.__version_info__ >= (0, 10)
-"""Whether Pallas's Mosaic GPU is that which the kernel is written in."""
+"""Whether Pallas's Mosaic GPU has the interface that the kernel uses."""
 
 _IS_0_11 = jax.__version_info__ >= (0, 11)
-"""From there on its instruction takes operands of two FP8 dtypes."""
+"""Whether JAX is 0.11 or later. From 0.11 on ``wgmma`` takes operands of two different FP8 dtypes."""
 
 _CORES = 132
-"""Of an H100 or H200. On a GPU with fewer some tiles wait for a second round."""
+"""The number of cores of an H100 or H200. On a GPU with fewer some tiles wait for a second round."""
 
-# These two values change the time and not the result. They are guesses: no GPU has measured them.
+# The next two values change the time, not the result. They are guesses and were not measured on a GPU.
 _STAGES = 5
-"""The number of blocks of both operands that shared memory holds or is about to hold."""
+"""The number of blocks of each operand in shared memory, including the blocks that are being fetched."""
 
 _STRIP = 8
-"""The width, in tiles, of the strips of columns that the cores walk down. Tiles of a strip share reads."""
+"""The width, in tiles, of a strip of columns. The cores compute one strip after the other, because the
+tiles of a strip share what they read."""
 
 
 def multiplies_dtypes(lhs: Any, rhs: Any) -> bool:
-    """Tells whether Hopper's units multiply operands of these FP8 dtypes in a kernel of ours."""
+    """Returns whether our GPU kernels for Hopper's FP8 units can multiply operands of these dtypes."""
     known = {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)}
     return HAS_MOSAIC and {jnp.dtype(lhs), jnp.dtype(rhs)} <= known and (lhs == rhs or _IS_0_11)
 
 
 def load(ref: Any, index: Any, **options: Any) -> Any:
-    """Returns a part of a reference in a layout; a kernel calls it."""
+    """Loads ``ref[index]`` into registers; kernels call it.
+
+    Args:
+        ref: a reference of a Mosaic GPU kernel.
+        index: the index of the part to load.
+        **options: options of ``plgpu.load``, such as the register layout.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    # JAX 0.11 calls an index of its own deprecated, which JAX 0.10 wants.
+    # JAX 0.10 requires the index as a separate argument, which JAX 0.11 deprecates.
     args = (ref.at[index],) if _IS_0_11 else (ref, index)
     return plgpu.load(*args, **options)
 
@@ -60,16 +68,16 @@ def hopper_block_gemm(
 ) -> jax.Array:
     """Returns the product of two block-scaled stacks of matrices, ``(batch, M, N)``.
 
-    As ``block_gemm``, but that the two scales of a block are multiplied first: what that block adds is lost
-    where their product is less than 2**-126, and the result is not finite where it is more than float32
-    holds. (To be careful with each element, as ``block_gemm`` is, takes longer than the FP8 units do.)
+    The formula is that of ``block_gemm``, but the two scales of a block are multiplied first. If their
+    product is below 2**-126, the block adds zero. If it overflows float32, the result is not finite.
+    (``block_gemm`` avoids both for each element. Here that would take longer than the multiplication.)
 
     Args:
-        lhs: codes, ``(batch, M, K)``; K is a multiple of 128.
-        rhs: codes, ``(batch, N, K)``; of dtypes that ``multiplies_dtypes``.
+        lhs: FP8 codes, ``(batch, M, K)``; K is a multiple of 128.
+        rhs: FP8 codes, ``(batch, N, K)``. ``multiplies_dtypes`` must be True for both dtypes.
         lhs_scale: float32, ``(batch, M, K / 128)``.
-        rhs_scale: float32, ``(batch, N, K / 128)``, or ``(batch, ceil(N / 128), K / 128)`` with one for 128
-            rows.
+        rhs_scale: float32, ``(batch, N, K / 128)``, or ``(batch, ceil(N / 128), K / 128)`` if 128 rows
+            share a scale.
         out_dtype: ``bfloat16``, ``float16`` or ``float32``.
         interpret: parameters of Pallas's GPU interpreter, to run on any device, for tests.
 
@@ -80,21 +88,21 @@ def hopper_block_gemm(
     columns, num_blocks = rhs.shape[1], depth // BLOCK
     is_square = rhs_scale.shape[1] != columns
     codes = [_padded_rows(x) for x in (lhs, rhs)]
-    # With the block first, a scale of each row: what the kernel fetches is then contiguous.
+    # The scales get the shape (blocks, rows), so that the scales that the kernel fetches are contiguous.
     scales = [_padded_rows(lhs_scale), rhs_scale if is_square else _padded_rows(rhs_scale)]
     scales = [jnp.moveaxis(x, 2, 0).reshape(num_blocks, -1) for x in scales]
     m, n = (x.shape[1] // _TILE for x in codes)
     kernel = _kernel(batch, m, n, num_blocks, jnp.dtype(out_dtype), is_square, interpret)
     codes = [x.reshape(-1, depth) for x in codes]
-    if interpret is not None:  # which multiplies no reference that is transposed
+    if interpret is not None:  # the interpreter cannot multiply by a transposed reference
         codes[1] = codes[1].T
     out = kernel(*vary_alike(*codes, *scales))
-    out = vary_alike(out, lhs, rhs)[0]  # of which the kernel loses track
+    out = vary_alike(out, lhs, rhs)[0]  # the kernel loses the axes
     return out.reshape(batch, m * _TILE, n * _TILE)[:, :rows, :columns]
 
 
 def _padded_rows(x: jax.Array) -> jax.Array:
-    """Fills up the last tile with zeros."""
+    """Pads the rows of a stack of matrices with zeros, so that the last tile is whole."""
     return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, -x.shape[1] % _TILE, 0), (0, 0, 0)))
 
 
@@ -107,11 +115,11 @@ def _kernel(
     is_square: bool,
     interpret: Any,
 ) -> Any:
-    """Returns the kernel of a stack of ``m`` by ``n`` tiles."""
+    """Returns the GPU kernel whose result is a stack of ``batch`` matrices of ``m`` by ``n`` tiles."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    # Shared memory also holds the tile that is written. A float32 tile takes the room of one more stage.
+    # Shared memory also holds the tile of the result. A float32 tile takes the memory of one more stage.
     stages = min(_STAGES if out_dtype.itemsize < 4 else _STAGES - 1, num_blocks)
     layout, is_interpreted = plgpu.Layout.WGMMA, interpret is not None
     swizzle = 128
@@ -159,7 +167,7 @@ def _kernel(
             def _(loop: Any) -> None:
                 num_tiles = np.int32(m * n)
                 which, tile = lax.div(loop.index[0], num_tiles), lax.rem(loop.index[0], num_tiles)
-                # Neighbours share what they read.
+                # This order lets neighbouring cores share what they read.
                 i, j = plgpu.planar_snake(tile, (m, n), 1, _STRIP)
                 of_rows = pl.ds((which * m + i) * _TILE, _TILE)
                 of_columns = pl.ds((which * n + j) * _TILE, _TILE)
