@@ -386,7 +386,8 @@ def test_it_moves_little_more_than_bfloat16_on_hopper():
     assert (in_fp8, own) == (6, 4)
     assert beside <= 2560  # 2373 in bfloat16; of the layers, one after the other, 4549
     assert beside <= 1.06 * wide
-    assert number <= 30
+    # By plain jax.vjp, as here, an op computes the scales of its tensors by itself: no digests.
+    assert number <= 35
 
 
 @pytest.mark.long
