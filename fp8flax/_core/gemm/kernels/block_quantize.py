@@ -1,9 +1,10 @@
-"""Scales per 128 columns of a matrix and of its transpose, with their codes: one kernel.
+"""Quantizes a matrix and its transpose with scales per 128 columns: one GPU kernel.
 
-For its two GEMMs a tensor is cast twice, with blocks along either dimension. XLA reads it four times for
-that: for the amaxes of rows and of columns, and for both casts. Here each tile is read once.
+A tensor enters two GEMMs and is quantized for both, with blocks along either dimension. XLA reads the
+tensor four times: for the amaxes of rows, for those of columns, and for two casts. This kernel reads each
+tile once.
 
-The kernel is one of Pallas's Triton backend; see ``cast_transpose``.
+The kernel uses Pallas's Triton backend; ``cast_transpose`` says what happens without that backend.
 """
 
 from __future__ import annotations
@@ -34,21 +35,22 @@ def block_quantize(
     inf_is_nan: bool = False,
     interpret: bool = False,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Returns codes and scales of a stack of matrices, and those of its transpose.
+    """Returns the codes and scales of a stack of matrices, and the codes and scales of its transpose.
 
     Args:
-        x: ``(batch, M, N)``, a wide float of at most 32 bits.
+        x: the matrices, ``(batch, M, N)``, in a wide float dtype of at most 32 bits.
         dtype: FP8 dtype of all codes.
-        is_square: whether a scale is that of 128 rows and columns, or of 128 columns of one row.
+        is_square: whether 128 rows and 128 columns share a scale. Otherwise 128 columns of one row do.
         power_2: whether scales are rounded up to powers of two.
-        inf_is_nan: whether an Inf becomes a NaN; else it saturates. Neither has a say in a scale.
+        inf_is_nan: whether an Inf becomes a NaN. Otherwise it saturates. Scales ignore Inf and NaN.
         interpret: whether to run the kernel step by step on any device, for tests.
 
     Returns:
-        Codes ``(batch, M, N)`` and their scales, ``(batch, M, N / 128)``, or with ``is_square``
-        ``(batch, M / 128, N / 128)``, float32; and the same of the transpose, ``(batch, N, M)``. Scales are
-        those of ``BlockQuantizer``, and so is what fills up the last blocks of columns, with ``is_square``
-        of rows too: zeros.
+        Two pairs of codes and float32 scales. The codes of the first pair have shape ``(batch, M, N)``,
+        the scales ``(batch, M, N / 128)``, or ``(batch, M / 128, N / 128)`` with ``is_square``. The second
+        pair is the same for the transpose, ``(batch, N, M)``. Codes and scales equal those of
+        ``BlockQuantizer``. As there, columns are padded with zeros to a multiple of 128, and with
+        ``is_square`` rows, too.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -60,6 +62,7 @@ def block_quantize(
     limit = fp8_max(dtype)
 
     def cast(values: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the codes of float32 values, and their scale, which is computed from ``amax``."""
         if power_2:
             exponent = jnp.maximum(scale_exponent(amax, limit, "up"), np.int32(-126))
             scale, scaled = power_of_two(exponent), values * power_of_two(-exponent)
@@ -69,10 +72,17 @@ def block_quantize(
         return clipped(scaled, limit).astype(dtype), scale
 
     def inside(axis: int, shape: tuple[int, ...], size: int) -> jax.Array:
-        """Returns which rows or columns of a tile, along the last axis of this one, there are."""
+        """Returns a mask of this shape: which rows or columns of the tile lie within the matrix.
+
+        Args:
+            axis: the axis of the grid: 1 for rows, 2 for columns.
+            shape: shape of the mask; its last axis runs over the rows or columns of the tile.
+            size: number of rows or columns of the matrix.
+        """
         return pl.program_id(axis) * BLOCK + lax.broadcasted_iota(np.int32, shape, len(shape) - 1) < size
 
     def store(ref: Any, value: jax.Array, mask: jax.Array | None) -> None:
+        """Writes a tile; if the tile may reach beyond the matrix, only where ``mask`` is True."""
         if is_whole or is_square:
             ref[...] = value
         else:
@@ -119,7 +129,7 @@ def block_quantize(
             tile(BLOCK, BLOCK, lambda b, i, j: (b, j, i)),
         ),
     ]
-    # Scales with the block first, as GEMMs read them.
+    # The kernel writes scales with the block dimension first, the layout in which the GEMM kernels read.
     if is_square:
         scales = [
             (shape(grid[2], grid[1], dtype=jnp.float32), tile(1, 1, lambda b, i, j: (b, j, i))),

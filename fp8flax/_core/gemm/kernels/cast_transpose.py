@@ -1,8 +1,9 @@
-"""Casts what an elementwise function makes to FP8 in both orders: one GPU kernel.
+"""Casts the results of an elementwise function to FP8 and transposes the codes: one GPU kernel.
 
-A GEMM of NVIDIA's Hopper reads FP8 along what it sums over, so a tensor that enters two of them is needed
-in both orders. XLA computes the function, the amax and the cast in one kernel, and transposes the codes in
-another; this kernel writes both.
+On Hopper the contracted dimension of an FP8 operand must be contiguous in memory. A tensor that enters two
+GEMMs is contracted over another dimension in each, so its codes are needed in both orders. XLA computes the
+function, the amax and the cast in one kernel, and transposes the codes in a second one. This kernel does
+all of it.
 
 It uses Pallas's Triton backend, which JAX calls deprecated from 0.11 on. Without that backend the reference
 runs, with the same values.
@@ -29,12 +30,14 @@ from fp8flax._core.quantize import clipped, divided
 def cast_by_kernel(
     request: CastTranspose, scales: Sequence[jax.Array], *args: jax.Array, interpret: bool = False
 ) -> list[Cast]:
-    """Returns ``f(*args)``, cast: each tile is read once, and written twice.
+    """Returns the FP8 codes of each result of ``request.f(*args)``, also transposed, with amaxes and sums.
+
+    The kernel reads each tile of the arguments once, and writes its codes twice.
 
     Args:
-        request: what is cast.
-        scales: of each result, a float32 scalar.
-        *args: of the function; M and N are multiples of 64, and the first is of shape ``(M, N)``.
+        request: the function, and the FP8 dtype of each of its results.
+        scales: the scale of each result, a float32 scalar.
+        *args: the arguments of the function. The first has shape ``(M, N)``; M and N are multiples of 64.
         interpret: whether to run the kernel step by step on any device, for tests.
     """
     from jax.experimental import pallas as pl
@@ -74,7 +77,7 @@ def cast_by_kernel(
     def block(height: int, width: int, index: Any = lambda i, j: (i, j)) -> Any:
         return pl.BlockSpec((height, width), index)
 
-    # Codes, transposed codes, amax, and sums.
+    # Shape, dtype (None for the FP8 dtype) and block of each output: codes, transposed codes, amaxes, sums.
     outs = [((rows, columns), None, block(CAST_TILE, width))]
     outs += [((columns, rows), None, block(width, CAST_TILE, lambda i, j: (j, i)))]
     outs += [(grid, jnp.float32, block(1, 1))]

@@ -1,7 +1,9 @@
-"""Rows in groups, in tiles of one group each: where those lie, and what lays them side by side.
+"""Splits rows that belong to groups into tiles of a fixed size, and copies the tiles side by side.
 
-Group g owns the rows up to ``ends[g]`` from where the group before it ends. Tiles have a fixed number of
-rows, the first of which is a multiple of 8, or of as many, and are counted group by group.
+The groups of a ragged dot are the rows of each expert; one more group, the last, has the rows that belong
+to no expert. Group g owns the rows from ``ends[g - 1]`` up to, but without, ``ends[g]``. Each tile has
+``TILE`` rows and serves one group. The index of its first row is a multiple of ``align``, so a tile may
+also cover rows of other groups. Tiles are numbered group by group.
 """
 
 from __future__ import annotations
@@ -18,37 +20,43 @@ from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import TRANSPOSE_GROUPS
 
 TILE = 128
-"""Rows of a tile."""
+"""The number of rows of a tile."""
 
-# Shared memory holds codes, and what is written, in tiles of 8 rows, and so does the map by which Hopper
-# copies them: a copy that began within one would lose rows. (No interpreter shows it.)
+# The first row of a tile is a multiple of this. Shared memory stores codes and results in units of 8 rows,
+# and Hopper copies them in these units. A copy that begins within a unit would lose rows. (The interpreter
+# does not show this.)
 _ALIGN = 8
 
 
 class Group(NamedTuple):
-    """The group of a tile, as int32 scalars."""
+    """The group that a tile serves, and the tile's rows, as int32 scalars.
+
+    The number of tiles is an upper bound, so some of the last tiles may be unused.
+    """
 
     index: Any
-    """Which it is; the number of groups for a tile that is one too many."""
+    """The index of the group; the number of groups if the tile is unused."""
     row: Any
-    """The first row of the tile."""
+    """The first row of the tile; 0 if the tile is unused."""
     low: Any
-    """The first of the tile's rows, counted from there, that belongs to the group."""
+    """The first row of the group in the tile, relative to ``row``; 0 if the tile is unused."""
     high: Any
-    """The row after the last one; 0, as ``low``, in a tile that is too many."""
+    """One more than the last row of the group in the tile, relative to ``row``; 0 if the tile is unused."""
 
 
 def table_of(rows: int, group_sizes: jax.Array, align: int = _ALIGN) -> jax.Array:
-    """Returns how many tiles there are up to the end of each group, and its ``ends``: ``(2, groups)``.
+    """Returns the table of all groups, int32 of shape ``(2, groups)``, from which kernels find their tiles.
 
-    Rows that belong to no group are one more, the last.
+    The first row has the number of tiles up to the end of each group. The second row has ``ends``, the end
+    of each group. The rows that belong to no expert are the last group.
 
     Args:
-        rows: how many there are.
-        group_sizes: of each group, ``(groups - 1,)``, integers; what is negative counts as 0.
-        align: of what a tile's first row is a multiple, ``TILE`` or less.
+        rows: total number of rows.
+        group_sizes: number of rows of each other group, ``(groups - 1,)``, integers. A negative size counts
+            as 0.
+        align: the first row of each tile is a multiple of this, ``TILE`` or less.
     """
-    # Sums under a mask, not cumsum: XLA makes one kernel of all this.
+    # Masked sums instead of cumsum, because XLA fuses them into one kernel.
     experts = group_sizes.size
     precedes = lax.broadcasted_iota(np.int32, (experts + 1, experts), 0) >= lax.broadcasted_iota(
         np.int32, (experts + 1, experts), 1
@@ -68,27 +76,34 @@ def table_of(rows: int, group_sizes: jax.Array, align: int = _ALIGN) -> jax.Arra
 
 
 def bounded(group_sizes: jax.Array, rows: int) -> jax.Array:
-    """Returns sizes as int32, none of them negative, nor so large that their sum would not fit."""
+    """Returns group sizes as int32, clipped to between 0 and ``rows``."""
     return jnp.clip(group_sizes, 0, min(rows, jnp.iinfo(group_sizes.dtype).max)).astype(jnp.int32)
 
 
 def _down(row: Any, align: int) -> Any:
-    """Returns it, or the row before it where a tile may begin."""
+    """Rounds a row index down to a multiple of ``align``, where a tile may begin."""
     return lax.div(row, np.int32(align)) * np.int32(align)
 
 
 def num_tiles(rows: int, groups: int) -> int:
-    """Returns how many tiles there can be at most, of rows in so many groups."""
+    """Returns an upper bound of the number of tiles of ``rows`` rows in ``groups`` groups."""
     return max(1, (rows + groups * (TILE - 1 + _ALIGN - 1)) // TILE)
 
 
 def before(table: Any, row: int, group: Any) -> Any:
-    """Returns ``table[row]`` of the group before, zero for the first; a kernel calls it."""
+    """Returns ``table[row, group - 1]``, or 0 for the first group; kernels call it."""
     return lax.select(group > 0, table[row, lax.max(group - 1, np.int32(0))], np.int32(0))
 
 
 def group_of(table: Any, tile: Any, groups: int, align: int = _ALIGN) -> Group:
-    """Returns the group of a tile, by bisection; a kernel calls it."""
+    """Returns the group that a tile serves, found by bisection; kernels call it.
+
+    Args:
+        table: the result of ``table_of``, or a reference to it.
+        tile: the index of the tile.
+        groups: number of groups.
+        align: the ``align`` that ``table_of`` was called with.
+    """
     last = np.int32(groups - 1)
     index, step = jnp.int32(0), 1 << (groups.bit_length() - 1)
     while step:
@@ -105,13 +120,13 @@ def group_of(table: Any, tile: Any, groups: int, align: int = _ALIGN) -> Group:
 
 
 def transpose_groups(codes: jax.Array, table: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Returns the tiles of all groups side by side, transposed: ``(columns, tiles * TILE)``.
+    """Transposes the tiles of all groups and returns them side by side: ``(columns, tiles * TILE)``.
 
-    The first and the last tile of a group are filled up with zeros, and so are the tiles that are too many.
+    Rows of a tile that belong to another group become zero, and so do all rows of unused tiles.
 
     Args:
-        codes: ``(rows, columns)``, of one byte each; columns are a multiple of 128.
-        table: of ``table_of``.
+        codes: ``(rows, columns)``, of one byte each; the number of columns is a multiple of 128.
+        table: the result of ``table_of``.
         interpret: whether to run the kernel step by step on any device, for tests.
     """
     from jax.experimental import pallas as pl
@@ -128,7 +143,7 @@ def transpose_groups(codes: jax.Array, table: jax.Array, *, interpret: bool = Fa
         out_ref[...] = taken.T
 
     bits, table = vary_alike(lax.bitcast_convert_type(codes, jnp.uint8), table)
-    if interpret:  # which would move a tile that begins where there are fewer rows than it has
+    if interpret:  # the interpreter shifts a tile that reaches beyond the last row
         bits = lax.pad(bits, np.uint8(0), ((0, TILE, 0), (0, 0, 0)))
     params = {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=8, num_stages=1)}
     out = pl.pallas_call(
@@ -148,14 +163,19 @@ def transpose_groups(codes: jax.Array, table: jax.Array, *, interpret: bool = Fa
 
 
 def blocks_of_groups(codes: jax.Array, scale: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the blocks of all groups but the last side by side: ``(columns, blocks * TILE)``, and scales.
+    """Returns the blocks of all experts side by side, and their scales.
 
-    A block that several groups share is there once for each, with zeros for the rows of the others.
+    The codes are transposed already, so a block has ``TILE`` columns. A block that several experts share is
+    copied once for each of them, with zeros in the columns of the others. The last group, the rows without
+    expert, is left out.
 
     Args:
-        codes: ``(columns, rows)``, of one byte each; rows are a multiple of ``TILE``.
-        scale: of each block, ``(rows / TILE, columns)``.
-        table: of ``table_of``, with tiles that begin at multiples of ``TILE``.
+        codes: ``(columns, rows)``, of one byte each; the number of rows is a multiple of ``TILE``.
+        scale: the scales of each block, ``(rows / TILE, columns)``.
+        table: the result of ``table_of`` with ``align=TILE``.
+
+    Returns:
+        Codes ``(columns, blocks * TILE)`` and scales ``(blocks, columns)``.
     """
     (columns, rows), groups = codes.shape, table.shape[1]
     index = lax.iota(np.int32, rows // TILE + groups - 2)
@@ -163,7 +183,7 @@ def blocks_of_groups(codes: jax.Array, scale: jax.Array, table: jax.Array) -> tu
     block = lax.div(of.row, np.int32(TILE))
     row = lax.broadcasted_iota(np.int32, (index.size, TILE), 1)
     is_mine = (row >= of.low[:, None]) & (row < of.high[:, None])
-    # In words, of which XLA's kernel reads and writes four at once, as it does of bytes.
+    # Codes are copied as 32-bit words: XLA's kernel moves four elements at once, whether bytes or words.
     mask = jnp.where(is_mine, np.uint8(255), np.uint8(0)).reshape(index.size, TILE // 4, 4)
     words = lax.bitcast_convert_type(codes.reshape(columns, rows // TILE, TILE // 4, 4), jnp.uint32)
     mask = lax.bitcast_convert_type(mask, jnp.uint32)

@@ -1,8 +1,9 @@
-"""Transposes FP8 codes: one kernel, and XLA's own.
+"""Transposes FP8 codes: a GPU kernel that is faster than XLA's.
 
-Hopper's GEMMs read FP8 along what they sum over, which for the gradient of a kernel are the rows of both
-operands. XLA transposes codes for that by a kernel that loads four bytes at a time and stores one; this one
-loads and stores sixteen. It is one of Pallas's Triton backend, as ``cast_transpose`` says.
+On Hopper the contracted dimension of an FP8 operand must be contiguous in memory. The gradient of a kernel
+contracts the rows of both operands, so both must be transposed. The kernel of XLA loads four bytes at a
+time and stores one. This kernel loads and stores sixteen. It uses Pallas's Triton backend, see
+``cast_transpose``.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from fp8flax._core.gemm.gpus import has_triton
 from fp8flax._core.names import TRANSPOSE
 
 _TILE = 128
-"""Rows and columns of a block of threads: a whole line of the caches, either way."""
+"""Rows and columns of the tile that a thread block transposes. 128 codes are a whole cache line, for reads
+and for writes."""
 
 
 def can_transpose(rows: Any, columns: Any) -> bool:
-    """Tells whether there is a kernel for matrices of this size."""
+    """Returns whether ``transpose`` supports a matrix of this size, and Pallas has its Triton backend."""
     return (
         has_triton()
         and all(isinstance(size, int) and size > 0 and size % _TILE == 0 for size in (rows, columns))
@@ -31,10 +33,10 @@ def can_transpose(rows: Any, columns: Any) -> bool:
 
 
 def transpose(codes: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Returns codes of shape ``(M, N)``, of one byte each, as ``(N, M)``.
+    """Returns the transpose of a matrix of codes.
 
     Args:
-        codes: both sizes are multiples of 128.
+        codes: ``(M, N)``, of one byte each; M and N are multiples of 128.
         interpret: whether to run the kernel step by step on any device, for tests.
     """
     from jax.experimental import pallas as pl
