@@ -55,7 +55,7 @@ class Gemm(NamedTuple):
         return (*lhs.sizes(lhs.batch), *lhs.sizes(lhs.free), *rhs.sizes(rhs.free))
 
     def of_transposed(self, *, lhs: bool = False, rhs: bool = False) -> Gemm:
-        """Returns the GEMM with the same result for operands of which one or both are passed transposed.
+        """Returns the GEMM with the same result, for callers that pass one or both operands transposed.
 
         Args:
             lhs: whether the left operand, a matrix, is passed transposed.

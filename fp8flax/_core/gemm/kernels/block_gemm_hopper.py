@@ -131,9 +131,11 @@ def _kernel(
 
     def kernel(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, out: Any, written: Any) -> None:
         def loaded(ref: Any, index: Any, axis: int) -> Any:
+            """Loads a vector of scales, in the layout of a tile of the result reduced over ``axis``."""
             return ref[index] if is_interpreted else load(ref, index, layout=layout.reduce(axis))
 
         def pipeline(body: Any, context: Any) -> Any:
+            """Returns a pipeline that fetches the blocks of a tile, and calls ``body`` for each."""
             of_columns = lambda k: (k, 0) if is_interpreted else (0, k)  # noqa: E731
             specs = [
                 plgpu.BlockSpec((_TILE, BLOCK), lambda k: (0, k), transforms=of_codes),
@@ -152,6 +154,7 @@ def _kernel(
                 compute_context=context,
             )
 
+        # The body of a pipeline that never runs: it gives the allocations that all tiles then share.
         def nothing(*_: Any, **__: Any) -> None:
             return None
 

@@ -1,4 +1,4 @@
-"""A GEMM of groups, each with a matrix of its own, on Hopper's FP8 units: a kernel in Mosaic GPU."""
+"""A GEMM of groups of rows, each with its own right matrix: a GPU kernel in Mosaic GPU for Hopper."""
 
 from __future__ import annotations
 
@@ -18,53 +18,56 @@ from fp8flax._core.gemm.kernels.groups import TILE
 from fp8flax._core.names import GROUPED_GEMM
 from fp8flax._core.scaling import apply_scales
 
-# Two warpgroups multiply, each half of the rows of a tile of the result, and one warp of a third fetches.
+# A thread block has three warpgroups. Two multiply, each half of the rows of a tile of the result. One warp
+# of the third fetches the operands.
 _ROWS = TILE // 2
 
+# The number of cores of an H100 or H200.
 _CORES = 132
 
-# What a core has for a kernel, 227 KiB, less what barriers take.
+# Bytes of shared memory for operands and results: a core has 227 KiB, and barriers take some of it.
 _SHARED_MEMORY = 226 * 1024
 
 
 class Tile(NamedTuple):
-    """A tile of the result in its first columns, as int32 scalars; the others are beside it.
+    """A tile in the first 128 columns of the result, and what it is computed from, as int32 scalars.
 
-    It is the product of ``TILE`` rows of the left operand and as many of the right one, over
-    ``num_blocks`` blocks of 128 columns of both.
+    The tile is the product of ``TILE`` rows of the left operand and ``TILE`` rows of the right operand,
+    summed over ``num_blocks`` blocks of 128 columns of both. The tiles to its right in the result use the
+    same rows of the left operand, and the following rows of the right operand.
     """
 
     lhs_row: Any
     """The first row of the left operand, a multiple of 8."""
     rhs_row: Any
-    """The row of the right operand that makes the first column of the result, a multiple of 8; of 128 where
-    128 rows share a scale."""
+    """The row of the right operand for the first column of the result. A multiple of 8, or of 128 if 128
+    rows of the right operand share a scale."""
     block: Any
     """The first block of the contraction."""
     num_blocks: Any
-    """How many; of none the sum is zero."""
+    """The number of blocks of the contraction; with 0 the tile is zero."""
     out_row: Any
     """The first row of the result, a multiple of 8."""
     low: Any
-    """The first of the tile's rows that is written."""
+    """The first row of the tile, relative to ``out_row``, that is written."""
     high: Any
-    """The row after the last one."""
+    """One more than the last row of the tile, relative to ``out_row``, that is written."""
 
 
 class Tiling(NamedTuple):
-    """Which rows of the result are computed of which rows of the operands (hashable)."""
+    """Says which rows of the operands each tile of the result is computed from (hashable)."""
 
     rows: int
-    """Of the result."""
+    """The number of rows of the result."""
     columns: int
-    """Of the result; a multiple of 128."""
+    """The number of columns of the result; a multiple of 128."""
     num_tiles: int
-    """How many tiles there are in the first columns."""
+    """The number of tiles in the first 128 columns of the result."""
     is_whole: bool
-    """Whether of all tiles all rows are written."""
+    """Whether all rows of every tile are written. Otherwise a tile writes the rows ``low`` to ``high``."""
     tile: Callable[[Any, Any], Tile]
-    """Called with the table of ``grouped_gemm`` and the index of a tile. All of it, also of what is not
-    written, lies within the operands and the result."""
+    """Called with the table of ``grouped_gemm`` and the index of a tile; returns the tile. All its rows,
+    also those that are not written, must lie within the operands and the result."""
 
 
 def grouped_gemm(
@@ -78,29 +81,30 @@ def grouped_gemm(
     out_dtype: Any,
     interpret: Any = None,
 ) -> jax.Array:
-    """Returns the result of ``tiling``, of which its tiles are written and nothing else.
+    """Multiplies the tiles of ``tiling`` and returns the result, ``(tiling.rows, tiling.columns)``.
 
-    The sum of each block's products leaves the FP8 units, and is added, in float32. Scales per block
-    multiply it before, with the limits of ``hopper_block_gemm``; others multiply the sum of all.
+    Rows of the result that no tile writes are undefined. The FP8 units sum the products of each block; the
+    sums of the blocks are added in float32. Scales per block multiply the sum of each block, with the
+    limits of ``hopper_block_gemm``. Other scales multiply the sum over all blocks.
 
     Args:
         lhs: FP8 codes, ``(R, D)`` with R at least 128 and D a multiple of 128.
         rhs: FP8 codes, ``(S, D)``.
-        lhs_scale: float32, ``(R,)`` or ``(1,)``; per block ``(D / 128, R)``.
-        rhs_scale: float32, ``(S,)``, or shorter with one for each of as many parts of the rows; per block
-            ``(D / 128, S)``, or ``(D / 128, S / 128)`` with one for 128 rows.
-        table: int32, two-dimensional: what the tiling reads.
-        tiling: what is multiplied.
+        lhs_scale: float32, ``(R,)`` or ``(1,)``; scales per block ``(D / 128, R)``.
+        rhs_scale: float32, ``(S,)``, or ``(P,)`` with a scale for every S / P rows; scales per block
+            ``(D / 128, S)``, or ``(D / 128, S / 128)`` if 128 rows share a scale.
+        table: int32, two-dimensional; passed to ``tiling.tile``.
+        tiling: the tiles of the result.
         out_dtype: ``bfloat16``, ``float16`` or ``float32``.
         interpret: parameters of Pallas's GPU interpreter, to run on any device, for tests.
     """
     sizes = lhs.shape[0], rhs.shape[0]
     is_per_block, is_square = lhs_scale.ndim == 2, rhs_scale.shape[-1] < rhs.shape[0]
     kernel = _kernel(tiling, jnp.dtype(out_dtype), *sizes, is_per_block, is_square, interpret)
-    if interpret is not None:  # which multiplies no reference that is transposed
+    if interpret is not None:  # the interpreter cannot multiply by a transposed reference
         rhs = rhs.T
     out = kernel(*vary_alike(lhs, rhs, lhs_scale, rhs_scale, table))
-    return vary_alike(out, lhs, rhs)[0]  # of which the kernel loses track
+    return vary_alike(out, lhs, rhs)[0]  # the kernel loses the axes
 
 
 def _kernel(
@@ -112,10 +116,11 @@ def _kernel(
     is_square: bool,
     interpret: Any,
 ) -> Any:
+    """Returns the GPU kernel of ``grouped_gemm`` for a tiling and these numbers of operand rows."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    # Blocks of both operands, and their scales, lie in shared memory beside one or two tiles of the result.
+    # Shared memory holds blocks of both operands with their scales, and one or two tiles of the result.
     num_scales = (2 - is_square) if is_per_block else 0
     of_stage = 2 * TILE * BLOCK + 4 * num_scales * TILE
     of_results = (2 - tiling.is_whole) * TILE * TILE * out_dtype.itemsize
@@ -139,18 +144,30 @@ def _kernel(
         part: Any = None,
     ) -> None:
         def loaded(ref: Any, index: Any, axis: int, **options: Any) -> Any:
+            """Loads a vector of scales, in the layout of a tile of the result reduced over ``axis``."""
             return ref[index] if is_interpreted else load(ref, index, layout=layout.reduce(axis), **options)
 
         def broadcast(scale: Any, axis: int) -> Any:
+            """Repeats a vector of scales along ``axis`` of a warpgroup's half of a tile."""
             return lax.broadcast_in_dim(scale, (_ROWS, TILE), (1 - axis,))
 
         def scale_of(ref: Any, of_rows: int, start: Any, size: int, axis: int) -> Any:
+            """Returns the scale of an operand's rows from ``start`` on, as it multiplies a tile.
+
+            Args:
+                ref: the scales: one per row, or one for each of several equal parts of the rows.
+                of_rows: number of rows of the operand.
+                start: the first row.
+                size: number of rows.
+                axis: the axis of the tile that the scale is broadcast along.
+            """
             count = ref.shape[0]
             if count < of_rows:
                 return ref[lax.div(start, np.int32(of_rows // count))]
             return broadcast(loaded(ref, (pl.ds(start, size),), axis, optimized=False), axis)
 
         def pipeline(body: Any, context: Any, first: Any, count: Any) -> Any:
+            """Returns a pipeline over ``count`` blocks from ``first`` on; calls ``body`` for each."""
             of_rhs = lambda k: (first + k, 0) if is_interpreted else (0, first + k)  # noqa: E731
             return plgpu.emit_pipeline_warp_specialized(
                 body,
@@ -167,6 +184,7 @@ def _kernel(
                 compute_context=context,
             )
 
+        # The body of a pipeline that never runs: it gives the allocations that all tiles then share.
         def nothing(*_: Any, **__: Any) -> None:
             return None
 
@@ -182,7 +200,7 @@ def _kernel(
 
             @plgpu.nd_loop((tiling.num_tiles * n,), collective_axes="core")
             def _(loop: Any) -> None:
-                # In the order in which neighbours share most of what they read.
+                # This order lets neighbouring cores share most of what they read.
                 t, j = plgpu.planar_snake(loop.index[0], (tiling.num_tiles, n), 1, 8)
                 tile = tiling.tile(table, t)
                 column = tile.rhs_row + j * TILE
@@ -200,6 +218,7 @@ def _kernel(
                     return total + (sums * factor_of(index[0], *scales) if is_per_block else sums)
 
                 def factor_of(k: Any, lhs_s: Any, rhs_s: Any = None) -> Any:
+                    """Returns the product of the scales of both operands for block ``k`` of this tile."""
                     scale = loaded(lhs_s, (0, mine), 1)
                     if is_square:
                         return broadcast(
@@ -219,6 +238,7 @@ def _kernel(
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                     def target(first: Any, size: int) -> Any:
+                        """Returns the reference to ``size`` rows of this half of the tile in the result."""
                         return out.at[pl.ds(tile.out_row + start + first, size), pl.ds(j * TILE, TILE)]
 
                     def write_all() -> None:
@@ -237,7 +257,7 @@ def _kernel(
                     def _() -> None:
                         part[warpgroup] = result
                         plgpu.commit_smem()
-                        # A copy has a fixed size: of as many rows as each bit of the count says.
+                        # A copy has a static size. So each set bit of the count copies that many rows.
                         first, size = low, _ROWS // 2
                         while size:
                             bit = count & size
@@ -270,7 +290,7 @@ def _kernel(
         num_threads=3,
         thread_name="warpgroup",
         kernel_name=GROUPED_GEMM,
-        # The default of JAX 0.10; that of 0.11 asks for proofs of where the rows of a part begin.
+        # The default of JAX 0.10. The default of JAX 0.11 requires proofs of where partial tiles begin.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         scratch_types=scratch,
         interpret=interpret,

@@ -1,7 +1,7 @@
 """Runs GPU kernels on arrays that XLA splits over several devices: each device computes its part.
 
-XLA cannot split a GPU kernel; it would gather the arrays that the kernel takes. ``custom_partitioning``
-says which dimensions of operands and result are the same, and runs the kernel on each part.
+XLA cannot split a GPU kernel, and would gather its operands. ``custom_partitioning`` gets a rule that says
+which dimensions of operands and result correspond. It then runs the kernel on each device's part.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ Axes = tuple[str, ...]
 def gemm_on_shards(
     multiply: Callable[..., jax.Array], *, name: str, is_square: bool
 ) -> Callable[..., jax.Array]:
-    """Returns a GEMM of stacks, as ``hopper_block_gemm``, that may be split in every dimension.
+    """Returns ``multiply`` for operands that may be split over devices in every dimension.
 
-    Where the contraction is, the parts of the result are added, in its dtype.
+    If the contraction is split, the partial results are summed over the devices, in their own dtype.
 
     Args:
-        multiply: called as ``(lhs, rhs, lhs_scale, rhs_scale)``.
-        name: the scope of the kernel, by which an audit knows it.
-        is_square: whether a scale of the right operand is that of 128 rows.
+        multiply: a block-scaled GEMM of two stacks of matrices, called as
+            ``(lhs, rhs, lhs_scale, rhs_scale)``; see ``hopper_block_gemm``.
+        name: the scope in which the kernel runs, by which an audit recognizes the kernel.
+        is_square: whether 128 rows of the right operand share a scale.
     """
 
     def partition(mesh: Any, args: Any, result: Any) -> Any:
+        """Returns what each device computes, and the shardings of result and operands."""
         del result
         lhs, rhs, lhs_scale, rhs_scale = args
         batch, rows, summed = _axes_of(lhs)
@@ -62,8 +64,8 @@ def gemm_on_shards(
     def split(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
         return multiply(lhs, rhs, lhs_scale, rhs_scale)
 
-    # Blocks are not said to be parts of columns: where the devices do not divide them, Shardy would split
-    # columns over parts of an axis, of which JAX's shardings know nothing.
+    # The rule does not relate blocks to columns. Otherwise, if the number of devices does not divide the
+    # number of blocks, Shardy could split columns over a part of a mesh axis. JAX has no such sharding.
     scales = "d" if is_square else "n"
     rule = f"b m k, b n k, b m c, b {scales} c -> b m n"
     split.def_partition(partition, sharding_rule=rule, reduction_factors=("k",))
@@ -71,14 +73,16 @@ def gemm_on_shards(
 
 
 def quantize_on_shards(kernel: Callable[..., Any], *, is_square: bool) -> Callable[..., Any]:
-    """Returns ``block_quantize`` of a stack of whole blocks, which may be split between any of them.
+    """Returns ``kernel`` for a stack of matrices that may be split over devices at any block boundary.
 
     Args:
-        kernel: called with the stack.
-        is_square: as of ``block_quantize``.
+        kernel: ``block_quantize`` with all options bound, called with the stack ``(batch, M, N)``. M and N
+            are multiples of 128.
+        is_square: whether 128 rows and 128 columns share a scale; see ``block_quantize``.
     """
 
     def partition(mesh: Any, args: Any, result: Any) -> Any:
+        """Returns what each device computes, and the shardings of result and operands."""
         del result
         (x,) = args
         batch, rows, columns = _axes_of(x)
@@ -105,18 +109,19 @@ def ragged_on_shards(
     rhs: QTensor,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """Returns ``multiply(lhs, rhs, group_sizes)``; all dimensions but that of the experts may be split.
+    """Returns ``multiply(lhs, rhs, group_sizes)``; all dimensions except the experts may be split.
 
-    Each device has some of the rows, and the sizes of the groups among these. Where the result has not the
-    dimension that is split, its parts are added, in its dtype.
+    Each device calls ``multiply`` with its rows, and with the number of its rows in each group. If a split
+    dimension is contracted, the partial results are summed over the devices, in the dtype of the result.
 
     Args:
-        multiply: a ragged dot.
-        dims: a letter for each dimension of the codes of ``lhs``, of those of ``rhs``, and of the result:
-            ``m`` for the rows in groups, ``e`` for the experts, ``-`` for one that is 1.
-        lhs: its operand.
-        rhs: likewise.
-        group_sizes: rows of each group.
+        multiply: a ragged dot, called as ``(lhs, rhs, group_sizes)``.
+        dims: three strings with a letter for each dimension of the codes of ``lhs``, of the codes of
+            ``rhs``, and of the result. Dimensions with the same letter correspond. ``m`` stands for the
+            rows in groups, ``e`` for the experts, and ``-`` for a dimension of size 1.
+        lhs: the left operand.
+        rhs: the right operand.
+        group_sizes: number of rows of each group.
     """
     letters = dict.fromkeys("".join(dims).replace("e", "").replace("-", ""))
     added = tuple(letter for letter in letters if letter not in dims[2])
@@ -125,6 +130,7 @@ def ragged_on_shards(
     names = [name for x, of_codes in zip(operands, dims) for name in (of_codes, _of_scale(x, of_codes))]
 
     def partition(mesh: Any, args: Any, result: Any) -> Any:
+        """Returns what each device computes, and the shardings of result and operands."""
         del result
         taken, axes = _Taken(mesh), dict[str, Axes]({"e": (), "-": ()})
         for letter in letters:
@@ -151,7 +157,7 @@ def ragged_on_shards(
         lhs, rhs = treedef.unflatten((lhs, lhs_scale, rhs, rhs_scale))
         return multiply(lhs, rhs, sizes)
 
-    # What is not as large as the dimension of the codes is none of the same name.
+    # In the rule a dimension of scales that is smaller than that of the codes gets a name of its own.
     sizes = {letter: n for i in (0, 2) for letter, n in zip(names[i], arrays[i].shape)}
     others = map("u{}".format, itertools.count())
     of_arrays = (
@@ -165,9 +171,15 @@ def ragged_on_shards(
 
 
 def _of_scale(x: QTensor, of_codes: str) -> str:
-    """Returns the letters of a scale's dimensions: those of the codes where it has more than one value.
+    """Returns a letter for each dimension of the scales of ``x``, in the notation of ``ragged_on_shards``.
 
-    Or where it has one for each block: of a part of a block there is none.
+    A dimension with more than one scale gets the letter of the codes, and any other dimension gets ``-``.
+    With scales per block each dimension gets the letter of the codes, also if its size is 1. This keeps
+    devices from splitting a single block.
+
+    Args:
+        x: the operand.
+        of_codes: the letters of the dimensions of the codes.
     """
     if x.scale.ndim != x.codes.ndim:
         return "-" * x.scale.ndim
@@ -176,7 +188,13 @@ def _of_scale(x: QTensor, of_codes: str) -> str:
 
 
 def _sizes_of_part(group_sizes: jax.Array, rows: int, axes: Axes) -> jax.Array:
-    """Returns how many of the rows that a device has are of each group; all devices have as many."""
+    """Returns how many rows of each group lie on this device.
+
+    Args:
+        group_sizes: number of rows of each group, over all devices.
+        rows: number of rows on each device.
+        axes: the mesh axes over which the rows are split.
+    """
     total = rows * lax.axis_size(axes)
     ends = jnp.minimum(jnp.cumsum(bounded(group_sizes, total), dtype=jnp.int32), total)
     ends = jnp.clip(ends - lax.axis_index(axes) * rows, 0, rows)
@@ -184,24 +202,30 @@ def _sizes_of_part(group_sizes: jax.Array, rows: int, axes: Axes) -> jax.Array:
 
 
 def _axes_of(x: Any) -> list[Axes]:
-    """Returns the axes of the mesh that each dimension is split over."""
+    """Returns, for each dimension of ``x``, the mesh axes over which it is split."""
     spec = [*x.sharding.spec, *[None] * (len(x.shape) - len(x.sharding.spec))]
     return [() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in spec]
 
 
 def _sharding(mesh: Any, *dims: Axes) -> NamedSharding:
+    """Returns the sharding of an array, given the mesh axes of each dimension."""
     return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims)))
 
 
 class _Taken:
-    """The axes of a mesh that dimensions are split over, each by one."""
+    """Records which axes of a mesh are used, so that each axis splits only one dimension."""
 
     def __init__(self, mesh: Any) -> None:
         self.mesh = mesh
         self.axes: set[str] = set()
 
     def take(self, axes: Axes, count: int) -> Axes:
-        """Returns the axes, or none where so many blocks cannot be split over them."""
+        """Returns the axes and records them as used, or returns ``()`` if they cannot split a dimension.
+
+        Args:
+            axes: the mesh axes over which a dimension is to be split.
+            count: number of elements or blocks of that dimension; the number of devices must divide it.
+        """
         parts = 1
         for axis in axes:
             parts *= self.mesh.shape[axis]
