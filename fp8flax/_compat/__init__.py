@@ -1,1 +1,1 @@
-"""What the package uses of the private parts of JAX, a file for each part."""
+"""Uses of private parts of JAX and Flax. Each file says which parts, why, and what works without them."""

@@ -1,14 +1,15 @@
 """Chooses between two functions when a program is lowered: by its platform, or by its number of devices.
 
-Why: a CPU, one GPU, and GPUs over which XLA splits a program compute the same values best in different
-ways. While a program is traced nothing tells which of these it is for: a mesh need not be set, and the
-devices may be elsewhere. ``lax.platform_dependent`` chooses by the platform, but traces both functions, and
-JAX carries both through all transformations. Nothing public chooses by the number of devices.
+Why: the fastest way to compute some values differs between a CPU, one GPU, and several GPUs over which XLA
+splits a program. While JAX traces a program, the package cannot know which of these the program is for: a
+mesh need not be set, and the devices may be on another machine. ``lax.platform_dependent`` chooses by the
+platform, but it traces both functions, and JAX carries both through all transformations. JAX has no public
+way to choose by the number of devices.
 
 Internals: ``jax.extend.core`` and ``jax.interpreters``, to define primitives and to lower them, and the
 ``axis_context`` of the module that is lowered. JAX shows them to libraries, but does not promise to keep
-them. Without them ``unless_cpu`` is ``lax.platform_dependent``, and ``unless_partitioned`` always takes the
-function that XLA can split. The values are the same; tracing and GPUs are slower.
+them. Without them ``unless_cpu`` is ``lax.platform_dependent``, and ``unless_partitioned`` always calls the
+function that XLA can split. The values are the same, but tracing and programs for GPUs are slower.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ else:
     _unless_cpu_p, _unless_partitioned_p = map(Primitive, ("fp8_unless_cpu", "fp8_unless_partitioned"))
 
 
-# By platform. The function for CPUs gives the types of the results. The other function is traced where it
-# is lowered, so never for a CPU.
+# Choice by platform. When the primitive is bound, only the function for CPUs is traced; it gives the shapes
+# and dtypes of the results. The other function is traced when a program for a GPU is lowered.
 
 
 def unless_cpu(otherwise: Callable[..., Any], on_cpu: Callable[..., Any], *args: Any) -> Any:
@@ -46,8 +47,8 @@ def unless_cpu(otherwise: Callable[..., Any], on_cpu: Callable[..., Any], *args:
 
     Args:
         otherwise: a function of trees of arrays that returns a tree of arrays. It is traced when the
-            program is lowered. So it must not depend on a context of ours; and it must not multiply, as
-            whoever looks for contractions would not see it.
+            program is lowered. So it must not depend on contexts such as ``autocast``. It must not contain
+            matmuls either: code that searches a traced program for matmuls would not find them.
         on_cpu: a function with results of the same shapes and dtypes.
         *args: trees of arrays.
     """
@@ -58,6 +59,7 @@ def unless_cpu(otherwise: Callable[..., Any], on_cpu: Callable[..., Any], *args:
     has_64_bits = jax.config.jax_enable_x64
 
     def of_leaves(*x: Any) -> list[Any]:
+        """Returns the leaves of ``otherwise``; JAX may lower it under another setting of x64."""
         with jax.enable_x64(has_64_bits):
             return jax.tree.leaves(otherwise(*treedef.unflatten(x)))
 
@@ -66,22 +68,28 @@ def unless_cpu(otherwise: Callable[..., Any], on_cpu: Callable[..., Any], *args:
 
 
 def _by_platform(on_cpu: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that has both, for any platform."""
+    """Returns a function that calls ``on_cpu`` or ``otherwise`` by ``lax.platform_dependent``.
+
+    This function can be lowered for several platforms at once, and JAX can transform it.
+    """
     return functools.partial(lax.platform_dependent, cpu=jaxpr_as_fun(on_cpu), default=otherwise)
 
 
 def _differentiate_unless_cpu(primals: Any, tangents: Any, *, on_cpu: Any, otherwise: Any) -> Any:
+    """Differentiates ``unless_cpu``; ``lax.platform_dependent`` chooses between the two derivatives."""
     tangents = tuple(map(ad.instantiate_zeros, tangents))
     return jax.jvp(_by_platform(on_cpu, otherwise), tuple(primals), tangents)
 
 
 def _batch_unless_cpu(args: Any, dims: Any, *, on_cpu: Any, otherwise: Any) -> Any:
+    """Batches ``unless_cpu``: applies ``jax.vmap`` to both functions."""
     both = (jax.vmap(f, in_axes=dims) for f in (otherwise, jaxpr_as_fun(on_cpu)))
     results = unless_cpu(*both, *args)
     return results, [0] * len(results)
 
 
 def _lower_unless_cpu(ctx: Any, *args: Any, on_cpu: Any, otherwise: Any) -> Any:
+    """Lowers ``unless_cpu`` to ``on_cpu`` or ``otherwise``; for several platforms, to a choice of both."""
     platforms = tuple(ctx.module_context.platforms)
     chosen: Callable[..., Any] = _by_platform(on_cpu, otherwise)
     if "cpu" not in platforms:
@@ -100,7 +108,8 @@ if _unless_cpu_p is not None:
     batching.primitive_batchers[_unless_cpu_p] = _batch_unless_cpu
 
 
-# By the number of devices. The rules that lower a primitive know it by the ``axis_context`` of the module.
+# Choice by the number of devices, which the rules that lower a primitive read from the ``axis_context`` of
+# the module.
 
 
 def unless_partitioned(
@@ -109,15 +118,18 @@ def unless_partitioned(
     *args: Any,
     on_shards: Callable[..., Any] | None = None,
 ) -> Any:
-    """Returns ``split(*args)`` where XLA splits the program over several devices, else ``whole(*args)``.
+    """Returns ``split(*args)`` if XLA splits the program over several devices, ``whole(*args)`` if not.
 
-    XLA does not split what is inside of ``jax.shard_map``, if that is over all axes of the mesh.
+    XLA does not split the code inside of a ``jax.shard_map`` over all axes of the mesh, so that code gets
+    ``whole``.
 
     Args:
-        whole: a function of trees of arrays that returns a tree of arrays. It depends on nothing else.
+        whole: a function of trees of arrays that returns a tree of arrays. The result must depend only on
+            these arrays.
         split: a function with results of the same shapes and dtypes.
-        on_shards: another such function, or None. It replaces ``split`` in programs that are split over a
-            mesh. It may use ``custom_partitioning``. Under ``jax.vmap`` it is not used.
+        on_shards: a third function with results of the same shapes and dtypes, or None. It replaces
+            ``split`` in programs that are split over a mesh. It may use ``custom_partitioning``. Under
+            ``jax.vmap`` it is not used.
         *args: trees of arrays. Under ``jax.vmap`` the results of one array are batched along the axis of
             that array, and the results of several arrays along the first axis.
     """
@@ -145,6 +157,7 @@ def _is_partitioned(context: Any) -> bool:
 
 
 def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, split: Any, on_shards: Any) -> Any:
+    """Lowers ``unless_partitioned`` to one of the three functions."""
     context = ctx.module_context.axis_context
     chosen = split if _is_partitioned(context) else whole
     if chosen is split and on_shards is not None and getattr(context, "abstract_mesh", None) is not None:
@@ -153,6 +166,7 @@ def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, split: Any, on_s
 
 
 def _batch_unless_partitioned(args: Any, dims: Any, *, whole: Any, split: Any, on_shards: Any) -> Any:
+    """Batches ``unless_partitioned``: applies ``jax.vmap`` to ``whole`` and ``split``."""
     del on_shards
     out = dims[0] if len(args) == 1 else 0
     whole, split = (
@@ -163,6 +177,11 @@ def _batch_unless_partitioned(args: Any, dims: Any, *, whole: Any, split: Any, o
 
 
 def _run_unless_partitioned(*args: Any, **params: Any) -> Any:
+    """Runs ``unless_partitioned`` outside of jit: compiles the primitive by itself.
+
+    If jit is switched off, ``jax.jit`` would call this rule again. In this case ``split`` runs, because it
+    is right on any number of devices.
+    """
     if jax.config.jax_disable_jit:
         return jaxpr_as_fun(params["split"])(*args)
     return jax.jit(functools.partial(_unless_partitioned_p.bind, **params))(*args)
@@ -172,6 +191,6 @@ if _unless_partitioned_p is not None:
     _unless_partitioned_p.multiple_results = True
     _unless_partitioned_p.def_impl(_run_unless_partitioned)
     _unless_partitioned_p.def_abstract_eval(lambda *avals, whole, split, on_shards: split.out_avals)
-    # Not cached: a cached rule would not ask for how many devices the program is.
+    # Not cached, because what the rule lowers depends on the number of devices.
     mlir.register_lowering(_unless_partitioned_p, _lower_unless_partitioned, cacheable=False)
     batching.primitive_batchers[_unless_partitioned_p] = _batch_unless_partitioned

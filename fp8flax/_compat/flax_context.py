@@ -1,10 +1,11 @@
 """Returns the Linen modules whose methods run now.
 
-Why: an NNX op that is called by a Linen layer raises an error that names the layer, and a Linen op warns if
-``apply`` was asked by name for the next state. Nothing public tells which modules are running.
+Why: an NNX op that is called by a Linen layer raises an error that names the layer. A Linen op warns if
+``apply`` was called with the name of the state's collection in ``mutable``. Flax has no public way to list
+the modules that are running.
 
-Internals: ``_context`` of ``nn.module``. Without it no module is known: that error and that warning do not
-come, and nothing else changes.
+Internals: ``_context`` of ``nn.module``. Without it the list is empty: the error and the warning are not
+raised, and nothing else changes.
 """
 
 from __future__ import annotations

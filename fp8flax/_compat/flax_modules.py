@@ -1,8 +1,8 @@
-"""Stands around each call of a method of a Linen module, and runs a function as if it were a method.
+"""Runs our code around each call of a method of a Linen module, and runs a function as if it were a method.
 
-Why: in a converted model something must happen before a method runs, also where a caller gives ``apply`` a
-function of the module. ``nn.intercept_methods`` does not see such functions, and its context would have to
-be entered by the caller.
+Why: a converted model must run our code before each of its methods, and before a function of the module
+that a caller passes to ``apply`` as ``method``. ``nn.intercept_methods`` does not see such functions, and
+the caller would have to enter its context.
 
 Internals: ``_call_wrapped_method`` of ``nn.Module``, through which Linen runs all methods. Without it
 ``quantize_model`` raises an error.
@@ -19,13 +19,25 @@ from fp8flax._compat.missing import missing
 
 
 class AroundCalls:
-    """Is to stand before ``nn.Module`` among the bases of a class."""
+    """Base class that passes each method call of a Linen module to ``_around_call``.
+
+    A class must list it before ``nn.Module`` (or a subclass of ``nn.Module``) among its bases.
+    """
 
     def _around_call(self, name: str, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Returns the result of a method; ``compute(module, args, kwargs)`` runs the method of a module."""
+        """Returns the result of a method call; a subclass implements it.
+
+        Args:
+            name: the name of the method.
+            compute: ``compute(module, args, kwargs)`` runs the method on a module.
+            args: the positional arguments of the call.
+            kwargs: the keyword arguments of the call.
+        """
         raise NotImplementedError
 
     def _call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
+        """Overrides the method of ``nn.Module`` through which Linen runs each method."""
+
         def compute(module: Any, args: Any, kwargs: Any) -> Any:
             return super()._call_wrapped_method(fun, args, kwargs)  # type: ignore[misc]
 
@@ -33,11 +45,11 @@ class AroundCalls:
 
 
 def check_calls() -> None:
-    """Raises ``RuntimeError`` where Linen runs methods in another way than ``AroundCalls`` knows."""
+    """Raises ``RuntimeError`` if Linen lacks the private method that ``AroundCalls`` overrides."""
     if not hasattr(nn.Module, "_call_wrapped_method"):
         raise missing("nn.Module._call_wrapped_method", "fp8flax.quantize_model")
 
 
 def call_as_method(module: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns ``function(module, *args, **kwargs)``, run as Linen runs a method."""
+    """Returns ``function(module, *args, **kwargs)``, run by Linen as if it were a method of the module."""
     return module._call_wrapped_method(function, args, kwargs)

@@ -1,10 +1,10 @@
 """Changes which collections of variables Linen's lifted transformations (``nn.scan``, ``nn.vmap``, …) take.
 
-Why: whoever wrote ``nn.scan(..., variable_axes={"params": 0})`` did not know of the scaling state, which
-must be sliced and stacked as the parameters are. And ``nn.WeightNorm``, which maps all variables of its
-layer, must not normalize the scaling state. Every lifted transformation of Flax says by
-``flax.core.lift.pack`` which collections it takes, and nothing public changes that of a transformation in a
-model's source. So this file replaces that function, once, at import.
+Why: a model's ``nn.scan(..., variable_axes={"params": 0})`` does not name the scaling state, which must be
+sliced and stacked as the parameters are. And ``nn.WeightNorm``, which maps all variables of its layer, must
+not normalize the scaling state. Every lifted transformation of Flax calls ``flax.core.lift.pack`` with the
+collections that it takes. Flax has no public way to change these for a transformation in a model's source.
+So this file replaces ``pack``, once, at import.
 
 Internals: ``flax.core.lift``, of which ``pack`` is replaced, and ``flax.core.scope``, for the filters that
 say which collections are taken. Without them ``quantize_model`` raises an error, and an op given by hand
@@ -35,26 +35,27 @@ except ImportError:
     in_filter = subtract_filters = union_filters = MissingPart("flax.core.scope", _FEATURE)
 
 Filters = Sequence[Any]
-"""Which collections each group of variables has."""
+"""For each group of variables, a Flax filter that says which collections are in the group."""
 
 
 class Packing(NamedTuple):
-    """What a transformation gives to ``pack``."""
+    """The arguments of ``pack`` that a lifted transformation passes, and that may be changed."""
 
     body: Callable[..., Any]
-    """Called as ``(make_scopes, repack, groups, rngs, *args)``."""
+    """The function that runs the transformation, ``body(make_scopes, repack, groups, rngs, *args)``."""
     taken: Filters
-    """The collections that it takes."""
+    """The collections that the transformation takes."""
     returned: Filters
-    """The collections that it returns."""
+    """The collections that the transformation returns."""
 
 
 def change_packing(change: Callable[[str | None, Any, Packing], Packing]) -> None:
-    """Has all lifted transformations take what ``change`` returns.
+    """Replaces ``flax.core.lift.pack``, so that ``change`` can change the arguments of each call.
 
     Args:
-        change: called as ``(name, scopes, packing)``, with the name of the transformation, such as
-            ``"map_variables"``, and the scopes that it is applied to.
+        change: a function that is called as ``change(name, scopes, packing)`` and returns a ``Packing``.
+            ``name`` is the name of the transformation, such as ``"map_variables"``. ``scopes`` are the
+            scopes that it is applied to, and ``packing`` are the arguments of Flax.
     """
     if isinstance(_flax_pack, MissingPart):
         return
@@ -71,26 +72,26 @@ def change_packing(change: Callable[[str | None, Any, Packing], Packing]) -> Non
 
 
 def check_pack() -> None:
-    """Raises ``RuntimeError`` where transformations do not take what ``change_packing`` said."""
+    """Raises ``RuntimeError`` if Flax lacks ``pack``, so that ``change_packing`` had no effect."""
     if isinstance(_flax_pack, MissingPart):
         raise missing(_PART, _FEATURE)
 
 
 def takes(group: Any, collection: str) -> bool:
-    """Tells whether a group of variables has a collection."""
+    """Returns whether a group of variables (given by its filter) has a collection."""
     return bool(in_filter(group, collection))
 
 
 def takes_all(group: Any) -> bool:
-    """Tells whether a group of variables has all collections, or all but some that are named."""
+    """Returns whether a group of variables has all collections, or all except some that are named."""
     return group is True or isinstance(group, DenyList)
 
 
 def with_collection(group: Any, collection: str) -> Any:
-    """Returns a group of variables with one more collection."""
+    """Returns the filter of a group of variables with one more collection."""
     return union_filters(group, collection)
 
 
 def without_collection(group: Any, collection: str) -> Any:
-    """Returns a group of variables without a collection."""
+    """Returns the filter of a group of variables without a collection."""
     return subtract_filters(group, collection)

@@ -1,12 +1,12 @@
-"""Computes the part of a loop's body that is the same in each iteration once, before the loop.
+"""Computes once, before a loop, those values of the loop's body that are the same in each iteration.
 
-Why: the microbatches of a step share the kernels of the model, whose codes need be computed once. XLA does
-not move them out of a loop by itself.
+Why: the microbatches of a step share the kernels of the model, so the FP8 codes of the kernels need to be
+computed only once. XLA does not move this computation out of the loop by itself.
 
 Internals: ``jax._src.interpreters.partial_eval``, whose ``partial_eval_jaxpr_custom`` splits a program into
-what depends on known operands alone and the rest (``jax.checkpoint`` splits a forward pass with it), and
-``jax.extend.core``, to run both. Without them each iteration computes everything. The values are the same;
-a step of many microbatches is slower.
+a part that depends on known operands only, and the rest. (``jax.checkpoint`` splits a forward pass by the
+same function.) ``jax.extend.core``, to run both parts. Without them each iteration computes everything. The
+values are the same, but a step of many microbatches is slower.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 _split: Any = None
-"""Splits a program; None if JAX lacks a part."""
+"""JAX's function that splits a program in two; None if JAX lacks a part."""
 
 try:
     from jax._src.interpreters import partial_eval
@@ -31,14 +31,14 @@ except (ImportError, AttributeError):
 def hoisted(
     f: Callable[[Any, Any], Any], invariant: Any, example: Any, is_kept: Callable[..., Any]
 ) -> Callable[[Any], Any]:
-    """Returns ``lambda varying: f(invariant, varying)``, of which some results are computed now.
+    """Returns ``lambda varying: f(invariant, varying)``; this call computes some intermediate values.
 
     Args:
         f: a function of two trees of arrays.
-        invariant: the first tree.
-        example: a second tree, with the shapes and dtypes of those that will come.
-        is_kept: a policy of ``jax.checkpoint``: which results that depend on ``invariant`` alone are
-            computed now. The returned function computes all others.
+        invariant: the first argument of ``f``.
+        example: a second argument of ``f``, with the shapes and dtypes of all arguments ``varying``.
+        is_kept: a policy of ``jax.checkpoint``. Of the intermediate values that depend on ``invariant``
+            only, this call computes those that the policy saves. The returned function computes all others.
     """
     if _split is None:
         return lambda varying: f(invariant, varying)
@@ -54,6 +54,7 @@ def hoisted(
     treedef = jax.tree.structure(out)
 
     def with_rest(varying: Any) -> Any:
+        """Returns ``f(invariant, varying)``, computed from the values in ``kept``."""
         args = *kept, *fixed, *jax.tree.leaves(varying)
         return treedef.unflatten(jaxpr_as_fun(closed.replace(jaxpr=rest))(*args))
 

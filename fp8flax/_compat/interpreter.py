@@ -1,14 +1,14 @@
-"""Interprets a program that JAX has traced (a jaxpr): goes through its equations with values of any kind.
+"""Interprets a program that JAX has traced (a jaxpr): evaluates its equations on values of any kind.
 
-``interpret`` has the only loop over equations that knows which value each variable has. ``Rules`` say what
-an equation makes of its operands, and what loops and branches do. Two kinds of rules are here:
+``interpret`` loops over the equations and keeps the value of each variable. ``Rules`` define what a value
+is, and how to evaluate an equation, a loop and a branch. This file has two kinds of rules:
 
 * ``Sets``: a value is a set that says where a variable comes from. A loop is repeated until no set grows.
-* ``Values``: a value is an array. The program is computed again, and some equations report further arrays,
-  which come out of all loops and branches around them.
+* ``Values``: a value is an array. The program is computed again. Some of its equations report more arrays,
+  and the rules return these from all loops and branches around the equation.
 
-Why: statistics compute a step again with more results; ``freeze`` and ``quantize_model`` ask which
-parameters a program reads. JAX has no public way to do either.
+Why: ``statistics`` computes a step again with more results. ``freeze`` and ``quantize_model`` find out
+which parameters a program reads. JAX has no public way to do either.
 
 Internals: the classes of ``jaxprs``, and for ``Values`` the scopes of ``name_scopes``, the attribute
 ``ctx`` of equations and ``get_bind_params`` of primitives. Without them the features of ``jaxprs`` raise an
@@ -34,13 +34,16 @@ RUNS_ONCE = (
     *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
 )
-"""The primitives whose results are those of their program, for their operands as they are."""
+"""The primitives that run one program, once, on their unchanged operands, and return its results."""
 
 V = TypeVar("V")
 
 
 class Rules(ABC, Generic[V]):
-    """What the values of a program are, and what becomes of them."""
+    """Rules to interpret a program: one method for each kind of equation.
+
+    ``V`` is the type of the values that stand for the variables of the program.
+    """
 
     @abstractmethod
     def constant(self, value: Any) -> V:
@@ -48,10 +51,13 @@ class Rules(ABC, Generic[V]):
 
     @abstractmethod
     def equation(self, eqn: Any, operands: list[V]) -> list[V]:
-        """Returns the values of the results of an equation whose programs, if any, are not looked into."""
+        """Returns the results of an equation without programs, or whose programs are not interpreted."""
 
     def inside(self, eqn: Any) -> Self | None:
-        """Returns the rules for the programs inside an equation; None to not look into them."""
+        """Returns the rules for the programs inside an equation; None if these are not to be interpreted.
+
+        An equation with None goes to ``equation``.
+        """
         return self
 
     def scope(self, eqn: Any) -> contextlib.AbstractContextManager[Any]:
@@ -59,7 +65,7 @@ class Rules(ABC, Generic[V]):
         return contextlib.nullcontext()
 
     def call(self, primitive: Any, program: Any, operands: list[V], params: Mapping[str, Any]) -> list[V]:
-        """Returns the results of a primitive with one program, such as those of ``RUNS_ONCE``."""
+        """Returns the results of a primitive that runs one program, such as those in ``RUNS_ONCE``."""
         return interpret(program, operands, self)
 
     @abstractmethod
@@ -85,7 +91,7 @@ def interpret(program: Any, operands: Sequence[V], rules: Rules[V]) -> list[V]:
     Args:
         program: a jaxpr, closed or not.
         operands: a value for each input.
-        rules: what becomes of them.
+        rules: the rules that evaluate each equation.
     """
     jaxpr = jaxpr_of(program)
     values = dict(zip(jaxpr.invars, operands, strict=True))
@@ -111,14 +117,17 @@ def interpret(program: Any, operands: Sequence[V], rules: Rules[V]) -> list[V]:
 def results_within(
     primitive: Any, params: Mapping[str, Any], operands: list[V], num_results: int, rules: Rules[V]
 ) -> list[V] | None:
-    """Returns the results of a primitive that runs programs; None if it is not known how it runs them.
+    """Returns the results of a primitive that runs programs; None for an unknown primitive.
+
+    A primitive is known if it is a loop or a branch, or if it has one program that takes as many operands
+    and returns as many results as the primitive.
 
     Args:
         primitive: the primitive of an equation.
-        params: its parameters, with the programs.
-        operands: its operands.
-        num_results: how many results it has.
-        rules: those for the programs.
+        params: the parameters of the primitive, which include the programs.
+        operands: the operands of the equation.
+        num_results: how many results the equation has.
+        rules: the rules for the programs.
     """
     if primitive.name == "cond":
         return rules.branch(params["branches"], operands[0], operands[1:])
@@ -149,20 +158,28 @@ Set = frozenset[Any]
 
 
 class Sets(Rules[Set]):
-    """Rules for sets that say where a value may come from; a branch has the union of what it may have."""
+    """Rules in which the value of a variable is the set of places that it may come from.
+
+    The set of a result of a branch is the union of the sets from all branches.
+    """
 
     def decide(self, condition: Set) -> None:
-        """Is called with the value that chooses a branch."""
+        """Does nothing; a subclass may record the set of a value that chooses a branch or ends a loop."""
 
     def part_of(self, whole: Set) -> Set:
-        """Returns the value of a slice of an array (in ``lax.scan``), or of an array of such slices."""
+        """Returns the set of an array that ``lax.scan`` slices or stacks from the set of the other array.
+
+        Args:
+            whole: the set of the stacked array, if the result is for its slices; the set of a slice, if the
+                result is for the stacked array.
+        """
         return whole
 
     def call(
         self, primitive: Any, program: Any, operands: list[Set], params: Mapping[str, Any]
     ) -> list[Set]:
         results = interpret(program, operands, self)
-        # Others, such as shard_map, give parts of their operands to their program.
+        # Other primitives, such as shard_map, pass slices of their operands to their program.
         return results if primitive.name in RUNS_ONCE else list(map(self.part_of, results))
 
     def branch(self, programs: Sequence[Any], index: Set, operands: list[Set]) -> list[Set]:
@@ -194,22 +211,27 @@ class Sets(Rules[Set]):
 
 
 Reports = dict[Hashable, list[Any]]
-"""For each key what the equations with this key reported: trees of arrays, in order. In a loop they have a
-leading axis."""
+"""For each key, the trees of arrays that the equations with this key reported, in order.
+
+The arrays of an equation in a loop have a leading axis for the iterations."""
 
 
 class Values(Rules[Any]):
-    """Rules that compute a program again; a subclass says which equations report what."""
+    """Rules that compute a program again; a subclass defines which equations report which arrays."""
 
     def __init__(self) -> None:
         self.reports: Reports = {}
 
     @abstractmethod
     def absent(self, like: Any) -> Any:
-        """Returns what stands for a report in a branch that does not make it."""
+        """Returns the report of a branch that did not run, in the shape and dtype of ``like``.
+
+        All branches of ``lax.cond`` must return equal trees. So each branch returns these arrays for the
+        reports that only other branches make.
+        """
 
     def report(self, key: Hashable, tree: Any) -> None:
-        """Adds to the reports."""
+        """Appends a tree of arrays to the reports of a key."""
         self.reports.setdefault(key, []).append(tree)
 
     def constant(self, value: Any) -> Any:
@@ -231,11 +253,13 @@ class Values(Rules[Any]):
         return interpret(program, operands, inside), inside.reports
 
     def _add(self, reports: Reports) -> None:
+        """Appends the reports of an inner program to the reports."""
         for key, trees in reports.items():
             self.reports.setdefault(key, []).extend(trees)
 
     def branch(self, programs: Sequence[Any], index: Any, operands: list[Any]) -> list[Any]:
-        # All branches must return the same tree: each fills up what others report.
+        # All branches must return equal trees. ``most`` has, for each key, the reports of the branch with
+        # the most reports; the other branches fill up theirs with ``absent``.
         most: Reports = {}
         for program in programs:
             _, shapes = jax.eval_shape(partial(self._run, program), *operands)
@@ -243,6 +267,7 @@ class Values(Rules[Any]):
                 most[key] = max(most.get(key, []), trees, key=len)
 
         def filled(program: Any, *operands: Any) -> Any:
+            """Returns the results of a branch, and its reports, filled up to the number of ``most``."""
             out, made = self._run(program, *operands)
             full = {}
             for key, trees in most.items():

@@ -24,7 +24,7 @@ except (ImportError, AttributeError):
 
 
 class Equation(NamedTuple):
-    """An equation of a program, and where it stands."""
+    """An equation of a program, and its position: the scopes and loops around it."""
 
     eqn: Any
     outer_scopes: str
@@ -44,11 +44,11 @@ def equations(
     outer_scopes: str = "",
     times: int = 1,
 ) -> Iterator[Equation]:
-    """Yields the equations of a program in their order; behind each those of the programs inside it.
+    """Yields the equations of a program in order, each followed by the equations of the programs inside it.
 
     Args:
         program: a jaxpr, closed or not.
-        looks_into: whether the programs inside of an equation are looked into.
+        looks_into: a function that returns whether to yield the equations inside of an equation.
         outer_scopes: the scopes around the program.
         times: how often the program is computed.
     """
@@ -63,7 +63,7 @@ def equations(
 
 
 def jaxpr_of(program: Any) -> Any:
-    """Returns a jaxpr without its constants."""
+    """Returns the ``Jaxpr`` of a program that is a ``ClosedJaxpr`` or a ``Jaxpr``."""
     return getattr(program, "jaxpr", program)
 
 
@@ -75,12 +75,16 @@ def programs_in(params: Mapping[str, Any]) -> list[Any]:
 
 
 def is_literal(atom: Any) -> bool:
-    """Tells whether an operand of an equation is a number, and not a variable."""
+    """Returns whether an operand of an equation is a literal number, and not a variable."""
     return isinstance(atom, core.Literal)
 
 
 def num_consts_and_carry(scan: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns from the parameters of a ``scan`` how many operands are constants, how many its carry."""
+    """Returns how many operands of a ``scan`` are constants, and how many are its carry.
+
+    Args:
+        scan: the parameters of the primitive.
+    """
     if "ft_in" in scan:  # JAX 0.11.2
         consts, carry, _ = scan["ft_in"].unpack()
         return len(consts), len(carry)

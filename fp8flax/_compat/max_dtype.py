@@ -1,17 +1,17 @@
 """``fp32_max_grad``, a float32 whose gradients merge by maximum.
 
-Reverse-mode differentiation adds the cotangents of a value that is used twice. For an amax the sum means
-nothing: the maximum is wanted. JAX lets an *extended dtype* bring its own rule for that sum. So a float32
-array that is cast to this dtype, and then read in many places, collects the largest of its cotangents.
+Reverse-mode differentiation adds the cotangents of a value that is used twice. Amaxes must merge by maximum
+instead. JAX lets an *extended dtype* define its own rule for that sum. So the cotangent of a float32 array
+that is cast to this dtype, and then read in many places, is the elementwise maximum over these places.
 
 Without these parts of JAX the package cannot be imported: delayed scaling needs the dtype.
 
 Internals: ``jax._src.ad_util``, ``jax._src.core``, ``jax._src.debugging``, ``jax._src.dtypes``,
 ``jax._src.earray``, ``jax._src.sharding_impls``, ``jax._src.tree_util``, ``jax._src.numpy.array_methods``,
-``jax._src.interpreters.pxla`` and ``jax._src.interpreters.ad``, which know extended dtypes, arrays of them,
+``jax._src.interpreters.pxla`` and ``jax._src.interpreters.ad``, which define extended dtypes, their arrays,
 their derivatives and how they are printed; ``jax.extend.core`` and ``jax.interpreters``, to define
-primitives. The supported versions of JAX differ in one entry point below, how an array class says that it
-needs no canonicalisation.
+primitives. The supported versions of JAX differ in one function that is called below, which registers that
+an array class needs no canonicalisation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jax.interpreters import batching, mlir
 
 
 class _MaxDtypeRules:
-    """What JAX asks an extended dtype; each method's name and signature are JAX's."""
+    """The rules that JAX calls for an extended dtype; each method's name and signature are JAX's."""
 
     allow_conversion: bool = True
 
@@ -46,7 +46,7 @@ class _MaxDtypeRules:
 
     @staticmethod
     def zero(dtype: MaxDtype) -> Any:
-        # The identity of max, so "no gradient" is told apart from a gradient of 0.
+        # -inf is the identity of max. It also distinguishes "no gradient" from a gradient of 0.
         return of_floats(dtype, np.full(dtype.element_shape, -np.inf, dtype.float_dtype))
 
     @staticmethod
@@ -62,6 +62,7 @@ class _MaxDtypeRules:
 
     @staticmethod
     def global_sharded_result_handler(aval: Any, out_sharding: Any, committed: Any) -> Any:
+        """Returns the function that makes a ``MaxArray`` from the float buffers of a compiled function."""
         physical = core.physical_aval(aval)
         sharding = sharding_impls.physical_sharding(aval, out_sharding)
         handler = pxla.global_result_handlers[core.ShapedArray](physical, sharding, committed)
@@ -69,7 +70,10 @@ class _MaxDtypeRules:
 
 
 class _DigestRules(_MaxDtypeRules):
-    """The same for elements of several floats, which JAX's cast would give in the place of one value."""
+    """The rules of a dtype whose elements have several floats, for which ``astype`` raises an error.
+
+    JAX's ``astype`` would return all floats of each element, where its caller expects one value.
+    """
 
     allow_conversion: bool = False
 
@@ -80,11 +84,11 @@ class _MaxScalar(dtypes.extended):
 
 @dataclasses.dataclass(frozen=True)
 class MaxDtype(dtypes.ExtendedDType):
-    """A float dtype whose cotangents merge by ``max`` where others add."""
+    """A float dtype whose cotangents merge by ``max``, where those of other dtypes are added."""
 
     float_dtype: np.dtype
     element_shape: tuple[int, ...] = ()
-    """Of the floats that make one element, and merge one by one."""
+    """The shape of the floats in one element; ``()`` for one float. Each float merges by itself."""
     type: type = _MaxScalar
 
     def __repr__(self) -> str:
@@ -105,7 +109,7 @@ class MaxDtype(dtypes.ExtendedDType):
 
 
 class MaxArray(earray.EArray):
-    """A concrete array of a ``MaxDtype``, which un-jitted code meets."""
+    """A concrete array of a ``MaxDtype``: what code outside of jit gets."""
 
     @property
     def addressable_shards(self) -> Any:
@@ -113,7 +117,7 @@ class MaxArray(earray.EArray):
         return self._data.addressable_shards
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        """Returns the values of the state; those of a digest are its scales."""
+        """Returns the floats as a NumPy array; for a digest, its scales (the first of its numbers)."""
         values = np.asarray(self._data)
         values = values.reshape(*self.shape, -1)[..., 0]
         return np.array(values, dtype, copy=copy)
@@ -125,8 +129,8 @@ class MaxArray(earray.EArray):
         return format(self.__array__(), spec)
 
 
-# What JAX must know of an array class: its type, how it enters a compiled function, that it needs no
-# canonicalisation, its leaves, and (un-jitted gradients look this up by class) how two of them add.
+# Registers the array class with JAX: its type, how it is passed to a compiled function, that it needs no
+# canonicalisation, its leaves, and how two cotangents add outside of jit, which JAX looks up by class.
 core.pytype_aval_mappings[MaxArray] = lambda x: x.aval
 pxla.shard_arg_handlers[MaxArray] = pxla.shard_arg_handlers[earray.EArray]
 if hasattr(dtypes, "register_canonicalize_value_handler"):  # JAX 0.10 and later
@@ -137,11 +141,11 @@ tree_util.dispatch_registry.register_node(
     MaxArray, lambda x: ((x._data,), x.aval), lambda aval, data: MaxArray(aval, data[0])
 )
 ad_util.raw_jaxval_adders[MaxArray] = lambda x, y: x.dtype._rules.add(x.dtype, x, y)
-# The operators and methods of ``MaxArray`` are those of tracers.
+# Gives ``MaxArray`` the operators and methods that tracers have.
 array_methods._set_array_base_attributes(MaxArray, exclude={*vars(earray.EArray), *vars(MaxArray)})
 
-# Casts between floats and a ``MaxDtype``: the same buffer under another dtype. JAX has such casts too, but
-# their transposes fail, and a digest refuses them: a user would get all numbers of the digest.
+# Casts between floats and a ``MaxDtype``, which only change the dtype of the same buffer. The package does
+# not use JAX's own casts: their transposes fail, and ``_DigestRules`` does not allow them.
 _of_floats_p, _to_floats_p = Primitive("fp8_of_floats"), Primitive("fp8_to_floats")
 
 
@@ -170,17 +174,17 @@ for _primitive in (_of_floats_p, _to_floats_p):
 
 
 def of_floats(dtype: MaxDtype, x: Any) -> Any:
-    """Returns the array of a ``MaxDtype`` that is made of floats of shape ``(*shape, *element_shape)``."""
+    """Returns an array of ``dtype`` and of shape ``s``, from floats of shape ``(*s, *element_shape)``."""
     return _of_floats_p.bind(x, dtype=dtype)
 
 
 def to_floats(x: Any) -> Any:
-    """Returns the floats that an array of a ``MaxDtype`` is made of; returns all else as it is."""
+    """Returns the floats of an array of a ``MaxDtype``; returns any other value unchanged."""
     return _to_floats_p.bind(x) if is_max_dtype(x) else x
 
 
-# JAX pads the cotangent of a slice with a zero that NumPy makes, and NumPy knows no extended dtype. An
-# unrolled loop over stacked layers takes such slices, and so does ``lax.scan`` with jit switched off.
+# JAX pads the cotangent of a slice with a zero from NumPy, and NumPy has no extended dtypes. An unrolled
+# loop over stacked layers slices the stacked state, and so does ``lax.scan`` if jit is switched off.
 _transpose_slice = ad.fancy_transposes[lax.slice_p]
 
 
@@ -221,24 +225,28 @@ Example:
 
 
 DIGEST_SIZE = 6
+"""How many float32 numbers one element of ``digest_dtype`` has: one for each field of ``state.Digest``."""
 digest_dtype = MaxDtype(np.dtype(np.float32), (DIGEST_SIZE,))
-"""A scale with more numbers to each, see ``state.Digest``; all merge as ``fp32_max_grad`` does."""
+"""The dtype of a digest, which takes the place of a scale during a step.
+
+Each element has six float32 numbers, and the first is the scale. The cotangents of each number merge by
+maximum."""
 
 
 def is_max_dtype(x: Any) -> bool:
-    """Tells whether ``x`` is an array (or tracer) of ``fp32_max_grad``, or a digest."""
+    """Returns whether ``x`` is an array (or tracer) of ``fp32_max_grad`` or of ``digest_dtype``."""
     return isinstance(getattr(x, "dtype", None), MaxDtype)
 
 
 def to_max_dtype(x: jax.Array) -> jax.Array:
-    """Casts a float32 array to ``fp32_max_grad``; leaves an array of that dtype, or a digest, alone."""
+    """Casts a float32 array to ``fp32_max_grad``; returns an array of a ``MaxDtype`` unchanged."""
     return x if is_max_dtype(x) else of_floats(fp32_max_grad, x)
 
 
 def from_max_dtype(x: Any) -> Any:
-    """Casts an ``fp32_max_grad`` array to float32, without a gradient; leaves everything else alone.
+    """Casts an ``fp32_max_grad`` array to float32, without a gradient; returns other values unchanged.
 
-    A digest gives its scale.
+    For a digest it returns the scale, which is the first of the six numbers.
     """
     if is_digest(x):
         return digested(x, 1)[0]
@@ -246,23 +254,32 @@ def from_max_dtype(x: Any) -> Any:
 
 
 def is_digest(x: Any) -> bool:
-    """Tells whether ``x`` is an array (or tracer) of ``digest_dtype``."""
+    """Returns whether ``x`` is an array (or tracer) of ``digest_dtype``."""
     return getattr(x, "dtype", None) == digest_dtype
 
 
 def to_digest(*numbers: jax.Array) -> jax.Array:
-    """Returns a digest of float32 arrays of one shape, which is its shape."""
+    """Returns a digest (an array of ``digest_dtype``) from six float32 arrays of one shape.
+
+    The digest has the shape of the arrays, and ``numbers[i]`` holds number ``i`` of each of its elements.
+    """
     return of_floats(digest_dtype, jnp.stack(numbers, axis=-1))
 
 
 def digested(x: jax.Array, num: int = DIGEST_SIZE) -> list[jax.Array]:
-    """Returns the first arrays that a digest is made of, without a gradient."""
+    """Returns the first ``num`` of the six float32 arrays of a digest, without a gradient.
+
+    It is the inverse of ``to_digest``. Each array has the shape of ``x``.
+    """
     numbers = lax.stop_gradient(to_floats(x))
     return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(num)]
 
 
-# ``jax.debug.print`` and ``jax.debug.callback`` get the scale of a digest, not its numbers.
 def _showing_values(rule: Any) -> Any:
+    """Returns a JVP rule of ``jax.debug`` whose operands of a ``MaxDtype`` are cast to float32 first.
+
+    So ``jax.debug.print`` and ``jax.debug.callback`` show the scale of a digest, not its six numbers.
+    """
     return lambda primals, *rest, **params: rule(list(map(from_max_dtype, primals)), *rest, **params)
 
 

@@ -1,7 +1,7 @@
-"""Stands in for a private part of JAX or Flax that the installed version does not have.
+"""Replaces a private part of JAX or Flax that the installed version does not have.
 
-The other files of this folder import their part in ``try``. If the part is missing, ``import fp8flax``
-still works, and only the feature that needs the part raises an error.
+The other files of this folder import their part in a ``try`` statement. If the part is missing,
+``import fp8flax`` still works, and only the feature that needs the part raises an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MissingPart:
 
 
 def missing(part: str, feature: str) -> RuntimeError:
-    """Returns the error of a feature that needs a part which the installed JAX or Flax does not have."""
+    """Returns the error to raise if a feature needs a part that the installed JAX or Flax lacks."""
     return RuntimeError(
         f"{feature} needs {part}, which JAX {jax.__version__} with Flax {flax.__version__} does not have. "
         "Install a version of JAX that fp8flax is known to work with; the warning at import names them."

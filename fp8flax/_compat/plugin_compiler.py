@@ -1,10 +1,11 @@
-"""Compiles a program for a GPU that is not there by the C API of XLA's plugin, without JAX's client for it.
+"""Compiles a program for a GPU that is not in this machine, by the C API of XLA's plugin.
 
-``audit`` needs it where JAX writes the program in a version of StableHLO that is too old for it (see
-``stablehlo_version``). JAX makes the program and XLA's options as always; only its last call is replaced.
+Why: for such a GPU JAX may write the program in a version of StableHLO that is too old for FP8 matmuls (see
+``stablehlo_version``). ``audit`` then compiles by this file. JAX lowers the program and makes XLA's options
+as always. Only JAX's last call, of the compiler, is replaced.
 
 Internals: ``Lowered._lowering``, ``jaxlib._hlo``, ``jax._src.lib.xla_client``. Without them ``audit`` of
-FP8 matmuls raises on JAX 0.12, and does not know whether a target has a version of cuDNN.
+FP8 matmuls raises an error on JAX 0.12, and does not know whether a target has a version of cuDNN.
 
 Source: XLA's public header ``xla/pjrt/c/pjrt_c_api.h``. It adds new functions and new fields at the end
 only, so the positions below hold for later versions too.
@@ -35,24 +36,38 @@ _FUNCTIONS = {
     "PJRT_Compile": 89,
     "PJRT_Executable_GetCompiledMemoryStats": 96,
 }
-"""The position of each function in the struct ``PJRT_Api``, behind its size, extensions and version."""
+"""The index of each function among the function pointers of the struct ``PJRT_Api``.
+
+The pointers follow the fields for the struct's size, its extensions and its version."""
 _API_HEADER = 40
 """Bytes of ``PJRT_Api`` before its first function."""
 _VERSION_OFFSET = 32
-"""Where in ``PJRT_Api`` the major version lies."""
+"""The offset of the major version in ``PJRT_Api``, in bytes."""
 
 _pointer, _size, _text = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
 
 
 class _Struct(ctypes.Structure):
-    """An argument of a function: its size, the extensions, and fields of its own."""
+    """Base class of the structs that are the arguments of the C API's functions; it fills in the size.
+
+    Each struct has a size, a pointer to extensions, and fields of its own.
+    """
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(struct_size=ctypes.sizeof(self), **fields)
 
 
 def _struct(name: str, *fields: tuple[str, Any], spare: int = 16) -> Any:
-    """Makes a struct of the C API, with room for fields of later versions, which refuse a smaller one."""
+    """Returns the class of a struct of the C API.
+
+    The struct ends with spare space for the fields of later versions of the API, which reject a struct that
+    is smaller than theirs.
+
+    Args:
+        name: the name of the class.
+        *fields: name and type of each field.
+        spare: the number of spare fields, of eight bytes each.
+    """
     first = [("struct_size", _size), ("extension_start", _pointer)]
     return type(name, (_Struct,), {"_fields_": [*first, *fields, ("spare", ctypes.c_int64 * spare)]})
 
@@ -128,11 +143,11 @@ class PluginCompiled:
 
 
 class _HandedOverError(Exception):
-    """Carries what JAX would have compiled out of JAX."""
+    """Raised inside of JAX instead of a compilation; its arguments are what JAX would have compiled."""
 
 
 class _Client:
-    """Stands for JAX's client of a GPU that is not there; hands over what it is to compile."""
+    """Wraps JAX's client of a GPU, and raises ``_HandedOverError`` instead of compiling a program."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -147,7 +162,7 @@ class _Client:
 
 
 def target_config_of(device: jax.Device) -> str:
-    """Returns what XLA knows of a GPU that is not there: the text of its ``GpuTargetConfigProto``."""
+    """Returns the ``GpuTargetConfigProto``, as text, by which XLA describes a GPU that is not here."""
     return str(xla_client.get_topology_for_devices([device]).target_config)
 
 
@@ -182,13 +197,16 @@ def _serialized(module: Any) -> bytes:
 
     bytecode = io.BytesIO()
     module.operation.write_bytecode(file=bytecode)
-    # A copy, because it is changed in place, and JAX may keep the module for the next lowering.
+    # Serializing changes the module in place, and JAX may use it again. So a copy is serialized.
     copied = ir.Module.parse(bytecode.getvalue(), module.context)
     return stablehlo.serialize_portable_artifact(copied, stablehlo.get_current_version(), True)
 
 
 def _handed_over(lowered: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
-    """Returns the module, the devices and XLA's options that JAX would compile with."""
+    """Returns the module, the devices and XLA's options of the compilation that JAX would run.
+
+    JAX compiles with a ``_Client``, which raises them as the arguments of an error.
+    """
     lowering = copy.copy(lowered._lowering)
     lowering.compile_args = {**lowering.compile_args, "backend": _Client(lowering.compile_args["backend"])}
     try:
@@ -203,7 +221,7 @@ def _handed_over(lowered: Any, options: dict[str, Any] | None) -> tuple[Any, Any
 
 
 class _Plugin:
-    """The C API of the CUDA plugin."""
+    """Calls the functions of the CUDA plugin's C API."""
 
     def __init__(self) -> None:
         found = importlib.util.find_spec("jax_plugins.xla_cuda13")
@@ -221,7 +239,12 @@ class _Plugin:
             )
 
     def call(self, name: str, arguments: Any) -> None:
-        """Calls a function that returns an error or nothing."""
+        """Calls a function of the API; raises ``RuntimeError`` with the API's message if it fails.
+
+        Args:
+            name: the name of the function.
+            arguments: the struct of its arguments, which also receives its results.
+        """
         error = self._function(name, _pointer)(ctypes.addressof(arguments))
         if error:
             said = _ErrorMessage(error=error)
@@ -231,12 +254,13 @@ class _Plugin:
             raise RuntimeError(message)
 
     def _function(self, name: str, result: Any) -> Any:
+        """Returns a function of the API that takes a pointer; ``result`` is the C type of its result."""
         address = ctypes.c_void_p.from_address(self._api + _API_HEADER + 8 * _FUNCTIONS[name]).value
         return ctypes.CFUNCTYPE(result, _pointer)(address)  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def topology(self, target_config: str, count: int) -> Iterator[Any]:
-        """Makes ``count`` GPUs of one kind in one machine."""
+        """Makes the description of a machine with ``count`` GPUs of one kind, and destroys it on exit."""
         options = {b"target_config": target_config.encode(), b"topology": f"1x1x{count}".encode()}
         values = (_NamedValue * len(options))(
             *(
@@ -253,7 +277,13 @@ class _Plugin:
 
     @contextlib.contextmanager
     def executable(self, topology: Any, code: bytes, options: bytes) -> Iterator[Any]:
-        """Compiles serialized StableHLO with serialized ``CompileOptionsProto``."""
+        """Makes an executable from serialized StableHLO, and destroys it on exit.
+
+        Args:
+            topology: the result of ``topology``.
+            code: the serialized StableHLO.
+            options: the serialized ``CompileOptionsProto``.
+        """
         kept = ctypes.create_string_buffer(code, len(code))
         program = _Program(
             code=ctypes.addressof(kept), code_size=len(code), format=b"mlir", format_size=len(b"mlir")
@@ -273,7 +303,7 @@ class _Plugin:
 
         program = _Program()
         arguments = _Optimized(executable=executable, program=ctypes.pointer(program))
-        self.call("PJRT_Executable_OptimizedProgram", arguments)  # says the size
+        self.call("PJRT_Executable_OptimizedProgram", arguments)  # returns the size
         buffer = ctypes.create_string_buffer(program.code_size)
         program.code = ctypes.addressof(buffer)
         self.call("PJRT_Executable_OptimizedProgram", arguments)
@@ -289,9 +319,9 @@ class _Plugin:
 
 
 def _first_field(message: bytes) -> bytes:
-    """Returns the first field of a serialized proto, which must be field 1, a message.
+    """Returns the first field of a serialized ``HloModuleProtoWithConfig``: its ``HloModuleProto``.
 
-    Of an ``HloModuleProtoWithConfig`` that is the ``HloModuleProto``.
+    The first field must be field 1 and a message. Its length is encoded as a varint.
     """
     if message[:1] != b"\x0a":
         raise RuntimeError(

@@ -1,11 +1,11 @@
-"""Defines the primitive by which an op reports arrays beside what it computes.
+"""Defines the primitive by which an op reports arrays in addition to its result.
 
-It returns its first operand unchanged, so that no pass that removes unused arrays removes the report. Its
-derivative is that of an identity. ``interpreter.Values`` finds it in a traced program.
+The primitive returns its first operand unchanged. So a report remains in the program as long as the result
+of the primitive is used. Its derivative is that of the identity. ``interpreter.Values`` finds the primitive
+in a traced program.
 
-Why: statistics need numbers out of the forward and the backward pass of each op, through all loops and
-transformations. A primitive is the only thing that JAX carries through all of them with static data (a
-key).
+Why: ``statistics`` needs numbers from the forward and the backward pass of each op, inside of any loops and
+transformations. Only a primitive passes through all of them and keeps static data (the key).
 
 Internals: ``jax.extend.core`` and ``jax.interpreters``, which JAX shows to libraries that define
 primitives, but does not promise to keep. Without them ``statistics`` raises an error; ops and training
@@ -26,6 +26,7 @@ _report_p: Any
 
 
 def _batched(args: Any, dims: Any, **params: Any) -> Any:
+    """Batches the primitive. ``x`` keeps its batch axis; in each reported array the batch is axis 0."""
     (size,) = {x.shape[dim] for x, dim in zip(args, dims) if dim is not None}
 
     def stacked(x: jax.Array, dim: int | None) -> jax.Array:
@@ -55,16 +56,16 @@ def with_report(x: jax.Array, arrays: Sequence[jax.Array], key: Hashable) -> jax
     """Returns ``x``, and reports arrays under a key.
 
     Args:
-        x: the array that the report is bound to: wherever ``x`` is computed, the report is made.
-        arrays: what is reported. Under ``jax.vmap`` each has the batch as its first axis.
-        key: tells this report from others.
+        x: the array that the report is bound to: if the result is used, the report is made.
+        arrays: the arrays to report. Under ``jax.vmap`` each has the batch as its first axis.
+        key: identifies the report.
     """
     result: jax.Array = _report_p.bind(x, *arrays, report=key)
     return result
 
 
 def is_report(eqn: Any) -> bool:
-    """Tells whether an equation makes a report; its key is ``key_of(eqn)``."""
+    """Returns whether an equation makes a report; the report's key is ``key_of(eqn)``."""
     return eqn.primitive is _report_p
 
 

@@ -1,9 +1,9 @@
 """Raises an error that explains itself if somebody differentiates an FP8 op in forward mode.
 
-Why: the backward pass of an op carries its scaling state, so the op has a ``custom_vjp``, and JAX has no
-forward mode for one. The error of JAX names neither the op nor a way out.
+Why: the backward pass of an op returns the next scaling state, so the op has a ``custom_vjp``. JAX cannot
+differentiate a ``custom_vjp`` in forward mode. JAX's error names neither the op nor what to do.
 
-Internals: ``jax.extend.core`` and ``jax.interpreters``, to define a primitive that can be transposed and
+Internals: ``jax.extend.core`` and ``jax.interpreters``, to define a primitive that can be transposed but
 not computed. Without them forward mode raises the error of JAX. Nothing else changes.
 """
 
@@ -21,8 +21,10 @@ FORWARD_MODE = (
 )
 
 _tangent_p: Any = None
-"""The tangent of an operand: an identity that reverse mode transposes, and that forward mode would have to
-compute, which raises the error. None if JAX lacks a part."""
+"""The primitive that stands for the tangent of an operand; None if JAX lacks a part.
+
+Reverse mode only transposes the primitive, as an identity. Forward mode computes it, and that raises the
+error."""
 
 try:
     from jax.extend.core import Primitive
@@ -37,6 +39,7 @@ else:
 
 @jax.custom_jvp
 def _checked(x: jax.Array) -> jax.Array:
+    """Returns ``x``; its tangent goes through ``_tangent_p``."""
     return x
 
 
@@ -46,7 +49,7 @@ def _checked_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
 
 
 def reverse_mode_only(x: jax.Array) -> jax.Array:
-    """Returns ``x``; differentiated in forward mode it raises ``TypeError``."""
+    """Returns ``x``; raises ``TypeError`` if JAX differentiates the result in forward mode."""
     return x if _tangent_p is None else _checked(x)
 
 

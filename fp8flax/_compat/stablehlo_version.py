@@ -1,10 +1,11 @@
-"""The error of JAX 0.12 for an FP8 matmul that is compiled for a GPU which is not there.
+"""Explains an error of JAX 0.12: it cannot compile an FP8 matmul for a GPU that is not in this machine.
 
-A dot algorithm with FP8 types needs StableHLO 1.21. With a GPU, JAX writes a program in the version that
-the GPU's plugin reports, which has them. Without a GPU, JAX 0.12 writes an older version.
+A ``dot`` algorithm with FP8 types needs StableHLO 1.21. With a GPU, JAX writes a program in the version
+that the GPU's plugin reports, which is new enough. Without a GPU, JAX 0.12 writes an older version.
 
-Internals: ``jax._src.compiler``, of which it registers a handler of XLA's errors. Without it the error is
-JAX's own, which says neither the cause nor what to do, and ``audit`` cannot go another way.
+Internals: ``jax._src.compiler``, to register a handler of XLA's errors. Without it JAX raises its own
+error, which names neither the cause nor what to do. ``audit`` then raises this error too, and does not use
+``plugin_compiler``.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from jax._src import compiler
 
 
 class StableHloTooOldError(RuntimeError):
-    """The program has FP8 matmuls, and JAX wrote it in a version of StableHLO that has none."""
+    """Raised for a program with FP8 matmuls that JAX wrote in a version of StableHLO without them."""
 
 
 def explain(error: Exception) -> StableHloTooOldError | None:
-    """Returns the error to raise instead of an error of XLA, None for another error."""
+    """Returns the error to raise instead of this error of XLA; None to raise XLA's error."""
     text = str(error)
     if "Failed to serialize StableHLO" not in text or "dot_general" not in text:
         return None

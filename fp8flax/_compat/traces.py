@@ -1,9 +1,9 @@
-"""Puts a trace of ours in front of JAX's: it sees each primitive that code binds, before JAX computes it.
+"""Puts a trace of ours in front of JAX's trace, to see each primitive before JAX computes it.
 
-Why: ``quantize_model`` must meet the contractions of a model's methods, whatever these are written with.
-``nn.Dense``, ``x @ w`` and ``jnp.einsum`` have only in common that they bind one primitive of JAX.
+Why: ``quantize_model`` must find the contractions in a model's methods, by whichever function they are
+written. ``nn.Dense``, ``x @ w`` and ``jnp.einsum`` all bind the same primitive of JAX.
 
-Internals: ``jax._src.core``, for the class of traces, the current one, how another one is made current, and
+Internals: ``jax._src.core``, for the class of traces, to read and set the current trace, and for
 ``eval_jaxpr``. Without it a model that ``quantize_model`` converted raises an error when it runs.
 """
 
@@ -27,21 +27,27 @@ except (ImportError, AttributeError):
 
 
 class Watcher(ABC):
-    """Sees what the code that runs asks of JAX."""
+    """Receives the primitives and functions that the code under a ``FrontTrace`` passes to JAX."""
 
     @abstractmethod
     def on_primitive(
         self, front: FrontTrace, primitive: Any, operands: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """Returns the result of a primitive: that of ``front.compute``, or another one."""
+        """Returns the result of a primitive: the result of ``front.compute``, or a result of its own."""
 
     @abstractmethod
     def on_function(self, operands: Sequence[Any]) -> None:
-        """Is called with what goes into a function that has no jaxpr yet, as of ``jax.custom_vjp``."""
+        """Records the operands of a function that has no jaxpr yet, such as one with a ``jax.custom_vjp``.
+
+        The watcher does not get the primitives of this function, and does not change its result.
+        """
 
 
 class FrontTrace(_Trace):
-    """A trace that shows each primitive to a watcher. Its values are those of the trace behind it."""
+    """A trace that passes each primitive to a watcher.
+
+    It stands in front of another trace of JAX, and its arrays and tracers are those of that trace.
+    """
 
     def __init__(self, watcher: Watcher) -> None:
         behind = core.trace_ctx.trace
@@ -61,7 +67,7 @@ class FrontTrace(_Trace):
         return context
 
     def open(self, program: Any, operands: Sequence[Any]) -> Any:
-        """Computes a closed jaxpr primitive by primitive; the watcher sees each."""
+        """Computes a closed jaxpr primitive by primitive, and passes each primitive to the watcher."""
         with core.set_current_trace(self):
             return core.eval_jaxpr(program.jaxpr, program.consts, *operands)
 
@@ -69,12 +75,18 @@ class FrontTrace(_Trace):
         return self.watcher.on_primitive(self, primitive, operands, params)
 
     def _hand_on(self, method: str, args: Any, kwargs: Any) -> Any:
+        """Passes the operands of a function to the watcher, and calls ``method`` of the trace behind.
+
+        The arguments of these methods differ between versions of JAX. The lists among the arguments hold
+        the operands.
+        """
         for values in args:
             if isinstance(values, list | tuple):
                 self.watcher.on_function(values)
         return getattr(self.parent_trace, method)(*args, **kwargs)
 
-    # With the signatures of the JAX version at hand.
+    # JAX calls these methods instead of ``process_primitive`` for functions without a jaxpr. The signatures
+    # differ between versions of JAX.
     def process_call(self, *args: Any, **kwargs: Any) -> Any:
         return self._hand_on("process_call", args, kwargs)
 
@@ -95,21 +107,21 @@ class FrontTrace(_Trace):
 
 
 def current_watcher() -> Watcher | None:
-    """Returns the watcher of the current trace; None if it is one of JAX's."""
+    """Returns the watcher of the current trace; None if the current trace is not a ``FrontTrace``."""
     trace = core.trace_ctx.trace
     return trace.watcher if isinstance(trace, FrontTrace) else None
 
 
 @contextlib.contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """A context in which the watcher sees all that goes to the current trace."""
+    """Puts a ``FrontTrace`` in front of the current trace, so that the watcher gets all primitives."""
     with core.set_current_trace(FrontTrace(watcher)):
         yield
 
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """A context in which the watcher of the current trace sees nothing."""
+    """Removes the current ``FrontTrace``, if there is one, so that its watcher gets no primitives."""
     trace = core.trace_ctx.trace
     with core.set_current_trace(trace.parent_trace if isinstance(trace, FrontTrace) else trace):
         yield

@@ -3,8 +3,8 @@
 Why: an amax must be merged over the devices that share its state, and the results of our GPU kernels must
 vary as their operands do.
 
-The attribute of a type is ``vma`` in JAX 0.9 and ``manual_axis_type`` from JAX 0.10 on. Both are public,
-but the first one did not stay. The package needs one of them.
+The attribute of a type is ``vma`` in JAX 0.9 and ``manual_axis_type`` from JAX 0.10 on. Both are public.
+The package needs one of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 def manual_axes(x: Any) -> frozenset[str]:
     """Returns the axes of the mesh over which ``x`` varies inside ``jax.shard_map``.
 
-    The set is empty outside of ``shard_map``, and with ``check_vma=False``, which keeps no account.
+    The set is empty outside of ``shard_map``, and under ``check_vma=False``, where JAX does not record it.
     """
     aval = jax.typeof(x)
     if hasattr(aval, "vma"):  # before JAX 0.10

@@ -1,11 +1,11 @@
 """Keeps XLA for CPUs from inlining a function.
 
-Why: a kernel of XLA for CPUs computes cheap operands again instead of reading them. The arithmetic of a
-scale then stands in every kernel that reads the scale, which takes longer to compile and to run.
+Why: XLA for CPUs copies cheap operations into every kernel that reads their result. The arithmetic of a
+scale is then compiled and run again in each kernel that reads the scale.
 
 Internals: ``jax.extend.core`` and ``jax.interpreters``, to define a primitive, and ``set_xla_metadata`` of
 ``jax.experimental``. JAX shows them to libraries, but does not promise to keep them. Without them the
-functions are jitted and nothing more. The values are the same; programs for CPUs are larger and slower.
+functions are only jitted. The values are the same, but programs for CPUs are larger and slower.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from typing import Any
 import jax
 
 _apart_p: Any = None
-"""An identity whose lowering marks the function that its operand comes from; None if JAX lacks a part."""
+"""A primitive that returns its operand unchanged; None if JAX lacks a part.
+
+The operand is the result of a call of a jitted function. In a program for CPUs, the lowering of the
+primitive marks this call as not to be inlined."""
 
 try:
     from jax.experimental.xla_metadata import set_xla_metadata
@@ -32,10 +35,10 @@ else:
 
 
 def apart(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Jits a function of arrays that XLA compiles for CPUs by itself, not as a part of what reads it.
+    """Jits a function of arrays, and keeps XLA for CPUs from inlining it where its result is read.
 
-    Functions that are the same are compiled once, wherever they are called. On a GPU nothing changes: the
-    program would start more kernels.
+    XLA compiles equal functions once, however often they are called. For GPUs the function is only jitted,
+    because a function that is not inlined would start more GPU kernels.
 
     Do not use it for the whole body of a ``lax.while_loop``: XLA for CPUs never ends such a loop if it has
     two results or more.
@@ -53,6 +56,7 @@ def apart(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lower_apart(ctx: Any, x: Any) -> Any:
+    """Lowers the primitive: in a program for CPUs, marks the call that returned ``x``."""
     if tuple(ctx.module_context.platforms) != ("cpu",):
         return [x]
     mark = functools.partial(set_xla_metadata, inlineable="false")
@@ -62,7 +66,7 @@ def _lower_apart(ctx: Any, x: Any) -> Any:
 if _apart_p is not None:
     _apart_p.def_impl(lambda x: x)
     _apart_p.def_abstract_eval(lambda x: x)
-    # Not cached: the cached rule would see an argument, and not the call whose result it is to mark.
+    # Not cached: a cached rule is lowered as a function of ``x``, in which the call to mark is not visible.
     mlir.register_lowering(_apart_p, _lower_apart, cacheable=False)
     ad.primitive_jvps[_apart_p] = lambda primals, tangents: (_apart_p.bind(*primals), tangents[0])
     batching.primitive_batchers[_apart_p] = lambda args, dims: (_apart_p.bind(*args), dims[0])
