@@ -61,6 +61,8 @@ def change_packing(change: Callable[[str | None, Any, Packing], Packing]) -> Non
         return
 
     def pack(fn: Any, ins: Filters, outs: Filters, *args: Any, **kwargs: Any) -> Any:
+        """Replaces Flax's ``pack``: a decorator of ``fn`` with the filters that ``change`` returns."""
+
         @functools.wraps(fn)
         def packed(scopes: Any, *rest: Any, **options: Any) -> Any:
             packing = change(kwargs.get("name"), scopes, Packing(fn, ins, outs))

@@ -56,7 +56,7 @@ class Rules(ABC, Generic[V]):
     def inside(self, eqn: Any) -> Self | None:
         """Returns the rules for the programs inside an equation; None if these are not to be interpreted.
 
-        An equation with None goes to ``equation``.
+        If the result is None, the method ``equation`` evaluates the whole equation.
         """
         return self
 
@@ -167,11 +167,9 @@ class Sets(Rules[Set]):
         """Does nothing; a subclass may record the set of a value that chooses a branch or ends a loop."""
 
     def part_of(self, whole: Set) -> Set:
-        """Returns the set of an array that ``lax.scan`` slices or stacks from the set of the other array.
+        """Returns the set of a slice of an array from the set of the array.
 
-        Args:
-            whole: the set of the stacked array, if the result is for its slices; the set of a slice, if the
-                result is for the stacked array.
+        ``lax.scan`` also stacks its results. The set of a stacked array is ``part_of`` the set of a slice.
         """
         return whole
 

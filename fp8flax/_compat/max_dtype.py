@@ -55,6 +55,7 @@ class _MaxDtypeRules:
 
     @staticmethod
     def full(shape: Any, fill_value: Any, dtype: MaxDtype) -> Any:
+        """Returns an array whose elements all have the value, or the values, ``fill_value``."""
         fill_value = lax.convert_element_type(fill_value, dtype.float_dtype)
         shape = (*shape, *dtype.element_shape)
         dims = range(len(shape) - np.ndim(fill_value), len(shape))

@@ -63,10 +63,9 @@ class Numbers(NamedTuple):
     amax: Float32[jax.Array, "*stack"]
     """The largest finite magnitude; -inf for a tensor in a branch that did not run."""
     scale: Float32[jax.Array, "*stack"]
-    """The largest scale; scales that quantize zeros only are left out, unless all do."""
+    """The largest scale. Scales of blocks that hold only zeros do not count, unless all blocks do so."""
     headroom: Float32[jax.Array, "*stack"]
-    """The smallest ratio, over all ``values``, of the largest magnitude under the value's scale to the
-    value's magnitude."""
+    """The minimum, over all ``values``, of ``fp8_max * scale / abs(value)``. Below 1, a value saturates."""
 
 
 @partial(jax.jit, static_argnums=(0, 1))

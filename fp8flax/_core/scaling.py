@@ -171,9 +171,9 @@ def push_amax(
 ) -> Float32[jax.Array, "*stack length"]:
     """Returns ``amax_history`` of shape ``(..., length)`` rolled by -1, with ``amax`` at index 0.
 
-    If the entry at index 0 of the old history is not finite, 0 takes its place. A NaN or an Inf in a tensor
-    gives an amax of inf. A training loop of the user's can store it in the history, if the loop does not
-    check that the new state is finite. The inf then lasts for one step only.
+    If the entry at index 0 of the old history is not finite, it becomes 0. A NaN or an Inf in a tensor
+    gives an amax of inf. A user's training loop that does not check the new state stores this inf in the
+    history. The inf then lasts for one step only.
     """
     # The order is that of Flax, so that checkpoints fit: the oldest entry, at index 1, leaves the history,
     # and the entry at index 0 moves to the end. XLA fuses selects with the operations around them.
@@ -208,14 +208,14 @@ def bounded_amax(
     flushes all other data to zero. The amax of ordinary data is the second largest of the 16 newest amaxes.
     A single outlier does not change it. Data that have become larger do, because they come more than once.
 
-    The limit is 448 times the amax of ordinary data in e4m3fn, and 1.5e7 times in e5m2. Under a scale from
-    the limit, that amax is 64 times the smallest normal number. So values down to 1/64 of that amax keep
-    the precision of FP8. Below the limit the result is ``largest``.
+    The limit is 448 times the amax of ordinary data in e4m3fn, and 1.5e7 times in e5m2. Under the scale of
+    the limit, ordinary data's amax has the code ``64 * smallest_normal``. So values down to 1/64 of this
+    amax keep the precision of FP8. Below the limit the result is ``largest``.
 
     Args:
         largest: the largest amax of each whole history, float32.
         ordinary: the second largest of the 16 newest amaxes (see ``is_newest``), float32. If this amax is
-            not usable (see ``is_usable``), there is no limit.
+            not usable (see ``is_usable``), or ``largest`` is not finite, there is no limit.
         dtype: the FP8 dtype.
 
     Source: none.

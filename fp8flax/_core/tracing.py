@@ -1,4 +1,4 @@
-"""``traced_once``: jits a function so that JAX traces and lowers it once for all layers of equal shapes."""
+"""``traced_once``: jits a function so that JAX traces and lowers it once for all equal layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class _Result:
 
 
 def traced_once(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Jits ``f(static, *arrays)``, so that JAX traces and lowers it once for all layers of equal shapes.
+    """Jits ``f(static, *arrays)``, so that JAX traces and lowers it once for all equal layers.
+
+    Two layers are equal if they have equal ``static`` values, and arrays of equal shapes and dtypes.
 
     If ``f`` returns an argument, the jitted function does not return it, and the caller gets the argument
     itself. If ``f`` returns an array twice, the jitted function returns it once. Otherwise jit would return
