@@ -1121,15 +1121,6 @@ class TestAllGradientsTouched:
         one = jax.tree.map(lambda leaf: leaf[0], reduced)
         assert_trees_equal(apply_to_state(variables, one), one[OWG])
 
-    def test_an_average_over_three_devices_is_not_seen(self):
-        """Its past entries are the old ones, but for their last bit."""
-        variables, xs = trained(6), jnp.stack([X, 3 * X, 2 * X])
-        reduced = jax.jit(jax.vmap(lambda x: lax.pmean(gradient(variables, x), "data"), axis_name="data"))(
-            xs
-        )
-        one = jax.tree.map(lambda leaf: leaf[0], reduced)
-        assert_trees_equal(apply_to_state(variables, one), one[OWG])
-
     @pytest.mark.parametrize("steps", [0, 3])
     def test_a_history_of_one_entry(self, steps):
         """Only the first step can be checked."""
