@@ -76,7 +76,8 @@ def value_and_grad(
     positions = (operator.index(argnums),) if single else tuple(map(operator.index, argnums))  # type: ignore
 
     def unmerged_fun(*args: Any, **kwargs: Any) -> Any:
-        read = [as_read(arg) if i in positions else arg for i, arg in enumerate(args)]
+        here = _in_bounds(positions, args)
+        read = [as_read(arg) if i in here else arg for i, arg in enumerate(args)]
         with merged_in(current_manual_axes()), refusing_arithmetic(lambda: read, _PARAMS):
             return unmerge(fun(*read, **kwargs))
 
@@ -86,11 +87,12 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         # Inside of another one, the state comes as it entered that; it is not differentiated twice.
-        args = tuple(unmerge(arg) if i in positions else arg for i, arg in enumerate(args))
+        here = _in_bounds(positions, args)
+        args = tuple(unmerge(arg) if i in here else arg for i, arg in enumerate(args))
         if not allow_int:
-            for i in positions:
+            for i in here:
                 jax.tree_util.tree_map_with_path(_refuse_integers, args[i])
-        entered = [enter(arg) if i in positions else arg for i, arg in enumerate(args)]
+        entered = [enter(arg) if i in here else arg for i, arg in enumerate(args)]
         value, grads = jax_value_and_grad(*entered, **kwargs)
         grads = tuple(leave(args[i], g) for i, g in zip(positions, grads))
         for i, g in zip(positions, grads):
@@ -101,6 +103,12 @@ def value_and_grad(
 
 
 _PARAMS = 'variables["params"]'
+
+
+def _in_bounds(positions: Sequence[int], args: Sequence[Any]) -> list[int]:
+    """Returns positions counted from the front. JAX raises an error for those that are out of range."""
+    places = range(len(args))
+    return [places[i] for i in positions if -len(args) <= i < len(args)]
 
 
 def _refuse_integers(path: Any, leaf: Any) -> None:

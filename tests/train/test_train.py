@@ -234,6 +234,16 @@ class TestSignature:
         # State that leaves through aux is float32 again.
         assert_trees_equal(aux["state"], VARIABLES[OWG])
 
+    def test_an_argument_counted_from_the_back(self):
+        def loss(x, variables):
+            return mse(variables, x)
+
+        for argnums in (-1, 1):
+            grads = fp8.grad(loss, argnums)(X, VARIABLES)
+            assert_trees_equal(grads, fp8.grad(mse)(VARIABLES, X))
+        with pytest.raises(TypeError, match="argnums"):
+            fp8.grad(loss, 2)(X, VARIABLES)
+
     def test_holomorphic_and_allow_int_are_passed_on(self):
         assert fp8.grad(lambda z: z**2, holomorphic=True)(1 + 1j) == 2 + 2j
         assert fp8.grad(lambda i: 1.0, allow_int=True)(3).dtype == jax.dtypes.float0
