@@ -102,9 +102,9 @@ def add_fp8_state(
 
 
 def _warn_of_other_names(old: Mapping[KeyPath, Any], new: Mapping[KeyPath, Any]) -> None:
-    """Warns of state that is left out, and made anew, since it has the name of another op."""
+    """Warns if state is left out, and made anew, because it has the name of another op."""
     wanted, given = ({path[:-1] for path in state} for state in (new, old))
-    fresh = {path[:-1] for path in wanted - given}  # the layers
+    fresh = {path[:-1] for path in wanted - given}  # paths of layers
     left_out = sorted(
         path_str(path)
         for path in given - wanted
@@ -121,7 +121,14 @@ def _warn_of_other_names(old: Mapping[KeyPath, Any], new: Mapping[KeyPath, Any])
 
 
 def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, scale: Any) -> Any:
-    """Returns the state ``value`` with the shape of ``leaf``; ``scale`` is the one beside a history."""
+    """Returns the state ``value`` with the shape of ``leaf``; only the length of a history may change.
+
+    Args:
+        path: the path of the state in its collection.
+        value: the scale or the amax history that the user passed.
+        leaf: the shape and dtype that the model needs.
+        scale: if ``value`` is an amax history, the shape and dtype of the scale that belongs to it.
+    """
     path = (DictKey(OVERWRITE_WITH_GRADIENT), *path)
     check_state_dtype(path, value)
     _check_values(path, value)
@@ -142,8 +149,8 @@ def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, scale: Any) -> A
 
 
 def _change_length(history: Any, axis: int, length: int) -> jax.Array:
-    """Returns the newest ``length`` amaxes, in the history's order; zeros for what it does not know."""
-    # Index 0 is the newest; then the oldest to the second newest. Zeros count for nothing in a maximum.
+    """Returns a history of the newest ``length`` amaxes; zeros stand for amaxes that are not known."""
+    # Index 0 holds the newest amax. The others follow, from the oldest to the second newest.
     old_length = history.shape[axis]
     newest = lax.slice_in_dim(history, 0, min(1, old_length), axis=axis)
     past = lax.slice_in_dim(history, max(1, old_length - length + 1), old_length, axis=axis)
@@ -154,7 +161,7 @@ def _change_length(history: Any, axis: int, length: int) -> jax.Array:
 
 
 def _check_values(path: KeyPath, value: Any) -> None:
-    """Raises ``ValueError`` where scaling state holds what no step leaves behind; tracers pass."""
+    """Raises ``ValueError`` if scaling state holds a value that no step produces; tracers pass."""
     if path[-1].key in _SCALE_NAMES:
         wrong, expected = lambda x: ~np.isfinite(x) | (x <= 0), "scales are positive and finite"
     elif path[-1].key in _SCALE_OF:
@@ -165,7 +172,8 @@ def _check_values(path: KeyPath, value: Any) -> None:
     if isinstance(value, np.ndarray):
         parts = [value]
     elif isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
-        parts = [jax.device_get(shard.data) for shard in value.addressable_shards]  # of this process
+        # A process can read only its own shards.
+        parts = [jax.device_get(shard.data) for shard in value.addressable_shards]
     bad = [x for part in parts for x in part[wrong(part)]]
     if bad:
         raise ValueError(
@@ -176,9 +184,9 @@ def _check_values(path: KeyPath, value: Any) -> None:
 
 
 def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Returns the arrays among arguments, and a function that puts others in their places.
+    """Returns the arrays among the arguments, and a function that puts other arrays in their places.
 
-    ``jax.ShapeDtypeStruct``s count as arrays; other arguments stay concrete.
+    A ``jax.ShapeDtypeStruct`` counts as an array. All other arguments stay concrete.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
@@ -191,10 +199,10 @@ def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[list[Any]
 
 
 def eval_init(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """Returns shapes and dtypes of ``model.init``, and whether an FP8 op ran in it."""
+    """Returns the shapes and dtypes of ``model.init``, and whether an FP8 op ran in it."""
     has_fp8 = False
 
-    def look(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    def note_ops(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         nonlocal has_fp8
         has_fp8 = has_fp8 or isinstance(context.module, Fp8Op)
         return call(*args, **kwargs)
@@ -205,7 +213,7 @@ def eval_init(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
         args, kwargs = fill(arrays)
         return model.init(jax.random.key(0), *args, **kwargs)
 
-    with nn.intercept_methods(look):
+    with nn.intercept_methods(note_ops):
         shapes = jax.eval_shape(init, arrays)
     return shapes, has_fp8
 

@@ -1,4 +1,4 @@
-"""From trained or converted variables to ones that are ready to serve: calibration."""
+"""Calibrates: fills the scaling state of trained or converted variables from sample batches."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def calibrate(
         merged = new if merged is None else jax.tree.map(jnp.maximum, merged, new)
     if merged is None:
         raise ValueError("batches is empty; calibration needs at least one batch.")
-    # What got no gradient at all is 0, what was only empty is -inf.
+    # A scale that got no gradient is 0. A scale whose tensor was empty in all batches is -inf.
     missing = _names("_scale", lambda scale: scale <= 0, merged, backward)
     if len(missing) == len(_names("_scale", lambda scale: True, merged, backward)):
         raise ValueError(
@@ -115,7 +115,7 @@ def calibrate(
             f"{', '.join(missing)}. If they run, return their results from fun.",
             stacklevel=2,
         )
-    kept = _settled(old, merged)
+    kept = _calibrated(old, merged)
     if not backward:
         kept = jax.tree_util.tree_map_with_path(
             lambda path, before, after: before if _is_backward(path) else after, old, kept
@@ -125,10 +125,10 @@ def calibrate(
 
 
 @jax.jit
-def _settled(old: Any, merged: Any) -> Any:
-    """Returns the state to keep; as one program, which takes no number from the host."""
+def _calibrated(old: Any, merged: Any) -> Any:
+    """Returns the state to keep, given the old state and the merged states of all batches."""
     return jax.tree.map(
-        # Of a tensor that was zero in all batches.
+        # A tensor that was zero in all batches keeps its old scale.
         lambda before, after: jnp.where(after == SMALLEST_SCALE, before, after),
         old,
         kept_tree(old, merged),
@@ -136,13 +136,17 @@ def _settled(old: Any, merged: Any) -> Any:
 
 
 class _Measure:
-    """Returns what a batch says of the scaling state, to be merged with what other batches say."""
+    """Computes the scaling state of one batch, to be merged by maximum with that of other batches.
+
+    The state comes from the gradient of ``fun``. If ``fun`` has no reverse mode, callbacks to the host
+    report it.
+    """
 
     def __init__(self, fun: Callable[[Any, Any], Any], backward: bool, has_aux: bool) -> None:
         self._reports: _Reports | None = None
         self._is_forward = not backward
         self._as_gradient = jax.jit(partial(_measure, fun, backward, has_aux))
-        # Its result keeps JAX from dropping what the callbacks need.
+        # It returns the result of fun, because JAX would drop the arithmetic of a result that is not used.
         self._run = jax.jit(fun)
 
     def __call__(self, variables: Any, batch: Any) -> dict[str, Any]:
@@ -153,32 +157,39 @@ class _Measure:
             except (NotImplementedError, TypeError, ValueError) as error:
                 if not self._is_forward or UNCHECKED in str(error):
                     raise
-            # Perhaps it has no reverse mode. If that is not it, this raises the same error.
+            # fun may have no reverse mode. If the error has another cause, the run below raises it again.
             self._reports = _Reports(variables)
         self._reports.clear()
-        with _one_at_a_time, mode(Calibrating(_report)):
-            _told.append(self._reports)
+        with _calibrate_lock, mode(Calibrating(_report)):
+            _receivers.append(self._reports)
             try:
                 jax.block_until_ready(self._run(self._reports.named, batch))
                 jax.effects_barrier()
             finally:
-                _told.clear()
+                _receivers.clear()
         return self._reports.state()
 
 
-_one_at_a_time = threading.Lock()
-_told: list[_Reports] = []
-"""Who is told now, one or none."""
+_calibrate_lock = threading.Lock()
+_receivers: list[_Reports] = []
+"""The reports of the calibration that runs now: one or none."""
 
 
 def _report(name: Any, scale: Any, history: Any) -> None:
-    """Hands on what a layer reports. JAX's caches keep this function, and no variables by it."""
-    for reports in _told:
+    """Passes the report of a layer to the calibration that runs now.
+
+    It is a function of the module, because JAX's caches keep it: a closure would keep the variables alive.
+    """
+    for reports in _receivers:
         reports(name, scale, history)
 
 
 class _Reports:
-    """What layers tell the host that they saw, by the numbers of their tensors."""
+    """Collects what layers report to the host, merged by maximum for each tensor.
+
+    ``named`` holds the variables with a number in the place of each scale. A layer reports this number with
+    its new state, and the number identifies the tensor.
+    """
 
     def __init__(self, variables: Any) -> None:
         state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
@@ -197,7 +208,7 @@ class _Reports:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all reports."""
         self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def __call__(self, name: Any, scale: Any, history: Any) -> None:
@@ -209,7 +220,7 @@ class _Reports:
                 self._seen[int(key)] = np.maximum(before[0], new[0]), np.maximum(before[1], new[1])
 
     def state(self) -> dict[str, Any]:
-        """Returns the collection, with -inf where nothing was told."""
+        """Returns the collection of scaling state, with -inf for tensors without a report."""
         leaves = []
         for path, leaf in self._paths:
             is_scale = path[-1].key.endswith("_scale")
@@ -220,9 +231,9 @@ class _Reports:
             axis = next(
                 (i for i, (a, b) in enumerate(zip(names.shape, leaf.shape)) if a != b), leaf.ndim - 1
             )
-            rows, told = np.moveaxis(new, axis, -1), np.moveaxis(names, axis, -1)[..., 0]
-            for index in np.ndindex(told.shape):
-                if (seen := self._seen.get(int(told[index]))) is not None:
+            rows, numbers = np.moveaxis(new, axis, -1), np.moveaxis(names, axis, -1)[..., 0]
+            for index in np.ndindex(numbers.shape):
+                if (seen := self._seen.get(int(numbers[index]))) is not None:
                     rows[index] = seen[0 if is_scale else 1]
             leaves.append(jax.device_put(new))
         result: dict[str, Any] = self._treedef.unflatten(leaves)
@@ -232,7 +243,7 @@ class _Reports:
 def _measure(
     fun: Callable[[Any, Any], Any], backward: bool, has_aux: bool, variables: Any, batch: Any
 ) -> dict[str, Any]:
-    """Returns what a batch says of the scaling state, as a gradient."""
+    """Returns the scaling state of one batch, as the gradient of the old state."""
 
     def run(state: Any) -> Any:
         given = {**variables, **to_max(state)}
@@ -243,7 +254,7 @@ def _measure(
     if backward:
         new = jax.grad(run, has_aux=has_aux)(state)
         return new[0] if has_aux else new
-    # Cotangents of zero: the states of inputs and kernels do not depend on them.
+    # The cotangents can be zeros, because the states of inputs and kernels do not depend on them.
     out, transpose = jax.vjp(lambda state: jax.tree.map(_as_array, run(state)), state)
     return transpose(jax.tree.map(_zero_cotangent, out))[0]
 
@@ -263,7 +274,7 @@ def _is_backward(path: Any) -> bool:
 
 
 def _names(ending: str, holds: Callable[[Any], Any], state: Any, backward: bool) -> list[str]:
-    """Returns the names of the leaves with this ending of which ``holds`` is true anywhere."""
+    """Returns the paths of the leaves with this ending that have an entry for which ``holds`` is true."""
     return [
         path_str(path)
         for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]

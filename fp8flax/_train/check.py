@@ -1,4 +1,4 @@
-"""Whether scaling state is what a step can leave, and what other arithmetic did to it."""
+"""Checks whether a step can produce a scaling state, and detects what other arithmetic changed in it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ from fp8flax._core.state.tree import (
 )
 
 _LARGE = 2.0**100
-# Smaller ones, divided by a loss scale, may be too small for float32.
+"""The limit of a quotient of two amaxes; it stands for all larger quotients."""
 _MAY_VANISH = 2.0**-62
+"""A smaller amax may become 0 in float32 when a loss scale divides it."""
 
 WHAT_TO_CALL = (
     "Do not treat the scaling state as a gradient. Compute gradients with fp8flax.value_and_grad, scale "
@@ -46,17 +47,17 @@ WHAT_TO_CALL = (
 def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
     """Returns the scaling state to keep after a step, given the old state and its "gradient".
 
-    A step enters one amax: all other entries must be those of the old history, where ``push_amax`` puts
-    them. The old history is accepted, too (no gradient arrived, or a NaN), and the maximum of both
-    (``pmean_gradients``, if one device kept its history). A step from a history of zeros uses the old
-    scale.
+    A step enters one amax. All other entries must be entries of the old history, where ``push_amax`` puts
+    them. Two more histories are accepted: the old one, which stays if no gradient arrived or the data held
+    a NaN, and the maximum of the old and the next one. ``pmean_gradients`` returns that maximum if one
+    device kept its history. A step from a history of zeros uses the old scale.
 
-    State that was divided by a power of two, as Flax's ``DynamicScale`` does with all gradients, is
-    multiplied by it again. For any other state the old one stays.
+    Flax's ``DynamicScale`` divides all gradients by a power of two, and so also the state. Such a state is
+    multiplied by it again. If the new state is anything else, the old state is kept.
 
     Args:
         old: a tree of variables (or a bare collection) as it was before the step.
-        new: the gradient with respect to it; as for ``kept_tree``.
+        new: the gradient with respect to ``old``; see ``kept_tree``.
 
     Returns:
         The tree, and the paths of the histories that were refused. There are none under a trace, or if no
@@ -75,69 +76,80 @@ def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
     refused = []
     for group in groups_alike(places.axes, olds, news):
         pairs = [places.pairs[k] for k in group]
-        judged, is_next = judge([olds[k] for k in group], [news[k] for k in group], places.axes[group[0]])
-        for (i, j), tensor in zip(pairs, judged):
+        checked, is_next = check_group(
+            [olds[k] for k in group], [news[k] for k in group], places.axes[group[0]]
+        )
+        for (i, j), tensor in zip(pairs, checked):
             leaves[i], leaves[j] = tensor.kept
         if not isinstance(is_next, jax.core.Tracer) and is_next.is_fully_replicated:
             refused += [path_str(paths[j]) for (_, j), ok in zip(pairs, np.asarray(is_next)) if not ok]
     return treedef.unflatten(leaves), refused
 
 
-class _Judged(NamedTuple):
-    """What a step left of the state of one tensor; one verdict for each of the layers that are stacked."""
+class _Checked(NamedTuple):
+    """The result of the check of one tensor."""
 
     kept: ScalingState
+    """The state to keep after the step."""
     factor: jax.Array
-    """What the new state was multiplied by since, in the shape of the scale; 0 if no step produces it."""
+    """The factor that multiplied the new state after the step; 0 if no step can produce the new state.
+
+    It has the shape of the scale: stacked layers have one factor each."""
 
 
 @partial(jax.jit, static_argnums=2)
-def judge(
+def check_group(
     olds: Sequence[ScalingState], news: Sequence[ScalingState], axis: int
-) -> tuple[list[_Judged], jax.Array]:
-    """Judges tensors of one shape, and tells for each whether all of its layers are what a step can leave.
+) -> tuple[list[_Checked], jax.Array]:
+    """Checks the states of tensors of one shape; returns also, for each, whether a step can produce it.
 
-    The histories run along ``axis``. All are judged as one array: a GPU starts a few kernels, not some for
-    each. CPUs do it in a loop, see ``each_alike``.
+    A stacked tensor passes if all of its layers pass. GPUs check all tensors as one array, so that the
+    number of GPU kernels does not grow with the number of tensors. CPUs check them in a loop (see
+    ``each_alike``).
+
+    Args:
+        olds: the states before the step.
+        news: the states after the step.
+        axis: the axis of the past amaxes in the histories.
     """
     each = lax.platform_dependent(
-        list(olds), list(news), cpu=partial(_judged_in_a_loop, axis), default=partial(_judged_at_once, axis)
+        list(olds), list(news), cpu=partial(_check_in_a_loop, axis), default=partial(_check_stacked, axis)
     )
     return each, jnp.stack([jnp.all(tensor.factor > 0) for tensor in each])
 
 
-def _judged_in_a_loop(axis: int, olds: list[ScalingState], news: list[ScalingState]) -> list[_Judged]:
-    def judged(old: ScalingState, new: ScalingState) -> _Judged:
-        return _kept(axis, old, new, _verdict(axis, old, new))
+def _check_in_a_loop(axis: int, olds: list[ScalingState], news: list[ScalingState]) -> list[_Checked]:
+    def check(old: ScalingState, new: ScalingState) -> _Checked:
+        return _kept(axis, old, new, _compare(axis, old, new))
 
-    return each_alike(judged, olds, news, loops=True)
+    return each_alike(check, olds, news, loops=True)
 
 
-def _judged_at_once(axis: int, olds: list[ScalingState], news: list[ScalingState]) -> list[_Judged]:
+def _check_stacked(axis: int, olds: list[ScalingState], news: list[ScalingState]) -> list[_Checked]:
     old, new = (ScalingState(*map(jnp.stack, zip(*states))) for states in (olds, news))
-    # Read once: otherwise, if a step is donated its state, XLA copies each history before it writes
-    # the next.
+    # The barrier makes XLA read each history once. Without it XLA copies the histories of a donated state
+    # before it writes the next ones.
     old = lax.optimization_barrier(old)
-    verdicts = jax.vmap(partial(_verdict, axis))(old, new)
-    # Tensor by tensor, so that no array of all histories is cut up.
-    each = zip(map(ScalingState, *old), news, map(_Verdict, *verdicts))
+    comparisons = jax.vmap(partial(_compare, axis))(old, new)
+    # The states to keep are computed for each tensor, so that XLA slices no array of all histories.
+    each = zip(map(ScalingState, *old), news, map(_Comparison, *comparisons))
     return [_kept(axis, *one) for one in each]
 
 
-class _Verdict(NamedTuple):
-    """What was done to the state of a tensor since the step; each number in the shape of the scale."""
+class _Comparison(NamedTuple):
+    """What changed the state of one tensor after the step; all fields have the shape of the scale."""
 
     factor: jax.Array
-    """As of ``_Judged``."""
+    """The factor of ``_Checked``."""
     is_as_is: jax.Array
-    """Whether the new history stays as it is."""
+    """Whether the new history is kept unchanged."""
     enters: jax.Array
-    """Whether the newest amax of the new history enters the old one; otherwise the old history stays."""
+    """Whether the newest amax of the new history enters the old history. If not, the old one is kept."""
 
 
-def _kept(axis: int, old: ScalingState, new: ScalingState, verdict: _Verdict) -> _Judged:
-    """Returns the state to keep of one tensor."""
-    factor, is_as_is, enters = verdict
+def _kept(axis: int, old: ScalingState, new: ScalingState, comparison: _Comparison) -> _Checked:
+    """Returns the state of one tensor to keep, with the factor of its comparison."""
+    factor, is_as_is, enters = comparison
     new = kept_of_tensor(old, new, axis)
     histories = _Histories(old.amax_history, new.amax_history, axis)
     divisor = jnp.where(factor > 0, factor, 1.0)
@@ -147,7 +159,7 @@ def _kept(axis: int, old: ScalingState, new: ScalingState, verdict: _Verdict) ->
         jnp.where(factor > 0, new.scale / divisor, old.scale),
         jnp.where(is_as_is, new.amax_history, history),
     )
-    return _Judged(kept, factor)
+    return _Checked(kept, factor)
 
 
 def _larger(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
@@ -155,7 +167,7 @@ def _larger(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]
 
 
 class _Histories:
-    """The history of a tensor, and what a step may make of it; what is not finite counts as 0."""
+    """The old and the new history of a tensor; a NaN or an Inf in them counts as 0."""
 
     def __init__(self, old: jax.Array, new: jax.Array, axis: int):
         self.old, self.new = (jnp.where(lax.is_finite(h), h, 0.0) for h in vary_alike(old, new))
@@ -167,10 +179,14 @@ class _Histories:
             self.old, np.float32(0), [((-1, 1, 0) if i == axis else (0, 0, 0)) for i in range(ndim)]
         )
         self.moved = jnp.where(position == length - 1, self.before, shifted)
-        """The old one as a step leaves it, but for what it enters at index 0."""
+        """The history that a step makes of the old one, without the amax that it enters at index 0."""
 
     def to_reduce(self) -> list[jax.Array]:
-        """Returns by what the new history exceeds, entry by entry, the moved one, both, and the old one."""
+        """Returns the arrays whose maxima along the history decide what changed the state.
+
+        These are quotients of the new history and three possible pasts, two for each, and the old history.
+        The pasts are the moved history, the maximum of the moved and the old one, and the old history.
+        """
         pasts = (self.moved, jnp.maximum(self.moved, self.old))
         quotients = [q for past in pasts for q in _quotients(self.new, past)]
         behind = [jnp.where(self.is_newest, 0.0, q) for q in quotients]
@@ -178,7 +194,7 @@ class _Histories:
 
 
 def _quotients(new: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns ``new / old`` and ``old / new``; both 0 where both numbers are."""
+    """Returns ``new / old`` and ``old / new``, at most ``_LARGE``; both are 0 where both numbers are 0."""
     has_new, has_old = new >= SMALLEST_SCALE, old >= SMALLEST_SCALE
     up = jnp.where(has_old, new / jnp.where(has_old, old, 1.0), jnp.where(has_new, _LARGE, 0.0))
     down = jnp.where(
@@ -188,15 +204,24 @@ def _quotients(new: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _factor(up: jax.Array, down: jax.Array) -> jax.Array:
-    """Returns the power of two, 1 or less, that all quotients are; 0 if none, 1 where all are 0."""
+    """Returns the factor of a new history, given the largest of its quotients.
+
+    The factor is a power of two and at most 1. It is 0 if the quotients are not all equal to one such
+    power, and 1 if all quotients are 0.
+
+    Args:
+        up: the largest ``new / old``.
+        down: the largest ``old / new``.
+    """
     power = power_of_two(scale_exponent(up, 1.0, "floor"))
     fits = (up * down == 1) & (up == power) & (power <= 1)
     return jnp.where(jnp.maximum(up, down) == 0, 1.0, jnp.where(fits, power, 0.0))
 
 
-def _verdict(axis: int, old: ScalingState, new: ScalingState) -> _Verdict:
-    # Numbers that are finite and negative come from other arithmetic. (A scale of 0, or one that is not
-    # finite, means that no gradient arrived; an amax that is not finite means a NaN or no data.)
+def _compare(axis: int, old: ScalingState, new: ScalingState) -> _Comparison:
+    """Returns what changed the new state of one tensor after the step."""
+    # Only other arithmetic produces numbers that are finite and negative. A scale of 0, NaN or Inf means
+    # that no gradient arrived. An amax of NaN or Inf means a NaN or an Inf in the data, or no data.
     numbers = new.scale, lax.slice_in_dim(new.amax_history, 0, 1, axis=axis)
     is_negative = functools.reduce(operator.or_, (lax.is_finite(x) & (x < 0) for x in numbers))
     new = kept_of_tensor(old, new, axis)
@@ -215,7 +240,7 @@ def _verdict(axis: int, old: ScalingState, new: ScalingState) -> _Verdict:
     is_as_is = ((moved == 1) | (kept == 1) | is_merged) & ~is_negative
     factor = jnp.where(is_as_is, 1.0, jnp.where(kept > 0, kept, moved))
     factor = jnp.where(is_negative, 0.0, factor)
-    return _Verdict(factor, is_as_is, (factor > 0) & (moved > 0) & (kept == 0))
+    return _Comparison(factor, is_as_is, (factor > 0) & (moved > 0) & (kept == 0))
 
 
 def check_state(variables: Any, before: Any = None) -> None:
@@ -268,7 +293,7 @@ def check_state(variables: Any, before: Any = None) -> None:
         if wrong := _wrong_shapes(new, old):
             problems.append(f"{history} {wrong}")
         elif new.scale.dtype == new.amax_history.dtype == np.float32:
-            seen = jax.device_get(_look_at(new, old, history_axis(*new)))
+            seen = jax.device_get(_inspect(new, old, history_axis(*new)))
             problems += [
                 f"{path} {wrong}" for path, wrong in zip((scale, history), _wrong_values(seen)) if wrong
             ]
@@ -295,7 +320,7 @@ def check_state(variables: Any, before: Any = None) -> None:
 
 
 def _wrong_shapes(new: ScalingState, old: ScalingState | None) -> str | None:
-    """Returns what is wrong with the shapes, or None."""
+    """Returns the error in the shapes of a tensor's state, or None."""
     axis = history_axis(*new)
     if axis is None or new.amax_history.shape[axis] == 0:
         return (
@@ -311,8 +336,8 @@ _LISTED = 5
 _NOT_A_STEP = "It was changed by something other than a step: an optimizer, an average or a loss scale."
 
 
-def _wrong_values(seen: _Seen) -> tuple[str | None, str | None]:
-    """Returns what is wrong with the values of the scale and of the history, each a sentence or None."""
+def _wrong_values(seen: _Findings) -> tuple[str | None, str | None]:
+    """Returns the error in the values of the scale and that of the history, each a sentence or None."""
     scale = None if seen.is_scale else f"is not positive and finite. {_NOT_A_STEP}"
     if not seen.is_history:
         return scale, f"has entries that are negative or not finite. {_NOT_A_STEP}"
@@ -341,29 +366,34 @@ def _state_of(variables: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     return state, [(path_str(paths[i]), path_str(paths[j])) for i, j in find_pairs(paths)]
 
 
-class _Seen(NamedTuple):
-    """What is true of the state of a tensor, in all of its layers; numbers that every process can read."""
+class _Findings(NamedTuple):
+    """Facts about the state of one tensor in all of its layers, as scalars that every process can read."""
 
     is_scale: Any
+    """Whether all scales are positive and finite."""
     is_history: Any
+    """Whether all amaxes are finite and not negative."""
     layers: Any
+    """The number of layers."""
     zeros: Any
-    """How many layers have a history of zeros."""
+    """The number of layers that have a history of zeros."""
     factor: Any
-    """As in ``_Judged``."""
+    """The smallest factor of ``_Checked``."""
     moves: Any
-    """Whether it is not all zeros, and another than before (or one number, as a step may leave it)."""
+    """Whether the history holds an amax and differs from the one before.
+
+    A history that holds one amax everywhere counts as moved: a step may leave it unchanged."""
 
 
 @partial(jax.jit, static_argnums=2)
-def _look_at(new: ScalingState, old: ScalingState | None, axis: int) -> _Seen:
+def _inspect(new: ScalingState, old: ScalingState | None, axis: int) -> _Findings:
     scale, history = new
     largest, smallest = jnp.max(history, axis), jnp.min(history, axis)
     factor, moves = jnp.ones(()), jnp.any(largest > 0)
     if old is not None:
-        factor = jnp.min(judge([old], [new], axis)[0][0].factor)
+        factor = jnp.min(check_group([old], [new], axis)[0][0].factor)
         moves &= jnp.any(history != old.amax_history) | jnp.all(largest == smallest)
-    return _Seen(
+    return _Findings(
         is_scale=jnp.all(lax.is_finite(scale) & (scale > 0)),
         is_history=jnp.all(lax.is_finite(history) & (history >= 0)),
         layers=np.int32(largest.size),

@@ -81,12 +81,12 @@ def value_and_grad(
         with merged_in(current_manual_axes()), refusing_arithmetic(lambda: read, _PARAMS):
             return unmerge(fun(*read, **kwargs))
 
-    # JAX counts what merges by maximum among the integers.
+    # allow_int=True, because JAX treats the dtype that merges by maximum as an integer.
     jax_value_and_grad = jax.value_and_grad(unmerged_fun, positions, has_aux, holomorphic, allow_int=True)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        # Inside of another one, the state comes as it entered that; it is not differentiated twice.
+        # Inside of another value_and_grad the state has entered before. It is not differentiated twice.
         here = _in_bounds(positions, args)
         args = tuple(unmerge(arg) if i in here else arg for i, arg in enumerate(args))
         if not allow_int:
@@ -106,7 +106,7 @@ _PARAMS = 'variables["params"]'
 
 
 def _in_bounds(positions: Sequence[int], args: Sequence[Any]) -> list[int]:
-    """Returns positions counted from the front. JAX raises an error for those that are out of range."""
+    """Returns the positions that are in range, counted from the front. JAX reports the others."""
     places = range(len(args))
     return [places[i] for i in positions if -len(args) <= i < len(args)]
 
@@ -215,23 +215,23 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
     return accumulated
 
 
-# The codes, scales and amaxes of kernels.
+# The codes, scales and amaxes of kernels are computed once for all microbatches.
 _IS_HOISTED = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES, KERNEL_FORWARD_NAME)
 
 
 def accumulate(
     fun: Callable[[Any, Any, Any], Any], variables: Any, carry: Any, microbatches: Any
 ) -> tuple[jax.Array, Any, Any, Any]:
-    """Computes what ``accumulate_gradients`` says, of a function that hands something on.
+    """Computes ``value_and_grad`` of a mean over microbatches, for a function with a carry.
 
     Args:
         fun: ``fun(variables, carry, microbatch)``; returns ``(value, (carry, aux))``.
-        variables: what is differentiated.
-        carry: for the first microbatch; a tree of arrays, each of which keeps its shape and dtype.
-        microbatches: as of ``accumulate_gradients``.
+        variables: the argument to differentiate.
+        carry: the carry of the first microbatch; a tree of arrays with constant shapes and dtypes.
+        microbatches: see ``accumulate_gradients``.
 
     Returns:
-        The mean value, the gradients, what the last microbatch handed on, and ``aux``, stacked.
+        The mean value, the gradients, the carry of the last microbatch, and ``aux``, stacked.
     """
     sizes = {next(iter(np.shape(leaf)), 0) for leaf in jax.tree.leaves(microbatches)}
     if len(sizes) != 1 or 0 in sizes:
@@ -242,13 +242,14 @@ def accumulate(
         )
     num = sizes.pop()
 
-    # As one, also un-jitted: what stands for no state at all is no Inf for jax_debug_infs to find.
+    # One jitted function also for a caller without jit: otherwise jax_debug_infs would find the -inf that
+    # marks missing state.
     @partial(jax.jit, inline=True)
     def run(variables: Any, carry: Any, microbatches: Any) -> Any:
         variables = jax.tree.map(jnp.asarray, unmerge(variables))
         leaves, treedef = jax.tree.flatten(enter(variables))
         is_state = list(map(is_max_dtype, leaves))
-        # In floats, of which JAX takes gradients.
+        # The state is cast to floats, because JAX computes gradients with respect to floats.
         floats = list(map(to_floats, leaves))
 
         def cast(xs: Sequence[Any]) -> Any:
@@ -260,7 +261,7 @@ def accumulate(
             merged = as_read(cast(floats))
             with merged_in(current_manual_axes()), refusing_arithmetic(lambda: [merged], _PARAMS):
                 value, rest = unmerge(fun(merged, carry, microbatch))
-            # Divided before the backward pass: output gradients are then as those of one large batch.
+            # Divided before the backward pass, so that output gradients equal those of one large batch.
             return value / num, rest
 
         def step(floats: Any, varying: Any) -> Any:
@@ -295,7 +296,8 @@ def _add(total: jax.Array, grad: Any, is_state: bool) -> jax.Array:
     return jnp.maximum(total, grad) if is_state else total + grad.astype(total.dtype)
 
 
-def _cotangent(x: Any) -> Any:  # jit does not return what stands for the gradient of an integer
+def _cotangent(x: Any) -> Any:
+    """Returns a gradient as JAX returns it; float0 for an integer, because jit cannot return float0."""
     is_float = jnp.issubdtype(x.dtype, jnp.inexact) or is_max_dtype(x)
     return x if is_float else np.zeros(x.shape, jax.dtypes.float0)
 
@@ -329,7 +331,8 @@ def pmean_gradients(grads: Any, axis_name: Any) -> Any:
     Source: ``jax.lax.pmean``, which would average the state as well.
     """
 
-    def mean(x: Any) -> Any:  # but not of what stands for the gradient of an integer
+    def mean(x: Any) -> Any:
+        # float0 is the gradient of an integer.
         return x if x.dtype == jax.dtypes.float0 else lax.pmean(x, axis_name)
 
     return map_state(lambda x: lax.pmax(x, axis_name), mean, grads)

@@ -1,4 +1,4 @@
-"""Pictures of statistics: scales and amaxes over time, what underflows where, a tensor on its FP8 grid."""
+"""Plots statistics: scales and amaxes over time, underflow by layer, and a tensor on its FP8 grid."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 History = Mapping[int, Mapping[str, Mapping[str, Statistics]]]
-"""Statistics by the step that they were measured at."""
+"""Statistics by the step at which they were measured."""
 
-# Of Okabe and Ito, told apart by readers of all kinds of colour vision, and black.
+# The palette of Okabe and Ito: readers with any kind of colour vision can distinguish these colours.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MAPS_SHOWN = 40
 
 
 def _figure(width: float, height: float) -> Any:
-    """Returns an empty figure, or raises ``ImportError``."""
+    """Returns an empty figure; raises ``ImportError`` without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -34,7 +34,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _series(history: History) -> tuple[list[int], dict[str, list[SummaryRow | None]]]:
-    """Returns the steps, and for each tensor its row at each of them."""
+    """Returns the steps, and for each tensor its row at each step."""
     if not history:
         raise ValueError(
             "history is empty; it must map steps to results of the function that fp8.statistics returned."
@@ -90,7 +90,8 @@ def plot_history(history: History, names: Sequence[str] | None = None) -> Any:
     for name, colour in zip(names, _COLOURS):
         amax, headroom, scale = (_numbers(series[name], f) for f in ("amax", "headroom", "scale"))
         upper.plot(steps, _positive(amax), color=colour, marker="o", markersize=3, label=name)
-        with np.errstate(invalid="ignore"):  # of zeros, whose headroom is inf
+        # A tensor of zeros has amax 0 and headroom inf.
+        with np.errstate(invalid="ignore"):
             largest = amax * headroom
         upper.plot(steps, _positive(largest), color=colour, linestyle="--")
         lower.plot(steps, _positive(scale), color=colour, marker="o", markersize=3)
@@ -105,7 +106,7 @@ def plot_history(history: History, names: Sequence[str] | None = None) -> Any:
 
 
 def _positive(x: np.ndarray) -> np.ndarray:
-    """Returns what a logarithmic axis shows: no zeros, nothing that is not finite."""
+    """Returns ``x`` for a logarithmic axis: numbers that are not positive and finite become NaN."""
     return np.where(np.isfinite(x) & (x > 0), x, np.nan)
 
 

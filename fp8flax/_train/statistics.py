@@ -1,10 +1,9 @@
-"""Statistics of what FP8 leaves of each tensor of each op: what underflows, saturates, is lost.
+"""Measures the quantization error of each tensor of each FP8 op: underflow, saturation and SQNR.
 
-``statistics`` runs a loss forward and backward once more, as a program of its own in which every op tells
-what it sees (see ``_core.measuring``), and returns that: it is pure, and a branch of ``lax.cond`` like any
-other, so that steps that do not measure run nothing of it. The other way would have been to sow into a
-collection: every step would measure, the backward pass cannot sow, and every ``nn.scan`` would have to name
-the collection.
+``statistics`` runs a loss forward and backward in a program of its own, in which every op reports its
+numbers (see ``_core.measuring``). It is a pure function, so it can be a branch of ``lax.cond``. Steps that
+do not measure then run none of it. Sowing into a collection would not do: every step would measure, the
+backward pass cannot sow, and every ``nn.scan`` would have to name the collection.
 """
 
 from __future__ import annotations
@@ -135,16 +134,16 @@ def statistics(
         def run(variables: Any) -> Any:
             return measured(gradient, variables)[1]
 
-        told = run(variables)
-        if not told:
+        reported = run(variables)
+        if not reported:
             raise ValueError(
                 "No FP8 op was reached: the gradient of fun with respect to its first argument contains "
                 "none. fun must apply a model with FP8 ops to the variables that it is given, with a "
                 "recipe that quantizes. A model that freeze returned cannot be measured."
             )
         found: dict[str, dict[str, Statistics]] = {}
-        for path, role in sorted(told, key=lambda key: (key[0], ROLES.index(key[1]))):
-            numbers = merged_calls(told[path, role])
+        for path, role in sorted(reported, key=lambda key: (key[0], ROLES.index(key[1]))):
+            numbers = merged_calls(reported[path, role])
             found.setdefault("/".join(path), {})[role] = _statistics(numbers)
         return found
 
@@ -324,9 +323,9 @@ def summarize(statistics: Mapping[str, Mapping[str, Statistics]]) -> Summary:
             for index in np.ndindex(fields[0].shape):
                 place = f"[{', '.join(map(str, index))}]" if index else ""
                 rows.append(SummaryRow(f"{path}/{role}{place}", *(float(field[index]) for field in fields)))
-    return Summary(rows=tuple(sorted(rows, key=_badness)))
+    return Summary(rows=tuple(sorted(rows, key=_worst_first)))
 
 
-def _badness(row: SummaryRow) -> tuple[Any, ...]:
+def _worst_first(row: SummaryRow) -> tuple[Any, ...]:
     is_measured = not np.isnan(row.amax)
     return not is_measured, not row.nonfinite > 0, row.sqnr if is_measured else 0.0, row.name

@@ -1,4 +1,4 @@
-"""The train state that overwrites scaling state with its gradient, and a loss scale that passes it by."""
+"""Train state that overwrites the scaling state with its gradient; loss scale that leaves it unscaled."""
 
 from __future__ import annotations
 
@@ -107,6 +107,7 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
         return value_and_grad_fun
 
     def _after(self, is_finite: jax.Array) -> DynamicScale:
+        """Returns the loss scale after a step with or without finite gradients."""
         grows = self.fin_steps == self.growth_interval
         largest = np.finfo(np.float32).max
         grown = jnp.where(grows, jnp.minimum(self.scale * self.growth_factor, largest), self.scale)
@@ -121,10 +122,10 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
 
 @dataclasses.dataclass(frozen=True)
 class _MergingApply:
-    """``apply_fn(variables, …)`` with the scaling state in ``variables`` merged by maximum.
+    """Calls ``apply_fn(variables, …)`` with scaling state whose gradients merge by maximum.
 
-    A dataclass rather than a closure: two train states of the same model compare equal, so that a jitted
-    step is not traced again.
+    It is a dataclass and not a closure, so that two train states of the same model compare equal. A jitted
+    step is then not traced again.
     """
 
     apply_fn: Callable[..., Any]
@@ -285,7 +286,7 @@ class TrainState(flax.training.train_state.TrainState):
 
 
 def _init_optimizer(tx: Any, optimized: Any, variables: Any) -> Any:
-    """Returns ``tx.init(optimized)``, unless the masks or labels of ``tx`` are for all of the variables."""
+    """Returns ``tx.init(optimized)``; raises if the masks or labels of ``tx`` fit all variables instead."""
     opt_state = error = None
     try:
         opt_state = tx.init(optimized)
@@ -295,7 +296,8 @@ def _init_optimizer(tx: Any, optimized: Any, variables: Any) -> Any:
     if not fits and optimized is not variables:
         try:
             fits = not _takes_params(jax.eval_shape(tx.init, variables))
-        except Exception:  # whatever tx is, it is not for these
+        except Exception:
+            # tx does not fit all variables either, so its masks are not the cause.
             fits = True
         if not fits:
             raise ValueError(
@@ -313,13 +315,13 @@ def _is_mask(x: Any) -> bool:
 
 
 def _leaves_all_out(opt_state: Any) -> bool:
-    """Tells whether the masks in an optimizer leave nothing to it that is as large as a parameter."""
+    """Returns whether the masks of an optimizer leave out every parameter: its state holds scalars only."""
     leaves = jax.tree.leaves(opt_state, is_leaf=_is_mask)
     return any(map(_is_mask, leaves)) and not any(np.ndim(leaf) for leaf in leaves if not _is_mask(leaf))
 
 
 def _takes_params(opt_state: Any) -> bool:
-    """Tells whether an optimizer of all variables keeps something of those below ``params``."""
+    """Returns whether the state of an optimizer of all variables holds arrays for those in ``params``."""
     leaves = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=_is_mask)[0]
     kept = (path for path, leaf in leaves if not _is_mask(leaf) and np.ndim(leaf))
     return any("params" in map(key_name, path) for path in kept)

@@ -1207,7 +1207,7 @@ def test_training_in_fp8_keeps_up_with_float32():
 
 
 def steps_with(change, value, num_steps=3):
-    """Returns the states after steps whose scaling state was changed since, and the jaxpr of one."""
+    """Returns the state after each step, and the jaxpr of one; ``change`` is applied to each next state."""
     tx = optax.sgd(0.1)
     state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=tx)
 
@@ -1223,17 +1223,17 @@ def steps_with(change, value, num_steps=3):
 
 
 @pytest.mark.parametrize("value", [1.0, np.nan, 0.0])
-def test_what_a_step_left_is_not_judged(value):
-    """State that went straight into apply_gradients; the values are those of state that is judged."""
+def test_the_state_of_a_step_is_not_checked_again(value):
+    """Gradients that go straight into apply_gradients are not checked; the check would change no value."""
     straight, program = steps_with(lambda x: x, value)
-    judged, program_with_judge = steps_with(lambda x: x * 1, value)
-    jax.tree.map(np.testing.assert_array_equal, straight, judged)
-    assert "name=judge" in program_with_judge
-    assert "name=judge" not in program
+    checked, program_with_check = steps_with(lambda x: x * 1, value)
+    jax.tree.map(np.testing.assert_array_equal, straight, checked)
+    assert "name=check_group" in program_with_check
+    assert "name=check_group" not in program
 
 
-def test_state_of_another_step_is_judged():
-    """And that of the same step, if it is not what the optimizer's state holds."""
+def test_state_that_was_changed_is_checked():
+    """The step is differentiated at a copy of the state that the train state holds."""
     state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=optax.sgd(0.1))
 
     def program(before):
@@ -1243,8 +1243,8 @@ def test_state_of_another_step_is_judged():
 
         return str(jax.make_jaxpr(step)(state))
 
-    assert "name=judge" not in program(lambda v: v)
-    assert "name=judge" in program(lambda v: jax.tree.map(lambda x: x * 1, v))
+    assert "name=check_group" not in program(lambda v: v)
+    assert "name=check_group" in program(lambda v: jax.tree.map(lambda x: x * 1, v))
     gc.collect()
     assert not tree._steps
 
