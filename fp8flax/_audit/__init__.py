@@ -1,4 +1,4 @@
-"""Which GEMMs of a program run in FP8 on a GPU that need not be there, and why the others do not."""
+"""Audits a program: lists which GEMMs run in FP8 on a GPU, present or not, and why the others do not."""
 
 from fp8flax._audit.auditing import assert_fp8, audit
 from fp8flax._audit.compiling import TARGETS, compile_only_devices

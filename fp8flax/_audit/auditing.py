@@ -1,4 +1,4 @@
-"""``audit`` and ``assert_fp8``: compile a function, and say which of its GEMMs run in FP8."""
+"""``audit`` and ``assert_fp8``: compile a function, and report which of its GEMMs run in FP8."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
             f"{', '.join(GPUS)}."
         )
     program = read(text)
-    # They take a second compilation, with options that JAX's own cache of programs does not know.
+    # To read the PTX takes a second compilation, so only a program that needs it pays for it.
     instructions = read_instructions(compile_with) if has_fp8_in_triton(program, device) else {}
     memory = compiled.memory_analysis()
     return AuditReport(

@@ -25,7 +25,7 @@ from fp8flax._host.interrupt import raise_from_now_on
 
 
 class _UsageError(Exception):
-    """What the user can put right; its text is one line."""
+    """An error that the user can correct; its text is one line."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,8 +34,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 @contextlib.contextmanager
-def _may_not_exit(what: str) -> Iterator[None]:
-    """Makes an exit of the program, which would end without a report, an error."""
+def _exit_is_error(what: str) -> Iterator[None]:
+    """Turns ``sys.exit`` into an error, because the command would end without a report."""
     try:
         yield
     except SystemExit as error:
@@ -105,7 +105,7 @@ def _load(program: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if not (module_name and colon and name):
         raise _UsageError(f"the program must be demo or module:function; got {program!r}")
     try:
-        with _may_not_exit(f"the import of {module_name}"):
+        with _exit_is_error(f"the import of {module_name}"):
             module = importlib.import_module(module_name)
     except _UsageError:
         raise
@@ -115,7 +115,7 @@ def _load(program: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     function = getattr(module, name, None)
     if not callable(function):
         raise _UsageError(f"{module_name} has no function {name}")
-    with _may_not_exit(program):
+    with _exit_is_error(program):
         loaded = function()
     if not (isinstance(loaded, tuple) and loaded and callable(loaded[0])):
         raise _UsageError(f"{program} must return (fn, *args); it returned {type(loaded).__name__}")
@@ -125,10 +125,11 @@ def _load(program: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def _report(options: argparse.Namespace) -> AuditReport:
     with warnings.catch_warnings():
         if options.target != "local":
-            warnings.simplefilter("ignore", Fp8EmulationWarning)  # nothing will run here
+            # The program is compiled and never runs, so it does not matter that FP8 would be emulated here.
+            warnings.simplefilter("ignore", Fp8EmulationWarning)
         fn, args = _load(options.program)
     try:
-        with _may_not_exit(f"the function that {options.program} returned"):
+        with _exit_is_error(f"the function that {options.program} returned"):
             return audit(fn, *args, target=options.target)
     except ImportError as error:
         raise _UsageError(str(error)) from error
@@ -136,19 +137,19 @@ def _report(options: argparse.Namespace) -> AuditReport:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
-    stdout = sys.stdout  # of ours, whatever the program makes of it
+    stdout = sys.stdout  # the program may replace sys.stdout
     raise_from_now_on()
-    # JAX would look for CUDA's libraries as it starts; the compiler does not need them.
+    # Otherwise JAX looks for CUDA's libraries when it starts. The compiler does not need them.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         options = _parser().parse_args(argv)
         if options.target != "local" and not jax.config.jax_platforms:
-            jax.config.update("jax_platforms", "cpu")  # nothing runs, so no GPU need be there
+            jax.config.update("jax_platforms", "cpu")  # no program runs, so no GPU is needed
         report = _report(options)
         try:
             stdout.write(f"{report}\n")
             stdout.flush()
-        finally:  # where one of the two fails, the report is in the other
+        finally:  # if standard output fails, the file is still written
             if options.json is not None:
                 write_text(options.json, json.dumps(report.to_dict(), indent=2) + "\n")
     except (_UsageError, OSError) as error:
@@ -157,9 +158,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("\nfp8flax audit: interrupted\n")
         return 130
-    except SystemExit:  # of --help
+    except SystemExit:  # raised by --help
         raise
-    except BaseException:  # of the function that is audited
+    except BaseException:  # raised by the audited function
         traceback.print_exc()
         return 2
     if report.fp8_flops_share < options.min_flops:

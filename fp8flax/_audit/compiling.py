@@ -1,4 +1,4 @@
-"""Compiles a function for one device or a mesh of them, which need not be there."""
+"""Compiles a function for a device or a mesh of devices, which need not be present."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from fp8flax._core.options import check_choice, check_int
 _T = TypeVar("_T")
 
 TARGETS = (*GPUS, "local")
-"""What ``audit`` can compile for."""
+"""The names of the targets that ``audit`` can compile for."""
 
 Compiled: TypeAlias = jax.stages.Compiled | PluginCompiled
 """A compiled program."""
 
-# The text of a GpuTargetConfigProto: what XLA's decisions depend on.
+# The text of a GpuTargetConfigProto. XLA's decisions depend on these numbers.
 _TARGET_CONFIG = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -63,13 +63,14 @@ dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 13 }}
 device_description_str: "{gpu.name}"
 """
-# XLA reads these from JAX 0.11 on, and dnn_version_info and runtime_version before. JAX 0.9 refuses them.
+# From JAX 0.11 on XLA reads these fields. Before it reads dnn_version_info and runtime_version. JAX 0.9
+# refuses the new fields.
 _VERSIONS = 'dnn_version: "9.10.0" runtime_version: "13.0.0"' if jax.__version_info__ >= (0, 10) else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a program is compiled for."""
+    """The device or the mesh that a program is compiled for."""
 
     key: str
     """One of ``TARGETS``."""
@@ -77,17 +78,17 @@ class Target:
     platform: str
     has_fp8_units: bool
     compute_capability: float
-    """Of an NVIDIA GPU, 0 for any other device."""
+    """The compute capability of an NVIDIA GPU; 0 for any other device."""
     gpu: Gpu | None = None
-    """The GPU that need not be there, None for the local device."""
+    """The GPU, which need not be present; None for the local device."""
     mesh: Mesh | None = None
-    """Of several such GPUs, or of one; without it the program is for one of them."""
+    """The mesh of such GPUs; None if the program is for one device."""
     sharding: jax.sharding.Sharding | None = None
-    """Lays arrays on that GPU, or on all of the mesh."""
+    """The sharding that puts arrays on the GPU, or replicates them over the mesh."""
 
 
 def find_target(target: str | Mesh) -> Target:
-    """Returns what one of the names in ``TARGETS``, or a mesh, stands for; errors as those of ``audit``."""
+    """Returns the ``Target`` for a name in ``TARGETS`` or for a mesh; errors: see ``audit``."""
     if isinstance(target, Mesh):
         key = _kind_of(target)
         times = f"{target.size} × " if target.size > 1 else ""
@@ -95,9 +96,9 @@ def find_target(target: str | Mesh) -> Target:
     if target in GPUS:
         return _target_of(target, "", jax.sharding.SingleDeviceSharding(_device(target)))
     if target != "local":
-        said = f"{OTHER_GPUS[target]} " if target in OTHER_GPUS else ""
+        hint = f"{OTHER_GPUS[target]} " if target in OTHER_GPUS else ""
         raise ValueError(
-            f"{said}target must be one of {', '.join(TARGETS)}, or a jax.sharding.Mesh of "
+            f"{hint}target must be one of {', '.join(TARGETS)}, or a jax.sharding.Mesh of "
             f"compile_only_devices; got {target!r}. For another GPU use one of the same compute "
             f"capability: {', '.join(f'{key} has {gpu.compute_capability}' for key, gpu in GPUS.items())}."
         )
@@ -129,7 +130,7 @@ def _target_of(key: str, times: str, sharding: jax.sharding.Sharding, mesh: Mesh
 
 
 def _kind_of(mesh: Mesh) -> str:
-    """Returns which GPUs a mesh has, which must not be there."""
+    """Returns the target name of the GPUs in a mesh of ``compile_only_devices``."""
     devices = list(mesh.devices.flat)
     kinds = {device.device_kind for device in devices}
     found = [key for key, gpu in GPUS.items() if kinds == {gpu.name}]
@@ -143,7 +144,7 @@ def _kind_of(mesh: Mesh) -> str:
 
 @functools.cache
 def _device(target: str) -> Any:
-    """Returns a device of the given kind that compiles and cannot run."""
+    """Returns one device of ``compile_only_devices``; the same for each call."""
     return compile_only_devices(target)[0]
 
 
@@ -214,7 +215,10 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
 
 @contextlib.contextmanager
 def compiling_for(gpu: Gpu) -> Iterator[None]:
-    """Has this package, and Pallas from JAX 0.10 on, know for which GPU a program is traced and lowered."""
+    """Sets the GPU that programs are traced and lowered for, for this package and for Pallas.
+
+    Pallas can read the GPU from JAX 0.10 on.
+    """
     mesh: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if jax.__version_info__ >= (0, 10):
         device = jax.sharding.AbstractDevice(
@@ -226,7 +230,7 @@ def compiling_for(gpu: Gpu) -> Iterator[None]:
 
 
 def compile_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -> Compiled:
-    """Compiles ``fn(*args)``, whose arrays may be shapes and dtypes; errors as those of ``audit``."""
+    """Compiles ``fn(*args)``; arguments may be ``jax.ShapeDtypeStruct``. Errors: see ``audit``."""
     return compile_lowered(target, lower_for(target, fn, args), _name_of(fn))
 
 
@@ -238,7 +242,7 @@ def lower_for(
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     shape_of = functools.partial(_shape_of, sharding=target.sharding)
     if target.mesh is not None:
-        # A jitted function may say itself where its arguments lie.
+        # A jitted function may have in_shardings, so its other arguments get no sharding here.
         elsewhere = target.sharding if jitted is not fn else None
         shape_of = functools.partial(_shape_on_mesh, mesh=target.mesh, elsewhere=elsewhere)
     given = args, keywords or {}
@@ -246,7 +250,7 @@ def lower_for(
     if target.gpu is not None and not any(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes)
     ):
-        # Without an argument that lies on the device, only the outputs can say which it is.
+        # No argument has a sharding that names the device, so the outputs must name it.
         bound = functools.partial(fn, *given[0], **given[1])
         jitted, shapes = jax.jit(bound, out_shardings=target.sharding), ((), {})
     with contextlib.nullcontext() if target.gpu is None else compiling_for(target.gpu):
@@ -268,20 +272,20 @@ def lower_for(
 def compile_lowered(
     target: Target, lowered: jax.stages.Lowered, name: str, options: dict[str, Any] | None = None
 ) -> Compiled:
-    """Compiles what ``lower_for`` returns, by JAX, or by XLA's plugin where JAX cannot.
+    """Compiles the result of ``lower_for`` by JAX, or by XLA's plugin if JAX cannot compile it.
 
     Args:
-        target: what for.
-        lowered: the program.
-        name: of the function, for errors.
-        options: of XLA's.
+        target: the device or mesh to compile for.
+        lowered: the lowered program.
+        name: the name of the function, for error messages.
+        options: compiler options of XLA.
     """
     advice = (
-        "If it speaks of an algorithm, a dot asks for one that its dtypes lack there: e5m2 × e5m2 has none "
-        "in FP8."
+        "If the error names an algorithm, the device has no such algorithm for the dtypes of a dot: "
+        "e5m2 × e5m2 has none in FP8."
     )
     if target.mesh is not None:
-        advice += f" If it speaks of a platform Host: {_not_on_mesh(name)}"
+        advice += f" If the error names a platform Host: {_not_on_mesh(name)}"
 
     def compile_here() -> Compiled:
         try:
@@ -290,8 +294,8 @@ def compile_lowered(
             return compile_with_plugin(lowered, options)
 
     with warnings.catch_warnings():
-        # A compiler without its GPU cannot load what it wrote to the persistent compilation cache
-        # (JAX_COMPILATION_CACHE_DIR); JAX warns and compiles anew.
+        # Without the GPU JAX cannot load a program from the persistent compilation cache
+        # (JAX_COMPILATION_CACHE_DIR). It warns and compiles the program again.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
         return _explained(
             compile_here,
@@ -301,10 +305,10 @@ def compile_lowered(
 
 
 def check_cudnn_is_known(target: Target, lowered: jax.stages.Lowered, name: str) -> None:
-    """Raises where nothing can be said of block-scaled matmuls, as XLA knows no cuDNN for the target.
+    """Raises ``RuntimeError`` for block-scaled matmuls if XLA does not know cuDNN's version.
 
-    XLA expands them to bfloat16 then, whatever the GPU has. It reads the version from other places of
-    ``_TARGET_CONFIG`` in other versions of JAX.
+    XLA then expands them to bfloat16, although the GPU would run them in FP8. The field of
+    ``_TARGET_CONFIG`` that holds the version depends on the version of JAX.
     """
     if target.gpu is None or target.sharding is None or not target.gpu.has_block_scales:
         return
@@ -319,7 +323,10 @@ def check_cudnn_is_known(target: Target, lowered: jax.stages.Lowered, name: str)
 
 
 def check_on_mesh(compiled: Compiled, mesh: Mesh, name: str) -> None:
-    """Raises where a jitted function, which may say itself where its arguments lie, did not."""
+    """Raises ``RuntimeError`` if the arguments of a compiled function do not lie on the whole mesh.
+
+    This happens to a jitted function without ``in_shardings`` and with arguments without shardings.
+    """
     if isinstance(compiled, PluginCompiled):
         found = [compiled.devices]
     else:
@@ -340,7 +347,7 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 
 def _shape_of(leaf: Any, sharding: Any) -> Any:
-    """Returns an array's shape and dtype, and anything else as it is."""
+    """Returns the shape and dtype of an array, with ``sharding``; returns any other value unchanged."""
     if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return leaf
     weak = getattr(leaf, "weak_type", False)
@@ -348,7 +355,10 @@ def _shape_of(leaf: Any, sharding: Any) -> Any:
 
 
 def _shape_on_mesh(leaf: Any, mesh: Mesh, elsewhere: Any) -> Any:
-    """Returns an array's shape and dtype, split over a mesh as over its own mesh, or laid ``elsewhere``."""
+    """Returns the shape and dtype of an array, with its partition spec on ``mesh``.
+
+    If the array has no partition spec with the axes of ``mesh``, its sharding is ``elsewhere``.
+    """
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_names) <= set(mesh.axis_names):
         return _shape_of(leaf, NamedSharding(mesh, sharding.spec))
@@ -356,7 +366,7 @@ def _shape_on_mesh(leaf: Any, mesh: Mesh, elsewhere: Any) -> Any:
 
 
 def _explained(step: Callable[[], _T], failure: str, advice: str) -> _T:
-    """Runs a step of compiling; of its error says what failed and what to do."""
+    """Returns the result of ``step()``; to an error it adds what failed and what to do."""
     try:
         return step()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Which instructions of a compiled program are GEMMs: their sizes, dtypes, and what multiplies them."""
+"""Finds the GEMMs among the instructions of a compiled program: their sizes, dtypes and backends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fp8flax._audit.traffic import SLICES, VIEWS
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, GROUPED_GEMM
 
 _VALUE_KEEPING = VIEWS | SLICES | {"broadcast", "multiply", "divide", "pad"}
-"""Instructions that may stand between an FP8 value converted back and the GEMM that reads it."""
+"""Instructions that may stand between the conversion from FP8 to a wide dtype and the GEMM."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dot:
-    """One matrix product or convolution, as the hardware is asked to do it."""
+    """One matrix product or convolution, with the sizes and dtypes of the compiled program."""
 
     op_name: str
     batch: int
@@ -31,30 +31,32 @@ class Dot:
     backend: str
     """``cublasLt``, ``cuBLAS``, ``Triton``, ``cuDNN``, ``Pallas`` (this package's kernel) or ``other``."""
     accumulation: str = "default"
-    """``fast`` or ``exact`` in cublasLt's FP8 kernel, else ``default``."""
+    """``fast`` or ``exact`` in cublasLt's FP8 kernel; otherwise ``default``."""
     contracts_leading: bool | None = None
-    """Whether both operands are contracted along their first (True) or last (False) dimension."""
+    """True if both operands are contracted along their first dimension, False if along their last.
+
+    None if the dimensions differ, or if an operand has no other dimension."""
     fp8_sources: tuple[str, ...]
-    """The FP8 dtype that each of both operands is or was converted back from, or ``""``."""
+    """For each operand the FP8 dtype that it has, or that it was converted from; ``""`` for none."""
     is_convolution: bool = False
-    """Whether it is a convolution; its sizes are those of the product of its windows with the kernel."""
+    """Whether the GEMM is a convolution. Its sizes are those of the product of windows and kernel."""
 
 
 class _Place(NamedTuple):
-    """Where an instruction stands."""
+    """The place of an instruction in a program."""
 
     computation: Computation
     instruction: Instruction
     caller: _Place | None = None
-    """The fusion that it is part of."""
+    """The fusion that contains the instruction."""
 
     @property
     def kernel(self) -> _Place:
-        """The outermost fusion around it, or itself."""
+        """The outermost fusion around the instruction; without a fusion the instruction itself."""
         return self if self.caller is None else self.caller.kernel
 
     def operand(self, index: int) -> _Place:
-        """Returns the place of one of the instruction's operands."""
+        """Returns the place of the operand at ``index``."""
         return self._replace(instruction=self.computation.instructions[self.instruction.operands[index]])
 
 
@@ -73,7 +75,7 @@ def dots_of(program: Program, computation: Computation, instruction: Instruction
 
 
 def _backend(instruction: Instruction) -> str | None:
-    """Returns what runs an instruction, None where that is no product."""
+    """Returns the backend that computes an instruction; None if it is no matrix product."""
     if instruction.opcode in ("fusion", "fusion-start"):
         kind = instruction.config.get("fusion_backend_config", {}).get("kind", "")
         parts = {"triton": "Triton", "cudnn": "cuDNN", "cublas": "cublasLt"}
@@ -93,7 +95,7 @@ def _backend(instruction: Instruction) -> str | None:
 
 
 def _multiplying(program: Program, place: _Place) -> Iterator[_Place]:
-    """Yields an instruction, of a fusion each dot and convolution in it and in the fusions in it."""
+    """Yields the place of an instruction; for a fusion those of all dots and convolutions inside of it."""
     fused = program.fused(place.instruction)
     if fused is None:
         yield place
@@ -104,15 +106,15 @@ def _multiplying(program: Program, place: _Place) -> Iterator[_Place]:
 
 
 def _multiplied(program: Program, place: _Place) -> tuple[Array, Array, dict[str, Any]]:
-    """Returns both operands, and what a ``Dot`` says of them."""
+    """Returns the two operands of a product, and the fields of ``Dot`` that describe them."""
     lhs, rhs = (place.operand(i).instruction.result for i in (0, 1))
     sources = tuple(next(_fp8_sources(program, place.operand(i)), "") for i in (0, 1))
-    said = {"lhs_dtype": lhs.dtype, "rhs_dtype": rhs.dtype, "fp8_sources": sources}
-    return lhs, rhs, {**said, "op_name": place.instruction.op_name}
+    fields = {"lhs_dtype": lhs.dtype, "rhs_dtype": rhs.dtype, "fp8_sources": sources}
+    return lhs, rhs, {**fields, "op_name": place.instruction.op_name}
 
 
 def _read_dot(program: Program, place: _Place, backend: str) -> Dot:
-    lhs, rhs, said = _multiplied(program, place)
+    lhs, rhs, fields = _multiplied(program, place)
     dot, kernel = place.instruction, place.kernel
     is_block_scaled = backend in ("cuDNN", "Pallas") and place.caller is None
     contracting, batch = _dimensions(dot, (lhs, rhs), is_block_scaled)
@@ -120,7 +122,7 @@ def _read_dot(program: Program, place: _Place, backend: str) -> Dot:
     out = next((a for a in kernel.instruction.results if math.prod(a.dims) == size), dot.result)
     for i in sorted(_summed_dims(program, kernel.computation, kernel.instruction), reverse=True):
         if i < len(batch[0]):
-            # A long sum was cut into batches whose products a later kernel adds up ("split-K").
+            # Split-K: XLA cut a long sum into batches, and a later kernel adds up their products.
             for c, b in zip(contracting, batch):
                 c.append(b.pop(i))
     free = [
@@ -129,14 +131,14 @@ def _read_dot(program: Program, place: _Place, backend: str) -> Dot:
     ]
     m, n = (math.prod(a.dims[i] for i in f) for a, f in zip((lhs, rhs), free))
     num = math.prod(lhs.dims[i] for i in batch[0])
-    if BLOCK_GEMM_HOPPER in dot.op_name.split("/"):  # of matrices one below the other
+    if BLOCK_GEMM_HOPPER in dot.op_name.split("/"):  # the matrices of a batch are stacked as rows
         num = n // dot.result.dims[1]
         m, n = m // num, n // num
-    elif GROUPED_GEMM in dot.op_name.split("/"):  # each row, or column, with one group's
+    elif GROUPED_GEMM in dot.op_name.split("/"):  # each row or column is multiplied by one group only
         n = dot.result.dims[1]
     leading = {f > sorted(c) for f, c in zip(free, contracting)} if all(free) else {True, False}
     return Dot(
-        **said,
+        **fields,
         batch=num,
         m=m,
         k=math.prod(lhs.dims[i] for i in contracting[0]),
@@ -151,9 +153,9 @@ def _read_dot(program: Program, place: _Place, backend: str) -> Dot:
 def _dimensions(
     dot: Instruction, operands: tuple[Array, Array], is_block_scaled: bool
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the contracted dimensions of both operands, and the batch dimensions."""
+    """Returns the contracted dimensions of the two operands, and their batch dimensions."""
     sides = ("lhs", "rhs")
-    if is_block_scaled:  # rows times rows
+    if is_block_scaled:  # both operands are contracted along their last dimension
         ndims = [len(a.dims) for a in operands]
         return [[ndim - 1] for ndim in ndims], [list(range(ndim - 2)) for ndim in ndims]
     dims = dot.config.get("gemm_backend_config", {}).get("dot_dimension_numbers")
@@ -165,10 +167,10 @@ def _dimensions(
 
 
 def _read_convolution(program: Program, place: _Place, backend: str) -> Dot:
-    lhs, rhs, said = _multiplied(program, place)
+    lhs, rhs, fields = _multiplied(program, place)
     conv = place.instruction
     target = conv.attribute("custom_call_target")
-    # cuDNN's gradients name the dimensions of the forward convolution's tensors.
+    # In cuDNN's gradients the dimension labels are those of the forward convolution.
     arrays = {
         "__cudnn$convBackwardInput": (rhs, lhs),
         "__cudnn$convBackwardFilter": (conv.result, rhs),
@@ -186,7 +188,7 @@ def _read_convolution(program: Program, place: _Place, backend: str) -> Dot:
     }
     m, k, n = sizes.get(target, (m, k, n))
     return Dot(
-        **said,
+        **fields,
         batch=groups,
         m=m,
         k=k,
@@ -198,7 +200,7 @@ def _read_convolution(program: Program, place: _Place, backend: str) -> Dot:
 
 
 def _summed_dims(program: Program, computation: Computation, value: Instruction) -> frozenset[int]:
-    """Returns the dimensions of an array over which everything that reads it sums."""
+    """Returns the dimensions of an array that all instructions that read it sum over."""
     summed: list[frozenset[int]] = []
     for user in computation.users[value.name]:
         fused = program.fused(user)
@@ -217,10 +219,10 @@ def _summed_dims(program: Program, computation: Computation, value: Instruction)
 
 
 def _fp8_sources(program: Program, place: _Place, element: int = 0) -> Iterator[str]:
-    """Yields the FP8 dtypes of the values that one (``element`` of a tuple) was converted from.
+    """Yields the FP8 dtypes that a value was converted from; ``element`` is its index in a tuple.
 
-    Looks through the instructions that keep a value or scale it, out of the fusion into those that made
-    its inputs.
+    The search follows instructions that keep or scale the value. From a parameter of a fusion it goes on to
+    the instruction that computes that parameter.
     """
     instruction = place.instruction
     if instruction.result.dtype.startswith("f8") and len(instruction.results) == 1:
@@ -239,7 +241,7 @@ def _fp8_sources(program: Program, place: _Place, element: int = 0) -> Iterator[
 
 
 def _accumulation(dot: Instruction) -> str:
-    """Returns how cublasLt accumulates in FP8; what other backends do does not stand in the program."""
+    """Returns how cublasLt accumulates in FP8; ``default`` for other backends, which do not state it."""
     if dot.attribute("custom_call_target") != "__cublas$lt$matmul$f8":
         return "default"
     precision = dot.config.get("gemm_backend_config", {}).get("precision_config", {})

@@ -1,4 +1,4 @@
-"""The GEMMs of a compiled program as the audit shows them: whether each runs in FP8, and why not."""
+"""Describes the GEMMs of a compiled program for the audit: whether each runs in FP8, and if not, why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES = {
     "pred": "bool",
 }
 
-_UNREAD = "FP8 operands in a Triton kernel for which XLA wrote no PTX: what multiplies them is not known"
+_UNREAD = "FP8 operands in a Triton kernel for which XLA wrote no PTX: its instructions are not known"
 _CONVERTED = "FP8 operands in a Triton kernel that converts them: its tile is multiplied by {found}"
 _AHEAD = " (XLA's tile without a device; on one it measures which to take)"
 
@@ -86,7 +86,10 @@ class AuditedGemm:
 
 
 def has_fp8_in_triton(program: Summary, target: Target) -> bool:
-    """Tells whether only instructions can say which units of a device do some product of a program."""
+    """Returns whether a Triton kernel of a program has FP8 operands on a device with FP8 units.
+
+    Only the PTX instructions of such a kernel show whether the FP8 units multiply them.
+    """
     dots = (dot for kernel in program.kernels for dot in kernel.dots)
     return target.has_fp8_units and any(dot.backend == "Triton" and _takes_fp8(dot) for dot in dots)
 
@@ -97,12 +100,12 @@ def read_gemms(
     """Returns the GEMMs of a program in the order of its kernels.
 
     Args:
-        program: what was read from the text of a compiled program.
-        target: what it was compiled for.
-        instructions: what ``read_instructions`` returns, where ``has_fp8_in_triton``.
+        program: the summary of a compiled program.
+        target: the device that it was compiled for.
+        instructions: the result of ``read_instructions``; may be empty unless ``has_fp8_in_triton``.
     """
     gemms, dots = [], []
-    # Of equal kernels XLA compiles one, under the name of any of them.
+    # XLA compiles equal kernels once, under the name of any one of them.
     known = {}
     for kernel in program.kernels:
         if (name := kernel_name(kernel.name)) in instructions:
@@ -112,7 +115,7 @@ def read_gemms(
             is_fp8, may_be_fp8, found = target.has_fp8_units and _takes_fp8(dot), False, None
             if is_fp8 and dot.backend == "Triton":
                 found = known.get(kernel.group)
-                is_fp8, may_be_fp8, reason = _judge(found, target)
+                is_fp8, may_be_fp8, reason = _units_of(found, target)
             else:
                 reason = "" if is_fp8 else why_not(dot, program.has_fp8, target)
             gemms.append(
@@ -131,7 +134,7 @@ def read_gemms(
                     is_fp8=is_fp8,
                     reason=reason,
                     trip_count=kernel.trip_count,
-                    # Of several products in one kernel, the first stands for what the kernel moves.
+                    # If a kernel computes several products, its bytes count for the first one.
                     bytes=0 if i else kernel.bytes * kernel.trip_count,
                     op_name=dot.op_name,
                     instructions=tuple(sorted(found or ())),
@@ -139,15 +142,15 @@ def read_gemms(
                 )
             )
             dots.append(dot)
-    return tuple(_tell_gradients_apart(gemms, dots))
+    return tuple(_with_roles(gemms, dots))
 
 
-def _judge(found: frozenset[str] | None, target: Target) -> tuple[bool, bool, str]:
-    """Tells of FP8 operands in a Triton kernel whether the FP8 units multiply them, or may, and why not.
+def _units_of(found: frozenset[str] | None, target: Target) -> tuple[bool, bool, str]:
+    """Returns whether FP8 units compute a Triton kernel with FP8 operands, whether they may, and why not.
 
     Args:
-        found: the kernel's instructions, None if they were not read.
-        target: what it was compiled for.
+        found: the PTX instructions of the kernel; None if they were not read.
+        target: the device that the kernel was compiled for.
     """
     if found is None:
         return False, True, _UNREAD
@@ -159,21 +162,21 @@ def _judge(found: frozenset[str] | None, target: Target) -> tuple[bool, bool, st
 
 
 def _takes_fp8(dot: Dot) -> bool:
-    """Tells whether FP8 units, where there are any, do a product; in XLA's Triton, whether they may."""
+    """Returns whether FP8 units compute a product if the device has them; for Triton, whether they may."""
     if dot.backend == "other" or BLOCK_GEMM_F16 in dot.op_name.split("/"):
         return False
     return dot.lhs_dtype.startswith("f8") and dot.rhs_dtype.startswith("f8")
 
 
 def _dtype(name: str) -> str:
-    """Returns JAX's name of an XLA dtype."""
+    """Returns the name that JAX has for an XLA dtype."""
     if name.startswith("f8"):
         return "float8_" + name[2:]
     return _DTYPES.get(name, re.sub(r"^([su])(\d+)$", lambda m: f"{'u' * (m[1] == 'u')}int{m[2]}", name))
 
 
 def why_not(dot: Dot, has_fp8: bool, target: Target) -> str:
-    """Says why a product does not run in FP8."""
+    """Returns the reason why a product does not run in FP8."""
     dtypes = " and ".join(dict.fromkeys((_dtype(dot.lhs_dtype), _dtype(dot.rhs_dtype))))
     parts = [*components(dot.op_name)]
     is_op = any(part.startswith(("Fp8", "NANOOFp8")) for part in parts)
@@ -200,13 +203,13 @@ def why_not(dot: Dot, has_fp8: bool, target: Target) -> str:
     return f"operands are {dtypes}: layer not converted"
 
 
-def _tell_gradients_apart(gemms: Sequence[AuditedGemm], dots: Sequence[Dot]) -> Iterator[AuditedGemm]:
-    """Replaces ``backward`` by ``dgrad`` or ``wgrad`` where sizes or contracted dimensions tell.
+def _with_roles(gemms: Sequence[AuditedGemm], dots: Sequence[Dot]) -> Iterator[AuditedGemm]:
+    """Yields the GEMMs with the role ``dgrad`` or ``wgrad`` in place of ``backward``, if it can be found.
 
-    With a forward product of sizes M, K, N, dgrad is (M, N) by (N, K) and sums over N, wgrad is (K, M) by
-    (M, N) and sums over M. Where that does not decide, a product that sums over the first dimensions of
-    both operands is taken for wgrad, one that sums over the last for dgrad; for FP8 in cublasLt, which
-    sums over the last only, XLA has transposed the operands.
+    For a forward product of sizes M, K, N, dgrad is (M, N) by (N, K) and sums over N. wgrad is (K, M) by
+    (M, N) and sums over M. If the sizes fit both, the contracted dimensions decide: wgrad sums over the
+    first dimensions of the operands, dgrad over the last ones. This does not work for cublasLt in FP8. It
+    sums over the last dimensions only, so XLA transposes the operands.
     """
     forward: dict[str, set[tuple[int, int, int]]] = {}
     for gemm in gemms:

@@ -12,15 +12,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """The type of one array."""
+    """Type of one array: its dtype and dimensions."""
 
     dtype: str
-    """XLA's name, such as ``bf16`` or ``f8e4m3fn``."""
+    """XLA's name of the dtype, such as ``bf16`` or ``f8e4m3fn``."""
     dims: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Size in memory; 0 for tokens."""
+        """The size in memory; 0 for tokens."""
         if self.dtype == "pred":
             bits = 8
         else:
@@ -31,7 +31,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of HLO."""
+    """One instruction: a line of HLO."""
 
     name: str
     opcode: str
@@ -39,44 +39,44 @@ class Instruction:
     """The arrays of the result; several for a tuple, whose nesting is dropped."""
     operands: tuple[str, ...]
     text: str
-    """What stands between the parentheses of the operands."""
+    """The text between the parentheses of the operands."""
     attributes: str
-    """What follows them."""
+    """The text after the operands."""
 
     @property
     def result(self) -> Array:
-        """The result where it is one array; the first array of a tuple."""
+        """The array of the result; for a tuple its first array."""
         return self.results[0] if self.results else Array("token", ())
 
     @property
     def bytes(self) -> int:
-        """Size of the whole result."""
+        """The size of the whole result."""
         return sum(array.bytes for array in self.results)
 
     @property
     def op_name(self) -> str:
-        """The name that JAX gave it, or an empty string."""
+        """The name that JAX gave the operation, or an empty string."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The backend's configuration."""
+        """The configuration of the backend; empty if there is none."""
         start = self.attributes.find("backend_config={")
         if start < 0:
             return {}
         try:
             return json.JSONDecoder().raw_decode(self.attributes, start + len("backend_config="))[0]
-        except ValueError:  # an older form that is not JSON; nothing in it is needed
+        except ValueError:  # an older form, which is not JSON and holds nothing that is needed here
             return {}
 
     def attribute(self, name: str) -> str:
-        """Returns an attribute's value, without braces or quotes; an empty string where it is missing."""
+        """Returns the value of an attribute, without braces or quotes; an empty string if it is missing."""
         found = re.search(rf'(?:^|[ ,{{]){name}=(?:\{{([^}}]*)\}}|"([^"]*)"|([^, ]+))', self.attributes)
         return next((value for value in found.groups() if value is not None), "") if found else ""
 
     def ints(self, name: str) -> tuple[int, ...]:
-        """Returns an attribute that is a list of integers."""
+        """Returns the integers in the value of an attribute."""
         return tuple(int(value) for value in re.findall(r"\d+", self.attribute(name)))
 
     def called(self, *names: str) -> list[str]:
@@ -94,7 +94,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """For each instruction, those that read it."""
+        """For each instruction, the instructions that read its result."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self.instructions.values():
             for operand in set(instruction.operands):
@@ -103,13 +103,13 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
-        """The parameters in their order."""
+        """The parameters of the function, in order."""
         found = [i for i in self.instructions.values() if i.opcode == "parameter"]
         return sorted(found, key=lambda i: int(i.text))
 
     @property
     def outputs(self) -> list[Instruction]:
-        """The instructions that make the results: the root, or the operands of a root tuple."""
+        """The instructions that compute the results: the root, or the operands of a root tuple."""
         root = self.instructions[self.root]
         return [self.instructions[o] for o in root.operands] if root.opcode == "tuple" else [root]
 
@@ -122,14 +122,14 @@ class Program:
     entry: str
 
     def fused(self, instruction: Instruction) -> Computation | None:
-        """Returns what a fusion computes, None for any other instruction."""
+        """Returns the computation of a fusion; None for any other instruction."""
         if instruction.opcode not in ("fusion", "fusion-start"):
             return None
         return self.computations[instruction.called("calls")[0]]
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the position of the bracket that closes the one at ``start``, strings skipped."""
+    """Returns the position of the bracket that closes the one at ``start``; skips brackets in strings."""
     depth = 0
     for found in re.compile(r'"(?:[^"\\]|\\.)*"|[(){}]').finditer(text, start):
         if found[0] in "({":
@@ -147,7 +147,7 @@ def _arrays(text: str) -> tuple[Array, ...]:
 
 
 def _parse_line(name: str, line: str) -> Instruction:
-    """Parses what follows ``name =``: type, opcode, operands, attributes."""
+    """Parses the text after ``name =``: type, opcode, operands and attributes."""
     after_type = _closing(line, 0) + 1 if line.startswith("(") else line.index(" ")
     opcode, rest = line[after_type:].lstrip().split("(", 1)
     end = _closing("(" + rest, 0) - 1
@@ -160,7 +160,7 @@ def parse(text: str) -> Program:
     """Parses the text of an HLO module.
 
     Raises:
-        ValueError: the text is not that of an HLO module.
+        ValueError: the text is not an HLO module.
     """
     computations: dict[str, Computation] = {}
     entry = name = root = ""

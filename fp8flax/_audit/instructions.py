@@ -1,4 +1,4 @@
-"""Which instructions multiply in XLA's own kernels, as the PTX says that XLA makes of them."""
+"""Reads which instructions multiply matrices in XLA's own GPU kernels, from the PTX that XLA writes."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ _ENTRY = re.compile(r"^\s*\.visible \.entry (\w+)\(", re.MULTILINE)
 _MULTIPLIES = re.compile(r"\b((?:wgmma\.mma_async|tcgen05\.mma|mma)\.\S+)")
 _FP8_OPERAND = re.compile(r"\.e[45]m[23]\b|kind::(?:mx)?f8f6f4")
 
-_SAID = "xla_dump_emitter_re"
-"""Without which XLA writes no PTX from JAX 0.11 on."""
+_DUMP_FILTER = "xla_dump_emitter_re"
+"""The option that XLA needs from JAX 0.11 on to write PTX."""
 
 
 def read_instructions(compile_with: Callable[[dict[str, Any]], object]) -> dict[str, frozenset[str]]:
     """Returns the instructions that multiply matrices in each kernel that XLA compiles to PTX.
 
     Args:
-        compile_with: compiles the program with these options of XLA's.
+        compile_with: a function that compiles the program with the compiler options that it gets.
 
     Returns:
-        For the name of each kernel those instructions, as PTX writes them without operands, such as
-        ``mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32``. Empty where XLA wrote no PTX, or there is
-        no folder that it could be written to.
+        A dict from the name of each kernel to its instructions without operands, such as
+        ``mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32``. It is empty if XLA wrote no PTX, or if no
+        temporary folder can be made.
     """
     try:
         temporary = tempfile.TemporaryDirectory(prefix="fp8flax-audit-")
     except OSError:
         return {}
     with temporary as folder:
-        # The name, which nothing else has, is for JAX's persistent cache of programs: it does not look
-        # where XLA is to write, and of a program that it knows XLA writes nothing.
-        compile_with({"xla_dump_to": folder, _SAID: f"ptx|{Path(folder).name}"})
+        # The unique name in the filter changes the key of JAX's persistent cache; the folder does not. XLA
+        # writes no PTX for a program from the cache.
+        compile_with({"xla_dump_to": folder, _DUMP_FILTER: f"ptx|{Path(folder).name}"})
         return parse_ptx(path.read_text() for path in Path(folder).glob("*.ptx"))
 
 
 def parse_ptx(texts: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Returns what ``read_instructions`` does, of texts of PTX.
+    """Returns the result of ``read_instructions`` for the given PTX texts.
 
     Example:
         >>> parse_ptx([".visible .entry dot_1( ... mma.sync.aligned.m16n8k8.row.col.f32.tf32 {%r1}, ..."])
@@ -59,10 +59,10 @@ def _entries(text: str) -> Iterator[tuple[str, frozenset[str]]]:
 
 
 def on_fp8_units(instruction: str, compute_capability: float) -> bool:
-    """Tells whether an instruction is one of a GPU's FP8 units.
+    """Returns whether the FP8 units of a GPU execute a PTX instruction.
 
-    ``mma.sync`` with FP8 operands is so on Ada (8.9) and the small Blackwell GPUs (12.0). On Hopper (9.0)
-    and the large Blackwell ones (10.0) CUDA 13.0 assembles it to conversions and ``HMMA``, in float16.
+    On Ada (8.9) and the small Blackwell GPUs (12.0) they execute ``mma.sync`` with FP8 operands. On Hopper
+    (9.0) and the large Blackwell GPUs (10.0) CUDA 13.0 assembles it to conversions and ``HMMA`` in float16.
 
     Example:
         >>> on_fp8_units("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e5m2", 9.0)
@@ -75,5 +75,5 @@ def on_fp8_units(instruction: str, compute_capability: float) -> bool:
 
 
 def kernel_name(instruction: str) -> str:
-    """Returns the name that XLA gives the kernel of an instruction of HLO."""
+    """Returns the name that XLA gives the GPU kernel of an HLO instruction."""
     return re.sub(r"\W", "_", instruction)

@@ -1,4 +1,4 @@
-"""Reads optimized HLO text: which kernels a program launches, what they move, which of them are GEMMs."""
+"""Reads optimized HLO text: the GPU kernels of a program, the bytes that they move, and their GEMMs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FREE = frozenset(
         "tuple",
     )
 )
-"""Instructions that launch nothing."""
+"""Instructions that launch no GPU kernel."""
 
 _CALLS = (
     "to_apply",
@@ -37,16 +37,16 @@ _CALLS = (
     "true_computation",
     "false_computation",
 )
-"""Attributes that name what a call or a conditional runs."""
+"""Attributes that name the computations that a call or a conditional runs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One launch: an instruction in the entry or in a loop's body."""
+    """One GPU kernel: an instruction of the entry computation or of the body of a loop."""
 
     name: str
     group: str
-    """The name of the first of those kernels of which XLA compiles only one, as they are equal."""
+    """The name of the first of several equal kernels. XLA compiles only one of them."""
     bytes: int
     """Bytes that one launch reads and writes."""
     trip_count: int
@@ -56,11 +56,11 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Everything that ``read`` finds."""
+    """The kernels of a program, and facts about the whole program; the result of ``read``."""
 
     kernels: tuple[Kernel, ...]
     unknown_trip_counts: bool
-    """Whether some loop's trip count is not known; such a loop counts once."""
+    """Whether the trip count of a loop is not known. Such a loop counts once."""
     has_fp8: bool
     """Whether any array in the program is FP8."""
 

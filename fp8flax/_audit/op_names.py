@@ -1,4 +1,4 @@
-"""What the name of an operation in a compiled program tells: the modules around it, and its role."""
+"""Reads the modules around an operation, and its role, from its name in a compiled program."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _WRAPPERS = frozenset(
         NOT_CONVERTED,
     )
 )
-"""Components of an op name that JAX and ``quantize_model`` add, and no module has."""
+"""Components of an op name that JAX and ``quantize_model`` add; they are no modules."""
 
 _ROLES = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad"}
-"""The scopes that the FP8 matmul gives its GEMMs."""
+"""The roles of GEMMs by the scopes in which the FP8 matmul computes them."""
 
 
 def components(op_name: str) -> Iterator[str]:
-    """Yields the parts of an op name, those inside ``jvp(…)`` and other transformations included."""
+    """Yields the parts of an op name, also those inside of ``jvp(…)`` and other transformations."""
     for part in re.findall(r"(?:[^/()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))+", op_name):
         wrapped = re.fullmatch(r"(\w+)\((.*)\)", part)
         if wrapped is None:
@@ -52,14 +52,14 @@ def components(op_name: str) -> Iterator[str]:
 
 
 def path_of(op_name: str) -> str:
-    """Returns the modules and scopes in an op name: without transformations, control flow, and the op."""
+    """Returns the modules and scopes in an op name, without transformations, control flow and FP8 op."""
     # Under jax.checkpoint JAX names the root twice.
     op_name = re.sub(r"transpose\(jvp\(([^()]+)\)\)/jvp\(\1\)", r"transpose(jvp(\1))", op_name)
     *parts, _ = [*components(op_name)] or [""]
     kept: list[str] = []
     for part in parts:
         if part in _ROLES or part in (SWITCHED_OFF, KEPT_WIDE, CONVOLVED_WIDE):
-            break  # what follows is inside the FP8 matmul
+            break  # the parts that follow are inside the FP8 matmul
         if part in _WRAPPERS or re.fullmatch(r"(Fp8|NANOOFp8)\w*(Dot|Conv)\w*_\d+", part):
             continue
         if (kept[-1:] == ["while"] and part in ("body", "cond")) or (
@@ -72,7 +72,7 @@ def path_of(op_name: str) -> str:
 
 
 def role_of(op_name: str) -> str:
-    """Returns the role that an op name tells; ``backward`` for either gradient."""
+    """Returns the role in an op name; ``backward`` if the name does not say which gradient it is."""
     *parts, _ = [*components(op_name)] or [""]
     scope = next((_ROLES[part] for part in reversed(parts) if part in _ROLES), "")
     if scope in ("dgrad", "wgrad"):

@@ -1,4 +1,4 @@
-"""What a compiled program does, as a table, as text and as numbers."""
+"""The report of the audit: a compiled program as a table, as text and as numbers."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class AuditReport:
             parts = ", ".join(f"{part} {1e3 * predicted[part]:.3g}" for part in PARTS)
             lines.append(f"Predicted (not measured): {1e3 * predicted['total']:.3g} ms; {parts}.")
         if self.unknown_trip_counts:
-            lines.append("The trip count of a loop is not known: what runs in it counts once.")
+            lines.append("The trip count of a loop is not known, so its kernels count once.")
         if self.target != "local":
             lines.append("Compiled without the device, which might choose another backend after measuring.")
         if self.compiled_by != "JAX":
@@ -224,13 +224,13 @@ class AuditReport:
 
 
 def _short(dtype: str) -> str:
-    """Returns a dtype's name for a table."""
+    """Returns the short name of a dtype, for a table."""
     short = re.sub(r"^float8_(e\dm\d).*", r"\1", dtype)
     return {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}.get(short, short)
 
 
 def _percent(share: float) -> str:
-    """Returns a percentage, of which only all is 100."""
+    """Returns a percentage as text; a share below 1 is never shown as 100 %."""
     return ">99.9 %" if 99.95 <= share < 100 else f"{share:.1f} %"
 
 

@@ -1,4 +1,4 @@
-"""How long a compiled program should take on a GPU: its matmuls, its other kernels, and launching them."""
+"""Predicts the time of a compiled program on a GPU: its GEMMs, its other kernels, and their launches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fp8flax._audit.gemms import AuditedGemm
 from fp8flax._core.gemm.gpus import Gpu
 
 BANDWIDTH_SHARE = 0.85
-"""Of a GPU's published bandwidth: what elementwise kernels reach."""
+"""The share of a GPU's published bandwidth that elementwise kernels reach."""
 
 LAUNCH_SECONDS = 3e-6
-"""What each kernel takes beside its work."""
+"""The time that each launch adds to the work of a kernel."""
 
 PARTS = ("GEMMs", "other kernels", "launches")
 
@@ -21,15 +21,16 @@ def predicted_seconds(
 ) -> dict[str, float]:
     """Returns the seconds of each of ``PARTS``, by a model that was never compared with a GPU.
 
-    A GEMM takes as long as its operations, at the rate that large ones reach, or its bytes, whichever is
-    more; products of float32 are taken to run at half the rate of bfloat16, and those that only may run in
-    FP8 at that of bfloat16. All other kernels move bytes, and each launch takes a while.
+    The time of a GEMM is that of its operations or that of its bytes, whichever is longer. Operations run
+    at the rate of large GEMMs. Products of float32 run at half the rate of bfloat16. GEMMs that only may
+    run in FP8 run at the rate of bfloat16. The time of all other kernels is that of their bytes. Each
+    launch takes ``LAUNCH_SECONDS``.
 
     Args:
-        gpu: its rates.
-        gemms: of the program.
-        other_bytes: that all other kernels move.
-        num_launches: of all kernels.
+        gpu: the GPU, with its rates and its bandwidth.
+        gemms: the GEMMs of the program.
+        other_bytes: the bytes that all other kernels read and write.
+        num_launches: the number of launches of all kernels.
     """
     bandwidth = BANDWIDTH_SHARE * gpu.bandwidth
 

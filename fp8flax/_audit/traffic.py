@@ -1,4 +1,4 @@
-"""What a kernel of a compiled program reads and writes."""
+"""Counts the bytes that a kernel of a compiled program reads and writes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 from fp8flax._audit.hlo import Computation, Instruction, Program
 
 SLICES = frozenset(("slice", "dynamic-slice", "gather"))
-"""Instructions that read no more of their first operand than they return."""
+"""Instructions that read only as many elements of their first operand as they return."""
 
 VIEWS = frozenset(("bitcast", "reshape", "copy", "convert", "transpose"))
-"""Instructions that, inside a fusion, are computed only where their result is needed."""
+"""Instructions that a fusion computes only for the elements that are needed."""
 
 
 def bytes_moved(program: Program, computation: Computation, instruction: Instruction) -> int:
-    """Returns how many bytes one launch of an instruction's kernel reads and writes."""
+    """Returns the number of bytes that one launch of an instruction's kernel reads and writes."""
     operands = [computation.instructions[o] for o in dict.fromkeys(instruction.operands)]
     fused = program.fused(instruction)
     if fused is not None:
@@ -40,9 +40,9 @@ def _is_library_call(instruction: Instruction) -> bool:
 
 
 def _read_from_parameter(fused: Computation, value: Instruction) -> int:
-    """Returns how many bytes of a fusion's parameter are read: all, or what the slices of it take.
+    """Returns the number of bytes that a fusion reads of a parameter: all, or those of its slices.
 
-    ``value`` is the parameter or a view of it; sizes count in its dtype.
+    ``value`` is the parameter or a view of it. The bytes count in the dtype of ``value``.
     """
     total = 0
     for user in fused.users[value.name]:
@@ -56,7 +56,7 @@ def _read_from_parameter(fused: Computation, value: Instruction) -> int:
 
 
 def _is_in_place(fused: Computation, made: Instruction) -> bool:
-    """Tells whether a value is a parameter of the fusion with a slice of it overwritten."""
+    """Returns whether a value is a parameter of the fusion in which a slice is overwritten."""
     if made.opcode != "dynamic-update-slice":
         return False
     return _behind_bitcasts(fused, fused.instructions[made.operands[0]]).opcode == "parameter"
@@ -69,7 +69,7 @@ def _behind_bitcasts(fused: Computation, value: Instruction) -> Instruction:
 
 
 def _written_by_fusion(fused: Computation, output: Instruction) -> int:
-    """Returns how many bytes one output of a fusion takes to write."""
+    """Returns the number of bytes that a fusion writes for one output."""
     made = _behind_bitcasts(fused, output)
     if _is_in_place(fused, made):
         return fused.instructions[made.operands[1]].bytes

@@ -665,7 +665,7 @@ def test_which_instructions_multiply_depends_on_the_tile(gpu, monkeypatch, targe
     monkeypatch.setattr(auditing, "read_instructions", lambda compile_with: {})
     unread = audit(fn, *args, target=target)
     assert [(gemm.is_fp8, gemm.may_be_fp8) for gemm in unread.gemms] == 3 * [(False, True)]
-    assert unread.gemms[0].reason.endswith("for which XLA wrote no PTX: what multiplies them is not known")
+    assert unread.gemms[0].reason.endswith("for which XLA wrote no PTX: its instructions are not known")
 
 
 def test_instructions_are_read_of_programs_that_jax_has_in_its_cache(monkeypatch):
