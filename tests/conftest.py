@@ -130,6 +130,23 @@ def pytest_sessionfinish(session):
         what_works.write(CELLS)
 
 
+@pytest.fixture(params=["stacked", "one by one"])
+def stacking(request, monkeypatch):
+    """Runs a test with the arrays of states stacked, as in programs for GPUs, and then without stacking.
+
+    Programs for CPUs compute each array by itself in both cases. So this fixture chooses as GPUs do.
+    """
+    from fp8flax._core.state import batching
+
+    if request.param == "stacked":
+        monkeypatch.setattr(batching, "unless_cpu", lambda otherwise, on_cpu, *args: otherwise(*args))
+    else:
+        monkeypatch.setattr(batching, "is_enabled", False)
+    jax.clear_caches()
+    yield request.param
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module")
 def small_heap():
     """Leaves what is there already out of garbage collections, of which a check for leaks makes dozens."""

@@ -605,6 +605,7 @@ class TestAccumulateGradients:
         )(jax.tree.map(lambda g: jnp.stack([g, g]), grads["params"]))
         assert reduced["counter"]["steps"].dtype == jax.dtypes.float0
 
+    @pytest.mark.usefixtures("stacking")
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     def test_one_bad_microbatch_counts_for_all(self, bad):
         variables = trained()
@@ -616,6 +617,7 @@ class TestAccumulateGradients:
         new = grads[OWG]["first"]["Fp8DotGeneralOp_0"]["input_amax_history"]
         np.testing.assert_array_equal(new, old)
 
+    @pytest.mark.usefixtures("stacking")
     def test_a_layer_that_only_one_microbatch_uses(self):
         def loss(variables, batch):
             x, flag = batch
@@ -754,6 +756,7 @@ class TestNoUpdate:
             np.abs(X)
         )
 
+    @pytest.mark.usefixtures("stacking")
     def test_one_bad_microbatch_counts_for_all(self):
         variables = trained()
         bad = X.at[0, 0].set(jnp.nan)
@@ -766,6 +769,7 @@ class TestNoUpdate:
         np.testing.assert_array_equal(ours, theirs)
         assert ours[0] != np.max(np.abs(X))
 
+    @pytest.mark.usefixtures("stacking")
     def test_an_empty_batch(self):
         variables = trained()
         grads = jax.jit(fp8.grad(lambda v: jnp.sum(MODEL.apply(v, X[:0]))))(variables)
@@ -1092,6 +1096,7 @@ class TestAllGradientsTouched:
         with pytest.raises(ValueError, match="belongs to other variables"):
             apply_to_state(trained(1), grads)
 
+    @pytest.mark.usefixtures("stacking")
     def test_only_the_tensor_that_was_touched(self):
         variables = trained(2)
         grads = gradient(variables, X)
@@ -1249,6 +1254,7 @@ def test_state_that_was_changed_is_checked():
     assert not tree._steps
 
 
+@pytest.mark.usefixtures("stacking")
 def test_a_value_that_depends_on_no_state_leaves_all_as_it_is():
     def value_and_state(v):
         value, grads = fp8.value_and_grad(lambda v: jnp.sum(v["params"]["first"]["bias"]))(v)

@@ -6,7 +6,7 @@ import pytest
 
 from fp8flax._compat.max_dtype import to_digest, to_floats, to_max_dtype
 from fp8flax._core import names
-from fp8flax._core.state import batching, tree
+from fp8flax._core.state import tree
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
@@ -37,17 +37,16 @@ def assert_trees_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.usefixtures("stacking")
 @pytest.mark.parametrize("cast", [lambda t: t, tree.merge_by_max], ids=["float32", "max"])
 def test_a_good_new_state_is_taken(cast):
     new = with_state(op_state(0.25, [4.0, 2.0]))
     assert_trees_equal(tree.kept_tree(OLD, cast(new)), new)
 
 
-@pytest.mark.parametrize("is_enabled", [True, False], ids=["stacked", "one by one"])
-def test_stacking_changes_no_bit(monkeypatch, is_enabled):
-    """Of states that are entered, left and kept; the reference is one tensor alone."""
-    monkeypatch.setattr(batching, "is_enabled", is_enabled)
-    jax.clear_caches()
+@pytest.mark.usefixtures("stacking")
+def test_several_states_are_those_of_one_alone():
+    """Of states that are entered, left and kept."""
     histories = np.random.default_rng(0).lognormal(size=(4, 2)).astype(np.float32)
     olds = {OWG: {f"op{i}": op_state(0.5, history) for i, history in enumerate(histories)}}
 
@@ -76,18 +75,21 @@ def test_stacking_changes_no_bit(monkeypatch, is_enabled):
     assert_trees_equal(tree.kept_tree(olds, left), left)
 
 
+@pytest.mark.usefixtures("stacking")
 @pytest.mark.parametrize("scale", [0.0, -np.inf, np.nan, np.inf])
 def test_no_gradient_keeps_the_state(scale):
     kept = tree.kept_tree(OLD, with_state(op_state(scale, [0.0, 0.0])))
     assert_trees_equal(kept, with_state(op_state(0.5, [2.0, 1.0])))
 
 
+@pytest.mark.usefixtures("stacking")
 @pytest.mark.parametrize("amax", [np.inf, np.nan, -np.inf, -1.0])
 def test_a_non_finite_amax_keeps_the_history(amax):
     kept = tree.kept_tree(OLD, with_state(op_state(0.25, [amax, 2.0])))
     assert_trees_equal(kept, with_state(op_state(0.25, [2.0, 1.0])))
 
 
+@pytest.mark.usefixtures("stacking")
 def test_stacked_layers_are_judged_one_by_one():
     old = {OWG: {"op": op_state(0.5, [2.0, 1.0], lead=(3,))}}
     new = jax.tree.map(lambda x: x, {OWG: {"op": op_state(0.25, [4.0, 2.0], lead=(3,))}})
@@ -101,6 +103,7 @@ def test_stacked_layers_are_judged_one_by_one():
     np.testing.assert_array_equal(kept["kernel_amax_history"][:, 0], [4.0, 4.0, 2.0])
 
 
+@pytest.mark.usefixtures("stacking")
 @pytest.mark.parametrize("length", [1, 3])
 def test_layers_stacked_along_another_axis(length):
     old = {OWG: {"op": op_state(0.5, [2.0] * length, lead=(2,))}}
@@ -113,6 +116,7 @@ def test_layers_stacked_along_another_axis(length):
     assert_trees_equal(kept, tree.kept_tree(old, new))
 
 
+@pytest.mark.usefixtures("stacking")
 @pytest.mark.parametrize("freeze", [lambda t: t, flax.core.freeze], ids=["dict", "FrozenDict"])
 def test_only_state_is_cast(freeze):
     cast = tree.merge_by_max(freeze(OLD))

@@ -1,0 +1,230 @@
+"""The scale of a step and the next state of one tensor, beside NumPy and Flax's rule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8flax as fp8
+from fp8flax._compat.max_dtype import digested, from_max_dtype, to_max_dtype
+from fp8flax._core.scaling import SMALLEST_SCALE, push_amax
+from fp8flax._core.state.batching import digests
+from fp8flax._core.state.state import (
+    DelayedConfig,
+    ScalingState,
+    calibrated_state,
+    check_state,
+    digest_of,
+    kept_state,
+    next_state,
+    scale_of,
+    state_to_keep,
+)
+from tests import reference
+
+pytestmark = pytest.mark.optimized
+
+F32, E4M3, E5M2 = jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
+BOUNDED = DelayedConfig(F32, np.dtype(E4M3))
+NAMES = {np.dtype(E4M3): "float8_e4m3fn", np.dtype(E5M2): "float8_e5m2"}
+
+
+def scales_over_steps(amaxes, config, length=1024):
+    """Returns the scale that each step uses: the same bits from the history and from its digest.
+
+    The digest is computed together with that of another history.
+    """
+
+    @jax.jit
+    def both(history):
+        states = [ScalingState(jnp.ones((1,)), h) for h in (jnp.flip(history), history)]
+        entered = states[1]._replace(scale=digests((0, 0), states)[1])
+        return scale_of(config, states[1]), scale_of(config, entered)
+
+    history, scales = jnp.zeros((length,)), []
+    for amax in amaxes:
+        read, of_digest = both(history)
+        np.testing.assert_array_equal(of_digest, read)
+        scales.append(float(read))
+        history = push_amax(jnp.float32(amax), history)
+    return np.float32(scales)
+
+
+def flax_scales(amaxes, q_dtype, length=1024):
+    history, scale, scales = np.zeros((length,), np.float32), np.ones((1,), np.float32), []
+    for amax in amaxes:
+        scale = reference.next_scale(history, np.ones((1,)), q_dtype)
+        scales.append(scale[0])
+        history = reference.next_history(np.float32([amax]), history)
+    return np.float32(scales)
+
+
+@pytest.mark.usefixtures("stacking")
+@pytest.mark.parametrize(
+    ("outliers", "recovered"), [(1, 0), (3, 15), (10, 15)], ids=["one", "three", "ten"]
+)
+def test_ordinary_data_keep_their_precision_after_an_outlier(outliers, recovered):
+    """By the maximum of the history alone they are flushed to zero for 1,024 steps."""
+    amaxes = [1.0] * 5 + [1e6] * outliers + [1.0] * 40
+    scales = scales_over_steps(amaxes, BOUNDED)
+    after = scales[5 + outliers + recovered :]
+    assert len(after) > 20
+    assert max(after) <= 1.0  # an amax of 1 keeps a code of 1 or more
+    assert flax_scales(amaxes, "float8_e4m3fn")[-1] > 2000
+    back = fp8.qdq(jnp.float32([1 / 64, 0.3, 1.0]), E4M3, after[-1], F32)
+    np.testing.assert_allclose(back, [1 / 64, 0.3, 1.0], rtol=1 / 16)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bounded": False}, {"power_2": True, "margin": 1}, {"amax_compute_algo": "most_recent"}],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_subnormal_amax_of_a_history_counts_as_zero(length, options, wrap):
+    @wrap
+    def of_history(history):
+        return scale_of(BOUNDED._replace(**options), ScalingState(jnp.full((1,), 0.3), history))
+
+    for rest in (np.zeros(length - 1), [0.0] * (length - 2) + [8.0] if length > 1 else []):
+        scale, expected = (of_history(jnp.float32([newest, *rest])) for newest in (1e-40, 0.0))
+        np.testing.assert_array_equal(scale, expected)
+        assert scale > 1e-3
+
+
+@pytest.mark.usefixtures("stacking")
+def test_the_first_amax_may_be_the_outlier():
+    scales = scales_over_steps([1e6, 1.0, 1.0], BOUNDED)
+    assert scales[1] > 2000
+    assert scales[2] == 1.0
+
+
+@pytest.mark.usefixtures("stacking")
+def test_an_outlier_every_few_steps_counts_as_data_and_a_rarer_one_does_not():
+    def last(period):
+        return scales_over_steps(([1.0] * (period - 1) + [1e6]) * 4, BOUNDED)[-1]
+
+    assert last(20) == 1.0
+    assert last(8) > 2000
+
+
+@pytest.mark.usefixtures("stacking")
+def test_data_that_become_larger_are_followed_at_their_second_step():
+    scales = scales_over_steps([1.0] * 20 + [1e4] * 4, BOUNDED)
+    np.testing.assert_allclose(scales[20:22] * 448, [1.0, 448.0])
+    np.testing.assert_allclose(scales[22:] * 448, 1e4)
+
+
+@pytest.mark.usefixtures("stacking")
+def test_data_that_become_smaller_are_followed_after_16_steps():
+    scales = scales_over_steps([1e4] * 20 + [1.0] * 20, BOUNDED)
+    np.testing.assert_allclose(scales[21:35] * 448, 1e4)
+    assert set(scales[36:]) == {1.0}
+
+
+@pytest.mark.usefixtures("stacking")
+@pytest.mark.parametrize("length", [1, 2, 3, 16, 17, 1024])
+@pytest.mark.parametrize("q_dtype", [E4M3, E5M2], ids=lambda dtype: dtype.__name__)
+def test_without_outliers_the_scales_are_flax_to_the_bit(q_dtype, length):
+    amaxes = np.exp(np.random.default_rng(length).standard_normal(60))
+    amaxes[[7, 30]] = 0.0
+    amaxes[11] *= 20
+    config = DelayedConfig(F32, np.dtype(q_dtype))
+    want = flax_scales(amaxes, NAMES[config.q_dtype], length)
+    np.testing.assert_array_equal(scales_over_steps(amaxes, config, length), want)
+
+
+def test_an_outlier_under_vmap_and_in_gradients():
+    history = jnp.float32([1.0, *[0.0] * 10, 1e6, *[1.0] * 20])
+    scale, largest = jnp.ones((1,)), np.float32(1e6) / np.float32(448.0)
+    both = jax.vmap(lambda h: scale_of(BOUNDED, ScalingState(scale, h)))(
+        jnp.stack([history, jnp.full_like(history, 1e6)])
+    )
+    np.testing.assert_allclose(both, [1.0, largest], rtol=1e-6)
+    of_gradients = scale_of(BOUNDED._replace(q_dtype=np.dtype(E5M2)), ScalingState(scale, history))
+    np.testing.assert_allclose(of_gradients, 1e6 / 57344, rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_digest_has_the_two_largest_amaxes_the_newest_and_the_scales(axis):
+    histories = np.random.default_rng(0).lognormal(size=(3, 20)).astype(np.float32)
+    histories[1] = [0.5, 7.0, *np.full(18, 2.0)]  # the largest is not among the 16 newest
+    scale = np.float32([[2.0], [3.0], [4.0]])
+    state = ScalingState(*(jnp.asarray(np.moveaxis(x, 1, axis)) for x in (scale, histories)))
+    found = [np.moveaxis(np.asarray(x), axis, 1) for x in digest_of(state, axis)]
+    recent = histories[:, [0, *range(5, 20)]]
+    numbers = scale, np.max(histories, 1), np.sort(recent, 1)[:, -2], histories[:, 0]
+    for number, expected in zip(found, numbers):
+        np.testing.assert_array_equal(number, np.reshape(expected, (3, 1)))
+    for number, name in zip(found[4:], NAMES.values()):
+        expected = [reference.next_scale(h, s, name) for h, s in zip(histories, scale)]
+        np.testing.assert_array_equal(number, expected)
+
+
+@pytest.mark.parametrize("stack", [(), (2,)], ids=["one", "stacked"])
+@pytest.mark.parametrize("dtype", ["float32", "max", "digest"])
+@pytest.mark.parametrize("amax", [3.0, 0.0, np.inf, -np.inf])
+def test_next_state(amax, dtype, stack):
+    """An amax of inf stands for a NaN or an Inf in the data, and -inf for empty data."""
+    history = np.broadcast_to(np.float32([2.0, 5.0, 1.0]), (*stack, 3))
+    old = ScalingState(jnp.full((*stack, 1), 0.5), jnp.asarray(history))
+    if dtype == "max":
+        old = ScalingState(*map(to_max_dtype, old))
+    if dtype == "digest":
+        old = old._replace(scale=digests((len(stack),), [old])[0])
+    scales = jnp.full(stack, 0.25)
+    new = next_state(jnp.full(stack, amax), scales, state_to_keep(old))
+    np.testing.assert_array_equal(from_max_dtype(new.scale), np.full((*stack, 1), 0.25))
+    if dtype == "digest":
+        assert new.amax_history is None
+        np.testing.assert_array_equal(digested(new.scale, 2)[1], np.full((*stack, 1), amax))
+        return
+    pushed = np.broadcast_to(np.float32([amax, 1.0, 2.0]), history.shape)
+    expected = pushed if np.isfinite(amax) else history
+    if dtype == "max":  # cotangents that are yet to be merged
+        expected = np.full(history.shape, -np.inf) if amax == -np.inf else pushed
+    np.testing.assert_array_equal(from_max_dtype(new.amax_history), expected)
+    assert new.scale.dtype == new.amax_history.dtype == old.amax_history.dtype
+
+
+def test_kept_state_checks_each_stacked_tensor():
+    old = ScalingState(jnp.full((4, 1), 0.5), jnp.full((4, 2), 1.0))
+    new = ScalingState(jnp.float32([[0.25], [0.25], [0.0], [np.nan]]), jnp.full((4, 2), 2.0))
+    kept = kept_state(old, new, jnp.float32([[2.0], [np.inf], [2.0], [2.0]]))
+    np.testing.assert_array_equal(kept.scale[:, 0], [0.25, 0.25, 0.5, 0.5])
+    np.testing.assert_array_equal(kept.amax_history, [[2.0] * 2, [1.0] * 2, [1.0] * 2, [1.0] * 2])
+
+
+@pytest.mark.parametrize("margin", [0, 2])
+def test_calibrating_the_scale_follows_from_the_amax_of_this_step(margin):
+    old = ScalingState(jnp.full((1,), 0.5), jnp.float32([2.0, 0.0]))
+    config = BOUNDED._replace(margin=margin)
+    new = calibrated_state(config, jnp.float32(7.0), old)
+    np.testing.assert_array_equal(new.amax_history, [7.0, 2.0])
+    expected = reference.next_scale([7.0, 2.0], np.ones((1,)), "float8_e4m3fn", margin)
+    np.testing.assert_array_equal(new.scale, expected)
+
+
+def test_calibrating_zeros_gives_the_smallest_scale():
+    new = calibrated_state(BOUNDED, jnp.float32(0.0), ScalingState(jnp.ones((1,)), jnp.zeros((2,))))
+    np.testing.assert_array_equal(new.scale, [SMALLEST_SCALE])
+
+
+@pytest.mark.parametrize(
+    ("scale", "history", "error", "message"),
+    [
+        ((2,), (3,), ValueError, r"The scale of stacked kernels .* got shape \(2,\)"),
+        ((2, 1), (3, 3), ValueError, r"The amax_history of stacked kernels .* got shape \(3, 3\)"),
+        ((2, 2), (2, 3), ValueError, r"scale must be a scalar or have shape \(1,\); got shape \(2, 2\)"),
+        ((2, 1), (2, 0), ValueError, r"length 1 or more; got \(2, 0\)"),
+    ],
+)
+def test_state_of_stacked_kernels_in_other_shapes(scale, history, error, message):
+    with pytest.raises(error, match=message):
+        check_state(jnp.ones(scale), jnp.ones(history), (2,))
+
+
+def test_state_of_two_dtypes():
+    with pytest.raises(TypeError, match="must have the same dtype; got fp32_max_grad and float32"):
+        check_state(to_max_dtype(jnp.ones((1,))), jnp.ones((2,)))
