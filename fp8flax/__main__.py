@@ -1,6 +1,6 @@
 """The command line: ``fp8flax`` or ``python -m fp8flax``, alone or with ``audit`` or ``demo``.
 
-Alone it prints what a bug report needs: versions, devices and extras.
+Without a command it prints versions, devices and extras for a bug report.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_NUMERIC_RANK_PROMOTION", "JAX_E
 
 
 def environment() -> str:
-    """Returns the versions, the devices with what they multiply in FP8, and the extras, as lines."""
+    """Returns the versions, the devices with their FP8 support, and the extras, as lines of text."""
     return "\n".join(
         [
             f"fp8flax {fp8flax.__version__}, Python {platform.python_version()} on {platform.platform()}",
@@ -56,14 +56,14 @@ def _version(name: str) -> str | None:
 def _devices() -> list[str]:
     try:
         devices = jax.devices()
-    except RuntimeError as error:  # a platform that was asked for is not there
+    except RuntimeError as error:  # JAX_PLATFORMS names a platform that is not available
         return [f"none: {error}"]
     kinds = Counter(f"{device.device_kind} ({device.platform}): {multiplies(device)}" for device in devices)
     return [f"{count} × {kind}" for kind, count in kinds.items()]
 
 
 def multiplies(device: Any) -> str:
-    """Returns what a device multiplies in FP8, in words."""
+    """Returns a description of the FP8 matmuls that a device supports."""
     if not has_fp8_units(device):
         why = "" if device.platform == "cpu" else f", which begins with compute capability {NATIVE_FP8}"
         return f"no FP8{why}; the same values are emulated"

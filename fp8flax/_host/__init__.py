@@ -1,1 +1,1 @@
-"""What a process meets: versions, interrupts, files."""
+"""The process that the package runs in: versions of JAX, Ctrl-C, files and public names."""

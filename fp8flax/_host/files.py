@@ -1,4 +1,4 @@
-"""Files that are replaced whole: whatever happens, there is the old one or all of the new one."""
+"""Replaces files atomically: after any failure a path holds the whole old file or the whole new one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a name to write under; what is there at the end, stored for good, takes the place of ``path``.
+    """Yields a temporary path; at the end the file that was written there replaces ``path``.
 
-    If anything raises, ``path`` stays as it was and what was written goes. (A process that is killed leaves
-    it, under a name that begins with a dot and ends in ``.tmp``.) Links are followed; what is no regular
-    file, such as a pipe or ``/dev/stdout``, cannot be replaced, and is yielded itself.
+    The new file is flushed to the disk first. If the block raises an error, ``path`` does not change and
+    the temporary file is removed. A process that is killed leaves the temporary file. Its name begins with
+    a dot and ends in ``.tmp``. Symbolic links are followed. A pipe, ``/dev/stdout`` or another path that is
+    no regular file cannot be replaced; ``path`` itself is then yielded.
 
     Raises:
-        OSError: the file cannot be written; it names ``path``.
+        OSError: the file cannot be written; the error names ``path``.
     """
     path = Path(path)
-    # /dev/stdout may be a file, which another process holds open.
+    # /dev/stdout may be a regular file that another process holds open.
     is_special = (path.exists() and not path.is_file()) or str(path).startswith(("/dev/std", "/dev/fd/"))
     if not is_special:
         path = path.resolve()
@@ -41,12 +42,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         if isinstance(error, OSError) and error.errno and error.filename in (None, str(new)):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-    with contextlib.suppress(OSError):  # of a folder some file systems know nothing; the file is there
+    with contextlib.suppress(OSError):  # some file systems cannot flush a folder; the file is safe already
         _to_disk(path.parent)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Replaces a file by one that holds this text, in UTF-8.
+    """Replaces a file by one that holds ``text`` in UTF-8.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""The names of a public package: ``__all__``, ``dir``, ``__module__``, and names that moved away."""
+"""Sets the names of a public package: ``__all__``, ``dir``, ``__module__``, and names that have moved."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def publish(namespace: dict[str, Any], *others: str) -> None:
     raises OSError. It does find functions and methods.
 
     Args:
-        namespace: ``globals()`` of the package, complete.
-        others: names for ``dir`` alone, where they exist: a public subpackage is there once it is imported.
+        namespace: ``globals()`` of the package, after all of its imports.
+        others: names that only ``dir`` lists, and only if they exist. A public subpackage exists after it
+            is imported.
     """
     package = namespace["__name__"]
     names = [n for n, value in namespace.items() if n[0] != "_" and not inspect.ismodule(value)]
@@ -37,7 +38,7 @@ def warn_of_moved(namespace: dict[str, Any], home: str, *moved: str) -> None:
     Args:
         namespace: ``globals()`` of the package.
         home: the package that has the names now.
-        moved: the names, which the package itself has no more.
+        moved: the names, which the package itself does not define.
     """
     package = namespace["__name__"]
 
@@ -64,16 +65,16 @@ def _move(value: Any, package: str) -> None:
         return
     annotations = inspect.get_annotations(value)
     if any(isinstance(hint, str) for hint in annotations.values()):
-        # ``typing.get_type_hints`` evaluates strings among the names of ``__module__``.
+        # typing.get_type_hints evaluates string annotations in the namespace of __module__.
         value.__annotations__ = {name: _within(origin, hint) for name, hint in annotations.items()}
     for member in vars(value).values():
         function = getattr(member, "__func__", member)
         if inspect.isfunction(function) and function.__module__ == origin:
-            function.__module__ = package  # doctest runs the examples of methods of this module alone
+            function.__module__ = package  # doctest runs only examples of methods of the same module
 
 
 def _within(module: str, hint: Any) -> Any:
-    """Returns an annotation whose text, if it is one, is evaluated among the names of a module."""
+    """Returns an annotation; one that is a string will be evaluated in the namespace of ``module``."""
     if not isinstance(hint, str):
         return hint
     return typing.ForwardRef(hint, is_argument=False, module=module, is_class=True)

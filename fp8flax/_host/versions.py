@@ -1,4 +1,4 @@
-"""Which versions of JAX this package is known to work with: it uses functions that JAX keeps private."""
+"""Checks the version of JAX, because this package uses private functions of JAX."""
 
 import warnings
 
@@ -8,7 +8,7 @@ OLDEST, NEWEST = (0, 9), (0, 12)
 
 
 def warn_of_unknown(version: str) -> None:
-    """Warns where a version of JAX is not one that the tests have run with."""
+    """Warns if the tests of this package do not run with this version of JAX."""
     release = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= release <= NEWEST:
         known, after = (".".join(map(str, v)) for v in (NEWEST, (NEWEST[0], NEWEST[1] + 1)))

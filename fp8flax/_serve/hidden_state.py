@@ -1,10 +1,10 @@
-"""What lies among a served model's variables and its methods do not know of: codes, scales, narrow caches.
+"""Moves FP8 codes, scales and narrow caches between the caller's variables and those of the methods.
 
-    what the caller has and saves                 what a method of the model sees
-    -----------------------------                 -------------------------------
+    the caller has and saves                      a method of the model sees
+    ------------------------                      --------------------------
     params/                                       params/
       Dense_0/                                      Dense_0/
-        kernel               e4m3  ---------+-----    kernel            float32, of which nothing is read
+        kernel               e4m3  ---------+-----    kernel            float32, its values are not used
         bias                 float32        |         bias              float32
         Fp8DotGeneralOp_0/                  |     _fp8_served/
           kernel_scale       float32  ---+  |       Dense_0/
@@ -14,18 +14,19 @@
                                        +----------      input_scale     float32
     cache/                                        cache/
       cached_key             e4m3  ---------------    cached_key        float32
-      cached_key_dtype       float32, empty, in the caller's alone: what the model knows it in
+      cached_key_dtype       float32, empty: only the caller has it, for the dtype that the model declares
 
-Why: to the caller a kernel is one array under its own name, in one collection that is saved, sharded and
-sent as any other. But the model's source declares a float32 kernel and reshapes, slices or transposes it
-before it multiplies. So it gets one, to see what it does to it (``Origin.rebuild``), and the same is done
-to the codes, which are the op's: in a collection of ours, at the op's path. Lifted transformations take
-that collection along with the parameters (``beside_params``), stacked and sliced as the kernel is.
-A converted model that is trained has the scaling state there in the same way, in its own collection,
-``_overwrite_with_gradient``, which the caller has under that name too.
+For the caller a kernel is one array under its own name. It is saved, sharded and sent like any other. But
+the source of the model declares a float32 kernel, and reshapes, slices or transposes it before the matmul.
+So the model gets a float32 kernel, and ``Origin.rebuild`` moves the codes as the model moves that kernel.
+The codes are in a collection of this package, at the path of the op. Lifted transformations stack and slice
+that collection as they do the parameters (see ``beside_params``). The scaling state of a converted model in
+training is also beside the parameters. Its collection is ``_overwrite_with_gradient``, and the caller has
+it under the same name.
 
-When: from left to right as a call of the model begins, and back as it ends, both in ``ServingCall``. At
-``init`` there is nothing on the left but what other methods have made, and what comes back is random.
+``ServingCall`` converts the variables from left to right when a call of the model begins, and back when it
+ends. At ``init`` the left side holds only the parameters that other methods have made, and the parameters
+that come back are random.
 """
 
 from __future__ import annotations
@@ -50,34 +51,34 @@ _DTYPE_OF = "_dtype"
 
 
 class ServedOp(NamedTuple):
-    """An op as a serving model computes it (hashable)."""
+    """Description of an op in a serving model (hashable)."""
 
     path: Path
     gemms: CustomRecipe
     kernels: tuple[tuple[Path, np.dtype], ...]
-    """The parameters that its kernel is made of, where they are stored in FP8, with the dtypes that the
-    model knows them in."""
+    """The FP8 parameters that the kernel of the op is made of, with the dtypes that the model declares."""
     scales: tuple[tuple[str, tuple[int, ...], np.dtype], ...] = ()
-    """Names, shapes and dtypes of its scales."""
+    """The names, shapes and dtypes of the op's scales."""
     layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """Where the kernel is one parameter as it is: its dimensions that the output has, and that are summed
-    over, those by which it is stacked left out."""
+    """The output dimensions and the summed dimensions of the kernel, counted without stacked dimensions.
+
+    None if the kernel is not one whole parameter."""
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """The names of the codes of ``kernels`` at its path, as a method sees them."""
+        """The names that the codes of ``kernels`` have at the path of the op, for a method."""
         return tuple(f"codes_{i}" for i in range(len(self.kernels)))
 
 
 def as_method_sees(
     variables: Mapping[str, Any], ops: Sequence[ServedOp], *, is_init: bool
 ) -> Mapping[str, Any]:
-    """Returns the right side of the diagram, but for the cache, from the left one.
+    """Returns the right side of the diagram for the left side; the cache is not changed.
 
     Args:
-        variables: of the caller, with no boxes.
-        ops: those of the model.
-        is_init: whether parameters may be missing, with all that belongs to their ops.
+        variables: the variables of the caller, without boxes.
+        ops: the FP8 ops of the model.
+        is_init: whether the parameters of some ops may be missing. Such ops are skipped.
     """
     params, served = variables.get(PARAMS, {}), dict[str, Any]()
     if is_init:
@@ -96,14 +97,14 @@ def as_method_sees(
 
 
 def _is_made(params: Mapping[str, Any], op: ServedOp) -> bool:
-    """Tells whether the kernels of an op and its scales are there."""
+    """Returns whether the parameters hold the kernels and the scales of an op."""
     return all(trees.has(params, path) for path in (*(path for path, _ in op.kernels), op.path))
 
 
 def as_caller_sees_init(params: Mapping[str, Any], ops: Sequence[ServedOp]) -> Mapping[str, Any]:
-    """Returns the left side of the diagram, of the parameters that ``init`` has made on the right one."""
+    """Returns the left side of the diagram for parameters that ``init`` made on the right side."""
     boxed, params = params, nn.meta.unbox(params)
-    # Those of ops whose kernels no method has made yet are left out.
+    # An op is skipped if no method has made its kernels yet.
     made = [op for op in ops if all(trees.has(params, path) for path, _ in op.kernels)]
     dtypes = {}
     for op in made:
@@ -118,7 +119,7 @@ def as_caller_sees_init(params: Mapping[str, Any], ops: Sequence[ServedOp]) -> M
 
 
 def narrowed(cache: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
-    """Returns a cache with its floats in FP8, and an empty array beside each that has its dtype."""
+    """Returns a cache with its floats in FP8, and beside each float an empty array of its old dtype."""
     narrow: dict[str, Any] = {}
     for name, value in cache.items():
         if isinstance(value, Mapping):
@@ -132,7 +133,7 @@ def narrowed(cache: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
 
 
 def widened(cache: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a cache in the dtypes that the model knows, from what ``narrowed`` returned."""
+    """Returns the cache in its old dtypes, given the result of ``narrowed``."""
     wide: dict[str, Any] = {}
     for name, value in cache.items():
         if isinstance(value, Mapping):

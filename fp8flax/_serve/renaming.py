@@ -1,11 +1,11 @@
-"""The names of a served model's tensors as another program knows them, checked."""
+"""Renames the tensors of a served model for another program, and checks the new names."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from fp8flax._serve.server_layout import Tensor, as_torch_has_it
+from fp8flax._serve.server_layout import Tensor, in_torch_layout
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -15,8 +15,9 @@ def renamed(tensors: Sequence[Tensor], rename: Rename) -> list[Tensor]:
 
     Raises:
         TypeError: ``rename`` is neither a mapping of strings nor a callable, or returns no string.
-        ValueError: a pattern is no regular expression or matches nothing; a name is empty, or separates an
-            FP8 layer's tensors; or a wide kernel becomes a weight, and has not two dimensions.
+        ValueError: a pattern is no regular expression or matches no name; a new name is empty; the tensors
+            of an FP8 layer get names of different layers; or a wide kernel becomes a weight and does not
+            have two dimensions.
     """
     new_names = _new_names([tensor.name for tensor in tensors], rename)
     layers: dict[str, str] = {}
@@ -33,7 +34,7 @@ def renamed(tensors: Sequence[Tensor], rename: Rename) -> list[Tensor]:
                     f"layer only, and keep {last!r} at the end."
                 )
         if tensor.is_wide_kernel and re.fullmatch(r"(.*\.)?weight", new):
-            tensor = as_torch_has_it(tensor)
+            tensor = in_torch_layout(tensor)
         result.append(tensor._replace(name=new))
     return result
 
@@ -43,8 +44,8 @@ def _new_names(names: Sequence[str], rename: Rename) -> dict[str, str]:
         return dict(zip(names, _substituted(names, rename)))
     if not callable(rename):
         raise TypeError(
-            "rename must be a dict of regular expressions and what to put in their place, or a callable "
-            f"that takes a name and returns one; got {rename!r}."
+            "rename must be a dict of regular expressions and their replacements, or a callable that "
+            f"takes a name and returns one; got {rename!r}."
         )
     new_names = {name: rename(name) for name in names}
     for name, new in new_names.items():
@@ -57,7 +58,7 @@ def _new_names(names: Sequence[str], rename: Rename) -> dict[str, str]:
 
 
 def _substituted(names: Iterable[str], patterns: Mapping[str, str]) -> list[str]:
-    """Returns the names after each pattern in its turn."""
+    """Returns the names after the substitution of all patterns, one after the other."""
     original, result = list(names), list(names)
     for pattern, replacement in patterns.items():
         if not (isinstance(pattern, str) and isinstance(replacement, str)):

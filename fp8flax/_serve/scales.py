@@ -1,4 +1,4 @@
-"""The scales that a frozen model keeps: of its delayed quantizers, those that the next step would use."""
+"""Computes the scales that a frozen model keeps: those that its delayed quantizers would use next."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fp8flax._serve.trees import Path
 def fixed_scales(
     path: Path, gemms: CustomRecipe, state: Mapping[str, Any], fresh: list[str]
 ) -> dict[str, jax.Array]:
-    """Returns the scales of input and kernel in the next forward pass, where they are delayed.
+    """Returns the scales of input and kernel in the next forward pass, for delayed quantizers only.
 
     Args:
-        path: the op's.
-        gemms: its recipe.
+        path: the path of the op.
+        gemms: the recipe of the op.
         state: the collection of all scaling state.
-        fresh: takes the names of scales that have seen no data.
+        fresh: a list; the names of scales that have seen no data are appended to it.
 
     Raises:
-        MissingStateError: the state is not there.
+        MissingStateError: the collection does not have the state of the op.
     """
     scales = {}
     for role, used in (("input", gemms.forward.lhs), ("kernel", gemms.forward.rhs)):
@@ -55,7 +55,7 @@ def fixed_scales(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _next(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
-    """Returns the next scale, or one for each of the states that are stacked."""
+    """Returns the next scale of a state; for stacked states the next scale of each."""
 
     def of_states(scale: jax.Array, history: jax.Array) -> jax.Array:
         if scale.ndim == 1:

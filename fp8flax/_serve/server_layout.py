@@ -1,4 +1,4 @@
-"""A served model as inference servers read it: names and layouts of its tensors, and its config."""
+"""Converts a served model to the form that inference servers read: tensor names, layouts and config."""
 
 from __future__ import annotations
 
@@ -16,34 +16,37 @@ from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE, ServedOp
 
 
 class Tensor(NamedTuple):
-    """A variable, and what it is in the file."""
+    """A variable of the model, with its name and its array in the file."""
 
     name: str
-    """In the file."""
+    """The name in the file."""
     path: list[str]
-    """In the variables, the collection first."""
+    """The path in the variables; the collection comes first."""
     array: np.ndarray
+    """The array in the variables."""
     written: np.ndarray
-    """The array in the order and the shape of the file."""
+    """The array in the file: the same values in another order and shape."""
     matrix: Any
-    """How a kernel became a matrix: its dimensions of the output, and those summed over. Else None."""
+    """For a kernel that became a matrix: its output dimensions, and its summed dimensions.
+
+    None for all other variables."""
     layer: str | None
-    """The name of the FP8 layer that it belongs to, as weight or scale."""
+    """The name of the FP8 layer whose weight or scale the variable is; None for other variables."""
 
     @property
     def is_wide_kernel(self) -> bool:
-        """Whether it has the name of a layer's kernel, and is not in FP8."""
+        """Whether the variable has the name of a layer's kernel, and a dtype other than FP8."""
         return self.path[0] == PARAMS and self.path[-1] == "kernel" and self.array.dtype.itemsize > 1
 
 
 def _order(ndim: int, out: Sequence[int], summed: Sequence[int]) -> list[int]:
-    """Returns a kernel's dimensions in the file's order: stacked, of the output, summed over."""
+    """Returns the dimensions of a kernel in the order of the file: stacked, output, summed."""
     stacked = ndim - len(out) - len(summed)
     return [*range(stacked), *(stacked + i for i in out), *(stacked + i for i in summed)]
 
 
 def matrix_shape(shape: Sequence[int], out: Sequence[int], summed: Sequence[int]) -> list[int]:
-    """Returns the shape ``(..., out, in)`` of a kernel as a matrix."""
+    """Returns the shape ``(..., out, in)`` that a kernel has as a matrix."""
     ordered = [shape[i] for i in _order(len(shape), out, summed)]
     end = len(shape) - len(summed)
     start = end - len(out)
@@ -58,16 +61,16 @@ def _as_matrix(array: np.ndarray, out: Sequence[int], summed: Sequence[int]) -> 
 def from_matrix(
     matrix: np.ndarray, shape: Sequence[int], out: Sequence[int], summed: Sequence[int]
 ) -> np.ndarray:
-    """Returns a kernel of this shape from what it is as a matrix."""
+    """Returns the kernel of shape ``shape`` that a matrix in the file stands for."""
     order = _order(len(shape), out, summed)
     return matrix.reshape([shape[i] for i in order]).transpose(np.argsort(order))
 
 
-def as_torch_has_it(kernel: Tensor) -> Tensor:
-    """Returns the kernel of a wide dense layer, ``(in, out)``, as ``(out, in)``.
+def in_torch_layout(kernel: Tensor) -> Tensor:
+    """Returns the kernel ``(in, out)`` of a wide dense layer in PyTorch's layout, ``(out, in)``.
 
     Raises:
-        ValueError: it has not two dimensions, and which of them are summed over is not known.
+        ValueError: the kernel does not have two dimensions, so its output dimensions are not known.
     """
     if kernel.array.ndim != 2:
         raise ValueError(
@@ -80,7 +83,7 @@ def as_torch_has_it(kernel: Tensor) -> Tensor:
 
 
 def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yields each variable as it is in the file."""
+    """Yields each variable as a ``Tensor`` of the file."""
     plain = [op for op in ops if op.layout is not None]
     kernels = {op.kernels[0][0]: op for op in plain}
     biases = {(*path[:-1], "bias"): op for path, op in kernels.items() if path[-1] == "kernel"}
@@ -107,7 +110,7 @@ def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[T
                 assert quantizer is not None
                 layer = _layer(op)
                 name = f"{layer}.weight_scale{'_inv' if quantizer.strategy == 'block' else ''}"
-                if quantizer.scales_along_contraction:  # of a batch of one matrix
+                if quantizer.scales_along_contraction:  # block scales have a batch dimension of size 1
                     written = array.reshape(*array.shape[:-3], *array.shape[-2:])
                 elif array.shape[-1] != 1 or array.ndim > 2:
                     matrix = op.layout
@@ -122,13 +125,17 @@ def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[T
 
 
 def _flat_bias(bias: np.ndarray, layout: Any) -> np.ndarray:
-    """Returns a bias with one dimension for all features, as PyTorch has it."""
+    """Returns a bias in PyTorch's layout: one dimension for all features."""
     stacked = max(0, bias.ndim - len(layout[0]))
     return bias.reshape(*bias.shape[:stacked], -1)
 
 
 def _layer(op: ServedOp) -> str:
-    """Returns the name of a layer: of its module, or of the parameter if the module has several."""
+    """Returns the name of an FP8 layer: that of its module.
+
+    If the kernel is not named ``kernel``, the module may have several. The name of the kernel is then
+    added.
+    """
     *module, last = op.kernels[0][0]
     return ".".join(module if last == "kernel" and module else (*module, last))
 
@@ -137,8 +144,8 @@ def quantization_config(ops: tuple[ServedOp, ...], wide_layers: Sequence[str]) -
     """Returns the quantization config that inference servers know; None if they know none.
 
     Args:
-        ops: of the model.
-        wide_layers: the names in the file of layers that are not in FP8.
+        ops: the FP8 ops of the model.
+        wide_layers: the names that the layers without FP8 have in the file.
     """
     plain = [op for op in ops if op.layout is not None]
     kinds = {(op.gemms.forward.lhs, op.gemms.forward.rhs) for op in plain}

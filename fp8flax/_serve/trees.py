@@ -1,4 +1,4 @@
-"""Trees of parameters, by the names of their nodes, which are dicts, tuples or structs."""
+"""Reads and changes trees of parameters by path; the nodes are dicts, tuples or structs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Path = tuple[str, ...]
 
 
 def _children(node: Any) -> Mapping[str, Any]:
-    """Returns what a dict, a tuple or a struct holds, by name."""
+    """Returns the children of a dict, a tuple or a struct, by name."""
     if isinstance(node, Mapping):
         return node
     children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
@@ -23,7 +23,7 @@ def _children(node: Any) -> Mapping[str, Any]:
 
 
 def has(tree: Any, path: Path) -> bool:
-    """Tells whether there is a node at a path."""
+    """Returns whether the tree has a node at ``path``."""
     for name in path:
         children = _children(tree)
         if name not in children:
@@ -33,7 +33,7 @@ def has(tree: Any, path: Path) -> bool:
 
 
 def get(params: Any, path: Path) -> Any:
-    """Returns the node of the parameters at a path, or raises ``ValueError``."""
+    """Returns the node of the parameters at ``path``; raises ``ValueError`` if there is none."""
     if not has(params, path):
         raise ValueError(
             f"{PARAMS}/{'/'.join(path)} is missing from the variables. To freeze, pass the trained "
@@ -45,7 +45,7 @@ def get(params: Any, path: Path) -> Any:
 
 
 def replaced(tree: Any, path: Path, value: Any) -> Any:
-    """Returns a tree with this value at a path, in dicts where nothing was."""
+    """Returns a tree with ``value`` at ``path``; nodes that are missing on the way become dicts."""
     name, *rest = path
     children = _children(tree)
     value = replaced(children.get(name, {}), tuple(rest), value) if rest else value
@@ -56,7 +56,7 @@ def replaced(tree: Any, path: Path, value: Any) -> Any:
 
 
 def without(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Returns a tree without the node at a path, nor what held nothing else."""
+    """Returns a tree without the node at ``path``, and without dicts that become empty by this."""
     name, *rest = path
     others = {key: value for key, value in tree.items() if key != name}
     below = without(tree[name], tuple(rest)) if rest else {}
@@ -64,7 +64,7 @@ def without(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def reboxed(params: Any, boxed: Any) -> Any:
-    """Returns parameters in the boxes that they came in, such as those of ``nn.with_partitioning``."""
+    """Returns the parameters in the boxes that ``boxed`` has, such as those of ``nn.with_partitioning``."""
 
     def is_box(x: Any) -> bool:
         return isinstance(x, nn.meta.AxisMetadata)

@@ -1,4 +1,4 @@
-"""The program: ``fp8flax demo --help``, or ``python -m fp8flax.demo``."""
+"""The command line of the demo: ``fp8flax demo --help``, or ``python -m fp8flax.demo``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     sys.exit(f"fp8flax demo: {error.name} {_MISSING}")
 
-STEPS_PER_LINE = 25  # where there is no terminal
+STEPS_PER_LINE = 25  # without a terminal
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the options of a command line."""
+    """Returns the options in the arguments of a command line."""
     parser = _Parser(
         prog="fp8flax demo",
         description="Trains a model in bf16 and in FP8, from the same weights on the same batches, and "
@@ -74,7 +74,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Runs the demo with the given command line; raises ``DemoError`` for what the user can put right."""
+    """Runs the demo with the given command line; raises ``DemoError`` for errors that users can correct."""
     options, digest = parse(argv), None
     if options.resume:
         where, pattern = (options.out, "config.json") if options.out else (tasks.RUNS, "*/config.json")
@@ -107,8 +107,8 @@ def run(argv: Sequence[str]) -> None:
 
 
 def train_all(options: argparse.Namespace, task: Task, out: Path, console: Console) -> list[Run]:
-    """Trains each seed in each precision; shows a bar on a terminal, and prints lines elsewhere."""
-    # FORCE_COLOR makes ``console.is_terminal`` true for a file, too, where a bar is unreadable.
+    """Trains each seed in each precision; shows a bar on a terminal, and otherwise prints lines."""
+    # FORCE_COLOR makes console.is_terminal true for a file too, and a bar in a file is unreadable.
     prints_lines = not console.file.isatty() or console.is_dumb_terminal
     name, state = "{task.description}", "{task.fields[state]}"
     columns = (name, BarColumn(), MofNCompleteColumn(), state, TimeRemainingColumn())
@@ -134,9 +134,9 @@ def train_all(options: argparse.Namespace, task: Task, out: Path, console: Conso
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the demo; returns the exit code (2: a line on stderr says what to put right)."""
+    """Runs the demo; returns the exit code (2 after an error, which is one line on stderr)."""
     raise_from_now_on()
-    for name in ("absl", "asyncio"):  # Orbax's threads report there what it raises anyway
+    for name in ("absl", "asyncio"):  # Orbax logs errors there that it also raises
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         run(sys.argv[1:] if argv is None else argv)

@@ -15,7 +15,7 @@ _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "te
 
 
 class DemoError(Exception):
-    """Something that the user can put right; printed as one line, exit code 2."""
+    """An error that the user can correct; it is printed as one line, with exit code 2."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,10 @@ def load_corpus(folder: str | None, length: int, but_not: tuple[Path, ...] = ())
     """Reads the text files under ``folder``; each tenth of them is for validation.
 
     Args:
-        folder: a folder of text files, searched recursively; files that hold a NUL byte are no text. None
+        folder: a folder of text files, searched recursively; files with a NUL byte are skipped. None
             stands for the modules of Python's standard library, without their tests.
-        length: sequence length; each of the two streams must hold more bytes than this.
-        but_not: folders to leave out, such as that of the results; hidden ones always are.
+        length: the sequence length; each of the two streams must hold more bytes than this.
+        but_not: folders to skip, such as the folder of the results; hidden folders are always skipped.
 
     Raises:
         DemoError: the folder is missing, or holds too little text.
@@ -73,7 +73,7 @@ def load_corpus(folder: str | None, length: int, but_not: tuple[Path, ...] = ())
 def train_batch(corpus: Corpus, seed: int, step: int, batch_size: int, length: int) -> np.ndarray:
     """Returns the windows of one step, int32 of shape ``(batch_size, length + 1)``.
 
-    They are a function of seed and step alone, so a resumed run and both precisions see the same bytes.
+    The windows depend on seed and step alone, so a resumed run and both precisions see the same bytes.
     """
     starts = np.random.default_rng((seed, step)).integers(
         0, len(corpus.train) - length - 1, size=batch_size
@@ -82,7 +82,7 @@ def train_batch(corpus: Corpus, seed: int, step: int, batch_size: int, length: i
 
 
 def validation_batches(corpus: Corpus, num_batches: int, batch_size: int, length: int) -> list[np.ndarray]:
-    """Returns fixed windows spread evenly over the validation text, as in ``train_batch``."""
+    """Returns batches of fixed windows, evenly spread over the validation text."""
     starts = np.linspace(0, len(corpus.validation) - length - 2, num_batches * batch_size).astype(int)
     windows = np.stack([corpus.validation[s : s + length + 1] for s in starts]).astype(np.int32)
     return list(windows.reshape(num_batches, batch_size, length + 1))
@@ -95,11 +95,11 @@ class Examples(NamedTuple):
     labels: Any
 
     def take(self, chosen: Any) -> Examples:
-        """Returns the chosen examples."""
+        """Returns the examples at the chosen indices."""
         return Examples(self.inputs[chosen], self.labels[chosen])
 
     def split(self, share: float, seed: int) -> dict[str, Examples]:
-        """Splits at random; this share of the examples is for validation."""
+        """Splits the examples at random; ``share`` of them are for validation."""
         order = np.random.default_rng(seed).permutation(len(self.labels))
         count = round(share * len(order))
         return {"train": self.take(order[count:]), "validation": self.take(order[:count])}
@@ -117,9 +117,9 @@ def load_digits(seed: int) -> dict[str, Examples]:
 def make_tokenizer(texts: list[str], size: int, length: int) -> Any:
     """Returns a ``tokenizers.Tokenizer`` with at most ``size`` word pieces, learnt from ``texts``.
 
-    The trainer by itself numbers the characters in an order that differs from process to process, and
-    breaks ties by these numbers. It gets the characters as special tokens, so that equal texts give equal
-    vocabularies. The tokenizer makes lower case, and pads and cuts texts to ``length`` tokens.
+    The trainer numbers the characters in an order that differs from process to process, and breaks ties by
+    these numbers. Here it gets the characters as special tokens, so that equal texts give equal
+    vocabularies. The tokenizer converts texts to lower case, and pads or cuts them to ``length`` tokens.
     """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
@@ -134,7 +134,7 @@ def make_tokenizer(texts: list[str], size: int, length: int) -> Any:
     trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=first, show_progress=False)
     learning = make()
     learning.train_from_iterator(texts, trainer)
-    tokenizer = make(vocab=learning.get_vocab())  # where the characters are ordinary pieces
+    tokenizer = make(vocab=learning.get_vocab())  # in this one the characters are ordinary pieces
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(length=length, pad_id=tokenizer.token_to_id("[PAD]"), pad_token="[PAD]")
     return tokenizer
@@ -143,10 +143,10 @@ def make_tokenizer(texts: list[str], size: int, length: int) -> Any:
 def load_reviews(folder: str | None, size: int, length: int) -> tuple[dict[str, Examples], Any]:
     """Reads film reviews; returns their tokens, ``(reviews, length)``, and the tokenizer.
 
-    A fifth of the training reviews is for validation. The tokenizer learns from the other ones.
+    A fifth of the training reviews is for validation. The tokenizer learns from the other four fifths.
 
     Raises:
-        DemoError: no folder is given, or it is not laid out as ``aclImdb`` is.
+        DemoError: no folder is given, or it does not have the layout of ``aclImdb``.
     """
     if folder is None:
         raise DemoError(

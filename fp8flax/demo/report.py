@@ -1,4 +1,4 @@
-"""What the demo prints and saves at the end: a short result, plots, and every figure as JSON."""
+"""Prints and saves the results of the demo: a short summary, plots, and all figures as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8flax.demo.training import PRECISIONS, ROLES, Run, Task
 
 
 def write(console: Console, task: Task, runs: list[Run], options: dict[str, Any], out: Path) -> None:
-    """Saves the results in the folder and prints them; the runs are sorted by seed and precision."""
+    """Saves the results in the folder ``out`` and prints them; runs are sorted by seed and precision."""
     for name, text in task.files.items():
         write_text(out / name, text)
     packages = ("fp8flax", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
@@ -53,14 +53,14 @@ def write(console: Console, task: Task, runs: list[Run], options: dict[str, Any]
 
 
 def summary(run: Run) -> str:
-    """Returns the end of a run in words."""
+    """Returns the final accuracy or validation loss of a run as text."""
     if run.accuracy is not None:
         return f"accuracy {100 * run.accuracy:.2f} %"
     return f"validation loss {run.arrays['validation_loss'][-1]:.3f}"
 
 
 def differences(runs: list[Run]) -> list[float]:
-    """Returns for each seed how far FP8 is from bf16: the loss in percent, or the accuracy in points."""
+    """Returns the difference of FP8 to bf16 for each seed: loss in percent, or accuracy in points."""
     pairs = zip(*([r for r in runs if r.precision == precision] for precision in PRECISIONS))
     if runs[0].accuracy is not None:
         return [100 * (in_fp8.accuracy - bf16.accuracy) for bf16, in_fp8 in pairs]
@@ -69,7 +69,7 @@ def differences(runs: list[Run]) -> list[float]:
 
 
 def last_line(task: Task, runs: list[Run]) -> str:
-    """Returns the result in one line."""
+    """Returns the result of all runs in one line."""
     gaps, percent = differences(runs), " %" if task.accuracy_of is None else ""
     if not gaps:
         loss = runs[0].arrays["validation_loss"][-1]
@@ -85,7 +85,7 @@ def last_line(task: Task, runs: list[Run]) -> str:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Writes values, with null for numbers that JSON does not have (a diverged loss)."""
+    """Writes values as JSON, with null for a NaN or an Inf (of a diverged loss)."""
     values = json.loads(json.dumps(values), parse_constant=lambda number: None)
     write_text(path, json.dumps(values) + "\n")
 
@@ -97,7 +97,7 @@ def plot_loss(path: Path, task: Task, runs: list[Run]) -> None:
     width = min(10, task.steps)
     for run in runs:
         colour, line, dot = {"bf16": ("#444444", "-", "o"), "fp8": ("#d1495b", "--", "x")}[run.precision]
-        name = run.precision if run.seed == runs[0].seed else "_"  # which hides the label
+        name = run.precision if run.seed == runs[0].seed else "_"  # "_" hides the label
         smooth = np.convolve(run.arrays["train_loss"], np.ones(width) / width, mode="valid")
         label = f"{name}, training (mean of {width} steps)"
         axes.plot(np.arange(width, task.steps + 1), smooth, line, color=colour, linewidth=1.2, label=label)
@@ -112,11 +112,11 @@ def plot_loss(path: Path, task: Task, runs: list[Run]) -> None:
 
 
 def plot_scaling(path: Path, run: Run) -> None:
-    """Draws, per tensor role, the amax and the scale of every FP8 layer over the steps."""
+    """Draws the amax and the scale of every FP8 layer over the steps, in one plot for each tensor role."""
     figure, scaling = Figure(figsize=(13, 6.5), layout="constrained"), run.arrays["scaling"]
     colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(run.layers)))
     for (row, column), axes in np.ndenumerate(figure.subplots(2, 3, sharex=True)):
-        # Without its first step: the scale is 1 there, and would flatten the rest.
+        # The scale of the first step is left out: it is 1, and would flatten the curves.
         first = row if len(scaling) > 1 else 0
         values, steps = scaling[first:, 1 - row, :, column], np.arange(first, len(scaling)) + 1
         for layer, colour in zip(np.where(values > 0, values, np.nan).T, colours):

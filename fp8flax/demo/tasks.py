@@ -27,7 +27,7 @@ EVALUATION_BATCH = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that determines the numbers of a run of the language model."""
+    """Settings of a run of the language model; all of them change its numbers."""
 
     steps: int = 300
     batch_size: int = 16
@@ -51,7 +51,7 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
 
 
 def language_model(settings: Settings, corpus: Corpus) -> Task:
-    """Returns the task of predicting at each position the next byte."""
+    """Returns the task of predicting the next byte at each position."""
     model = ByteTransformer(
         width=settings.width, num_layers=settings.num_layers, max_length=settings.length
     )
@@ -100,14 +100,14 @@ def classifier(
     model8 = fp8.quantize_model(model, RECIPES[options.recipe], include=".*")
 
     def batch(seed: int, step: int) -> Examples:
-        epoch, place = divmod(step, per_epoch)  # the examples that fill no batch wait an epoch
+        epoch, place = divmod(step, per_epoch)  # an epoch leaves out the examples that fill no batch
         order = np.random.default_rng((seed, epoch)).permutation(sizes["train"])
         return parts(seed)["train"].take(order[place * batch_size : (place + 1) * batch_size])
 
     def held_out(seed: int, name: str) -> list[Examples]:
         part, missing = parts(seed)[name], -sizes[name] % EVALUATION_BATCH
         inputs = np.pad(part.inputs, [(0, missing)] + [(0, 0)] * (part.inputs.ndim - 1))
-        labels = np.pad(part.labels, (0, missing), constant_values=-1)  # one program evaluates all batches
+        labels = np.pad(part.labels, (0, missing), constant_values=-1)  # so that all batches have one shape
         rows = np.arange(len(labels)).reshape(-1, EVALUATION_BATCH)
         return [Examples(inputs, labels).take(chosen) for chosen in rows]
 
@@ -146,7 +146,7 @@ def imdb(options: Namespace) -> Task:
 
 
 def digits(options: Namespace) -> Task:
-    """Returns the task ``digits``: a Vision Transformer on the images that scikit-learn brings along."""
+    """Returns the task ``digits``: a Vision Transformer on the images that scikit-learn includes."""
 
     def optimizer(steps: int) -> optax.GradientTransformation:
         return optax.adam(_schedule(3e-3, steps, 0.0))

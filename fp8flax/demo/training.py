@@ -1,4 +1,4 @@
-"""Training a Linen model in bf16 or in FP8: the state, the step, and a run with its checkpoints."""
+"""Trains a Linen model in bf16 or in FP8: the state, the step, and a run with its checkpoints."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ RECIPES: dict[str, fp8.Recipe] = {
     "mxfp8": fp8.MXFP8BlockScaling(),
     "block128": fp8.Float8BlockScaling(),
 }
-"""What ``--recipe`` offers, by name."""
+"""The recipes that ``--recipe`` offers, by name."""
 ROLES = ("input", "kernel", "output_grad")
 CHECKPOINT_EVERY = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, how it is trained, and on which data."""
+    """A model with its optimizer, its data, and the number of its steps."""
 
     about: str  # the data in words
     models: dict[str, nn.Module]  # one for each precision; both have the same parameters
     optimizer: optax.GradientTransformation
-    keys: Callable[[jax.Array], Sequence[jax.Array]]  # from the key of a seed: those of weights and dropout
+    keys: Callable[[jax.Array], Sequence[jax.Array]]  # maps a seed's key to keys of weights and dropout
     steps: int
-    evaluations: int  # how often, evenly spread over the steps, the model is evaluated
-    batch: Callable[[int, int], Examples]  # from seed and step: equal in both precisions and when resumed
-    held_out: Callable[[int, str], list[Examples]]  # from seed and "validation" or "test": batches
+    evaluations: int  # the number of evaluations, evenly spread over the steps
+    batch: Callable[[int, int], Examples]  # maps seed and step to a batch, equal in both precisions
+    held_out: Callable[[int, str], list[Examples]]  # maps seed and "validation" or "test" to batches
     accuracy_of: str | None = None  # "validation" or "test"; None compares validation losses
     files: dict[str, str] = dataclasses.field(default_factory=dict)  # texts to save beside the results
 
 
 def make_state(task: Task, precision: str, seed: int) -> fp8.TrainState:
-    """Returns the train state at step 0: for each seed the same weights in both precisions."""
+    """Returns the train state at step 0; a seed gives the same weights in both precisions."""
     model, inputs = task.models[precision], task.batch(seed, 0).inputs[:1]
     variables = task.models["bf16"].init(task.keys(jax.random.key(seed))[0], inputs)
     if precision == "fp8":
@@ -82,7 +82,7 @@ def _loss(variables: Any, state: fp8.TrainState, examples: Examples, key: jax.Ar
 def train_step(
     state: fp8.TrainState, examples: Examples, key: jax.Array
 ) -> tuple[fp8.TrainState, jax.Array, jax.Array]:
-    """Takes one step; returns the next state, the loss, and ``scaling_of`` the variables."""
+    """Takes one training step; returns the next state, the loss, and ``scaling_of`` the variables."""
     loss, grads = fp8.value_and_grad(_loss)(state.params, state, examples, key)
     state = state.apply_gradients(grads=grads)
     return state, loss, scaling_of(state.params)
@@ -103,7 +103,7 @@ def fp8_layers(variables: Any) -> list[str]:
 
 
 def scaling_of(variables: Any) -> jax.Array:
-    """Returns the scale and the newest amax of these layers per role, shape ``(2, layers, 3)``."""
+    """Returns scale and newest amax of each FP8 layer and role, with shape ``(2, layers, 3)``."""
     flat = flax.traverse_util.flatten_dict(variables.get(fp8.OVERWRITE_WITH_GRADIENT, {}), sep="/")
     ops = sorted({path.rsplit("/", 1)[0] for path in flat})
     values = [
@@ -114,15 +114,15 @@ def scaling_of(variables: Any) -> jax.Array:
 
 
 class Run:
-    """One training run, and what is recorded on the way.
+    """One training run and its records.
 
     Attributes:
-        arrays: ``train_loss`` of each step; ``validation_loss`` and ``validation_accuracy`` of each of
-            ``evaluated_after``; and if there are ``layers``, ``scaling``: ``scaling_of`` each step.
-        layers: ``fp8_layers`` of the model.
-        evaluated_after: steps.
-        step_seconds: times of the steps of this process; the first one compiles.
-        accuracy: that of the trained classifier on ``Task.accuracy_of``.
+        arrays: ``train_loss`` of each step; ``validation_loss`` and ``validation_accuracy`` of each step in
+            ``evaluated_after``; if the model has FP8 layers, also ``scaling``: ``scaling_of`` each step.
+        layers: the ``fp8_layers`` of the model.
+        evaluated_after: the steps after which the model is evaluated.
+        step_seconds: the times of the steps of this process; the first step compiles.
+        accuracy: the accuracy of the trained classifier on ``Task.accuracy_of``.
     """
 
     def __init__(self, task: Task, precision: str, seed: int) -> None:
@@ -139,23 +139,23 @@ class Run:
         self.accuracy: float | None = None
 
     def figures(self) -> dict[str, Any]:
-        """Returns what is recorded as plain numbers."""
+        """Returns all records as plain numbers."""
         others = ("task", "state", "key", "arrays")
         plain = {name: value for name, value in vars(self).items() if name not in others}
         return {**plain, **{name: array.tolist() for name, array in self.arrays.items()}}
 
     def loss_and_accuracy(self, part: str) -> tuple[float, float]:
-        """Evaluates the model on ``"validation"`` or ``"test"``."""
+        """Returns the loss and the accuracy of the model on ``"validation"`` or ``"test"``."""
         batches = self.task.held_out(self.seed, part)
         losses, rights = zip(*(evaluate(self.state, examples) for examples in batches))
         sizes = [np.sum(examples.labels >= 0) for examples in batches]
         return float(np.average(np.array(losses, float), weights=sizes)), float(sum(rights)) / sum(sizes)
 
     def train(self, checkpoints: Path) -> Iterator[tuple[int, float]]:
-        """Trains from the newest checkpoint in this folder, or from the start; yields step and loss.
+        """Trains from the newest checkpoint in ``checkpoints``, or from the start; yields step and loss.
 
         Raises:
-            DemoError: a checkpoint cannot be read, or not be written.
+            DemoError: a checkpoint cannot be read or written.
         """
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
@@ -167,12 +167,12 @@ class Run:
                 self.state = done.pop("state")
                 self.arrays = {
                     name: np.array(array) for name, array in done.items()
-                }  # Orbax's are read-only
+                }  # the arrays of Orbax are read-only
             for step in range(start + 1, self.task.steps + 1):
                 examples = self.task.batch(self.seed, step - 1)
                 began = time.perf_counter()
                 self.state, loss, scaling = train_step(self.state, examples, self.key)
-                # NumPy would make a ValueError of a Ctrl-C that arrives while it converts an array of JAX.
+                # NumPy turns a Ctrl-C into a ValueError while it converts a JAX array; float does not.
                 self.arrays["train_loss"][step - 1] = float(loss)
                 if self.layers:
                     self.arrays["scaling"][step - 1] = np.asarray(scaling)
@@ -188,10 +188,10 @@ class Run:
 
 
 def digest(tree: Any) -> str:
-    """Returns the SHA-256 of all leaves of a tree: places, dtypes, shapes and bytes."""
+    """Returns the SHA-256 of all leaves of a tree: their paths, dtypes, shapes and bytes."""
     sha = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        array = np.asarray(jnp.asarray(leaf))  # a step is an int before the first, and when restored
+        array = np.asarray(jnp.asarray(leaf))  # the step is a Python int at first, and after a restore
         sha.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
         sha.update(array.tobytes())
     return sha.hexdigest()
@@ -199,7 +199,7 @@ def digest(tree: Any) -> str:
 
 @contextlib.contextmanager
 def _explained(checkpoint: Path, verb: str, advice: str) -> Iterator[None]:
-    """Makes an error of Orbax one that names the checkpoint; its class depends on the file system."""
+    """Turns any error of Orbax into one that names the checkpoint; its class depends on the file system."""
     try:
         yield
     except Exception as error:
@@ -208,13 +208,13 @@ def _explained(checkpoint: Path, verb: str, advice: str) -> Iterator[None]:
 
 
 def save(manager: ocp.CheckpointManager, step: int, done: dict[str, Any]) -> None:
-    """Writes a checkpoint, with a digest by which a flipped bit is found."""
+    """Writes a checkpoint with a digest, so that ``restore`` finds a flipped bit."""
     with _explained(manager.directory / str(step), "written", "--resume goes on from the one before."):
         manager.save(step, args=ocp.args.StandardSave(done), custom_metadata={"sha256": digest(done)})
 
 
 def restore(manager: ocp.CheckpointManager, step: int, like: dict[str, Any]) -> dict[str, Any]:
-    """Reads a checkpoint and compares its digest."""
+    """Reads a checkpoint and checks its digest."""
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     advice = "delete that folder to go on from an older one."
     with _explained(manager.directory / str(step), "read", advice):
