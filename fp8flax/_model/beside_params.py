@@ -1,12 +1,11 @@
-"""Lets Linen's lifted transformations treat collections of ours as they treat the parameters.
+"""Makes Linen's lifted transformations treat collections of this package like the parameters.
 
-Whoever wrote ``nn.scan(..., variable_axes={"params": 0})`` or ``nn.vmap`` did not know of the scaling
-state. In a converted model the state of an op must be stacked, sliced and shared as the kernel beside it
-is. So its collection goes wherever ``params`` goes, unless the transformation names it or takes all
-collections.
+The author of a model wrote ``nn.scan(..., variable_axes={"params": 0})`` or ``nn.vmap`` without scaling
+state in mind. In a converted model the state of an op must be stacked, sliced and shared like its kernel.
+So its collection is treated like ``params``, unless the transformation names it or takes all collections.
 
 ``nn.map_variables`` of all collections, as in ``nn.WeightNorm``, does not map the scaling state, not even
-that of ops given by hand: the function that maps is the model's own, and is meant for weights.
+that of ops that a user placed. The function that it maps with belongs to the model, and is for weights.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from fp8flax._linen.conversion import OnMap, conversion, converting
 
 @contextlib.contextmanager
 def beside_params(collection: str, on_map: OnMap) -> Iterator[None]:
-    """A context in which lifted transformations take a collection along with the parameters.
+    """A context in which lifted transformations treat a collection like the parameters.
 
     Args:
-        collection: its name.
-        on_map: called with what ``nn.map_variables`` makes of the parameters.
+        collection: the name of the collection.
+        on_map: a function that is called when ``nn.map_variables`` has mapped parameters.
     """
     check_pack()
     with converting(beside_params=collection, on_map=(*conversion().on_map, on_map)):
@@ -45,7 +44,10 @@ def beside_params(collection: str, on_map: OnMap) -> Iterator[None]:
 
 
 def _beside(groups: Filters, ours: str) -> Filters:
-    """Returns the groups of variables, ours in the group of the parameters if it is in none."""
+    """Returns the groups of variables, with the collection ``ours`` added to that of the parameters.
+
+    If a group has the collection already, the groups are unchanged.
+    """
     if any(takes(group, ours) for group in groups):
         return groups
     first = next((i for i, group in enumerate(groups) if takes(group, PARAMS)), None)
@@ -53,13 +55,13 @@ def _beside(groups: Filters, ours: str) -> Filters:
 
 
 def _passed_by(groups: Filters, ours: str) -> Filters:
-    """Returns what ``nn.map_variables`` maps, without our collection, and what it does not map."""
+    """Returns the groups of ``nn.map_variables``, with the collection ``ours`` among the unmapped ones."""
     mapped, others = groups
     return [without_collection(mapped, ours), with_collection(others, ours)]
 
 
 def _change(name: str | None, scopes: Any, packing: Packing) -> Packing:
-    """Returns what a lifted transformation takes; see ``change_packing``."""
+    """Returns the changed packing of a lifted transformation; see ``change_packing``."""
     body, taken, returned = packing
     ours = conversion().beside_params
     if name == "map_variables" and takes_all(taken[0]):
@@ -75,7 +77,7 @@ def _change(name: str | None, scopes: Any, packing: Packing) -> Packing:
 
 
 def _marked(body: Any) -> Any:
-    """Returns the body of ``nn.custom_vjp``, which runs as such."""
+    """Returns the body of ``nn.custom_vjp``, which runs with ``in_custom_vjp`` set."""
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         with converting(in_custom_vjp=True):
@@ -85,7 +87,7 @@ def _marked(body: Any) -> Any:
 
 
 def _reporting(body: Any, outer: Any) -> Any:
-    """Returns the body of ``nn.map_variables``, which also calls each ``on_map`` with what was mapped."""
+    """Returns the body of ``nn.map_variables``, which also calls each ``on_map`` with the mapped scopes."""
 
     def reporting(make_scopes: Any, repack: Any, groups: Any, *rest: Any, **kwargs: Any) -> Any:
         def make(*args: Any, **options: Any) -> Any:

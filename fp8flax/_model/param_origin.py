@@ -1,9 +1,9 @@
-"""Says which parameters a value of a model comes from, and how these were moved and cast.
+"""Finds the parameters that a value of a model comes from, and how the model moved and cast them.
 
 ``ParamOrigins.follow`` is called for each primitive that a call of a model computes. For each value it
-remembers an ``Origin``: the parameters that the value is made of, and how to make the value again from
-other arrays in their places (by casts, slices, transposes, concatenations in any order). So the kernel of a
-contraction has a name, and its FP8 codes can be stored in the place of the parameters.
+records an ``Origin``: the parameters that the value is made of, and a function that makes the value from
+other arrays in their places. The function applies casts, slices, transposes and concatenations in any
+order. So the kernel of a contraction has a name, and its FP8 codes can replace the parameters.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from fp8flax._core.state.tree import key_name
 from fp8flax._model.jaxprs import BIJECTIONS, CAST, CASTS, MOVEMENTS, uses_of
 
 _PARAMETER = "parameter"
-"""The ``Move.primitive`` of a parameter as it is."""
-# Linen's transformations pass the flags of a scope on to the scopes that they make. Ours hold
-_MARK = "fp8flax"  # the ParamOrigins of the calls that the scope belongs to;
-_MAPPED = "fp8flax_mapped"  # the paths that nn.map_variables has made, and those of what it made them of.
+"""The ``Move.primitive`` of an unchanged parameter."""
+# Linen's transformations pass the flags of a scope on to the scopes that they make.
+_MARK = "fp8flax"
+"""The flag that holds the ``ParamOrigins`` of the calls that a scope belongs to."""
+_MAPPED = "fp8flax_mapped"
+"""The flag for two sets of paths: parameters that ``nn.map_variables`` made, and those it made them of."""
 _NOTHING: tuple[frozenset[Any], frozenset[Any]] = frozenset(), frozenset()
 
 
 class Source(NamedTuple):
-    """A parameter as a method sees it: inside ``nn.scan``, a slice of what the variables hold."""
+    """A parameter as a method sees it; inside ``nn.scan`` it is a slice of the caller's array."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
@@ -39,16 +41,16 @@ class Source(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The last step by which a value came from parameters."""
+    """The last of the steps that made a value from parameters."""
 
     primitive: str
-    """The name of the primitive; ``_PARAMETER`` for a parameter as it is."""
+    """The name of the primitive; ``_PARAMETER`` for an unchanged parameter."""
     params: dict[str, Any]
     """The parameters of the primitive. ``"of"`` is the shape of its first operand."""
     result: int
-    """Which result of the primitive the value is."""
+    """The index of the value among the results of the primitive."""
     operands: tuple[Move, ...]
-    """The steps by which the operands of the primitive came from parameters."""
+    """The steps that made the operands of the primitive from parameters."""
 
 
 class Origin(NamedTuple):
@@ -57,10 +59,11 @@ class Origin(NamedTuple):
     sources: tuple[Source, ...]
     """The parameters, in the order of ``rebuild``."""
     rebuild: Callable[[tuple[jax.Array, ...], bool], jax.Array] | None
-    """Makes the value from arrays in the places of the parameters; the second argument says whether casts
-    are applied. None if the value is computed, and not only moved and cast."""
+    """Makes the value from arrays in the places of the parameters; None if arithmetic made the value.
+
+    The second argument says whether casts are applied."""
     moves: Move
-    """How the value came from the parameters. Arithmetic that keeps the shape is left out."""
+    """The steps that made the value from the parameters, without arithmetic that keeps the shape."""
 
     @property
     def is_one_parameter(self) -> bool:
@@ -69,7 +72,7 @@ class Origin(NamedTuple):
 
     @property
     def is_whole_parameter(self) -> bool:
-        """Whether the value has each element of one parameter once, in any order and shape."""
+        """Whether the value holds each element of one parameter once, in any order and shape."""
         return self._is_parameter_after(BIJECTIONS)
 
     def _is_parameter_after(self, names: tuple[str, ...]) -> bool:
@@ -79,14 +82,14 @@ class Origin(NamedTuple):
         return move.primitive == _PARAMETER and self.rebuild is not None
 
     def part(self, summed: Sequence[int]) -> str:
-        """Returns a name for the part of the parameter that the value is, for the name of the op's state.
+        """Returns the name of the part of a parameter that the value is; the op's state is named with it.
+
+        The name is empty for a whole parameter, ``-1`` for ``w[1]`` and ``-64-128`` for ``w[:, 64:128]``.
+        ``-T`` follows if the contraction sums over the last dimension of the parameter, as in ``x @ w.T``.
+        A value that was reshaped or concatenated counts as whole.
 
         Args:
             summed: the dimensions over which a contraction sums.
-
-        Nothing for a parameter that is taken whole; ``-1`` for ``w[1]``, ``-64-128`` for ``w[:, 64:128]``;
-        and ``-T`` after that where the parameter's last dimension is summed over, as in ``x @ w.T``. What
-        was reshaped or joined counts as whole.
         """
         chain = [self.moves]
         while chain[-1].primitive != _PARAMETER:
@@ -110,7 +113,7 @@ class Origin(NamedTuple):
 
 
 def _range_of(name: str, params: dict[str, Any], index: int) -> str:
-    """Returns what a slice or a split takes, of the dimensions that it does not take whole."""
+    """Returns the ranges of a slice or a split as text; dimensions that it takes whole are left out."""
     if name == "split":
         start = sum(params["sizes"][:index])
         return f"-{start}-{start + params['sizes'][index]}"
@@ -122,28 +125,28 @@ def _range_of(name: str, params: dict[str, Any], index: int) -> str:
 
 
 class _ByIdentity:
-    """A dict by the identity of objects. It keeps none alive: a tracer must not outlive its trace."""
+    """Dict by the identity of its keys. It keeps no key alive: a tracer must not outlive its trace."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Any, Any]] = {}
 
     def get(self, key: Any) -> Any:
-        """Returns what was set for this very object, or None."""
+        """Returns the value that was set for this object, or None."""
         _, value = self._found.get(id(key), (None, None))
         return value
 
     def set(self, key: Any, value: Any) -> None:
-        """Sets a value that may not refer to the object."""
+        """Sets the value of an object; the value must not refer to the object."""
         found, name = self._found, id(key)
         try:
             held: Any = weakref.ref(key, lambda _: found.pop(name, None))
-        except TypeError:  # a number of NumPy
+        except TypeError:  # a NumPy scalar has no weak references
             held = key
         found[name] = held, value
 
 
 class ParamOrigins:
-    """Where the values of one call of a model come from, in all traces of it."""
+    """Records the origins of all values of one call of a model, in all of its traces."""
 
     def __init__(self) -> None:
         self._origins = _ByIdentity()
@@ -152,7 +155,7 @@ class ParamOrigins:
         self._elsewhere = _ByIdentity()
         self._known_elsewhere = _ByIdentity()
         self.used_otherwise: set[tuple[str, ...]] = set()
-        """The parameters that something reads beside contractions and movements."""
+        """The parameters that an operation reads which is neither a contraction nor a movement."""
 
     def of(self, value: Any, scope: Any) -> Origin | None:
         """Returns the origin of a value in a scope's parameters; None if it comes from anything else."""
@@ -174,18 +177,19 @@ class ParamOrigins:
         return path
 
     def mark(self, scope: Any) -> None:
-        """Remembers that a scope, and each scope that Linen makes from it, is the model's."""
+        """Marks a scope, and all scopes that Linen makes from it, as scopes of the model."""
         _set_flag(scope, _MARK, (*scope.flags.get(_MARK, ()), self))
 
     def has_place(self, root: Any) -> bool:
-        """Tells whether the variables of a root are the model's, with a place for state."""
+        """Returns whether the variables of a root scope are those of the model, which can hold state."""
         return bool(root.path) or any(one is self for one in root.flags.get(_MARK, ()))
 
     def _look_for_params(self, root: Any) -> None:
         if not self.has_place(root):
             return
         count = len(jax.tree.leaves(variables_of(root).get(PARAMS, {})))
-        if self._known.get(root) == count:  # this is asked of every value
+        # This method is called for every value, so it must return early if there is no new parameter.
+        if self._known.get(root) == count:
             return
         self._known.set(root, count)
         mapped, made_of = root.flags.get(_MAPPED, _NOTHING)
@@ -199,7 +203,7 @@ class ParamOrigins:
 
     def _look_elsewhere(self, root: Any) -> None:
         collections = variables_of(root)
-        # Those that there are before the model computes anything: what it writes to a cache is activations.
+        # Only variables from before the call count: a cache that the model writes holds activations.
         known, is_init = self._known_elsewhere.get(root), root.flags.get("initializing", False)
         if (known is not None and not is_init) or not self.has_place(root):
             return
@@ -214,12 +218,12 @@ class ParamOrigins:
             self._elsewhere.set(leaf, "/".join((name, *root.path, *rest)))
 
     def on_map(self, scope: Any, given: Any, mapped: Any) -> None:
-        """Remembers what ``nn.map_variables`` makes of parameters, for where no trace of ours sees it.
+        """Records which parameters ``nn.map_variables`` makes of which; ``follow`` may not see it.
 
         Args:
-            scope: whose variables it maps.
-            given: these variables.
-            mapped: the scope of what it has made of them.
+            scope: the scope whose variables it maps.
+            given: the variables that it maps.
+            mapped: the scope with the mapped variables.
         """
         before, after = jax.tree.leaves(given), _params_in(mapped.root)
         old, new = {id(leaf) for leaf in before}, {id(leaf) for _, leaf in after}
@@ -231,7 +235,7 @@ class ParamOrigins:
             _set_flag(mapped, _MAPPED, (paths, made_of))
 
     def follow(self, primitive: Any, operands: Any, params: Any, results: Any, scope: Any) -> None:
-        """Remembers the origins of the results of a primitive, and which parameters it reads."""
+        """Records the origins of the results of a primitive, and the parameters that it reads."""
         results = results if primitive.multiple_results else [results]
         if all(map(self._is_constant, operands)):
             for result in results:
@@ -276,11 +280,11 @@ class ParamOrigins:
                 self._elsewhere.set(result, path)
 
     def _is_constant(self, value: Any) -> bool:
-        """Tells whether a value is a number in the model's source, or made of such numbers alone."""
+        """Returns whether a value is a number in the source of the model, or computed from such numbers."""
         return bool(self._constants.get(value)) if isinstance(value, jax.Array) else np.ndim(value) == 0
 
     def use(self, value: Any, scope: Any) -> None:
-        """Remembers that something other than an FP8 op reads a value."""
+        """Records that an operation other than an FP8 op reads a value."""
         origin = self.of(value, scope)
         if origin is not None:
             self.used_otherwise.update(source.path for source in origin.sources)
@@ -289,7 +293,7 @@ class ParamOrigins:
 def _rebuilder(
     primitive: Any, params: dict[str, Any], made_of: list[Origin], index: int
 ) -> Callable[[tuple[jax.Array, ...], bool], jax.Array]:
-    """Returns ``Origin.rebuild`` of a result of a primitive whose operands have these origins."""
+    """Returns ``Origin.rebuild`` for one result of a primitive, given the origins of its operands."""
 
     def rebuild(arrays: tuple[jax.Array, ...], casts: bool) -> jax.Array:
         operands, rest = [], arrays

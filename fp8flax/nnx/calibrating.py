@@ -1,4 +1,4 @@
-"""``calibrate``: the scaling state of an NNX model from sample batches."""
+"""Calibrates an NNX model: fills its scaling state from sample batches."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def calibrate(
     graphdef, whole = nnx.split(model)
 
     def of_variables(variables: Mapping[str, Any], batch: Any) -> Any:
-        # Variables of this trace, so that f may write to them.
+        # A copy has variables of this trace, to which f may write.
         merged = nnx.merge(graphdef, jax.tree.map(lambda x: x, variables[_MODEL]))
         set_state(merged, variables)
         return f(merged, batch)
 
-    # The model as an argument: weights that a compiled function closes over are constants in it.
+    # The model is an argument, because a compiled function would hold weights of its closure as constants.
     variables = {**state, _MODEL: whole}
     filled = calibrate_variables(of_variables, variables, batches, backward=backward, has_aux=has_aux)
     set_state(model, filled)

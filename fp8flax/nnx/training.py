@@ -1,4 +1,4 @@
-"""A training step of an NNX model: gradients that merge scaling state by maximum, and what takes them."""
+"""Trains an NNX model: gradients that merge scaling state by maximum, and the optimizer that takes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fp8flax.nnx.variables import set_state, state_of
 
 @contextmanager
 def _replaced(nodes: Sequence[Any], f: Callable[[Any], Any]) -> Iterator[None]:
-    """A context in which the scaling state of models is what ``f`` makes of it."""
+    """A context in which the scaling state of models is replaced by ``f`` of it."""
     before = []
     try:
         for node in nodes:
@@ -30,13 +30,13 @@ def _replaced(nodes: Sequence[Any], f: Callable[[Any], Any]) -> Iterator[None]:
             set_state(node, f(before[-1][1]))
         yield
     finally:
-        # The other way round: models may share modules.
+        # Restored in reverse order, because models may share modules.
         for node, state in reversed(before):
             set_state(node, state)
 
 
 def _as_in(new: Any, old: Any) -> Any:
-    """Returns of ``old`` what ``new`` has: NNX gives a shared module's gradient once."""
+    """Returns the part of ``old`` at the paths of ``new``: NNX returns a shared module's gradient once."""
     flat = nnx.traversals.flatten_mapping(old)
     kept = {path: flat[path] for path in nnx.traversals.flatten_mapping(new)}
     return nnx.traversals.unflatten_mapping(kept) if kept else new
@@ -47,7 +47,7 @@ def _is_node(x: Any) -> bool:
 
 
 def _without_max_dtype(tree: Any) -> Any:
-    """Returns a tree with its arrays, and those in its modules' variables, in dtypes that NumPy has."""
+    """Casts the arrays that merge by maximum to float32, in a tree and in the variables of its modules."""
     for node in jax.tree.leaves(tree, is_leaf=_is_node):
         if not _is_node(node):
             continue
@@ -127,7 +127,7 @@ def value_and_grad(
             refusing_arithmetic(lambda: list(map(state_of, models)), _PARAMS, array_of),
         ):
             out = f(*args, **kwargs)
-        # A module may have kept, or return, what it read while the state was merged.
+        # A module may keep or return state that it read here, which must not have the dtype of the merge.
         _without_max_dtype((args, kwargs))
         return _without_max_dtype(out)
 
@@ -137,7 +137,7 @@ def value_and_grad(
         has_aux=has_aux,
         holomorphic=holomorphic,
         allow_int=allow_int,
-        # Whatever nnx.set_graph_mode says: only so can a filter say what is differentiated.
+        # Only graph mode has filters that choose what is differentiated, so nnx.set_graph_mode is ignored.
         graph=True,
         graph_updates=True,
     )
@@ -145,7 +145,7 @@ def value_and_grad(
     @functools.wraps(f)
     def value_and_grad_f(*args: Any, **kwargs: Any) -> Any:
         nodes = [args[i] for i in positions]
-        # Inside of another one, the state comes as that has merged it; it is not differentiated twice.
+        # Inside of another value_and_grad the state is merged already. It is not differentiated twice.
         with _replaced(nodes, unmerge):
             old = [state_of(node) for node in nodes]
             value, grads = nnx_value_and_grad(*args, **kwargs)
@@ -246,7 +246,7 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
         params, scaling, rest = states
 
         def of_variables(variables: Any, rest: Any, microbatch: Any) -> Any:
-            # Variables of this trace, so that f may write to them.
+            # A copy has variables of this trace, to which f may write.
             states = jax.tree.map(lambda x: x, (*variables.values(), rest))
             merged = nnx.merge(graphdef, *states)
             out = f(merged, microbatch)
@@ -272,7 +272,7 @@ _WHAT_TO_CALL = (
 
 
 def _next(model: nnx.Module, grads: Any) -> Mapping[str, Any]:
-    """Returns the scaling state of a model after a step with these gradients."""
+    """Returns the scaling state of a model after a step with the given gradients."""
     old, new = state_of(model), state_of(grads)
     if jax.tree.structure(old) != jax.tree.structure(new):
         what = "another scaling state than the model"
