@@ -83,7 +83,10 @@ def struct(*shape, dtype=jnp.bfloat16):
 
 
 def cells(values, repeated):
-    """Parameters of a test, of which these repeat another's path of the code: with --all-cells alone."""
+    """Returns the parameters of a test; those in ``repeated`` run only with --all-cells.
+
+    They take a path of the code that another parameter takes, too.
+    """
     values = list(values)
     assert not [value for value in repeated if value not in values]
     return [
@@ -171,7 +174,7 @@ KINDS = {"float32": "exact", "power_of_two": "power_of_two"}
 
 
 def with_reference(quantizer, x, contract):
-    """What is left of a matrix after quantization along ``contract``, float64, by the NumPy reference."""
+    """Returns a matrix after quantization along ``contract``, in float64, by the NumPy reference."""
     if quantizer is None:
         return np.asarray(x, np.float64)
     name = quantizer.dtype.name

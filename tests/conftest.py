@@ -149,7 +149,7 @@ def stacking(request, monkeypatch):
 
 @pytest.fixture(scope="module")
 def small_heap():
-    """Leaves what is there already out of garbage collections, of which a check for leaks makes dozens."""
+    """Excludes existing objects from garbage collection: a check for leaks collects dozens of times."""
     gc.collect()
     gc.freeze()
     yield

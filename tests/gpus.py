@@ -1,4 +1,4 @@
-"""Eight GPUs that are not there, and programs for them. As a program, tells what ``seen_here`` sees."""
+"""Programs for eight GPUs that are not present; run as a script, prints the result of ``seen_here``."""
 
 import collections
 import json
@@ -46,7 +46,7 @@ def bytes_sent(program):
 
 
 def compiled_step(recipe, kernels):
-    """A layer and its gradients for eight GPUs, the batch sharded; its kernel as told."""
+    """Returns a compiled layer and its gradients for eight GPUs; ``kernels`` is the kernel's sharding."""
     on = gpus()
     op = None if recipe is None else partial(fp8.Fp8DotGeneralOp, recipe=recipe)
     model = nn.Dense(512, dot_general_cls=op, dtype=jnp.bfloat16, use_bias=False)

@@ -37,7 +37,7 @@ def scale_of(amax, name, kind):
         return np.where(amax == 0, np.float32(1), scale)
     mantissa, exponent = np.frexp(amax.astype(np.float64))  # amax = mantissa * 2**exponent
     max_mantissa, max_exponent = np.frexp(MAX[name])
-    n = exponent.astype(np.int64) - max_exponent  # floor(log2(amax)) - floor(log2(max))
+    n = exponent.astype(np.int64) - max_exponent  # `floor(log2(amax)) - floor(log2(max))`
     if kind != "e8m0_floor":
         n = n + (mantissa > max_mantissa)
     n = np.where(amax == 0, 0, n)

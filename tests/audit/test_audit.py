@@ -79,7 +79,7 @@ def gradient_of(model, *args):
     return fn, variables, *args
 
 
-# What runs in FP8, and why not.
+# GEMMs that run in FP8, and the reasons of the others.
 
 
 def test_plain_dense(gpu):
@@ -330,7 +330,7 @@ def test_bytes_of_a_small_program(gpu):
     assert report.output_bytes >= 64 * 16 + 4 * 5000
 
 
-# What may be audited.
+# Functions and arguments that can be audited.
 
 
 @pytest.mark.long
@@ -657,11 +657,11 @@ def test_which_instructions_multiply_depends_on_the_tile(gpu, monkeypatch, targe
 
     monkeypatch.setattr(auditing, "compile_lowered", with_tile)
     large = audit(fn, *args, target=target)
-    if NEWER_THAN_0_9:  # whose XLA picks its own tile without a device, whatever it is told
+    if NEWER_THAN_0_9:  # the XLA of JAX 0.9 ignores the option: without a device it picks its own tile
         found = [(gemm.is_fp8, gemm.may_be_fp8, gemm.reason) for gemm in large.gemms]
         assert found == 3 * [(True, False, "")]
         assert all(re.fullmatch(fp8, name) for gemm in large.gemms for name in gemm.instructions)
-    # Where XLA writes no PTX, nothing is promised.
+    # If XLA writes no PTX, the report promises nothing.
     monkeypatch.setattr(auditing, "read_instructions", lambda compile_with: {})
     unread = audit(fn, *args, target=target)
     assert [(gemm.is_fp8, gemm.may_be_fp8) for gemm in unread.gemms] == 3 * [(False, True)]

@@ -1,4 +1,4 @@
-"""What the op compiles to for an NVIDIA H200, read from the program; no GPU is needed."""
+"""Programs that XLA compiles for an NVIDIA H200 have the expected GPU kernels; no GPU is needed."""
 
 import contextlib
 import functools
@@ -245,12 +245,12 @@ def step_of_layers(number):
 @pytest.mark.long
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise")
 def test_the_states_of_all_layers_are_stored_by_a_few_kernels():
-    """Each further layer adds 12, of which three are GEMMs, and no copy of what is donated."""
+    """Each further layer adds 12 kernels, three of them GEMMs. No donated array is copied."""
     two, four = step_of_layers(2), step_of_layers(4)
     assert "f32[1024]" in four
-    assert not re.search(r"= f32\[1(024)?\]\S* copy\(", four)  # of what is donated
+    assert not re.search(r"= f32\[1(024)?\]\S* copy\(", four)  # no donated state is copied
     of_two, of_four = (kernels.read(text).kernels for text in (two, four))
-    assert len(of_four) - len(of_two) <= 2 * 12  # 15 where each makes its own scales
+    assert len(of_four) - len(of_two) <= 2 * 12  # 15 if each layer computes its own scales
 
 
 ONCE = {
@@ -268,7 +268,7 @@ ONCE_IN_CI += [pytest.param("1x128 blocks", marks=pytest.mark.long)]
 @pytest.mark.parametrize("remat", cells([False, True], repeated=[False]))
 @pytest.mark.parametrize("name", ONCE_IN_CI)
 def test_kernels_are_quantized_once_for_all_microbatches(name, remat):
-    """Of two stacked layers, and one by itself; 5 microbatches."""
+    """The model has two stacked layers and one other layer, and gets 5 microbatches."""
 
     class Block(nn.Module):
         @nn.compact
@@ -305,7 +305,7 @@ def test_kernels_are_quantized_once_for_all_microbatches(name, remat):
         if BLOCK_QUANTIZE in ours.op_name.split("/"):
             for opcode in ("abs", "convert"):
                 launches[opcode, math.prod(ours.results[0].dims)] += kernel.trip_count
-    # No more than a few by itself, of which remat computes one again; five times that in the loop.
+    # Outside of the loop a kernel is quantized a few times; remat repeats one. The loop runs five times.
     for opcode in ("abs", "convert"):
         assert 1 <= launches[opcode, 256 * 384] <= 2
         assert 2 <= launches[opcode, 256 * 256] <= 2 * 3
@@ -458,13 +458,13 @@ def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
     monkeypatch.setattr(tasks, "WIDE", ())  # the attention of the first block, the only one here
     task = tasks.language_model(settings, data.load_corpus(None, settings.length))
     state = jax.eval_shape(lambda: training.make_state(task, "fp8", 0))
-    # What has no GEMM takes time to compile: of the update the gradients are left, and no scale is shown.
+    # The optimizer and the recorded scales are left out: they have no GEMM, and take time to compile.
     monkeypatch.setattr(
         fp8.TrainState, "apply_gradients", lambda self, *, grads: self.replace(params=grads)
     )
     monkeypatch.setattr(training, "scaling_of", lambda variables: jnp.zeros(()))
 
-    def train_step(*args):  # a function of its own, for JAX keeps what it traced of one
+    def train_step(*args):  # a new function, because JAX caches the trace of the other one
         return training.train_step.__wrapped__(*args)
 
     batch = jax.eval_shape(lambda: (task.batch(0, 0), jax.random.key(0)))
@@ -607,7 +607,7 @@ fp8.audit(dot, x, x, target=sys.argv[1])
 @pytest.mark.long
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="XLA then shows no machine code")
 def test_instructions_of_the_block_kernel(tmp_path):
-    """What the audit says of Triton's kernel is in its code: FP8 on Blackwell, else float16 on Hopper."""
+    """The PTX has the instructions that the audit reports: FP8 on Blackwell, float16 on Hopper."""
     for target, instruction in (
         ("h200", r"wgmma\.mma_async\S*\.f32\.f16\.f16"),
         ("b200", r"tcgen05\.mma\S*kind::f8f6f4"),
@@ -718,7 +718,7 @@ def experts_step(rows, num_experts, depth, columns, dtype=jnp.bfloat16, recipe=F
     ids=["delayed", "blocks", "current"],
 )
 def test_experts_on_hopper(recipe, launches, mib):
-    """One kernel for all of them in each of the three products. (A loop over tiles launched 486.)"""
+    """Each of the three products is one GPU kernel for all experts; a loop over tiles launches 486."""
     report = fp8.audit(*experts_step(8192, 8, 4096, 2048, recipe=recipe))
     assert report.num_fp8_gemms == report.num_gemms == 3
     assert report.num_launches <= launches
@@ -769,7 +769,7 @@ def test_the_kernel_for_experts_multiplies_in_fp8_and_spills_no_register():
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_the_kernel_that_quantizes_blocks_compiles(dtype):
-    """Of whole blocks and of others. (On tiles of float32 the assembler may crash, and did.)"""
+    """Shapes with and without partial blocks compile; the assembler once crashed on float32 tiles."""
     for shape in ((1, 256, 512), (2, 200, 300)):
         for is_square, power_2 in ((False, True), (True, True), (True, False)):
             options = {"is_square": is_square, "power_2": power_2, "inf_is_nan": power_2}

@@ -1,4 +1,4 @@
-"""What is compiled for eight GPUs does not depend on what devices the host has that compiles it."""
+"""A program for eight GPUs does not depend on the devices of the host that compiles it."""
 
 import json
 import os

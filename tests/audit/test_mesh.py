@@ -44,7 +44,7 @@ def step(kernel, x, op=fp8.Fp8DotGeneralOp):
 
 @pytest.mark.oldest
 def test_each_gpu_does_its_part_in_fp8():
-    """Two dimensions to contract as they lie, of which XLA's partitioner would lose the algorithm."""
+    """The wgrad contracts two dimensions; XLA's partitioner would drop the algorithm of such a dot."""
     mesh = mesh_of()
     args = on(mesh, KERNEL, None, "model"), on(mesh, X, "data")
     report = fp8.audit(step, *args, target=mesh)
@@ -92,7 +92,7 @@ def test_inside_of_shard_map():
 
 @pytest.mark.parametrize(("rows", "has_pairs"), [(512, True), (528, False)])
 def test_explicit_axes(rows, has_pairs):
-    """Of 33 rows for each device there are no pairs; XLA then forgets the algorithm."""
+    """An odd number of rows for each device (33) has no pairs, so XLA drops the algorithm."""
     devices = np.array(fp8.compile_only_devices("h200", 16))
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):

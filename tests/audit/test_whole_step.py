@@ -1,4 +1,4 @@
-"""What FP8 adds to a whole training step, in kernels, bytes and memory, as XLA compiles it for an H200."""
+"""FP8 adds few kernels, bytes and memory to a whole training step that XLA compiles for an H200."""
 
 from functools import partial
 from typing import Any
@@ -87,11 +87,11 @@ def figures(op, mlp=None):
 def test_of_a_llama():
     wide, delayed = map(figures, (None, fp8.Fp8DotGeneralOp))
     block = figures(fp8.Fp8DotGeneralOp, fp8.MLP)
-    # Of 14 layers, each of which has four kernels more: three casts or transposes, one that merges amaxes.
+    # Each of 14 layers adds four kernels: three casts or transposes, and one that merges amaxes.
     assert delayed[0] - wide[0] <= 14 * 4
     assert delayed[1] <= 1.105 * wide[1]
     assert delayed[2] <= 0.93 * wide[2]
-    # Of the block's activations nothing is written in a wide dtype.
+    # The block writes no activations in a wide dtype.
     assert block[0] <= delayed[0] + 12
     assert block[1] <= 1.05 * wide[1]
     assert block[1] <= delayed[1] - 1000
@@ -153,7 +153,7 @@ class ScannedDense(nn.Module):
 
 @pytest.mark.all_cells
 def test_of_the_policies_for_remat():
-    """What is kept of eight layers; the share of bfloat16's memory is that of docs/performance.md."""
+    """Each policy keeps for eight layers the share of bfloat16's memory in docs/performance.md."""
     keep = jax.checkpoint_policies.save_only_these_names
 
     def temporaries(op, *policies):

@@ -28,13 +28,13 @@ from tests.cases import cells
 SIZES = {"batch_size": 2, "length": 16, "width": 16, "num_layers": 1, "validation_batches": 2}
 TINY = partial(tasks.Settings, **SIZES)
 STEPS = 6
-# Of the one block and the logits; the attention of the first block stays in bf16.
+# The layers of the one block, and the logits. The attention of the first block stays in bf16.
 FP8_LAYERS = ["block_0/down", "block_0/up", "logits"]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _little_optimization():
-    """Compiling takes most of the time here; what is compared is compiled in the same way."""
+    """Compiling takes most of the time here. All programs that are compared are compiled in this way."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # for the processes that are started
         before = jax.config.read("jax_disable_most_optimizations")
@@ -326,7 +326,7 @@ class TestCommandLine:
             assert len(fp8["train_loss"]) == STEPS
             assert fp8["layers"] == FP8_LAYERS
             assert np.shape(fp8["scaling"]) == (STEPS, 2, len(FP8_LAYERS), 3)
-        # What is finished is not trained again.
+        # A finished run is not trained again.
         assert cli.main(["--resume", "--out", str(out)]) == 0
         again = json.loads((out / "results.json").read_text())
         assert again["differences"] == figures["differences"]

@@ -103,7 +103,7 @@ class TestImdb:
         # Without dropout it compiles in half the time.
         small = partial(tasks.ReviewClassifier, length=40, dropout=0.0)
         monkeypatch.setattr(tasks, "ReviewClassifier", small)
-        # What this draws is in test_demo.
+        # test_demo tests this plot.
         monkeypatch.setattr(report, "plot_scaling", lambda path, _: report.write_text(path, ""))
         out = tmp_path / "out"
         arguments = ["imdb", "--data", str(reviews), "--steps", "4", "--out", str(out)]

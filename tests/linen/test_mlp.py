@@ -31,7 +31,7 @@ ROWS, WIDTH, HIDDEN = 16, 32, 48
 
 
 class Layers(nn.Module):
-    """What a user would write without it."""
+    """The MLP as plain layers, as a user would write it without ``fp8.MLP``."""
 
     hidden_features: int
     features: int | None = None
@@ -93,7 +93,7 @@ def test_init_is_that_of_the_layers(gated, use_bias):
 
 def test_with_the_names_of_a_block_its_checkpoints_fit():
     class FeedForward(nn.Module):
-        """As Flax's examples write it, for bfloat16."""
+        """An MLP in bfloat16 in the style of Flax's examples."""
 
         @nn.compact
         def __call__(self, x):
@@ -163,7 +163,7 @@ def test_gate_and_up_share_the_scale_of_the_input():
     _, (grads, _) = step_of(block, x)(variables, x)
     gate, up = (grads[OWG][name][op] for name in ("gate", "up"))
     assert gate["input_scale"] == up["input_scale"]
-    # What it will have seen is its own, of what the block saw before.
+    # The new amax is that of the block's input. The past amaxes are those of the layer itself.
     assert up["input_amax_history"][0] == gate["input_amax_history"][0]
     assert state["up"][op]["input_amax_history"].max() in up["input_amax_history"]
     assert gate["input_amax_history"].max() < up["input_amax_history"].max()
@@ -410,7 +410,7 @@ def test_compiles_for_hopper(activation, over):
         compiling.find_target("h200"), fp8.value_and_grad(loss), (variables, x)
     ).as_text()
     found = kernels.read(program).kernels
-    dots = [dot for kernel in found for dot in kernel.dots]  # of which XLA has merged some
+    dots = [dot for kernel in found for dot in kernel.dots]  # XLA merges some GEMMs into one
     assert dots
     assert all(dot.lhs_dtype.startswith("f8") for dot in dots)
     calls = [line for line in program.splitlines() if " custom-call(" in line and CAST_TRANSPOSE in line]

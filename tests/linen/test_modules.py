@@ -26,8 +26,8 @@ from tests.cases import (
     normal,
 )
 
-# That the three products of each contraction are the right ones is test_dot_general's; Flax cannot scale a
-# scalar cotangent, nor take the amax of an empty tensor.
+# test_dot_general tests the three products of each contraction. Flax can neither scale a scalar cotangent
+# nor compute the amax of an empty tensor.
 all_cells = partial(pytest.param, marks=pytest.mark.all_cells)
 IN_FLAX = [
     ("matmul", jnp.float32),

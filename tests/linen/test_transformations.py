@@ -1,8 +1,8 @@
-"""Every layer under every recipe and transformation: what comes out is what the plain calls give.
+"""Every layer gives the results of plain calls under every recipe and transformation.
 
-The loss is a sum with fixed weights, so that the cotangents are exact, and products of FP8 values in few
-binades add up without rounding: the order of a sum then changes nothing, and what is compared is equal to
-the last bits. Only attention, with its softmax, is compared more loosely.
+The loss is a sum with fixed weights, so the cotangents are exact. Products of FP8 values in few binades add
+up without rounding, so the order of a sum changes nothing. The results are therefore compared bit for bit
+or nearly so. Only attention has a larger tolerance, because of its softmax.
 """
 
 import functools
@@ -64,7 +64,7 @@ class Case:
         self.reference = LAYERS[layer](partial(op, form="qdq"), None)
         # Compiled once, it serves most references.
         self.plain = jax.jit(fp8.value_and_grad(self.loss))
-        # Of sums in float32 that XLA orders one way or another.
+        # XLA may change the order of sums in float32.
         self.tolerance = 0.05 if layer == "Attention" else 3e-6
         variables = [variables_of(self.layer, X, seed=seed) for seed in (10, 11, 12)]
         self.each = [self.advanced(v) for v in variables]
@@ -175,7 +175,7 @@ AXES = {"variable_axes": {"params": 0, OWG: 0}, "split_rngs": {"params": True}}
 
 
 def plain(c):
-    """What all others are compared with, itself held to the quantize-dequantize form."""
+    """Checks the plain call against the quantize-dequantize form; all others are compared with it."""
 
     def loss(v):
         return jnp.sum(c.reference.apply(v, X) * WEIGHTS)

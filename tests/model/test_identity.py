@@ -139,7 +139,7 @@ def test_parts_of_a_parameter():
     assert ends == ["layers-0", "layers-1", "qkv-0-8", "qkv-16-24", "qkv-8-16", "tied", "tied-T"]
     plain = {"params": variables["params"]}
     close(model8.apply(variables, x), model.apply(plain, x), 0.15)
-    # Each with the state of its own, of which some is for data a thousand times as large.
+    # Each slice has its own state; the data of some slices is a thousand times as large.
     with pytest.warns(UserWarning, match="were not calibrated"):
         only = fp8.calibrate(lambda v, x: model8.apply(v, x, True), variables, [x])
     close(model8.apply(only, x, True), model.apply(plain, x, True))

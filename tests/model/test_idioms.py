@@ -1,4 +1,4 @@
-"""What users do with models, with converted ones: methods, decorators, structs, maps, pickles."""
+"""Converted models support what users do with models: methods, decorators, structs, maps, pickles."""
 
 import copy
 import dataclasses
@@ -557,7 +557,7 @@ def test_copies_and_pickles(name, request):
         np.testing.assert_array_equal(again.apply(values, X), model.apply(values, X))
         bound = cloudpickle.loads(cloudpickle.dumps(functools.partial(model.apply, values)))
         np.testing.assert_array_equal(bound(X), model.apply(values, X))
-    # What it was seen to compute stays with a copy, and not with a pickle.
+    # A copy keeps the record of what the model computes, and a pickle does not.
     assert fp8.freeze(copy.deepcopy(model8), variables)[0] == frozen[0]
     with pytest.raises(ValueError, match="Give freeze inputs"):
         fp8.freeze(pickle.loads(pickle.dumps(model8)), variables)
@@ -578,7 +578,7 @@ print("equal")
 
 @pytest.mark.long
 def test_pickles_in_another_process():
-    """As multiprocessing's spawn, Ray and joblib have it, which send local classes by cloudpickle."""
+    """Models go to other processes as in multiprocessing's spawn, Ray and joblib, which use cloudpickle."""
 
     class Local(nn.Module):
         @nn.compact
@@ -699,7 +699,7 @@ class TestAdvice:
 
 
 def test_names_that_begin_like_our_scopes():
-    """What tells that an op was dealt with is a whole element of the stack of names."""
+    """Only a whole element of the stack of names marks a converted op, and no prefix of one does."""
 
     class Model(nn.Module):
         @nn.compact

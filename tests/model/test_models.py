@@ -19,9 +19,9 @@ from tests.models import ALL, MODELS, Attention, Layers, Own
 
 
 def steps(models, variables, x):
-    """Of each model all gradients and the output of a second step: state is used, and made anew."""
+    """Returns for each model all gradients and the output of a second step, which uses the new state."""
 
-    @jax.jit  # one program: where the models are the same, it is compiled once
+    @jax.jit  # one program, so that equal models are compiled once
     def step(each):
         def loss(variables, model):
             out = model.apply(variables, x)
@@ -157,7 +157,7 @@ class Everything(nn.Module):
 
 
 class TestLikeTheModel:
-    """What a user does with a model, with the converted one."""
+    """The converted model can be used like the model."""
 
     model = Everything()
     x = np.linspace(-1, 1, 48, dtype=np.float32).reshape(6, 8)
@@ -327,7 +327,7 @@ def test_inputs_of_one_element_are_inputs(apply, request):
 
 @pytest.mark.long
 def test_variables_of_numpy():
-    """As ``flax.serialization`` restores them; un-jitted, where JAX would copy them at each use."""
+    """Variables are NumPy arrays, as ``flax.serialization`` restores them, in a call without jit."""
     x = normal(0, 4, 8)
     model8 = fp8.quantize_model(Own(), **ALL)
     variables = variables_of(model8, x)

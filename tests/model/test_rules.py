@@ -136,7 +136,7 @@ class TestDefaults:
             decision = Rules().decide(one)
             assert not decision.converts
             assert reason in decision.reason
-        # What is only slow is converted on demand; what is impossible is not.
+        # A contraction that would only be slow is converted on demand. An impossible one is not.
         converts = [Rules(include=".*").decide(one).converts for one in reasons.values()]
         assert converts == [True, True, False, False, False, False]
         assert Rules(products=True).decide(reasons["a product of two activations"]).converts
@@ -365,7 +365,7 @@ class TestReport:
             fp8.report(model8, self.x)
         with pytest.raises(ValueError, match=r"one of \['a100', .*'rtx4090'\]; got 'h20'"):
             fp8.report(fp8.quantize_model(Model()), self.x, target="h20")
-        # Where nothing is converted the report is what says why.
+        # If nothing is converted, the report still gives the reasons.
         result = fp8.report(fp8.quantize_model(nn.Dense(4)), self.x)
         assert not result.converted
         assert result.speedup == 1

@@ -241,7 +241,7 @@ def test_ugly_values_reach_the_result(bad):
 
 
 SHARDINGS = {
-    # Of the input, of the kernel, and what is asked for; JAX alone could tell none of the first three.
+    # Shardings of the input, the kernel and the result. JAX alone could not infer the first three results.
     "summed": (P("data", None, "model"), P("model"), P("data")),
     "summed and spread": (P("data", None, "model"), P("model"), P("data", "model")),
     "one axis twice": (P("model"), P(None, "model"), P("model")),
@@ -254,7 +254,7 @@ TOLD = {**RECIPES, "qdq": DELAYED}
 @pytest.mark.long
 @pytest.mark.parametrize("name", cells(TOLD, repeated=["axiswise", "mxfp8"]))
 def test_out_sharding(name, cell):
-    """As ``lax.dot_general`` takes it, with both gradients; the values are those of one device."""
+    """The op takes ``out_sharding`` like ``lax.dot_general``; values are those of one device."""
     sizes = (0, 4, 64, 256), (1, 256, 128), (2, 4, 64, 128)
     x, kernel, weights = (jnp.asarray(normal(*size)) for size in sizes)
     op = fp8nnx.Fp8DotGeneralOp(recipe=TOLD[name], form="qdq" if name == "qdq" else "direct")

@@ -259,7 +259,7 @@ def test_gradients_of_frozen_models():
 
 
 class Tied(nnx.Module):
-    """A layer that something reads the kernel of, after a layer of which nothing does."""
+    """Two layers; something other than the layer itself reads the kernel of the second."""
 
     def __init__(self, how):
         rngs, self.how = nnx.Rngs(0), how

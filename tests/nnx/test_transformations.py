@@ -114,7 +114,7 @@ def in_shard_map(layer):
     )
 
 
-# With the number of calls, each of which has scales of its own if the recipe has no state.
+# The number is that of calls. Each call has its own scales if the recipe has no state.
 WHOLE = {
     "`nnx.jit`": (in_jit, 1),
     "`nnx.remat`, with policies": (in_remat, 1),

@@ -100,7 +100,7 @@ def test_errors_of_an_optimizer_are_its_own(dense):
 
 
 class Stack(nn.Module):
-    """FP8 layers by ``nn.vmap``, which is told these collections."""
+    """FP8 layers under an ``nn.vmap`` that names the given collections."""
 
     collections: tuple[str, ...]
 

@@ -148,7 +148,7 @@ def test_fresh_run_prints_in_the_same_cells_as_the_committed_one(name, fresh_run
 
 @pytest.mark.long
 class TestFp8Basics:
-    """What notebook 01 claims in its prose, read from what it prints."""
+    """The output of notebook 01 supports the claims in its prose."""
 
     @pytest.fixture
     def lines(self, fresh_run):
@@ -216,7 +216,7 @@ class TestFp8Basics:
 
 @pytest.mark.long
 class TestRecipes:
-    """What notebook 03 claims in its prose."""
+    """The output of notebook 03 supports the claims in its prose."""
 
     @pytest.fixture
     def notebook(self, fresh_run):
@@ -259,7 +259,7 @@ class TestRecipes:
 
 @pytest.mark.long
 class TestWholeModel:
-    """What notebook 04 claims in its prose."""
+    """The output of notebook 04 supports the claims in its prose."""
 
     @pytest.fixture
     def lines(self, fresh_run):
@@ -288,7 +288,7 @@ class TestWholeModel:
 
 @pytest.mark.long
 class TestStateAndFaults:
-    """What notebook 05 claims in its prose."""
+    """The output of notebook 05 supports the claims in its prose."""
 
     @pytest.fixture
     def lines(self, fresh_run):
@@ -322,7 +322,7 @@ class TestStateAndFaults:
 
 @pytest.mark.long
 class TestDiagnosing:
-    """What notebook 06 claims in its prose."""
+    """The output of notebook 06 supports the claims in its prose."""
 
     @pytest.fixture
     def notebook(self, fresh_run):
@@ -344,7 +344,7 @@ class TestDiagnosing:
 
 @pytest.mark.long
 class TestFlaxNnx:
-    """What notebook 07 claims in its prose."""
+    """The output of notebook 07 supports the claims in its prose."""
 
     @pytest.fixture
     def lines(self, fresh_run):

@@ -1,4 +1,4 @@
-"""What the site must have, seen without building it: public names, pages, descriptions of pictures."""
+"""The site lists all public names and pages and describes its pictures; the test does not build it."""
 
 import json
 import re

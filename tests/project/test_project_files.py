@@ -1,4 +1,4 @@
-"""What stands beside the code about the project: true of this version, and of this repository."""
+"""The files about the project are true of this version and of this repository."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What the README and the pages under docs show runs as it stands there."""
+"""The code in the README and in the pages under docs runs as shown."""
 
 import json
 import re

@@ -88,7 +88,7 @@ IMAGE, WINDOW, STRIDES = (
 EXPERTS = f32(6, 3), f32(2, 3, 4), np.array([4, 2], np.int32)
 MATMUL = (((1,), (0,)), ((), ()))
 
-# What fits each function, and for its arrays, by name, what is of another dtype or rank.
+# For each function valid arguments, and by name of an array argument values of a wrong dtype or rank.
 FUNCTIONS = {
     "quantize": ((MATRIX, E4M3, f32(2, 1) + 2), {"x": ints(2, 3), "scale": ints(1), "q_dtype": 8}),
     "dequantize": ((CODES, BF16, 2.0), {"x": ints(2, 3), "scale": ints(1)}),

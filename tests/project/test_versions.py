@@ -1,4 +1,4 @@
-"""What the package says at import: versions of JAX, and dependencies that are declared."""
+"""The package checks the version of JAX at import, and declares its dependencies."""
 
 import ast
 import re
@@ -101,7 +101,7 @@ def test_ci_has_an_exact_version_of_everything(file, extras):
 
 
 def test_the_site_has_an_exact_version_of_everything():
-    """Of what it needs beside the tests; the two files are given to pip together."""
+    """The second file pins what the site needs beside the tests; pip gets the two files together."""
     pins, more = pins_of(""), pins_of("-docs")
     assert not pins.keys() & more.keys()
     needed = {

@@ -1,4 +1,4 @@
-"""What CI is told to do: its commands exist here, and only what is on main may publish."""
+"""The workflows of CI run commands that exist here, and only code on main can publish."""
 
 import os
 import re

@@ -85,7 +85,7 @@ def test_the_codes_are_those_of_the_newest_scale():
 
 
 def in_three_ways(model, variables, x):
-    """What a model returns un-jitted, jitted, and jitted with variables that are constants."""
+    """Returns the results of a model un-jitted, jitted, and jitted with constant variables."""
     return (
         model.apply(variables, x),
         jax.jit(model.apply)(variables, x),
@@ -398,7 +398,7 @@ def test_parts_of_a_parameter_are_stored(parts, recipe):
 
 
 class NotAsAWhole(nn.Module):
-    """What cannot be stored, each for its reason."""
+    """Kernels that cannot be stored in FP8, each for another reason."""
 
     @nn.compact
     def __call__(self, x):
@@ -466,7 +466,7 @@ def test_as_many_layers_as_heads(axis, recipe, request):
 
 
 def test_shapes_without_values():
-    """What a checkpoint of a frozen model is restored into."""
+    """A checkpoint of a frozen model can be restored into shapes from ``jax.eval_shape``."""
     x = normal(0, 4, 8)
     model8, variables = trained(Attention(), x[None])
     shapes = jax.eval_shape(lambda v: fp8.freeze(model8, v)[1], variables)
@@ -485,7 +485,7 @@ def test_layers_with_ops_by_hand():
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_goes_by_the_variables_it_is_given(dtype):
-    """Not by those of earlier calls: one model, of which the parameters are cast, and are not."""
+    """Earlier calls do not matter: one model gets parameters that are cast and parameters that are not."""
     model8, x = fp8.quantize_model(nn.Dense(16, dtype=dtype), include=".*"), normal(0, 4, 32)
     wide = variables_of(model8, x)
     narrow = {**wide, "params": jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), wide["params"])}

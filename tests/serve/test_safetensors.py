@@ -25,7 +25,7 @@ DTYPES = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fn
 
 
 def read(path):
-    """What a server reads: names, arrays, the config."""
+    """Returns what a server reads from a file: names, arrays and the config."""
     tensors = {
         name: np.frombuffer(info["data"], DTYPES[info["dtype"]]).reshape(info["shape"])
         for name, info in safetensors.deserialize(path.read_bytes())
@@ -213,7 +213,7 @@ def small(tmp_path_factory):
     x = np.ones((2, 8), np.float32)
     model8 = fp8.quantize_model(Small(), RECIPES["mxfp8"], include="")
     model, served = fp8.freeze(model8, variables_of(model8, x))
-    # What no layer needs, but a file may hold.
+    # A file may hold arrays that no layer needs.
     served = {
         **served,
         "more": {"scalar": np.float32(3), "none": np.zeros((0, 4), np.int8), "square": x[:, :2]},
@@ -370,7 +370,7 @@ def fields(tree, above=()):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_damages(small, tmp_path, seed):
-    """What is read is what was written, or an error of ours."""
+    """Reading a damaged file returns what was written, or raises an error of this package."""
     choose = random.Random(seed)
     _, data, served = small
     values = [
@@ -432,7 +432,7 @@ def test_random_damages(small, tmp_path, seed):
 
 
 def test_flipped_bits(small, tmp_path):
-    """Of the tensors, any; of the rest of the file, what is read."""
+    """A flipped bit is found in any tensor, and in all other parts of the file that are read."""
     _, data, served = small
     _, _, rest = split(data)
     start, path = len(data) - len(rest), tmp_path / "file"

@@ -312,7 +312,7 @@ def test_errors():
 @pytest.mark.long
 @pytest.mark.oldest
 def test_state_under_the_name_of_another_op():
-    """Of Flax's ops one has the name of ours, and the other has not."""
+    """One of Flax's ops has the name of our op, and the other has another name."""
     theirs = make(nn.Fp8DirectDotGeneralOp).init(jax.random.key(0), X)
     with pytest.raises(fp8.MissingStateError, match="Fp8DirectDotGeneralOp_0: use fp8flax.Fp8DirectDot"):
         FP8.apply(theirs, X)

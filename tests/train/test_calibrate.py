@@ -59,7 +59,7 @@ def test_forward():
         state, kernel = op_state(after, name), VARIABLES["params"][name]["kernel"]
         for role, tensor in (("input", x), ("kernel", kernel)):
             amax = np.max(np.abs(tensor))
-            # Of the wide tensors: no layer's own rounding or saturation is in them.
+            # The amaxes are those of wide tensors, without the rounding or saturation of earlier layers.
             np.testing.assert_allclose(state[f"{role}_amax_history"], [amax, 0, 0, 0], rtol=1e-6)
             np.testing.assert_allclose(state[f"{role}_scale"], [amax / 448], rtol=1e-6)
         for leaf in ("output_grad_scale", "output_grad_amax_history"):
@@ -134,7 +134,7 @@ def test_11_the_first_step(positive):
         grads = jax.jit(fp8.grad(partial(loss, model)))(variables, x)
         errors[name] = error(model.apply(variables, x), out), error(grads["params"]["kernel"], wgrad)
     assert min(errors["fresh"]) > 0.4, errors
-    # What is left is the rounding to FP8, the same as with today's amaxes.
+    # The remaining error is the rounding to FP8, as with amaxes of the same batch.
     np.testing.assert_allclose(errors["calibrated"], errors["current"], rtol=1e-3)
     assert max(errors["calibrated"]) < (0.05 if positive else 0.065), errors
 

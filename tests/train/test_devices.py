@@ -99,7 +99,7 @@ def jitted(c):
 
 
 def placed(c, on, batch, up, down, x=X):
-    """What ``jitted`` gives of arguments that are spread over devices."""
+    """Returns the result of ``jitted`` for arguments that are spread over devices."""
     place = partial(jax.tree.map, lambda a, spec: jax.device_put(a, NamedSharding(on, spec)))
     variables = place(c.variables, specs(c.variables, up, down))
     x, weights = (jax.device_put(a, NamedSharding(on, batch)) for a in (x, WEIGHTS))
@@ -394,7 +394,7 @@ def test_fsdp_gathers_fp8(recipe, part, request):
 
 @pytest.mark.usefixtures("gpu", "_all_cells")
 def test_fsdp_in_bf16_gathers_each_kernel_once():
-    """What the above is compared with."""
+    """The step in bf16 sets the number of bytes for the tests of FP8 above."""
     in_bf16 = bytes_gathered(compiled_for_gpus(*flat(fsdp_step(None, gpus()))))
     assert in_bf16 == {"bf16": BYTES_OF_KERNELS}
 
@@ -409,7 +409,7 @@ def flat(step):
 @pytest.mark.parametrize("recipe", COLUMNS)
 @pytest.mark.usefixtures("gpu")
 def test_shard_map_on_gpus(recipe, target, request):
-    """What is lowered for GPUs keeps account of what varies over devices."""
+    """The lowering for GPUs keeps track of the values that vary over devices."""
     if (recipe, target) not in (("delayed", "h200"), ("block128", "h200"), ("mxfp8", "b200")):
         request.getfixturevalue("_all_cells")
     on = gpus(target)

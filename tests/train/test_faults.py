@@ -46,7 +46,7 @@ def op_with(recipe, form="direct"):
 
 
 class Net(nn.Module):
-    """Three FP8 layers, the second of which a traced flag can skip."""
+    """Three FP8 layers; a traced flag can skip the second one."""
 
     activation: object = nn.relu
     amax_history_len: int = HISTORY
@@ -215,7 +215,7 @@ def layout(tree):
 
 
 def amax(x):
-    """Of each microbatch, over the last two axes; -inf for an empty one."""
+    """Returns the amax of each microbatch, over the last two axes; -inf for an empty one."""
     return np.abs(x).max(axis=(-2, -1), initial=-np.inf)
 
 
@@ -485,7 +485,7 @@ class TestANaNBatch:
         assert np.isnan(bad_loss)
         later = self.run(after, self.batches[3:])
         self.assert_same_run(later, self.run(state, self.batches[3:]))
-        # What the histories of the kernels got, a second time, changes no maximum.
+        # The histories of the kernels got the same amax a second time, which changes no maximum.
         assert self.kernel_histories(after) != self.kernel_histories(state)
 
     @pytest.mark.parametrize("good_steps", [0, 3])
@@ -729,7 +729,7 @@ def operands():
 
 
 PLACE = 5, 3
-# What a value there takes part in, by operand: of the output, the input's gradient and the kernel's.
+# By operand, the parts of the output and of the two gradients that depend on the value at that place.
 SPREAD = {
     "input": {0: np.s_[5, :], 2: np.s_[3, :]},
     "kernel": {0: np.s_[:, 3], 1: np.s_[:, 5]},

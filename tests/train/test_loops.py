@@ -260,7 +260,7 @@ class TestCheckState:
             fp8.check_state(variables)
 
     def test_two_steps_are_no_step(self):
-        """A loop that is right, of which one look is too late, hears of that, and in few lines."""
+        """A correct loop that calls ``check_state`` after two steps gets a short message about that."""
         with pytest.raises(ValueError, match="Or more than one step was taken since `before`") as error:
             fp8.check_state(trained(4), before=trained(2))
         *listed, rest = [line for line in str(error.value).splitlines() if line.startswith("- ")]
@@ -317,7 +317,7 @@ class TestCheckState:
             jax.jit(fp8.check_state)(START)
 
     def test_a_state_that_is_frozen_under_a_trace_is_seen(self):
-        """Where ``apply_gradients`` could not raise."""
+        """Under a trace ``apply_gradients`` cannot raise an error."""
 
         @jax.jit
         def step(state):
@@ -369,7 +369,7 @@ class Stack(nn.Module):
 
 
 class TestMutable:
-    """What ``apply`` returns for a mutable collection is the old state."""
+    """The collection that ``apply`` returns as mutable holds the old state."""
 
     @pytest.mark.parametrize("mutable", [OWG, [OWG], (OWG, "batch_stats"), {OWG}])
     @pytest.mark.parametrize("model", [MODEL, Stack()])
@@ -407,7 +407,7 @@ SECTIONS = re.split(r"(?m)^## ", PAGE)
 
 @functools.cache
 def page():
-    """What the code of the page leaves, by section, and what it prints."""
+    """Returns the namespace after each section of the page's code, and the lines that it prints."""
     namespace, seen, printed = {}, {}, []
     namespace["print"] = lambda error: printed.append(str(error))
     for section in SECTIONS:
@@ -419,7 +419,7 @@ def page():
 
 @pytest.mark.long
 class TestPage:
-    """What the page says of each loop; its code runs in one go."""
+    """The claims of the page about each loop are true; its code runs once for all tests."""
 
     def test_it_starts_with_a_recipe_without_state(self):
         assert SECTIONS[1].startswith("First choice: a recipe without state")
@@ -430,7 +430,7 @@ class TestPage:
         assert "input_amax_history has entries that are negative or not finite" in message
 
     def test_the_optimizer_over_all_variables(self):
-        """What brax does, beside what the page writes: after 60 steps."""
+        """The loop of brax is compared with the loop of the page, after 60 steps."""
         space = page()[0]["An optimizer over all variables (brax)"]
         tx, both_losses, params = optax.adam(1e-2), space["both_losses"], space["before"]
 

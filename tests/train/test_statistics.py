@@ -26,9 +26,9 @@ CUSTOM = fp8.CustomRecipe(  # the output gradient wide in one of its products, t
 )
 ALL = {**RECIPES, "custom": CUSTOM}
 SHAPES = {"input": (5, 70), "kernel": (70, 33), "output_grad": (5, 33)}
-# Of the two products of each tensor, along which of its axes they sum.
+# The axes along which the two products of each tensor sum.
 SUMMED = {"input": (1, 0), "kernel": (0, 1), "output_grad": (1, 0)}
-# Where the two differ for delayed and current scaling alone.
+# The dtype of output gradients for delayed and current scaling.
 BACKWARD = {"output_grad": E5M2}
 
 
@@ -110,7 +110,7 @@ def measure_of(recipe):
 
 
 MEASURES = {name: measure_of(recipe) for name, recipe in ALL.items()}
-# What the tensors of the tests need: some saturate, some underflow.
+# With these scales some values saturate and some underflow.
 SCALES = {"input": np.float32(0.01), "kernel": np.float32(3e-3), "output_grad": np.float32(1e-6)}
 
 
@@ -126,7 +126,7 @@ def with_state(recipe, w):
 
 
 def scale_in_use(role):
-    """As the package makes it of the histories above, in float32."""
+    """Returns the scale that the package computes in float32 from the histories above."""
     limit = np.float32(MAX[BACKWARD.get(role, E4M3)])
     return np.float32(1) / (limit / (SCALES[role] * limit))
 
@@ -150,7 +150,7 @@ def test_beside_the_reference(recipe):
 
 
 def assert_close(actual, expected):
-    """Of two trees of statistics."""
+    """Asserts that two trees of statistics are close."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for path, one in jax.tree_util.tree_leaves_with_path(actual):
         other = expected
@@ -235,7 +235,7 @@ W = normal(3, 8, 8)
 
 
 def test_out_of_branches_and_batches():
-    """Of a branch that was not taken there are no numbers, and they count for nothing beside others."""
+    """A branch that was not taken reports no numbers, and does not change those of other branches."""
 
     def branched(w, x, index):
         def last(x):
@@ -256,7 +256,7 @@ def test_out_of_branches_and_batches():
 
 @pytest.mark.long
 def test_of_a_batch_by_vmap():
-    """Of each example by itself, whether the loss is batched or the measuring is."""
+    """Statistics are those of each example, if the loss is batched and if the measuring is batched."""
     xs = normal(4, 3, 4, 8)
 
     def loss(w, x):

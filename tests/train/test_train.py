@@ -156,7 +156,7 @@ class TestStateAsNumbers:
 
     @un_jitted_too
     def test_a_cast_to_float32(self, wrap):
-        """That of a history is what it holds; a scale has no gradient that could be one of numbers."""
+        """A history that is cast has its values; a cast scale has no gradient that holds numbers."""
 
         def total(variables):
             return jnp.sum(leaf_of(variables, "input_amax_history").astype(jnp.float32))
@@ -411,7 +411,7 @@ class KernelOfItsOwn(nn.Module):
 
 
 class Twice(nn.Module):
-    """Two ops of one array, each of which is called twice."""
+    """Two ops with one input array; each op is called twice."""
 
     @nn.compact
     def __call__(self, x, _=None):
@@ -444,7 +444,7 @@ def with_a_wide_kernel():
     ids=["by hand", "the input's", "two", "op", "op with a wide kernel", "called twice"],
 )
 def test_state_of_stacked_layers_is_that_of_each(block, made_by, stack):
-    """There the digests of an op's tensors are one array, of which whoever reads one finds its own."""
+    """The digests of an op's tensors are one stacked array, from which each reader takes its own."""
     lift = {"variable_axes": {"params": 0, OWG: 0}, "split_rngs": {"params": True}}
 
     def stacked(block):
@@ -830,7 +830,7 @@ class TestTrainState:
 
     @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
     def test_optimizers_see_params_alone(self, optimizer, request):
-        if optimizer not in ("clip", "MultiSteps"):  # like these, of which AdamW is a part
+        if optimizer not in ("clip", "MultiSteps"):  # AdamW is a part of these two
             request.getfixturevalue("_all_cells")
         tx = OPTIMIZERS[optimizer]
         state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=tx)
