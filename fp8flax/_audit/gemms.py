@@ -38,8 +38,10 @@ class AuditedGemm:
     path: str
     """The modules and named scopes around the GEMM: ``Transformer/block_0/up``; ``""`` if unknown."""
     role: str
-    """``forward``, ``dgrad``, ``wgrad``, ``recomputed forward`` (under ``jax.checkpoint``), or ``backward``
-    where the two gradients cannot be told apart, as in products of two activations."""
+    """``forward``, ``recomputed forward``, ``dgrad``, ``wgrad`` or ``backward``.
+
+    ``recomputed forward`` is a GEMM under ``jax.checkpoint``. ``backward`` is either of the two gradients
+    if they cannot be distinguished, as in products of two activations."""
     batch: int
     """Number of independent products; 1 for a layer."""
     m: int
@@ -55,8 +57,9 @@ class AuditedGemm:
     out_dtype: str
     """Dtype of the result. It is float32 if XLA splits the sum and adds the parts in a later kernel."""
     backend: str
-    """``cublasLt``, ``cuBLAS``, ``Triton``, ``cuDNN``, ``Pallas`` (this package's kernel for block
-    scales), or ``other``: a plain loop."""
+    """``cublasLt``, ``cuBLAS``, ``Triton``, ``cuDNN``, ``Pallas`` or ``other``.
+
+    ``Pallas`` is a GPU kernel of this package. ``other`` is a plain loop."""
     accumulation: str
     """``fast`` or ``exact`` if the program states it (cublasLt in FP8), otherwise ``default``."""
     is_fp8: bool

@@ -218,7 +218,7 @@ class ParamOrigins:
             self._elsewhere.set(leaf, "/".join((name, *root.path, *rest)))
 
     def on_map(self, scope: Any, given: Any, mapped: Any) -> None:
-        """Records which parameters ``nn.map_variables`` makes of which; ``follow`` may not see it.
+        """Records the parameters that ``nn.map_variables`` makes, because ``follow`` may not see how.
 
         Args:
             scope: the scope whose variables it maps.

@@ -1,5 +1,7 @@
 """Moves FP8 codes, scales and narrow caches between the caller's variables and those of the methods.
 
+The two sides, with the dtype of each array::
+
     the caller has and saves                      a method of the model sees
     ------------------------                      --------------------------
     params/                                       params/

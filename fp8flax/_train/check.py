@@ -137,7 +137,7 @@ def _check_stacked(axis: int, olds: list[ScalingState], news: list[ScalingState]
 
 
 class _Comparison(NamedTuple):
-    """What changed the state of one tensor after the step; all fields have the shape of the scale."""
+    """Result of comparing the new state of one tensor with the old; each field has the scale's shape."""
 
     factor: jax.Array
     """The factor of ``_Checked``."""
