@@ -103,7 +103,7 @@ def test_04_the_primitive_in_the_max_dtype():
 @pytest.mark.parametrize("form", ["direct", "qdq"])
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 def test_05_shard_map_with_default_checks(inside, form):
-    """Flax raises ValueError: Custom VJP bwd rule must produce.…"""
+    """Flax raises ``ValueError: Custom VJP bwd rule must produce…`` here."""
     layer = nn.Dense(6, dot_general_cls=partial(Op, form=form))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
