@@ -92,7 +92,7 @@ def with_length(length):
 
 
 class Body(nn.Module):
-    """A layer beside the others of its stack, so that its amaxes do not depend on their scales."""
+    """A layer that runs beside the others of its stack, so its amaxes do not depend on their scales."""
 
     dot_general_cls: object
 
@@ -150,7 +150,7 @@ def leaves_of(state):
 
 
 class TestAnotherLength:
-    """A history of another length against a run that had that length from its start."""
+    """A history of another length gives the run that had that length from its start."""
 
     @pytest.mark.parametrize(("old", "new"), [(5, 2), (5, 1), (2, 5), (1, 5), (4, 5), (2, 1)])
     @pytest.mark.parametrize("steps", [1, 4, 8])
@@ -174,7 +174,7 @@ class TestAnotherLength:
         _, _, step, states = trained(how, new)
         migrated = migrate(state, how, new)
         for name, leaf in leaves_of(migrated).items():
-            if name.endswith("_scale"):  # that of the last step, which had the old length
+            if name.endswith("_scale"):  # the scale of the last step, which had the old length
                 np.testing.assert_array_equal(leaf, leaves_of(state)[name])
                 continue
             expected = np.array(leaves_of(states[steps])[name])
@@ -182,10 +182,10 @@ class TestAnotherLength:
             assert leaf.shape == expected.shape
             axis = expected.shape.index(new)
             past = np.moveaxis(expected, axis, 0)[1:]  # a view: from the oldest to the second newest
-            past[: max(0, len(past) - (old - 1))] = 0  # what the old history had forgotten
+            past[: max(0, len(past) - (old - 1))] = 0  # amaxes that the old history had dropped
             np.testing.assert_array_equal(leaf, expected)
             assert np.all(np.take(np.asarray(leaf), 0, axis) > 0)
-        if old >= min(new, steps):  # nothing was forgotten, so the run goes on as the other one does
+        if old >= min(new, steps):  # no amax was dropped, so the run continues like the other one
             ours, theirs = migrated, states[steps]
             for amax in (np.float32(2), np.float32(64)):
                 ours, theirs = step(ours, amax), step(theirs, amax)

@@ -1,4 +1,4 @@
-"""Calibration: scales before the first step, and nothing else changed."""
+"""Calibration fills the scales before the first step, and changes nothing else."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ Op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPE)
 
 
 class Net(nn.Module):
-    """Two layers, the second one called only if asked for."""
+    """Two layers; the second one is called only on demand."""
 
     op: object = Op
 
@@ -109,7 +109,7 @@ def test_options_of_the_recipe(recipe):
 
 @pytest.mark.parametrize("positive", [True, False], ids=["relu", "signed"])
 def test_11_the_first_step(positive):
-    """Inputs of amax 3,900 and gradients of 1e-5: without it half of the result, and more, is lost."""
+    """Without calibration, inputs with amax 3,900 and gradients of 1e-5 lose half of the result or more."""
     layer, plain = nn.Dense(64, dot_general_cls=Op, use_bias=False), nn.Dense(64, use_bias=False)
     current = nn.Dense(
         64, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=fp8.Float8CurrentScaling()), use_bias=False
@@ -117,7 +117,7 @@ def test_11_the_first_step(positive):
     key = jax.random.key(3)
     x = jax.random.normal(key, (256, 64))
     x = 3900 * x / jnp.max(jnp.abs(x))
-    if positive:  # as behind a relu: the roundings of a sum then average out
+    if positive:  # positive inputs, as after a relu: the rounding errors of a sum then average out
         x = jnp.abs(x)
     weights = 1e-5 * (1 + jax.random.uniform(key, (256, 64)))
 
@@ -140,7 +140,7 @@ def test_11_the_first_step(positive):
 
 
 class Stack(nn.Module):
-    """A layer that is scanned, remat inside, with its weights stacked or shared."""
+    """A layer with remat inside of a scan; its weights are stacked or shared."""
 
     tied: bool
 
@@ -181,13 +181,13 @@ def energy_and_gradient(net, x):
 
 
 def energy_and_vjp(net, x):
-    """The gradient is also that of the parameters."""
+    """Returns the energy and its gradients, those of the parameters included."""
     energy, back = nn.vjp(lambda net, x: jnp.sum(net(x)), net, x)
     return energy, back(jnp.ones(()))
 
 
 class Differentiated(nn.Module):
-    """A model that differentiates its layers, as one whose forces are the gradient of its energy."""
+    """A model that differentiates its layers, as if its forces were the gradient of its energy."""
 
     compute: object
 

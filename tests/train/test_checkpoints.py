@@ -1,4 +1,4 @@
-"""Train states through Orbax and flax.serialization: what is saved comes back bit for bit, or an error."""
+"""Orbax and flax.serialization restore train states bit for bit, or raise an error."""
 
 import gc
 import hashlib
@@ -26,7 +26,7 @@ TX = optax.adam(1e-2)
 
 
 class Net(nn.Module):
-    """Two layers in bfloat16; without FP8 where ``length``, that of the amax history, is None."""
+    """Two layers in bfloat16; without FP8 if the history length ``length`` is None."""
 
     length: int | None = 4
     width: int = 16
@@ -44,7 +44,7 @@ net = cache(Net)  # one object per model, so that its train states are of one ki
 
 
 def start(model):
-    """Returns the train state at step 0, all of it arrays."""
+    """Returns the train state at step 0; all of its leaves are arrays."""
     state = fp8.TrainState.create(apply_fn=model.apply, params=variables_of(model, X), tx=TX)
     return state.replace(step=jnp.int32(0))
 
@@ -119,7 +119,7 @@ def test_a_train_state_comes_back(through, tmp_path):
 
 
 def test_a_checkpoint_has_the_names_of_flax(tmp_path):
-    """Version 1 of the format; to change it is to break everybody's checkpoints."""
+    """The layout is version 1 of the format; a change would break all checkpoints of users."""
     orbax_save(tmp_path / "checkpoint", trained(net()))
     state = orbax_restore(tmp_path / "checkpoint")["params"][OWG]
     found = {name: (str(dtype), shape) for name, dtype, shape, _ in bits_of(state)}
@@ -224,7 +224,7 @@ def hashes(folder):
 
 @pytest.fixture(scope="module")
 def two_checkpoints(tmp_path_factory):
-    """A folder with the checkpoints of steps 3 and 4, to copy."""
+    """Returns a folder with the checkpoints of steps 3 and 4, for tests to copy."""
     folder = tmp_path_factory.mktemp("two")
     with ocp.CheckpointManager(folder) as manager:
         for step in (3, 4):
@@ -232,7 +232,7 @@ def two_checkpoints(tmp_path_factory):
     return folder
 
 
-# Orbax leaves its readers behind when one of them fails.
+# Orbax does not stop its reader threads when one of them fails.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("part", ["_METADATA", "manifest.ocdbt", "d/*", "**/*"])
 @pytest.mark.parametrize("keep", [0.0, 0.5])
@@ -251,7 +251,7 @@ def test_a_truncated_orbax_checkpoint(part, keep, two_checkpoints, tmp_path):
             manager.restore(4, args=ocp.args.StandardRestore(target))
         assert_same(manager.restore(3, args=ocp.args.StandardRestore(target)), trained(net(), 3))
     assert hashes(tmp_path / "3") == before
-    gc.collect(1)  # what Orbax left behind
+    gc.collect(1)  # the rest that Orbax did not remove
 
 
 def test_a_truncated_msgpack(tmp_path):

@@ -1,4 +1,4 @@
-"""Eight virtual devices, sharded in every way, against one."""
+"""Eight virtual devices compute what one device does, under every sharding."""
 
 import collections
 import functools
@@ -43,7 +43,7 @@ class MLP(nn.Module):
 
 
 class Case:
-    """The MLP under one recipe, and what one device computes.
+    """The MLP under one recipe, with the results of one device.
 
     The loss has fixed weights (see test_transformations), so the state is equal to the last bit.
     """
@@ -65,7 +65,7 @@ class Case:
 
     @functools.cached_property
     def per_shard(self):
-        """One call for each of eight shards of the batch, added up, the state merged."""
+        """Returns the sum of one call for each of eight shards of the batch, with the state merged."""
         shards = [a.reshape(8, -1, WIDTH) for a in (X, WEIGHTS)]
         return added_up([self.plain(self.variables, x, w) for x, w in zip(*shards)])
 
@@ -84,7 +84,7 @@ case = functools.cache(Case)
 
 
 def specs(variables, up, down):
-    """The partition of the two kernels; what else there is, is the same on all devices."""
+    """Returns the partition specs: those of the two kernels; all else is replicated."""
     kernels = {"up": up, "down": down}
 
     def spec(path, leaf):
@@ -135,7 +135,7 @@ def explicit_data(c):
 
 
 def explicit_tensor(c):
-    # The second kernel is whole: Flax has no field to say where its sum over devices belongs.
+    # The second kernel is replicated, because Flax has no field for the sharding of its sum.
     under_jit(c, mesh(AxisType.Explicit, data=4, model=2), P("data"), P(None, "model"), P())
 
 
@@ -149,7 +149,7 @@ def gradient_inside(c):
 
 @functools.cache
 def outside(c):
-    """The gradient outside of ``jax.shard_map``."""
+    """The gradient is taken outside of ``jax.shard_map``."""
 
     def of_shard(v, x, w):
         return lax.psum(c.loss(v, x, w), "data")
@@ -192,7 +192,7 @@ def tensor_by_hand(c):
     loss = jax.shard_map(of_device, mesh=mesh(model=4), in_specs=(on, P(), P()), out_specs=P())
     actual = jax.jit(fp8.value_and_grad(loss))(c.variables, X, WEIGHTS)
     c.check(actual, jax.jit(fp8.value_and_grad(one_after_another))(c.variables, X, WEIGHTS))
-    if OWG in c.variables:  # with past scales nothing depends on how the kernels are split
+    if OWG in c.variables:  # with past scales the result does not depend on the sharding of the kernels
         c.check(actual, c.whole)
 
 
@@ -217,7 +217,7 @@ STAGES, MICROBATCHES = 4, 4
 
 
 def pipeline(c):
-    """GPipe: each stage is a layer; a microbatch moves on by one stage a tick. Two replicas of it all."""
+    """Runs GPipe on two replicas: each stage is a layer, and a microbatch advances one stage per tick."""
     layer = nn.Dense(WIDTH, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=c.model.recipe))
     each = [variables_of(layer, X, seed=i) for i in range(STAGES)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
@@ -274,7 +274,7 @@ def pipeline(c):
 
 
 def unchecked_gradient_outside(c):
-    """JAX adds cotangents there, of the state as well, which it cannot know."""
+    """JAX adds up cotangents there, also those of the state, because it does not know the merge."""
 
     def of_shard(v, x, w):
         return c.loss(v, x, w)[None]
@@ -296,7 +296,7 @@ def unchecked_gradient_outside(c):
 
 
 def a_nan_on_one_device(c):
-    """The whole batch is bad then; a maximum over devices may lose a NaN."""
+    """A NaN on one device marks the whole batch, although a maximum over devices may lose a NaN."""
     x = X.at[5, 3].set(jnp.nan)
     expected = c.plain(c.variables, x, WEIGHTS)[1].get(OWG)
     for grads in (
@@ -331,7 +331,7 @@ OTHERS = {
 
 
 def covered(recipe, name):
-    """Delayed scaling everywhere, and what is scaled per tensor and per block at once."""
+    """Returns whether a recipe is tested under a way of sharding; delayed scaling always is."""
     return recipe in ("delayed", OTHERS.get(name))
 
 
@@ -351,7 +351,7 @@ def test_as_one_device(recipe, name, cell, request):
 
 
 def bytes_gathered(program):
-    """Returns the bytes that all-gathers put out, by dtype; those of single numbers and rows left out."""
+    """Returns the output bytes of all-gathers by dtype, without those of single numbers and rows."""
     total = collections.Counter()
     for computation in parse(program).computations.values():
         for instruction in computation.instructions.values():
@@ -366,7 +366,7 @@ BYTES_OF_KERNELS = 2 * (256 * 512 + 512 * 256)  # in bf16
 
 
 def fsdp_step(recipe, on):
-    """Two layers in bf16 with their kernels and the batch sharded; the arguments are shapes."""
+    """Returns a step of two bf16 layers with sharded kernels and batch; the arguments are shapes."""
     op = None if recipe is None else partial(fp8.Fp8DotGeneralOp, recipe=RECIPES[recipe])
     layer = partial(nn.Dense, dot_general_cls=op, dtype=jnp.bfloat16, use_bias=False)
     model = nn.Sequential([layer(512), nn.relu, layer(256)])
@@ -462,7 +462,7 @@ def accumulated_on_explicit_axes(loss, variables, batches):
 @pytest.mark.oldest
 @pytest.mark.parametrize("way", [accumulated_in_shard_map, accumulated_on_explicit_axes])
 def test_microbatches_of_several_devices(way):
-    """Kernels are quantized before the loop there, too."""
+    """Kernels are quantized before the loop on several devices, too."""
     model, batches = MLP(RECIPES["delayed"]), normal(3, 4, BATCH, WIDTH)
     variables = variables_of(model, X)
 

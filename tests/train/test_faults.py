@@ -38,7 +38,7 @@ FP8_MAX = np.float32([MAX_OF_ROLE[role] for _, role in TENSORS])
 HISTORY = 4
 FAULTS = (np.nan, np.inf, -np.inf)
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
-NEVER = 10**6  # so many errors in a row until ``optax.apply_if_finite`` lets one through
+NEVER = 10**6  # ``optax.apply_if_finite`` applies a bad update after this many errors in a row
 
 
 def op_with(recipe, form="direct"):
@@ -110,7 +110,7 @@ def train_step(state, parts):
 
 
 class Flat:
-    """Trees of arrays of given shapes as one vector each: few arrays cross the border to NumPy."""
+    """Converts trees of arrays to vectors and back, so that few arrays are copied to NumPy."""
 
     def __init__(self, **shapes):
         sizes = np.array([math.prod(shape) for shape in shapes.values()])
@@ -220,7 +220,7 @@ def amax(x):
 
 
 def next_scaling_state(scale, history, amaxes, used=True, fp8_max=FP8_MAX):
-    """The model: the scaling state of some tensors after a step.
+    """Returns the scaling state of some tensors after a step, by the NumPy model.
 
     Args:
         scale: shape ``(tensors,)``.
@@ -285,7 +285,7 @@ class Training(RuleBasedStateMachine):
         self.state = flat_state().unravel(np.asarray(self.vector))
 
     def train(self, *parts):
-        """One step, and all that must hold after it; returns the loss and whether parameters changed."""
+        """Takes a step and checks its result; returns the loss and whether parameters changed."""
         parts = [(x, g, np.broadcast_to(np.asarray(skip), len(x))) for x, g, skip in parts]
         self.vector, observed = flat_train_step(self.vector, parts)
         vector = np.asarray(self.vector)
@@ -415,7 +415,7 @@ def test_any_sequence_of_good_and_bad_steps(request):
 
 
 class NaNNet(nn.Module):
-    """Its activation, other than relu, hands a NaN back to the layer before."""
+    """A model whose activation, unlike a relu, passes a NaN back to the layer before."""
 
     @nn.compact
     def __call__(self, x):
@@ -433,7 +433,7 @@ def _promotion_of_optax():
 
 @pytest.mark.usefixtures("_promotion_of_optax")
 class TestANaNBatch:
-    """With ``optax.apply_if_finite`` it might as well never have been drawn."""
+    """With ``optax.apply_if_finite`` a bad batch leaves no trace in the run."""
 
     # The decay outweighs the step: no kernel has larger values than before.
     tx = optax.apply_if_finite(optax.adamw(1e-3, weight_decay=20.0), NEVER)
@@ -463,7 +463,7 @@ class TestANaNBatch:
         return state, losses
 
     def assert_same_run(self, ours, theirs):
-        """The same bits, but for the counters of ``apply_if_finite``, and a second entry for kernels."""
+        """Asserts that runs agree but for the counters of ``apply_if_finite`` and a second kernel entry."""
         (state, losses), (expected, expected_losses) = ours, theirs
         assert bits(losses) == bits(expected_losses)
         assert np.isfinite(losses).all()
@@ -496,7 +496,7 @@ class TestANaNBatch:
         larger = jax.tree.map(lambda p: 1.5 * p, state.params["params"])
         state = state.replace(params={**state.params, "params": larger})
         after, _ = self.step(state, np.full_like(x, np.nan), y)
-        # The same by hand, without the batch.
+        # The expected state is computed by hand, without the batch.
         by_hand = jax.tree.map(lambda leaf: leaf, state.params)
         for name, ops in by_hand[OWG].items():
             op = ops["Fp8DotGeneralOp_0"]
@@ -514,7 +514,7 @@ class TestANaNBatch:
 
 
 class TestOneTensor:
-    """A fault in the input, the kernel or the output gradient, and in nothing else."""
+    """Faults are in exactly one of the input, the kernel and the output gradient."""
 
     roles = tuple(MAX_OF_ROLE)
 
@@ -630,7 +630,7 @@ def scaled_by_a_factor(recipe, form):
 )
 @pytest.mark.parametrize("overflow", [np.inf, -np.inf])
 def test_an_overflow_of_the_gradient_is_seen_in_every_layer(recipe, form, overflow):
-    """Saturated it would look like a gradient, which an optimizer takes and the layers below remember."""
+    """A saturated Inf would look like a gradient: the optimizer and the histories would take it."""
     state, step = scaled_by_a_factor(recipe, form)
     state, _ = step(state, 1.0)
     after, grads = step(state, overflow)
@@ -650,7 +650,7 @@ def test_an_overflow_of_the_gradient_is_seen_in_every_layer(recipe, form, overfl
 @pytest.mark.parametrize("length", [1, HISTORY])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_subnormal_amax_leaves_no_scale(wrap, length, algorithm):
-    """A history of it alone is one of zeros: the scale stays until there is other data."""
+    """A history of such amaxes is all zeros, so the scale stays until there is other data."""
     recipe = fp8.DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm)
     model = nn.Dense(3, use_bias=False, dot_general_cls=op_with(recipe))
     state = fp8.TrainState.create(
@@ -686,7 +686,7 @@ def plain_gradient(model):
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_gradients_without_the_merge_are_put_right_by_the_train_state(skip):
-    """A layer that plain ``jax.grad`` of ``model.apply`` gives no gradient: a scale of zero."""
+    """Plain ``jax.grad`` of ``model.apply`` gives the unused layer a zero scale as its gradient."""
     state, _ = TestOneTensor.layer("direct")
     gradient = plain_gradient(state.apply_fn.apply_fn)
     new = state.apply_gradients(grads=gradient(state.params, X[0, 0], skip))
@@ -749,7 +749,7 @@ def with_value_in_place(value):
 @pytest.mark.parametrize("role", list(SPREAD))
 @pytest.mark.parametrize("recipe", list(STATELESS))
 class TestWithoutState:
-    """Recipes that scale by the tensor itself."""
+    """Recipes without state compute the scale from the tensor itself."""
 
     def results(self, recipe, role, change):
         args = operands()
@@ -796,7 +796,7 @@ class TestWithoutState:
 
     @pytest.mark.parametrize("factor", [2.0**100, 2.0**-100], ids=["1e30", "1e-30"])
     def test_large_and_small(self, recipe, role, factor):
-        """A power of two passes through all scales unchanged."""
+        """A factor that is a power of two passes through all scales unchanged."""
         results = self.results(recipe, role, lambda a: a * np.float32(factor))
         for i, (result, usual) in enumerate(zip(results, products(recipe)(*operands()))):
             np.testing.assert_array_equal(

@@ -1,4 +1,4 @@
-"""A run that is killed ends where the run that nobody disturbed ends, bit for bit; ten times if asked."""
+"""A killed run ends like an undisturbed one, bit for bit."""
 
 import os
 import random
@@ -17,13 +17,13 @@ PATIENCE = 240  # seconds until a process that should have done something is giv
 
 
 class Run:
-    """The program as a process, and what it has written to its log."""
+    """The program as a process, with the lines of its log."""
 
     def __init__(self, folder, name, *options):
         self.log = folder / name
         self.log.touch()
         self.errors = (folder / f"{name}-errors").open("w+")
-        # A cache of compiled programs of its own: a kill may leave one half written.
+        # It has its own cache of compiled programs, because a kill may leave an entry half written.
         cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
         self.process = subprocess.Popen(
             [sys.executable, PROGRAM, self.log, *options],
@@ -72,7 +72,7 @@ class Run:
             self.fail(f"the program ended with {code}")
 
     def stop_while(self, condition):
-        """Stops the process at a moment when the condition holds."""
+        """Stops the process while a condition holds."""
         while True:
             self.wait_until(condition, look_every=0.001)
             self.process.send_signal(signal.SIGSTOP)
@@ -144,7 +144,7 @@ def test_killed_again_and_again(tmp_path, request):
     assert last.lines()[-1] == ("step", end, expected[end])
     for event, step, digest in (line for lines in logs for line in lines):
         assert digest == expected[step], (event, step)
-    # Nobody started over, or from an older checkpoint than the one before.
+    # No process started from the beginning, or from an older checkpoint than the process before.
     starts = [lines[0][:2] for lines in logs[1:] if lines]
     assert len(starts) >= len(moments) - moments.count("starting")
     assert {event for event, _ in starts} == {"restored"}

@@ -1,4 +1,4 @@
-"""Loops that are not ours: a loss scale, what is seen of a state that another loop went over, the page."""
+"""Training loops of others: Flax's loss scale, ``check_state``, and the code of docs/loops.md."""
 
 import copy
 import functools
@@ -40,7 +40,7 @@ class MLP(nn.Module):
 
 
 class Half(nn.Module):
-    """One FP8 layer in float16, which compiles in half the time."""
+    """One FP8 layer in float16; it compiles in half the time of two layers."""
 
     @nn.compact
     def __call__(self, x):
@@ -67,7 +67,7 @@ ADAM = optax.adam(1e-2)  # one object, so that all steps of a kind are one progr
 
 @partial(jax.jit, static_argnames="by_hand")
 def half_step(state, scale, x=X, by_hand=False):
-    """One step as in Flax's examples; ``by_hand`` leaves the state alone beside Flax's class."""
+    """Returns a step as in Flax's examples; ``by_hand`` excludes the state from Flax's class."""
 
     def loss(variables):
         return jnp.mean((state.apply_fn(variables, x) - Y) ** 2)
@@ -97,7 +97,7 @@ def train_in_half(scale, steps=60, **kwargs):
 class TestDynamicScale:
     @pytest.mark.long
     def test_as_with_the_state_left_alone_and_as_flaxs_own(self):
-        """The same losses, scales and variables, step by step, through growth, overflows and a NaN."""
+        """All steps agree in losses, scales and variables, through growth, overflows and a NaN."""
         ours, state, scale = train_in_half(fp8.DynamicScale(**GROWING))
         flaxs, flax_state, _ = train_in_half(dynamic_scale.DynamicScale(**GROWING))
         alone, alone_state, _ = train_in_half(dynamic_scale.DynamicScale(**GROWING), by_hand=True)
@@ -178,7 +178,7 @@ class TestDynamicScale:
         assert_trees_equal(jax.tree.leaves(ours), jax.tree.leaves(flaxs))
 
     def test_a_loss_scale_by_hand(self):
-        """It divides what lies under ``params``."""
+        """The loop divides the gradients of ``params`` alone."""
 
         @jax.jit
         def step(variables, s):
@@ -480,7 +480,7 @@ class TestPage:
         assert_trees_equal(new.params["params"]["base"], space["all_variables"]["params"]["base"])
 
     def test_numpyro(self):
-        """``params`` alone, and the state as what it calls mutable."""
+        """NumPyro passes ``params`` alone, and the state as a mutable collection."""
         model, variables, x = (page()[0]["NumPyro"][name] for name in ("model", "variables", "x"))
         with pytest.raises(fp8.MissingStateError):
             model.apply({"params": variables["params"]}, x)

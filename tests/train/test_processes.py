@@ -1,4 +1,4 @@
-"""Two and four processes, each with a device, against one process that has all the data."""
+"""Two and four processes with a device each compute what one process with all the data does."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def run(folder, commands, **environment):
                 processes.append(
                     subprocess.Popen([sys.executable, *command], env=own, stdout=out, stderr=err)
                 )
-        # When one fails, the others wait for it in vain.
+        # If one process fails, the others wait for it until the time is up.
         while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
             if time.monotonic() > deadline:
                 break
@@ -61,7 +61,7 @@ def run(folder, commands, **environment):
 
 
 def train(folder, count, *kinds):
-    """Returns what each of ``count`` processes found when it trained these kinds of network."""
+    """Returns the results of each of ``count`` processes that train the given kinds of network."""
     options = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(count)]
     found = [folder / f"{i}.npz" for i in range(count)]
     run(folder, [[PROGRAM, out, *kinds, *options, "--process", str(i)] for i, out in enumerate(found)])
@@ -70,7 +70,7 @@ def train(folder, count, *kinds):
 
 @pytest.fixture(scope="module")
 def kinds_in_ci(request):
-    """Adam's sums are in another order; what goes from process to process is the same."""
+    """CI leaves out Adam, whose sums have another order; the communication is the same."""
     return KINDS if request.config.getoption("--all-cells") else KINDS[:1]
 
 
@@ -103,7 +103,7 @@ def test_as_one_process(count, kinds_in_ci, alone, tmp_path):
 
 @pytest.mark.long
 def test_the_run_changes_the_state(alone, kinds_in_ci):
-    """Else equal states would say nothing."""
+    """The run changes states and losses; otherwise equal states would prove nothing."""
     for name in filter(is_state, alone):
         assert np.all(alone[name] > 0), name
         if name.endswith("_scale"):
@@ -114,7 +114,7 @@ def test_the_run_changes_the_state(alone, kinds_in_ci):
 
 @pytest.mark.usefixtures("_all_cells")  # test_readme runs it in one process
 def test_the_script_of_the_docs(tmp_path):
-    """Two processes train and save; two others go on from there."""
+    """Two processes train and save; two others continue from the checkpoint."""
     (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     printed = []
     for steps in (2, 4):

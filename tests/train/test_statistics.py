@@ -1,4 +1,4 @@
-"""Statistics beside a reference in NumPy, out of every transformation, at no cost where not asked for."""
+"""Statistics agree with NumPy under every transformation, and cost nothing in other steps."""
 
 import dataclasses
 import re
@@ -33,7 +33,7 @@ BACKWARD = {"output_grad": E5M2}
 
 
 def each_use(recipe, role, x, scale):
-    """Yields what is left of ``x``, its codes, their scales and their dtype, for each of its quantizers."""
+    """Yields dequantized ``x``, its codes, their scales and their dtype for each of its quantizers."""
     dtype = BACKWARD.get(role, E4M3)
     if recipe == "delayed":
         codes = ref.codes_of(x, scale, dtype)
@@ -68,7 +68,7 @@ def each_use(recipe, role, x, scale):
 
 
 def expected(recipe, role, x, scale):
-    """The fields of ``Statistics`` in float64."""
+    """Returns the fields of ``Statistics`` in float64."""
     x = ref.as_float32(x)
     finite = np.isfinite(x)
     values = finite & (x != 0)
@@ -92,7 +92,7 @@ def expected(recipe, role, x, scale):
 
 
 def operands(shape_of=SHAPES):
-    """For each kind of ugly tensor one of each role."""
+    """Returns one tensor of each role for each kind of unusual data."""
     made = {role: ref.tensors(shape, seed) for seed, (role, shape) in enumerate(shape_of.items())}
     return {name: {role: made[role][name] for role in made} for name in made["input"]}
 
@@ -166,7 +166,7 @@ class Block(nn.Module):
 
 
 class Looped(nn.Module):
-    """Three blocks, rematerialized, in a loop; and one that runs twice."""
+    """Three rematerialized blocks in a loop, and one block that runs twice."""
 
     @nn.compact
     def __call__(self, x):
@@ -212,7 +212,7 @@ def test_out_of_loops_rematerialized_blocks_and_repeated_calls():
             if path.startswith("loop"):
                 for field in FIELDS:
                     values = [numbers[field] for numbers in each]
-                    # Compilers differ in how they round a cast to FP8 now and then.
+                    # Compilers may round a cast to FP8 differently.
                     tolerance = 0.02 if field == "sqnr" else 0
                     np.testing.assert_allclose(
                         getattr(one, field), values, rtol=1e-4, atol=tolerance, err_msg=f"{role} {field}"
@@ -295,7 +295,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers of these names; one name twice is one layer that is called twice."""
+    """Layers with the given names; a layer whose name comes twice is called twice."""
 
     names: tuple[str, ...]
     layer: type[nn.Module]
@@ -311,7 +311,7 @@ class Layers(nn.Module):
 @pytest.mark.long
 @pytest.mark.parametrize("remat", [False, True])
 def test_layers_that_nn_jit_traced_once_are_refused(remat):
-    """Flax's cache has the path of the first one, in this measurement alone."""
+    """Flax's cache would report later layers under the path of the first one."""
 
     def measure(names, layer):
         model = Layers(names, layer)
@@ -336,7 +336,7 @@ def square(w, x):
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["mxfp8"])
 def test_on_many_devices(recipe):
-    """Split by XLA, of explicit axes, and by hand: there of each device's part."""
+    """Statistics work on automatic and explicit axes; in shard_map they are those of a device's part."""
     op = fp8.Fp8DotGeneralOp(recipe=RECIPES[recipe])
 
     def square(w, x):
@@ -366,7 +366,7 @@ def test_on_many_devices(recipe):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls:UserWarning")
 def test_of_whole_models_and_all_ops():
-    """Paths are those of the scaling state, and the numbers those of the op by itself."""
+    """Paths are those of the scaling state, and numbers are those of the op alone."""
 
     class Model(nn.Module):
         @nn.compact
@@ -411,7 +411,7 @@ def test_of_whole_models_and_all_ops():
 
 
 def kernels_of(program):
-    """Counts the operations, by name, that a compiled program runs whatever its conditionals choose."""
+    """Counts the operations, by name, that a compiled program runs outside of its conditionals."""
     text, computations, name = program.as_text(), {}, None
     for line in text.splitlines():
         if start := re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line):
@@ -532,7 +532,7 @@ HISTORY = {
 
 
 def lines_of(axes):
-    """The points of each line."""
+    """Returns the points of each line of a plot."""
     return [np.stack(line.get_data(), axis=1).tolist() for line in axes.lines]
 
 

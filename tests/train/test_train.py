@@ -1,4 +1,4 @@
-"""Gradients that merge by max, and the train state, against one call on the concatenated data."""
+"""Gradients that merge by max, and the train state, agree with one call on the concatenated data."""
 
 import copy
 import dataclasses
@@ -41,7 +41,7 @@ maybe_jit = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager"
 
 
 class Net(nn.Module):
-    """Two FP8 layers, one of them optional, and a batch norm beside them."""
+    """Two FP8 layers, one of them optional, and a batch norm."""
 
     dot_general_cls: object = Op
     batch_norm: bool = False
@@ -79,7 +79,7 @@ gradient = jax.jit(fp8.grad(mse), static_argnames="use_second")
 
 @functools.cache
 def trained(steps=2):
-    """Variables after some steps, so that scale and history are not the fresh ones."""
+    """Returns variables after some steps, so that scale and history are not the initial ones."""
     variables = VARIABLES
     for i in range(steps):
         variables = {**variables, OWG: gradient(variables, X * (i + 2.0))[OWG]}
@@ -114,7 +114,7 @@ ARITHMETIC = {
 
 
 class TestStateAsNumbers:
-    """Inside of the function that is differentiated the state stands for what comes next."""
+    """Inside of the differentiated function the state stands for its next value."""
 
     @un_jitted_too
     @pytest.mark.parametrize("name", ["kernel_scale", "kernel_amax_history"])
@@ -143,7 +143,7 @@ class TestStateAsNumbers:
         wrap(fp8.grad(lambda v: penalty(v["params"])))(VARIABLES)
 
     def test_in_a_loop_over_stacked_layers(self):
-        """There the leaf is not one of those that were passed."""
+        """Inside of the scan a leaf is a slice, and not the object that was passed."""
 
         def loss(state):
             return lax.scan(
@@ -259,7 +259,7 @@ class TestSignature:
         np.testing.assert_array_equal(grads[OWG]["mine"], [2, 3])
 
     def test_all_variables_can_be_differentiated_twice(self):
-        """In the form that can be: the state's second gradient is none."""
+        """Second derivatives work for the parameters; the state has none."""
         model = nn.Dense(4, dot_general_cls=partial(fp8.Fp8DotGeneralOp, form="qdq"))
         variables = model.init(jax.random.key(0), X)
 
@@ -355,7 +355,7 @@ class TestSignature:
 
 
 class Scanned(nn.Module):
-    """A stack of layers whose state, and whose weights, are shared or stacked."""
+    """A stack of layers; their state and their weights are shared or stacked."""
 
     tied: bool
     remat: bool = False
@@ -378,7 +378,7 @@ class Scanned(nn.Module):
 
 
 class ByHand(nn.Module):
-    """A layer of one's own, which reads the state of each tensor by itself, in no op of ours."""
+    """A layer of a user that reads the state of each tensor without an op of this package."""
 
     num_read: int = 3
 
@@ -400,7 +400,7 @@ class ByHand(nn.Module):
 
 
 class KernelOfItsOwn(nn.Module):
-    """An op whose recipe needs the state of its inputs alone, and finds that of the kernel beside it."""
+    """An op whose recipe needs only the state of its inputs; the variables have that of the kernel, too."""
 
     recipe: object = None
 
@@ -481,7 +481,7 @@ def test_state_of_stacked_layers_is_that_of_each(block, made_by, stack):
 
 
 class TestMergeByMax:
-    """However often the state is read, what comes out is one call's on all the data."""
+    """The state is that of one call on all the data, however often it is read."""
 
     @maybe_jit
     def test_called_twice(self, wrap):
@@ -547,7 +547,7 @@ accumulated = jax.jit(fp8.accumulate_gradients(mse))
 
 
 class TestAccumulateGradients:
-    """Microbatches, one at a time, against one large batch."""
+    """Microbatches, one at a time, give the gradients of one large batch."""
 
     def microbatches(self):
         return jnp.stack([X, 3 * X, -2 * X])
@@ -576,7 +576,7 @@ class TestAccumulateGradients:
         assert {leaf.dtype for leaf in jax.tree.leaves(grads[OWG])} == {jnp.dtype(jnp.float32)}
 
     def test_sums_in_float32(self):
-        """In bfloat16 a sum of 512 equal parts would stand still at 256 of them."""
+        """A sum in bfloat16 of 512 equal parts would stop at 256 of them."""
 
         def loss(variables, x):
             return x * variables["params"]["w"]
@@ -641,7 +641,7 @@ class TestAccumulateGradients:
 
     @pytest.mark.usefixtures("_promotion_of_optax")
     def test_multi_steps_keeps_every_microbatch(self):
-        """Optax's way: each microbatch is a step of the state, and none is lost."""
+        """With Optax's MultiSteps each microbatch is a step of the state, and no amax is lost."""
         tx = optax.MultiSteps(optax.sgd(0.1), every_k_schedule=3)
         state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=tx)
         amax = np.max(np.abs(X))
@@ -667,7 +667,7 @@ reduced_over_data = jax.jit(jax.vmap(lambda g: fp8.pmean_gradients(g, "data"), a
 
 class TestPmeanGradients:
     def grads(self, bad=None):
-        """The gradients of four replicas, stacked."""
+        """Returns the gradients of four replicas, stacked."""
         variables, xs = trained(), jnp.stack([X, 3 * X, 2 * X, X])
         if bad is not None:
             xs = xs.at[2, 0, 0].set(bad)
@@ -721,7 +721,7 @@ def guarded(wrap, gradient):
 
 
 class TestNoUpdate:
-    """State that got no gradient, or met a NaN or an Inf, stays as it was."""
+    """State that got no gradient, or saw a NaN or an Inf, is kept."""
 
     @maybe_jit
     @pytest.mark.parametrize("gradient", [fp8.grad, jax.grad], ids=["fp8.grad", "jax.grad"])
@@ -1026,7 +1026,7 @@ def multiplied(tree, factor):
 
 
 def apply_to_state(variables, grads):
-    """The scaling state after ``apply_gradients``."""
+    """Returns the scaling state after ``apply_gradients``."""
     state = fp8.TrainState.create(apply_fn=MODEL.apply, params=variables, tx=optax.sgd(0.1))
     return state.apply_gradients(grads=grads).params[OWG]
 
@@ -1035,7 +1035,7 @@ apply_jitted = jax.jit(apply_to_state)
 
 
 class TestAllGradientsTouched:
-    """Scaled, clipped, added up, the state among them: undone where that is possible, else not kept."""
+    """Arithmetic on the gradient of the state is undone if possible; otherwise the old state is kept."""
 
     @pytest.mark.parametrize("steps", [0, 6])
     @pytest.mark.parametrize("factor", [2.0**-1, 2.0**-16, 2.0**-60])

@@ -23,7 +23,7 @@ MODEL = nn.Sequential([nn.Dense(16, dot_general_cls=OP), nn.relu, nn.Dense(1, do
 
 
 def batch(step):
-    """Returns the data of a step, the same whoever asks; its size grows, so that the scales do too."""
+    """Returns the data of a step, the same in every process. It grows, and so do the scales."""
     x = np.random.default_rng(step).standard_normal((16, 8), np.float32) * np.float32(1 + step / 8)
     return x, np.sin(x.sum(-1, keepdims=True))
 
@@ -64,7 +64,7 @@ def main():
     def write(event, state):
         os.write(log, f"{event} {int(state.step)} {digest(state)}\n".encode())
 
-    # On a device by name, as restored arrays are: the same compiled step serves both.
+    # Arrays get a sharding as restored ones have, so that one compiled step serves both.
     state, manager = jax.device_put(start(), jax.devices()[0]), None
     if arguments.checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=3)
