@@ -113,7 +113,7 @@ def test_quantize_dequantize(gpu):
 
 
 def test_flax_direct_op(gpu):
-    """XLA's own kernels read FP8, and multiply float16 in the tile that XLA takes without a device."""
+    """XLA's own kernels read FP8, but without a device XLA takes a tile that multiplies in float16."""
     step = dense_step(8192, 4096, 4096, fp8_ops.Fp8DirectDotGeneralOp)
     report = audit(*step)
     assert report.num_gemms == 3
@@ -374,7 +374,7 @@ def test_static_arguments_stay_static(gpu):
 
 
 def test_a_persistent_compilation_cache_changes_nothing(gpu):
-    """JAX cannot load a cached program without its GPU, and says so in a warning: here an error."""
+    """Without its GPU JAX warns that it cannot load a cached program; warnings are errors here."""
     assert jax.config.jax_compilation_cache_dir
 
     def f(x):
@@ -411,7 +411,7 @@ RUNS_IN_FP8 = {
 GPUS_AND_RECIPES = [
     (target, r) for target in RUNS_IN_FP8 for r in ("delayed", "current", "block128", "mxfp8")
 ]
-# The others repeat these: GPUs of one compute capability, and emulated recipes.
+# Other targets repeat these: they have the same compute capability, or emulate the recipe.
 SEEN = [(target, r) for target in ("h200", "b200") for r in ("delayed", "current", "block128", "mxfp8")]
 SEEN += [("a100", "delayed"), ("l40s", "delayed")]
 
@@ -422,7 +422,7 @@ SEEN += [("a100", "delayed"), ("l40s", "delayed")]
     ("target", "recipe"), cells(GPUS_AND_RECIPES, repeated=[x for x in GPUS_AND_RECIPES if x not in SEEN])
 )
 def test_what_each_gpu_multiplies_in_fp8(target, recipe):
-    """The same on each version of JAX: the oldest, the newest and those in between."""
+    """Every supported version of JAX gives the same result."""
     if target == "a100" and not NEWER_THAN_0_9:
         pytest.skip("after other programs XLA of JAX 0.9 writes FP8 casts that an A100 does not have")
     op = partial(fp8flax.Fp8DotGeneralOp, recipe=RECIPES[recipe])
@@ -636,7 +636,7 @@ TILE = "block_m:128 block_n:128 block_k:64 split_k:1 num_stages:3 num_warps:4 nu
     [("h200", r"wgmma\.mma_async\..*\.e4m3\.e4m3"), ("b200", r"tcgen05\.mma\..*kind::f8f6f4")],
 )
 def test_which_instructions_multiply_depends_on_the_tile(gpu, monkeypatch, target, fp8):
-    """And of equal kernels XLA compiles one."""
+    """XLA compiles equal kernels once."""
 
     def fn(x, kernels):
         for kernel in kernels:
@@ -669,7 +669,7 @@ def test_which_instructions_multiply_depends_on_the_tile(gpu, monkeypatch, targe
 
 
 def test_instructions_are_read_of_programs_that_jax_has_in_its_cache(monkeypatch):
-    """Which knows a program by its options, but for the folder; and without one nothing is read."""
+    """The key of the cache includes all options but the folder; without a folder nothing is read."""
     seen = []
 
     def compile_with(options):
@@ -701,7 +701,7 @@ def test_instructions_are_read_of_programs_that_jax_has_in_its_cache(monkeypatch
     ],
 )
 def test_instructions_of_fp8_units(instruction, on_units_of):
-    """``mma.sync`` as ptxas and nvdisasm of CUDA 13.0 show it: QMMA, or conversions and HMMA."""
+    """ptxas and nvdisasm of CUDA 13.0 show ``mma.sync`` as QMMA, or as conversions and HMMA."""
     assert {c for c in (8.9, 9.0, 10.0, 12.0) if on_fp8_units(instruction, c)} == on_units_of
 
 
@@ -744,7 +744,7 @@ def test_dict_holds_fields_and_totals():
 
 
 def test_predicted_time():
-    """By hand: products at their rates or their bytes at 85 % of 4.8 TB/s, then all else, and 3 µs each."""
+    """By hand: GEMMs at their rates or 85 % of 4.8 TB/s, other bytes at that bandwidth, 3 µs per launch."""
     bandwidth = 0.85 * 4.8e12
     large = dataclasses.replace(GEMM, m=8192, k=8192, n=8192, trip_count=2)
     flops = 2 * 2 * 8192**3
@@ -813,7 +813,7 @@ def fails():
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Returns the command's main function; the modules ``program_*`` stand in the current folder."""
+    """Returns the main function of the command; the modules ``program_*`` are in the current folder."""
     (tmp_path / "program_to_audit.py").write_text(PROGRAM)
     (tmp_path / "program_broken.py").write_text("raise ValueError('first\\nsecond')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -916,7 +916,7 @@ def test_function_that_fails_is_shown_with_its_traceback(command, capsys):
     [("sys.exit(0)", "0"), ("sys.exit()", ""), ("raise SystemExit", ""), ("sys.exit('1\\n2')", r"'1\n2'")],
 )
 def test_a_program_that_exits_gives_no_report(command, capsys, leave, code):
-    """An exit status of 0 would say that enough runs in FP8."""
+    """The command fails, because an exit status of 0 would mean that enough runs in FP8."""
     Path("program_exits.py").write_text(f"import sys; {leave}")
     Path("program_exits_later.py").write_text(
         f"import sys\ndef fn():\n    {leave}\ndef step():\n    return fn,"
@@ -993,7 +993,7 @@ def test_command_audits_the_demo(gpu, command, capsys, monkeypatch):
 
 @pytest.mark.parametrize("module", ["fp8flax.audit", "fp8flax._audit.compiling"])
 def test_no_import_hides_the_function(module):
-    """``fp8flax/audit.py`` is there for ``python -m fp8flax.audit`` alone."""
+    """``fp8flax/audit.py`` exists only for ``python -m fp8flax.audit``."""
     importlib.import_module(module)
     assert fp8flax.audit is audit
     assert sys.modules["fp8flax.audit"] is audit or module != "fp8flax.audit"

@@ -69,7 +69,7 @@ def test_three_of_three_gemms_of_a_dense_layer(shape):
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
 def test_the_quantize_dequantize_form_runs_none_in_fp8(shape):
-    """Row 17 of the defects that this package must not have: the audit says so, and why."""
+    """The audit reports that no GEMM runs in FP8, and the reason (row 17 of Flax's defects)."""
     report = report_of_dense(shape, partial(fp8.Fp8DotGeneralOp, form="qdq"))
     assert [report.num_fp8_gemms, report.num_gemms] == [0, 3]
     assert all(g.reason.startswith("quantize-dequantize pattern not matched") for g in report.gemms)
@@ -82,7 +82,7 @@ def test_plain_bfloat16_runs_none_in_fp8():
 
 
 def test_the_quantize_dequantize_form_keeps_the_rounding():
-    """XLA drops a cast to FP8 and back as excess precision, unless something stands between."""
+    """XLA drops a cast to FP8 and back as excess precision, unless an operation is between the two."""
     step, *args = dense_step(256, 128, 256, partial(fp8.Fp8DotGeneralOp, form="qdq"))
     text = compiled(step, *args).as_text()
     assert "f8e4m3fn[256,128]" in text
@@ -92,7 +92,7 @@ def test_the_quantize_dequantize_form_keeps_the_rounding():
 @pytest.mark.long
 @pytest.mark.oldest
 def test_bytes_and_kernels_beside_flax():
-    """Each beside Flax's direct op with the GEMM backend that it then has: XLA's own kernels."""
+    """The programs are compared with those of Flax's direct op, which runs in XLA's own kernels."""
     theirs = report_of_dense(SHAPE, flax_direct)
     ours = report_of_dense(SHAPE, fp8.Fp8DotGeneralOp)
     ours_by_xla = report_of_dense(SHAPE, WITH_XLAS_OWN)
@@ -114,7 +114,7 @@ def compiled(fn, *args):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16], ids=lambda d: d.__name__)
 def test_the_scale_reaches_the_gemm_in_float32(dtype):
-    """cublasLt multiplies by it before it rounds, so no scale is rounded to the result's dtype."""
+    """cublasLt multiplies by the scale before it rounds, so no scale is rounded to the result's dtype."""
     layer = nn.Dense(256, use_bias=False, dtype=dtype, dot_general_cls=fp8.Fp8DotGeneralOp)
     variables = jax.eval_shape(layer.init, jax.random.key(0), struct(512, 128, dtype=dtype))
     text = compiled(layer.apply, variables, struct(512, 128, dtype=dtype)).as_text()
@@ -219,12 +219,12 @@ def test_other_formats_compile(fp8_format):
     report = report_of_dense((512, 256, 256), partial(fp8.Fp8DotGeneralOp, recipe=recipe))
     fnuz = fp8_format.name.endswith("FNUZ")
     assert report.num_gemms == 3
-    if fp8_format != fp8.Format.E5M2:  # what XLA's own kernels do with e5m2 × e5m2 is theirs
+    if fp8_format != fp8.Format.E5M2:  # XLA's own kernels decide how to multiply e5m2 × e5m2
         assert report.num_fp8_gemms == (0 if fnuz else 3)
 
 
 def step_of_layers(number):
-    """Compiles a training step of layers that are alike, which is donated its state."""
+    """Compiles a training step of equal layers; its state is donated."""
     layer = partial(nn.Dense, 1024, dtype=jnp.bfloat16, use_bias=False, dot_general_cls=fp8.Fp8DotGeneralOp)
     model, x = nn.Sequential([layer() for _ in range(number)]), struct(2048, 1024)
     state = jax.eval_shape(
@@ -320,7 +320,7 @@ def test_the_first_layer_of_a_model_without_fp8_has_a_wgrad():
 
 
 def test_another_gpu_in_the_host_changes_nothing(monkeypatch):
-    """An old one, or several: the program is for one of the target."""
+    """The program is for one device of the target, also if the host has an old GPU or several."""
     args = dense_step(512, 256, 256, fp8.Fp8DotGeneralOp)
     expected = fp8.audit(*args)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -368,7 +368,7 @@ def test_other_layers_run_three_of_three_too(name):
 
 
 class Stack(nn.Module):
-    """Eight linear layers with relu under ``nn.scan``."""
+    """Eight linear layers with relu, under ``nn.scan``."""
 
     dot_general_cls: object
     policy: object = "no remat"
@@ -442,7 +442,7 @@ def test_temporary_memory_of_a_scan_is_at_most_that_of_bfloat16(policy_of_bfloat
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then kept more, for bf16 and FP8 alike")
 @pytest.mark.usefixtures("_promotion_of_flax", "_all_cells")
 def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed():
-    """cublasLt's transposed copies take a few percent more than bf16; XLA's own kernels need none."""
+    """cublasLt's transposed copies take a few percent more than bf16; XLA's own kernels have none."""
     classes = (None, WITH_XLAS_OWN, fp8.Fp8DotGeneralOp)
     plain, ours, cublaslt = (report_of_stack(cls, None) for cls in classes)
     assert ours.num_fp8_gemms == ours.num_gemms == plain.num_gemms
@@ -452,9 +452,10 @@ def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed(
 
 @pytest.mark.oldest
 @pytest.mark.usefixtures("_promotion_of_flax")
-@pytest.mark.all_cells  # its layers are those above
+@pytest.mark.all_cells  # the tests above have its layers
 def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
-    settings = tasks.Settings(num_layers=1, width=64, length=64)  # the same GEMMs, sooner compiled
+    # A smaller model has the same kinds of GEMMs and compiles faster.
+    settings = tasks.Settings(num_layers=1, width=64, length=64)
     monkeypatch.setattr(tasks, "WIDE", ())  # the attention of the first block, the only one here
     task = tasks.language_model(settings, data.load_corpus(None, settings.length))
     state = jax.eval_shape(lambda: training.make_state(task, "fp8", 0))
@@ -484,7 +485,7 @@ def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
 
 BLOCKS_ON_HOPPER = "Pallas", "" if HAS_MOSAIC else "read as FP8 and multiplied in float16"
 RECIPES = {
-    # recipe: for each GPU, what multiplies, and why not in FP8
+    # recipe: for each GPU the backend, and the reason if the GEMM is not in FP8
     "tensorwise": (fp8.Float8CurrentScaling(), {"h200": ("cublasLt", ""), "b200": ("cublasLt", "")}),
     "axiswise": (
         fp8.Float8CurrentScaling(granularity="axiswise"),
@@ -507,7 +508,7 @@ RECIPES = {
 
 EVEN, ODD = (512, 256, 384), (33, 70, 45)
 MULTIPLIED = [
-    # Each way to multiply once; the others are the same ways in another shape.
+    # Each way to multiply runs once; the other cases repeat these ways in another shape.
     pytest.param("tensorwise", EVEN, "h200", marks=pytest.mark.all_cells),  # below, with a wide wgrad
     ("axiswise", EVEN, "b200"),
     ("MX", ODD, "h200"),
@@ -533,9 +534,9 @@ def test_what_multiplies_under_each_recipe(name, shape, target):
     with jax.numpy_rank_promotion("allow"):
         report = fp8.audit(*dense_step(*shape, partial(fp8.Fp8DotGeneralOp, recipe=recipe)), target=target)
     if backend == "cuDNN" and jax.__version_info__ >= (0, 11):
-        # Without the device, XLA then writes the block-scaled GEMM as plain loops, and the audit says so.
+        # Without the device this XLA computes the block-scaled GEMM in plain loops, and the audit says so.
         backend, reason = "other", " "
-    if backend == "cuDNN" and jax.__version_info__ < (0, 10):  # XLA forgot the call's name
+    if backend == "cuDNN" and jax.__version_info__ < (0, 10):  # XLA dropped the name of the call
         assert report.num_gemms == 3
     elif backend != "other":
         assert sorted((g.path, g.role) for g in report.gemms) == [
@@ -784,7 +785,7 @@ def test_the_kernel_that_quantizes_blocks_compiles(dtype):
 @pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
 @pytest.mark.parametrize("use_f32_scales", [False, True])
 def test_a_layer_with_block_scales_on_hopper(use_f32_scales):
-    """Each tensor is read once to be quantized for both of its GEMMs, and those run in FP8."""
+    """Each tensor is read once and quantized for both of its GEMMs, which run in FP8."""
     recipe = fp8.Float8BlockScaling(use_f32_scales=use_f32_scales)
     report = fp8.audit(*dense_step(8192, 4096, 4096, partial(fp8.Fp8DotGeneralOp, recipe=recipe)))
     assert report.fp8_flops_share == 1
@@ -806,7 +807,7 @@ def test_a_layer_with_block_scales_on_hopper(use_f32_scales):
     ],
 )
 def test_a_gelu_of_a_result_that_is_used_otherwise_too(after, dtype, target):
-    """XLA asks cublasLt for the gelu and its argument, which it cannot give in FP8: nothing compiles."""
+    """XLA would fuse the gelu and also return its argument, which cublasLt cannot do in FP8."""
     layer = nn.Dense(256, dtype=dtype, dot_general_cls=fp8.Fp8DotGeneralOp)
     x = struct(2048, 256, dtype=dtype)
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)

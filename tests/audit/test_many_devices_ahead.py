@@ -59,7 +59,7 @@ def test_for_one_gpu_the_kernel_is_there_whatever_the_host_has():
 
 
 WAYS = {
-    # How the kernel is split, and the input.
+    # The shardings of the kernel and of the input.
     "data parallel": (P(), P("data")),
     "FSDP": (P("data"), P("data")),
     "columns": (P(None, "model"), P("data")),
@@ -120,7 +120,7 @@ def test_block_scales_on_each_of_several_gpus(way):
     ids=["mapped-blocks", "split-current", "mapped-current", "split-blocks"],
 )
 def test_experts_on_each_of_several_gpus(is_mapped, recipe):
-    """The kernel for the rows of a device, and all experts, inside shard_map and where XLA splits rows."""
+    """The grouped GEMM runs on the rows of a device and all experts, in shard_map and in XLA's programs."""
     on = jax.sharding.Mesh(gpus().devices, ("experts",), axis_types=(AxisType.Auto,))
     op = fp8.Fp8RaggedDotOp(recipe=recipe)
 
@@ -143,7 +143,7 @@ def test_experts_on_each_of_several_gpus(is_mapped, recipe):
 
 @pytest.mark.parametrize("axes", [(0, 0), (1, None), (None, 2)], ids=str)
 def test_under_vmap(axes):
-    """Either function is mapped."""
+    """``jax.vmap`` maps the two functions alike."""
     batch = jnp.arange(24.0).reshape(2, 3, 4)
     x, y = (batch[0] if axis is None else jnp.moveaxis(batch, 0, axis) for axis in axes)
 
@@ -158,7 +158,7 @@ def test_under_vmap(axes):
 
 
 def test_where_a_program_is_partitioned():
-    """Over eight devices, or the axis that ``shard_map`` leaves; not on one, nor inside of it over all."""
+    """A program is partitioned over eight devices, or over an axis that ``shard_map`` leaves automatic."""
     x = jnp.zeros((8, 2))
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 

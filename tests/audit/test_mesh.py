@@ -1,4 +1,4 @@
-"""Programs for a mesh of GPUs that are not there."""
+"""The audit compiles programs for a mesh of GPUs that are not present."""
 
 from functools import partial
 
@@ -56,7 +56,7 @@ def test_each_gpu_does_its_part_in_fp8():
         "wgrad": (256, 256, 256, "cublasLt", True),
     }
     assert report.predicted_seconds["total"] > 0
-    # A jitted function may say it instead; arrays that lie on a mesh of such names count as on this one.
+    # A jitted function may have in_shardings instead; arrays on a mesh with these axis names fit, too.
     shardings = tuple(x.sharding for x in args)
     assert fp8.audit(jax.jit(step, in_shardings=shardings), KERNEL, X, target=mesh) == report
     here = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -105,7 +105,7 @@ def test_explicit_axes(rows, has_pairs):
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
 def test_one_row_or_column_for_each_gpu(spec):
-    """It compiles, if not to FP8."""
+    """The program compiles, although not to FP8."""
     mesh = Mesh(np.array(fp8.compile_only_devices("h200", 16)), ("data",))
     layer = nn.Dense(16, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=op_without_state)
     x, kernel = struct(16, 256, dtype=jnp.bfloat16), struct(256, 16, dtype=jnp.bfloat16)

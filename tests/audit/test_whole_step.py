@@ -28,11 +28,11 @@ def _optax_promotes():
 
 
 class Layer(nn.Module):
-    """The matmuls of a Llama's layer; in the place of attention an elementwise product."""
+    """The matmuls of a Llama's layer, with an elementwise product in the place of attention."""
 
     op: Any
     mlp: Any = None
-    """A block in the place of gate, up and down."""
+    """The MLP as a block in the place of gate, up and down."""
 
     @nn.compact
     def __call__(self, x):
@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
 
 def step_of(apply):
-    """Returns a jitted step of a train state, whose loss is a mean of squares."""
+    """Returns a jitted step of a train state; the loss is a mean of squares."""
 
     def step(state, x):
         def loss(variables):
@@ -108,7 +108,7 @@ def test_of_the_demo():
 
 
 def scanned(block, length, op, **kwargs):
-    """Returns the kernels of a step of as many blocks under ``nn.scan``, and its temporary bytes."""
+    """Returns the kernels of a step of ``num`` blocks under ``nn.scan``, and its temporary bytes."""
     lifted = nn.scan(
         block,
         variable_axes={"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0},
@@ -136,7 +136,7 @@ class Scanned(Layer):
 
 
 def test_of_layers_under_scan_and_remat():
-    """345 are run in bfloat16."""
+    """The step in bfloat16 runs 345 kernels."""
     found, _ = scanned(nn.remat(Scanned, prevent_cse=False), 4, fp8.Fp8DotGeneralOp)
     assert sum(kernel.trip_count for kernel in found) <= 672
 

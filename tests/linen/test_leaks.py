@@ -1,4 +1,4 @@
-"""Un-jitted calls: after the first ones nothing is compiled anew, and nothing that a call made stays."""
+"""Un-jitted calls compile nothing after the first ones, and leave no objects in memory."""
 
 import gc
 from functools import partial
@@ -119,7 +119,7 @@ CASES = {
 
 @pytest.fixture
 def what_calls_leave(small_heap):
-    """Returns a function that calls another, and returns what was compiled, and what stayed in memory."""
+    """Returns a function that calls another one, and returns what was compiled and what leaked."""
     compiled = []
 
     def listen(event, duration, **kwargs):

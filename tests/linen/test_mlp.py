@@ -1,4 +1,4 @@
-"""``fp8flax.MLP`` is its dense layers, one after the other, and writes less."""
+"""``fp8flax.MLP`` computes what its dense layers do one after the other, and writes less."""
 
 import re
 from functools import partial
@@ -62,7 +62,7 @@ class Layers(nn.Module):
 
 
 def both(**fields):
-    """Returns the block, the layers, and variables with biases that are no zeros."""
+    """Returns the block, the layers, and variables with biases other than zero."""
     block, layers = fp8.MLP(HIDDEN, recipe=RECIPE, **fields), Layers(HIDDEN, **fields)
     x = normal(0, ROWS, WIDTH)
     variables = layers.init(jax.random.key(0), x)
@@ -109,7 +109,7 @@ def test_with_the_names_of_a_block_its_checkpoints_fit():
     expected = model.apply(variables, x)
     error = np.linalg.norm(block.apply(trained, x) - expected) / np.linalg.norm(expected)
     assert 0 < error < 0.1
-    # Named in the audit as they are in the variables.
+    # The audit names the layers as the variables do.
     text = step_of(block, x).lower(trained, x).as_text(debug_info=True)
     assert "Dense_1/fp8_dgrad" in text
     assert "down/fp8" not in text
@@ -126,7 +126,7 @@ def test_with_the_names_of_a_block_its_checkpoints_fit():
     ],
 )
 def test_steps_are_those_of_the_layers_in_float32(activation, gated, use_bias, wrap):
-    """But for the last bits of a sum: what is cast is the same, and so are the codes and the states."""
+    """Casts, codes and states are equal; results may differ in the last bits of a sum."""
     block, layers, variables = both(activation=activation, gated=gated, use_bias=use_bias)
     for i in range(2):
         x = normal(i, 2, ROWS // 2, WIDTH)
@@ -222,7 +222,7 @@ def test_calibrated_and_frozen_it_is_the_layers():
 
 
 class Stack(nn.Module):
-    """Blocks under a lifted transformation."""
+    """Blocks of an MLP under a lifted transformation."""
 
     kind: str
 

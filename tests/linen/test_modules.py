@@ -1,4 +1,4 @@
-"""The Linen ops against Flax's op and against NumPy: several steps, all kinds of dimension numbers."""
+"""The Linen ops agree with Flax's op and with NumPy, in several steps and for all dimension numbers."""
 
 import warnings
 from functools import partial
@@ -90,7 +90,7 @@ def test_agrees_with_flax_over_steps(contraction, dtype):
 
 
 H, H_FNUZ = fp8.Format.HYBRID, fp8.Format.HYBRID_FNUZ
-IN_CI = tuple(f for f in fp8.Format if f != fp8.Format.E4M3_FNUZ)  # which is test_defects'
+IN_CI = tuple(f for f in fp8.Format if f != fp8.Format.E4M3_FNUZ)  # test_defects tests this one
 OVER_STEPS = [
     *(("direct", {}, fp8_format, jnp.float32) for fp8_format in fp8.Format if fp8_format in IN_CI),
     *(
@@ -222,13 +222,13 @@ def test_injected_into_layers(layer):
     for (path, ours), theirs in zip(
         jax.tree_util.tree_flatten_with_path(grads["params"])[0], jax.tree.leaves(plain_grads["params"])
     ):
-        # A key's bias shifts all logits of a query alike: its true gradient is 0.
+        # The bias of the keys shifts all logits of a query alike, so its true gradient is 0.
         if "'key']['bias'" not in jax.tree_util.keystr(path):
             assert relative_error(ours, theirs) < 0.2, path
 
 
 class TestEinsum:
-    """``nn.Einsum`` has no ``dot_general_cls`` in Flax; ours is the same layer with it."""
+    """Flax's ``nn.Einsum`` has no ``dot_general_cls``; ``fp8.Einsum`` is the same layer with this field."""
 
     @pytest.mark.parametrize(
         ("shape", "eqn", "x_shape"),
@@ -333,7 +333,7 @@ def test_nanoo_uses_fnuz():
 
 @pytest.fixture(scope="module")
 def three_steps_of_flax():
-    """A function that differentiates; variables after three steps of Flax's op; gradients of a fourth."""
+    """Returns a gradient function, variables after three steps of Flax's op, and gradients of a fourth."""
     x = normal(0, 8, 6) * 20
     theirs = nn.Dense(4, dot_general_cls=partial(flax_ops.Fp8DotGeneralOp, amax_history_length=4))
 
@@ -354,7 +354,7 @@ def three_steps_of_flax():
 
 @pytest.mark.parametrize(("container", "form"), [("dict", "direct"), ("msgpack", "qdq")])
 def test_a_checkpoint_of_flax_continues(container, form, three_steps_of_flax):
-    """Three steps with Flax's op, then one step with ours and one with Flax's: the same."""
+    """After three steps with Flax's op, a step with our op equals a step with Flax's op."""
     gradients_of, variables, expected = three_steps_of_flax
     recipe = fp8.DelayedScaling(amax_history_len=4)
     ours = nn.Dense(4, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe, form=form))

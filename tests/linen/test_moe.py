@@ -1,4 +1,4 @@
-"""``fp8flax.MoE`` is a loop over experts, and says how evenly it uses them."""
+"""``fp8flax.MoE`` computes what a loop over experts does, and reports how evenly it uses them."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ def layer_of(name="delayed", **fields):
 
 
 def dense_loop(variables, x, layer):
-    """Every expert on every token, by the formula; and both losses. In float64."""
+    """Returns the output by the formula, every expert on every token, and both losses, in float64."""
     params = jax.tree.map(lambda p: np.asarray(p, np.float64), variables["params"])
     flat = x.reshape(-1, WIDTH).astype(np.float64)
     logits = flat @ params["router"]["kernel"]
@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_loop():
         return jnp.sum(jnp.square(out)) + sum(jax.tree.leaves(aux))
 
     def by_expert(params, x):
-        """Every expert on every token, all multiplied."""
+        """Returns the loss of a layer that multiplies every token with every expert."""
         logits = x @ params["router"]["kernel"]
         p = nn.softmax(logits)
         chosen = p >= jnp.sort(p, axis=1)[:, -2, None]
@@ -148,7 +148,7 @@ def test_losses_of_a_layer_that_is_called_twice_are_added():
     with fp8.autocast(enabled=False):
         _, aux = jit(partial(model.apply, mutable="losses"))(variables, x)
         assert 1.9 < aux["losses"]["moe"]["load_balancing"] < 2 * EXPERTS
-        # And nothing is written where nobody asked.
+        # Without a mutable collection nothing is written.
         assert jax.eval_shape(model.apply, variables, x).shape == x.shape
 
 
@@ -184,7 +184,7 @@ def test_the_result_is_of_its_dtype(dtype):
 @pytest.mark.oldest
 @pytest.mark.long
 def test_it_trains():
-    """On a target that is piecewise, the loss with FP8 falls as that of bfloat16 does; state and all."""
+    """On a piecewise target the loss with FP8 falls like that with bfloat16."""
     x = tokens(0, 256)
     y = np.where(x[:, :1] > 0, np.sin(2 * x), np.abs(x)).astype(np.float32)
     losses = {}

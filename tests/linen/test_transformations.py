@@ -27,7 +27,7 @@ EXAMPLES, LENGTH, WIDTH = 4, 3, 8
 
 
 class Own(nn.Module):
-    """A user's module, which calls the op itself, twice, on one kernel."""
+    """A user's module that calls the op itself, twice, on one kernel."""
 
     op: object
 
@@ -62,7 +62,7 @@ class Case:
         self.make = partial(LAYERS[layer], op)
         self.layer = self.make(None)
         self.reference = LAYERS[layer](partial(op, form="qdq"), None)
-        # Compiled once, it serves most references.
+        # This program is compiled once for most references.
         self.plain = jax.jit(fp8.value_and_grad(self.loss))
         # XLA may change the order of sums in float32.
         self.tolerance = 0.05 if layer == "Attention" else 3e-6
@@ -77,7 +77,7 @@ class Case:
         return jnp.sum(self.apply(variables, x) * weights)
 
     def advanced(self, variables):
-        """Fills the histories, each with amaxes of its own."""
+        """Fills each history with other amaxes."""
         for factor in (3.0, 1.5) if OWG in variables else ():
             grads = self.plain(variables, factor * X, factor * WEIGHTS)[1]
             variables = {**variables, OWG: grads[OWG]}
@@ -89,7 +89,7 @@ class Case:
 
     @functools.cached_property
     def looped(self):
-        """One call for each example: the loss and the gradients added up, the state merged."""
+        """Returns loss and gradients summed over one call for each example, with the state merged."""
         return added_up([self.plain(self.variables, x, w) for x, w in zip(X, WEIGHTS)])
 
     @functools.cached_property
@@ -98,7 +98,7 @@ class Case:
 
     @functools.cached_property
     def composed(self):
-        """Three layers, written one after the other: their outputs, loss and gradients."""
+        """Returns the outputs, the loss and the gradients of three layers, one after the other."""
 
         def loss(each, x, weights):
             for variables in each:
@@ -112,7 +112,7 @@ class Case:
             a, b = np.asarray(a), np.asarray(b)
             assert a.shape == b.shape
             assert a.dtype == b.dtype
-            # Attention's bias of the keys has a gradient of zero, but for rounding.
+            # The true gradient of the keys' bias is zero.
             floor = 1e-3 if self.tolerance > 1e-3 else 1e-6
             assert np.linalg.norm(a - b) <= self.tolerance * (np.linalg.norm(b) + floor)
 
@@ -161,7 +161,7 @@ def applied(c, model, variables, x=X, weights=WEIGHTS):
 
 
 class Outer(nn.Module):
-    """Gives what a Linen transformation returns a name, and calls it."""
+    """Calls the module that a Linen transformation returns, under a fixed name."""
 
     cls: type
 
@@ -343,7 +343,7 @@ TRANSFORMATIONS = {
 REFUSED = ("forward mode: `jax.jvp`, `jax.jacfwd`", "second derivatives")
 
 
-# Beside delayed scaling of Dense, which goes through all: every other layer and recipe somewhere.
+# Dense with delayed scaling runs all transformations; each other layer and recipe runs some.
 OTHERS = {
     "`jax.jit`": ("Einsum", "delayed"),
     "`nn.remat`": ("Dense", "axiswise"),
@@ -419,7 +419,7 @@ def test_second_derivatives(recipe, cell):
 @pytest.mark.parametrize("state", ["fresh", "calibrated", "trained"])
 @pytest.mark.parametrize("fp8_format", [fp8.Format.E4M3, fp8.Format.HYBRID])
 def test_second_derivatives_are_those_of_the_wide_model(fp8_format, state):
-    """A Hessian-vector product and a gradient penalty, but for the rounding to FP8."""
+    """A Hessian-vector product and a gradient penalty are right but for the rounding to FP8."""
     recipe = fp8.DelayedScaling(fp8_format=fp8_format, amax_history_len=4)
     op = partial(fp8.Fp8DotGeneralOp, recipe=recipe, form="qdq")
     x = normal(0, 32, 16)
@@ -461,7 +461,7 @@ def test_second_derivatives_are_those_of_the_wide_model(fp8_format, state):
                 assert np.linalg.norm(kernel - wide_kernel) < 0.08 * np.linalg.norm(wide_kernel)
 
 
-# By layer and recipe, so that a case's compiled references are made once.
+# Sorted by layer and recipe, so that the references of a case are compiled once.
 def test_rows_of_the_page(request):
     if not request.config.getoption("--write-table"):
         assert what_works.rows("transformations") == [*TRANSFORMATIONS, *REFUSED]
