@@ -1,4 +1,4 @@
-"""Linen models that others wrote become FP8 models as they stand, train, and freeze."""
+"""Linen models of other authors become FP8 models unchanged, train, and freeze."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CONVERTED["BERT, with nn.remat"] = CONVERTED["BERT"]
 
 @pytest.fixture(name="_lenient_jax")
 def lenient_jax(_strict_jax: None) -> Any:
-    """The models of others promote dtypes and ranks."""
+    """The models of other authors promote dtypes and ranks."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 

@@ -1,4 +1,4 @@
-"""Which op of a converted model is which, whatever else a method computes, and what the model sees."""
+"""An op of a converted model keeps its identity, whatever else a method computes."""
 
 import flax.linen as nn
 import jax
@@ -25,7 +25,7 @@ def close(actual, expected, tolerance=0.1):
 
 
 class OtherInTraining(nn.Module):
-    """Trained, it multiplies by one more kernel first, a large one."""
+    """A model that in training first multiplies by one more kernel, a large one."""
 
     @nn.compact
     def __call__(self, x, train):
@@ -60,7 +60,7 @@ class EncoderDecoder(nn.Module):
 
 
 class BesideGiven(nn.Module):
-    """A layer that was given an op, beside one that was not and is as large as its layer's name."""
+    """An FP8 op set by hand, beside a raw product with the large parameter ``kernel``."""
 
     @nn.compact
     def __call__(self, x):
@@ -225,7 +225,7 @@ def test_a_model_sees_its_own_parameters(frozen, jit):
 
 
 def test_what_scanned_layers_have_is_beside_them():
-    """Whatever loop a model wraps around a layer, its parameters are those of the plain model."""
+    """A layer in any loop of a model has the parameters of the plain model."""
 
     class Body(nn.Module):
         @nn.compact

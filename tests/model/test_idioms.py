@@ -28,7 +28,7 @@ X = normal(1, 4, 8)
 
 
 def skip_some(request, name, left_out):
-    """Skips, in CI, what repeats the path of others."""
+    """Skips, in CI, cells that repeat the code path of others."""
     if name in left_out:
         request.getfixturevalue("_all_cells")
 
@@ -58,7 +58,7 @@ def assert_frozen_equal(model8, variables, x=X):
 
 
 class Coder(nn.Module):
-    """A model with several methods and a submodule that it is given."""
+    """A model with several methods and a submodule that is passed to it."""
 
     head: nn.Module | None = None
 
@@ -94,7 +94,7 @@ METHODS = {
 
 @functools.cache
 def encoded():
-    """Returns variables of that model, and what its method computes."""
+    """Returns variables of that model, and the result of its method."""
     variables = MODEL8.init(KEY, X)
     expected = MODEL8.apply(variables, X, method="encode")
     assert (expected != MODEL.apply(plain(variables), X, method="encode")).any()
@@ -146,7 +146,7 @@ class TestMethods:
 
 
 class Looped(nn.Module):
-    """The main method itself is a loop."""
+    """A model whose main method is a loop."""
 
     @functools.partial(nn.scan, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
     @nn.compact
@@ -255,7 +255,7 @@ def test_a_decorated_init():
 
 
 class Hashed(nn.Module):
-    """With a field that has no hash."""
+    """A model with a field that has no hash."""
 
     config: dict
 

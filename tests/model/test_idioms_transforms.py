@@ -1,4 +1,4 @@
-"""Idioms of users: transformations of FP8 models, and of frozen ones."""
+"""Transformations of FP8 models and of frozen models work as users write them."""
 
 import gc
 from functools import partial
@@ -28,7 +28,7 @@ RECIPES = {
 
 
 def repeats(request, is_repeat):
-    """Leaves what repeats a path to --all-cells."""
+    """Skips, without --all-cells, cells that repeat a code path."""
     if is_repeat:
         request.getfixturevalue("_all_cells")
 
@@ -54,7 +54,7 @@ class Energy(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:FP8 convolutions", "ignore:These kernels of FP8 ops")
 class TestInputGradientOfAFrozenModel:
-    """Forces, guidance, saliency."""
+    """Gradients with respect to inputs are right, as for forces, guidance and saliency."""
 
     @pytest.mark.parametrize("recipe", [*RECIPES, "weight_only"])
     def test_is_that_through_the_dequantized_kernel(self, recipe, request):
@@ -171,7 +171,7 @@ class TestInputGradientOfAFrozenModel:
 
 
 class Decoder(nn.Module):
-    """Keeps keys and values of the tokens before."""
+    """A layer that keeps keys and values of the tokens before."""
 
     decode: bool = True
 
@@ -247,7 +247,7 @@ class TestSecondDerivatives:
 
     @pytest.mark.long
     def test_of_all_variables_and_of_params_are_the_same(self, variables):
-        """A Hessian-vector product with the gradient itself, in three ways."""
+        """Three ways to a Hessian-vector product with the gradient itself agree."""
 
         def of_params(params):
             return self.squares(jax.grad(lambda p: self.loss({**variables, "params": p}))(params))
@@ -498,7 +498,7 @@ def test_no_implicit_transfers():
 
 
 class Fused(nn.Module):
-    """Two kernels in one parameter."""
+    """A layer with two kernels in one parameter."""
 
     @nn.compact
     def __call__(self, x):

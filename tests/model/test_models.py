@@ -1,4 +1,4 @@
-"""``quantize_model``: a model whose source is not touched, beside one whose layers were given the ops."""
+"""``quantize_model`` of an unchanged model gives what the same model with ops set by hand does."""
 
 import dataclasses
 import gc
@@ -79,7 +79,7 @@ def on_devices(loss, variables, x):
 
 
 class Two(nn.Module):
-    """A layer of Linen's, and a product with the kernel on the left."""
+    """A layer of Linen, and a product with the kernel on the left."""
 
     cls: type | None = None
 
@@ -95,7 +95,7 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize("around", [over_examples, over_microbatches, recomputed, on_devices])
 def test_under_a_transformation(around):
-    """The same loss, gradients and state as with ops by hand, to the last bit."""
+    """Loss, gradients and state equal those with ops set by hand, to the last bit."""
     x = normal(0, 2, 4, 8)
     models = fp8.quantize_model(Two(), **ALL), Two(fp8.Fp8DotGeneralOp)
     variables = variables_of(models[1], x)
@@ -311,7 +311,7 @@ class OneElement(nn.Module):
 @pytest.mark.long
 @pytest.mark.parametrize("apply", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_inputs_of_one_element_are_inputs(apply, request):
-    """One token of one sequence: no number of the model's, though it has one element."""
+    """One token of one sequence has one element, and still is no constant of the model."""
     if apply is not jax.jit:
         request.getfixturevalue("_all_cells")
     model8 = fp8.quantize_model(OneElement(), **ALL)
@@ -379,7 +379,7 @@ def test_a_layer_called_twice_has_two_ops():
 
 
 class AppliedApart(nn.Module):
-    """The logits as in Hugging Face's models: a layer that is applied to the embedding."""
+    """Logits as in Hugging Face's models: a layer is applied with the embedding as its kernel."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -463,7 +463,7 @@ class TestErrors:
             ValueError, match=r"None of the model's 3 contractions .*K=8, N=8: a size below 16"
         ):
             model8.init(jax.random.key(0), self.x)
-        # Not for other methods: a model may have one without matmuls.
+        # No warning for other methods, because a model may have one without matmuls.
         model8 = fp8.quantize_model(Repeated(), include="layer")
         assert OWG in model8.init(jax.random.key(0), self.x)
 
@@ -485,7 +485,7 @@ class TestErrors:
 @pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("jit", cells([False, True], repeated=[True]))
 def test_nothing_of_a_model_is_kept(jit):
-    """Neither classes nor what rules refer to outlive the models; equal arguments give equal models."""
+    """Classes and objects of the rules do not outlive the models; equal arguments give equal models."""
 
     def use():
         class Model(nn.Module):

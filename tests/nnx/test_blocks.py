@@ -1,4 +1,4 @@
-"""``fp8nnx.MLP`` and ``fp8nnx.MoE`` are, bit for bit, ``fp8.MLP`` and ``fp8.MoE``."""
+"""``fp8nnx.MLP`` and ``fp8nnx.MoE`` compute, bit for bit, what ``fp8.MLP`` and ``fp8.MoE`` do."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ X = normal(0, 8, WIDTH)
 
 
 def steps_are_equal(model, linen_model, variables, factors=(1.0, 3.0)):
-    """Both in one program, so that it is compiled once."""
+    """Runs both frameworks in one program, so that it is compiled once."""
     graphdef, state = nnx.split(model)
 
     @jax.jit
@@ -58,7 +58,7 @@ def block(**fields):
 
 
 def test_mlp_is_one_where_it_can_be(monkeypatch):
-    """Else it is its layers."""
+    """In all other cases the block runs its layers one after the other."""
     calls = []
     one = fp8nnx.mlp.mlp
     monkeypatch.setattr(fp8nnx.mlp, "mlp", lambda *args: calls.append(args[-1]) or one(*args))

@@ -1,4 +1,4 @@
-"""``quantize_model`` of NNX: which layers get ops, by which rules, and what the report says of them."""
+"""``quantize_model`` of NNX gives ops to layers by rules, and reports them."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ CURRENT, SHORT = fp8.Float8CurrentScaling(), fp8.DelayedScaling(amax_history_len
 
 
 class Block(nnx.Module):
-    """Every kind of layer, one of them twice."""
+    """A model with every kind of layer; one layer is called twice."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(8, 32, rngs=rngs)
@@ -45,7 +45,7 @@ def block():
 
 
 def ops_of(model):
-    """The ops by the paths of their layers."""
+    """Returns the ops by the paths of their layers."""
     return {
         "/".join(map(str, path[:-1])): node
         for path, node in nnx.iter_graph(model)
@@ -242,7 +242,7 @@ def test_report_of_ops_that_do_not_run():
 
 @pytest.mark.long
 def test_statistics_name_layers():
-    """They are those of the same layers of Linen, op by op."""
+    """The statistics are those of the same layers of Linen, op by op."""
     op = partial(fp8.Fp8DotGeneralOp, recipe=SHORT)
     linen_model = nn.Sequential([nn.Dense(16, dot_general_cls=op), nn.Dense(8, dot_general_cls=op)])
     rngs, by_hand = nnx.Rngs(0), fp8nnx.Fp8DotGeneralOp(recipe=SHORT)
@@ -282,7 +282,7 @@ def test_the_model_stays_as_it_is_and_arrays_are_shared():
 
 @pytest.mark.long
 def test_stacked_layers():
-    """Their state is stacked as their kernels are, and is that of each layer by itself."""
+    """Their state is stacked like their kernels, and equals that of each layer alone."""
     make = partial(nnx.Linear, 16, 16)
     keys = jax.random.split(jax.random.key(0), 3)
     stacked = nnx.vmap(lambda key: make(rngs=nnx.Rngs(key)))(keys)
@@ -322,7 +322,7 @@ def test_report(block):
 
 @pytest.mark.long
 def test_audit_names_layers(gpu):
-    """NNX names nothing in programs; ops that ``quantize_model`` makes do."""
+    """NNX gives no names to operations in programs; ops of ``quantize_model`` do."""
     model = nnx.Sequential(
         nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(64, 32, rngs=nnx.Rngs(0))
     )

@@ -1,4 +1,4 @@
-"""The ops in NNX's layers give, bit for bit, what Linen's layers with the Linen ops give."""
+"""NNX's layers with our ops compute, bit for bit, what Linen's layers with the Linen ops do."""
 
 import dataclasses
 from functools import partial
@@ -101,7 +101,7 @@ def test_layers_give_what_linens_give(name):
     (value, grads), (expected, expected_grads) = both(variables, state)
     nnx.update(layer, grads)
     equal = np.testing.assert_array_equal
-    if name == "Attention":  # whose products of activations NNX and Linen order otherwise
+    if name == "Attention":  # NNX and Linen order its products of activations differently
         equal = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     equal(value, expected)
     jax.tree.map(equal, fp8nnx.to_linen(layer), expected_grads)

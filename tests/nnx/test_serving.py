@@ -1,4 +1,4 @@
-"""``calibrate`` and ``freeze`` of NNX models, beside what Linen's of the same model give."""
+"""``calibrate`` and ``freeze`` of NNX models agree with those of the same Linen model."""
 
 import warnings
 from functools import partial
@@ -46,7 +46,7 @@ def pure(tree):
 
 
 def rngs_of(model):
-    """The keys and the counts of random number generators, as numbers."""
+    """Returns the keys and the counts of random number generators as numbers."""
     state = nnx.to_pure_dict(nnx.state(model, nnx.RngState))
     keys = [jax.random.key_data(x) for x in jax.tree.leaves(state) if x.dtype != jnp.uint32]
     return keys + [x for x in jax.tree.leaves(state) if x.dtype == jnp.uint32]
@@ -245,7 +245,7 @@ def test_what_cannot_be_frozen(calibrated):
 
 @pytest.mark.long
 def test_gradients_of_frozen_models():
-    """With respect to inputs they are those of the dequantized kernels; codes have none."""
+    """Gradients of inputs are those of the dequantized kernels; codes have no gradients."""
     op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
     frozen = fp8nnx.freeze(nnx.Linear(16, 8, dot_general=op, rngs=nnx.Rngs(0)), X)
     (scale,) = frozen.dot_general.kernel_scale.get_value()
@@ -307,7 +307,7 @@ def test_kernels_that_are_read_elsewhere_stay_wide(how):
 
 @pytest.mark.long
 def test_kernels_that_pass_through_transformations_are_frozen():
-    """Though NNX gives them to each transformation, and takes them back from it."""
+    """Kernels are frozen although NNX passes them into and out of each transformation."""
 
     class Passed(nnx.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Training steps of NNX models: those of the same Linen model, bit for bit, and what guards the state."""
+"""Training steps of NNX models equal those of the same Linen model, bit for bit; errors guard the state."""
 
 from functools import partial
 
@@ -112,7 +112,7 @@ def test_state_of_shared_calls_is_that_of_one_call():
 
 @pytest.mark.oldest
 def test_functions_of_trees_take_what_split_returns():
-    """Whoever differentiates an ``nnx.State`` calls ``fp8.grad``, as for variables of Linen."""
+    """A loop that differentiates an ``nnx.State`` calls ``fp8.grad``, as for variables of Linen."""
     graphdef, before = nnx.split(linear())
 
     @jax.jit
@@ -273,7 +273,7 @@ def test_check_state():
 
 @pytest.mark.long
 def test_accumulated_gradients_are_those_of_the_linen_model():
-    """Bit for bit, with the kernels quantized before the loop."""
+    """Results are equal bit for bit, and kernels are quantized before the loop."""
     linen_model, model = LinenModel(), Model(nnx.Rngs(0))
     batches = jnp.stack([X, 100 * X, 2 * X])
     of_linen = fp8.accumulate_gradients(lambda v, x: jnp.mean((linen_model.apply(v, x) - Y) ** 2))
@@ -356,7 +356,7 @@ def test_inside_of_another_gradient():
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 def test_what_a_module_keeps_of_the_state_is_float32():
-    """While gradients are computed, it is of a dtype that merges by maximum, which NumPy does not have."""
+    """While gradients are computed, the state has a dtype that merges by maximum."""
 
     class Keeps(nnx.Module):
         def __init__(self):
@@ -388,7 +388,7 @@ def test_what_a_module_keeps_of_the_state_is_float32():
 
 
 class TestGradientsThatLeaveTheStateOut:
-    """With ``nnx.grad`` and ``nnx.Optimizer`` the scales of a model would stay 1 without a word."""
+    """With ``nnx.grad`` and ``nnx.Optimizer`` the scales would stay 1, so there is a warning."""
 
     WARNS = "Use fp8flax.nnx.value_and_grad or grad, and fp8flax.nnx.Optimizer"
 

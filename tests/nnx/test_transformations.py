@@ -292,7 +292,7 @@ def test_sharded_jit(recipe, spec, cell):
 @pytest.mark.long
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.all_cells)])
 def test_gradient_inside_of_shard_map(check_vma):
-    """By the default checks it is that of all devices; without them ``pmean_gradients`` makes it so."""
+    """With the default checks the state is that of all devices; otherwise ``pmean_gradients`` merges it."""
     graphdef, state = nnx.split(linear())
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -390,7 +390,7 @@ def test_linen_op_in_nnx():
 
 
 def linen_steps(model, variables, factors):
-    """The variables after these steps."""
+    """Returns the variables after the given steps."""
     state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.01, momentum=0.9))
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""A Transformer with attention, norms and embeddings, in NNX and in Linen: the same losses, bit for bit."""
+"""A Transformer in NNX has the losses of the same Transformer in Linen, bit for bit."""
 
 from functools import partial
 

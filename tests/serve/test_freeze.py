@@ -1,4 +1,4 @@
-"""``freeze``: the same logits from kernels in FP8; decoding, export, and what a GPU would run."""
+"""``freeze`` keeps the logits with kernels in FP8; decoding, export, and programs for GPUs work."""
 
 import itertools
 import os
@@ -40,7 +40,7 @@ REPEATED = [
     *(("scan", recipe) for recipe in ("current", "axiswise", "mxfp8")),
 ]
 STAYS_WIDE = ("patches", "current")
-"""A convolution's kernel is stored in FP8 where its scale is delayed."""
+"""The kernel of a convolution is stored in FP8 if its scale is delayed."""
 
 
 @pytest.mark.oldest
@@ -55,7 +55,7 @@ def test_same_logits(name, recipe):
     assert list(served) == ["params"]
     expected, out = (jax.jit(m.apply)(v, x) for m, v in ((model8, variables), (serve, served)))
     np.testing.assert_array_equal(out, expected)
-    # Every kernel is where it was, in FP8, and its scale beside it.
+    # Every kernel is in its old place, in FP8, with its scale beside it.
     before, after = flat(variables["params"]), flat(served["params"])
     is_stored = (name, recipe) != STAYS_WIDE
     for path, leaf in before.items():
@@ -68,7 +68,7 @@ def test_same_logits(name, recipe):
 
 
 def test_the_codes_are_those_of_the_newest_scale():
-    """Beside NumPy: the scale from the state's history, as the next step would compute it."""
+    """The scale is the one that the next step would compute from the history, by NumPy."""
     x, model = np.asarray(3 * normal(0, 4, 8)), nn.Dense(6)
     model8 = fp8.quantize_model(model, **ALL)
     variables = fp8.calibrate(model8.apply, variables_of(model8, x), [x])
@@ -112,7 +112,7 @@ HALF_WAY = [
     ids=lambda v: getattr(v, "__name__", str(v)),
 )
 def test_half_way_between_two_codes(form, dtype, seed):
-    """Trained and frozen, both round a value as NumPy's quotient does."""
+    """The trained and the frozen model round a value as NumPy's quotient does."""
     (x, x_scale), (kernel, kernel_scale) = (
         ties(seed, 8, 64, dtype=dtype),
         ties(seed + 10, 64, 16, dtype=dtype),
@@ -186,7 +186,7 @@ def test_weights_only_beside_numpy():
 
 
 def test_weights_only_reads_the_codes_alone(gpu):
-    """XLA wrote a kernel in bfloat16 for each call, when that was scaled before its GEMM."""
+    """No call writes a kernel in bfloat16, as it did when the kernel was scaled before its GEMM."""
     model = nn.Dense(2048, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp)
     x = jax.ShapeDtypeStruct((128, 1024), jnp.bfloat16)
     shapes = jax.eval_shape(model.init, jax.random.key(0), x)
@@ -210,7 +210,7 @@ def test_bytes_of_a_transformer():
 @pytest.mark.long
 @WIDE
 def test_what_is_used_otherwise_stays_wide():
-    """An embedding that is the logits' kernel too: quantized at each call, the same logits."""
+    """An embedding that is also the logits' kernel is quantized at each call; logits stay the same."""
     model8, variables = trained(LanguageModel(layers=1, tied=True), TOKENS)
     assert "Embed_0" in variables[OWG]
     serve, served = fp8.freeze(model8, variables)
@@ -531,7 +531,7 @@ def models():
 @pytest.mark.oldest
 class TestDecoding:
     def decode(self, model, variables, steps=8):
-        """The logits of one token after the other, from one compiled step."""
+        """Returns the logits of one token after the other, by one compiled step."""
 
         @jax.jit
         def step(variables, token):
@@ -554,7 +554,7 @@ class TestDecoding:
         assert OWG not in served
         frozen, _ = self.decode(serve, served)
         np.testing.assert_array_equal(frozen, out)
-        # Attention sums in another order, and rounding may fall the other way.
+        # Attention sums in another order, so a value may round to another code.
         np.testing.assert_allclose(out, whole, atol=0.3)
         assert np.mean(np.abs(out - whole)) < 0.02
 
@@ -583,7 +583,7 @@ class TestDecoding:
 
 @pytest.mark.long
 def test_export_to_a_new_process(tmp_path):
-    """Which knows JAX alone: neither this package nor the model."""
+    """Another process runs the exported program with JAX alone, without this package and the model."""
     x = np.asarray(normal(0, 2, 4, 8))
     model8, variables = trained(Attention(), x)
     serve, served = fp8.freeze(model8, variables)
@@ -635,7 +635,7 @@ def test_every_converted_gemm_runs_in_fp8_on_hopper(gpu):
     ],
 )
 def test_a_few_rows_read_the_kernel_as_it_lies(gpu, rows, accumulation, target, backend):
-    """Hopper's FP8 units would have it transposed for each token."""
+    """Hopper's FP8 units would need the kernel transposed for each token."""
     recipe = fp8.DelayedScaling(accumulation=fp8.Accumulation(forward=accumulation))
     model = nn.Dense(
         2048,

@@ -1,4 +1,4 @@
-"""Names, layouts and the config that another program's loader asks for."""
+"""Renamed files have the names, layouts and config that the loader of another program expects."""
 
 import json
 from functools import partial
@@ -44,7 +44,7 @@ def frozen(recipe, include="layers", **options):
 
 
 def read(path):
-    """The tensors of a file, those in FP8 as bytes."""
+    """Returns the tensors of a file; those in FP8 as bytes."""
     dtypes = {"F8_E4M3": np.uint8, "F32": np.float32}
     return {
         name: np.frombuffer(info["data"], dtypes[info["dtype"]]).reshape(info["shape"])
@@ -91,7 +91,7 @@ def test_renamed(kind, served, save, tmp_path):
 
 
 def test_patterns_one_after_another(save, tmp_path):
-    """Each is looked for in what the ones before it have left."""
+    """Each pattern is applied to the names that the patterns before it returned."""
     save(rename={"^layers_": "blocks.", r"^blocks\.1": "last"})
     names = set(read(tmp_path / "model.safetensors"))
     assert {"blocks.0.weight", "last.weight", "last.weight_scale", "last.bias"} <= names
@@ -255,7 +255,7 @@ def test_inputs_and_kernels_may_differ_in_strategy(tmp_path):
 
 
 def test_fp8_kernels_are_not_transposed_twice(tmp_path):
-    """Nor those of a convolution, in FP8 in their own layout."""
+    """Kernels of a convolution keep their own layout, also in FP8."""
 
     class Conv(nn.Module):
         @nn.compact

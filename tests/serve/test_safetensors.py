@@ -1,4 +1,4 @@
-"""safetensors files: read back with the library that defines the format, and by NumPy alone."""
+"""safetensors files can be read by the library that defines the format, and by NumPy alone."""
 
 import copy
 import errno
@@ -37,7 +37,7 @@ def read(path):
 
 
 def linear(tensors, name, x, fixed=False):
-    """A PyTorch linear layer from such a file, in NumPy: ``x @ (weight * scale).T + bias``."""
+    """Computes a PyTorch linear layer of a file in NumPy: ``x @ (weight * scale).T + bias``."""
     weight = tensors[f"{name}.weight"].astype(np.float32)
     if f"{name}.weight_scale_inv" in tensors:
         scale = tensors[f"{name}.weight_scale_inv"]
@@ -95,14 +95,14 @@ def test_what_a_server_reads(recipe, tmp_path, request):
         assert tensors[f"{layer}.weight"].dtype == ml_dtypes.float8_e4m3fn
         assert tensors[f"{layer}.{names[1]}"].shape == SCALES[recipe](*shape)
         assert tensors[f"{layer}.bias"].shape == shape[:1]
-    # Multiplied as a server would, it gives the model's logits.
+    # The arithmetic of a server gives the logits of the model.
     out = x
     for layer in SHAPES:
         out = linear(tensors, layer, out, fixed=recipe == "delayed")
     out = out @ tensors["last.kernel"] + tensors["last.bias"]
     expected = np.asarray(jax.jit(model.apply)(served, x))
     error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
-    # The others quantize inputs as they come, which NumPy does not do here.
+    # The other recipes quantize inputs by current scales, which NumPy does not do here.
     assert error < (1e-5 if recipe == "weight_only" else 0.02 if recipe == "delayed" else 0.1)
     if recipe == "block128":
         assert config == {
@@ -122,7 +122,7 @@ def test_what_a_server_reads(recipe, tmp_path, request):
         else:
             strategy = "token" if recipe == "axiswise" else "tensor"
             assert (inputs["strategy"], inputs["dynamic"]) == (strategy, recipe != "delayed")
-    # And read back, it is the same model.
+    # The file read back is the same model.
     loaded = fp8.load_safetensors(path)
     assert_same(loaded, served)
     np.testing.assert_array_equal(jax.jit(model.apply)(loaded, x), expected)
@@ -447,7 +447,7 @@ def test_flipped_bits(small, tmp_path):
 
 
 def test_version_2(small, tmp_path):
-    """Which had no checksums of the tensors."""
+    """A file of version 2 can be read; it has no checksums of single tensors."""
     _, data, served = small
     header, own, rest = split(data)
     for entry in own["tensors"].values():
