@@ -53,18 +53,18 @@ def name_of(value):
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    """Normally distributed numbers by NumPy: JAX would compile a program for every shape."""
+    """Returns normally distributed numbers by NumPy: JAX would compile a program for every shape."""
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def ties(seed, *shape, dtype=jnp.float32):
-    """Numbers that round otherwise if they are multiplied by the reciprocal of their scale, and the scale.
+    """Returns numbers that round differently if multiplied by the reciprocal of their scale, and the scale.
 
     The first number of each row and column is the amax, from which the scale in e4m3fn follows.
     """
     rng, name = np.random.default_rng(seed), "float8_e4m3fn"
     found, amax, scale = np.zeros(0, np.float32), 0.0, np.float32(1)
-    while len(found) < 8:  # of some scales there are none
+    while len(found) < 8:  # some scales have no such numbers
         amax = np.asarray(rng.uniform(0.5, 4), dtype).astype(np.float32)
         scale = reference.next_scale(amax[None], np.float32(1), name)
         grid = np.asarray(np.arange(-448, 448, 0.125, np.float32) * scale, dtype).astype(np.float32)
@@ -98,7 +98,7 @@ def cells(values, repeated):
 
 
 def variables_of(model, *inputs, seed=1, **named):
-    """The variables of a model: their shapes by tracing ``init``, values by NumPy. Nothing is compiled."""
+    """Returns variables of a model without compiling: shapes by tracing ``init``, values by NumPy."""
     rng = np.random.default_rng(seed)
 
     def fill(path, leaf):
@@ -128,7 +128,7 @@ def assert_same(actual, expected):
 
 
 def data(i, lhs_shape, rhs_shape, dims, dtype):
-    """Operands and cotangent of step ``i``, of an amplitude that changes from step to step."""
+    """Returns operands and cotangent of step ``i``; their amplitude changes from step to step."""
     out = jax.eval_shape(
         partial(lax.dot_general, dimension_numbers=dims), *map(np.empty, (lhs_shape, rhs_shape))
     )
@@ -141,12 +141,12 @@ def data(i, lhs_shape, rhs_shape, dims, dtype):
 
 
 def init(op, lhs, rhs, dims):
-    """The op's variables."""
+    """Returns the variables of the op."""
     return variables_of(op, lhs, rhs, dims)
 
 
 def make_step(op, dims):
-    """A step: forward, the gradients of both operands, and the new variables."""
+    """Returns the results of a step: the output, the gradients of both operands, and the new variables."""
 
     @jax.jit
     def step(variables, lhs, rhs, g):
@@ -160,9 +160,9 @@ def make_step(op, dims):
 
 
 def error_of_product(actual, expected, *factors):
-    """The norm of the difference, relative to the product of the norms of the two factors.
+    """Returns the norm of the difference, relative to the product of the norms of the two factors.
 
-    One unit of the smallest subnormal is granted to each element.
+    An error of one smallest subnormal is allowed in each element.
     """
     norm = np.prod([np.linalg.norm(np.asarray(f, np.float64)) for f in factors])
     granted = float(jnp.finfo(actual.dtype).smallest_subnormal) * actual.size**0.5
@@ -203,7 +203,7 @@ def added_up(results):
 
 
 class Block(nn.Module):
-    """A linear layer between two that hand on their input: what is counted is the layer's own."""
+    """A linear layer between two layers that return their input, so that only the linear layer counts."""
 
     features: int
     dot_general_cls: object = None
@@ -218,7 +218,7 @@ class Block(nn.Module):
 
 
 def kept(model, x, merge=merge_by_max):
-    """Bytes that the backward pass keeps of a bfloat16 input that the model did not get as an argument."""
+    """Returns the bytes that the backward pass keeps, for a bfloat16 input that is computed inside."""
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
 
     def loss(v):
@@ -245,7 +245,7 @@ def dense_step(M, K, N, dot_general_cls=None):
 
 
 def in_the_place_of_hoppers(block_gemm):
-    """Returns that kernel with the arguments of Hopper's, which takes seconds to interpret."""
+    """Returns that kernel with the arguments of Hopper's kernel, which takes seconds to interpret."""
 
     def multiply(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
         if rhs_scale.shape[1] != rhs.shape[1]:
@@ -256,7 +256,7 @@ def in_the_place_of_hoppers(block_gemm):
 
 
 def block_gemm_in_jax(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
-    """The reference of ``block_gemm``: the products of all blocks at once."""
+    """Returns the result of ``block_gemm`` by its reference: the products of all blocks at once."""
     blocks = [x.reshape(*x.shape[:2], -1, 128).astype(jnp.float32) for x in (lhs, rhs)]
     products = jnp.einsum("bmkc,bnkc->kbmn", *blocks, precision=lax.Precision.HIGHEST)
     scales = [jnp.moveaxis(scale, 2, 0) for scale in (lhs_scale, rhs_scale)]

@@ -12,7 +12,7 @@ import tempfile
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Before JAX 0.10 the CUDA plugin, which the audit compiles with, looks for a GPU's libraries without this.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-# The workers keep every core busy: splitting a program for more threads only costs (an eighth of the time).
+# The workers keep every core busy, so to split a program into threads costs an eighth of the time.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1"
 # Most of the time goes into compiling, and many tests compile the same programs: one cache for all workers,
 # which inherit it, as do the processes that their tests start.
@@ -28,17 +28,17 @@ from jax._src import compiler, lru_cache
 
 from tests import FEW_OPTIMIZATIONS, FEW_OPTIMIZATIONS_OF_MACHINE_CODE, what_works
 
-# Programs are full of cycles that live as long as JAX's caches: to look for them often only takes time.
+# Programs hold many cycles that live as long as JAX's caches. Frequent searches for them take time.
 gc.set_threshold(100_000, 20, 50)
-# No test reads where a program's operations were written, which takes time to write down.
+# No test reads the source locations in programs, and recording them takes time.
 jax.config.update("jax_traceback_in_locations_limit", 1)
 
-# For the tests of sharding; all others use the first.
+# The tests of sharding use eight devices; all others use the first.
 jax.config.update("jax_num_cpu_devices", 8)
 
 
 def _put(self, key, value):
-    """Writes an entry of the cache whole, or not at all: JAX's own could be read half written."""
+    """Writes an entry of the cache atomically; another process could read JAX's own half written."""
     path = self.path / f"{key}{lru_cache._CACHE_SUFFIX}"
     with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as file:
         file.write(value)
@@ -55,14 +55,14 @@ def _strict_jax():
 
 
 FEW = True
-# With few optimizations XLA's compiler of that time rounds some casts to FP8 otherwise.
+# With few optimizations the XLA of these versions rounds some casts to FP8 differently.
 IS_OLD = jax.__version_info__ < (0, 10)
 
 
 def _compile_options(*args, backend=None, **kwargs):
     """Lets XLA compile for CPUs in a third of the time.
 
-    A program for GPUs is optimized as users have it; only ptxas, which makes machine code of it, does less.
+    XLA optimizes programs for GPUs as for users. Only ptxas, which generates machine code, does less.
     """
     options = get_compile_options(*args, backend=backend, **kwargs)
     if FEW and backend is not None:
@@ -76,11 +76,12 @@ get_compile_options, compiler.get_compile_options = compiler.get_compile_options
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Most of the time is the compiler's. It does all for tests marked ``optimized`` and all cells."""
+    """Saves time with fewer optimizations; tests marked ``optimized`` and all cells have all."""
     global FEW
     all_cells = item.config.getoption("--all-cells")
     FEW = not (all_cells or item.get_closest_marker("optimized"))
-    if IS_OLD and item.path.parent.name in ("benchmarks", "core", "linen"):  # whose figures these are
+    # The figures in these tests are those of optimized programs.
+    if IS_OLD and item.path.parent.name in ("benchmarks", "core", "linen"):
         FEW = False
     if item.get_closest_marker("all_cells") and not all_cells:
         pytest.skip("only with --all-cells")
@@ -90,7 +91,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def gpu():
-    """Skips where the compiler for GPUs is not installed; where it is, it must work."""
+    """Skips the test if the compiler for GPUs is not installed; if it is installed, it must work."""
     try:
         importlib.metadata.version("jax-cuda13-plugin")
     except importlib.metadata.PackageNotFoundError:
@@ -116,7 +117,7 @@ CELLS = []
 
 
 def pytest_runtest_logreport(report):
-    """Collects, in the process that writes, what the tests saw."""
+    """Collects the cells that the tests have seen, in the process that writes the table."""
     if report.when == "call" and report.passed:
         for key, value in report.user_properties:
             if key == "cell":
@@ -124,7 +125,7 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
-    """Writes the table if all went well: a cell stands for several tests."""
+    """Writes the table if all tests passed, because a cell stands for several tests."""
     is_worker = hasattr(session.config, "workerinput")
     if session.config.getoption("--write-table") and not is_worker and not session.testsfailed:
         what_works.write(CELLS)

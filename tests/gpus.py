@@ -24,7 +24,7 @@ CASES = ["delayed, FSDP", "block128, data parallel"]
 
 
 def compiled_for_gpus(function, *args):
-    """Compiles for GPUs that are not there."""
+    """Returns a program compiled for a GPU that is not present."""
     lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
     return compile_lowered(find_target("h200"), lowered, "the program").as_text()
 
@@ -35,7 +35,7 @@ def gpus(target="h200"):
 
 
 def bytes_sent(program):
-    """Returns the bytes that collectives put out, by kind; those of single numbers left out."""
+    """Returns the output bytes of collectives by kind, without those of single numbers."""
     total = collections.Counter()
     for computation in parse(program).computations.values():
         for instruction in computation.instructions.values():
@@ -63,7 +63,7 @@ def compiled_step(recipe, kernels):
 
 
 def seen_here():
-    """Returns the bytes per recipe and way of sharding; and whether our kernel is in a program."""
+    """Returns the bytes for each recipe and sharding, and whether our GPU kernel is in a program."""
     programs = {}
     for case in CASES:
         recipe, way = case.split(", ")

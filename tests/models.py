@@ -1,4 +1,4 @@
-"""Models to convert, each also with its ops given by hand; and a small language model."""
+"""Models to convert, each also with ops that are set by hand; and a small language model."""
 
 import flax.linen as nn
 import jax
@@ -13,7 +13,7 @@ ALL = {"include": ".*"}
 
 
 class Layers(nn.Module):
-    """Linen's own layers, each with its own way to be given an op."""
+    """Linen's own layers; each takes its op by another argument."""
 
     cls: type | None = None
 
@@ -25,7 +25,7 @@ class Layers(nn.Module):
 
 
 class LinensEinsum(nn.Module):
-    """The same with Linen's Einsum, which fp8flax.Einsum is when nothing is converted."""
+    """The same model with Linen's Einsum, which computes the same as an fp8flax.Einsum without an op."""
 
     @nn.compact
     def __call__(self, x):
@@ -53,7 +53,7 @@ class Patches(nn.Module):
 
 
 class Own(nn.Module):
-    """A user's own layer: with operators or einsum or lax, the kernel cast, transposed, or on the left."""
+    """A layer of a user: with operators, einsum or lax; the kernel is cast, transposed, or on the left."""
 
     cls: type | None = None
 
@@ -77,7 +77,7 @@ class Own(nn.Module):
         return self.op("e-T")(x, e, (((x.ndim - 1,), (1,)), ((), ())))
 
     def op(self, name):
-        """Named as that of a converted layer, by its kernel."""
+        """An op that is named after its kernel, as in a converted layer."""
         return self.cls(name=f"{self.cls.__name__}_{name}")
 
 
@@ -116,7 +116,7 @@ class Remat(nn.Module):
 
 
 class Experts(nn.Module):
-    """Three experts under nn.vmap."""
+    """Three experts as one layer under nn.vmap."""
 
     cls: type | None = None
 
@@ -131,7 +131,7 @@ class Experts(nn.Module):
 
 
 class Lifted(nn.Module):
-    """Inside nn.jit, and in one branch of nn.cond."""
+    """Layers inside nn.jit, and in one branch of nn.cond."""
 
     cls: type | None = None
 
@@ -192,7 +192,7 @@ TOKENS = np.random.default_rng(0).integers(0, 16, (2, 8)).astype(np.int32)
 
 
 def trained(model, *inputs, recipe=None, **options):
-    """A converted model with state that has seen data: amaxes from 2 to 3. Nothing is compiled."""
+    """Returns a converted model with state that has seen data: amaxes from 2 to 3. Compiles nothing."""
     model8 = fp8.quantize_model(model, recipe, **{**ALL, "allow_unmatched": True, **options})
     variables = variables_of(model8, *inputs)
     rng = np.random.default_rng(2)

@@ -17,7 +17,7 @@ MAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float8_e4m3fnuz": 240.0,
 
 
 def finite_codes(name):
-    """All finite values of a format, float64, by decoding the 256 bytes."""
+    """Returns all finite values of a format in float64, by decoding the 256 bytes."""
     values = np.arange(256, dtype=np.uint8).view(FP8[name]).astype(np.float64)
     return values[np.isfinite(values)]
 
@@ -54,7 +54,7 @@ def nearest_code(x, name):
 
 
 def next_scale(history, scale, name, margin=0, algorithm="max"):
-    """The scale of this step, float32, from the amaxes before it."""
+    """Returns the float32 scale of this step from the amaxes before it."""
     amax = np.float32(history[0] if algorithm == "most_recent" else np.max(history))
     if not np.isfinite(amax) or amax < np.finfo(np.float32).tiny:
         return np.asarray(scale, np.float32)
@@ -72,12 +72,12 @@ def next_history(x, history):
 
 
 class DenseStep:
-    """Forward and backward of ``x @ w`` with delayed scaling, accumulated in float64."""
+    """Computes ``x @ w`` and its gradients with delayed scaling, accumulated in float64."""
 
     def __init__(
         self, length, forward="float8_e4m3fn", backward="float8_e5m2", *, round_operands=True, **options
     ):
-        """``round_operands``: whether the dequantized operands are rounded to the dtype they had."""
+        """Sets the options; ``round_operands`` rounds the dequantized operands to their old dtype."""
         self.round_operands = round_operands
         self.options, self.dtypes = options, {"input": forward, "kernel": forward, "output_grad": backward}
         self.scale = {r: np.ones((1,), np.float32) for r in self.dtypes}

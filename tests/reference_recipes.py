@@ -13,7 +13,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def as_float32(x):
-    """Casts to float32: finite values stay finite, subnormal results become zero of the same sign."""
+    """Casts to float32; finite values stay finite, and subnormal results become zeros of the same sign."""
     with np.errstate(all="ignore"):  # a signalling NaN warns
         x = np.asarray(x).astype(np.float64)
         x = np.where(np.isinf(x), x, np.clip(x, -FLOAT32_MAX, FLOAT32_MAX)).astype(np.float32)
@@ -21,14 +21,14 @@ def as_float32(x):
 
 
 def amax(x, axis=None):
-    """Largest finite magnitude, float32, 0 where there is none; keeps the dimensions of ``axis``."""
+    """Returns the largest finite magnitude in float32, or 0; keeps the dimensions of ``axis``."""
     x = as_float32(x)
     magnitude = np.where(np.isfinite(x), np.abs(x), np.float32(0))
     return np.asarray(np.max(magnitude, axis=axis, keepdims=axis is not None, initial=np.float32(0)))
 
 
 def scale_of(amax, name, kind):
-    """The scales for finite ``amax``: float32, or E8M0 for the kinds ``e8m0_*``."""
+    """Returns the scales for a finite ``amax``, in float32, or in E8M0 for the kinds ``e8m0_*``."""
     amax = as_float32(amax)
     if kind == "exact":
         with np.errstate(all="ignore"):
@@ -57,7 +57,7 @@ def as_float64(scale):
 
 
 def codes_of(x, scale, name):
-    """FP8 codes of ``x / scale``, saturated; the quotient is float32 by a float32 scale, exact by E8M0."""
+    """Returns saturated FP8 codes of ``x / scale``, a float32 quotient, exact for an E8M0 scale."""
     x, scale = as_float32(x), np.asarray(scale)
     with np.errstate(all="ignore"):
         if scale.dtype == E8M0:
@@ -74,7 +74,7 @@ def tensorwise(x, name, kind="exact"):
 
 
 def axiswise(x, name, axes, kind="exact"):
-    """One scale per slice over ``axes`` (an int or a tuple), the contracted axes."""
+    """Returns one scale per slice over ``axes`` (an int or a tuple), the contracted axes."""
     scale = scale_of(amax(x, axes), name, kind)
     return codes_of(x, scale, name), scale
 
@@ -85,7 +85,7 @@ def over_blocks(scale, block):
 
 
 def blockwise(x, name, block, kind):
-    """One scale per block of the last two axes, which are padded at their ends with zeros."""
+    """Returns one scale per block of the last two axes, which are padded at their ends with zeros."""
     x, (rows, columns) = as_float32(x), block
     padding = [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % rows), (0, -x.shape[-1] % columns)]
     x = np.pad(x, padding)
@@ -96,13 +96,13 @@ def blockwise(x, name, block, kind):
 
 
 def dequantize(codes, scale, block=None):
-    """``codes * scale`` in float64; with ``block``, the scale is that of ``blockwise``."""
+    """Returns ``codes * scale`` in float64; with ``block``, the scale is that of ``blockwise``."""
     scale = as_float64(scale)
     return np.asarray(codes).astype(np.float64) * (scale if block is None else over_blocks(scale, block))
 
 
 def tensors(shape, seed):
-    """Float32 tensors to quantize, by name; "rows" are those along the last axis."""
+    """Returns float32 tensors to quantize, by name; "rows" are those along the last axis."""
     rng = np.random.default_rng(seed)
     size, row_shape = int(np.prod(shape)), (int(np.prod(shape[:-1])), int(np.prod(shape[-1:])))
 

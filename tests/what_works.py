@@ -1,4 +1,4 @@
-"""The tables of docs/what_works.md: each cell is written, and later checked, by the test that saw it."""
+"""Tables of docs/what_works.md: a test writes each cell, and checks it in later runs."""
 
 import re
 
@@ -11,7 +11,7 @@ EXPLICIT = "explicit axes of a mesh, `out_sharding`"
 
 
 def _cells(page):
-    """Returns what the page says, by table, row and column."""
+    """Returns the cells of the page by table, row and column."""
     cells = {}
     for name, text in re.findall(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", page, re.DOTALL):
         lines = [[c.strip() for c in line.strip().strip("|").split("|")] for line in text.splitlines()]
@@ -25,12 +25,12 @@ def rows(table):
 
 
 def read(table, row, column):
-    """Returns what the page says in a cell, None where it says nothing."""
+    """Returns the text of a cell of the page; None if it is empty."""
     return _cells(PAGE.read_text(encoding="utf-8")).get(table, {}).get(row, {}).get(column)
 
 
 def write(seen):
-    """Writes what was seen into the page. Two tests of one cell must agree; others stay as they are."""
+    """Writes the cells that tests have seen into the page; two tests of one cell must agree."""
 
     page = PAGE.read_text(encoding="utf-8")
     cells = _cells(page)

@@ -1,4 +1,4 @@
-"""The demo: its numbers do not depend on being killed, and its errors are one line."""
+"""The demo computes the same numbers after a kill, and its errors are one line."""
 
 import errno
 import functools
@@ -69,7 +69,7 @@ def tiny_task(text):
 
 
 def trained(task, precision, folder, stop_after=None):
-    """Trains, until a step is done or to the end."""
+    """Trains until a given step is done, or to the end."""
     run = training.Run(task, precision, 0)
     for step, _ in run.train(folder):
         if step == stop_after:
@@ -79,7 +79,7 @@ def trained(task, precision, folder, stop_after=None):
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """Trains with a precision without interruption; each one once."""
+    """Returns a function that trains in a precision without interruption, once for each."""
     folder = tmp_path_factory.mktemp("whole")
     task = tiny_task(write_text(folder / "text"))
     return functools.cache(lambda precision: trained(task, precision, folder / precision))
@@ -97,7 +97,7 @@ PLOTS = {name: getattr(report, name) for name in ("plot_loss", "plot_scaling")}
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """A small model, and figures with nothing in them but where a test is ``drawn``."""
+    """Uses a small model; plots write no picture unless a test uses ``drawn``."""
     monkeypatch.setattr(tasks, "Settings", TINY)
     for name in PLOTS:
         monkeypatch.setattr(report, name, lambda path, *_: report.write_text(path, "no picture"))
@@ -183,7 +183,7 @@ class TestTraining:
         np.testing.assert_allclose(scale[1:, :, 0], before / 448, rtol=1e-6)
 
     def test_ctrl_c_while_a_loss_is_converted(self, text, tmp_path, monkeypatch):
-        """NumPy makes it a ValueError where it converts what has items, such as an array of JAX."""
+        """NumPy raises a ValueError if Ctrl-C arrives while it converts a JAX array."""
 
         class Loss:
             def __float__(self):
@@ -208,7 +208,7 @@ class TestTraining:
             trained(tiny_task(text), "bf16", tmp_path)
 
     def test_a_flipped_bit_of_a_checkpoint_is_found(self, tmp_path):
-        """Orbax alone hands many of them on as they are."""
+        """The digest finds each flipped bit; Orbax alone returns many without an error."""
         weights = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
         done = {"state": {"step": jnp.int32(3), "w": weights}, "train_loss": np.arange(9.0)}
         seen = []
@@ -257,7 +257,7 @@ class Terminal(io.StringIO):
 
 
 class FakeRun:
-    """60 steps, in no time."""
+    """Run of 60 steps that trains nothing and takes no time."""
 
     def __init__(self, task, precision, seed):
         self.accuracy, self.step_seconds = None, [0.5]
@@ -434,7 +434,7 @@ class TestCommandLine:
                 fails("--resume")
 
     def test_one_run_at_a_time(self, text, tmp_path, capsys):
-        """The lock is held by a process: one that was killed holds none."""
+        """A process holds the lock, so a killed one does not."""
         arguments = ["--data", str(text), "--precision", "bf16", "--steps", str(STEPS)]
         arguments += ["--out", str(tmp_path)]
         script = "import sys, filelock; x = filelock.FileLock(sys.argv[1]).acquire(); print(); input()"

@@ -1,4 +1,4 @@
-"""The demo's classification tasks: what is read, trained, printed and saved; errors are one line."""
+"""The classification tasks of the demo read, train, print and save; errors are one line."""
 
 import json
 import os
@@ -25,7 +25,7 @@ WORDS = {
 }
 OTHERS = ("the", "film", "of", "a", "man", "who", "finds", "his", "way", "home", "and", "was", "in", "end")
 IMDB_LAYERS = 8
-"""Query, key, value, out; up, down; hidden, positive."""
+"""Number of FP8 layers: query, key, value, out; up, down; hidden, positive."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def _promotion_of_optax():
 
 
 def write_reviews(folder, train=20, test=10):
-    """Writes that many short reviews of each class: ours, in the layout of aclImdb."""
+    """Writes ``count`` short reviews of each class in the layout of aclImdb."""
     rng = np.random.default_rng(0)
     for part, count in (("train", train), ("test", test)):
         for name, words in WORDS.items():
@@ -83,7 +83,7 @@ def check_results(out, printed, layers, count):
             assert run["accuracy"] * count == pytest.approx(round(run["accuracy"] * count))
             assert f"accuracy {100 * run['accuracy']:.2f} %" in printed
             assert np.isfinite(run["train_loss"]).all()
-        # From the same weights on the same batch; FP8 is another rounding.
+        # The two runs have the same weights and batches, and differ by the rounding to FP8.
         assert in_fp8["train_loss"][0] == pytest.approx(bf16["train_loss"][0], rel=0.05)
         assert in_fp8["train_loss"] != bf16["train_loss"]
     last = printed.strip().splitlines()[-1]
@@ -269,7 +269,7 @@ class TestDigits:
 
     @pytest.mark.usefixtures("_all_cells")
     def test_fp8_is_as_accurate_as_bf16(self, tmp_path):
-        """Over three seeds, each with images of its own held out: as the command is run."""
+        """Runs the command over three seeds; each seed holds out other images."""
         process = subprocess.run(
             [sys.executable, "-m", "fp8flax.demo", "digits", "--out", str(tmp_path / "out")],
             env={**os.environ, "JAX_PLATFORMS": "cpu"},

@@ -1,4 +1,4 @@
-"""Errors that say what to do, where what came is a likely slip."""
+"""Likely mistakes raise errors that say what to do."""
 
 from functools import partial
 
@@ -60,7 +60,7 @@ def test_class_where_an_instance_is_needed():
         lambda v: optax.masked(optax.adam(1e-3), jax.tree.map(lambda _: True, v)),
         lambda v: optax.masked(optax.adam(1e-3), {"params": True, OWG: False}),
         lambda v: optax.chain(optax.clip(1.0), optax.adamw(1e-3, mask=jax.tree.map(lambda _: True, v))),
-        # These trained nothing, and said nothing.
+        # Without the error these would train nothing, silently.
         lambda v: optax.masked(optax.adam(1e-3), lambda v: {k: k == "params" for k in v}),
         lambda v: optax.multi_transform(
             {"optimize": optax.adam(1e-3), "leave": optax.set_to_zero()},
@@ -81,7 +81,7 @@ def test_masks_over_whole_variables(make, dense):
         optax.masked(optax.adam(1e-3), lambda params: {k: k == "kernel" for k in params}),
         optax.masked(optax.adam(1e-3), {"kernel": False, "bias": False}),  # as asked
         optax.chain(optax.masked(optax.add_decayed_weights(0.1), lambda p: jax.tree.map(jnp.ndim, p))),
-        # No parameter has this shape; that a history has is nothing to the optimizer.
+        # No parameter has this shape; the optimizer does not see the history that has it.
         optax.masked(optax.adam(1e-3), lambda p: jax.tree.map(lambda x: x.shape == (4,), p)),
     ],
 )
@@ -117,7 +117,7 @@ def test_no_state_at_init_says_what_to_do():
         traced(Stack(("params",)), X)
     with pytest.raises(fp8.MissingStateError, match=match):
         traced(nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp), X, mutable=["params"])
-    # The advice, followed.
+    # The advice of the message works.
     assert OWG in traced(Stack(("params", OWG)), X)
 
 

@@ -1,4 +1,4 @@
-"""A file that is replaced is the old one or the new one; a disk that is full is a limit on its size."""
+"""A replaced file is the old one or the new one; a limit on file sizes stands for a full disk."""
 
 import errno
 import os
@@ -63,7 +63,7 @@ def test_nothing_is_lost_at_any_step(fails, tmp_path, monkeypatch):
 
 
 def test_order(tmp_path, monkeypatch):
-    """The bytes are on the disk before the name is, and then the name."""
+    """The bytes are flushed to the disk before the name, and then the name."""
     done = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (done.append(stat.S_IFMT(os.fstat(fd).st_mode)), fsync(fd)))

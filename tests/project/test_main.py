@@ -1,4 +1,4 @@
-"""``python -m fp8flax`` says what a bug report needs."""
+"""``python -m fp8flax`` prints what a bug report needs."""
 
 import importlib.metadata
 import subprocess

@@ -1,4 +1,4 @@
-"""The pages on migration: what they show runs, before and after, and differs as they say it does."""
+"""The code on the pages about migration runs, before and after, and differs as the pages say."""
 
 import functools
 import re
@@ -16,7 +16,7 @@ from tests import ROOT
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 PAGES = {path.stem.removeprefix("migrating_"): path for path in (ROOT / "docs").glob("migrating_*.md")}
-# Blocks of what is not among the dependencies of the tests are ``py``, others ``python``.
+# Blocks that need packages which the tests do not have are marked ``py``, and others ``python``.
 BEFORE, AFTER = "py", "python"
 
 
@@ -26,7 +26,7 @@ def blocks_of(page, language):
 
 @functools.cache
 def run(page, language):
-    """Returns what the blocks of a page leave behind; each is run once."""
+    """Returns the namespace after the code blocks of a page; each page runs once."""
     namespace = {}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in blocks_of(page, language):
@@ -109,7 +109,7 @@ class TestTransformerEngine:
         np.testing.assert_allclose(state["input_scale"], 3 / 448)
 
     def test_state_is_carried_over(self):
-        """The next scale is that which Transformer Engine has stored, written from its documentation."""
+        """The next scale equals the one that Transformer Engine stores, by its documentation."""
         carry = run("transformer_engine", AFTER)["state_of_transformer_engine"]
         amaxes = [5.0, 2.0, 3.0, 1.0, 4.0]
         history, scale = np.zeros(4, np.float32), np.ones(1, np.float32)

@@ -28,7 +28,7 @@ execute_script = _load_execute_script()
 
 @pytest.fixture(scope="module")
 def fresh_run():
-    """A function from a notebook's name to the notebook with fresh outputs; each one is run once."""
+    """Returns a function that maps a notebook's name to its fresh run; each notebook runs once."""
     runs = {}
 
     def run(name):
@@ -97,7 +97,7 @@ def test_committed_outputs_are_those_of_a_clean_run(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "01_fp8_basics.ipynb"])
 def test_each_picture_is_described(name):
-    """To readers who do not see it."""
+    """Every picture has a description for readers who do not see it."""
     cells = nbformat.read(FOLDER / name, as_version=4).cells
     shown = [i for i, cell in enumerate(cells) if "image/png" in str(cell.get("outputs", ""))]
     assert all(cells[i + 1].source.startswith("*The picture") for i in shown)

@@ -34,7 +34,7 @@ def test_changelog_has_this_version_or_what_is_to_be_released():
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
 def test_template(path):
-    """It has a head that hosts read, and names of ours that are there."""
+    """The template has the header that hosts read, and names only what the package has."""
     text = path.read_text()
     assert re.match(r"---\nname: .+\nabout: .+\n---\n", text)
     assert all(hasattr(fp8flax, name) for name in re.findall(r"fp8flax\.(\w+)", text))

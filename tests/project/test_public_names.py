@@ -29,7 +29,7 @@ MOVED = [
         if callable(value) and "fp8flax" in (value.__module__ or "") and hasattr(value, "__qualname__")
     )
 ]
-"""Classes and functions of ours with their package; aliases once."""
+"""Public classes and functions with their package, without aliases."""
 CLASSES = [value for _, value in MOVED if inspect.isclass(value)]
 
 
@@ -104,7 +104,7 @@ def test_values_are_pickled_under_public_names_and_read_from_older_pickles():
 
 @pytest.mark.oldest
 def test_type_hints_of_classes_are_found():
-    """They are text, which ``typing.get_type_hints`` evaluates where ``__module__`` says."""
+    """Annotations are text, which ``typing.get_type_hints`` evaluates in ``__module__``."""
     hints = {
         cls: typing.get_type_hints(cls, localns=vars(jaxtyping) | {"ArrayTree": None}) for cls in CLASSES
     }
@@ -128,7 +128,7 @@ def test_the_source_of_functions_and_methods_is_found():
 @pytest.mark.oldest
 @PACKAGES
 def test_doctest_finds_every_example(package):
-    """It asks ``__module__`` what belongs to a module."""
+    """doctest asks ``__module__`` which objects belong to a module."""
     found = {test.name for test in doctest.DocTestFinder().find(package) if test.examples}
     have = {
         f"{package.__name__}.{value.__qualname__}"

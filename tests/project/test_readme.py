@@ -33,7 +33,7 @@ LONG = (
 )
 
 
-# test_loops.py and test_migrating.py run theirs, and look at what they leave.
+# test_loops.py and test_migrating.py run the code of these pages.
 @pytest.mark.parametrize(
     "page",
     [
@@ -130,7 +130,7 @@ def test_the_readme_fits_two_screens():
 
 
 def test_the_chinese_readme_has_the_same_blocks_of_code():
-    """And the same links, but to the other language."""
+    """The two READMEs have the same links, except the one to the other language."""
     blocks, links = (
         [re.findall(pattern, text, re.DOTALL) for text in (README, PAGES[IN_CHINESE])]
         for pattern in (r"```.*?```", r"\]\(([^)]+)\)")
@@ -162,7 +162,7 @@ def test_help_lists_every_target():
 
 
 def test_what_ci_runs_on_the_oldest_and_the_newest_jax():
-    """Some test of every folder."""
+    """CI runs a test of every folder."""
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
     marked = {p.parent.name for p in (ROOT / "tests").glob("*/test_*.py") if "mark.oldest" in p.read_text()}
     assert marked == folders

@@ -160,7 +160,7 @@ def test_search_finds(open_page, query, place):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_pictures(open_page, size, scheme):
-    """Written to ``build/pictures``, to be looked at."""
+    """Writes pictures of pages to ``build/pictures``, for people to look at."""
     colours = set()
     for name in SEEN:
         page = open_page(f"{name}.html", size, scheme)
@@ -218,7 +218,7 @@ def test_a_wide_table_is_scrolled_in_a_frame(open_page):
 
 
 def test_links(browser):
-    """Each leads to a file of the site, and to a place that is there, or says that it leaves the site."""
+    """Each link leads to an existing place of the site, or is marked as external."""
     page = browser.new_page(java_script_enabled=False)
     links, places = {}, {}
     for name in PAGES:
@@ -242,7 +242,7 @@ def test_links(browser):
 
 
 def test_names():
-    """Links on them are links, and none is of the package's insides."""
+    """The API pages show no unresolved link and no private name."""
     for name in PAGES:
         text = (SITE / name).read_text()
         assert "][fp8flax" not in text, name

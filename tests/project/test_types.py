@@ -1,4 +1,4 @@
-"""Public functions say the dtypes and the shapes of their arrays, and keep to them."""
+"""Annotations of public functions state dtypes and shapes, and the functions obey them."""
 
 import inspect
 import subprocess
@@ -29,7 +29,7 @@ def hints_of(thing):
 
 
 def checked(function):
-    """Returns a function that raises where an argument or the result is not what the annotations say."""
+    """Returns a function that raises if an argument or the result does not match its annotation."""
     hints, signature = hints_of(function), inspect.signature(function)
     parameters = [p.replace(annotation=hints.get(p.name, p.empty)) for p in signature.parameters.values()]
 

@@ -1,4 +1,4 @@
-"""The wheel that ``python -m build`` makes: what is in it, and that it works where there is no clone."""
+"""The wheel that ``python -m build`` makes has the right files, and works without a clone."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def run(*command, cwd):
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """The folder with the source distribution, and the wheel that was made of it."""
+    """Returns the folder with the source distribution and the wheel that was made from it."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     return folder
@@ -62,7 +62,7 @@ def test_wheel_has_the_package_and_nothing_else(wheel):
 
 
 def test_source_has_what_a_clone_has(dist):
-    """But for what is ignored: a check of the source runs the tests."""
+    """The source distribution has all files that git does not ignore, so that its tests can run."""
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as file:
         names = {Path(*Path(name).parts[1:]) for name in file.getnames()}
@@ -86,7 +86,7 @@ print(json.dumps([fp8.__file__, version, fp8.__version__, out.tolist()]))
 
 
 def test_wheel_works_where_there_is_no_clone(wheel, tmp_path):
-    """In an environment of its own, which then borrows the dependencies: nothing is downloaded."""
+    """The wheel is installed in an environment that borrows the dependencies, so nothing is downloaded."""
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     run(
@@ -111,7 +111,7 @@ def test_wheel_works_where_there_is_no_clone(wheel, tmp_path):
     assert out == [[4.0] * 8] * 2  # 1.05 is 1 in e4m3
     assert "usage: " in run(python, "-I", "-m", "fp8flax.demo", "--help", cwd=tmp_path)
     assert "usage: " in run(tmp_path / "venv" / "bin" / "fp8flax", "--help", cwd=tmp_path)
-    # A package index has neither the pictures nor the pages.
+    # A package index does not show the pictures and the pages.
     metadata = (next(site.glob("fp8flax-*.dist-info")) / "METADATA").read_text()
     links = re.findall(r"\]\(([^)]+)\)", metadata)
     assert len(links) > 20

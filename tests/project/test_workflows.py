@@ -84,7 +84,7 @@ def test_pythons_are_those_that_the_project_names():
 
 @pytest.mark.parametrize("flow", WORKFLOWS)
 def test_each_runs_for_pull_requests_and_main(flow):
-    on = WORKFLOWS[flow][True]  # YAML 1.1 reads the word as a truth value
+    on = WORKFLOWS[flow][True]  # YAML 1.1 reads `on` as a boolean
     assert on == {"push": {"branches": ["main"]}, "pull_request": None}
     assert "group" in WORKFLOWS[flow]["concurrency"]
 
