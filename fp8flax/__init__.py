@@ -72,7 +72,7 @@ from fp8flax._train.plots import (
 
 # The scaling state in a tree of variables.
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
-from fp8flax._linen.op import MissingStateError as MissingStateError
+from fp8flax._core.op_base import MissingStateError as MissingStateError
 from fp8flax._train.bridge import add_fp8_state as add_fp8_state, remove_fp8_state as remove_fp8_state
 from fp8flax._train.calibrate import calibrate as calibrate
 from fp8flax._train.check import check_state as check_state

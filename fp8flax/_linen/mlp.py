@@ -29,7 +29,7 @@ class _States(Fp8DotGeneralOp):
 
     @nn.compact
     def __call__(self, recipe: Recipe) -> States:  # type: ignore[override]
-        return self._states(recipe)
+        return self.states(recipe)
 
 
 class Given(NamedTuple):

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from fp8flax._core.formats import Format
-from fp8flax._core.plans.conv import fp8_conv_general_dilated
-from fp8flax._core.plans.dot_general import DimensionNumbers
+from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
 from fp8flax._core.plans.einsum import einsum_with
-from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
+from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT, OpRow
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._linen.op import Fp8Op
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Integer
+    from jaxtyping import Float
 
 
-class Fp8DotGeneralOp(Fp8Op):
+class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     """FP8 matmul for Linen layers, called like ``lax.dot_general``.
 
     Give the class to a layer: ``nn.Dense(..., dot_general_cls=fp8flax.Fp8DotGeneralOp)``.
@@ -34,19 +32,8 @@ class Fp8DotGeneralOp(Fp8Op):
     ``_overwrite_with_gradient``: ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and
     ``{…}_amax_history`` of shape ``(amax_history_len,)``. The gradient of each variable is its next value:
     the scale that this step used, and the history with this step's amax at index 0. The next step computes
-    its scale from that history. Other recipes declare
-    no variables. Under ``autocast(enabled=False)`` the op is ``lax.dot_general``.
-
-    The call takes:
-        lhs: the input, any shape; bfloat16, float16, float32 or float64.
-        rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
-        dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
-        precision: None takes the accumulation of the recipe (by default fast forward, exact gradients).
-            ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
-        preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general`` returns.
-            (For operands of two dtypes this is the wider one; Flax's op casts the input to the kernel's
-            dtype.)
-        out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
+    its scale from that history. Other recipes declare no variables. Under ``autocast(enabled=False)`` the
+    op is ``lax.dot_general``. The call takes the arguments of ``lax.dot_general``.
 
     Attributes:
         recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
@@ -57,7 +44,7 @@ class Fp8DotGeneralOp(Fp8Op):
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: an operand has another dtype than those above, or the state is not float32.
+        TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32.
         ValueError: the history in the state has another length than the recipe says.
 
     Example:
@@ -70,22 +57,7 @@ class Fp8DotGeneralOp(Fp8Op):
     Source: ``flax.linen.fp8_ops``, whose variables it shares; Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
-    field = "dot_general"
-
-    @nn.compact
-    def __call__(
-        self,
-        lhs: Float[jax.Array, "*input"],
-        rhs: Float[jax.Array, "*kernel"],
-        dimension_numbers: DimensionNumbers,
-        precision: jax.lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> Float[jax.Array, "*output"]:
-        """Multiplies the operands in FP8; see the class for the arguments."""
-        operands = lhs, rhs, dimension_numbers, precision, preferred_element_type
-        return self._multiplier()(*operands, out_sharding=out_sharding)
+    row = DOT_GENERAL
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
@@ -117,23 +89,13 @@ class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
     Source: ``flax.linen.fp8_ops.NANOOFp8DotGeneralOp``.
     """
 
-    def _default_recipe(self) -> DelayedScaling:
-        return DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
+    default_recipe = DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
 
 
-class Fp8Einsum(Fp8Op):
+class Fp8Einsum(EinsumCall, Fp8Op):
     """FP8 einsum of two operands, with the scaling state of ``Fp8DotGeneralOp``.
 
     The first operand is the input and the second is the kernel, in any order of the result's indices.
-
-    The call takes:
-        eqn: the equation; no index may occur twice within one operand.
-        lhs: the input, any shape; bfloat16, float16, float32 or float64.
-        rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
-        precision: None takes the accumulation of the recipe (by default fast forward, exact gradients).
-            ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
-        preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general`` returns.
-        out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
 
     Attributes:
         recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
@@ -144,8 +106,8 @@ class Fp8Einsum(Fp8Op):
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: ``eqn`` is not a string, an operand has another dtype than those above, or the state is
-            not float32.
+        TypeError: ``eqn`` is not a string, an operand is not bfloat16, float16, float32 or float64, or the
+            state is not float32.
         ValueError: the equation does not fit the operands, or the state does not fit the recipe.
 
     Example:
@@ -158,28 +120,10 @@ class Fp8Einsum(Fp8Op):
     Source: ``flax.linen.fp8_ops.Fp8Einsum``.
     """
 
-    @nn.compact
-    def __call__(
-        self,
-        eqn: str,
-        lhs: Float[jax.Array, "*input"],
-        rhs: Float[jax.Array, "*kernel"],
-        precision: jax.lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> Float[jax.Array, "*output"]:
-        """Contracts the operands in FP8; see the class for the arguments."""
-        if not isinstance(eqn, str):
-            raise TypeError(
-                f"eqn must be an equation such as 'ab,bc->ac'; got {type(eqn).__name__}. Fp8Einsum is "
-                "called like jnp.einsum; a layer takes fp8flax.Fp8DotGeneralOp as dot_general_cls=."
-            )
-        operands = eqn, lhs, rhs, precision, preferred_element_type
-        return einsum_with(self._multiplier(), *operands, out_sharding)
+    row = EINSUM
 
 
-class Fp8ConvGeneralDilatedOp(Fp8Op):
+class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
     """FP8 convolution for Linen layers, called like ``lax.conv_general_dilated``.
 
     Give the class to a layer: ``nn.Conv(..., conv_general_dilated_cls=fp8flax.Fp8ConvGeneralDilatedOp)``.
@@ -198,21 +142,6 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     The scaling state is that of ``Fp8DotGeneralOp``. Under ``autocast(enabled=False)`` the op is
     ``lax.conv_general_dilated``.
 
-    The call takes:
-        lhs: the input, in the layout of ``dimension_numbers``; bfloat16, float16, float32 or float64.
-        rhs: the kernel, in the layout of ``dimension_numbers`` and the dtype of ``lhs``.
-        window_strides: one int for each spatial dimension.
-        padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair ``(before, after)`` for each spatial
-            dimension.
-        lhs_dilation: one int for each spatial dimension; None for 1.
-        rhs_dilation: one int for each spatial dimension; None for 1.
-        dimension_numbers: the layouts, as ``lax.conv_general_dilated`` takes them.
-        feature_group_count: number of groups of features.
-        batch_group_count: number of groups of the batch.
-        precision: for a matmul as in ``Fp8DotGeneralOp``; otherwise the precision of all three
-            convolutions.
-        preferred_element_type: dtype of the result; None for the dtype of the operands.
-
     Attributes:
         recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
             ``DelayedScaling()`` outside of it.
@@ -221,7 +150,7 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: an operand has another dtype than those above, or the state is not float32.
+        TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32.
         ValueError: the recipe scales along the contraction and the convolution is not a matmul, or the
             history in the state has another length than the recipe says.
 
@@ -235,42 +164,10 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     Source: ``lax.conv_general_dilated``; recipes of Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
-    plain = staticmethod(jax.lax.conv_general_dilated)
-    in_fp8 = staticmethod(fp8_conv_general_dilated)
-    field = "conv_general_dilated"
-
-    @nn.compact
-    def __call__(
-        self,
-        lhs: Float[jax.Array, "*input"],
-        rhs: Float[jax.Array, "*kernel"],
-        window_strides: Sequence[int],
-        padding: str | Sequence[tuple[int, int]],
-        lhs_dilation: Sequence[int] | None = None,
-        rhs_dilation: Sequence[int] | None = None,
-        dimension_numbers: Any = None,
-        feature_group_count: int = 1,
-        batch_group_count: int = 1,
-        precision: jax.lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-    ) -> Float[jax.Array, "*output"]:
-        """Convolves the operands in FP8; see the class for the arguments."""
-        return self._multiplier()(
-            lhs,
-            rhs,
-            window_strides,
-            padding,
-            lhs_dilation,
-            rhs_dilation,
-            dimension_numbers,
-            feature_group_count,
-            batch_group_count,
-            precision,
-            preferred_element_type,
-        )
+    row = CONV
 
 
-class Fp8RaggedDotOp(Fp8Op):
+class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     """FP8 matmul of a mixture of experts, called like ``lax.ragged_dot``.
 
     ``out[m] = lhs[m] . rhs[e]``, where ``e`` is the expert of row ``m``: the first ``group_sizes[0]`` rows
@@ -282,14 +179,6 @@ class Fp8RaggedDotOp(Fp8Op):
     ``(experts, amax_history_len)``. The input and the output gradient have one scale each. Under
     ``autocast(enabled=False)`` the op is ``lax.ragged_dot``.
 
-    The call takes:
-        lhs: the input, ``(rows, K)``, sorted by expert; bfloat16, float16, float32 or float64.
-        rhs: the kernels, ``(experts, K, N)``; bfloat16, float16, float32 or float64.
-        group_sizes: rows of each expert, ``(experts,)``, integers.
-        precision: None takes the accumulation of the recipe (by default fast forward, exact gradients).
-            ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
-        preferred_element_type: dtype of the result; None for the dtype that ``lax.ragged_dot`` returns.
-
     Attributes:
         recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
             ``DelayedScaling()`` outside of it. Values with scales per block are multiplied in a wide dtype,
@@ -300,7 +189,7 @@ class Fp8RaggedDotOp(Fp8Op):
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: an operand has another dtype than those above, or the state is not float32.
+        TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32.
         ValueError: the shapes do not fit, or the state does not fit the recipe or the number of experts.
 
     Example:
@@ -313,21 +202,22 @@ class Fp8RaggedDotOp(Fp8Op):
     Source: ``jax.lax.ragged_dot``; the state of ``flax.linen.fp8_ops``, per expert.
     """
 
-    plain = staticmethod(jax.lax.ragged_dot)
-    in_fp8 = staticmethod(fp8_ragged_dot)
+    row = RAGGED_DOT
 
-    @nn.compact
-    def __call__(
-        self,
-        lhs: Float[jax.Array, "rows depth"],
-        rhs: Float[jax.Array, "experts depth columns"],
-        group_sizes: Integer[jax.Array, " experts"],
-        precision: jax.lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-    ) -> Float[jax.Array, "rows columns"]:
-        """Multiplies each row by the kernel of its expert, in FP8; see the class for the arguments."""
-        multiply = self._multiplier(kernel=jnp.shape(rhs)[:1])
-        return multiply(lhs, rhs, group_sizes, precision, preferred_element_type)
+
+_classes: dict[OpRow, type[Fp8Op]] = {
+    DOT_GENERAL: Fp8DotGeneralOp,
+    EINSUM: Fp8Einsum,
+    CONV: Fp8ConvGeneralDilatedOp,
+    RAGGED_DOT: Fp8RaggedDotOp,
+}
+
+
+def class_of(row: OpRow) -> type[Fp8Op]:
+    """Returns the Linen op of a row of the table; the same class at each call."""
+    if row not in _classes:
+        _classes[row] = type(row.name, (row.call, Fp8Op), {"row": row, "__module__": __name__})
+    return _classes[row]
 
 
 class Einsum(nn.Einsum):

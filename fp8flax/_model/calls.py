@@ -17,6 +17,7 @@ from fp8flax._core.names import BY_OP, COUNTED, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._linen.conversion import conversion, converting
 from fp8flax._linen.op import Fp8Op
+from fp8flax._linen.ops import class_of
 from fp8flax._model.beside_params import beside_params
 from fp8flax._model.interception import Contraction, Interception, Left
 from fp8flax._model.jaxprs import CAST
@@ -106,25 +107,25 @@ class Call:
 
     def convert(self, contraction: Contraction) -> Any:
         """Computes a contraction as the rules say."""
-        op, arguments, restore = as_op(contraction)
-        site = site_of(contraction, arguments)
+        found = as_op(contraction)
+        site, op = site_of(contraction, found), class_of(contraction.op)
         decision = self._rules_here.decide(site)
         if self._rules_here is not self.rules:
             decision = decision._replace(rule=None)  # none of the model's own
-        name = f"{op.__name__}_{name_of(site, contraction, arguments)}"
+        name = f"{op.__name__}_{name_of(site, contraction, found)}"
         scope: Any = contraction.frame.module.scope
         bare = site._replace(module=type(site.module))  # of whose scope nothing may outlive its trace
-        found = SeenSite(bare, decision, name, arguments[0] is not contraction.operands[0])
-        self.sites.append(found)
+        seen = SeenSite(bare, decision, name, found.is_swapped)
+        self.sites.append(seen)
         if self.is_counting:
-            return Left(found.scope)
+            return Left(seen.scope)
         if not decision.converts:
             return Left()
         with jax.named_scope(BY_OP):
             out = op(
                 recipe=decision.recipe, form=self._rules_here.form, parent=scope.push(name, reuse=True)
-            )(*arguments)
-        return restore(out)
+            )(*found.arguments)
+        return found.restore(out)
 
     def on_op(
         self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any, **told: Any

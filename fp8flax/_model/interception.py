@@ -21,7 +21,8 @@ from fp8flax._compat.flax_scopes import variables_of
 from fp8flax._compat.jaxprs import equations
 from fp8flax._compat.traces import FrontTrace, Watcher, current_watcher, unwatched, watched_by
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
-from fp8flax._model.jaxprs import CONTRACTIONS, has_contraction
+from fp8flax._core.plans.ops import OpRow, row_of
+from fp8flax._model.jaxprs import has_contraction
 from fp8flax._model.param_origin import Origin, ParamOrigins
 
 # Matches whole elements of a stack of scopes: the name of a module may begin alike.
@@ -55,7 +56,7 @@ class Frame(NamedTuple):
 class Contraction(NamedTuple):
     """A contraction that a method is about to compute."""
 
-    primitive: str
+    op: OpRow
     operands: tuple[Any, ...]
     params: dict[str, Any]
     origins: tuple[Origin | None, ...]
@@ -173,10 +174,11 @@ class _Watcher(Watcher):
             return front.compute(primitive, operands, params)
         scope, origins = frame.module.scope, interception.origins
         computed_in: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if primitive.name in CONTRACTIONS and not _was_dealt_with(name_scopes.current()):
+        op = row_of(primitive, params)
+        if op is not None and not _was_dealt_with(name_scopes.current()):
             elsewhere = [origins.elsewhere(x, scope) for x in operands[:2]]
             contraction = Contraction(
-                primitive.name,
+                op,
                 tuple(operands),
                 params,
                 tuple(origins.of(x, scope) for x in operands[:2]),

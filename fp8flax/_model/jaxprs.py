@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from fp8flax._compat.interpreter import Set, Sets, results_within
 from fp8flax._compat.jaxprs import Equation, equations, programs_in
 from fp8flax._core.names import BY_OP
+from fp8flax._core.plans.ops import OpRow, row_of
 
-DOT, CONV, RAGGED_DOT = "dot_general", "conv_general_dilated", "ragged_dot_general"
-CONTRACTIONS = (DOT, CONV, RAGGED_DOT)
 # What changes the place or the dtype of values, and nothing else.
 CAST = "convert_element_type"
 MOVEMENTS = (
@@ -117,17 +116,19 @@ def uses_of(primitive: Any, params: Mapping[str, Any], num_operands: int, num_re
 
 
 def has_contraction(program: Any) -> bool:
-    """Tells whether a program computes a contraction where opening jitted functions finds it."""
+    """Returns whether a program computes an op of the table where opening jitted functions finds it."""
     found = equations(program, looks_into=lambda equation: equation.eqn.primitive.name == "jit")
-    return any(one.eqn.primitive.name in CONTRACTIONS for one in found)
+    return any(row_of(one.eqn.primitive, one.eqn.params) is not None for one in found)
 
 
-def contractions_in(program: Any) -> Iterator[Equation]:
-    """Yields the contractions that a program computes, but those inside of FP8 ops."""
+def contractions_in(program: Any) -> Iterator[tuple[OpRow, Equation]]:
+    """Yields the contractions that a program computes outside of FP8 ops, with their rows in the table."""
 
     def is_outside(equation: Equation) -> bool:
-        return _IN_OP.search(equation.scopes) is None
+        row = row_of(equation.eqn.primitive, equation.eqn.params)
+        return row is None and _IN_OP.search(equation.scopes) is None
 
     for one in equations(program, looks_into=is_outside):
-        if one.eqn.primitive.name in CONTRACTIONS and is_outside(one):
-            yield one
+        row = row_of(one.eqn.primitive, one.eqn.params)
+        if row is not None and _IN_OP.search(one.scopes) is None:
+            yield row, one

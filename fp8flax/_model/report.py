@@ -20,13 +20,12 @@ from fp8flax._core.gemm.gpus import GPUS, Gpu, compile_target
 from fp8flax._core.gemm.units import runs_in_fp8
 from fp8flax._core.names import COUNTED, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import if_of_other_api
+from fp8flax._core.plans.ops import RAGGED_DOT, GemmSizes
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._linen.conversion import reporting
 from fp8flax._model.calls import seen_of
 from fp8flax._model.converted import trace_apply
-from fp8flax._model.jaxprs import RAGGED_DOT, contractions_in
-from fp8flax._model.rules import GemmSizes
-from fp8flax._model.sites import sizes_of
+from fp8flax._model.jaxprs import contractions_in
 from fp8flax._train.bridge import eval_init, split_arrays
 from fp8flax._train.gradients import value_and_grad
 
@@ -267,12 +266,14 @@ def report(
     by_scope = {found.scope: found for found in seen_of(model).sites}
     counts: Counter[tuple[str, GemmSizes]] = Counter()
     unseen = []
-    for one in contractions_in(program):
+    for row, one in contractions_in(program):
         eqn, scopes = one.eqn, one.scopes
         scope = next(reversed(re.findall(f"{COUNTED}[0-9a-f]{{8}}", scopes)), "")
-        lhs, rhs, out = (var.aval.shape for var in (*eqn.invars[:2], eqn.outvars[0]))
+        lhs, rhs = (var.aval.shape for var in eqn.invars[:2])
         if scope in by_scope:
-            sizes = sizes_of(eqn.primitive.name, eqn.params, (lhs, rhs, out), by_scope[scope].is_swapped)
+            sizes = row.sizes(lhs, rhs, *row.arguments(eqn.params))
+            if by_scope[scope].is_swapped:
+                sizes = sizes._replace(m=sizes.n, n=sizes.m)
             counts[scope, sizes] += one.times
         elif not re.search(rf"\b{NOT_CONVERTED}\b", scopes):
             unseen.append(f"{scopes or 'the model'}, {lhs} by {rhs}")
@@ -281,7 +282,7 @@ def report(
         site, decision = by_scope[scope].site, by_scope[scope].decision
         recipe = recipe_in_use(decision.recipe, DelayedScaling()) if decision.converts else None
         gemms = None if recipe is None else recipe.gemms
-        is_ragged = site.primitive == RAGGED_DOT
+        is_ragged = site.op is RAGGED_DOT
         before, after = (count * seconds(sizes, gpu, g, site.is_matmul, is_ragged) for g in (None, gemms))
         wide, time = wide + before, time + after
         rows.append(

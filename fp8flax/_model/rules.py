@@ -1,4 +1,4 @@
-"""Rules that say which contractions of a model run in FP8, and why others do not."""
+"""Rules that decide which contractions of a model run in FP8, and give the reason for the others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import flax.linen as nn
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.options import check_choice
 from fp8flax._core.plans.modes import FORMS
+from fp8flax._core.plans.ops import GemmSizes, OpRow
 from fp8flax._core.recipes import Recipe, check_recipe
 
 LEAVE = "leave"
-"""What a rule says of a contraction that is to stay as it is."""
+"""The outcome of a rule that leaves a contraction in its wide dtype."""
 
 
 Rule = Callable[[str, nn.Module, Any], Any] | tuple[str, Any]
@@ -24,64 +25,53 @@ SMALLEST_SIZE = 16
 """K and N below this are less than one tile of the FP8 units."""
 
 BREAK_EVEN = 281
-"""Where ``1/(1/M + 1/K + 1/N)`` is below this, FP8 does not beat bf16 on an H200 (790 and 1400 TFLOP/s),
-even if quantizing takes one pass. Whatever M is, the term is less than ``1/(1/K + 1/N)``."""
+"""The value of ``1/(1/M + 1/K + 1/N)`` from which on FP8 can beat bf16 on an H200.
+
+It assumes 790 TFLOP/s in bf16, 1400 TFLOP/s in FP8, and one pass to quantize. For any M the term is less
+than ``1/(1/K + 1/N)``."""
 
 LOGITS = re.compile(
     r"(^|[/_])(lm_?head|logits?(_dense)?|classifier|unembed(ding)?)(_?\d*)($|/)"
     r"|(^|[/_])(predictions?(/decoder)?)$|(^|/)head$",
     re.IGNORECASE,
 )
-"""Names of the layers that are taken for a model's last one."""
-
-
-class GemmSizes(NamedTuple):
-    """A contraction as ``batch`` matmuls of (M, K) by (K, N)."""
-
-    batch: int
-    m: int
-    k: int
-    n: int
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of the forward pass."""
-        return 2 * self.batch * self.m * self.k * self.n
+"""Names of layers that are taken to be the last layer of a model."""
 
 
 class Site(NamedTuple):
     """A contraction in a model, as the rules see it."""
 
     path: str
-    """The module's."""
+    """The path of the module."""
     module: Any
-    """Afterwards, its class alone."""
+    """The module while the model runs; only its class afterwards."""
     kernel: str | None
-    """The path of the parameter; of the first, if it is made of several; None for a product of two
-    activations or of two parameters."""
+    """The path of the parameter that is the kernel, or of the first parameter that it is made of.
+
+    None for a product of two activations or of two parameters."""
     kind: str
     """``"kernel"``, ``"product"`` (of two activations), or ``"parameters"``."""
-    primitive: str
+    op: OpRow
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[Any, Any]
     sizes: GemmSizes
     is_matmul: bool
-    """False for a convolution that no matmul computes."""
+    """False for a convolution that cannot be computed as a matmul."""
     impossible: str | None = None
-    """Why no op computes it."""
+    """The reason why no FP8 op can compute the contraction; None if one can."""
     elsewhere: str | None = None
-    """The path of a variable outside of ``params`` that it multiplies with."""
+    """The path of a variable outside of ``params`` that is an operand of the contraction."""
 
 
 class Decision(NamedTuple):
-    """What the rules say of a contraction."""
+    """The decision of the rules about one contraction."""
 
     converts: bool
     recipe: Recipe | None
-    """Of its own; None for that of ``autocast``, or the default."""
+    """The recipe of the contraction; None for the recipe of ``autocast``, or the default."""
     reason: str
     rule: int | None = None
-    """Which of the patterns spoke, as counted by ``Rules.patterns``."""
+    """The index in ``Rules.patterns`` of the pattern that decided; None if none did."""
 
 
 def _as_patterns(value: Any, name: str) -> tuple[str, ...]:
@@ -134,7 +124,7 @@ class Rules:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """All regular expressions, described, in the order in which ``Decision.rule`` counts them."""
+        """The descriptions of all regular expressions; ``Decision.rule`` is an index into them."""
         return (
             *(f"exclude {pattern!r}" for pattern in self.exclude),
             *(f"rule {rule[0]!r}" for rule in self.rules if not callable(rule)),
@@ -142,7 +132,7 @@ class Rules:
         )
 
     def decide(self, site: Site) -> Decision:
-        """Returns what the first rule that speaks says of a contraction, and then what the defaults say."""
+        """Returns the decision of the first rule that matches a contraction; without one, the default."""
         number = 0
         for pattern in self.exclude:
             if _matches(pattern, site):
@@ -150,10 +140,10 @@ class Rules:
             number += 1
         for rule in self.rules:
             if callable(rule):
-                said = rule(site.path, site.module, site.shapes)
-                if said is not None:
-                    _check_outcome(said, f"a rule, for {site.path!r},")
-                    return self._outcome(said, "a rule", None, site)
+                outcome = rule(site.path, site.module, site.shapes)
+                if outcome is not None:
+                    _check_outcome(outcome, f"a rule, for {site.path!r},")
+                    return self._outcome(outcome, "a rule", None, site)
                 continue
             if _matches(rule[0], site):
                 return self._outcome(rule[1], f"the rule {rule[0]!r}", number, site)
@@ -167,12 +157,12 @@ class Rules:
         reason = self._impossible(site) or _cannot_gain(site)
         return Decision(reason is None, self.recipe, reason or "by default")
 
-    def _outcome(self, said: Any, who: str, number: int | None, site: Site) -> Decision:
-        if isinstance(said, str):
+    def _outcome(self, outcome: Any, who: str, number: int | None, site: Site) -> Decision:
+        if isinstance(outcome, str):
             return Decision(False, None, f"left by {who}", number)
         reason = self._impossible(site)
         by = f"by {who}" if site.is_matmul else f"by {who}: FP8 values, convolved in a wide dtype"
-        return Decision(reason is None, said, reason or by, number)
+        return Decision(reason is None, outcome, reason or by, number)
 
     def _impossible(self, site: Site) -> str | None:
         if site.impossible is not None:
@@ -187,12 +177,12 @@ class Rules:
         return f"operands of {', '.join(narrow)}" if narrow else None
 
 
-def _check_outcome(said: Any, who: str) -> None:
-    if isinstance(said, str):
-        if said != LEAVE:
-            raise ValueError(f"{who} must give a recipe or 'leave'; got {said!r}.")
+def _check_outcome(outcome: Any, who: str) -> None:
+    if isinstance(outcome, str):
+        if outcome != LEAVE:
+            raise ValueError(f"{who} must give a recipe or 'leave'; got {outcome!r}.")
     else:
-        check_recipe(said)
+        check_recipe(outcome)
 
 
 def _matches(pattern: str, site: Site) -> bool:
@@ -200,11 +190,11 @@ def _matches(pattern: str, site: Site) -> bool:
 
 
 ROUTER = re.compile(r"(^|[/_])router(_?\d*)($|/)", re.IGNORECASE)
-"""Names of the layers that are taken for the routers of experts."""
+"""Names of layers that are taken to be routers of experts."""
 
 
 def _cannot_gain(site: Site) -> str | None:
-    """Returns why FP8 cannot make this contraction faster, whatever the batch; None if it may."""
+    """Returns the reason why FP8 cannot make a contraction faster at any batch size; None if it may."""
     k, n = site.sizes.k, site.sizes.n
     if isinstance(site.module, nn.Embed):
         return "an embedding"

@@ -2,58 +2,41 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 
-from fp8flax._core.plans.conv import is_matmul
+from fp8flax._core.plans.ops import DOT_GENERAL
 from fp8flax._linen.conversion import conversion
-from fp8flax._linen.op import Fp8Op
-from fp8flax._linen.ops import Fp8ConvGeneralDilatedOp, Fp8DotGeneralOp, Fp8RaggedDotOp
 from fp8flax._model.interception import Contraction
-from fp8flax._model.jaxprs import CONV, DOT, RAGGED_DOT
-from fp8flax._model.rules import GemmSizes, Site
+from fp8flax._model.rules import Site
 
 
-def as_op(contraction: Contraction) -> tuple[type[Fp8Op], tuple[Any, ...], Callable[[Any], Any]]:
-    """Returns the op that computes a contraction, its arguments, and what to do with its result.
+class AsOp(NamedTuple):
+    """A contraction as an op computes it."""
 
-    Of the arguments of a matmul the second is the kernel, if one of them is.
-    """
-    operands, params = contraction.operands, contraction.params
-    rest = params["precision"], params["preferred_element_type"]
-    if contraction.primitive == CONV:
-        names = (
-            *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
-            *("feature_group_count", "batch_group_count"),
-        )
-        return Fp8ConvGeneralDilatedOp, (*operands, *(params[name] for name in names), *rest), _as_it_is
-    if contraction.primitive == RAGGED_DOT:
-        return Fp8RaggedDotOp, (*operands, *rest), _as_it_is
-    lhs, rhs = operands
-    dims = params["dimension_numbers"]
+    arguments: tuple[Any, ...]
+    """The two operands and the arguments of the op. The second operand is the kernel, if one of them is."""
+    is_swapped: bool
+    """Whether the operands are in the other order than in the model."""
+    restore: Callable[[jax.Array], jax.Array]
+    """Returns the result of the contraction, given the result of the op."""
+
+
+def as_op(contraction: Contraction) -> AsOp:
+    """Returns the arguments with which an op computes a contraction, and what to do with its result."""
+    row = contraction.op
+    (lhs, rhs, *more), rest = contraction.operands, row.arguments(contraction.params)
     left, right = contraction.origins
-    if left is None or right is not None:
-        return Fp8DotGeneralOp, (lhs, rhs, dims, *rest), _as_it_is
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-    num_batch, num_left = len(lhs_batch), lhs.ndim - len(lhs_batch) - len(lhs_contract)
-
-    def restore(out: jax.Array) -> jax.Array:
-        axes, split = list(range(out.ndim)), out.ndim - num_left
-        return jax.lax.transpose(out, (*axes[:num_batch], *axes[split:], *axes[num_batch:split]))
-
-    swapped = ((rhs_contract, lhs_contract), (rhs_batch, lhs_batch))
-    return Fp8DotGeneralOp, (rhs, lhs, swapped, *rest), restore
+    if row.swapped is None or left is None or right is not None:
+        return AsOp((lhs, rhs, *more, *rest), False, lambda out: out)
+    swapped = row.swapped(lhs, rhs, *more, *rest)
+    return AsOp((rhs, lhs, *swapped.arguments), True, swapped.restore)
 
 
-def _as_it_is(out: jax.Array) -> jax.Array:
-    return out
-
-
-def name_of(site: Site, contraction: Contraction, arguments: tuple[Any, ...]) -> str:
+def name_of(site: Site, contraction: Contraction, found: AsOp) -> str:
     """Returns what tells a contraction from the others of its module, whatever else a method computes.
 
     For a Linen layer that takes ops, what the op would be called that is given to it by hand. Else by its
@@ -74,8 +57,8 @@ def name_of(site: Site, contraction: Contraction, arguments: tuple[Any, ...]) ->
     if _takes_ops(frame.module) and (("kernel",) in paths or is_linens):
         return "0"
     summed: tuple[int, ...] = ()
-    if contraction.primitive == DOT:
-        summed = arguments[2][0][1]
+    if contraction.op is DOT_GENERAL:
+        (_, summed), _ = found.arguments[2]
     return "-".join(name.replace("/", "-") for path in paths for name in path) + kernel.part(summed)
 
 
@@ -85,77 +68,35 @@ def _takes_ops(module: nn.Module) -> bool:
     return isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
 
 
-def site_of(contraction: Contraction, arguments: tuple[Any, ...]) -> Site:
+def site_of(contraction: Contraction, found: AsOp) -> Site:
     """Returns a contraction as the rules see it, given the arguments of its op."""
     left, right = contraction.origins
-    kernel = left if right is None else right
+    row, kernel = contraction.op, left if right is None else right
     kind = "product" if kernel is None else "kernel" if None in (left, right) else "parameters"
-    if contraction.primitive != DOT and right is None:  # the first operand of these is never the kernel
+    if row.swapped is None and right is None:
         kind = "product"
-    lhs, rhs = arguments[:2]
-    reason = None
-    if contraction.params.get("out_sharding") is not None:
-        reason = "it is told the sharding of its result"
-    elif isinstance(contraction.frame.module, nn.WeightNorm | nn.SpectralNorm):
-        reason = "part of a normalization of weights"
-    elif conversion().in_custom_vjp:
-        reason = "in nn.custom_vjp, whose derivative is the model's own"
-    elif contraction.frame.is_apart:
-        reason = "in a module that is applied to variables of its own, where there is no place for state"
-    elif contraction.primitive == RAGGED_DOT and not _is_plain_ragged(contraction.params):
-        reason = "a ragged dot of other dimensions than lax.ragged_dot"
+    lhs, rhs, *arguments = found.arguments
     return Site(
         path="/".join(contraction.frame.path),
         module=contraction.frame.module,
         kernel="/".join(kernel.sources[0].path) if kind == "kernel" and kernel is not None else None,
         kind=kind,
-        primitive=contraction.primitive,
+        op=row,
         shapes=(lhs.shape, rhs.shape),
         dtypes=(lhs.dtype, rhs.dtype),
-        sizes=_sizes(contraction, arguments),
-        is_matmul=contraction.primitive != CONV or is_matmul(*arguments[:-1]),
-        impossible=reason,
+        sizes=row.sizes(lhs.shape, rhs.shape, *arguments),
+        is_matmul=row.is_matmul(lhs, rhs, *arguments),
+        impossible=row.unsupported(contraction.params) or _why_no_op(contraction),
         elsewhere=contraction.elsewhere,
     )
 
 
-def _is_plain_ragged(params: dict[str, Any]) -> bool:
-    numbers = params["ragged_dot_dimension_numbers"]
-    dims = jax.tree.map(int, numbers.dot_dimension_numbers)
-    places = (*numbers.lhs_ragged_dimensions, *numbers.rhs_group_dimensions)
-    return jax.tree.leaves(dims) == [1, 1] and places == (0, 0) and params.get("group_offset") is None
-
-
-def _sizes(contraction: Contraction, arguments: tuple[Any, ...]) -> GemmSizes:
-    lhs, rhs = contraction.operands[:2]
-    out = ()
-    if contraction.primitive == CONV:
-        _, _, *rest = arguments
-        convolve = jax.lax.conv_general_dilated
-        out = jax.eval_shape(lambda a, b: convolve(a, b, *rest[:-1]), lhs, rhs).shape
-    shapes = lhs.shape, rhs.shape, out
-    return sizes_of(contraction.primitive, contraction.params, shapes, arguments[0] is not lhs)
-
-
-def sizes_of(
-    primitive: str, params: dict[str, Any], shapes: tuple[tuple[int, ...], ...], is_swapped: bool = False
-) -> GemmSizes:
-    """Returns the sizes of a contraction.
-
-    Args:
-        primitive: its name.
-        params: those of the primitive.
-        shapes: of its operands and of its result.
-        is_swapped: whether the kernel is its left operand.
-    """
-    lhs, rhs, out = shapes
-    if primitive == RAGGED_DOT:
-        return GemmSizes(math.prod(lhs[:-2]), lhs[-2], *rhs[-2:])
-    if primitive == CONV:
-        _, kernel, result = params["dimension_numbers"]
-        k = math.prod(rhs[i] for i in kernel[1:])
-        return GemmSizes(1, math.prod(out[i] for i in (result[0], *result[2:])), k, rhs[kernel[0]])
-    (lhs_contract, _), (lhs_batch, _) = params["dimension_numbers"]
-    batch, k = (math.prod(lhs[i] for i in dims) for dims in (lhs_batch, lhs_contract))
-    m, n = (math.prod(shape) // max(1, batch * k) for shape in (lhs, rhs))
-    return GemmSizes(batch, n, k, m) if is_swapped else GemmSizes(batch, m, k, n)
+def _why_no_op(contraction: Contraction) -> str | None:
+    """Returns why the place of a contraction does not allow an op there; None if it does."""
+    if isinstance(contraction.frame.module, nn.WeightNorm | nn.SpectralNorm):
+        return "part of a normalization of weights"
+    if conversion().in_custom_vjp:
+        return "in nn.custom_vjp, whose derivative is the model's own"
+    if contraction.frame.is_apart:
+        return "in a module that is applied to variables of its own, where there is no place for state"
+    return None

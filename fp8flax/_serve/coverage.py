@@ -12,7 +12,7 @@ import numpy as np
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.calls import Seen, SeenOp
 from fp8flax._model.param_origin import Origin
-from fp8flax._serve.kernels import WEIGHT_ONLY, into_sources, is_dot
+from fp8flax._serve.kernels import WEIGHT_ONLY, into_sources
 from fp8flax._serve.trees import Path
 
 
@@ -46,7 +46,7 @@ def _own_reason(found: SeenOp, gemms: CustomRecipe, seen: Seen) -> str | None:
     if any(source.path in seen.used_otherwise for source in kernel.sources):
         return "something else than an FP8 op reads it too"
     is_delayed = quantizer is not None and quantizer.needs_state
-    if not (is_dot(found.op) or gemms is WEIGHT_ONLY or is_delayed):
+    if not (found.op.row.plan is not None or gemms is WEIGHT_ONLY or is_delayed):
         return "convolutions and ragged dots store kernels with delayed scales alone"
     return None
 

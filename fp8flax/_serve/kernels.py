@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.plans.dot_general import quantize_kernel
+from fp8flax._core.plans.ops import packed_kernel
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import quantize
 from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.scaling import current_scale, finite_amax
-from fp8flax._linen.op import Fp8Op
-from fp8flax._linen.ops import Fp8DotGeneralOp, Fp8Einsum
 from fp8flax._model.calls import SeenOp
 from fp8flax._model.param_origin import Origin, Source
 from fp8flax._serve import trees
@@ -25,11 +23,6 @@ from fp8flax._serve.trees import Path
 WEIGHT_ONLY = CustomRecipe(
     forward=GemmRecipe(rhs=CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise"))
 )
-
-
-def is_dot(op: type[Fp8Op]) -> bool:
-    """Tells whether an op computes a ``lax.dot_general``."""
-    return issubclass(op, Fp8DotGeneralOp | Fp8Einsum)
 
 
 def into_sources(kernel: Origin, values: jax.Array) -> tuple[jax.Array, ...]:
@@ -94,13 +87,13 @@ def store(
 
 def _quantized(found: SeenOp, gemms: CustomRecipe, kernel: jax.Array, scale: jax.Array | None) -> QTensor:
     """Returns an op's kernel as it is stored: codes of its shape, scales as the recipe has them."""
-    lhs, _, *rest = found.args
-    if is_dot(found.op):
-        return quantize_kernel(lhs, kernel, rest[0], gemms, scale)
+    row, (lhs, _, *rest) = found.op.row, found.args
+    if row.plan is not None:
+        return packed_kernel(row.plan(lhs, kernel, *rest, recipe=gemms), kernel, scale)
     quantizer = gemms.forward.rhs
     assert quantizer is not None
-    if scale is None:  # weights alone; per output feature, the last dimension of convolutions and experts
-        axes = tuple(range(kernel.ndim - 1)) if kernel.ndim != 3 else (1,)
+    if scale is None:  # weights alone: one scale per output feature, and per element of a stack
+        axes = tuple(range(1 if row.stacked else 0, kernel.ndim - 1))
         scale = current_scale(finite_amax(kernel, axes), fp8_max(quantizer.dtype))
         return QTensor(quantize(kernel, quantizer.dtype, scale), scale, quantizer)
     return QTensor(quantize(kernel, quantizer.dtype, broadcastable(scale, kernel)), scale, quantizer)
@@ -157,9 +150,9 @@ def layout(found: SeenOp, whole: tuple[int, ...]) -> Any:
     assert kernel is not None
     shape = kernel.sources[0].shape
     is_leading = whole[len(whole) - len(shape) :] == shape
-    if not (is_dot(found.op) and kernel.is_one_parameter and is_leading):
+    if not (found.op.row.plan is not None and kernel.is_one_parameter and is_leading):
         return None
-    (_, contract), (_, batch) = found.args[2]
+    _, contract, batch = found.op.row.plan(*found.args, recipe=found.gemms).views["kernel"][0]
     if batch:
         return None
-    return tuple(i for i in range(len(shape)) if i not in contract), tuple(map(int, contract))
+    return tuple(i for i in range(len(shape)) if i not in contract), contract

@@ -14,7 +14,6 @@ import numpy as np
 from fp8flax._core.names import PARAMS, state_leaf_names
 from fp8flax._core.options import if_of_other_api
 from fp8flax._core.plans.contraction import States
-from fp8flax._core.plans.dot_general import frozen_dot_general
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.state.state import ScalingState
@@ -32,7 +31,7 @@ from fp8flax._serve.hidden_state import (
     narrowed,
     widened,
 )
-from fp8flax._serve.kernels import broadcastable, is_dot
+from fp8flax._serve.kernels import broadcastable
 
 
 class Serving(NamedTuple):
@@ -108,16 +107,16 @@ class ServingCall(Call):
         if self.interception.is_apart:
             return compute(lhs, rhs, *rest, **told)
         if self.is_init:
-            return op.plain(lhs, rhs, *rest, **told)
+            return op.row.plain(lhs, rhs, *rest, **told)
         served = self._served(op, recipe)
         gemms, kernel = served.gemms, self._kernel(served, op, rhs)
-        if kernel is not None and is_dot(type(op)):
+        if kernel is not None and op.row.plan is not None:
             return _multiply(op, gemms, kernel, lhs, rhs, *rest, **told)
         if kernel is not None:
             codes, scale = kernel.codes, kernel.scale
             rhs = (codes.astype(scale.dtype) * broadcastable(scale, codes)).astype(rhs.dtype)
         if gemms.forward.lhs is None and (kernel is not None or gemms.forward.rhs is None):
-            return op.plain(lhs, rhs, *rest, **told)
+            return op.row.plain(lhs, rhs, *rest, **told)
         return compute(lhs, rhs, *rest, fixed=(_fixed_states(op, gemms), gemms), **told)
 
     def _served(self, op: Fp8Op, recipe: Recipe | None) -> ServedOp:
@@ -171,7 +170,7 @@ def _multiply(
 ) -> jax.Array:
     scale = kernel.scale
     is_fixed = gemms.forward.lhs is not None and gemms.forward.lhs.needs_state
-    return frozen_dot_general(
+    return op.row.in_fp8(
         lhs,
         rhs,
         *rest,

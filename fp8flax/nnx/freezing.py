@@ -17,24 +17,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._compat.interpreter import Set, interpret
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import if_of_other_api
-from fp8flax._core.plans.dot_general import DimensionNumbers, frozen_dot_general, quantize_kernel
-from fp8flax._core.plans.einsum import einsum_with
+from fp8flax._core.plans.ops import EINSUM, OpRow, packed_kernel
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
-from fp8flax._model.jaxprs import DOT, ELSE, Reads
+from fp8flax._model.jaxprs import ELSE, Reads
 from fp8flax._serve.kernels import WEIGHT_ONLY
 from fp8flax._serve.scales import fixed_scales
 from fp8flax._serve.serving import constant
 from fp8flax._train.bridge import split_arrays
 from fp8flax.nnx.models import Layer, layers_of
-from fp8flax.nnx.ops import Fp8Einsum, Fp8Op
+from fp8flax.nnx.ops import Fp8Op
 from fp8flax.nnx.variables import state_of
 
 
@@ -53,26 +51,20 @@ class Frozen(nnx.Variable[Any]):
 
 
 class FrozenOp(nnx.Module):
-    """A matmul with a kernel that is stored in FP8, and scales that stay."""
+    """An op with a kernel that is stored in FP8, and with fixed scales."""
 
     kernel_scale: Frozen
     input_scale: Frozen
 
-    def __init__(self, recipe: CustomRecipe, form: str, scope: str, scales: dict[str, jax.Array]):
-        self.recipe, self.form, self.scope = recipe, form, scope
+    def __init__(
+        self, row: OpRow, recipe: CustomRecipe, form: str, scope: str, scales: dict[str, jax.Array]
+    ):
+        self.row, self.recipe, self.form, self.scope = row, recipe, form, scope
         for role, scale in scales.items():
             setattr(self, f"{role}_scale", Frozen(scale))
 
-    def dot_general(
-        self,
-        lhs: jax.Array,
-        codes: jax.Array,
-        dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """Returns a product with stored codes."""
+    def _multiply(self, lhs: jax.Array, codes: jax.Array, *arguments: Any, **keywords: Any) -> jax.Array:
+        """Returns the result of the op for the codes of a kernel."""
         if recipe_in_use(self.recipe, DelayedScaling()) is None:
             raise ValueError(
                 "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
@@ -90,27 +82,20 @@ class FrozenOp(nnx.Module):
         quantizer = self.recipe.forward.lhs
         is_fixed = quantizer is not None and quantizer.needs_state
         with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
-            return frozen_dot_general(
+            return self.row.in_fp8(
                 lhs,
-                jnp.zeros(codes.shape, lhs.dtype),  # of which nothing is read
-                dimension_numbers,
-                precision,
-                preferred_element_type,
+                jnp.zeros(codes.shape, lhs.dtype),  # its values are not read
+                *arguments,
                 kernel=kernel,
                 input_scale=constant(self.input_scale.get_value()) if is_fixed else None,
                 recipe=self.recipe,
                 form=self.form,
-                out_sharding=out_sharding,
+                **keywords,
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Returns the product, called as the op that it replaces."""
-        return self.dot_general(*args, **kwargs)
-
-
-class _FrozenEinsum(FrozenOp):
-    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        return einsum_with(self.dot_general, *args, **kwargs)
+        """Returns the result, called as the op that it replaces."""
+        return self.row.call.calling(self._multiply)(*args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,9 +169,9 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     seen, shared = _operands(model, set(layers), args, kwargs)
     fresh: list[str] = []
     frozen = 0
-    for path, (lhs, dims) in seen.items():
+    for path, (lhs, arguments) in seen.items():
         if path not in shared:
-            frozen += _freeze(layers[path], path, lhs, dims, weight_only, fresh)
+            frozen += _freeze(layers[path], path, lhs, arguments, weight_only, fresh)
     if not frozen and shared:
         raise ValueError(
             f"There is nothing to freeze: {_that_are_read_elsewhere(shared)}. A kernel in FP8 can be read "
@@ -221,7 +206,7 @@ def _why_wide(layer: Any, seen: set[str], shared: set[str]) -> str:
         return "it is not the op of a layer of NNX"
     if layer.site.path in shared:
         return "something else than this op reads or changes the kernel"
-    if layer.site.primitive != DOT:
+    if layer.kind.row.plan is None:
         return "it is a convolution"
     if not layer.takes_codes:
         return "its einsum does not multiply by the kernel as it is stored"
@@ -237,33 +222,33 @@ def _that_are_read_elsewhere(paths: set[str]) -> str:
 
 def _operands(
     model: nnx.Module, paths: set[str], args: Any, kwargs: Any
-) -> tuple[dict[str, tuple[Any, Any]], set[str]]:
+) -> tuple[dict[str, tuple[Any, tuple[Any, ...]]], set[str]]:
     """Traces the layers of these paths.
 
     Returns:
-        What layers multiply by their kernels, and the dimension numbers, by the layers' paths; and the
+        What layers multiply by their kernels, and the arguments of the op, by the layers' paths; and the
         paths of those whose kernels something else reads, or that multiply by something else.
     """
     copy = nnx.clone(model)
-    seen: dict[str, tuple[Any, Any]] = {}
+    seen: dict[str, tuple[Any, tuple[Any, ...]]] = {}
 
-    def looking(path: str, is_einsum: bool) -> Any:
-        def look(lhs: jax.Array, rhs: jax.Array, dims: Any, *rest: Any, **kwargs: Any) -> jax.Array:
-            seen[path] = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), dims
-            return lax.dot_general(lhs, rhs.astype(lhs.dtype), dims, *rest, **kwargs)
+    def looking(path: str, row: OpRow) -> Any:
+        def look(lhs: jax.Array, rhs: jax.Array, *arguments: Any, **keywords: Any) -> jax.Array:
+            seen[path] = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), arguments
+            return row.plain(lhs, rhs.astype(lhs.dtype), *arguments, **keywords)
 
         def look_at(*args: Any, **kwargs: Any) -> jax.Array:
             operands = list(args)
-            rhs = 2 if is_einsum else 1
+            rhs = 2 if row is EINSUM else 1
             operands[rhs] = checkpoint_name(operands[rhs], f"{_MARK}{path}")
-            return einsum_with(look, *operands, **kwargs) if is_einsum else look(*operands, **kwargs)
+            return row.call.calling(look)(*operands, **kwargs)
 
         return look_at
 
     for layer in layers_of(copy):
         if layer.site.path in paths:
-            function = looking(layer.site.path, layer.kind.op is Fp8Einsum)
-            setattr(layer.module, layer.kind.op.field, nnx.static(function))
+            function = looking(layer.site.path, layer.kind.row)
+            setattr(layer.module, layer.kind.field, nnx.static(function))
             _let_kernel_pass(layer, layer.module.kernel.get_value().dtype)
     graphdef, state = nnx.split(copy)
     arrays, fill = split_arrays(args, kwargs)
@@ -330,15 +315,16 @@ def _let_kernel_pass(layer: Layer, dtype: Any) -> None:
 
 
 def _freeze(
-    layer: Layer, path: str, lhs: Any, dims: DimensionNumbers, weight_only: bool, fresh: list[str]
+    layer: Layer, path: str, lhs: Any, arguments: tuple[Any, ...], weight_only: bool, fresh: list[str]
 ) -> bool:
     """Freezes a layer, or returns that it cannot be."""
     op = layer.op
     assert op is not None
-    recipe = recipe_in_use(op.recipe, op.default_recipe())
+    recipe = op.recipe_in_use()
     if recipe is None or recipe.gemms.forward.rhs is None:
         return False
-    gemms = WEIGHT_ONLY if weight_only else recipe.gemms
+    gemms, plan = WEIGHT_ONLY if weight_only else recipe.gemms, layer.kind.row.plan
+    assert plan is not None
     scales = {}
     if not weight_only:
         state = {path: state_of(op)[OVERWRITE_WITH_GRADIENT]}
@@ -347,15 +333,16 @@ def _freeze(
     wide = variable.get_value()
 
     def store(kernel: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        stored = quantize_kernel(lhs, kernel.astype(lhs.dtype), dims, gemms, scale)
+        kernel = kernel.astype(lhs.dtype)
+        stored = packed_kernel(plan(lhs, kernel, *arguments, recipe=gemms), kernel, scale)
         return stored.codes, stored.scale.reshape((1,)) if stored.scale.ndim == 0 else stored.scale
 
     each: Any = store
     for _ in layer.stacked:
         each = jax.vmap(each)
     codes, scales["kernel"] = jax.jit(each)(wide, scales.get("kernel"))
-    kind = _FrozenEinsum if layer.kind.op is Fp8Einsum else FrozenOp
-    setattr(layer.module, layer.kind.op.field, nnx.data(kind(gemms, op.form, path, scales)))
+    frozen = FrozenOp(layer.kind.row, gemms, op.form, path, scales)
+    setattr(layer.module, layer.kind.field, nnx.data(frozen))
     layer.module.kernel = Frozen(codes)
     _let_kernel_pass(layer, wide.dtype)
     return True

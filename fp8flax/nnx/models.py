@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,33 +18,32 @@ from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.options import if_of_other_api
 from fp8flax._core.plans.conv import is_matmul
-from fp8flax._core.plans.einsum import einsum_with
+from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, GemmSizes, OpRow, rows
 from fp8flax._core.recipes import DelayedScaling, Recipe
 from fp8flax._model.calls import SeenSite, check_matched, why_unconverted
-from fp8flax._model.jaxprs import CONV, DOT
 from fp8flax._model.report import ModelReport, Row, seconds
-from fp8flax._model.rules import GemmSizes, Rules, Site
-from fp8flax._model.sites import sizes_of
+from fp8flax._model.rules import Rules, Site
 from fp8flax._train.bridge import split_arrays
-from fp8flax.nnx.ops import (
-    Fp8ConvGeneralDilatedOp,
-    Fp8DotGeneralOp,
-    Fp8Einsum,
-    Fp8Op,
-    OverwriteWithGradient,
-)
+from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient, class_of
 
 
 class Kind(NamedTuple):
-    """A kind of NNX's layers that has a field for an op."""
+    """A kind of NNX layer that has a field for an op."""
 
-    op: type[Fp8Op]
+    row: OpRow
+    """The op that the field takes."""
     plain: Any
-    """What the field holds by default."""
+    """The default value of the field."""
     kernel_shape: Callable[[Any], tuple[int, ...]]
-    """Of a layer that is not stacked."""
-    axes: Callable[[Any], tuple[list[int], list[int]]]
-    """The axes of that kernel along which it is contracted, and those along which it is stacked."""
+    """Returns the shape of the kernel of a layer, without the axes by which ``nnx.vmap`` stacked it."""
+    axes: Callable[[Any], tuple[Sequence[int], Sequence[int]]]
+    """Returns the axes of that kernel that the layer contracts, and the axes of its batch."""
+
+    @property
+    def field(self) -> str:
+        """The name of the field that takes the op."""
+        assert self.row.nnx_field is not None
+        return self.row.nnx_field
 
 
 def _einsum_axes(layer: nnx.Einsum) -> tuple[list[int], list[int]]:
@@ -64,25 +63,38 @@ BY_DEFAULT = "by default"
 
 _KINDS: dict[type[nnx.Module], Kind] = {
     nnx.Linear: Kind(
-        Fp8DotGeneralOp,
+        DOT_GENERAL,
         lax.dot_general,
         lambda layer: (layer.in_features, layer.out_features),
         lambda layer: ([0], []),
     ),
     nnx.LinearGeneral: Kind(
-        Fp8DotGeneralOp,
+        DOT_GENERAL,
         None,
         lambda layer: (*layer.batch_axis.values(), *layer.in_features, *layer.out_features),
         _general_axes,
     ),
-    nnx.Einsum: Kind(Fp8Einsum, jnp.einsum, lambda layer: tuple(layer.kernel_shape), _einsum_axes),
+    nnx.Einsum: Kind(EINSUM, jnp.einsum, lambda layer: tuple(layer.kernel_shape), _einsum_axes),
     nnx.Conv: Kind(
-        Fp8ConvGeneralDilatedOp,
+        CONV,
         lax.conv_general_dilated,
         lambda layer: tuple(layer.kernel_shape),
         lambda layer: (list(range(len(layer.kernel_shape) - 1)), []),
     ),
 }
+
+
+def _kind_of(module: Any) -> Kind | None:
+    """Returns the kind of a layer of NNX, or of a module with a kernel and the field of an op; or None."""
+    known = next((kind for cls, kind in _KINDS.items() if isinstance(module, cls)), None)
+    if known is not None or not hasattr(module, "kernel"):
+        return known
+    row = next((row for row in rows() if row.kernel_axes and hasattr(module, str(row.nnx_field))), None)
+    if row is None:
+        return None
+    axes = row.kernel_axes or ((), ())
+    rank = sum(map(len, axes)) + 1  # and one axis of output features
+    return Kind(row, row.plain, lambda layer: layer.kernel.get_value().shape[-rank:], lambda layer: axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,23 +131,23 @@ class Layer(NamedTuple):
     @property
     def left(self) -> LeftWide | None:
         """What ``quantize_model`` gave to it instead of an op."""
-        found = getattr(self.module, self.kind.op.field)
+        found = getattr(self.module, self.kind.field)
         return found if isinstance(found, LeftWide) else None
 
     @property
     def takes_codes(self) -> bool:
         """Whether its kernel enters one matmul as it is stored."""
-        if self.kind.op is Fp8Einsum:
+        if self.kind.row is EINSUM:
             operands, result = self.module.einsum_str.split("->")
             lhs, rhs = operands.split(",")
             return all(name in lhs or name in result for name in rhs)
-        return self.site.primitive == DOT
+        return self.kind.row.plan is not None
 
 
 def layers_of(model: nnx.Module) -> Iterator[Layer]:
     """Yields the layers of a model that have a field for an op."""
     for path, module in nnx.iter_graph(model):
-        kind = next((k for cls, k in _KINDS.items() if isinstance(module, cls)), None)
+        kind = _kind_of(module)
         if kind is None:
             continue
         shape, (contracted, batched) = kind.kernel_shape(module), kind.axes(module)
@@ -148,10 +160,10 @@ def layers_of(model: nnx.Module) -> Iterator[Layer]:
             reason = "it has a dot_general_cls of its own"
         elif not (
             _op_of(module, kind)
-            or getattr(module, kind.op.field) is kind.plain
-            or isinstance(getattr(module, kind.op.field), LeftWide)
+            or getattr(module, kind.field) is kind.plain
+            or isinstance(getattr(module, kind.field), LeftWide)
         ):
-            reason = f"it has a {kind.op.field} of its own"
+            reason = f"it has a {kind.field} of its own"
         k = math.prod(shape[i] for i in contracted)
         batch = math.prod(shape[i] for i in batched)
         place = "/".join(map(str, path))
@@ -160,9 +172,9 @@ def layers_of(model: nnx.Module) -> Iterator[Layer]:
             module=module,
             kernel=f"{place}/kernel".lstrip("/"),
             kind="kernel",
-            primitive=CONV if isinstance(module, nnx.Conv) else DOT,
+            op=kind.row,
             shapes=(tuple(shape[i] for i in contracted), shape),
-            dtypes=(jnp.dtype(module.dtype or kernel.dtype),) * 2,
+            dtypes=(jnp.dtype(getattr(module, "dtype", None) or kernel.dtype),) * 2,
             sizes=GemmSizes(batch, 1, k, math.prod(shape) // max(1, k * batch)),
             is_matmul=not isinstance(module, nnx.Conv) or _is_matmul(module),
             impossible=reason,
@@ -171,7 +183,7 @@ def layers_of(model: nnx.Module) -> Iterator[Layer]:
 
 
 def _op_of(module: Any, kind: Kind) -> Fp8Op | None:
-    op = getattr(module, kind.op.field)
+    op = getattr(module, kind.field)
     return op if isinstance(op, Fp8Op) else None
 
 
@@ -330,12 +342,12 @@ def quantize_model(
         if layer.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):
             kept.add(layer.site.path)
         elif decision.converts:
-            op = layer.kind.op(recipe=decision.recipe, form=form)
+            op = class_of(layer.kind.row)(recipe=decision.recipe, form=form)
             _stack(op, layer.stacked)
-            setattr(layer.module, layer.kind.op.field, nnx.data(op))
+            setattr(layer.module, layer.kind.field, nnx.data(op))
         elif layer.op is None and layer.site.impossible is None:
             left = LeftWide(layer.site.path, layer.kind.plain or lax.dot_general, unconverted)
-            setattr(layer.module, layer.kind.op.field, nnx.static(left))
+            setattr(layer.module, layer.kind.field, nnx.static(left))
     conversion = _Conversion(options, frozenset(kept))
     for op, name in _named_ops(copy, layers):
         op.scope = name
@@ -422,8 +434,8 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
         if layer.op is not None and site.path in kept:
             decision = decision._replace(converts=True, recipe=layer.op.recipe, reason="an op of its own")
         sites[site.path] = site, decision
-        counting = _Counting(counts, site.path, layer.kind)
-        setattr(layer.module, layer.kind.op.field, nnx.static(counting))
+        counting = layer.kind.row.call.calling(_Counting(counts, site.path, layer.kind.row))
+        setattr(layer.module, layer.kind.field, nnx.static(counting))
     graphdef, state = nnx.split(copy)
     arrays, fill = split_arrays(args, kwargs)
 
@@ -460,30 +472,15 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
     return ModelReport(rows=tuple(rows), target=GPUS[target].name, speedup=wide / time if time else 1.0)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Counting:
-    """What counts the contractions of a layer in the place of its op."""
+    """Computes an op without FP8, and counts the calls by the sizes of their GEMMs."""
 
-    def __init__(self, counts: Counter[tuple[str, GemmSizes]], path: str, kind: Kind):
-        self.counts, self.path, self.kind = counts, path, kind
+    counts: Counter[tuple[str, GemmSizes]]
+    path: str
+    row: OpRow
 
-    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        if self.kind.op is Fp8Einsum:
-            return einsum_with(self._dot_general, *args, **kwargs)
-        if self.kind.op is Fp8ConvGeneralDilatedOp:
-            kwargs.pop("out_sharding", None)  # which lax.conv_general_dilated does not take
-            return self._convolved(*args, **kwargs)
-        return self._dot_general(*args, **kwargs)
-
-    def _dot_general(
-        self, lhs: jax.Array, rhs: jax.Array, dims: Any, *rest: Any, **kwargs: Any
-    ) -> jax.Array:
-        params = {"dimension_numbers": dims}
-        self.counts[self.path, sizes_of(DOT, params, (lhs.shape, rhs.shape, ()))] += 1
-        return lax.dot_general(lhs, rhs, dims, *rest, **kwargs)
-
-    def _convolved(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        out = lax.conv_general_dilated(lhs, rhs, *args, **kwargs)
-        numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, kwargs["dimension_numbers"])
-        sizes = sizes_of(CONV, {"dimension_numbers": numbers}, (lhs.shape, rhs.shape, out.shape))
-        self.counts[self.path, sizes] += 1
-        return out
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, *arguments: Any, **keywords: Any) -> jax.Array:
+        """Returns the result of the op."""
+        self.counts[self.path, self.row.sizes(lhs.shape, rhs.shape, *arguments)] += 1
+        return self.row.plain(lhs, rhs, *arguments, **keywords)

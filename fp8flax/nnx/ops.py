@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 
 from fp8flax._compat.flax_context import running_modules
-from fp8flax._compat.max_dtype import is_max_dtype
-from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.formats import Format
-from fp8flax._core.mode import in_op
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, SWITCHED_OFF, state_leaf_names
-from fp8flax._core.options import check_choice, check_int
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf, check_state_array
+from fp8flax._core.options import check_int
+from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
 from fp8flax._core.plans.contraction import States
-from fp8flax._core.plans.conv import fp8_conv_general_dilated
-from fp8flax._core.plans.dot_general import DimensionNumbers, fp8_dot_general
-from fp8flax._core.plans.einsum import einsum_with
-from fp8flax._core.plans.modes import FORMS
-from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
-from fp8flax._core.quantizers import DelayedQuantizer
-from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
+from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT, OpRow
+from fp8flax._core.recipes import DelayedScaling, Recipe
 from fp8flax._core.state.state import ScalingState
-from fp8flax._linen.op import MissingStateError
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Integer
 
 
 # Flax's bridge makes a type of its own for a collection that it meets first: ours takes that place.
@@ -85,22 +74,16 @@ def _checked_backward(_: None, g: Any) -> tuple[Any, None, None]:
 _checked.defvjp(_checked_forward, _checked_backward, symbolic_zeros=True)
 
 
-class Fp8Op(nnx.Module):
-    """Holds the scaling state of one contraction, if its recipe has any, and multiplies."""
-
-    # What it computes, without FP8 and with it; the field of NNX's layers for such a function.
-    plain: ClassVar[Callable[..., jax.Array]] = staticmethod(jax.lax.dot_general)
-    in_fp8: ClassVar[Callable[..., jax.Array]] = staticmethod(fp8_dot_general)
-    field: ClassVar[str] = ""
-    stacked: ClassVar[tuple[str, ...]] = ()
-    """Roles whose state has a leading dimension, of experts."""
+class Fp8Op(OpBase, nnx.Module):
+    """Base class of the NNX ops: holds the scaling state of one contraction, and computes it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuses operands, which an instance takes: a layer has the class where it calls a function."""
         if any(isinstance(arg, jax.Array | np.ndarray | str) for arg in args):
-            name = cls.__name__
-            is_of_nnx = cls.field and not cls.stacked
-            fix = f" A layer takes an instance: {cls.field}=fp8flax.nnx.{name}()." if is_of_nnx else ""
+            name, field = cls.__name__, cls.row.nnx_field
+            fix = ""
+            if field is not None and not cls.row.stacked:  # layers of Flax do not take ops of stacks
+                fix = f" A layer takes an instance: {field}=fp8flax.nnx.{name}()."
             raise TypeError(
                 f"The class fp8flax.nnx.{name} was called with operands, as its instances are.{fix}"
             )
@@ -109,72 +92,63 @@ class Fp8Op(nnx.Module):
     def __init__(self, *, recipe: Recipe | None = None, form: str = "direct"):
         self._set_up(recipe, form, ())
 
-    def _set_up(self, recipe: Recipe | None, form: str, stacked: tuple[int, ...]) -> None:
-        if recipe is not None:
-            check_recipe(recipe)
-        check_choice("form", form, FORMS)
+    def _set_up(self, recipe: Recipe | None, form: str, kernel: tuple[int, ...]) -> None:
+        """Sets the options, and makes the state for a kernel of this shape.
+
+        An op without stacked roles has the same state for all kernels.
+        """
         self.recipe, self.form = recipe, form
-        self.scope = ""  # where it stands in a model, for the audit: NNX names nothing in programs
-        self.conversion: Any = None  # how quantize_model made that model, for report
-        in_use = recipe_in_use(recipe, self.default_recipe())
-        if in_use is None:  # FP8 is off here
+        self.check_options()
+        self.scope = ""
+        """The path of the op in a model, for audits. NNX itself puts no names into programs."""
+        self.conversion: Any = None
+        """How quantize_model made the model, for report."""
+        in_use = self.recipe_in_use()
+        if in_use is None:  # FP8 is switched off
             return
-        for role, quantizer in in_use.gemms.delayed.items():
-            for name, shape in _shapes(role, quantizer, stacked if role in self.stacked else ()).items():
-                fill = 1.0 if name == state_leaf_names(role)[0] else 0.0
-                setattr(self, name, OverwriteWithGradient(jnp.full(shape, fill, jnp.float32)))
+        for leaf in self.state_leaves(in_use, kernel):
+            setattr(self, leaf.name, OverwriteWithGradient(jnp.full(leaf.shape, leaf.fill, jnp.float32)))
 
-    def default_recipe(self) -> Recipe:
-        """Returns the recipe where neither the op nor ``autocast`` has one."""
-        return DelayedScaling()
-
-    def _multiplier(self, stacked: tuple[int, ...] = ()) -> Callable[..., jax.Array]:
+    def multiplier(self) -> Callable[..., jax.Array]:
         """Returns what the op computes by the recipe in use, with the state that it needs.
 
         At each call: an op may be called twice, under different ambient recipes.
-
-        Args:
-            stacked: leading dimensions of the state of the roles that have any.
         """
-        layer = next(reversed(running_modules()), None)
-        if layer is not None and self.field and hasattr(type(layer), self.field):
+        layer, field = next(reversed(running_modules()), None), self.row.linen_field
+        if layer is not None and field is not None and hasattr(type(layer), field):
             raise TypeError(
                 f"The Linen layer {type(layer).__name__} was given the NNX op fp8flax.nnx."
                 f"{type(self).__name__}, whose scaling state Linen cannot keep. Give it the Linen op: "
-                f"{self.field}_cls=fp8flax.{type(self).__name__}."
+                f"{field}=fp8flax.{type(self).__name__}."
             )
-        recipe = recipe_in_use(self.recipe, self.default_recipe())
+        recipe = self.recipe_in_use()
 
-        def compute(*args: Any, **told: Any) -> jax.Array:
+        def compute(lhs: Any, rhs: Any, *arguments: Any, **keywords: Any) -> jax.Array:
+            used: list[States] = []
+
+            def states(recipe: Recipe) -> States:
+                used.append(self.states(recipe, jnp.shape(rhs)))
+                return used[0]
+
             with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
-                return self._computed(recipe, stacked, *args, **told)
+                out = self.compute(recipe, states, self._path, lhs, rhs, *arguments, **keywords)
+            state = next((state for states in used for state in states if state is not None), None)
+            # fp8flax.nnx.grad casts states to the max dtype, so float32 states belong to another transform.
+            if state is None or state.scale.dtype != jnp.float32:
+                return out
+            return _checked(out, rhs, state.scale)
 
         return compute
 
-    def _computed(
-        self, recipe: Recipe | None, stacked: tuple[int, ...], *args: Any, **told: Any
-    ) -> jax.Array:
-        if recipe is None:
-            with jax.named_scope(SWITCHED_OFF):
-                return self.plain(*args, **told)
-        states = self.states(recipe, stacked)
-        with in_op(self._path):
-            out = self.in_fp8(*args, states=states, recipe=recipe, form=self.form, **told)
-        state = next((state for state in states if state is not None), None)
-        if state is None or state.scale.dtype != jnp.float32:  # which fp8flax.nnx.grad has cast
-            return out
-        return _checked(out, told["rhs"] if "rhs" in told else args[1], state.scale)
-
-    def states(self, recipe: Recipe, stacked: tuple[int, ...] = ()) -> States:
-        """Returns the state that a recipe needs, checked; leading dimensions as of ``_multiplier``."""
-        states = {
-            role: self._state(role, quantizer, stacked if role in self.stacked else ())
-            for role, quantizer in recipe.gemms.delayed.items()
-        }
-        return States(**states)
+    def states(self, recipe: Recipe, kernel: tuple[int, ...] = ()) -> States:
+        """Returns the state that a recipe needs, for a kernel of this shape, after checking it."""
+        values: dict[str, list[jax.Array]] = {}
+        for leaf in self.state_leaves(recipe, kernel):
+            values.setdefault(leaf.role, []).append(self._value(leaf))
+        return States(**{role: ScalingState(*both) for role, both in values.items()})
 
     def _path(self) -> tuple[str, ...]:
-        """Returns the name of what ``statistics`` measures here."""
+        """Returns the name under which ``statistics`` shows this op."""
         if not self.scope and self.conversion is None:
             raise ValueError(
                 f"fp8flax.statistics needs the path of each op, and this {type(self).__name__} does not "
@@ -183,41 +157,29 @@ class Fp8Op(nnx.Module):
             )
         return tuple(self.scope.split("/")) if self.scope else (type(self).__name__,)
 
-    def _state(self, role: str, quantizer: DelayedQuantizer, stacked: tuple[int, ...]) -> ScalingState:
-        values = []
-        for name, shape in _shapes(role, quantizer, stacked).items():
-            variable = getattr(self, name, None)
-            where = f"{type(self).__name__}.{name}"
-            if not isinstance(variable, nnx.Variable):
-                raise MissingStateError(
-                    f"The FP8 op has no scaling state {where}, which its recipe needs: it was made under a "
-                    "recipe without delayed scaling, or with FP8 switched off. Make the op, or the model, "
-                    "under the recipe of its calls (fp8flax.autocast), or give the op its own recipe: "
-                    f"{type(self).__name__}(recipe=…)."
-                )
-            value = variable.get_value()
-            if value.dtype != jnp.float32 and not is_max_dtype(value):
-                raise TypeError(
-                    f"The scaling state {where} must be float32; got {value.dtype}. Cast the state of "
-                    "nnx.Param alone, or cast this leaf back with .astype(jnp.float32)."
-                )
-            if value.shape != shape:
-                raise ValueError(
-                    f"The scaling state {where} has shape {value.shape}, but the recipe needs {shape}. "
-                    "Make the op under the recipe (the amax_history_len) of its calls. Call layers that "
-                    "nnx.vmap stacked inside of nnx.vmap or nnx.scan."
-                )
-            values.append(value)
-        return ScalingState(*values)
+    def _value(self, leaf: StateLeaf) -> jax.Array:
+        """Returns the value of one variable of the state, after checking it."""
+        variable, where = getattr(self, leaf.name, None), f"{type(self).__name__}.{leaf.name}"
+        if not isinstance(variable, nnx.Variable):
+            raise MissingStateError(
+                f"The FP8 op has no scaling state {where}, which its recipe needs: it was made under a "
+                "recipe without delayed scaling, or with FP8 switched off. Make the op, or the model, "
+                "under the recipe of its calls (fp8flax.autocast), or give the op its own recipe: "
+                f"{type(self).__name__}(recipe=…)."
+            )
+        value = variable.get_value()
+        check_state_array(
+            value,
+            leaf.shape,
+            where,
+            if_cast="Cast the state of nnx.Param alone",
+            if_shape="Make the op under the recipe (the amax_history_len) of its calls. Call layers that "
+            "nnx.vmap stacked inside of nnx.vmap or nnx.scan.",
+        )
+        return value
 
 
-def _shapes(role: str, quantizer: DelayedQuantizer, stacked: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a role's scale and amax history, by their names."""
-    lengths = (1, quantizer.amax_history_len)
-    return {name: (*stacked, length) for name, length in zip(state_leaf_names(role), lengths)}
-
-
-class Fp8DotGeneralOp(Fp8Op):
+class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     """FP8 matmul for NNX layers, called like ``lax.dot_general``.
 
     Give an instance to a layer: ``nnx.Linear(…, dot_general=fp8flax.nnx.Fp8DotGeneralOp())``.
@@ -234,15 +196,6 @@ class Fp8DotGeneralOp(Fp8Op):
     With other recipes the op holds no variables. Under ``autocast(enabled=False)`` the op is
     ``lax.dot_general``.
 
-    The call takes:
-        lhs: the input, any shape; bfloat16, float16, float32 or float64.
-        rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
-        dimension_numbers: ``((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))``.
-        precision: None takes the accumulation of the recipe (by default fast forward, exact gradients).
-            ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
-        preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general`` returns.
-        out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
-
     Args:
         recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
             ``DelayedScaling()`` outside of it. The state is made for the recipe under which the op is made.
@@ -252,7 +205,7 @@ class Fp8DotGeneralOp(Fp8Op):
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        TypeError: an operand has another dtype than those above, or the state is not float32.
+        TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32.
         ValueError: the history in the state has another length than the recipe says.
 
     Example:
@@ -268,21 +221,7 @@ class Fp8DotGeneralOp(Fp8Op):
     Source: ``flax.linen.fp8_ops``, whose state it has; Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
-    field = "dot_general"
-
-    def __call__(
-        self,
-        lhs: Float[jax.Array, "*input"],
-        rhs: Float[jax.Array, "*kernel"],
-        dimension_numbers: DimensionNumbers,
-        precision: jax.lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> Float[jax.Array, "*output"]:
-        """Multiplies the operands in FP8; see the class for the arguments."""
-        operands = lhs, rhs, dimension_numbers, precision, preferred_element_type
-        return self._multiplier()(*operands, out_sharding=out_sharding)
+    row = DOT_GENERAL
 
 
 class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
@@ -296,24 +235,14 @@ class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
     Source: ``flax.linen.fp8_ops.NANOOFp8DotGeneralOp``.
     """
 
-    def default_recipe(self) -> DelayedScaling:
-        """Returns ``DelayedScaling`` in the FNUZ formats."""
-        return DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
+    default_recipe = DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
 
 
-class Fp8Einsum(Fp8Op):
+class Fp8Einsum(EinsumCall, Fp8Op):
     """FP8 einsum of two operands, with the scaling state of ``Fp8DotGeneralOp``.
 
     The first operand is the input and the second is the kernel, in any order of the result's indices. Give
     an instance to a layer: ``nnx.Einsum(…, einsum_op=fp8flax.nnx.Fp8Einsum())``.
-
-    The call takes:
-        eqn: the equation; no index may occur twice within one operand.
-        lhs: the input, any shape; bfloat16, float16, float32 or float64.
-        rhs: the kernel, any shape; bfloat16, float16, float32 or float64.
-        precision: accumulation of the GEMMs; see ``Fp8DotGeneralOp``.
-        preferred_element_type: dtype of the result; None for the dtype that ``lax.dot_general`` returns.
-        out_sharding: how to shard the result; see ``Fp8DotGeneralOp``.
 
     Args:
         recipe: how tensors are scaled; see ``Fp8DotGeneralOp``.
@@ -321,8 +250,8 @@ class Fp8Einsum(Fp8Op):
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        TypeError: ``eqn`` is not a string, an operand has another dtype than those above, or the state is
-            not float32.
+        TypeError: ``eqn`` is not a string, an operand is not bfloat16, float16, float32 or float64, or the
+            state is not float32.
         ValueError: the equation does not fit the operands, or the state does not fit the recipe.
 
     Example:
@@ -337,29 +266,10 @@ class Fp8Einsum(Fp8Op):
     Source: ``flax.linen.fp8_ops.Fp8Einsum``.
     """
 
-    field = "einsum_op"
-
-    def __call__(
-        self,
-        eqn: str,
-        lhs: Float[jax.Array, "*input"],
-        rhs: Float[jax.Array, "*kernel"],
-        precision: jax.lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> Float[jax.Array, "*output"]:
-        """Contracts the operands in FP8; see the class for the arguments."""
-        if not isinstance(eqn, str):
-            raise TypeError(
-                f"eqn must be an equation such as 'ab,bc->ac'; got {type(eqn).__name__}. Fp8Einsum is "
-                "called like jnp.einsum; nnx.Linear takes fp8flax.nnx.Fp8DotGeneralOp() as dot_general=."
-            )
-        operands = eqn, lhs, rhs, precision, preferred_element_type
-        return einsum_with(self._multiplier(), *operands, out_sharding)
+    row = EINSUM
 
 
-class Fp8ConvGeneralDilatedOp(Fp8Op):
+class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
     """FP8 convolution for NNX layers, called like ``lax.conv_general_dilated``.
 
     Give an instance to a layer: ``nnx.Conv(…, conv_general_dilated=…)``. A convolution that is a matmul
@@ -367,29 +277,13 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     the tensors are cast to FP8 and back, and convolved in the operands' dtype; see
     ``fp8flax.Fp8ConvGeneralDilatedOp``.
 
-    The call takes:
-        lhs: the input, in the layout of ``dimension_numbers``; bfloat16, float16, float32 or float64.
-        rhs: the kernel, in the layout of ``dimension_numbers`` and the dtype of ``lhs``.
-        window_strides: one int for each spatial dimension.
-        padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair ``(before, after)`` for each spatial
-            dimension.
-        lhs_dilation: one int for each spatial dimension; None for 1.
-        rhs_dilation: one int for each spatial dimension; None for 1.
-        dimension_numbers: the layouts, as ``lax.conv_general_dilated`` takes them.
-        feature_group_count: number of groups of features.
-        batch_group_count: number of groups of the batch.
-        precision: for a matmul as in ``Fp8DotGeneralOp``; otherwise the precision of all three
-            convolutions.
-        preferred_element_type: dtype of the result; None for the dtype of the operands.
-        out_sharding: how to shard the result; see ``Fp8DotGeneralOp``.
-
     Args:
         recipe: how tensors are scaled; see ``Fp8DotGeneralOp``.
         form: ``"direct"`` or ``"qdq"``; see ``fp8flax.Fp8ConvGeneralDilatedOp``.
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        TypeError: an operand has another dtype than those above, or the state is not float32.
+        TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32.
         ValueError: the recipe scales along the contraction and the convolution is not a matmul, or the
             state does not fit the recipe.
 
@@ -405,56 +299,15 @@ class Fp8ConvGeneralDilatedOp(Fp8Op):
     Source: ``lax.conv_general_dilated``; recipes of Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
-    plain = staticmethod(jax.lax.conv_general_dilated)
-    in_fp8 = staticmethod(fp8_conv_general_dilated)
-    field = "conv_general_dilated"
-
-    def __call__(
-        self,
-        lhs: Float[jax.Array, "*input"],
-        rhs: Float[jax.Array, "*kernel"],
-        window_strides: Sequence[int],
-        padding: str | Sequence[tuple[int, int]],
-        lhs_dilation: Sequence[int] | None = None,
-        rhs_dilation: Sequence[int] | None = None,
-        dimension_numbers: Any = None,
-        feature_group_count: int = 1,
-        batch_group_count: int = 1,
-        precision: jax.lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> Float[jax.Array, "*output"]:
-        """Convolves the operands in FP8; see the class for the arguments."""
-        out = self._multiplier()(
-            lhs,
-            rhs,
-            window_strides,
-            padding,
-            lhs_dilation,
-            rhs_dilation,
-            dimension_numbers,
-            feature_group_count,
-            batch_group_count,
-            precision,
-            preferred_element_type,
-        )
-        return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
+    row = CONV
 
 
-class Fp8RaggedDotOp(Fp8Op):
+class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     """FP8 matmul of a mixture of experts, called like ``lax.ragged_dot``.
 
     The scaling state is that of ``Fp8DotGeneralOp``, except that each expert's kernel has its own scale and
     amax history. ``kernel_scale`` has shape ``(num_experts, 1)`` and ``kernel_amax_history`` has shape
     ``(num_experts, amax_history_len)``. See ``fp8flax.Fp8RaggedDotOp``.
-
-    The call takes:
-        lhs: the input, ``(rows, K)``, sorted by expert; bfloat16, float16, float32 or float64.
-        rhs: the kernels, ``(experts, K, N)``; bfloat16, float16, float32 or float64.
-        group_sizes: rows of each expert, ``(experts,)``, integers.
-        precision: accumulation of the GEMMs; see ``Fp8DotGeneralOp``.
-        preferred_element_type: dtype of the result; None for the dtype that ``lax.ragged_dot`` returns.
 
     Args:
         num_experts: number of kernels, 1 or more.
@@ -463,7 +316,7 @@ class Fp8RaggedDotOp(Fp8Op):
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        TypeError: an operand has another dtype than those above, or the state is not float32.
+        TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32.
         ValueError: the shapes do not fit, or the state does not fit the recipe or the number of experts.
 
     Example:
@@ -478,23 +331,23 @@ class Fp8RaggedDotOp(Fp8Op):
     Source: ``jax.lax.ragged_dot``; the state of ``flax.linen.fp8_ops``, per expert.
     """
 
-    plain = staticmethod(jax.lax.ragged_dot)
-    in_fp8 = staticmethod(fp8_ragged_dot)
-    field = "ragged_dot"  # of MoE's experts
-    stacked = ("kernel",)
+    row = RAGGED_DOT
 
     def __init__(self, num_experts: int, *, recipe: Recipe | None = None, form: str = "direct"):
         check_int("num_experts", num_experts, 1)
         self._set_up(recipe, form, (num_experts,))
 
-    def __call__(
-        self,
-        lhs: Float[jax.Array, "rows depth"],
-        rhs: Float[jax.Array, "experts depth columns"],
-        group_sizes: Integer[jax.Array, " experts"],
-        precision: jax.lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-    ) -> Float[jax.Array, "rows columns"]:
-        """Multiplies each row by the kernel of its expert, in FP8; see the class for the arguments."""
-        multiply = self._multiplier(jnp.shape(rhs)[:1])
-        return multiply(lhs, rhs, group_sizes, precision, preferred_element_type)
+
+_classes: dict[OpRow, type[Fp8Op]] = {
+    DOT_GENERAL: Fp8DotGeneralOp,
+    EINSUM: Fp8Einsum,
+    CONV: Fp8ConvGeneralDilatedOp,
+    RAGGED_DOT: Fp8RaggedDotOp,
+}
+
+
+def class_of(row: OpRow) -> type[Fp8Op]:
+    """Returns the NNX op of a row of the table; the same class at each call."""
+    if row not in _classes:
+        _classes[row] = type(row.name, (row.call, Fp8Op), {"row": row, "__module__": __name__})
+    return _classes[row]

@@ -69,7 +69,7 @@ def save_safetensors(
     """
     ops = []
     for layer in layers_of(model):
-        op = getattr(layer.module, layer.kind.op.field)
+        op = getattr(layer.module, layer.kind.field)
         place = tuple(layer.site.path.split("/")) if layer.site.path else ()
         if isinstance(op, FrozenOp):
             ops.append(_served(layer, op, place))
@@ -100,7 +100,7 @@ def _served(layer: Layer, op: FrozenOp, place: tuple[str, ...]) -> ServedOp:
     out = tuple(i for i in rest if i not in contracted)
     scales = {name: x.get_value() for name, x in vars(op).items() if isinstance(x, Frozen)}
     return ServedOp(
-        (*place, layer.kind.op.field),
+        (*place, layer.kind.field),
         op.recipe,
         (((*place, "kernel"), kernel.dtype),),
         tuple((name, x.shape, x.dtype) for name, x in scales.items()),

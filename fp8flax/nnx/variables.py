@@ -38,7 +38,7 @@ def _linen_name(op: Any) -> str:
 def _ops(model: nnx.Module) -> dict[tuple[Any, ...], Fp8Op]:
     """Returns the FP8 ops of layers by their paths."""
     ops = {path: node for path, node in nnx.iter_graph(model) if isinstance(node, Fp8Op)}
-    return {path: op for path, op in ops.items() if path and path[-1] == op.field}
+    return {path: op for path, op in ops.items() if path and path[-1] == op.row.nnx_field}
 
 
 def _linen_path(path: tuple[Any, ...], ops: Mapping[tuple[Any, ...], Fp8Op]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Which contractions run in FP8: the order of the rules, the defaults, the report."""
+"""Rules decide which contractions run in FP8: their order, the defaults, and the report."""
 
 import warnings
 
@@ -11,8 +11,9 @@ import pytest
 import fp8flax as fp8
 from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.plans.ops import CONV, DOT_GENERAL, GemmSizes
 from fp8flax._model.report import seconds
-from fp8flax._model.rules import BREAK_EVEN, GemmSizes, Rules, Site
+from fp8flax._model.rules import BREAK_EVEN, Rules, Site
 from tests.cases import OWG, flat, normal
 from tests.models import Attention, in_scan
 
@@ -25,7 +26,7 @@ def site(path="mlp/up", k=4096, n=4096, *, module=None, kernel="kernel", **chang
         "module": module or nn.Dense(n),
         "kernel": f"{path}/{kernel}",
         "kind": "kernel",
-        "primitive": "dot_general",
+        "op": DOT_GENERAL,
         "shapes": ((8, k), (k, n)),
         "dtypes": (jnp.dtype("bfloat16"), jnp.dtype("float32")),
         "sizes": GemmSizes(1, 8, k, n),
@@ -112,7 +113,7 @@ class TestDefaults:
         assert Rules().decide(site(path)).converts
 
     def test_sizes(self):
-        """By facts.md: FP8 gains where 1/(1/M + 1/K + 1/N) is above the limit; here with any M."""
+        """FP8 can gain if 1/(1/M + 1/K + 1/N) is above the limit for some M."""
         for k, n in [(562, 562), (281, 10**6), (16, 10**6), (300, 4096), (4096, 4096)]:
             decision = Rules().decide(site(k=k, n=n))
             assert decision.converts == (1 / (1 / k + 1 / n) >= BREAK_EVEN), (k, n)
@@ -126,7 +127,7 @@ class TestDefaults:
     def test_what_else_is_left(self):
         reasons = {
             "an embedding": site(module=nn.Embed(8, 4096)),
-            "a convolution that is not a matmul": site(primitive="conv_general_dilated", is_matmul=False),
+            "a convolution that is not a matmul": site(op=CONV, is_matmul=False),
             "a product of two activations": site(kind="product", kernel=None),
             "a product of two parameters": site(kind="parameters", kernel=None),
             "operands of int8": site(dtypes=(jnp.dtype("int8"), jnp.dtype("float32"))),
@@ -242,7 +243,7 @@ class TestReport:
         assert {(r.kernel.split("/")[-2], r.count, r.m) for r in rows} == {("i", 512, 4), ("h", 512, 4)}
 
     def test_a_batch_of_vmap_counts(self):
-        """Over examples as rows, over experts as matrices."""
+        """A vmap over examples adds rows to a matmul; one over experts adds matmuls."""
 
         class PerExample(nn.Module):
             @nn.compact
@@ -277,7 +278,7 @@ class TestReport:
         assert [(row.kernel, row.count) for row in rows] == [("a", 2), ("b", 1)]
 
     def test_predictions(self):
-        """Large matmuls near the ratio of the rates; small ones, and MXFP8 on Hopper, below one."""
+        """The speedup of large matmuls is near the ratio of the rates; that of small ones is below one."""
         x = jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)
         model = nn.Dense(8192, dtype=jnp.bfloat16)
         speedup = {}
@@ -302,7 +303,7 @@ class TestReport:
 
     @pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
     def test_predictions_of_experts(self):
-        """Scales per block are multiplied in FP8 on Hopper, whose kernel for them Blackwell has not."""
+        """Experts with scales per block gain on Hopper; Blackwell has no GPU kernel for them."""
         sizes = GemmSizes(1, 8192, 8192, 8192)
         for target, is_faster in (("h200", True), ("b200", False)):
             wide, narrow = (

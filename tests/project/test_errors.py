@@ -50,7 +50,7 @@ def test_class_where_an_instance_is_needed():
         fp8.Fp8Einsum("ab,bc->ac", X, X.T)
     with pytest.raises(TypeError, match=r"called with arrays, .*give an instance: Fp8RaggedDotOp\(\)"):
         fp8.Fp8RaggedDotOp(X, X[None].mT, jnp.array([2]))
-    with pytest.raises(TypeError, match=r"eqn must be an equation .* takes fp8flax.Fp8DotGeneralOp"):
+    with pytest.raises(TypeError, match=r"eqn must be an equation .* takes Fp8DotGeneralOp"):
         traced(nn.Dense(4, dot_general_cls=fp8.Fp8Einsum), X)
 
 

@@ -27,7 +27,7 @@ from fp8flax._core.amax import amaxes_of_parts, delayed_amax
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.lowering import lowered, rows_of
 from fp8flax._core.gemm.reference import reference_pair
-from fp8flax._core.gemm.request import CastPair
+from fp8flax._core.gemm.request import CastPair, Gemm
 from fp8flax._core.names import (
     DGRAD,
     FORWARD,
@@ -191,6 +191,31 @@ class Contraction(Plan):
     def each(self, role: str, f: Callable[..., Any], *args: Any) -> Any:
         """Calls ``f`` once; for a role in ``stacked``, once per element of the stack by ``jax.vmap``."""
         return jax.vmap(f)(*args) if role in self.stacked else f(*args)
+
+    def gemm(self, name: str, dims: Any, lhs: Operand, rhs: Operand, out_dtype: np.dtype) -> Gemm:
+        """Returns the request for one of the three GEMMs of a product.
+
+        Args:
+            name: ``"forward"``, ``"dgrad"`` or ``"wgrad"``.
+            dims: the dimension numbers of ``lax.dot_general``.
+            lhs: the left operand.
+            rhs: the right operand.
+            out_dtype: dtype of the result.
+        """
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+        return Gemm(
+            recipe=getattr(self.recipe, name),
+            dimension_numbers=dims,
+            lhs=View(lhs.shape, lhs_contract, lhs_batch),
+            rhs=View(rhs.shape, rhs_contract, rhs_batch),
+            lhs_dtype=lhs.dtype,
+            rhs_dtype=rhs.dtype,
+            out_dtype=out_dtype,
+            precision=self.precision,
+            dequantized=self.dequantized,
+            name=name,
+            is_packed=self.is_packed,
+        )
 
     # The interface of ``Plan``.
 

@@ -29,7 +29,6 @@ from fp8flax._core.plans.contraction import (
 from fp8flax._core.plans.modes import contract
 from fp8flax._core.plans.plan import Extra, Operand
 from fp8flax._core.qtensor import QTensor, View
-from fp8flax._core.quantizers import quantized
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class DotPlan(Contraction):
 
         A transpose then puts the axes of each result into the order of ``lhs`` or ``rhs``.
         """
-        forward = self._gemm("forward", self.dimension_numbers, self.lhs, self.rhs, self.out_dtype)
+        forward = self.gemm("forward", self.dimension_numbers, self.lhs, self.rhs, self.out_dtype)
         lhs, rhs = forward.lhs, forward.rhs
         axes = iter(range(len(forward.out_shape)))
         g_batch, g_lhs_free, g_rhs_free = (
@@ -142,31 +141,14 @@ class DotPlan(Contraction):
         wgrad_axes = (*rhs.batch, *(partner_in_rhs[i] for i in sorted(lhs.contract)), *rhs.free)
         dgrad_dims = (g_rhs_free, rhs.free), (g_batch, rhs.batch)
         wgrad_dims = (lhs.free, g_lhs_free), (lhs.batch, g_batch)
-        dgrad = self._gemm("dgrad", dgrad_dims, g, self.rhs, self.lhs.dtype)
-        wgrad = self._gemm("wgrad", wgrad_dims, self.lhs, g, self.rhs.dtype)
+        dgrad = self.gemm("dgrad", dgrad_dims, g, self.rhs, self.lhs.dtype)
+        wgrad = self.gemm("wgrad", wgrad_dims, self.lhs, g, self.rhs.dtype)
         return _Gemms(
             forward,
             dgrad._replace(out_sharding=_permuted(self.lhs.sharding, dgrad_axes)),
             dgrad_axes,
             wgrad._replace(out_sharding=_permuted(self.rhs.sharding, wgrad_axes)),
             wgrad_axes,
-        )
-
-    def _gemm(self, name: str, dims: _Dims, lhs: Operand, rhs: Operand, out_dtype: np.dtype) -> Gemm:
-        """Returns the GEMM ``name`` (forward, dgrad or wgrad) with these dimension numbers and operands."""
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
-        return Gemm(
-            recipe=getattr(self.recipe, name),
-            dimension_numbers=dims,
-            lhs=View(lhs.shape, lhs_contract, lhs_batch),
-            rhs=View(rhs.shape, rhs_contract, rhs_batch),
-            lhs_dtype=lhs.dtype,
-            rhs_dtype=rhs.dtype,
-            out_dtype=out_dtype,
-            precision=self.precision,
-            dequantized=self.dequantized,
-            name=name,
-            is_packed=self.is_packed,
         )
 
     @cached_property
@@ -272,14 +254,15 @@ def with_precision(recipe: CustomRecipe, precision: Any, form: str) -> CustomRec
     return CustomRecipe(**{k: dataclasses.replace(gemm, accumulation=word) for k, gemm in gemms.items()})
 
 
-def _plan(
+def dot_plan(
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: DimensionNumbers,
-    precision: Any,
-    preferred_element_type: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
     recipe: CustomRecipe,
-    form: str,
+    form: str = "direct",
     out_sharding: Any = None,
 ) -> DotPlan:
     """Returns the plan of a matmul of two arrays, or of their shapes and dtypes."""
@@ -318,6 +301,8 @@ def fp8_dot_general(
     recipe: Recipe,
     form: str = "direct",
     is_frozen: bool = False,
+    kernel: QTensor | None = None,
+    input_scale: Float32[jax.Array, "*scale"] | None = None,
     out_sharding: Any = None,
 ) -> Float[jax.Array, "*output"]:
     """Multiplies in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
@@ -334,8 +319,12 @@ def fp8_dot_general(
         recipe: how the tensors are scaled.
         form: ``"direct"`` puts FP8 operands into the GEMMs; ``"qdq"`` quantizes and dequantizes around
             GEMMs in the dtype of the operands.
-        is_frozen: whether the states do not change, and the op is differentiated as
-            ``frozen_dot_general`` is.
+        is_frozen: whether the states do not change. JAX can then differentiate the op any number of times,
+            in forward and reverse mode. Tangents and cotangents are multiplied in wide dtypes, with the
+            values of the quantized operands.
+        kernel: the kernel as a frozen model stores it, see ``ops.packed_kernel``. The values of ``rhs`` are
+            then not read, and the op is frozen.
+        input_scale: the scale of the input for a stored kernel; None without delayed scaling.
         out_sharding: the sharding of the result, as for ``lax.dot_general``, on a mesh with explicit axes.
 
     Returns:
@@ -346,72 +335,16 @@ def fp8_dot_general(
             the above, or the operands do not fit the dimension numbers.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
-    gemms = recipe.gemms
-    plan = _plan(lhs, rhs, dimension_numbers, precision, preferred_element_type, gemms, form, out_sharding)
-    return contract(plan, lhs, rhs, states=states, is_frozen=is_frozen)
-
-
-def quantize_kernel(
-    lhs: Any,
-    rhs: Float[jax.Array, "*kernel"],
-    dimension_numbers: DimensionNumbers,
-    recipe: CustomRecipe,
-    scale: Any,
-) -> QTensor:
-    """Quantizes a kernel for the forward GEMM, and packs it: its codes have the shape of the kernel.
-
-    Args:
-        lhs: the input, or its shape and dtype.
-        rhs: the kernel, any shape, a wide float.
-        dimension_numbers: the dimension numbers of ``lax.dot_general``.
-        recipe: the recipe; it must quantize the kernel in the forward GEMM.
-        scale: the scale to use for delayed scaling; ignored otherwise.
-
-    Raises:
-        ValueError: the quantizer packs codes of another shape.
-    """
-    x = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
-    plan = _plan(x, rhs, dimension_numbers, None, None, recipe, "direct")
-    _, quantizer, view = plan.uses("kernel").first
-    operand = quantized(quantizer, rhs, view, scale)
-    packed = operand.quantizer.pack(operand, view)
-    if packed.codes.shape != rhs.shape:
-        raise ValueError(
-            f"pack of {operand.quantizer!r} must return codes of the kernel's shape {rhs.shape}, to be "
-            f"stored in its place; got {packed.codes.shape}. Define pack and unpack."
-        )
-    return packed
-
-
-def frozen_dot_general(
-    lhs: Float[jax.Array, "*input"],
-    rhs: Float[jax.Array, "*kernel"],
-    dimension_numbers: DimensionNumbers,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    *,
-    kernel: QTensor,
-    input_scale: Float32[jax.Array, "*scale"] | None,
-    recipe: CustomRecipe,
-    form: str = "direct",
-    out_sharding: Any = None,
-) -> Float[jax.Array, "*output"]:
-    """Multiplies an input by a kernel that is quantized already: the forward GEMM of ``fp8_dot_general``.
-
-    JAX can differentiate the result with respect to the input, in forward and reverse mode, any number of
-    times. The derivative is the product of the tangent and the dequantized kernel, both in wide dtypes.
-
-    Args:
-        lhs: the input, any shape, a wide float.
-        rhs: an array of the kernel's shape and wide dtype; its values are not read.
-        dimension_numbers: the dimension numbers of ``lax.dot_general``.
-        precision: see ``fp8_dot_general``.
-        preferred_element_type: dtype of the result; None for what ``lax.dot_general`` gives.
-        kernel: the result of ``quantize_kernel``.
-        input_scale: the scale of the input; None without delayed scaling.
-        recipe: the recipe that scales the input, and that has scaled the kernel.
-        form: ``"direct"`` or ``"qdq"``, see ``fp8_dot_general``.
-        out_sharding: see ``fp8_dot_general``.
-    """
-    plan = _plan(lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe, form, out_sharding)
-    return contract(plan, lhs, rhs, kernel=kernel, input_scale=input_scale)
+    plan = dot_plan(
+        lhs,
+        rhs,
+        dimension_numbers,
+        precision,
+        preferred_element_type,
+        recipe=recipe.gemms,
+        form=form,
+        out_sharding=out_sharding,
+    )
+    return contract(
+        plan, lhs, rhs, states=states, is_frozen=is_frozen, kernel=kernel, input_scale=input_scale
+    )
