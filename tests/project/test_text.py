@@ -5,10 +5,8 @@ This holds for pages, notebooks, error messages, and for all docstrings and comm
 
 import ast
 import inspect
-import io
 import json
 import re
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -38,7 +36,7 @@ REPLACED = re.compile(
 """Words that have a plainer one: recorded, validates, reference implementation, non-finite marker."""
 OPENINGS = re.compile(r"(Of|Where|What|That|Tells|As)\b")
 """First words after which a sentence does not say who does what. A question may begin with them."""
-SECTIONS = ["The call takes", "Attributes", "Args", "Returns", "Raises", "Warns", "Example", "Source"]
+SECTIONS = ["Attributes", "Args", "Returns", "Raises", "Warns", "Example", "Source"]
 
 
 def prose(text):
@@ -144,18 +142,25 @@ def docstrings(node):
             yield from docstrings(part)
 
 
+STRING_OR_COMMENT = re.compile(
+    r'"""(?:\\[\s\S]|[^\\])*?"""|"(?:\\[\s\S]|[^"\\\n])*"'
+    r"|'''(?:\\[\s\S]|[^\\])*?'''|'(?:\\[\s\S]|[^'\\\n])*'|(?P<comment>#.*)"
+)
+
+
 def comments(source):
     """Yields the line and the text of each comment; lines that only hold comments form one block."""
-    block, line, end = [], 0, None
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT:
+    block, line, row, start, end = [], 0, 1, 0, None
+    for found in STRING_OR_COMMENT.finditer(source):
+        row, start = row + source.count("\n", start, found.start()), found.start()
+        if not (text := found["comment"]):
             continue
-        (row, column), text = token.start, token.string.strip("# ")
-        is_alone = not token.line[:column].strip()
+        column = start - source.rfind("\n", 0, start) - 1
+        is_alone = not source[start - column : start].strip()
         if not is_alone or end != (row - 1, column):
             yield line, "\n".join(block)
             block, line = [], row
-        block.append(text)
+        block.append(text.strip("# "))
         end = (row, column) if is_alone else None
     yield line, "\n".join(block)
 
