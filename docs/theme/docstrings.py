@@ -17,7 +17,6 @@ class Docstrings(griffe.Extension):
         if obj.docstring is None:
             return
         text = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
-        text = re.sub(r"^( *)The call takes:$", r"\1Args: The call takes:", text, flags=re.MULTILINE)
         text = re.sub(r"^ *Source: none\.$", "", text, flags=re.MULTILINE)
         obj.docstring.value = linked(text, obj.path)
 
