@@ -188,7 +188,7 @@ class _Watcher(Watcher):
             with front.behind(), interception.passing():
                 result = interception.handler(contraction)
             if not isinstance(result, Left):
-                return result
+                return [result] if primitive.multiple_results else result
             computed_in = jax.named_scope(result.scope)
         elif primitive.name == "jit" and self._should_open(operands, params, frame):
             return front.open(params["jaxpr"], operands)

@@ -269,14 +269,14 @@ def report(
     for row, one in contractions_in(program):
         eqn, scopes = one.eqn, one.scopes
         scope = next(reversed(re.findall(f"{COUNTED}[0-9a-f]{{8}}", scopes)), "")
-        lhs, rhs = (var.aval.shape for var in eqn.invars[:2])
+        lhs, rhs, *more = (var.aval for var in eqn.invars)
         if scope in by_scope:
-            sizes = row.sizes(lhs, rhs, *row.arguments(eqn.params))
+            sizes = row.sizes(lhs.shape, rhs.shape, *more, *row.arguments(eqn.params))
             if by_scope[scope].is_swapped:
                 sizes = sizes._replace(m=sizes.n, n=sizes.m)
             counts[scope, sizes] += one.times
         elif not re.search(rf"\b{NOT_CONVERTED}\b", scopes):
-            unseen.append(f"{scopes or 'the model'}, {lhs} by {rhs}")
+            unseen.append(f"{scopes or 'the model'}, {lhs.shape} by {rhs.shape}")
     rows, wide, time = [], 0.0, 0.0
     for (scope, sizes), count in counts.items():
         site, decision = by_scope[scope].site, by_scope[scope].decision

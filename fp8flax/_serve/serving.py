@@ -168,13 +168,13 @@ def _constant_jvp(primals: Any, tangents: Any) -> Any:
 def _multiply(
     op: Fp8Op, gemms: CustomRecipe, kernel: QTensor, lhs: Any, rhs: Any, *rest: Any, **told: Any
 ) -> jax.Array:
-    scale = kernel.scale
+    scale = kernel.scale.reshape(()) if kernel.scale.shape == (1,) else kernel.scale
     is_fixed = gemms.forward.lhs is not None and gemms.forward.lhs.needs_state
     return op.row.in_fp8(
         lhs,
         rhs,
         *rest,
-        kernel=dataclasses.replace(kernel, scale=scale.reshape(()) if scale.shape == (1,) else scale),
+        stored_kernel=dataclasses.replace(kernel, scale=scale),
         input_scale=constant(op.get_variable(SERVED, INPUT_SCALE)) if is_fixed else None,
         recipe=gemms,
         form=op.form,

@@ -86,7 +86,7 @@ class FrozenOp(nnx.Module):
                 lhs,
                 jnp.zeros(codes.shape, lhs.dtype),  # its values are not read
                 *arguments,
-                kernel=kernel,
+                stored_kernel=kernel,
                 input_scale=constant(self.input_scale.get_value()) if is_fixed else None,
                 recipe=self.recipe,
                 form=self.form,
@@ -309,9 +309,10 @@ class _KernelReads(Reads):
 
 
 def _let_kernel_pass(layer: Layer, dtype: Any) -> None:
-    """Has a layer give its kernel to its op as it is stored."""
-    promote = layer.module.promote_dtype
-    layer.module.promote_dtype = nnx.static(_PromotesAllBut(promote, dtype))
+    """Makes a layer of NNX pass its kernel to its op without a cast. Other modules pass what they hold."""
+    promote = getattr(layer.module, "promote_dtype", None)
+    if promote is not None:
+        layer.module.promote_dtype = nnx.static(_PromotesAllBut(promote, dtype))
 
 
 def _freeze(

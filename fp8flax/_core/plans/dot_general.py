@@ -301,7 +301,7 @@ def fp8_dot_general(
     recipe: Recipe,
     form: str = "direct",
     is_frozen: bool = False,
-    kernel: QTensor | None = None,
+    stored_kernel: QTensor | None = None,
     input_scale: Float32[jax.Array, "*scale"] | None = None,
     out_sharding: Any = None,
 ) -> Float[jax.Array, "*output"]:
@@ -322,8 +322,8 @@ def fp8_dot_general(
         is_frozen: whether the states do not change. JAX can then differentiate the op any number of times,
             in forward and reverse mode. Tangents and cotangents are multiplied in wide dtypes, with the
             values of the quantized operands.
-        kernel: the kernel as a frozen model stores it, see ``ops.packed_kernel``. The values of ``rhs`` are
-            then not read, and the op is frozen.
+        stored_kernel: the kernel as a frozen model stores it, see ``ops.packed_kernel``. The values of
+            ``rhs`` are then not read, and the op is frozen.
         input_scale: the scale of the input for a stored kernel; None without delayed scaling.
         out_sharding: the sharding of the result, as for ``lax.dot_general``, on a mesh with explicit axes.
 
@@ -346,5 +346,11 @@ def fp8_dot_general(
         out_sharding=out_sharding,
     )
     return contract(
-        plan, lhs, rhs, states=states, is_frozen=is_frozen, kernel=kernel, input_scale=input_scale
+        plan,
+        lhs,
+        rhs,
+        states=states,
+        is_frozen=is_frozen,
+        stored_kernel=stored_kernel,
+        input_scale=input_scale,
     )

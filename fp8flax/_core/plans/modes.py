@@ -55,7 +55,7 @@ def contract(
     *extra: jax.Array,
     states: States = STATELESS,
     is_frozen: bool = False,
-    kernel: QTensor | None = None,
+    stored_kernel: QTensor | None = None,
     input_scale: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the result of a contraction, in the form of its plan and in the ambient ``mode``.
@@ -68,17 +68,17 @@ def contract(
         states: scaling states of the roles that have delayed scaling.
         is_frozen: whether the states do not change. Tangents and cotangents are then multiplied in wide
             dtypes, with the values of the quantized operands.
-        kernel: a packed kernel, which makes the contraction a frozen one. The values of ``rhs`` are then
-            not read.
+        stored_kernel: a packed kernel, which makes the contraction a frozen one. The values of ``rhs`` are
+            then not read.
         input_scale: the scale of the input for a packed kernel; None without delayed scaling.
     """
     if not any(plan.recipe.quantizers):
         with jax.named_scope(KEPT_WIDE):
             return plan.wide(lhs, rhs, extra)
-    if kernel is not None:
+    if stored_kernel is not None:
         plan.warn(plan.recipe.forward)
         plan = dataclasses.replace(plan, is_packed=True)
-        fixed = _Fixed({} if input_scale is None else {"input": input_scale}, kernel)
+        fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
         return _frozen(plan, lhs, lax.stop_gradient(rhs), extra, fixed)
     checked = _checked_states(plan, states)
     if is_frozen:

@@ -59,7 +59,7 @@ class OpRow:
         name: name of the class of the op, in Linen and in NNX.
         plain: ``plain(lhs, rhs, *arguments)`` computes the op without FP8.
         in_fp8: ``in_fp8(lhs, rhs, *arguments, states=, recipe=, form=, is_frozen=)`` computes the op in
-            FP8. If the row has a ``plan``, it also takes ``kernel=`` and ``input_scale=``, see
+            FP8. If the row has a ``plan``, it also takes ``stored_kernel=`` and ``input_scale=``, see
             ``contract``.
         sizes: ``sizes(lhs_shape, rhs_shape, *arguments)`` returns the sizes of the GEMM.
         call: the signature of the op.
