@@ -170,6 +170,24 @@ def error_of_product(actual, expected, *factors):
     return max(error - granted, 0.0) / norm
 
 
+MAGNITUDES = [
+    # Input, kernel and gradient of the result. All three products are in the range of float32.
+    (1e37, 1e-12, 1e-3),
+    (1e-12, 1e37, 1e-3),
+    (1e-30, 1e-5, 1e-3),
+    (1e30, 1e-30, 1e-5),
+    (1.0, 0.1, 1e-32),
+    (1e-35, 1e30, 1e2),
+]
+
+
+def assert_in_range(actual, expected, lhs, rhs):
+    """Checks a product of two matrices; subnormal elements and subnormal products may be lost."""
+    lost = 2.0**-126 * lhs.shape[-1] * expected.size**0.5
+    error = np.linalg.norm(np.asarray(actual, np.float64) - expected)
+    assert error - lost <= 1e-6 * np.linalg.norm(lhs) * np.linalg.norm(rhs)
+
+
 KINDS = {"float32": "exact", "power_of_two": "power_of_two"}
 
 

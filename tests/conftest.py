@@ -81,7 +81,7 @@ def pytest_runtest_setup(item):
     all_cells = item.config.getoption("--all-cells")
     FEW = not (all_cells or item.get_closest_marker("optimized"))
     # The figures in these tests are those of optimized programs.
-    if IS_OLD and item.path.parent.name in ("benchmarks", "core", "linen"):
+    if IS_OLD and {"benchmarks", "core", "linen"} & set(item.path.parts):
         FEW = False
     if item.get_closest_marker("all_cells") and not all_cells:
         pytest.skip("only with --all-cells")

@@ -6,9 +6,9 @@ not normalize the scaling state. Every lifted transformation of Flax calls ``fla
 collections that it takes. Flax has no public way to change these for a transformation in a model's source.
 So this file replaces ``pack``, once, at import.
 
-Internals: ``flax.core.lift``, of which ``pack`` is replaced, and ``flax.core.scope``, for the filters that
-say which collections are taken. Without them ``quantize_model`` raises an error, and an op given by hand
-inside ``nn.WeightNorm`` cannot be trained with delayed scaling.
+Internals: ``flax.core.lift``, whose function ``pack`` is replaced, and ``flax.core.scope``, for the filters
+that say which collections are taken. Without them ``quantize_model`` raises an error, and an op given by
+hand inside ``nn.WeightNorm`` cannot be trained with delayed scaling.
 """
 
 from __future__ import annotations

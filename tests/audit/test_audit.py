@@ -31,7 +31,6 @@ from fp8flax._audit.dots import Dot
 from fp8flax._audit.gemms import AuditedGemm, why_not
 from fp8flax._audit.instructions import on_fp8_units, read_instructions
 from fp8flax._audit.op_names import path_of, role_of
-from fp8flax._core.gemm.gpus import has_fp8_units
 from tests.cases import RECIPES, cells, dense_step, struct
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
@@ -458,21 +457,6 @@ def test_local_cpu():
     assert "Compiled without the device" not in str(report)
     (plain,) = audit(jnp.dot, struct(64, 64), struct(64, 64), target="local").gemms
     assert plain.reason.startswith("operands are")
-
-
-@pytest.mark.parametrize(
-    ("platform", "capability", "expected"),
-    [
-        ("cpu", None, False),
-        ("gpu", "8.0", False),
-        ("gpu", "8.9", True),
-        ("gpu", "10.0", True),
-        ("gpu", "gfx942", True),
-    ],
-)
-def test_devices_with_fp8_units(platform, capability, expected):
-    device = types.SimpleNamespace(platform=platform, compute_capability=capability)
-    assert has_fp8_units(device) == expected
 
 
 # Errors.

@@ -31,7 +31,7 @@ def test_on_a_cpu_the_other_function_is_not_even_traced():
 class TestUnlessCpu:
     @staticmethod
     def of_a_platform(x, y):
-        """Three results, of which the last tells the platform."""
+        """Returns three results; the last one shows for which platform the program was lowered."""
         return unless_cpu(
             lambda x, y: {"sum": x + y[0], "product": x * y[0], "where": jnp.sin(0 * x) + 2},
             lambda x, y: {"sum": x + y[0], "product": x * y[0], "where": jnp.zeros_like(x)},
@@ -90,7 +90,7 @@ class TestUnlessCpu:
 
 
 def two_programs(x):
-    """Two results, of which the second tells whether the program can be split over devices."""
+    """Returns two results; the second one shows whether XLA can split the program over devices."""
     return unless_partitioned(lambda x: [2 * x, 0 * x], lambda x: [2 * x, 0 * x + 1], x)
 
 

@@ -54,7 +54,7 @@ def test_a_gpu_reads_what_is_cast(platform, read):
 
 
 def test_of_a_parameter():
-    """Of what lies in order some parts can be of several dimensions; and of any number."""
+    """A part of a parameter may span several dimensions. Any number of parts can be asked for."""
     x = jnp.asarray(ugly(6, 32, 1024))
     assert amax.amaxes_of_parts(x, is_parameter=True)[0].shape == (6 * 32,)
     assert amax.amaxes_of_parts(jnp.asarray(ugly(6, 2, 8)), is_parameter=True)[0].shape == (6,)
@@ -74,7 +74,7 @@ def test_rows_that_do_not_count_and_what_is_empty():
 
 
 def test_the_largest_of_several_at_once():
-    """Of any lengths and dtypes; what says of an empty tensor or of a NaN stays as it is."""
+    """Vectors may have any lengths and dtypes. The marks of empty tensors (-inf) and of NaN (inf) stay."""
     parts = [
         jnp.array([1.0, -np.inf, 3.0]),
         jnp.array([2.5], jnp.bfloat16),

@@ -55,7 +55,7 @@ class RowBlocks(fp8.Quantizer):
 
 
 def reference(x, axis):
-    """What is left of an array that is quantized along an axis; NumPy, from the description above."""
+    """Quantizes an array along an axis and dequantizes it, in NumPy, by the description above."""
     rows = np.moveaxis(np.asarray(x, np.float32), axis, -1)
     padded = np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -rows.shape[-1] % WIDTH)])
     blocks = padded.reshape(*rows.shape[:-1], -1, WIDTH)

@@ -239,7 +239,7 @@ def test_the_form_for_blackwell_has_the_same_values(name):
 
 @pytest.mark.parametrize("name", cells(QUANTIZERS, repeated=["MX, floor", *REPEATED]))
 def test_there_and_back(name):
-    """What comes back has the operand's shape and is within half a unit in the last place of e4m3."""
+    """The dequantized operand has its old shape, and is within half a unit in the last place of e4m3."""
     quantizer = QUANTIZERS[name](E4M3)
     x = np.random.default_rng(0).normal(size=(2, 9, 3, 40)).astype(np.float32)
     view = View(x.shape, (3, 1), (0,))

@@ -133,3 +133,38 @@ def test_within_the_bound_the_largest_amax_counts(dtype):
     assert bounded(1e30, 1e30) == np.float32(1e30)
     assert bounded(1e30, 0.0) == bounded(1e30, -np.inf) == np.float32(1e30)
     assert bounded(np.inf, 3.0) == np.inf  # which keeps the old scale
+
+
+TINY, HUGE = 2.0**-126, float(np.finfo(np.float32).max)
+
+
+def numbers(rng, lowest, highest, size):
+    """Float32 numbers of every magnitude between two powers of two."""
+    return (2.0 ** rng.uniform(lowest, highest, size)).astype(np.float32)
+
+
+def test_scales_are_applied_in_range():
+    """All that is in the range of float32 is right, and what was without care has the same bits."""
+    rng, size = np.random.default_rng(0), 300_000
+    total = numbers(rng, -32, 47, size) * rng.choice([-1, 1], size).astype(np.float32)
+    lhs, rhs = (numbers(rng, -126, 127.99, size) for _ in range(2))
+    actual = jax.jit(scaling.apply_scales)(total, lhs, rhs)
+    plainly = np.asarray(jax.jit(lambda total, lhs, rhs: total * lhs * rhs)(total, lhs, rhs))
+    exact = total.astype(np.float64) * lhs * rhs
+    in_range = (np.abs(exact) >= TINY) & (np.abs(exact) <= 0.999999 * HUGE)
+    np.testing.assert_allclose(actual[in_range], exact[in_range], rtol=2**-22)
+    was_right = in_range & np.isfinite(plainly) & (plainly != 0)
+    np.testing.assert_array_equal(actual[was_right], plainly[was_right])
+    assert np.mean(was_right[in_range]) < 0.97
+    too_large = np.abs(exact) > 1.000001 * HUGE
+    np.testing.assert_array_equal(actual[too_large], np.sign(exact[too_large]) * np.inf)
+    np.testing.assert_array_less(np.abs(actual[np.abs(exact) < TINY / 2]), 2 * TINY)
+
+
+@pytest.mark.parametrize("scale", [0.0, np.inf, np.nan])
+def test_scales_that_are_no_numbers_stay_that(scale):
+    totals, ones = np.float32([0, -3, np.inf]), np.float32(1)
+    with np.errstate(invalid="ignore"):
+        expected = totals * np.float32(scale)
+    for scales in ((np.float32(scale), ones), (ones, np.float32(scale))):
+        np.testing.assert_array_equal(scaling.apply_scales(totals, *scales), expected)

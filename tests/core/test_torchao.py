@@ -128,7 +128,7 @@ def test_accumulation_is_fast_forward_alone():
 
 
 def test_they_are_not_current_scaling():
-    """What differs from the recipe that reads most like each."""
+    """Each recipe differs from the recipe of ours that is most like it."""
     axiswise = fp8.Float8CurrentScaling(granularity="axiswise", high_precision_wgrad=True).gemms
     theirs = fp8.torchao_recipe("rowwise_with_gw_hp")
     assert theirs.wgrad == axiswise.wgrad

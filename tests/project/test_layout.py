@@ -208,6 +208,14 @@ def test_imports_go_up_the_list(entry):
             assert place(imported) in above, f"{entry} imports {imported}"
 
 
+def test_each_file_of_the_core_has_a_file_of_tests():
+    """At the same place: ``_core/gemm/cuda.py`` has ``tests/core/gemm/test_cuda.py``."""
+    core = PACKAGE / "_core"
+    files = [path.relative_to(core) for path in core.rglob("*.py") if path.name != "__init__.py"]
+    tests = [ROOT / "tests" / "core" / path.with_name(f"test_{path.name}") for path in files]
+    assert [str(path) for path in tests if not path.exists()] == []
+
+
 def test_the_picture_shows_the_imports():
     """The picture of docs/architecture.md; docs/theme/architecture.py draws it again."""
     drawing = runpy.run_path(str(ROOT / "docs" / "theme" / "architecture.py"))

@@ -1,5 +1,7 @@
 """The scale of a step and the next state of one tensor, beside NumPy and Flax's rule."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ from fp8flax._core.state.state import (
     state_to_keep,
 )
 from tests import reference
+from tests.cases import cells
 
 pytestmark = pytest.mark.optimized
 
@@ -60,9 +63,7 @@ def flax_scales(amaxes, q_dtype, length=1024):
 
 
 @pytest.mark.usefixtures("stacking")
-@pytest.mark.parametrize(
-    ("outliers", "recovered"), [(1, 0), (3, 15), (10, 15)], ids=["one", "three", "ten"]
-)
+@pytest.mark.parametrize(("outliers", "recovered"), cells([(1, 0), (3, 15), (10, 15)], repeated=[(3, 15)]))
 def test_ordinary_data_keep_their_precision_after_an_outlier(outliers, recovered):
     """By the maximum of the history alone they are flushed to zero for 1,024 steps."""
     amaxes = [1.0] * 5 + [1e6] * outliers + [1.0] * 40
@@ -124,8 +125,13 @@ def test_data_that_become_smaller_are_followed_after_16_steps():
 
 
 @pytest.mark.usefixtures("stacking")
-@pytest.mark.parametrize("length", [1, 2, 3, 16, 17, 1024])
-@pytest.mark.parametrize("q_dtype", [E4M3, E5M2], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize(
+    ("q_dtype", "length"),
+    cells(
+        itertools.product([E4M3, E5M2], [1, 2, 3, 16, 17, 1024]),
+        repeated=[*((E4M3, length) for length in (2, 3, 16)), *((E5M2, n) for n in (1, 2, 3, 16, 1024))],
+    ),
+)
 def test_without_outliers_the_scales_are_flax_to_the_bit(q_dtype, length):
     amaxes = np.exp(np.random.default_rng(length).standard_normal(60))
     amaxes[[7, 30]] = 0.0
@@ -162,9 +168,8 @@ def test_a_digest_has_the_two_largest_amaxes_the_newest_and_the_scales(axis):
         np.testing.assert_array_equal(number, expected)
 
 
-@pytest.mark.parametrize("stack", [(), (2,)], ids=["one", "stacked"])
 @pytest.mark.parametrize("dtype", ["float32", "max", "digest"])
-@pytest.mark.parametrize("amax", [3.0, 0.0, np.inf, -np.inf])
+@pytest.mark.parametrize(("amax", "stack"), [(3.0, ()), (0.0, ()), (np.inf, ()), (-np.inf, (2,))])
 def test_next_state(amax, dtype, stack):
     """An amax of inf stands for a NaN or an Inf in the data, and -inf for empty data."""
     history = np.broadcast_to(np.float32([2.0, 5.0, 1.0]), (*stack, 3))

@@ -46,7 +46,7 @@ def test_a_good_new_state_is_taken(cast):
 
 @pytest.mark.usefixtures("stacking")
 def test_several_states_are_those_of_one_alone():
-    """Of states that are entered, left and kept."""
+    """States that are entered, left and kept together have the bits of each alone."""
     histories = np.random.default_rng(0).lognormal(size=(4, 2)).astype(np.float32)
     olds = {OWG: {f"op{i}": op_state(0.5, history) for i, history in enumerate(histories)}}
 

@@ -64,7 +64,7 @@ def algorithms(text):
     return found
 
 
-# Every contraction; in bfloat16 test_recipe_dot takes more of them.
+# Every contraction; in bfloat16 test_contraction takes more of them.
 EXACTLY = [
     *((name, jnp.float32) for name in CONTRACTIONS),
     ("dense on a sequence", jnp.bfloat16),
@@ -222,7 +222,7 @@ def test_nan_reaches_the_result_and_inf_saturates():
 
 @pytest.mark.oldest
 class TestOnCuda:
-    """What is handed to the compiler for an NVIDIA GPU; nothing is compiled."""
+    """The programs that the compiler for NVIDIA GPUs gets; nothing is compiled."""
 
     x, w = jnp.ones((32, 64), jnp.bfloat16), jnp.ones((64, 16), jnp.bfloat16)
 
@@ -301,15 +301,6 @@ def test_a_precision_that_cannot_be_honoured(bad):
 def test_dimension_numbers_that_do_not_fit(dims):
     with pytest.raises((TypeError, ValueError), match="dot_general"):
         multiply(jnp.ones((2, 3)), jnp.ones((3, 4)), dims)
-
-
-def test_emulation_warns_once():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            multiply(jnp.ones((2, 3)), jnp.ones((3, 4)))
-    assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
-    assert "emulated on cpu" in str(caught[0].message)
 
 
 def test_a_wrong_form_is_refused():
@@ -441,30 +432,14 @@ class TestResiduals:
             jax.tree.map(np.testing.assert_array_equal, result, step(variables))
 
 
-class Layers(nn.Module):
-    """Dense layers of one shape, one after the other."""
-
-    count: int
-    op: type | None
-
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(self.count):
-            x = nn.Dense(x.shape[-1], dot_general_cls=self.op)(x)
-        return x
+X, W = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((6, 8), (8, 4)))
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize("by_hand", [True, False])
-def test_layers_that_are_alike_are_traced_once(by_hand):
-    """More layers add no functions to the lowered program: all but the first and the last are alike."""
-
-    def functions(count):
-        model, x = Layers(count, fp8.Fp8DotGeneralOp if by_hand else None), jnp.ones((4, 16))
-        model = model if by_hand else fp8.quantize_model(model, include=".*")
-        variables = jax.eval_shape(model.init, jax.random.key(0), x)
-        step = jax.jit(fp8.grad(lambda variables, x: jnp.sum(model.apply(variables, x))))
-        text = step.lower(variables, x).as_text()
-        return sorted(re.findall(r"func\.func private @(_run_[a-z]+)", text))
-
-    assert functions(5) == functions(3) == 2 * ["_run_bwd"] + 3 * ["_run_fwd"]
+def test_what_is_not_multiplied_in_fp8_takes_any_precision():
+    """In the quantize-dequantize form, which the recipe's accumulation says nothing of."""
+    op = fp8.Fp8DotGeneralOp(form="qdq")
+    variables = op.init(jax.random.key(0), X, W, MATMUL)
+    out = op.apply(variables, X, W, MATMUL, lax.DotAlgorithmPreset.F32_F32_F32)
+    np.testing.assert_allclose(out, op.apply(variables, X, W, MATMUL), rtol=1e-6)
+    with pytest.raises(TypeError, match="precision of an FP8 matmul must be None"):
+        fp8.Fp8DotGeneralOp().apply(variables, X, W, MATMUL, lax.DotAlgorithmPreset.F32_F32_F32)

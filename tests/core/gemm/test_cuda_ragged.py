@@ -1,6 +1,5 @@
 """The kernels of a ragged dot on Hopper, interpreted step by step, beside NumPy; and what they multiply."""
 
-import warnings
 from functools import partial
 
 import jax
@@ -11,11 +10,8 @@ import pytest
 import fp8flax as fp8
 from fp8flax._core.gemm import cuda_ragged
 from fp8flax._core.gemm.cuda_ragged import groups_by_kernel, rows_by_kernel
-from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels import grouped_gemm_hopper, groups
 from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
-from fp8flax._core.plans.contraction import States
-from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
 from fp8flax._core.qtensor import QTensor, View
 from tests.cases import error_of_product, with_reference
 
@@ -32,77 +28,6 @@ def bounds(rows, sizes):
     """First row of each group, and the row after its last one; of those left over last."""
     ends = [*np.minimum(np.cumsum(sizes), rows), rows]
     return list(zip([0, *ends[:-1]], ends))
-
-
-def tiles(rows, sizes):
-    """Of each tile its group, first row, and the first and last of its rows that are the group's."""
-    return [
-        (g, row, max(start, row) - row, min(end, row + groups.TILE) - row)
-        for g, (start, end) in enumerate(bounds(rows, sizes))
-        if end > start
-        for row in range(start // 8 * 8, end, groups.TILE)
-    ]
-
-
-@jax.jit
-def all_groups(sizes):
-    """Of each tile that there can be."""
-    count = sizes.size + 1
-    table = groups.table_of(ROWS, sizes)
-    index = jnp.arange(groups.num_tiles(ROWS, count), dtype=jnp.int32)
-    return jax.vmap(partial(groups.group_of, table, groups=count))(index)
-
-
-@pytest.mark.oldest
-@pytest.mark.parametrize("sizes", [*SIZES, (300,), tuple(range(200)), (0,) * 255 + (300,)])
-def test_where_tiles_lie(sizes):
-    """Each row once; what is too many has none."""
-    count, found = len(sizes) + 1, all_groups(np.array(sizes))
-    expected = tiles(ROWS, sizes)
-    assert list(zip(*(x[: len(expected)].tolist() for x in found))) == expected
-    assert len(expected) <= found.high.size
-    assert not any(found.high[len(expected) :])
-    assert all(g == count for g in found.index[len(expected) :])
-
-
-@jax.jit
-def transposed(codes, sizes):
-    return groups.transpose_groups(codes, groups.table_of(ROWS, sizes), interpret=True)
-
-
-@pytest.mark.oldest
-@pytest.mark.parametrize("sizes", SIZES[:4])
-def test_transposed_groups(sizes):
-    codes = np.random.default_rng(0).integers(0, 256, (ROWS, 256), np.uint8)
-    out = transposed(codes.view(E4M3), np.array(sizes))
-    expected = np.zeros((groups.num_tiles(ROWS, len(sizes) + 1), groups.TILE, 256), np.uint8)
-    for i, (_, row, low, high) in enumerate(tiles(ROWS, sizes)):
-        expected[i, low:high] = codes[row + low : row + high]
-    np.testing.assert_array_equal(np.asarray(out).view(np.uint8), expected.reshape(-1, 256).T)
-
-
-@jax.jit
-def blocks(codes, scale, sizes):
-    return groups.blocks_of_groups(codes, scale, groups.table_of(384, sizes, groups.TILE))
-
-
-@pytest.mark.oldest
-@pytest.mark.parametrize("sizes", SIZES[:4])
-def test_blocks_of_groups(sizes):
-    """Where they are for all rows, with their scales; zeros for the rows of others, whatever those hold."""
-    rng = np.random.default_rng(0)
-    codes, scale = rng.integers(0, 256, (40, 384), np.uint8), rng.random((3, 40), np.float32)
-    found, scales = blocks(codes.view(E4M3), scale, np.array(sizes))
-    spans = bounds(384, sizes)[:-1]
-    expected = [
-        (b, span) for span in spans if span[0] < span[1] for b in range(span[0] // 128, -(-span[1] // 128))
-    ]
-    assert len(expected) <= len(scales) == 3 + len(sizes) - 1
-    for i, (b, (start, end)) in enumerate(expected):
-        mine = np.where((start <= np.arange(384)) & (np.arange(384) < end), codes, 0)
-        block = np.asarray(found[:, i * 128 : (i + 1) * 128]).view(np.uint8)
-        np.testing.assert_array_equal(block, mine[:, b * 128 : (b + 1) * 128])
-        np.testing.assert_array_equal(scales[i], scale[b])
 
 
 @pytest.mark.parametrize(
@@ -147,19 +72,6 @@ def test_sums_are_of_each_groups_own_tiles(align):
         assert found.block[2 * e : 2 * e + 2].tolist() == [first] * 2
         assert found.num_blocks[2 * e : 2 * e + 2].tolist() == [count] * 2
         first += count
-
-
-of_8192_rows = jax.jit(partial(groups.table_of, 8192))
-
-
-def test_few_products_are_in_vain():
-    """Of whole tiles, of what a router at random gives: at most a tenth more than are needed."""
-    for seed in range(20):
-        sizes = np.random.default_rng(seed).multinomial(
-            8192, np.random.default_rng(seed).dirichlet([2] * 8)
-        )
-        table = groups.table_of(8192, jnp.array(sizes))
-        assert groups.TILE * int(table[0, -1]) <= 1.1 * 8192
 
 
 @pytest.fixture
@@ -278,46 +190,3 @@ def test_ragged_dots_of_blocks_on_hopper(use_f32_scales, is_square, out_dtype):
         if start < end:
             assert error_of_product(dw[e], factors[0] @ factors[1], *factors) <= tolerance
     assert not dw[1].any()
-
-
-@needs_mosaic
-@pytest.mark.parametrize(
-    "way",
-    [
-        "plain",
-        "blocks",
-        pytest.param("vmap", marks=pytest.mark.long),
-        pytest.param("remat", marks=pytest.mark.all_cells),
-    ],
-)
-def test_which_gpus_have_the_kernel(way):
-    """Hopper, of operands of one dtype; under transformations too. For one GPU, and for several."""
-    blocks = way == "blocks"
-    recipe = fp8.Float8BlockScaling() if blocks else fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)
-    f = partial(fp8_ragged_dot, states=States(), recipe=recipe)
-    f = {"vmap": jax.vmap(f), "remat": jax.checkpoint(f)}.get(way, f)
-    x, w, sizes = jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20])
-    if way == "vmap":
-        x, w, sizes = (jnp.stack([a] * 2) for a in (x, w, sizes))
-
-    def step(x, w):
-        out, vjp = jax.vjp(lambda x, w: f(x, w, sizes), x, w)
-        return out, vjp(out)
-
-    for capability, count in ((None, 0), (8.9, 0), (9.0, 3), (10.0, 0)):
-        # Pallas's pipeline is one for int32.
-        with compile_target(capability), jax.enable_x64(way == "blocks"):
-            found = str(jax.make_jaxpr(step)(x, w)).count("name=fp8_grouped_gemm")
-            assert found == (count if way == "vmap" else 2 * count)
-
-
-@needs_mosaic
-@pytest.mark.parametrize(("capability", "is_told"), [(9.0, False), (10.0, True)])
-def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(capability, is_told, monkeypatch):
-    """Not Hopper; Blackwell, whose own block-scaled GEMM is none of a ragged dot."""
-    monkeypatch.setattr("fp8flax._core.gemm.units.compute_capability", lambda: capability)
-    f = partial(fp8_ragged_dot, states=States(), recipe=fp8.Float8BlockScaling())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        jax.eval_shape(f, jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20]))
-    assert ["has no units for these" in str(w.message) for w in caught] == [True] * is_told

@@ -1,7 +1,6 @@
 """The op under every recipe: values beside NumPy, what is kept for the backward pass, recipes in parts."""
 
 import dataclasses
-import warnings
 from functools import partial
 
 import flax.linen as nn
@@ -12,10 +11,6 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
-from fp8flax._core.gemm import cuda, cuda_casts
-from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.gemm.kernels.block_gemm import block_gemm
-from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from tests import reference_recipes
 from tests.cases import (
@@ -23,11 +18,9 @@ from tests.cases import (
     MATMUL,
     OWG,
     Block,
-    block_gemm_in_jax,
     cells,
     data,
     error_of_product,
-    in_the_place_of_hoppers,
     init,
     kept,
     variables_of,
@@ -242,88 +235,6 @@ def test_what_fills_up_the_last_blocks_is_not_kept(name):
     assert B * M * K + B * K * N <= sum(leaf.size for leaf in codes) <= (B * M * K + B * K * N) * 9 / 8
 
 
-# Each recipe for both GPUs and in both contractions, each contraction for both GPUs.
-LOWERED = {
-    9.0: [
-        ("MX, hybrid, floor", "two batches, moved"),
-        ("128 blocks", "wide"),
-        ("128 blocks, float32", "two batches, moved"),
-    ],
-    10.0: [
-        ("MX, hybrid, floor", "wide"),
-        ("128 blocks", "two batches, moved"),
-        ("128 blocks, float32", "wide"),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "contraction", "capability"),
-    cells(
-        [(*case, capability) for capability in LOWERED for case in LOWERED[capability]],
-        repeated=[
-            ("128 blocks, float32", "two batches, moved", 9.0),
-            ("MX, hybrid, floor", "wide", 10.0),
-            ("128 blocks, float32", "wide", 10.0),
-        ],
-    ),
-)
-def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability, monkeypatch):
-    """The branch for NVIDIA GPUs, run here: our kernel interpreted, the block-scaled GEMM written out."""
-    wide = ((150, 300), (300, 140), MATMUL)
-    lhs_shape, rhs_shape, dims = wide if contraction == "wide" else CONTRACTIONS[contraction]
-    lhs, rhs, g = data(0, lhs_shape, rhs_shape, dims, jnp.float32)
-    expected = make_vjp(STATELESS[name], dims)(lhs, rhs, g)
-    calls = []
-
-    def scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, preferred_element_type):
-        calls.append("cuDNN")
-        lhs, rhs = (
-            x.astype(jnp.float32) * jnp.repeat(s.astype(jnp.float32), 32, axis=2)
-            for x, s in ((lhs, lhs_scale), (rhs, rhs_scale))
-        )
-        return jnp.einsum("bmk,bnk->bmn", lhs, rhs).astype(preferred_element_type)
-
-    def interpreted(*args, **kwargs):
-        calls.append("Pallas")
-        return block_gemm(*args, **kwargs, interpret=True)
-
-    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
-    monkeypatch.setattr(cuda, "block_gemm", interpreted)
-    monkeypatch.setattr(cuda_casts, "block_quantize", partial(block_quantize, interpret=True))
-    monkeypatch.setattr(cuda, "hopper_block_gemm", in_the_place_of_hoppers(interpreted))
-    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
-    with compile_target(capability):
-        actual = make_vjp(STATELESS[name], dims)(lhs, rhs, g)
-    on_blackwell = {"128 blocks, float32": "Pallas"}.get(name, "cuDNN")
-    on_hopper = {"MX, hybrid, floor": None}.get(name, "Pallas")
-    backend = on_blackwell if capability == 10 else on_hopper
-    # Kernels of ours are traced once more, for programs on several GPUs.
-    assert calls == [backend] * 3 * {"cuDNN": 1, "Pallas": 2, None: 0}[backend]
-    for ours, wanted, factors in zip(actual, expected, ((lhs, rhs), (g, rhs), (lhs, g))):
-        assert error_of_product(ours, wanted, *factors) <= 1e-6
-
-
-@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
-def test_block_scaled_gemm_under_vmap(axes):
-    """JAX's own rule takes no operand that is not batched."""
-
-    def scaled_matmul(lhs, rhs, lhs_scale, rhs_scale):
-        assert lhs.ndim == rhs.ndim == lhs_scale.ndim == rhs_scale.ndim == 3
-        return jnp.einsum("bmk,bnk->bmn", lhs * lhs_scale, rhs * rhs_scale)
-
-    rng = np.random.default_rng(0)
-    operands = []
-    for axis, rows in zip(axes, (5, 7)):
-        shape = (2, rows, 6) if axis is None else (4, 2, rows, 6)
-        operands.append(
-            (rng.normal(size=shape).astype(np.float32), np.full((*shape[:-1], 1), 2, np.float32))
-        )
-    out = jax.vmap(cuda._of_stacks(scaled_matmul), axes)(*operands)
-    lhs, rhs = (2 * (x if x.ndim == 4 else np.stack([x] * 4)) for x, _ in operands)
-    np.testing.assert_allclose(out, lhs @ rhs.swapaxes(2, 3), rtol=1e-5, atol=1e-5)
-
-
 # The demonstration of the Transformer Engine primer.
 
 PRIMER = {
@@ -345,7 +256,7 @@ PRIMER = {
     "name", cells(PRIMER, repeated=["tensorwise, powers of two", "axiswise", "128 blocks, float32"])
 )
 def test_representable_data_loses_nothing(name):
-    """Where scales are powers of two, inputs that FP8 holds multiply as in float32; others do not."""
+    """Inputs that FP8 holds multiply as in float32 if the scales are powers of two, and else do not."""
     recipe, applies = PRIMER[name]
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(1024, 768)), jnp.float32)
@@ -471,38 +382,6 @@ class TestCustom:
         )
 
 
-@pytest.mark.parametrize(
-    ("shape", "in_float16"),
-    cells(
-        [((2, 40, 384, 150), False), ((1, 1, 256, 3), True), ((1, 128, 128, 128), False)],
-        repeated=[((1, 128, 128, 128), False)],
-    ),
-)
-def test_the_block_kernel_beside_its_twin(shape, in_float16):
-    """Interpreted, step by step; sizes that its tiles do not divide."""
-    batch, rows, depth, columns = shape
-    rng = np.random.default_rng(0)
-    dtypes = (jnp.float8_e5m2 if in_float16 else jnp.float8_e4m3fn, jnp.float8_e4m3fn)
-    codes = [
-        jnp.asarray(rng.normal(size=(batch, n, depth)) * 50, dtype)
-        for n, dtype in zip((rows, columns), dtypes)
-    ]
-    scales = [
-        jnp.asarray(2.0 ** rng.uniform(-9, 9, (batch, n, depth // 128)), jnp.float32)
-        for n in (rows, columns)
-    ]
-    wide = [np.repeat(s, 128, 2) * np.asarray(c, np.float64) for c, s in zip(codes, scales)]
-    exact = wide[0] @ wide[1].transpose(0, 2, 1)
-    twin = jax.jit(partial(block_gemm_in_jax, out_dtype=jnp.float32))(*codes, *scales)
-    assert error_of_product(twin, exact, *wide) <= 1e-6
-    for out_dtype, tolerance in ((jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)):
-        ours = jax.jit(partial(block_gemm, out_dtype=out_dtype, in_float16=in_float16, interpret=True))(
-            *codes, *scales
-        )
-        assert (ours.shape, ours.dtype) == ((batch, rows, columns), out_dtype)
-        assert error_of_product(ours, exact, *wide) <= tolerance
-
-
 def test_second_derivatives_are_refused():
     with pytest.raises(TypeError, match="can be differentiated once"):
         jax.jacrev(
@@ -526,7 +405,7 @@ def test_under_remat_and_scan(name):
         return stack(features=32, dot_general_cls=cls, dtype=jnp.float32)
 
     variables = variables_of(model_of(Block, None), x)
-    # That it changes nothing without a policy, where nothing is kept, does not depend on the recipe.
+    # Without a policy nothing is kept, whatever the recipe is, so one recipe is enough.
     blocks = [Block, nn.remat(Block, policy=keep), *([nn.remat(Block)] if name == "MX" else [])]
     results = [
         jax.jit(jax.grad(lambda v, m: jnp.sum(m.apply(v, x)[0] ** 2)), static_argnums=1)(
@@ -547,15 +426,3 @@ def test_a_recipe_that_keeps_all_wide_can_be_differentiated_twice():
 
 
 WIDE = fp8.CustomRecipe()
-
-
-def test_an_older_gpu_is_told_that_block_scales_are_not_native(monkeypatch):
-    monkeypatch.setattr("fp8flax._core.gemm.units.compute_capability", lambda: 9.0)
-    x, w = jnp.ones((2, 32)), jnp.ones((32, 2))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for recipe in (fp8.Float8CurrentScaling(), fp8.MXFP8BlockScaling()):
-            assert not caught
-            jax.eval_shape(lambda x, w, r=recipe: fp8_dot_general(x, w, MATMUL, recipe=r), x, w)
-    assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
-    assert "has no units for these block scales" in str(caught[0].message)

@@ -1,6 +1,7 @@
 """Convolutions beside a NumPy reference: values, gradients and state; what they compile to for a GPU."""
 
 import functools
+import re
 import types
 import warnings
 from functools import partial
@@ -612,7 +613,7 @@ def test_one_warning_where_it_is_no_matmul():
         assert all(issubclass(w.category, fp8.Fp8EmulationWarning) for w in ours)
 
 
-# What it compiles to.
+# Compiled programs.
 
 
 def step_of(layer, *shape, dtype=jnp.bfloat16):
@@ -700,3 +701,40 @@ def test_the_audit_lists_convolutions(target, groups, request):
     if groups == 1:
         roles = {g.role: (g.m, g.k, g.n) for g in report.gemms}
         assert roles == {"forward": (1024, k, n), "dgrad": (1024, n, k), "wgrad": (k, 1024, n)}
+
+
+@pytest.mark.optimized
+@pytest.mark.oldest
+def test_a_convolution_in_range():
+    x, w = (np.float32(np.random.default_rng(i).uniform(-1, 1, (2, 6, 4))) for i in range(2))
+    w = w[0, :3, :, None] * np.ones((3, 4, 5), np.float32)
+
+    def convolve(x, w):
+        return fp8_conv_general_dilated(
+            x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"), recipe=fp8.Float8CurrentScaling()
+        )
+
+    @jax.jit
+    def run(x, w, g):
+        out, vjp = jax.vjp(convolve, x, w)
+        return out, *vjp(g)
+
+    # Powers of two, by which nothing else may change.
+    g = np.ones((2, 6, 5), np.float32)
+    plain = run(x, w, g)
+    scaled = run(x * np.float32(2.0**120), w * np.float32(2.0**-40), g * np.float32(2.0**-10))
+    for ours, expected, exponent in zip(scaled, plain, (80, -50, 110)):
+        np.testing.assert_array_equal(ours, np.ldexp(expected, exponent))
+
+
+def test_the_derivative_of_a_frozen_convolution_says_what_it_is():
+    """For the audit, which else takes it for a pattern that XLA did not match."""
+    layer = nn.Conv(4, (3, 3), conv_general_dilated_cls=fp8.Fp8ConvGeneralDilatedOp)
+    x = jnp.ones((1, 8, 8, 2))
+    variables = fp8.calibrate(layer.apply, layer.init(jax.random.key(0), x), [x])
+    served, variables = fp8.freeze(layer, variables, x)
+    step = jax.jit(jax.grad(lambda x: jnp.sum(served.apply(variables, x) ** 2)))
+    text = step.lower(x).as_text(debug_info=True)
+    transposed = re.findall(r"transpose\(jvp\(Conv\)\)/\S+/conv_general_dilated", text)
+    assert transposed
+    assert all("/fp8_convolved_wide/" in name for name in transposed)

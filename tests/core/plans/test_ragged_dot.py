@@ -29,8 +29,8 @@ RECIPES = {
     "axiswise": fp8.Float8CurrentScaling(granularity="axiswise", use_power_2_scales=True),
     "blocks": fp8.Float8BlockScaling(),  # of rows, which for wgrad several experts share
 }
-# Of the experts' rows: straddling tiles, one empty and some left over; all to one; none; to the last only
-# and beyond the buffer; each its share, so that tiles are shared by three.
+# The rows of the experts: straddling tiles, one empty and some left over; all to one; none; to the last
+# only and beyond the buffer; each its share, so that tiles are shared by three.
 SIZES = [(100, 0, 90, 60), (0, 300, 0, 0), (0, 0, 0, 0), (0, 0, 0, 999), (75, 75, 75, 75), (1, 127, 1, 2)]
 
 
@@ -57,7 +57,7 @@ class RaggedStep:
         return left, scale, reference.next_history(x, history)
 
     def _left(self, role, x, axis):
-        """What is left of a matrix in the GEMM that contracts ``axis``."""
+        """Returns a matrix after quantization for the GEMM that contracts ``axis``."""
         if self.name == "delayed":
             return self.left[role]
         if self.name == "blocks":
@@ -130,7 +130,7 @@ def data(seed, scales=(3.0, 0.1, 1e-3)):
 
 
 def check(actual, results):
-    """What is left is the rounding of sums in float32."""
+    """The remaining error is the rounding of sums in float32."""
     for ours, wanted, magnitude in zip(actual, *results):
         assert (np.isnan(ours) == np.isnan(wanted)).all()
         smallest = np.finfo(np.float32).tiny  # what XLA flushes to zero
@@ -195,7 +195,7 @@ def test_a_nan_stays_with_its_row_and_expert(value):
     sizes = np.array(SIZES[0])
     state = jax.tree.map(jnp.asarray, state_of(RaggedStep("delayed")))
     x, w, g = data(0)
-    x[130, 5], g[110, 7] = value, value  # both of expert 2, in tiles of which experts 3 and 0 share one
+    x[130, 5], g[110, 7] = value, value  # both of expert 2; one of their tiles has rows of experts 3 and 0
     out, dx, dw, new_state = make_step("delayed")(state, x, w, g, sizes)
     is_nan = bool(
         np.isnan(value)
@@ -411,7 +411,7 @@ def test_every_row_is_visited_once_by_its_expert():
         assert firsts == sorted(set(expected))
 
 
-# What is refused.
+# Errors.
 
 
 def call(x=None, w=None, sizes=(5, 0, 6), recipe=None, states=None, **kwargs):
@@ -467,7 +467,7 @@ def test_explicit_axes_are_refused():
             jax.eval_shape(call, x)
 
 
-# What an NVIDIA GPU would run.
+# The programs for NVIDIA GPUs.
 
 
 @pytest.mark.long
@@ -514,7 +514,7 @@ def test_three_gemms_in_fp8_tile_by_tile():
     ids=repr,
 )
 def test_scales_per_block_are_those_of_each_experts_own_matmul(recipe):
-    """Where no block of rows has two experts; the products are those of the values, in a wide dtype."""
+    """No block of rows has two experts here, and the values are multiplied in a wide dtype."""
     rng = np.random.default_rng(0)
     x, w, g = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((256, 64), (2, 64, 48), (256, 48)))
     sizes = jnp.array([128, 128])

@@ -1,0 +1,83 @@
+"""The GPU kernel for Hopper's FP8 units, interpreted step by step, beside float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8flax._core.gemm.kernels import block_gemm_hopper
+from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC, hopper_block_gemm
+from tests.cases import error_of_product
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+@pytest.fixture
+def _one_core(monkeypatch):
+    """The interpreter compiles the kernel anew for each core that there is. One does all tiles, in turn."""
+    monkeypatch.setattr(block_gemm_hopper, "_CORES", 1)
+
+
+def interpreted(**kwargs):
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return jax.jit(partial(hopper_block_gemm, **kwargs, interpret=InterpretGPUParams()))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
+@pytest.mark.usefixtures("_one_core")
+@pytest.mark.parametrize("is_square", [True, pytest.param(False, marks=pytest.mark.all_cells)])
+@pytest.mark.parametrize(
+    ("shape", "out_dtype"),
+    [((1, 200, 256, 136), jnp.float32), ((2, 3, 384, 128), jnp.bfloat16), ((1, 130, 128, 1), jnp.float16)],
+    ids=str,
+)
+def test_hoppers_gemm(shape, is_square, out_dtype):
+    """Sizes that its tiles do not divide, several matrices, one block; against float64."""
+    batch, rows, depth, columns = shape
+    rng = np.random.default_rng(0)
+    blocks = -(-columns // 128)
+    filled = 128 * blocks if is_square else columns
+    dtype = E5M2 if out_dtype == jnp.bfloat16 else E4M3
+    codes = [jnp.asarray(rng.normal(size=(batch, n, depth)), dtype) for n in (rows, filled)]
+    scales = [
+        jnp.asarray(2.0 ** rng.uniform(-3, 3, (batch, n, depth // 128)), jnp.float32)
+        for n in (rows, blocks if is_square else columns)
+    ]
+    out = interpreted(out_dtype=out_dtype)(*codes, *scales)
+    assert (out.shape, out.dtype) == ((batch, rows, filled), out_dtype)
+    wide = [
+        np.repeat(np.repeat(s, c.shape[1] // s.shape[1], 1), 128, 2) * np.asarray(c, np.float64)
+        for c, s in zip(codes, scales)
+    ]
+    tolerance = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}[jnp.dtype(out_dtype).name]
+    assert error_of_product(out, wide[0] @ wide[1].transpose(0, 2, 1), *wide) <= tolerance
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
+@pytest.mark.usefixtures("_one_core")
+def test_hoppers_gemm_in_range():
+    """One scale is almost out of the range of float32, and rows have very different magnitudes."""
+    rng = np.random.default_rng(0)
+    codes = [jnp.asarray(rng.normal(size=(1, n, 256)) * 90, E4M3) for n in (2, 3)]
+    cases = []
+    for magnitudes in ((1e37, 1e-12), (1e-12, 1e37), (1e-30, 1e-1), (1e30, 1e-30), (1e-35, 1e4)):
+        scales = [
+            jnp.asarray(magnitude / 448 * rng.uniform(1, 2, (1, n, 2)), jnp.float32)
+            for n, magnitude in zip((2, 3), magnitudes)
+        ]
+        # A block of zeros has the scale 1; the first block of the other row is all but nothing.
+        blank = codes[0].at[0, 1, 128:].set(0), scales[0].at[0, :, 1].set([1e-37, 1])
+        for lhs, lhs_scale in ((codes[0], scales[0]), blank):
+            cases.append((lhs, codes[1], lhs_scale, scales[1]))
+    stacks = [jnp.concatenate(one) for one in zip(*cases)]
+    for out, lhs, rhs, *of in zip(interpreted(out_dtype=jnp.float32)(*stacks), *stacks):
+        wide = [
+            np.repeat(np.asarray(s, np.float64), 128, 1) * np.asarray(c, np.float64)
+            for c, s in zip((lhs, rhs), of)
+        ]
+        assert error_of_product(out, wide[0] @ wide[1].T, *wide) <= 2e-6

@@ -1,0 +1,121 @@
+"""The ways in which NVIDIA GPUs multiply, run on the CPU: our kernels interpreted, others written out."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import fp8flax as fp8
+from fp8flax._core.gemm import cuda, cuda_casts
+from fp8flax._core.gemm.gpus import compile_target
+from fp8flax._core.gemm.kernels.block_gemm import block_gemm
+from fp8flax._core.gemm.kernels.block_quantize import block_quantize
+from fp8flax._core.plans.dot_general import fp8_dot_general
+from tests.cases import (
+    CONTRACTIONS,
+    MATMUL,
+    cells,
+    data,
+    error_of_product,
+    in_the_place_of_hoppers,
+)
+
+BLOCKS = {
+    "MX, hybrid, floor": fp8.MXFP8BlockScaling(fp8_format=fp8.Format.HYBRID, scale_rounding="floor"),
+    "128 blocks": fp8.Float8BlockScaling(),
+    "128 blocks, float32": fp8.Float8BlockScaling(use_f32_scales=True, fp8_format=fp8.Format.HYBRID),
+}
+
+
+def make_vjp(recipe, dims):
+    @jax.jit
+    def run(lhs, rhs, g):
+        out, vjp = jax.vjp(lambda a, b: fp8_dot_general(a, b, dims, recipe=recipe), lhs, rhs)
+        return out, *vjp(g.astype(out.dtype))
+
+    return run
+
+
+# Each recipe for both GPUs and in both contractions, each contraction for both GPUs.
+LOWERED = {
+    9.0: [
+        ("MX, hybrid, floor", "two batches, moved"),
+        ("128 blocks", "wide"),
+        ("128 blocks, float32", "two batches, moved"),
+    ],
+    10.0: [
+        ("MX, hybrid, floor", "wide"),
+        ("128 blocks", "two batches, moved"),
+        ("128 blocks, float32", "wide"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "contraction", "capability"),
+    cells(
+        [(*case, capability) for capability in LOWERED for case in LOWERED[capability]],
+        repeated=[
+            ("128 blocks, float32", "two batches, moved", 9.0),
+            ("MX, hybrid, floor", "wide", 10.0),
+            ("128 blocks, float32", "wide", 10.0),
+        ],
+    ),
+)
+def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability, monkeypatch):
+    """The branch for NVIDIA GPUs, run here: our kernel interpreted, the block-scaled GEMM written out."""
+    wide = ((150, 300), (300, 140), MATMUL)
+    lhs_shape, rhs_shape, dims = wide if contraction == "wide" else CONTRACTIONS[contraction]
+    lhs, rhs, g = data(0, lhs_shape, rhs_shape, dims, jnp.float32)
+    expected = make_vjp(BLOCKS[name], dims)(lhs, rhs, g)
+    calls = []
+
+    def scaled_matmul(lhs, rhs, lhs_scale, rhs_scale, preferred_element_type):
+        calls.append("cuDNN")
+        lhs, rhs = (
+            x.astype(jnp.float32) * jnp.repeat(s.astype(jnp.float32), 32, axis=2)
+            for x, s in ((lhs, lhs_scale), (rhs, rhs_scale))
+        )
+        return jnp.einsum("bmk,bnk->bmn", lhs, rhs).astype(preferred_element_type)
+
+    def interpreted(*args, **kwargs):
+        calls.append("Pallas")
+        return block_gemm(*args, **kwargs, interpret=True)
+
+    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
+    monkeypatch.setattr(cuda, "block_gemm", interpreted)
+    monkeypatch.setattr(cuda_casts, "block_quantize", partial(block_quantize, interpret=True))
+    monkeypatch.setattr(cuda, "hopper_block_gemm", in_the_place_of_hoppers(interpreted))
+    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
+    with compile_target(capability):
+        actual = make_vjp(BLOCKS[name], dims)(lhs, rhs, g)
+    on_blackwell = {"128 blocks, float32": "Pallas"}.get(name, "cuDNN")
+    on_hopper = {"MX, hybrid, floor": None}.get(name, "Pallas")
+    backend = on_blackwell if capability == 10 else on_hopper
+    # Kernels of ours are traced once more, for programs on several GPUs.
+    assert calls == [backend] * 3 * {"cuDNN": 1, "Pallas": 2, None: 0}[backend]
+    for ours, wanted, factors in zip(actual, expected, ((lhs, rhs), (g, rhs), (lhs, g))):
+        assert error_of_product(ours, wanted, *factors) <= 1e-6
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
+def test_block_scaled_gemm_under_vmap(axes):
+    """JAX's own rule takes no operand that is not batched."""
+
+    def scaled_matmul(lhs, rhs, lhs_scale, rhs_scale):
+        assert lhs.ndim == rhs.ndim == lhs_scale.ndim == rhs_scale.ndim == 3
+        return jnp.einsum("bmk,bnk->bmn", lhs * lhs_scale, rhs * rhs_scale)
+
+    rng = np.random.default_rng(0)
+    operands = []
+    for axis, rows in zip(axes, (5, 7)):
+        shape = (2, rows, 6) if axis is None else (4, 2, rows, 6)
+        operands.append(
+            (rng.normal(size=shape).astype(np.float32), np.full((*shape[:-1], 1), 2, np.float32))
+        )
+    out = jax.vmap(cuda._of_stacks(scaled_matmul), axes)(*operands)
+    lhs, rhs = (2 * (x if x.ndim == 4 else np.stack([x] * 4)) for x, _ in operands)
+    np.testing.assert_allclose(out, lhs @ rhs.swapaxes(2, 3), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,53 @@
+"""The GPU that a program is compiled for."""
+
+import types
+
+import jax
+import pytest
+
+from fp8flax._core.gemm.gpus import (
+    GPUS,
+    compile_target,
+    compute_capability,
+    compute_capability_of,
+    has_fp8_units,
+    is_hopper,
+)
+
+
+def device(platform, capability):
+    attributes = {} if capability is None else {"compute_capability": capability}
+    return types.SimpleNamespace(platform=platform, **attributes)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "number", "has_units"),
+    [
+        ("cpu", None, 0, False),
+        ("gpu", "8.0", 8.0, False),
+        ("gpu", "8.9", 8.9, True),
+        ("cuda", "10.0", 10.0, True),
+        ("gpu", "gfx942", 0, True),
+        ("rocm", None, 0, True),
+        ("tpu", None, 0, True),
+    ],
+)
+def test_the_capability_of_a_device(platform, capability, number, has_units):
+    assert compute_capability_of(device(platform, capability)) == number
+    assert has_fp8_units(device(platform, capability)) == has_units
+
+
+def test_the_target_comes_before_the_first_device():
+    assert compute_capability() == compute_capability_of(jax.devices()[0]) == 0
+    with compile_target(9.0):
+        assert compute_capability() == 9.0
+
+
+@pytest.mark.parametrize("key", GPUS)
+def test_properties_follow_from_the_capability(key):
+    gpu = GPUS[key]
+    assert gpu.has_fp8_units == (gpu.fp8 > 0)
+    assert is_hopper(gpu.compute_capability) == (key in ("h100", "h200"))
+    assert gpu.has_block_scales == (key == "b200")
+    if gpu.has_fp8_units:
+        assert 1.5 < gpu.fp8 / gpu.bf16 < 2

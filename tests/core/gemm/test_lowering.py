@@ -1,0 +1,211 @@
+"""How ``lowered`` chooses: a table of additions, each of another number, in the place of GEMMs."""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8flax as fp8
+from fp8flax._core.gemm import lowering
+from fp8flax._core.gemm.gpus import compile_target
+from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
+from fp8flax._core.gemm.lowering import Row, lowered
+from fp8flax._core.gemm.request import CastTranspose
+from fp8flax._core.plans.contraction import States
+from fp8flax._core.plans.dot_general import DotPlan
+from fp8flax._core.plans.plan import Operand
+from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
+from tests.cases import MATMUL
+
+
+class Adding(NamedTuple):
+    """The request: what the reference adds."""
+
+    number: int
+
+
+def adds(number):
+    return lambda request, x: x + request.number + number
+
+
+def reference(request, x):
+    return x + request.number
+
+
+def adds_on_shards(number):
+    def run(request, x):
+        @custom_partitioning
+        def add(x):
+            return x + number
+
+        def partition(mesh, args, result):
+            return mesh, lambda x: x + number, result.sharding, (args[0].sharding,)
+
+        add.def_partition(partition, sharding_rule="i j -> i j")
+        return add(x) + request.number
+
+    return run
+
+
+def is_hopper(capability, request, x):
+    return capability >= 9
+
+
+PLAIN = adds(40)
+ROWS = {
+    "held": Row(is_hopper, adds(10), adds(20)),
+    "kernel": Row(is_hopper, adds(10), adds_on_shards(30), needs_mesh=True),
+    "one device": Row(is_hopper, adds(10)),
+    "plain": Row(lambda capability, request, x: capability >= 8, PLAIN, PLAIN),
+}
+
+
+def ways(rows, capability, monkeypatch):
+    """Returns what is added on one GPU, on several, and on several under ``jax.vmap``."""
+    monkeypatch.setitem(lowering._TABLE, Adding, tuple(ROWS[name] for name in rows))
+    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split = jax.device_put(np.zeros((8, 2), np.float32), NamedSharding(mesh, P("data")))
+
+    def add(x):
+        return lowered(Adding(1), reference, x)
+
+    with compile_target(capability):
+        one, several = jax.jit(add)(jnp.zeros((2, 2))), jax.jit(add)(split)
+        mapped = jax.jit(jax.vmap(add))(split[:, None])
+    return [int(result.ravel()[0]) for result in (one, several, mapped)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "capability", "expected"),
+    [
+        (["held", "plain"], 9.0, [11, 21, 21]),
+        (["kernel", "plain"], 9.0, [11, 31, 41]),
+        (["kernel"], 9.0, [11, 31, 1]),
+        (["one device", "plain"], 9.0, [11, 41, 41]),
+        (["one device"], 9.0, [11, 1, 1]),
+        (["plain"], 9.0, [41, 41, 41]),
+        (["held", "kernel", "plain"], 8.0, [41, 41, 41]),
+        (["held", "kernel", "plain"], 7.0, [1, 1, 1]),
+    ],
+)
+def test_which_row_runs(rows, capability, expected, monkeypatch):
+    """The first that fits; on several devices the first that can be split; else the reference."""
+    assert ways(rows, capability, monkeypatch) == expected
+
+
+def test_other_devices_run_the_reference(monkeypatch):
+    monkeypatch.setitem(lowering._TABLE, Adding, (ROWS["plain"],))
+    with compile_target(9.0):
+        out = jax.jit(lambda x: lowered(Adding(1), reference, x))(jnp.zeros(2))
+    np.testing.assert_array_equal(out, np.ones(2))
+
+
+def test_a_derivative_is_refused_if_a_row_fits(monkeypatch):
+    monkeypatch.setitem(lowering._TABLE, Adding, (ROWS["plain"],))
+    gradient = jax.grad(lambda x: lowered(Adding(1), reference, x))
+    assert gradient(1.0) == 1
+    with compile_target(9.0), pytest.raises(TypeError, match="can be differentiated once"):
+        gradient(1.0)
+
+
+needs_mosaic = pytest.mark.skipif(
+    not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in"
+)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    "way",
+    [
+        "plain",
+        "blocks",
+        pytest.param("vmap", marks=pytest.mark.long),
+        pytest.param("remat", marks=pytest.mark.all_cells),
+    ],
+)
+def test_which_gpus_have_the_kernel(way):
+    """Hopper, of operands of one dtype; under transformations too. For one GPU, and for several."""
+    blocks = way == "blocks"
+    recipe = fp8.Float8BlockScaling() if blocks else fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3)
+    f = partial(fp8_ragged_dot, states=States(), recipe=recipe)
+    f = {"vmap": jax.vmap(f), "remat": jax.checkpoint(f)}.get(way, f)
+    x, w, sizes = jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20])
+    if way == "vmap":
+        x, w, sizes = (jnp.stack([a] * 2) for a in (x, w, sizes))
+
+    def step(x, w):
+        out, vjp = jax.vjp(lambda x, w: f(x, w, sizes), x, w)
+        return out, vjp(out)
+
+    for capability, count in ((None, 0), (8.9, 0), (9.0, 3), (10.0, 0)):
+        # Pallas's pipeline is one for int32.
+        with compile_target(capability), jax.enable_x64(way == "blocks"):
+            found = str(jax.make_jaxpr(step)(x, w)).count("name=fp8_grouped_gemm")
+            assert found == (count if way == "vmap" else 2 * count)
+
+
+DELAYED = fp8.DelayedScaling().gemms
+
+
+def gemms_of(lhs, rhs, dims):
+    operands = (Operand(shape, jnp.dtype(jnp.bfloat16), None, frozenset()) for shape in (lhs, rhs))
+    return DotPlan(
+        recipe=DELAYED,
+        **dict(zip(("lhs", "rhs"), operands, strict=True)),
+        out_dtype=jnp.dtype(jnp.bfloat16),
+        dimension_numbers=dims,
+    ).gemms
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "rows", "expected"),
+    [
+        (9.0, "wgrad", 256, True),
+        (9.0, "wgrad", 192, False),
+        (8.9, "wgrad", 256, False),
+        (10.0, "wgrad", 256, False),  # reads either order
+        (9.0, "forward", 256, False),  # XLA transposes a kernel where it casts it
+        (9.0, "dgrad", 256, False),
+    ],
+)
+def test_which_products_take_it(capability, name, rows, expected):
+    gemm = getattr(gemms_of((rows, 128), (128, 256), MATMUL), name)
+    operands = [
+        fp8.QTensor(jnp.zeros(view.shape, jnp.float8_e4m3fn), jnp.float32(1), gemm.recipe.lhs)
+        for view in (gemm.lhs, gemm.rhs)
+    ]
+    assert math.prod(gemm.sizes) == rows * 128 * 256
+    assert lowering._transposes_codes(capability, gemm, *operands) == expected
+
+
+def one(x):
+    return [x]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "capability", "expected"),
+    [
+        ((64, 128), jnp.bfloat16, 9.0, True),
+        ((64, 128), jnp.float32, 8.9, True),
+        ((64, 128), jnp.bfloat16, 10.0, False),  # reads either order
+        ((64, 128), jnp.bfloat16, 8.0, False),
+        ((64, 100), jnp.bfloat16, 9.0, False),
+        ((0, 128), jnp.bfloat16, 9.0, False),
+        ((2**20, 2**11), jnp.bfloat16, 9.0, False),  # more elements than 32 bits count
+    ],
+)
+def test_where_there_is_a_kernel(shape, dtype, capability, expected):
+    request = CastTranspose(one, (jnp.dtype(jnp.float8_e4m3fn),))
+    args = [jnp.float32(1)], jax.ShapeDtypeStruct(shape, dtype)
+    with compile_target(capability):
+        assert [row.one for row in lowering.rows_of(request, *args)] == [cast_by_kernel] * expected

@@ -1,0 +1,55 @@
+"""Who is warned that FP8 is emulated."""
+
+import warnings
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fp8flax as fp8
+from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.plans.contraction import States
+from fp8flax._core.plans.dot_general import fp8_dot_general
+from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
+from tests.cases import (
+    MATMUL,
+)
+
+
+def test_an_older_gpu_is_told_that_block_scales_are_not_native(monkeypatch):
+    monkeypatch.setattr("fp8flax._core.gemm.units.compute_capability", lambda: 9.0)
+    x, w = jnp.ones((2, 32)), jnp.ones((32, 2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for recipe in (fp8.Float8CurrentScaling(), fp8.MXFP8BlockScaling()):
+            assert not caught
+            jax.eval_shape(lambda x, w, r=recipe: fp8_dot_general(x, w, MATMUL, recipe=r), x, w)
+    assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
+    assert "has no units for these block scales" in str(caught[0].message)
+
+
+needs_mosaic = pytest.mark.skipif(
+    not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in"
+)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("capability", "is_told"), [(9.0, False), (10.0, True)])
+def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(capability, is_told, monkeypatch):
+    """Not Hopper; Blackwell, whose own block-scaled GEMM is none of a ragged dot."""
+    monkeypatch.setattr("fp8flax._core.gemm.units.compute_capability", lambda: capability)
+    f = partial(fp8_ragged_dot, states=States(), recipe=fp8.Float8BlockScaling())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(f, jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20]))
+    assert ["has no units for these" in str(w.message) for w in caught] == [True] * is_told
+
+
+def test_emulation_warns_once():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            fp8_dot_general(jnp.ones((2, 3)), jnp.ones((3, 4)), MATMUL, recipe=fp8.Float8CurrentScaling())
+    assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
+    assert "emulated on cpu" in str(caught[0].message)

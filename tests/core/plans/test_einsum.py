@@ -1,0 +1,58 @@
+"""An einsum by one ``dot_general``, beside NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from fp8flax._core.plans.einsum import _before, einsum_with
+
+X = np.random.default_rng(0).integers(-8, 8, (2, 3, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("eqn", "shape"),
+    [
+        ("abc,cd->abd", (4, 5)),
+        ("abc,dc->dab", (5, 4)),  # jnp.einsum would swap the operands
+        ("abc,bcd->ad", (3, 4, 5)),
+        ("abc,acd->abd", (2, 4, 5)),
+        ("abc,dbe->ad", (5, 3, 6)),  # c and e are summed first
+        ("...c,cd->...d", (4, 5)),
+        ("abc,abc->", (2, 3, 4)),
+    ],
+)
+def test_beside_numpy_with_the_operands_in_their_places(eqn, shape):
+    y = np.random.default_rng(1).integers(-8, 8, shape).astype(np.float32)
+    seen = []
+
+    def dot_general(lhs, rhs, *args, **kwargs):
+        seen.append((lhs, rhs))
+        return lax.dot_general(lhs, rhs, *args, **kwargs)
+
+    out = einsum_with(dot_general, eqn, jnp.asarray(X), jnp.asarray(y))
+    np.testing.assert_array_equal(out, np.einsum(eqn, X, y))
+    ((lhs, rhs),) = seen
+    assert lhs.size in (X.size, X.size // 4)
+    assert rhs.size in (y.size, y.size // 6)
+
+
+@pytest.mark.parametrize(
+    ("eqn", "message"),
+    [
+        ("abc,cd,de->abe", "does not fit operands of shapes"),
+        ("ab,bd->ad", "names 2 indices"),
+        ("abb,bd->ad", "repeats an index"),
+        ("abc,xd->abd", r"names 2 indices|does not fit"),
+    ],
+)
+def test_errors(eqn, message):
+    rhs = jnp.ones(3) if eqn.startswith("abc,x") else jnp.ones((4, 5))
+    with pytest.raises(ValueError, match=message):
+        einsum_with(lax.dot_general, eqn, jnp.asarray(X), rhs)
+
+
+def test_the_sharding_before_a_transpose():
+    assert _before(P("x", None, "y"), (2, 0, 1)) == P(None, "y", "x")
+    assert _before(P("x"), (1, 0)) == P(None, "x")

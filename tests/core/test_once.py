@@ -1,0 +1,32 @@
+"""``once``: values are unchanged, and a derivative is an error."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fp8flax._core.once import once
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.vmap, jax.checkpoint])
+def test_values_are_those_of_the_function(wrap):
+    x = jnp.float32([1, 2])
+    assert (wrap(once(jnp.sin))(x) == jnp.sin(x)).all()
+
+
+@pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd, lambda f: lambda x: jax.jvp(f, (x,), (x,))])
+def test_a_derivative_is_refused(derivative):
+    with pytest.raises(TypeError, match="can be differentiated once, in reverse mode"):
+        derivative(once(jnp.sin))(1.0)
+
+
+def test_a_first_derivative_by_a_rule_of_its_own_is_none():
+    """The rules of a ``custom_vjp`` are called, and not differentiated."""
+
+    @jax.custom_vjp
+    def f(x):
+        return once(jnp.sin)(x)
+
+    f.defvjp(lambda x: (f(x), x), lambda x, g: (g * once(jnp.cos)(x),))
+    assert jax.grad(f)(1.0) == jnp.cos(1.0)
+    with pytest.raises(TypeError, match="second derivatives"):
+        jax.grad(jax.grad(f))(1.0)

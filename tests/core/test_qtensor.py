@@ -1,0 +1,62 @@
+"""Views of operands as matrices, and quantized tensors as bits, beside NumPy."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8flax as fp8
+from fp8flax._core.qtensor import QTensor, View, dequantized
+
+SHAPE = (2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("contract", [(3,), (1,), (3, 1), (1, 3), ()])
+@pytest.mark.parametrize("batch", [(), (0,), (2, 0)])
+def test_a_matrix_has_batch_rows_and_columns_in_this_order(contract, batch):
+    view = View(SHAPE, contract, batch)
+    x = np.arange(120).reshape(SHAPE)
+    free = [i for i in range(4) if i not in (*contract, *batch)]
+    sizes = [int(np.prod([SHAPE[i] for i in dims])) for dims in (batch, free, contract)]
+    expected = np.transpose(x, (*batch, *free, *contract)).reshape(sizes)
+    assert view.free == tuple(free)
+    assert view.matrix_shape == expected.shape
+    np.testing.assert_array_equal(view.to_matrix(jnp.asarray(x)), expected)
+    np.testing.assert_array_equal(view.from_matrix(jnp.asarray(expected)), x)
+
+
+@pytest.mark.parametrize("scale_dtype", [jnp.float32, jnp.float8_e8m0fnu])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_bits_and_back(dtype, scale_dtype):
+    """Every code, NaN among them, and scales of one byte."""
+    scale = "e8m0" if scale_dtype == jnp.float8_e8m0fnu else "float32"
+    quantizer = fp8.BlockQuantizer(dtype=dtype, block=(1, 32), scale=scale)
+    codes = np.arange(256, dtype=np.uint8).reshape(1, 8, 32)
+    tensor = QTensor(jnp.asarray(codes.view(dtype)), jnp.ones((1, 8, 1), scale_dtype), quantizer)
+    bits = tensor.as_bits()
+    np.testing.assert_array_equal(bits.codes, codes)
+    assert bits.scale.dtype == (jnp.uint8 if scale == "e8m0" else jnp.float32)
+    back = bits.from_bits()
+    assert (back.codes.dtype, back.scale.dtype) == (dtype, scale_dtype)
+    np.testing.assert_array_equal(np.asarray(back.codes).view(np.uint8), codes)
+
+
+def test_dequantized_takes_either():
+    quantizer = fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn)
+    view = View((2,), (0,), ())
+    tensor = QTensor(jnp.asarray([1.0, -2.0], jnp.float8_e4m3fn), jnp.float32(4), quantizer)
+    for operand, values in ((tensor, [4, -8]), (jnp.float32([3, 5]), [3, 5])):
+        wide = dequantized(operand, view, jnp.bfloat16)
+        assert wide.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(wide.astype(jnp.float32), values)
+
+
+def test_it_is_a_tree_of_codes_and_scale():
+    quantizer = fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn)
+    tensors = [QTensor(jnp.full(3, i, jnp.float8_e4m3fn), jnp.float32(i), quantizer) for i in range(2)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *tensors)
+    assert stacked.quantizer is quantizer
+    assert (stacked.codes.shape, stacked.scale.shape) == ((2, 3), (2,))
+    assert len(list(itertools.chain(jax.tree.leaves(tensors)))) == 4

@@ -1,0 +1,60 @@
+"""``traced_once``: equal layers are traced once, and arguments pass through unchanged."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fp8flax as fp8
+from fp8flax._core.tracing import traced_once
+
+
+class Layers(nn.Module):
+    """Dense layers of one shape, one after the other."""
+
+    count: int
+    op: type | None
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(self.count):
+            x = nn.Dense(x.shape[-1], dot_general_cls=self.op)(x)
+        return x
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_layers_that_are_alike_are_traced_once(by_hand):
+    """More layers add no functions to the lowered program: all but the first and the last are alike."""
+
+    def functions(count):
+        model, x = Layers(count, fp8.Fp8DotGeneralOp if by_hand else None), jnp.ones((4, 16))
+        model = model if by_hand else fp8.quantize_model(model, include=".*")
+        variables = jax.eval_shape(model.init, jax.random.key(0), x)
+        step = jax.jit(fp8.grad(lambda variables, x: jnp.sum(model.apply(variables, x))))
+        text = step.lower(variables, x).as_text()
+        return sorted(re.findall(r"func\.func private @(_run_[a-z]+)", text))
+
+    assert functions(5) == functions(3) == 2 * ["_run_bwd"] + 3 * ["_run_fwd"]
+
+
+def test_arguments_and_repeated_results_are_returned_themselves():
+    """No copies: a residual that is an argument takes no memory of its own."""
+    calls = []
+
+    @traced_once
+    def f(static, x, y):
+        calls.append(static)
+        total = x + y["b"]
+        return {"sum": total, "again": [total, x], "static": y}
+
+    x, y = jnp.float32(1), {"b": jnp.float32(2)}
+    for static in (3, 3, 4):
+        found = f(static, x, y)
+        assert found["sum"] == 3
+        assert found["again"][0] is found["sum"]
+        assert found["again"][1] is x
+        assert found["static"]["b"] is y["b"]
+    assert calls == [3, 4]
