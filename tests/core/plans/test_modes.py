@@ -50,7 +50,7 @@ def test_frozen_both_modes_of_differentiation_are_wide(is_packed):
             return dot(x, w, is_frozen=True)
         scale = jnp.float32(reference.next_scale([2.0, 4.0], np.ones(1), "float8_e4m3fn"))
         kernel = packed_kernel(dot_plan(x, W, MATMUL, recipe=RECIPE.gemms), W, scale)
-        return dot(x, w, kernel=kernel, input_scale=scale)
+        return dot(x, w, stored_kernel=kernel, input_scale=scale)
 
     out, tangent = jax.jvp(lambda x: frozen(x, W), (X,), (2 * X,))
     np.testing.assert_allclose(out, rounded(X) @ rounded(W), rtol=1e-5, atol=1e-5)
