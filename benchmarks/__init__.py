@@ -1,1 +1,1 @@
-"""Benchmarks: scripts, each of which states its question, formulas and assumptions first."""
+"""Benchmarks: scripts that state their question, formulas and assumptions first."""

@@ -1,4 +1,4 @@
-"""What the benchmarks share: their report and its file, statistics, timing, shapes and tables."""
+"""Shared by the benchmarks: the command, the report and its file, statistics, timing and tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,15 @@ import fp8flax as fp8
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
+OWG = fp8.OVERWRITE_WITH_GRADIENT
+GEMMS = ("forward", "dgrad", "wgrad")
 WARM_UP = 2
 """Rounds before those that are timed."""
 
 Row = dict[str, Any]
-Shape = tuple[int, int, int]
+Shape = tuple[int, ...]
+Columns = Mapping[str, Callable[[Row], str]]
+"""The columns of a table: by its header, what a row shows."""
 
 
 class NotMeasuredError(Exception):
@@ -55,6 +58,69 @@ def run(main: Callable[[], object], **environment: str) -> None:
     for name, value in {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", **environment}.items():
         os.environ.setdefault(name, value)
     main()
+
+
+def question_and_method(doc: str | None) -> tuple[str, list[str]]:
+    """Returns the first paragraph of a benchmark's docstring, and those on the method, a line each.
+
+    A paragraph that begins with "Run" describes the command, so it is left out.
+    """
+    question, *rest = [" ".join(paragraph.split()) for paragraph in (doc or "").split("\n\n")]
+    return question, [text.replace("::", ":") for text in rest if not text.startswith("Run ")]
+
+
+def command(
+    doc: str | None,
+    result: str,
+    measure: Callable[..., Row],
+    table: Callable[[Row], str],
+    argv: Sequence[str] | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    method: Sequence[str] = (),
+    here: Callable[[], Row] | None = None,
+) -> None:
+    """Runs a benchmark: prints its question and method, measures, prints a table and writes the report.
+
+    Args:
+        doc: the docstring of the script; it states the question and the method.
+        result: the name of the file in ``benchmarks/results``; it may name options in braces.
+        measure: takes the options; returns what is added to the report.
+        table: returns the report as text.
+        argv: the arguments of the command line.
+        options: the default values of the options: numbers, words, a shape as a tuple, or several shapes.
+        method: further lines of the method.
+        here: returns the machine and versions; ``machine`` by default.
+    """
+    question, said = question_and_method(doc)
+    parser = argparse.ArgumentParser(description=question)
+    for name, default in (options or {}).items():
+        several = isinstance(default, tuple) and isinstance(default[0], tuple)
+        example = default[0] if several else default
+        kind: Any = parse_shape(len(example)) if isinstance(example, tuple) else type(example)
+        text = " ".join(map(str, default)) if several else str(default)
+        parser.add_argument(
+            f"--{name}",
+            type=_positive if kind is int else kind,
+            nargs="+" if several else None,
+            default=default,
+            help=f"({text})",
+        )
+    parser.add_argument("--json", type=Path, metavar="PATH", help=f"(benchmarks/results/{result}.json)")
+    arguments = vars(parser.parse_args(argv))
+    path = arguments.pop("json") or RESULTS / f"{result.format(**arguments)}.json"
+    more = {"arguments": json.loads(json.dumps(arguments))} if arguments else {}
+    report = begin(question, [*said, *method], (here or machine)(), **more)
+    with quiet():
+        report |= measure(**arguments)
+    print("\n" + table(report), flush=True)
+    write(report, path)
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return int(text)
 
 
 @contextlib.contextmanager
@@ -123,6 +189,41 @@ def write(report: Row, path: Path) -> None:
     print(f"\nWritten: {path}")
 
 
+# Steps and products.
+
+
+def make_step(apply: Callable[..., jax.Array]) -> Callable[..., tuple[Any, ...]]:
+    """Returns the step ``(variables, *inputs, g) -> (output, gradients of variables and of each input)``.
+
+    Args:
+        apply: a Linen module's ``apply``.
+    """
+
+    def step(variables: Any, *inputs_and_g: jax.Array) -> tuple[Any, ...]:
+        *inputs, g = inputs_and_g
+        out, vjp = jax.vjp(apply, variables, *inputs)
+        return out, *vjp(g)
+
+    return step
+
+
+def with_next_state(variables: Any, gradients: Any) -> Any:
+    """Returns the variables with the next scaling state, which is the gradient of the present one."""
+    return {**variables, OWG: gradients[OWG]} if OWG in variables else variables
+
+
+def second_step(step: Callable[..., Any], variables: Any, *tensors: jax.Array) -> tuple[Any, ...]:
+    """Returns what a step returns when its scaling state has seen the same tensors one step before."""
+    if OWG in variables:
+        variables = with_next_state(variables, step(variables, *tensors)[1])
+    return step(variables, *tensors)
+
+
+def three_gemms(x: Any, w: Any, g: Any) -> tuple[Any, Any, Any]:
+    """Returns the products of a Dense layer: forward, dgrad and wgrad."""
+    return x @ w, g @ w.T, x.T @ g
+
+
 # Statistics.
 
 
@@ -144,58 +245,27 @@ def sqnr(pairs: Iterable[tuple[Any, Any]]) -> float:
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 
+def relative_error(got: Any, wanted: Any) -> float:
+    """Returns the Frobenius norm of the difference over that of ``wanted``."""
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
 # Timing.
 
 
-def seconds_of(fun: Callable[[], Any]) -> tuple[float, Any]:
-    gc.collect()
-    began = time.perf_counter()
-    result = fun()
-    return time.perf_counter() - began, result
-
-
-def compilations(
-    steps: Mapping[str, Callable[[], Any]], args: Mapping[str, tuple[Any, ...]], times: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, Any]]:
-    """Traces and compiles jitted functions in turn, each time a new one and with caches cleared.
-
-    Args:
-        steps: by name, what makes the jitted function anew.
-        args: by name, its arguments.
-        times: how often.
-
-    Returns:
-        By name the seconds of each trace, those of each compilation, and what was compiled last.
-    """
-    trace_seconds: dict[str, list[float]] = {name: [] for name in steps}
-    compile_seconds: dict[str, list[float]] = {name: [] for name in steps}
-    compiled = {}
-    for _ in range(times):
-        for name, make in steps.items():
-            step = make()
-            jax.clear_caches()
-            seconds, traced = seconds_of(partial(step.trace, *args[name]))
-            trace_seconds[name].append(seconds)
-            seconds, compiled[name] = seconds_of(partial(_compiled, traced))
-            compile_seconds[name].append(seconds)
-    return trace_seconds, compile_seconds, compiled
-
-
-def _compiled(traced: Any) -> Any:
-    return traced.lower().compile()
-
-
-def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def interleaved(
+    runs: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = WARM_UP
+) -> dict[str, list[float]]:
     """Returns the seconds of each run in each round, after rounds of warm-up; in rotated order."""
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
-    for i in range(WARM_UP + rounds):
+    for i in range(warm_up + rounds):
         # Rotated, so that none always runs after the same one.
         for name in names[i % len(names) :] + names[: i % len(names)]:
             began = time.perf_counter()
             runs[name]()
-            if i >= WARM_UP:
+            if i >= warm_up:
                 seconds[name].append(time.perf_counter() - began)
     return seconds
 
@@ -207,20 +277,52 @@ def text_of(sizes: Iterable[int]) -> str:
     return "x".join(map(str, sizes))
 
 
-def parse_shape(text: str) -> Shape:
-    match = re.fullmatch(r"(\d+)[x×](\d+)[x×](\d+)", text)
-    if match is None or 0 in map(int, match.groups()):
-        raise argparse.ArgumentTypeError(f"a shape is written MxKxN, as in 8192x4096x4096; got {text!r}")
-    M, K, N = map(int, match.groups())
-    return M, K, N
+def parse_shape(length: int) -> Callable[[str], Shape]:
+    """Returns what reads a shape of so many sizes, written as 8192x4096x4096."""
+
+    def parse(text: str) -> Shape:
+        sizes = re.split("[x×]", text)
+        if len(sizes) != length or not all(size.isdecimal() and int(size) for size in sizes):
+            raise argparse.ArgumentTypeError(f"a shape is {length} sizes, such as 8x16x8; got {text!r}")
+        return tuple(map(int, sizes))
+
+    return parse
 
 
 def aligned(lines: Sequence[Sequence[str]], left: int) -> str:
-    """Returns lines of cells in columns, the first ``left`` of which are words and the others numbers."""
+    """Returns lines of cells in columns: ``left`` columns of words, then numbers."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(
         "  ".join(
             [*map(str.ljust, line[:left], widths[:left]), *map(str.rjust, line[left:], widths[left:])]
-        )
+        ).rstrip()
         for line in lines
     )
+
+
+def word(key: str) -> Callable[[Row], str]:
+    """Returns a cell that shows a word of the row."""
+    return lambda row: str(row[key])
+
+
+def figure(key: str, format: str, scale: float = 1.0) -> Callable[[Row], str]:
+    """Returns a cell that shows a figure of the row, or the median of one; empty if the row has none."""
+
+    def cell(row: Row) -> str:
+        value = row.get(key)
+        value = value["median"] if isinstance(value, dict) else value
+        return "" if value is None else f"{scale * value:{format}}"
+
+    return cell
+
+
+def text_table(columns: Columns, rows: Iterable[Row], left: int) -> str:
+    """Returns a line of text for each row: ``left`` columns of words, then numbers."""
+    return aligned([list(columns), *([cell(row) for cell in columns.values()] for row in rows)], left)
+
+
+def markdown(columns: Columns, rows: Iterable[Row]) -> str:
+    """Returns a table for a page of the documentation."""
+    lines = [list(columns), ["---"] * len(columns)]
+    lines += [[cell(row) for cell in columns.values()] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -18,7 +18,7 @@ class Fp8(NamedTuple):
 
     mantissa_bits: int
     lowest_exponent: int
-    """Of normal numbers; subnormal numbers have its quantum."""
+    """The lowest exponent of normal numbers; subnormal numbers have its quantum."""
     largest: float
 
 

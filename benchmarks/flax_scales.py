@@ -1,31 +1,32 @@
 """How far is an FP8 Dense layer from the product that its codes and scales mean, by Flax's ops and by ours?
 
-Run ``python -m benchmarks.flax_scales``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu``
-where JAX finds the CUDA plugin but no GPU.
+Run ``make bench-flax-scales``; ``ARGS=--help`` for the options.
 
 With delayed scaling an op divides each tensor by a float32 scale, rounds to FP8, multiplies the codes and
-multiplies the result by the scales. What that *means* is, in exact arithmetic::
+multiplies the result by the scales. Flax's ops cast the scale to the dtype of the layer before they
+divide by it, and divide in that dtype: 8 bits in bfloat16, 11 in float16.
 
-    codes(t) = round_to_fp8(t / scale)    meant = codes(a) codes(b) * scale_a * scale_b
+off = |result - meant| / |meant|, error = |result - exact| / |exact|, in percent, Frobenius norms. meant =
+the float64 product of the FP8 codes of tensor / scale (correctly rounded, saturated) times the two
+scales. exact = the float64 product of the wide tensors. The products are x w (forward), g w^T (dgrad) and
+x^T g (wgrad). null stands for a result that is not finite. FP8 costs the error of "meant": a code that
+was rounded the other way is about as near as the right one, so the figure off adds little to it.
 
-Flax's ops cast the scale to the dtype of the layer before they divide by it, and divide in that dtype: 8
-bits in bfloat16, 11 in float16. The figures, relative errors in the Frobenius norm, are::
+The layer: nn.Dense(N, use_bias=False) with delayed scaling, jitted, dtype and param_dtype as given. Input
+x (M, K) standard normal, output gradient g (M, N) normal with the standard deviation 'gradient', both new
+in each step, the kernel w (K, N) normal with variance 1/K; shapes are MxKxN. A CPU emulates FP8.
 
-    off   = |result - meant| / |meant|
-    error = |result - exact| / |exact|    exact = a b, of the wide tensors
+Measured in the step after 1 and after 5 steps, with the scale that the op hands on as that of this step.
+(In the very first step it is 1, which is not rounded.)
 
-for the output (forward), the gradient of the input (dgrad) and that of the kernel (wgrad). ``error`` of
-``meant`` itself is what FP8 costs: a code that was rounded the other way is about as near as the right one,
-so what is ``off`` adds little to it.
+flax-direct = flax.linen.fp8_ops.Fp8DirectDotGeneralOp; flax-qdq = that module's Fp8DotGeneralOp; fp8flax
+= fp8flax.Fp8DotGeneralOp; fp8flax-qdq = the same with form='qdq'.
 
-Assumptions: Gaussian data, new in each step, the kernel the same; ``meant`` takes the scale that the op
-itself hands on as that of the step, and is computed in float64; jitted, on the device at hand; a CPU
-emulates FP8.
+In the summary off and error are means over shapes, steps and seeds; 'least' and 'most' over all.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import math
@@ -42,26 +43,9 @@ import numpy as np
 from flax.linen import fp8_ops
 
 import fp8flax as fp8
-from benchmarks.accuracy import GEMMS
-from benchmarks.common import (
-    RESULTS,
-    Row,
-    Shape,
-    add_json,
-    aligned,
-    begin,
-    machine,
-    parse_shape,
-    quiet,
-    run,
-    text_of,
-    write,
-)
+from benchmarks import common
+from benchmarks.common import GEMMS, OWG, Row, Shape
 
-QUESTION = (
-    "How far is what an FP8 nn.Dense computes in bfloat16 and float16 from the product that its codes and "
-    "float32 scales mean, with Flax's ops and with ours?"
-)
 OPS: dict[str, Callable[[], nn.Module]] = {
     "flax-direct": fp8_ops.Fp8DirectDotGeneralOp,
     "flax-qdq": fp8_ops.Fp8DotGeneralOp,
@@ -70,36 +54,31 @@ OPS: dict[str, Callable[[], nn.Module]] = {
 }
 CASES = (("bfloat16", 1.0), ("float16", 1.0), ("float16", 1e-4))
 """Dtypes, and standard deviations of the output gradient."""
-SHAPES: tuple[Shape, ...] = ((64, 96, 128), (256, 256, 256), (512, 256, 384))
+OPTIONS: dict[str, Any] = {"shapes": ((64, 96, 128), (256, 256, 256), (512, 256, 384)), "seeds": 10}
 AFTER = (1, 5)
-SEEDS = 10
-OWG = fp8.OVERWRITE_WITH_GRADIENT
-RESULT = RESULTS / "flax_scales.json"
+ROLES = {
+    "input": ml_dtypes.float8_e4m3fn,
+    "kernel": ml_dtypes.float8_e4m3fn,
+    "output_grad": ml_dtypes.float8_e5m2,
+}
+FIGURES: dict[str, Callable[[list[float]], float]] = {
+    "off": statistics.mean,
+    "off, least": min,
+    "off, most": max,
+    "error": statistics.mean,
+    "error of meant": statistics.mean,
+}
 
 
 @functools.cache
-def make_step(name: str, dtype: str, sizes: Shape) -> tuple[Any, Callable[..., Any]]:
-    """Returns a fresh state, and the jitted step: output, and next state, gradients of kernel and input."""
+def make_layer(name: str, dtype: str, sizes: Shape) -> tuple[Any, Callable[..., Any]]:
+    """Returns a fresh state, and the jitted step."""
     M, K, N = sizes
-    with quiet():
-        layer = nn.Dense(
-            N,
-            use_bias=False,
-            dtype=jnp.dtype(dtype),
-            param_dtype=jnp.dtype(dtype),
-            dot_general_cls=OPS[name],
-        )
-        state = jax.jit(layer.init)(jax.random.key(0), jnp.zeros((M, K), jnp.dtype(dtype)))[OWG]
-
-    @jax.jit
-    def step(state: Any, w: jax.Array, x: jax.Array, g: jax.Array) -> tuple[jax.Array, Any]:
-        def apply(state: Any, w: jax.Array, x: jax.Array) -> jax.Array:
-            return layer.apply({"params": {"kernel": w}, OWG: state}, x)
-
-        out, vjp = jax.vjp(apply, state, w, x)
-        return out, vjp(g)
-
-    return state, step
+    dtypes: Any = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(dtype)}
+    with common.quiet():
+        layer = nn.Dense(N, use_bias=False, dot_general_cls=OPS[name], **dtypes)
+        variables = jax.jit(layer.init)(jax.random.key(0), jnp.zeros((M, K), jnp.dtype(dtype)))
+    return variables[OWG], jax.jit(common.make_step(layer.apply))
 
 
 def meant_tensor(x: np.ndarray, scale: float, dtype: Any) -> np.ndarray:
@@ -108,175 +87,111 @@ def meant_tensor(x: np.ndarray, scale: float, dtype: Any) -> np.ndarray:
     return np.clip(x / scale, -limit, limit).astype(dtype).astype(np.float64) * scale
 
 
-def relative(difference: np.ndarray, of: np.ndarray) -> float:
-    return float(np.linalg.norm(difference) / np.linalg.norm(of))
-
-
 def errors(
     name: str, dtype: str, gradient: float, sizes: Shape, after: int, seed: int
 ) -> dict[str, dict[str, float]]:
-    """Returns ``off``, ``error`` and ``error of meant`` by GEMM; not finite where the result is not."""
+    """Returns the figures of each GEMM in percent; not finite where the result is not."""
     M, K, N = sizes
     rng = np.random.default_rng(seed)
-    state, step = make_step(name, dtype, sizes)
+    state, step = make_layer(name, dtype, sizes)
 
     def draw(deviation: float, *shape: int) -> jax.Array:
         return jnp.asarray(deviation * rng.standard_normal(shape), jnp.dtype(dtype))
 
     w = draw(1 / math.sqrt(K), K, N)
-    with quiet():
+    variables = {"params": {"kernel": w}, OWG: state}
+    with common.quiet():
         for _ in range(after + 1):
             x, g = draw(1.0, M, K), draw(gradient, M, N)
-            out, (state, dw, dx) = step(state, w, x, g)
-    (scales,) = state.values()
+            out, gradients, dx = step(variables, x, g)
+            variables = common.with_next_state(variables, gradients)
+    (scales,) = variables[OWG].values()
     wide = [np.asarray(array, np.float64) for array in (x, w, g)]
-    roles = (
-        ("input", ml_dtypes.float8_e4m3fn),
-        ("kernel", ml_dtypes.float8_e4m3fn),
-        ("output_grad", ml_dtypes.float8_e5m2),
-    )
     narrow = [
-        meant_tensor(array, float(scales[f"{role}_scale"][0]), of) for array, (role, of) in zip(wide, roles)
+        meant_tensor(array, float(scales[f"{role}_scale"][0]), of)
+        for array, (role, of) in zip(wide, ROLES.items())
     ]
     figures = {}
-    for gemm, result, meant, exact in zip(GEMMS, (out, dx, dw), three_gemms(*narrow), three_gemms(*wide)):
+    results = (out, dx, gradients["params"]["kernel"])
+    for gemm, result, meant, exact in zip(
+        GEMMS, results, common.three_gemms(*narrow), common.three_gemms(*wide)
+    ):
         with np.errstate(all="ignore"):
             got = np.asarray(result, np.float64)
+            off = 100 * common.relative_error(got, meant)
             figures[gemm] = {
-                "off": relative(got - meant, meant),
-                "error": relative(got - exact, exact),
-                "error of meant": relative(meant - exact, exact),
+                **dict.fromkeys(("off", "off, least", "off, most"), off),
+                "error": 100 * common.relative_error(got, exact),
+                "error of meant": 100 * common.relative_error(meant, exact),
             }
     return figures
 
 
-def three_gemms(x: np.ndarray, w: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, ...]:
-    return x @ w, g @ w.T, x.T @ g
+def reduced(cells: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Returns the figures of one GEMM over several measurements, ``None`` where one was not finite."""
+    is_finite = all(cell["off"] is not None and math.isfinite(cell["off"]) for cell in cells)
+    return {
+        key: round(reduce([cell[key] for cell in cells]), 3) if is_finite else None
+        for key, reduce in FIGURES.items()
+    }
 
 
 def measure(name: str, dtype: str, gradient: float, sizes: Shape, after: int, seeds: int) -> Row:
-    """Returns one row: percentages, ``None`` where a result was not finite in every seed."""
+    """Returns one row."""
     found = [errors(name, dtype, gradient, sizes, after, seed) for seed in range(seeds)]
-    row: Row = {
+    case = {
         "op": name,
         "dtype": dtype,
         "gradient": gradient,
-        "shape": text_of(sizes),
+        "shape": common.text_of(sizes),
         "after steps": after,
     }
-    for gemm in GEMMS:
-        off = [100 * figures[gemm]["off"] for figures in found]
-        is_finite = all(map(math.isfinite, off))
-        row[gemm] = {
-            "off": round(statistics.mean(off), 3) if is_finite else None,
-            "off, least": round(min(off), 3) if is_finite else None,
-            "off, most": round(max(off), 3) if is_finite else None,
-            **{
-                key: round(100 * statistics.mean(figures[gemm][key] for figures in found), 3)
-                if is_finite
-                else None
-                for key in ("error", "error of meant")
-            },
-        }
-    return row
+    return case | {gemm: reduced([figures[gemm] for figures in found]) for gemm in GEMMS}
 
 
 def summarize(rows: Sequence[Row]) -> list[Row]:
-    """Returns a row for each op and case: over all shapes and steps the means, and the range of ``off``."""
-    keys = ("op", "dtype", "gradient")
-    summary = []
-    for values in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
-        those = [row for row in rows if tuple(row[key] for key in keys) == values]
-        line: Row = dict(zip(keys, values))
-        for gemm in GEMMS:
-            cells = [row[gemm] for row in those]
-            is_finite = all(cell["off"] is not None for cell in cells)
-            reduced: dict[str, Callable[[list[float]], float]] = {
-                "off": statistics.mean,
-                "off, least": min,
-                "off, most": max,
-                "error": statistics.mean,
-                "error of meant": statistics.mean,
-            }
-            line[gemm] = {
-                key: round(reduce([cell[key] for cell in cells]), 3) if is_finite else None
-                for key, reduce in reduced.items()
-            }
-        summary.append(line)
-    return summary
-
-
-def method(shapes: Sequence[Shape], after: Sequence[int], seeds: int) -> list[str]:
+    """Returns a row for each op and case, over all shapes and steps."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["op"], row["dtype"], row["gradient"]), []).append(row)
     return [
-        "off = |result - meant| / |meant|, error = |result - exact| / |exact|, in percent, Frobenius "
-        "norms; meant = the float64 product of the FP8 codes of tensor / scale (correctly rounded, "
-        "saturated) times the two scales; exact = the float64 product of the wide tensors. x w (forward), "
-        "g w^T (dgrad), x^T g (wgrad). null: not finite.",
-        "The layer: nn.Dense(N, use_bias=False) with delayed scaling, jitted, dtype and param_dtype as "
-        "given. Input x (M, K) standard normal, output gradient g (M, N) normal with the standard "
-        "deviation 'gradient', both new in each step, the kernel w (K, N) normal with variance 1/K; MxKxN "
-        f"is {', '.join(map(text_of, shapes))}; seeds 0 to {seeds - 1}.",
-        f"Measured in the step after {' and after '.join(map(str, after))} step(s), with the scale that "
-        "the op hands on as that of this step. (In the very first step it is 1, which is not rounded.)",
-        "flax-direct = flax.linen.fp8_ops.Fp8DirectDotGeneralOp; flax-qdq = that module's "
-        "Fp8DotGeneralOp; fp8flax = fp8flax.Fp8DotGeneralOp; fp8flax-qdq = the same with form='qdq'.",
-        "In the summary off and error are means over shapes, steps and seeds; 'least' and 'most' over all.",
+        dict(zip(("op", "dtype", "gradient"), case))
+        | {gemm: reduced([row[gemm] for row in of_case]) for gemm in GEMMS}
+        for case, of_case in groups.items()
     ]
 
 
-def table(rows: Sequence[Row]) -> str:
+def measure_all(shapes: Sequence[Shape], seeds: int) -> Row:
+    rows = [
+        measure(name, *case, sizes, after, seeds)
+        for case, name, sizes, after in itertools.product(CASES, OPS, shapes, AFTER)
+    ]
+    return {"rows": rows, "summary": summarize(rows)}
+
+
+def table(report: Row) -> str:
     """Returns the summary as text."""
 
-    def text(value: float | None) -> str:
-        return "not finite" if value is None else f"{value:.2f}"
+    def shown(gemm: str, *keys: str) -> Callable[[Row], str]:
+        def cell(row: Row) -> str:
+            values = [row[gemm][key] for key in keys]
+            return "not finite" if None in values else "-".join(f"{value:.2f}" for value in values)
 
-    lines = [
-        [
-            "dtype",
-            "gradient",
-            "op",
-            *(f"{gemm} {key}" for gemm in GEMMS for key in ("off", "from-to", "error")),
-        ]
-    ]
-    for row in rows:
-        cells = []
-        for gemm in GEMMS:
-            cell = row[gemm]
-            span = "" if cell["off"] is None else f"{text(cell['off, least'])}-{text(cell['off, most'])}"
-            cells += [text(cell["off"]), span, text(cell["error"])]
-        lines.append([row["dtype"], f"{row['gradient']:g}", row["op"], *cells])
-    return aligned(lines, 3)
+        return cell
 
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=QUESTION)
-    parser.add_argument("--shapes", type=parse_shape, nargs="+", default=SHAPES, metavar="MxKxN")
-    parser.add_argument("--after", type=int, nargs="+", default=AFTER, help="steps before the one measured")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many (%(default)s)")
-    add_json(parser, RESULT)
-    args = parser.parse_args(argv)
-    if args.seeds < 1 or min(args.after) < 0:
-        parser.error("--seeds must be 1 or more, --after 0 or more.")
-    return args
+    columns: dict[str, Callable[[Row], str]] = {
+        key: common.word(key) for key in ("dtype", "gradient", "op")
+    }
+    for gemm in GEMMS:
+        columns[f"{gemm} off"] = shown(gemm, "off")
+        columns[f"{gemm} from-to"] = shown(gemm, "off, least", "off, most")
+        columns[f"{gemm} error"] = shown(gemm, "error")
+    return "Percent:\n" + common.text_table(columns, report["summary"], 3)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_args(argv)
-    arguments = {
-        "shapes": [list(sizes) for sizes in args.shapes],
-        "after": list(args.after),
-        "seeds": args.seeds,
-    }
-    report = begin(
-        QUESTION, method(args.shapes, args.after, args.seeds), machine(), arguments=arguments, rows=[]
-    )
-    for case, name, sizes, after in itertools.product(CASES, OPS, args.shapes, args.after):
-        report["rows"].append(measure(name, *case, sizes, after, args.seeds))
-        print(".", end="", flush=True)
-    report["summary"] = summarize(report["rows"])
-    print("\nPercent:\n" + table(report["summary"]), flush=True)
-    write(report, args.json)
+    common.command(__doc__, "flax_scales", measure_all, table, argv, options=OPTIONS)
 
 
 if __name__ == "__main__":
-    run(main)
+    common.run(main)

@@ -35,7 +35,7 @@ class Config:
 
     @property
     def parameters(self) -> int:
-        """Of the matmuls and the embedding."""
+        """Counts the weights of the matmuls and of the embedding."""
         return self.layers * sum(k * n for k, n in self.kernels) + self.vocabulary * self.width
 
     def flops(self, tokens: int) -> int:
@@ -44,16 +44,16 @@ class Config:
 
 
 class Part(nn.Module):
-    """What the model and its parts are made with."""
+    """The options of the model and of its parts."""
 
     config: Config
     op: Any = None
     """The ``dot_general_cls`` of the layers in the blocks; the logits stay in bfloat16."""
     param_dtype: Any = jnp.float32
     implementation: str = "xla"
-    """Of attention, as ``jax.nn.dot_product_attention`` has it; that with a cache is always XLA's."""
+    """The attention of ``jax.nn.dot_product_attention``; with a cache it is always XLA's."""
     cache_length: int = 0
-    """Room for this many tokens in the collection ``cache``; 0 for training."""
+    """The collection ``cache`` holds this many tokens; 0 for training."""
 
     @property
     def dtypes(self) -> dict[str, Any]:

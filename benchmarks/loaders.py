@@ -1,21 +1,24 @@
-"""Do the loaders of other programs compute what a frozen model computes?
+r"""Do the loaders of transformers compute in PyTorch what a frozen Flax model computes?
 
 Run ``make bench-loaders PYTHON=…`` with a Python that has this package, torch, accelerate, compressed-
 tensors, and transformers 4.57, the last with Flax models. ``ARGS="--python …"`` loads with another Python
-too, such as one that has transformers 5. Nothing is downloaded: a Llama of transformers with random
-weights, converted by ``quantize_model`` with its default rules, is frozen with each recipe and written by
-``save_safetensors``, with PyTorch's names and a ``config.json``. Then ``from_pretrained`` loads each
-folder, in a process of its own.
+too, such as one that has transformers 5. Nothing is downloaded.
 
-Compared are the logits, as signal-to-quantization-noise ratio in dB, more is better::
+Model: FlaxLlamaForCausalLM of transformers, random weights from one key, width 768, 2 layers, vocabulary
+512, 64 tokens, batch 2, float32; quantize_model with its default rules; delayed scaling after calibrate
+on the same batch. Written by save_safetensors with rename={'\.(kernel|embedding)$': '.weight'}.
 
-    SQNR = 10 log10(sum(wanted**2) / sum((loaded - wanted)**2))
+Loaded: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), on a CPU, in a process of its
+own. Where that is refused for want of a GPU: without the check, its matmul in Triton's interpreter,
+inputs cast by PyTorch with the loader's scales. What its kernels compute on a GPU is not seen here.
 
-Assumptions: without a GPU transformers dequantizes, or refuses, where ``load_in_torch.py`` takes a detour;
-what its kernels compute on a GPU is not seen here. Where a value lies between two codes, a last bit decides
-which of them it gets, and Flax and PyTorch differ in last bits. How much that alone does to the logits is
-measured beside: those of the same frozen model with each embedding moved to the next float32. What each
-loaded layer makes of the input that it got is compared with the product of the file's codes and scales.
+SQNR in dB = 10 log10(sum(wanted^2) / sum((loaded - wanted)^2)) of the logits; 6.02 dB are one bit.
+Nudged: the frozen Flax model with each embedding moved to the next float32. Where a value lies between
+two codes, a last bit decides which of them it gets, and Flax and PyTorch differ in last bits; nudged
+shows what that alone does.
+
+Layer: the largest relative error, Frobenius norm, of a loaded layer that is in FP8 in the file, beside
+the product of the file's codes and scales with the input that it got, in float64.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +39,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import fp8flax as fp8
-from benchmarks import models
-from benchmarks.common import RESULTS, add_json, begin, machine, run, sqnr, write
+from benchmarks import common, models
+from benchmarks.common import sqnr
 
-QUESTION = "Do the loaders of transformers compute in PyTorch what a frozen Flax model computes?"
-RESULT = RESULTS / "loaders.json"
+QUESTION, METHOD = common.question_and_method(__doc__)
+RESULT = common.RESULTS / "loaders.json"
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "safetensors")
 RECIPES = {
     "delayed": fp8.DelayedScaling(),
@@ -110,68 +113,46 @@ def measure(recipes: Sequence[str], pythons: Sequence[str]) -> list[dict[str, An
     return rows
 
 
-def method() -> list[str]:
-    return [
-        f"Model: FlaxLlamaForCausalLM of transformers, random weights from one key, width {models.WIDTH}, "
-        f"{models.LAYERS} layers, vocabulary {models.VOCABULARY}, {models.TEXT} tokens, batch 2, float32; "
-        "quantize_model with its default rules; delayed scaling after calibrate on the same batch. Written "
-        f"by save_safetensors with rename={TO_TORCH}.",
-        "Loaded: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), on a CPU. Where that "
-        "is refused for want of a GPU: without the check, its matmul in Triton's interpreter, inputs cast "
-        "by PyTorch with the loader's scales.",
-        "SQNR in dB = 10 log10(sum(wanted^2) / sum((loaded - wanted)^2)) of the logits; 6.02 dB are one "
-        "bit. Nudged: the frozen Flax model with each embedding moved to the next float32.",
-        "Layer: the largest relative error, Frobenius norm, of a loaded layer that is in FP8 in the file, "
-        "beside the product of the file's codes and scales with the input that it got, in float64.",
-    ]
+def _of_loaded(cell: Callable[[common.Row], str]) -> Callable[[common.Row], str]:
+    return lambda row: cell(row) if "layer_error" in row else ""
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def _to_frozen(row: common.Row) -> str:
+    if "layer_error" in row:
+        return f"{row['sqnr_db']:.1f} dB"
+    return "refused: no GPU" if "No GPU" in row["error"] else row["error"]
+
+
+COLUMNS: common.Columns = {
+    "frozen with": lambda row: f"`{row['recipe']}`",
+    "`quant_method`": lambda row: f"`{row['quant_method']}`",
+    "transformers": lambda row: row["transformers"] + ", interpreted" * ("triton_interpreter" in row),
+    "SQNR to frozen": _to_frozen,
+    "float32 noise": _of_loaded(lambda row: f"{row['nudged_sqnr_db']:.1f} dB"),
+    "SQNR to float32: loaded, frozen": _of_loaded(
+        lambda row: f"{row['sqnr_to_float32_db']:.1f}, {row['frozen_sqnr_to_float32_db']:.1f} dB"
+    ),
+    "same tokens": _of_loaded(lambda row: f"{100 * row['same_tokens']:.1f} %"),
+    "layer error": _of_loaded(lambda row: f"{row['layer_error']:.0e}"),
+}
+
+
+def table(rows: Sequence[common.Row]) -> str:
     """Returns the table of docs/pytorch.md."""
-    header = (
-        "frozen with",
-        "`quant_method`",
-        "transformers",
-        "SQNR to frozen",
-        "float32 noise",
-        "SQNR to float32: loaded, frozen",
-        "same tokens",
-        "layer error",
-    )
-    return models.markdown(header, [_cells(row) for row in rows])
-
-
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    how = ", interpreted" if "triton_interpreter" in row else ""
-    which = (f"`{row['recipe']}`", f"`{row['quant_method']}`", row["transformers"] + how)
-    if "layer_error" not in row:
-        return (*which, "refused: no GPU" if "No GPU" in row["error"] else row["error"], "", "", "", "")
-    return (
-        *which,
-        f"{row['sqnr_db']:.1f} dB",
-        f"{row['nudged_sqnr_db']:.1f} dB",
-        f"{row['sqnr_to_float32_db']:.1f}, {row['frozen_sqnr_to_float32_db']:.1f} dB",
-        f"{100 * row['same_tokens']:.1f} %",
-        f"{row['layer_error']:.0e}",
-    )
+    return common.markdown(COLUMNS, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION)
-    parser.add_argument(
-        "--python",
-        action="append",
-        default=[],
-        metavar="PYTHON",
-        help="load with this one too; may be repeated",
-    )
-    add_json(parser, RESULT)
+    more = "load with this one too; may be repeated"
+    parser.add_argument("--python", action="append", default=[], metavar="PYTHON", help=more)
+    common.add_json(parser, RESULT)
     args = parser.parse_args(argv)
-    report = begin(QUESTION, method(), machine(PACKAGES, ("gpu", "cores")))
+    report = common.begin(QUESTION, METHOD, common.machine(PACKAGES, ("gpu", "cores")))
     report["rows"] = measure(list(RECIPES), [sys.executable, *args.python])
     print("", table(report["rows"]), sep="\n")
-    write(report, args.json)
+    common.write(report, args.json)
 
 
 if __name__ == "__main__":
-    run(main)
+    common.run(main)

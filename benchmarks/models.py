@@ -1,20 +1,33 @@
-"""What does ``quantize_model`` make of Linen models that others wrote, as they stand?
+"""What does quantize_model make of Linen models that others wrote, as they stand?
 
-Run ``make bench-models``, or ``python -m benchmarks.models`` with the extra ``models``; ``--help`` for the
-options. Nothing is downloaded: the models have random weights and small vocabularies, and layers as wide as
-those of the models that people use, so that the default rules decide as they would there.
+Run ``make bench-models``, or ``python -m benchmarks.models`` with the extra ``models``. Nothing is
+downloaded.
 
-For each model: which contractions are converted, and why the others are not; its logits beside those of the
-unconverted model, as signal-to-quantization-noise ratio in dB, more is better::
+Models: as their packages have them, unmodified, with random weights from one key; width 768, 2 layers (in
+each of encoder and decoder, or tower), vocabulary 512, texts of 64 tokens, images of 64x64, batch 2 or 4,
+float32. Layers are as wide as those of the models that people use, so that the default rules decide as
+they would there. Converted by quantize_model with its defaults (delayed scaling).
 
-    SQNR = 10 log10(sum(float32**2) / sum((converted - float32)**2))
+Contractions: fp8flax.report at 64 times that batch; the speed-up is its prediction for an H200, of the
+GEMMs of a training step. CPUs emulate FP8, so a time here says nothing about a GPU.
 
-the loss of a training step beside that of the unconverted model; and the bytes of what ``freeze`` returns.
-Then a GPT-2, trained for a few steps, decodes with a cache of keys and values.
+SQNR of the logits in dB = 10 log10(sum(float32^2) / sum((x - float32)^2)), after calibrate on the same
+batch; 6.02 dB are one bit. What random weights say about accuracy is how much error the layers add, not
+how well a trained model does.
 
-Assumptions: CPUs emulate FP8, so a time here says nothing about a GPU; the predicted speed-up is that of
-``fp8flax.report``, at a batch as in training. What random weights say about accuracy is how much error the
-layers add, not how well a trained model does.
+Training: AdamW, learning rate 0.0001, 10 steps on one batch with targets drawn once, from the same
+weights; FP8 after calibrate(backward=True). Losses before each step and after the last.
+
+Bytes: all variables that freeze returns over all variables of the unconverted model. Bitwise: the logits
+of the frozen model beside those of the converted one, without jit; and with it, where XLA compiles two
+programs.
+
+Decoding: a GPT-2 of width 768, 4 layers and 256 tokens (bytes), trained in float32 by Adam, learning rate
+3e-4, for 60 steps on 8 pieces of 96 bytes of the source of Python's argparse, and calibrated on them. The
+prompts are the first 32 bytes of 4 of these. Then 63 steps follow, under jit with a cache. All models are
+fed the greedy tokens of the unconverted model in float32; their logits and greedy tokens are compared
+with those of that model. Times: each round takes one step of each model, in rotating order; median of the
+ratios to the unconverted model of the same dtype in the same round, without the first 4.
 """
 
 from __future__ import annotations
@@ -40,10 +53,9 @@ import numpy as np
 import optax
 
 import fp8flax as fp8
-from benchmarks.common import RESULTS, add_json, begin, machine, run, sqnr, write
+from benchmarks import common
+from benchmarks.common import sqnr
 
-QUESTION = "What does quantize_model make of Linen models that others wrote, as they stand?"
-RESULT = RESULTS / "models.json"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "transformers", "flaxmodels")
 VOCABULARY, WIDTH, HEADS, LAYERS = 512, 768, 12, 2
 TEXT, IMAGE, PATCH, LABELS = 64, 64, 16, 128
@@ -125,22 +137,27 @@ def with_old_clip() -> Iterator[None]:
 
 
 def of_transformers(
-    cls: str, config: str, sizes: dict[str, Any], args: Any, checkpointing: bool = False, **others: Any
+    model: str,
+    config: str,
+    args: Any,
+    shim: Any = contextlib.nullcontext,
+    remat: bool = False,
+    **sizes: Any,
 ) -> Case:
     """Returns a model of transformers; ``config`` is the class that is made with ``sizes``."""
     import transformers
 
-    with others.get("shim", contextlib.nullcontext)(), warnings.catch_warnings():
+    with shim(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()
-        model = getattr(transformers, cls)(getattr(transformers, config)(**sizes), _do_init=False)
-        if checkpointing:
-            model.enable_gradient_checkpointing()
+        made = getattr(transformers, model)(getattr(transformers, config)(**sizes), _do_init=False)
+        if remat:
+            made.enable_gradient_checkpointing()
     options = {"deterministic": True, "return_dict": False}
-    return Case(f"transformers {cls}", model.module, args, options, options, **others)
+    return Case(f"transformers {model}", made.module, args, options, options, shim)
 
 
-ENCODER_AND_DECODER = {
+ENCODER_AND_DECODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": WIDTH,
     "encoder_layers": LAYERS,
@@ -150,105 +167,105 @@ ENCODER_AND_DECODER = {
     "encoder_ffn_dim": 4 * WIDTH,
     "decoder_ffn_dim": 4 * WIDTH,
 }
+ENCODER: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
 
 
-def bert(checkpointing: bool = False) -> Case:
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "max_position_embeddings": 128}
+def masked(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns tokens, and a mask that hides none."""
+    return x, jnp.ones_like(x)
+
+
+def bert(remat: bool = False) -> Case:
     x = tokens(2, TEXT)
-    args = (x, jnp.ones_like(x), jnp.zeros_like(x), positions(x), None)
     return of_transformers(
-        "FlaxBertForMaskedLM", "BertConfig", {"vocab_size": VOCABULARY, **sizes}, args, checkpointing
+        "FlaxBertForMaskedLM",
+        "BertConfig",
+        (*masked(x), jnp.zeros_like(x), positions(x), None),
+        remat=remat,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=128,
+        **ENCODER,
     )
 
 
 def gpt2(layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Case:
-    sizes = {"vocab_size": vocabulary, "n_embd": WIDTH, "n_layer": layers, "n_head": HEADS}
     x = tokens(2, TEXT)
-    args = (x, jnp.ones_like(x), positions(x))
-    return of_transformers("FlaxGPT2LMHeadModel", "GPT2Config", {**sizes, "n_positions": 128}, args)
+    sizes: Any = {"vocab_size": vocabulary, "n_embd": WIDTH, "n_layer": layers, "n_head": HEADS}
+    args = (*masked(x), positions(x))
+    return of_transformers("FlaxGPT2LMHeadModel", "GPT2Config", args, n_positions=128, **sizes)
 
 
 def llama() -> Case:
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": 2048,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 128,
-    }
     x = tokens(2, TEXT)
-    args = (x, jnp.ones_like(x), positions(x))
-    return of_transformers("FlaxLlamaForCausalLM", "LlamaConfig", sizes, args)
+    return of_transformers(
+        "FlaxLlamaForCausalLM",
+        "LlamaConfig",
+        (*masked(x), positions(x)),
+        vocab_size=VOCABULARY,
+        intermediate_size=2048,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        **ENCODER,
+    )
 
 
 def t5() -> Case:
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "d_model": WIDTH,
-        "d_kv": WIDTH // HEADS,
-        "d_ff": 2048,
-        "num_layers": LAYERS,
-        "num_heads": HEADS,
-        "feed_forward_proj": "gated-gelu",
-        "tie_word_embeddings": False,
-    }
-    x, y = tokens(2, TEXT), tokens(2, TEXT // 2)
-    args = (x, jnp.ones_like(x), y, jnp.ones_like(y))
-    return of_transformers("FlaxT5ForConditionalGeneration", "T5Config", sizes, args, shim=with_old_clip)
+    return of_transformers(
+        "FlaxT5ForConditionalGeneration",
+        "T5Config",
+        (*masked(tokens(2, TEXT)), *masked(tokens(2, TEXT // 2))),
+        shim=with_old_clip,
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        d_kv=WIDTH // HEADS,
+        d_ff=2048,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+    )
 
 
 def bart() -> Case:
-    sizes = {**ENCODER_AND_DECODER, "max_position_embeddings": 128}
     x, y = tokens(2, TEXT), tokens(2, TEXT // 2)
-    args = (x, jnp.ones_like(x), y, jnp.ones_like(y), positions(x), positions(y))
-    return of_transformers("FlaxBartForConditionalGeneration", "BartConfig", sizes, args)
+    args = (*masked(x), *masked(y), positions(x), positions(y))
+    sizes = {**ENCODER_AND_DECODER, "max_position_embeddings": 128}
+    return of_transformers("FlaxBartForConditionalGeneration", "BartConfig", args, **sizes)
 
 
 def whisper() -> Case:
-    bands = 80
-    sizes = {
-        **ENCODER_AND_DECODER,
-        "num_mel_bins": bands,
-        "max_source_positions": TEXT,
-        "max_target_positions": TEXT,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 1,
-    }
-    y = tokens(2, TEXT // 2)
+    bands, y = 80, tokens(2, TEXT // 2)
     sound = jax.random.normal(jax.random.key(2), (2, bands, 2 * TEXT))
-    args = (sound, y, jnp.ones_like(y), positions(y))
-    return of_transformers("FlaxWhisperForConditionalGeneration", "WhisperConfig", sizes, args)
+    return of_transformers(
+        "FlaxWhisperForConditionalGeneration",
+        "WhisperConfig",
+        (sound, *masked(y), positions(y)),
+        **ENCODER_AND_DECODER,
+        num_mel_bins=bands,
+        max_source_positions=TEXT,
+        max_target_positions=TEXT,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
 
 
 def vit() -> Case:
-    sizes = {
-        "hidden_size": WIDTH,
-        "num_hidden_layers": LAYERS,
-        "image_size": IMAGE,
-        "patch_size": PATCH,
-        "num_labels": LABELS,
-    }
-    return of_transformers("FlaxViTForImageClassification", "ViTConfig", sizes, (images(4),))
+    sizes = {**ENCODER, "image_size": IMAGE, "patch_size": PATCH, "num_labels": LABELS}
+    return of_transformers("FlaxViTForImageClassification", "ViTConfig", (images(4),), **sizes)
 
 
 def clip() -> Case:
-    both = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 4 * WIDTH,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-    }
-    sizes = {
-        "text_config": {"vocab_size": VOCABULARY, "eos_token_id": VOCABULARY - 1, **both},
-        "vision_config": {"image_size": IMAGE, "patch_size": PATCH, **both},
-    }
+    both: Any = {**ENCODER, "intermediate_size": 4 * WIDTH}
     x = tokens(4, TEXT // 2)
-    args = (x, images(4), jnp.ones_like(x), positions(x))
-    return of_transformers("FlaxCLIPModel", "CLIPConfig", sizes, args)
+    return of_transformers(
+        "FlaxCLIPModel",
+        "CLIPConfig",
+        (x, images(4), jnp.ones_like(x), positions(x)),
+        text_config={"vocab_size": VOCABULARY, "eos_token_id": VOCABULARY - 1, **both},
+        vision_config={"image_size": IMAGE, "patch_size": PATCH, **both},
+    )
 
 
 def resnet50() -> Case:
@@ -260,7 +277,7 @@ def resnet50() -> Case:
 
 MODELS: dict[str, Callable[[], Case]] = {
     "BERT": bert,
-    "BERT, with nn.remat": functools.partial(bert, checkpointing=True),
+    "BERT, with nn.remat": functools.partial(bert, remat=True),
     "GPT-2": gpt2,
     "Llama": llama,
     "T5": t5,
@@ -272,7 +289,7 @@ MODELS: dict[str, Callable[[], Case]] = {
 }
 
 
-# What is measured of each model.
+# The figures of each model.
 
 
 def size(tree: Any) -> int:
@@ -541,149 +558,85 @@ def decode(steps: int = TRAIN_STEPS, decoded: int = DECODED) -> dict[str, Any]:
 # The report.
 
 
-def method(steps: int) -> list[str]:
-    return [
-        "Models: as their packages have them, unmodified, with random weights from one key; width "
-        f"{WIDTH}, {LAYERS} layers (in each of encoder and decoder, or tower), vocabulary {VOCABULARY}, "
-        f"texts of {TEXT} tokens, images of {IMAGE}x{IMAGE}, batch 2 or 4, float32. Converted by "
-        "quantize_model with its defaults (delayed scaling).",
-        f"Contractions: fp8flax.report at {REPORT_BATCH} times that batch; the speed-up is its prediction "
-        "for an H200, of the GEMMs of a training step.",
-        "SQNR of the logits in dB = 10 log10(sum(float32^2) / sum((x - float32)^2)), after calibrate on "
-        "the same batch; 6.02 dB are one bit.",
-        f"Training: AdamW, learning rate {LEARNING_RATE:g}, {steps} steps on one batch with targets drawn "
-        "once, from the same weights; FP8 after calibrate(backward=True). Losses before each step and "
-        "after the last.",
-        "Bytes: all variables that freeze returns over all variables of the unconverted model. Bitwise: "
-        "the logits of the frozen model beside those of the converted one, without jit; and with it, where "
-        "XLA compiles two programs.",
-        f"Decoding: a GPT-2 of width {WIDTH}, {DECODER_LAYERS} layers and 256 tokens (bytes), trained in "
-        f"float32 by Adam, learning rate 3e-4, for {TRAIN_STEPS} steps on {TRAIN_BATCH} pieces of {LENGTH} "
-        "bytes of the source of Python's argparse, and calibrated on them. The prompts are the first "
-        f"{PROMPT} bytes of {BATCH} of these; then {DECODED - 1} steps under jit with a cache; all models "
-        "are fed the greedy tokens of the unconverted one in float32, with which their logits and greedy "
-        "tokens are compared. Times: each round takes one step of each model, in rotating order; median of "
-        "the ratios to the unconverted model of the same dtype in the same round, without the first "
-        f"{WARM_UP}.",
-    ]
+def _percent(key: str) -> Callable[[common.Row], str]:
+    return lambda row: f"{100 * row[key]:.1f} %"
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _losses(at: int) -> Callable[[common.Row], str]:
+    return lambda row: f"{row['losses_float32'][at]:.4f}, {row['losses_fp8'][at]:.4f}"
 
 
-def conversion_table(rows: Sequence[dict[str, Any]]) -> str:
-    header = ("model", "source", "weights", "converted", "FLOPs in FP8", "predicted on an H200")
-    return markdown(
-        header,
-        [
-            (
-                row["model"],
-                f"`{row['source'].split()[1]}`",
-                f"{row['weights'] / 1e6:.1f} M",
-                f"{row['converted']} of {row['contractions']}",
-                f"{100 * row['fp8_share_of_flops']:.1f} %",
-                f"{row['predicted_speedup_h200']:.2f}×",
-            )
-            for row in rows
-        ],
-    )
+CONVERSION: common.Columns = {
+    "model": lambda row: row["model"],
+    "source": lambda row: f"`{row['source'].split()[1]}`",
+    "weights": lambda row: f"{row['weights'] / 1e6:.1f} M",
+    "converted": lambda row: f"{row['converted']} of {row['contractions']}",
+    "FLOPs in FP8": _percent("fp8_share_of_flops"),
+    "predicted on an H200": lambda row: f"{row['predicted_speedup_h200']:.2f}×",
+}
+RESULTS: common.Columns = {
+    "model": lambda row: row["model"],
+    "SQNR, dB": lambda row: f"{row['sqnr_db']:.1f}",
+    "that of bf16": lambda row: f"{row['bf16_sqnr_db']:.1f}",
+    "loss at first": _losses(0),
+    "after 1 step: float32, FP8": _losses(1),
+    f"after {STEPS}: float32, FP8": _losses(-1),
+    "frozen bytes": lambda row: f"{row['frozen_over_float32']:.3f}×",
+    "weights in FP8": _percent("weights_in_fp8"),
+    "frozen, jitted: SQNR": lambda row: (
+        "same bits" if row["frozen_is_bitwise_equal_under_jit"] else f"{row['frozen_sqnr_db']:.1f}"
+    ),
+}
+LEFT: common.Columns = {
+    "why": lambda row: row["why"],
+    "where (how many, share of FLOPs)": lambda row: "; ".join(row["where"]),
+}
+DECODING: common.Columns = {
+    "activations": lambda row: row["activations"],
+    "model": lambda row: row["model"],
+    "same tokens": _percent("same_tokens"),
+    "SQNR, dB": lambda row: "" if row["sqnr_db"] is None else f"{row['sqnr_db']:.1f}",
+    "variables": lambda row: f"{row['variable_bytes'] / 2**20:.1f} MiB",
+    "cache": lambda row: f"{row['cache_bytes'] / 2**10:.0f} KiB",
+    "time of a step": lambda row: f"{row['time_over_unconverted']:.2f}×",
+}
 
 
-def result_table(rows: Sequence[dict[str, Any]]) -> str:
-    header = (
-        "model",
-        "SQNR, dB",
-        "that of bf16",
-        "loss at first",
-        "after 1 step: float32, FP8",
-        f"after {len(rows[0]['losses_fp8']) - 1}: float32, FP8",
-        "frozen bytes",
-        "weights in FP8",
-        "frozen, jitted: SQNR",
-    )
-    return markdown(
-        header,
-        [
-            (
-                row["model"],
-                f"{row['sqnr_db']:.1f}",
-                f"{row['bf16_sqnr_db']:.1f}",
-                f"{row['losses_float32'][0]:.4f}, {row['losses_fp8'][0]:.4f}",
-                f"{row['losses_float32'][1]:.4f}, {row['losses_fp8'][1]:.4f}",
-                f"{row['losses_float32'][-1]:.4f}, {row['losses_fp8'][-1]:.4f}",
-                f"{row['frozen_over_float32']:.3f}×",
-                f"{100 * row['weights_in_fp8']:.1f} %",
-                "same bits" if row["frozen_is_bitwise_equal_under_jit"] else f"{row['frozen_sqnr_db']:.1f}",
-            )
-            for row in rows
-        ],
-    )
-
-
-def left_table(rows: Sequence[dict[str, Any]]) -> str:
+def left_rows(rows: Sequence[common.Row]) -> list[common.Row]:
+    """Returns a row for each reason why contractions are not converted."""
     found: dict[str, list[str]] = {}
     for row in rows:
         for left in row["left"]:
             text = f"{row['model']} ({left['number']}, {100 * left['share_of_flops']:.1f} %)"
             found.setdefault(left["why"], []).append(text)
-    return markdown(
-        ("why", "where (how many, share of FLOPs)"), [(why, "; ".join(x)) for why, x in found.items()]
-    )
+    return [{"why": why, "where": where} for why, where in found.items()]
 
 
-def decoding_table(report: dict[str, Any]) -> str:
-    header = ("activations", "model", "same tokens", "SQNR, dB", "variables", "cache", "time of a step")
-    return markdown(
-        header,
-        [
-            (
-                row["activations"],
-                row["model"],
-                f"{100 * row['same_tokens']:.1f} %",
-                "" if row["sqnr_db"] is None else f"{row['sqnr_db']:.1f}",
-                f"{row['variable_bytes'] / 2**20:.1f} MiB",
-                f"{row['cache_bytes'] / 2**10:.0f} KiB",
-                f"{row['time_over_unconverted']:.2f}×",
-            )
-            for row in report["rows"]
-        ],
-    )
-
-
-def tables(report: dict[str, Any]) -> list[str]:
+def tables(report: common.Row) -> list[str]:
     """Returns the tables of docs/models_measured.md."""
     rows = report["models"]
     return [
-        conversion_table(rows),
-        result_table(rows),
-        left_table(rows),
-        decoding_table(report["decoding"]),
+        common.markdown(CONVERSION, rows),
+        common.markdown(RESULTS, rows),
+        common.markdown(LEFT, left_rows(rows)),
+        common.markdown(DECODING, report["decoding"]["rows"]),
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=QUESTION)
-    parser.add_argument("--model", choices=MODELS, action="append", help="one of them (all, and decoding)")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of training (%(default)s)")
-    add_json(parser, RESULT)
-    args = parser.parse_args(argv)
-    report = begin(QUESTION, method(args.steps), machine(PACKAGES, ("gpu", "cores")), models=[])
-    for name in args.model or MODELS:
-        row = measure(name, args.steps)
-        report["models"].append(row)
-        print(f"{name}: {row['converted']} of {row['contractions']}, {row['sqnr_db']} dB", flush=True)
+def measure_all() -> common.Row:
+    rows = []
+    for name in MODELS:
+        rows.append(measure(name))
+        print(f"{name}: {rows[-1]['converted']} converted, {rows[-1]['sqnr_db']} dB", flush=True)
         jax.clear_caches()
-    if not args.model:
-        report["decoding"] = decode()
-        print("", *tables(report), sep="\n\n")
-    else:
-        print("", conversion_table(report["models"]), result_table(report["models"]), sep="\n\n")
-        args.json = args.json if args.json != RESULT else None
-    if args.json is not None:
-        write(report, args.json)
+    return {"models": rows, "decoding": decode()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    here = functools.partial(common.machine, PACKAGES, ("gpu", "cores"))
+    table = lambda report: "\n\n".join(tables(report))  # noqa: E731
+    common.command(__doc__, "models", measure_all, table, argv, here=here)
 
 
 if __name__ == "__main__":
-    run(main)
+    common.run(main)

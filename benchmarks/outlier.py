@@ -1,22 +1,29 @@
-"""What does one outlier do to the scales of delayed scaling, by each rule for them, and to the training?
+"""Which rule for the scales of delayed scaling bears an outlier, and data whose size changes?
 
-Run ``python -m benchmarks.outlier``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu`` where
-JAX finds the CUDA plugin but no GPU.
+Run ``make bench-outlier``; ``ARGS=--help`` for the options.
 
-A small network learns what a random one computes, in float32 and with delayed scaling by several rules. The
-figures are the mean squared error on fresh data at the end, by the same arithmetic as in training; and the
-shares of the first layer's input and of the last layer's output gradient that saturated, and that were
-flushed to zero.
+A good rule neither saturates nor flushes to zero. The network: Dense(64), a norm without parameters,
+Dense(64), relu, Dense(4); inputs of 16, batches of 64; Adam (5e-3, cosine) after clipping by the global
+norm. It learns what a random network computes of the input's direction, so what the data are multiplied
+by leaves the task as it is. FP8 is emulated on a CPU: its values are those of a GPU, up to the order of
+accumulation.
 
-Assumptions: the data are Gaussian but for what a case says; what they are multiplied by leaves the task as
-it is, since a norm without parameters follows the first layer; an outlier in the input has loss weight
-zero, and one in the output gradient meets clipping by the global norm, so the float32 run bears both. The
-FP8 values are emulated: they are those of a GPU, up to the order of accumulation.
+Outliers are 1e6: in the input at a tenth of the steps, at the ten from there, or at every 50th; added to
+the output gradient of one element at that step. An outlier in the input has loss weight zero, and one in
+the gradient meets clipping, so the float32 run bears both.
+
+loss = mean squared error on fresh data after the last step, in the arithmetic of the training, the median
+of the seeds. flushed, saturated = shares of elements, mean over steps and seeds, of the first layer's
+input or the last layer's output gradient, whichever is larger.
+
+max of N = Flax's and Transformer Engine's rule with a history of N. A window of the newest N in a longer
+history is the same. entries within 16x = an amax enters the history as at most 16 times its maximum.
+reset = the history forgets all but its newest 16 entries if these are 448 times smaller. DelayedScaling()
+= max of 1024, bounded by the second largest of the newest 16.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,30 +37,24 @@ import optax
 from jax import lax
 
 import fp8flax as fp8
-from benchmarks.common import RESULTS, Row, add_json, aligned, begin, machine, quiet, run, write
+from benchmarks import common
+from benchmarks.common import OWG, Columns, Row
 
-QUESTION = (
-    "Which rule for the scales of delayed scaling bears an outlier, and neither saturates nor flushes to "
-    "zero data that change?"
-)
 BATCH, WIDTH, HIDDEN, OUTPUTS = 64, 16, 64, 4
-STEPS, SEEDS = 1000, 3
+OPTIONS: dict[str, Any] = {"steps": 1000, "seeds": 3}
 OUTLIER, GUARD, WINDOW = 1e6, 16.0, 16
-RESULT = RESULTS / "outlier.json"
-FIGURES = ("loss", "flushed", "saturated")
-
-OWG = fp8.OVERWRITE_WITH_GRADIENT
+SHARES = ("flushed", "saturated")
 
 
 class Case(NamedTuple):
-    """What happens at each step."""
+    """The events at each step."""
 
     factor: np.ndarray
-    """What the input is multiplied by."""
+    """The factor of the input."""
     x_outlier: np.ndarray
-    """What one element of the input is replaced by, in an example without weight; 0 for nothing."""
+    """Replaces one element of the input, in an example without weight; 0 for nothing."""
     g_outlier: np.ndarray
-    """What is added to one element of the output gradient."""
+    """Added to one element of the output gradient."""
 
 
 def cases(steps: int) -> dict[str, Case]:
@@ -133,7 +134,7 @@ def normalized(x: jax.Array) -> jax.Array:
 
 
 class Net(nn.Module):
-    """What learns."""
+    """The network that learns."""
 
     op: Callable[[], Any] | None
 
@@ -177,7 +178,7 @@ def make_run(name: str, steps: int) -> Callable[[Case, jax.Array], Any]:
 
         def loss(variables: Any) -> Any:
             out = net.apply(variables, x)
-            # Of value zero, for its gradient.
+            # Its value is zero; only its gradient counts.
             outlier = g_outlier * (out[1, 0] - lax.stop_gradient(out[1, 0]))
             return jnp.mean(weight * (out - targets) ** 2) + outlier, out
 
@@ -211,80 +212,50 @@ def make_run(name: str, steps: int) -> Callable[[Case, jax.Array], Any]:
     return run
 
 
-def measure(name: str, chosen: dict[str, Case], steps: int = STEPS, seeds: int = SEEDS) -> list[Row]:
+def measure(name: str, chosen: dict[str, Case], steps: int, seeds: int) -> list[Row]:
     """Returns a row for each case: the median loss, and the mean shares of the worse of both tensors."""
-    run = make_run(name, steps)
+    train = make_run(name, steps)
     rows = []
-    with quiet():
-        for kind, case in chosen.items():
-            arrays = Case(*(jnp.asarray(array, jnp.float32) for array in case))
-            results = [run(arrays, jax.random.key(seed)) for seed in range(seeds)]
-            seen = np.mean([np.asarray(shares) for _, shares in results], axis=0)
-            rows.append(
-                {
-                    "case": kind,
-                    "rule": name,
-                    "loss": statistics.median(float(loss) for loss, _ in results),
-                    "flushed": float(np.max(seen[:, 0])),
-                    "saturated": float(np.max(seen[:, 1])),
-                    "losses": [float(loss) for loss, _ in results],
-                    "shares": {
-                        tensor: dict(zip(("flushed", "saturated"), map(float, row)))
-                        for tensor, row in zip(("input", "output_grad"), seen)
-                    },
-                }
-            )
+    for kind, case in chosen.items():
+        arrays = Case(*(jnp.asarray(array, jnp.float32) for array in case))
+        results = [train(arrays, jax.random.key(seed)) for seed in range(seeds)]
+        losses = [float(loss) for loss, _ in results]
+        seen = np.mean([np.asarray(shares) for _, shares in results], axis=0)
+        rows.append(
+            {
+                "case": kind,
+                "rule": name,
+                "loss": statistics.median(losses),
+                **dict(zip(SHARES, map(float, np.max(seen, axis=0)))),
+                "losses": losses,
+                "shares": {
+                    tensor: dict(zip(SHARES, map(float, row)))
+                    for tensor, row in zip(("input", "output_grad"), seen)
+                },
+            }
+        )
     return rows
 
 
-def method(steps: int, seeds: int) -> list[str]:
-    return [
-        f"The network: Dense({HIDDEN}), a norm, Dense({HIDDEN}), relu, Dense({OUTPUTS}); inputs of "
-        f"{WIDTH}, batches of {BATCH}, {steps} steps of Adam (5e-3, cosine) after clipping by the global "
-        f"norm, seeds 0 to {seeds - 1}. It learns what a random network computes of the input's direction.",
-        f"Outliers are {OUTLIER:g}: in the input at step {steps // 10}, at the ten from there, or at every "
-        "50th; added to the output gradient of one element at that step.",
-        "loss = mean squared error on fresh data after the last step, in the arithmetic of the training, "
-        "the median of the seeds. flushed, saturated = shares of elements, mean over steps and seeds, of "
-        "the first layer's input or the last layer's output gradient, whichever is larger.",
-        "max of N = Flax's and Transformer Engine's rule with a history of N (a window of the newest N in "
-        f"a longer history is the same); entries within {GUARD:g}x = an amax enters the history as no more "
-        "than that times its maximum; reset = the history forgets all but its newest "
-        f"{WINDOW} where they are 448 times smaller; DelayedScaling() = max of 1024, bounded by the second "
-        "largest of the newest 16.",
-    ]
+def measure_all(steps: int, seeds: int) -> Row:
+    chosen = cases(steps)
+    rows = [row for name in RULES for row in measure(name, chosen, steps, seeds)]
+    return {"rows": sorted(rows, key=lambda row: list(chosen).index(row["case"]))}
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Returns the rows as text: a line for each case and rule."""
-    lines = [["case", "rule", *FIGURES]]
-    for row in rows:
-        percent = (f"{100 * row[name]:.2f}%" for name in ("flushed", "saturated"))
-        lines.append([row["case"], row["rule"], f"{row['loss']:.4f}", *percent])
-    return aligned(lines, 2)
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=QUESTION)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of training, 100 or more (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many (%(default)s)")
-    add_json(parser, RESULT)
-    args = parser.parse_args(argv)
-    if args.steps < 100 or args.seeds < 1:
-        parser.error("--steps must be 100 or more, --seeds 1 or more.")
-    return args
+def table(report: Row) -> str:
+    """Returns a line of text for each case and rule."""
+    columns: Columns = {
+        **{name: common.word(name) for name in ("case", "rule")},
+        "loss": common.figure("loss", ".4f"),
+        **{f"{name} %": common.figure(name, ".2f", 100) for name in SHARES},
+    }
+    return common.text_table(columns, report["rows"], 2)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_args(argv)
-    arguments = {"steps": args.steps, "seeds": args.seeds}
-    report = begin(QUESTION, method(args.steps, args.seeds), machine(), arguments=arguments)
-    chosen = cases(args.steps)
-    rows = [row for name in RULES for row in measure(name, chosen, args.steps, args.seeds)]
-    report["rows"] = sorted(rows, key=lambda row: list(chosen).index(row["case"]))
-    print("\n" + table(report["rows"]), flush=True)
-    write(report, args.json)
+    common.command(__doc__, "outlier", measure_all, table, argv, options=OPTIONS)
 
 
 if __name__ == "__main__":
-    run(main)
+    common.run(main)

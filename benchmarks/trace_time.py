@@ -1,19 +1,17 @@
-"""How long does an FP8 training step take to trace, to lower and to compile, beside bf16 and Flax's ops?
+"""How long does an FP8 step take to trace, lower and compile, beside bf16 and Flax's ops?
 
-Run ``python -m benchmarks.trace_time``; ``--help`` for the options. Start it with ``JAX_PLATFORMS=cpu``
-where JAX finds the CUDA plugin but no GPU.
+Run ``make bench-trace``; ``ARGS=--help`` for the options.
 
 The model is a stack of Transformer blocks that is written as a Python loop (no ``nn.scan``), each of six
 matmuls; the step is loss and gradients of all variables. Every repetition starts with empty caches, and
 the cases take turns.
 
-Assumptions: seconds of CPU time of the process, so that other work on the machine counts less; compiled for
-the device at hand; small sizes, as none of the three depends on them.
+Figures are seconds of CPU time of the process, so that other work on the machine counts less; compiled for
+the device at hand. Sizes are small, as none of the figures depends on them.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,10 +24,10 @@ import jax.numpy as jnp
 from flax.linen import fp8_ops
 
 import fp8flax as fp8
-from benchmarks.common import RESULTS, add_json, machine, quiet, run, write
+from benchmarks import common
+from benchmarks.common import Columns, Row
 
-QUESTION = "How long does an FP8 step take to trace, lower and compile, beside bf16 and Flax's ops?"
-RESULT = RESULTS / "trace_time.json"
+OPTIONS: dict[str, Any] = {"blocks": 6, "repetitions": 5}
 PARTS = ("trace", "lower", "compile")
 
 
@@ -99,43 +97,36 @@ def measure(case: Case, blocks: int) -> dict[str, float]:
     return seconds
 
 
-def table(medians: dict[str, dict[str, float]]) -> str:
-    """Returns the medians as lines of text, with trace and lower over those of Flax's direct op."""
-    of_flax = sum(medians["flax-direct"][part] for part in PARTS[:2])
-    lines = ["".join(f"{c:>16}" for c in ("case", *PARTS, "trace + lower"))]
-    for name, seconds in medians.items():
-        ratio = (seconds["trace"] + seconds["lower"]) / of_flax
-        lines.append(f"{name:>16}" + "".join(f"{seconds[p]:14.2f} s" for p in PARTS) + f"{ratio:15.2f}x")
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=QUESTION)
-    parser.add_argument("--blocks", type=int, default=6, help="of six matmuls (default 6)")
-    parser.add_argument("--repetitions", type=int, default=5, help="of each case (default 5)")
-    add_json(parser, RESULT)
-    args = parser.parse_args(argv)
-    if min(args.blocks, args.repetitions) < 1:
-        parser.error("--blocks and --repetitions must be 1 or more.")
+def measure_all(blocks: int, repetitions: int) -> Row:
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
-    with quiet():
-        for _ in range(args.repetitions):
-            for name, case in CASES.items():
-                seconds[name].append(measure(case, args.blocks))
+    for _ in range(repetitions):
+        for name, case in CASES.items():
+            seconds[name].append(measure(case, blocks))
     medians = {
         name: {part: statistics.median(s[part] for s in all_of) for part in PARTS}
         for name, all_of in seconds.items()
     }
-    print(f"{QUESTION}\n{args.blocks} blocks, medians of {args.repetitions}:\n{table(medians)}")
-    report = {
-        "question": QUESTION,
-        "machine": machine(),
-        "arguments": {"blocks": args.blocks, "repetitions": args.repetitions},
-        "cpu_seconds": seconds,
-        "median_cpu_seconds": medians,
+    return {"cpu_seconds": seconds, "median_cpu_seconds": medians}
+
+
+def table(report: Row) -> str:
+    """Returns the medians as text, with trace and lower over those of Flax's direct op."""
+    medians = report["median_cpu_seconds"]
+
+    def traced(row: Row) -> float:
+        return row["trace"] + row["lower"]
+
+    columns: Columns = {
+        "case": common.word("case"),
+        **{f"{part} s": common.figure(part, ".2f") for part in PARTS},
+        "trace + lower": lambda row: f"{traced(row) / traced(medians['flax-direct']):.2f}x",
     }
-    write(report, args.json)
+    return common.text_table(columns, [{"case": name, **row} for name, row in medians.items()], 1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    common.command(__doc__, "trace_time", measure_all, table, argv, options=OPTIONS)
 
 
 if __name__ == "__main__":
-    run(main)
+    common.run(main)

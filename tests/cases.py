@@ -6,13 +6,13 @@ from functools import partial
 import flax.linen as nn
 import flax.traverse_util
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 import fp8flax as fp8
-from benchmarks.step_cpu import residual_bytes
 from fp8flax._core.scaling import apply_scales
 from fp8flax._core.state.tree import merge_by_max
 from tests import reference, reference_recipes
@@ -233,6 +233,25 @@ class Block(nn.Module):
             self.features, use_bias=False, dtype=self.dtype, dot_general_cls=self.dot_general_cls
         )
         return layer(x), None
+
+
+def residual_bytes(loss_fn, variables):
+    """Returns the bytes of the arrays that the backward pass of ``loss_fn`` keeps.
+
+    Counted in the jaxpr of the forward half of ``jax.vjp``: each array once, and none that is an argument
+    or a constant. A conversion to or from ``fp32_max_grad`` changes no bit, so it makes no new array.
+    """
+    forward = jax.make_jaxpr(lambda v: jax.tree.leaves(jax.vjp(loss_fn, v)[1]))(variables).jaxpr
+    source = {}
+    for eqn in forward.eqns:
+        variables_of_eqn = [*eqn.invars, *eqn.outvars]
+        if len(variables_of_eqn) == 2 and any(v.aval.dtype == fp8.fp32_max_grad for v in variables_of_eqn):
+            before, after = variables_of_eqn
+            source[after] = source.get(before, before)
+    not_kept = {*forward.invars, *forward.constvars}
+    handed_over = {var for var in forward.outvars if not isinstance(var, jax.extend.core.Literal)}
+    kept = {source.get(var, var) for var in handed_over} - not_kept
+    return sum(var.aval.size * var.aval.dtype.itemsize for var in kept)
 
 
 def kept(model, x, merge=merge_by_max):

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def sqnr() -> Callable[[str, str], dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def committed() -> dict[str, Any]:
-    return json.loads(accuracy.RESULT.read_text())
+    return json.loads((common.RESULTS / "accuracy.json").read_text())
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -188,9 +189,9 @@ def test_command(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seeds", "0"], "--seeds must be 1 or more"),
-        (["--shape", "8x8"], "a shape is written MxKxN"),
-        (["--shape", "8x0x8"], "a shape is written MxKxN"),
+        (["--seeds", "0"], "argument --seeds: must be 1 or more"),
+        (["--shape", "8x8"], "argument --shape: a shape is 3 sizes, such as 8x16x8; got '8x8'"),
+        (["--shape", "8x0x8"], "argument --shape: a shape is 3 sizes"),
     ],
 )
 def test_rejects(arguments: list[str], message: str, capsys: Any) -> None:
@@ -205,9 +206,7 @@ def test_committed_result_is_that_of_the_script(committed: dict[str, Any]) -> No
     assert [(row["kind"], row["recipe"]) for row in committed["rows"]] == [
         *itertools.product(KINDS, RECIPES)
     ]
-    assert committed["arguments"] == {"shape": list(accuracy.SHAPE), "seeds": accuracy.SEEDS}
-    assert committed["question"] == accuracy.QUESTION
-    assert committed["method"] == accuracy.method(accuracy.SHAPE, accuracy.SEEDS)
+    check_report(committed, accuracy)
     assert set(committed["machine"]) == set(common.machine())
     for row, gemm in itertools.product(committed["rows"], GEMMS):
         assert row[gemm] == round(row[gemm], 2)
@@ -219,7 +218,7 @@ def test_committed_order_on_outliers(committed: dict[str, Any], gemm: str) -> No
     assert rows["block128-f32"] > rows["axiswise-e4m3"] > rows["current-e4m3"]
 
 
-# Of attention's own products.
+# Attention's own products.
 
 
 def test_the_exact_attention_is_that_of_jax() -> None:
@@ -235,9 +234,9 @@ def test_report_on_attention(
 ) -> None:
     kept = {name: attention.RECIPES[name] for name in ("bf16", "current")}
     monkeypatch.setattr(attention, "RECIPES", kept)
-    attention.main(["--length", "32", "--seeds", "1", "--json", str(tmp_path / "small.json")])
+    attention.main(["--shape", "2x4x32x64", "--seeds", "1", "--json", str(tmp_path / "small.json")])
     rows = json.loads((tmp_path / "small.json").read_text())["rows"]
-    assert f"\n{'bf16'.ljust(8)}  none" in capsys.readouterr().out
+    assert re.search(r"^bf16 +none ", capsys.readouterr().out, re.MULTILINE)
     by = {(row["products"], row["kind"]): row for row in rows}
     assert len(by) == len(rows) == 2 * 4
     for kind in attention.KINDS:
@@ -248,10 +247,26 @@ def test_report_on_attention(
 
 
 def test_committed_report_on_attention() -> None:
-    report = json.loads(attention.RESULT.read_text())
+    report = json.loads((common.RESULTS / "attention.json").read_text())
     found = [(row["recipe"], row["products"], row["kind"]) for row in report["rows"]]
     cells = [("bf16", "none")] + [
         (r, p) for r in attention.RECIPES if r != "bf16" for p in attention.PRODUCTS
     ]
     assert found == [(*cell, kind) for cell in cells for kind in attention.KINDS]
-    assert report["method"] == attention.method(attention.SHAPE, attention.SEEDS)
+    check_report(report, attention)
+
+
+def check_report(report: dict[str, Any], module: Any) -> None:
+    """Its question, method and arguments are those of the script."""
+    question, method = common.question_and_method(module.__doc__)
+    assert report["question"] == question
+    assert report["method"] == [*method, accuracy.recipes_text(module.RECIPES)]
+    assert report["arguments"] == json.loads(json.dumps(module.OPTIONS))
+
+
+def test_the_share_of_the_largest_weights_is_that_of_the_docstring() -> None:
+    shape, seeds = attention.OPTIONS["shape"], range(attention.OPTIONS["seeds"])
+    said = " ".join(attention.__doc__.split())
+    for kind in attention.KINDS:
+        share = np.mean([attention.data(kind, shape, seed)[2] for seed in seeds])
+        assert f"{share:.1%} of a query's weight ({kind})" in said or f"{share:.1%} ({kind})" in said

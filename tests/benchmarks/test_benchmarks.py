@@ -15,34 +15,34 @@ from typing import Any
 import jax
 import pytest
 
-from benchmarks import outlier, step_cpu
+from benchmarks import common, outlier, step_cpu
 from tests import ROOT
+from tests.cases import residual_bytes
 
 MODELS = ("mlp", "transformer")
 DTYPES = ("float32", "bfloat16")
 CONTENDERS = ("plain", "flax-qdq", "flax-direct", "fp8flax")
 
 
+SMALL = {"mlp": "2x16x8", "transformer": "1x16x2x8"}
 RUN = {
     "mlp": (("bfloat16",), CONTENDERS),
     "transformer": (("float32",), ("plain", "fp8flax")),
 }
-"""What the tests run of each model, for time; what the backward pass keeps is counted for all."""
+"""The tests run a part of each model, for time; the arrays for the backward pass are counted for all."""
 PROGRAM = """
 import json, sys
 
 from benchmarks import step_cpu
 
-models, out, names = json.loads(sys.argv[1]), sys.argv.pop(), vars(step_cpu)
-all_tasks, all_contenders = names["tasks"], names["contenders"]
-for model, (dtypes, contenders) in models.items():
+models, *arguments, out = sys.argv[1:]
+names, all_tasks, all_contenders = vars(step_cpu), step_cpu.TASKS, step_cpu.CONTENDERS
+for model, (dtypes, contenders) in json.loads(models).items():
     names["DTYPES"] = tuple(dtypes)
     names["BASELINES"] = tuple(name for name in contenders if name != "fp8flax")
-    names["tasks"] = lambda sizes, model=model: {model: all_tasks(sizes)[model]}
-    names["contenders"] = lambda kept=contenders: {
-        name: entrant for name, entrant in all_contenders().items() if name in kept
-    }
-    step_cpu.main([*sys.argv[2:], model + out])
+    names["TASKS"] = {model: all_tasks[model]}
+    names["CONTENDERS"] = {name: all_contenders[name] for name in contenders}
+    step_cpu.main([*arguments, "--json", model + out])
 """
 
 
@@ -50,9 +50,10 @@ for model, (dtypes, contenders) in models.items():
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], str]:
     """The report on each model, and all that was printed."""
     folder = tmp_path_factory.mktemp("benchmark")
-    arguments = [json.dumps(RUN), "--quick", "--rounds", "2", "--out", ".json"]
+    arguments = [json.dumps(RUN), "--rounds", "2"]
+    arguments += [word for model, sizes in SMALL.items() for word in (f"--{model}", sizes)]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
+        [sys.executable, "-c", PROGRAM, *arguments, ".json"],
         cwd=folder,
         # XLA's optimizations take most of the time here and change no figure that is checked.
         env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)},
@@ -87,36 +88,32 @@ def test_report_names_question_method_and_machine(
     report = reports[model]
     assert report["question"] in printed
     assert all(line in printed for line in report["method"])
-    assert {
-        "cpu",
-        "cores",
-        "python",
-        "jax",
-        "jaxlib",
-        "flax",
-        "optax",
-        "numpy",
-        "ml_dtypes",
-        "fp8flax",
-    } <= set(report["machine"])
+    packages = {"jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "fp8flax"}
+    assert {"cpu", "cores", "python", *packages} <= set(report["machine"])
     assert all(f"{name} {value}" in printed for name, value in report["machine"].items())
-    assert report["rounds"] == 2
+    assert report["arguments"] == {"rounds": 2, "mlp": [2, 16, 8], "transformer": [1, 16, 2, 8]}
 
 
 def test_all_that_is_measured_without_this_choice() -> None:
-    assert (tuple(step_cpu.DTYPES), tuple(step_cpu.contenders())) == (DTYPES, CONTENDERS)
-    assert tuple(step_cpu.tasks(step_cpu.QUICK)) == MODELS == tuple(RUN)
+    assert (tuple(step_cpu.DTYPES), tuple(step_cpu.CONTENDERS)) == (DTYPES, CONTENDERS)
+    assert tuple(step_cpu.TASKS) == MODELS == tuple(RUN)
     assert set(step_cpu.BASELINES) == {"plain", "flax-qdq", "flax-direct"}
+
+
+def test_committed_result_is_that_of_the_script() -> None:
+    report = json.loads((common.RESULTS / "step_cpu.json").read_text())
+    assert (report["question"], report["method"]) == common.question_and_method(step_cpu.__doc__)
+    assert report["arguments"] == json.loads(json.dumps(step_cpu.OPTIONS))
+    found = [(row["model"], row["dtype"], row["contender"]) for row in report["results"]]
+    assert found == [*itertools.product(MODELS, DTYPES, CONTENDERS)]
 
 
 def test_every_contender_has_every_figure(rows: dict[tuple[str, str, str], dict[str, Any]]) -> None:
     assert set(rows) == set(rows_of_run())
     for row in rows.values():
-        summaries = [row["trace_seconds"], row["compile_seconds"], row["step_seconds"]]
         assert set(row["step_ratio_to"]) == {*RUN[row["model"]][1]} - {"fp8flax"}
-        for figure in summaries + list(row["step_ratio_to"].values()):
+        for figure in (row["step_seconds"], *row["step_ratio_to"].values()):
             assert 0 < figure["min"] <= figure["median"] <= figure["max"]
-        assert row["residual_bytes"] > 0
         assert len(row["step_seconds_by_round"]) == 2
         for base, ratio in row["step_ratio_to"].items():
             if base == row["contender"]:
@@ -131,20 +128,16 @@ def test_table_has_every_row(runs: tuple[dict[str, dict[str, Any]], str]) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", MODELS)
-def test_backward_keeps_no_more_than_with_flax(
-    rows: dict[tuple[str, str, str], dict[str, Any]], model: str, dtype: str
-) -> None:
+def test_backward_keeps_no_more_than_with_flax(model: str, dtype: str) -> None:
     kept = {name: residual_bytes_of(model, dtype, name) for name in CONTENDERS}
     assert kept["fp8flax"] < min(kept["flax-qdq"], kept["flax-direct"])
-    for name in CONTENDERS:
-        if (model, dtype, name) in rows:
-            assert rows[model, dtype, name]["residual_bytes"] == kept[name]
 
 
 def residual_bytes_of(model: str, dtype: str, contender: str) -> int:
-    """What the script reports, without running anything."""
-    task = step_cpu.tasks(step_cpu.QUICK)[model]
-    module = task.make_model(step_cpu.contenders()[contender].dot_general_cls, jax.numpy.dtype(dtype))
+    """Counted without running anything."""
+    sizes = tuple(map(int, SMALL[model].split("x")))
+    task = step_cpu.TASKS[model](sizes)
+    module = task.make_model(step_cpu.CONTENDERS[contender].dot_general_cls, jax.numpy.dtype(dtype))
     with (
         warnings.catch_warnings(),
         jax.numpy_dtype_promotion("standard"),
@@ -154,16 +147,16 @@ def residual_bytes_of(model: str, dtype: str, contender: str) -> int:
         variables = jax.eval_shape(module.init, jax.random.key(1), task.inputs)
         state = types.SimpleNamespace(apply_fn=module.apply)
         loss = step_cpu.make_loss(task, state, task.inputs, task.targets)
-        return step_cpu.residual_bytes(loss, variables)
+        return residual_bytes(loss, variables)
 
 
 def test_rejects_zero_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        step_cpu.main(["--quick", "--rounds", "0"])
-    assert "--rounds must be 1 or more" in capsys.readouterr().err
+        step_cpu.main(["--rounds", "0"])
+    assert "argument --rounds: must be 1 or more" in capsys.readouterr().err
 
 
-# What an outlier does to delayed scaling.
+# An outlier under delayed scaling.
 
 
 def test_the_outlier_benchmark_reports_each_rule_and_case(
@@ -187,9 +180,9 @@ def test_the_outlier_benchmark_reports_each_rule_and_case(
 
 
 def test_what_the_outlier_benchmark_found() -> None:
-    report = json.loads(outlier.RESULT.read_text())
+    report = json.loads((common.RESULTS / "outlier.json").read_text())
     loss = {(row["case"], row["rule"]): row["loss"] for row in report["rows"]}
-    assert set(loss) == set(itertools.product(outlier.cases(outlier.STEPS), outlier.RULES))
+    assert set(loss) == set(itertools.product(outlier.cases(1000), outlier.RULES))
     worst = {rule: max(v for (_, name), v in loss.items() if name == rule) for rule in outlier.RULES}
     assert worst["DelayedScaling()"] < 1.5 * worst["float32"]
     assert worst["max of 1024"] > 10 * worst["float32"]

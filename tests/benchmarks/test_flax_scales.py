@@ -62,13 +62,14 @@ def test_what_the_figures_mean():
 
 def test_the_script(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(flax_scales, "CASES", (("bfloat16", 1.0),))
+    monkeypatch.setattr(flax_scales, "AFTER", (1,))
     path = tmp_path / "results" / "scales.json"
-    flax_scales.main(["--shapes", "32x48x64", "--after", "1", "--seeds", "2", "--json", str(path)])
+    flax_scales.main(["--shapes", "32x48x64", "--seeds", "2", "--json", str(path)])
     report = json.loads(path.read_text())
     assert report["machine"].keys() >= {"cpu", "jax", "flax", "fp8flax", "ml_dtypes"}
     assert [row["op"] for row in report["summary"]] == list(OPS)
     assert len(report["rows"]) == len(OPS)
-    assert capsys.readouterr().out.count("bfloat16  1 ") == len(OPS)
+    assert capsys.readouterr().out.count("bfloat16  1.0 ") == len(OPS)
 
 
 def test_the_page_has_the_figures_that_were_measured():

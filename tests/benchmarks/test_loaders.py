@@ -16,7 +16,7 @@ REPORT = json.loads(loaders.RESULT.read_text())
 
 @pytest.mark.oldest
 def test_result_is_that_of_the_script():
-    assert (REPORT["question"], REPORT["method"]) == (loaders.QUESTION, loaders.method())
+    assert (REPORT["question"], REPORT["method"]) == (loaders.QUESTION, loaders.METHOD)
     assert set(REPORT["machine"]) == set(machine(loaders.PACKAGES, ("gpu", "cores")))
     per_version = {}
     for row in REPORT["rows"]:

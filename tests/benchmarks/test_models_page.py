@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import models
-from benchmarks.common import machine
+from benchmarks.common import RESULTS, machine, question_and_method
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "models_measured.md"
@@ -16,12 +16,11 @@ PAGE = ROOT / "docs" / "models_measured.md"
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return json.loads(models.RESULT.read_text())
+    return json.loads((RESULTS / "models.json").read_text())
 
 
 def test_result_is_that_of_the_script(report: dict[str, Any]) -> None:
-    assert report["question"] == models.QUESTION
-    assert report["method"] == models.method(models.STEPS)
+    assert (report["question"], report["method"]) == question_and_method(models.__doc__)
     assert [row["model"] for row in report["models"]] == list(models.MODELS)
     assert set(report["machine"]) == set(machine(models.PACKAGES, ("gpu", "cores")))
 
