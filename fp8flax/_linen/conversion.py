@@ -1,4 +1,4 @@
-"""What the running code is part of, while a converted model is traced: one ambient record."""
+"""Holds, in one context variable, the conversion of models that surrounds the running code."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 OnMap = Callable[[Any, Any, Any], None]
-"""Called as ``(scope, given, mapped)``: the scope that has the variables, those that are mapped, and the
-scope of what was made of them."""
+"""A function that is called when ``nn.map_variables`` has mapped parameters.
+
+Its arguments are the scope whose variables are mapped, these variables, and the scope with the mapped
+variables."""
 
 
 class Conversion(NamedTuple):
-    """The calls of converted models that are running, and what was asked of them."""
+    """The calls of converted models that are running, and the options of their conversion."""
 
     calls: tuple[Any, ...] = ()
-    """From the outermost to the innermost."""
+    """The running calls, from the outermost to the innermost."""
     is_reporting: bool = False
-    """Whether a model of which nothing is converted may be traced."""
+    """Whether a model may be traced although nothing in it is converted."""
     counted: int | None = None
-    """How many calls are around the model whose contractions are counted, and none of them converted."""
+    """The number of calls that surround the model whose contractions are counted instead of converted.
+
+    None if no model is counted."""
     beside_params: str | None = None
-    """The collection that lifted transformations take along with the parameters."""
+    """The collection that lifted transformations treat like the parameters."""
     on_map: tuple[OnMap, ...] = ()
-    """Each is told what ``nn.map_variables`` makes of parameters."""
+    """The functions that are called when ``nn.map_variables`` has mapped parameters."""
     on_op: Callable[..., Any] | None = None
-    """Called as ``(op, recipe, compute, lhs, rhs, *rest)`` in the place of ``compute(lhs, rhs, *rest)``,
-    which declares an op's state and computes, or takes ``fixed`` states with their recipe. The recipe is
-    None where FP8 is off."""
+    """A function that replaces ``compute(lhs, rhs, *rest)`` in each op.
+
+    It is called as ``(op, recipe, compute, lhs, rhs, *rest)``; the recipe is None if FP8 is off.
+    ``compute`` declares the state of the op and computes. With ``fixed=(states, recipe)`` it uses these
+    states and declares none."""
     in_custom_vjp: bool = False
-    """Whether the code is that of ``nn.custom_vjp``."""
+    """Whether the running code is inside of ``nn.custom_vjp``."""
 
 
 _NONE = Conversion()
@@ -38,13 +44,13 @@ _running: ContextVar[Conversion] = ContextVar("running", default=_NONE)
 
 
 def conversion() -> Conversion:
-    """Returns what the code that runs is part of."""
+    """Returns the conversion that surrounds the running code."""
     return _running.get()
 
 
 @contextmanager
 def converting(**changes: Any) -> Iterator[None]:
-    """A context in which these fields of the ``Conversion`` are others."""
+    """Returns a context in which these fields of the conversion have other values."""
     token = _running.set(_running.get()._replace(**changes))
     try:
         yield
@@ -54,11 +60,11 @@ def converting(**changes: Any) -> Iterator[None]:
 
 @contextmanager
 def reporting(*, counting: bool = False) -> Iterator[None]:
-    """A context in which a model of which nothing is converted may be traced.
+    """Returns a context in which a model may be traced although nothing in it is converted.
 
-    With ``counting`` nothing at all is converted, and each contraction stands in its ``SeenSite.scope``.
+    With ``counting`` no contraction is converted, and each is computed in its ``SeenSite.scope``.
     """
-    # What another model computes inside of the one in question is not counted.
+    # Only the model that is called here is counted, and no converted model inside of it.
     counted = len(conversion().calls) if counting else None
     with converting(is_reporting=True, counted=counted):
         yield

@@ -24,53 +24,59 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 
-class _States(Fp8DotGeneralOp):
-    """Gives the scaling state of an op, and does not multiply."""
+class _StateOfOp(Fp8DotGeneralOp):
+    """Op that returns its scaling state instead of multiplying."""
 
     @nn.compact
     def __call__(self, recipe: Recipe) -> States:  # type: ignore[override]
         return self.states(recipe)
 
 
-class Given(NamedTuple):
-    """What a layer of a block computes with."""
+class DenseParts(NamedTuple):
+    """The parameters and the scaling state of one dense layer."""
 
     kernel: jax.Array
     bias: jax.Array | None
     states: States
 
 
-class _Parts(nn.Dense):
-    """Gives what ``nn.Dense`` computes with, and does not compute."""
+class _PartsOfDense(nn.Dense):
+    """Dense layer that returns its parameters and its scaling state instead of computing."""
 
     @nn.compact
-    def __call__(self, inputs: int, recipe: Recipe) -> Given:  # type: ignore[override]
+    def __call__(self, inputs: int, recipe: Recipe) -> DenseParts:  # type: ignore[override]
         kernel = self.param("kernel", self.kernel_init, (inputs, self.features), self.param_dtype)
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        return Given(kernel, bias, _States(name=f"{Fp8DotGeneralOp.__name__}_0")(recipe))
+        return DenseParts(kernel, bias, _StateOfOp(name=f"{Fp8DotGeneralOp.__name__}_0")(recipe))
 
 
 def as_one(
-    x: jax.Array, given: Sequence[Given], recipe: Recipe, activation: str, names: Sequence[str], dtype: Any
+    x: jax.Array,
+    parts: Sequence[DenseParts],
+    recipe: Recipe,
+    activation: str,
+    names: Sequence[str],
+    dtype: Any,
 ) -> jax.Array:
-    """Returns what the layers of a block compute, one after the other, but for rounding.
+    """Computes all layers of a block as one function, with their results up to rounding.
 
     Args:
-        x: ``(…, K)``, a wide float.
-        given: of each layer what it computes with; either all but the last have a bias, or none of them.
-        recipe: delayed scaling in all of it, see ``runs_as_one``.
+        x: the input ``(…, K)``, a wide float.
+        parts: the parameters and the state of each layer. Either all layers but the last have a bias, or
+            none of them has one.
+        recipe: a recipe for which ``runs_as_one`` is true: delayed scaling of all operands.
         activation: one of ``ACTIVATIONS``.
-        names: of the layers, as an audit shows them.
-        dtype: of the computation; None for that of input and parameters.
+        names: the names of the layers, for audits.
+        dtype: the dtype of the computation; None for that of input and parameters.
     """
-    # As the layers do, but for kernels: those are cast to FP8 from what they are.
-    x, *biases = promote_dtype(x, *(one.bias for one in given), *(one.kernel for one in given), dtype=dtype)
-    *biases, last_bias = biases[: len(given)]
+    # The kernels take part in the promotion, but are cast to FP8 from their own dtype.
+    x, *biases = promote_dtype(x, *(one.bias for one in parts), *(one.kernel for one in parts), dtype=dtype)
+    *biases, last_bias = biases[: len(parts)]
     biases = [bias for bias in biases if bias is not None]
-    kernels = [one.kernel for one in given]
-    states = [one.states for one in given]
+    kernels = [one.kernel for one in parts]
+    states = [one.states for one in parts]
     out = mlp(x, kernels, biases, states, recipe.gemms, activation, names)
     return out if last_bias is None else out + last_bias.reshape(*[1] * (out.ndim - 1), -1)
 
@@ -180,11 +186,13 @@ class MLP(nn.Module):
             *into, down = (self._layer(nn.Dense, *layer) for layer in layers)
             return down(hidden(self.activation, [layer(x) for layer in into]))
         sizes = [*[x.shape[-1]] * (len(layers) - 1), self.hidden_features]
-        given = [self._layer(_Parts, *one)(size, recipe) for one, size in zip(layers, sizes, strict=True)]
-        return as_one(x, given, recipe, self.activation, names, self.dtype)
+        parts = [
+            self._layer(_PartsOfDense, *one)(size, recipe) for one, size in zip(layers, sizes, strict=True)
+        ]
+        return as_one(x, parts, recipe, self.activation, names, self.dtype)
 
     def _is_one(self, recipe: Recipe, x: jax.Array) -> bool:
-        """Tells whether nothing stands against computing all layers as one."""
+        """Returns whether all layers can be computed as one function."""
         return (
             runs_as_one(recipe.gemms, x, self.dtype or self.param_dtype)
             and not self.is_initializing()

@@ -28,7 +28,7 @@ _default_init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_norma
 
 
 class _Experts(nn.Module):
-    """One kernel for each expert."""
+    """Multiplies each row by the kernel of its expert."""
 
     features: int
     dtype: Any

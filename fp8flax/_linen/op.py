@@ -1,4 +1,4 @@
-"""What all Linen ops share: their variables, and the recipe in use."""
+"""The base class of the Linen ops: it declares their variables and finds the recipe in use."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fp8flax._core.state.state import ScalingState
 from fp8flax._linen.conversion import conversion
 
 SAME_STATE = ("Fp8DotGeneralOp", "Fp8DirectDotGeneralOp")
-"""Names of ops, Flax's and ours, that have the same state. Linen names the state by them."""
+"""Names of ops, in Flax and in this package, that have the same state. Linen names a state by its op."""
 USE_THAT_OP = "use fp8flax.{op}, or give it the name of the op in the variables."
 
 
 def _checked_call(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns ``__call__`` of an op with an error that explains an op in the wrong place."""
+    """Returns ``__call__`` of an op, with errors for an op that is in the wrong place."""
 
     @functools.wraps(call)
     def checked(self: Any, *args: Any, **kwargs: Any) -> jax.Array:
@@ -60,7 +60,7 @@ class Fp8Op(OpBase, nn.Module):
     form: str = "direct"
 
     def __new__(cls, *fields: Any, **more_fields: Any) -> Self:
-        """Refuses operands, which an instance takes: a layer has the class in the wrong field."""
+        """Raises ``TypeError`` for operands, which only instances take: the class is in the wrong field."""
         if any(isinstance(field, jax.Array | np.ndarray) for field in fields):
             name, field, fix = cls.__name__, cls.row.linen_field, ""
             if field is not None:
@@ -72,7 +72,7 @@ class Fp8Op(OpBase, nn.Module):
         return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Linen wraps the methods that a class defines itself, so the signature of the row becomes its own.
+        # Linen wraps only methods that the class itself defines, so the class gets the one of its row.
         if "row" in vars(cls):
             cls.__call__ = nn.compact(cls.row.call.__call__)  # type: ignore[method-assign]
         super().__init_subclass__(**kwargs)
@@ -85,9 +85,9 @@ class Fp8Op(OpBase, nn.Module):
         self.check_options()
 
     def multiplier(self) -> Callable[..., jax.Array]:
-        """Returns what the op computes by the recipe in use, with the state that it needs.
+        """Returns the function that computes the op with its state, by the recipe in use.
 
-        At each call: an op may be called twice, under different ambient recipes.
+        Each call needs a new one, because an op may be called under different ambient recipes.
         """
         recipe = self.recipe_in_use()
 
@@ -111,7 +111,7 @@ class Fp8Op(OpBase, nn.Module):
         """Declares and returns the state that a recipe needs, for a kernel of this shape."""
         leaves = self.state_leaves(recipe, kernel)
         if leaves and not self.is_initializing() and self._is_named_mutable():
-            # From one place, so that Python's default filter shows it once.
+            # stacklevel=1 makes this line the place of the warning, so that Python shows it only once.
             warnings.warn(
                 f"mutable names {OVERWRITE_WITH_GRADIENT!r}, but apply returns the old state there. The "
                 "next state is the gradient with respect to the old one: take it from "
@@ -125,16 +125,16 @@ class Fp8Op(OpBase, nn.Module):
         return States(**{role: ScalingState(*both) for role, both in values.items()})
 
     def _is_named_mutable(self) -> bool:
-        """Tells whether ``apply`` was asked by name to return the state, and was given one."""
+        """Returns whether ``mutable`` of ``apply`` names the state, and the variables hold a state."""
         name, _ = state_leaf_names(ROLES[0])
         if not self.is_mutable_collection(OVERWRITE_WITH_GRADIENT) or not self.has_variable(
             OVERWRITE_WITH_GRADIENT, name
         ):
             return False
         filters = [m.scope.root.mutable for m in running_modules() if m.scope is not None]
-        if not filters:  # a version of Flax that does not tell
+        if not filters:  # this version of Flax does not show its running modules
             return False
-        # A set is what lifted transformations, such as nn.scan, leave of what apply was given.
+        # Lifted transformations, such as nn.scan, replace the argument of apply by a set.
         given = next((f for f in reversed(filters) if not isinstance(f, set)), OVERWRITE_WITH_GRADIENT)
         return not isinstance(given, bool | DenyList)
 
@@ -171,11 +171,11 @@ class Fp8Op(OpBase, nn.Module):
         return value
 
     def _found_beside(self, leaf: str) -> str:
-        """Returns a sentence about state of the layer that has the name of another op, or nothing."""
+        """Returns a sentence about state under the name of another op; empty if there is no such state."""
         layer: Any = self.scope.parent if self.scope is not None else None
         beside = {} if layer is None else layer.variables().get(OVERWRITE_WITH_GRADIENT, {})
         for name in sorted(beside):
             op, _, _ = name.rpartition("_")
             if name != self.name and op in SAME_STATE and leaf in beside[name]:
-                return f"There is that of {name}: {USE_THAT_OP.format(op=op)} "
+                return f"They hold the state of {name}: {USE_THAT_OP.format(op=op)} "
         return ""

@@ -1,4 +1,4 @@
-"""The Linen ops, and a layer that takes one."""
+"""The Linen ops, and ``Einsum``, a layer that takes an op."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ class Einsum(nn.Einsum):
             bias_shape, broadcast_shape = self._get_bias_shape(eqn, inputs, kernel)
             bias = self.param("bias", self.bias_init, bias_shape, self.param_dtype)
         lhs, rhs, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        assert lhs is not None  # only the bias may be
+        assert lhs is not None  # only the bias may be None
         assert rhs is not None
         dot_general = jax.lax.dot_general
         if self.dot_general_cls is not None:
