@@ -1,16 +1,16 @@
-"""FP8 training and inference for Flax Linen and NNX: what is public, in reading order.
+"""FP8 training and inference for Flax Linen and NNX: the public names, in reading order.
 
-The folders are the floors of the package, each built on those above it: ``_host``, ``_compat`` (private
+A file imports only from its own folder and from the folders before it: ``_host``, ``_compat`` (private
 parts of JAX), ``_core`` (pure functions of arrays), ``_linen``, ``_train``, ``_audit``, ``_model``,
 ``_serve`` and ``demo``.
 """
 
-# First: the rest takes time, and needs JAX's internals.
+# These come first, because the imports below take time and need private parts of JAX.
 from fp8flax._host import interrupt as _interrupt
 from fp8flax._host import public as _public
 from fp8flax._host import versions as _versions
 
-# Ops, to be given to layers.
+# Ops that layers take.
 from fp8flax._linen.ops import (
     Einsum as Einsum,
     Fp8ConvGeneralDilatedOp as Fp8ConvGeneralDilatedOp,
@@ -35,7 +35,7 @@ from fp8flax._core.recipes import (
 from fp8flax._core.autocast import autocast as autocast
 from fp8flax._core.formats import Format as Format
 
-# Recipes of one's own.
+# Parts of custom recipes.
 from fp8flax._core.recipes import CustomRecipe as CustomRecipe, GemmRecipe as GemmRecipe, Recipe as Recipe
 from fp8flax._core.quantizers import (
     BlockQuantizer as BlockQuantizer,
@@ -55,7 +55,7 @@ from fp8flax._train.gradients import (
 from fp8flax._train.train_state import DynamicScale as DynamicScale, TrainState as TrainState
 from fp8flax._core.names import RESIDUAL_NAMES as RESIDUAL_NAMES
 
-# What the scales of a run do to its tensors.
+# Statistics of a run: how its scales affect its tensors.
 from fp8flax._train.statistics import (
     Statistics as Statistics,
     Summary as Summary,
@@ -79,14 +79,15 @@ from fp8flax._train.check import check_state as check_state
 
 # Whole models.
 from fp8flax._model.quantize_model import quantize_model as quantize_model
-from fp8flax._model.report import ModelReport as ModelReport, report as report
+from fp8flax._model.model_report import ModelReport as ModelReport
+from fp8flax._model.report import report as report
 
 # Serving.
 from fp8flax._serve.freeze import freeze as freeze
 from fp8flax._serve.safetensors import load_safetensors as load_safetensors
-from fp8flax._serve.safetensors import save_safetensors as save_safetensors
+from fp8flax._serve.saving import save_safetensors as save_safetensors
 
-# Proof of what runs in FP8.
+# Audits: which GEMMs of a compiled program run in FP8.
 from fp8flax._audit import (
     AuditReport as AuditReport,
     AuditedGemm as AuditedGemm,
@@ -105,7 +106,7 @@ from fp8flax._core.quantize import (
     quantize_dequantize as quantize_dequantize,
 )
 
-# What code that was written against flax.linen.fp8_ops also takes from it.
+# Other names that code written for flax.linen.fp8_ops imports from there.
 from fp8flax._core.plans.dot_general import dot_general_with_precision as dot_general_with_precision
 from fp8flax._compat.max_dtype import fp32_max_grad as fp32_max_grad
 from fp8flax._core.qdq import in_q as in_q, in_qdq as in_qdq, out_dq as out_dq, out_qdq as out_qdq

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,16 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.names import BY_OP, COUNTED, OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._linen.conversion import conversion, converting
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import class_of
 from fp8flax._model.beside_params import beside_params
+from fp8flax._model.decisions import NOTHING_SEEN, SeenSite, check_matched, why_unconverted
 from fp8flax._model.interception import Contraction, Interception, Left
 from fp8flax._model.jaxprs import CAST
 from fp8flax._model.param_origin import Move, Origin, ParamOrigins
-from fp8flax._model.rules import Decision, Rules, Site
+from fp8flax._model.rules import Rules
 from fp8flax._model.sites import as_op, name_of, site_of
 
 
@@ -37,23 +36,6 @@ class SeenOp(NamedTuple):
     """Shapes and dtypes of the input and the kernel; dimension numbers, precision, dtype of the result."""
     others: frozenset[tuple[str, ...]] = frozenset()
     """The parameters of all kernels of an op that multiplies by several; else empty."""
-
-
-class SeenSite(NamedTuple):
-    """A contraction that a model computes, with the decision of the rules."""
-
-    site: Site
-    decision: Decision
-    name: str
-    """The name of the contraction in its module, and of the op if it was converted."""
-    is_swapped: bool
-    """Whether the kernel is its left operand."""
-
-    @property
-    def scope(self) -> str:
-        """The scope by which ``report`` finds the contraction in a program; the same in each trace."""
-        text = f"{self.site.path}/{self.name}/{self.site.shapes}/{self.site.impossible}"
-        return f"{COUNTED}{zlib.crc32(text.encode()):08x}"
 
 
 class Seen:
@@ -239,49 +221,8 @@ def _is_of_other_variables(before: SeenOp | None, found: SeenOp) -> bool:
     return [old.path for old in olds] == [new.path for new in news] and olds != news
 
 
-_NOTHING_SEEN = (
-    "The model's methods compute no contraction that quantize_model looks into. Layers with an op of their "
-    "own, such as Flax's FP8 ops, keep it: leave out their dot_general_cls to have them converted. "
-    "quantize_model looks into Linen's nn.scan and nn.remat, but not into JAX's own lax.scan, "
-    "jax.checkpoint and custom derivatives."
-)
-
-
-def check_matched(rules: Rules, sites: list[SeenSite]) -> None:
-    """Raises ``ValueError`` where a rule matched nothing.
-
-    Args:
-        rules: the model's.
-        sites: the contractions that it computes.
-    """
-    paths = sorted({found.site.path or "(the model itself)" for found in sites})
-    used = {found.decision.rule for found in sites}
-    unmatched = [text for i, text in enumerate(rules.patterns) if i not in used]
-    if unmatched and not rules.allow_unmatched:
-        if not sites:
-            raise ValueError(f"No contraction was found for {', '.join(unmatched)}. {_NOTHING_SEEN}")
-        raise ValueError(
-            f"No contraction was the first to match {', '.join(unmatched)}. The modules with contractions "
-            f"are: {', '.join(paths)}. Correct the pattern, or pass allow_unmatched=True."
-        )
-
-
 def check_converted(rules: Rules, sites: list[SeenSite], ops: Mapping[Any, SeenOp]) -> None:
     """Raises ``ValueError`` where nothing at all runs in FP8."""
     if ops or any(found.decision.converts for found in sites):
         return
-    raise ValueError(why_unconverted(rules, sites) if sites else _NOTHING_SEEN)
-
-
-def why_unconverted(rules: Rules, sites: list[SeenSite]) -> str:
-    """Returns why the rules convert none of these contractions, and what to do."""
-    reasons = sorted({f"{f.site.path or 'the model'}: {f.decision.reason}" for f in sites})
-    patterns = tuple(rule for rule in rules.rules if not callable(rule))
-    everything = dataclasses.replace(rules, rules=patterns, include=(".*",))
-    advice = ""
-    if rules.include is None and any(everything.decide(found.site).converts for found in sites):
-        advice = " include=r'.*' converts all layers, small ones too."
-    return (
-        f"None of the model's {len(sites)} contractions would run in FP8. {'; '.join(reasons[:8])}"
-        f"{'; …' if len(reasons) > 8 else ''}.{advice}"
-    )
+    raise ValueError(why_unconverted(rules, sites) if sites else NOTHING_SEEN)

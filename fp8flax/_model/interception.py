@@ -18,15 +18,34 @@ import jax
 
 from fp8flax._compat import name_scopes
 from fp8flax._compat.flax_scopes import variables_of
-from fp8flax._compat.jaxprs import equations
+from fp8flax._compat.jaxprs import Equation, equations
 from fp8flax._compat.traces import FrontTrace, Watcher, current_watcher, unwatched, watched_by
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.plans.ops import OpRow, row_of
-from fp8flax._model.jaxprs import has_contraction
+from fp8flax._model.jaxprs import IN_OP
 from fp8flax._model.param_origin import Origin, ParamOrigins
 
 # Matches whole elements of a stack of scopes: the name of a module may begin alike.
 _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
+
+
+def has_contraction(program: Any) -> bool:
+    """Returns whether a program computes an op of the table where opening jitted functions finds it."""
+    found = equations(program, looks_into=lambda equation: equation.eqn.primitive.name == "jit")
+    return any(row_of(one.eqn.primitive, one.eqn.params) is not None for one in found)
+
+
+def contractions_in(program: Any) -> Iterator[tuple[OpRow, Equation]]:
+    """Yields the contractions that a program computes outside of FP8 ops, with their rows in the table."""
+
+    def is_outside(equation: Equation) -> bool:
+        row = row_of(equation.eqn.primitive, equation.eqn.params)
+        return row is None and IN_OP.search(equation.scopes) is None
+
+    for one in equations(program, looks_into=is_outside):
+        row = row_of(one.eqn.primitive, one.eqn.params)
+        if row is not None and IN_OP.search(one.scopes) is None:
+            yield row, one
 
 
 class Frame(NamedTuple):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fp8flax._compat.interpreter import Set, Sets, results_within
-from fp8flax._compat.jaxprs import Equation, equations, programs_in
+from fp8flax._compat.jaxprs import programs_in
 from fp8flax._core.names import BY_OP
-from fp8flax._core.plans.ops import OpRow, row_of
 
 # What changes the place or the dtype of values, and nothing else.
 CAST = "convert_element_type"
@@ -22,7 +21,7 @@ CASTS = (CAST, "copy", "copy_p", "sharding_constraint")
 # What leaves every value somewhere, once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
 # A whole element of a stack of names, where a module's name may only begin alike.
-_IN_OP = re.compile(rf"\b{BY_OP}\b")
+IN_OP = re.compile(rf"\b{BY_OP}\b")
 
 
 class Moved(NamedTuple):
@@ -47,7 +46,7 @@ class Reads(Sets):
 
     def is_op(self, eqn: Any) -> bool:
         """Tells whether an equation is part of an FP8 op, which may read the inputs."""
-        return _IN_OP.search(str(eqn.source_info.name_stack)) is not None
+        return IN_OP.search(str(eqn.source_info.name_stack)) is not None
 
     def move(self, eqn: Any, operands: list[Set]) -> Set | None:
         """Returns the value of the results of a movement; None for an equation that is none."""
@@ -113,22 +112,3 @@ def uses_of(primitive: Any, params: Mapping[str, Any], num_operands: int, num_re
         if returns[-1] is None:
             rules.use(result)
     return Uses([i in rules.read for i in range(num_operands)], returns)
-
-
-def has_contraction(program: Any) -> bool:
-    """Returns whether a program computes an op of the table where opening jitted functions finds it."""
-    found = equations(program, looks_into=lambda equation: equation.eqn.primitive.name == "jit")
-    return any(row_of(one.eqn.primitive, one.eqn.params) is not None for one in found)
-
-
-def contractions_in(program: Any) -> Iterator[tuple[OpRow, Equation]]:
-    """Yields the contractions that a program computes outside of FP8 ops, with their rows in the table."""
-
-    def is_outside(equation: Equation) -> bool:
-        row = row_of(equation.eqn.primitive, equation.eqn.params)
-        return row is None and _IN_OP.search(equation.scopes) is None
-
-    for one in equations(program, looks_into=is_outside):
-        row = row_of(one.eqn.primitive, one.eqn.params)
-        if row is not None and _IN_OP.search(one.scopes) is None:
-            yield row, one

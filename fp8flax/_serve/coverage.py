@@ -12,7 +12,8 @@ import numpy as np
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.calls import Seen, SeenOp
 from fp8flax._model.param_origin import Origin
-from fp8flax._serve.kernels import WEIGHT_ONLY, into_sources
+from fp8flax._serve.kernels import into_sources
+from fp8flax._serve.scales import WEIGHT_ONLY
 from fp8flax._serve.trees import Path
 
 

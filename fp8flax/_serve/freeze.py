@@ -22,8 +22,8 @@ from fp8flax._model.rules import Rules
 from fp8flax._serve import trees
 from fp8flax._serve.coverage import left_wide, said
 from fp8flax._serve.hidden_state import CACHE, ServedOp, narrowed
-from fp8flax._serve.kernels import WEIGHT_ONLY, layout, stacked_axis, store
-from fp8flax._serve.scales import fixed_scales
+from fp8flax._serve.kernels import layout, stacked_axis, store
+from fp8flax._serve.scales import WEIGHT_ONLY, fixed_scales
 from fp8flax._serve.serving import MakeServingCall, Serving
 from fp8flax._serve.trees import Path
 

@@ -12,17 +12,12 @@ from fp8flax._core.formats import fp8_max
 from fp8flax._core.plans.ops import packed_kernel
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import quantize
-from fp8flax._core.quantizers import CurrentQuantizer
-from fp8flax._core.recipes import CustomRecipe, GemmRecipe
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import current_scale, finite_amax
 from fp8flax._model.calls import SeenOp
 from fp8flax._model.param_origin import Origin, Source
 from fp8flax._serve import trees
 from fp8flax._serve.trees import Path
-
-WEIGHT_ONLY = CustomRecipe(
-    forward=GemmRecipe(rhs=CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise"))
-)
 
 
 def into_sources(kernel: Origin, values: jax.Array) -> tuple[jax.Array, ...]:

@@ -1,4 +1,4 @@
-"""Frozen models as safetensors files: what is written, and what is checked as it is read."""
+"""Writes variables of frozen models, Linen or NNX, into safetensors files; checks and reads these files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +18,6 @@ from fp8flax._host.files import replacing, write_text
 from fp8flax._serve.hidden_state import ServedOp
 from fp8flax._serve.renaming import renamed
 from fp8flax._serve.server_layout import from_matrix, matrix_shape, named, quantization_config
-from fp8flax._serve.serving import serving_ops
 
 _METADATA = "fp8flax"
 _VERSION = 3
@@ -64,88 +62,6 @@ def _library() -> Any:
     return safetensors
 
 
-def save_safetensors(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    variables: Mapping[str, Any],
-    *,
-    rename: Mapping[str, str] | Callable[[str], str] | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> None:
-    """Writes a frozen model's variables to a safetensors file.
-
-    The tensors of a layer whose kernel is one parameter, multiplied as it is, have these names and shapes:
-
-    * ``<layer>.weight``: the kernel in FP8, ``(out, in)``, as PyTorch has it
-    * ``<layer>.bias``: the bias, ``(out,)``
-    * ``<layer>.weight_scale``: the scale, ``(1,)`` for one per tensor, ``(out, 1)`` for one per output
-      feature, ``(out, in / 32)`` in E8M0 for MXFP8
-    * ``<layer>.weight_scale_inv``: the scale for 128×128 blocks, ``(out / 128, in / 128)``. In spite of its
-      name, it is a factor of the codes.
-    * ``<layer>.input_scale``: the fixed scale of the input, ``(1,)``, if there is one
-
-    Layers that ``nn.scan`` stacked have a leading dimension. All other variables keep their layout and
-    their names, with dots: ``embed.embedding``.
-
-    These are the names of FP8 checkpoints in the Hugging Face hub, as transformers and vLLM document them.
-    transformers has loaded such a file on a CPU; no inference server has been tried. A loader knows an
-    architecture by its own names: ``rename`` gives them to the tensors, and ``config`` writes the
-    ``config.json`` that the loader reads first.
-
-    The metadata of the file contain the matching ``quantization_config``. Its ``quant_method`` is ``fp8``
-    for 128×128 blocks, and ``compressed-tensors`` for scales per tensor and per output feature. There is no
-    such config for MXFP8, for dtypes other than e4m3fn, for convolutions in FP8, and for several recipes in
-    one model.
-
-    Arrays are written unchanged. 64-bit arrays are written even without ``jax_enable_x64``, but
-    ``load_safetensors`` then raises an error. An existing file is replaced by a complete new one, or stays
-    unchanged.
-
-    Args:
-        path: the file to write.
-        model: the serving model that ``freeze`` returned.
-        variables: the variables of the serving model. Collections other than ``params`` have their own
-            names as prefix.
-        rename: other names for the tensors: regular expressions and their replacements, each substituted
-            wherever it is found in a name, in their order; or a function of one name that returns another.
-            A name without a match stays unchanged. A wide ``<layer>.kernel`` that is renamed to
-            ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it. ``load_safetensors``
-            returns the variables under the names that they have in the model.
-        config: contents of a ``config.json`` in the folder of ``path``, which describes the architecture,
-            as ``to_dict()`` of a transformers config returns it. ``quantization_config`` is added to it.
-            None writes no such file.
-
-    Raises:
-        ImportError: the library ``safetensors`` is not installed.
-        OSError: a file cannot be written, for instance because the disk is full.
-        TypeError: ``model`` does not come from ``freeze``; ``rename`` is neither a mapping of strings nor a
-            function that returns strings; or ``config`` is not a mapping that JSON can hold.
-        ValueError: two variables would have one name; a variable is not an array of a dtype that files
-            hold; a pattern matches nothing; a name would be empty, or give the tensors of one layer
-            different prefixes.
-            Also if a wide kernel that becomes a weight does not have two dimensions. Also if ``config`` is
-            given, and no ``quantization_config`` describes the model, or ``config`` has its own.
-
-    Example:
-        >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8
-        >>> model8 = fp8.quantize_model(nn.Dense(8), fp8.Float8CurrentScaling(), include="")
-        >>> x = jnp.ones((2, 4))
-        >>> serve_model, served = fp8.freeze(model8, model8.init(jax.random.key(0), x))
-        >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
-        >>> fp8.save_safetensors(path, serve_model, served)
-        >>> loaded = fp8.load_safetensors(path)
-        >>> bool((serve_model.apply(loaded, x) == serve_model.apply(served, x)).all())
-        True
-        >>> fp8.save_safetensors(path, serve_model, served, rename={"^kernel": "model.proj"})
-        >>> import safetensors
-        >>> sorted(safetensors.safe_open(path, "np").keys())
-        ['bias', 'model.proj.weight', 'model.proj.weight_scale']
-
-    Source: the safetensors format; vLLM's compressed-tensors checkpoints; DeepSeek-V3 for blocks.
-    """
-    write(path, serving_ops(model), variables, rename, config)
-
-
 def write(
     path: str | os.PathLike[str],
     ops: tuple[ServedOp, ...],
@@ -153,7 +69,15 @@ def write(
     rename: Mapping[str, str] | Callable[[str], str] | None,
     config: Mapping[str, Any] | None,
 ) -> None:
-    """Does what ``save_safetensors`` says, of the ops of a frozen model."""
+    """Writes the variables of a frozen model, Linen or NNX; see ``save_safetensors``.
+
+    Args:
+        path: the file to write.
+        ops: the ops of the model.
+        variables: the variables of the model, in collections.
+        rename: see ``save_safetensors``.
+        config: see ``save_safetensors``.
+    """
     library = _library()
     tensors: dict[str, np.ndarray] = {}
     entries: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Computes the scales that a frozen model keeps: those that its delayed quantizers would use next."""
+"""The scales that a frozen model keeps, and the recipe of models that keep their weights alone in FP8."""
 
 from __future__ import annotations
 
@@ -11,10 +11,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, state_leaf_names
-from fp8flax._core.recipes import CustomRecipe
+from fp8flax._core.op_base import MissingStateError
+from fp8flax._core.quantizers import CurrentQuantizer
+from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import ScalingState, delayed_config, scale_of
-from fp8flax._linen.op import MissingStateError
 from fp8flax._serve.trees import Path
+
+WEIGHT_ONLY = CustomRecipe(
+    forward=GemmRecipe(rhs=CurrentQuantizer(dtype=jnp.float8_e4m3fn, granularity="axiswise"))
+)
+
+
+@jax.custom_jvp
+def constant(x: jax.Array) -> jax.Array:
+    """Returns codes or scales, which have no derivative: that of casts and roundings means nothing."""
+    return x
+
+
+@constant.defjvp
+def _constant_jvp(primals: Any, tangents: Any) -> Any:
+    del primals, tangents
+    raise TypeError(
+        "The FP8 kernels and the scales of a frozen model have no gradient. Differentiate with respect to "
+        "the inputs, or to wide parameters only, with the other variables closed over. To train the "
+        "kernels, train the model that was frozen."
+    )
 
 
 def fixed_scales(

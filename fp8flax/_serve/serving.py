@@ -32,6 +32,7 @@ from fp8flax._serve.hidden_state import (
     widened,
 )
 from fp8flax._serve.kernels import broadcastable
+from fp8flax._serve.scales import constant
 
 
 class Serving(NamedTuple):
@@ -147,22 +148,6 @@ class ServingCall(Call):
         parts = tuple(constant(op.get_variable(SERVED, name)) for name in served.codes)
         codes, scale = origin.rebuild(parts, False), constant(op.get_variable(SERVED, KERNEL_SCALE))
         return QTensor(codes, scale, served.gemms.forward.rhs)
-
-
-@jax.custom_jvp
-def constant(x: jax.Array) -> jax.Array:
-    """Returns codes or scales, which have no derivative: that of casts and roundings means nothing."""
-    return x
-
-
-@constant.defjvp
-def _constant_jvp(primals: Any, tangents: Any) -> Any:
-    del primals, tangents
-    raise TypeError(
-        "The FP8 kernels and the scales of a frozen model have no gradient. Differentiate with respect to "
-        "the inputs, or to wide parameters only, with the other variables closed over. To train the "
-        "kernels, train the model that was frozen."
-    )
 
 
 def _multiply(

@@ -13,15 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.options import if_of_other_api
 from fp8flax._core.plans.conv import is_matmul
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, GemmSizes, OpRow, rows
-from fp8flax._core.recipes import DelayedScaling, Recipe
-from fp8flax._model.calls import SeenSite, check_matched, why_unconverted
-from fp8flax._model.report import ModelReport, Row, seconds
+from fp8flax._core.recipes import Recipe
+from fp8flax._model.decisions import SeenSite, check_matched, why_unconverted
+from fp8flax._model.model_report import ModelReport, table_of
 from fp8flax._model.rules import Rules, Site
 from fp8flax._train.bridge import split_arrays
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient, class_of
@@ -450,26 +449,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
             site, decision = sites[path]
             sites[path] = site, decision._replace(converts=False, reason="its op is never called")
             counts[path, site.sizes._replace(m=0)] = 0
-    rows, wide, time = [], 0.0, 0.0
-    for (path, sizes), count in counts.items():
-        site, decision = sites[path]
-        recipe = recipe_in_use(decision.recipe, DelayedScaling()) if decision.converts else None
-        gemms = None if recipe is None else recipe.gemms
-        before, after = (count * seconds(sizes, GPUS[target], g, site.is_matmul) for g in (None, gemms))
-        wide, time = wide + before, time + after
-        rows.append(
-            Row(
-                path=path,
-                kernel=site.kernel,
-                **sizes._asdict(),
-                count=count,
-                converted=decision.converts,
-                reason=decision.reason,
-                flops=count * sizes.flops,
-                speedup=before / after if after else 1.0,
-            )
-        )
-    return ModelReport(rows=tuple(rows), target=GPUS[target].name, speedup=wide / time if time else 1.0)
+    return table_of(counts, sites, GPUS[target])
 
 
 @dataclasses.dataclass(frozen=True)

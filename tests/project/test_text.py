@@ -232,7 +232,6 @@ NOT_YET = {
     "fp8flax/_model/converted.py",
     "fp8flax/_model/interception.py",
     "fp8flax/_model/jaxprs.py",
-    "fp8flax/_model/report.py",
     "fp8flax/_model/sites.py",
     "fp8flax/_serve/freeze.py",
     "fp8flax/_serve/kernels.py",

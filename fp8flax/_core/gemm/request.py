@@ -14,6 +14,9 @@ from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import Quantizer
 from fp8flax._core.recipes import GemmRecipe
 
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+"""The dimension numbers of ``lax.dot_general``: contracted axes, and batch axes, of both operands."""
+
 
 class Gemm(NamedTuple):
     """One GEMM. Each operand is a ``QTensor`` or a wide array; the result is an array."""

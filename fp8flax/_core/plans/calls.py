@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.typing import DTypeLike
 
-from fp8flax._core.plans.dot_general import DimensionNumbers
+from fp8flax._core.gemm.request import DimensionNumbers
 from fp8flax._core.plans.einsum import einsum_with
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +15,7 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.lowering import lowered
 from fp8flax._core.gemm.reference import reference_gemm
-from fp8flax._core.gemm.request import Gemm
+from fp8flax._core.gemm.request import DimensionNumbers, Gemm
 from fp8flax._core.gemm.units import warn_if_emulated
 from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.plans.contraction import (
@@ -34,7 +33,6 @@ from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32
 
-DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 _Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 

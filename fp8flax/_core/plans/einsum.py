@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from fp8flax._core.plans.dot_general import DimensionNumbers
+from fp8flax._core.gemm.request import DimensionNumbers
 
 if TYPE_CHECKING:
     from jaxtyping import Float
