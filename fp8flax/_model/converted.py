@@ -1,4 +1,4 @@
-"""Makes the class of a converted model: a subclass of the model's, whose methods begin a ``Call``."""
+"""Makes the class of a converted model: a subclass of the model's class, whose methods begin a ``Call``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fp8flax._model.calls import seen_of
 from fp8flax._model.rules import Rules
 from fp8flax._train.bridge import split_arrays
 
-# Held by their instances: when these are gone, so are the class and what rules and calls refer to.
+# Only instances keep a class alive. After the last one, the class and its rules can be freed.
 _classes: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
 
 
 def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
-    """Returns the subclass whose methods compute in FP8; one class for equal arguments."""
+    """Returns the subclass whose methods compute in FP8; equal arguments give the same class."""
     key = cls, rules, make_call
     found = _classes.get(key)
     if found is None:
@@ -35,12 +35,12 @@ def converted_class(cls: type[nn.Module], rules: Rules, make_call: Callable[...,
 
 
 def _make_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any]) -> Any:
-    """Makes that class; of its own name, for Linen's automatic names."""
+    """Makes the subclass. It keeps the name of the class, because Linen names modules by it."""
     names = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        # Not those that a dataclass makes anew: a decorator may have wrapped them.
+        # A dataclass would make new ones, but a decorator may have wrapped those of the model.
         "__init__": cls.__init__,
         "__hash__": cls.__hash__,
         "__eq__": _is_equal,
@@ -54,7 +54,7 @@ def _make_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any
 
 
 class _Converted(AroundCalls):
-    """What the classes of converted models have beside those of the models."""
+    """The methods and attributes that converted models have in addition to those of their class."""
 
     _fp8_base: Any
     _fp8_rules: Rules
@@ -89,7 +89,7 @@ def _is_equal(self: Any, other: Any) -> bool:
 
 
 def _in_call(self: Any, name: str, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns ``compute(model, args, kwargs)``, of the model as its method sees it."""
+    """Returns ``compute(model, args, kwargs)``, computed within a ``Call`` of the model."""
     calls, cls = conversion().calls, type(self)
     if self.scope is None or name == "setup" or any(call.cls is cls for call in calls):
         return compute(self, args, kwargs)
@@ -104,17 +104,17 @@ def _in_call(self: Any, name: str, compute: Callable[..., Any], args: Any, kwarg
         with call.running(module):
             return compute(module, args, kwargs)
 
-    run.method_handler_wrapped = True  # type: ignore[attr-defined]  # it is not a method of its own
+    run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not take it for another method
     with converting(calls=(*calls, call)):
         mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
-        with call.interception.active_in_setup():  # which Linen runs before the method
+        with call.interception.active_in_setup():  # Linen runs setup before the method
             result = mapped(self, *args, **kwargs)
         call.finish(self, name)
     return result
 
 
 def _with_call(transformed: Any) -> Any:
-    """Returns a method that a transformation has made, such that a call begins outside of it."""
+    """Wraps a method that a transformation has made, so that a call begins around the transformation."""
 
     @wraps(transformed, updated=())
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,10 +127,10 @@ def _with_call(transformed: Any) -> Any:
 
 
 def _transformed_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yields the methods that ``nn.scan``, ``nn.jit`` and the like have made of others.
+    """Yields the methods that ``nn.scan``, ``nn.jit`` and other transformations have made from methods.
 
-    These reach the module's method inside of the transformation alone, which must know before of what the
-    ops have.
+    Such a method calls the original method inside of the transformation. That is too late to begin a call,
+    because the transformation must already know the collection with the variables of the ops.
     """
     for name in dir(cls):
         method = inspect.getattr_static(cls, name)
@@ -139,12 +139,15 @@ def _transformed_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_wrapped(method: Any) -> bool:
-    """Tells whether Linen has wrapped a method."""
+    """Returns whether Linen has wrapped a method."""
     return callable(method) and hasattr(method, "method_handler_wrapped")
 
 
 def _as_method(model: Any, method: Any) -> Any:
-    """Returns what is given to ``apply`` or ``init`` as a method: ``lambda m, x: m.encoder(x)`` is none."""
+    """Returns the method to give to Linen's ``apply`` or ``init``, so that what it computes is converted.
+
+    A function that is not a method of the model, such as ``lambda m, x: m.encoder(x)``, is wrapped in one.
+    """
     if isinstance(method, str):
         found = getattr(model, method, None)
         if isinstance(found, nn.Module):
@@ -153,7 +156,7 @@ def _as_method(model: Any, method: Any) -> Any:
     if inspect.ismethod(method) and isinstance(method.__self__, nn.Module):
         method = method.__func__
     if method is None or not callable(method):
-        return method  # for Linen to refuse
+        return method  # None is __call__; for other values Linen raises the error
     own = vars(type(model)).get(getattr(method, "__name__", ""))
     if own is not None and method in (own, getattr(own, "__wrapped__", None)):
         return own
@@ -173,13 +176,13 @@ def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
     return _with_parts(cls, fields, {name: x for name, x in others.items() if name != "_fp8_seen"})
 
 
-_LINENS_ATTRIBUTES = ("_id", "_state", "_parent_ref", "scope")
+_LINEN_ATTRIBUTES = ("_id", "_state", "_parent_ref", "scope")
 
 
 def _parts(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the fields of an unbound model, and what else was set on it, by its ``__init__`` for one."""
+    """Returns the fields of an unbound model, and the other attributes, which ``__init__`` may set."""
     fields = [f.name for f in dataclasses.fields(model) if f.init and f.name != "parent"]
-    known = (*fields, *_LINENS_ATTRIBUTES)
+    known = (*fields, *_LINEN_ATTRIBUTES)
     others = {name: value for name, value in vars(model).items() if name not in known}
     return {name: getattr(model, name) for name in fields}, others
 
@@ -198,7 +201,7 @@ def _assembled(
     fields: dict[str, Any],
     others: dict[str, Any],
 ) -> Any:
-    """Makes a converted model of what its copies and pickles consist of."""
+    """Makes a converted model from the parts that a copy or a pickle holds."""
     return _with_parts(converted_class(cls, rules, make_call), fields, others)
 
 
@@ -215,5 +218,5 @@ def trace_apply(model: nn.Module, shapes: Any, args: Any, kwargs: Any) -> Any:
     try:
         return jax.make_jaxpr(partial(apply, all_others))(shapes, arrays)
     except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeParamNotFoundError):
-        # Where anything is mutable, nn.map_variables(init=True) of Linen loses the parameters.
+        # nn.map_variables(init=True) of Linen loses the parameters if any collection is mutable.
         return jax.make_jaxpr(partial(apply, False))(shapes, arrays)

@@ -1,4 +1,4 @@
-"""A contraction as an op computes it, and as the rules see it: its op, name, kind, shapes and sizes."""
+"""Describes a contraction for the rules, names its op, and brings it into the form that the op computes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fp8flax._model.rules import Site
 
 
 class AsOp(NamedTuple):
-    """A contraction as an op computes it."""
+    """A contraction in the form that an op computes."""
 
     arguments: tuple[Any, ...]
-    """The two operands and the arguments of the op. The second operand is the kernel, if one of them is."""
+    """The two operands and the other arguments of the op. If one operand is a kernel, it is the second."""
     is_swapped: bool
-    """Whether the operands are in the other order than in the model."""
+    """Whether the model has the operands in the opposite order."""
     restore: Callable[[jax.Array], jax.Array]
-    """Returns the result of the contraction, given the result of the op."""
+    """Makes the result of the contraction from the result of the op."""
 
 
 def as_op(contraction: Contraction) -> AsOp:
-    """Returns the arguments with which an op computes a contraction, and what to do with its result."""
+    """Returns a contraction in the form that an op computes."""
     row = contraction.op
     (lhs, rhs, *more), rest = contraction.operands, row.arguments(contraction.params)
     left, right = contraction.origins
@@ -37,11 +37,12 @@ def as_op(contraction: Contraction) -> AsOp:
 
 
 def name_of(site: Site, contraction: Contraction, found: AsOp) -> str:
-    """Returns what tells a contraction from the others of its module, whatever else a method computes.
+    """Returns the part of an op's name that follows the name of its class.
 
-    For a Linen layer that takes ops, what the op would be called that is given to it by hand. Else by its
-    kernel: one that is used twice alike has one state, as a layer that is called twice has. Products of
-    activations have nothing to be called by, and are counted.
+    The name is unique among the contractions of a module. It does not depend on what else a method
+    computes, because it comes from the kernel. A kernel that is used twice in the same way has one state,
+    as a layer that is called twice has. In a Linen layer that takes ops, the op has the name that an op
+    given by hand would have. Products of activations have no kernel, so they are numbered.
     """
     frame = contraction.frame
     left, right = contraction.origins
@@ -53,8 +54,8 @@ def name_of(site: Site, contraction: Contraction, found: AsOp) -> str:
         path[len(frame.path) :] if path[: len(frame.path)] == frame.path else path
         for path in (source.path for source in kernel.sources)
     )
-    is_linens = type(frame.module).__module__.startswith("flax.")  # and has no other contraction
-    if _takes_ops(frame.module) and (("kernel",) in paths or is_linens):
+    is_linen_layer = type(frame.module).__module__.startswith("flax.")  # such a layer has one contraction
+    if _takes_ops(frame.module) and (("kernel",) in paths or is_linen_layer):
         return "0"
     summed: tuple[int, ...] = ()
     if contraction.op is DOT_GENERAL:
@@ -63,13 +64,13 @@ def name_of(site: Site, contraction: Contraction, found: AsOp) -> str:
 
 
 def _takes_ops(module: nn.Module) -> bool:
-    """Tells whether a layer has a field for an FP8 op; ``fp8flax.Einsum`` is ``nn.Einsum`` with one."""
+    """Returns whether a layer can take an FP8 op. ``nn.Einsum`` counts, because ``fp8flax.Einsum`` can."""
     fields = ("dot_general_cls", "conv_general_dilated_cls")
     return isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
 
 
 def site_of(contraction: Contraction, found: AsOp) -> Site:
-    """Returns a contraction as the rules see it, given the arguments of its op."""
+    """Returns the description of a contraction for the rules, given the form that its op computes."""
     left, right = contraction.origins
     row, kernel = contraction.op, left if right is None else right
     kind = "product" if kernel is None else "kernel" if None in (left, right) else "parameters"
@@ -92,7 +93,7 @@ def site_of(contraction: Contraction, found: AsOp) -> Site:
 
 
 def _why_no_op(contraction: Contraction) -> str | None:
-    """Returns why the place of a contraction does not allow an op there; None if it does."""
+    """Returns the reason why no op can be at the place of a contraction; None if one can."""
     if isinstance(contraction.frame.module, nn.WeightNorm | nn.SpectralNorm):
         return "part of a normalization of weights"
     if conversion().in_custom_vjp:

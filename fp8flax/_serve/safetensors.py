@@ -45,10 +45,17 @@ _FIELDS = {
     2: {"path", "dtype", "shape", "shape_in_file", "matrix"},
     3: {"path", "dtype", "shape", "shape_in_file", "matrix", "crc32"},
 }
-"""Of a tensor in the metadata, by its version: its place in the variables; its dtype, the same there and
-in the file; its shape there; that in the file; how the one became the other, None if the order is the same;
-the checksum of its bytes. The header of the file must say the same, both when it is written and when it is
-read."""
+"""The fields that describe a tensor in the metadata, for each version of the metadata.
+
+* ``path``: the place of the array in the variables
+* ``dtype``: its dtype, in the variables and in the file
+* ``shape``: its shape in the variables
+* ``shape_in_file``: its shape in the file
+* ``matrix``: for a kernel that is ``(..., out, in)`` in the file, the axes of ``out`` and of ``in`` in the
+  variables; None if the file has the order of the variables
+* ``crc32``: the checksum of its bytes
+
+The header of the file must agree with these fields. This is checked after writing and when reading."""
 
 
 def _library() -> Any:
@@ -107,7 +114,7 @@ def write(
             "crc32": _crc32(tensors[name]),
         }
     own = {"version": _VERSION, "tensors": entries, "checksum": _checksum(entries)}
-    metadata = {_METADATA: json.dumps(own), "format": "pt"}  # the layout is PyTorch's
+    metadata = {_METADATA: json.dumps(own), "format": "pt"}  # tensors have the layout of PyTorch
     quantization = quantization_config(ops, wide_layers)
     if quantization is not None:
         metadata["quantization_config"] = json.dumps(quantization)
@@ -143,7 +150,7 @@ def _config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | No
             f"got {config['quantization_config']!r}. Leave it out."
         )
     if config.get("tie_word_embeddings"):
-        # A layer that PyTorch has and the file has not: loaders would look for its scale.
+        # Loaders make an lm_head, which is not in the file, and would look for its scale.
         key = "ignore" if "ignore" in quantization else "modules_to_not_convert"
         quantization = {**quantization, key: sorted({*quantization[key], "lm_head"})}
     try:
@@ -188,7 +195,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     with open(path, "rb") as opened:
         try:
             tensors = dict(library.deserialize(opened.read()))
-        except library.SafetensorError as error:  # changed in the meantime
+        except library.SafetensorError as error:  # the file has changed since its header was read
             raise _damaged(path, error) from error
 
     def load(name: str) -> jax.Array:
@@ -215,15 +222,15 @@ def _checksum(entries: Any) -> int:
 
 
 def _damaged(path: Any, error: Exception) -> ValueError:
-    return ValueError(f"{path} is no safetensors file, or a damaged one: {error}.")
+    return ValueError(f"{path} is no safetensors file, or a damaged one: {error}. Save the model again.")
 
 
 def _read_header(
     library: Any, file_path: str | os.PathLike[str], path: str | os.PathLike[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a file's entries by name, all checked, and the variables with names in place of arrays.
+    """Returns the checked entries of a file by name, and the variables with names instead of arrays.
 
-    Errors call it ``path``.
+    Errors call the file ``path``.
     """
     try:
         with library.safe_open(os.fspath(file_path), framework="np") as file:
@@ -257,7 +264,7 @@ def _read_header(
 def _check_entries(
     entries: Any, header: Mapping[str, Any], fields: set[str]
 ) -> tuple[str | None, dict[str, Any]]:
-    """Returns what is wrong with the entries, None if nothing is, and the tree of their names."""
+    """Returns the fault of the entries, or None if they are right, and the tree of their names."""
     tree: dict[str, Any] = {}
     if not isinstance(entries, dict):
         return f"the tensors must be a dict; got {entries!r}", tree
@@ -284,7 +291,7 @@ def _check_entries(
 
 
 def _check_entry(entry: Any, fields: set[str], dtype: str, shape_in_file: list[int]) -> str | None:
-    """Returns what is wrong with an entry of a tensor that has this dtype and shape; None if nothing is."""
+    """Returns the fault of the entry of a tensor with this dtype and shape; None if it is right."""
     if not isinstance(entry, dict) or entry.keys() != fields:
         return f"must have {sorted(fields)}; got {entry!r}"
     path, shape, matrix = entry["path"], entry["shape"], entry["matrix"]

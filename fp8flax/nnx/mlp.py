@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Tells whether a layer is as ``MLP`` made it, but for its dtype and its op."""
+    """Returns whether a layer has the class and options that ``MLP`` gives; dtype and op may differ."""
     options = inspect.signature(nnx.Linear.__init__).parameters
     names = {"precision", "promote_dtype", "preferred_element_type"} & options.keys()
     return type(layer) is nnx.Linear and all(
@@ -128,7 +128,7 @@ class MLP(nnx.Module):
             return down(hidden(self.activation, [layer(x) for layer in into]))
         kernels = [layer.kernel.get_value() for layer in layers]
         biases = [None if layer.bias is None else layer.bias.get_value() for layer in layers]
-        # As the layers do, but for kernels: those are cast to FP8 from what they are.
+        # The kernels take part in the promotion, but are cast to FP8 from their own dtype.
         x, *biases = promote_dtype(x, *biases, *kernels, dtype=self.dtype)[: 1 + len(layers)]
         *biases, last_bias = biases
         states = [layer.dot_general.states(recipe) for layer in layers]
@@ -138,7 +138,7 @@ class MLP(nnx.Module):
         return out if last_bias is None else out + last_bias.reshape(*[1] * (out.ndim - 1), -1)
 
     def _recipe_of_all(self, layers: list[Any], x: jax.Array) -> Recipe | None:
-        """Returns the recipe of the layers; None where something stands against computing them as one."""
+        """Returns the recipe of the layers; None if they cannot be computed as one function."""
         ops: list[Any] = [getattr(layer, "dot_general", None) for layer in layers]
         if not all(
             _is_plain(layer)

@@ -1,4 +1,4 @@
-"""The NNX ops: modules that layers take in the place of ``lax.dot_general`` and its like."""
+"""The NNX ops: modules that layers take in the place of ``lax.dot_general`` and similar functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fp8flax._core.recipes import DelayedScaling, Recipe
 from fp8flax._core.state.state import ScalingState
 
 
-# Flax's bridge makes a type of its own for a collection that it meets first: ours takes that place.
+# It is registered below, because Flax's bridge would otherwise make another type for the collection.
 class OverwriteWithGradient(nnx.Variable[Any]):
     """Variable whose "gradient" is its next value: the scaling state of FP8 ops.
 
@@ -50,7 +50,7 @@ nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overw
 
 @jax.custom_vjp
 def _checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns ``out``; warns where a kernel is trained by a gradient that leaves the scaling state out."""
+    """Returns ``out``; warns if the kernel is differentiated and the scaling state is not."""
     return out
 
 
@@ -78,11 +78,11 @@ class Fp8Op(OpBase, nnx.Module):
     """Base class of the NNX ops: holds the scaling state of one contraction, and computes it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuses operands, which an instance takes: a layer has the class where it calls a function."""
+        """Raises ``TypeError`` for operands, which only instances take: a layer calls the class."""
         if any(isinstance(arg, jax.Array | np.ndarray | str) for arg in args):
             name, field = cls.__name__, cls.row.nnx_field
             fix = ""
-            if field is not None and not cls.row.stacked:  # layers of Flax do not take ops of stacks
+            if field is not None and not cls.row.stacked:  # no layer of Flax takes an op of stacked kernels
                 fix = f" A layer takes an instance: {field}=fp8flax.nnx.{name}()."
             raise TypeError(
                 f"The class fp8flax.nnx.{name} was called with operands, as its instances are.{fix}"
@@ -102,7 +102,7 @@ class Fp8Op(OpBase, nnx.Module):
         self.scope = ""
         """The path of the op in a model, for audits. NNX itself puts no names into programs."""
         self.conversion: Any = None
-        """How quantize_model made the model, for report."""
+        """The options with which ``quantize_model`` made the model, for ``report``."""
         in_use = self.recipe_in_use()
         if in_use is None:  # FP8 is switched off
             return
@@ -110,9 +110,9 @@ class Fp8Op(OpBase, nnx.Module):
             setattr(self, leaf.name, OverwriteWithGradient(jnp.full(leaf.shape, leaf.fill, jnp.float32)))
 
     def multiplier(self) -> Callable[..., jax.Array]:
-        """Returns what the op computes by the recipe in use, with the state that it needs.
+        """Returns the function that computes the op with its state, by the recipe in use.
 
-        At each call: an op may be called twice, under different ambient recipes.
+        Each call needs a new one, because an op may be called under different ambient recipes.
         """
         layer, field = next(reversed(running_modules()), None), self.row.linen_field
         if layer is not None and field is not None and hasattr(type(layer), field):

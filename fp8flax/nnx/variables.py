@@ -1,4 +1,4 @@
-"""The variables of an NNX model, as the functions of trees take them, and as Linen lays them out."""
+"""Converts the variables of NNX models to trees for the functions of ``fp8flax``, and to Linen's layout."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from fp8flax.nnx.moe import RouterLoss
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
 
 NOT_WRITTEN = nnx.Any(nnx.RngState, RouterLoss)
-"""What Linen's variables and files do not have."""
+"""The types of variables that Linen's layout and safetensors files leave out."""
 
 
 def state_of(node: Any) -> dict[str, Any]:
-    """Returns the scaling state of a model (or of an ``nnx.State``) in a collection, by NNX's paths."""
-    if jax.tree_util.treedef_is_leaf(jax.tree.structure(node)):  # an array, in which NNX finds no paths
+    """Returns the scaling state of a model or an ``nnx.State`` as a collection, by NNX's paths."""
+    if jax.tree_util.treedef_is_leaf(jax.tree.structure(node)):  # NNX cannot search an array
         return {OVERWRITE_WITH_GRADIENT: {}}
     return {OVERWRITE_WITH_GRADIENT: nnx.to_pure_dict(nnx.state(node, OverwriteWithGradient))}
 
 
 def set_state(node: Any, state: Mapping[str, Any]) -> None:
-    """Writes what ``state_of`` returned, or another of its structure, into a model or an ``nnx.State``."""
+    """Writes a state with the structure of ``state_of`` into a model or an ``nnx.State``."""
     if state[OVERWRITE_WITH_GRADIENT]:
         nnx.update(node, state[OVERWRITE_WITH_GRADIENT])
 
 
 def _linen_name(op: Any) -> str:
-    """Returns what Linen calls an op that a layer has been given as a class."""
+    """Returns the name of an op in Linen, where a layer makes the op from its class."""
     name = type(op).__name__
     return f"{'Fp8DotGeneralOp' if name == 'Fp8Einsum' else name}_0"
 
@@ -49,14 +49,14 @@ def _linen_path(path: tuple[Any, ...], ops: Mapping[tuple[Any, ...], Fp8Op]) -> 
     names: list[str] = []
     for key in path:
         if isinstance(key, int) and names:
-            names[-1] = f"{names[-1]}_{key}"  # of a list of modules
+            names[-1] = f"{names[-1]}_{key}"  # an entry of a list of modules
         else:
             names.append(str(key))
     return tuple(names)
 
 
 def _places(model: nnx.Module) -> dict[tuple[str, ...], Any]:
-    """Returns the path and the variable of each place in Linen's layout, the collection first."""
+    """Returns the path and the variable of each place in Linen's layout; places begin with a collection."""
     ops, places = _ops(model), dict[tuple[str, ...], Any]()
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(NOT_WRITTEN))):
         collection = nnx.variable_name_from_type(type(variable), allow_register=True)
