@@ -15,7 +15,6 @@ from fp8flax._linen.ops import (
     Einsum as Einsum,
     Fp8ConvGeneralDilatedOp as Fp8ConvGeneralDilatedOp,
     Fp8DotGeneralOp as Fp8DotGeneralOp,
-    Fp8Einsum as Fp8Einsum,
     Fp8RaggedDotOp as Fp8RaggedDotOp,
 )
 
@@ -59,7 +58,6 @@ from fp8flax._core.names import RESIDUAL_NAMES as RESIDUAL_NAMES
 from fp8flax._train.statistics import (
     Statistics as Statistics,
     Summary as Summary,
-    SummaryRow as SummaryRow,
     every as every,
     statistics as statistics,
     summarize as summarize,
@@ -116,6 +114,7 @@ from fp8flax._core.scaling import compute_scale as compute_scale
 from fp8flax._linen.ops import (
     Fp8DirectDotGeneralOp as Fp8DirectDotGeneralOp,
     Fp8DotGeneral as Fp8DotGeneral,
+    Fp8Einsum as Fp8Einsum,
     NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp,
 )
 

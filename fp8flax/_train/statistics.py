@@ -233,7 +233,13 @@ _SHOWN = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Statistics as rows, the worst tensor first; printed, or shown in a notebook, the first 20."""
+    """Table of statistics, the worst tensor first; ``print`` and notebooks show the first 20 rows.
+
+    Attributes:
+        rows: named tuples, one for each tensor of each op. ``name`` is the path of the op and the role,
+            ``"Dense_0/Fp8DotGeneralOp_0/input"``; for one layer of a stack ``"…/input[3]"``. The other
+            fields are the numbers of ``Statistics``.
+    """
 
     rows: tuple[SummaryRow, ...]
 
