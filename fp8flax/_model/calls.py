@@ -1,4 +1,4 @@
-"""Runs one call of a converted model: decides for each contraction, computes it, and remembers the op."""
+"""Runs one call of a converted model: computes each contraction as the rules decide, and records its op."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from fp8flax._model.sites import as_op, name_of, site_of
 
 
 class SeenOp(NamedTuple):
-    """An FP8 op that a model computes."""
+    """The record of an FP8 op that a model computes."""
 
     op: type[Fp8Op]
     gemms: CustomRecipe
     kernel: Origin | None
-    """The parameters that its kernel comes from; None if it comes from anything else."""
+    """The origin of the kernel; None if the kernel does not come from parameters only."""
     args: tuple[Any, ...]
-    """Shapes and dtypes of the input and the kernel; dimension numbers, precision, dtype of the result."""
+    """The arguments of the op, with shapes and dtypes instead of arrays."""
     others: frozenset[tuple[str, ...]] = frozenset()
-    """The parameters of all kernels of an op that multiplies by several; else empty."""
+    """The parameters of all kernels, if the op multiplies by several kernels; otherwise empty."""
 
 
 class Seen:
-    """What a model was last seen to compute, shared by its clones."""
+    """The record of the contractions and the FP8 ops that a model computes; its clones share it."""
 
     def __init__(self) -> None:
         self.sites: list[SeenSite] = []
@@ -47,14 +47,14 @@ class Seen:
         self.used_otherwise: set[tuple[str, ...]] = set()
 
     def __deepcopy__(self, memo: Any) -> Seen:
-        return self  # by a copy of the model
+        return self  # a copy of the model shares the record
 
     def __reduce__(self) -> Any:
-        return Seen, ()  # nothing of it outlives the process
+        return Seen, ()  # an unpickled model starts with an empty record
 
 
 def seen_of(model: Any) -> Seen:
-    """Returns what a converted model was last seen to compute."""
+    """Returns the record of a converted model, which is empty before its first call."""
     if "_fp8_seen" not in vars(model):
         object.__setattr__(model, "_fp8_seen", Seen())
     seen: Seen = model._fp8_seen
@@ -62,16 +62,16 @@ def seen_of(model: Any) -> Seen:
 
 
 class Call:
-    """One call of a converted model from outside."""
+    """One call of a converted model by code outside of the model."""
 
     beside_params = OVERWRITE_WITH_GRADIENT
-    """The collection of what the ops have."""
+    """The collection with the variables of the ops."""
     collections: tuple[str, ...] = (PARAMS,)
-    """The collections that the method sees otherwise than the caller."""
+    """The collections that ``put_in`` and ``take_out`` convert."""
     is_init = False
-    """Whether it is one of ``init``, which makes the variables."""
+    """Whether ``init`` makes the call, to make the variables."""
     is_counting = False
-    """Whether nothing is converted, and each contraction stands in its ``SeenSite.scope``."""
+    """Whether no contraction is converted, and each is computed in its ``SeenSite.scope``."""
 
     def __init__(self, cls: type, rules: Rules) -> None:
         self.cls = cls
@@ -88,15 +88,15 @@ class Call:
         )
 
     def convert(self, contraction: Contraction) -> Any:
-        """Computes a contraction as the rules say."""
+        """Computes a contraction in FP8 if the rules convert it; otherwise returns a ``Left``."""
         found = as_op(contraction)
         site, op = site_of(contraction, found), class_of(contraction.op)
         decision = self._rules_here.decide(site)
         if self._rules_here is not self.rules:
-            decision = decision._replace(rule=None)  # none of the model's own
+            decision = decision._replace(rule=None)  # it is an index into the rules of another model
         name = f"{op.__name__}_{name_of(site, contraction, found)}"
         scope: Any = contraction.frame.module.scope
-        bare = site._replace(module=type(site.module))  # of whose scope nothing may outlive its trace
+        bare = site._replace(module=type(site.module))  # the scope of a module must not outlive its trace
         seen = SeenSite(bare, decision, name, found.is_swapped)
         self.sites.append(seen)
         if self.is_counting:
@@ -110,19 +110,27 @@ class Call:
         return found.restore(out)
 
     def on_op(
-        self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any, **told: Any
+        self,
+        op: Fp8Op,
+        recipe: Recipe | None,
+        compute: Any,
+        lhs: Any,
+        rhs: Any,
+        *rest: Any,
+        **keywords: Any,
     ) -> jax.Array:
-        """Remembers what an op computes, and computes it."""
+        """Records an op, and computes it."""
         if recipe is not None and not self.interception.is_apart:
             kernel = self.origins.of(rhs, op.scope)
-            args = jax.tree.map(_as_struct, (lhs, rhs, *rest))  # no arrays: it outlives the call
-            self._remember(op.path, SeenOp(type(op), recipe.gemms, kernel, args))
-        return compute(lhs, rhs, *rest, **told)
+            # The record outlives the call, so it must not hold arrays.
+            args = jax.tree.map(_as_struct, (lhs, rhs, *rest))
+            self._record(op.path, SeenOp(type(op), recipe.gemms, kernel, args))
+        return compute(lhs, rhs, *rest, **keywords)
 
-    def _remember(self, path: tuple[str, ...], found: SeenOp) -> None:
+    def _record(self, path: tuple[str, ...], found: SeenOp) -> None:
         before = self.ops.get(path)
         if before is not None and not _is_same_kernel(before, found):
-            # One op, and one state, of several kernels: none of them is the op's own.
+            # The op multiplies by several kernels with one state, so none of them can be stored for it.
             kernels = [kernel for kernel in (before.kernel, found.kernel) if kernel is not None]
             others = before.others.union(source.path for kernel in kernels for source in kernel.sources)
             self.origins.used_otherwise |= others
@@ -131,7 +139,7 @@ class Call:
 
     @contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
-        """A context for the model's method, whose loops take what ops have along with the parameters."""
+        """A context for the model's method, whose loops treat the variables of ops like the parameters."""
         self.origins.mark(model.scope)
         with (
             converting(on_op=self.on_op),
@@ -142,7 +150,7 @@ class Call:
 
     @contextmanager
     def ruled_by(self, rules: Rules) -> Iterator[None]:
-        """A context for a method of a converted model inside of the model."""
+        """A context in which other rules decide, for a converted model inside of this model."""
         before, self._rules_here = self._rules_here, rules
         try:
             yield
@@ -150,15 +158,19 @@ class Call:
             self._rules_here = before
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns these collections as the method sees them, NumPy's arrays as JAX's."""
+        """Returns the collections of the caller as the method sees them: with JAX arrays."""
         return jax.tree.map(as_jax, variables)
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns these collections as the caller sees them."""
+        """Returns the collections of the method as the caller sees them."""
         return variables
 
     def finish(self, model: Any, method: str) -> None:
-        """Looks at what the method has computed."""
+        """Records what the method has computed.
+
+        Raises:
+            ValueError: the method is that of ``init``, and a rule matched nothing or nothing is converted.
+        """
         seen = seen_of(model)
         seen.sites = self.sites
         if not self.is_counting:
@@ -166,7 +178,7 @@ class Call:
             for path, found in found_here.items():
                 if _is_of_other_variables(seen.ops.get(path), found):
                     del self.ops[path]
-                self._remember(path, found)
+                self._record(path, found)
             seen.ops = self.ops
             seen.used_otherwise |= self.origins.used_otherwise
         if method == "__call__" and model.is_initializing():
@@ -180,24 +192,24 @@ def _as_struct(x: Any) -> Any:
 
 
 def as_jax(x: Any) -> Any:
-    """Returns NumPy's arrays as JAX's, which keep their identity in a computation."""
+    """Returns a NumPy array as a JAX array, which keeps its identity in a computation."""
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def _is_same_kernel(a: SeenOp, b: SeenOp) -> bool:
-    """Tells whether an op multiplied with the same kernel twice."""
+    """Returns whether two calls of an op multiply by the same kernel."""
     if a.kernel is None or b.kernel is None:
         return a.kernel is b.kernel
     return a.kernel.sources == b.kernel.sources and _as_values(a.kernel) == _as_values(b.kernel)
 
 
 def _as_values(kernel: Origin) -> Any:
-    """Returns how a kernel came from parameters, without the casts that change no value."""
+    """Returns the steps that made a kernel from parameters, without casts that change no value."""
 
     def without(move: Move) -> Move:
         params = move.params
         if move.primitive == CAST:
-            if _holds(params["new_dtype"], params["from"]):
+            if _can_represent(params["new_dtype"], params["from"]):
                 return without(move.operands[0])
             params = {**params, "from": None}
         return move._replace(params=params, operands=tuple(map(without, move.operands)))
@@ -205,8 +217,8 @@ def _as_values(kernel: Origin) -> Any:
     return without(kernel.moves)
 
 
-def _holds(wide: Any, narrow: Any) -> bool:
-    """Tells whether a dtype has all values of another one."""
+def _can_represent(wide: Any, narrow: Any) -> bool:
+    """Returns whether the dtype ``wide`` can represent all values of the dtype ``narrow``."""
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wide, narrow)):
         return bool(wide == narrow)
     of_wide, of_narrow = jnp.finfo(wide), jnp.finfo(narrow)
@@ -214,7 +226,7 @@ def _holds(wide: Any, narrow: Any) -> bool:
 
 
 def _is_of_other_variables(before: SeenOp | None, found: SeenOp) -> bool:
-    """Tells whether an op was called with other variables before: its parameter was cast, or has grown."""
+    """Returns whether parameters of an op have another dtype or shape than in an earlier call."""
     if before is None or before.kernel is None or found.kernel is None:
         return False
     olds, news = before.kernel.sources, found.kernel.sources
@@ -222,7 +234,7 @@ def _is_of_other_variables(before: SeenOp | None, found: SeenOp) -> bool:
 
 
 def check_converted(rules: Rules, sites: list[SeenSite], ops: Mapping[Any, SeenOp]) -> None:
-    """Raises ``ValueError`` where nothing at all runs in FP8."""
+    """Raises ``ValueError`` if nothing in the model runs in FP8."""
     if ops or any(found.decision.converts for found in sites):
         return
     raise ValueError(why_unconverted(rules, sites) if sites else NOTHING_SEEN)

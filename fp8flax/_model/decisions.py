@@ -1,4 +1,4 @@
-"""The contractions of a model with the decisions of its rules, and errors of rules that decide nothing."""
+"""The decisions of the rules about a model, and the errors for rules that decide nothing."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ class SeenSite(NamedTuple):
     name: str
     """The name of the contraction in its module, and of the op if it was converted."""
     is_swapped: bool
-    """Whether the kernel is its left operand."""
+    """Whether the kernel is the left operand in the model."""
 
     @property
     def scope(self) -> str:
-        """The scope by which ``report`` finds the contraction in a program; the same in each trace."""
+        """The name of the scope by which ``report`` finds the contraction in a program.
+
+        The name is the same in each trace.
+        """
         text = f"{self.site.path}/{self.name}/{self.site.shapes}/{self.site.impossible}"
         return f"{COUNTED}{zlib.crc32(text.encode()):08x}"
 
@@ -36,11 +39,11 @@ NOTHING_SEEN = (
 
 
 def check_matched(rules: Rules, sites: list[SeenSite]) -> None:
-    """Raises ``ValueError`` where a rule matched nothing.
+    """Raises ``ValueError`` if a rule was not the first to match any contraction.
 
     Args:
-        rules: the model's.
-        sites: the contractions that it computes.
+        rules: the rules of the model.
+        sites: the contractions that the model computes.
     """
     paths = sorted({found.site.path or "(the model itself)" for found in sites})
     used = {found.decision.rule for found in sites}
@@ -55,7 +58,7 @@ def check_matched(rules: Rules, sites: list[SeenSite]) -> None:
 
 
 def why_unconverted(rules: Rules, sites: list[SeenSite]) -> str:
-    """Returns why the rules convert none of these contractions, and what to do."""
+    """Returns a message: why the rules convert none of these contractions, and what to do."""
     reasons = sorted({f"{f.site.path or 'the model'}: {f.decision.reason}" for f in sites})
     patterns = tuple(rule for rule in rules.rules if not callable(rule))
     everything = dataclasses.replace(rules, rules=patterns, include=(".*",))

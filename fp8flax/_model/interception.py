@@ -1,9 +1,9 @@
-"""Finds the contractions that the methods of Linen modules compute, whatever they are written with.
+"""Finds the contractions that the methods of Linen modules compute, in any way they are written.
 
 ``nn.Dense``, ``x @ w``, ``jnp.einsum`` and ``lax.dot_general`` all bind one JAX primitive. While a module's
-method runs, a trace of ours stands in front of the current one (``_compat.traces``). It lets JAX compute
-every primitive except contractions. These go to a handler, together with the module whose method computes
-them. ``ParamOrigins`` gets all other primitives, to know which values are parameters.
+method runs, a trace of this package is in front of the current one (``_compat.traces``). It lets JAX
+compute every primitive except contractions. These go to a handler, together with the module whose method
+computes them. ``ParamOrigins`` gets all other primitives, to know which values are parameters.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fp8flax._core.plans.ops import OpRow, row_of
 from fp8flax._model.jaxprs import IN_OP
 from fp8flax._model.param_origin import Origin, ParamOrigins
 
-# Matches whole elements of a stack of scopes: the name of a module may begin alike.
+# Matches a whole element of a stack of scopes, because a module's name may begin with the same text.
 _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
 
 
 def has_contraction(program: Any) -> bool:
-    """Returns whether a program computes an op of the table where opening jitted functions finds it."""
+    """Returns whether a program has a contraction, in itself or in the jitted functions inside of it."""
     found = equations(program, looks_into=lambda equation: equation.eqn.primitive.name == "jit")
     return any(row_of(one.eqn.primitive, one.eqn.params) is not None for one in found)
 
 
 def contractions_in(program: Any) -> Iterator[tuple[OpRow, Equation]]:
-    """Yields the contractions that a program computes outside of FP8 ops, with their rows in the table."""
+    """Yields the contractions of a program outside of its FP8 ops, each with its row in the table."""
 
     def is_outside(equation: Equation) -> bool:
         row = row_of(equation.eqn.primitive, equation.eqn.params)
@@ -53,11 +53,11 @@ class Frame(NamedTuple):
 
     module: nn.Module
     method: str
-    """Empty for ``__call__`` and for compact methods."""
+    """The name of the method; empty for ``__call__`` and for compact methods."""
     counts: dict[str, int]
-    """How many contractions of each kind the method has computed."""
+    """The number of contractions of each kind that the method has computed."""
     is_apart: bool = False
-    """Whether the module is one that a method applies to variables of its own, outside of the model."""
+    """Whether a method applies the module to other variables than those of the model."""
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ class Frame(NamedTuple):
         return scope.path
 
     def count(self, kind: str) -> int:
-        """Returns the number of this contraction of its kind."""
+        """Counts a contraction, and returns its number among those of its kind, from 0."""
         number = self.counts.get(kind, 0)
         self.counts[kind] = number + 1
         return number
@@ -79,14 +79,14 @@ class Contraction(NamedTuple):
     operands: tuple[Any, ...]
     params: dict[str, Any]
     origins: tuple[Origin | None, ...]
-    """For each of the first two operands the parameters that it is made of; None if of anything else."""
+    """The origins of the first two operands; None for one that comes from anything but parameters."""
     elsewhere: str | None
-    """The path of a variable outside of ``params`` that one of the two operands comes from."""
+    """The path of a variable outside of ``params`` that one of the two operands comes from, or None."""
     frame: Frame
 
 
 class Left(NamedTuple):
-    """Is returned by a handler for a contraction that stays wide."""
+    """The value that a handler returns for a contraction that stays wide."""
 
     scope: str = NOT_CONVERTED
     """The ``jax.named_scope`` that the contraction is computed in."""
@@ -97,7 +97,7 @@ Handler = Callable[[Contraction], Any]
 
 
 class Interception:
-    """Looks into the methods of one call of a model; all traces of the call share it."""
+    """Sends the contractions of one call of a model to a handler. All traces of the call share it."""
 
     def __init__(
         self,
@@ -113,13 +113,13 @@ class Interception:
         self._model = model
         self._state = state
         self.is_passing = False
-        """Whether watchers hand everything on, because one before them has dealt with it (``nn.vmap``)."""
+        """Whether watchers pass on all primitives, because an earlier one handles them (``nn.vmap``)."""
         self.is_apart = False
-        """Whether a module runs that a method applies to variables of its own, outside of the model."""
+        """Whether the running module is applied to other variables than those of the model."""
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """A context in which all watchers hand everything on."""
+        """A context in which all watchers pass all primitives on."""
         before, self.is_passing = self.is_passing, True
         try:
             yield
@@ -128,9 +128,9 @@ class Interception:
 
     @contextlib.contextmanager
     def frame_of(self, module: nn.Module, method: str) -> Iterator[Frame]:
-        """A context in which a method runs; gives the frame of the method."""
+        """A context in which a method runs; its value is the frame of the method."""
         root: Any = module.scope.root  # type: ignore[union-attr]
-        # The model may apply itself, to all of its variables.
+        # A model that applies itself to all of its variables still has its place for state.
         is_itself = isinstance(module, self._model) and self._state in variables_of(root)
         before = self.is_apart
         self.is_apart |= not (self.origins.has_place(root) or is_itself)
@@ -141,17 +141,17 @@ class Interception:
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """A context in which nothing is looked into, for what an op computes."""
+        """A context in which no primitive is intercepted, for the computation of an op."""
         with unwatched(), self.passing(), jax.named_scope(BY_OP):
             yield
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context in which contractions of Linen modules' methods go to the handler.
 
-        The handler runs outside of the interception. Methods of modules of which ``leave_alone`` is true
-        are not looked into. Nor is what a transformation of JAX makes a program of (a
-        ``lax.scan``, a ``jax.checkpoint``, a function with a derivative of its own), unless Linen's form of
-        it is used.
+        The handler itself runs outside of the interception. Modules for which ``leave_alone`` returns True
+        are not intercepted. Functions inside of JAX's own transformations (``lax.scan``,
+        ``jax.checkpoint``, custom derivatives) are not intercepted either; those inside of Linen's
+        transformations are.
         """
 
         def around(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
@@ -167,7 +167,7 @@ class Interception:
         return nn.intercept_methods(around)
 
     def active_in_setup(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which ``setup`` is looked into, and nothing else."""
+        """Returns a context in which only the method ``setup`` is intercepted."""
 
         def around(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
             if context.method_name != "setup" or context.module.scope is None:
@@ -194,7 +194,7 @@ class _Watcher(Watcher):
         scope, origins = frame.module.scope, interception.origins
         computed_in: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         op = row_of(primitive, params)
-        if op is not None and not _was_dealt_with(name_scopes.current()):
+        if op is not None and not _was_handled(name_scopes.current()):
             elsewhere = [origins.elsewhere(x, scope) for x in operands[:2]]
             contraction = Contraction(
                 op,
@@ -221,34 +221,34 @@ class _Watcher(Watcher):
             self.interception.origins.use(value, self.frames[-1].module.scope)
 
     def _should_open(self, operands: Any, params: Any, frame: Frame) -> bool:
-        """Tells whether to look into a jitted function, such as those that ``jax.numpy`` consists of."""
+        """Returns whether to trace into a jitted function, such as the functions of ``jax.numpy``."""
         specified = (*params["in_shardings"], *params["out_shardings"])
         if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in specified):
             return False
-        # The modules in a function of nn.jit were looked into when it was traced.
+        # The modules in a function of nn.jit were already intercepted when the function was traced.
         top_level = equations(params["jaxpr"], looks_into=lambda _: False)
-        if any(_was_dealt_with(one.scopes) for one in top_level):
+        if any(_was_handled(one.scopes) for one in top_level):
             return False
         return has_contraction(params["jaxpr"]) or any(
             self.interception.origins.of(x, frame.module.scope) is not None for x in operands
         )
 
 
-def _was_dealt_with(scopes: str) -> bool:
-    """Tells whether what is computed in these scopes is a contraction that was seen, or its derivative."""
+def _was_handled(scopes: str) -> bool:
+    """Returns whether these scopes belong to a contraction that was handled before, or its derivative."""
     return _OURS.search(scopes) is not None
 
 
 @contextlib.contextmanager
 def _in_frame(interception: Interception, module: nn.Module, method: str) -> Iterator[None]:
-    """A context in which a method of a module runs, and is looked into."""
+    """A context in which a method of a module runs, and its contractions are intercepted."""
     watcher = current_watcher()
     if not isinstance(watcher, _Watcher) or watcher.interception is not interception:
-        # Inside nn.scan, nn.remat, jax.vmap and the like another trace is current than outside.
+        # Each trace needs its own watcher; nn.scan, nn.remat and jax.vmap start another trace.
         with watched_by(_Watcher(interception)), _in_frame(interception, module, method):
             yield
         return
-    # A method that another method of the module calls.
+    # A method that is called by another method of its module shares the frame of that method.
     if watcher.frames and watcher.frames[-1].module.scope is module.scope:
         yield
         return
@@ -257,4 +257,4 @@ def _in_frame(interception: Interception, module: nn.Module, method: str) -> Ite
         try:
             yield
         finally:
-            watcher.frames.pop()  # JAX may hold the trace, and so the watcher, for longer
+            watcher.frames.pop()  # JAX may keep the trace and the watcher alive

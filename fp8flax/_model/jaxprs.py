@@ -1,4 +1,4 @@
-"""Says what a program that JAX has traced does: which of its inputs it reads, which contractions it has."""
+"""Finds which inputs a program that JAX has traced reads, and which inputs it only moves or returns."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from fp8flax._compat.interpreter import Set, Sets, results_within
 from fp8flax._compat.jaxprs import programs_in
 from fp8flax._core.names import BY_OP
 
-# What changes the place or the dtype of values, and nothing else.
+# Movements: primitives that change only the place or the dtype of values.
 CAST = "convert_element_type"
 MOVEMENTS = (
     *("broadcast_in_dim", "concatenate", CAST, "copy", "copy_p", "reshape", "rev"),
     *("sharding_constraint", "slice", "split", "squeeze", "transpose"),
 )
-# Of these, what leaves every value in its place.
+# Movements that leave every value in its place.
 CASTS = (CAST, "copy", "copy_p", "sharding_constraint")
-# What leaves every value somewhere, once.
+# Movements after which every value is there exactly once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
-# A whole element of a stack of names, where a module's name may only begin alike.
+# Matches a whole element of a stack of names, because a module's name may begin with the same text.
 IN_OP = re.compile(rf"\b{BY_OP}\b")
 
 
@@ -31,25 +31,26 @@ class Moved(NamedTuple):
 
 
 ELSE = None
-"""Stands for everything else: a constant, or a value that was computed."""
+"""Stands for every other value: a constant, or a result of arithmetic."""
 
 
 class Reads(Sets):
-    """Finds which inputs a program reads. A value is the set of what it may be.
+    """Finds which inputs a program reads.
 
-    The elements of such a set are ``i`` for the input ``i`` as it is, ``Moved(i)``, and ``ELSE``. An input
-    that is only moved, returned, or given to an FP8 op is not read.
+    Each value is described by the set of what it may be: ``i`` is the unchanged input ``i``, ``Moved(i)``
+    is that input after a movement, and ``ELSE`` is any other value. An input that is only moved, returned,
+    or passed to an FP8 op is not read.
     """
 
     def __init__(self) -> None:
         self.read: set[int] = set()
 
     def is_op(self, eqn: Any) -> bool:
-        """Tells whether an equation is part of an FP8 op, which may read the inputs."""
+        """Returns whether an equation is part of an FP8 op. What an op reads is not counted."""
         return IN_OP.search(str(eqn.source_info.name_stack)) is not None
 
     def move(self, eqn: Any, operands: list[Set]) -> Set | None:
-        """Returns the value of the results of a movement; None for an equation that is none."""
+        """Returns the value of the results of a movement; None if the equation is not a movement."""
         if eqn.primitive.name in MOVEMENTS and not any(ELSE in operand for operand in operands):
             return self.part_of(frozenset().union(*operands))
         return None
@@ -76,7 +77,7 @@ class Reads(Sets):
         return frozenset(ELSE if one is ELSE else Moved(_input_of(one)) for one in whole)
 
     def use(self, value: Set) -> None:
-        """Remembers that something reads a value."""
+        """Records that an equation reads a value."""
         self.read.update(_input_of(one) for one in value if one is not ELSE)
 
 
@@ -85,19 +86,19 @@ def _input_of(element: int | Moved) -> int:
 
 
 class Uses(NamedTuple):
-    """What a primitive does with its operands."""
+    """How a primitive uses its operands."""
 
     reads: list[bool]
-    """For each operand whether the primitive reads it, other than by an FP8 op inside of it."""
+    """For each operand, whether the primitive reads it outside of FP8 ops."""
     returns: list[int | None]
-    """For each result the operand that it is; None if it is another value."""
+    """For each result, the index of the operand that is returned there; None for any other value."""
 
 
 def uses_of(primitive: Any, params: Mapping[str, Any], num_operands: int, num_results: int) -> Uses:
-    """Returns what a primitive does with its operands.
+    """Returns how a primitive uses its operands, after looking into the programs inside of it.
 
-    Linen's transformations give all parameters to their bodies, whatever these do with them, and return the
-    variables that a method might have changed.
+    This matters for Linen's transformations. They pass all parameters to their bodies, which may read only
+    some of them, and return all variables that a method might have changed.
     """
     rules, results = Reads(), None
     if programs_in(params):

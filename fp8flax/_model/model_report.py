@@ -25,7 +25,7 @@ _ONE_PASS_BYTES = 4.1
 def seconds(
     sizes: GemmSizes, gpu: Gpu, gemms: CustomRecipe | None, is_matmul: bool, is_ragged: bool = False
 ) -> float:
-    """Returns the time of the forward and both backward GEMMs, with quantization, on a roofline."""
+    """Returns the predicted seconds of the forward GEMM, both backward GEMMs, and their quantization."""
     b, m, k, n = sizes
     operations, elements = 3 * sizes.flops, b * (m * k + k * n + m * n)
     wide = max(operations / gpu.bf16, 6 * elements / gpu.bandwidth)
@@ -52,13 +52,13 @@ class Row:
     """One contraction of a model.
 
     Attributes:
-        path: the module's.
+        path: path of the module.
         kernel: path of the parameter that it multiplies with; None for a product of two activations.
         batch, m, k, n: the contraction is ``batch`` matmuls of (m, k) by (k, n).
         count: how often it is computed in one forward pass.
-        converted: whether the rules have it run in FP8.
-        reason: which rule said so, or why it is not converted.
-        flops: of all its forward passes.
+        converted: whether it runs in FP8.
+        reason: the rule that converts it, or the reason why it is not converted.
+        flops: FLOPs of all its computations in one forward pass.
         speedup: predicted time in bf16 over that in FP8, forward and backward; 1 if it is not converted.
     """
 
@@ -190,11 +190,11 @@ class ModelReport:
 def table_of(
     counts: Counter[tuple[str, GemmSizes]], decided: Mapping[str, tuple[Site, Decision]], gpu: Gpu
 ) -> ModelReport:
-    """Returns the report of a model, without what is read from compiled programs.
+    """Returns the report of a model that was not compiled.
 
     Args:
         counts: how often each contraction runs with these sizes, by the key of the contraction.
-        decided: the contractions by the same keys, and what the rules say about them.
+        decided: the contractions and the decisions of the rules, by the same keys.
         gpu: the GPU of the predictions.
     """
     rows, wide, time = [], 0.0, 0.0

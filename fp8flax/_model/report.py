@@ -1,4 +1,4 @@
-"""``report``: every contraction of a converted model, whether it runs in FP8, why not, what that gains."""
+"""``report``: lists the contractions of a converted model, whether each runs in FP8, why, and its gain."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def report(
 
 
 def _compiled(model: nn.Module, args: Any, kwargs: Any, target: str, *, is_fp8: bool) -> AuditReport:
-    """Returns what the forward and the backward pass are compiled to."""
+    """Returns the audit of the compiled forward and backward pass."""
     with reporting(), compile_target(GPUS[target].compute_capability):
         shapes, _ = eval_init(model, args, kwargs)
     arrays, fill = split_arrays(args, kwargs)
