@@ -1,4 +1,4 @@
-"""Which kernels can be stored in FP8, and why the others stay wide."""
+"""Finds which kernels can be stored in FP8, and why the others stay wide."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from fp8flax._serve.trees import Path
 
 
 def left_wide(seen: Seen, recipes: Mapping[Path, CustomRecipe]) -> dict[Path, str]:
-    """Returns the ops whose kernels cannot be stored in FP8, and why; "" where nobody expects it.
+    """Returns the ops whose kernels cannot be stored in FP8, each with the reason.
 
-    Every element of a parameter must be in the kernel of one op, and all of these be stored: what speaks
-    against one op speaks against those that have parts of the same parameters, and so on.
+    The reason is empty if the recipe keeps kernels wide, or the kernel does not come from parameters. A
+    parameter can be stored only if each of its elements is in the kernel of exactly one op, and all these
+    ops store their kernels. So an op that stays wide keeps the ops that share its parameters wide.
     """
     reasons = {
         path: reason
@@ -55,7 +56,7 @@ def _own_reason(found: SeenOp, gemms: CustomRecipe, seen: Seen) -> str | None:
 def _reasons_of_parts(
     stored: Mapping[Path, SeenOp], recipes: Mapping[Path, CustomRecipe]
 ) -> dict[Path, str]:
-    """Returns which of these ops share parameters as they cannot, and why."""
+    """Returns the ops that stay wide because of the parameters that they share, each with the reason."""
     counts: dict[Path, Any] = {}
     dtypes: dict[Path, set[Any]] = {}
     sources = {path: found.kernel.sources for path, found in stored.items() if found.kernel}
@@ -79,7 +80,7 @@ def _reasons_of_parts(
 
 
 def _counts(kernel: Origin, shape: tuple[int, ...]) -> list[Any]:
-    """Returns how often each element of a kernel's parameters is in it."""
+    """Returns, for each parameter of a kernel, how often each of its elements is in the kernel."""
     if kernel.is_whole_parameter:
         return [np.ones(kernel.sources[0].shape, np.uint8)]
     with jax.ensure_compile_time_eval():
@@ -88,8 +89,8 @@ def _counts(kernel: Origin, shape: tuple[int, ...]) -> list[Any]:
     return list(jax.device_get(count(ones)))
 
 
-def said(reasons: Mapping[Path, str], ops: Mapping[Path, SeenOp]) -> str:
-    """Returns the parameters that stay wide, with the reasons, in words."""
+def as_text(reasons: Mapping[Path, str], ops: Mapping[Path, SeenOp]) -> str:
+    """Returns a text with the parameters that stay wide and the reasons."""
     texts = {}
     for path, reason in reasons.items():
         kernel = ops[path].kernel

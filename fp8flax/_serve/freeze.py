@@ -1,4 +1,4 @@
-"""``freeze``: a trained model for serving, with kernels in FP8 and scales that no longer change."""
+"""``freeze``: turns a trained Linen model into one for serving, with FP8 kernels and fixed scales."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8flax._model.calls import Call, Seen, SeenOp, seen_of
 from fp8flax._model.converted import convert, converted_class, trace_apply
 from fp8flax._model.rules import Rules
 from fp8flax._serve import trees
-from fp8flax._serve.coverage import left_wide, said
+from fp8flax._serve.coverage import as_text, left_wide
 from fp8flax._serve.hidden_state import CACHE, ServedOp, narrowed
 from fp8flax._serve.kernels import layout, stacked_axis, store
 from fp8flax._serve.scales import WEIGHT_ONLY, fixed_scales
@@ -107,10 +107,10 @@ def freeze(
             + if_of_other_api(model, "flax.linen", "freeze")
         )
     cache_dtype = None if kv_cache_dtype is None else as_fp8_dtype(kv_cache_dtype, "kv_cache_dtype")
-    base = _converted(model)
+    base = _recording(model)
     boxed = flax.core.unfreeze(dict(variables))
     variables = nn.meta.unbox(boxed)
-    seen = _seen(base, variables, args, kwargs)
+    seen = _record_of(base, variables, args, kwargs)
     params, state = variables.get(PARAMS, {}), variables.get(OVERWRITE_WITH_GRADIENT, {})
     recipes = {path: WEIGHT_ONLY if weight_only else found.gemms for path, found in seen.ops.items()}
     wide = left_wide(seen, recipes)
@@ -128,7 +128,7 @@ def freeze(
     for path, own in scales.items():
         for role, scale in own.items():
             params = trees.replaced(params, (*path, state_leaf_names(role)[0]), scale)
-    _warn(said(wide, seen.ops), fresh)
+    _warn(as_text(wide, seen.ops), fresh)
     others = {name: value for name, value in variables.items() if name != OVERWRITE_WITH_GRADIENT}
     if CACHE in others and cache_dtype is not None:
         others[CACHE] = narrowed(others[CACHE], cache_dtype)
@@ -136,15 +136,22 @@ def freeze(
     return convert(model, cls), {**others, PARAMS: trees.reboxed(params, boxed.get(PARAMS, {}))}
 
 
-def _converted(model: nn.Module) -> Any:
-    """Returns a model of which is seen what it computes: one whose ops were given by hand, with no more."""
+def _recording(model: nn.Module) -> Any:
+    """Returns a model that records its FP8 ops when it is called.
+
+    A model whose ops were given by hand is wrapped for this; nothing in it is converted.
+    """
     if hasattr(model, "_fp8_rules"):
         return model
     return convert(model, converted_class(type(model), Rules(include=(), allow_unmatched=True), Call))
 
 
-def _seen(base: Any, variables: Mapping[str, Any], args: Any, kwargs: Any) -> Seen:
-    """Returns what a model was seen to compute in FP8, now where there are inputs, or raises."""
+def _record_of(base: Any, variables: Mapping[str, Any], args: Any, kwargs: Any) -> Seen:
+    """Returns the record of a model's FP8 ops; if there are inputs, traces the model with them before.
+
+    Raises:
+        ValueError: no FP8 op was recorded.
+    """
     if args or kwargs:
         with reporting():
             trace_apply(base, jax.eval_shape(lambda v: v, variables), args, kwargs)
@@ -170,9 +177,9 @@ def _store_kernels(
     params: Mapping[str, Any],
     scales: Mapping[Path, dict[str, jax.Array]],
 ) -> dict[Path, jax.Array]:
-    """Returns the codes of the parameters that the kernels of these ops are made of.
+    """Returns the FP8 codes of the parameters that the kernels of these ops are made of, by their paths.
 
-    What the kernels are scaled by goes into ``scales``.
+    Writes the scales of the kernels into ``scales``.
     """
     bits: dict[Path, jax.Array] = {}
     dtypes: dict[Path, Any] = {}
@@ -193,7 +200,7 @@ def _store_kernels(
 
 
 def _placed_like(wide: Any, codes: jax.Array) -> jax.Array:
-    """Returns codes on the devices of a parameter, if it is on several."""
+    """Returns codes, with the sharding of their parameter if it is on several devices."""
     is_here = isinstance(wide, jax.Array) and not isinstance(wide, jax.core.Tracer)
     if is_here and len(wide.sharding.device_set) > 1:
         return jax.device_put(codes, wide.sharding)
@@ -213,7 +220,7 @@ def _served_op(
         return ServedOp(path, CustomRecipe() if gemms is WEIGHT_ONLY else gemms, (), fixed)
     assert found.kernel is not None
     sources = found.kernel.sources
-    # As they are now, which may have been cast since the model was last seen.
+    # The dtypes of the variables, which may have been cast since the model was recorded.
     wide = [(source.path, trees.get(params, source.path).dtype) for source in sources]
     kernels = tuple((path, np.dtype(jax.dtypes.canonicalize_dtype(dtype))) for path, dtype in wide)
     return ServedOp(path, gemms, kernels, fixed, layout(found, trees.get(params, sources[0].path).shape))

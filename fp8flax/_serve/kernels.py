@@ -1,4 +1,4 @@
-"""A kernel as it is stored: its scales, and its codes in the places of the parameters it is made of."""
+"""Makes the stored form of a kernel: its scales, and its codes in the shapes of its parameters."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from fp8flax._serve.trees import Path
 
 
 def into_sources(kernel: Origin, values: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns values that lie as a kernel does in the places of the parameters that it was made of.
+    """Moves values from the places of a kernel to the places of the parameters that it was made of.
 
-    By the transpose of what was done to them: a place of which the kernel has nothing is 0, and one that
-    it has twice the sum. The values are whole numbers up to 256, which bfloat16 holds.
+    This is the transpose of the moves that made the kernel. Places that are not in the kernel become 0.
+    Places that are in it twice become the sum of both values. The values must be whole numbers up to 256,
+    which bfloat16 holds exactly.
     """
     rebuild = kernel.rebuild
     assert rebuild is not None
@@ -34,7 +35,7 @@ def into_sources(kernel: Origin, values: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def broadcastable(scale: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Returns a scale of shape ``(..., 1)``, as in states, with as many dimensions as a kernel."""
+    """Reshapes a scale of a state, ``(..., 1)``, to as many dimensions as the kernel has."""
     if scale.ndim == kernel.ndim:
         return scale
     return scale.reshape((*scale.shape[:-1], *(1,) * (kernel.ndim - scale.ndim + 1)))
@@ -47,17 +48,17 @@ def store(
     scale: jax.Array | None,
     axis: int | None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Returns the codes of an op's kernel, as bytes in the parameters' shapes, and the kernel's scales.
+    """Returns the codes of an op's kernel, as bytes in the shapes of its parameters, and its scales.
 
     Args:
-        found: the op.
-        gemms: its recipe.
-        wide: the parameters that its kernel is made of.
-        scale: the kernel's, where it is delayed.
-        axis: what ``stacked_axis`` returned.
+        found: the record of the op.
+        gemms: the recipe of the op.
+        wide: the parameters that the kernel is made of.
+        scale: the scale of the kernel, if it is delayed; otherwise None.
+        axis: the result of ``stacked_axis``.
 
     Raises:
-        ValueError: the parameters are not stacks of what the op was seen to use.
+        ValueError: the parameters are not stacks of the arrays in the record.
     """
     kernel = found.kernel
     assert kernel is not None
@@ -81,13 +82,13 @@ def store(
 
 
 def _quantized(found: SeenOp, gemms: CustomRecipe, kernel: jax.Array, scale: jax.Array | None) -> QTensor:
-    """Returns an op's kernel as it is stored: codes of its shape, scales as the recipe has them."""
+    """Returns a kernel in FP8: codes in the shape of the kernel, and scales by the recipe."""
     row, (lhs, _, *rest) = found.op.row, found.args
     if row.plan is not None:
         return packed_kernel(row.plan(lhs, kernel, *rest, recipe=gemms), kernel, scale)
     quantizer = gemms.forward.rhs
     assert quantizer is not None
-    if scale is None:  # weights alone: one scale per output feature, and per element of a stack
+    if scale is None:  # weight-only: one scale for each output feature of each stacked kernel
         axes = tuple(range(1 if row.stacked else 0, kernel.ndim - 1))
         scale = current_scale(finite_amax(kernel, axes), fp8_max(quantizer.dtype))
         return QTensor(quantize(kernel, quantizer.dtype, scale), scale, quantizer)
@@ -97,10 +98,10 @@ def _quantized(found: SeenOp, gemms: CustomRecipe, kernel: jax.Array, scale: jax
 def _per_slice(
     f: Callable[..., Any], shape: tuple[int, ...], slice_shape: tuple[int, ...]
 ) -> Callable[..., Any] | None:
-    """Returns ``f`` mapped over the axes by which arrays of ``shape`` exceed the slices that it takes.
+    """Maps ``f``, which takes slices, over the additional axes of arrays of this shape.
 
-    ``nn.scan`` and ``nn.vmap`` stacked a layer along these; where several fit, the first is taken. None if
-    none does.
+    ``nn.scan`` and ``nn.vmap`` have stacked a layer along these axes. If several axes fit, the first is
+    taken. If none fits, the result is None.
     """
     if shape == slice_shape:
         return f
@@ -114,9 +115,9 @@ def _per_slice(
 
 
 def stacked_axis(kernel: Origin, ops: Mapping[Path, SeenOp], params: Any) -> int | None:
-    """Returns the axis by which one transformation stacked a kernel's parameters; None if it is not one.
+    """Returns the axis along which one transformation stacked a kernel's parameters; None if none did.
 
-    Where the shapes leave several, those of the other kernels under the same module decide.
+    If the shapes allow several axes, the other kernels in the same top-level module decide.
     """
 
     def candidates(source: Source) -> set[int]:
@@ -135,12 +136,12 @@ def stacked_axis(kernel: Origin, ops: Mapping[Path, SeenOp], params: Any) -> int
         if source.path[0] == kernel.sources[0].path[0]
     )
     agreed = own.intersection(*(axes for axes in others if axes & own))
-    # Scales have one dimension, so they are stacked along 0, 1 or from the end.
+    # A scale has one dimension, so its stack axis is 0, 1 or counted from the end.
     return min(agreed or own, key=lambda axis: (axis > 1, axis < 0, abs(axis)), default=None)
 
 
 def layout(found: SeenOp, whole: tuple[int, ...]) -> Any:
-    """Returns the ``ServedOp.layout`` of an op, for a parameter of this shape."""
+    """Returns the ``ServedOp.layout`` of an op whose first parameter has the shape ``whole``."""
     kernel = found.kernel
     assert kernel is not None
     shape = kernel.sources[0].shape

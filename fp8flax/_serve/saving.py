@@ -1,4 +1,4 @@
-"""``save_safetensors`` for Linen models."""
+"""``save_safetensors``: writes the variables of a frozen Linen model to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scales that a frozen model keeps, and the recipe of models that keep their weights alone in FP8."""
+"""The fixed scales of frozen models, and the recipe of models with only their weights in FP8."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHT_ONLY = CustomRecipe(
 
 @jax.custom_jvp
 def constant(x: jax.Array) -> jax.Array:
-    """Returns codes or scales, which have no derivative: that of casts and roundings means nothing."""
+    """Returns codes or scales unchanged; differentiating them raises ``TypeError``."""
     return x
 
 

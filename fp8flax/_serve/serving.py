@@ -1,4 +1,4 @@
-"""The serving model: each op multiplies by a kernel and with scales that are fixed."""
+"""Runs serving models, whose ops multiply by stored kernels and with fixed scales."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fp8flax._serve.scales import constant
 
 
 class Serving(NamedTuple):
-    """What a serving model must know statically (hashable)."""
+    """The static description of a serving model (hashable)."""
 
     ops: tuple[ServedOp, ...]
     cache_dtype: np.dtype | None
@@ -44,17 +44,17 @@ class Serving(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MakeServingCall:
-    """Makes the calls of a serving model; equal for equal ones."""
+    """Makes the calls of a serving model. Two instances with equal descriptions are equal."""
 
     serving: Serving
 
     def __call__(self, cls: Any, rules: Rules) -> Call:
-        """Returns one call of the model of this class."""
+        """Returns a new call of a model of this class."""
         return ServingCall(self.serving, cls, rules)
 
 
 def serving_ops(model: Any) -> tuple[ServedOp, ...]:
-    """Returns the ops of a model that ``freeze`` returned, or raises ``TypeError``."""
+    """Returns the ops of a model that ``freeze`` returned; raises ``TypeError`` for other models."""
     serving: Serving | None = getattr(model, "_fp8_serving", None)
     if serving is None:
         raise TypeError(
@@ -65,7 +65,7 @@ def serving_ops(model: Any) -> tuple[ServedOp, ...]:
 
 
 class ServingCall(Call):
-    """A call of a serving model: kernels and scales come from the variables, none of them mutable."""
+    """A call of a serving model, which reads kernels and scales from the variables and changes none."""
 
     beside_params = SERVED
 
@@ -76,7 +76,7 @@ class ServingCall(Call):
         self.collections = (PARAMS, SERVED) if serving.cache_dtype is None else (PARAMS, SERVED, CACHE)
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Gives each op the codes of its kernel, and the model wide arrays of which nothing is read."""
+        """Returns the variables with codes for the ops, and wide parameters whose values are not used."""
         variables = jax.tree.map(as_jax, nn.meta.unbox(variables))
         seen = as_method_sees(variables, list(self._ops.values()), is_init=self.is_init)
         if CACHE in seen and self._cache_dtype is not None:
@@ -102,23 +102,30 @@ class ServingCall(Call):
             )
 
     def on_op(
-        self, op: Fp8Op, recipe: Recipe | None, compute: Any, lhs: Any, rhs: Any, *rest: Any, **told: Any
+        self,
+        op: Fp8Op,
+        recipe: Recipe | None,
+        compute: Any,
+        lhs: Any,
+        rhs: Any,
+        *rest: Any,
+        **keywords: Any,
     ) -> jax.Array:
-        """Computes what an op computes, with a kernel and scales that are fixed."""
+        """Computes an op with its stored kernel and its fixed scales."""
         if self.interception.is_apart:
-            return compute(lhs, rhs, *rest, **told)
+            return compute(lhs, rhs, *rest, **keywords)
         if self.is_init:
-            return op.row.plain(lhs, rhs, *rest, **told)
+            return op.row.plain(lhs, rhs, *rest, **keywords)
         served = self._served(op, recipe)
         gemms, kernel = served.gemms, self._kernel(served, op, rhs)
         if kernel is not None and op.row.plan is not None:
-            return _multiply(op, gemms, kernel, lhs, rhs, *rest, **told)
+            return _multiply(op, gemms, kernel, lhs, rhs, *rest, **keywords)
         if kernel is not None:
             codes, scale = kernel.codes, kernel.scale
             rhs = (codes.astype(scale.dtype) * broadcastable(scale, codes)).astype(rhs.dtype)
         if gemms.forward.lhs is None and (kernel is not None or gemms.forward.rhs is None):
-            return op.row.plain(lhs, rhs, *rest, **told)
-        return compute(lhs, rhs, *rest, fixed=(_fixed_states(op, gemms), gemms), **told)
+            return op.row.plain(lhs, rhs, *rest, **keywords)
+        return compute(lhs, rhs, *rest, fixed=(_fixed_states(op, gemms), gemms), **keywords)
 
     def _served(self, op: Fp8Op, recipe: Recipe | None) -> ServedOp:
         if recipe is None:
@@ -135,7 +142,7 @@ class ServingCall(Call):
         return served
 
     def _kernel(self, served: ServedOp, op: Fp8Op, rhs: jax.Array) -> QTensor | None:
-        """Returns an op's kernel as it is stored, None where it is not; ``rhs`` stands in its place."""
+        """Returns the stored kernel of an op, for which ``rhs`` is a placeholder; None if it stays wide."""
         if not served.kernels:
             return None
         origin = self.origins.of(rhs, op.scope)
@@ -151,7 +158,7 @@ class ServingCall(Call):
 
 
 def _multiply(
-    op: Fp8Op, gemms: CustomRecipe, kernel: QTensor, lhs: Any, rhs: Any, *rest: Any, **told: Any
+    op: Fp8Op, gemms: CustomRecipe, kernel: QTensor, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
 ) -> jax.Array:
     scale = kernel.scale.reshape(()) if kernel.scale.shape == (1,) else kernel.scale
     is_fixed = gemms.forward.lhs is not None and gemms.forward.lhs.needs_state
@@ -163,12 +170,12 @@ def _multiply(
         input_scale=constant(op.get_variable(SERVED, INPUT_SCALE)) if is_fixed else None,
         recipe=gemms,
         form=op.form,
-        **told,
+        **keywords,
     )
 
 
 def _fixed_states(op: Fp8Op, gemms: CustomRecipe) -> States:
-    """Returns states of which a matmul uses the scale as it is: no amax was ever seen."""
+    """Returns states with the fixed scales and histories of zeros, so that the scales do not change."""
     states = {}
     for role in gemms.delayed:
         name, _ = state_leaf_names(role)

@@ -1,8 +1,8 @@
-"""``freeze``: an NNX model for serving, with kernels in FP8 and scales that no longer change.
+"""``freeze``: turns an NNX model into one for serving, with FP8 kernels and fixed scales.
 
-A kernel can be stored as codes only where its op, which knows their scale, is all that reads it. So the
-model is traced with the kernels as inputs, which pass by a mark into the ops of their layers; whatever else
-reads one keeps it wide.
+A kernel can be stored as codes only if nothing but the op of its layer reads it, because only the op knows
+the scale. To check this, ``freeze`` traces the model with the kernels as inputs. Each kernel passes through
+a mark when it enters the op of its layer. If anything else reads the kernel, it stays wide.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class FrozenOp(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class _PromotesAllBut:
-    """Promotes what a layer computes with, and leaves codes of a kernel as they are."""
+class _PromoteAllButKernel:
+    """Promotes the operands of a layer, except its kernel, which may be FP8 codes."""
 
     promote: Callable[..., Any]
     kernel_dtype: Any
@@ -172,7 +172,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
             frozen += _freeze(layers[path], path, lhs, arguments, weight_only, fresh)
     if not frozen and shared:
         raise ValueError(
-            f"There is nothing to freeze: {_that_are_read_elsewhere(shared)}. A kernel in FP8 can be read "
+            f"There is nothing to freeze: {_read_elsewhere(shared)}. A kernel in FP8 can be read "
             "by its layer's op only. Leave the model unfrozen, or give tied layers a copy of the kernel."
         )
     if not frozen:
@@ -184,11 +184,11 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     owners = {id(layer.op): layer for layer in layers_of(copy) if layer.op is not None}
     for keys, op in nnx.iter_graph(copy):
         if isinstance(op, Fp8Op):
-            op.conversion = None  # report looks at models as quantize_model makes them
+            op.conversion = None  # report takes only models that quantize_model returned
             wide["/".join(map(str, keys))] = _why_wide(owners.get(id(op)), set(seen), shared)
     if wide:
-        said = "; ".join(f"{path} ({reason})" for path, reason in sorted(wide.items()))
-        warnings.warn(f"The kernels of these FP8 ops stay wide: {said}.", stacklevel=2)
+        text = "; ".join(f"{path} ({reason})" for path, reason in sorted(wide.items()))
+        warnings.warn(f"The kernels of these FP8 ops stay wide: {text}.", stacklevel=2)
     if fresh:
         warnings.warn(
             f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
@@ -199,7 +199,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
 
 
 def _why_wide(layer: Any, seen: set[str], shared: set[str]) -> str:
-    """Returns why the kernel of a layer stays wide; the layer is None for an op that no layer has."""
+    """Returns the reason why the kernel of an op stays wide; ``layer`` is None if no layer has the op."""
     if layer is None:
         return "it is not the op of a layer of NNX"
     if layer.site.path in shared:
@@ -213,7 +213,7 @@ def _why_wide(layer: Any, seen: set[str], shared: set[str]) -> str:
     return "its recipe keeps the kernel wide"
 
 
-def _that_are_read_elsewhere(paths: set[str]) -> str:
+def _read_elsewhere(paths: set[str]) -> str:
     names = ", ".join(f"{path}/kernel".lstrip("/") for path in sorted(paths))
     return f"something else than its layer's op reads or changes {names}"
 
@@ -221,31 +221,32 @@ def _that_are_read_elsewhere(paths: set[str]) -> str:
 def _operands(
     model: nnx.Module, paths: set[str], args: Any, kwargs: Any
 ) -> tuple[dict[str, tuple[Any, tuple[Any, ...]]], set[str]]:
-    """Traces the layers of these paths.
+    """Traces the model, and records the operands of the layers at these paths.
 
     Returns:
-        What layers multiply by their kernels, and the arguments of the op, by the layers' paths; and the
-        paths of those whose kernels something else reads, or that multiply by something else.
+        Two results. The first has, for the path of each layer that runs, the shape of its input and the
+        arguments of its op. The second is the set of the layers that multiply by anything but their own
+        kernel, or whose kernel anything else reads.
     """
     copy = nnx.clone(model)
     seen: dict[str, tuple[Any, tuple[Any, ...]]] = {}
 
-    def looking(path: str, row: OpRow) -> Any:
-        def look(lhs: jax.Array, rhs: jax.Array, *arguments: Any, **keywords: Any) -> jax.Array:
+    def recorder(path: str, row: OpRow) -> Any:
+        def record(lhs: jax.Array, rhs: jax.Array, *arguments: Any, **keywords: Any) -> jax.Array:
             seen[path] = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype), arguments
             return row.plain(lhs, rhs.astype(lhs.dtype), *arguments, **keywords)
 
-        def look_at(*args: Any, **kwargs: Any) -> jax.Array:
+        def mark_and_record(*args: Any, **kwargs: Any) -> jax.Array:
             operands = list(args)
             rhs = 2 if row is EINSUM else 1
             operands[rhs] = checkpoint_name(operands[rhs], f"{_MARK}{path}")
-            return row.call.calling(look)(*operands, **kwargs)
+            return row.call.calling(record)(*operands, **kwargs)
 
-        return look_at
+        return mark_and_record
 
     for layer in layers_of(copy):
         if layer.site.path in paths:
-            function = looking(layer.site.path, layer.kind.row)
+            function = recorder(layer.site.path, layer.kind.row)
             setattr(layer.module, layer.kind.field, nnx.static(function))
             _let_kernel_pass(layer, layer.module.kernel.get_value().dtype)
     graphdef, state = nnx.split(copy)
@@ -260,7 +261,7 @@ def _operands(
         kernels = {path: kernel for path, kernel in kernels.items() if path in paths}
         inputs.update((path, numbers[id(kernel.get_value())]) for path, kernel in kernels.items())
         out = merged(*args, **kwargs)
-        # A kernel may stay where it was, and nowhere else.
+        # A kernel may remain in its own variable; it must not be in an output or another variable.
         own = {id(kernel) for kernel in kernels.values()}
         nodes = [node for _, node in nnx.iter_graph(merged) if isinstance(node, nnx.Variable)]
         held = [node.get_value() for node in nodes if id(node) not in own]
@@ -278,17 +279,17 @@ def _operands(
 
 
 _MARK = "fp8flax_kernel:"
-# What gives its operand as it is.
+# Primitives that return their operand unchanged.
 _SAME = ("copy", "copy_p", "sharding_constraint")
 
 
 class _KernelReads(Reads):
-    """Finds which kernels a program reads, and which reach the op of each layer by the layer's mark."""
+    """Finds which kernels a program reads, and which kernels reach the op of each layer by its mark."""
 
     def __init__(self) -> None:
         super().__init__()
         self.by_op: defaultdict[str, Set] = defaultdict(frozenset)
-        """For each layer's path what its op multiplies by."""
+        """For the path of each layer, the values that its op multiplies by."""
 
     def is_op(self, eqn: Any) -> bool:
         return eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK)
@@ -299,24 +300,24 @@ class _KernelReads(Reads):
         return super().equation(eqn, operands)
 
     def move(self, eqn: Any, operands: list[Set]) -> Set | None:
-        # A kernel that is moved or cast is read: only the op knows what the stored codes mean.
+        # A movement or a cast counts as reading, because only the op knows what the stored codes mean.
         return operands[0] if eqn.primitive.name in _SAME else None
 
     def part_of(self, whole: Set) -> Set:
-        return whole  # the kernel of one of the stacked layers
+        return whole  # a part of stacked kernels is the kernel of one layer
 
 
 def _let_kernel_pass(layer: Layer, dtype: Any) -> None:
     """Makes a layer of NNX pass its kernel to its op without a cast. Other modules pass what they hold."""
     promote = getattr(layer.module, "promote_dtype", None)
     if promote is not None:
-        layer.module.promote_dtype = nnx.static(_PromotesAllBut(promote, dtype))
+        layer.module.promote_dtype = nnx.static(_PromoteAllButKernel(promote, dtype))
 
 
 def _freeze(
     layer: Layer, path: str, lhs: Any, arguments: tuple[Any, ...], weight_only: bool, fresh: list[str]
 ) -> bool:
-    """Freezes a layer, or returns that it cannot be."""
+    """Freezes a layer, and returns whether this was possible."""
     op = layer.op
     assert op is not None
     recipe = op.recipe_in_use()

@@ -36,7 +36,7 @@ class Kind(NamedTuple):
     kernel_shape: Callable[[Any], tuple[int, ...]]
     """Returns the shape of the kernel of a layer, without the axes by which ``nnx.vmap`` stacked it."""
     axes: Callable[[Any], tuple[Sequence[int], Sequence[int]]]
-    """Returns the axes of that kernel that the layer contracts, and the axes of its batch."""
+    """Returns the axes of the kernel that the layer contracts, and the batch axes of the kernel."""
 
     @property
     def field(self) -> str:
@@ -58,7 +58,7 @@ def _general_axes(layer: nnx.LinearGeneral) -> tuple[list[int], list[int]]:
 
 
 BY_DEFAULT = "by default"
-"""What the rules give as the reason where none of them speaks."""
+"""The reason of a decision for which no rule matched."""
 
 _KINDS: dict[type[nnx.Module], Kind] = {
     nnx.Linear: Kind(
@@ -84,7 +84,10 @@ _KINDS: dict[type[nnx.Module], Kind] = {
 
 
 def _kind_of(module: Any) -> Kind | None:
-    """Returns the kind of a layer of NNX, or of a module with a kernel and the field of an op; or None."""
+    """Returns the kind of a layer of NNX, or of a module with a kernel and a field for an op.
+
+    Returns None for other modules.
+    """
     known = next((kind for cls, kind in _KINDS.items() if isinstance(module, cls)), None)
     if known is not None or not hasattr(module, "kernel"):
         return known
@@ -92,21 +95,21 @@ def _kind_of(module: Any) -> Kind | None:
     if row is None:
         return None
     axes = row.kernel_axes or ((), ())
-    rank = sum(map(len, axes)) + 1  # and one axis of output features
+    rank = sum(map(len, axes)) + 1  # one more axis for the output features
     return Kind(row, row.plain, lambda layer: layer.kernel.get_value().shape[-rank:], lambda layer: axes)
 
 
 @dataclasses.dataclass(frozen=True)
 class LeftWide:
-    """What a layer computes that ``quantize_model`` leaves wide: under the layer's name, for the audit."""
+    """The function of a layer that ``quantize_model`` leaves wide, with the layer's name for audits."""
 
     scope: str
     plain: Callable[..., jax.Array]
     conversion: _Conversion | None = None
-    """How ``quantize_model`` made the model, where no layer has an op that says so."""
+    """The conversion of the model, if no layer has an op that holds it; otherwise None."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Computes what the layer computed before, or raises where no layer of the model is converted."""
+        """Computes the layer without FP8; raises ``ValueError`` if no layer of the model is converted."""
         if self.conversion is not None:
             raise ValueError(self.conversion.unconverted)
         with jax.named_scope(self.scope or "model"), jax.named_scope(NOT_CONVERTED):
@@ -114,28 +117,28 @@ class LeftWide:
 
 
 class Layer(NamedTuple):
-    """A layer of a model, as it stands there and as the rules see it."""
+    """A layer of a model, with its description for the rules."""
 
     module: Any
     kind: Kind
     stacked: tuple[int, ...]
-    """The axes that ``nnx.vmap`` has put in front of its kernel."""
+    """The sizes of the axes that ``nnx.vmap`` has put in front of the kernel."""
     site: Site
 
     @property
     def op(self) -> Fp8Op | None:
-        """Its op, if it has one of ours."""
+        """The op of the layer, if it is an ``Fp8Op``; otherwise None."""
         return _op_of(self.module, self.kind)
 
     @property
     def left(self) -> LeftWide | None:
-        """What ``quantize_model`` gave to it instead of an op."""
+        """The ``LeftWide`` of the layer, if ``quantize_model`` left it wide; otherwise None."""
         found = getattr(self.module, self.kind.field)
         return found if isinstance(found, LeftWide) else None
 
     @property
     def takes_codes(self) -> bool:
-        """Whether its kernel enters one matmul as it is stored."""
+        """Whether the stored kernel enters one matmul without a change."""
         if self.kind.row is EINSUM:
             operands, result = self.module.einsum_str.split("->")
             lhs, rhs = operands.split(",")
@@ -187,7 +190,7 @@ def _op_of(module: Any, kind: Kind) -> Fp8Op | None:
 
 
 def _is_matmul(layer: nnx.Conv) -> bool:
-    """Tells whether a convolution is one whatever the size of its input, which is not known here."""
+    """Returns whether a convolution is a matmul. The size of its input is not known, and not needed."""
     ndim = len(layer.kernel_size)
 
     def each(value: Any) -> tuple[Any, ...]:
@@ -206,19 +209,19 @@ def _is_matmul(layer: nnx.Conv) -> bool:
     if not isinstance(padding, str):
         padding = [(p, p) if isinstance(p, int) else tuple(p) for p in each(padding)]
     elif padding not in ("SAME", "SAME_LOWER", "VALID"):
-        padding = "VALID"  # NNX pads by itself
+        padding = "VALID"  # NNX pads the input before the convolution
     groups = layer.feature_group_count
     return is_matmul(x, kernel, strides, padding, dilation, kernel_dilation, numbers, groups, 1, None)
 
 
 class _Conversion(NamedTuple):
-    """How ``quantize_model`` made a model. Each op of that has it, as no field of the model is ours."""
+    """The options of ``quantize_model``. Each op holds them, because the model has no field for them."""
 
     rules: Rules
     kept: frozenset[str]
-    """The layers that had their ops before."""
+    """The paths of the layers that kept the ops which they had before."""
     unconverted: str = ""
-    """Why no layer has an op, and what to do."""
+    """A message: why no layer has an op, and what to do. Empty if a layer has one."""
 
 
 def quantize_model(
@@ -355,7 +358,7 @@ def quantize_model(
 
 
 def _named_ops(model: nnx.Module, layers: list[Layer]) -> Iterator[tuple[Fp8Op, str]]:
-    """Yields the ops of a model, and what they are called: a layer's as the layer."""
+    """Yields the ops of a model with their names; the op of a layer has the path of the layer."""
     of_layers = {id(layer.op): layer.site.path for layer in reversed(layers) if layer.op is not None}
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Fp8Op):
@@ -363,7 +366,7 @@ def _named_ops(model: nnx.Module, layers: list[Layer]) -> Iterator[tuple[Fp8Op, 
 
 
 def _stack(op: Fp8Op, stacked: tuple[int, ...]) -> None:
-    """Gives the state of an op further axes, in front."""
+    """Broadcasts the state of an op to these additional leading axes."""
     for value in vars(op).values():
         if isinstance(value, OverwriteWithGradient):
             array = value.get_value()
@@ -414,7 +417,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
     left = [(layer.left, layer.site.path) for layer in layers if layer.left is not None]
     made += [(one.conversion, one.scope == path) for one, path in left if one.conversion is not None]
     conversion, is_whole = made[0] if made else (None, False)
-    # A part of a converted model has ops of other names.
+    # In a part of a converted model, the ops have the names that they had in the whole model.
     if conversion is None or not is_whole:
         raise TypeError(
             f"model must come from fp8flax.nnx.quantize_model; got {type(model).__name__}. For any other "

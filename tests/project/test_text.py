@@ -227,11 +227,6 @@ NOT_YET = {
     "benchmarks/fidelity.py",
     "fp8flax/_core/op_base.py",
     "fp8flax/_core/plans/mlp.py",
-    "fp8flax/_serve/freeze.py",
-    "fp8flax/_serve/kernels.py",
-    "fp8flax/_serve/serving.py",
-    "fp8flax/nnx/freezing.py",
-    "fp8flax/nnx/models.py",
 }
 """Files whose text is still to be rewritten. A file that has no faults any more must leave this list."""
 
