@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.options import check_bool, check_choice, check_int
+from fp8flax._core.options import check_bool
 from fp8flax._core.plans.contraction import States
-from fp8flax._core.plans.mlp import ACTIVATIONS, hidden, mlp, runs_as_one
+from fp8flax._core.plans.mlp import check_block, hidden, mlp, runs_as_one
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
 from fp8flax._linen.conversion import conversion
@@ -158,11 +158,8 @@ class MLP(nn.Module):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("hidden_features", self.hidden_features, 1)
-        if self.features is not None:
-            check_int("features", self.features, 1)
-        check_choice("activation", self.activation, tuple(ACTIVATIONS))
-        check_bool("gated", self.gated)
+        sizes = {"hidden_features": self.hidden_features, "features": self.features}
+        check_block(self.activation, self.gated, **sizes)
         check_bool("use_bias", self.use_bias)
         if self.recipe is not None:
             check_recipe(self.recipe)

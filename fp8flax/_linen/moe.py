@@ -12,8 +12,8 @@ import numpy as np
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from fp8flax._core.options import check_bool, check_choice, check_int
-from fp8flax._core.plans.mlp import ACTIVATIONS, hidden
+from fp8flax._core.options import check_int
+from fp8flax._core.plans.mlp import check_block, hidden
 from fp8flax._core.plans.routing import Routed, mixed, routed, router_losses
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import Recipe, check_recipe
@@ -111,13 +111,9 @@ class MoE(nn.Module):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("num_experts", self.num_experts, 1)
-        check_int("hidden_features", self.hidden_features, 1)
-        if self.features is not None:
-            check_int("features", self.features, 1)
+        names = ("num_experts", "hidden_features", "features")
+        check_block(self.activation, self.gated, **{name: getattr(self, name) for name in names})
         check_int("top_k", self.top_k, 1, self.num_experts, "A token goes to an expert once.")
-        check_choice("activation", self.activation, tuple(ACTIVATIONS))
-        check_bool("gated", self.gated)
         if self.recipe is not None:
             check_recipe(self.recipe)
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.linen.dtypes import promote_dtype
 
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.options import check_bool, check_choice, check_int
-from fp8flax._core.plans.mlp import ACTIVATIONS, hidden, mlp, runs_as_one
+from fp8flax._core.options import check_bool
+from fp8flax._core.plans.mlp import check_block, hidden, runs_as_one
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import DelayedScaling, Recipe
+from fp8flax._linen.mlp import DenseParts, as_one
 from fp8flax.nnx.ops import Fp8DotGeneralOp
 
 if TYPE_CHECKING:
@@ -92,12 +92,9 @@ class MLP(nnx.Module):
         recipe: Recipe | None = None,
         rngs: nnx.Rngs,
     ):
-        check_int("in_features", in_features, 1)
-        check_int("hidden_features", hidden_features, 1)
+        given = {"in_features": in_features, "hidden_features": hidden_features, "features": features}
+        check_block(activation, gated, **given)
         features = in_features if features is None else features
-        check_int("features", features, 1)
-        check_choice("activation", activation, tuple(ACTIVATIONS))
-        check_bool("gated", gated)
         check_bool("use_bias", use_bias)
         self.activation, self.gated, self.dtype = activation, gated, dtype
         linear = partial(
@@ -126,16 +123,16 @@ class MLP(nnx.Module):
         if recipe is None:
             *into, down = layers
             return down(hidden(self.activation, [layer(x) for layer in into]))
-        kernels = [layer.kernel.get_value() for layer in layers]
-        biases = [None if layer.bias is None else layer.bias.get_value() for layer in layers]
-        # The kernels take part in the promotion, but are cast to FP8 from their own dtype.
-        x, *biases = promote_dtype(x, *biases, *kernels, dtype=self.dtype)[: 1 + len(layers)]
-        *biases, last_bias = biases
-        states = [layer.dot_general.states(recipe) for layer in layers]
+        parts = [
+            DenseParts(
+                layer.kernel.get_value(),
+                None if layer.bias is None else layer.bias.get_value(),
+                layer.dot_general.states(recipe),
+            )
+            for layer in layers
+        ]
         scopes = [layer.dot_general.scope or name for name, layer in zip(names, layers)]
-        given = [bias for bias in biases if bias is not None]
-        out = mlp(x, kernels, given, states, recipe.gemms, self.activation, scopes)
-        return out if last_bias is None else out + last_bias.reshape(*[1] * (out.ndim - 1), -1)
+        return as_one(x, parts, recipe, self.activation, scopes, self.dtype)
 
     def _recipe_of_all(self, layers: list[Any], x: jax.Array) -> Recipe | None:
         """Returns the recipe of the layers; None if they cannot be computed as one function."""

@@ -13,8 +13,8 @@ from flax import nnx
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from fp8flax._core.options import check_bool, check_choice, check_int
-from fp8flax._core.plans.mlp import ACTIVATIONS, hidden
+from fp8flax._core.options import check_int
+from fp8flax._core.plans.mlp import check_block, hidden
 from fp8flax._core.plans.routing import mixed, routed, router_losses
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import Recipe
@@ -126,14 +126,10 @@ class MoE(nnx.Module):
         recipe: Recipe | None = None,
         rngs: nnx.Rngs,
     ):
-        check_int("in_features", in_features, 1)
-        check_int("num_experts", num_experts, 1)
-        check_int("hidden_features", hidden_features, 1)
-        features = in_features if features is None else features
-        check_int("features", features, 1)
+        sizes = {"in_features": in_features, "hidden_features": hidden_features, "features": features}
+        check_block(activation, gated, num_experts=num_experts, **sizes)
         check_int("top_k", top_k, 1, num_experts, "A token goes to an expert once.")
-        check_choice("activation", activation, tuple(ACTIVATIONS))
-        check_bool("gated", gated)
+        features = in_features if features is None else features
         self.num_experts, self.top_k, self.activation, self.gated = num_experts, top_k, activation, gated
         self.router = nnx.Linear(
             in_features,

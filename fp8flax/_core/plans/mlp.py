@@ -31,6 +31,7 @@ from fp8flax._core.names import (
     ROLES,
     WGRAD,
 )
+from fp8flax._core.options import check_bool, check_choice, check_int
 from fp8flax._core.plans.contraction import Entering, States, input_of, quantized_with_amax, restored
 from fp8flax._core.plans.dot_general import DotPlan
 from fp8flax._core.plans.engine import named_scaling, run
@@ -53,6 +54,22 @@ _NOT_IN_TRITON = ("gelu_exact",)
 
 _DENSE = (((1,), (0,)), ((), ()))
 """The dimension numbers of ``x @ kernel``."""
+
+
+def check_block(activation: Any, gated: Any, **sizes: Any) -> None:
+    """Raises an error if an option of a feed-forward block is not valid.
+
+    Args:
+        activation: must be one of ``ACTIVATIONS``.
+        gated: must be a bool.
+        **sizes: numbers of features or experts, by the names of the options. Each must be an int of 1 or
+            more; None, for a default, is not checked.
+    """
+    for name, size in sizes.items():
+        if size is not None:
+            check_int(name, size, 1)
+    check_choice("activation", activation, tuple(ACTIVATIONS))
+    check_bool("gated", gated)
 
 
 def hidden(activation: str, dense: Sequence[jax.Array]) -> jax.Array:
