@@ -22,8 +22,8 @@ from fp8flax._compat.jaxprs import Equation, equations
 from fp8flax._compat.traces import FrontTrace, Watcher, current_watcher, unwatched, watched_by
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
 from fp8flax._core.plans.ops import OpRow, row_of
-from fp8flax._model.jaxprs import IN_OP
 from fp8flax._model.param_origin import Origin, ParamOrigins
+from fp8flax._model.program_reads import IN_OP
 
 # Matches a whole element of a stack of scopes, because a module's name may begin with the same text.
 _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")

@@ -20,7 +20,7 @@ import numpy as np
 from fp8flax._compat.flax_scopes import variables_of
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.state.tree import key_name
-from fp8flax._model.jaxprs import BIJECTIONS, CAST, CASTS, MOVEMENTS, uses_of
+from fp8flax._model.program_reads import BIJECTIONS, CAST, CASTS, MOVEMENTS, uses_of
 
 _PARAMETER = "parameter"
 """The ``Move.primitive`` of an unchanged parameter."""

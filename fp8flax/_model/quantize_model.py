@@ -8,9 +8,9 @@ import flax.linen as nn
 
 from fp8flax._core.options import if_of_other_api
 from fp8flax._core.recipes import Recipe
-from fp8flax._model.calls import Call
-from fp8flax._model.converted import convert, converted_class
+from fp8flax._model.converted_call import Call
 from fp8flax._model.rules import Rules
+from fp8flax._model.wrapped_module import convert, converted_class
 
 
 def quantize_model(

@@ -21,10 +21,10 @@ from fp8flax._core.names import COUNTED, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT,
 from fp8flax._core.options import if_of_other_api
 from fp8flax._core.plans.ops import GemmSizes
 from fp8flax._linen.conversion import reporting
-from fp8flax._model.calls import seen_of
-from fp8flax._model.converted import trace_apply
+from fp8flax._model.converted_call import seen_of
 from fp8flax._model.interception import contractions_in
 from fp8flax._model.model_report import ModelReport, table_of
+from fp8flax._model.wrapped_module import trace_apply
 from fp8flax._train.bridge import eval_init, split_arrays
 from fp8flax._train.gradients import value_and_grad
 

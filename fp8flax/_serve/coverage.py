@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._model.calls import Seen, SeenOp
+from fp8flax._model.converted_call import Seen, SeenOp
 from fp8flax._model.param_origin import Origin
 from fp8flax._serve.kernels import into_sources
 from fp8flax._serve.scales import WEIGHT_ONLY

@@ -16,9 +16,9 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_name
 from fp8flax._core.options import if_of_other_api
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.conversion import reporting
-from fp8flax._model.calls import Call, Seen, SeenOp, seen_of
-from fp8flax._model.converted import convert, converted_class, trace_apply
+from fp8flax._model.converted_call import Call, Seen, SeenOp, seen_of
 from fp8flax._model.rules import Rules
+from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve import trees
 from fp8flax._serve.coverage import as_text, left_wide
 from fp8flax._serve.hidden_state import CACHE, ServedOp, narrowed

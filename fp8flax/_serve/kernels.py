@@ -14,7 +14,7 @@ from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import quantize
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._core.scaling import current_scale, finite_amax
-from fp8flax._model.calls import SeenOp
+from fp8flax._model.converted_call import SeenOp
 from fp8flax._model.param_origin import Origin, Source
 from fp8flax._serve import trees
 from fp8flax._serve.trees import Path

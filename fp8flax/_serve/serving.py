@@ -18,7 +18,7 @@ from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._core.state.state import ScalingState
 from fp8flax._linen.op import Fp8Op
-from fp8flax._model.calls import Call, as_jax
+from fp8flax._model.converted_call import Call, as_jax
 from fp8flax._model.rules import Rules
 from fp8flax._serve.hidden_state import (
     CACHE,

@@ -26,7 +26,7 @@ from fp8flax._core.options import if_of_other_api
 from fp8flax._core.plans.ops import EINSUM, OpRow, packed_kernel
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
-from fp8flax._model.jaxprs import ELSE, Reads
+from fp8flax._model.program_reads import ELSE, Reads
 from fp8flax._serve.scales import WEIGHT_ONLY, constant, fixed_scales
 from fp8flax._train.bridge import split_arrays
 from fp8flax.nnx.models import Layer, layers_of

@@ -12,7 +12,7 @@ from fp8flax._compat.interpreter import Values, interpret
 from fp8flax._compat.jaxprs import equations
 from fp8flax._compat.report_primitive import is_report, key_of, with_report
 from fp8flax._core.names import BY_OP
-from fp8flax._model.jaxprs import ELSE, Moved, Reads
+from fp8flax._model.program_reads import ELSE, Moved, Reads
 
 NUMBERS = np.arange(3, dtype=np.float32)
 

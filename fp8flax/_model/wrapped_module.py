@@ -17,7 +17,7 @@ import jax
 from fp8flax._compat.flax_modules import AroundCalls, call_as_method, check_calls
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._linen.conversion import conversion, converting
-from fp8flax._model.calls import seen_of
+from fp8flax._model.converted_call import seen_of
 from fp8flax._model.rules import Rules
 from fp8flax._train.bridge import split_arrays
 

@@ -17,12 +17,12 @@ from fp8flax._linen.conversion import conversion, converting
 from fp8flax._linen.op import Fp8Op
 from fp8flax._linen.ops import class_of
 from fp8flax._model.beside_params import beside_params
+from fp8flax._model.contraction_site import as_op, name_of, site_of
 from fp8flax._model.decisions import NOTHING_SEEN, SeenSite, check_matched, why_unconverted
 from fp8flax._model.interception import Contraction, Interception, Left
-from fp8flax._model.jaxprs import CAST
 from fp8flax._model.param_origin import Move, Origin, ParamOrigins
+from fp8flax._model.program_reads import CAST
 from fp8flax._model.rules import Rules
-from fp8flax._model.sites import as_op, name_of, site_of
 
 
 class SeenOp(NamedTuple):
