@@ -347,7 +347,17 @@ _classes: dict[OpRow, type[Fp8Op]] = {
 
 
 def class_of(row: OpRow) -> type[Fp8Op]:
-    """Returns the NNX op of a row of the table; the same class at each call."""
+    """Returns the NNX op of a row of the table; the same class at each call.
+
+    Raises:
+        ValueError: the row has stacked roles. Its class needs an ``__init__`` that takes the size of the
+            stack, as ``Fp8RaggedDotOp`` has, which a row does not describe.
+    """
+    if row not in _classes and row.stacked:
+        raise ValueError(
+            f"The row {row.name!r} has the stacked roles {row.stacked}, and an NNX op makes its state before "
+            "it sees a kernel. Define a subclass of fp8flax.nnx.Fp8RaggedDotOp with this row."
+        )
     if row not in _classes:
         _classes[row] = type(row.name, (row.call, Fp8Op), {"row": row, "__module__": __name__})
     return _classes[row]

@@ -75,6 +75,7 @@ def reference(params, scale=None):
     return np.einsum("brd,bdc->brc", rounded(x), rounded(kernel)) + bias[:, None]
 
 
+@pytest.mark.optimized
 def test_the_first_call_has_scales_of_one(linen, in_nnx):
     model, variables = linen
     expected = reference(variables["params"], scale=1.0)
@@ -82,6 +83,7 @@ def test_the_first_call_has_scales_of_one(linen, in_nnx):
     np.testing.assert_allclose(in_nnx(X), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.optimized
 def test_calls_by_hand(page, linen):
     op, params = (
         extend.linen_op(page["BATCHED_DENSE"])(recipe=fp8.Float8CurrentScaling()),
