@@ -355,8 +355,8 @@ def class_of(row: OpRow) -> type[Fp8Op]:
     """
     if row not in _classes and row.stacked:
         raise ValueError(
-            f"The row {row.name!r} has the stacked roles {row.stacked}, and an NNX op makes its state before "
-            "it sees a kernel. Define a subclass of fp8flax.nnx.Fp8RaggedDotOp with this row."
+            f"The row {row.name!r} has the stacked roles {row.stacked}, and an NNX op makes its state "
+            "before it sees a kernel. Define a subclass of fp8flax.nnx.Fp8RaggedDotOp with this row."
         )
     if row not in _classes:
         _classes[row] = type(row.name, (row.call, Fp8Op), {"row": row, "__module__": __name__})
