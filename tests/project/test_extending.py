@@ -19,6 +19,10 @@ from tests import ROOT
 PAGE = ROOT / "docs" / "extending.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 MOST_LINES = 60
+
+# Bits are compared between programs, which must be compiled with the same options.
+pytestmark = pytest.mark.optimized
+
 X = jax.random.normal(jax.random.key(0), (4, 16, 64))
 
 
@@ -75,7 +79,6 @@ def reference(params, scale=None):
     return np.einsum("brd,bdc->brc", rounded(x), rounded(kernel)) + bias[:, None]
 
 
-@pytest.mark.optimized
 def test_the_first_call_has_scales_of_one(linen, in_nnx):
     model, variables = linen
     expected = reference(variables["params"], scale=1.0)
@@ -83,7 +86,6 @@ def test_the_first_call_has_scales_of_one(linen, in_nnx):
     np.testing.assert_allclose(in_nnx(X), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.optimized
 def test_calls_by_hand(page, linen):
     op, params = (
         extend.linen_op(page["BATCHED_DENSE"])(recipe=fp8.Float8CurrentScaling()),
