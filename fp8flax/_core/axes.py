@@ -58,7 +58,11 @@ def _merge_over_vmap_rule(
 
 
 def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays, each cast to vary over all manual axes that at least one of them varies over."""
+    """Returns the arrays, each cast to vary over all manual axes that at least one of them varies over.
+
+    Inside ``jax.shard_map`` our GPU kernels require this of their operands, and ``lax.scan`` requires it of
+    its carry before and after a step.
+    """
     axes = frozenset().union(*map(manual_axes, arrays))
 
     def vary(x: jax.Array) -> jax.Array:

@@ -102,6 +102,7 @@ def numbers_of(
     largest = jnp.minimum(
         scaled * np.asarray(fp8_max(q.codes.dtype) / float(_CODE), wide), np.asarray(_HUGE, wide)
     )
+    # The codes may have another layout than ``x``. So the places of the zeros are dequantized, too.
     is_lost = dequantized_codes(jnp.where(is_zero, np.float32(0), code)) == 0
     magnitude = jnp.where(is_value, jnp.abs(x.astype(wide)), np.asarray(0, wide))
     ratio = jnp.where(is_value, largest / jnp.maximum(magnitude, np.asarray(_TINY, wide)), np.inf)
@@ -216,12 +217,12 @@ def measured(f: Callable[[Any], Any], x: Any) -> tuple[Any, NumbersOfTensors]:
 
 
 class _Measured(Values):
-    """Computes a program recomputing, and collects the ``Numbers`` that its ops report."""
+    """Computes a program again, and collects the ``Numbers`` that its ops report."""
 
     is_recomputing = False
     """Whether the program is a forward pass that ``jax.checkpoint`` repeats in the backward pass.
 
-    Its inputs and kernels were reported in the first forward pass, so they are not reported recomputing."""
+    Its inputs and kernels were reported in the first forward pass, so they are not reported again."""
 
     def absent(self, like: Numbers) -> Numbers:
         """Returns the numbers of a tensor that was not computed; merged with others they change nothing."""
@@ -230,6 +231,10 @@ class _Measured(Values):
         return zeros._replace(amax=-infinite, headroom=infinite)
 
     def inside(self, eqn: Any) -> Self | None:
+        """Returns the rules for the programs of an equation that hold a report; None if they hold none.
+
+        JAX then evaluates the equation as it is.
+        """
         name, programs = eqn.primitive.name, programs_in(eqn.params)
         if not any(is_report(found.eqn) for program in programs for found in equations(program)):
             return None
@@ -290,6 +295,7 @@ class _Origins(Sets):
         return frozenset([("constant", id(value))]) if np.ndim(value) else frozenset()
 
     def inside(self, eqn: Any) -> Self | None:
+        """Returns the rules for the programs of an equation; they know whether ``nn.jit`` runs these."""
         is_nn_jit = eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _NN_JIT
         # A forward pass that jax.checkpoint repeats has other inputs: the residuals. Its kernels were
         # checked in the first forward pass, so here they are compared among themselves only.

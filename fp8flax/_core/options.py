@@ -55,9 +55,10 @@ _APIS = {"flax.linen": ("a Linen module", "fp8flax"), "flax.nnx": ("an NNX modul
 
 
 def if_of_other_api(model: Any, wanted: str, function: str) -> str:
-    """Returns a hint for an error: a model of Flax's other API was passed, so use the other function.
+    """Returns the last sentence of an error: it names our function for the API of the model.
 
-    The hint is empty if the model does not belong to the other API.
+    For an NNX module that was passed to ``fp8flax.freeze``, the sentence names ``fp8flax.nnx.freeze``. It
+    is empty if the model does not belong to the other API of Flax.
 
     Args:
         model: the value that was passed as a model: an instance or a class.

@@ -179,7 +179,16 @@ class Quantizer:
         return q
 
     def shardings(self, sharding: NamedSharding, view: View) -> QTensor:
-        """Returns how codes and scales are sharded, for a trimmed operand with the given sharding."""
+        """Returns the shardings of codes and scales that ``trim`` returned, as a ``QTensor`` of shardings.
+
+        A contraction on explicit mesh axes declares these shardings for its residuals. Scales are
+        replicated. Codes are sharded as the operand if they have its shape. Codes whose scales change along
+        the contraction may have another layout, so they are replicated, too.
+
+        Args:
+            sharding: the sharding of the wide operand.
+            view: the view of the operand.
+        """
         del view
         whole = NamedSharding(sharding.mesh, PartitionSpec())
         return QTensor(whole if self.scales_along_contraction else sharding, whole, self)
@@ -457,9 +466,11 @@ class BlockQuantizer(Quantizer):
         return self.fill(dataclasses.replace(q, codes=view.to_matrix(q.codes)), view)
 
     def shardings(self, sharding: NamedSharding, view: View) -> QTensor:
-        """Returns the shardings of codes and scales.
+        """Returns the shardings of codes and scales; the scales are replicated.
 
-        If several dimensions are flattened into one, only the first of them can stay sharded.
+        A dimension of the matrix flattens several dimensions of the operand. It is sharded as the first of
+        these. It is replicated if another one of these is sharded, or if the number of devices does not
+        divide its size.
         """
         spec = []
         for dims, size in zip((view.batch, view.free, view.contract), view.matrix_shape):

@@ -138,6 +138,9 @@ def rows_by_kernel(
 ) -> jax.Array:
     """Multiplies each row by its expert's kernel: ``(rows, columns)``, zeros for rows without expert.
 
+    It pads the operands to whole tiles and calls ``grouped_gemm`` once. ``expert_products`` calls it, on
+    one device, or on each of several devices for its part.
+
     Args:
         lhs: codes ``(rows, depth)``; with scales per block ``(1, rows, depth)``.
         kernels: codes ``(experts, columns, depth)``; with scales per block
@@ -175,6 +178,9 @@ def groups_by_kernel(
     lhs: QTensor, rhs: QTensor, group_sizes: jax.Array, *, out_dtype: Any, interpret: Any = None
 ) -> jax.Array:
     """Sums the outer products of the rows of each expert: ``(experts, depth, columns)``.
+
+    It puts the rows of each expert into whole tiles and calls the GPU kernel ``grouped_gemm`` once.
+    ``expert_sums`` calls it, on one device, or on each of several devices for its part.
 
     Args:
         lhs: codes ``(rows, depth)``; with scales per block ``(1, depth, rows)``.

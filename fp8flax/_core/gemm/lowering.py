@@ -192,7 +192,7 @@ def _has_block_scaled_units(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -
         _is_per_block(capability, gemm, lhs, rhs)
         and capability >= NATIVE_MX
         and not _is_empty(gemm)
-        and all(_is_known(lambda q: q.quantizer.as_mx(q), x) for x in (lhs, rhs))
+        and all(_has_form(lambda q: q.quantizer.as_mx(q), x) for x in (lhs, rhs))
     )
 
 
@@ -227,7 +227,7 @@ def _fits_block_kernels(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bo
         capability >= NATIVE_FP8
         and _is_per_block(capability, gemm, lhs, rhs)
         and not _is_empty(gemm)
-        and all(_is_known(lambda q: q.quantizer.as_blocks(q, 1, BLOCK), x) for x in (lhs, rhs))
+        and all(_has_form(lambda q: q.quantizer.as_blocks(q, 1, BLOCK), x) for x in (lhs, rhs))
         and all(
             isinstance(size, int) and size < 2**31
             for size in (lhs.codes.size, rhs.codes.size, math.prod(gemm.out_shape))
@@ -326,7 +326,7 @@ def _is_empty(gemm: Gemm) -> bool:
     return 0 in (*gemm.sizes, *gemm.out_shape)
 
 
-def _is_known(form: Callable[[QTensor], QTensor | None], x: QTensor) -> bool:
+def _has_form(form: Callable[[QTensor], QTensor | None], x: QTensor) -> bool:
     """Returns whether ``form(x)``, such as ``x.quantizer.as_mx(x)``, is not None; computes no values."""
     return jax.eval_shape(form, x) is not None
 

@@ -16,19 +16,25 @@ if TYPE_CHECKING:
 
 
 class Called:
-    """Base class of the call signatures.
+    """Base class of the classes that define how an op is called.
 
-    A subclass defines ``__call__``. It puts all arguments in the order of the JAX function, and gives them
-    to the function that ``multiplier`` returns.
+    The Linen op and the NNX op inherit from it, so both have the same ``__call__``. This method puts all
+    arguments in the order of the JAX function, and passes them to the function that ``multiplier`` returns.
     """
 
     def multiplier(self) -> Callable[..., jax.Array]:
-        """Returns the function that gets the operands and the arguments of the call."""
+        """Returns the function that computes the op from the operands and the arguments of the call.
+
+        Linen ops and NNX ops define it: each finds the scaling state and the recipe in its own way.
+        """
         raise NotImplementedError
 
     @classmethod
     def calling(cls, multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Returns a function that is called like the op, and computes with ``multiply``."""
+        """Returns a function that is called like the op, and computes with ``multiply``.
+
+        NNX models get it in the place of an op: to multiply by a frozen kernel, or to count the calls.
+        """
 
         def call(*args: Any, **keywords: Any) -> jax.Array:
             return cls.__call__(_Calling(multiply), *args, **keywords)

@@ -358,7 +358,10 @@ def _both_orders(
 
 
 def _wgrad(plan: DotPlan, lhs: QTensor, rhs: QTensor, *, is_lhs: bool) -> jax.Array:
-    """Returns the gradient of a kernel; ``is_lhs`` says whether ``lhs`` or ``rhs`` comes transposed."""
+    """Returns the gradient of a kernel.
+
+    One operand is passed transposed: ``lhs`` if ``is_lhs`` is True, and ``rhs`` if it is False.
+    """
     gemm = plan.gemms.wgrad.of_transposed(lhs=is_lhs, rhs=not is_lhs)
     return lowered(gemm, reference_gemm, lhs, rhs)
 

@@ -280,6 +280,8 @@ def _numbers_of_role(
         if quantizer is not None:
             numbers = plan.each(role, partial(numbers_of, quantizer, view), x, scale)
             found.append(merged(numbers) if role in plan.stacked else numbers)
+    # ``statistics`` divides the other counts by the count of values. This one counts elements, so it comes
+    # from one quantizer.
     return merged_calls(found)._replace(nonfinite=found[0].nonfinite)
 
 

@@ -205,7 +205,9 @@ class RaggedPlan(Contraction):
         (group_sizes,), columns = extra, gemm.rhs.shape[0]
 
         def as_columns(x: jax.Array) -> jax.Array:
-            # Each kernel is transposed here once, and not at each visit.
+            # The forward product sums over the first axis of a kernel, and FP8 units over the last one. So
+            # each kernel is transposed: once here, and not at each visit. Codes with scales per block have
+            # this order already. Only their dequantized values are transposed.
             is_matrix = x.ndim == 3 and uses[1].view.contract == (0,)
             return jnp.swapaxes(x, 1, 2) if is_matrix else x
 

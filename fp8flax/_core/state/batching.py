@@ -55,8 +55,10 @@ def each_alike(
         *args: for each argument of ``f``, the list of its values.
         read_once: whether a barrier follows the stacking on a GPU, so that one kernel alone reads each
             array. If several kernels read a donated array, XLA copies it before it overwrites it.
-        in_parts: whether a GPU splits the stacked arrays again, and applies ``f`` to each part. Use it if
-            the results are large, and the step returns each of them as a buffer of its own.
+        in_parts: whether a GPU splits the stacked arrays again, and applies ``f`` to each part. The
+            stacking then serves ``read_once`` only: later kernels read the copy in the stack. Use it if the
+            results are large, and the step returns each of them as a buffer of its own. A stacked result
+            would be copied into these buffers.
         loops: whether a CPU applies ``f`` in a loop, instead of once per tree in the program. Either may
             compile twice as fast as the other, depending on the surrounding program. Measure each call.
     """

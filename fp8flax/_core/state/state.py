@@ -236,7 +236,16 @@ def next_state(
     new_scale: Float32[jax.Array, "*scale"],
     state: ScalingState | None,
 ) -> ScalingState:
-    """Returns the cotangents of scale and history, which are the next state, in the dtype of ``state``.
+    """Returns the cotangents of scale and history: the next state, or what it is computed from.
+
+    If a state is used several times, JAX combines its cotangents. So the result depends on the state:
+
+    * A float32 state: the cotangents are the next state, checked by ``kept_state``. JAX adds them up, so
+      the state must be used once.
+    * A state in ``fp32_max_grad``: the cotangents are the new scale and history, which JAX merges by
+      maximum. ``kept_state`` checks them after the merge.
+    * A state with a digest: the cotangent of the digest holds the new scale and the amax, which JAX merges
+      by maximum. The next state is computed from them at the end of the gradient.
 
     Args:
         amax: the ``delayed_amax`` of this step, of shape ``(...)``.

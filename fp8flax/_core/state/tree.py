@@ -100,8 +100,9 @@ def find_pairs(paths: list[KeyPath]) -> list[tuple[int, int]]:
 def history_axis(scale: Any, history: Any) -> int | None:
     """Returns the axis along which a history holds past amaxes; None if scale and history do not fit.
 
-    Stacked layers, as of ``nn.scan``, add an axis of one size to both arrays, at any position. The wanted
-    axis is the only one where the sizes differ. The scale has size 1 there.
+    ``nn.scan`` stacks layers along a further axis, at any position. This axis has the same size in both
+    arrays. The wanted axis is the only one where the sizes differ, and the scale has size 1 there. If the
+    history has length 1, no sizes differ, and the result is the first axis of size 1.
     """
     if len(scale.shape) != len(history.shape):
         return None
@@ -232,10 +233,12 @@ def _leave(places: Places, leaves: Sequence[Any], cotangents: Sequence[Any]) -> 
 
 
 def merge_by_max(tree: Any) -> Any:
-    """Returns ``as_read(enter(tree))``. Its backward rule is ``leave``.
+    """Makes ``jax.grad`` return the next state; returns the variables to call the model with.
 
-    It is for losses that ``jax.grad`` differentiates, and not ``fp8flax.grad``. Call it once, inside the
-    differentiated function and before ``apply``, as ``TrainState.apply_fn`` does.
+    ``fp8flax.grad`` calls ``enter`` before the differentiated function, and ``leave`` after it. This
+    function does both for ``jax.grad``: it returns ``as_read(enter(tree))``, and its backward rule is
+    ``leave``. Call it once, inside the differentiated function and before ``apply``, as
+    ``TrainState.apply_fn`` does.
     """
     paths, leaves, treedef = _flatten(tree)
     of_state = [i for i, found in enumerate(find_state(paths)) if found and not is_max_dtype(leaves[i])]

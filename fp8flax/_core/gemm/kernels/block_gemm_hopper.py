@@ -197,6 +197,7 @@ def _kernel(
                     return total + sums * factor
 
                 def compute(run: Any) -> None:
+                    """Writes this warpgroup's half of a tile. ``run`` adds each block to a sum."""
                     zeros = jnp.zeros((_ROWS, _TILE), jnp.float32)
                     total = run(zeros if is_interpreted else plgpu.layout_cast(zeros, layout))
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

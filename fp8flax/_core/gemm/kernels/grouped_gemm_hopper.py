@@ -227,6 +227,7 @@ def _kernel(
                     return broadcast(scale, 1) * broadcast(loaded(rhs_s, (0,), 0), 0)
 
                 def compute(run: Any) -> None:
+                    """Writes this warpgroup's half of a tile. ``run`` adds each block to a sum."""
                     shape = _ROWS, TILE
                     zeros = jnp.zeros(shape, jnp.float32)
                     total = run(zeros if is_interpreted else plgpu.layout_cast(zeros, layout))

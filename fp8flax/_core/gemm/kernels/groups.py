@@ -122,7 +122,9 @@ def group_of(table: Any, tile: Any, groups: int, align: int = _ALIGN) -> Group:
 def transpose_groups(codes: jax.Array, table: jax.Array, *, interpret: bool = False) -> jax.Array:
     """Transposes the tiles of all groups and returns them side by side: ``(columns, tiles * TILE)``.
 
-    Rows of a tile that belong to another group become zero, and so do all rows of unused tiles.
+    The gradient of an expert's kernel sums over the rows of the expert. Hopper's FP8 units sum over the
+    last axis, so the rows become columns. Rows of a tile that belong to another group become zero, and so
+    do all rows of unused tiles. The sum of an expert can then run over whole tiles.
 
     Args:
         codes: ``(rows, columns)``, of one byte each; the number of columns is a multiple of 128.
@@ -165,9 +167,10 @@ def transpose_groups(codes: jax.Array, table: jax.Array, *, interpret: bool = Fa
 def blocks_of_groups(codes: jax.Array, scale: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the blocks of all experts side by side, and their scales.
 
-    The codes are transposed already, so a block has ``TILE`` columns. A block that several experts share is
-    copied once for each of them, with zeros in the columns of the others. The last group, the rows without
-    expert, is left out.
+    It is the counterpart of ``transpose_groups`` for scales per block. The codes are transposed already, so
+    a block has ``TILE`` columns. A block that several experts share is copied once for each of them, with
+    zeros in the columns of the others. The sum of an expert can then run over whole blocks. The last group,
+    the rows without expert, is left out.
 
     Args:
         codes: ``(columns, rows)``, of one byte each; the number of rows is a multiple of ``TILE``.

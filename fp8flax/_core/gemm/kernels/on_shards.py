@@ -124,9 +124,11 @@ def ragged_on_shards(
         group_sizes: number of rows of each group.
     """
     letters = dict.fromkeys("".join(dims).replace("e", "").replace("-", ""))
+    # The result lacks the dimensions that are contracted: the devices add up their partial results.
     added = tuple(letter for letter in letters if letter not in dims[2])
     operands = [dataclasses.replace(x, scale=jnp.atleast_1d(x.scale)) for x in (lhs, rhs)]
     arrays, treedef = jax.tree.flatten(operands)
+    # The letters of each array in ``arrays``: codes and scales of lhs, then codes and scales of rhs.
     names = [name for x, of_codes in zip(operands, dims) for name in (of_codes, _of_scale(x, of_codes))]
 
     def partition(mesh: Any, args: Any, result: Any) -> Any:
