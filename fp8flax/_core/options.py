@@ -54,7 +54,7 @@ _APIS = {"flax.linen": ("a Linen module", "fp8flax"), "flax.nnx": ("an NNX modul
 """For each API of Flax: what its modules are called in errors, and which package of ours takes them."""
 
 
-def if_of_other_api(model: Any, wanted: str, function: str) -> str:
+def other_api_hint(model: Any, wanted: str, function: str) -> str:
     """Returns the last sentence of an error: it names our function for the API of the model.
 
     For an NNX module that was passed to ``fp8flax.freeze``, the sentence names ``fp8flax.nnx.freeze``. It

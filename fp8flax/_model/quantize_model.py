@@ -6,7 +6,7 @@ from typing import Any
 
 import flax.linen as nn
 
-from fp8flax._core.options import if_of_other_api
+from fp8flax._core.options import other_api_hint
 from fp8flax._core.recipes import Recipe
 from fp8flax._model.converted_call import Call
 from fp8flax._model.rules import Rules
@@ -100,7 +100,7 @@ def quantize_model(
         hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else hint
         raise TypeError(
             f"model must be a flax.linen.Module; got {type(model).__name__}.{hint}"
-            + if_of_other_api(model, "flax.linen", "quantize_model")
+            + other_api_hint(model, "flax.linen", "quantize_model")
         )
     if model.scope is not None:
         raise ValueError(

@@ -18,7 +18,7 @@ from fp8flax._audit.report import AuditReport
 from fp8flax._core.autocast import autocast
 from fp8flax._core.gemm.gpus import GPUS, compile_target
 from fp8flax._core.names import COUNTED, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._core.options import if_of_other_api
+from fp8flax._core.options import other_api_hint
 from fp8flax._core.plans.ops import GemmSizes
 from fp8flax._linen.conversion import reporting
 from fp8flax._model.converted_call import seen_of
@@ -83,7 +83,7 @@ def report(
         raise TypeError(
             f"model must come from fp8flax.quantize_model; got {type(model).__name__}. For any other "
             "function, fp8flax.audit reads the compiled program."
-            + if_of_other_api(model, "flax.linen", "report")
+            + other_api_hint(model, "flax.linen", "report")
         )
     if target not in GPUS:
         raise ValueError(f"target must be one of {sorted(GPUS)}; got {target!r}.")

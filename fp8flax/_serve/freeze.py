@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8flax._core.formats import as_fp8_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
-from fp8flax._core.options import if_of_other_api
+from fp8flax._core.options import other_api_hint
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.conversion import reporting
 from fp8flax._model.converted_call import Call, Seen, SeenOp, seen_of
@@ -104,7 +104,7 @@ def freeze(
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a flax.linen.Module; got {type(model).__name__}."
-            + if_of_other_api(model, "flax.linen", "freeze")
+            + other_api_hint(model, "flax.linen", "freeze")
         )
     cache_dtype = None if kv_cache_dtype is None else as_fp8_dtype(kv_cache_dtype, "kv_cache_dtype")
     base = _recording(model)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.names import PARAMS, state_leaf_names
-from fp8flax._core.options import if_of_other_api
+from fp8flax._core.options import other_api_hint
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, Recipe
@@ -59,7 +59,7 @@ def serving_ops(model: Any) -> tuple[ServedOp, ...]:
     if serving is None:
         raise TypeError(
             f"model must come from fp8flax.freeze; got {type(model).__name__}."
-            + if_of_other_api(model, "flax.linen", "save_safetensors")
+            + other_api_hint(model, "flax.linen", "save_safetensors")
         )
     return serving.ops
 

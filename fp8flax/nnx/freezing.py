@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8flax._compat.interpreter import Set, interpret
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.options import if_of_other_api
+from fp8flax._core.options import other_api_hint
 from fp8flax._core.plans.ops import EINSUM, OpRow, packed_kernel
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
@@ -158,7 +158,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"model must be a flax.nnx.Module; got {type(model).__name__}."
-            + if_of_other_api(model, "flax.nnx", "freeze")
+            + other_api_hint(model, "flax.nnx", "freeze")
         )
     copy: Any = nnx.clone(model)
     layers = {

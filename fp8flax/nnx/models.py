@@ -15,7 +15,7 @@ from jax import lax
 
 from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.names import NOT_CONVERTED
-from fp8flax._core.options import if_of_other_api
+from fp8flax._core.options import other_api_hint
 from fp8flax._core.plans.conv import is_matmul
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, GemmSizes, OpRow, rows
 from fp8flax._core.recipes import Recipe
@@ -298,7 +298,7 @@ def quantize_model(
         hint = " Pass an instance, not the class." if isinstance(model, type) else ""
         raise TypeError(
             f"model must be a flax.nnx.Module; got {type(model).__name__}.{hint}"
-            + if_of_other_api(model, "flax.nnx", "quantize_model")
+            + other_api_hint(model, "flax.nnx", "quantize_model")
         )
     made = [
         f"the op at {'/'.join(map(str, path))!r}"
@@ -422,7 +422,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
         raise TypeError(
             f"model must come from fp8flax.nnx.quantize_model; got {type(model).__name__}. For any other "
             "function, fp8flax.audit reads the compiled program."
-            + if_of_other_api(model, "flax.nnx", "report")
+            + other_api_hint(model, "flax.nnx", "report")
         )
     rules, kept, _ = conversion
     if target not in GPUS:

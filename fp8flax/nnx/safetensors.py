@@ -12,7 +12,7 @@ from flax import nnx
 
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import PARAMS
-from fp8flax._core.options import if_of_other_api
+from fp8flax._core.options import other_api_hint
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._serve.hidden_state import ServedOp
 from fp8flax._serve.safetensors import load_safetensors as load_variables
@@ -76,7 +76,7 @@ def save_safetensors(
     if not ops:
         raise TypeError(
             f"model must come from fp8flax.nnx.freeze; got {type(model).__name__}."
-            + if_of_other_api(model, "flax.nnx", "save_safetensors")
+            + other_api_hint(model, "flax.nnx", "save_safetensors")
         )
     for keys, node in nnx.iter_graph(model):
         if isinstance(node, Fp8Op):  # of a wide kernel

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fp8flax._core.options import check_bool, check_choice, check_epsilon, check_int, if_of_other_api
+from fp8flax._core.options import check_bool, check_choice, check_epsilon, check_int, other_api_hint
 
 
 @pytest.mark.parametrize(
@@ -56,4 +56,4 @@ def test_errors_name_the_option(check, args, error, message):
     ],
 )
 def test_a_model_of_the_other_api(model, wanted, hint):
-    assert if_of_other_api(model, wanted, "f") == hint
+    assert other_api_hint(model, wanted, "f") == hint

@@ -43,9 +43,9 @@ def expert_products(
     """Multiplies each row by its expert's kernel, and returns the result without padding.
 
     With ``on_shards`` each of several devices computes a part. The operands are those of
-    ``rows_by_kernel``.
+    ``grouped_products``.
     """
-    multiply: Callable[..., jax.Array] = partial(rows_by_kernel, out_dtype=request.dtype)
+    multiply: Callable[..., jax.Array] = partial(grouped_products, out_dtype=request.dtype)
     if on_shards:
         dims = ("mk", "enk", "mn") if lhs.codes.ndim == 2 else ("-mk", "e-nk", "mn")
         multiply = partial(ragged_on_shards, multiply, dims)
@@ -62,9 +62,9 @@ def expert_sums(
     """Sums the outer products of each expert's rows, and returns the result without padding.
 
     With ``on_shards`` each of several devices computes a part. The operands are those of
-    ``groups_by_kernel``.
+    ``grouped_sums``.
     """
-    multiply: Callable[..., jax.Array] = partial(groups_by_kernel, out_dtype=request.dtype)
+    multiply: Callable[..., jax.Array] = partial(grouped_sums, out_dtype=request.dtype)
     if on_shards:
         dims = ("mk", "mn", "ekn") if lhs.codes.ndim == 2 else ("-km", "-nm", "ekn")
         multiply = partial(ragged_on_shards, multiply, dims)
@@ -133,7 +133,7 @@ def _tiling_of_groups(depth: int, columns: int, experts: int) -> Tiling:
     return Tiling(experts * depth, columns, experts * int(tiles), True, tile)
 
 
-def rows_by_kernel(
+def grouped_products(
     lhs: QTensor, kernels: QTensor, group_sizes: jax.Array, *, out_dtype: Any, interpret: Any = None
 ) -> jax.Array:
     """Multiplies each row by its expert's kernel: ``(rows, columns)``, zeros for rows without expert.
@@ -174,7 +174,7 @@ def rows_by_kernel(
     return out[:rows, :columns]
 
 
-def groups_by_kernel(
+def grouped_sums(
     lhs: QTensor, rhs: QTensor, group_sizes: jax.Array, *, out_dtype: Any, interpret: Any = None
 ) -> jax.Array:
     """Sums the outer products of the rows of each expert: ``(experts, depth, columns)``.

@@ -155,7 +155,11 @@ def _params(*names: str) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
 
 
 def _dot_unsupported(params: Mapping[str, Any]) -> str | None:
-    return None if params.get("out_sharding") is None else "it is told the sharding of its result"
+    return (
+        None
+        if params.get("out_sharding") is None
+        else "the model gives the sharding of its result (out_sharding)"
+    )
 
 
 DOT_GENERAL = OpRow(

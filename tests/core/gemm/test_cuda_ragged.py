@@ -9,7 +9,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._core.gemm import cuda_ragged
-from fp8flax._core.gemm.cuda_ragged import groups_by_kernel, rows_by_kernel
+from fp8flax._core.gemm.cuda_ragged import grouped_products, grouped_sums
 from fp8flax._core.gemm.kernels import grouped_gemm_hopper, groups
 from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.qtensor import QTensor, View
@@ -116,7 +116,7 @@ def test_ragged_dots_on_hopper(rows, sizes, depth, columns, is_fine, out_dtype):
     kernels = quantized(rng, (experts, columns, depth), (experts, columns, 1) if is_fine else (experts,))
     poisoned = spans[1][0] if sizes[1] else spans[2][0]  # one with a neighbour of another group in its tile
     lhs = QTensor(lhs.codes.at[poisoned, 5].set(jnp.nan), lhs.scale, lhs.quantizer)
-    out = interpreted(rows_by_kernel, out_dtype)(lhs, kernels, np.array(sizes))
+    out = interpreted(grouped_products, out_dtype)(lhs, kernels, np.array(sizes))
     assert (out.shape, out.dtype) == ((rows, columns), out_dtype)
     assert np.isnan(out).any(1).nonzero()[0].tolist() == [poisoned]
     tolerance = 2e-6 if out_dtype == jnp.float32 else 2**-8
@@ -129,7 +129,7 @@ def test_ragged_dots_on_hopper(rows, sizes, depth, columns, is_fine, out_dtype):
 
     lhs = QTensor(lhs.codes, jnp.ones(of_columns) * lhs.scale[:1] if is_fine else lhs.scale, lhs.quantizer)
     g = quantized(rng, (rows, columns), (1, columns) if is_fine else ())
-    out = interpreted(groups_by_kernel, out_dtype)(lhs, g, np.array(sizes))
+    out = interpreted(grouped_sums, out_dtype)(lhs, g, np.array(sizes))
     assert (out.shape, out.dtype) == ((experts, depth, columns), out_dtype)
     left, right, out = wide(lhs), wide(g), np.asarray(out, np.float64)
     for e, (start, end) in enumerate(spans[:-1]):
@@ -171,7 +171,7 @@ def test_ragged_dots_of_blocks_on_hopper(use_f32_scales, is_square, out_dtype):
             qs.append((jax.vmap(quantize) if a.ndim == 3 else quantize)(jnp.asarray(a)))
         return np.asarray(interpreted(f, out_dtype)(*qs, np.array(sizes)), np.float64)
 
-    out = multiplied(rows_by_kernel, (of_rows, x, 1), (of_kernel, w, 0))[:, :columns]
+    out = multiplied(grouped_products, (of_rows, x, 1), (of_kernel, w, 0))[:, :columns]
     assert np.isnan(out).any(1).nonzero()[0].tolist() == [13]
     left = with_reference(of_rows, x, 1)
     for e, (start, end) in enumerate(spans[:-1]):
@@ -181,7 +181,7 @@ def test_ragged_dots_of_blocks_on_hopper(use_f32_scales, is_square, out_dtype):
     assert not out[slice(*spans[-1])].any()
 
     x = x[:, :40]
-    dw = multiplied(groups_by_kernel, (of_rows, x, 0), (of_rows, g, 0))
+    dw = multiplied(grouped_sums, (of_rows, x, 0), (of_rows, g, 0))
     left, right = (with_reference(of_rows, a, 0) for a in (x, g))
     assert np.argwhere(np.isnan(dw).any(2)).tolist() == [[2, 5]]
     dw[:, 5] = left[:, 5] = 0
