@@ -3,13 +3,13 @@
 Why: the backward pass of an op returns the next scaling state, so the op has a ``custom_vjp``. JAX cannot
 differentiate a ``custom_vjp`` in forward mode. JAX's error names neither the op nor what to do.
 
-Internals: ``jax.extend.core`` and ``jax.interpreters``, to define a primitive that can be transposed but
-not computed. Without them forward mode raises the error of JAX. Nothing else changes.
+Internals: ``jax.extend.core`` and ``jax.interpreters``, to define a primitive whose tangent can be
+transposed but not computed. Without them forward mode raises the error of JAX. Nothing else changes.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -20,47 +20,53 @@ FORWARD_MODE = (
     "fp8flax.autocast(enabled=False)."
 )
 
-_tangent_p: Any = None
-"""The primitive that stands for the tangent of an operand; None if JAX lacks a part.
+_reverse_only_p: Any = None
+"""A primitive that returns its operand unchanged; None if JAX lacks a part.
 
-Reverse mode only transposes the primitive, as an identity. Forward mode computes it, and that raises the
-error."""
+The tangent of its operand goes through the primitive, too, with ``is_tangent``. Reverse mode only
+transposes it there. Forward mode computes it, and that raises the error."""
 
 try:
     from jax.extend.core import Primitive
     from jax.interpreters import ad, batching, mlir
 
-    _NEEDED = ad.deflinear2, batching.primitive_batchers, mlir.register_lowering
+    _NEEDED = (
+        ad.primitive_jvps,
+        ad.primitive_transposes,
+        batching.primitive_batchers,
+        mlir.register_lowering,
+    )
 except (ImportError, AttributeError):
     pass
 else:
-    _tangent_p = Primitive("fp8_tangent")
-
-
-@jax.custom_jvp
-def _checked(x: jax.Array) -> jax.Array:
-    """Returns ``x``; its tangent goes through ``_tangent_p``."""
-    return x
-
-
-@_checked.defjvp
-def _checked_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
-    return _checked(primals[0]), _tangent_p.bind(tangents[0])
+    _reverse_only_p = Primitive("fp8_reverse_mode_only")
 
 
 def reverse_mode_only(x: jax.Array) -> jax.Array:
     """Returns ``x``; raises ``TypeError`` if JAX differentiates the result in forward mode."""
-    return x if _tangent_p is None else _checked(x)
+    if _reverse_only_p is None:
+        return x
+    result: jax.Array = _reverse_only_p.bind(x, is_tangent=False)
+    return result
 
 
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    del args, kwargs
-    raise TypeError(FORWARD_MODE)
+def _computed(x: Any, is_tangent: bool) -> Any:
+    """Returns ``x``; raises ``TypeError`` if it is a tangent."""
+    if is_tangent:
+        raise TypeError(FORWARD_MODE)
+    return x
 
 
-if _tangent_p is not None:
-    _tangent_p.def_impl(_refuse)
-    _tangent_p.def_abstract_eval(lambda x: x)
-    mlir.register_lowering(_tangent_p, _refuse)
-    ad.deflinear2(_tangent_p, lambda ct, _: [ct])
-    batching.primitive_batchers[_tangent_p] = lambda args, dims: (_tangent_p.bind(*args), dims[0])
+if _reverse_only_p is not None:
+    _reverse_only_p.def_impl(_computed)
+    _reverse_only_p.def_abstract_eval(lambda x, is_tangent: x)
+    mlir.register_lowering(_reverse_only_p, lambda ctx, x, is_tangent: [_computed(x, is_tangent)])
+    ad.primitive_jvps[_reverse_only_p] = lambda primals, tangents, is_tangent: (
+        _reverse_only_p.bind(*primals, is_tangent=is_tangent),
+        _reverse_only_p.bind(*tangents, is_tangent=True),
+    )
+    ad.primitive_transposes[_reverse_only_p] = lambda g, x, is_tangent: [g]
+    batching.primitive_batchers[_reverse_only_p] = lambda args, dims, is_tangent: (
+        _reverse_only_p.bind(*args, is_tangent=is_tangent),
+        dims[0],
+    )

@@ -35,8 +35,8 @@ PARTS = {
     ),
     "reverse mode": (
         reverse_mode,
-        ["_tangent_p"],
-        ["jax.interpreters.ad.deflinear2", "jax.extend.core.Primitive"],
+        ["_reverse_only_p"],
+        ["jax.interpreters.ad.primitive_transposes", "jax.extend.core.Primitive"],
     ),
 }
 MODEL, X = nn.Sequential([nn.Dense(16, dot_general_cls=fp8.Fp8DotGeneralOp) for _ in range(2)]), (8, 16)
