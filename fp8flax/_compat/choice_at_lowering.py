@@ -55,7 +55,7 @@ def unless_cpu(otherwise: Callable[..., Any], on_cpu: Callable[..., Any], *args:
     if _unless_cpu_p is None:
         return lax.platform_dependent(*args, cpu=on_cpu, default=otherwise)
     leaves, treedef = jax.tree.flatten(args)
-    traced, shapes = jax.make_jaxpr(lambda *x: on_cpu(*treedef.unflatten(x)), return_shape=True)(*leaves)
+    traced, shapes = jax.make_jaxpr(on_cpu, return_shape=True)(*args)
     has_64_bits = jax.config.jax_enable_x64
 
     def of_leaves(*x: Any) -> list[Any]:
@@ -135,14 +135,10 @@ def unless_partitioned(
     """
     if _unless_partitioned_p is None:
         return split(*args)
-    leaves, treedef = jax.tree.flatten(args)
-    functions = (whole, split) if on_shards is None else (whole, split, on_shards)
-    (one, shapes), (other, _), *rest = (
-        jax.make_jaxpr(lambda *x, f=f: f(*treedef.unflatten(x)), return_shape=True)(*leaves)
-        for f in functions
-    )
-    third = rest[0][0] if rest else None
-    results = _unless_partitioned_p.bind(*leaves, whole=one, split=other, on_shards=third)
+    one, shapes = jax.make_jaxpr(whole, return_shape=True)(*args)
+    other = jax.make_jaxpr(split)(*args)
+    third = None if on_shards is None else jax.make_jaxpr(on_shards)(*args)
+    results = _unless_partitioned_p.bind(*jax.tree.leaves(args), whole=one, split=other, on_shards=third)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 

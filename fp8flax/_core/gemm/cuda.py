@@ -27,8 +27,6 @@ from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import MX_COLUMNS
 
-Multiply = Callable[[Gemm, QTensor, QTensor], jax.Array]
-
 ALGORITHMS = {
     "fast": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
     "exact": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
@@ -39,13 +37,19 @@ ALGORITHMS = {
 # One scale per tensor, or per slice along the contraction.
 
 
-def xla_kernel(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
-    """Multiplies codes by a GPU kernel that XLA chooses; XLA fuses the product with the scales into it."""
+def xla_kernel(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, is_row_major: bool = False) -> jax.Array:
+    """Multiplies codes by a GPU kernel that XLA chooses; XLA fuses the product with the scales into it.
+
+    With ``is_row_major`` the codes of both operands are constrained, see ``_row_major``.
+    """
+    lhs, rhs = map(_row_major, (lhs, rhs)) if is_row_major else (lhs, rhs)
     return scaled(gemm, dot(gemm, lhs.codes, rhs.codes, None, jnp.float32), lhs, rhs)
 
 
-def cublaslt(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
+def cublaslt(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, is_row_major: bool = False) -> jax.Array:
     """Multiplies codes by cublasLt.
+
+    With ``is_row_major`` the codes of both operands are constrained, see ``_row_major``.
 
     cublasLt applies a single scalar to the result: the product of two scalar scales. This product must lie
     in the range of float32. A product above 2**126 counts as 2**126, which changes only results whose codes
@@ -53,6 +57,7 @@ def cublaslt(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
     amaxes is then below 3e-31 for a gradient (e5m2) and below 2e-33 for a forward result. More exact
     results would cost a pass over the result.
     """
+    lhs, rhs = map(_row_major, (lhs, rhs)) if is_row_major else (lhs, rhs)
     product = partial(dot, gemm, lhs.codes, rhs.codes, ALGORITHMS[gemm.recipe.accumulation])
     if lhs.scale.ndim or rhs.scale.ndim:
         # Scales per row or column need a pass over the result. cublasLt writes it in float32 for that.
@@ -84,25 +89,16 @@ def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:
     return lax.optimization_barrier(out) if gemm.name == "forward" else out
 
 
-def row_major(multiply: Multiply) -> Multiply:
-    """Returns ``multiply`` with the codes of both operands constrained to a row-major memory layout.
+def _row_major(x: QTensor) -> QTensor:
+    """Constrains the codes of an operand to the row-major memory layout.
 
     cublasLt needs some operands transposed. Without the constraint XLA prefers the transposed layout for
     all arrays that an operand is computed from, back to the float32 kernels that ``nn.scan`` stacks, and
     copies those. With the constraint XLA transposes the FP8 codes. For several devices the constraint is
     not used, because XLA's partitioner would gather the array.
     """
-
-    def held(gemm: Gemm, *operands: QTensor) -> jax.Array:
-        lhs, rhs = (dataclasses.replace(x, codes=_held(x.codes)) for x in operands)
-        return multiply(gemm, lhs, rhs)
-
-    return held
-
-
-def _held(codes: jax.Array) -> jax.Array:
-    """Constrains an array to the row-major memory layout."""
-    return with_layout_constraint(codes, Layout(major_to_minor=tuple(range(codes.ndim))))
+    layout = Layout(major_to_minor=tuple(range(x.codes.ndim)))
+    return dataclasses.replace(x, codes=with_layout_constraint(x.codes, layout))
 
 
 def cublaslt_in_columns(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
@@ -118,9 +114,9 @@ def cublaslt_in_columns(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
     def in_columns(x: QTensor, is_transposed: bool) -> QTensor:
         codes = transpose(x.codes.reshape(depth, -1)) if is_transposed else x.codes.reshape(-1, depth)
         scale = x.scale.reshape(-1, 1) if x.scale.ndim else x.scale
-        return dataclasses.replace(x, codes=_held(codes), scale=scale)
+        return dataclasses.replace(x, codes=codes, scale=scale)
 
-    out = cublaslt(matrices, *map(in_columns, (lhs, rhs), are_transposed))
+    out = cublaslt(matrices, *map(in_columns, (lhs, rhs), are_transposed), is_row_major=True)
     return out.reshape(gemm.out_shape)
 
 

@@ -83,11 +83,9 @@ def lowered(request: Any, reference: Callable[..., Any], *operands: Any) -> Any:
     on_mesh = split[0][0] if split and split[0][1] else None
     on_devices = next((shards for shards, needs_mesh in split if not needs_mesh), reference)
 
-    def on_cuda(*operands: Any) -> Any:
-        if rows[0].one is rows[0].shards:  # XLA itself can split the function for one device
-            return one(*operands)
-        return unless_partitioned(one, on_devices, *operands, on_shards=on_mesh)
-
+    on_cuda = one
+    if rows[0].one is not rows[0].shards:  # if it is, XLA itself can split the function for one device
+        on_cuda = partial(unless_partitioned, one, on_devices, on_shards=on_mesh)
     # Opaque to the policies of jax.checkpoint: a policy that saves the results of dots would otherwise find
     # the dots of each platform, and keep all of them.
     run = once(partial(lax.platform_dependent, cuda=on_cuda, default=reference))
@@ -335,8 +333,8 @@ _TABLE: dict[type, tuple[Row, ...]] = {
     Gemm: (
         # One scale per tensor or slice.
         Row(_transposes_codes, cuda.cublaslt_in_columns, cuda.cublaslt),
-        Row(_fits_cublaslt, cuda.row_major(cuda.cublaslt), cuda.cublaslt),
-        Row(_multiplies_codes, cuda.row_major(cuda.xla_kernel), cuda.xla_kernel),
+        Row(_fits_cublaslt, partial(cuda.cublaslt, is_row_major=True), cuda.cublaslt),
+        Row(_multiplies_codes, partial(cuda.xla_kernel, is_row_major=True), cuda.xla_kernel),
         # Scales per block.
         Row(_has_block_scaled_units, cuda.block_scaled_units, cuda.block_scaled_units),
         Row(_has_hopper_kernel, cuda.hopper_blocks, cuda.hopper_blocks_on_shards, needs_mesh=True),

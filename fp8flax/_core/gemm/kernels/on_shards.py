@@ -6,10 +6,8 @@ which dimensions of operands and result correspond. It then runs the kernel on e
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,12 +25,84 @@ from fp8flax._core.qtensor import QTensor
 Axes = tuple[str, ...]
 
 
+def on_shards(
+    kernel: Callable[..., Any],
+    operands: Sequence[str],
+    results: Any,
+    *,
+    order: str,
+    num_deciding: int,
+    name: str,
+    of_part: Callable[..., Sequence[jax.Array]] = lambda axes, *args: args,
+) -> Callable[..., Any]:
+    """Returns ``kernel`` for arrays that may be split over devices in all dimensions of ``order``.
+
+    Each device calls the kernel with its part of each operand. If a split dimension is not in the result,
+    the partial results are summed over the devices, in their own dtype.
+
+    An array is described by a string with a letter for each dimension. Dimensions with the same letter
+    correspond, and are split together. The upper case letter stands for a dimension with one element per
+    128 elements of the dimension with the lower case letter; devices then split at these blocks. A
+    dimension ``-`` has size 1. Letters that are not in ``order`` are not split.
+
+    Args:
+        kernel: a function of arrays.
+        operands: the description of each operand.
+        results: the description of each result, in a tree like the result of the kernel.
+        order: the letters of the dimensions that may be split. If two of them could use the same mesh axis,
+            the first one uses it.
+        num_deciding: how many of the first operands decide how a dimension is split. They must agree. The
+            other operands are split in the same way, however they come.
+        name: the scope in which the kernel runs, by which an audit recognizes the kernel.
+        of_part: called with the mesh axes of each letter and the operands of a device; returns the operands
+            to call the kernel with.
+    """
+    names = jax.tree.leaves(results)
+    has_blocks = {letter for letter in order if any(letter.upper() in of for of in (*operands, *names))}
+    # The results lack the dimensions that are contracted: the devices add up their partial results.
+    added = tuple(letter for letter in order if not any(letter in of for of in names))
+
+    def partition(mesh: Any, args: Any, result: Any) -> Any:
+        """Returns what each device computes, and the shardings of results and operands."""
+        del result
+        taken, axes = _Taken(mesh), dict[str, Axes]()
+        for letter in order:
+            places = [
+                (x, of.index(letter)) for of, x in [*zip(operands, args)][:num_deciding] if letter in of
+            ]
+            wanted = {_axes_of(x)[i] for x, i in places}
+            (size,) = {x.shape[i] for x, i in places}
+            count = size // BLOCK if letter in has_blocks else size
+            axes[letter] = taken.take(wanted.pop() if len(wanted) == 1 else (), count)
+        sums = tuple(axis for letter in added for axis in axes[letter])
+
+        def compute(*args: jax.Array) -> Any:
+            out = kernel(*of_part(axes, *args))
+            return lax.psum(out, sums) if sums else out
+
+        def sharding(of: str) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*(axes.get(letter) or None for letter in of.lower())))
+
+        return mesh, compute, jax.tree.map(sharding, results), tuple(map(sharding, operands))
+
+    @custom_partitioning
+    def split(*args: Any) -> Any:
+        return kernel(*args)
+
+    # The rule does not relate blocks to columns: an upper case letter is another letter. Otherwise, if the
+    # number of devices does not divide the number of blocks, Shardy could split columns over a part of a
+    # mesh axis. JAX has no such sharding.
+    others = map("u{}".format, itertools.count())
+    of_arrays = [" ".join(next(others) if x == "-" else x for x in of) for of in (*operands, *names)]
+    rule = f"{', '.join(of_arrays[: len(operands)])} -> {', '.join(of_arrays[len(operands) :])}"
+    split.def_partition(partition, sharding_rule=rule, reduction_factors=added)
+    return jax.named_scope(name)(split)
+
+
 def gemm_on_shards(
     multiply: Callable[..., jax.Array], *, name: str, is_square: bool
 ) -> Callable[..., jax.Array]:
     """Returns ``multiply`` for operands that may be split over devices in every dimension.
-
-    If the contraction is split, the partial results are summed over the devices, in their own dtype.
 
     Args:
         multiply: a block-scaled GEMM of two stacks of matrices, called as
@@ -40,36 +110,8 @@ def gemm_on_shards(
         name: the scope in which the kernel runs, by which an audit recognizes the kernel.
         is_square: whether 128 rows of the right operand share a scale.
     """
-
-    def partition(mesh: Any, args: Any, result: Any) -> Any:
-        """Returns what each device computes, and the shardings of result and operands."""
-        del result
-        lhs, rhs, lhs_scale, rhs_scale = args
-        batch, rows, summed = _axes_of(lhs)
-        other_batch, columns, other_summed = _axes_of(rhs)
-        taken = _Taken(mesh)
-        summed = taken.take(summed if summed == other_summed else (), lhs_scale.shape[2])
-        batch = taken.take(batch if batch == other_batch else (), lhs.shape[0])
-        rows = taken.take(rows, lhs.shape[1])
-        columns = taken.take(columns, rhs_scale.shape[1])
-
-        def compute(*args: jax.Array) -> jax.Array:
-            out = multiply(*args)
-            return lax.psum(out, summed) if summed else out
-
-        left, right = _sharding(mesh, batch, rows, summed), _sharding(mesh, batch, columns, summed)
-        return mesh, compute, _sharding(mesh, batch, rows, columns), (left, right, left, right)
-
-    @custom_partitioning
-    def split(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
-        return multiply(lhs, rhs, lhs_scale, rhs_scale)
-
-    # The rule does not relate blocks to columns. Otherwise, if the number of devices does not divide the
-    # number of blocks, Shardy could split columns over a part of a mesh axis. JAX has no such sharding.
-    scales = "d" if is_square else "n"
-    rule = f"b m k, b n k, b m c, b {scales} c -> b m n"
-    split.def_partition(partition, sharding_rule=rule, reduction_factors=("k",))
-    return jax.named_scope(name)(split)
+    operands = "bmk", "bnk", "bmK", "bNK" if is_square else "bnK"
+    return on_shards(multiply, operands, "bmn", order="kbmn", num_deciding=2, name=name)
 
 
 def quantize_on_shards(kernel: Callable[..., Any], *, is_square: bool) -> Callable[..., Any]:
@@ -80,26 +122,8 @@ def quantize_on_shards(kernel: Callable[..., Any], *, is_square: bool) -> Callab
             are multiples of 128.
         is_square: whether 128 rows and 128 columns share a scale; see ``block_quantize``.
     """
-
-    def partition(mesh: Any, args: Any, result: Any) -> Any:
-        """Returns what each device computes, and the shardings of result and operands."""
-        del result
-        (x,) = args
-        batch, rows, columns = _axes_of(x)
-        taken = _Taken(mesh)
-        batch = taken.take(batch, x.shape[0])
-        rows = taken.take(rows, x.shape[1] // BLOCK)
-        columns = taken.take(columns, x.shape[2] // BLOCK)
-        first, second = _sharding(mesh, batch, rows, columns), _sharding(mesh, batch, columns, rows)
-        return mesh, kernel, ((first, first), (second, second)), (first,)
-
-    @custom_partitioning
-    def split(x: Any) -> Any:
-        return kernel(x)
-
-    scales = ("b e c", "b c e") if is_square else ("b r c", "b s e")
-    split.def_partition(partition, sharding_rule=f"b r s -> b r s, {scales[0]}, b s r, {scales[1]}")
-    return jax.named_scope(BLOCK_QUANTIZE)(split)
+    results = ("brs", "bRS" if is_square else "brS"), ("bsr", "bSR" if is_square else "bsR")
+    return on_shards(kernel, ["brs"], results, order="brs", num_deciding=1, name=BLOCK_QUANTIZE)
 
 
 def ragged_on_shards(
@@ -111,82 +135,60 @@ def ragged_on_shards(
 ) -> jax.Array:
     """Returns ``multiply(lhs, rhs, group_sizes)``; all dimensions except the experts may be split.
 
-    Each device calls ``multiply`` with its rows, and with the number of its rows in each group. If a split
-    dimension is contracted, the partial results are summed over the devices, in the dtype of the result.
+    Each device calls ``multiply`` with its rows, and with the number of its rows in each group.
 
     Args:
         multiply: a ragged dot, called as ``(lhs, rhs, group_sizes)``.
-        dims: three strings with a letter for each dimension of the codes of ``lhs``, of the codes of
-            ``rhs``, and of the result. Dimensions with the same letter correspond. ``m`` stands for the
-            rows in groups, ``e`` for the experts, and ``-`` for a dimension of size 1.
+        dims: the descriptions of the codes of ``lhs``, of the codes of ``rhs``, and of the result, see
+            ``on_shards``. ``m`` stands for the rows in groups, ``e`` for the experts, and ``-`` for a
+            dimension of size 1.
         lhs: the left operand.
         rhs: the right operand.
         group_sizes: number of rows of each group.
     """
-    letters = dict.fromkeys("".join(dims).replace("e", "").replace("-", ""))
-    # The result lacks the dimensions that are contracted: the devices add up their partial results.
-    added = tuple(letter for letter in letters if letter not in dims[2])
-    operands = [dataclasses.replace(x, scale=jnp.atleast_1d(x.scale)) for x in (lhs, rhs)]
-    arrays, treedef = jax.tree.flatten(operands)
-    # The letters of each array in ``arrays``: codes and scales of lhs, then codes and scales of rhs.
-    names = [name for x, of_codes in zip(operands, dims) for name in (of_codes, _of_scale(x, of_codes))]
+    quantizers, rows = (lhs.quantizer, rhs.quantizer), dims[0].index("m")
+    scales = [jnp.atleast_1d(x.scale) for x in (lhs, rhs)]
+    of_scales = map(_of_scale, (lhs, rhs), scales, dims)
 
-    def partition(mesh: Any, args: Any, result: Any) -> Any:
-        """Returns what each device computes, and the shardings of result and operands."""
-        del result
-        taken, axes = _Taken(mesh), dict[str, Axes]({"e": (), "-": ()})
-        for letter in letters:
-            sizes = [x.shape[name.index(letter)] for x, name in zip(args, names) if letter in name]
-            found = {_axes_of(args[i])[names[i].index(letter)] for i in (0, 2) if letter in names[i]}
-            axes[letter] = taken.take(found.pop() if len(found) == 1 else (), math.gcd(*sizes))
-        sums = tuple(axis for letter in added for axis in axes[letter])
+    def kernel(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, sizes: Any) -> jax.Array:
+        left, right = QTensor(lhs, lhs_scale, quantizers[0]), QTensor(rhs, rhs_scale, quantizers[1])
+        return multiply(left, right, sizes)
 
-        def compute(*args: jax.Array) -> jax.Array:
-            *parts, sizes = args
-            if axes["m"]:
-                sizes = _sizes_of_part(sizes, parts[0].shape[dims[0].index("m")], axes["m"])
-            lhs, rhs = treedef.unflatten(parts)
-            out = multiply(lhs, rhs, sizes)
-            return lax.psum(out, sums) if sums else out
+    def of_part(axes: dict[str, Axes], *args: jax.Array) -> Sequence[jax.Array]:
+        *parts, sizes = args
+        return (*parts, _sizes_of_part(sizes, parts[0].shape[rows], axes["m"]) if axes["m"] else sizes)
 
-        *of_args, of_result = (
-            _sharding(mesh, *(axes[letter] for letter in name)) for name in (*names, "e", dims[2])
-        )
-        return mesh, compute, of_result, tuple(of_args)
-
-    @custom_partitioning
-    def split(lhs: Any, lhs_scale: Any, rhs: Any, rhs_scale: Any, sizes: Any) -> jax.Array:
-        lhs, rhs = treedef.unflatten((lhs, lhs_scale, rhs, rhs_scale))
-        return multiply(lhs, rhs, sizes)
-
-    # In the rule a dimension of scales that is smaller than that of the codes gets a name of its own.
-    sizes = {letter: n for i in (0, 2) for letter, n in zip(names[i], arrays[i].shape)}
-    others = map("u{}".format, itertools.count())
-    of_arrays = (
-        " ".join(x if x != "-" and sizes[x] == n else next(others) for x, n in zip(name, array.shape))
-        for name, array in zip(names, arrays)
+    order = "".join(dict.fromkeys("".join(dims).replace("e", "").replace("-", "")))
+    run = on_shards(
+        kernel,
+        (dims[0], dims[1], *of_scales, "e"),
+        dims[2],
+        order=order,
+        num_deciding=2,
+        name=GROUPED_GEMM,
+        of_part=of_part,
     )
-    rule = f"{', '.join(of_arrays)}, e -> {' '.join(dims[2])}"
-    split.def_partition(partition, sharding_rule=rule, reduction_factors=added)
-    with jax.named_scope(GROUPED_GEMM):
-        return split(*arrays, group_sizes)
+    return run(lhs.codes, rhs.codes, *scales, group_sizes)
 
 
-def _of_scale(x: QTensor, of_codes: str) -> str:
-    """Returns a letter for each dimension of the scales of ``x``, in the notation of ``ragged_on_shards``.
+def _of_scale(x: QTensor, scale: jax.Array, of_codes: str) -> str:
+    """Returns the description of the scales of ``x``, see ``on_shards``.
 
-    A dimension with more than one scale gets the letter of the codes, and any other dimension gets ``-``.
-    With scales per block each dimension gets the letter of the codes, also if its size is 1. This keeps
-    devices from splitting a single block.
+    With scales per block each dimension of blocks gets a letter, also if its size is 1. This keeps devices
+    from splitting a single block.
 
     Args:
         x: the operand.
-        of_codes: the letters of the dimensions of the codes.
+        scale: its scales, with one dimension or more.
+        of_codes: the description of the codes.
     """
-    if x.scale.ndim != x.codes.ndim:
-        return "-" * x.scale.ndim
+    if scale.ndim != x.codes.ndim:
+        return "-" * scale.ndim
     is_per_block = x.quantizer.scales_along_contraction
-    return "".join(letter if n > 1 or is_per_block else "-" for letter, n in zip(of_codes, x.scale.shape))
+    return "".join(
+        letter if n == size else letter.upper() if is_per_block else "-"
+        for letter, n, size in zip(of_codes, scale.shape, x.codes.shape)
+    )
 
 
 def _sizes_of_part(group_sizes: jax.Array, rows: int, axes: Axes) -> jax.Array:
@@ -207,11 +209,6 @@ def _axes_of(x: Any) -> list[Axes]:
     """Returns, for each dimension of ``x``, the mesh axes over which it is split."""
     spec = [*x.sharding.spec, *[None] * (len(x.shape) - len(x.sharding.spec))]
     return [() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in spec]
-
-
-def _sharding(mesh: Any, *dims: Axes) -> NamedSharding:
-    """Returns the sharding of an array, given the mesh axes of each dimension."""
-    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims)))
 
 
 class _Taken:
