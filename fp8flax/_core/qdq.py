@@ -19,12 +19,14 @@ from jax.typing import ArrayLike, DTypeLike
 from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
 from fp8flax._core.amax import delayed_amax
 from fp8flax._core.formats import as_fp8_dtype
+from fp8flax._core.observe import observed
 from fp8flax._core.quantize import (
     as_float_array,
     dequantize,
     inf_to_nan,
     quantize,
     quantize_dequantize,
+    straight_through,
 )
 from fp8flax._core.state.state import (
     DelayedConfig,
@@ -44,113 +46,56 @@ def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
     return DelayedConfig(compute_dtype, as_fp8_dtype(q_dtype, "q_dtype"), bounded=False)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _straight_through(config: DelayedConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
+def _scale_of(config: DelayedConfig, state: ScalingState) -> jax.Array:
+    """Returns the scale of this step, in the shape of the scale in ``state``."""
+    return scale_of(config, state).reshape(state.scale.shape)
+
+
+def _there_and_back(config: DelayedConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns ``x`` cast to FP8 and back. Its derivative is that of the identity; the scale has none."""
-    return quantize_dequantize(x, config.q_dtype, scale, config.compute_dtype)
+
+    def cast(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return quantize_dequantize(x, config.q_dtype, scale, config.compute_dtype)
+
+    return straight_through(cast, x, scale)
 
 
-@_straight_through.defjvp
-def _straight_through_jvp(config: DelayedConfig, primals: Any, tangents: Any) -> Any:
-    return _straight_through(config, *primals), tangents[0]
+def _with_next_state(result: Any, inp: jax.Array, scale: jax.Array, state: ScalingState) -> Any:
+    """Returns ``result``; the "gradient" of ``state`` is the next state, with the amax of ``inp``.
+
+    Args:
+        result: the arrays that were computed from ``inp``. Their cotangents pass unchanged.
+        inp: the tensor that the state belongs to.
+        scale: the scale of this step.
+        state: the state before this step.
+    """
+    inp, scale, kept = jax.lax.stop_gradient((inp, scale, state_to_keep(state)))
+    new = next_state(delayed_amax(inp), scale, kept)
+    return observed(_give_state, result, (state, new), once=True)
 
 
-# ``_in_qdq``, ``_out_qdq`` and ``_in_q`` return the next state as the cotangents of ``scale`` and
-# ``amax_history``. ``_in_qdq`` and ``_in_q`` compute the next state from ``inp`` in the forward rule, and
-# keep it as the residual ``new_state``. ``_out_qdq`` computes it from the cotangent in the backward rule.
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_qdq(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> jax.Array:
-    """Returns ``inp`` cast to FP8 and back, under the scale of its state."""
-    return _in_qdq_fwd(config, inp, scale, amax_history)[0]
-
-
-def _in_qdq_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> Any:
-    state = ScalingState(scale, amax_history)
-    new_scale = scale_of(config, state).reshape(state.scale.shape)
-    out = _straight_through(config, inp, new_scale)
-    return out, next_state(delayed_amax(inp), new_scale, state_to_keep(state))
-
-
-def _in_qdq_bwd(config: DelayedConfig, new_state: Any, g: jax.Array) -> Any:
-    del config
-    return g, *new_state
-
-
-_in_qdq.defvjp(_in_qdq_fwd, _in_qdq_bwd)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _out_qdq(config: DelayedConfig, out: jax.Array, scale: Any, amax_history: Any) -> jax.Array:
-    """Returns ``out`` unchanged; its cotangent is cast to FP8 and back, under the scale of its state."""
-    del config, scale, amax_history
-    return out
-
-
-def _out_qdq_fwd(config: DelayedConfig, out: jax.Array, scale: Any, amax_history: Any) -> Any:
-    del config
-    return out, ScalingState(scale, amax_history)
-
-
-def _out_qdq_bwd(config: DelayedConfig, state: ScalingState, g: jax.Array) -> Any:
-    new_scale = scale_of(config, state).reshape(state.scale.shape)
-    g = inf_to_nan(g)
-    q_g = _straight_through(config, g, new_scale)
-    return q_g, *next_state(delayed_amax(g), new_scale, state_to_keep(state))
-
-
-_out_qdq.defvjp(_out_qdq_fwd, _out_qdq_bwd)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_q(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> Any:
-    """Returns the FP8 codes of ``inp``, and the scale from its state that they were made with."""
-    return _in_q_fwd(config, inp, scale, amax_history)[0]
-
-
-def _in_q_fwd(config: DelayedConfig, inp: jax.Array, scale: Any, amax_history: Any) -> Any:
-    state = ScalingState(scale, amax_history)
-    new_scale = scale_of(config, state).reshape(state.scale.shape)
-    q = quantize(inp, config.q_dtype, new_scale, config.compute_dtype)
-    return (q, new_scale), next_state(delayed_amax(inp), new_scale, state_to_keep(state))
-
-
-def _in_q_bwd(config: DelayedConfig, new_state: Any, g: Any) -> Any:
-    del config, g
-    return None, *new_state
-
-
-_in_q.defvjp(_in_q_fwd, _in_q_bwd)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _out_dq(dq_type: Any, out_dtype: Any, lhs_scale: Any, rhs_scale: Any, out: jax.Array) -> jax.Array:
-    """Returns ``out * (lhs_scale * rhs_scale)`` in ``dq_type``; the cotangent passes in ``out_dtype``."""
-    del out_dtype
-    return dequantize(out, dq_type, from_max_dtype(lhs_scale) * from_max_dtype(rhs_scale))
-
-
-def _out_dq_fwd(dq_type: Any, out_dtype: Any, lhs_scale: Any, rhs_scale: Any, out: jax.Array) -> Any:
-    return _out_dq(dq_type, out_dtype, lhs_scale, rhs_scale, out), None
-
-
-def _out_dq_bwd(dq_type: Any, out_dtype: Any, residuals: None, g: jax.Array) -> Any:
-    del dq_type, residuals
-    return None, None, g.astype(out_dtype)
-
-
-_out_dq.defvjp(_out_dq_fwd, _out_dq_bwd)
+def _give_state(g: Any, args: tuple[ScalingState, ScalingState]) -> Any:
+    """Observer: passes the cotangent, and returns the next state as the cotangent of the state."""
+    _, new = args
+    return g, (new, None)
 
 
 def in_qdq_as(config: DelayedConfig, inp: jax.Array, state: ScalingState) -> jax.Array:
     """Returns ``in_qdq`` of ``inp`` with the options of a delayed-scaling recipe, such as its margin."""
-    return _in_qdq(config, inp, *state)
+    scale = _scale_of(config, state)
+    return _with_next_state(_there_and_back(config, inp, scale), inp, scale, state)
 
 
 def out_qdq_as(config: DelayedConfig, out: jax.Array, state: ScalingState) -> jax.Array:
     """Returns ``out_qdq`` of ``out`` with the options of a delayed-scaling recipe, such as its margin."""
-    return _out_qdq(config, out, *state)
+    return observed(partial(_cast_cotangent, config), out, state, once=True)
+
+
+def _cast_cotangent(config: DelayedConfig, g: jax.Array, state: ScalingState) -> Any:
+    """Observer: casts the cotangent to FP8 and back, and returns the next state."""
+    scale, g = _scale_of(config, state), inf_to_nan(g)
+    new = next_state(delayed_amax(g), scale, state_to_keep(state))
+    return _there_and_back(config, g, scale), new
 
 
 def in_qdq(
@@ -191,7 +136,7 @@ def in_qdq(
     Source: ``flax.linen.fp8_ops.in_qdq``.
     """
     config = _public_config(compute_dtype, q_dtype)
-    return _in_qdq(config, as_float_array(inp, "inp"), *check_state(scale, amax_history))
+    return in_qdq_as(config, as_float_array(inp, "inp"), check_state(scale, amax_history))
 
 
 def out_qdq(
@@ -229,7 +174,7 @@ def out_qdq(
     Source: ``flax.linen.fp8_ops.out_qdq``.
     """
     config = _public_config(compute_dtype, q_dtype)
-    return _out_qdq(config, as_float_array(out, "out"), *check_state(scale, amax_history))
+    return out_qdq_as(config, as_float_array(out, "out"), check_state(scale, amax_history))
 
 
 def in_q(
@@ -266,7 +211,10 @@ def in_q(
     Source: ``flax.linen.fp8_ops.in_q``.
     """
     config = _public_config(compute_dtype, q_dtype)
-    return _in_q(config, as_float_array(inp, "inp"), *check_state(scale, amax_history))
+    inp, state = jax.lax.stop_gradient(as_float_array(inp, "inp")), check_state(scale, amax_history)
+    new_scale = _scale_of(config, state)
+    q = quantize(inp, config.q_dtype, new_scale, config.compute_dtype)
+    return _with_next_state((q, new_scale), inp, new_scale, state)
 
 
 def out_dq(
@@ -300,5 +248,5 @@ def out_dq(
     Source: ``flax.linen.fp8_ops.out_dq``.
     """
     lhs_scale, rhs_scale = (s if is_max_dtype(s) else jnp.asarray(s) for s in (lhs_scale, rhs_scale))
-    out = jnp.asarray(out)
-    return _out_dq(dq_type, out.dtype, lhs_scale, rhs_scale, out)
+    factor = from_max_dtype(lhs_scale) * from_max_dtype(rhs_scale)
+    return straight_through(lambda out, factor: dequantize(out, dq_type, factor), jnp.asarray(out), factor)

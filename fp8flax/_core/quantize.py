@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -195,6 +196,22 @@ def quantize_dequantize(
 
 qdq = quantize_dequantize
 """``quantize_dequantize`` under its name in ``flax.linen.fp8_ops``."""
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def straight_through(f: Callable[..., jax.Array], x: jax.Array, *constants: Any) -> jax.Array:
+    """Returns ``f(x, *constants)``. Its derivative with respect to ``x`` is that of the identity.
+
+    The constants have no derivative. Rounding functions need this rule: their own derivative is zero almost
+    everywhere.
+    """
+    return f(x, *constants)
+
+
+@straight_through.defjvp
+def _straight_through_jvp(f: Callable[..., jax.Array], primals: Any, tangents: Any) -> Any:
+    result = straight_through(f, *primals)
+    return result, tangents[0].astype(result.dtype)
 
 
 def cast_to_representable(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -17,7 +16,7 @@ from jax.typing import DTypeLike
 from fp8flax._core.formats import as_fp8_dtype, fp8_max
 from fp8flax._core.options import check_bool, check_choice, check_epsilon, check_int
 from fp8flax._core.qtensor import QTensor, View
-from fp8flax._core.quantize import quantize, saturated
+from fp8flax._core.quantize import quantize, saturated, straight_through
 from fp8flax._core.scaling import (
     current_scale,
     e8m0_factors,
@@ -565,8 +564,7 @@ def serves(first: Quantizer | None, second: Quantizer | None, view: View) -> boo
     return second is None if first is None else first.serves(second, view)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def straight_through(
+def quantized_and_back(
     quantizer: Quantizer | None,
     view: View,
     x: Float[jax.Array, "*dims"],
@@ -578,10 +576,8 @@ def straight_through(
     """
     if quantizer is None:
         return x
-    return quantizer.quantize(x, view, delayed_scale).dequantize(view, x.dtype)
 
+    def there_and_back(x: jax.Array, delayed_scale: Any) -> jax.Array:
+        return quantizer.quantize(x, view, delayed_scale).dequantize(view, x.dtype)
 
-@straight_through.defjvp
-def _straight_through_jvp(quantizer: Any, view: View, primals: Any, tangents: Any) -> Any:
-    """Passes the tangent of ``x`` through; ``delayed_scale`` has no derivative."""
-    return straight_through(quantizer, view, *primals), tangents[0]
+    return straight_through(there_and_back, x, delayed_scale)

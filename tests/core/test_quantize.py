@@ -16,6 +16,7 @@ from flax.linen import fp8_ops as flax_ops
 from jax import lax
 
 import fp8flax as fp8
+from fp8flax._core.quantize import straight_through
 from tests import reference
 from tests.cases import cells, normal, ties
 
@@ -218,3 +219,22 @@ def test_other_wrong_dtypes():
         fp8.quantize(1.0, jnp.float8_e4m3fn, 1.0, jnp.float16)
     with pytest.raises(TypeError, match="dq_dtype must be"):
         fp8.dequantize(jnp.float8_e4m3fn(1), jnp.float8_e5m2, jnp.float32(1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_straight_through_has_the_derivative_of_the_identity(dtype):
+    """In both modes, of any order, in the dtype of the result; the constants have no derivative."""
+
+    def f(x, step):
+        return straight_through(lambda x, step: (jnp.round(x / step) * step).astype(dtype), x, step)
+
+    x, step = jnp.float32([0.3, 1.2, -5.0]), jnp.float32(0.5)
+    np.testing.assert_array_equal(f(x, step).astype(jnp.float32), [0.5, 1.0, -5.0])
+    out, tangent = jax.jvp(f, (x, step), (2 * x, jnp.float32(7)))
+    assert out.dtype == tangent.dtype == dtype
+    np.testing.assert_array_equal(tangent, (2 * x).astype(dtype))
+    dx, dstep = jax.grad(lambda x, step: jnp.sum(f(x, step).astype(jnp.float32) ** 2), (0, 1))(x, step)
+    np.testing.assert_array_equal(dx, [1.0, 2.0, -10.0])
+    assert dstep == 0
+    second = jax.hessian(lambda x: jnp.sum(f(x, step).astype(jnp.float32) ** 2))(x)
+    np.testing.assert_array_equal(second, 2 * np.eye(3))

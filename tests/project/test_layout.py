@@ -40,6 +40,7 @@ ORDER = [
     "_core/formats",
     "_core/axes",
     "_core/tracing",
+    "_core/observe",
     "_core/names",
     "_core/options",
     "_core/scaling",
@@ -75,7 +76,6 @@ ORDER = [
     "_core/plans/plan",
     "_core/plans/engine",
     "_core/plans/contraction",
-    "_core/plans/observe",
     "_core/plans/modes",
     "_core/plans/dot_general",
     "_core/plans/einsum",
@@ -305,9 +305,8 @@ def test_contractions_have_one_derivative():
         if "custom_vjp, nondiff" in text or "@jax.custom_vjp" in text
     ]
     assert have == [
+        "_core/observe.py",
         "_core/plans/engine.py",
-        "_core/plans/observe.py",
-        "_core/qdq.py",
         "_core/state/tree.py",
         "nnx/ops.py",
     ]

@@ -228,20 +228,21 @@ class Contraction(Plan):
         return {role: delayed_config(quantizer) for role, quantizer in self.recipe.delayed.items()}
 
     def primal(self, operands: tuple[jax.Array, ...], extra: Extra, scales: Scales) -> jax.Array:
-        return on_automatic_axes(self, product_of_wide, self.out_sharding, *operands, extra, scales, None)
+        product = on_automatic_axes(self, product_of_wide, self.out_sharding)
+        return product(*operands, extra, scales, None)
 
     def forward(
         self, operands: tuple[jax.Array, ...], extra: Extra, scales: Scales
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         kept = _kept_sharding(self, "input", self.lhs), _kept_sharding(self, "kernel", self.rhs)
         shardings = (self.out_sharding, kept, None)  # None: amaxes are replicated
-        return on_automatic_axes(self, _forward, shardings, *operands, extra, scales)
+        return on_automatic_axes(self, _forward, shardings)(*operands, extra, scales)
 
     def backward(
         self, residuals: Any, extra: Extra, scales: Scales, g: jax.Array
     ) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
         shardings = ((self.lhs.sharding, self.rhs.sharding), None)  # None: amaxes are replicated
-        return on_automatic_axes(self, _backward, shardings, residuals, extra, scales, g)
+        return on_automatic_axes(self, _backward, shardings)(residuals, extra, scales, g)
 
 
 def _quantized_for(plan: Contraction, use: Use, x: jax.Array, scale: jax.Array | None) -> Any:
@@ -354,18 +355,20 @@ def _kept_sharding(plan: Contraction, role: str, operand: Operand) -> Any:
     return quantizer.shardings(operand.sharding, view)
 
 
-def on_automatic_axes(plan: Contraction, f: Callable[..., Any], out_shardings: Any, *args: Any) -> Any:
-    """Calls ``f(plan, *args)``; if the plan ``is_automatic``, in a context without explicit mesh axes.
+def on_automatic_axes(plan: Contraction, f: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
+    """Returns ``f`` for this plan; if the plan ``is_automatic``, it runs without explicit mesh axes.
 
     Args:
         plan: the contraction.
-        f: a function of the plan and the arguments.
+        f: a function of the plan and of trees of arrays.
         out_shardings: the shardings of the results, for a plan that ``is_automatic``. None stands for a
             replicated result.
-        *args: trees of arrays.
+
+    Returns:
+        A function of trees of arrays.
     """
     if not plan.is_automatic:
-        return f(plan, *args)
+        return partial(f, plan)
     mesh = plan.lhs.sharding.mesh
     explicit = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
     lhs, rhs = plan.lhs._replace(sharding=None), plan.rhs._replace(sharding=None)
@@ -374,7 +377,8 @@ def on_automatic_axes(plan: Contraction, f: Callable[..., Any], out_shardings: A
     out_shardings = jax.tree.map(
         lambda s: whole if s is None else s, out_shardings, is_leaf=lambda s: s is None
     )
-    return jax.sharding.auto_axes(inner, axes=explicit, out_sharding=out_shardings)(*args)
+    run: Callable[..., Any] = jax.sharding.auto_axes(inner, axes=explicit, out_sharding=out_shardings)
+    return run
 
 
 class Entering(NamedTuple):

@@ -188,7 +188,7 @@ class DotPlan(Contraction):
 
     def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra
-        return on_automatic_axes(self, _fake_quantized, self.out_sharding, lhs, rhs)
+        return on_automatic_axes(self, _fake_quantized, self.out_sharding)(lhs, rhs)
 
     def warn(self, *recipes: GemmRecipe) -> None:
         warn_if_emulated(*recipes)

@@ -18,6 +18,7 @@ from fp8flax._core.axes import refuse_unchecked_axes
 from fp8flax._core.measuring import Numbers, merged, merged_calls, numbers_of, report_numbers
 from fp8flax._core.mode import Calibrating, is_measuring, mode
 from fp8flax._core.names import KEPT_WIDE
+from fp8flax._core.observe import observed
 from fp8flax._core.plans.contraction import (
     STATELESS,
     Contraction,
@@ -26,11 +27,10 @@ from fp8flax._core.plans.contraction import (
     product_of_wide,
 )
 from fp8flax._core.plans.engine import run
-from fp8flax._core.plans.observe import observed
 from fp8flax._core.plans.plan import Extra
 from fp8flax._core.qdq import in_qdq_as, out_qdq_as
 from fp8flax._core.qtensor import QTensor
-from fp8flax._core.quantizers import serves, straight_through
+from fp8flax._core.quantizers import quantized_and_back, serves
 from fp8flax._core.state.state import (
     DelayedConfig,
     ScalingState,
@@ -90,14 +90,14 @@ def contract(
     is_delayed = all(
         quantizer is not None and quantizer.needs_state for quantizer in plan.recipe.quantizers
     )
-    compute: Callable[..., jax.Array] = _direct
+    compute: Callable[..., jax.Array] = run
     if plan.dequantized and plan.has_fake_quantized and is_delayed:
         compute = _fake_quantized
     else:
         plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
     if is_measuring():
         return _measured(compute, plan, lhs, rhs, extra, checked)
-    return compute(plan, lhs, rhs, extra, checked)
+    return compute(plan, (lhs, rhs), extra, checked)
 
 
 def _checked_states(plan: Contraction, states: States) -> _States:
@@ -115,16 +115,11 @@ def _checked_states(plan: Contraction, states: States) -> _States:
 # FP8.
 
 
-def _direct(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: _States) -> jax.Array:
-    """Returns the contraction of quantized operands; ``engine.run`` differentiates it."""
-    return run(plan, (lhs, rhs), extra, states)
-
-
 def _fake_quantized(
-    plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: _States
+    plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, states: _States
 ) -> jax.Array:
     """Returns the quantize-dequantize form of delayed scaling, which JAX can differentiate twice."""
-    configs = plan.configs
+    (lhs, rhs), configs = operands, plan.configs
     lhs = in_qdq_as(configs["input"], lhs, states["input"])
     rhs = in_qdq_as(configs["kernel"], rhs, states["kernel"])
     out = plan.fake_quantized(lhs, rhs, extra)
@@ -149,7 +144,7 @@ class _Fixed(NamedTuple):
 @traced_once
 def _frozen(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
     """Returns the forward product of quantized operands; states do not change."""
-    return on_automatic_axes(plan, product_of_wide, plan.out_sharding, lhs, rhs, extra, *fixed)
+    return on_automatic_axes(plan, product_of_wide, plan.out_sharding)(lhs, rhs, extra, *fixed)
 
 
 def _along_lhs(
@@ -160,7 +155,7 @@ def _along_lhs(
     if fixed.kernel is not None:
         unpacked = fixed.kernel.quantizer.unpack(fixed.kernel, view)
         return plan.wide(tangent, unpacked.dequantize(view, plan.rhs.dtype), extra)
-    quantize = partial(straight_through, quantizer, view)
+    quantize = partial(quantized_and_back, quantizer, view)
     scale = fixed.scales.get("kernel")
     return plan.wide(tangent, plan.each("kernel", quantize, rhs, scale), extra)
 
@@ -171,7 +166,7 @@ def _along_rhs(
     """Returns q(x) . dw: the wide product of the dequantized input and the kernel's tangent."""
     lhs = plan.prepared("input", lhs, extra)
     view, scale = plan.uses("input").first.view, fixed.scales.get("input")
-    return plan.wide(straight_through(plan.recipe.forward.lhs, view, lhs, scale), tangent, extra)
+    return plan.wide(quantized_and_back(plan.recipe.forward.lhs, view, lhs, scale), tangent, extra)
 
 
 def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
@@ -179,7 +174,7 @@ def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Arr
     (lhs, rhs, extra, fixed), (lhs_dot, rhs_dot, *_) = primals, tangents
     with jax.named_scope(plan.wide_scope):
         terms = [
-            on_automatic_axes(plan, along, plan.out_sharding, tangent, other, extra, fixed)
+            on_automatic_axes(plan, along, plan.out_sharding)(tangent, other, extra, fixed)
             for along, tangent, other in ((_along_lhs, lhs_dot, rhs), (_along_rhs, rhs_dot, lhs))
             if not isinstance(tangent, SymbolicZero)
         ]
@@ -253,7 +248,7 @@ def _measured(
     with mode(None):
         lhs = _reported(plan, path, "input", lhs, extra, scales.get("input"))
         rhs = _reported(plan, path, "kernel", rhs, extra, scales.get("kernel"))
-        out = compute(plan, lhs, rhs, extra, states)
+        out = compute(plan, (lhs, rhs), extra, states)
         observer = partial(_report_output_grad, plan, path)
         return observed(observer, out, (extra, scales.get("output_grad")))
 
@@ -291,5 +286,5 @@ def _reported(
     """Returns ``x`` unchanged, and reports its quantization error, if a product quantizes it."""
     if not any(plan.recipe.of_role(role)):
         return x
-    numbers = on_automatic_axes(plan, partial(_numbers_of_role, role), None, x, extra, scale)
+    numbers = on_automatic_axes(plan, partial(_numbers_of_role, role), None)(x, extra, scale)
     return report_numbers(path, role, x, numbers)
