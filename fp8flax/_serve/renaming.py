@@ -19,7 +19,7 @@ def renamed(tensors: Sequence[Tensor], rename: Rename) -> list[Tensor]:
             of an FP8 layer get names of different layers; or a wide kernel becomes a weight and does not
             have two dimensions.
     """
-    new_names = _new_names([tensor.name for tensor in tensors], rename)
+    new_names = new_names_of([tensor.name for tensor in tensors], rename)
     layers: dict[str, str] = {}
     result = []
     for tensor in tensors:
@@ -39,7 +39,8 @@ def renamed(tensors: Sequence[Tensor], rename: Rename) -> list[Tensor]:
     return result
 
 
-def _new_names(names: Sequence[str], rename: Rename) -> dict[str, str]:
+def new_names_of(names: Sequence[str], rename: Rename) -> dict[str, str]:
+    """Returns the new name of each name; see ``renamed``."""
     if isinstance(rename, Mapping):
         return dict(zip(names, _substituted(names, rename)))
     if not callable(rename):

@@ -21,7 +21,7 @@ from fp8flax._serve.server_layout import from_matrix, matrix_shape, named, quant
 
 _METADATA = "fp8flax"
 _VERSION = 3
-_DTYPES = {
+DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
     "F16": np.float16,
@@ -40,7 +40,7 @@ _DTYPES = {
     "BOOL": np.bool_,
 }
 
-_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 _FIELDS = {
     2: {"path", "dtype", "shape", "shape_in_file", "matrix"},
     3: {"path", "dtype", "shape", "shape_in_file", "matrix", "crc32"},
@@ -185,7 +185,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     library = _library()
     entries, tree = _read_header(library, path, path)
     for entry in entries.values():
-        dtype = np.dtype(_DTYPES[entry["dtype"]])
+        dtype = np.dtype(DTYPES[entry["dtype"]])
         narrow = jax.dtypes.canonicalize_dtype(dtype)
         if narrow != dtype:
             raise ValueError(
@@ -205,7 +205,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
                 f"{path} is damaged: the checksum of {name!r} does not match. Save the model "
                 "again, or copy the file again."
             )
-        array = np.frombuffer(tensors[name]["data"], _DTYPES[entry["dtype"]])
+        array = np.frombuffer(tensors[name]["data"], DTYPES[entry["dtype"]])
         if entry["matrix"] is not None:
             array = from_matrix(array, entry["shape"], *entry["matrix"])
         return jnp.asarray(array.reshape(entry["shape"]))
@@ -297,17 +297,17 @@ def _check_entry(entry: Any, fields: set[str], dtype: str, shape_in_file: list[i
     path, shape, matrix = entry["path"], entry["shape"], entry["matrix"]
     if not (isinstance(path, list) and path and all(isinstance(part, str) for part in path)):
         return f"must have a path of names; got {path!r}"
-    if not (_are_sizes(shape) and _are_sizes(entry["shape_in_file"])):
+    if not (are_sizes(shape) and are_sizes(entry["shape_in_file"])):
         return f"must have shapes of ints; got {shape!r} and {entry['shape_in_file']!r}"
     written = (entry["dtype"], entry["shape_in_file"])
     if written != (dtype, shape_in_file):
         return f"is {dtype}{shape_in_file} in the file, and was written as {written[0]}{written[1]}"
-    if dtype not in _DTYPES:
-        return f"is {dtype}, which is none of {list(_DTYPES)}"
+    if dtype not in DTYPES:
+        return f"is {dtype}, which is none of {list(DTYPES)}"
     if matrix is None:
         fits = math.prod(shape) == math.prod(shape_in_file)
     else:
-        if not (isinstance(matrix, list) and len(matrix) == 2 and all(map(_are_sizes, matrix))):
+        if not (isinstance(matrix, list) and len(matrix) == 2 and all(map(are_sizes, matrix))):
             return f"must have a matrix of two lists of axes, or none; got {matrix!r}"
         axes = [*matrix[0], *matrix[1]]
         if sorted(axes) != list(range(len(axes))) or len(axes) > len(shape):
@@ -316,5 +316,5 @@ def _check_entry(entry: Any, fields: set[str], dtype: str, shape_in_file: list[i
     return None if fits else f"has the shape {shape_in_file}, which does not become {shape}"
 
 
-def _are_sizes(value: Any) -> bool:
+def are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)

@@ -128,6 +128,8 @@ ORDER = [
     "_serve/server_layout",
     "_serve/renaming",
     "_serve/safetensors",
+    "_serve/checkpoints",
+    "_serve/load_into",
     "_serve/kernels",
     "_serve/coverage",
     "_serve/serving",

@@ -1,0 +1,141 @@
+"""Writes the small FP8 checkpoints of tests/serve/files with the libraries whose formats they have.
+
+Run ``python benchmarks/checkpoints.py`` with a Python that has torch, transformers 5, compressed-tensors
+and torchao. It needs no GPU and downloads nothing. Beside each checkpoint, ``expected.safetensors`` has the
+weights as the library itself dequantizes them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+FILES = Path(__file__).resolve().parents[1] / "tests" / "serve" / "files"
+SINGLE = "model.safetensors"
+
+
+def model(shapes: dict[str, tuple[int, int]]) -> Any:
+    """Returns linear layers with random weights ``(out, in)``, whose rows have different magnitudes."""
+    torch.manual_seed(0)
+    layers = {}
+    for name, (out, width) in shapes.items():
+        layers[name] = torch.nn.Linear(width, out)
+        layers[name].weight.data *= torch.logspace(-2, 1, out)[:, None]
+    return torch.nn.ModuleDict(layers)
+
+
+def compressed_tensors(folder: Path, kind: str, weights: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Writes layers that compressed-tensors quantized; returns the weights that it dequantizes."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    # Blocks of 16×32 do not fill the weight up. Groups of 32 columns must.
+    net = model({"up": (20, 48 if weights["strategy"] == "block" else 64), "down": (8, 32)})
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, **weights}
+    group = {"targets": ["Linear"], "weights": weights, "format": kind}
+    config = QuantizationConfig(config_groups={"group_0": group}, quantization_status="frozen", format=kind)
+    apply_quantization_config(net, config)
+    for layer in net.values():
+        rows, columns = layer.weight.shape
+        height, width = {
+            "tensor": (rows, columns),
+            "channel": (1, columns),
+            "block": weights.get("block_structure", (1, 1)),
+            "group": (1, weights.get("group_size", 1)),
+        }[weights["strategy"]]
+        blocks = [b.abs().amax() for r in layer.weight.split(height) for b in r.split(width, 1)]
+        amax = torch.stack(blocks).reshape(layer.weight_scale.shape)
+        layer.weight_scale.data, _ = calculate_qparams(-amax, amax, config.config_groups["group_0"].weights)
+    compressor = ModelCompressor(quantization_config=config)
+    compressor.compress_model(net)
+    save_file({name: x.contiguous() for name, x in net.state_dict().items()}, folder / SINGLE)
+    (folder / "config.json").write_text(json.dumps({"model_type": "two_layers"}))
+    compressor.update_config(folder)
+    compressor.decompress_model(net)
+    return {f"{name}.weight": layer.weight.data for name, layer in net.items()}
+
+
+def finegrained(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """Writes layers in the ``fp8`` format of transformers; returns the weights that it dequantizes."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    config = FineGrainedFP8Config(**options)
+    quantizer = SimpleNamespace(quantization_config=config)
+    net = model({"up": (32, 64), "down": (16, 32)})
+    tensors: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
+    for name, weight in net.state_dict().items():
+        tensors |= Fp8Quantize(quantizer).convert({name: weight})
+        if name.endswith("weight"):
+            scale = tensors[f"{name}_scale_inv"]
+            expected[name] = Fp8Dequantize(quantizer)._dequantize_one(tensors[name], scale, torch.float32)
+    save_file(tensors, folder / SINGLE)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config.to_dict()}, default=str))
+    return expected
+
+
+def torchao(folder: Path, granularity: Any) -> dict[str, torch.Tensor]:
+    """Writes layers that torchao quantized; returns the weights that it dequantizes."""
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
+
+    net = model({"up": (20, 64), "down": (8, 32)})
+    for layer in net.values():
+        tensor = Float8Tensor.from_hp(layer.weight.data, granularity=granularity)
+        layer.weight = torch.nn.Parameter(tensor, requires_grad=False)
+    tensors, metadata = flatten_tensor_state_dict(net.state_dict())
+    save_file(tensors, folder / SINGLE, metadata)
+    return {f"{name}.weight": layer.weight.dequantize() for name, layer in net.items()}
+
+
+def cases() -> dict[str, Callable[[Path], dict[str, torch.Tensor]]]:
+    """Returns what writes each folder."""
+    from torchao.quantization import PerRow, PerTensor
+
+    def of_compressed_tensors(kind: str, **weights: Any) -> Callable[[Path], dict[str, torch.Tensor]]:
+        return lambda folder: compressed_tensors(folder, kind, weights)
+
+    return {
+        "compressed_tensor": of_compressed_tensors("float-quantized", strategy="tensor"),
+        "compressed_channel": of_compressed_tensors("float-quantized", strategy="channel"),
+        "compressed_naive": of_compressed_tensors("naive-quantized", strategy="channel"),
+        "compressed_block": of_compressed_tensors(
+            "float-quantized", strategy="block", block_structure=[16, 32]
+        ),
+        "compressed_mxfp8": of_compressed_tensors(
+            "mxfp8-quantized", strategy="group", group_size=32, scale_dtype=torch.uint8
+        ),
+        "transformers_block": lambda folder: finegrained(folder, weight_block_size=(16, 32)),
+        "transformers_ue8m0": lambda folder: finegrained(
+            folder, weight_block_size=(16, 32), scale_fmt="ue8m0"
+        ),
+        "torchao_row": lambda folder: torchao(folder, PerRow()),
+        "torchao_tensor": lambda folder: torchao(folder, PerTensor()),
+    }
+
+
+def main() -> None:
+    shutil.rmtree(FILES, ignore_errors=True)
+    for name, write in cases().items():
+        folder = FILES / name
+        folder.mkdir(parents=True)
+        expected = write(folder)
+        save_file({key: x.contiguous() for key, x in expected.items()}, folder / "expected.safetensors")
+        print(name, sum(path.stat().st_size for path in folder.iterdir()))
+    packages = ("torch", "transformers", "compressed-tensors", "torchao", "safetensors")
+    versions = {package: version(package) for package in packages}
+    (FILES / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,496 @@
+"""``read_checkpoint``: reads FP8 checkpoints that other libraries wrote, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from fp8flax._core.formats import FP8_DTYPES
+from fp8flax._serve.safetensors import DTYPES, are_sizes
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MOST_HEADER_BYTES = 100_000_000
+"""The largest header that the library ``safetensors`` reads."""
+_MOST_ELEMENTS = 2**62
+_SLAB = 2**22
+"""Elements that ``CheckpointTensor.dequantize`` makes wide at a time, at least one row of blocks."""
+_METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao", "mxfp8")
+_SCALES = ("_scale", "_scale_inv")
+_INPUT_SCALES = ("input_scale", "activation_scale")
+_BESIDE = ("_zero_point", "_scale_2", "_global_scale", "_packed", "_shape", "_g_idx")
+"""Endings of tensors beside a weight, with which codes times scales would not be its value."""
+_PARTS = tuple(f"weight{end}" for end in (*_SCALES, *_BESIDE, ".compressed", ".bitmask"))
+_MX, _SQUARE = (1, 32), (128, 128)
+_FLOAT8, _E8M0 = set(FP8_DTYPES), np.dtype(jnp.float8_e8m0fnu)
+_WIDE = {np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
+
+
+class CheckpointTensor(NamedTuple):
+    """A quantized tensor of a checkpoint: each block of ``codes`` has one entry of ``scale``.
+
+    The arrays have the bits of the file. The codes are mapped from the file, and are read when they are
+    used.
+    """
+
+    codes: np.ndarray
+    """FP8 codes, such as ``(out, in)``."""
+    scale: np.ndarray
+    """Factors of the codes, one per block, with as many dimensions as the codes."""
+    block: tuple[int, ...]
+    """The size of a block in each dimension. The last block of a dimension may be smaller."""
+    input_scale: np.ndarray | None
+    """The fixed scale of the layer's input; None if the file has none."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape of the tensor."""
+        return self.codes.shape
+
+    def dequantize(self, dtype: DTypeLike = np.float32) -> np.ndarray:
+        """Returns codes times scales.
+
+        The product is computed in float32, or in float64 if ``dtype`` is float64, and then rounded once.
+        """
+        result = np.empty(self.shape, dtype)
+        if not result.size:
+            return result
+        wide = np.float64 if result.dtype == np.float64 else np.float32
+        if not self.shape:
+            one = CheckpointTensor(self.codes.reshape(1), self.scale.reshape(1), (1,), None)
+            return one.dequantize(dtype).reshape(())
+        height = self.block[0] if self.scale.shape[0] > 1 else 1
+        step = max(1, _SLAB // (math.prod(self.shape[1:]) * height)) * height
+        for start in range(0, self.shape[0], step):
+            codes, scale = self.codes[start : start + step], self.scale
+            if scale.shape[0] > 1:
+                scale = scale[start // height : (start + step) // height]
+            scale = scale.astype(wide)
+            for axis, (size, width) in enumerate(zip(codes.shape, self.block)):
+                if scale.shape[axis] > 1 and width > 1:
+                    scale = scale.repeat(width, axis)
+                    scale = scale[(slice(None),) * axis + (slice(size),)]
+            with np.errstate(all="ignore"):  # a scale may be NaN, and a product may overflow
+                result[start : start + step] = (codes.astype(wide) * scale).astype(dtype)
+        return result
+
+
+class _Stored(NamedTuple):
+    """Place of a tensor in a file."""
+
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+class _Quantized(NamedTuple):
+    """The parts of a quantized tensor in the files."""
+
+    codes: _Stored
+    scale: _Stored
+    scale_dtype: np.dtype
+    scale_shape: tuple[int, ...]
+    block: tuple[int, ...]
+    input_scale: _Stored | None
+
+
+class Checkpoint(Mapping[str, Any]):
+    """The tensors of a checkpoint by their names; see ``read_checkpoint``."""
+
+    def __init__(self, path: Path, entries: Mapping[str, _Stored | _Quantized]) -> None:
+        self._path, self._entries = path, entries
+
+    def __getitem__(self, name: str) -> np.ndarray | CheckpointTensor:
+        entry = self._entries[name]
+        if isinstance(entry, _Stored):
+            return _array(entry, name)
+        scale = _array(entry.scale, name).view(entry.scale_dtype).reshape(entry.scale_shape)
+        input_scale = None if entry.input_scale is None else _array(entry.input_scale, name)
+        return CheckpointTensor(_array(entry.codes, name), scale, entry.block, input_scale)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {str(self._path)!r} of {len(self)} tensors>"
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Reads the names of a safetensors checkpoint; each tensor is read when it is looked up.
+
+    A weight in FP8 comes with its scales, as an object with these attributes:
+
+    * ``codes``: the FP8 codes, as in the file
+    * ``scale``: the scales, one per block, with as many dimensions as the codes
+    * ``block``: the size of a block in each dimension; the last block of a dimension may be smaller
+    * ``input_scale``: the fixed scale of the layer's input, or None
+    * ``dequantize(dtype)``: codes times scales, rounded once, as a NumPy array
+
+    The scales are not listed under names of their own. All other tensors are NumPy arrays. Arrays are
+    read-only and mapped from the file, so that an array costs no memory before it is used. The file must
+    not change while it is mapped.
+
+    These formats are read, with scales per tensor, per output feature or per block: ``weight_scale_inv`` of
+    DeepSeek-V3 and Qwen3, compressed-tensors, ModelOpt, fbgemm, MXFP8 and torchao's ``Float8Tensor``.
+
+    Args:
+        path: a safetensors file; or a folder with ``model.safetensors``, or with
+            ``model.safetensors.index.json`` and its files. The ``config.json`` of a folder gives the size
+            of blocks.
+
+    Returns:
+        A mapping from the names in the files to arrays and quantized tensors.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+        ValueError: a file is damaged, or has a format that is not read, such as int8, NVFP4 or sparse
+            weights; or a scale has a shape that does not match its weight. The error names the file and the
+            tensor. A lookup raises it if the file has become shorter.
+
+    Example:
+        >>> import ml_dtypes, numpy as np, os, tempfile, fp8flax as fp8
+        >>> from safetensors.numpy import save_file
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+        >>> codes = np.ones((256, 200), ml_dtypes.float8_e4m3fn)
+        >>> scale = np.full((2, 2), 0.5, np.float32)
+        >>> save_file({"up.weight": codes, "up.weight_scale_inv": scale}, path)
+        >>> checkpoint = fp8.read_checkpoint(path)
+        >>> list(checkpoint), checkpoint["up.weight"].block
+        (['up.weight'], (128, 128))
+        >>> checkpoint["up.weight"].dequantize(np.float32)[0, 0]
+        np.float32(0.5)
+
+    Source: the safetensors format; DeepSeek-V3, "Weight File Documentation"; the documentation of
+    compressed-tensors, ModelOpt, fbgemm and torchao; OCP Microscaling Formats (MX) Specification v1.0.
+    """
+    path = Path(path)
+    if path.is_dir():
+        config, where = _quantization_config(path)
+        files, metadata = _read_folder(path)
+    else:
+        config, where = {}, path
+        files, metadata = _read_header(path)
+    return Checkpoint(path, _entries(files, metadata, _declared_blocks(config, where)))
+
+
+# Files and their headers.
+
+
+def _parsed(text: bytes, where: Path) -> dict[str, Any]:
+    """Returns a JSON object; ``where`` is the file that an error names."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"it has the name {twice!r} twice")
+        return found
+
+    try:
+        parsed = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is damaged: its JSON cannot be read: {error}. Copy it again.") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{where} is damaged: its JSON must be an object; got {type(parsed).__name__}.")
+    return parsed
+
+
+def _read_header(path: Path) -> tuple[dict[str, _Stored], dict[str, str]]:
+    """Returns where the tensors of a file are, and the metadata of the file."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+            raise ValueError(
+                f"{path} is no safetensors file, or a damaged one: it has {size} bytes, and its header "
+                f"would have {length}. Copy it again."
+            )
+        header = _parsed(file.read(length), path)
+    metadata = header.pop("__metadata__", {})
+    if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
+        raise ValueError(f"{path} is damaged: its metadata must be strings; got {metadata!r}.")
+    begin = 8 + length
+    stored = {name: _checked(path, name, entry, begin) for name, entry in header.items()}
+    end, last = begin, "the header"
+    for name, entry in sorted(stored.items(), key=lambda item: (item[1].start, _nbytes(item[1]))):
+        if entry.start != end:
+            raise ValueError(
+                f"{path} is damaged: {name!r} begins at byte {entry.start}, and {last!r} ends at byte "
+                f"{end}. Copy it again."
+            )
+        end, last = end + _nbytes(entry), name
+    if end != size:
+        raise ValueError(
+            f"{path} is damaged: {last!r} ends at byte {end}, and the file at byte {size}. Copy it again."
+        )
+    return stored, metadata
+
+
+def _checked(path: Path, name: str, entry: Any, begin: int) -> _Stored:
+    """Returns where a tensor is, after checks of its entry in the header."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(
+            f"{path} is damaged: {name!r} must have dtype, shape and data_offsets; got {entry!r}."
+        )
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{path}: {name!r} has the dtype {dtype!r}, which is none of {list(DTYPES)}.")
+    if not are_sizes(shape) or math.prod(max(1, n) for n in shape) > _MOST_ELEMENTS or len(shape) > 32:
+        raise ValueError(f"{path} is damaged: {name!r} must have a shape of sizes; got {shape!r}.")
+    stored = _Stored(path, np.dtype(DTYPES[dtype]), tuple(shape), begin)
+    if not (are_sizes(offsets) and len(offsets) == 2 and offsets[1] - offsets[0] == _nbytes(stored)):
+        raise ValueError(
+            f"{path} is damaged: {name!r} is {dtype}{shape}, of {_nbytes(stored)} bytes, but its "
+            f"data_offsets are {offsets!r}. Copy it again."
+        )
+    return stored._replace(start=begin + offsets[0])
+
+
+def _nbytes(stored: _Stored) -> int:
+    return math.prod(stored.shape) * stored.dtype.itemsize
+
+
+def _array(stored: _Stored, name: str) -> np.ndarray:
+    """Returns a tensor, mapped from its file."""
+    nbytes = _nbytes(stored)
+    if not nbytes:
+        return np.empty(stored.shape, stored.dtype)
+    try:
+        raw = np.memmap(stored.file, np.uint8, "r", stored.start, (nbytes,))
+    except ValueError as error:
+        raise ValueError(
+            f"{stored.file} has become shorter since it was opened: {name!r} ends behind its end. "
+            "Copy it again."
+        ) from error
+    return np.asarray(raw).view(stored.dtype).reshape(stored.shape)
+
+
+def _read_folder(folder: Path) -> tuple[dict[str, _Stored], dict[str, str]]:
+    """Returns where the tensors of a folder are, and the metadata of its files."""
+    index = folder / _INDEX
+    if not index.is_file():
+        if not (folder / _SINGLE).is_file():
+            raise FileNotFoundError(
+                f"{folder} must have {_SINGLE} or {_INDEX}; it has neither. Pass the path of a safetensors "
+                "file, or of another folder."
+            )
+        return _read_header(folder / _SINGLE)
+    shard_of = _parsed(index.read_bytes(), index).get("weight_map")
+    if not isinstance(shard_of, dict):
+        raise ValueError(f"{index} is damaged: it must have a weight_map; got {shard_of!r}.")
+    for name, shard in shard_of.items():
+        if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\\0"):
+            raise ValueError(
+                f"{index}: the file of {name!r} must be the name of a file in the same folder; got "
+                f"{shard!r}."
+            )
+        if not os.path.isfile(folder / shard):
+            raise ValueError(f"{index}: {shard!r}, the file of {name!r}, is missing from the folder.")
+    files: dict[str, _Stored] = {}
+    metadata: dict[str, str] = {}
+    for shard in sorted(set(shard_of.values())):
+        stored, own = _read_header(folder / shard)
+        for name, entry in stored.items():
+            if shard_of.get(name) != shard:
+                raise ValueError(
+                    f"{folder / shard} has {name!r}, but {index} names {shard_of.get(name)!r} as its file. "
+                    "A tensor must be in one file. Remove the other one, or correct the index."
+                )
+            files[name] = entry
+        metadata |= own
+    for name, shard in shard_of.items():
+        if name not in files:
+            raise ValueError(f"{folder / shard} does not have {name!r}, which {index} says is in it.")
+    return files, metadata
+
+
+# The description of the format.
+
+
+def _quantization_config(folder: Path) -> tuple[dict[str, Any], Path]:
+    """Returns the quantization config of a folder, and the file that has it."""
+    for name, keys in (
+        ("config.json", ("quantization_config", "compression_config")),
+        ("hf_quant_config.json", ("quantization",)),
+    ):
+        path = folder / name
+        if path.is_file():
+            whole = _parsed(path.read_bytes(), path)
+            inner = whole.get("text_config")
+            for key in keys:
+                config = whole.get(key) or (inner.get(key) if isinstance(inner, dict) else None)
+                if config is not None:
+                    return _mapping(config, key, path), path
+    return {}, folder
+
+
+def _mapping(value: Any, what: str, where: Path) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: {what} must be an object; got {value!r}.")
+    return value
+
+
+def _declared_blocks(config: Mapping[str, Any], where: Path) -> list[tuple[int, int]]:
+    """Returns the sizes of blocks in a quantization config; raises if its format is not read."""
+    method = config.get("quant_method", "fp8")
+    if method not in _METHODS:
+        raise ValueError(f"{where} has the quant_method {method!r}; these are read: {', '.join(_METHODS)}.")
+    for key, harmless in (("sparsity_config", "dense"), ("transform_config", None)):
+        value = config.get(key) or {}
+        if _mapping(value, key, where).get("format", harmless) != harmless or (not harmless and value):
+            raise ValueError(
+                f"{where} has a {key}, so codes times scales are not the weights: {value!r}. Save the "
+                "model without it."
+            )
+    blocks = [config.get("weight_block_size")]
+    for name, group in _mapping(config.get("config_groups") or {}, "config_groups", where).items():
+        weights = _mapping(_mapping(group, name, where).get("weights") or {}, f"weights of {name}", where)
+        structure, size = weights.get("block_structure"), weights.get("group_size")
+        if isinstance(structure, str):
+            structure = [int(n) if n.isdecimal() and len(n) < 9 else n for n in structure.split("x")]
+        has_groups = weights.get("strategy") == "group" and size is not None
+        blocks.append([1, size] if has_groups else structure)
+    found: list[tuple[int, int]] = []
+    for block in blocks:
+        if block is None:
+            continue
+        if not (are_sizes(block) and len(block) == 2 and min(block) > 0):
+            raise ValueError(f"{where}: the size of a block must be two numbers above 0; got {block!r}.")
+        found.append((block[0], block[1]))
+    return found
+
+
+def _entries(
+    files: Mapping[str, _Stored], metadata: Mapping[str, str], declared: Sequence[tuple[int, int]]
+) -> dict[str, _Stored | _Quantized]:
+    """Returns the entries of a checkpoint: each weight in FP8 together with its scales."""
+    entries: dict[str, _Stored | _Quantized] = {}
+    rest = dict(files)
+    for name, (codes, scale, block) in _float8_tensors(files, metadata).items():
+        entries[name] = _quantized(name, rest.pop(codes), rest.pop(scale), None, [block])
+    for name, stored in files.items():
+        if stored.dtype not in _FLOAT8 or name not in rest:
+            continue
+        if wrong := [name + end for end in _BESIDE if name + end in files]:
+            raise ValueError(
+                f"{stored.file}: {name!r} has {wrong[0]!r} beside it. That format is not read, because "
+                "codes times scales are not its value."
+            )
+        scales = [name + end for end in _SCALES if name + end in files]
+        if len(scales) > 1:
+            raise ValueError(f"{stored.file}: {name!r} must have one tensor of scales; it has {scales}.")
+        if not scales:
+            continue  # such as an embedding that was cast to FP8
+        layer = name.removesuffix("weight")
+        inputs = [layer + end for end in _INPUT_SCALES if layer + end in rest and layer != name]
+        input_scale = rest.pop(inputs[0]) if inputs else None
+        entries[name] = _quantized(name, rest.pop(name), rest.pop(scales[0]), input_scale, declared)
+    for name, stored in rest.items():
+        if name.endswith(_PARTS):
+            raise ValueError(
+                f"{stored.file}: {name!r} belongs to no weight in FP8. int8, 4-bit and sparse weights are "
+                "not read; dequantize them with the library that wrote them."
+            )
+        if name in entries:
+            raise ValueError(f"{stored.file}: {name!r} is there twice, as one tensor and in parts.")
+    order = {name: entries.get(name, rest.get(name)) for name in files}
+    return {name: e for name, e in (order | entries).items() if e is not None}
+
+
+def _float8_tensors(
+    files: Mapping[str, _Stored], metadata: Mapping[str, str]
+) -> dict[str, tuple[str, str, tuple[int, ...]]]:
+    """Returns the names of codes and scales, and the blocks, of the torchao tensors in the metadata."""
+    found: dict[str, tuple[str, str, tuple[int, ...]]] = {}
+    where = next(iter(files.values())).file if files else None
+    if where is None or "tensor_names" not in metadata:
+        return found
+    for name, text in metadata.items():
+        if name in ("tensor_names", "format") or not text.startswith("{"):
+            continue
+        described = _parsed(text.encode("utf-8", "surrogatepass"), where)
+        kind = described.get("_type")
+        if kind in (None, "Tensor"):
+            continue
+        layer, dot, last = name.rpartition(".")
+        parts = (f"{layer}{dot}_{last}_qdata", f"{layer}{dot}_{last}_scale")
+        if kind != "Float8Tensor" or not all(part in files for part in parts):
+            raise ValueError(
+                f"{where}: {name!r} must be torchao's Float8Tensor, with the tensors {parts}; it is "
+                f"{kind!r}. Other types are not read; dequantize them with torchao."
+            )
+        codes, scale = (files[part].shape for part in parts)
+        block: Any = _mapping(described.get("_data"), f"_data of {name!r}", where).get("block_size")
+        is_block = are_sizes(block) and len(block) == len(codes) and min(block, default=1) > 0
+        if not is_block or math.prod(-(-n // b) for n, b in zip(codes, block)) != math.prod(scale):
+            raise ValueError(
+                f"{where}: {name!r} must have a block_size that fits its codes {list(codes)} and its scale "
+                f"{list(scale)}; got {block!r}."
+            )
+        found[name] = (*parts, tuple(block))
+    return found
+
+
+def _quantized(
+    name: str,
+    codes: _Stored,
+    scale: _Stored,
+    input_scale: _Stored | None,
+    declared: Sequence[tuple[int, ...]],
+) -> _Quantized:
+    """Returns the entry of a quantized tensor; raises if its scale does not match."""
+    if codes.dtype not in _FLOAT8:
+        raise ValueError(f"{codes.file}: {name!r} must have codes in FP8; they are {codes.dtype}.")
+    dtype = _E8M0 if scale.dtype == np.uint8 else scale.dtype
+    if dtype != _E8M0 and dtype not in _WIDE:
+        raise ValueError(
+            f"{scale.file}: the scale of {name!r} is {scale.dtype}. It must be float32, bfloat16, float16 "
+            "or E8M0."
+        )
+    found = _blocks(codes.shape, scale.shape, declared or ([_MX] if dtype == _E8M0 else []) + [_SQUARE])
+    block = found.pop() if len(found) == 1 else ()
+    shape = tuple(-(-n // b) for n, b in zip(codes.shape, block))
+    # A file of MXFP8 may hold the bytes of its scales as uint8.
+    is_mx = len(block) > 1 and block[-1] <= _MX[1] and set(block[:-1]) == {1}
+    is_clear = len(block) == len(codes.shape) and math.prod(shape) == math.prod(scale.shape)
+    if not is_clear or (scale.dtype == np.uint8 and not is_mx):
+        raise ValueError(
+            f"{scale.file}: the scale of {name!r} has the shape {list(scale.shape)}, and the weight "
+            f"{list(codes.shape)}. That is not one scale per tensor, per output feature or per block"
+            + (f" of {declared}." if declared else ".")
+            + " Correct the file, or the block size in config.json."
+        )
+    return _Quantized(codes, scale, dtype, shape, block, input_scale)
+
+
+def _blocks(
+    shape: tuple[int, ...], scale: tuple[int, ...], candidates: Sequence[tuple[int, ...]]
+) -> set[tuple[int, ...]]:
+    """Returns the blocks that explain the shape of a scale; none or several if the shape is not clear."""
+    whole = tuple(max(1, n) for n in shape)
+    if math.prod(scale) == 1 and all(shape):
+        return {whole}
+    if len(scale) == 4 and len(shape) == 2 and scale[1] == scale[3] == 1:  # ModelOpt's blocks
+        scale = (scale[0], scale[2])
+    padded = (*scale, *(1,) * (len(shape) - len(scale)))
+    if len(padded) == len(shape) and all(n in (1, size) for n, size in zip(padded, shape)):
+        return {tuple(1 if n == size else size for n, size in zip(padded, whole))}
+    found = set()
+    for candidate in candidates if len(shape) > 1 else ():
+        block = (*(1,) * (len(shape) - len(candidate)), *candidate)
+        if scale == tuple(-(-n // b) for n, b in zip(shape, block)):
+            found.add(block)
+    return found

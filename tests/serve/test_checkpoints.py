@@ -1,0 +1,676 @@
+"""FP8 checkpoints of other libraries have the values of their formats; damaged files are refused."""
+
+import json
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+import fp8flax as fp8
+from fp8flax._serve.checkpoints import CheckpointTensor
+
+E4M3, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
+NAMES = {
+    np.dtype(dtype): name
+    for name, dtype in {
+        "F8_E4M3": E4M3,
+        "F8_E5M2": E5M2,
+        "F8_E8M0": E8M0,
+        "BF16": ml_dtypes.bfloat16,
+        "F16": np.float16,
+        "F32": np.float32,
+        "F64": np.float64,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "I32": np.int32,
+    }.items()
+}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+def header_of(tensors):
+    """Returns the entries of a header, and the bytes of the tensors, by the format's specification."""
+    entries, data = {}, b""
+    for name, array in tensors.items():
+        array = np.asarray(array)
+        offsets = [len(data), len(data) + array.nbytes]
+        entries[name] = {"dtype": NAMES[array.dtype], "shape": list(array.shape), "data_offsets": offsets}
+        data += array.tobytes()
+    return entries, data
+
+
+def write(path, tensors, metadata=None, change=lambda entries, data: (json.dumps(entries), data)):
+    """Writes a safetensors file; ``change`` returns the text of the header and the data."""
+    entries, data = header_of(tensors)
+    text, data = change(entries | ({} if metadata is None else {"__metadata__": metadata}), data)
+    path.write_bytes(len(text.encode()).to_bytes(8, "little") + text.encode() + data)
+    return path
+
+
+def codes_of(seed, *shape, dtype=E4M3):
+    """Returns random codes, without NaN and infinities."""
+    return np.random.default_rng(seed).integers(0, 0x7B, shape, np.uint8).view(dtype)
+
+
+def scales_of(seed, *shape, dtype=np.float32):
+    return np.random.default_rng(seed).uniform(1e-3, 2, shape).astype(dtype)
+
+
+def in_blocks(codes, scale, rows, columns):
+    """Computes a weight by the formats' definition: each code times the scale of its block."""
+    scale = np.asarray(scale).astype(np.float32)
+    i, j = np.indices(codes.shape[-2:])
+    return codes.astype(np.float32) * scale[..., i // rows, j // columns]
+
+
+UP = codes_of(0, 200, 300)
+RAGGED = scales_of(1, 2, 3)
+EXPERTS = codes_of(2, 3, 130, 40)
+MX = np.random.default_rng(3).integers(100, 140, (200, 10), np.uint8)
+BLOCKS = {
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+}
+
+
+def compressed(strategy, **options):
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "block_structure": None, **options}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "sparsity_config": {},
+        "transform_config": {},
+    }
+
+
+# name: (tensors beside up.weight, quantization_config, block, expected)
+FORMATS = {
+    "deepseek": ({"weight_scale_inv": RAGGED}, BLOCKS, (128, 128), in_blocks(UP, RAGGED, 128, 128)),
+    "deepseek, no config": (
+        {"weight_scale_inv": RAGGED},
+        None,
+        (128, 128),
+        in_blocks(UP, RAGGED, 128, 128),
+    ),
+    "deepseek, bf16 scales": (
+        {"weight_scale_inv": RAGGED.astype(ml_dtypes.bfloat16)},
+        BLOCKS,
+        (128, 128),
+        in_blocks(UP, RAGGED.astype(ml_dtypes.bfloat16), 128, 128),
+    ),
+    "deepseek, ue8m0": (
+        {"weight_scale_inv": MX[:2, :3].view(E8M0)},
+        {**BLOCKS, "scale_fmt": "ue8m0"},
+        (128, 128),
+        in_blocks(UP, MX[:2, :3].view(E8M0), 128, 128),
+    ),
+    "transformers, per tensor": (
+        {"weight_scale_inv": np.float32(0.3), "activation_scale": np.float32(0.7)},
+        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
+        (200, 300),
+        UP.astype(np.float32) * np.float32(0.3),
+    ),
+    "compressed-tensors, tensor": (
+        {"weight_scale": scales_of(4, 1), "input_scale": scales_of(5, 1)},
+        compressed("tensor"),
+        (200, 300),
+        UP.astype(np.float32) * scales_of(4, 1),
+    ),
+    "compressed-tensors, channel": (
+        {"weight_scale": scales_of(6, 200, 1, dtype=ml_dtypes.bfloat16)},
+        compressed("channel"),
+        (1, 300),
+        in_blocks(UP, scales_of(6, 200, 1, dtype=ml_dtypes.bfloat16), 1, 300),
+    ),
+    "compressed-tensors, block": (
+        {"weight_scale": scales_of(7, 4, 7)},
+        compressed("block", block_structure=[64, 48]),
+        (64, 48),
+        in_blocks(UP, scales_of(7, 4, 7), 64, 48),
+    ),
+    "compressed-tensors, block as text": (
+        {"weight_scale": scales_of(7, 4, 7)},
+        compressed("block", block_structure="64x48"),
+        (64, 48),
+        in_blocks(UP, scales_of(7, 4, 7), 64, 48),
+    ),
+    "compressed-tensors, MXFP8": (
+        {"weight_scale": MX},
+        compressed("group", group_size=32) | {"format": "mxfp8-quantized"},
+        (1, 32),
+        in_blocks(UP, np.exp2(MX.astype(np.float32) - 127), 1, 32),
+    ),
+    "MXFP8, no config": (
+        {"weight_scale": MX.view(E8M0)},
+        None,
+        (1, 32),
+        in_blocks(UP, np.exp2(MX.astype(np.float32) - 127), 1, 32),
+    ),
+    "modelopt": (
+        {"weight_scale": np.float32(0.01), "input_scale": np.float32(0.5)},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        (200, 300),
+        UP.astype(np.float32) * np.float32(0.01),
+    ),
+    "modelopt, blocks": (
+        {"weight_scale": RAGGED[:, None, :, None]},
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+        (128, 128),
+        in_blocks(UP, RAGGED, 128, 128),
+    ),
+    "fbgemm": (
+        {"weight_scale": scales_of(8, 200, 1)},
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        (1, 300),
+        in_blocks(UP, scales_of(8, 200, 1), 1, 300),
+    ),
+    "a scale of one dimension": (
+        {"weight_scale": scales_of(8, 200)},
+        None,
+        (1, 300),
+        in_blocks(UP, scales_of(8, 200, 1), 1, 300),
+    ),
+}
+
+
+def folder_of(folder, tensors, config=None):
+    write(folder / "model.safetensors", tensors)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": "x", "quantization_config": config}))
+    return folder
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name, tmp_path):
+    beside, config, block, expected = FORMATS[name]
+    tensors = {f"up.{key}": value for key, value in beside.items()}
+    norm = scales_of(9, 5, dtype=ml_dtypes.bfloat16)
+    checkpoint = fp8.read_checkpoint(
+        folder_of(tmp_path, {"up.weight": UP, **tensors, "norm.weight": norm}, config)
+    )
+    assert list(checkpoint) == ["up.weight", "norm.weight"]
+    assert len(checkpoint) == 2
+    up = checkpoint["up.weight"]
+    assert up.block == block
+    np.testing.assert_array_equal(up.codes.view(np.uint8), UP.view(np.uint8))
+    scale = next(value for key, value in tensors.items() if "weight_scale" in key)
+    assert up.scale.tobytes() == np.asarray(scale).tobytes()
+    for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(up.dequantize(dtype), expected.astype(dtype))
+    given = next((value for key, value in tensors.items() if "weight" not in key), None)
+    assert (up.input_scale is None) == (given is None)
+    assert given is None or up.input_scale == given
+    np.testing.assert_array_equal(checkpoint["norm.weight"], norm)
+    assert not up.codes.flags.writeable
+
+
+def test_float64_is_computed_in_float64(tmp_path):
+    path = write(tmp_path / "a", {"up.weight": UP, "up.weight_scale": scales_of(1, 200, 1)})
+    expected = UP.astype(np.float64) * scales_of(1, 200, 1).astype(np.float64)
+    np.testing.assert_array_equal(fp8.read_checkpoint(path)["up.weight"].dequantize(np.float64), expected)
+
+
+def test_torchao(tmp_path):
+    """Float8Tensor: the metadata describe two tensors, whose names begin with an underscore."""
+    kind = {
+        "_type": "Float8Tensor",
+        "_data": {"block_size": [1, 300]},
+        "_tensor_data_names": ["qdata", "scale"],
+    }
+    tensors = {"a._weight_qdata": UP, "a._weight_scale": scales_of(1, 200, 1), "a.bias": scales_of(2, 200)}
+    metadata = {
+        "a.weight": json.dumps(kind),
+        "a.bias": '{"_type": "Tensor"}',
+        "tensor_names": '["a.weight", "a.bias"]',
+        "format": "pt",
+    }
+    checkpoint = fp8.read_checkpoint(write(tmp_path / "a", tensors, metadata))
+    assert sorted(checkpoint) == ["a.bias", "a.weight"]
+    expected = in_blocks(UP, scales_of(1, 200, 1), 1, 300)
+    np.testing.assert_array_equal(checkpoint["a.weight"].dequantize(), expected)
+    for change in (
+        {"_type": "Int4Tensor"},
+        {"_data": {"block_size": [1, 150]}},
+        {"_data": {"block_size": [0, 1]}},
+    ):
+        changed = {**metadata, "a.weight": json.dumps({**kind, **change})}
+        with pytest.raises(ValueError, match=r"'a\.weight'"):
+            fp8.read_checkpoint(write(tmp_path / "b", tensors, changed))
+
+
+@pytest.mark.parametrize(
+    ("scale", "block"),
+    [
+        (scales_of(1, 3, 2, 1), (1, 128, 128)),
+        (scales_of(1, 3, 130, 1), (1, 1, 40)),
+        (scales_of(1, 3, 1, 40), (1, 130, 1)),
+        (scales_of(1, 3, 1), (1, 130, 40)),
+        (scales_of(1, 3), (1, 130, 40)),
+        (scales_of(1, 1), (3, 130, 40)),
+    ],
+)
+def test_experts(scale, block, tmp_path):
+    """Several weights in one tensor, also under a name that does not end in ``weight``."""
+    path = write(tmp_path / "a", {"mlp.experts.down_proj": EXPERTS, "mlp.experts.down_proj_scale": scale})
+    down = fp8.read_checkpoint(path)["mlp.experts.down_proj"]
+    assert down.block == block
+    e, i, j = np.indices(EXPERTS.shape)
+    scale = scale.reshape([-(-n // b) for n, b in zip(EXPERTS.shape, block)])
+    expected = EXPERTS.astype(np.float32) * scale[e // block[0], i // block[1], j // block[2]]
+    np.testing.assert_array_equal(down.dequantize(), expected)
+
+
+def test_extreme_scales(tmp_path):
+    """The smallest E8M0 scale is subnormal in float32; NaN, Inf and overflow are those of the product."""
+    codes = np.asarray([[1, 0x7E, 0x7F, 0x80, 0x08]], np.uint8).view(E4M3)
+    for scale in (np.asarray([[0]], np.uint8).view(E8M0), np.float32([[np.nan]]), np.float32([[np.inf]])):
+        path = write(tmp_path / "a", {"a.weight": codes, "a.weight_scale": scale})
+        with np.errstate(all="ignore"):
+            expected = codes.astype(np.float64) * scale.astype(np.float64)
+        np.testing.assert_array_equal(fp8.read_checkpoint(path)["a.weight"].dequantize(), expected)
+    tiny = fp8.read_checkpoint(
+        write(tmp_path / "a", {"a.weight": codes, "a.weight_scale": np.float32(1e35)})
+    )
+    assert np.isinf(tiny["a.weight"].dequantize(np.float16)[0, 1])
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (0, 5), (5, 0), (1, 1)])
+def test_other_shapes(shape, tmp_path):
+    scale = np.full((1,) * len(shape), 0.5, np.float32)
+    if 0 in shape:
+        scale = scale[tuple(slice(min(n, 1)) for n in shape)]
+    codes = codes_of(0, *shape)
+    path = write(tmp_path / "a", {"odd": np.zeros(3, np.uint8), "a": codes, "a_scale": scale, "b": codes})
+    checkpoint = fp8.read_checkpoint(path)
+    assert checkpoint["a"].shape == shape
+    np.testing.assert_array_equal(checkpoint["a"].dequantize(), codes.astype(np.float32) / 2)
+    np.testing.assert_array_equal(checkpoint["b"], codes)  # FP8 without a scale
+
+
+def test_large_tensors_are_dequantized_in_slabs(tmp_path, monkeypatch):
+    monkeypatch.setattr("fp8flax._serve.checkpoints._SLAB", 1000)
+    tensors = {
+        "up.weight": UP,
+        "up.weight_scale_inv": RAGGED,
+        "one.weight": UP,
+        "one.weight_scale": RAGGED[0, 0],
+    }
+    checkpoint = fp8.read_checkpoint(write(tmp_path / "a", tensors))
+    np.testing.assert_array_equal(checkpoint["up.weight"].dequantize(), in_blocks(UP, RAGGED, 128, 128))
+    np.testing.assert_array_equal(
+        checkpoint["one.weight"].dequantize(), UP.astype(np.float32) * RAGGED[0, 0]
+    )
+
+
+def sharded(folder):
+    """Writes a folder of two files, with codes and scales of a weight in different ones."""
+    files = {
+        "model-1.safetensors": {"up.weight": codes_of(1, 40, 96), "norm.weight": scales_of(2, 5)},
+        "model-2.safetensors": {
+            "up.weight_scale": scales_of(3, 1, 2),
+            "down.weight": codes_of(4, 9, 40),
+            "down.weight_scale": scales_of(5, 9, 1),
+            "down.input_scale": scales_of(6, 1),
+        },
+    }
+    for name, tensors in files.items():
+        write(folder / name, tensors, {"format": "pt"})
+    index = {"metadata": {"total_size": 1}, "weight_map": {n: f for f, some in files.items() for n in some}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = compressed("block", block_structure=[64, 48])
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return folder
+
+
+def test_several_files(tmp_path):
+    checkpoint = fp8.read_checkpoint(sharded(tmp_path))
+    assert list(checkpoint) == ["up.weight", "norm.weight", "down.weight"]
+    expected = in_blocks(codes_of(1, 40, 96), scales_of(3, 1, 2), 64, 48)
+    np.testing.assert_array_equal(checkpoint["up.weight"].dequantize(), expected)
+    assert checkpoint["down.weight"].input_scale == scales_of(6, 1)
+    assert "down.weight_scale" not in checkpoint
+    with pytest.raises(KeyError, match="down"):
+        checkpoint["down.weight_scale"]
+    assert "3 tensors" in repr(checkpoint)
+
+
+TWO = {"a.weight": codes_of(0, 4, 6), "a.weight_scale": scales_of(1, 1), "b": scales_of(2, 3)}
+
+
+def changed(change):
+    """Returns a change of the entries of a header."""
+
+    def write_changed(entries, data):
+        change(entries)
+        return json.dumps(entries), data
+
+    return write_changed
+
+
+def text(old, new):
+    return lambda entries, data: (json.dumps(entries).replace(old, new), data)
+
+
+DAMAGED = {
+    "no header": (lambda entries, data: ("", b""), "JSON"),
+    "not JSON": (lambda entries, data: (json.dumps(entries)[:-1], data), "JSON"),
+    "nested too deep": (lambda entries, data: ('{"a":' + "[" * 100000, data), "JSON"),
+    "a list": (lambda entries, data: ("[]", data), "object"),
+    "a huge number": (text("24]", "9" * 5000 + "]"), "JSON"),
+    "name twice": (text('"b"', '"a.weight"'), r"'a\.weight' twice"),
+    "truncated": (lambda entries, data: (json.dumps(entries), data[:-1]), "'b' ends at byte"),
+    "longer": (lambda entries, data: (json.dumps(entries), data + b"0"), "'b' ends at byte"),
+    "size that lies": (changed(lambda e: e["a.weight"].update(shape=[4, 7])), r"'a\.weight' is F8_E4M3"),
+    "huge size": (
+        changed(lambda e: e["a.weight"].update(shape=[2**62, 2**62])),
+        r"'a\.weight' must have a shape",
+    ),
+    "negative size": (
+        changed(lambda e: e["a.weight"].update(shape=[-4, -6])),
+        r"'a\.weight' must have a shape",
+    ),
+    "size is true": (changed(lambda e: e["b"].update(shape=[3, True])), "'b' must have a shape"),
+    "overlap": (
+        changed(lambda e: e["b"].update(data_offsets=[24, 36])),
+        r"'b' begins|'a\.weight_scale' begins",
+    ),
+    "out of range": (changed(lambda e: e["b"].update(data_offsets=[1000, 1012])), "'b' begins at byte"),
+    "negative": (changed(lambda e: e["b"].update(data_offsets=[-12, 0])), "'b' is F32"),
+    "backwards": (changed(lambda e: e["b"].update(data_offsets=[40, 28])), "'b' is F32"),
+    "NaN": (changed(lambda e: e["b"].update(data_offsets=[float("nan"), 40])), "'b' is F32"),
+    "no dtype": (changed(lambda e: e["b"].pop("dtype")), "'b' must have dtype"),
+    "other dtype": (changed(lambda e: e["b"].update(dtype="F4")), "'b' has the dtype 'F4'"),
+    "dtype is a list": (changed(lambda e: e["b"].update(dtype=["F32"])), "'b' has the dtype"),
+    "not an entry": (changed(lambda e: e.update(b=7)), "'b' must have dtype"),
+    "metadata": (changed(lambda e: e.update(__metadata__={"x": 1})), "metadata"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_files(name, tmp_path):
+    change, message = DAMAGED[name]
+    path = write(tmp_path / "model.safetensors", TWO, change=change)
+    with pytest.raises(ValueError, match=message) as error:
+        fp8.read_checkpoint(path)
+    assert str(path) in str(error.value)
+
+
+def test_headers_that_are_too_long(tmp_path):
+    path = tmp_path / "a"
+    for data in (b"", b"1234567", (2**63).to_bytes(8, "little") + b"{}", (3).to_bytes(8, "little") + b"{}"):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match="is no safetensors file"):
+            fp8.read_checkpoint(path)
+    with pytest.raises(FileNotFoundError):
+        fp8.read_checkpoint(tmp_path / "b")
+    with pytest.raises(FileNotFoundError, match="it has neither"):
+        fp8.read_checkpoint(tmp_path)
+
+
+def test_a_file_that_becomes_shorter(tmp_path):
+    checkpoint = fp8.read_checkpoint(write(tmp_path / "a", TWO))
+    (tmp_path / "a").write_bytes((tmp_path / "a").read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"a has become shorter .* 'b'"):
+        checkpoint["b"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        (
+            {"a.weight": UP, "a.weight_scale": scales_of(0, 2, 2)},
+            None,
+            r"'a\.weight' has the shape \[2, 2\]",
+        ),
+        ({"a.weight": UP, "a.weight_scale": scales_of(0, 300)}, None, r"'a\.weight' has the shape \[300\]"),
+        ({"a.weight": UP, "a.weight_scale": scales_of(0, 0)}, None, r"'a\.weight' has the shape \[0\]"),
+        (
+            {"a.weight": UP, "a.weight_scale": RAGGED},
+            {"weight_block_size": [64, 64]},
+            r"blocks? of|block of",
+        ),
+        ({"a.weight": UP, "a.weight_scale": MX[:2, :3]}, None, r"'a\.weight' has the shape"),
+        ({"a.weight": UP, "a.weight_scale": np.int32([1])}, None, r"scale of 'a\.weight' is int32"),
+        (
+            {"a.weight": UP, "a.weight_scale": scales_of(0, 1, dtype=np.float64)},
+            None,
+            r"'a\.weight' is float64",
+        ),
+        (
+            {"a.weight": UP, "a.weight_scale": RAGGED, "a.weight_scale_inv": RAGGED},
+            None,
+            "one tensor of scales",
+        ),
+        (
+            {"a.weight": UP, "a.weight_scale": RAGGED, "a.weight_zero_point": RAGGED},
+            None,
+            "'a.weight_zero_point'",
+        ),
+        (
+            {"a.weight": UP.view(np.int8), "a.weight_scale": scales_of(0, 1)},
+            None,
+            r"'a\.weight_scale' belongs",
+        ),
+        ({"a.weight_packed": UP.view(np.int8)}, None, r"'a\.weight_packed' belongs"),
+        ({"a.weight_scale": scales_of(0, 1)}, None, r"'a\.weight_scale' belongs"),
+        (TWO, {"quant_method": "gptq"}, "quant_method 'gptq'"),
+        (TWO, {"quant_method": ["fp8"]}, "quant_method"),
+        (TWO, {"weight_block_size": [0, 128]}, "size of a block"),
+        (TWO, {"weight_block_size": "128"}, "size of a block"),
+        (TWO, compressed("block", block_structure="9" * 5000 + "x1"), "size of a block"),
+        (TWO, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        (TWO, {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+        (TWO, {"config_groups": [1]}, "config_groups"),
+        (TWO, {"config_groups": {"g": 1}}, "g must be an object"),
+        (TWO, [1], "quantization_config must be an object"),
+    ],
+)
+def test_formats_that_are_refused(tensors, config, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as error:
+        fp8.read_checkpoint(folder_of(tmp_path, tensors, config))
+    assert str(tmp_path) in str(error.value)
+
+
+def test_two_block_sizes_that_both_fit_are_refused(tmp_path):
+    config = compressed("block", block_structure=[128, 128])
+    config["config_groups"]["group_1"] = {"weights": {"block_structure": [100, 128]}}
+    with pytest.raises(ValueError, match="the scale of 'a.weight'"):
+        fp8.read_checkpoint(folder_of(tmp_path, {"a.weight": UP, "a.weight_scale": RAGGED}, config))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda m: m.update({"up.weight": "../model-1.safetensors"}),
+            r"'up\.weight' must be the name of a file",
+        ),
+        (lambda m: m.update({"up.weight": "/etc/passwd"}), r"'up\.weight' must be the name of a file"),
+        (lambda m: m.update({"up.weight": ".."}), r"'up\.weight' must be the name of a file"),
+        (lambda m: m.update({"up.weight": "a\0b"}), r"'up\.weight' must be the name of a file"),
+        (lambda m: m.update({"up.weight": 3}), r"'up\.weight' must be the name of a file"),
+        (lambda m: m.update({"up.weight": "x" * 5000}), r"the file of 'up\.weight', is missing"),
+        (lambda m: m.update({"up.weight": "\ud800"}), r"the file of 'up\.weight', is missing"),
+        (lambda m: m.update({"up.weight": "model-3.safetensors"}), r"the file of 'up\.weight', is missing"),
+        (
+            lambda m: m.update({"up.weight": "model-2.safetensors"}),
+            r"model-1\.safetensors has 'up\.weight'",
+        ),
+        (lambda m: m.update({"more": "model-2.safetensors"}), r"model-2\.safetensors does not have 'more'"),
+        (lambda m: m.pop("up.weight"), r"model-1\.safetensors has 'up\.weight'"),
+    ],
+)
+def test_wrong_indexes(change, message, tmp_path):
+    index = sharded(tmp_path) / "model.safetensors.index.json"
+    whole = json.loads(index.read_text())
+    change(whole["weight_map"])
+    index.write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match=message) as error:
+        fp8.read_checkpoint(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_name_in_two_files(tmp_path):
+    sharded(tmp_path)
+    tensors = {
+        "up.weight": codes_of(1, 40, 96),
+        "norm.weight": scales_of(2, 5),
+        "down.weight": codes_of(4, 9, 40),
+    }
+    write(tmp_path / "model-1.safetensors", tensors)
+    with pytest.raises(ValueError, match=r"model-1\.safetensors has 'down\.weight'"):
+        fp8.read_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+    with pytest.raises(ValueError, match="weight_map"):
+        fp8.read_checkpoint(tmp_path)
+
+
+def by_library(folder):
+    """Reads the folder of ``sharded`` by the library of the format; pairs weights and scales by name."""
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_bytes())["weight_map"]
+    config = json.loads((folder / "config.json").read_bytes()).get("quantization_config", {})
+    groups = config.get("config_groups", {}).values()
+    structures = [group.get("weights", {}).get("block_structure") for group in groups]
+    rows, columns = next((s for s in structures if s), (128, 128))
+    tensors = {}
+    for shard in set(weight_map.values()):
+        for name, info in safetensors.deserialize((folder / shard).read_bytes()):
+            tensors[name] = np.frombuffer(info["data"], DTYPES[info["dtype"]]).reshape(info["shape"])
+    values = {}
+    for name, array in tensors.items():
+        scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
+        if array.dtype.itemsize == 1 and scale is not None:
+            sizes = [
+                (n, 1 if k == n else n if k == 1 else b)
+                for n, k, b in zip(array.shape, scale.shape, (rows, columns))
+            ]
+            with np.errstate(all="ignore"):
+                values[name] = in_blocks(array, scale, sizes[0][1], sizes[1][1])
+        else:
+            values[name] = array
+    return values
+
+
+def check_changes(folder, seeds):
+    """Changes one byte of one file at a time, and reads the folder: the same values, or a ValueError."""
+    sharded(folder)
+    original = {path: path.read_bytes() for path in sorted(folder.iterdir())}
+    refused = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        path = rng.choice(list(original))
+        data = bytearray(original[path])
+        # Half of the changes are in the headers.
+        place = rng.randrange(min(len(data), rng.choice([len(data), 700])))
+        data[place] = rng.choice([rng.randrange(256), data[place] ^ 1, *b'0123456789"{}[],:'])
+        path.write_bytes(data)
+        try:
+            checkpoint = fp8.read_checkpoint(folder)
+            values = {name: checkpoint[name] for name in checkpoint}
+            read = {n: x.dequantize() if isinstance(x, CheckpointTensor) else x for n, x in values.items()}
+        except ValueError as error:
+            if str(folder) not in str(error):
+                raise AssertionError(f"{seed}: the error names no file: {error}") from error
+            refused += 1
+        else:
+            expected = by_library(folder)
+            for name, array in read.items():
+                assert expected[name].dtype == array.dtype
+                np.testing.assert_array_equal(array, expected[name], err_msg=f"{seed} {name}")
+        path.write_bytes(original[path])
+    return refused
+
+
+def test_random_changes(tmp_path):
+    assert 50 < check_changes(tmp_path, range(300)) < 250
+
+
+@pytest.mark.long
+def test_many_random_changes(tmp_path):
+    assert 300 < check_changes(tmp_path, range(1000, 2500)) < 1400
+
+
+@pytest.mark.long
+def test_memory(tmp_path):
+    """A folder of 2 GB is dequantized with less than 400 MB above the imports."""
+    weight_map = {}
+    for i in range(4):
+        names = [f"{i}.{j}.weight" for j in range(8)]
+        entries, end = {}, 0
+        for name in names:
+            size = 8192 * 8192
+            entries[name] = {"dtype": "F8_E4M3", "shape": [8192, 8192], "data_offsets": [end, end + size]}
+            shape, end = [64, 64], end + size
+            offsets = [end, end + 4 * 64 * 64]
+            entries[f"{name}_scale_inv"] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+            end = offsets[1]
+        header = json.dumps(entries).encode()
+        with open(tmp_path / f"{i}.safetensors", "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + end)  # zeros that take no place on the disk
+        weight_map |= dict.fromkeys(entries, f"{i}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    script = """
+        import sys
+        import ml_dtypes
+        import fp8flax as fp8
+
+        def peak():
+            lines = open("/proc/self/status")
+            return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+        before = peak()
+        checkpoint = fp8.read_checkpoint(sys.argv[1])
+        read = sum(checkpoint[name].dequantize(ml_dtypes.bfloat16).size for name in checkpoint)
+        print(read, peak() - before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    read, kilobytes = map(int, done.stdout.split())
+    assert read == 2**31
+    assert kilobytes < 400_000, kilobytes
+
+
+def test_what_save_safetensors_of_the_library_writes(tmp_path):
+    """The files of the format's library are read, in its order and with its padding."""
+    safetensors.numpy.save_file(TWO, tmp_path / "a")
+    checkpoint = fp8.read_checkpoint(tmp_path / "a")
+    expected = TWO["a.weight"].astype(np.float32) * TWO["a.weight_scale"]
+    np.testing.assert_array_equal(checkpoint["a.weight"].dequantize(), expected)
+    np.testing.assert_array_equal(checkpoint["b"], TWO["b"])
+
+
+WRITTEN = sorted(path for path in (Path(__file__).parent / "files").iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("folder", WRITTEN, ids=lambda path: path.name)
+def test_files_of_the_libraries(folder):
+    """Each library's own file has the values that the library itself computes, bit for bit."""
+    checkpoint = fp8.read_checkpoint(folder)
+    expected = safetensors.numpy.load_file(folder / "expected.safetensors")
+    assert set(checkpoint) == {f"{layer}.{kind}" for layer in ("up", "down") for kind in ("weight", "bias")}
+    for name, values in expected.items():
+        assert checkpoint[name].codes.dtype == E4M3
+        np.testing.assert_array_equal(checkpoint[name].dequantize(values.dtype), values)
+
+
+def test_each_library_has_files():
+    assert {path.name.partition("_")[0] for path in WRITTEN} == {"compressed", "transformers", "torchao"}
+    assert sum(path.stat().st_size for folder in WRITTEN for path in folder.iterdir()) < 100_000

@@ -1,0 +1,360 @@
+"""Checkpoints go into the variables of models: dequantized into wide ones, bit for bit into frozen ones."""
+
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
+from tests.cases import OWG, RECIPES, assert_same, normal
+from tests.models import trained
+from tests.serve.test_checkpoints import codes_of, in_blocks, scales_of, write
+
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+class Net(nn.Module):
+    """A layer of each form: a matrix, several output dimensions, several input dimensions, a norm."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(160, name="up")(x)
+        x = nn.DenseGeneral((2, 48), name="heads")(x)
+        x = nn.DenseGeneral(40, axis=(-2, -1), name="out")(x)
+        x = nn.LayerNorm(name="norm")(x)
+        return nn.Dense(3, name="last")(x)
+
+
+X = np.asarray(normal(0, 8, 64))
+TO_HUB = {r"^": "model.", r"\.(kernel|scale)$": ".weight"}
+
+
+def zeros_like(tree):
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+
+
+def frozen_net(recipe):
+    weight_only = recipe == "weight_only"
+    model8, variables = trained(Net(), X, recipe=RECIPES.get(recipe), exclude="last")
+    variables["params"]["heads"]["bias"] = normal(1, 2, 48)
+    return variables, *fp8.freeze(model8, variables, weight_only=weight_only)
+
+
+def wide_kernel(params, name, scale_rows, scale_columns):
+    """Computes the wide kernel of a frozen layer in NumPy, from its codes and its scale."""
+    kernel = np.asarray(params[name]["kernel"]).astype(np.float32)
+    scale = np.asarray(params[name]["Fp8DotGeneralOp_0"]["kernel_scale"]).astype(np.float32)
+    if scale_rows is None:
+        return kernel * scale
+    summed = {"up": 64, "heads": 160, "out": 96}[name]
+    matrix = kernel.reshape(summed, -1).T
+    scale = scale.repeat(scale_rows, 1).repeat(scale_columns, 2)[0, : matrix.shape[0], : matrix.shape[1]]
+    return (matrix * scale).T.reshape(kernel.shape)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("rename", [None, TO_HUB], ids=["own names", "renamed"])
+@pytest.mark.parametrize("recipe", [*RECIPES, "weight_only"])
+def test_own_files(recipe, rename, tmp_path, request):
+    """The file of a frozen model loads bit for bit into that model, and dequantized into a wide one."""
+    if (recipe, rename) not in (
+        ("delayed", TO_HUB),
+        ("axiswise", TO_HUB),
+        ("block128", None),
+        ("mxfp8", TO_HUB),
+    ):
+        request.getfixturevalue("_all_cells")
+    variables, model, served = frozen_net(recipe)
+    fp8.save_safetensors(tmp_path / "a", model, served, rename=rename)
+    checkpoint = fp8.read_checkpoint(tmp_path / "a")
+    assert_same(fp8.load_into(zeros_like(served), checkpoint, rename=rename), served)
+    # Into the wide model: scaling state is left as it is.
+    target = zeros_like(variables)
+    loaded = fp8.load_into(target, checkpoint, rename=rename)
+    rows, columns = {"block128": (128, 128), "mxfp8": (1, 32)}.get(recipe, (None, None))
+    for name in ("up", "heads", "out"):
+        expected = wide_kernel(served["params"], name, rows, columns)
+        np.testing.assert_array_equal(loaded["params"][name]["kernel"], expected)
+        np.testing.assert_array_equal(loaded["params"][name]["bias"], served["params"][name]["bias"])
+    assert_same(loaded["params"]["norm"], variables["params"]["norm"])
+    assert_same(loaded["params"]["last"], variables["params"]["last"])
+    assert_same(loaded.get(OWG, {}), target.get(OWG, {}))
+
+
+@pytest.mark.parametrize("recipe", ["current", "axiswise"])
+def test_stacked_layers(recipe, tmp_path):
+    """A file of layers that ``nn.scan`` stacked loads into the same stack."""
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            return scan(name="layers")(x, None)[0]
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(64, name="dense")(x), None
+
+    model8, variables = trained(Stack(), X, recipe=RECIPES[recipe])
+    model, served = fp8.freeze(model8, variables)
+    fp8.save_safetensors(tmp_path / "a", model, served)
+    checkpoint = fp8.read_checkpoint(tmp_path / "a")
+    assert checkpoint["layers.dense.weight"].shape == (3, 64, 64)
+    assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
+    loaded = fp8.load_into(zeros_like(variables), checkpoint)["params"]["layers"]["dense"]["kernel"]
+    kernel = served["params"]["layers"]["dense"]
+    scale = np.asarray(kernel["Fp8DotGeneralOp_0"]["kernel_scale"])
+    expected = np.asarray(kernel["kernel"]).astype(np.float32) * scale.reshape(3, 1, -1)
+    np.testing.assert_array_equal(loaded, expected)
+
+
+@pytest.mark.filterwarnings("ignore:FP8 convolutions")
+def test_kernels_that_stay_codes_under_their_own_names(tmp_path):
+    """A convolution in FP8 is in the file as in the model, with its scale under the name of its op."""
+
+    class Patches(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Conv(8, (2, 2), name="conv")(x)
+
+    x = np.asarray(normal(0, 1, 4, 4, 4))
+    model8, variables = trained(Patches(), x, recipe=RECIPES["delayed"])
+    model, served = fp8.freeze(model8, variables)
+    fp8.save_safetensors(tmp_path / "a", model, served)
+    checkpoint = fp8.read_checkpoint(tmp_path / "a")
+    assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
+    with pytest.raises(
+        ValueError, match=r"conv/kernel from conv\.kernel: it must be float32, and is .* without"
+    ):
+        fp8.load_into(variables, checkpoint)
+
+
+LAYER = {"up.weight": codes_of(0, 200, 300), "up.bias": scales_of(2, 200)}
+CHANNEL = {**LAYER, "up.weight_scale": scales_of(1, 200, 1)}
+SQUARE = {**LAYER, "up.weight_scale_inv": scales_of(1, 2, 3)}
+
+
+def read(folder, tensors):
+    return fp8.read_checkpoint(write(folder / "model.safetensors", tensors))
+
+
+def dense(dtype=jnp.float32, shape=(300, 200)):
+    bias = jax.ShapeDtypeStruct(shape[1:], dtype)
+    return {"params": {"up": {"kernel": jax.ShapeDtypeStruct(shape, dtype), "bias": bias}}}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_wide_variables(dtype, tmp_path):
+    loaded = fp8.load_into(dense(dtype), read(tmp_path, SQUARE))["params"]["up"]
+    expected = in_blocks(LAYER["up.weight"], SQUARE["up.weight_scale_inv"], 128, 128).T
+    np.testing.assert_array_equal(loaded["kernel"], expected.astype(dtype))
+    np.testing.assert_array_equal(loaded["bias"], LAYER["up.bias"].astype(dtype))
+    assert isinstance(loaded["kernel"], jax.Array)
+
+
+def test_several_output_dimensions(tmp_path):
+    kernel = fp8.load_into(dense(shape=(300, 4, 50)), read(tmp_path, SQUARE))["params"]["up"]["kernel"]
+    expected = in_blocks(LAYER["up.weight"], SQUARE["up.weight_scale_inv"], 128, 128)
+    np.testing.assert_array_equal(kernel[:, 3, 7], expected[157])
+
+
+def test_embeddings_are_not_transposed(tmp_path):
+    table = scales_of(0, 6, 6, dtype=ml_dtypes.bfloat16)
+    checkpoint = read(tmp_path, {"tok.weight": table})
+    variables = {"params": {"embed": {"embedding": jnp.zeros((6, 6))}}}
+    for rename in (
+        {"^embed.embedding$": "tok.weight"},
+        {"^embed.*": "tok.weight"},
+        lambda name: "tok.weight",
+    ):
+        loaded = fp8.load_into(variables, checkpoint, rename=rename)
+        np.testing.assert_array_equal(loaded["params"]["embed"]["embedding"], table.astype(np.float32))
+    kernel = {"params": {"embed": {"kernel": jnp.zeros((6, 6))}}}
+    loaded = fp8.load_into(kernel, checkpoint, rename={"^embed": "tok"})
+    np.testing.assert_array_equal(loaded["params"]["embed"]["kernel"], table.T.astype(np.float32))
+
+
+def test_arrays_do_not_depend_on_the_file(tmp_path):
+    tensors = {"a": scales_of(0, 64, 64)}
+    checkpoint = read(tmp_path, tensors)
+    loaded = fp8.load_into({"params": {"a": jnp.zeros((64, 64))}}, checkpoint)
+    write(tmp_path / "model.safetensors", {"a": np.zeros((64, 64), np.float32)})
+    np.testing.assert_array_equal(loaded["params"]["a"], tensors["a"])
+
+
+def test_all_faults_are_in_one_error(tmp_path):
+    checkpoint = read(tmp_path, {**CHANNEL, "more.weight": scales_of(0, 3), "norm.scale": scales_of(0, 4)})
+    variables = dense(shape=(200, 300))
+    variables["params"] |= {"norm": {"scale": jnp.zeros(5)}, "down": {"kernel": jnp.zeros((2, 3))}}
+    with pytest.raises(ValueError, match="Nothing was loaded") as error:
+        fp8.load_into(variables, checkpoint)
+    for part in (
+        "missing from the checkpoint: params/down/kernel (as down.kernel or down.weight)",
+        "left over in it: more.weight",
+        "params/up/kernel from up.weight: a weight (out, in) of shape [200, 300] does not become [200",
+        "params/norm/scale from norm.scale: it must have the shape [5], and has [4]",
+        "params/up/bias from up.bias: it must have the shape [300], and has [200]",
+    ):
+        assert part in str(error.value)
+
+
+def layer_of(kernel, **others):
+    return {"params": {"up": {"kernel": jnp.zeros(*kernel), **others}}}
+
+
+CONV = {"up.weight": scales_of(0, 3, 3, 3, 3)}
+STACK = {"up.weight": scales_of(0, 2, 3, 3)}
+OP = {"Fp8DotGeneralOp_0": {"kernel_scale": jnp.zeros((1, 200))}}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "variables", "message"),
+    [
+        (CONV, layer_of(((3, 3, 3, 3),)), "does not become"),
+        (STACK, layer_of(((2, 3, 3),)), "does not become"),
+        ({"up.weight": codes_of(0, 3, 3)}, layer_of(((3, 3),)), "is float8_e4m3fn without scales"),
+        ({"up.kernel": np.int32([[1]])}, layer_of(((1, 1),)), "must be float32, and is int32"),
+        (
+            {"up.weight": scales_of(0, 200, 300)},
+            layer_of(((300, 200), E4M3), **OP),
+            "must be float8_e4m3fn, and is float32",
+        ),
+        (
+            {"up.kernel": scales_of(0, 2, 3), "up.weight": scales_of(0, 3, 2)},
+            layer_of(((2, 3),)),
+            "up.kernel or up.weight",
+        ),
+        (
+            {**CHANNEL, "up.weight": LAYER["up.weight"].view(ml_dtypes.float8_e5m2)},
+            layer_of(((300, 200), E4M3), bias=jnp.zeros(200), **OP),
+            "must be float8_e4m3fn, and is float8_e5m2",
+        ),
+        (SQUARE, layer_of(((300, 200), E4M3), bias=jnp.zeros(200), **OP), "recipe of the checkpoint"),
+        (
+            CHANNEL,
+            layer_of(((300, 200), E4M3), bias=jnp.zeros(200), Op_0={"kernel_scale": jnp.zeros((1, 2, 3))}),
+            "recipe of the checkpoint",
+        ),
+        (
+            CHANNEL,
+            layer_of(
+                ((300, 200), E4M3),
+                bias=jnp.zeros(200),
+                Op_0={"kernel_scale": jnp.zeros((1, 200)), "input_scale": jnp.zeros(1)},
+            ),
+            "needs an input scale",
+        ),
+        (
+            CHANNEL,
+            layer_of(((300, 200), E4M3), bias=jnp.zeros(200), Op_1={"kernel_scale": jnp.zeros(1)}, **OP),
+            "joined and split",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(tensors, variables, message, tmp_path):
+    with pytest.raises(ValueError, match="Nothing was loaded") as error:
+        fp8.load_into(variables, read(tmp_path, tensors))
+    assert message in str(error.value)
+
+
+def test_a_layout_that_the_shape_does_not_show_is_refused(tmp_path):
+    """The scale (1, 1, 8) of a kernel (1024, 1, 8) may be one per feature, or one per block."""
+    kernel = layer_of(((1024, 1, 8), E4M3), Op_0={"kernel_scale": jnp.zeros((1, 1, 8))})
+    for scale in (scales_of(0, 8, 1), scales_of(0, 1, 8)):
+        checkpoint = read(tmp_path, {"up.weight": codes_of(0, 8, 1024), "up.weight_scale": scale})
+        with pytest.raises(ValueError, match="recipe of the checkpoint"):
+            fp8.load_into(kernel, checkpoint)
+
+
+def test_wrong_arguments(tmp_path):
+    checkpoint = read(tmp_path, CHANNEL)
+    with pytest.raises(TypeError, match="checkpoint must be a mapping"):
+        fp8.load_into(dense(), str(tmp_path))
+    with pytest.raises(TypeError, match="params/up must be an array; got str"):
+        fp8.load_into({"params": {"up": "kernel"}}, checkpoint)
+    with pytest.raises(ValueError, match="matches none"):
+        fp8.load_into(dense(), checkpoint, rename={"dense": "up"})
+    both = {"params": {"a": jnp.zeros(200), "b": jnp.zeros(200)}}
+    with pytest.raises(ValueError, match=r"up\.bias is for both params/a and params/b"):
+        fp8.load_into(both, {"up.bias": checkpoint["up.bias"]}, rename=lambda name: "up.bias")
+    table = {"params": {"embed": {"embedding": jnp.zeros((200, 300))}}}
+    with pytest.raises(ValueError, match="does not show whether it is transposed"):
+        fp8.load_into(table, {"up.weight": checkpoint["up.weight"]}, rename={"^embed.*": "up.weight"})
+
+
+class Adapted(nnx.Module):
+    """A linear layer in FP8 with a LoRA adapter beside it."""
+
+    def __init__(self, recipe):
+        op = fp8nnx.Fp8DotGeneralOp(recipe=recipe)
+        self.up = nnx.Linear(300, 200, dot_general=op, rngs=nnx.Rngs(0))
+        self.adapter = nnx.LoRA(300, 4, 200, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.up(x) + self.adapter(x)
+
+
+def test_nnx_below_adapters(tmp_path):
+    """The codes of a frozen NNX model come from the file, and its adapter stays and is trained."""
+    x = normal(0, 4, 300)
+    model = Adapted(fp8.Float8CurrentScaling(granularity="axiswise"))
+    wide, frozen = nnx.clone(model), fp8nnx.freeze(model, x)
+    checkpoint = read(tmp_path, CHANNEL)
+    base = nnx.Not(nnx.LoRAParam)
+    before = nnx.to_flat_state(nnx.state(frozen, nnx.LoRAParam))
+    nnx.update(frozen, fp8.load_into(nnx.state(frozen, base), checkpoint))
+    nnx.update(wide, fp8.load_into(nnx.state(wide, base), checkpoint))
+    np.testing.assert_array_equal(frozen.up.kernel.get_value(), LAYER["up.weight"].T)
+    np.testing.assert_array_equal(
+        frozen.up.dot_general.kernel_scale.get_value(), CHANNEL["up.weight_scale"].T
+    )
+    expected = LAYER["up.weight"].astype(np.float32) * CHANNEL["up.weight_scale"]
+    np.testing.assert_array_equal(wide.up.kernel.get_value(), expected.T)
+    for (_, old), (_, new) in zip(before, nnx.to_flat_state(nnx.state(frozen, nnx.LoRAParam))):
+        np.testing.assert_array_equal(old.get_value(), new.get_value())
+    gradient = nnx.grad(lambda m, x: jnp.sum(m(x) ** 2), argnums=nnx.DiffState(0, nnx.LoRAParam))(frozen, x)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+    assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient))
+
+
+def test_linen_below_adapters(tmp_path):
+    """Variables that are not passed stay as they are."""
+    adapter = {"params": {"lora": {"a": normal(0, 300, 4), "b": normal(1, 4, 200)}}}
+    with pytest.raises(ValueError, match="missing from the checkpoint: params/lora/a"):
+        fp8.load_into({"params": {**dense()["params"], **adapter["params"]}}, read(tmp_path, CHANNEL))
+    loaded = fp8.load_into(dense(), read(tmp_path, CHANNEL))
+    assert loaded["params"].keys() == {"up"}
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices")
+def test_variables_on_several_devices(tmp_path):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    variables = {"params": {"up": {"kernel": jax.device_put(jnp.zeros((300, 200)), sharding)}}}
+    checkpoint = {"up.weight": read(tmp_path, CHANNEL)["up.weight"]}
+    loaded = fp8.load_into(variables, checkpoint)["params"]["up"]["kernel"]
+    assert loaded.sharding == sharding
+    expected = LAYER["up.weight"].astype(np.float32) * CHANNEL["up.weight_scale"]
+    np.testing.assert_array_equal(loaded, expected.T)
+
+
+def test_a_model_computes_with_what_was_loaded(tmp_path):
+    """The frozen layer computes what PyTorch's layer would: x times codes times scales, plus the bias."""
+    model8 = fp8.quantize_model(nn.Dense(200), fp8.Float8CurrentScaling(), include="")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        abstract = jax.eval_shape(model8.init, jax.random.key(0), jnp.ones((4, 300)))
+        variables = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
+        model, served = fp8.freeze(model8, variables, jnp.ones((4, 300)), weight_only=True)
+    rename = {r"^kernel(\.weight)?$": "up.weight", "^bias$": "up.bias"}
+    served = fp8.load_into(served, read(tmp_path, CHANNEL), rename=rename)
+    x = np.asarray(normal(0, 4, 300))
+    weight = LAYER["up.weight"].astype(np.float64) * CHANNEL["up.weight_scale"]
+    np.testing.assert_allclose(model.apply(served, x), x @ weight.T + LAYER["up.bias"], rtol=1e-4, atol=0.1)
