@@ -2,7 +2,8 @@
 
 Run ``python benchmarks/checkpoints.py`` with a Python that has torch, transformers 5, compressed-tensors
 and torchao. It needs no GPU and downloads nothing. Beside each checkpoint, ``expected.safetensors`` has the
-weights as the library itself dequantizes them.
+weights as the library itself dequantizes them; for the Llama its logits, as transformers computes them from
+the folder.
 """
 
 from __future__ import annotations
@@ -34,17 +35,30 @@ def model(shapes: dict[str, tuple[int, int]]) -> Any:
 
 def compressed_tensors(folder: Path, kind: str, weights: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Writes layers that compressed-tensors quantized; returns the weights that it dequantizes."""
+    # Blocks of 16×32 do not fill the weight up. Groups of 32 columns must.
+    net = model({"up": (20, 48) if weights["strategy"] == "block" else (8, 64), "down": (4, 32)})
+    compressor = quantized(net, kind, weights)
+    save_file({name: x.contiguous() for name, x in net.state_dict().items()}, folder / SINGLE)
+    (folder / "config.json").write_text(json.dumps({"model_type": "two_layers"}))
+    compressor.update_config(folder)
+    compressor.decompress_model(net)
+    return {f"{name}.weight": layer.weight.data for name, layer in net.items()}
+
+
+def quantized(net: Any, kind: str, weights: dict[str, Any]) -> Any:
+    """Quantizes the linear layers of a model in place; returns the compressor, which can undo it."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    # Blocks of 16×32 do not fill the weight up. Groups of 32 columns must.
-    net = model({"up": (20, 48 if weights["strategy"] == "block" else 64), "down": (8, 32)})
     weights = {"num_bits": 8, "type": "float", "symmetric": True, **weights}
     group = {"targets": ["Linear"], "weights": weights, "format": kind}
-    config = QuantizationConfig(config_groups={"group_0": group}, quantization_status="frozen", format=kind)
+    options = {"quantization_status": "frozen", "format": kind, "ignore": ["lm_head"]}
+    config = QuantizationConfig(config_groups={"group_0": group}, **options)
     apply_quantization_config(net, config)
-    for layer in net.values():
+    for layer in net.modules():
+        if not hasattr(layer, "weight_scale"):
+            continue
         rows, columns = layer.weight.shape
         height, width = {
             "tensor": (rows, columns),
@@ -57,11 +71,26 @@ def compressed_tensors(folder: Path, kind: str, weights: dict[str, Any]) -> dict
         layer.weight_scale.data, _ = calculate_qparams(-amax, amax, config.config_groups["group_0"].weights)
     compressor = ModelCompressor(quantization_config=config)
     compressor.compress_model(net)
-    save_file({name: x.contiguous() for name, x in net.state_dict().items()}, folder / SINGLE)
-    (folder / "config.json").write_text(json.dumps({"model_type": "two_layers"}))
+    return compressor
+
+
+def llama(folder: Path) -> dict[str, torch.Tensor]:
+    """Writes a Llama in several files; returns the logits that transformers computes from the folder."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    net = LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.3))
+    compressor = quantized(net, "float-quantized", {"strategy": "channel"})
+    net.config.dtype = torch.float32
+    net.save_pretrained(folder, max_shard_size="16KB")
     compressor.update_config(folder)
-    compressor.decompress_model(net)
-    return {f"{name}.weight": layer.weight.data for name, layer in net.items()}
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    tokens = torch.arange(16).reshape(2, 8) * 7 % 24
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return {"tokens": tokens, "logits": loaded(tokens).logits}
 
 
 def finegrained(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
@@ -71,7 +100,7 @@ def finegrained(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
 
     config = FineGrainedFP8Config(**options)
     quantizer = SimpleNamespace(quantization_config=config)
-    net = model({"up": (32, 64), "down": (16, 32)})
+    net = model({"up": (32, 32), "down": (16, 32)})
     tensors: dict[str, torch.Tensor] = {}
     expected: dict[str, torch.Tensor] = {}
     for name, weight in net.state_dict().items():
@@ -89,7 +118,7 @@ def torchao(folder: Path, granularity: Any) -> dict[str, torch.Tensor]:
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
 
-    net = model({"up": (20, 64), "down": (8, 32)})
+    net = model({"up": (8, 64), "down": (4, 32)})
     for layer in net.values():
         tensor = Float8Tensor.from_hp(layer.weight.data, granularity=granularity)
         layer.weight = torch.nn.Parameter(tensor, requires_grad=False)
@@ -119,6 +148,7 @@ def cases() -> dict[str, Callable[[Path], dict[str, torch.Tensor]]]:
         "transformers_ue8m0": lambda folder: finegrained(
             folder, weight_block_size=(16, 32), scale_fmt="ue8m0"
         ),
+        "transformers_llama": llama,
         "torchao_row": lambda folder: torchao(folder, PerRow()),
         "torchao_tensor": lambda folder: torchao(folder, PerTensor()),
     }

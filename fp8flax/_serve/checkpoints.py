@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fp8flax._core.formats import FP8_DTYPES
-from fp8flax._serve.safetensors import DTYPES, are_sizes
+from fp8flax._serve.safetensors import DTYPES, METADATA, are_sizes
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -34,6 +35,9 @@ _FLOAT8, _E8M0 = set(FP8_DTYPES), np.dtype(jnp.float8_e8m0fnu)
 _WIDE = {np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
 
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 class CheckpointTensor(NamedTuple):
     """A quantized tensor of a checkpoint: each block of ``codes`` has one entry of ``scale``.
 
@@ -49,6 +53,8 @@ class CheckpointTensor(NamedTuple):
     """The size of a block in each dimension. The last block of a dimension may be smaller."""
     input_scale: np.ndarray | None
     """The fixed scale of the layer's input; None if the file has none."""
+    layout: Layout | None = None
+    """The dimensions of the kernel, if ``save_safetensors`` wrote the file: output and summed ones."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,6 +107,7 @@ class _Quantized(NamedTuple):
     scale_shape: tuple[int, ...]
     block: tuple[int, ...]
     input_scale: _Stored | None
+    layout: Layout | None = None
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -115,7 +122,7 @@ class Checkpoint(Mapping[str, Any]):
             return _array(entry, name)
         scale = _array(entry.scale, name).view(entry.scale_dtype).reshape(entry.scale_shape)
         input_scale = None if entry.input_scale is None else _array(entry.input_scale, name)
-        return CheckpointTensor(_array(entry.codes, name), scale, entry.block, input_scale)
+        return CheckpointTensor(_array(entry.codes, name), scale, entry.block, input_scale, entry.layout)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -194,8 +201,7 @@ def _parsed(text: bytes, where: Path) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
             raise ValueError(f"it has the name {twice!r} twice")
         return found
 
@@ -406,8 +412,32 @@ def _entries(
             )
         if name in entries:
             raise ValueError(f"{stored.file}: {name!r} is there twice, as one tensor and in parts.")
+    for name, layout in _layouts(files, metadata).items():
+        entry = entries.get(name)
+        if isinstance(entry, _Quantized):
+            entries[name] = entry._replace(layout=layout)
     order = {name: entries.get(name, rest.get(name)) for name in files}
     return {name: e for name, e in (order | entries).items() if e is not None}
+
+
+def _layouts(files: Mapping[str, _Stored], metadata: Mapping[str, str]) -> dict[str, Layout]:
+    """Returns the layouts of kernels in the metadata that ``save_safetensors`` writes."""
+    found: dict[str, Layout] = {}
+    if METADATA not in metadata or not files:
+        return found
+    where = next(iter(files.values())).file
+    own = _parsed(metadata[METADATA].encode("utf-8", "surrogatepass"), where)
+    for name, entry in _mapping(own.get("tensors"), "tensors", where).items():
+        matrix = _mapping(entry, repr(name), where).get("matrix")
+        if matrix is None:
+            continue
+        if not (isinstance(matrix, list) and len(matrix) == 2 and all(map(are_sizes, matrix))):
+            raise ValueError(f"{where} is damaged: {name!r} must have a matrix of axes; got {matrix!r}.")
+        out, summed = map(tuple, matrix)
+        if sorted(out + summed) != list(range(len(out + summed))):
+            raise ValueError(f"{where} is damaged: {name!r} must have each axis once; got {matrix!r}.")
+        found[name] = (out, summed)
+    return found
 
 
 def _float8_tensors(

@@ -13,9 +13,10 @@ import numpy as np
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.state.tree import path_str
-from fp8flax._serve.checkpoints import CheckpointTensor
+from fp8flax._serve.checkpoints import CheckpointTensor, Layout
 from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE
 from fp8flax._serve.renaming import new_names_of
+from fp8flax._serve.server_layout import from_matrix, matrix_shape
 from fp8flax._serve.trees import Path
 
 _SQUARE, _MX = (128, 128), (1, 32)
@@ -187,10 +188,14 @@ def _loaders(
     leaf, shape = leaves[path], tuple(leaves[path].shape)
     is_quantized = isinstance(tensor, CheckpointTensor)
     dtype = tensor.codes.dtype if is_quantized else tensor.dtype
-    _check_shape(path, tensor.shape, shape, is_matrix, is_quantized)
+    layouts = _layouts(tensor, shape) if is_matrix else []
+    if not is_matrix:
+        _check_shape(path, tensor.shape, shape)
+    elif not layouts:
+        raise _Misfit(f"a weight (out, in) of shape {list(tensor.shape)} does not become {list(shape)}")
 
     def arranged(array: np.ndarray) -> np.ndarray:
-        return (array.swapaxes(-1, -2) if is_matrix else array).reshape(shape)
+        return from_matrix(array, shape, *layouts[0]) if layouts else array.reshape(shape)
 
     if is_quantized and not _is_narrow(leaf):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -212,9 +217,8 @@ def _loaders(
             "the wide model, and freeze it"
         )
     for place, scale in scales.items():
-        made[place] = (
-            _scale(tensor, shape, scale) if place[-1] == KERNEL_SCALE else _input_scale(tensor, scale)
-        )
+        is_of_kernel = place[-1] == KERNEL_SCALE
+        made[place] = _scale(tensor, shape, layouts, scale) if is_of_kernel else _input_scale(tensor, scale)
     return made
 
 
@@ -223,28 +227,28 @@ def _rounded(array: Any, dtype: Any) -> np.ndarray:
         return np.asarray(array).astype(dtype)
 
 
-def _check_shape(
-    path: Path, given: Sequence[int], shape: Sequence[int], is_matrix: bool, is_quantized: bool
-) -> None:
-    """Raises ``_Misfit`` if a tensor of shape ``given`` cannot become the variable."""
-    if is_matrix:
-        # A stack of weights has scales: without them it may be the kernel of a convolution.
-        fits = len(given) in ((2, 3) if is_quantized else (2,))
-        stacked = len(given) - 2
-        fits = fits and tuple(given[:stacked]) == tuple(shape[:stacked])
-        if not (fits and _summed(given[-2:], shape[stacked:])):
-            raise _Misfit(f"a weight (out, in) of shape {list(given)} does not become {list(shape)}")
-    elif path[-1] == "bias":
-        if tuple(given) not in (tuple(shape), (math.prod(shape),), (*shape[:1], math.prod(shape[1:]))):
-            raise _Misfit(f"it must have the shape {list(shape)}, and has {list(given)}")
-    elif tuple(given) != tuple(shape):
+def _check_shape(path: Path, given: Sequence[int], shape: Sequence[int]) -> None:
+    """Raises ``_Misfit`` if a tensor that is not transposed cannot become the variable."""
+    allowed = [tuple(shape)]
+    if path[-1] == "bias":  # all features are one dimension in the file
+        allowed += [(math.prod(shape),), (*shape[:1], math.prod(shape[1:]))]
+    if tuple(given) not in allowed:
         raise _Misfit(f"it must have the shape {list(shape)}, and has {list(given)}")
 
 
-def _summed(matrix: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """Returns how many of a kernel's first dimensions may be the ``in`` of a matrix ``(out, in)``."""
-    sizes = [(math.prod(shape[k:]), math.prod(shape[:k])) for k in range(len(shape) + 1)]
-    return [k for k in range(1, len(shape)) if sizes[k] == tuple(matrix)]
+def _layouts(tensor: Any, shape: tuple[int, ...]) -> list[Layout]:
+    """Returns how a weight ``(out, in)`` may become a kernel of this shape; all ways give the same kernel.
+
+    The first dimensions of a kernel are the summed ones, as in the layers of Flax, unless the file has the
+    layout. A stack of weights must have scales: without them it may be the kernel of a convolution.
+    """
+    is_quantized = isinstance(tensor, CheckpointTensor)
+    given, dims = list(tensor.shape), len(shape) - len(tensor.shape) + 2
+    if not 2 <= len(given) <= (3 if is_quantized else 2):
+        return []
+    known = tensor.layout if is_quantized else None
+    options = [known] if known else [(tuple(range(k, dims)), tuple(range(k))) for k in range(1, dims)]
+    return [(a, b) for a, b in options if len(a) + len(b) == dims and matrix_shape(shape, a, b) == given]
 
 
 def _has_blocks(tensor: CheckpointTensor, block: Sequence[int]) -> bool:
@@ -257,34 +261,37 @@ def _has_blocks(tensor: CheckpointTensor, block: Sequence[int]) -> bool:
     )
 
 
-def _scale(tensor: CheckpointTensor, shape: tuple[int, ...], leaf: Any) -> Callable[[], np.ndarray]:
+def _scale(
+    tensor: CheckpointTensor, shape: tuple[int, ...], layouts: Sequence[Layout], leaf: Any
+) -> Callable[[], np.ndarray]:
     """Returns a function that makes the scale of a frozen kernel of shape ``shape``.
 
     The shape and the dtype of the frozen scale show which kinds of scale it may have. The checkpoint must
     have all of these kinds, so that no doubt is left.
     """
     stack, (out, summed) = tensor.shape[:-2], tensor.shape[-2:]
-    lead, own = tuple(leaf.shape[: len(stack)]), tuple(leaf.shape[len(stack) :])
-    is_e8m0 = _is_narrow(leaf)
-    kernel = shape[len(stack) :]
+    is_e8m0, to = _is_narrow(leaf), tuple(leaf.shape)
     block = _MX if is_e8m0 else _SQUARE
     kinds: list[tuple[int, int]] = []
-    if own == (1, -(-out // block[0]), -(-summed // block[1])):
+    if to == (*stack, 1, -(-out // block[0]), -(-summed // block[1])):
         kinds.append(block)
-    if not is_e8m0 and own == (1,):
+    if not is_e8m0 and to == (*stack, 1):
         kinds.append((out, summed))
-    if not is_e8m0 and any(own == ((1,) * k + kernel[k:]) for k in _summed((out, summed), kernel)):
-        kinds.append((1, summed))
-    can_hold = tensor.scale.dtype == leaf.dtype or (
-        leaf.dtype == np.float32 and tensor.scale.dtype != np.float64
-    )
-    if lead != stack or not kinds or not can_hold or not all(_has_blocks(tensor, kind) for kind in kinds):
+    arranged = tensor.scale
+    for layout in layouts if not is_e8m0 else ():
+        ones = {i + len(stack) for i in layout[1]}
+        if to == tuple(1 if i in ones else n for i, n in enumerate(shape)):
+            kinds.append((1, summed))
+            if tensor.scale.shape[-2:] == (out, 1):
+                arranged = from_matrix(tensor.scale, to, *layout)
+    can_hold = leaf.dtype in (tensor.scale.dtype, np.dtype(np.float32))  # which holds all scales
+    if not kinds or not can_hold or not all(_has_blocks(tensor, kind) for kind in kinds):
         raise _Misfit(
             f"its scale is {tensor.scale.dtype}{list(tensor.scale.shape)}, for blocks of "
-            f"{list(tensor.block)}, and the scale of the frozen kernel is {leaf.dtype}{list(leaf.shape)}. "
-            "Freeze the model with the recipe of the checkpoint"
+            f"{list(tensor.block)}, and the scale of the frozen kernel is {leaf.dtype}{list(to)}. Freeze "
+            "the model with the recipe of the checkpoint"
         )
-    return lambda: tensor.scale.astype(leaf.dtype).reshape(leaf.shape)
+    return lambda: arranged.astype(leaf.dtype).reshape(to)
 
 
 def _input_scale(tensor: CheckpointTensor, leaf: Any) -> Callable[[], np.ndarray]:

@@ -19,7 +19,7 @@ from fp8flax._serve.hidden_state import ServedOp
 from fp8flax._serve.renaming import renamed
 from fp8flax._serve.server_layout import from_matrix, matrix_shape, named, quantization_config
 
-_METADATA = "fp8flax"
+METADATA = "fp8flax"
 _VERSION = 3
 DTYPES = {
     "F64": np.float64,
@@ -114,7 +114,7 @@ def write(
             "crc32": _crc32(tensors[name]),
         }
     own = {"version": _VERSION, "tensors": entries, "checksum": _checksum(entries)}
-    metadata = {_METADATA: json.dumps(own), "format": "pt"}  # tensors have the layout of PyTorch
+    metadata = {METADATA: json.dumps(own), "format": "pt"}  # tensors have the layout of PyTorch
     quantization = quantization_config(ops, wide_layers)
     if quantization is not None:
         metadata["quantization_config"] = json.dumps(quantization)
@@ -240,12 +240,12 @@ def _read_header(
     except library.SafetensorError as error:
         raise _damaged(path, error) from error
     try:
-        own = json.loads(metadata[_METADATA])
+        own = json.loads(metadata[METADATA])
         version, entries = own["version"], own["tensors"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} was not written by fp8flax.save_safetensors, or is damaged: its metadata has no "
-            f"{_METADATA!r} that says where in the variables its tensors belong."
+            f"{METADATA!r} that says where in the variables its tensors belong."
         ) from error
     if version not in list(_FIELDS):
         raise ValueError(

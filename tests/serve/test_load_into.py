@@ -1,13 +1,19 @@
 """Checkpoints go into the variables of models: dequantized into wide ones, bit for bit into frozen ones."""
 
+import json
 import warnings
+from functools import partial
+from pathlib import Path
 
 import flax.linen as nn
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 import fp8flax as fp8
@@ -115,6 +121,32 @@ def test_stacked_layers(recipe, tmp_path):
     np.testing.assert_array_equal(loaded, expected)
 
 
+@pytest.mark.parametrize("recipe", ["axiswise", "block128"])
+@pytest.mark.parametrize("equation", ["bi,oi->bo", "bi,hio->bho", "bi,iho->bho"])
+def test_kernels_whose_summed_dimensions_are_not_first(equation, recipe, tmp_path):
+    """The file has the layout of each kernel, which its shape alone does not show."""
+    shape = {"oi": (64, 64), "hio": (64, 64, 2), "iho": (64, 64, 2)}[equation[3:].partition("->")[0]]
+
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Einsum(shape, equation, use_bias=False, name="layer")(x)
+
+    model8, variables = trained(Own(), X, recipe=RECIPES[recipe])
+    model, served = fp8.freeze(model8, variables)
+    assert served["params"]["layer"]["kernel"].dtype == E4M3
+    fp8.save_safetensors(tmp_path / "a", model, served)
+    checkpoint = fp8.read_checkpoint(tmp_path / "a")
+    assert "layer.weight" in checkpoint
+    assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
+    loaded = fp8.load_into(zeros_like(variables), checkpoint)["params"]["layer"]["kernel"]
+    codes = np.asarray(served["params"]["layer"]["kernel"]).astype(np.float32)
+    [scale] = (x for p, x in jax.tree_util.tree_flatten_with_path(served)[0] if "scale" in str(p))
+    if recipe == "block128":
+        [[[scale]]] = np.asarray(scale)
+    np.testing.assert_array_equal(loaded, codes * np.asarray(scale))
+
+
 @pytest.mark.filterwarnings("ignore:FP8 convolutions")
 def test_kernels_that_stay_codes_under_their_own_names(tmp_path):
     """A convolution in FP8 is in the file as in the model, with its scale under the name of its op."""
@@ -182,11 +214,16 @@ def test_embeddings_are_not_transposed(tmp_path):
 
 
 def test_arrays_do_not_depend_on_the_file(tmp_path):
-    tensors = {"a": scales_of(0, 64, 64)}
-    checkpoint = read(tmp_path, tensors)
-    loaded = fp8.load_into({"params": {"a": jnp.zeros((64, 64))}}, checkpoint)
-    write(tmp_path / "model.safetensors", {"a": np.zeros((64, 64), np.float32)})
-    np.testing.assert_array_equal(loaded["params"]["a"], tensors["a"])
+    path, values = tmp_path / "a", np.arange(4096, dtype=np.int32).reshape(64, 64)
+
+    def aligned(entries, data):
+        """Starts the data at a multiple of 64 bytes, so that JAX could use the mapped memory."""
+        return json.dumps(entries).ljust(120), data
+
+    checkpoint = fp8.read_checkpoint(write(path, {"a": values}, change=aligned))
+    loaded = fp8.load_into({"params": {"a": jnp.zeros((64, 64), jnp.int32)}}, checkpoint)
+    write(path, {"a": np.zeros((64, 64), np.int32)}, change=aligned)
+    np.testing.assert_array_equal(loaded["params"]["a"], values)
 
 
 def test_all_faults_are_in_one_error(tmp_path):
@@ -358,3 +395,124 @@ def test_a_model_computes_with_what_was_loaded(tmp_path):
     x = np.asarray(normal(0, 4, 300))
     weight = LAYER["up.weight"].astype(np.float64) * CHANNEL["up.weight_scale"]
     np.testing.assert_allclose(model.apply(served, x), x @ weight.T + LAYER["up.bias"], rtol=1e-4, atol=0.1)
+
+
+class Projection(nn.Module):
+    """A linear layer; with ``rank`` above 0 beside a LoRA adapter, which adds zero at first."""
+
+    features: int
+    rank: int = 0
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(self.features, use_bias=False, name="base")(x)
+        if not self.rank:
+            return y
+        down = self.param("lora_a", nn.initializers.normal(0.1), (x.shape[-1], self.rank))
+        up = self.param("lora_b", nn.initializers.zeros, (self.rank, self.features))
+        return y + (x @ down) @ up
+
+
+def rotated(x):
+    """Rotates queries or keys ``(batch, length, heads, dim)`` by their positions."""
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None] * 10000.0 ** (-np.arange(half) / half)[None, :]
+    sin, cos = (f(angle).astype(np.float32)[None, :, None, :] for f in (np.sin, np.cos))
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class Llama(nn.Module):
+    """The Llama of transformers_llama in Flax, by the description of the architecture."""
+
+    rank: int = 0
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(24, 32, name="embed_tokens")(tokens)
+        causal = np.tril(np.ones((tokens.shape[1],) * 2, bool))
+        for i in range(2):
+            layer, linear = f"layers_{i}", partial(Projection, rank=self.rank)
+            h = nn.RMSNorm(1e-6, name=f"{layer}_input_layernorm")(x)
+            q, k, v = (
+                linear(8 * heads, name=f"{layer}_self_attn_{name}_proj")(h).reshape(*h.shape[:2], heads, 8)
+                for name, heads in (("q", 4), ("k", 2), ("v", 2))
+            )
+            k, v = jnp.repeat(rotated(k), 2, 2), jnp.repeat(v, 2, 2)
+            weights = jnp.einsum("bqhd,bkhd->bhqk", rotated(q), k) / np.float32(np.sqrt(8))
+            weights = jax.nn.softmax(jnp.where(causal[None, None], weights, -jnp.inf))
+            attended = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
+            x = x + linear(32, name=f"{layer}_self_attn_o_proj")(attended)
+            h = nn.RMSNorm(1e-6, name=f"{layer}_post_attention_layernorm")(x)
+            gate, up = (linear(48, name=f"{layer}_mlp_{name}_proj")(h) for name in ("gate", "up"))
+            x = x + linear(32, name=f"{layer}_mlp_down_proj")(nn.silu(gate) * up)
+        return nn.Dense(24, use_bias=False, name="lm_head")(nn.RMSNorm(1e-6, name="norm")(x))
+
+
+TO_LLAMA = {
+    r"\.base\b": "",
+    r"\.(kernel|scale|embedding)$": ".weight",
+    r"^layers_(\d)_": r"layers.\1.",
+    r"_(attn|mlp)_(\w+_proj)": r"_\1.\2",
+    r"\.mlp_": ".mlp.",
+    r"^(?!lm_head)": "model.",
+}
+
+
+def llama(rank=0):
+    """Returns the frozen Llama with the codes of the folder, the wide one, the tokens and the logits."""
+    folder = Path(__file__).parent / "files" / "transformers_llama"
+    expected = safetensors.numpy.load_file(folder / "expected.safetensors")
+    checkpoint, tokens = fp8.read_checkpoint(folder), expected["tokens"].astype(np.int32)
+    model = Llama(rank)
+    model8 = fp8.quantize_model(model, fp8.Float8CurrentScaling(), include=".*base")
+    variables = jax.jit(model8.init)(jax.random.key(0), tokens)
+    served_model, served = fp8.freeze(model8, variables, weight_only=True)
+    return checkpoint, tokens, expected["logits"], (model, variables), (served_model, served)
+
+
+@pytest.mark.long
+def test_logits_of_a_llama():
+    """The wide and the frozen Llama have the logits that transformers computes from the same folder."""
+    checkpoint, tokens, expected, *models = llama()
+    for model, variables in models:
+        loaded = fp8.load_into(variables, checkpoint, rename=TO_LLAMA)
+        logits = model.apply(loaded, tokens)
+        error = np.abs(np.asarray(logits) - expected).max() / np.abs(expected).max()
+        assert error < 1e-5
+    kernel = loaded["params"]["layers_1_mlp_up_proj"]["base"]["kernel"]
+    np.testing.assert_array_equal(kernel, checkpoint["model.layers.1.mlp.up_proj.weight"].codes.T)
+
+
+@pytest.mark.long
+def test_lora_steps_on_a_frozen_llama():
+    """Adapters beside the FP8 kernels learn in 20 steps, and the kernels do not change."""
+    checkpoint, tokens, expected, _, (model, served) = llama(rank=4)
+    flat = flax.traverse_util.flatten_dict(served["params"])
+    adapters = {path: x for path, x in flat.items() if path[-1].startswith("lora")}
+    base = {path: x for path, x in flat.items() if path not in adapters}
+    assert len(adapters) == 2 * 7 * 2
+    base = fp8.load_into({"params": flax.traverse_util.unflatten_dict(base)}, checkpoint, rename=TO_LLAMA)
+    base = flax.traverse_util.flatten_dict(base["params"])
+
+    def logits(adapters):
+        return model.apply({"params": flax.traverse_util.unflatten_dict(base | adapters)}, tokens)
+
+    def loss(adapters):
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits(adapters)[:, :-1], tokens[:, 1:]
+        ).mean()
+
+    np.testing.assert_allclose(logits(adapters), expected, rtol=1e-3, atol=1e-4)
+    optimizer = optax.adam(1e-2)
+    state = optimizer.init(adapters)
+    step = jax.jit(jax.value_and_grad(loss))
+    losses = []
+    for _ in range(20):
+        value, gradient = step(adapters)
+        with jax.numpy_dtype_promotion("standard"):  # for Adam's count of steps
+            update, state = optimizer.update(gradient, state)
+        adapters = optax.apply_updates(adapters, update)
+        losses.append(float(value))
+    assert np.isfinite(losses).all()
+    assert losses[-1] < 0.5 * losses[0], losses
