@@ -242,7 +242,8 @@ RAGGED_DOT = OpRow(
 )
 
 
-_rows = {row.name: row for row in (DOT_GENERAL, EINSUM, CONV, RAGGED_DOT)}
+_OF_THE_PACKAGE = {row.name: row for row in (DOT_GENERAL, EINSUM, CONV, RAGGED_DOT)}
+_rows = dict(_OF_THE_PACKAGE)
 
 
 def rows() -> tuple[OpRow, ...]:
@@ -251,18 +252,21 @@ def rows() -> tuple[OpRow, ...]:
 
 
 def register(row: OpRow) -> None:
-    """Adds a row to the table.
+    """Adds a row to the table. It replaces a row of the same name, as when a notebook runs a cell again.
 
     Raises:
-        ValueError: the table has another row of this name or for this primitive.
+        ValueError: the package itself has an op of this name, or another row has this primitive.
     """
+    taken = _OF_THE_PACKAGE.get(row.name)
     for other in _rows.values():
-        if other is not row and (other.name == row.name or other.primitive == row.primitive is not None):
-            raise ValueError(
-                f"The table of ops has the row {other.name!r} already, for the primitive "
-                f"{other.primitive!r}; got the row {row.name!r} for {row.primitive!r}. Give the new row "
-                "another name, and a primitive that no other row has."
-            )
+        if other.name != row.name and other.primitive == row.primitive is not None:
+            taken = other
+    if taken is not None:
+        raise ValueError(
+            f"The table of ops has the row {taken.name!r} already, for the primitive {taken.primitive!r}; "
+            f"got the row {row.name!r} for {row.primitive!r}. Give the new row another name, and a "
+            "primitive that no other row has."
+        )
     _rows[row.name] = row
 
 
