@@ -118,7 +118,7 @@ PARTS = {
     "power-2-scales": Contender(recipe=fp8.DelayedScaling(use_power_2_scales=True)),
     **{name: Contender(recipe=DELAYED, exclude=layers) for name, layers in WIDE_LAYERS.items()},
 }
-"""Where the gap comes from: delayed scaling, of which a part is left out."""
+"""Delayed scaling with one part left out: each shows how much of the gap that part makes."""
 ALL = {**CONTENDERS, **PARTS}
 IN_FP8 = Contender(recipe=fp8.Float8CurrentScaling())
 

@@ -1,4 +1,4 @@
-"""What Linen ops and NNX ops share: the row of the op, the recipe in use, the state, and the errors."""
+"""Base of Linen ops and NNX ops: the row of the op, the recipe in use, the state, and the errors."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _dense(num: int, args: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 class _Residuals(NamedTuple):
-    """What the forward pass of a block keeps for its backward pass."""
+    """The residuals of a block: the forward pass keeps them for the backward pass."""
 
     input: Any
     """The operand of wgrad that is made of the input, in FP8."""
