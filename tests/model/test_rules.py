@@ -176,6 +176,19 @@ class Elsewhere(nn.Module):
         return x.T @ seen.value
 
 
+class KernelFirst(nn.Module):
+    """Multiplies with the kernel as the left operand."""
+
+    @nn.compact
+    def __call__(self, x):
+        return self.param("kernel", nn.initializers.normal(), (24, x.shape[-1])) @ x.T
+
+
+def test_report_calls_the_kernels_columns_n_also_if_the_kernel_is_the_left_operand():
+    (row,) = fp8.report(fp8.quantize_model(KernelFirst(), include=""), jnp.ones((8, 32))).rows
+    assert (row.batch, row.m, row.k, row.n) == (1, 8, 32, 24)
+
+
 class TestReport:
     x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
 

@@ -117,7 +117,9 @@ def test_training_is_the_same_in_linen_and_nnx(linen, in_nnx):
         losses.append((float(loss), float(loss_nnx)))
     assert [a for a, _ in losses] == [b for _, b in losses]
     assert losses[2][0] < losses[0][0]
-    (fp8_state,) = state.params["_overwrite_with_gradient"].values()
+    ((name, fp8_state),) = state.params["_overwrite_with_gradient"].items()
+    assert name.startswith("Fp8BatchedDenseOp_")  # and not the op of the dot_general inside
+    assert type(in_nnx.batched_dense).__name__ == "Fp8BatchedDenseOp"
     assert float(fp8_state["input_amax_history"].max()) == float(jnp.abs(X).max())
     assert float(fp8_state["output_grad_amax_history"].max()) > 0
     np.testing.assert_array_equal(in_nnx.kernel.get_value(), state.params["params"]["kernel"])

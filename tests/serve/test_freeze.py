@@ -185,6 +185,22 @@ def test_weights_only_beside_numpy():
     np.testing.assert_allclose(serve.apply(served, x), x @ kernel, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("spatial", [1, 2])
+def test_weights_only_scales_of_convolutions(spatial):
+    """A convolution has one scale for each output feature, however many spatial dimensions it has."""
+    x, window = normal(0, 2, *[6] * spatial, 8), (3,) * spatial
+    layer = nn.Conv(4, window, window, conv_general_dilated_cls=fp8.Fp8ConvGeneralDilatedOp)
+    variables = layer.init(jax.random.key(0), x)
+    _, served = fp8.freeze(layer, variables, x, weight_only=True)
+    kernel, stored = np.asarray(variables["params"]["kernel"]), served["params"]
+    scale = np.asarray(stored["Fp8ConvGeneralDilatedOp_0"]["kernel_scale"])
+    largest = np.abs(kernel).max(tuple(range(kernel.ndim - 1)), keepdims=True)
+    np.testing.assert_allclose(scale, largest / np.float32(448), rtol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(stored["kernel"], np.float32) * scale, kernel, atol=0.04 * largest.max()
+    )
+
+
 def test_weights_only_reads_the_codes_alone(gpu):
     """No call writes a kernel in bfloat16, as it did when the kernel was scaled before its GEMM."""
     model = nn.Dense(2048, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp)
