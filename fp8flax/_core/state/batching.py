@@ -71,26 +71,31 @@ def each_alike(
     def one_by_one(*args: Any) -> list[Any]:
         return [once(*each) for each in zip(*args)]
 
-    def stacked(run: Callable[..., Any], *args: Any) -> Any:
-        # Calls ``run`` with the stack of each argument's values.
-        whole = jax.tree.map(lambda *xs: jnp.stack(xs), *zip(*args))
-        return run(*(lax.optimization_barrier(whole) if read_once else whole))
-
-    def parts(tree: Any) -> list[Any]:
-        # The reverse of the stacking: one tree for each index of the first axis.
-        leaves, treedef = jax.tree.flatten(tree)
-        split = [[lax.squeeze(part, [0]) for part in lax.split(x, [1] * number)] for x in leaves]
-        return [treedef.unflatten([pieces[i] for pieces in split]) for i in range(number)]
+    def stacked(*args: Any) -> list[Any]:
+        stacks = list(map(_stack, args))
+        return lax.optimization_barrier(stacks) if read_once else stacks
 
     def in_a_loop(*args: Any) -> list[Any]:
-        return parts(stacked(lambda *xs: lax.map(lambda each: f(*each), xs), *args))
+        return _unstack(lax.map(lambda each: f(*each), tuple(stacked(*args))), number)
 
     def at_once(*args: Any) -> list[Any]:
         if in_parts:
-            return one_by_one(*stacked(lambda *xs: map(parts, xs), *args))
-        return parts(stacked(jax.vmap(once), *args))
+            return one_by_one(*(_unstack(stack, number) for stack in stacked(*args)))
+        return _unstack(jax.vmap(once)(*stacked(*args)), number)
 
     return unless_cpu(at_once, in_a_loop if loops else one_by_one, *map(list, args))
+
+
+def _stack(trees: Sequence[Any]) -> Any:
+    """Returns one tree, whose leaves are stacked along a new first axis."""
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
+
+
+def _unstack(tree: Any, number: int) -> list[Any]:
+    """Returns ``number`` trees, one for each index of the first axis; the reverse of ``_stack``."""
+    leaves, treedef = jax.tree.flatten(tree)
+    split = [[lax.squeeze(part, [0]) for part in lax.split(x, [1] * number)] for x in leaves]
+    return [treedef.unflatten([pieces[i] for pieces in split]) for i in range(number)]
 
 
 def digests(axes: Sequence[int], states: Sequence[ScalingState]) -> list[jax.Array]:

@@ -254,23 +254,36 @@ def next_state(
             has a digest: the result is then the cotangent of the digest, and no cotangent of the history.
     """
     # The amax is merged over the batches of ``jax.vmap`` and the axes of ``shard_map`` that the state does
-    # not have.
-    like = new_scale.reshape(amax.shape) if state is None else from_max_dtype(state.amax_history)[..., 0]
-    amax = merge_amax(amax.astype(jnp.float32), like)
-    # A state that is used several times merges its cotangents by maximum. An amax of inf marks a NaN or an
-    # Inf in the data, and wins. An amax of -inf marks empty data, and loses.
+    # not have. An amax of inf marks a NaN or an Inf in the data, and wins every merge. An amax of -inf
+    # marks empty data, and loses.
+    amax = amax.astype(jnp.float32)
     if state is None:
-        numbers = new_scale.reshape(amax.shape), amax
-        none = [jnp.zeros_like(amax)] * (DIGEST_SIZE - len(numbers))
-        return ScalingState(to_digest(*(x[..., None] for x in (*numbers, *none))), None)  # type: ignore
-    history, new_scale = from_max_dtype(state.amax_history), new_scale.reshape(state.scale.shape)
-    pushed = push_amax(amax, history)
-    if not is_max_dtype(state.scale):
-        return kept_state(
-            ScalingState(new_scale, history), ScalingState(new_scale, pushed), amax[..., None]
-        )
+        return _cotangent_of_digest(merge_amax(amax, new_scale.reshape(amax.shape)), new_scale)
+    amax = merge_amax(amax, from_max_dtype(state.amax_history)[..., 0])
+    of_kind = _merging_state if is_max_dtype(state.scale) else _float32_state
+    return of_kind(amax, new_scale, state)
+
+
+def _float32_state(amax: jax.Array, new_scale: jax.Array, state: ScalingState) -> ScalingState:
+    """Returns the next state of a float32 state."""
+    history = state.amax_history
+    new_scale = new_scale.reshape(state.scale.shape)
+    pushed = ScalingState(new_scale, push_amax(amax, history))
+    return kept_state(ScalingState(new_scale, history), pushed, amax[..., None])
+
+
+def _merging_state(amax: jax.Array, new_scale: jax.Array, state: ScalingState) -> ScalingState:
+    """Returns the cotangents of a state in ``fp32_max_grad``: the new scale and history, unchecked."""
+    pushed = push_amax(amax, from_max_dtype(state.amax_history))
     pushed = jnp.where((amax == -jnp.inf)[..., None], -jnp.inf, pushed)
-    return ScalingState(to_max_dtype(new_scale), to_max_dtype(pushed))
+    return ScalingState(to_max_dtype(new_scale.reshape(state.scale.shape)), to_max_dtype(pushed))
+
+
+def _cotangent_of_digest(amax: jax.Array, new_scale: jax.Array) -> ScalingState:
+    """Returns the cotangent of a digest, which holds the new scale and the amax; None for the history."""
+    numbers = new_scale.reshape(amax.shape), amax
+    none = [jnp.zeros_like(amax)] * (DIGEST_SIZE - len(numbers))
+    return ScalingState(to_digest(*(x[..., None] for x in (*numbers, *none))), None)  # type: ignore
 
 
 def state_to_keep(state: ScalingState | None) -> ScalingState | None:
