@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fp8flax._core.options import check_bool
-from fp8flax._core.recipes import Recipe, check_recipe
+from fp8flax._core.recipes import CustomRecipe, Recipe, check_recipe
 
 _OFF = "off"
 """Takes the place of the ambient recipe if FP8 is off."""
@@ -23,19 +23,21 @@ _jit_key: Any = jax.make_user_context(None)
 class _Ambient:
     """Holds an ambient recipe: a ``CustomRecipe``, None for each op's default, or ``_OFF``.
 
-    Equal recipes share one ``_Ambient``, so jit compares its cache keys by identity. To compare two recipes
+    ``replaced`` holds recipes of ops that the ambient recipe takes the place of (see ``phase_context``).
+
+    Equal values share one ``_Ambient``, so jit compares its cache keys by identity. To compare two recipes
     runs Python code, and Python may then switch to another thread. That thread may change the cache of jit
     while this thread reads it.
     """
 
-    __slots__ = ("recipe",)
+    __slots__ = ("recipe", "replaced")
 
-    def __init__(self, recipe: Any) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Any, replaced: frozenset[CustomRecipe]) -> None:
+        self.recipe, self.replaced = recipe, replaced
 
 
 _ambients: dict[Any, _Ambient] = {}
-"""The one ``_Ambient`` of each recipe that was ever ambient."""
+"""The one ``_Ambient`` of each recipe, and of the recipes that it replaces, that was ever ambient."""
 
 
 class _Entry(NamedTuple):
@@ -69,8 +71,12 @@ def _current_task() -> asyncio.Task[Any] | None:
 class _Autocast(contextlib.ContextDecorator):
     """Sets the ambient recipe of a thread. One object may be entered again, also by another thread."""
 
-    def __init__(self, recipe: Any) -> None:
-        self._ambient = _ambients.setdefault(recipe, _Ambient(recipe))
+    def __init__(
+        self, recipe: Any, replaced: frozenset[CustomRecipe] = frozenset(), phase: str | None = None
+    ) -> None:
+        key = (recipe, replaced)
+        self._ambient = _ambients.setdefault(key, _Ambient(*key))
+        self.phase = phase
 
     def __call__(self, func: Any) -> Any:
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -161,17 +167,42 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
     return _Autocast(gemms if enabled else _OFF)
 
 
+def phase_context(
+    *, enabled: bool, recipe: CustomRecipe | None, replaced: frozenset[CustomRecipe], phase: str | None
+) -> contextlib.AbstractContextManager[None]:
+    """Returns ``autocast`` for a phase of a schedule.
+
+    The name of the phase is not part of jit's cache key, so phases with equal recipes share their programs.
+
+    Args:
+        enabled: as in ``autocast``.
+        recipe: as in ``autocast``.
+        replaced: ops that were given one of these recipes use ``recipe`` as ops without a recipe do.
+        phase: the name of the phase, for ``current_phase``.
+    """
+    if not enabled or recipe is None:
+        return _Autocast(None if enabled else _OFF, phase=phase)
+    return _Autocast(recipe, replaced, phase)
+
+
+def current_phase() -> str | None:
+    """Returns the name of the phase that the code runs in; None outside of a schedule."""
+    return _thread.entries[-1].owner.phase if _thread.entries else None
+
+
 def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:
     """Returns the recipe that an op uses; None if ``autocast`` has switched FP8 off.
 
     Args:
-        own: the recipe that the op was given. It has precedence over that of ``autocast``. None if the op
-            was given no recipe.
+        own: the recipe that the op was given. It has precedence over that of ``autocast``, unless the
+            phase of a schedule replaces it. None if the op was given no recipe.
         default: the recipe of an op that was given no recipe, if ``autocast`` sets none.
     """
-    ambient = None if _jit_key.value is None else _jit_key.value.recipe
-    if ambient is _OFF:
+    ambient = _jit_key.value
+    if ambient is None:
+        return default if own is None else own
+    if ambient.recipe is _OFF:
         return None
-    if own is not None:
+    if own is not None and not (ambient.replaced and own.gemms in ambient.replaced):
         return own
-    return default if ambient is None else ambient
+    return default if ambient.recipe is None else ambient.recipe

@@ -94,6 +94,7 @@ ORDER = [
     "_train/check",
     "_train/gradients",
     "_train/train_state",
+    "_train/schedule",
     "_train/bridge",
     "_train/calibrate",
     "_train/statistics",
