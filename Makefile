@@ -14,7 +14,7 @@ export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-long test-all test-oldest test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-outlier bench-flax-scales bench-trace bench-models bench-loaders bench-gpu what-works notebooks docs docs-test dist clean
+.PHONY: help environments demo audit test test-long test-all test-oldest test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-outlier bench-flax-scales bench-trace bench-models bench-gpu what-works notebooks docs docs-test dist clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -34,7 +34,7 @@ help:
 	@echo "make bench-flax-scales  the error of Flax's ops and ours, relative to the product of their quantized operands"
 	@echo "make bench-trace   the time to trace, lower and compile a step in FP8, compared with bf16 and Flax's ops"
 	@echo "make bench-models  models of transformers and flaxmodels in FP8: what is converted, errors, bytes (15 minutes)"
-	@echo "make bench-loaders  frozen models loaded into PyTorch by transformers; PYTHON= must have both installed"
+	@echo "make  frozen models loaded into PyTorch by transformers; PYTHON= must have both installed"
 	@echo "make bench-gpu     measurements on a GPU, in parts of nine minutes; the JAX of PYTHON= must see the GPU"
 	@echo "make what-works    test every recipe with every transformation and sharding, and write docs/what_works.md"
 	@echo "make notebooks     execute the notebooks, and save their outputs"
@@ -154,10 +154,6 @@ bench-trace: .venv/installed
 
 bench-models: .venv/installed-models
 	.venv/bin/python -m benchmarks.models $(ARGS)
-
-# In no environment of its own: see benchmarks/loaders.py.
-bench-loaders:
-	$(PYTHON) -m benchmarks.loaders $(ARGS)
 
 # In no environment of its own: JAX for the GPU, Flax and Optax are taken to be there.
 bench-gpu:

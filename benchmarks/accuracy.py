@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -110,36 +110,21 @@ def jitted_step(name: str, features: int) -> Callable[..., tuple[Any, ...]]:
 
 def results(name: str, x: Any, w: Any, g: Any) -> Arrays:
     """Returns what the layer gives for float32 tensors, by ``GEMMS``."""
-    x, w, g = in_dtype_of(RECIPES[name], (x, w, g))
+    dtype = jnp.bfloat16 if RECIPES[name] is None else jnp.float32
+    x, w, g = (jnp.asarray(array, dtype) for array in (x, w, g))
     variables: Any = {"params": {"kernel": w}}
     if RECIPES[name] is not None:
         variables = fp8.add_fp8_state(variables, make_layer(name, w.shape[1]), x)
     out, dvariables, dx = common.second_step(jitted_step(name, w.shape[1]), variables, x, g)
-    return in_float64(out, dx, dvariables["params"]["kernel"])
-
-
-def in_dtype_of(recipe: fp8.Recipe | None, tensors: Iterable[Any]) -> list[jax.Array]:
-    """Returns tensors in float32, or in bfloat16 without a recipe."""
-    return [jnp.asarray(array, jnp.bfloat16 if recipe is None else jnp.float32) for array in tensors]
-
-
-def in_float64(*arrays: Any) -> Arrays:
-    return tuple(np.asarray(array, np.float64) for array in arrays)
-
-
-def ratios(
-    results: Callable[..., Arrays], drawn: Iterable[tuple[Arrays, Arrays]], names: Sequence[str]
-) -> dict[str, float]:
-    """Returns the SQNR in dB of each result, by its name, over all that was drawn."""
-    with common.quiet():
-        runs = [zip(exact, results(*tensors), strict=True) for tensors, exact in drawn]
-    return {name: common.sqnr(pairs) for name, pairs in zip(names, zip(*runs), strict=True)}
+    return tuple(np.asarray(array, np.float64) for array in (out, dx, dvariables["params"]["kernel"]))
 
 
 def measure(recipe_name: str, kind: str, sizes: Shape, seeds: int) -> dict[str, float]:
     """Returns the SQNR in dB of each GEMM, by ``GEMMS``, over the seeds 0 to ``seeds - 1``."""
     drawn = (data(kind, sizes, seed) for seed in range(seeds))
-    return ratios(partial(results, recipe_name), drawn, GEMMS)
+    with common.quiet():
+        runs = [zip(exact, results(recipe_name, *tensors), strict=True) for tensors, exact in drawn]
+    return {gemm: common.sqnr(pairs) for gemm, pairs in zip(GEMMS, zip(*runs), strict=True)}
 
 
 # The report.
@@ -155,41 +140,32 @@ def recipe_text(recipe: Any) -> str:
     return f"{type(recipe).__name__}({', '.join(options)})"
 
 
-def recipes_text(recipes: dict[str, fp8.Recipe | None]) -> str:
-    """Returns a line of the method."""
-    return "Recipes: " + "; ".join(f"{name} = {recipe_text(recipe)}" for name, recipe in recipes.items())
-
-
-def rounded(figures: dict[str, float]) -> dict[str, float]:
-    return {name: round(figure, 2) for name, figure in figures.items()}
+METHOD = "Recipes: " + "; ".join(f"{name} = {recipe_text(recipe)}" for name, recipe in RECIPES.items())
 
 
 def measure_all(shape: Shape, seeds: int) -> Row:
     return {
         "rows": [
-            {"recipe": name, "kind": kind, **rounded(measure(name, kind, shape, seeds))}
+            {"recipe": name, "kind": kind}
+            | {gemm: round(ratio, 2) for gemm, ratio in measure(name, kind, shape, seeds).items()}
             for kind in KINDS
             for name in RECIPES
         ]
     }
 
 
-def wide_table(report: Row, words: Sequence[str], names: Sequence[str]) -> str:
-    """Returns rows of each kind of data beside each other; ``words`` begin each line."""
-    lines: dict[tuple[str, ...], Row] = {}
+def table(report: Row) -> str:
+    """Returns rows of each kind of data beside each other."""
+    lines: dict[str, Row] = {}
     for row in report["rows"]:
-        line = lines.setdefault(tuple(row[word] for word in words), {word: row[word] for word in words})
-        line.update({f"{row['kind']} {name}": f"{row[name]:.2f}" for name in names})
-    (first, *_) = lines.values()
-    columns = {column: common.word(column) for column in first}
-    return "SQNR, dB\n" + common.text_table(columns, lines.values(), len(words))
+        line = lines.setdefault(row["recipe"], {"recipe": row["recipe"]})
+        line.update({f"{row['kind']} {gemm}": f"{row[gemm]:.2f}" for gemm in GEMMS})
+    columns = {column: common.word(column) for column in lines[report["rows"][0]["recipe"]]}
+    return "SQNR, dB\n" + common.text_table(columns, lines.values(), 1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    table = partial(wide_table, words=("recipe",), names=GEMMS)
-    common.command(
-        __doc__, "accuracy", measure_all, table, argv, options=OPTIONS, method=[recipes_text(RECIPES)]
-    )
+    common.command(__doc__, "accuracy", measure_all, table, argv, options=OPTIONS, method=[METHOD])
 
 
 if __name__ == "__main__":

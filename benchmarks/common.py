@@ -177,12 +177,6 @@ def begin(question: str, method: Sequence[str], machine: Row, **more: Any) -> Ro
     return {"question": question, "method": method, "machine": machine, **more}
 
 
-def add_json(parser: argparse.ArgumentParser, default: Path) -> None:
-    """Adds the option for the file of the report."""
-    text = f"to write (benchmarks/results/{default.name})"
-    parser.add_argument("--json", type=Path, default=default, metavar="PATH", help=text)
-
-
 def write(report: Row, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n")

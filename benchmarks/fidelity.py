@@ -30,7 +30,7 @@ from flax.linen import fp8_ops as flax_ops
 from flax.training.train_state import TrainState as FlaxTrainState
 
 import fp8flax as fp8
-from benchmarks.common import PACKAGES, RESULTS, Row, add_json, aligned, begin, machine, quiet, run, write
+from benchmarks.common import PACKAGES, RESULTS, Row, aligned, begin, machine, quiet, run, write
 from benchmarks.emulation import EmulatedDotGeneral
 from fp8flax.demo import training
 from fp8flax.demo.data import Corpus, load_corpus, train_batch, validation_batches
@@ -377,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> Row:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], metavar="SEED")
     parser.add_argument("--only", nargs="+", choices=tuple(ALL), default=tuple(ALL))
     parser.add_argument("--cores", type=int, default=len(_cores()), help="to use (default: all)")
-    add_json(parser, RESULT)
+    parser.add_argument("--json", type=Path, default=RESULT, metavar="PATH", help="(%(default)s)")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="also to write: a picture (small size)")
     options = parser.parse_args(argv)
     settings = SIZES[options.size]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -224,67 +223,6 @@ def model_programs(training: Training) -> Programs:
     return {name: partial(make, op) for name, op in OPS.items()}
 
 
-# Decoding.
-
-
-@functools.lru_cache(maxsize=8)
-def _decoder(config: llama.Config, cache: int, kind: str) -> tuple[Any, Any]:
-    """Returns a model that serves, and the shapes and dtypes of its variables."""
-    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    op = None if kind == "bf16" else fp8.Fp8DotGeneralOp
-    model = llama.Llama(config, op, param_dtype=BF16, cache_length=cache, scan=False)
-    variables = jax.eval_shape(model.init, jax.random.key(0), token)
-    if op is None:
-        return model, variables
-    models = []
-
-    def freeze(variables: Any) -> Any:
-        served, frozen = fp8.freeze(model, variables, token, weight_only=kind == "fp8-weight-only")
-        models.append(served)
-        return frozen
-
-    frozen = jax.eval_shape(freeze, variables)
-    return models[0], frozen
-
-
-def decode_programs(config: llama.Config, cache: int, batch: int) -> Programs:
-    def make(kind: str) -> Program:
-        model, variables = _decoder(config, cache, kind)
-        caches = jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct((batch, *s.shape[1:]) if s.ndim else (), s.dtype),
-            variables["cache"],
-        )
-        variables = {**variables, "cache": caches}
-        tokens = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
-
-        def kept_short(path: Any, x: jax.Array) -> jax.Array:
-            return x % cache if path[-1].key == "index" else x  # so the cache never fills up
-
-        def body(carry: Any) -> Any:
-            variables, tokens = carry
-            given = {**variables, "params": pinned(variables["params"])}
-            tokens, new = llama.next_token(model, given, tokens)
-            return {
-                **variables,
-                "cache": jax.tree_util.tree_map_with_path(kept_short, new["cache"]),
-            }, tokens
-
-        def scaled(path: Any, x: jax.Array) -> jax.Array:
-            # Scales with which the values lie in FP8's range; the time does not depend on them.
-            return x * 0.02 if str(path[-1].key) in ("input_scale", "kernel_scale") else x
-
-        def carry() -> Any:
-            scaled_variables = jax.tree_util.tree_map_with_path(scaled, filled(variables))
-            return scaled_variables, jnp.zeros(tokens.shape, tokens.dtype)
-
-        read = jax.tree.leaves((variables["params"], caches))
-        moved = sum(math.prod(s.shape) * s.dtype.itemsize for s in read)
-        steps = rounds_per_call(bytes=moved)
-        return looped(body, (variables, tokens), steps, carry=carry, bytes=moved)
-
-    return {kind: partial(make, kind) for kind in ("bf16", "fp8", "fp8-weight-only")}
-
-
 # The table.
 
 
@@ -323,10 +261,6 @@ def of_shapes(*shapes: Shape, also: tuple[Any, ...] = ()) -> dict[str, tuple[Any
 
 def of_recipes(layer: Callable[..., nn.Module], shape: Shape, *recipes: str) -> dict[str, tuple[Any, ...]]:
     return {recipe: (layer, shape, recipe) for recipe in recipes}
-
-
-def of_batches(config: llama.Config, cache: int, *batches: int) -> dict[str, tuple[Any, ...]]:
-    return {f"batch-{batch}": (config, cache, batch) for batch in batches}
 
 
 # Four of Llama 3 8B's layers, and Llama 3.2 1B.
@@ -375,14 +309,6 @@ TABLE = (
         small={"tiny": (Training(TINY, 2, 8, attention="xla"),)},
         base="bf16",
         expected=200,
-    ),
-    Family(
-        name="decode",
-        programs=decode_programs,
-        full=of_batches(WIDE_1B, 1024, 1, 32),
-        small=of_batches(TINY, 16, 1, 2),
-        base="bf16",
-        expected=50,
     ),
     layers(
         full=of_shapes(*OF_TRANSFORMER_ENGINE, *OTHERS, also=(FEW,)),

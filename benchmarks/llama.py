@@ -1,4 +1,4 @@
-"""A Llama-like language model of Linen layers: a training step, and decoding with a cache."""
+"""A training step of a Llama-like language model of Linen layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 import fp8flax as fp8
 
@@ -43,27 +42,22 @@ class Config:
         return 6 * tokens * self.parameters
 
 
+BF16 = {"dtype": jnp.bfloat16}
+
+
 class Part(nn.Module):
     """The options of the model and of its parts."""
 
     config: Config
     op: Any = None
     """The ``dot_general_cls`` of the layers in the blocks; the logits stay in bfloat16."""
-    param_dtype: Any = jnp.float32
     implementation: str = "xla"
-    """The attention of ``jax.nn.dot_product_attention``; with a cache it is always XLA's."""
-    cache_length: int = 0
-    """The collection ``cache`` holds this many tokens; 0 for training."""
-
-    @property
-    def dtypes(self) -> dict[str, Any]:
-        """Those of every layer."""
-        return {"dtype": jnp.bfloat16, "param_dtype": self.param_dtype}
+    """The attention of ``jax.nn.dot_product_attention``."""
 
     @property
     def options(self) -> tuple[Any, ...]:
         """Hands all of it on to a part."""
-        return self.config, self.op, self.param_dtype, self.implementation, self.cache_length
+        return self.config, self.op, self.implementation
 
 
 class Attention(Part):
@@ -71,46 +65,24 @@ class Attention(Part):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps ``(batch, length, width)`` to the same; with a cache, after what is in the cache."""
+        """Maps ``(batch, length, width)`` to the same."""
         batch, length, width = x.shape
         size = width // self.config.heads
-        dense: Any = partial(nn.Dense, use_bias=False, dot_general_cls=self.op, **self.dtypes)
-        q = dense(width, name="query")(x).reshape(batch, length, -1, size)
-        k, v = (
-            dense(self.config.kv_heads * size, name=name)(x).reshape(batch, length, -1, size)
-            for name in ("key", "value")
-        )
-        if self.cache_length:
-            shape = (batch, self.cache_length, self.config.kv_heads, size)
-            keys, values = (
-                self.variable("cache", name, jnp.zeros, shape, jnp.bfloat16) for name in ("keys", "values")
-            )
-            index = self.variable("cache", "index", jnp.zeros, (), jnp.int32)
-            at = index.value
-            q, k = (rotated(array, at) for array in (q, k))
-            start = (jnp.zeros_like(at), at, jnp.zeros_like(at), jnp.zeros_like(at))
-            keys.value = lax.dynamic_update_slice(keys.value, k, start)
-            values.value = lax.dynamic_update_slice(values.value, v, start)
-            index.value = at + length
-            lengths = jnp.broadcast_to(at + length, (batch,))
-            out = jax.nn.dot_product_attention(
-                q, keys.value, values.value, key_value_seq_lengths=lengths, implementation="xla"
-            )
-        else:
-            q, k = (rotated(array, jnp.zeros((), jnp.int32)) for array in (q, k))
-            attend = partial(
-                jax.nn.dot_product_attention, is_causal=True, implementation=self.implementation
-            )
-            # XLA's own attention would keep the weights of all layers for the backward pass.
-            out = (attend if self.implementation == "cudnn" else jax.checkpoint(attend))(q, k, v)
+        dense: Any = partial(nn.Dense, use_bias=False, dot_general_cls=self.op, **BF16)
+        features = {"query": width, **dict.fromkeys(("key", "value"), self.config.kv_heads * size)}
+        q, k, v = (dense(n, name=name)(x).reshape(batch, length, -1, size) for name, n in features.items())
+        attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation=self.implementation)
+        # XLA's own attention would keep the weights of all layers for the backward pass.
+        attend = attend if self.implementation == "cudnn" else jax.checkpoint(attend)
+        out = attend(rotated(q), rotated(k), v)
         return dense(width, name="out")(out.reshape(batch, length, width))
 
 
-def rotated(x: jax.Array, start: jax.Array) -> jax.Array:
-    """Applies rotary positions from ``start`` on to ``(batch, length, heads, size)``."""
+def rotated(x: jax.Array) -> jax.Array:
+    """Applies rotary positions to ``(batch, length, heads, size)``."""
     half = x.shape[-1] // 2
     frequencies = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    positions = (start + jnp.arange(x.shape[1], dtype=jnp.int32)).astype(jnp.float32)
+    positions = jnp.arange(x.shape[1], dtype=jnp.float32)
     angles = (positions[:, None] * frequencies[None, :])[None, :, None, :]
     sin, cos = jnp.sin(angles), jnp.cos(angles)
     a, b = (part.astype(jnp.float32) for part in (x[..., :half], x[..., half:]))
@@ -123,10 +95,10 @@ class Block(Part):
     @nn.compact
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
         """Maps ``(batch, length, width)`` to the same, in the form that ``nn.scan`` takes."""
-        dense: Any = partial(nn.Dense, use_bias=False, dot_general_cls=self.op, **self.dtypes)
+        dense: Any = partial(nn.Dense, use_bias=False, dot_general_cls=self.op, **BF16)
         attention = Attention(*self.options, name="attention")
-        x += attention(nn.RMSNorm(name="attention_norm", **self.dtypes)(x))
-        h = nn.RMSNorm(name="norm", **self.dtypes)(x)
+        x += attention(nn.RMSNorm(name="attention_norm", **BF16)(x))
+        h = nn.RMSNorm(name="norm", **BF16)(x)
         h = nn.silu(dense(self.config.hidden, name="gate")(h)) * dense(self.config.hidden, name="up")(h)
         return x + dense(self.config.width, name="down")(h), None
 
@@ -134,25 +106,18 @@ class Block(Part):
 class Llama(Part):
     """The model."""
 
-    scan: bool = True
-
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps tokens ``(batch, length)`` to logits in bfloat16."""
-        embed = nn.Embed(self.config.vocabulary, self.config.width, name="embed", **self.dtypes)
-        x = embed(tokens)
-        if self.scan:
-            blocks = nn.scan(
-                Block,
-                variable_axes={"params": 0, "cache": 0, fp8.OVERWRITE_WITH_GRADIENT: 0},
-                split_rngs={"params": True},
-                length=self.config.layers,
-            )
-            x, _ = blocks(*self.options, name="blocks")(x, None)
-        else:
-            for i in range(self.config.layers):
-                x, _ = Block(*self.options, name=f"block_{i}")(x)
-        return embed.attend(nn.RMSNorm(name="norm", **self.dtypes)(x))
+        embed = nn.Embed(self.config.vocabulary, self.config.width, name="embed", **BF16)
+        blocks = nn.scan(
+            Block,
+            variable_axes={"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0},
+            split_rngs={"params": True},
+            length=self.config.layers,
+        )
+        x, _ = blocks(*self.options, name="blocks")(embed(tokens), None)
+        return embed.attend(nn.RMSNorm(name="norm", **BF16)(x))
 
 
 OPTIMIZER = optax.adamw(1e-4)
@@ -175,9 +140,3 @@ def train_step(state: fp8.TrainState, tokens: jax.Array) -> tuple[fp8.TrainState
 
     loss, grads = fp8.value_and_grad(loss_of)(state.params)
     return state.apply_gradients(grads=grads), loss
-
-
-def next_token(model: Any, variables: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-    """Returns the likeliest token after each of ``tokens`` ``(batch, 1)``, and the variables after it."""
-    logits, cache = model.apply(variables, tokens, mutable=["cache"])
-    return jnp.argmax(logits[:, -1:], axis=-1).astype(jnp.int32), {**variables, **cache}

@@ -21,26 +21,14 @@ weights; FP8 after calibrate(backward=True). Losses before each step and after t
 Bytes: all variables that freeze returns over all variables of the unconverted model. Bitwise: the logits
 of the frozen model beside those of the converted one, without jit; and with it, where XLA compiles two
 programs.
-
-Decoding: a GPT-2 of width 768, 4 layers and 256 tokens (bytes), trained in float32 by Adam, learning rate
-3e-4, for 60 steps on 8 pieces of 96 bytes of the source of Python's argparse, and calibrated on them. The
-prompts are the first 32 bytes of 4 of these. Then 63 steps follow, under jit with a cache. All models are
-fed the greedy tokens of the unconverted model in float32; their logits and greedy tokens are compared
-with those of that model. Times: each round takes one step of each model, in rotating order; median of the
-ratios to the unconverted model of the same dtype in the same round, without the first 4.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
-import inspect
-import math
 import re
-import statistics
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -188,9 +176,9 @@ def bert(remat: bool = False) -> Case:
     )
 
 
-def gpt2(layers: int = LAYERS, vocabulary: int = VOCABULARY) -> Case:
+def gpt2() -> Case:
     x = tokens(2, TEXT)
-    sizes: Any = {"vocab_size": vocabulary, "n_embd": WIDTH, "n_layer": layers, "n_head": HEADS}
+    sizes: Any = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
     args = (*masked(x), positions(x))
     return of_transformers("FlaxGPT2LMHeadModel", "GPT2Config", args, n_positions=128, **sizes)
 
@@ -405,156 +393,6 @@ def _measure(case: Case, steps: int) -> dict[str, Any]:
     }
 
 
-# Decoding.
-
-DECODER_LAYERS = 4
-BATCH, PROMPT, DECODED = 4, 32, 64
-LENGTH = PROMPT + DECODED
-TRAIN_STEPS, TRAIN_BATCH = 60, 8
-WARM_UP = 4
-
-
-@functools.cache
-def corpus() -> np.ndarray:
-    """Returns the bytes of a module of Python's standard library."""
-    return np.frombuffer(inspect.getsource(argparse).encode(), np.uint8).astype(np.int32)
-
-
-def texts() -> jax.Array:
-    """Returns what the decoder learns by heart."""
-    starts = np.random.default_rng(0).integers(0, len(corpus()) - LENGTH, TRAIN_BATCH)
-    return jnp.asarray(np.stack([corpus()[i : i + LENGTH] for i in starts]))
-
-
-def call(model: nn.Module, variables: Any, x: jax.Array, **kwargs: Any) -> Any:
-    return model.apply(
-        variables, x, jnp.ones_like(x), positions(x), deterministic=True, return_dict=False, **kwargs
-    )
-
-
-def train(model: nn.Module, steps: int) -> tuple[Any, float]:
-    """Returns a language model's variables after a few steps in float32, and its last loss."""
-    x, tx = texts(), optax.adam(3e-4)
-    variables = jax.jit(lambda key: model.init(key, x, jnp.ones_like(x), positions(x)))(jax.random.key(0))
-    state = tx.init(variables)
-
-    @jax.jit
-    def step(variables: Any, state: Any) -> Any:
-        def loss(v: Any) -> jax.Array:
-            logits = first(call(model, v, x))[:, :-1]
-            return optax.softmax_cross_entropy_with_integer_labels(logits, x[:, 1:]).mean()
-
-        value, grads = jax.value_and_grad(loss)(variables)
-        updates, state = tx.update(grads, state)
-        return optax.apply_updates(variables, updates), state, value
-
-    value: Any = math.nan
-    for _ in range(steps):
-        variables, state, value = step(variables, state)
-    return variables, float(value)
-
-
-class Decoder:
-    """A model that decodes with a cache, one token at a time."""
-
-    def __init__(self, model: nn.Module, variables: Any) -> None:
-        self.model, self.variables = model, variables
-        whole = jnp.ones((BATCH, LENGTH), jnp.int32)
-        shapes = jax.eval_shape(
-            lambda v: call(model, v, whole, init_cache=True, mutable=["cache"])[1]["cache"], variables
-        )
-        self.cache = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        self.cache_bytes = size(self.cache)
-
-        def step(variables: Any, cache: Any, x: jax.Array, start: jax.Array) -> Any:
-            out, new = model.apply(
-                {**variables, "cache": cache},
-                x,
-                jnp.ones((BATCH, LENGTH), jnp.int32),
-                start + positions(x),
-                deterministic=True,
-                return_dict=False,
-                mutable=["cache"],
-            )
-            return first(out)[:, -1].astype(jnp.float32), new["cache"]
-
-        self._step = jax.jit(step, donate_argnums=1)
-
-    def step(self, x: jax.Array, start: int) -> tuple[jax.Array, float]:
-        """Returns the logits after the last of these tokens, and the seconds that they took."""
-        before = time.perf_counter()
-        logits, self.cache = self._step(self.variables, self.cache, x, jnp.int32(start))
-        jax.block_until_ready((logits, self.cache))
-        return logits, time.perf_counter() - before
-
-
-def decoders(variables: Any, x: jax.Array) -> Iterator[tuple[str, str, Decoder]]:
-    """Yields the models that are compared, by the dtype of their activations and by what they are."""
-    case = gpt2(DECODER_LAYERS, 256)
-    for dtype in (jnp.float32, jnp.bfloat16):
-        name = jnp.dtype(dtype).name
-        model = case.model.clone(dtype=dtype)
-        model8 = dataclasses.replace(case, model=model).convert()
-        cast = jax.tree.map(functools.partial(jnp.asarray, dtype=dtype), variables)
-        yield name, "unconverted", Decoder(model, cast)
-        variables8 = fp8.add_fp8_state(variables, model8, x, jnp.ones_like(x), positions(x))
-        variables8 = fp8.calibrate(functools.partial(call, model8), variables8, [x])
-        yield name, "quantize_model", Decoder(model8, variables8)
-        for text, options in {
-            "freeze": {},
-            "freeze, cache in e4m3": {"kv_cache_dtype": jnp.float8_e4m3fn},
-            "freeze, weights only": {"weight_only": True},
-        }.items():
-            yield name, text, Decoder(*fp8.freeze(model8, variables8, **options))
-
-
-def decode(steps: int = TRAIN_STEPS, decoded: int = DECODED) -> dict[str, Any]:
-    """Returns the report on decoding: all models on the same prompts, fed the first one's greedy tokens."""
-    model = gpt2(DECODER_LAYERS, 256).model
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        variables, loss = train(model, steps)
-        found = list(decoders(variables, texts()))
-        prompt = texts()[:BATCH, :PROMPT]
-        logits = [[decoder.step(prompt, 0)[0] for *_, decoder in found]]
-        seconds = []
-        for i in range(decoded - 1):
-            token = jnp.argmax(logits[-1][0], axis=-1)[:, None].astype(jnp.int32)
-            now: list[Any] = [None] * len(found)
-            order = [(i + j) % len(found) for j in range(len(found))]  # nobody is always first
-            for j in order:
-                now[j] = found[j][2].step(token, PROMPT + i)
-            logits.append([x for x, _ in now])
-            seconds.append([s for _, s in now])
-    times = np.asarray(seconds[WARM_UP:])
-    rows = []
-    wanted = np.stack([np.asarray(x[0]) for x in logits])
-    by_heart = np.asarray(texts())[:BATCH, PROMPT : PROMPT + decoded].T
-    for i, (dtype, text, decoder) in enumerate(found):
-        got = np.stack([np.asarray(x[i]) for x in logits])
-        beside = next(j for j, (d, *_) in enumerate(found) if d == dtype)
-        rows.append(
-            {
-                "activations": dtype,
-                "model": text,
-                "same_tokens": round(float(np.mean(got.argmax(-1) == wanted.argmax(-1))), 4),
-                "sqnr_db": None if i == 0 else round(sqnr([(wanted, got)]), 1),
-                "variable_bytes": size(decoder.variables),
-                "cache_bytes": decoder.cache_bytes,
-                "step_ms": round(1e3 * statistics.median(times[:, i]), 2),
-                "time_over_unconverted": round(statistics.median(times[:, i] / times[:, beside]), 2),
-            }
-        )
-    return {
-        "trained_steps": steps,
-        "loss_nats_per_byte": round(loss, 3),
-        "known_by_heart": round(float(np.mean(wanted.argmax(-1) == by_heart)), 4),
-        "tokens": int(wanted.shape[0] * wanted.shape[1]),
-        "timed_rounds": len(times),
-        "rows": rows,
-    }
-
-
 # The report.
 
 
@@ -591,15 +429,6 @@ LEFT: common.Columns = {
     "why": lambda row: row["why"],
     "where (how many, share of FLOPs)": lambda row: "; ".join(row["where"]),
 }
-DECODING: common.Columns = {
-    "activations": lambda row: row["activations"],
-    "model": lambda row: row["model"],
-    "same tokens": _percent("same_tokens"),
-    "SQNR, dB": lambda row: "" if row["sqnr_db"] is None else f"{row['sqnr_db']:.1f}",
-    "variables": lambda row: f"{row['variable_bytes'] / 2**20:.1f} MiB",
-    "cache": lambda row: f"{row['cache_bytes'] / 2**10:.0f} KiB",
-    "time of a step": lambda row: f"{row['time_over_unconverted']:.2f}×",
-}
 
 
 def left_rows(rows: Sequence[common.Row]) -> list[common.Row]:
@@ -613,13 +442,12 @@ def left_rows(rows: Sequence[common.Row]) -> list[common.Row]:
 
 
 def tables(report: common.Row) -> list[str]:
-    """Returns the tables of docs/models_measured.md."""
+    """Returns the tables of docs/models_measured.md, without the one on decoding."""
     rows = report["models"]
     return [
         common.markdown(CONVERSION, rows),
         common.markdown(RESULTS, rows),
         common.markdown(LEFT, left_rows(rows)),
-        common.markdown(DECODING, report["decoding"]["rows"]),
     ]
 
 
@@ -629,7 +457,7 @@ def measure_all() -> common.Row:
         rows.append(measure(name))
         print(f"{name}: {rows[-1]['converted']} converted, {rows[-1]['sqnr_db']} dB", flush=True)
         jax.clear_caches()
-    return {"models": rows, "decoding": decode()}
+    return {"models": rows}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,16 +6,14 @@ import functools
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
-from benchmarks import accuracy, attention, common
+from benchmarks import accuracy, common
 from tests.reference_recipes import as_float64, tensorwise
 
 RECIPES = (
@@ -206,7 +204,9 @@ def test_committed_result_is_that_of_the_script(committed: dict[str, Any]) -> No
     assert [(row["kind"], row["recipe"]) for row in committed["rows"]] == [
         *itertools.product(KINDS, RECIPES)
     ]
-    check_report(committed, accuracy)
+    question, method = common.question_and_method(accuracy.__doc__)
+    assert (committed["question"], committed["method"]) == (question, [*method, accuracy.METHOD])
+    assert committed["arguments"] == json.loads(json.dumps(accuracy.OPTIONS))
     assert set(committed["machine"]) == set(common.machine())
     for row, gemm in itertools.product(committed["rows"], GEMMS):
         assert row[gemm] == round(row[gemm], 2)
@@ -216,57 +216,3 @@ def test_committed_result_is_that_of_the_script(committed: dict[str, Any]) -> No
 def test_committed_order_on_outliers(committed: dict[str, Any], gemm: str) -> None:
     rows = {row["recipe"]: row[gemm] for row in committed["rows"] if row["kind"] == "outliers"}
     assert rows["block128-f32"] > rows["axiswise-e4m3"] > rows["current-e4m3"]
-
-
-# Attention's own products.
-
-
-def test_the_exact_attention_is_that_of_jax() -> None:
-    (q, k, v, g), exact, share = attention.data("peaked", (1, 2, 16, 8), 0)
-    assert share > 0.5
-    out, vjp = jax.vjp(jax.nn.dot_product_attention, *(x.swapaxes(1, 2) for x in (q, k, v)))
-    for ours, wanted in zip(exact, (out, *vjp(jax.numpy.asarray(g.swapaxes(1, 2))))):
-        np.testing.assert_allclose(ours, wanted.swapaxes(1, 2), rtol=1e-3, atol=1e-5)
-
-
-def test_report_on_attention(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kept = {name: attention.RECIPES[name] for name in ("bf16", "current")}
-    monkeypatch.setattr(attention, "RECIPES", kept)
-    attention.main(["--shape", "2x4x32x64", "--seeds", "1", "--json", str(tmp_path / "small.json")])
-    rows = json.loads((tmp_path / "small.json").read_text())["rows"]
-    assert re.search(r"^bf16 +none ", capsys.readouterr().out, re.MULTILINE)
-    by = {(row["products"], row["kind"]): row for row in rows}
-    assert len(by) == len(rows) == 2 * 4
-    for kind in attention.KINDS:
-        none, both, qk, pv = (by[p, kind] for p in ("none", "both", "q k^T only", "softmax v only"))
-        for result in attention.PARTS:
-            assert none[result] > max(qk[result], pv[result]) + 10
-            assert min(qk[result], pv[result]) > both[result] > 10
-
-
-def test_committed_report_on_attention() -> None:
-    report = json.loads((common.RESULTS / "attention.json").read_text())
-    found = [(row["recipe"], row["products"], row["kind"]) for row in report["rows"]]
-    cells = [("bf16", "none")] + [
-        (r, p) for r in attention.RECIPES if r != "bf16" for p in attention.PRODUCTS
-    ]
-    assert found == [(*cell, kind) for cell in cells for kind in attention.KINDS]
-    check_report(report, attention)
-
-
-def check_report(report: dict[str, Any], module: Any) -> None:
-    """Its question, method and arguments are those of the script."""
-    question, method = common.question_and_method(module.__doc__)
-    assert report["question"] == question
-    assert report["method"] == [*method, accuracy.recipes_text(module.RECIPES)]
-    assert report["arguments"] == json.loads(json.dumps(module.OPTIONS))
-
-
-def test_the_share_of_the_largest_weights_is_that_of_the_docstring() -> None:
-    shape, seeds = attention.OPTIONS["shape"], range(attention.OPTIONS["seeds"])
-    said = " ".join(attention.__doc__.split())
-    for kind in attention.KINDS:
-        share = np.mean([attention.data(kind, shape, seed)[2] for seed in seeds])
-        assert f"{share:.1%} of a query's weight ({kind})" in said or f"{share:.1%} ({kind})" in said

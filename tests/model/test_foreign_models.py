@@ -85,21 +85,3 @@ class TestModel:
     def test_frozen_bytes(self, name: str) -> None:
         row = measured(name)
         assert row["frozen_over_float32"] == pytest.approx(1 - 0.75 * row["weights_in_fp8"], abs=0.01)
-
-
-def test_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "DECODER_LAYERS", 1)
-    report = models.decode(steps=5, decoded=models.WARM_UP + 4)
-    by = {(row["activations"], row["model"]): row for row in report["rows"]}
-    assert len(by) == len(report["rows"]) == 10
-    assert report["tokens"] == models.BATCH * (models.WARM_UP + 4)
-    for (dtype, text), row in by.items():
-        plain = by[dtype, "unconverted"]
-        assert row["sqnr_db"] is None or row["sqnr_db"] > 10
-        assert row["same_tokens"] > 0.7
-        if text.startswith("freeze"):
-            assert row["variable_bytes"] < 0.7 * plain["variable_bytes"]
-        if text == "freeze, cache in e4m3":
-            assert row["cache_bytes"] < 0.55 * plain["cache_bytes"]
-        else:
-            assert row["cache_bytes"] == plain["cache_bytes"]

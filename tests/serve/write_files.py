@@ -1,6 +1,6 @@
 """Writes the small FP8 checkpoints of tests/serve/files with the libraries whose formats they have.
 
-Run ``python benchmarks/checkpoints.py`` with a Python that has torch, transformers 5, compressed-tensors
+Run ``python tests/serve/write_files.py`` with a Python that has torch, transformers 5, compressed-tensors
 and torchao. It needs no GPU and downloads nothing. Beside each checkpoint, ``expected.safetensors`` has the
 weights as the library itself dequantizes them; for the Llama its logits, as transformers computes them from
 the folder.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-FILES = Path(__file__).resolve().parents[1] / "tests" / "serve" / "files"
+FILES = Path(__file__).with_name("files")
 SINGLE = "model.safetensors"
 
 
@@ -161,7 +161,6 @@ def main() -> None:
         folder.mkdir(parents=True)
         expected = write(folder)
         save_file({key: x.contiguous() for key, x in expected.items()}, folder / "expected.safetensors")
-        print(name, sum(path.stat().st_size for path in folder.iterdir()))
     packages = ("torch", "transformers", "compressed-tensors", "torchao", "safetensors")
     versions = {package: version(package) for package in packages}
     (FILES / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
