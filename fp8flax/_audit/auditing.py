@@ -19,7 +19,7 @@ from fp8flax._audit.compiling import (
 )
 from fp8flax._audit.gemms import has_fp8_in_triton, read_gemms
 from fp8flax._audit.instructions import read_instructions
-from fp8flax._audit.kernels import read
+from fp8flax._audit.kernels import Summary, read
 from fp8flax._audit.report import AuditReport
 from fp8flax._compat.plugin_compiler import PluginCompiled
 from fp8flax._core.gemm.gpus import GPUS
@@ -90,6 +90,7 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
         gemms=read_gemms(program, device, instructions),
         num_kernels=len(program.kernels),
         num_launches=sum(kernel.trip_count for kernel in program.kernels),
+        bytes_sent_by=_bytes_sent_by(program),
         other_bytes=sum(k.bytes * k.trip_count for k in program.kernels if not k.dots),
         temp_bytes=memory.temp_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
@@ -97,6 +98,16 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
         donated_bytes=memory.alias_size_in_bytes,
         unknown_trip_counts=program.unknown_trip_counts,
     )
+
+
+def _bytes_sent_by(program: Summary) -> dict[str, int]:
+    """Returns the bytes that each device sends in one call, by the name of the collective operation."""
+    total: dict[str, int] = {}
+    for kernel in program.kernels:
+        if kernel.collective:
+            sent = kernel.bytes_sent * kernel.trip_count
+            total[kernel.collective] = total.get(kernel.collective, 0) + sent
+    return total
 
 
 def assert_fp8(

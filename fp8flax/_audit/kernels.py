@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Iterator
 
+from fp8flax._audit.collectives import bytes_sent, kind_of
 from fp8flax._audit.dots import Dot, dots_of
 from fp8flax._audit.hlo import Computation, Instruction, Program, parse
 from fp8flax._audit.traffic import bytes_moved
@@ -52,6 +55,10 @@ class Kernel:
     trip_count: int
     """Launches per call of the program: the product of the trip counts of the loops around it."""
     dots: tuple[Dot, ...]
+    collective: str = ""
+    """The name of a collective operation, such as ``all-gather``; empty for other kernels."""
+    bytes_sent: int = 0
+    """Bytes that each device sends to other devices in one launch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +92,12 @@ def read(text: str) -> Summary:
         ...   ROOT %convert.1 = f32[8,4]{1,0} convert(%x), metadata={op_name="jit(f)/convert"}
         ... }''')
         >>> summary.kernels
-        (Kernel(name='convert.1', group='convert.1', bytes=192, trip_count=1, dots=()),)
+        (Kernel(name='convert.1', ..., bytes=192, trip_count=1, dots=(), collective='', bytes_sent=0),)
     """
     program = parse(text)
-    kernels = tuple(_kernels(program, program.computations[program.entry], 1))
+    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
+    num_devices = math.prod(map(int, counts))
+    kernels = tuple(_kernels(program, program.computations[program.entry], 1, num_devices))
     instructions = [i for c in program.computations.values() for i in c.instructions.values()]
     return Summary(
         kernels=kernels,
@@ -97,7 +106,9 @@ def read(text: str) -> Summary:
     )
 
 
-def _kernels(program: Program, computation: Computation, trip_count: int) -> Iterator[Kernel]:
+def _kernels(
+    program: Program, computation: Computation, trip_count: int, num_devices: int
+) -> Iterator[Kernel]:
     for instruction in computation.instructions.values():
         opcode = instruction.opcode
         if opcode == "while":
@@ -106,10 +117,10 @@ def _kernels(program: Program, computation: Computation, trip_count: int) -> Ite
             # A loop that runs a known number of times does not evaluate its condition.
             called = ["condition", "body"] if known is None else ["body"]
             for name in instruction.called(*called):
-                yield from _kernels(program, program.computations[name], trip_count * count)
+                yield from _kernels(program, program.computations[name], trip_count * count, num_devices)
         elif opcode in ("call", "conditional", "async-start", "call-start"):
             for name in instruction.called(*_CALLS):
-                yield from _kernels(program, program.computations[name], trip_count)
+                yield from _kernels(program, program.computations[name], trip_count, num_devices)
         elif opcode not in _FREE and not opcode.endswith("-done") and not _allocates(instruction):
             yield Kernel(
                 name=instruction.name,
@@ -117,6 +128,8 @@ def _kernels(program: Program, computation: Computation, trip_count: int) -> Ite
                 bytes=bytes_moved(program, computation, instruction),
                 trip_count=trip_count,
                 dots=tuple(dots_of(program, computation, instruction)),
+                collective=kind_of(instruction),
+                bytes_sent=bytes_sent(computation, instruction, num_devices),
             )
 
 

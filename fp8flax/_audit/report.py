@@ -38,6 +38,8 @@ class AuditReport:
     """Number of GPU kernels in the program; the body of a loop counts once."""
     num_launches: int
     """Number of GPU kernels that one call launches."""
+    bytes_sent_by: dict[str, int]
+    """Bytes that each device of a mesh sends in one call, by the collective operation (``all-gather``)."""
     other_bytes: int
     """Bytes that all GPU kernels other than GEMMs read and write in one call."""
     temp_bytes: int
@@ -83,6 +85,11 @@ class AuditReport:
     def gemm_bytes(self) -> int:
         """Returns the bytes that the GPU kernels of the GEMMs read and write in one call."""
         return sum(gemm.bytes for gemm in self.gemms)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Returns the bytes that each device of a mesh sends to the other devices in one call."""
+        return sum(self.bytes_sent_by.values())
 
     @property
     def predicted_seconds(self) -> dict[str, float]:
@@ -207,6 +214,9 @@ class AuditReport:
             f"{_mebibytes(self.gemm_bytes)}, the other kernels {_mebibytes(self.other_bytes)}; "
             f"temporaries take {_mebibytes(self.temp_bytes)}.",
         ]
+        if self.bytes_sent_by:
+            parts = ", ".join(f"{kind} {_mebibytes(size)}" for kind, size in self.bytes_sent_by.items())
+            lines.append(f"Each device sends {_mebibytes(self.bytes_sent)}; {parts}.")
         predicted = self.predicted_seconds
         if predicted:
             parts = ", ".join(f"{part} {1e3 * predicted[part]:.3g}" for part in PARTS)

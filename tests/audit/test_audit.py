@@ -585,6 +585,7 @@ REPORT = AuditReport(
     gemms=(GEMM, OTHER),
     num_kernels=5,
     num_launches=21,
+    bytes_sent_by={},
     other_bytes=MIB // 2,
     temp_bytes=MIB,
     argument_bytes=1,
@@ -748,6 +749,13 @@ def test_predicted_time():
     local = dataclasses.replace(REPORT, target="local")
     assert local.predicted_seconds == {}
     assert "Predicted" not in str(local)
+
+
+def test_bytes_that_a_device_sends():
+    report = dataclasses.replace(REPORT, bytes_sent_by={"all-gather": MIB, "all-reduce": 2 * MIB})
+    assert report.bytes_sent == 3 * MIB
+    assert "Each device sends 3.0 MiB; all-gather 1.0 MiB, all-reduce 2.0 MiB." in str(report)
+    assert "sends" not in str(REPORT)
 
 
 def test_plot_has_a_bar_of_three_parts_for_each_program():

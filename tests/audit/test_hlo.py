@@ -207,6 +207,51 @@ def test_calls_and_every_branch_are_followed(line):
     assert names == ["negate.one", "negate.two"][: 1 + ("conditional" in line)]
 
 
+@pytest.mark.parametrize(
+    ("kind", "line", "sent"),
+    [
+        # 32 bytes on each of four devices.
+        ("all-gather", "%y = f32[32] all-gather(%x), replica_groups=[2,4]<=[8]", 3 * 32),
+        ("all-gather", "%y = (f32[8], f32[32]) all-gather-start(%x), replica_groups={{0,1,2,3}}", 3 * 32),
+        ("reduce-scatter", "%y = f32[2] reduce-scatter(%x), replica_groups={{0,2,4,6},{1,3,5,7}}", 3 * 8),
+        ("all-to-all", "%y = ((f32[8]), f32[8]) all-to-all-start(%x), replica_groups=[2,4]<=[8]", 3 * 8),
+        ("all-reduce", "%y = f32[8] all-reduce(%x), replica_groups=mesh['a'=4,'b'=2] {'a'}", 2 * 3 * 8),
+        ("all-reduce", "%y = f32[8] all-reduce(%x), replica_groups=mesh['a'=8] {'a':(2)2}", 2 * 16),
+        ("all-reduce", "%y = (f32[8], f32[8]) all-reduce(%x, %x), replica_groups={}", 2 * 2 * 7 * 4),
+        ("collective-permute", "%y = f32[8] collective-permute(%x), source_target_pairs={{0,1}}", 32),
+        ("ragged-all-to-all", "%y = f32[8] ragged-all-to-all(%x, %x, %x), replica_groups={{0,1}}", 16),
+        ("", "%y = f32[8] all-gather-done(%x)", 0),
+        ("", "%y = f32[8] negate(%x)", 0),
+    ],
+)
+def test_bytes_that_a_device_sends(kind, line, sent):
+    """``n`` devices of a group; an all-gather sends ``n - 1`` times the operand, and so on."""
+    header = HEADER.replace("\n", ", num_partitions=8\n", 1)
+    found = read(header + entry("%x = f32[8]{0} parameter(0)", line)).kernels
+    assert [(k.collective, k.bytes_sent) for k in found if k.collective] == ([(kind, sent)] if kind else [])
+
+
+def test_collectives_in_loops_and_called_computations_count():
+    gather = LOOP.replace("negate(%x)", "all-reduce(%x), replica_groups={{0,1}}")
+    called = "%one (p: f32[8]) -> f32[4] {\n  %p = f32[8]{0} parameter(0)\n"
+    called += "  ROOT %s = f32[4]{0} reduce-scatter(%p), replica_groups={{0,1}}\n}\n"
+    lines = (
+        "%x = (s32[], f32[8]{0}) parameter(0)",
+        "%z = f32[8]{0} get-tuple-element(%x), index=1",
+        "%a = ((f32[8]{0}), f32[4]{0}, u32[]) async-start(%z), calls=%one",
+        "%w = (s32[], f32[8]{0}) while(%x), condition=%condition, body=%body, "
+        'backend_config={"known_trip_count":{"n":"5"}}',
+    )
+    found = {k.collective: (k.bytes_sent, k.trip_count) for k in kernels(gather, called, entry(*lines))}
+    assert found == {"reduce-scatter": (16, 1), "all-reduce": (32, 5)}
+
+
+def test_groups_in_an_unknown_form_are_refused():
+    line = "%y = f32[8] all-reduce(%x), replica_groups=<new>"
+    with pytest.raises(ValueError, match="not in a known form: <new>"):
+        kernels(entry("%x = f32[8]{0} parameter(0)", line))
+
+
 def test_dot_in_a_triton_fusion():
     lines = (
         "%x = f8e4m3fn[8,16]{1,0} parameter(0)",

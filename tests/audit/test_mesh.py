@@ -56,6 +56,10 @@ def test_each_gpu_does_its_part_in_fp8():
         "wgrad": (256, 256, 256, "cublasLt", True),
     }
     assert report.predicted_seconds["total"] > 0
+    # The gradient of the input (256×256) is a sum over two devices, that of the kernel over four. The rest
+    # is single numbers.
+    wanted = 2 * (256 * 256 * 2) // 2 + 2 * (256 * 256 * 2) * 3 // 4
+    assert wanted <= report.bytes_sent_by["all-reduce"] < wanted + 100
     # A jitted function may have in_shardings instead; arrays on a mesh with these axis names fit, too.
     shardings = tuple(x.sharding for x in args)
     assert fp8.audit(jax.jit(step, in_shardings=shardings), KERNEL, X, target=mesh) == report

@@ -102,6 +102,7 @@ ORDER = [
     "_audit/compiling",
     "_audit/hlo",
     "_audit/traffic",
+    "_audit/collectives",
     "_audit/dots",
     "_audit/kernels",
     "_audit/op_names",
