@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8flax._audit.report import AuditReport
-from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.autocast import current_phase, recipe_in_use
 from fp8flax._core.gemm.gpus import Gpu
 from fp8flax._core.gemm.units import runs_in_fp8
 from fp8flax._core.plans.ops import RAGGED_DOT, GemmSizes
@@ -88,6 +88,7 @@ class ModelReport:
         fp8: ``AuditReport`` of the forward and backward pass, compiled for the target; None if not
             compiled.
         wide: the same ``AuditReport`` without FP8, in the dtypes that the model has by itself.
+        phase: name of the phase of a ``Schedule`` that the report was made in; None outside of a schedule.
     """
 
     rows: tuple[Row, ...]
@@ -96,6 +97,7 @@ class ModelReport:
     unseen: tuple[str, ...] = ()
     fp8: AuditReport | None = None
     wide: AuditReport | None = None
+    phase: str | None = None
 
     @property
     def converted(self) -> tuple[Row, ...]:
@@ -154,8 +156,9 @@ class ModelReport:
         lines = ["  ".join(x.ljust(w) for x, w in zip(line, widths)).rstrip() for line in table]
         lines.insert(1, "-" * max(map(len, lines)))
         unseen = "".join(f"\nNot looked into: {text}." for text in self.unseen)
+        phase = "" if self.phase is None else f"Phase of the schedule: {self.phase}.\n"
         return "\n".join(lines) + (
-            f"\n\n{len(self.converted)} of {len(self.rows)} contractions are converted "
+            f"\n\n{phase}{len(self.converted)} of {len(self.rows)} contractions are converted "
             f"({100 * self.fp8_share:.1f} % of their FLOPs).\nPredicted for all of them on {self.target}, "
             f"forward and backward: {self.speedup:.2f} times as fast as in bf16.{unseen}{self._step()}"
         )
@@ -201,6 +204,7 @@ def table_of(
     for (key, sizes), count in counts.items():
         site, decision = decided[key]
         recipe = recipe_in_use(decision.recipe, DelayedScaling()) if decision.converts else None
+        is_off = decision.converts and recipe is None
         gemms, is_ragged = None if recipe is None else recipe.gemms, site.op is RAGGED_DOT
         before, after = (count * seconds(sizes, gpu, g, site.is_matmul, is_ragged) for g in (None, gemms))
         wide, time = wide + before, time + after
@@ -210,10 +214,11 @@ def table_of(
                 kernel=site.kernel,
                 **sizes._asdict(),
                 count=count,
-                converted=decision.converts,
-                reason=decision.reason,
+                converted=recipe is not None,
+                reason=f"FP8 is off; otherwise in FP8 {decision.reason}" if is_off else decision.reason,
                 flops=count * sizes.flops,
                 speedup=before / after if after else 1.0,
             )
         )
-    return ModelReport(rows=tuple(rows), target=gpu.name, speedup=wide / time if time else 1.0)
+    speedup = wide / time if time else 1.0
+    return ModelReport(rows=tuple(rows), target=gpu.name, speedup=speedup, phase=current_phase())
