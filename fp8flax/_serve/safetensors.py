@@ -6,18 +6,19 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._host.files import replacing, write_text
 from fp8flax._serve.hidden_state import ServedOp
-from fp8flax._serve.renaming import renamed
-from fp8flax._serve.server_layout import from_matrix, matrix_shape, named, quantization_config
+from fp8flax._serve.renaming import Rename, renamed
+from fp8flax._serve.server_layout import Tensor, from_matrix, matrix_shape, named, quantization_config
 
 METADATA = "fp8flax"
 _VERSION = 3
@@ -69,11 +70,39 @@ def _library() -> Any:
     return safetensors
 
 
+def tensors_of(
+    ops: tuple[ServedOp, ...], variables: Mapping[str, Any], rename: Rename | None
+) -> dict[str, Tensor]:
+    """Returns the tensors that a frozen model has in a file or in a server, by their names there.
+
+    Args:
+        ops: the ops of the model.
+        variables: the variables of the model, in collections, without boxes; arrays of NumPy or JAX.
+        rename: see ``save_safetensors``.
+    """
+    tensors: dict[str, Tensor] = {}
+    described = list(named(ops, variables))
+    for tensor in described if rename is None else renamed(described, rename):
+        name, path, array, *_ = tensor
+        if name in tensors:
+            raise ValueError(
+                f"{'/'.join(path)} and {'/'.join(tensors[name].path)} would both be {name!r} in the file. "
+                f"{'Rename one of the parameters' if rename is None else 'Correct rename'}."
+            )
+        if array.dtype not in _NAMES:
+            raise ValueError(
+                f"{'/'.join(path)} is {array.dtype}, which safetensors files do not hold. Leave its "
+                "collection out, or convert it."
+            )
+        tensors[name] = tensor
+    return tensors
+
+
 def write(
     path: str | os.PathLike[str],
     ops: tuple[ServedOp, ...],
     variables: Mapping[str, Any],
-    rename: Mapping[str, str] | Callable[[str], str] | None,
+    rename: Rename | None,
     config: Mapping[str, Any] | None,
 ) -> None:
     """Writes the variables of a frozen model, Linen or NNX; see ``save_safetensors``.
@@ -89,19 +118,9 @@ def write(
     tensors: dict[str, np.ndarray] = {}
     entries: dict[str, Any] = {}
     wide_layers: list[str] = []
-    described = list(named(ops, variables))
-    for tensor in described if rename is None else renamed(described, rename):
-        name, path_in_tree, array, written, matrix, _ = tensor
-        if name in tensors:
-            raise ValueError(
-                f"{'/'.join(path_in_tree)} and {'/'.join(entries[name]['path'])} would both be {name!r} in "
-                f"the file. {'Rename one of the parameters' if rename is None else 'Correct rename'}."
-            )
-        if array.dtype not in _NAMES:
-            raise ValueError(
-                f"{'/'.join(path_in_tree)} is {array.dtype}, which safetensors files do not hold. Leave "
-                "its collection out, or convert it."
-            )
+    arrays = {name: jax.tree.map(np.asarray, nn.meta.unbox(tree)) for name, tree in variables.items()}
+    for name, tensor in tensors_of(ops, arrays, rename).items():
+        _, path_in_tree, array, written, matrix, _ = tensor
         if tensor.is_wide_kernel:
             wide_layers.append(name.rpartition(".")[0] or name)
         tensors[name] = np.asarray(written, order="C")

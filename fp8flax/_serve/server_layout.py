@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,9 +21,9 @@ class Tensor(NamedTuple):
     """The name in the file."""
     path: list[str]
     """The path in the variables; the collection comes first."""
-    array: np.ndarray
-    """The array in the variables."""
-    written: np.ndarray
+    array: Any
+    """The array in the variables, of NumPy or JAX."""
+    written: Any
     """The array in the file: the same values in another order and shape."""
     matrix: Any
     """For a kernel that became a matrix: its output dimensions, and its summed dimensions.
@@ -53,7 +52,7 @@ def matrix_shape(shape: Sequence[int], out: Sequence[int], summed: Sequence[int]
     return [*ordered[:start], math.prod(ordered[start:end]), math.prod(ordered[end:])]
 
 
-def _as_matrix(array: np.ndarray, out: Sequence[int], summed: Sequence[int]) -> np.ndarray:
+def _as_matrix(array: Any, out: Sequence[int], summed: Sequence[int]) -> Any:
     order = _order(array.ndim, out, summed)
     return array.transpose(order).reshape(matrix_shape(array.shape, out, summed))
 
@@ -83,21 +82,21 @@ def in_torch_layout(kernel: Tensor) -> Tensor:
 
 
 def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yields each variable as a ``Tensor`` of the file."""
+    """Yields each variable, an array of NumPy or JAX, as a ``Tensor`` of the file."""
     plain = [op for op in ops if op.layout is not None]
     kernels = {op.kernels[0][0]: op for op in plain}
     biases = {(*path[:-1], "bias"): op for path, op in kernels.items() if path[-1] == "kernel"}
     scales = {(*op.path, KERNEL_SCALE): op for op in plain}
     inputs = {(*op.path, INPUT_SCALE): op for op in plain}
     for collection, tree in variables.items():
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(nn.meta.unbox(tree))[0]:
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             if not all(isinstance(key, jax.tree_util.DictKey) for key in keys):
                 raise ValueError(
                     f"The collection {collection!r} must be dicts of arrays; got "
                     f"{jax.tree_util.keystr(keys)} in it. Leave sown values out of the variables."
                 )
             path = tuple(str(key.key) for key in keys)
-            array, matrix, layer = np.asarray(leaf), None, None
+            array, matrix, layer = leaf, None, None
             written, name = array, ".".join(path if collection == PARAMS else (collection, *path))
             if collection != PARAMS:
                 pass
@@ -124,7 +123,7 @@ def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[T
             yield Tensor(name, [collection, *path], array, written, matrix, layer)
 
 
-def _flat_bias(bias: np.ndarray, layout: Any) -> np.ndarray:
+def _flat_bias(bias: Any, layout: Any) -> Any:
     """Returns a bias in PyTorch's layout: one dimension for all features."""
     stacked = max(0, bias.ndim - len(layout[0]))
     return bias.reshape(*bias.shape[:stacked], -1)

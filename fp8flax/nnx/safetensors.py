@@ -67,6 +67,15 @@ def save_safetensors(
 
     Source: as for ``fp8flax.save_safetensors``.
     """
+    write(path, *_described(model), rename, config)
+
+
+def _described(model: nnx.Module) -> tuple[tuple[ServedOp, ...], dict[str, Any]]:
+    """Returns the ops of a frozen model, and its variables in collections.
+
+    Raises:
+        TypeError: nothing in the model is frozen.
+    """
     ops = []
     for layer in layers_of(model):
         op = getattr(layer.module, layer.kind.field)
@@ -89,7 +98,7 @@ def save_safetensors(
         for name in place[:-1]:
             tree = tree.setdefault(name, {})
         tree[place[-1]] = variable.get_value()
-    write(path, tuple(ops), variables, rename, config)
+    return tuple(ops), variables
 
 
 def _served(layer: Layer, op: FrozenOp, place: tuple[str, ...]) -> ServedOp:
