@@ -30,6 +30,7 @@ def test_there_are_examples_and_no_gaps():
 LONG = (
     *("docs/serving.md", "docs/pytorch.md", "docs/checkpoints.md", "docs/clusters.md", "docs/diagnose.md"),
     *("docs/performance.md", "docs/state.md", "docs/layers.md", "docs/nnx.md", "docs/quickstart.md"),
+    "docs/schedules.md",
 )
 
 
