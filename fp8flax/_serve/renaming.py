@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from fp8flax._serve.server_layout import Tensor, in_torch_layout
 
@@ -41,13 +42,9 @@ def renamed(tensors: Sequence[Tensor], rename: Rename) -> list[Tensor]:
 
 def new_names_of(names: Sequence[str], rename: Rename) -> dict[str, str]:
     """Returns the new name of each name; see ``renamed``."""
+    check_rename(rename)
     if isinstance(rename, Mapping):
         return dict(zip(names, _substituted(names, rename)))
-    if not callable(rename):
-        raise TypeError(
-            "rename must be a dict of regular expressions and their replacements, or a callable that "
-            f"takes a name and returns one; got {rename!r}."
-        )
     new_names = {name: rename(name) for name in names}
     for name, new in new_names.items():
         if not isinstance(new, str):
@@ -56,6 +53,15 @@ def new_names_of(names: Sequence[str], rename: Rename) -> dict[str, str]:
                 "return it unchanged."
             )
     return _not_empty(new_names)
+
+
+def check_rename(rename: Any) -> None:
+    """Raises ``TypeError`` if ``rename`` is neither a mapping nor a callable."""
+    if not (isinstance(rename, Mapping) or callable(rename)):
+        raise TypeError(
+            "rename must be a dict of regular expressions and their replacements, or a callable that "
+            f"takes a name and returns one; got {rename!r}."
+        )
 
 
 def _substituted(names: Iterable[str], patterns: Mapping[str, str]) -> list[str]:

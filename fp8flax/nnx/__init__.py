@@ -43,6 +43,7 @@ from fp8flax.nnx.freezing import Frozen as Frozen, freeze as freeze
 from fp8flax.nnx.safetensors import (
     load_safetensors as load_safetensors,
     save_safetensors as save_safetensors,
+    weights_for_serving as weights_for_serving,
 )
 
 _public.publish(globals())

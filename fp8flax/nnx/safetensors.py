@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,9 +16,11 @@ from fp8flax._core.names import PARAMS
 from fp8flax._core.options import other_api_hint
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._serve.hidden_state import ServedOp
+from fp8flax._serve.renaming import Rename
 from fp8flax._serve.safetensors import load_safetensors as load_variables
-from fp8flax._serve.safetensors import write
-from fp8flax.nnx.freezing import Frozen, FrozenOp
+from fp8flax._serve.safetensors import tensors_of, write
+from fp8flax._serve.weights import Options, automatic_axes, options_of
+from fp8flax.nnx.freezing import Frozen, FrozenOp, freeze
 from fp8flax.nnx.models import Layer, layers_of
 from fp8flax.nnx.moe import RouterLoss
 from fp8flax.nnx.ops import Fp8Op
@@ -68,6 +71,66 @@ def save_safetensors(
     Source: as for ``fp8flax.save_safetensors``.
     """
     write(path, *_described(model), rename, config)
+
+
+def weights_for_serving(
+    model: nnx.Module,
+    *args: Any,
+    rename: Rename | None = None,
+    weight_only: bool = False,
+    **kwargs: Any,
+) -> dict[str, jax.Array]:
+    """Returns the FP8 weights of an NNX model in training under the names of an inference server.
+
+    This is ``fp8flax.weights_for_serving`` for NNX. The tensors are those of the file that
+    ``save_safetensors`` writes after ``freeze``, bit for bit. One program makes them, and later calls with
+    the same options and shapes use it again. The model stays unchanged.
+
+    Args:
+        model: a model with FP8 ops, given to its layers or set by ``quantize_model``.
+        *args: inputs to trace the model with, as in ``freeze``. Their values are not used.
+        rename: names of the server for those of the model; see ``fp8flax.weights_for_serving``.
+        weight_only: whether each output feature has a scale, as in ``freeze``.
+        **kwargs: keyword inputs of the model.
+
+    Returns:
+        Codes, scales and wide tensors by their names, as in the file.
+
+    Raises:
+        TypeError: as in ``freeze``; or as ``rename`` in ``fp8flax.save_safetensors``.
+        ValueError: as in ``freeze`` and ``save_safetensors``.
+
+    Warns:
+        UserWarning: at the first call, if kernels of FP8 ops stay wide; see ``freeze``. Scales that have
+            seen no data are not found.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp, fp8flax as fp8, fp8flax.nnx as fp8nnx
+        >>> op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
+        >>> layer = nnx.Linear(4, 8, dot_general=op, rngs=nnx.Rngs(0))
+        >>> weights = fp8nnx.weights_for_serving(layer, jnp.ones((2, 4)), rename={"^kernel": "proj"})
+        >>> {name: x.dtype.name for name, x in weights.items()}
+        {'bias': 'float32', 'proj.weight': 'float8_e4m3fn', 'proj.weight_scale': 'float32'}
+
+    Source: as for ``fp8flax.save_safetensors``.
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"model must be a flax.nnx.Module; got {type(model).__name__}."
+            + other_api_hint(model, "flax.nnx", "weights_for_serving")
+        )
+    graphdef, state = nnx.split(model)
+    with automatic_axes(state) as state:
+        return _weights(graphdef, options_of(args, kwargs, rename, weight_only), state)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _weights(graphdef: Any, options: Options, state: Any) -> dict[str, jax.Array]:
+    args, kwargs = options.inputs()
+    frozen = freeze(nnx.merge(graphdef, state), *args, weight_only=options.weight_only, **kwargs)
+    tensors = tensors_of(*_described(frozen), options.renaming())
+    return {name: tensor.written for name, tensor in tensors.items()}
 
 
 def _described(model: nnx.Module) -> tuple[tuple[ServedOp, ...], dict[str, Any]]:

@@ -137,6 +137,7 @@ ORDER = [
     "_serve/serving",
     "_serve/freeze",
     "_serve/saving",
+    "_serve/weights",
     "nnx/ops",
     "nnx/mlp",
     "nnx/moe",

@@ -1,0 +1,186 @@
+"""The weights for a server are the tensors of the file, made on the devices by one program."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
+from fp8flax._serve import weights as linen_weights
+from fp8flax.nnx import safetensors as nnx_weights
+from tests.cases import RECIPES, normal
+from tests.models import trained
+
+
+class Net(nn.Module):
+    """A layer of each form in FP8, and a wide one."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(256, name="up")(x)
+        x = nn.DenseGeneral((8, 32), name="heads")(x)
+        x = nn.DenseGeneral(64, axis=(-2, -1), name="out")(x)
+        return nn.Dense(3, use_bias=False, name="last")(x)
+
+
+X = np.asarray(normal(0, 8, 64))
+RENAME = {"^(up|heads|out)": r"model.\1_proj", "last.kernel": "last.weight"}
+
+
+def assert_as_in_file(weights, path):
+    """Asserts that the bits of all tensors are those that the library of the format reads."""
+    file = dict(safetensors.deserialize(path.read_bytes()))
+    assert weights.keys() == file.keys()
+    for name, array in weights.items():
+        assert isinstance(array, jax.Array)
+        assert list(array.shape) == file[name]["shape"]
+        assert np.asarray(array).tobytes() == bytes(file[name]["data"]), name
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("recipe", [*RECIPES, "weight_only"])
+def test_bits_are_those_of_the_file(recipe, tmp_path, request):
+    if recipe in ("current", "mxfp8"):
+        request.getfixturevalue("_all_cells")
+    options = {"weight_only": recipe == "weight_only"}
+    model8, variables = trained(Net(), X, recipe=RECIPES.get(recipe), exclude="last")
+    fp8.save_safetensors(tmp_path / "a", *fp8.freeze(model8, variables, **options), rename=RENAME)
+    weights = fp8.weights_for_serving(model8, variables, rename=RENAME, **options)
+    assert_as_in_file(weights, tmp_path / "a")
+    assert "model.heads_proj.weight" in weights
+
+
+def test_one_program_serves_all_steps(tmp_path):
+    """A second program is made for other options only; the values are those of the step."""
+    model8, variables = trained(Net(), X, recipe=RECIPES["delayed"], exclude="last")
+    linen_weights._weights.clear_cache()
+    count, seen = linen_weights._weights._cache_size, set()
+    for _ in range(3):
+        variables = {**variables, "params": jax.tree.map(lambda x: x * 1.5, variables["params"])}
+        weights = fp8.weights_for_serving(model8, variables, rename=dict(RENAME))
+        seen.add(np.asarray(weights["model.up_proj.weight"]).tobytes())
+    assert count() == 1
+    assert len(seen) == 3
+    fp8.save_safetensors(tmp_path / "a", *fp8.freeze(model8, variables), rename=RENAME)
+    assert_as_in_file(weights, tmp_path / "a")
+    fp8.weights_for_serving(model8, variables, rename={"^up": "down"})
+    assert count() == 2
+
+
+class Methods(nn.Module):
+    """A model that uses its second layer in another method only."""
+
+    def setup(self):
+        self.first, self.second = nn.Dense(8, use_bias=False), nn.Dense(8, use_bias=False)
+
+    def __call__(self, x):
+        return self.first(x)
+
+    def both(self, x):
+        return self.second(self.first(x))
+
+
+def test_a_method_that_ran_later_is_found():
+    model8 = fp8.quantize_model(Methods(), RECIPES["current"], include=".*")
+    x = np.ones((2, 8), np.float32)
+    variables = model8.init(jax.random.key(0), x, method="both")
+    model8 = fp8.quantize_model(Methods(), RECIPES["current"], include=".*")
+    model8.apply(variables, x)
+    assert fp8.weights_for_serving(model8, variables).keys() == {
+        "first.weight",
+        "first.weight_scale",
+        "second.kernel",
+    }
+    model8.apply(variables, x, method="both")
+    assert "second.weight" in fp8.weights_for_serving(model8, variables)
+
+
+def test_ops_that_are_given_by_hand():
+    """Such a model keeps no record, so that it is traced with inputs."""
+    op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["current"])
+    layer, x = nn.Dense(8, use_bias=False, dot_general_cls=op), normal(1, 2, 16)
+    variables = {"params": {"kernel": normal(2, 16, 8)}}
+    for inputs in (x, jax.ShapeDtypeStruct(x.shape, x.dtype)):
+        weights = fp8.weights_for_serving(layer, variables, inputs)
+        assert weights["kernel.weight"].dtype == jnp.float8_e4m3fn
+    with pytest.raises(ValueError, match="Give freeze inputs"):
+        fp8.weights_for_serving(layer, variables)
+
+
+def test_errors():
+    model8, variables = trained(Net(), X, recipe=RECIPES["current"], exclude="last")
+    state = fp8.TrainState.create(apply_fn=model8.apply, params=variables, tx=optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"must be the collections .*; got TrainState\. Pass state\.params"):
+        fp8.weights_for_serving(model8, state)
+    with pytest.raises(TypeError, match="rename must be a dict"):
+        fp8.weights_for_serving(model8, variables, rename=["up"])
+    with pytest.raises(ValueError, match="which matches none of"):
+        fp8.weights_for_serving(model8, variables, rename={"down": "up"})
+    with pytest.raises(TypeError, match=r"fp8flax\.nnx\.weights_for_serving"):
+        fp8.weights_for_serving(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {})
+    with pytest.raises(TypeError, match=r"fp8flax\.weights_for_serving"):
+        fp8nnx.weights_for_serving(model8, X)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("recipe", ["axiswise", "block128"])
+def test_sharded_variables(recipe, axis_type, tmp_path):
+    """The weights of sharded kernels are sharded along the same dimension, and have the same bits."""
+    model8, variables = trained(Net(), X, recipe=RECIPES[recipe], exclude="last")
+    fp8.save_safetensors(tmp_path / "a", *fp8.freeze(model8, variables), rename=RENAME)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+
+    def sharded(x, dim):
+        spec = PartitionSpec(*(None,) * dim, "x") if x.ndim > 1 and x.shape[dim] % 8 == 0 else ()
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    for dim, in_file in ((0, 1), (1, 0)):
+        shards = jax.tree.map(lambda x, dim=dim: sharded(x, dim), variables)
+        with jax.set_mesh(mesh):
+            weights = fp8.weights_for_serving(model8, shards, rename=RENAME)
+        assert_as_in_file(weights, tmp_path / "a")
+        for name in ("up", "heads"):
+            weight = weights[f"model.{name}_proj.weight"]
+            expected = [n // 8 if i == in_file else n for i, n in enumerate(weight.shape)]
+            assert [s.data.shape for s in weight.addressable_shards] == [tuple(expected)] * 8
+
+
+class NnxNet(nnx.Module):
+    """Layers in FP8, a list of layers, a stack, and variables that are in no file."""
+
+    def __init__(self, recipe):
+        op, rngs = fp8nnx.Fp8DotGeneralOp(recipe=recipe), nnx.Rngs(0)
+        self.layers = nnx.List([nnx.LinearGeneral(16, (2, 32), dot_general=op, rngs=rngs)])
+        self.last = nnx.LinearGeneral((2, 32), 3, axis=(-2, -1), rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.last(self.layers[0](x)), deterministic=True)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block128"])
+def test_nnx(recipe, tmp_path):
+    model, x = NnxNet(RECIPES[recipe]), normal(0, 4, 16)
+    if recipe == "delayed":
+        fp8nnx.calibrate(lambda model, x: model(x), model, [x])
+    nnx_weights._weights.clear_cache()
+    seen = set()
+    for _ in range(2):
+        nnx.update(model, jax.tree.map(lambda x: x * np.float32(1.5), nnx.state(model, nnx.Param)))
+        weights = fp8nnx.weights_for_serving(model, x, rename={"^layers": "model.layers"})
+        seen.add(np.asarray(weights["model.layers.0.bias"]).tobytes())
+        seen.add(np.asarray(weights["last.kernel"]).tobytes())
+    assert nnx_weights._weights._cache_size() == 1
+    assert len(seen) == 3  # the bias is zero
+    fp8nnx.save_safetensors(tmp_path / "a", fp8nnx.freeze(model, x), rename={"^layers": "model.layers"})
+    assert_as_in_file(weights, tmp_path / "a")
+    assert model.layers[0].kernel.get_value().dtype == jnp.float32
