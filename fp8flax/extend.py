@@ -19,8 +19,8 @@ from fp8flax._core.plans.ops import GemmSizes as GemmSizes
 from fp8flax._core.plans.ops import OpRow as OpRow
 from fp8flax._core.plans.ops import register as register
 from fp8flax._core.plans.plan import Operand as Operand
-from fp8flax._linen.ops import class_of as linen_op
-from fp8flax.nnx.ops import class_of as nnx_op
+from fp8flax._linen.op import Fp8Op as LinenOp
+from fp8flax.nnx.ops import Fp8Op as NnxOp
 
 __all__ = [
     "Contraction",
@@ -35,6 +35,21 @@ __all__ = [
     "nnx_op",
     "register",
 ]
+
+
+def linen_op(row: OpRow) -> type[LinenOp]:
+    """Returns the Linen op of a row of the table; the same class at each call."""
+    return LinenOp._for_row(row)
+
+
+def nnx_op(row: OpRow) -> type[NnxOp]:
+    """Returns the NNX op of a row of the table; the same class at each call.
+
+    Raises:
+        ValueError: the row has stacked roles. Its class needs an ``__init__`` that takes the size of the
+            stack, as ``Fp8RaggedDotOp`` has, which a row does not describe.
+    """
+    return NnxOp._for_row(row)
 
 
 def multiply(gemm: Gemm, lhs: Any, rhs: Any) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.modes import FORMS
 from fp8flax._core.plans.ops import DOT_GENERAL, OpRow, Shape
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
+from fp8flax._core.shared_text import with_shared_text
+from fp8flax._core.state.state import ScalingState
 
 
 class MissingStateError(ValueError):
@@ -37,55 +39,92 @@ class StateLeaf(NamedTuple):
 class OpBase(Called):
     """Base class of Linen ops and NNX ops.
 
-    It knows neither Linen nor NNX. A subclass has the fields ``recipe`` and ``form``, and keeps the state.
+    It knows neither Linen nor NNX. Its direct subclass, one for each of the two, has the fields ``recipe``
+    and ``form``, and defines ``_value`` and ``_place``.
     """
 
     row: ClassVar[OpRow] = DOT_GENERAL
     default_recipe: ClassVar[Recipe] = DelayedScaling()
     """The recipe if neither the op nor ``autocast`` has one."""
+    _classes: ClassVar[dict[OpRow, type[OpBase]]]
+    """The classes of the ops of Linen, or of NNX, by their rows."""
 
     recipe: Recipe | None
     form: str
 
-    def check_options(self) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        with_shared_text(cls)
+        if OpBase in cls.__bases__:
+            cls._classes = {}
+        elif "row" in vars(cls):
+            cls._classes.setdefault(cls.row, cls)
+
+    @classmethod
+    def _for_row(cls, row: OpRow) -> type[Self]:
+        """Returns the op of a row of the table; the same class at each call."""
+        if row not in cls._classes:
+            type(row.name, (row.call, cls), {"row": row, "__module__": cls.__module__})
+        return cls._classes[row]  # type: ignore[return-value]
+
+    def _value(self, leaf: StateLeaf) -> jax.Array:
+        """Returns the value of one array of the state, after checking it."""
+        raise NotImplementedError
+
+    def _place(self) -> tuple[str, ...]:
+        """Returns the path of the op in the model, under which ``statistics`` shows the op."""
+        raise NotImplementedError
+
+    def _check_options(self) -> None:
         """Raises an error if ``recipe`` or ``form`` is not valid."""
         if self.recipe is not None:
             check_recipe(self.recipe)
         check_choice("form", self.form, FORMS)
 
-    def recipe_in_use(self) -> Recipe | None:
+    def _recipe_in_use(self) -> Recipe | None:
         """Returns the recipe of a call that runs now; None if FP8 is switched off."""
         return recipe_in_use(self.recipe, self.default_recipe)
 
-    def compute(
-        self,
-        recipe: Recipe | None,
-        states: Callable[[Recipe], States],
-        path: Callable[[], tuple[str, ...]],
-        *args: Any,
-        is_frozen: bool = False,
-        **keywords: Any,
+    def _multiplier(self) -> Callable[..., jax.Array]:
+        """Returns the function that computes the op with its state, by the recipe in use.
+
+        Each call needs a new one, because an op may be called under different ambient recipes.
+        """
+        recipe = self._recipe_in_use()
+
+        def compute(lhs: Any, rhs: Any, *arguments: Any, **keywords: Any) -> jax.Array:
+            if recipe is None:
+                with jax.named_scope(SWITCHED_OFF):
+                    return self.row.plain(lhs, rhs, *arguments, **keywords)
+            states = self._states(recipe, jnp.shape(rhs))
+            return self._in_fp8(recipe, states, lhs, rhs, *arguments, **keywords)
+
+        return compute
+
+    def _in_fp8(
+        self, recipe: Recipe, states: States, *args: Any, is_frozen: bool = False, **keywords: Any
     ) -> jax.Array:
         """Returns the result of the op.
 
         Args:
-            recipe: the recipe in use; None computes without FP8.
-            states: returns the scaling states for a recipe. It is called only if the op runs in FP8.
-            path: returns the path of the op in the model, which ``statistics`` shows.
+            recipe: the recipe in use.
+            states: the scaling states for this recipe.
             *args: the operands and arguments of the op.
             is_frozen: whether the states do not change.
             **keywords: further arguments of the op.
         """
-        if recipe is None:
-            with jax.named_scope(SWITCHED_OFF):
-                return self.row.plain(*args, **keywords)
-        now = states(recipe)
-        with in_op(path):
-            return self.row.in_fp8(
-                *args, states=now, recipe=recipe, form=self.form, is_frozen=is_frozen, **keywords
-            )
+        how: dict[str, Any] = {"states": states, "recipe": recipe, "form": self.form}
+        with in_op(self._place):
+            return self.row.in_fp8(*args, **how, is_frozen=is_frozen, **keywords)
 
-    def state_leaves(self, recipe: Recipe, kernel: Shape) -> list[StateLeaf]:
+    def _states(self, recipe: Recipe, kernel: Shape = ()) -> States:
+        """Returns the states that a recipe needs, for a kernel of this shape."""
+        values: dict[str, list[jax.Array]] = {}
+        for leaf in self._state_leaves(recipe, kernel):
+            values.setdefault(leaf.role, []).append(self._value(leaf))
+        return States(**{role: ScalingState(*both) for role, both in values.items()})
+
+    def _state_leaves(self, recipe: Recipe, kernel: Shape) -> list[StateLeaf]:
         """Returns the arrays of the state that a recipe needs, for a kernel of this shape.
 
         An op without ``stacked`` roles has the same state for all kernels.

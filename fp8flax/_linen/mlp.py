@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
 from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.blocks import DenseParts, as_one, in_turn
 from fp8flax._core.options import check_bool
 from fp8flax._core.plans.contraction import States
-from fp8flax._core.plans.mlp import check_block, hidden, mlp, runs_as_one
+from fp8flax._core.plans.mlp import check_block, runs_as_one
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
+from fp8flax._core.shared_text import with_shared_text
 from fp8flax._linen.conversion import conversion
 from fp8flax._linen.ops import Fp8DotGeneralOp
 
@@ -29,15 +31,7 @@ class _StateOfOp(Fp8DotGeneralOp):
 
     @nn.compact
     def __call__(self, recipe: Recipe) -> States:  # type: ignore[override]
-        return self.states(recipe)
-
-
-class DenseParts(NamedTuple):
-    """The parameters and the scaling state of one dense layer."""
-
-    kernel: jax.Array
-    bias: jax.Array | None
-    states: States
+        return self._states(recipe)
 
 
 class _PartsOfDense(nn.Dense):
@@ -52,38 +46,10 @@ class _PartsOfDense(nn.Dense):
         return DenseParts(kernel, bias, _StateOfOp(name=f"{Fp8DotGeneralOp.__name__}_0")(recipe))
 
 
-def as_one(
-    x: jax.Array,
-    parts: Sequence[DenseParts],
-    recipe: Recipe,
-    activation: str,
-    names: Sequence[str],
-    dtype: Any,
-) -> jax.Array:
-    """Computes all layers of a block as one function, with their results up to rounding.
-
-    Args:
-        x: the input ``(…, K)``, a wide float.
-        parts: the parameters and the state of each layer. Either all layers but the last have a bias, or
-            none of them has one.
-        recipe: a recipe for which ``runs_as_one`` is true: delayed scaling of all operands.
-        activation: one of ``ACTIVATIONS``.
-        names: the names of the layers, for audits.
-        dtype: the dtype of the computation; None for that of input and parameters.
-    """
-    # The kernels take part in the promotion, but are cast to FP8 from their own dtype.
-    x, *biases = promote_dtype(x, *(one.bias for one in parts), *(one.kernel for one in parts), dtype=dtype)
-    *biases, last_bias = biases[: len(parts)]
-    biases = [bias for bias in biases if bias is not None]
-    kernels = [one.kernel for one in parts]
-    states = [one.states for one in parts]
-    out = mlp(x, kernels, biases, states, recipe.gemms, activation, names)
-    return out if last_bias is None else out + last_bias.reshape(*[1] * (out.ndim - 1), -1)
-
-
 _NAMES = ("gate", "up", "down")
 
 
+@with_shared_text
 class MLP(nn.Module):
     """Feed-forward block of two or three dense layers, whose activations are cast to FP8 at once.
 
@@ -108,19 +74,7 @@ class MLP(nn.Module):
     several devices, sizes that are not multiples of 64, and ``"gelu_exact"``.
 
     Attributes:
-        hidden_features: number of features of ``up`` and ``gate``.
-        features: number of features of ``down``; None for that of the input.
-        activation: ``"gelu"`` (the tanh approximation, as ``nn.gelu``), ``"gelu_exact"``, ``"relu"`` or
-            ``"silu"``.
-        gated: whether the activation is applied to ``gate`` and multiplies ``up``. Both layers then take
-            the input with one scale, that of ``gate``.
-        use_bias: whether the layers have biases.
-        dtype: dtype of the computation; None for that of input and parameters.
-        param_dtype: dtype of the parameters.
-        kernel_init: initializer of the kernels.
-        bias_init: initializer of the biases.
-        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
-            ``DelayedScaling()`` outside of it.
+        {mlp_fields}
         names: names of the layers in the variables, in the order ``("gate", "up", "down")``, without the
             first if the block is not gated. None takes these names. Give the names of the block that this
             one replaces, such as ``("wi_0", "wi_1", "wo")`` of T5, to load its checkpoints.
@@ -180,13 +134,12 @@ class MLP(nn.Module):
         layers = list(zip(names, [self.hidden_features] * (len(names) - 1) + [features], strict=True))
         recipe = recipe_in_use(self.recipe, DelayedScaling())
         if recipe is None or not self._is_one(recipe, x):
-            *into, down = (self._layer(nn.Dense, *layer) for layer in layers)
-            return down(hidden(self.activation, [layer(x) for layer in into]))
+            return in_turn(x, [self._layer(nn.Dense, *layer) for layer in layers], self.activation)
         sizes = [*[x.shape[-1]] * (len(layers) - 1), self.hidden_features]
         parts = [
             self._layer(_PartsOfDense, *one)(size, recipe) for one, size in zip(layers, sizes, strict=True)
         ]
-        return as_one(x, parts, recipe, self.activation, names, self.dtype)
+        return as_one(x, parts, recipe, self.activation, names, partial(promote_dtype, dtype=self.dtype))
 
     def _is_one(self, recipe: Recipe, x: jax.Array) -> bool:
         """Returns whether all layers can be computed as one function."""

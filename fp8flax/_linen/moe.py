@@ -8,23 +8,20 @@ from typing import TYPE_CHECKING, Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.linen.dtypes import promote_dtype
-from jax import lax
 
+from fp8flax._core.blocks import ROUTER, experts_init, mixture
 from fp8flax._core.options import check_int
-from fp8flax._core.plans.mlp import check_block, hidden
-from fp8flax._core.plans.routing import Routed, mixed, routed, router_losses
+from fp8flax._core.plans.mlp import check_block
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import Recipe, check_recipe
+from fp8flax._core.shared_text import with_shared_text
 from fp8flax._linen.ops import Fp8RaggedDotOp
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
 LOSSES = "losses"
-
-_default_init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=0)
 
 
 class _Experts(nn.Module):
@@ -44,6 +41,7 @@ class _Experts(nn.Module):
         return Fp8RaggedDotOp(recipe=self.recipe, name=f"{Fp8RaggedDotOp.__name__}_0")(rows, kernel, sizes)
 
 
+@with_shared_text
 class MoE(nn.Module):
     """Feed-forward layer that sends each token to a few of its experts, which multiply in FP8.
 
@@ -65,18 +63,7 @@ class MoE(nn.Module):
     ``Fp8RaggedDotOp``, with a scale for each expert's kernel.
 
     Attributes:
-        num_experts: number of experts.
-        hidden_features: number of features of each expert's hidden layer.
-        features: number of features of the result; None for that of the input.
-        top_k: number of experts per token.
-        activation: ``"gelu"`` (the tanh approximation, as ``nn.gelu``), ``"gelu_exact"``, ``"relu"`` or
-            ``"silu"``.
-        gated: whether the activation is applied to a third layer, ``gate``, and multiplies ``up``.
-        dtype: dtype of the experts' computation and the result; None for that of input and parameters.
-        param_dtype: dtype of the parameters.
-        kernel_init: initializer of the experts' kernels, ``(num_experts, in, out)``.
-        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
-            ``DelayedScaling()`` outside of it.
+        {moe_fields}
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
@@ -106,7 +93,7 @@ class MoE(nn.Module):
     gated: bool = False
     dtype: Any = None
     param_dtype: Any = jnp.float32
-    kernel_init: Callable[..., Any] = _default_init
+    kernel_init: Callable[..., Any] = experts_init
     recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
@@ -121,32 +108,20 @@ class MoE(nn.Module):
     def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
         """Applies the layer to the last dimension of the input; see the class."""
         x = as_float_array(x, "x")
-        tokens = lax.reshape(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
         features = x.shape[-1] if self.features is None else self.features
-        into = [self._experts(name, self.hidden_features) for name in ("gate", "up")[not self.gated :]]
-        down = self._experts("down", features)
-
-        def of_experts(rows: jax.Array, sizes: jax.Array) -> jax.Array:
-            return down(hidden(self.activation, [experts(rows, sizes) for experts in into]), sizes)
-
-        out = mixed(tokens, self._routed(tokens), self.num_experts, of_experts)
-        return out.reshape(*x.shape[:-1], features)
-
-    def _routed(self, tokens: jax.Array) -> Routed:
-        router = nn.Dense(
-            self.num_experts,
-            use_bias=False,
-            dtype=jnp.float32,
-            param_dtype=self.param_dtype,
-            precision=lax.Precision.HIGHEST,
-            name="router",
+        return mixture(
+            x,
+            nn.Dense(self.num_experts, **ROUTER, param_dtype=self.param_dtype, name="router"),
+            [self._experts(name, self.hidden_features) for name in ("gate", "up")[not self.gated :]],
+            self._experts("down", features),
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            activation=self.activation,
+            record=None if self.is_initializing() else self._sow,
         )
-        logits = router(tokens.astype(jnp.float32))
-        to = routed(logits, self.top_k)
-        if not self.is_initializing() and tokens.size:
-            for name, loss in router_losses(logits, to.experts).items():
-                self.sow(LOSSES, name, loss, jnp.add, lambda: jnp.float32(0))
-        return to
+
+    def _sow(self, name: str, loss: jax.Array) -> None:
+        self.sow(LOSSES, name, loss, jnp.add, lambda: jnp.float32(0))
 
     def _experts(self, name: str, features: int) -> _Experts:
         return _Experts(

@@ -19,7 +19,6 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, state_leaf_names
 from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf, check_state_array
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.recipes import Recipe
-from fp8flax._core.state.state import ScalingState
 from fp8flax._linen.conversion import conversion
 
 SAME_STATE = ("Fp8DotGeneralOp", "Fp8DirectDotGeneralOp")
@@ -82,35 +81,27 @@ class Fp8Op(OpBase, nn.Module):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_options()
+        self._check_options()
 
-    def multiplier(self) -> Callable[..., jax.Array]:
-        """Returns the function that computes the op with its state, by the recipe in use.
+    def _multiplier(self) -> Callable[..., jax.Array]:
+        multiply = super()._multiplier()
 
-        Each call needs a new one, because an op may be called under different ambient recipes.
-        """
-        recipe = self.recipe_in_use()
-
-        def compute(
-            lhs: Any, rhs: Any, *arguments: Any, fixed: tuple[States, Recipe] | None = None, **keywords: Any
-        ) -> jax.Array:
-            def states(recipe: Recipe) -> States:
-                return self.states(recipe, jnp.shape(rhs)) if fixed is None else fixed[0]
-
-            def path() -> tuple[str, ...]:
-                return self.path or (type(self).__name__,)
-
-            used = recipe if fixed is None else fixed[1]
-            is_frozen = fixed is not None
-            return self.compute(used, states, path, lhs, rhs, *arguments, is_frozen=is_frozen, **keywords)
+        def compute(*args: Any, fixed: tuple[States, Recipe] | None = None, **keywords: Any) -> jax.Array:
+            if fixed is None:
+                return multiply(*args, **keywords)
+            states, recipe = fixed
+            return self._in_fp8(recipe, states, *args, is_frozen=True, **keywords)
 
         on_op = conversion().on_op
-        return compute if on_op is None else partial(on_op, self, recipe, compute)
+        return compute if on_op is None else partial(on_op, self, self._recipe_in_use(), compute)
 
-    def states(self, recipe: Recipe, kernel: tuple[int, ...] = ()) -> States:
-        """Declares and returns the state that a recipe needs, for a kernel of this shape."""
-        leaves = self.state_leaves(recipe, kernel)
-        if leaves and not self.is_initializing() and self._is_named_mutable():
+    def _place(self) -> tuple[str, ...]:
+        return self.path or (type(self).__name__,)
+
+    def _states(self, recipe: Recipe, kernel: tuple[int, ...] = ()) -> States:
+        """Declares and returns the states that a recipe needs, for a kernel of this shape."""
+        needs_state = bool(self._state_leaves(recipe, kernel))
+        if needs_state and not self.is_initializing() and self._is_named_mutable():
             # stacklevel=1 makes this line the place of the warning, so that Python shows it only once.
             warnings.warn(
                 f"mutable names {OVERWRITE_WITH_GRADIENT!r}, but apply returns the old state there. The "
@@ -119,10 +110,7 @@ class Fp8Op(OpBase, nn.Module):
                 "mutable.",
                 stacklevel=1,
             )
-        values: dict[str, list[jax.Array]] = {}
-        for leaf in leaves:
-            values.setdefault(leaf.role, []).append(self._declared(leaf))
-        return States(**{role: ScalingState(*both) for role, both in values.items()})
+        return super()._states(recipe, kernel)
 
     def _is_named_mutable(self) -> bool:
         """Returns whether ``mutable`` of ``apply`` names the state, and the variables hold a state."""
@@ -138,7 +126,7 @@ class Fp8Op(OpBase, nn.Module):
         given = next((f for f in reversed(filters) if not isinstance(f, set)), OVERWRITE_WITH_GRADIENT)
         return not isinstance(given, bool | DenyList)
 
-    def _declared(self, leaf: StateLeaf) -> jax.Array:
+    def _value(self, leaf: StateLeaf) -> jax.Array:
         """Declares one variable of the state, and returns its value."""
         name, collection = leaf.name, OVERWRITE_WITH_GRADIENT
         where = f"{collection}/{'/'.join((*self.path, name))}"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from fp8flax._core.formats import Format
 from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
 from fp8flax._core.plans.einsum import einsum_with
-from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT, OpRow
+from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._linen.op import Fp8Op
 
@@ -36,15 +36,11 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     op is ``lax.dot_general``. The call takes the arguments of ``lax.dot_general``.
 
     Attributes:
-        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
-            ``DelayedScaling()`` outside of it.
-        form: ``"direct"`` multiplies FP8 operands, on the FP8 units of GPUs that have them. ``"qdq"`` casts
-            to FP8 and back around a matmul in the operands' dtype; it serves as a reference and is never
-            faster.
+        {op_options}
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32.
+        {wrong_operand}
         ValueError: the history in the state has another length than the recipe says.
 
     Example:
@@ -98,11 +94,7 @@ class Fp8Einsum(EinsumCall, Fp8Op):
     The first operand is the input and the second is the kernel, in any order of the result's indices.
 
     Attributes:
-        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
-            ``DelayedScaling()`` outside of it.
-        form: ``"direct"`` multiplies FP8 operands, on the FP8 units of GPUs that have them. ``"qdq"`` casts
-            to FP8 and back around a matmul in the operands' dtype; it serves as a reference and is never
-            faster.
+        {op_options}
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
@@ -143,14 +135,13 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
     ``lax.conv_general_dilated``.
 
     Attributes:
-        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
-            ``DelayedScaling()`` outside of it.
+        {recipe}
         form: ``"direct"`` keeps FP8 operands for the backward pass, and multiplies them if the convolution
             is a matmul. ``"qdq"`` casts to FP8 and back around JAX's own convolution.
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32.
+        {wrong_operand}
         ValueError: the recipe scales along the contraction and the convolution is not a matmul, or the
             history in the state has another length than the recipe says.
 
@@ -189,7 +180,7 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32.
+        {wrong_operand}
         ValueError: the shapes do not fit, or the state does not fit the recipe or the number of experts.
 
     Example:
@@ -203,21 +194,6 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     """
 
     row = RAGGED_DOT
-
-
-_classes: dict[OpRow, type[Fp8Op]] = {
-    DOT_GENERAL: Fp8DotGeneralOp,
-    EINSUM: Fp8Einsum,
-    CONV: Fp8ConvGeneralDilatedOp,
-    RAGGED_DOT: Fp8RaggedDotOp,
-}
-
-
-def class_of(row: OpRow) -> type[Fp8Op]:
-    """Returns the Linen op of a row of the table; the same class at each call."""
-    if row not in _classes:
-        _classes[row] = type(row.name, (row.call, Fp8Op), {"row": row, "__module__": __name__})
-    return _classes[row]
 
 
 class Einsum(nn.Einsum):

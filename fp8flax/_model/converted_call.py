@@ -15,7 +15,6 @@ from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.recipes import CustomRecipe, Recipe
 from fp8flax._linen.conversion import conversion, converting
 from fp8flax._linen.op import Fp8Op
-from fp8flax._linen.ops import class_of
 from fp8flax._model.beside_params import beside_params
 from fp8flax._model.contraction_site import as_op, name_of, site_of
 from fp8flax._model.decisions import NOTHING_SEEN, SeenSite, check_matched, why_unconverted
@@ -90,7 +89,7 @@ class Call:
     def convert(self, contraction: Contraction) -> Any:
         """Computes a contraction in FP8 if the rules convert it; otherwise returns a ``Left``."""
         found = as_op(contraction)
-        site, op = site_of(contraction, found), class_of(contraction.op)
+        site, op = site_of(contraction, found), Fp8Op._for_row(contraction.op)
         decision = self._rules_here.decide(site)
         if self._rules_here is not self.rules:
             decision = decision._replace(rule=None)  # it is an index into the rules of another model

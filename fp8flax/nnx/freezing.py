@@ -23,6 +23,7 @@ from fp8flax._compat.interpreter import Set, interpret
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import other_api_hint
+from fp8flax._core.plans.calls import calling
 from fp8flax._core.plans.ops import EINSUM, OpRow, packed_kernel
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
@@ -93,7 +94,7 @@ class FrozenOp(nnx.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Returns the result, called as the op that it replaces."""
-        return self.row.call.calling(self._multiply)(*args, **kwargs)
+        return calling(self.row.call, self._multiply)(*args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +185,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     owners = {id(layer.op): layer for layer in layers_of(copy) if layer.op is not None}
     for keys, op in nnx.iter_graph(copy):
         if isinstance(op, Fp8Op):
-            op.conversion = None  # report takes only models that quantize_model returned
+            op._conversion = None  # report takes only models that quantize_model returned
             wide["/".join(map(str, keys))] = _why_wide(owners.get(id(op)), set(seen), shared)
     if wide:
         text = "; ".join(f"{path} ({reason})" for path, reason in sorted(wide.items()))
@@ -240,7 +241,7 @@ def _operands(
             operands = list(args)
             rhs = 2 if row is EINSUM else 1
             operands[rhs] = checkpoint_name(operands[rhs], f"{_MARK}{path}")
-            return row.call.calling(record)(*operands, **kwargs)
+            return calling(row.call, record)(*operands, **kwargs)
 
         return mark_and_record
 
@@ -320,7 +321,7 @@ def _freeze(
     """Freezes a layer, and returns whether this was possible."""
     op = layer.op
     assert op is not None
-    recipe = op.recipe_in_use()
+    recipe = op._recipe_in_use()
     if recipe is None or recipe.gemms.forward.rhs is None:
         return False
     gemms, plan = WEIGHT_ONLY if weight_only else recipe.gemms, layer.kind.row.plan

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.linen.dtypes import promote_dtype
 
 from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.blocks import DenseParts, as_one, in_turn
 from fp8flax._core.options import check_bool
-from fp8flax._core.plans.mlp import check_block, hidden, runs_as_one
+from fp8flax._core.plans.mlp import check_block, runs_as_one
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import DelayedScaling, Recipe
-from fp8flax._linen.mlp import DenseParts, as_one
+from fp8flax._core.shared_text import with_shared_text
 from fp8flax.nnx.ops import Fp8DotGeneralOp
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ def _is_plain(layer: Any) -> bool:
     )
 
 
+@with_shared_text
 class MLP(nnx.Module):
     """Feed-forward block of two or three dense layers, whose activations are cast to FP8 at once.
 
@@ -44,19 +47,7 @@ class MLP(nnx.Module):
 
     Args:
         in_features: number of features of the input.
-        hidden_features: number of features of ``up`` and ``gate``.
-        features: number of features of ``down``; None for that of the input.
-        activation: ``"gelu"`` (the tanh approximation, as ``nnx.gelu``), ``"gelu_exact"``, ``"relu"`` or
-            ``"silu"``.
-        gated: whether the activation is applied to ``gate`` and multiplies ``up``. Both layers then take
-            the input with one scale, that of ``gate``.
-        use_bias: whether the layers have biases.
-        dtype: dtype of the computation; None for that of input and parameters.
-        param_dtype: dtype of the parameters.
-        kernel_init: initializer of the kernels.
-        bias_init: initializer of the biases.
-        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
-            ``DelayedScaling()`` outside of it.
+        {mlp_fields}
         rngs: random number generators for the parameters.
 
     Raises:
@@ -67,6 +58,7 @@ class MLP(nnx.Module):
 
     Example:
         >>> from flax import nnx
+    from flax.linen.dtypes import promote_dtype
         >>> import jax.numpy as jnp
         >>> import fp8flax.nnx as fp8nnx
         >>> block = fp8nnx.MLP(16, 64, activation="silu", gated=True, rngs=nnx.Rngs(0))
@@ -121,18 +113,17 @@ class MLP(nnx.Module):
         layers = [getattr(self, name) for name in names]
         recipe = self._recipe_of_all(layers, x)
         if recipe is None:
-            *into, down = layers
-            return down(hidden(self.activation, [layer(x) for layer in into]))
+            return in_turn(x, layers, self.activation)
         parts = [
             DenseParts(
                 layer.kernel.get_value(),
                 None if layer.bias is None else layer.bias.get_value(),
-                layer.dot_general.states(recipe),
+                layer.dot_general._states(recipe),
             )
             for layer in layers
         ]
-        scopes = [layer.dot_general.scope or name for name, layer in zip(names, layers)]
-        return as_one(x, parts, recipe, self.activation, scopes, self.dtype)
+        scopes = [layer.dot_general._scope or name for name, layer in zip(names, layers)]
+        return as_one(x, parts, recipe, self.activation, scopes, partial(promote_dtype, dtype=self.dtype))
 
     def _recipe_of_all(self, layers: list[Any], x: jax.Array) -> Recipe | None:
         """Returns the recipe of the layers; None if they cannot be computed as one function."""

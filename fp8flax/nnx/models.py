@@ -16,6 +16,7 @@ from jax import lax
 from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.options import other_api_hint
+from fp8flax._core.plans.calls import calling
 from fp8flax._core.plans.conv import is_matmul
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, GemmSizes, OpRow, rows
 from fp8flax._core.recipes import Recipe
@@ -23,7 +24,7 @@ from fp8flax._model.decisions import SeenSite, check_matched, why_unconverted
 from fp8flax._model.model_report import ModelReport, table_of
 from fp8flax._model.rules import Rules, Site
 from fp8flax._train.bridge import split_arrays
-from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient, class_of
+from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
 
 
 class Kind(NamedTuple):
@@ -303,7 +304,7 @@ def quantize_model(
     made = [
         f"the op at {'/'.join(map(str, path))!r}"
         for path, node in nnx.iter_graph(model)
-        if isinstance(node, Fp8Op) and node.conversion is not None
+        if isinstance(node, Fp8Op) and node._conversion is not None
     ]
     made += [
         f"the layer at {layer.site.path!r}"
@@ -344,7 +345,7 @@ def quantize_model(
         if layer.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):
             kept.add(layer.site.path)
         elif decision.converts:
-            op = class_of(layer.kind.row)(recipe=decision.recipe, form=form)
+            op = Fp8Op._for_row(layer.kind.row)(recipe=decision.recipe, form=form)
             _stack(op, layer.stacked)
             setattr(layer.module, layer.kind.field, nnx.data(op))
         elif layer.op is None and layer.site.impossible is None:
@@ -352,8 +353,8 @@ def quantize_model(
             setattr(layer.module, layer.kind.field, nnx.static(left))
     conversion = _Conversion(options, frozenset(kept))
     for op, name in _named_ops(copy, layers):
-        op.scope = name
-        op.conversion = nnx.static(conversion)
+        op._scope = name
+        op._conversion = nnx.static(conversion)
     return copy
 
 
@@ -413,7 +414,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
     """
     copy = nnx.clone(model)
     layers = list(layers_of(copy))
-    made = [(op.conversion, op.scope == name) for op, name in _named_ops(copy, layers)]
+    made = [(op._conversion, op._scope == name) for op, name in _named_ops(copy, layers)]
     left = [(layer.left, layer.site.path) for layer in layers if layer.left is not None]
     made += [(one.conversion, one.scope == path) for one, path in left if one.conversion is not None]
     conversion, is_whole = made[0] if made else (None, False)
@@ -436,7 +437,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
         if layer.op is not None and site.path in kept:
             decision = decision._replace(converts=True, recipe=layer.op.recipe, reason="an op of its own")
         sites[site.path] = site, decision
-        counting = layer.kind.row.call.calling(_Counting(counts, site.path, layer.kind.row))
+        counting = calling(layer.kind.row.call, _Counting(counts, site.path, layer.kind.row))
         setattr(layer.module, layer.kind.field, nnx.static(counting))
     graphdef, state = nnx.split(copy)
     arrays, fill = split_arrays(args, kwargs)

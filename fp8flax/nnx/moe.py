@@ -8,22 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.linen.dtypes import promote_dtype
-from jax import lax
 
+from fp8flax._core.blocks import ROUTER, experts_init, mixture
 from fp8flax._core.options import check_int
-from fp8flax._core.plans.mlp import check_block, hidden
-from fp8flax._core.plans.routing import mixed, routed, router_losses
+from fp8flax._core.plans.mlp import check_block
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import Recipe
+from fp8flax._core.shared_text import with_shared_text
 from fp8flax.nnx.ops import Fp8RaggedDotOp
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-
-_default_init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=0)
 
 
 class RouterLoss(nnx.Variable[Any]):
@@ -68,6 +65,7 @@ class Experts(nnx.Module):
         return self.ragged_dot(rows, kernel, sizes)
 
 
+@with_shared_text
 class MoE(nnx.Module):
     """Feed-forward layer that sends each token to a few of its experts, which multiply in FP8.
 
@@ -77,18 +75,7 @@ class MoE(nnx.Module):
 
     Args:
         in_features: number of features of the input.
-        num_experts: number of experts.
-        hidden_features: number of features of each expert's hidden layer.
-        features: number of features of the result; None for that of the input.
-        top_k: number of experts per token.
-        activation: ``"gelu"`` (the tanh approximation, as ``nnx.gelu``), ``"gelu_exact"``, ``"relu"`` or
-            ``"silu"``.
-        gated: whether the activation is applied to a third layer, ``gate``, and multiplies ``up``.
-        dtype: dtype of the experts' computation and the result; None for that of input and parameters.
-        param_dtype: dtype of the parameters.
-        kernel_init: initializer of the experts' kernels, ``(num_experts, in, out)``.
-        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
-            ``DelayedScaling()`` outside of it.
+        {moe_fields}
         rngs: random number generators for the parameters.
 
     Raises:
@@ -122,7 +109,7 @@ class MoE(nnx.Module):
         gated: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        kernel_init: Callable[..., Any] = _default_init,
+        kernel_init: Callable[..., Any] = experts_init,
         recipe: Recipe | None = None,
         rngs: nnx.Rngs,
     ):
@@ -131,15 +118,7 @@ class MoE(nnx.Module):
         check_int("top_k", top_k, 1, num_experts, "A token goes to an expert once.")
         features = in_features if features is None else features
         self.num_experts, self.top_k, self.activation, self.gated = num_experts, top_k, activation, gated
-        self.router = nnx.Linear(
-            in_features,
-            num_experts,
-            use_bias=False,
-            dtype=jnp.float32,
-            param_dtype=param_dtype,
-            precision=lax.Precision.HIGHEST,
-            rngs=rngs,
-        )
+        self.router = nnx.Linear(in_features, num_experts, **ROUTER, param_dtype=param_dtype, rngs=rngs)
         experts = partial(
             Experts,
             num_experts,
@@ -157,17 +136,13 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
         """Applies the layer to the last dimension of the input; see the class."""
-        x = as_float_array(x, "x")
-        tokens = lax.reshape(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
-        logits = self.router(tokens.astype(jnp.float32))
-        to = routed(logits, self.top_k)
-        if tokens.size:
-            for name, loss in router_losses(logits, to.experts).items():
-                getattr(self, name).set_value(loss)
-        into = [self.gate, self.up] if self.gated else [self.up]
-
-        def of_experts(rows: jax.Array, sizes: jax.Array) -> jax.Array:
-            return self.down(hidden(self.activation, [experts(rows, sizes) for experts in into]), sizes)
-
-        out = mixed(tokens, to, self.num_experts, of_experts)
-        return out.reshape(*x.shape[:-1], out.shape[-1])
+        return mixture(
+            as_float_array(x, "x"),
+            self.router,
+            [self.gate, self.up] if self.gated else [self.up],
+            self.down,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            activation=self.activation,
+            record=lambda name, loss: getattr(self, name).set_value(loss),
+        )

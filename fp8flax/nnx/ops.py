@@ -21,7 +21,6 @@ from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, Ragg
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT, OpRow
 from fp8flax._core.recipes import DelayedScaling, Recipe
-from fp8flax._core.state.state import ScalingState
 
 
 # It is registered below, because Flax's bridge would otherwise make another type for the collection.
@@ -98,22 +97,27 @@ class Fp8Op(OpBase, nnx.Module):
         An op without stacked roles has the same state for all kernels.
         """
         self.recipe, self.form = recipe, form
-        self.check_options()
-        self.scope = ""
+        self._check_options()
+        self._scope = ""
         """The path of the op in a model, for audits. NNX itself puts no names into programs."""
-        self.conversion: Any = None
+        self._conversion: Any = None
         """The options with which ``quantize_model`` made the model, for ``report``."""
-        in_use = self.recipe_in_use()
+        in_use = self._recipe_in_use()
         if in_use is None:  # FP8 is switched off
             return
-        for leaf in self.state_leaves(in_use, kernel):
+        for leaf in self._state_leaves(in_use, kernel):
             setattr(self, leaf.name, OverwriteWithGradient(jnp.full(leaf.shape, leaf.fill, jnp.float32)))
 
-    def multiplier(self) -> Callable[..., jax.Array]:
-        """Returns the function that computes the op with its state, by the recipe in use.
+    @classmethod
+    def _for_row(cls, row: OpRow) -> type[Self]:
+        if row.stacked and row not in cls._classes:
+            raise ValueError(
+                f"The row {row.name!r} has the stacked roles {row.stacked}, and an NNX op makes its state "
+                "before it sees a kernel. Define a subclass of fp8flax.nnx.Fp8RaggedDotOp with this row."
+            )
+        return super()._for_row(row)
 
-        Each call needs a new one, because an op may be called under different ambient recipes.
-        """
+    def _multiplier(self) -> Callable[..., jax.Array]:
         layer, field = next(reversed(running_modules()), None), self.row.linen_field
         if layer is not None and field is not None and hasattr(type(layer), field):
             raise TypeError(
@@ -121,44 +125,33 @@ class Fp8Op(OpBase, nnx.Module):
                 f"{type(self).__name__}, whose scaling state Linen cannot keep. Give it the Linen op: "
                 f"{field}=fp8flax.{type(self).__name__}."
             )
-        recipe = self.recipe_in_use()
+        multiply = super()._multiplier()
 
-        def compute(lhs: Any, rhs: Any, *arguments: Any, **keywords: Any) -> jax.Array:
-            used: list[States] = []
+        def scoped(*args: Any, **keywords: Any) -> jax.Array:
+            with jax.named_scope(self._scope) if self._scope else contextlib.nullcontext():
+                return multiply(*args, **keywords)
 
-            def states(recipe: Recipe) -> States:
-                used.append(self.states(recipe, jnp.shape(rhs)))
-                return used[0]
+        return scoped
 
-            with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
-                out = self.compute(recipe, states, self._path, lhs, rhs, *arguments, **keywords)
-            state = next((state for states in used for state in states if state is not None), None)
-            # fp8flax.nnx.grad casts states to the max dtype, so float32 states belong to another transform.
-            if state is None or state.scale.dtype != jnp.float32:
-                return out
-            return _checked(out, rhs, state.scale)
+    def _in_fp8(self, recipe: Recipe, states: States, *args: Any, **keywords: Any) -> jax.Array:
+        out = super()._in_fp8(recipe, states, *args, **keywords)
+        state = next((state for state in states if state is not None), None)
+        # fp8flax.nnx.grad casts states to the max dtype, so float32 states belong to another transform.
+        if state is None or state.scale.dtype != jnp.float32:
+            return out
+        _, kernel, *_ = args
+        return _checked(out, kernel, state.scale)
 
-        return compute
-
-    def states(self, recipe: Recipe, kernel: tuple[int, ...] = ()) -> States:
-        """Returns the state that a recipe needs, for a kernel of this shape, after checking it."""
-        values: dict[str, list[jax.Array]] = {}
-        for leaf in self.state_leaves(recipe, kernel):
-            values.setdefault(leaf.role, []).append(self._value(leaf))
-        return States(**{role: ScalingState(*both) for role, both in values.items()})
-
-    def _path(self) -> tuple[str, ...]:
-        """Returns the name under which ``statistics`` shows this op."""
-        if not self.scope and self.conversion is None:
+    def _place(self) -> tuple[str, ...]:
+        if not self._scope and self._conversion is None:
             raise ValueError(
                 f"fp8flax.statistics needs the path of each op, and this {type(self).__name__} does not "
                 "know its path. Convert the model by fp8flax.nnx.quantize_model: ops that are there keep "
                 "their state and get their paths."
             )
-        return tuple(self.scope.split("/")) if self.scope else (type(self).__name__,)
+        return tuple(self._scope.split("/")) if self._scope else (type(self).__name__,)
 
     def _value(self, leaf: StateLeaf) -> jax.Array:
-        """Returns the value of one variable of the state, after checking it."""
         variable, where = getattr(self, leaf.name, None), f"{type(self).__name__}.{leaf.name}"
         if not isinstance(variable, nnx.Variable):
             raise MissingStateError(
@@ -193,19 +186,16 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     Delayed scaling is the default. The op then holds float32 variables of the type
     ``OverwriteWithGradient``: ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and
     ``{…}_amax_history`` of shape ``(amax_history_len,)``. The gradient of each variable is its next value.
-    With other recipes the op holds no variables. Under ``autocast(enabled=False)`` the op is
+    With other recipes the op holds no variables. It has the variables for the recipe under which it was
+    made. Under ``autocast(enabled=False)`` the op is
     ``lax.dot_general``.
 
     Args:
-        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
-            ``DelayedScaling()`` outside of it. The state is made for the recipe under which the op is made.
-        form: ``"direct"`` multiplies FP8 operands, on the FP8 units of GPUs that have them. ``"qdq"`` casts
-            to FP8 and back around a matmul in the operands' dtype; it serves as a reference and is never
-            faster.
+        {op_options}
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32.
+        {wrong_operand}
         ValueError: the history in the state has another length than the recipe says.
 
     Example:
@@ -239,7 +229,7 @@ class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
 
 
 class Fp8Einsum(EinsumCall, Fp8Op):
-    """FP8 einsum of two operands, with the scaling state of ``Fp8DotGeneralOp``.
+    """FP8 einsum of two operands for NNX layers, with the scaling state of ``Fp8DotGeneralOp``.
 
     The first operand is the input and the second is the kernel, in any order of the result's indices. Give
     an instance to a layer: ``nnx.Einsum(…, einsum_op=fp8flax.nnx.Fp8Einsum())``.
@@ -283,7 +273,7 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32.
+        {wrong_operand}
         ValueError: the recipe scales along the contraction and the convolution is not a matmul, or the
             state does not fit the recipe.
 
@@ -303,7 +293,7 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
 
 
 class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
-    """FP8 matmul of a mixture of experts, called like ``lax.ragged_dot``.
+    """FP8 matmul of a mixture of experts in NNX, called like ``lax.ragged_dot``.
 
     The scaling state is that of ``Fp8DotGeneralOp``, except that each expert's kernel has its own scale and
     amax history. ``kernel_scale`` has shape ``(num_experts, 1)`` and ``kernel_amax_history`` has shape
@@ -316,7 +306,7 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32.
+        {wrong_operand}
         ValueError: the shapes do not fit, or the state does not fit the recipe or the number of experts.
 
     Example:
@@ -336,28 +326,3 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     def __init__(self, num_experts: int, *, recipe: Recipe | None = None, form: str = "direct"):
         check_int("num_experts", num_experts, 1)
         self._set_up(recipe, form, (num_experts,))
-
-
-_classes: dict[OpRow, type[Fp8Op]] = {
-    DOT_GENERAL: Fp8DotGeneralOp,
-    EINSUM: Fp8Einsum,
-    CONV: Fp8ConvGeneralDilatedOp,
-    RAGGED_DOT: Fp8RaggedDotOp,
-}
-
-
-def class_of(row: OpRow) -> type[Fp8Op]:
-    """Returns the NNX op of a row of the table; the same class at each call.
-
-    Raises:
-        ValueError: the row has stacked roles. Its class needs an ``__init__`` that takes the size of the
-            stack, as ``Fp8RaggedDotOp`` has, which a row does not describe.
-    """
-    if row not in _classes and row.stacked:
-        raise ValueError(
-            f"The row {row.name!r} has the stacked roles {row.stacked}, and an NNX op makes its state "
-            "before it sees a kernel. Define a subclass of fp8flax.nnx.Fp8RaggedDotOp with this row."
-        )
-    if row not in _classes:
-        _classes[row] = type(row.name, (row.call, Fp8Op), {"row": row, "__module__": __name__})
-    return _classes[row]

@@ -1,14 +1,16 @@
 """The part of ops that Linen and NNX share, with an op of neither."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
 from fp8flax._compat.max_dtype import to_max_dtype
 from fp8flax._core.op_base import OpBase, StateLeaf, check_state_array
-from fp8flax._core.plans.contraction import STATELESS
-from fp8flax._core.plans.ops import RAGGED_DOT
+from fp8flax._core.plans.ops import DOT_GENERAL, RAGGED_DOT
 from tests.cases import MATMUL, normal
 
 X, W = normal(0, 4, 8), normal(1, 8, 2)
@@ -16,7 +18,14 @@ X, W = normal(0, 4, 8), normal(1, 8, 2)
 
 class Op(OpBase):
     def __init__(self, recipe=None, form="direct"):
-        self.recipe, self.form = recipe, form
+        self.recipe, self.form, self.seen = recipe, form, []
+
+    def __call__(self, *args):
+        return self._multiplier()(*args)
+
+    def _value(self, leaf):
+        self.seen.append(leaf)
+        return jnp.full(leaf.shape, leaf.fill)
 
 
 class Experts(Op):
@@ -25,39 +34,43 @@ class Experts(Op):
 
 def test_the_recipe_in_use():
     mx, current = fp8.MXFP8BlockScaling(), fp8.Float8CurrentScaling()
-    assert Op().recipe_in_use() == fp8.DelayedScaling()
+    assert Op()._recipe_in_use() == fp8.DelayedScaling()
     with fp8.autocast(recipe=mx):
-        assert Op().recipe_in_use() == mx.gemms
-        assert Op(current).recipe_in_use() == current
+        assert Op()._recipe_in_use() == mx.gemms
+        assert Op(current)._recipe_in_use() == current
     with fp8.autocast(enabled=False):
-        assert Op(current).recipe_in_use() is None
+        assert Op(current)._recipe_in_use() is None
 
 
 def test_without_fp8_no_state_is_asked_for():
-    def states(recipe):
-        raise AssertionError
-
-    out = Op().compute(None, states, tuple, X, W, MATMUL)
-    np.testing.assert_array_equal(out, X @ W)
+    op = Op()
+    with fp8.autocast(enabled=False):
+        np.testing.assert_array_equal(op(X, W, MATMUL), X @ W)
+    assert op.seen == []
 
 
 def test_states_are_those_of_the_recipe_in_use():
-    seen = []
+    op, exact = Op(), X @ W
+    for recipe, number in ((fp8.Float8CurrentScaling(), 0), (fp8.DelayedScaling(), 6)):
+        with fp8.autocast(recipe=recipe):
+            out = op(X, W, MATMUL)
+        assert len(op.seen) == number
+        assert 0 < np.max(np.abs(out - exact)) < 0.5
 
-    def states(recipe):
-        seen.append(recipe)
-        return STATELESS
 
-    recipe = fp8.Float8CurrentScaling()
-    out = Op().compute(recipe, states, tuple, X, W, MATMUL)
-    assert seen == [recipe]
-    assert 0 < np.max(np.abs(out - X @ W)) < 0.5
+def test_one_class_for_each_row():
+    row = dataclasses.replace(DOT_GENERAL, name="OwnOp")
+    assert Op._for_row(RAGGED_DOT) is Experts
+    assert Op._for_row(row) is Op._for_row(row)
+    assert (Op._for_row(row).__name__, Op._for_row(row).row) == ("OwnOp", row)
+    assert Experts in Op._classes.values()
+    assert Experts not in fp8.Fp8DotGeneralOp._classes.values()
 
 
 @pytest.mark.parametrize("op", [Op(), Experts()])
 def test_leaves_of_the_state(op):
     leading = (3,) if isinstance(op, Experts) else ()
-    leaves = op.state_leaves(fp8.DelayedScaling(amax_history_len=5), (3, 8, 2))
+    leaves = op._state_leaves(fp8.DelayedScaling(amax_history_len=5), (3, 8, 2))
     assert leaves == [
         leaf
         for role in ("input", "kernel", "output_grad")
@@ -67,7 +80,7 @@ def test_leaves_of_the_state(op):
             StateLeaf(role, f"{role}_amax_history", (*shape, 5), 0.0),
         )
     ]
-    assert op.state_leaves(fp8.MXFP8BlockScaling(), (3, 8, 2)) == []
+    assert op._state_leaves(fp8.MXFP8BlockScaling(), (3, 8, 2)) == []
 
 
 @pytest.mark.parametrize(
@@ -79,7 +92,7 @@ def test_leaves_of_the_state(op):
 )
 def test_wrong_options(op, error, message):
     with pytest.raises(error, match=message):
-        op.check_options()
+        op._check_options()
 
 
 def test_arrays_of_the_state_are_checked():
@@ -89,3 +102,10 @@ def test_arrays_of_the_state_are_checked():
         check_state_array(jnp.ones(1, jnp.bfloat16), (1,), "a/scale", "Do this", "Do that.")
     with pytest.raises(ValueError, match=r"a/scale has shape \(2,\), but the recipe needs \(1,\)"):
         check_state_array(jnp.ones(2), (1,), "a/scale", "Do this", "Do that.")
+
+
+@pytest.mark.parametrize("op", [fp8.Fp8DotGeneralOp, fp8nnx.Fp8DotGeneralOp])
+def test_an_op_shows_what_users_need(op):
+    ours = [cls for cls in op.__mro__ if cls.__module__.startswith("fp8flax")]
+    shown = {name for cls in ours for name in vars(cls) if not name.startswith("_")}
+    assert shown <= {"recipe", "form", "row", "default_recipe", "scope", "name", "parent"}

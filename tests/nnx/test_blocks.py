@@ -10,7 +10,7 @@ from flax import nnx
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from fp8flax._linen import mlp as linen_mlp
+from fp8flax._core import blocks
 from tests.cases import OWG, cells, normal
 
 SHORT = fp8.DelayedScaling(amax_history_len=4)
@@ -61,8 +61,8 @@ def block(**fields):
 def test_mlp_is_one_where_it_can_be(monkeypatch):
     """In all other cases the block runs its layers one after the other."""
     calls = []
-    one = linen_mlp.mlp
-    monkeypatch.setattr(linen_mlp, "mlp", lambda *args: calls.append(args[-1]) or one(*args))
+    one = blocks.mlp
+    monkeypatch.setattr(blocks, "mlp", lambda *args: calls.append(args[-1]) or one(*args))
 
     def is_one(model):
         calls.clear()

@@ -201,8 +201,8 @@ def test_ops_by_hand_keep_recipe_and_state_unless_a_rule_names_them():
     assert kept.dot_general.input_scale.get_value() == 8
     assert fresh.dot_general.recipe == attention8.out.dot_general.recipe == CURRENT
     assert attention8.query.dot_general is attention8.value.dot_general
-    assert attention8.query.dot_general.scope == "layers/2/key"  # the first of them
-    assert hand.dot_general.scope == ""
+    assert attention8.query.dot_general._scope == "layers/2/key"  # the first of them
+    assert hand.dot_general._scope == ""
     report = fp8nnx.report(model8, jax.ShapeDtypeStruct((8, 576), jnp.float32))
     assert [row.reason for row in report.rows] == [
         *("an op of its own", "by default"),
@@ -218,7 +218,7 @@ def test_a_dict_of_layers_gets_no_item():
     layers = nnx.Dict(a=nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
     model8 = fp8nnx.quantize_model(layers, include=".*")
     assert list(model8) == ["a"]
-    assert model8["a"].dot_general.scope == "a"
+    assert model8["a"].dot_general._scope == "a"
 
 
 def test_report_of_ops_that_do_not_run():

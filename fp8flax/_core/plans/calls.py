@@ -19,27 +19,13 @@ class Called:
     """Base class of the classes that define how an op is called.
 
     The Linen op and the NNX op inherit from it, so both have the same ``__call__``. This method puts all
-    arguments in the order of the JAX function, and passes them to the function that ``multiplier`` returns.
+    arguments in the order of the JAX function, and passes them to the function that ``_multiplier``
+    returns.
     """
 
-    def multiplier(self) -> Callable[..., jax.Array]:
-        """Returns the function that computes the op from the operands and the arguments of the call.
-
-        Linen ops and NNX ops define it: each finds the scaling state and the recipe in its own way.
-        """
+    def _multiplier(self) -> Callable[..., jax.Array]:
+        """Returns the function that computes the op from the operands and the arguments of the call."""
         raise NotImplementedError
-
-    @classmethod
-    def calling(cls, multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Returns a function that is called like the op, and computes with ``multiply``.
-
-        NNX models get it in the place of an op: to multiply by a frozen kernel, or to count the calls.
-        """
-
-        def call(*args: Any, **keywords: Any) -> jax.Array:
-            return cls.__call__(_Calling(multiply), *args, **keywords)
-
-        return call
 
 
 class _Calling:
@@ -48,8 +34,26 @@ class _Calling:
     def __init__(self, multiply: Callable[..., jax.Array]) -> None:
         self._multiply = multiply
 
-    def multiplier(self) -> Callable[..., jax.Array]:
+    def _multiplier(self) -> Callable[..., jax.Array]:
         return self._multiply
+
+
+def calling(call: type[Called], multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Returns a function that is called like an op, and computes with ``multiply``.
+
+    NNX models get it in the place of an op: to multiply by a frozen kernel, or to count the calls.
+
+    Args:
+        call: the signature of the op.
+        multiply: takes the operands and arguments in the order of the JAX function.
+    """
+    called: Any = call.__call__
+
+    def call_it(*args: Any, **keywords: Any) -> jax.Array:
+        out: jax.Array = called(_Calling(multiply), *args, **keywords)
+        return out
+
+    return call_it
 
 
 class AnyCall(Called):
@@ -57,7 +61,7 @@ class AnyCall(Called):
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *arguments: Any) -> jax.Array:
         """Computes the op in FP8."""
-        return self.multiplier()(lhs, rhs, *arguments)
+        return self._multiplier()(lhs, rhs, *arguments)
 
 
 class DotGeneralCall(Called):
@@ -87,7 +91,7 @@ class DotGeneralCall(Called):
             out_sharding: how to shard the result on a mesh with explicit axes, as in ``lax.dot_general``.
         """
         operands = lhs, rhs, dimension_numbers, precision, preferred_element_type
-        return self.multiplier()(*operands, out_sharding=out_sharding)
+        return self._multiplier()(*operands, out_sharding=out_sharding)
 
 
 class EinsumCall(Called):
@@ -121,7 +125,7 @@ class EinsumCall(Called):
                 "called like jnp.einsum. A layer that multiplies by lax.dot_general takes Fp8DotGeneralOp."
             )
         operands = eqn, lhs, rhs, precision, preferred_element_type
-        return einsum_with(self.multiplier(), *operands, out_sharding)
+        return einsum_with(self._multiplier(), *operands, out_sharding)
 
 
 class ConvCall(Called):
@@ -161,7 +165,7 @@ class ConvCall(Called):
             preferred_element_type: dtype of the result; None for the dtype of the operands.
             out_sharding: how to shard the result on a mesh with explicit axes.
         """
-        out = self.multiplier()(
+        out = self._multiplier()(
             lhs,
             rhs,
             window_strides,
@@ -198,4 +202,4 @@ class RaggedDotCall(Called):
                 ``DEFAULT`` accumulates fast, ``HIGH`` and ``HIGHEST`` exactly, in all three GEMMs.
             preferred_element_type: dtype of the result; None for the dtype that ``lax.ragged_dot`` returns.
         """
-        return self.multiplier()(lhs, rhs, group_sizes, precision, preferred_element_type)
+        return self._multiplier()(lhs, rhs, group_sizes, precision, preferred_element_type)

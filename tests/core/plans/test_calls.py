@@ -4,7 +4,14 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from fp8flax._core.plans.calls import AnyCall, ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
+from fp8flax._core.plans.calls import (
+    AnyCall,
+    ConvCall,
+    DotGeneralCall,
+    EinsumCall,
+    RaggedDotCall,
+    calling,
+)
 from tests.cases import MATMUL
 
 X, W, SIZES = jnp.ones((4, 3)), jnp.ones((3, 2)), jnp.array([1, 3])
@@ -26,7 +33,7 @@ def test_a_call_has_the_arguments_of_the_function(cls, args, keywords, function)
         assert out_sharding is None
         return function(*arguments)
 
-    found = cls.calling(multiply)(*args, **keywords)
+    found = calling(cls, multiply)(*args, **keywords)
     assert (found == function(*args, **keywords)).all()
 
 
@@ -37,14 +44,14 @@ def test_an_einsum_is_one_dot_general():
         calls.append((dimension_numbers, precision, preferred_element_type))
         return lax.dot_general(lhs, rhs, dimension_numbers)
 
-    found = EinsumCall.calling(multiply)("ab,bc->ca", X, W, precision="high")
+    found = calling(EinsumCall, multiply)("ab,bc->ca", X, W, precision="high")
     assert (found == (X @ W).T).all()
     assert calls == [(MATMUL, "high", None)]
     with pytest.raises(TypeError, match="eqn must be an equation such as 'ab,bc->ac'; got"):
-        EinsumCall.calling(multiply)(X, X, W)
+        calling(EinsumCall, multiply)(X, X, W)
 
 
 @pytest.mark.parametrize("cls", [DotGeneralCall, EinsumCall, ConvCall, RaggedDotCall])
 def test_an_argument_that_no_function_has_is_refused(cls):
     with pytest.raises(TypeError, match="unexpected keyword argument 'swallowed'"):
-        cls.calling(lambda *args: X)(*[X] * 4, swallowed=True)
+        calling(cls, lambda *args: X)(*[X] * 4, swallowed=True)

@@ -1,0 +1,112 @@
+"""The computation of ``MLP`` and ``MoE``, with the layers that Linen or NNX makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fp8flax._core.plans.contraction import States
+from fp8flax._core.plans.mlp import hidden, mlp
+from fp8flax._core.plans.routing import mixed, routed, router_losses
+from fp8flax._core.recipes import Recipe
+
+Layer = Callable[[jax.Array], jax.Array]
+Experts = Callable[[jax.Array, jax.Array], jax.Array]
+"""Maps rows that are sorted by expert, and the number of rows of each expert, to rows."""
+
+
+class DenseParts(NamedTuple):
+    """The parameters and the scaling state of one dense layer."""
+
+    kernel: jax.Array
+    bias: jax.Array | None
+    states: States
+
+
+def in_turn(x: jax.Array, layers: Sequence[Layer], activation: str) -> jax.Array:
+    """Computes the layers of a feed-forward block one after the other.
+
+    Args:
+        x: the input ``(…, K)``.
+        layers: ``up`` and ``down``, or ``gate``, ``up`` and ``down``.
+        activation: one of ``ACTIVATIONS``.
+    """
+    *into, down = layers
+    return down(hidden(activation, [layer(x) for layer in into]))
+
+
+def as_one(
+    x: jax.Array,
+    parts: Sequence[DenseParts],
+    recipe: Recipe,
+    activation: str,
+    names: Sequence[str],
+    promote: Callable[..., list[Any]],
+) -> jax.Array:
+    """Computes all layers of a block as one function, with the results of ``in_turn`` up to rounding.
+
+    Args:
+        x: the input ``(…, K)``, a wide float.
+        parts: the parameters and the state of each layer. Either all layers but the last have a bias, or
+            none of them has one.
+        recipe: a recipe for which ``runs_as_one`` is true: delayed scaling of all operands.
+        activation: one of ``ACTIVATIONS``.
+        names: the names of the layers, for audits.
+        promote: casts arrays to the dtype of the computation; an array may be None.
+    """
+    # The kernels take part in the promotion, but are cast to FP8 from their own dtype.
+    x, *biases = promote(x, *(one.bias for one in parts), *(one.kernel for one in parts))
+    *biases, last_bias = biases[: len(parts)]
+    biases = [bias for bias in biases if bias is not None]
+    kernels = [one.kernel for one in parts]
+    states = [one.states for one in parts]
+    out = mlp(x, kernels, biases, states, recipe.gemms, activation, names)
+    return out if last_bias is None else out + last_bias.reshape(*[1] * (out.ndim - 1), -1)
+
+
+ROUTER: dict[str, Any] = {"use_bias": False, "dtype": jnp.float32, "precision": lax.Precision.HIGHEST}
+"""The options of the dense layer that routes the tokens of ``MoE``."""
+
+experts_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=0)
+
+
+def mixture(
+    x: jax.Array,
+    router: Layer,
+    into: Sequence[Experts],
+    down: Experts,
+    *,
+    num_experts: int,
+    top_k: int,
+    activation: str,
+    record: Callable[[str, jax.Array], Any] | None,
+) -> jax.Array:
+    """Computes a mixture of experts.
+
+    Args:
+        x: the input ``(…, K)``, a wide float.
+        router: maps tokens in float32, ``(tokens, K)``, to logits, ``(tokens, num_experts)``.
+        into: the experts' first layers: ``up``, or ``gate`` and ``up``.
+        down: the experts' last layer.
+        num_experts: number of experts.
+        top_k: number of experts per token.
+        activation: one of ``ACTIVATIONS``.
+        record: takes the name and the value of each loss of the router; None if it is not needed.
+    """
+    tokens = lax.reshape(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
+    logits = router(tokens.astype(jnp.float32))
+    to = routed(logits, top_k)
+    if record is not None and tokens.size:
+        for name, loss in router_losses(logits, to.experts).items():
+            record(name, loss)
+
+    def of_experts(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        return down(hidden(activation, [experts(rows, sizes) for experts in into]), sizes)
+
+    out = mixed(tokens, to, num_experts, of_experts)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
