@@ -22,9 +22,10 @@ from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve import trees
 from fp8flax._serve.coverage import as_text, left_wide
 from fp8flax._serve.hidden_state import CACHE, ServedOp, narrowed
-from fp8flax._serve.kernels import layout, stacked_axis, store
-from fp8flax._serve.scales import WEIGHT_ONLY, fixed_scales
+from fp8flax._serve.kernels import layout, stacked_axis, to_freeze
+from fp8flax._serve.scales import WEIGHT_ONLY
 from fp8flax._serve.serving import MakeServingCall, Serving
+from fp8flax._serve.stored_op import OpToFreeze, Stored, as_codes, stored, warn_of_fresh
 from fp8flax._serve.trees import Path
 
 
@@ -115,20 +116,23 @@ def freeze(
     recipes = {path: WEIGHT_ONLY if weight_only else found.gemms for path, found in seen.ops.items()}
     wide = left_wide(seen, recipes)
     fresh: list[str] = []
-    scales = {
-        path: {} if weight_only else fixed_scales(path, recipes[path], state, fresh) for path in seen.ops
+    ops = {
+        path: stored(_to_freeze(path, found, seen, recipes[path], params, path in wide), state, fresh)
+        for path, found in seen.ops.items()
     }
-    codes = _store_kernels([path for path in seen.ops if path not in wide], seen, recipes, params, scales)
+    codes = _codes_of_parameters(ops, seen, recipes, params)
     served = tuple(
-        _served_op(path, found, recipes[path], scales[path], params, path not in wide)
+        _served_op(path, found, recipes[path], ops[path].scales, params, path not in wide)
         for path, found in seen.ops.items()
     )
     for path, part in codes.items():
         params = trees.replaced(params, path, part)
-    for path, own in scales.items():
-        for role, scale in own.items():
+    for path, one in ops.items():
+        for role, scale in one.scales.items():
             params = trees.replaced(params, (*path, state_leaf_names(role)[0]), scale)
-    _warn(as_text(wide, seen.ops), fresh)
+    if text := as_text(wide, seen.ops):
+        warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=2)
+    warn_of_fresh(fresh, "fp8flax.calibrate(model.apply, variables, batches)")
     others = {name: value for name, value in variables.items() if name != OVERWRITE_WITH_GRADIENT}
     if CACHE in others and cache_dtype is not None:
         others[CACHE] = narrowed(others[CACHE], cache_dtype)
@@ -170,32 +174,41 @@ def _record_of(base: Any, variables: Mapping[str, Any], args: Any, kwargs: Any) 
     return seen
 
 
-def _store_kernels(
-    paths: list[Path],
+def _to_freeze(
+    path: Path,
+    found: SeenOp,
+    seen: Seen,
+    gemms: CustomRecipe,
+    params: Mapping[str, Any],
+    stays_wide: bool,
+) -> OpToFreeze:
+    """Returns an op in the form in which it is frozen."""
+    if stays_wide or found.kernel is None:
+        return to_freeze(path, found, gemms, [], None)
+    parameters = [trees.get(params, source.path) for source in found.kernel.sources]
+    return to_freeze(path, found, gemms, parameters, stacked_axis(found.kernel, seen.ops, params))
+
+
+def _codes_of_parameters(
+    ops: Mapping[Path, Stored],
     seen: Seen,
     recipes: Mapping[Path, CustomRecipe],
     params: Mapping[str, Any],
-    scales: Mapping[Path, dict[str, jax.Array]],
 ) -> dict[Path, jax.Array]:
-    """Returns the FP8 codes of the parameters that the kernels of these ops are made of, by their paths.
+    """Returns the FP8 codes of the parameters that kernels are made of, by the paths of the parameters.
 
-    Writes the scales of the kernels into ``scales``.
+    The kernels of several ops may be parts of one parameter. Each has zeros in the places of the others.
     """
-    bits: dict[Path, jax.Array] = {}
-    dtypes: dict[Path, Any] = {}
-    for path in paths:
-        found, gemms = seen.ops[path], recipes[path]
-        assert found.kernel is not None
-        assert gemms.forward.rhs is not None
-        wide = [trees.get(params, source.path) for source in found.kernel.sources]
-        axis = stacked_axis(found.kernel, seen.ops, params)
-        parts, scales[path]["kernel"] = store(found, gemms, wide, scales[path].get("kernel"), axis)
-        for source, part in zip(found.kernel.sources, parts):
-            bits[source.path] = part + bits[source.path] if source.path in bits else part
-            dtypes[source.path] = gemms.forward.rhs.dtype
+    parts: dict[Path, jax.Array] = {}
+    gemms: dict[Path, CustomRecipe] = {}
+    for path, one in ops.items():
+        kernel = seen.ops[path].kernel
+        for source, part in zip(kernel.sources if kernel else (), one.codes):
+            parts[source.path] = part + parts[source.path] if source.path in parts else part
+            gemms[source.path] = recipes[path]
     return {
-        path: _placed_like(trees.get(params, path), jax.lax.bitcast_convert_type(part, dtypes[path]))
-        for path, part in bits.items()
+        path: _placed_like(trees.get(params, path), as_codes(part, gemms[path]))
+        for path, part in parts.items()
     }
 
 
@@ -224,14 +237,3 @@ def _served_op(
     wide = [(source.path, trees.get(params, source.path).dtype) for source in sources]
     kernels = tuple((path, np.dtype(jax.dtypes.canonicalize_dtype(dtype))) for path, dtype in wide)
     return ServedOp(path, gemms, kernels, fixed, layout(found, trees.get(params, sources[0].path).shape))
-
-
-def _warn(wide: str, fresh: list[str]) -> None:
-    if wide:
-        warnings.warn(f"These kernels of FP8 ops stay wide: {wide}.", stacklevel=3)
-    if fresh:
-        warnings.warn(
-            f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
-            "from sample batches, call fp8flax.calibrate(model.apply, variables, batches) before freeze.",
-            stacklevel=3,
-        )

@@ -1,4 +1,4 @@
-"""Makes the stored form of a kernel: its scales, and its codes in the shapes of its parameters."""
+"""Finds the parameters that the kernels of a Linen model are made of, and how layers are stacked there."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8flax._core.formats import fp8_max
-from fp8flax._core.plans.ops import packed_kernel
-from fp8flax._core.qtensor import QTensor
-from fp8flax._core.quantize import quantize
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._core.scaling import current_scale, finite_amax
 from fp8flax._model.converted_call import SeenOp
 from fp8flax._model.param_origin import Origin, Source
 from fp8flax._serve import trees
+from fp8flax._serve.stored_op import OpToFreeze
 from fp8flax._serve.trees import Path
 
 
@@ -34,65 +30,42 @@ def into_sources(kernel: Origin, values: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(x.astype(jnp.uint8) for x in transpose(values.astype(jnp.bfloat16)))
 
 
-def broadcastable(scale: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Reshapes a scale of a state, ``(..., 1)``, to as many dimensions as the kernel has."""
-    if scale.ndim == kernel.ndim:
-        return scale
-    return scale.reshape((*scale.shape[:-1], *(1,) * (kernel.ndim - scale.ndim + 1)))
-
-
-def store(
-    found: SeenOp,
-    gemms: CustomRecipe,
-    wide: list[Any],
-    scale: jax.Array | None,
-    axis: int | None,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Returns the codes of an op's kernel, as bytes in the shapes of its parameters, and its scales.
+def to_freeze(
+    path: Path, found: SeenOp, gemms: CustomRecipe, parameters: list[Any], axis: int | None
+) -> OpToFreeze:
+    """Returns an op of a Linen model in the form in which it is frozen.
 
     Args:
+        path: the path of the op.
         found: the record of the op.
-        gemms: the recipe of the op.
-        wide: the parameters that the kernel is made of.
-        scale: the scale of the kernel, if it is delayed; otherwise None.
+        gemms: the recipe of the op in the frozen model.
+        parameters: the parameters that the kernel is made of; empty if the kernel stays wide.
         axis: the result of ``stacked_axis``.
-
-    Raises:
-        ValueError: the parameters are not stacks of the arrays in the record.
     """
-    kernel = found.kernel
-    assert kernel is not None
-    rebuild = kernel.rebuild
-    assert rebuild is not None
+    origin, (lhs, _, *arguments) = found.kernel, found.args
 
-    def one(wide: tuple[jax.Array, ...], scale: jax.Array | None) -> tuple[Any, jax.Array]:
-        stored = _quantized(found, gemms, rebuild(wide, True), scale)
-        stored_scale = stored.scale.reshape((1,)) if stored.scale.ndim == 0 else stored.scale
-        bits = jax.lax.bitcast_convert_type(stored.codes, jnp.uint8)
-        return into_sources(kernel, bits), stored_scale
+    def mapped(f: Callable[..., Any]) -> Callable[..., Any]:
+        assert origin is not None
+        whole, part = parameters[0].shape, origin.sources[0].shape
+        each = _per_slice(f, whole, part) if axis is None else jax.vmap(f, in_axes=axis, out_axes=axis)
+        if each is None:
+            raise ValueError(
+                f"The parameter {'/'.join(origin.sources[0].path)} has shape {whole}, but the FP8 op of "
+                f"this model takes slices of shape {part}. Pass the variables of this model."
+            )
+        return each
 
-    whole, part = wide[0].shape, kernel.sources[0].shape
-    each = _per_slice(one, whole, part) if axis is None else jax.vmap(one, in_axes=axis, out_axes=axis)
-    if each is None:
-        raise ValueError(
-            f"The parameter {'/'.join(kernel.sources[0].path)} has shape {whole}, but the FP8 op of this "
-            f"model takes slices of shape {part}. Pass the variables of this model."
-        )
-    return jax.jit(each)(tuple(map(jnp.asarray, wide)), scale)
-
-
-def _quantized(found: SeenOp, gemms: CustomRecipe, kernel: jax.Array, scale: jax.Array | None) -> QTensor:
-    """Returns a kernel in FP8: codes in the shape of the kernel, and scales by the recipe."""
-    row, (lhs, _, *rest) = found.op.row, found.args
-    if row.plan is not None:
-        return packed_kernel(row.plan(lhs, kernel, *rest, recipe=gemms), kernel, scale)
-    quantizer = gemms.forward.rhs
-    assert quantizer is not None
-    if scale is None:  # weight-only: one scale for each output feature of each stacked kernel
-        axes = tuple(range(1 if row.stacked else 0, kernel.ndim - 1))
-        scale = current_scale(finite_amax(kernel, axes), fp8_max(quantizer.dtype))
-        return QTensor(quantize(kernel, quantizer.dtype, scale), scale, quantizer)
-    return QTensor(quantize(kernel, quantizer.dtype, broadcastable(scale, kernel)), scale, quantizer)
+    return OpToFreeze(
+        path=path,
+        row=found.op.row,
+        gemms=gemms,
+        lhs=lhs,
+        arguments=tuple(arguments),
+        parameters=tuple(parameters),
+        kernel=lambda arrays: origin.rebuild(arrays, True),  # type: ignore[union-attr, misc]
+        parts=lambda values: into_sources(origin, values),  # type: ignore[arg-type]
+        mapped=mapped,
+    )
 
 
 def _per_slice(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -31,8 +32,8 @@ from fp8flax._serve.hidden_state import (
     narrowed,
     widened,
 )
-from fp8flax._serve.kernels import broadcastable
 from fp8flax._serve.scales import constant
+from fp8flax._serve.stored_op import broadcastable, check_is_on, computed
 
 
 class Serving(NamedTuple):
@@ -119,7 +120,8 @@ class ServingCall(Call):
         served = self._served(op, recipe)
         gemms, kernel = served.gemms, self._kernel(served, op, rhs)
         if kernel is not None and op.row.plan is not None:
-            return _multiply(op, gemms, kernel, lhs, rhs, *rest, **keywords)
+            input_scale = partial(op.get_variable, SERVED, INPUT_SCALE)
+            return computed(op.row, gemms, op.form, kernel, input_scale, lhs, rhs, *rest, **keywords)
         if kernel is not None:
             codes, scale = kernel.codes, kernel.scale
             rhs = (codes.astype(scale.dtype) * broadcastable(scale, codes)).astype(rhs.dtype)
@@ -128,11 +130,7 @@ class ServingCall(Call):
         return compute(lhs, rhs, *rest, fixed=(_fixed_states(op, gemms), gemms), **keywords)
 
     def _served(self, op: Fp8Op, recipe: Recipe | None) -> ServedOp:
-        if recipe is None:
-            raise ValueError(
-                "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
-                "stored in FP8. Call it outside of that context, or call the model that was frozen."
-            )
+        check_is_on(recipe)
         served = self._ops.get(op.path)
         if served is None:
             raise ValueError(
@@ -155,23 +153,6 @@ class ServingCall(Call):
         parts = tuple(constant(op.get_variable(SERVED, name)) for name in served.codes)
         codes, scale = origin.rebuild(parts, False), constant(op.get_variable(SERVED, KERNEL_SCALE))
         return QTensor(codes, scale, served.gemms.forward.rhs)
-
-
-def _multiply(
-    op: Fp8Op, gemms: CustomRecipe, kernel: QTensor, lhs: Any, rhs: Any, *rest: Any, **keywords: Any
-) -> jax.Array:
-    scale = kernel.scale.reshape(()) if kernel.scale.shape == (1,) else kernel.scale
-    is_fixed = gemms.forward.lhs is not None and gemms.forward.lhs.needs_state
-    return op.row.in_fp8(
-        lhs,
-        rhs,
-        *rest,
-        stored_kernel=dataclasses.replace(kernel, scale=scale),
-        input_scale=constant(op.get_variable(SERVED, INPUT_SCALE)) if is_fixed else None,
-        recipe=gemms,
-        form=op.form,
-        **keywords,
-    )
 
 
 def _fixed_states(op: Fp8Op, gemms: CustomRecipe) -> States:

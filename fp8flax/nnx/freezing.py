@@ -24,11 +24,12 @@ from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import other_api_hint
 from fp8flax._core.plans.calls import calling
-from fp8flax._core.plans.ops import EINSUM, OpRow, packed_kernel
+from fp8flax._core.plans.ops import EINSUM, OpRow
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._model.program_reads import ELSE, Reads
-from fp8flax._serve.scales import WEIGHT_ONLY, constant, fixed_scales
+from fp8flax._serve.scales import WEIGHT_ONLY, constant
+from fp8flax._serve.stored_op import OpToFreeze, as_codes, check_is_on, computed, stored, warn_of_fresh
 from fp8flax._train.bridge import split_arrays
 from fp8flax.nnx.models import Layer, layers_of
 from fp8flax.nnx.ops import Fp8Op
@@ -64,33 +65,18 @@ class FrozenOp(nnx.Module):
 
     def _multiply(self, lhs: jax.Array, codes: jax.Array, *arguments: Any, **keywords: Any) -> jax.Array:
         """Returns the result of the op for the codes of a kernel."""
-        if recipe_in_use(self.recipe, DelayedScaling()) is None:
-            raise ValueError(
-                "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
-                "stored in FP8. Call it outside of that context, or call the model that was frozen."
-            )
+        check_is_on(recipe_in_use(self.recipe, DelayedScaling()))
         if codes.dtype.itemsize != 1:
             raise TypeError(
                 f"The kernel of a frozen model must stay in FP8; got {codes.dtype}. Cast the variables of "
                 "nnx.Param alone, not those of fp8flax.nnx.Frozen."
             )
-        scale = constant(self.kernel_scale.get_value())
-        kernel = QTensor(
-            constant(codes), scale.reshape(()) if scale.shape == (1,) else scale, self.recipe.forward.rhs
-        )
-        quantizer = self.recipe.forward.lhs
-        is_fixed = quantizer is not None and quantizer.needs_state
+        quantizer = self.recipe.forward.rhs
+        kernel = QTensor(constant(codes), constant(self.kernel_scale.get_value()), quantizer)
+        like = jnp.zeros(codes.shape, lhs.dtype)
+        how: Any = self.row, self.recipe, self.form, kernel, lambda: self.input_scale.get_value()
         with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
-            return self.row.in_fp8(
-                lhs,
-                jnp.zeros(codes.shape, lhs.dtype),  # its values are not read
-                *arguments,
-                stored_kernel=kernel,
-                input_scale=constant(self.input_scale.get_value()) if is_fixed else None,
-                recipe=self.recipe,
-                form=self.form,
-                **keywords,
-            )
+            return computed(*how, lhs, like, *arguments, **keywords)
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Returns the result, called as the op that it replaces."""
@@ -190,12 +176,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     if wide:
         text = "; ".join(f"{path} ({reason})" for path, reason in sorted(wide.items()))
         warnings.warn(f"The kernels of these FP8 ops stay wide: {text}.", stacklevel=2)
-    if fresh:
-        warnings.warn(
-            f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
-            "from sample batches, call fp8flax.nnx.calibrate before freeze.",
-            stacklevel=2,
-        )
+    warn_of_fresh(fresh, "fp8flax.nnx.calibrate")
     return copy
 
 
@@ -324,26 +305,27 @@ def _freeze(
     recipe = op._recipe_in_use()
     if recipe is None or recipe.gemms.forward.rhs is None:
         return False
-    gemms, plan = WEIGHT_ONLY if weight_only else recipe.gemms, layer.kind.row.plan
-    assert plan is not None
-    scales = {}
-    if not weight_only:
-        state = {path: state_of(op)[OVERWRITE_WITH_GRADIENT]}
-        scales = fixed_scales((path,), gemms, state, fresh)
-    variable = layer.module.kernel
-    wide = variable.get_value()
+    wide = layer.module.kernel.get_value()
 
-    def store(kernel: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        kernel = kernel.astype(lhs.dtype)
-        stored = packed_kernel(plan(lhs, kernel, *arguments, recipe=gemms), kernel, scale)
-        return stored.codes, stored.scale.reshape((1,)) if stored.scale.ndim == 0 else stored.scale
+    def mapped(f: Callable[..., Any]) -> Callable[..., Any]:
+        for _ in layer.stacked:
+            f = jax.vmap(f)
+        return f
 
-    each: Any = store
-    for _ in layer.stacked:
-        each = jax.vmap(each)
-    codes, scales["kernel"] = jax.jit(each)(wide, scales.get("kernel"))
-    frozen = FrozenOp(layer.kind.row, gemms, op.form, path, scales)
+    to_freeze = OpToFreeze(
+        path=(path,),
+        row=layer.kind.row,
+        gemms=WEIGHT_ONLY if weight_only else recipe.gemms,
+        lhs=lhs,
+        arguments=arguments,
+        parameters=(wide,),
+        kernel=lambda arrays: arrays[0].astype(lhs.dtype),
+        parts=lambda values: (values,),
+        mapped=mapped,
+    )
+    (codes,), scales = stored(to_freeze, {path: state_of(op)[OVERWRITE_WITH_GRADIENT]}, fresh)
+    frozen = FrozenOp(to_freeze.row, to_freeze.gemms, op.form, path, scales)
     setattr(layer.module, layer.kind.field, nnx.data(frozen))
-    layer.module.kernel = Frozen(codes)
+    layer.module.kernel = Frozen(as_codes(codes, to_freeze.gemms))
     _let_kernel_pass(layer, wide.dtype)
     return True

@@ -128,6 +128,7 @@ ORDER = [
     "_model/report",
     "_serve/trees",
     "_serve/scales",
+    "_serve/stored_op",
     "_serve/hidden_state",
     "_serve/server_layout",
     "_serve/renaming",

@@ -1,0 +1,174 @@
+"""One op of a frozen model: makes what is stored for the op, and computes the op with it.
+
+Linen and NNX list the ops of a model, and put the results back in their own ways. All the rest is here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fp8flax._core.formats import fp8_max
+from fp8flax._core.plans.ops import OpRow, packed_kernel
+from fp8flax._core.qtensor import QTensor
+from fp8flax._core.quantize import quantize
+from fp8flax._core.recipes import CustomRecipe, Recipe
+from fp8flax._core.scaling import current_scale, finite_amax
+from fp8flax._serve.scales import constant, fixed_scales
+from fp8flax._serve.trees import Path
+
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpToFreeze:
+    """An op of a model that is frozen.
+
+    Attributes:
+        path: the path of the op in the scaling state.
+        row: the row of the op.
+        gemms: the recipe of the op in the frozen model.
+        lhs: the shape and dtype of the input.
+        arguments: the arguments of the op.
+        parameters: the arrays that the kernel is made of; empty if the kernel stays wide.
+        kernel: returns the kernel, given the parameters.
+        parts: moves values from the places of the kernel to the places of the parameters.
+        mapped: maps a function of parameters and a scale over the axes along which layers are stacked.
+    """
+
+    path: Path
+    row: OpRow
+    gemms: CustomRecipe
+    lhs: Any
+    arguments: tuple[Any, ...]
+    parameters: tuple[Any, ...]
+    kernel: Callable[[Arrays], jax.Array]
+    parts: Callable[[jax.Array], Arrays]
+    mapped: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Stored(NamedTuple):
+    """The arrays that a frozen model stores for an op."""
+
+    codes: Arrays
+    """The bytes of the FP8 codes, in the shapes of the parameters; empty if the kernel stays wide."""
+    scales: dict[str, jax.Array]
+    """The scales that do not change, by role."""
+
+
+def stored(op: OpToFreeze, state: Mapping[str, Any], fresh: list[str]) -> Stored:
+    """Returns what a frozen model stores for an op.
+
+    Args:
+        op: the op.
+        state: the collection of all scaling state.
+        fresh: a list; the names of scales that have seen no data are appended to it.
+
+    Raises:
+        MissingStateError: the collection does not have the state of the op.
+    """
+    scales = fixed_scales(op.path, op.gemms, state, fresh)
+    if not op.parameters:
+        return Stored((), scales)
+
+    def one(parameters: Arrays, scale: jax.Array | None) -> tuple[Arrays, jax.Array]:
+        kernel = _quantized(op, op.kernel(parameters), scale)
+        stored_scale = kernel.scale.reshape((1,)) if kernel.scale.ndim == 0 else kernel.scale
+        return op.parts(jax.lax.bitcast_convert_type(kernel.codes, jnp.uint8)), stored_scale
+
+    parameters = tuple(map(jnp.asarray, op.parameters))
+    codes, scales["kernel"] = jax.jit(op.mapped(one))(parameters, scales.get("kernel"))
+    return Stored(codes, scales)
+
+
+def as_codes(part: jax.Array, gemms: CustomRecipe) -> jax.Array:
+    """Returns bytes as FP8 codes of the kernel."""
+    assert gemms.forward.rhs is not None
+    return jax.lax.bitcast_convert_type(part, gemms.forward.rhs.dtype)
+
+
+def _quantized(op: OpToFreeze, kernel: jax.Array, scale: jax.Array | None) -> QTensor:
+    """Returns a kernel in FP8: codes in the shape of the kernel, and scales by the recipe."""
+    if op.row.plan is not None:
+        return packed_kernel(op.row.plan(op.lhs, kernel, *op.arguments, recipe=op.gemms), kernel, scale)
+    quantizer = op.gemms.forward.rhs
+    assert quantizer is not None
+    if scale is None:  # weight-only: one scale for each output feature of each stacked kernel
+        axes = tuple(range(1 if op.row.stacked else 0, kernel.ndim - 1))
+        scale = current_scale(finite_amax(kernel, axes), fp8_max(quantizer.dtype))
+        return QTensor(quantize(kernel, quantizer.dtype, scale), scale, quantizer)
+    return QTensor(quantize(kernel, quantizer.dtype, broadcastable(scale, kernel)), scale, quantizer)
+
+
+def broadcastable(scale: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Reshapes a scale of a state, ``(..., 1)``, to as many dimensions as the kernel has."""
+    if scale.ndim == kernel.ndim:
+        return scale
+    return scale.reshape((*scale.shape[:-1], *(1,) * (kernel.ndim - scale.ndim + 1)))
+
+
+def computed(
+    row: OpRow,
+    recipe: CustomRecipe,
+    form: str,
+    kernel: QTensor,
+    input_scale: Callable[[], jax.Array],
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *arguments: Any,
+    **keywords: Any,
+) -> jax.Array:
+    """Returns the result of an op whose kernel is stored.
+
+    Args:
+        row: the row of the op, which has a plan.
+        recipe: the recipe of the op in the frozen model.
+        form: the form of the op.
+        kernel: the stored codes and scales.
+        input_scale: returns the scale of the input. It is called only if this scale does not change.
+        lhs: the input.
+        rhs: an array of the shape and dtype of the kernel; its values are not read.
+        *arguments: the arguments of the op.
+        **keywords: further arguments of the op.
+    """
+    scale = kernel.scale.reshape(()) if kernel.scale.shape == (1,) else kernel.scale
+    is_fixed = recipe.forward.lhs is not None and recipe.forward.lhs.needs_state
+    return row.in_fp8(
+        lhs,
+        rhs,
+        *arguments,
+        stored_kernel=dataclasses.replace(kernel, scale=scale),
+        input_scale=constant(input_scale()) if is_fixed else None,
+        recipe=recipe,
+        form=form,
+        **keywords,
+    )
+
+
+def check_is_on(recipe: Recipe | None) -> None:
+    """Raises ``ValueError`` if FP8 is switched off where a frozen model runs, so there is no recipe."""
+    if recipe is None:
+        raise ValueError(
+            "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
+            "stored in FP8. Call it outside of that context, or call the model that was frozen."
+        )
+
+
+def warn_of_fresh(fresh: list[str], calibrate: str) -> None:
+    """Warns the caller of ``freeze`` of scales that have seen no data.
+
+    Args:
+        fresh: the names of the scales.
+        calibrate: the call that calibrates the model.
+    """
+    if fresh:
+        warnings.warn(
+            f"These scales are frozen although they have seen no data: {', '.join(fresh)}. To take them "
+            f"from sample batches, call {calibrate} before freeze.",
+            stacklevel=3,
+        )
