@@ -153,8 +153,8 @@ class Schedule:
             raise TypeError(f"fallback must be an fp8flax.Fallback(…) or None; got {self.fallback!r}.")
         if not self.phases:
             raise ValueError("A Schedule needs one phase or more; got no phase.")
-        self._check_names()
         self._check_steps()
+        self._check_names()
         recipes = [phase.recipe is not None for phase in self.phases if phase.enabled]
         if any(recipes) and not all(recipes):
             without = [phase.name for phase in self.phases if phase.enabled and phase.recipe is None]
@@ -310,6 +310,37 @@ class Schedule:
             raise TypeError(f"statistic must be a number or a scalar array; got {statistic!r}.") from error
         is_above = math.isnan(value) or value > self.fallback.above
         return max(off_until, step + 1 + self.fallback.hold) if is_above else off_until
+
+
+def schedule(recipe: Recipe | None, *, until: int, then: Recipe | Schedule | None = None) -> Schedule:
+    """Returns a schedule with one recipe before a step, and another recipe, or no FP8, from that step on.
+
+    Args:
+        recipe: the recipe before the step. None leaves to each layer what it has without a schedule.
+        until: the first step that does not have ``recipe`` any more, 1 or more.
+        then: the recipe from the step on; None turns FP8 off; or a ``Schedule``, whose steps count from the
+            beginning of the run.
+
+    Returns:
+        The ``Schedule``. Its phases are named ``"before step …"`` and ``"from step …"``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: as in ``Schedule``.
+
+    Example:
+        >>> import fp8flax as fp8
+        >>> schedule = fp8.schedule(fp8.DelayedScaling(), until=900)
+        >>> schedule.phase(899).name, schedule.phase(900).enabled
+        ('before step 900', False)
+    """
+    if not (then is None or isinstance(then, Recipe | Schedule)):
+        raise TypeError(f"then must be a recipe, None (FP8 off), or a schedule; got {then!r}.")
+    before = Phase(name=f"before step {until}", until=until, recipe=recipe)
+    if isinstance(then, Schedule):
+        return dataclasses.replace(then, phases=(before, *then.phases))
+    after = Phase(name=f"from step {until}", recipe=then, enabled=then is not None)
+    return Schedule(phases=(before, after))
 
 
 def _check_not_traced(name: str, value: Any) -> None:

@@ -237,6 +237,23 @@ def test_fp8_is_off_while_a_statistic_is_above_the_bound():
     assert in_use([DELAYED], FALLBACK.at(4, off_until=5)) == [None]
 
 
+def test_short_form():
+    end = fp8.schedule(CURRENT, until=5)
+    found = fp8.schedule(DELAYED, until=2, then=end)
+    assert end.phases == (
+        fp8.Phase(name="before step 5", until=5, recipe=CURRENT),
+        fp8.Phase(name="from step 5", enabled=False),
+    )
+    assert found.phases == (fp8.Phase(name="before step 2", until=2, recipe=DELAYED), *end.phases)
+    assert [found.phase(step).recipe for step in (1, 2, 4, 5)] == [DELAYED, CURRENT, CURRENT, None]
+    assert fp8.schedule(DELAYED, until=2, then=CURRENT).phase(2).recipe == CURRENT
+    assert fp8.schedule(None, until=2).phase(1).enabled
+    with pytest.raises(ValueError, match="until must increase"):
+        fp8.schedule(DELAYED, until=5, then=end)
+    with pytest.raises(TypeError, match="then must be a recipe"):
+        fp8.schedule(DELAYED, until=5, then="bf16")  # type: ignore
+
+
 def test_an_audit_names_the_phase():
     x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     with SCHEDULE.at(2):
