@@ -124,6 +124,9 @@ class Checkpoint(Mapping[str, Any]):
         input_scale = None if entry.input_scale is None else _array(entry.input_scale, name)
         return CheckpointTensor(_array(entry.codes, name), scale, entry.block, input_scale, entry.layout)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 

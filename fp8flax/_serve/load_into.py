@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +16,19 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.state.tree import path_str
 from fp8flax._serve.checkpoints import CheckpointTensor, Layout
 from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE
-from fp8flax._serve.renaming import new_names_of
+from fp8flax._serve.parts import Misfit, joined, rows, scale_in_blocks, stacked
+from fp8flax._serve.renaming import Part, Rename, new_names_of
 from fp8flax._serve.server_layout import from_matrix, matrix_shape
 from fp8flax._serve.trees import Path
 
 _SQUARE, _MX = (128, 128), (1, 32)
 
 
-class _Misfit(Exception):  # noqa: N818
-    """A tensor of the checkpoint cannot become the variable; the text says why."""
-
-
 def load_into(
     variables: Any,
     checkpoint: Mapping[str, Any],
     *,
-    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    rename: Rename | None = None,
 ) -> Any:
     """Returns the variables of a model with the values of a checkpoint.
 
@@ -97,41 +95,158 @@ def load_into(
     wanted = {path: leaf for path, leaf in leaves.items() if path[0] != OVERWRITE_WITH_GRADIENT}
     names = {path: _names(path, leaf) for path, leaf in wanted.items()}
     every = list(dict.fromkeys(name for own in names.values() for name in own))
-    in_file = {name: name for name in every} if rename is None else new_names_of(every, rename)
-    new: dict[Path, Callable[[], np.ndarray]] = {}
-    users: dict[str, Path] = {}
+    parts_of = new_names_of(every, rename)
+    shapes = {path: tuple(leaf.shape) for path, leaf in wanted.items()}
+    together = _joined_with(names, parts_of)
+    checked: list[tuple[_Source, Callable[[Any], dict[Path, Callable[[], np.ndarray]]]]] = []
+    users: dict[str, dict[Any, Path]] = {}
     missing, wrong, beside = list[str](), list[str](), set[Path]()
     # The kernels come first, because they decide how their scales are loaded.
     for path in sorted(wanted, key=lambda path: not _is_frozen_kernel(path, wanted[path])):
         if path in beside:
             continue
         scales = _scales_of(path, wanted)
-        found = {in_file[name]: name for name in reversed(names[path]) if in_file[name] in checkpoint}
-        if len(found) == 1:
-            [(name, own)] = found.items()
-            if name in users:
-                wrong.append(f"{name} is for both {'/'.join(users[name])} and {'/'.join(path)}")
-            users[name] = path
-            is_weight = re.fullmatch(r"(.*\.)?weight", name) is not None
-            is_matrix = is_weight and (path[-1] == "kernel" or own != names[path][0])
-            is_either = len({in_file[name] for name in names[path]}) < len(names[path])
-            try:
-                if is_either and path[-1] != "kernel" and isinstance(checkpoint[name], CheckpointTensor):
-                    raise _Misfit("rename does not show whether it is transposed; keep 'weight' at the end")
-                new |= _loaders(path, wanted, checkpoint[name], is_matrix, scales)
-            except _Misfit as error:
-                wrong.append(f"{'/'.join(path)} from {name}: {error}")
-            if not isinstance(checkpoint[name], CheckpointTensor):
-                continue  # the scales are in the file under their own names
-        else:
-            options = " or ".join(dict.fromkeys(in_file[name] for name in names[path]))
-            (wrong if found else missing).append(f"{'/'.join(path)} (as {options})")
+        options: dict[tuple[Part, ...], str] = {}
+        for name in names[path]:
+            options.setdefault(tuple(parts_of[name]), name)
+        sources = [
+            _Source(checkpoint, parts, path, name == names[path][0], shapes, together)
+            for parts, name in options.items()
+        ]
+        found = [source for source in sources if any(name in checkpoint for name in source.file_names)]
         beside |= set(scales)
+        if len(found) != 1:
+            text = " or ".join(source.text for source in sources)
+            (wrong if found else missing).append(f"{'/'.join(path)} (as {text})")
+            continue
+        [source] = found
+        place = source.parts[0].place
+        for name in source.file_names:
+            others = users.setdefault(name, {})
+            if place in others or (others and None in (place, *others)):
+                user = next(iter(others.values()))
+                wrong.append(f"{name} is for both {'/'.join(user)} and {'/'.join(path)}")
+            others[place] = path
+        if absent := [name for name in source.file_names if name not in checkpoint]:
+            missing.append(f"{'/'.join(path)} (as {source.text}, without {', '.join(absent[:3])})")
+            continue
+        loaders = partial(_loaders, path, wanted, source, scales)
+        try:
+            loaders(source.tensor(is_outline=True))
+        except Misfit as error:
+            wrong.append(f"{'/'.join(path)} from {source.text}: {error}")
+        checked.append((source, loaders))
+        if not source.is_quantized:  # the scales are in the file under their own names
+            beside -= set(scales)
     left = [name for name in checkpoint if name not in users]
     _raise_if(("missing from the checkpoint", missing), ("left over in it", left), ("not matching", wrong))
-    return treedef.unflatten(
-        [_placed(new[path](), leaf) if path in new else leaf for path, leaf in leaves.items()]
-    )
+    new: dict[Path, jax.Array] = {}
+    for source, load in checked:  # so that one tensor of the file is in memory at a time
+        made = load(source.tensor(is_outline=False))
+        new |= {path: _placed(make(), leaves[path]) for path, make in made.items()}
+    return treedef.unflatten([new.get(path, leaf) for path, leaf in leaves.items()])
+
+
+class _Source(NamedTuple):
+    """The tensors of a checkpoint that a variable comes from."""
+
+    checkpoint: Mapping[str, Any]
+    parts: tuple[Part, ...]
+    path: Path
+    is_own_name: bool
+    """Whether the variable was found under the name that it has in the model."""
+    shapes: Mapping[Path, tuple[int, ...]]
+    """The shapes of all variables."""
+    together: Mapping[str, Sequence[Path]]
+    """For each tensor in which ``rename`` joins variables, these variables in their order."""
+
+    @property
+    def numbers(self) -> int:
+        """Returns along how many dimensions each part of the variable is a tensor of its own."""
+        return self.parts[0].numbers
+
+    @property
+    def file_names(self) -> list[str]:
+        """Returns the names of the tensors in the file."""
+        shape = self.shapes[self.path]
+        if self.numbers > len(shape):
+            return []
+        return [part.name_at(index) for index in np.ndindex(*shape[: self.numbers]) for part in self.parts]
+
+    @property
+    def text(self) -> str:
+        """Returns the names as an error message has them."""
+        return " with ".join(part.name for part in self.parts)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Returns whether the tensors have scales."""
+        return isinstance(self.checkpoint[self.file_names[0]], CheckpointTensor)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Returns whether the tensors are stored as ``(out, in)``.
+
+        All formats with scales store weights in this way. A wide tensor is stored in this way if it is
+        called ``weight``, as in PyTorch, and is not found under the own name of an embedding.
+        """
+        if self.is_quantized:
+            return self.path[-1] != "embedding"
+        is_weight = re.fullmatch(r"(.*\.)?weight", self.parts[0].name) is not None
+        return is_weight and (self.path[-1] == "kernel" or not self.is_own_name)
+
+    def tensor(self, *, is_outline: bool) -> Any:
+        """Returns the tensors as one; an outline has zeros for values that are not in the file as one.
+
+        Raises:
+            Misfit: the tensors do not fit together.
+        """
+        axis, sizes, tensors = -2 if self.is_matrix else -1, self.shapes[self.path][: self.numbers], []
+        for index in np.ndindex(*sizes):
+            pieces = [self._piece(part, self.checkpoint[part.name_at(index)], axis) for part in self.parts]
+            tensors.append(joined(pieces, axis, is_outline=is_outline))
+        return stacked(tensors, sizes, is_outline=is_outline)
+
+    def _piece(self, part: Part, tensor: Any, axis: int) -> Any:
+        """Returns what the variable has of a tensor in the file."""
+        if part.size is None and part.place is None:
+            return tensor
+        name, shape = part.name, tensor.shape
+        if len(shape) < -axis or (not self.is_matrix and len(shape) > 1 and self.path[-1] != "bias"):
+            raise Misfit("its output features are not known, so that it cannot be split or joined")
+        if part.size is not None:
+            if shape[axis] != part.size:
+                raise Misfit(f"{name} must have {part.size} output features, and has {shape[axis]}")
+            return tensor
+        assert part.place is not None
+        place, count = part.place
+        paths = self.together[name]
+        if len(paths) != count:
+            raise Misfit(
+                f"rename joins {count} variables in {name}, but only {', '.join(map('/'.join, paths))} "
+                "were passed. Pass all of them"
+            )
+        others = math.prod(shape) // max(1, shape[axis])
+        sizes = [math.prod(self.shapes[path][part.numbers :]) / max(1, others) for path in paths]
+        if sum(sizes) != shape[axis] or not all(size.is_integer() for size in sizes):
+            raise Misfit(
+                f"{name} has {shape[axis]} output features, and the variables that rename joins in it have "
+                f"{' + '.join(f'{size:g}' for size in sizes)}"
+            )
+        start = int(sum(sizes[:place]))
+        return rows(tensor, axis, start, start + int(sizes[place]))
+
+
+def _joined_with(
+    names: Mapping[Path, Sequence[str]], parts_of: Mapping[str, Sequence[Part]]
+) -> dict[str, list[Path]]:
+    """Returns, for each tensor in which ``rename`` joins variables, these variables in their order."""
+    found: dict[str, dict[int, Path]] = {}
+    for path, own in names.items():
+        for part in (part for name in own for part in parts_of[name]):
+            if part.place is not None:
+                found.setdefault(part.name, {})[part.place[0]] = path
+    return {name: [paths[place] for place in sorted(paths)] for name, paths in found.items()}
 
 
 def _raise_if(*faults: tuple[str, Sequence[str]]) -> None:
@@ -178,41 +293,45 @@ def _scales_of(kernel: Path, leaves: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 def _loaders(
-    path: Path, leaves: Mapping[Path, Any], tensor: Any, is_matrix: bool, scales: Mapping[Path, Any]
+    path: Path,
+    leaves: Mapping[Path, Any],
+    source: _Source,
+    scales: Mapping[Path, Any],
+    tensor: Any,
 ) -> dict[Path, Callable[[], np.ndarray]]:
     """Returns functions that make a variable, and the scales beside it, from a tensor of the checkpoint.
 
     Raises:
-        _Misfit: the tensor does not have the shape, the dtype or the scales of the variables.
+        Misfit: the tensor does not have the shape, the dtype or the scales of the variables.
     """
     leaf, shape = leaves[path], tuple(leaves[path].shape)
     is_quantized = isinstance(tensor, CheckpointTensor)
     dtype = tensor.codes.dtype if is_quantized else tensor.dtype
-    layouts = _layouts(tensor, shape) if is_matrix else []
-    if not is_matrix:
+    layouts = _layouts(tensor, shape, source.numbers) if source.is_matrix else []
+    if not source.is_matrix:
         _check_shape(path, tensor.shape, shape)
     elif not layouts:
-        raise _Misfit(f"a weight (out, in) of shape {list(tensor.shape)} does not become {list(shape)}")
+        raise Misfit(f"a weight (out, in) of shape {list(tensor.shape)} does not become {list(shape)}")
 
     def arranged(array: np.ndarray) -> np.ndarray:
         return from_matrix(array, shape, *layouts[0]) if layouts else array.reshape(shape)
 
     if is_quantized and not _is_narrow(leaf):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise _Misfit(f"it must be {leaf.dtype}, and is {dtype} with scales")
+            raise Misfit(f"it must be {leaf.dtype}, and is {dtype} with scales")
         return {path: lambda: arranged(tensor.dequantize(leaf.dtype))}
     is_wide = not _is_narrow(leaf) and not _is_narrow(tensor)
     if not is_quantized and is_wide and all(jnp.issubdtype(x, jnp.floating) for x in (dtype, leaf.dtype)):
         return {path: lambda: arranged(_rounded(tensor, leaf.dtype))}
     if dtype != leaf.dtype:
         without = " without scales" if dtype.itemsize == 1 and not is_quantized else ""
-        raise _Misfit(f"it must be {leaf.dtype}, and is {dtype}{without}")
+        raise Misfit(f"it must be {leaf.dtype}, and is {dtype}{without}")
     if not is_quantized:
         return {path: lambda: arranged(np.asarray(tensor))}
     made = {path: lambda: arranged(tensor.codes)}
     siblings = [p for p, x in leaves.items() if p[:-1] == path[:-1] and _is_frozen_kernel(p, x)]
     if [p[-1] for p in scales].count(KERNEL_SCALE) != 1 or len(siblings) != 1:
-        raise _Misfit(
+        raise Misfit(
             "a frozen kernel must have one op and one scale; joined and split kernels are not loaded. Load "
             "the wide model, and freeze it"
         )
@@ -228,37 +347,28 @@ def _rounded(array: Any, dtype: Any) -> np.ndarray:
 
 
 def _check_shape(path: Path, given: Sequence[int], shape: Sequence[int]) -> None:
-    """Raises ``_Misfit`` if a tensor that is not transposed cannot become the variable."""
+    """Raises ``Misfit`` if a tensor that is not transposed cannot become the variable."""
     allowed = [tuple(shape)]
     if path[-1] == "bias":  # all features are one dimension in the file
         allowed += [(math.prod(shape),), (*shape[:1], math.prod(shape[1:]))]
     if tuple(given) not in allowed:
-        raise _Misfit(f"it must have the shape {list(shape)}, and has {list(given)}")
+        raise Misfit(f"it must have the shape {list(shape)}, and has {list(given)}")
 
 
-def _layouts(tensor: Any, shape: tuple[int, ...]) -> list[Layout]:
+def _layouts(tensor: Any, shape: tuple[int, ...], numbers: int) -> list[Layout]:
     """Returns how a weight ``(out, in)`` may become a kernel of this shape; all ways give the same kernel.
 
     The first dimensions of a kernel are the summed ones, as in the layers of Flax, unless the file has the
-    layout. A stack of weights must have scales: without them it may be the kernel of a convolution.
+    layout. A stack of weights in one tensor must have scales: without them it may be the kernel of a
+    convolution. ``numbers`` is the number of dimensions along which each weight is a tensor of its own.
     """
     is_quantized = isinstance(tensor, CheckpointTensor)
     given, dims = list(tensor.shape), len(shape) - len(tensor.shape) + 2
-    if not 2 <= len(given) <= (3 if is_quantized else 2):
+    if not 2 <= len(given) - numbers <= (3 if is_quantized else 2):
         return []
     known = tensor.layout if is_quantized else None
     options = [known] if known else [(tuple(range(k, dims)), tuple(range(k))) for k in range(1, dims)]
     return [(a, b) for a, b in options if len(a) + len(b) == dims and matrix_shape(shape, a, b) == given]
-
-
-def _has_blocks(tensor: CheckpointTensor, block: Sequence[int]) -> bool:
-    """Returns whether the last two dimensions of a tensor have scales for blocks of this size."""
-    return all(
-        -(-size // want) == count and (want == have or count == 1)
-        for size, count, have, want in zip(
-            tensor.shape[-2:], tensor.scale.shape[-2:], tensor.block[-2:], block
-        )
-    )
 
 
 def _scale(
@@ -266,41 +376,42 @@ def _scale(
 ) -> Callable[[], np.ndarray]:
     """Returns a function that makes the scale of a frozen kernel of shape ``shape``.
 
-    The shape and the dtype of the frozen scale show which kinds of scale it may have. The checkpoint must
-    have all of these kinds, so that no doubt is left.
+    The shape and the dtype of the frozen scale show which kinds of scale it may have. If there are several,
+    all must have the same values, so that no doubt is left.
     """
     stack, (out, summed) = tensor.shape[:-2], tensor.shape[-2:]
     is_e8m0, to = _is_narrow(leaf), tuple(leaf.shape)
     block = _MX if is_e8m0 else _SQUARE
-    kinds: list[tuple[int, int]] = []
+    found: list[np.ndarray | None] = []
     if to == (*stack, 1, -(-out // block[0]), -(-summed // block[1])):
-        kinds.append(block)
+        found.append(scale_in_blocks(tensor, block))
     if not is_e8m0 and to == (*stack, 1):
-        kinds.append((out, summed))
-    arranged = tensor.scale
+        found.append(scale_in_blocks(tensor, (out, summed)))
     for layout in layouts if not is_e8m0 else ():
         ones = {i + len(stack) for i in layout[1]}
         if to == tuple(1 if i in ones else n for i, n in enumerate(shape)):
-            kinds.append((1, summed))
-            if tensor.scale.shape[-2:] == (out, 1):
-                arranged = from_matrix(tensor.scale, to, *layout)
+            scale = scale_in_blocks(tensor, (1, summed))
+            found.append(None if scale is None else from_matrix(scale, to, *layout))
     can_hold = leaf.dtype in (tensor.scale.dtype, np.dtype(np.float32))  # which holds all scales
-    if not kinds or not can_hold or not all(_has_blocks(tensor, kind) for kind in kinds):
-        raise _Misfit(
+    bits = {None if scale is None else scale.tobytes() for scale in found}
+    if len(bits) != 1 or found[0] is None or not can_hold:
+        raise Misfit(
             f"its scale is {tensor.scale.dtype}{list(tensor.scale.shape)}, for blocks of "
             f"{list(tensor.block)}, and the scale of the frozen kernel is {leaf.dtype}{list(to)}. Freeze "
             "the model with the recipe of the checkpoint"
         )
-    return lambda: arranged.astype(leaf.dtype).reshape(to)
+    scale = found[0]
+    return lambda: scale.astype(leaf.dtype).reshape(to)
 
 
 def _input_scale(tensor: CheckpointTensor, leaf: Any) -> Callable[[], np.ndarray]:
     """Returns a function that makes the fixed scale of a frozen layer's input."""
     scale = tensor.input_scale
     if scale is None or scale.size != math.prod(leaf.shape):
-        raise _Misfit(
+        raise Misfit(
             f"the frozen layer needs an input scale of shape {list(leaf.shape)}, and the checkpoint has "
-            f"{'none' if scale is None else list(scale.shape)}. Freeze the model with another recipe"
+            f"{'not one for all of it' if scale is None else list(scale.shape)}. Freeze the model with "
+            "another recipe"
         )
     return lambda: scale.astype(leaf.dtype).reshape(leaf.shape)
 

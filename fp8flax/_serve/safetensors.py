@@ -18,10 +18,21 @@ import numpy as np
 from fp8flax._host.files import replacing, write_text
 from fp8flax._serve.hidden_state import ServedOp
 from fp8flax._serve.renaming import Rename, renamed
-from fp8flax._serve.server_layout import Tensor, from_matrix, matrix_shape, named, quantization_config
+from fp8flax._serve.server_layout import (
+    Tensor,
+    from_matrix,
+    matrix_shape,
+    named,
+    own_layout,
+    quantization_config,
+)
 
 METADATA = "fp8flax"
 _VERSION = 3
+_IN_PARTS = "in parts"
+"""The version of metadata that do not say where the tensors belong in the variables.
+
+``rename`` has split, joined or numbered some of the tensors. ``load_into`` reads such a file."""
 DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
@@ -119,20 +130,25 @@ def write(
     entries: dict[str, Any] = {}
     wide_layers: list[str] = []
     arrays = {name: jax.tree.map(np.asarray, nn.meta.unbox(tree)) for name, tree in variables.items()}
-    for name, tensor in tensors_of(ops, arrays, rename).items():
-        _, path_in_tree, array, written, matrix, _ = tensor
+    described = tensors_of(ops, arrays, rename)
+    in_parts = not all(tensor.is_whole for tensor in described.values())
+    for name, tensor in described.items():
         if tensor.is_wide_kernel:
             wide_layers.append(name.rpartition(".")[0] or name)
-        tensors[name] = np.asarray(written, order="C")
+        tensors[name] = np.asarray(tensor.written, order="C")
         entries[name] = {
-            "path": path_in_tree,
-            "dtype": _NAMES[array.dtype],
-            "shape": array.shape,
-            "shape_in_file": written.shape,
-            "matrix": matrix,
+            "path": tensor.path,
+            "dtype": _NAMES[tensor.array.dtype],
+            "shape": tensor.array.shape,
+            "shape_in_file": tensor.written.shape,
+            "matrix": tensor.matrix,
             "crc32": _crc32(tensors[name]),
         }
-    own = {"version": _VERSION, "tensors": entries, "checksum": _checksum(entries)}
+    if in_parts:
+        layouts = {name: {"matrix": own_layout(tensor)} for name, tensor in described.items()}
+        own: dict[str, Any] = {"version": _IN_PARTS, "tensors": layouts}
+    else:
+        own = {"version": _VERSION, "tensors": entries, "checksum": _checksum(entries)}
     metadata = {METADATA: json.dumps(own), "format": "pt"}  # tensors have the layout of PyTorch
     quantization = quantization_config(ops, wide_layers)
     if quantization is not None:
@@ -143,7 +159,10 @@ def write(
             library.numpy.save_file(tensors, os.fspath(new), metadata)
         except library.SafetensorError as error:
             raise OSError(f"{path} cannot be written, and stays unchanged: {error}.") from error
-        _read_header(library, new, path)
+        _, header = _header(library, new, path)
+        for name, entry in entries.items():
+            if wrong := _other_in_file(entry, *header[name]):
+                raise ValueError(f"{path}: {name!r} {wrong}. Save the model again.")
     if text is not None:
         write_text(Path(path).with_name("config.json"), text)
 
@@ -251,13 +270,7 @@ def _read_header(
 
     Errors call the file ``path``.
     """
-    try:
-        with library.safe_open(os.fspath(file_path), framework="np") as file:
-            metadata = file.metadata() or {}
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            header = {name: (s.get_dtype(), list(s.get_shape())) for name, s in slices.items()}
-    except library.SafetensorError as error:
-        raise _damaged(path, error) from error
+    metadata, header = _header(library, file_path, path)
     try:
         own = json.loads(metadata[METADATA])
         version, entries = own["version"], own["tensors"]
@@ -266,6 +279,12 @@ def _read_header(
             f"{path} was not written by fp8flax.save_safetensors, or is damaged: its metadata has no "
             f"{METADATA!r} that says where in the variables its tensors belong."
         ) from error
+    if version == _IN_PARTS:
+        raise ValueError(
+            f"{path} was written with a rename that splits, joins or numbers tensors, so it does not say "
+            "where in the variables they belong. Load it by fp8flax.load_into(variables, "
+            "fp8flax.read_checkpoint(path), rename=rename) with the same rename."
+        )
     if version not in list(_FIELDS):
         raise ValueError(
             f"{path} has metadata of version {version!r}, and this fp8flax reads versions "
@@ -278,6 +297,25 @@ def _read_header(
     if wrong is not None:
         raise ValueError(f"{path}: its metadata is damaged: {wrong}. Save the model again.")
     return entries, tree
+
+
+def _header(library: Any, file_path: str | os.PathLike[str], path: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the metadata of a file, and the dtype and the shape of each tensor."""
+    try:
+        with library.safe_open(os.fspath(file_path), framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            header = {name: (s.get_dtype(), list(s.get_shape())) for name, s in slices.items()}
+            return file.metadata() or {}, header
+    except library.SafetensorError as error:
+        raise _damaged(path, error) from error
+
+
+def _other_in_file(entry: Mapping[str, Any], dtype: str, shape: list[int]) -> str | None:
+    """Returns how a tensor of the file differs from its entry; None if it does not differ."""
+    written = (entry["dtype"], list(entry["shape_in_file"]))
+    if written == (dtype, shape):
+        return None
+    return f"is {dtype}{shape} in the file, and was written as {written[0]}{written[1]}"
 
 
 def _check_entries(
@@ -318,9 +356,8 @@ def _check_entry(entry: Any, fields: set[str], dtype: str, shape_in_file: list[i
         return f"must have a path of names; got {path!r}"
     if not (are_sizes(shape) and are_sizes(entry["shape_in_file"])):
         return f"must have shapes of ints; got {shape!r} and {entry['shape_in_file']!r}"
-    written = (entry["dtype"], entry["shape_in_file"])
-    if written != (dtype, shape_in_file):
-        return f"is {dtype}{shape_in_file} in the file, and was written as {written[0]}{written[1]}"
+    if wrong := _other_in_file(entry, dtype, shape_in_file):
+        return wrong
     if dtype not in DTYPES:
         return f"is {dtype}, which is none of {list(DTYPES)}"
     if matrix is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
 
+from fp8flax._serve.renaming import Rename
 from fp8flax._serve.safetensors import write
 from fp8flax._serve.serving import serving_ops
 
@@ -17,7 +18,7 @@ def save_safetensors(
     model: nn.Module,
     variables: Mapping[str, Any],
     *,
-    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    rename: Rename | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a frozen model's variables to a safetensors file.

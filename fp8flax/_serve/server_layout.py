@@ -14,6 +14,17 @@ from fp8flax._core.names import PARAMS
 from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE, ServedOp
 
 
+class Features(NamedTuple):
+    """Where the output features of a layer are in a tensor of the file."""
+
+    axis: int
+    """The dimension of the features, counted from the end."""
+    per_entry: int
+    """How many features an entry of this dimension is for; 0 if one entry is for all."""
+    size: int
+    """How many output features the layer has."""
+
+
 class Tensor(NamedTuple):
     """A variable of the model, with its name and its array in the file."""
 
@@ -31,6 +42,10 @@ class Tensor(NamedTuple):
     None for all other variables."""
     layer: str | None
     """The name of the FP8 layer whose weight or scale the variable is; None for other variables."""
+    features: Features | None = None
+    """The output features of the layer in ``written``; None if they are not known."""
+    is_whole: bool = True
+    """Whether the tensor has all values of one variable, and no others."""
 
     @property
     def is_wide_kernel(self) -> bool:
@@ -78,7 +93,96 @@ def in_torch_layout(kernel: Tensor) -> Tensor:
             "kernels with two dimensions. Give this kernel a name that ends in 'kernel'."
         )
     matrix = ((1,), (0,))
-    return kernel._replace(written=_as_matrix(kernel.array, *matrix), matrix=matrix)
+    features = Features(-2, 1, kernel.array.shape[1])
+    return kernel._replace(written=_as_matrix(kernel.array, *matrix), matrix=matrix, features=features)
+
+
+def split(tensor: Tensor, sizes: Sequence[int | None]) -> list[Tensor]:
+    """Returns the parts of a tensor with these numbers of output features; all of it for ``[None]``.
+
+    If all features share a scale, each part gets this scale.
+
+    Raises:
+        ValueError: the output features are not known, there are not as many, or a block of scales is cut.
+    """
+    if sizes[0] is None:
+        return [tensor]
+    features, parts, start = _features(tensor, "splits"), [], 0
+    if sum(size or 0 for size in sizes) != features.size:
+        raise ValueError(
+            f"rename splits {'/'.join(tensor.path)} into {sizes} output features, and it has "
+            f"{features.size}. Correct the numbers."
+        )
+    for size in sizes:
+        stop = start + (size or 0)
+        written = tensor.written
+        if features.per_entry:
+            _check_cut(tensor, stop, features)
+            entries = slice(start // features.per_entry, -(-stop // features.per_entry))
+            written = written[(..., entries, *(slice(None),) * (-features.axis - 1))]
+        parts.append(tensor._replace(written=written, array=written, is_whole=False))
+        start = stop
+    return parts
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns one tensor with the output features of all tensors, one after the other.
+
+    Raises:
+        ValueError: the output features of a tensor are not known, the tensors do not fit together, or a
+            block of scales would be cut.
+    """
+    first = tensors[0]
+    paths = ", ".join("/".join(tensor.path) for tensor in tensors)
+    found = [_features(tensor, "joins") for tensor in tensors]
+    kinds = set()
+    for tensor, features in zip(tensors, found):
+        shape = list(tensor.written.shape)
+        shape[features.axis] = 0
+        kinds.add((tensor.written.dtype, tuple(shape), features[:2]))
+        if features.per_entry and tensor is not tensors[-1]:
+            _check_cut(tensor._replace(features=None), features.size, features)
+    if len(kinds) > 1 or len({own_layout(tensor) for tensor in tensors}) > 1:
+        raise ValueError(
+            f"rename joins {paths}, which differ in dtype, shape or layout. Leave one of them out."
+        )
+    if not found[0].per_entry:
+        raise ValueError(
+            f"rename joins {paths}, and each of them has one scale. A joined layer would need one scale "
+            "for all. Freeze the model with a scale for each output feature, or with 128-blocks."
+        )
+    arrays = [tensor.written for tensor in tensors]
+    together = (jnp if isinstance(arrays[0], jax.Array) else np).concatenate(arrays, found[0].axis)
+    return first._replace(written=together, array=together, is_whole=False)
+
+
+def _features(tensor: Tensor, verb: str) -> Features:
+    if tensor.features is not None:
+        return tensor.features
+    if tensor.written.ndim == 1:
+        return Features(-1, 1, tensor.written.shape[0])
+    raise ValueError(
+        f"rename {verb} {'/'.join(tensor.path)}, of shape {tensor.array.shape}, and its output features "
+        "are not known. Rename a kernel to 'weight', or leave it out of the pattern."
+    )
+
+
+def _check_cut(tensor: Tensor, stop: int, features: Features) -> None:
+    """Raises ``ValueError`` if a part that ends at this feature ends inside of a block of scales."""
+    if stop % features.per_entry and (tensor.features is None or stop != features.size):
+        raise ValueError(
+            f"rename cuts {'/'.join(tensor.path)} at output feature {stop}, inside of a block of "
+            f"{features.per_entry} that share a scale. Use multiples of {features.per_entry}, or freeze "
+            "the model with a scale for each output feature."
+        )
+
+
+def own_layout(tensor: Tensor) -> Any:
+    """Returns the layout that a reader must know; None for Flax's, whose first dimensions are summed."""
+    if tensor.matrix is None:
+        return None
+    out, summed = map(tuple, tensor.matrix)
+    return None if (*summed, *out) == tuple(range(len(out) + len(summed))) else (out, summed)
 
 
 def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -89,38 +193,56 @@ def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[T
     scales = {(*op.path, KERNEL_SCALE): op for op in plain}
     inputs = {(*op.path, INPUT_SCALE): op for op in plain}
     for collection, tree in variables.items():
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            if not all(isinstance(key, jax.tree_util.DictKey) for key in keys):
-                raise ValueError(
-                    f"The collection {collection!r} must be dicts of arrays; got "
-                    f"{jax.tree_util.keystr(keys)} in it. Leave sown values out of the variables."
-                )
-            path = tuple(str(key.key) for key in keys)
-            array, matrix, layer = leaf, None, None
+        arrays = _by_path(collection, tree)
+        for path, array in arrays.items():
+            matrix, layer, features = None, None, None
             written, name = array, ".".join(path if collection == PARAMS else (collection, *path))
-            if collection != PARAMS:
-                pass
-            elif path in kernels:
-                layer, matrix = _layer(kernels[path]), kernels[path].layout
-                name = f"{layer}.weight"
-            elif path in scales:
-                op = scales[path]
-                quantizer = op.gemms.forward.rhs
-                assert quantizer is not None
-                layer = _layer(op)
-                name = f"{layer}.weight_scale{'_inv' if quantizer.strategy == 'block' else ''}"
-                if quantizer.scales_along_contraction:  # block scales have a batch dimension of size 1
-                    written = array.reshape(*array.shape[:-3], *array.shape[-2:])
-                elif array.shape[-1] != 1 or array.ndim > 2:
-                    matrix = op.layout
-            elif path in inputs:
-                layer = _layer(inputs[path])
-                name = f"{layer}.input_scale"
-            elif path in biases:
-                written = _flat_bias(array, biases[path].layout)
+            op = next((ops[path] for ops in (kernels, scales, inputs, biases) if path in ops), None)
+            if collection == PARAMS and op is not None:
+                layer, axis, per_entry = _layer(op), -1, 0
+                if path in kernels:
+                    matrix, axis, per_entry = op.layout, -2, 1
+                    name = f"{layer}.weight"
+                elif path in scales:
+                    quantizer = op.gemms.forward.rhs
+                    assert quantizer is not None
+                    name = f"{layer}.weight_scale{'_inv' if quantizer.strategy == 'block' else ''}"
+                    if quantizer.scales_along_contraction:  # block scales have a batch dimension of size 1
+                        written = array.reshape(*array.shape[:-3], *array.shape[-2:])
+                        axis, per_entry = -2, quantizer.block[0] if hasattr(quantizer, "block") else 0
+                    elif array.shape[-1] != 1 or array.ndim > 2:
+                        matrix, axis, per_entry = op.layout, -2, 1
+                elif path in inputs:
+                    name = f"{layer}.input_scale"
+                else:
+                    layer, per_entry = None, 1
+                    written = _flat_bias(array, op.layout)
+                size = _output_features(op, arrays)
+                features = None if size is None else Features(axis, per_entry, size)
             if matrix is not None:
                 written = _as_matrix(array, *matrix)
-            yield Tensor(name, [collection, *path], array, written, matrix, layer)
+            yield Tensor(name, [collection, *path], array, written, matrix, layer, features)
+
+
+def _by_path(collection: str, tree: Any) -> dict[tuple[str, ...], Any]:
+    """Returns the arrays of a collection by their paths."""
+    arrays = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if not all(isinstance(key, jax.tree_util.DictKey) for key in keys):
+            raise ValueError(
+                f"The collection {collection!r} must be dicts of arrays; got "
+                f"{jax.tree_util.keystr(keys)} in it. Leave sown values out of the variables."
+            )
+        arrays[tuple(str(key.key) for key in keys)] = leaf
+    return arrays
+
+
+def _output_features(op: ServedOp, arrays: Mapping[tuple[str, ...], Any]) -> int | None:
+    """Returns how many output features a layer has; None if its kernel is not among the arrays."""
+    kernel = arrays.get(op.kernels[0][0])
+    if kernel is None or op.layout is None:
+        return None
+    return matrix_shape(kernel.shape, *op.layout)[-2]
 
 
 def _flat_bias(bias: Any, layout: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -111,7 +111,9 @@ class Options(NamedTuple):
 
     def renaming(self) -> Rename | None:
         """Returns ``rename`` as it was passed."""
-        return dict(self.rename) if isinstance(self.rename, tuple) else self.rename
+        if not isinstance(self.rename, tuple):
+            return cast("Rename | None", self.rename)
+        return {pattern: dict(to) if isinstance(to, tuple) else to for pattern, to in self.rename}
 
 
 def options_of(args: Any, kwargs: Any, rename: Any, weight_only: bool) -> Options:
@@ -124,7 +126,10 @@ def options_of(args: Any, kwargs: Any, rename: Any, weight_only: bool) -> Option
     if rename is not None:
         check_rename(rename)
     if isinstance(rename, Mapping):
-        rename = tuple(rename.items())
+        rename = tuple(
+            (pattern, tuple(to.items()) if isinstance(to, Mapping) else to)
+            for pattern, to in rename.items()
+        )
     return Options(tuple(shapes), treedef, rename, weight_only)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from fp8flax._serve.safetensors import tensors_of, write
 from fp8flax._serve.weights import Options, automatic_axes, options_of
 from fp8flax.nnx.freezing import Frozen, FrozenOp, freeze
 from fp8flax.nnx.models import Layer, layers_of
-from fp8flax.nnx.moe import RouterLoss
+from fp8flax.nnx.blocks import RouterLoss
 from fp8flax.nnx.ops import Fp8Op
 from fp8flax.nnx.variables import NOT_WRITTEN
 
@@ -31,7 +31,7 @@ def save_safetensors(
     path: str | os.PathLike[str],
     model: nnx.Module,
     *,
-    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    rename: Rename | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the variables of a frozen NNX model to a safetensors file.

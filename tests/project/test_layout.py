@@ -134,6 +134,7 @@ ORDER = [
     "_serve/renaming",
     "_serve/safetensors",
     "_serve/checkpoints",
+    "_serve/parts",
     "_serve/load_into",
     "_serve/kernels",
     "_serve/coverage",

@@ -1,0 +1,147 @@
+"""Takes tensors of a checkpoint apart, joins them and stacks them, without a change of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fp8flax._serve.checkpoints import CheckpointTensor
+
+
+class Misfit(Exception):  # noqa: N818
+    """A tensor of the checkpoint cannot become the variable; the text says why."""
+
+
+def rows(tensor: Any, axis: int, start: int, stop: int) -> Any:
+    """Returns the part of a tensor with these output features, which are the dimension ``axis``.
+
+    If a block of scales is cut, each row of the result has scales of its own.
+    """
+    after: Any = (slice(None),) * (-axis - 1)
+    at = (..., slice(start, stop), *after)
+    if not isinstance(tensor, CheckpointTensor):
+        return np.asarray(tensor)[at]
+    height = tensor.block[axis]
+    if start % height or (stop % height and stop != tensor.shape[axis]):
+        tensor = _per_row(tensor, axis)
+        height = 1
+    blocks = (..., slice(start // height, -(-stop // height)), *after)
+    return tensor._replace(codes=tensor.codes[at], scale=tensor.scale[blocks])
+
+
+def joined(tensors: Sequence[Any], axis: int, *, is_outline: bool) -> Any:
+    """Returns one tensor with the output features of all tensors, one after the other.
+
+    Args:
+        tensors: tensors that differ in the dimension ``axis`` only.
+        axis: the dimension of output features.
+        is_outline: whether codes and wide values are not read; the result then has zeros.
+
+    Raises:
+        Misfit: the tensors do not fit together.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    _check_alike(tensors, {axis})
+    if not isinstance(tensors[0], CheckpointTensor):
+        return _concatenated(tensors, axis, is_outline)
+    heights = {tensor.block[axis] for tensor in tensors}
+    if len(heights) > 1 or any(tensor.shape[axis] % min(heights) for tensor in tensors[:-1]):
+        tensors = [_per_row(tensor, axis) for tensor in tensors]
+    inputs = [tensor.input_scale for tensor in tensors]
+    is_one = all(x is not None and x.tobytes() == inputs[0].tobytes() for x in inputs)
+    return tensors[0]._replace(
+        codes=_concatenated([tensor.codes for tensor in tensors], axis, is_outline),
+        scale=np.concatenate([tensor.scale for tensor in tensors], axis),
+        input_scale=inputs[0] if is_one else None,
+    )
+
+
+def stacked(tensors: Sequence[Any], sizes: Sequence[int], *, is_outline: bool) -> Any:
+    """Returns one tensor with leading dimensions of these sizes; ``is_outline`` as in ``joined``.
+
+    Raises:
+        Misfit: the tensors do not fit together.
+    """
+    if not sizes:
+        [tensor] = tensors
+        return tensor
+    _check_alike(tensors, set())
+
+    def stack(arrays: Sequence[Any], is_outline: bool = False) -> Any:
+        whole = _concatenated([np.asarray(x)[None] for x in arrays], 0, is_outline)
+        return whole if len(sizes) == 1 else whole.reshape(*sizes, *whole.shape[1:])
+
+    if not isinstance(tensors[0], CheckpointTensor):
+        return stack(tensors, is_outline)
+    inputs = [tensor.input_scale for tensor in tensors]
+    return tensors[0]._replace(
+        codes=stack([tensor.codes for tensor in tensors], is_outline),
+        scale=stack([tensor.scale for tensor in tensors]),
+        block=(*(1,) * len(sizes), *tensors[0].block),
+        input_scale=None if any(x is None for x in inputs) else stack(inputs),
+    )
+
+
+def scale_in_blocks(tensor: CheckpointTensor, block: Sequence[int]) -> np.ndarray | None:
+    """Returns the scales of a tensor for blocks of this size in its last two dimensions.
+
+    The result is None if the scales differ within such a block.
+    """
+    scale = tensor.scale
+    for axis, want in zip((-2, -1), block):
+        size, have = tensor.shape[axis], tensor.block[axis]
+        chosen = scale.take(np.arange(0, size, want) // have, axis)
+        if have % want and have < size:
+            places = np.arange(size)
+            expected = scale.take(places // have, axis)
+            if chosen.take(places // want, axis).tobytes() != expected.tobytes():
+                return None
+        scale = chosen
+    return scale
+
+
+def _per_row(tensor: CheckpointTensor, axis: int) -> CheckpointTensor:
+    """Returns the same tensor with scales for each output feature."""
+    places = np.arange(tensor.shape[axis]) // tensor.block[axis]
+    block = list(tensor.block)
+    block[axis] = 1
+    return tensor._replace(scale=tensor.scale.take(places, axis), block=tuple(block))
+
+
+def _check_alike(tensors: Sequence[Any], but: set[int]) -> None:
+    """Raises ``Misfit`` if tensors differ in more than their values and in dimensions other than these."""
+
+    def kind(tensor: Any) -> Any:
+        is_quantized = isinstance(tensor, CheckpointTensor)
+        codes = tensor.codes if is_quantized else tensor
+        axes = [i for i in range(-codes.ndim, 0) if i not in but]
+        shape = [codes.shape[i] for i in axes]
+        if not is_quantized:
+            return codes.dtype, codes.ndim, shape
+        block = [min(tensor.block[i], tensor.shape[i]) for i in axes]
+        return codes.dtype, codes.ndim, shape, tensor.scale.dtype, block, tensor.layout
+
+    first, *others = map(kind, tensors)
+    for other in others:
+        if other != first:
+            raise Misfit(
+                f"its tensors must be alike to become one variable; they are {_text(first)} and "
+                f"{_text(other)}"
+            )
+
+
+def _text(kind: Any) -> str:
+    dtype, _, shape, *scale = kind
+    return f"{dtype}{shape}" + (f" with {scale[0]} scales for blocks of {scale[1]}" if scale else "")
+
+
+def _concatenated(arrays: Sequence[Any], axis: int, is_outline: bool) -> np.ndarray:
+    """Returns the arrays one after the other; an outline has the shape and the dtype without memory."""
+    if not is_outline:
+        return np.concatenate(arrays, axis)
+    shape = list(arrays[0].shape)
+    shape[axis] = sum(x.shape[axis] for x in arrays)
+    return np.broadcast_to(np.zeros((), arrays[0].dtype), shape)
