@@ -284,7 +284,11 @@ ERRORS = {
     "no phase": (ValueError, lambda: fp8.Schedule(phases=()), "got no phase"),
     "one phase": (TypeError, lambda: fp8.Schedule(phases=PHASES[0]), "must be a tuple of fp8flax.Phase"),
     "not phases": (TypeError, lambda: fp8.Schedule(phases=(CURRENT,)), "must be a tuple of fp8flax.Phase"),
-    "equal names": (ValueError, lambda: fp8.Schedule(phases=(PHASES[0], PHASES[0])), "name of its own"),
+    "equal names": (
+        ValueError,
+        lambda: fp8.Schedule(phases=(PHASES[0], fp8.Phase(name="begin", recipe=DELAYED))),
+        "name of its own",
+    ),
     "last until": (ValueError, lambda: fp8.Schedule(phases=PHASES[:1]), "must have until=None"),
     "no until": (ValueError, lambda: fp8.Schedule(**phases(3, None)), "'1' is followed by another"),
     "unordered": (ValueError, lambda: fp8.Schedule(**phases(3, 3)), "begins at step 3 and has until=3"),
