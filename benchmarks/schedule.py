@@ -110,7 +110,8 @@ def gaps(runs: Sequence[Row], name: str, key: str, other: str = "bf16") -> list[
     ]
 
 
-def _mean(values: Sequence[float]) -> str:
+def mean_of(values: Sequence[float]) -> str:
+    """Returns the mean over seeds and its standard error, as the page writes them."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return fidelity.mean_of({"mean_percent": statistics.mean(values), "error_percent": error})
 
@@ -122,8 +123,8 @@ def table(runs: Sequence[Row]) -> str:
         "|---|---|---|---|---|",
     ]
     for name in ("delayed", *ENDS):
-        own, in_bf16 = (_mean(gaps(runs, name, key)) for key in ("loss", "loss_in_bf16"))
-        change = "" if name == "delayed" else _mean(gaps(runs, name, "loss", "delayed"))
+        own, in_bf16 = (mean_of(gaps(runs, name, key)) for key in ("loss", "loss_in_bf16"))
+        change = "" if name == "delayed" else mean_of(gaps(runs, name, "loss", "delayed"))
         lines.append(f"| `{name}` | {len(runs)} | {own} % | {in_bf16} % | {change} |")
     return "\n".join(lines)
 

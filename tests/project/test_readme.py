@@ -6,7 +6,8 @@ import re
 import jax
 import pytest
 
-from benchmarks import fidelity
+from benchmarks import fidelity, schedule
+from benchmarks.common import question_and_method
 from tests import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -120,6 +121,18 @@ def test_losses_on_the_page_are_those_of_the_results():
     ):
         assert table in page
     assert report["machine"]["cpu"] in page
+
+
+def test_losses_of_schedules_on_the_page_are_those_of_the_results():
+    report, page = result("schedule"), PAGES["docs/schedules.md"]
+    assert report["method"] == question_and_method(schedule.__doc__)[1]
+    runs = report["runs"]
+    assert schedule.table(runs) in page
+    assert report["machine"]["cpu"] in page
+    wide, in_fp8 = "delayed, last 20 % in bf16", "delayed"
+    assert f"{schedule.mean_of(schedule.gaps(runs, wide, 'loss', in_fp8))} points" in page
+    weights = schedule.mean_of(schedule.gaps(runs, wide, "loss_in_bf16", in_fp8))
+    assert f"{weights[1:]} points" in page
 
 
 def test_the_readme_fits_two_screens():
