@@ -18,7 +18,6 @@ from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.modes import FORMS
 from fp8flax._core.plans.ops import DOT_GENERAL, OpRow, Shape
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
-from fp8flax._core.shared_text import with_shared_text
 from fp8flax._core.state.state import ScalingState
 
 
@@ -54,7 +53,6 @@ class OpBase(Called):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        with_shared_text(cls)
         if OpBase in cls.__bases__:
             cls._classes = {}
         elif "row" in vars(cls):

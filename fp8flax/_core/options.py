@@ -54,6 +54,22 @@ _APIS = {"flax.linen": ("a Linen module", "fp8flax"), "flax.nnx": ("an NNX modul
 """For each API of Flax: what its modules are called in errors, and which package of ours takes them."""
 
 
+def wrong_model(model: Any, must: str, wanted: str, function: str, more: str = "") -> TypeError:
+    """Returns the error for a value that is not a model, or not one that a function takes.
+
+    Args:
+        model: the value that was passed as a model.
+        must: completes the sentence "model must …".
+        wanted: the API that is required, ``"flax.linen"`` or ``"flax.nnx"``.
+        function: the name of our function, which exists in ``fp8flax`` and in ``fp8flax.nnx``.
+        more: what to do, as a sentence that begins with a space.
+    """
+    if isinstance(model, type):
+        more = more or " Pass an instance, not the class."
+    hint = other_api_hint(model, wanted, function)
+    return TypeError(f"model must {must}; got {type(model).__name__}.{more}{hint}")
+
+
 def other_api_hint(model: Any, wanted: str, function: str) -> str:
     """Returns the last sentence of an error: it names our function for the API of the model.
 

@@ -1,4 +1,4 @@
-"""Sets the names of a public package: ``__all__``, ``dir``, ``__module__``, and names that have moved."""
+"""Sets what users see of a package: ``__all__``, ``dir``, ``__module__``, docstrings, and moved names."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import typing
 import warnings
 from typing import Any
 
+from fp8flax._host.shared_text import insert_shared_text
+
 
 def publish(namespace: dict[str, Any], *others: str) -> None:
     """Sets ``__all__`` and ``__dir__`` of a package, and ``__module__`` of its classes and functions.
 
     Every name without a leading underscore is public, unless it is a module. Classes and functions then
     print, pickle and document themselves as ``package.name``, and not with the private file that defines
-    them. One thing is lost: ``inspect.getsource`` looks for a class in the file of its ``__module__`` and
-    raises OSError. It does find functions and methods.
+    them. Their docstrings get the text that they share with others. One thing is lost:
+    ``inspect.getsource`` looks for a class in the file of its ``__module__`` and raises OSError. It does
+    find functions and methods.
 
     Args:
         namespace: ``globals()`` of the package, after all of its imports.
@@ -25,6 +28,7 @@ def publish(namespace: dict[str, Any], *others: str) -> None:
     package = namespace["__name__"]
     names = [n for n, value in namespace.items() if n[0] != "_" and not inspect.ismodule(value)]
     for name in names:
+        insert_shared_text(namespace[name])
         _move(namespace[name], package)
     namespace["__all__"] = names
     namespace["__dir__"] = lambda: [*names, *(name for name in others if name in namespace)]

@@ -18,7 +18,6 @@ from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.mlp import check_block, runs_as_one
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
-from fp8flax._core.shared_text import with_shared_text
 from fp8flax._linen.conversion import conversion
 from fp8flax._linen.ops import Fp8DotGeneralOp
 
@@ -49,7 +48,6 @@ class _PartsOfDense(nn.Dense):
 _NAMES = ("gate", "up", "down")
 
 
-@with_shared_text
 class MLP(nn.Module):
     """Feed-forward block of two or three dense layers, whose activations are cast to FP8 at once.
 
@@ -74,7 +72,7 @@ class MLP(nn.Module):
     several devices, sizes that are not multiples of 64, and ``"gelu_exact"``.
 
     Attributes:
-        {mlp_fields}
+        {fields}
         names: names of the layers in the variables, in the order ``("gate", "up", "down")``, without the
             first if the block is not gated. None takes these names. Give the names of the block that this
             one replaces, such as ``("wi_0", "wi_1", "wo")`` of T5, to load its checkpoints.

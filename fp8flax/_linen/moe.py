@@ -15,7 +15,6 @@ from fp8flax._core.options import check_int
 from fp8flax._core.plans.mlp import check_block
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import Recipe, check_recipe
-from fp8flax._core.shared_text import with_shared_text
 from fp8flax._linen.ops import Fp8RaggedDotOp
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ class _Experts(nn.Module):
         return Fp8RaggedDotOp(recipe=self.recipe, name=f"{Fp8RaggedDotOp.__name__}_0")(rows, kernel, sizes)
 
 
-@with_shared_text
 class MoE(nn.Module):
     """Feed-forward layer that sends each token to a few of its experts, which multiply in FP8.
 
@@ -63,7 +61,7 @@ class MoE(nn.Module):
     ``Fp8RaggedDotOp``, with a scale for each expert's kernel.
 
     Attributes:
-        {moe_fields}
+        {fields}
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.

@@ -36,12 +36,11 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     op is ``lax.dot_general``. The call takes the arguments of ``lax.dot_general``.
 
     Attributes:
-        {op_options}
+        {options}
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        {wrong_operand}
-        ValueError: the history in the state has another length than the recipe says.
+        {errors}
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -94,13 +93,11 @@ class Fp8Einsum(EinsumCall, Fp8Op):
     The first operand is the input and the second is the kernel, in any order of the result's indices.
 
     Attributes:
-        {op_options}
+        {options}
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: ``eqn`` is not a string, an operand is not bfloat16, float16, float32 or float64, or the
-            state is not float32.
-        ValueError: the equation does not fit the operands, or the state does not fit the recipe.
+        {errors}
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
@@ -109,7 +106,7 @@ class Fp8Einsum(EinsumCall, Fp8Op):
         >>> op.apply(variables, "ab,bc->ca", x, w).shape
         (4, 2)
 
-    Source: ``flax.linen.fp8_ops.Fp8Einsum``.
+    {source}
     """
 
     row = EINSUM
@@ -141,9 +138,7 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        {wrong_operand}
-        ValueError: the recipe scales along the contraction and the convolution is not a matmul, or the
-            history in the state has another length than the recipe says.
+        {errors}
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -152,7 +147,7 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
         >>> list(variables["_overwrite_with_gradient"])
         ['Fp8ConvGeneralDilatedOp_0']
 
-    Source: ``lax.conv_general_dilated``; recipes of Micikevicius et al., 2022, arXiv:2209.05433.
+    {source}
     """
 
     row = CONV
@@ -180,8 +175,7 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
 
     Raises:
         MissingStateError: the variables hold no scaling state for this layer.
-        {wrong_operand}
-        ValueError: the shapes do not fit, or the state does not fit the recipe or the number of experts.
+        {errors}
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
@@ -190,7 +184,7 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
         >>> variables["_overwrite_with_gradient"]["kernel_scale"].shape
         (2, 1)
 
-    Source: ``jax.lax.ragged_dot``; the state of ``flax.linen.fp8_ops``, per expert.
+    {source}
     """
 
     row = RAGGED_DOT

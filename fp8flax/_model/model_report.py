@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8flax._audit.report import AuditReport
 from fp8flax._core.autocast import current_phase, recipe_in_use
-from fp8flax._core.gemm.gpus import Gpu
+from fp8flax._core.gemm.gpus import GPUS, Gpu
 from fp8flax._core.gemm.units import runs_in_fp8
 from fp8flax._core.plans.ops import RAGGED_DOT, GemmSizes
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
@@ -188,6 +188,17 @@ class ModelReport:
             + "\n".join(lines)
             + f"\n{self.step_speedup:.2f} times as fast in FP8, as predicted from these counts."
         )
+
+
+SEE_AUDIT = " For any other function, fp8flax.audit reads the compiled program."
+"""The end of the error for a model that does not come from ``quantize_model``."""
+
+
+def gpu_named(target: str) -> Gpu:
+    """Returns the GPU of a prediction; raises ``ValueError`` if there is none of this name."""
+    if target not in GPUS:
+        raise ValueError(f"target must be one of {sorted(GPUS)}; got {target!r}.")
+    return GPUS[target]
 
 
 def table_of(

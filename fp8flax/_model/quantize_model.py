@@ -6,7 +6,7 @@ from typing import Any
 
 import flax.linen as nn
 
-from fp8flax._core.options import other_api_hint
+from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import Recipe
 from fp8flax._model.converted_call import Call
 from fp8flax._model.rules import Rules
@@ -39,14 +39,7 @@ def quantize_model(
     as a layer that is called twice has. Products of activations have no parameter to be named by; they are
     numbered.
 
-    Rules are tried in this order, and the first that matches decides: ``exclude``, ``rules``, ``include``,
-    the defaults. The defaults leave out
-
-    * embeddings
-    * layers named like the last one (``lm_head``, ``logits``, ``classifier``, …), or ``router``
-    * convolutions that are not matmuls, because XLA has no FP8 with gradients for them
-    * kernels with K or N below 16
-    * kernels too small for FP8 to gain on an H200 with any batch (``1/(1/K + 1/N) < 281``)
+    {rules}
 
     The batch size has no effect on the rules, so ``init``, training and decoding agree. A pattern is
     searched (``re.search``) in a module's path, such as ``encoder/layer_0/Dense_0``, and in that path with
@@ -54,8 +47,7 @@ def quantize_model(
 
     Args:
         model: an unbound module.
-        recipe: how tensors are scaled, unless a rule says otherwise. None takes the recipe of
-            ``fp8flax.autocast``, or ``DelayedScaling()`` outside of it.
+        {recipe}
         include: a regular expression or several. Only contractions that match are converted, even those
             that the defaults leave out.
         exclude: a regular expression or several; contractions that match are not converted.
@@ -96,12 +88,8 @@ def quantize_model(
     on an H100.)
     """
     if not isinstance(model, nn.Module):
-        hint = " Pass an instance, not the class." if isinstance(model, type) else ""
-        hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else hint
-        raise TypeError(
-            f"model must be a flax.linen.Module; got {type(model).__name__}.{hint}"
-            + other_api_hint(model, "flax.linen", "quantize_model")
-        )
+        more = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
+        raise wrong_model(model, "be a flax.linen.Module", "flax.linen", "quantize_model", more)
     if model.scope is not None:
         raise ValueError(
             f"model must not be bound to variables; got a bound {type(model).__name__}. Convert the model "

@@ -18,12 +18,12 @@ from fp8flax._audit.report import AuditReport
 from fp8flax._core.autocast import autocast
 from fp8flax._core.gemm.gpus import GPUS, compile_target
 from fp8flax._core.names import COUNTED, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._core.options import other_api_hint
+from fp8flax._core.options import wrong_model
 from fp8flax._core.plans.ops import GemmSizes
 from fp8flax._linen.conversion import reporting
 from fp8flax._model.converted_call import seen_of
 from fp8flax._model.interception import contractions_in
-from fp8flax._model.model_report import ModelReport, table_of
+from fp8flax._model.model_report import SEE_AUDIT, ModelReport, gpu_named, table_of
 from fp8flax._model.wrapped_module import trace_apply
 from fp8flax._train.bridge import eval_init, split_arrays
 from fp8flax._train.gradients import value_and_grad
@@ -48,13 +48,10 @@ def report(
     compared with a GPU.
 
     Args:
-        model: the model that ``quantize_model`` returned.
-        *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
-        target: the GPU of the prediction, as for ``audit``: ``"h100"``, ``"h200"``, ``"b200"``, …
+        {args}
         compiled: whether to compile the forward and backward pass too, with FP8 and without. The compiled
             loss is the mean of the squares of everything that the model returns. This takes twice as long
             as one compilation for the GPU, and needs the extra ``fp8flax[audit]``; see ``audit``.
-        **kwargs: keyword inputs of the model.
 
     Returns:
         A ``ModelReport``; print it, or look at its ``rows``.
@@ -80,14 +77,8 @@ def report(
     reach.
     """
     if not hasattr(model, "_fp8_rules"):
-        raise TypeError(
-            f"model must come from fp8flax.quantize_model; got {type(model).__name__}. For any other "
-            "function, fp8flax.audit reads the compiled program."
-            + other_api_hint(model, "flax.linen", "report")
-        )
-    if target not in GPUS:
-        raise ValueError(f"target must be one of {sorted(GPUS)}; got {target!r}.")
-    gpu = GPUS[target]
+        raise wrong_model(model, "come from fp8flax.quantize_model", "flax.linen", "report", SEE_AUDIT)
+    gpu = gpu_named(target)
     with reporting(counting=True):
         shapes, _ = eval_init(model, args, kwargs)
         program = trace_apply(model, shapes, args, kwargs)

@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8flax._core.formats import as_fp8_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
-from fp8flax._core.options import other_api_hint
+from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.conversion import reporting
 from fp8flax._model.converted_call import Call, Seen, SeenOp, seen_of
@@ -67,16 +67,13 @@ def freeze(
 
     Args:
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
-        variables: all collections of the model, with trained or calibrated state.
-        *args: inputs to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays. You
-            can leave them out if ``model`` comes from ``quantize_model`` and was called before, for
-            instance by ``init``.
-        weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
-            in the inputs' dtype.
+        variables: all collections of the model, with trained or calibrated state. You can leave out the
+            inputs if ``model`` comes from ``quantize_model`` and was called before, for instance by
+            ``init``.
+        {args}
         kv_cache_dtype: an FP8 dtype for the floats in the collection ``cache`` between calls, such as the
             keys and values of Linen's attention with ``decode=True``. Their scale is 1: values beyond the
             dtype's range, 448 for e4m3fn, saturate.
-        **kwargs: keyword inputs of the model.
 
     Returns:
         The serving model, called like ``model``; and its variables, with the other collections unchanged.
@@ -103,10 +100,7 @@ def freeze(
     Source: for the names of the scales, the FP8 checkpoints of inference servers; see ``save_safetensors``.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a flax.linen.Module; got {type(model).__name__}."
-            + other_api_hint(model, "flax.linen", "freeze")
-        )
+        raise wrong_model(model, "be a flax.linen.Module", "flax.linen", "freeze")
     cache_dtype = None if kv_cache_dtype is None else as_fp8_dtype(kv_cache_dtype, "kv_cache_dtype")
     base = _recording(model)
     boxed = flax.core.unfreeze(dict(variables))

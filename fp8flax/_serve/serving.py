@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.names import PARAMS, state_leaf_names
-from fp8flax._core.options import other_api_hint
+from fp8flax._core.options import wrong_model
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, Recipe
@@ -58,10 +58,7 @@ def serving_ops(model: Any) -> tuple[ServedOp, ...]:
     """Returns the ops of a model that ``freeze`` returned; raises ``TypeError`` for other models."""
     serving: Serving | None = getattr(model, "_fp8_serving", None)
     if serving is None:
-        raise TypeError(
-            f"model must come from fp8flax.freeze; got {type(model).__name__}."
-            + other_api_hint(model, "flax.linen", "save_safetensors")
-        )
+        raise wrong_model(model, "come from fp8flax.freeze", "flax.linen", "save_safetensors")
     return serving.ops
 
 

@@ -259,8 +259,7 @@ def check_state(variables: Any, before: Any = None) -> None:
             ``variables`` alone.
 
     Raises:
-        TypeError: the values are traced.
-        ValueError: the state is wrong; the message lists five leaves at most, and says what to do.
+        {errors}
 
     Warns:
         UserWarning: some histories are all zeros, or did not move, while others did. Those layers took no

@@ -49,15 +49,13 @@ def value_and_grad(
         fun: a function whose differentiated arguments are trees of arrays; returns a scalar, or a pair
             ``(scalar, aux)`` with ``has_aux``.
         argnums: which positional arguments to differentiate.
-        has_aux: whether ``fun`` returns auxiliary data.
-        holomorphic: passed to JAX.
-        allow_int: passed to JAX.
+        {args}
 
     Returns:
         A function with the arguments of ``fun`` that returns ``(value, gradients)``.
 
     Raises:
-        TypeError: (when called) scaling state is not float32.
+        {errors}
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -135,16 +133,14 @@ def grad(
     Args:
         fun: a function as in ``value_and_grad``.
         argnums: which positional arguments to differentiate.
-        has_aux: whether ``fun`` returns auxiliary data.
-        holomorphic: passed to JAX.
-        allow_int: passed to JAX.
+        {args}
 
     Returns:
         A function with the arguments of ``fun`` that returns the gradients, or with ``has_aux``
         ``(gradients, aux)``.
 
     Raises:
-        TypeError: (when called) scaling state is not float32.
+        {errors}
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -155,9 +151,15 @@ def grad(
     """
     fun_with_value = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)
 
-    @functools.wraps(fun)
+    return without_value(fun_with_value, has_aux)
+
+
+def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """Returns a function that computes gradients, and with ``has_aux`` auxiliary data, but no value."""
+
+    @functools.wraps(value_and_grad_fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        value, grads = fun_with_value(*args, **kwargs)
+        value, grads = value_and_grad_fun(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return grad_fun
@@ -186,8 +188,7 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
         ``aux`` of each microbatch, stacked.
 
     Raises:
-        TypeError: (when called) scaling state is not float32.
-        ValueError: (when called) there is no microbatch, or the first dimensions differ.
+        {errors}
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -199,18 +200,16 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
         >>> grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"][:2]
         Array([4., 0.], dtype=float32)
 
-    (``optax.MultiSteps`` accumulates over steps instead, each with its own scaling state.)
+    {also}
     """
 
-    def with_aux(variables: Any, _: None, microbatch: Any) -> Any:
-        out = fun(variables, microbatch)
-        value, aux = out if has_aux else (out, None)
-        return value, (None, aux)
+    def without_carry(variables: Any, _: None, microbatch: Any) -> Any:
+        return fun(variables, microbatch), None
 
     @functools.wraps(fun)
     def accumulated(variables: Any, microbatches: Any) -> Any:
-        value, grads, _, aux = accumulate(with_aux, variables, None, microbatches)
-        return ((value, aux) if has_aux else value), grads
+        value, grads, _ = accumulate(without_carry, variables, None, microbatches, has_aux)
+        return value, grads
 
     return accumulated
 
@@ -220,18 +219,21 @@ _IS_HOISTED = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES, KER
 
 
 def accumulate(
-    fun: Callable[[Any, Any, Any], Any], variables: Any, carry: Any, microbatches: Any
-) -> tuple[jax.Array, Any, Any, Any]:
+    fun: Callable[[Any, Any, Any], Any], variables: Any, carry: Any, microbatches: Any, has_aux: bool
+) -> tuple[Any, Any, Any]:
     """Computes ``value_and_grad`` of a mean over microbatches, for a function with a carry.
 
     Args:
-        fun: ``fun(variables, carry, microbatch)``; returns ``(value, (carry, aux))``.
+        fun: ``fun(variables, carry, microbatch)``; returns ``(value, carry)``, or with ``has_aux``
+            ``((value, aux), carry)``.
         variables: the argument to differentiate.
         carry: the carry of the first microbatch; a tree of arrays with constant shapes and dtypes.
         microbatches: see ``accumulate_gradients``.
+        has_aux: whether ``fun`` returns auxiliary data.
 
     Returns:
-        The mean value, the gradients, the carry of the last microbatch, and ``aux``, stacked.
+        The mean value, or with ``has_aux`` a pair of it and ``aux``, stacked; the gradients; and the carry
+        of the last microbatch.
     """
     sizes = {next(iter(np.shape(leaf)), 0) for leaf in jax.tree.leaves(microbatches)}
     if len(sizes) != 1 or 0 in sizes:
@@ -260,9 +262,10 @@ def accumulate(
         def loss(floats: Any, carry: Any, microbatch: Any) -> Any:
             merged = as_read(cast(floats))
             with merged_in(current_manual_axes()), refusing_arithmetic(lambda: [merged], _PARAMS):
-                value, rest = unmerge(fun(merged, carry, microbatch))
+                out, carry = unmerge(fun(merged, carry, microbatch))
+            value, aux = out if has_aux else (out, None)
             # Divided before the backward pass, so that output gradients equal those of one large batch.
-            return value / num, rest
+            return value / num, (carry, aux)
 
         def step(floats: Any, varying: Any) -> Any:
             total, carry, microbatch = varying
@@ -282,7 +285,8 @@ def accumulate(
     grads, carry, value, aux = run(variables, carry, microbatches)
     grads = jax.tree.map(_cotangent, grads)
     remember_step(variables, grads)
-    return jnp.sum(value, axis=0), grads, carry, aux
+    value = jnp.sum(value, axis=0)
+    return (value, aux) if has_aux else value, grads, carry
 
 
 def _zeros(leaf: jax.Array) -> jax.Array:

@@ -15,8 +15,7 @@ from fp8flax.nnx.ops import (
 )
 
 # Blocks of layers.
-from fp8flax.nnx.mlp import MLP as MLP
-from fp8flax.nnx.moe import MoE as MoE, RouterLoss as RouterLoss
+from fp8flax.nnx.blocks import MLP as MLP, MoE as MoE, RouterLoss as RouterLoss
 
 # Their state.
 from fp8flax.nnx.ops import OverwriteWithGradient as OverwriteWithGradient
@@ -38,7 +37,7 @@ from fp8flax.nnx.variables import to_linen as to_linen, update_from_linen as upd
 from fp8flax.nnx.models import quantize_model as quantize_model, report as report
 
 # Serving, and what comes before.
-from fp8flax.nnx.calibrating import calibrate as calibrate
+from fp8flax.nnx.training import calibrate as calibrate
 from fp8flax.nnx.freezing import Frozen as Frozen, freeze as freeze
 from fp8flax.nnx.safetensors import (
     load_safetensors as load_safetensors,

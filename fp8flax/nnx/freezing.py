@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8flax._compat.interpreter import Set, interpret
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.options import other_api_hint
+from fp8flax._core.options import wrong_model
 from fp8flax._core.plans.calls import calling
 from fp8flax._core.plans.ops import EINSUM, OpRow
 from fp8flax._core.qtensor import QTensor
@@ -111,10 +111,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     Args:
         model: a model with FP8 ops, given to its layers or set by ``quantize_model``; trained or
             calibrated.
-        *args: inputs to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays.
-        weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
-            in the inputs' dtype.
-        **kwargs: keyword inputs of the model.
+        {args}
 
     Returns:
         A model of the same type; ``model`` stays unchanged.
@@ -143,10 +140,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     Source: as for ``fp8flax.freeze``.
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"model must be a flax.nnx.Module; got {type(model).__name__}."
-            + other_api_hint(model, "flax.nnx", "freeze")
-        )
+        raise wrong_model(model, "be a flax.nnx.Module", "flax.nnx", "freeze")
     copy: Any = nnx.clone(model)
     layers = {
         layer.site.path: layer for layer in layers_of(copy) if layer.op is not None and layer.takes_codes

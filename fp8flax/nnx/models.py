@@ -13,15 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.names import NOT_CONVERTED
-from fp8flax._core.options import other_api_hint
+from fp8flax._core.options import wrong_model
 from fp8flax._core.plans.calls import calling
 from fp8flax._core.plans.conv import is_matmul
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, GemmSizes, OpRow, rows
 from fp8flax._core.recipes import Recipe
 from fp8flax._model.decisions import SeenSite, check_matched, why_unconverted
-from fp8flax._model.model_report import ModelReport, table_of
+from fp8flax._model.model_report import SEE_AUDIT, ModelReport, gpu_named, table_of
 from fp8flax._model.rules import Rules, Site
 from fp8flax._train.bridge import split_arrays
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
@@ -246,13 +245,7 @@ def quantize_model(
 
     The copy shares the arrays of the model, which are not mutable, but none of its variables.
 
-    Rules are tried in this order, and the first that matches decides: ``exclude``, ``rules``, ``include``,
-    the defaults. The defaults leave out
-
-    * layers named like the last one (``lm_head``, ``logits``, ``classifier``, …), or ``router``
-    * convolutions that are not matmuls
-    * kernels with K or N below 16
-    * kernels too small for FP8 to gain on an H200 with any batch (``1/(1/K + 1/N) < 281``)
+    {rules}
 
     A pattern is searched (``re.search``) in a layer's path, such as ``encoder/layers/0/linear``, and in
     that path with ``/kernel``. (The path of a layer that occurs at two places is the one that comes first
@@ -260,8 +253,7 @@ def quantize_model(
 
     Args:
         model: any NNX module, also an abstract one (``nnx.eval_shape``).
-        recipe: how tensors are scaled, unless a rule says otherwise. None takes the recipe of
-            ``fp8flax.autocast``, or ``DelayedScaling()`` outside of it.
+        {recipe}
         include: a regular expression or several. Only layers that match are converted, even those that the
             defaults leave out.
         exclude: a regular expression or several; layers that match are not converted.
@@ -296,11 +288,7 @@ def quantize_model(
     Source: as for ``fp8flax.quantize_model``.
     """
     if not isinstance(model, nnx.Module):
-        hint = " Pass an instance, not the class." if isinstance(model, type) else ""
-        raise TypeError(
-            f"model must be a flax.nnx.Module; got {type(model).__name__}.{hint}"
-            + other_api_hint(model, "flax.nnx", "quantize_model")
-        )
+        raise wrong_model(model, "be a flax.nnx.Module", "flax.nnx", "quantize_model")
     made = [
         f"the op at {'/'.join(map(str, path))!r}"
         for path, node in nnx.iter_graph(model)
@@ -384,10 +372,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
     ``fp8flax.report``; ``fp8flax.audit`` reads the compiled step.
 
     Args:
-        model: the model that ``quantize_model`` returned.
-        *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
-        target: the GPU of the prediction, as for ``audit``: ``"h100"``, ``"h200"``, ``"b200"``, …
-        **kwargs: keyword inputs of the model.
+        {args}
 
     Returns:
         A ``ModelReport``; print it, or look at its ``rows``.
@@ -420,14 +405,9 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
     conversion, is_whole = made[0] if made else (None, False)
     # In a part of a converted model, the ops have the names that they had in the whole model.
     if conversion is None or not is_whole:
-        raise TypeError(
-            f"model must come from fp8flax.nnx.quantize_model; got {type(model).__name__}. For any other "
-            "function, fp8flax.audit reads the compiled program."
-            + other_api_hint(model, "flax.nnx", "report")
-        )
+        raise wrong_model(model, "come from fp8flax.nnx.quantize_model", "flax.nnx", "report", SEE_AUDIT)
     rules, kept, _ = conversion
-    if target not in GPUS:
-        raise ValueError(f"target must be one of {sorted(GPUS)}; got {target!r}.")
+    gpu = gpu_named(target)
     counts: Counter[tuple[str, GemmSizes]] = Counter()
     sites, idle = {}, []
     for layer in layers:
@@ -453,7 +433,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
             site, decision = sites[path]
             sites[path] = site, decision._replace(converts=False, reason="its op is never called")
             counts[path, site.sizes._replace(m=0)] = 0
-    return table_of(counts, sites, GPUS[target])
+    return table_of(counts, sites, gpu)
 
 
 @dataclasses.dataclass(frozen=True)

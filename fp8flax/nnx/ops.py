@@ -191,12 +191,11 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     ``lax.dot_general``.
 
     Args:
-        {op_options}
+        {options}
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        {wrong_operand}
-        ValueError: the history in the state has another length than the recipe says.
+        {errors}
 
     Example:
         >>> from flax import nnx
@@ -240,9 +239,7 @@ class Fp8Einsum(EinsumCall, Fp8Op):
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        TypeError: ``eqn`` is not a string, an operand is not bfloat16, float16, float32 or float64, or the
-            state is not float32.
-        ValueError: the equation does not fit the operands, or the state does not fit the recipe.
+        {errors}
 
     Example:
         >>> from flax import nnx
@@ -253,7 +250,7 @@ class Fp8Einsum(EinsumCall, Fp8Op):
         >>> layer(jnp.ones((1, 3, 2))).shape
         (1, 3, 8, 4)
 
-    Source: ``flax.linen.fp8_ops.Fp8Einsum``.
+    {source}
     """
 
     row = EINSUM
@@ -273,9 +270,7 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        {wrong_operand}
-        ValueError: the recipe scales along the contraction and the convolution is not a matmul, or the
-            state does not fit the recipe.
+        {errors}
 
     Example:
         >>> from flax import nnx
@@ -286,7 +281,7 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
         >>> layer(jnp.ones((2, 16, 16, 3))).shape
         (2, 4, 4, 8)
 
-    Source: ``lax.conv_general_dilated``; recipes of Micikevicius et al., 2022, arXiv:2209.05433.
+    {source}
     """
 
     row = CONV
@@ -306,8 +301,7 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
 
     Raises:
         MissingStateError: the op was made under a recipe without the state that it needs now.
-        {wrong_operand}
-        ValueError: the shapes do not fit, or the state does not fit the recipe or the number of experts.
+        {errors}
 
     Example:
         >>> import jax.numpy as jnp
@@ -318,7 +312,7 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
         >>> op.kernel_scale.shape
         (2, 1)
 
-    Source: ``jax.lax.ragged_dot``; the state of ``flax.linen.fp8_ops``, per expert.
+    {source}
     """
 
     row = RAGGED_DOT

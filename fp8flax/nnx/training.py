@@ -1,9 +1,9 @@
-"""Trains an NNX model: gradients that merge scaling state by maximum, and the optimizer that takes them."""
+"""Trains and calibrates an NNX model: gradients, the optimizer that takes them, and state from samples."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ from fp8flax._core.axes import current_manual_axes, merged_in
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.state.tree import kept_tree, merge_by_max, refusing_arithmetic, unmerge
 from fp8flax._train import check
-from fp8flax._train.gradients import accumulate
+from fp8flax._train.calibrate import calibrate as calibrate_variables
+from fp8flax._train.gradients import accumulate, without_value
 from fp8flax.nnx.ops import OverwriteWithGradient
 from fp8flax.nnx.variables import set_state, state_of
 
@@ -84,16 +85,14 @@ def value_and_grad(
         f: a function of models and arrays; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``.
         argnums: which positional arguments to differentiate. In a model these are its ``nnx.Param``, or
             with an ``nnx.DiffState`` the variables that its filter takes; and always the scaling state.
-        has_aux: whether ``f`` returns auxiliary data.
-        holomorphic: passed to JAX.
-        allow_int: passed to JAX.
+        {args}
 
     Returns:
         A function with the arguments of ``f`` that returns ``(value, gradients)``: an ``nnx.State`` for
         each differentiated model, with variables of ``nnx.Param`` and ``OverwriteWithGradient``.
 
     Raises:
-        TypeError: (when called) scaling state is not float32.
+        {errors}
 
     Example:
         >>> from flax import nnx
@@ -171,16 +170,14 @@ def grad(
     Args:
         f: a function as in ``value_and_grad``.
         argnums: which positional arguments to differentiate; see ``value_and_grad``.
-        has_aux: whether ``f`` returns auxiliary data.
-        holomorphic: passed to JAX.
-        allow_int: passed to JAX.
+        {args}
 
     Returns:
         A function with the arguments of ``f`` that returns the gradients, or with ``has_aux`` ``(gradients,
         aux)``.
 
     Raises:
-        TypeError: (when called) scaling state is not float32.
+        {errors}
 
     Example:
         >>> from flax import nnx
@@ -193,13 +190,7 @@ def grad(
     Source: signature of ``nnx.grad``.
     """
     f_with_value = value_and_grad(f, argnums, has_aux, holomorphic, allow_int)
-
-    @functools.wraps(f)
-    def grad_f(*args: Any, **kwargs: Any) -> Any:
-        value, grads = f_with_value(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return grad_f
+    return without_value(f_with_value, has_aux)
 
 
 def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
@@ -223,8 +214,7 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
         ``value_and_grad``, and ``aux`` of each microbatch, stacked.
 
     Raises:
-        TypeError: (when called) scaling state is not float32.
-        ValueError: (when called) there is no microbatch, or the first dimensions differ.
+        {errors}
 
     Example:
         >>> from flax import nnx
@@ -237,7 +227,7 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
         >>> grads["dot_general"]["input_amax_history"][:2]
         Array([4., 0.], dtype=float32)
 
-    (``optax.MultiSteps`` accumulates over steps instead, each with its own scaling state.)
+    {also}
     """
 
     @functools.wraps(f)
@@ -249,15 +239,12 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
             # A copy has variables of this trace, to which f may write.
             states = jax.tree.map(lambda x: x, (*variables.values(), rest))
             merged = nnx.merge(graphdef, *states)
-            out = f(merged, microbatch)
-            value, aux = out if has_aux else (out, None)
-            return value, (nnx.state(merged, _REST), aux)
+            return f(merged, microbatch), nnx.state(merged, _REST)
 
         variables = {PARAMS: params, OVERWRITE_WITH_GRADIENT: scaling}
-        value, grads, rest, aux = accumulate(of_variables, variables, rest, microbatches)
+        value, grads, rest = accumulate(of_variables, variables, rest, microbatches, has_aux)
         nnx.update(model, rest)
-        grads = nnx.merge_state(*grads.values())
-        return ((value, aux) if has_aux else value), grads
+        return value, nnx.merge_state(*grads.values())
 
     return accumulated
 
@@ -393,8 +380,7 @@ def check_state(model: Any, before: Any = None) -> None:
             None checks ``model`` alone.
 
     Raises:
-        TypeError: the values are traced.
-        ValueError: the state is wrong; the message lists five leaves at most, and says what to do.
+        {errors}
 
     Warns:
         UserWarning: some histories are all zeros, or did not move, while others did.
@@ -410,3 +396,69 @@ def check_state(model: Any, before: Any = None) -> None:
         ValueError: The FP8 scaling state is not what training leaves...
     """
     check.check_state(state_of(model), None if before is None else state_of(before))
+
+
+_MODEL = "model"
+
+
+def calibrate(
+    f: Callable[[Any, Any], Any],
+    model: nnx.Module,
+    batches: Iterable[Any],
+    *,
+    backward: bool = False,
+    has_aux: bool = False,
+) -> None:
+    """Fills the scaling state of a model from sample batches, so that its first step has the right scales.
+
+    It runs ``f`` on each batch with every FP8 op in its operands' own dtype, and records the largest
+    magnitudes; see ``fp8flax.calibrate``. The model does not change otherwise: statistics and random number
+    generators that ``f`` updates are restored.
+
+    Args:
+        f: ``f(model, batch)``, such as ``lambda model, x: model(x)``; it is compiled.
+        model: an NNX module; its variables of ``OverwriteWithGradient`` change.
+        batches: a few samples, similar to those that the model will see.
+        backward: whether ``f`` is a loss (a scalar), whose gradients fill the state of output gradients
+            too. Otherwise that state stays unchanged.
+        has_aux: whether the loss comes in a pair ``(loss, aux)``.
+
+    Raises:
+        TypeError: scaling state is not float32.
+        ValueError: there is no scaling state; there is no batch; a batch produced a NaN or an Inf in a
+            tensor of a layer; or ``f`` reaches no FP8 op.
+
+    Warns:
+        UserWarning: some op did not run; its state stays unchanged.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> layer = nnx.Linear(4, 4, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+        >>> x = jnp.full((2, 4), 3584.0)
+        >>> fp8nnx.calibrate(lambda layer, x: layer(x), layer, [x, x / 2])
+        >>> layer.dot_general.input_scale.get_value()
+        Array([8.], dtype=float32)
+
+    Source: as for ``fp8flax.calibrate``.
+    """
+    state = state_of(model)
+    if not state[OVERWRITE_WITH_GRADIENT]:
+        raise ValueError(
+            "The model has no scaling state, so there is nothing to calibrate. Give its layers ops, or "
+            "convert it by fp8flax.nnx.quantize_model. (Recipes without delayed scaling have no state and "
+            "need no calibration.)"
+        )
+    graphdef, whole = nnx.split(model)
+
+    def of_variables(variables: Mapping[str, Any], batch: Any) -> Any:
+        # A copy has variables of this trace, to which f may write.
+        merged = nnx.merge(graphdef, jax.tree.map(lambda x: x, variables[_MODEL]))
+        set_state(merged, variables)
+        return f(merged, batch)
+
+    # The model is an argument, because a compiled function would hold weights of its closure as constants.
+    variables = {**state, _MODEL: whole}
+    filled = calibrate_variables(of_variables, variables, batches, backward=backward, has_aux=has_aux)
+    set_state(model, filled)

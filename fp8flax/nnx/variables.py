@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax.nnx.moe import RouterLoss
+from fp8flax.nnx.blocks import RouterLoss
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
 
 NOT_WRITTEN = nnx.Any(nnx.RngState, RouterLoss)
