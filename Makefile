@@ -35,7 +35,6 @@ help:
 	@echo "make bench-flax-scales  the error of Flax's ops and ours, relative to the product of their quantized operands"
 	@echo "make bench-trace   the time to trace, lower and compile a step in FP8, compared with bf16 and Flax's ops"
 	@echo "make bench-models  models of transformers and flaxmodels in FP8: what is converted, errors, bytes (15 minutes)"
-	@echo "make  frozen models loaded into PyTorch by transformers; PYTHON= must have both installed"
 	@echo "make bench-gpu     measurements on a GPU, in parts of nine minutes; the JAX of PYTHON= must see the GPU"
 	@echo "make what-works    test every recipe with every transformation and sharding, and write docs/what_works.md"
 	@echo "make notebooks     execute the notebooks, and save their outputs"
