@@ -210,7 +210,7 @@ def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[T
                     if quantizer.scales_along_contraction:  # block scales have a batch dimension of size 1
                         written = array.reshape(*array.shape[:-3], *array.shape[-2:])
                         axis, per_entry = -2, quantizer.block[0] if hasattr(quantizer, "block") else 0
-                    elif array.shape[-1] != 1 or array.ndim > 2:
+                    elif _is_per_feature(array, op, arrays):
                         matrix, axis, per_entry = op.layout, -2, 1
                 elif path in inputs:
                     name = f"{layer}.input_scale"
@@ -235,6 +235,14 @@ def _by_path(collection: str, tree: Any) -> dict[tuple[str, ...], Any]:
             )
         arrays[tuple(str(key.key) for key in keys)] = leaf
     return arrays
+
+
+def _is_per_feature(scale: Any, op: ServedOp, arrays: Mapping[tuple[str, ...], Any]) -> bool:
+    """Returns whether a scale that broadcasts to its kernel has one entry for each output feature."""
+    kernel, layout = arrays.get(op.kernels[0][0]), op.layout
+    if kernel is None or layout is None:
+        return bool(scale.shape[-1] != 1 or scale.ndim > 2)
+    return bool(scale.ndim == kernel.ndim and len(layout[0]) + len(layout[1]) > 1)
 
 
 def _output_features(op: ServedOp, arrays: Mapping[tuple[str, ...], Any]) -> int | None:
