@@ -43,6 +43,10 @@ class CheckpointTensor(NamedTuple):
 
     The arrays have the bits of the file. The codes are mapped from the file, and are read when they are
     used.
+
+    This is not the ``QTensor`` of the core, which cannot express what a file has: a scale in bfloat16,
+    blocks of any size, an input scale, and codes without the quantizer that made them. A ``QTensor`` also
+    lies on a device as a whole, and a file may be larger than the memory.
     """
 
     codes: np.ndarray

@@ -33,22 +33,20 @@ def load_into(
     """Returns the variables of a model with the values of a checkpoint.
 
     * A wide variable gets the dequantized tensor in its own dtype, such as float32 or bfloat16.
-    * A kernel that ``freeze`` stored in FP8 gets codes and scales bit for bit. The scales in the file must
-      have the layout of the frozen model's recipe: one per tensor, one per output feature, 128×128 blocks
-      in float32, or MXFP8.
+    * A kernel that ``freeze`` stored in FP8 gets codes and scales bit for bit. The frozen model's recipe
+      must be able to hold the scales of the file: one per tensor, one per output feature, 128×128 blocks in
+      float32, or MXFP8.
 
     A variable is found under the name that ``save_safetensors`` gives it, after ``rename``:
-    ``params/Dense_0/kernel`` is ``Dense_0.weight`` for a layer in FP8, or ``Dense_0.kernel``. A kernel that
-    is named ``weight`` in the file is ``(out, in)`` there, and is transposed. ``rename`` is that of
-    ``save_safetensors``. For a Llama of the Hugging Face hub, it maps the names of the model to those of
-    the hub.
+    ``params/Dense_0/kernel`` is ``Dense_0.weight`` for a layer in FP8, or ``Dense_0.kernel``. A kernel is
+    ``(out, in)`` in the file, and is transposed, if the file has scales for it or calls it ``weight``.
+    ``rename`` is that of ``save_safetensors``. For a Llama of the Hugging Face hub, it maps the names of
+    the model to those of the hub. It also says where one variable has several tensors, such as fused
+    queries, keys and values or the layers of ``nn.scan``, and where several variables have one tensor.
 
     The scaling state of FP8 ops stays unchanged. To leave other variables unchanged, such as LoRA adapters,
     caches or generators of random numbers, do not pass them. Pass the state of an NNX model, such as
     ``nnx.state(model, nnx.Param)``, and give the result to ``nnx.update``.
-
-    Each layer must have its own tensors. The tensors of several layers are not stacked for ``nn.scan``, and
-    not joined for fused queries, keys and values. An error names these kernels.
 
     Args:
         variables: the collections of a Linen model or a frozen one, or the state of an NNX model; arrays,

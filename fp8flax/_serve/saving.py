@@ -33,8 +33,8 @@ def save_safetensors(
       name, it is a factor of the codes.
     * ``<layer>.input_scale``: the fixed scale of the input, ``(1,)``, if there is one
 
-    Layers that ``nn.scan`` stacked have a leading dimension. All other variables keep their layout and
-    their names, with dots: ``embed.embedding``.
+    Layers that ``nn.scan`` stacked have a leading dimension, unless ``rename`` numbers them. All other
+    variables keep their layout and their names, with dots: ``embed.embedding``.
 
     These are the names of FP8 checkpoints in the Hugging Face hub, as transformers and vLLM document them.
     transformers has loaded such a file on a CPU; no inference server has been tried. A loader knows an
@@ -60,6 +60,10 @@ def save_safetensors(
             A name without a match stays unchanged. A wide ``<layer>.kernel`` that is renamed to
             ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it. ``load_safetensors``
             returns the variables under the names that they have in the model.
+            A replacement with ``{0}`` makes a tensor for each entry of the first dimension, and puts its
+            number there; ``{1}`` is for the second dimension. A dict as replacement splits the output
+            features of a layer: ``{"qkv": {"q": 512, "k": 128, "v": 128}}``. A tuple of patterns joins
+            them: ``{("q", "k", "v"): "qkv"}``. ``load_into`` reads such a file, with the same ``rename``.
         config: contents of a ``config.json`` in the folder of ``path``, which describes the architecture,
             as ``to_dict()`` of a transformers config returns it. ``quantization_config`` is added to it.
             None writes no such file.
@@ -67,11 +71,12 @@ def save_safetensors(
     Raises:
         ImportError: the library ``safetensors`` is not installed.
         OSError: a file cannot be written, for instance because the disk is full.
-        TypeError: ``model`` does not come from ``freeze``; ``rename`` is neither a mapping of strings nor a
+        TypeError: ``model`` does not come from ``freeze``; ``rename`` is neither a mapping as above nor a
             function that returns strings; or ``config`` is not a mapping that JSON can hold.
         ValueError: two variables would have one name; a variable is not an array of a dtype that files
             hold; a pattern matches nothing; a name would be empty, or give the tensors of one layer
             different prefixes.
+            Also if ``rename`` would cut a block of scales, or join layers that have one scale each.
             Also if a wide kernel that becomes a weight does not have two dimensions. Also if ``config`` is
             given, and no ``quantization_config`` describes the model, or ``config`` has its own.
 
