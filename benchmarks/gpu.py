@@ -10,10 +10,10 @@ values: one float32 layer, forward and backward, beside the same on the CPU, whe
 tests compare the emulation with NumPy. relative error = |device - CPU| / |CPU| (Frobenius). Scaling
 states are compared in bits.
 
-dense: one nn.Dense, forward and backward; gemm: one GEMM; model: a training step of a language model.
-TFLOP/s = 6MKN / seconds for a Dense layer, 2MKN for a GEMM, 6 x tokens x parameters for a training step;
-GB/s = the least that must be moved / seconds. times base = seconds of the bf16 program in the same round
-over those of this one.
+dense: one nn.Dense, forward and backward; gemm: one GEMM; model: a training step of a Transformer on
+bytes. TFLOP/s = 6MKN / seconds for a Dense layer, 2MKN for a GEMM, 6 x tokens x weights of matmuls for a
+training step; GB/s = the least that must be moved / seconds. times base = seconds of the bf16 program in
+the same round over those of this one.
 
 Each program repeats its step inside; its seconds are those of a call over the steps, which hides the
 host. gemms = of the program as optimized: backend and accumulation. program_bytes = arguments, results

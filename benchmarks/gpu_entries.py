@@ -12,12 +12,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 import fp8flax as fp8
-from benchmarks import accuracy, common, dense, gpu_programs, llama
+from benchmarks import accuracy, common, dense, gpu_programs
 from benchmarks.common import Row, Shape
 from benchmarks.gpu_programs import At, Program, Programs, filled, looped, pinned
+from fp8flax.demo.model import VOCABULARY, ByteTransformer
 
 BF16, E4M3, E5M2 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2
 SECONDS_OF_A_CALL = 0.04
@@ -183,12 +185,13 @@ def gemm_programs(shape: Shape) -> Programs:
 
 
 class Training(NamedTuple):
-    """A model and its batch."""
+    """A Transformer on bytes, as the demo has it, and its batch."""
 
-    config: llama.Config
+    width: int
+    layers: int
+    heads: int
     batch: int
     length: int
-    attention: str = "cudnn"
 
 
 OPS = {
@@ -199,25 +202,33 @@ OPS = {
 
 
 def model_programs(training: Training) -> Programs:
-    config, batch, length, attention = training
-    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    width, layers, heads, batch, length = training
+    windows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
+    flops = 6 * batch * length * (12 * layers * width**2 + VOCABULARY * width)
 
     def make(op: Any) -> Program:
-        model = llama.Llama(config, op, implementation=attention)
-        initial = partial(llama.initial_state, model)
+        model = ByteTransformer(width, layers, heads, length, op)
+
+        def initial(key: jax.Array) -> fp8.TrainState:
+            variables = model.init(key, jnp.zeros((1, length), jnp.int32))
+            return fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adamw(1e-4))
 
         def step(carry: Any) -> Any:
-            state, tokens, _ = carry
-            state, loss = llama.train_step(state, tokens)
-            return state, tokens, loss
+            state, windows, _ = carry
+
+            def loss(variables: Any) -> jax.Array:
+                logits = state.apply_fn(variables, windows[:, :-1])
+                return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+            value, grads = fp8.value_and_grad(loss)(state.params)
+            return state.apply_gradients(grads=grads), windows, value
 
         def carry() -> Any:
-            drawn = jax.random.randint(jax.random.key(1), tokens.shape, 0, config.vocabulary)
+            drawn = jax.random.randint(jax.random.key(1), windows.shape, 0, VOCABULARY)
             return jax.jit(initial)(jax.random.key(0)), drawn, jnp.zeros(())
 
-        specs = ((jax.eval_shape(initial, jax.random.key(0)), tokens, loss),)
-        flops = config.flops(batch * length)
+        state = jax.eval_shape(initial, jax.random.key(0))
+        specs = ((state, windows, jax.ShapeDtypeStruct((), jnp.float32)),)
         return Program(jax.jit(step, donate_argnums=0), specs, carry=carry, flops=flops)
 
     return {name: partial(make, op) for name, op in OPS.items()}
@@ -263,10 +274,8 @@ def of_recipes(layer: Callable[..., nn.Module], shape: Shape, *recipes: str) -> 
     return {recipe: (layer, shape, recipe) for recipe in recipes}
 
 
-# Four of Llama 3 8B's layers, and Llama 3.2 1B.
-WIDE_1B = llama.Config(layers=4, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=32000)
-LLAMA_1B = llama.Config(layers=16, width=2048, hidden=8192, heads=32, kv_heads=8, vocabulary=128256)
-TINY = llama.Config(layers=2, width=32, hidden=64, heads=4, kv_heads=2, vocabulary=64)
+WIDE = Training(width=4096, layers=4, heads=32, batch=8, length=2048)
+TINY = Training(width=32, layers=2, heads=4, batch=2, length=8)
 FEW = ("bf16", "flax-qdq", "flax-direct", "fp8flax", "fp8flax-triton", "fp8flax-current")
 OF_TRANSFORMER_ENGINE = tuple(
     (15872, k, n) for k, n in ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))
@@ -305,8 +314,8 @@ TABLE = (
     Family(
         name="model",
         programs=model_programs,
-        full={"wide-1b": (Training(WIDE_1B, 8, 2048),), "llama-1b": (Training(LLAMA_1B, 8, 2048),)},
-        small={"tiny": (Training(TINY, 2, 8, attention="xla"),)},
+        full={"bytes-800m": (WIDE,)},
+        small={"tiny": (TINY,)},
         base="bf16",
         expected=200,
     ),

@@ -308,7 +308,7 @@ def test_every_shape_and_contender_is_an_entry() -> None:
     shapes = (*dense.OPTIONS["shapes"], *((15872, k, n) for k, n in te))
     assert {f"dense/{common.text_of(shape)}" for shape in shapes} <= set(entries)
     assert set(entries["dense/8192x4096x4096"].programs()) == set(dense.CONTENDERS)
-    assert set(entries["model/wide-1b"].programs()) == {"bf16", "delayed", "current"}
+    assert set(entries["model/bytes-800m"].programs()) == {"bf16", "delayed", "current"}
     assert {name.partition("/")[0] for name in entries} == {name.partition("/")[0] for name in SMALL}
 
 
@@ -342,7 +342,6 @@ def test_a_dense_layer_for_a_gpu_repeats_the_whole_step(name: str) -> None:
 @pytest.mark.usefixtures("_all_cells", "gpu")
 def test_a_training_step_for_a_gpu_fits() -> None:
     """Three train states are there at the same time, and the temporaries of one step."""
-    training = gpu_entries.Training(gpu_entries.WIDE_1B, 8, 2048)
-    row = read_ahead(gpu_entries.model_programs(training)["delayed"]())
+    row = read_ahead(gpu_entries.model_programs(gpu_entries.WIDE)["delayed"]())
     assert row["program_bytes"] < 0.5 * 139 * 2**30
     assert row["fp8_flops_share"] > 0.8

@@ -9,13 +9,12 @@ import subprocess
 import sys
 import types
 import warnings
-from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from benchmarks import common, outlier, step_cpu
+from benchmarks import common, step_cpu
 from tests import ROOT
 from tests.cases import residual_bytes
 
@@ -154,41 +153,3 @@ def test_rejects_zero_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         step_cpu.main(["--rounds", "0"])
     assert "argument --rounds: must be 1 or more" in capsys.readouterr().err
-
-
-# An outlier under delayed scaling.
-
-
-def test_the_outlier_benchmark_reports_each_rule_and_case(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = ("float32", "max of 1024", "DelayedScaling()")
-    kinds = ("no outlier", "one in the input")
-    all_cases = outlier.cases
-    monkeypatch.setattr(outlier, "RULES", {name: outlier.RULES[name] for name in names})
-    monkeypatch.setattr(outlier, "cases", lambda steps: {kind: all_cases(steps)[kind] for kind in kinds})
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        outlier.main(["--steps", "200", "--seeds", "1", "--json", str(tmp_path / "out.json")])
-    report, printed = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
-    assert report["question"] in printed
-    assert all(line in printed for line in report["method"])
-    rows = {(row["case"], row["rule"]): row for row in report["rows"]}
-    assert list(rows) == list(itertools.product(kinds, names))
-    assert rows["one in the input", "max of 1024"]["flushed"] > 0.5
-    assert rows["one in the input", "DelayedScaling()"]["flushed"] < 0.01
-    assert rows["no outlier", "max of 1024"]["flushed"] < 0.001
-
-
-def test_what_the_outlier_benchmark_found() -> None:
-    report = json.loads((common.RESULTS / "outlier.json").read_text())
-    loss = {(row["case"], row["rule"]): row["loss"] for row in report["rows"]}
-    assert set(loss) == set(itertools.product(outlier.cases(1000), outlier.RULES))
-    worst = {rule: max(v for (_, name), v in loss.items() if name == rule) for rule in outlier.RULES}
-    assert worst["DelayedScaling()"] < 1.5 * worst["float32"]
-    assert worst["max of 1024"] > 10 * worst["float32"]
-    assert worst["max of 1024, entries within 16x"] > 10 * worst["float32"]
-    rows = {(row["case"], row["rule"]): row for row in report["rows"]}
-    recurring = {rule: rows["in the input of every 50th", rule]["flushed"] for rule in outlier.RULES}
-    assert recurring["DelayedScaling()"] < 0.01 < recurring["max of 1024, reset"]
-    noisy = {rule: rows["noisy, log-normal, sigma 1.5", rule]["saturated"] for rule in outlier.RULES}
-    assert noisy["DelayedScaling()"] == noisy["max of 1024"] < noisy["max of 16"] / 5
