@@ -31,7 +31,6 @@ help:
 	@echo "make bench-accuracy  the error that each recipe adds to a Dense layer, on three kinds of data"
 	@echo "make bench-fidelity  the loss of FP8 training, compared with bf16 and with chance; hours on 2 cores, resumable"
 	@echo "make bench-schedule  the loss of FP8 training that ends in bf16; half an hour on a core, resumable"
-	@echo "make  rules for delayed scales under outliers, jumps and noise; trains on this CPU"
 	@echo "make bench-flax-scales  the error of Flax's ops and ours, relative to the product of their quantized operands"
 	@echo "make bench-trace   the time to trace, lower and compile a step in FP8, compared with bf16 and Flax's ops"
 	@echo "make bench-models  models of transformers and flaxmodels in FP8: what is converted, errors, bytes (15 minutes)"
