@@ -136,28 +136,38 @@ def new_names_of(names: Sequence[str], rename: Rename | None) -> dict[str, list[
 
 
 def check_rename(rename: Any) -> None:
-    """Raises ``TypeError`` if ``rename`` is neither a mapping nor a callable."""
-    if not (isinstance(rename, Mapping) or callable(rename)):
+    """Raises ``TypeError`` if ``rename`` is not what ``save_safetensors`` takes."""
+    if callable(rename):
+        return
+    if not isinstance(rename, Mapping):
         raise TypeError(
             "rename must be a dict of regular expressions and their replacements, or a callable that "
             f"takes a name and returns one; got {rename!r}."
         )
+    for pattern, replacement in rename.items():
+        patterns = pattern if isinstance(pattern, tuple) else (pattern,)
+        sizes = replacement if isinstance(replacement, Mapping) else {}
+        texts = (*patterns, *(sizes if isinstance(replacement, Mapping) else (replacement,)))
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(
+                f"rename must be a dict of strings, or a callable; got {pattern!r}: {replacement!r} in it."
+            )
+        if isinstance(replacement, Mapping) and not (
+            sizes and all(type(size) is int and size > 0 for size in sizes.values())
+        ):
+            raise TypeError(
+                "rename must give the number of output features for each part of a tensor, such as "
+                f"{{'q': 512, 'k': 128}}; got {pattern!r}: {replacement!r} in it."
+            )
 
 
-def _substitute(parts_of: dict[str, list[Part]], pattern: Any, replacement: Any) -> None:
+def _substitute(
+    parts_of: dict[str, list[Part]], pattern: str | tuple[str, ...], replacement: str | Mapping[str, int]
+) -> None:
     """Substitutes a pattern in all names: splits them, joins them, or gives them another name."""
     patterns = pattern if isinstance(pattern, tuple) else (pattern,)
-    is_split, is_join = isinstance(replacement, Mapping), isinstance(pattern, tuple)
-    pairs = list(replacement.items()) if is_split else [(replacement, None)]
-    if not all(isinstance(text, str) for text in (*patterns, *(text for text, _ in pairs))):
-        raise TypeError(
-            f"rename must be a dict of strings, or a callable; got {pattern!r}: {replacement!r} in it."
-        )
-    if is_split and not (pairs and all(type(size) is int and size > 0 for _, size in pairs)):
-        raise TypeError(
-            "rename must give the number of output features for each part of a tensor, such as "
-            f"{{'q': 512, 'k': 128}}; got {pattern!r}: {replacement!r} in it."
-        )
+    is_join = isinstance(pattern, tuple)
+    pairs = list(replacement.items()) if isinstance(replacement, Mapping) else [(replacement, None)]
     changed: dict[str, list[list[Part]]] = {name: [[] for _ in parts] for name, parts in parts_of.items()}
     for place, one in enumerate(patterns):  # each is searched in the names as they were before
         of_join = (place, len(patterns)) if is_join else None

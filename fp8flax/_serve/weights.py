@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from fp8flax._core.options import other_api_hint
+from fp8flax._core.options import wrong_model
 from fp8flax._model.converted_call import seen_of
 from fp8flax._serve.freeze import freeze
 from fp8flax._serve.renaming import Rename, check_rename
@@ -72,10 +72,7 @@ def weights_for_serving(
     Source: as for ``save_safetensors``.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a flax.linen.Module; got {type(model).__name__}."
-            + other_api_hint(model, "flax.linen", "weights_for_serving")
-        )
+        raise wrong_model(model, "be a flax.linen.Module", "flax.linen", "weights_for_serving")
     if not isinstance(variables, Mapping):
         raise TypeError(
             f"variables must be the collections of the model; got {type(variables).__name__}. Pass "

@@ -13,7 +13,7 @@ from flax import nnx
 
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import PARAMS
-from fp8flax._core.options import other_api_hint
+from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._serve.hidden_state import ServedOp
 from fp8flax._serve.renaming import Rename
@@ -116,10 +116,7 @@ def weights_for_serving(
     Source: as for ``fp8flax.save_safetensors``.
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"model must be a flax.nnx.Module; got {type(model).__name__}."
-            + other_api_hint(model, "flax.nnx", "weights_for_serving")
-        )
+        raise wrong_model(model, "be a flax.nnx.Module", "flax.nnx", "weights_for_serving")
     graphdef, state = nnx.split(model)
     with automatic_axes(state) as state:
         return _weights(graphdef, options_of(args, kwargs, rename, weight_only), state)
@@ -146,10 +143,7 @@ def _described(model: nnx.Module) -> tuple[tuple[ServedOp, ...], dict[str, Any]]
         if isinstance(op, FrozenOp):
             ops.append(_served(layer, op, place))
     if not ops:
-        raise TypeError(
-            f"model must come from fp8flax.nnx.freeze; got {type(model).__name__}."
-            + other_api_hint(model, "flax.nnx", "save_safetensors")
-        )
+        raise wrong_model(model, "come from fp8flax.nnx.freeze", "flax.nnx", "save_safetensors")
     for keys, node in nnx.iter_graph(model):
         if isinstance(node, Fp8Op):  # of a wide kernel
             recipe = recipe_in_use(node.recipe, DelayedScaling())
