@@ -38,7 +38,7 @@ class AuditReport:
     """Number of GPU kernels in the program; the body of a loop counts once."""
     num_launches: int
     """Number of GPU kernels that one call launches."""
-    bytes_sent_by: dict[str, int]
+    bytes_sent_by: dict[str, int] = dataclasses.field(hash=False)
     """Bytes that each device of a mesh sends in one call, by the collective operation (``all-gather``)."""
     other_bytes: int
     """Bytes that all GPU kernels other than GEMMs read and write in one call."""

@@ -754,6 +754,7 @@ def test_predicted_time():
 def test_bytes_that_a_device_sends():
     report = dataclasses.replace(REPORT, bytes_sent_by={"all-gather": MIB, "all-reduce": 2 * MIB})
     assert report.bytes_sent == 3 * MIB
+    assert hash(report) == hash(REPORT)
     assert "Each device sends 3.0 MiB; all-gather 1.0 MiB, all-reduce 2.0 MiB." in str(report)
     assert "sends" not in str(REPORT)
 
