@@ -440,6 +440,17 @@ def rotated(x):
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+def attended(q, k, v):
+    """Returns causal attention of 4 heads of queries to 2 heads of keys and values, each of width 8."""
+    q, k, v = (x.reshape(*x.shape[:2], -1, 8) for x in (q, k, v))
+    k, v = jnp.repeat(rotated(k), 2, 2), jnp.repeat(v, 2, 2)
+    weights = jnp.einsum("bqhd,bkhd->bhqk", rotated(q), k) / np.float32(np.sqrt(8))
+    causal = np.tril(np.ones(weights.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(causal[None, None], weights, -jnp.inf))
+    out = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+    return out.reshape(*out.shape[:2], -1)
+
+
 class Llama(nn.Module):
     """The Llama of transformers_llama in Flax, by the description of the architecture."""
 
@@ -448,25 +459,53 @@ class Llama(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(24, 32, name="embed_tokens")(tokens)
-        causal = np.tril(np.ones((tokens.shape[1],) * 2, bool))
         for i in range(2):
             layer, linear = f"layers_{i}", partial(Projection, rank=self.rank)
             h = nn.RMSNorm(1e-6, name=f"{layer}_input_layernorm")(x)
             q, k, v = (
-                linear(8 * heads, name=f"{layer}_self_attn_{name}_proj")(h).reshape(*h.shape[:2], heads, 8)
+                linear(8 * heads, name=f"{layer}_self_attn_{name}_proj")(h)
                 for name, heads in (("q", 4), ("k", 2), ("v", 2))
             )
-            k, v = jnp.repeat(rotated(k), 2, 2), jnp.repeat(v, 2, 2)
-            weights = jnp.einsum("bqhd,bkhd->bhqk", rotated(q), k) / np.float32(np.sqrt(8))
-            weights = jax.nn.softmax(jnp.where(causal[None, None], weights, -jnp.inf))
-            attended = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
-            x = x + linear(32, name=f"{layer}_self_attn_o_proj")(attended)
+            x = x + linear(32, name=f"{layer}_self_attn_o_proj")(attended(q, k, v))
             h = nn.RMSNorm(1e-6, name=f"{layer}_post_attention_layernorm")(x)
             gate, up = (linear(48, name=f"{layer}_mlp_{name}_proj")(h) for name in ("gate", "up"))
             x = x + linear(32, name=f"{layer}_mlp_down_proj")(nn.silu(gate) * up)
         return nn.Dense(24, use_bias=False, name="lm_head")(nn.RMSNorm(1e-6, name="norm")(x))
 
 
+class FusedLayer(nn.Module):
+    """A layer of the Llama with one kernel for queries, keys and values, and one for gate and up."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        linear = partial(nn.Dense, use_bias=False)
+        h = linear(64, name="qkv")(nn.RMSNorm(1e-6, name="input_layernorm")(x))
+        x = x + linear(32, name="o_proj")(attended(*jnp.split(h, [32, 48], -1)))
+        h = linear(96, name="gate_up")(nn.RMSNorm(1e-6, name="post_attention_layernorm")(x))
+        gate, up = jnp.split(h, 2, -1)
+        return x + linear(32, name="down_proj")(nn.silu(gate) * up), None
+
+
+class FusedLlama(nn.Module):
+    """The same Llama with fused layers, which ``nn.scan`` stacks."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(24, 32, name="embed_tokens")(tokens)
+        stack = nn.scan(FusedLayer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        x, _ = stack(name="layers")(x, None)
+        return nn.Dense(24, use_bias=False, name="lm_head")(nn.RMSNorm(1e-6, name="norm")(x))
+
+
+FUSED_TO_LLAMA = {
+    r"\.(kernel|scale|embedding)$": ".weight",
+    r"^layers\.": "layers.{0}.",
+    r"qkv\b": {"self_attn.q_proj": 32, "self_attn.k_proj": 16, "self_attn.v_proj": 16},
+    r"gate_up\b": {"mlp.gate_proj": 48, "mlp.up_proj": 48},
+    r"\.o_proj": ".self_attn.o_proj",
+    r"\.down_proj": ".mlp.down_proj",
+    r"^(?!lm_head)": "model.",
+}
 TO_LLAMA = {
     r"\.base\b": "",
     r"\.(kernel|scale|embedding)$": ".weight",
@@ -477,35 +516,50 @@ TO_LLAMA = {
 }
 
 
-def llama(rank=0):
-    """Returns the frozen Llama with the codes of the folder, the wide one, the tokens and the logits."""
+def llama(model, include):
+    """Returns the checkpoint, its tokens and its logits, and the wide and the frozen model."""
     folder = Path(__file__).parent / "files" / "transformers_llama"
     expected = safetensors.numpy.load_file(folder / "expected.safetensors")
     checkpoint, tokens = fp8.read_checkpoint(folder), expected["tokens"].astype(np.int32)
-    model = Llama(rank)
-    model8 = fp8.quantize_model(model, fp8.Float8CurrentScaling(), include=".*base")
+    model8 = fp8.quantize_model(model, fp8.Float8CurrentScaling(), include=include)
     variables = jax.jit(model8.init)(jax.random.key(0), tokens)
     served_model, served = fp8.freeze(model8, variables, weight_only=True)
     return checkpoint, tokens, expected["logits"], (model, variables), (served_model, served)
 
 
 @pytest.mark.long
-def test_logits_of_a_llama():
-    """The wide and the frozen Llama have the logits that transformers computes from the same folder."""
-    checkpoint, tokens, expected, *models = llama()
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_logits_of_a_llama(is_fused, tmp_path):
+    """The wide and the frozen Llama have the logits that transformers computes from the same folder.
+
+    ``save_safetensors`` writes the same codes and scales under the same names.
+    """
+    rename = FUSED_TO_LLAMA if is_fused else TO_LLAMA
+    model, include = (FusedLlama(), ".*layers") if is_fused else (Llama(), ".*base")
+    checkpoint, tokens, expected, *models = llama(model, include)
     for model, variables in models:
-        loaded = fp8.load_into(variables, checkpoint, rename=TO_LLAMA)
+        loaded = fp8.load_into(variables, checkpoint, rename=rename)
         logits = model.apply(loaded, tokens)
         error = np.abs(np.asarray(logits) - expected).max() / np.abs(expected).max()
         assert error < 1e-5
-    kernel = loaded["params"]["layers_1_mlp_up_proj"]["base"]["kernel"]
+    fp8.save_safetensors(tmp_path / "file", model, loaded, rename=rename)
+    written = fp8.read_checkpoint(tmp_path / "file")
+    assert written.keys() == checkpoint.keys()
+    for name, tensor in checkpoint.items():
+        if "proj" in name:
+            np.testing.assert_array_equal(written[name].codes, tensor.codes)
+            np.testing.assert_array_equal(written[name].scale, tensor.scale)
+    if is_fused:
+        kernel = loaded["params"]["layers"]["gate_up"]["kernel"][1, :, 48:]
+    else:
+        kernel = loaded["params"]["layers_1_mlp_up_proj"]["base"]["kernel"]
     np.testing.assert_array_equal(kernel, checkpoint["model.layers.1.mlp.up_proj.weight"].codes.T)
 
 
 @pytest.mark.long
 def test_lora_steps_on_a_frozen_llama():
     """Adapters beside the FP8 kernels learn in 20 steps, and the kernels do not change."""
-    checkpoint, tokens, expected, _, (model, served) = llama(rank=4)
+    checkpoint, tokens, expected, _, (model, served) = llama(Llama(rank=4), ".*base")
     flat = flax.traverse_util.flatten_dict(served["params"])
     adapters = {path: x for path, x in flat.items() if path[-1].startswith("lora")}
     base = {path: x for path, x in flat.items() if path not in adapters}
