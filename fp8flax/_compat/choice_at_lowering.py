@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import AxisType
 
 _unless_cpu_p: Any = None
 _unless_partitioned_p: Any = None
@@ -54,17 +55,25 @@ def unless_cpu(otherwise: Callable[..., Any], on_cpu: Callable[..., Any], *args:
     """
     if _unless_cpu_p is None:
         return lax.platform_dependent(*args, cpu=on_cpu, default=otherwise)
-    leaves, treedef = jax.tree.flatten(args)
     traced, shapes = jax.make_jaxpr(on_cpu, return_shape=True)(*args)
-    has_64_bits = jax.config.jax_enable_x64
-
-    def of_leaves(*x: Any) -> list[Any]:
-        """Returns the leaves of ``otherwise``; JAX may lower it under another setting of x64."""
-        with jax.enable_x64(has_64_bits):
-            return jax.tree.leaves(otherwise(*treedef.unflatten(x)))
-
-    results = _unless_cpu_p.bind(*leaves, on_cpu=traced, otherwise=of_leaves)
+    results = _unless_cpu_p.bind(
+        *jax.tree.leaves(args), on_cpu=traced, otherwise=_of_leaves(otherwise, args)
+    )
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _of_leaves(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., list[Any]]:
+    """Returns a function of the leaves of ``args`` that returns the leaves of ``function(*args)``.
+
+    JAX may lower the function under another setting of x64 than that of now.
+    """
+    treedef, has_64_bits = jax.tree.structure(args), jax.config.jax_enable_x64
+
+    def of_leaves(*leaves: Any) -> list[Any]:
+        with jax.enable_x64(has_64_bits):
+            return jax.tree.leaves(function(*treedef.unflatten(leaves)))
+
+    return of_leaves
 
 
 def _by_platform(on_cpu: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,18 +135,20 @@ def unless_partitioned(
     Args:
         whole: a function of trees of arrays that returns a tree of arrays. The result must depend only on
             these arrays.
-        split: a function with results of the same shapes and dtypes.
+        split: a function with results of the same shapes and dtypes. It is traced when the program is
+            lowered, as ``otherwise`` of ``unless_cpu``.
         on_shards: a third function with results of the same shapes and dtypes, or None. It replaces
-            ``split`` in programs that are split over a mesh. It may use ``custom_partitioning``. Under
-            ``jax.vmap`` it is not used.
+            ``split`` in programs that are split over a mesh. It uses ``custom_partitioning``. It is not
+            used under ``jax.vmap``, on a mesh with explicit axes, and by ``jax.export``.
         *args: trees of arrays. Under ``jax.vmap`` the results of one array are batched along the axis of
             that array, and the results of several arrays along the first axis.
     """
     if _unless_partitioned_p is None:
         return split(*args)
     one, shapes = jax.make_jaxpr(whole, return_shape=True)(*args)
-    other = jax.make_jaxpr(split)(*args)
+    # JAX must find custom_partitioning in the traced program. Then it passes the mesh to the lowering.
     third = None if on_shards is None else jax.make_jaxpr(on_shards)(*args)
+    other = _of_leaves(split, args)
     results = _unless_partitioned_p.bind(*jax.tree.leaves(args), whole=one, split=other, on_shards=third)
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -152,22 +163,32 @@ def _is_partitioned(context: Any) -> bool:
     return False
 
 
+def _has_shards(context: Any) -> bool:
+    """Returns whether a module may contain ``custom_partitioning``, which needs a mesh.
+
+    On a mesh with explicit axes it may not: if such a mesh is set (``jax.set_mesh``) where the program is
+    compiled, XLA does not recognize the sums over devices, and ends the process.
+    """
+    mesh = getattr(context, "abstract_mesh", None)
+    return mesh is not None and AxisType.Explicit not in mesh.axis_types
+
+
 def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, split: Any, on_shards: Any) -> Any:
     """Lowers ``unless_partitioned`` to one of the three functions."""
-    context = ctx.module_context.axis_context
-    chosen = split if _is_partitioned(context) else whole
-    if chosen is split and on_shards is not None and getattr(context, "abstract_mesh", None) is not None:
-        chosen = on_shards
-    return mlir.lower_fun(jaxpr_as_fun(chosen))(ctx, *args)
+    module = ctx.module_context
+    context, is_exported = module.axis_context, module.lowering_parameters.for_export
+    chosen: Callable[..., Any] = split if _is_partitioned(context) else jaxpr_as_fun(whole)
+    if chosen is split and on_shards is not None and _has_shards(context) and not is_exported:
+        chosen = jaxpr_as_fun(on_shards)
+    return mlir.lower_fun(chosen)(ctx, *args)
 
 
 def _batch_unless_partitioned(args: Any, dims: Any, *, whole: Any, split: Any, on_shards: Any) -> Any:
     """Batches ``unless_partitioned``: applies ``jax.vmap`` to ``whole`` and ``split``."""
     del on_shards
     out = dims[0] if len(args) == 1 else 0
-    whole, split = (
-        jax.vmap(lambda *x, f=f: jaxpr_as_fun(f)(*x), in_axes=dims, out_axes=out) for f in (whole, split)
-    )
+    both = jaxpr_as_fun(whole), split
+    whole, split = (jax.vmap(lambda *x, f=f: f(*x), in_axes=dims, out_axes=out) for f in both)
     results = unless_partitioned(whole, split, *args)
     return results, [out] * len(results)
 
@@ -179,14 +200,14 @@ def _run_unless_partitioned(*args: Any, **params: Any) -> Any:
     is right on any number of devices.
     """
     if jax.config.jax_disable_jit:
-        return jaxpr_as_fun(params["split"])(*args)
+        return params["split"](*args)
     return jax.jit(functools.partial(_unless_partitioned_p.bind, **params))(*args)
 
 
 if _unless_partitioned_p is not None:
     _unless_partitioned_p.multiple_results = True
     _unless_partitioned_p.def_impl(_run_unless_partitioned)
-    _unless_partitioned_p.def_abstract_eval(lambda *avals, whole, split, on_shards: split.out_avals)
+    _unless_partitioned_p.def_abstract_eval(lambda *avals, whole, split, on_shards: whole.out_avals)
     # Not cached, because what the rule lowers depends on the number of devices.
     mlir.register_lowering(_unless_partitioned_p, _lower_unless_partitioned, cacheable=False)
     batching.primitive_batchers[_unless_partitioned_p] = _batch_unless_partitioned

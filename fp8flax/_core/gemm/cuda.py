@@ -19,11 +19,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK, block_gemm
 from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
-from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards
 from fp8flax._core.gemm.kernels.transpose import transpose
 from fp8flax._core.gemm.reference import dequantized_gemm, dot, scaled
 from fp8flax._core.gemm.request import Gemm
-from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import MX_COLUMNS
 
@@ -147,37 +145,22 @@ def block_scaled_units(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
         *((_widen(x.codes, width), _widen(x.scale, width // MX_COLUMNS)) for x in operands)
     )
     out = vary_alike(out, lhs.codes, rhs.codes)[0]  # jax.nn.scaled_matmul loses these axes
-    return _unpadded(gemm, out)
+    return gemm.unpadded(out)
 
 
-def hopper_blocks(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, on_shards: bool = False) -> jax.Array:
+def hopper_blocks(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
     """Multiplies by our GPU kernel for Hopper's FP8 units, with float32 scales per 128 columns."""
     is_square = rhs.quantizer.as_blocks(rhs, BLOCK, BLOCK) is not None
-    return _by_kernel(gemm, lhs, rhs, hopper_block_gemm, BLOCK_GEMM_HOPPER, is_square, on_shards)
+    return _by_kernel(gemm, lhs, rhs, hopper_block_gemm, is_square)
 
 
-hopper_blocks_on_shards = partial(hopper_blocks, on_shards=True)
-
-
-def triton_blocks(
-    gemm: Gemm, lhs: QTensor, rhs: QTensor, *, in_float16: bool = False, on_shards: bool = False
-) -> jax.Array:
+def triton_blocks(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, in_float16: bool = False) -> jax.Array:
     """Multiplies by our Triton kernel, with float32 scales per 128 columns, in FP8 units or in float16."""
-    name = BLOCK_GEMM_F16 if in_float16 else BLOCK_GEMM
-    return _by_kernel(gemm, lhs, rhs, partial(block_gemm, in_float16=in_float16), name, False, on_shards)
-
-
-triton_blocks_on_shards = partial(triton_blocks, on_shards=True)
+    return _by_kernel(gemm, lhs, rhs, partial(block_gemm, in_float16=in_float16), False)
 
 
 def _by_kernel(
-    gemm: Gemm,
-    lhs: QTensor,
-    rhs: QTensor,
-    kernel: Callable[..., jax.Array],
-    name: str,
-    is_square: bool,
-    on_shards: bool,
+    gemm: Gemm, lhs: QTensor, rhs: QTensor, kernel: Callable[..., jax.Array], is_square: bool
 ) -> jax.Array:
     """Multiplies by a GPU kernel that applies the scales to the sum over each block of 128 columns.
 
@@ -186,26 +169,12 @@ def _by_kernel(
         lhs: the left operand of the GEMM.
         rhs: the right operand of the GEMM.
         kernel: ``block_gemm`` or ``hopper_block_gemm``.
-        name: the scope in which the kernel runs, by which an audit recognizes the kernel.
         is_square: whether 128 rows of the right operand share a scale. Otherwise each row has its own.
-        on_shards: whether each of several devices computes a part.
     """
     multiply: Callable[..., jax.Array] = partial(kernel, out_dtype=_at_most_float32(gemm.out_dtype))
-    if on_shards:
-        multiply = gemm_on_shards(multiply, name=name, is_square=is_square)
     rows = 1, BLOCK if is_square else 1
     blocks = [x.quantizer.as_blocks(x, n, BLOCK) for x, n in zip((lhs, rhs), rows)]
-    return _unpadded(gemm, _of_stacks(multiply)(*((x.codes, x.scale) for x in blocks)))
-
-
-def _unpadded(gemm: Gemm, out: jax.Array) -> jax.Array:
-    """Turns a product ``(batch, rows, columns)`` of padded operands into the result of the GEMM.
-
-    Returns the product without its padding, in the shape and dtype of the result.
-    """
-    _, rows, _ = gemm.lhs.matrix_shape
-    _, columns, _ = gemm.rhs.matrix_shape
-    return out[:, :rows, :columns].reshape(gemm.out_shape).astype(gemm.out_dtype)
+    return gemm.unpadded(_of_stacks(multiply)(*((x.codes, x.scale) for x in blocks)))
 
 
 def _at_most_float32(dtype: np.dtype) -> Any:

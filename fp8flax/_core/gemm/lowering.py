@@ -29,6 +29,7 @@ from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.gemm.kernels.block_gemm_hopper import multiplies_dtypes
 from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
 from fp8flax._core.gemm.kernels.groups import TILE
+from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards
 from fp8flax._core.gemm.kernels.transpose import can_transpose
 from fp8flax._core.gemm.request import (
     CastPair,
@@ -40,6 +41,7 @@ from fp8flax._core.gemm.request import (
     is_of_codes,
 )
 from fp8flax._core.gemm.units import is_for_hopper
+from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
 from fp8flax._core.once import once
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import BlockQuantizer
@@ -57,17 +59,18 @@ class Row(NamedTuple):
     shards: Callable[..., Any] | None = None
     """Runs the request in a program that XLA splits over several devices. None if this way of running does
     not support several devices."""
-    needs_mesh: bool = False
-    """Whether ``shards`` uses ``custom_partitioning``, which needs a mesh and has no rule for ``jax.vmap``.
-    Without a mesh, and under ``jax.vmap``, the next row whose ``shards`` needs no mesh runs."""
+    on_mesh: Callable[..., Any] | None = None
+    """Replaces ``shards`` in a program that XLA splits over a mesh. The function uses
+    ``custom_partitioning``. Where JAX does not support that (without a mesh, on explicit axes, under
+    ``jax.vmap``, by ``jax.export``), the first row that has ``shards`` runs."""
 
 
 def lowered(request: Any, reference: Callable[..., Any], *operands: Any) -> Any:
     """Returns ``reference(request, *operands)``, computed in the way that suits the device best.
 
     A program for one NVIDIA GPU uses the first row of the table that fits the request. A program that XLA
-    splits over several GPUs uses the first fitting row that has ``shards``. If no row fits, and on all
-    other devices, the reference runs.
+    splits over several GPUs uses the first fitting row that has ``on_mesh`` or ``shards``. If no row fits,
+    and on all other devices, the reference runs.
 
     Args:
         request: a hashable description of the computation, such as a ``Gemm``.
@@ -79,17 +82,51 @@ def lowered(request: Any, reference: Callable[..., Any], *operands: Any) -> Any:
     if not rows:
         return reference(*operands)
     one = partial(rows[0].one, request)
-    split = [(partial(row.shards, request), row.needs_mesh) for row in rows if row.shards is not None]
-    on_mesh = split[0][0] if split and split[0][1] else None
-    on_devices = next((shards for shards, needs_mesh in split if not needs_mesh), reference)
+    split = [row for row in rows if row.shards is not None or row.on_mesh is not None]
+    on_mesh = split[0].on_mesh if split else None
+    if on_mesh is not None:
+        on_mesh = partial(on_mesh, request) if _may_have_custom_partitioning(*operands) else None
+    on_devices = next((partial(row.shards, request) for row in split if row.shards is not None), reference)
 
     on_cuda = one
-    if rows[0].one is not rows[0].shards:  # if it is, XLA itself can split the function for one device
+    # If all ways are the same function, XLA itself can split it.
+    if on_mesh is not None or rows[0].one is not rows[0].shards:
         on_cuda = partial(unless_partitioned, one, on_devices, on_shards=on_mesh)
     # Opaque to the policies of jax.checkpoint: a policy that saves the results of dots would otherwise find
     # the dots of each platform, and keep all of them.
     run = once(partial(lax.platform_dependent, cuda=on_cuda, default=reference))
     return run(*operands)
+
+
+def _may_have_custom_partitioning(*operands: Any) -> bool:
+    """Returns whether a program may contain ``custom_partitioning``.
+
+    JAX then requires a single mesh in the whole program, even if the program is for CPUs. So a program for
+    an unknown device contains it only if XLA alone would send more bytes: not with one scale per tensor.
+    On explicit axes JAX derives the sharding of the result from the operations of the reference.
+    """
+    if any(map(_is_explicit, jax.tree.leaves(operands))):
+        return False
+    have_one_scale = all(x.quantizer.has_one_scale for x in operands if isinstance(x, QTensor))
+    return compute_capability() > 0 or not have_one_scale
+
+
+def _gemm_on_mesh(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, name: str = "") -> jax.Array:
+    """Multiplies on a mesh: each device multiplies its parts by the first row that fits them.
+
+    Args:
+        gemm: what is multiplied.
+        lhs: the left operand.
+        rhs: the right operand.
+        name: the scope by which an audit recognizes our GPU kernel; empty if XLA shows the product.
+    """
+    capability = compute_capability()
+
+    def multiply(part: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
+        row = next(row for row in _TABLE[Gemm] if row.fits(capability, part, lhs, rhs))
+        return row.one(part, lhs, rhs)
+
+    return gemm_on_shards(multiply, gemm, lhs, rhs, name=name)
 
 
 def rows_of(request: Any, *operands: Any) -> list[Row]:
@@ -182,6 +219,13 @@ def _is_per_block(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
     """Returns whether both operands have scales that change along the contraction."""
     del capability
     return _is_in_fp8(gemm, lhs, rhs) and lhs.quantizer.scales_along_contraction
+
+
+def _is_of_blocks(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+    """Returns whether both operands are matrices with scales in the layout of ``BlockQuantizer``."""
+    return _is_per_block(capability, gemm, lhs, rhs) and all(
+        isinstance(x.quantizer, BlockQuantizer) for x in (lhs, rhs)
+    )
 
 
 def _has_block_scaled_units(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
@@ -332,39 +376,33 @@ def _has_form(form: Callable[[QTensor], QTensor | None], x: QTensor) -> bool:
 _TABLE: dict[type, tuple[Row, ...]] = {
     Gemm: (
         # One scale per tensor or slice.
-        Row(_transposes_codes, cuda.cublaslt_in_columns, cuda.cublaslt),
-        Row(_fits_cublaslt, partial(cuda.cublaslt, is_row_major=True), cuda.cublaslt),
-        Row(_multiplies_codes, partial(cuda.xla_kernel, is_row_major=True), cuda.xla_kernel),
+        Row(_transposes_codes, cuda.cublaslt_in_columns, cuda.cublaslt, _gemm_on_mesh),
+        Row(_fits_cublaslt, partial(cuda.cublaslt, is_row_major=True), cuda.cublaslt, _gemm_on_mesh),
+        Row(_multiplies_codes, partial(cuda.xla_kernel, is_row_major=True), cuda.xla_kernel, _gemm_on_mesh),
         # Scales per block.
         Row(_has_block_scaled_units, cuda.block_scaled_units, cuda.block_scaled_units),
-        Row(_has_hopper_kernel, cuda.hopper_blocks, cuda.hopper_blocks_on_shards, needs_mesh=True),
-        Row(_has_triton_kernel_in_fp8, cuda.triton_blocks, cuda.triton_blocks_on_shards, needs_mesh=True),
+        Row(_has_hopper_kernel, cuda.hopper_blocks, on_mesh=partial(_gemm_on_mesh, name=BLOCK_GEMM_HOPPER)),
+        Row(
+            _has_triton_kernel_in_fp8,
+            cuda.triton_blocks,
+            on_mesh=partial(_gemm_on_mesh, name=BLOCK_GEMM),
+        ),
         Row(
             _has_triton_kernel,
             partial(cuda.triton_blocks, in_float16=True),
-            partial(cuda.triton_blocks_on_shards, in_float16=True),
-            needs_mesh=True,
+            on_mesh=partial(_gemm_on_mesh, name=BLOCK_GEMM_F16),
         ),
+        Row(_is_of_blocks, cuda.dequantized_blocks, cuda.dequantized_blocks, _gemm_on_mesh),
         Row(_is_per_block, cuda.dequantized_blocks, cuda.dequantized_blocks),
     ),
     ExpertProducts: (
-        Row(
-            _has_grouped_gemm,
-            cuda_ragged.expert_products,
-            cuda_ragged.expert_products_on_shards,
-            needs_mesh=True,
-        ),
+        Row(_has_grouped_gemm, cuda_ragged.expert_products, on_mesh=cuda_ragged.expert_products_on_shards),
     ),
     ExpertSums: (
-        Row(_has_grouped_gemm, cuda_ragged.expert_sums, cuda_ragged.expert_sums_on_shards, needs_mesh=True),
+        Row(_has_grouped_gemm, cuda_ragged.expert_sums, on_mesh=cuda_ragged.expert_sums_on_shards),
     ),
     CastPair: (
-        Row(
-            _has_block_quantize_on_shards,
-            cuda_casts.block_pair,
-            cuda_casts.block_pair_on_shards,
-            needs_mesh=True,
-        ),
+        Row(_has_block_quantize_on_shards, cuda_casts.block_pair, on_mesh=cuda_casts.block_pair_on_shards),
         Row(_has_block_quantize, cuda_casts.block_pair),
     ),
     CastTranspose: (Row(_has_cast_transpose, cast_by_kernel),),

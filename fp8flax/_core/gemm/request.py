@@ -57,6 +57,26 @@ class Gemm(NamedTuple):
         lhs, rhs = self.lhs, self.rhs
         return (*lhs.sizes(lhs.batch), *lhs.sizes(lhs.free), *rhs.sizes(rhs.free))
 
+    def of_parts(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> Gemm:
+        """Returns the GEMM of parts of the operands, with the given shapes."""
+        views = self.lhs._replace(shape=lhs), self.rhs._replace(shape=rhs)
+        return self._replace(lhs=views[0], rhs=views[1], out_sharding=None)
+
+    def of_matrices(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> Gemm:
+        """Returns the GEMM of two stacks of matrices, ``(batch, M, K)`` times ``(batch, N, K)``."""
+        dims = ((2,), (2,)), ((0,), (0,))
+        views = View(lhs, (2,), (0,)), View(rhs, (2,), (0,))
+        return self._replace(lhs=views[0], rhs=views[1], dimension_numbers=dims, out_sharding=None)
+
+    def unpadded(self, out: jax.Array) -> jax.Array:
+        """Turns a product ``(batch, rows, columns)`` of padded matrices into the result of the GEMM.
+
+        Returns the product without its padding, in the shape and dtype of the result.
+        """
+        _, rows, _ = self.lhs.matrix_shape
+        _, columns, _ = self.rhs.matrix_shape
+        return out[:, :rows, :columns].reshape(self.out_shape).astype(self.out_dtype)
+
     def of_transposed(self, *, lhs: bool = False, rhs: bool = False) -> Gemm:
         """Returns the GEMM with the same result, for callers that pass one or both operands transposed.
 

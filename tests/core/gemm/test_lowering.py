@@ -63,7 +63,8 @@ def is_hopper(capability, request, x):
 PLAIN = adds(40)
 ROWS = {
     "held": Row(is_hopper, adds(10), adds(20)),
-    "kernel": Row(is_hopper, adds(10), adds_on_shards(30), needs_mesh=True),
+    "kernel": Row(is_hopper, adds(10), on_mesh=adds_on_shards(30)),
+    "both": Row(is_hopper, adds(10), adds(20), adds_on_shards(30)),
     "one device": Row(is_hopper, adds(10)),
     "plain": Row(lambda capability, request, x: capability >= 8, PLAIN, PLAIN),
 }
@@ -91,6 +92,7 @@ def ways(rows, capability, monkeypatch):
         (["held", "plain"], 9.0, [11, 21, 21]),
         (["kernel", "plain"], 9.0, [11, 31, 41]),
         (["kernel"], 9.0, [11, 31, 1]),
+        (["both", "plain"], 9.0, [11, 31, 21]),
         (["one device", "plain"], 9.0, [11, 41, 41]),
         (["one device"], 9.0, [11, 1, 1]),
         (["plain"], 9.0, [41, 41, 41]),

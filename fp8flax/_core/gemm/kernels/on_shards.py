@@ -7,6 +7,8 @@ which dimensions of operands and result correspond. It then runs the kernel on e
 from __future__ import annotations
 
 import itertools
+import re
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +19,8 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.gemm.kernels.groups import bounded
+from fp8flax._core.gemm.request import Gemm
 from fp8flax._core.names import BLOCK_QUANTIZE, GROUPED_GEMM
 from fp8flax._core.qtensor import QTensor
 
@@ -42,38 +44,39 @@ def on_shards(
 
     An array is described by a string with a letter for each dimension. Dimensions with the same letter
     correspond, and are split together. The upper case letter stands for a dimension with one element per
-    128 elements of the dimension with the lower case letter; devices then split at these blocks. A
-    dimension ``-`` has size 1. Letters that are not in ``order`` are not split.
+    block of the dimension with the lower case letter; devices then split at these blocks. A dimension ``-``
+    has size 1. Letters that are not in ``order`` are not split.
 
     Args:
         kernel: a function of arrays.
         operands: the description of each operand.
         results: the description of each result, in a tree like the result of the kernel.
-        order: the letters of the dimensions that may be split. If two of them could use the same mesh axis,
-            the first one uses it.
+        order: the letters of the dimensions that may be split. A mesh axis that several of them could use
+            is used by the first one that is summed, or that is split in an operand and in a result, or in
+            an operand, or in a result.
         num_deciding: how many of the first operands decide how a dimension is split. They must agree. The
             other operands are split in the same way, however they come.
-        name: the scope in which the kernel runs, by which an audit recognizes the kernel.
+        name: the scope in which the kernel runs, by which an audit recognizes the kernel; empty for none.
         of_part: called with the mesh axes of each letter and the operands of a device; returns the operands
             to call the kernel with.
     """
     names = jax.tree.leaves(results)
-    has_blocks = {letter for letter in order if any(letter.upper() in of for of in (*operands, *names))}
     # The results lack the dimensions that are contracted: the devices add up their partial results.
     added = tuple(letter for letter in order if not any(letter in of for of in names))
 
     def partition(mesh: Any, args: Any, result: Any) -> Any:
         """Returns what each device computes, and the shardings of results and operands."""
-        del result
+        of_args, of_results = [*zip(operands, args)], [*zip(names, jax.tree.leaves(result))]
         taken, axes = _Taken(mesh), dict[str, Axes]()
-        for letter in order:
-            places = [
-                (x, of.index(letter)) for of, x in [*zip(operands, args)][:num_deciding] if letter in of
-            ]
-            wanted = {_axes_of(x)[i] for x, i in places}
-            (size,) = {x.shape[i] for x, i in places}
-            count = size // BLOCK if letter in has_blocks else size
-            axes[letter] = taken.take(wanted.pop() if len(wanted) == 1 else (), count)
+        counts = {letter: _count(letter, [*of_args, *of_results]) for letter in order}
+        in_args, in_results = (
+            {letter: _agreed(letter, arrays) for letter in order}
+            for arrays in (of_args[:num_deciding], of_results)
+        )
+        both = {letter: in_args[letter] for letter in order if in_args[letter] == in_results[letter]}
+        for wanted in ({letter: in_args[letter] for letter in added}, both, in_args, in_results):
+            for letter in wanted:
+                axes[letter] = axes.get(letter) or taken.take(wanted[letter], counts[letter])
         sums = tuple(axis for letter in added for axis in axes[letter])
 
         def compute(*args: jax.Array) -> Any:
@@ -85,33 +88,107 @@ def on_shards(
 
         return mesh, compute, jax.tree.map(sharding, results), tuple(map(sharding, operands))
 
+    def rule(mesh: Any, operand_types: Any, result_types: Any) -> tuple[str, dict[str, Any]]:
+        """Returns the rule by which Shardy propagates shardings, and the sizes of its factors.
+
+        A dimension of ``n`` blocks is written as ``(N n)``. If the number of devices does not divide the
+        number of blocks, Shardy could split columns over a part of a mesh axis. JAX has no such sharding,
+        so the rule then does not relate blocks to columns.
+        """
+        arrays = [*zip((*operands, *names), (*operand_types, *result_types))]
+        letters = {letter for of, _ in arrays for letter in of.lower()} - {"-"}
+        counts = {letter: _count(letter, arrays) for letter in letters}
+        sizes = {letter: n for of, x in arrays for letter, n in zip(of, x.shape)}
+        blocks = {x for x in letters if x.upper() in sizes and x in sizes and counts[x] % mesh.size == 0}
+        others = map("u{}".format, itertools.count())
+
+        def factor(x: str) -> str:
+            return next(others) if x == "-" else f"({x.upper()} {x})" if x in blocks else x
+
+        texts = [" ".join(map(factor, of)) for of, _ in arrays]
+        text = f"{', '.join(texts[: len(operands)])} -> {', '.join(texts[len(operands) :])}"
+        summed = {*added, *(x.upper() for x in added if x in blocks)}
+        in_order = dict.fromkeys(re.findall(r"\w+", text))
+        return text, {
+            "reduction_factors": tuple(x for x in in_order if x in summed),
+            **{x: sizes[x] // counts[x] for x in blocks},
+        }
+
     @custom_partitioning
     def split(*args: Any) -> Any:
         return kernel(*args)
 
-    # The rule does not relate blocks to columns: an upper case letter is another letter. Otherwise, if the
-    # number of devices does not divide the number of blocks, Shardy could split columns over a part of a
-    # mesh axis. JAX has no such sharding.
-    others = map("u{}".format, itertools.count())
-    of_arrays = [" ".join(next(others) if x == "-" else x for x in of) for of in (*operands, *names)]
-    rule = f"{', '.join(of_arrays[: len(operands)])} -> {', '.join(of_arrays[len(operands) :])}"
-    split.def_partition(partition, sharding_rule=rule, reduction_factors=added)
-    return jax.named_scope(name)(split)
+    split.def_partition(partition, sharding_rule=rule)
+    return jax.named_scope(name)(split) if name else split
+
+
+def _agreed(letter: str, arrays: Sequence[tuple[str, Any]]) -> Axes:
+    """Returns the mesh axes over which all arrays split a dimension, or ``()`` if they do not agree.
+
+    Args:
+        letter: the letter of the dimension.
+        arrays: the description of each array, and its shape and sharding.
+    """
+    found = {_axes_of(x)[of.index(letter)] for of, x in arrays if letter in of}
+    return found.pop() if len(found) == 1 else ()
+
+
+def _count(letter: str, arrays: Sequence[tuple[str, Any]]) -> int:
+    """Returns the number of elements of a dimension, or of its blocks if an array has one per block."""
+    letters = letter, letter.upper()
+    return min(n for of, x in arrays for name, n in zip(of, x.shape) if name in letters)
 
 
 def gemm_on_shards(
-    multiply: Callable[..., jax.Array], *, name: str, is_square: bool
-) -> Callable[..., jax.Array]:
-    """Returns ``multiply`` for operands that may be split over devices in every dimension.
+    multiply: Callable[[Gemm, QTensor, QTensor], jax.Array],
+    gemm: Gemm,
+    lhs: QTensor,
+    rhs: QTensor,
+    *,
+    name: str = "",
+) -> jax.Array:
+    """Returns ``multiply(gemm, lhs, rhs)``; the operands may be split over devices in every dimension.
+
+    Devices exchange codes and scales of the operands. A device that has a part of the contraction
+    multiplies its result by the scales and rounds it to the dtype of the result before the results of the
+    devices are added up.
 
     Args:
-        multiply: a block-scaled GEMM of two stacks of matrices, called as
-            ``(lhs, rhs, lhs_scale, rhs_scale)``; see ``hopper_block_gemm``.
-        name: the scope in which the kernel runs, by which an audit recognizes the kernel.
-        is_square: whether 128 rows of the right operand share a scale.
+        multiply: runs a GEMM on one device.
+        gemm: what is multiplied.
+        lhs: the left operand.
+        rhs: the right operand. Both operands have scales per block (``BlockQuantizer``), or neither has.
+        name: the scope in which ``multiply`` runs; empty for none.
     """
-    operands = "bmk", "bnk", "bmK", "bNK" if is_square else "bnK"
-    return on_shards(multiply, operands, "bmn", order="kbmn", num_deciding=2, name=name)
+    if lhs.quantizer.scales_along_contraction:
+        inner, (of_lhs, of_rhs, of_out) = gemm.of_matrices(lhs.codes.shape, rhs.codes.shape), _OF_MATRICES
+    else:
+        inner, (of_lhs, of_rhs, of_out) = gemm, _dims_of(gemm)
+    summed = "".join(letter for letter in of_lhs if letter not in of_out)
+    quantizers = lhs.quantizer, rhs.quantizer
+
+    def of_part(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
+        left, right = QTensor(lhs, lhs_scale, quantizers[0]), QTensor(rhs, rhs_scale, quantizers[1])
+        return multiply(inner.of_parts(lhs.shape, rhs.shape), left, right)
+
+    operands = of_lhs, of_rhs, _of_scale(lhs, lhs.scale, of_lhs), _of_scale(rhs, rhs.scale, of_rhs)
+    run = on_shards(of_part, operands, of_out, order=summed + of_out, num_deciding=2, name=name)
+    out = run(lhs.codes, rhs.codes, lhs.scale, rhs.scale)
+    return out if inner is gemm else gemm.unpadded(out)
+
+
+_OF_MATRICES = "bmk", "bnk", "bmn"
+
+
+def _dims_of(gemm: Gemm) -> tuple[str, str, str]:
+    """Returns the descriptions of both operands and of the result, see ``on_shards``."""
+    letters = iter(string.ascii_lowercase)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = gemm.dimension_numbers
+    lhs = dict(zip(range(len(gemm.lhs.shape)), letters))
+    partners = dict(zip((*rhs_batch, *rhs_contract), (*lhs_batch, *lhs_contract)))
+    rhs = {i: lhs[partners[i]] if i in partners else next(letters) for i in range(len(gemm.rhs.shape))}
+    out = [lhs[i] for i in (*lhs_batch, *gemm.lhs.free)] + [rhs[i] for i in gemm.rhs.free]
+    return "".join(lhs.values()), "".join(rhs.values()), "".join(out)
 
 
 def quantize_on_shards(kernel: Callable[..., Any], *, is_square: bool) -> Callable[..., Any]:

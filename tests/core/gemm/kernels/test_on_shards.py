@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards, quantize_on_shards, ragged_on_shards
+from fp8flax._core.gemm.reference import reference_gemm
+from fp8flax._core.gemm.request import Gemm
 from fp8flax._core.qtensor import QTensor, View
-from tests.cases import block_gemm_in_jax
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -33,37 +34,82 @@ SPLITS = {
 }
 
 
+def mesh():
+    return jax.sharding.Mesh(
+        np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2
+    )
+
+
+def gemm_of(lhs, rhs, dims, out_dtype):
+    """Returns the request for a GEMM of two operands of these shapes."""
+    views = [View(shape, contract, batch) for shape, contract, batch in zip((lhs, rhs), *dims)]
+    dtype = np.dtype(np.float32)
+    return Gemm(fp8.GemmRecipe(), dims, *views, dtype, dtype, np.dtype(out_dtype))
+
+
 @pytest.mark.oldest
 @pytest.mark.parametrize("way", SPLITS)
 @pytest.mark.parametrize("is_square", [True, False])
 def test_the_gemm_of_split_operands(way, is_square):
-    """A reference computes in the place of the kernel, on eight CPUs."""
-    on = jax.sharding.Mesh(
-        np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2
-    )
-    rng = np.random.default_rng(0)
-    columns = 256
-    codes = [jnp.asarray(rng.normal(size=(2, n, 512)), E4M3) for n in (8, columns)]
-    scales = [
-        jnp.asarray(2.0 ** rng.uniform(-3, 3, (2, n, 4)), jnp.float32)
-        for n in (8, columns // 128 if is_square else columns)
+    """A reference multiplies on each of eight CPUs; the sizes that are not whole blocks are filled up."""
+    quantizers = [
+        fp8.BlockQuantizer(dtype=E4M3, block=block, scale="float32")
+        for block in ((1, 128), (128, 128) if is_square else (1, 128))
     ]
-
-    def twin(lhs, rhs, lhs_scale, rhs_scale):
-        if is_square:
-            rhs_scale = jnp.repeat(rhs_scale, 128, axis=1)
-        return block_gemm_in_jax(lhs, rhs, lhs_scale, rhs_scale, out_dtype=jnp.float32)
-
-    expected = twin(*codes, *scales)
-    lhs, rhs = (NamedSharding(on, spec) for spec in SPLITS[way])
+    gemm = gemm_of((2, 8, 512), (2, 200, 512), (((2,), (2,)), ((0,), (0,))), np.float32)
+    rng = np.random.default_rng(0)
+    operands = [
+        quantizer.quantize(jnp.asarray(rng.normal(size=view.shape), jnp.float32), view)
+        for quantizer, view in zip(quantizers, (gemm.lhs, gemm.rhs))
+    ]
+    expected = reference_gemm(gemm, *operands)
     # The scales lie as they come.
-    run = jax.jit(
-        gemm_on_shards(twin, name="twin", is_square=is_square), in_shardings=(lhs, rhs, None, None)
-    )
-    np.testing.assert_allclose(run(*codes, *scales), expected, rtol=1e-5, atol=1e-4)
+    shardings = [
+        QTensor(NamedSharding(mesh(), spec), None, x.quantizer) for spec, x in zip(SPLITS[way], operands)
+    ]
+    run = jax.jit(partial(gemm_on_shards, reference_gemm, gemm), in_shardings=tuple(shardings))
+    np.testing.assert_allclose(run(*operands), expected, rtol=1e-5, atol=1e-4)
     if way in ("rows", "over both axes"):
-        text = run.lower(*codes, *scales).compile().as_text()
-        assert not re.search(r"= f8e4m3fn\S* all-gather", text)
+        text = run.lower(*operands).compile().as_text()
+        assert not re.search(r"= \S+,512\]\S* all-gather", text)
+
+
+AS_GIVEN = {
+    # Contracted dimensions; how the left operand, the right one and the result are split; what is sent.
+    # XLA's programs for CPUs send e4m3 as float16, and bfloat16 as float32.
+    "FSDP": (((1,), (0,)), P("a"), P("a"), P("a"), {"all-gather": "f16"}),
+    "columns": (((1,), (0,)), P(), P(None, "a"), P(None, "a"), {}),
+    "the result decides": (((1,), (0,)), P("a"), P(None, "a"), P(None, "a"), {"all-gather": "f16"}),
+    "a part of the result": (((1,), (0,)), P(), P(), P("a", "b"), {}),
+    "sum of rounded parts": (((1,), (1,)), P(None, "a"), P(None, "a"), P("a"), {"all-reduce": "f32"}),
+    "transposed": (((0,), (1,)), P(None, "b"), P("a"), P("b", "a"), {}),
+}
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("granularity", ["tensorwise", "axiswise"])
+@pytest.mark.parametrize("way", AS_GIVEN)
+def test_devices_send_codes_and_rounded_results(way, granularity):
+    """No wide operand is sent. A sum over devices is the sum of their results, each in bfloat16."""
+    contract, *specs, sent = AS_GIVEN[way]
+    quantizer = fp8.CurrentQuantizer(dtype=E4M3, granularity=granularity, use_power_2_scales=True)
+    gemm = gemm_of((64, 64), (64, 64), (contract, ((), ())), jnp.bfloat16)
+    values = np.random.default_rng(0).integers(-4, 5, (2, 64, 64)).astype(np.float32)
+    operands = [quantizer.quantize(x, view) for x, view in zip(values, (gemm.lhs, gemm.rhs))]
+    parts = 4 if "sum" in way else 1
+    lhs, rhs = (
+        np.split(np.moveaxis(x, axis, 1), parts, 1) for x, (axis,) in zip(values, contract, strict=True)
+    )
+    rounded = [np.asarray(x @ y.T, jnp.bfloat16).astype(np.float32) for x, y in zip(lhs, rhs)]
+    expected = np.asarray(np.sum(rounded, axis=0), jnp.bfloat16)
+
+    *places, out = (NamedSharding(mesh(), spec) for spec in specs)
+    places = tuple(QTensor(place, None, quantizer) for place in places)
+    run = jax.jit(partial(gemm_on_shards, reference_gemm, gemm), in_shardings=places, out_shardings=out)
+    np.testing.assert_array_equal(run(*operands), expected)
+    text = run.lower(*operands).compile().as_text()
+    kinds = re.findall(r"= (\w+)\[\d\d+,\d\d+\]\S* (all-\w+|collective-permute)\(", text)
+    assert {kind: dtype for dtype, kind in kinds} == sent
 
 
 @pytest.mark.oldest
@@ -78,9 +124,7 @@ def test_the_gemm_of_split_operands(way, is_square):
 @pytest.mark.parametrize("block", [(1, 128), (128, 128)], ids=str)
 def test_split_tensors_are_quantized_as_whole_ones(spec, block):
     """Four blocks over four devices, and over eight, which takes fewer."""
-    on = jax.sharding.Mesh(
-        np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2
-    )
+    on = mesh()
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 512, 512)), jnp.float32)
     quantizer = fp8.BlockQuantizer(dtype=E4M3, block=block, scale="float32")
 
@@ -119,9 +163,7 @@ GATHERED = {"rows over both axes", "blocks of columns", "sums of fewer blocks th
 @pytest.mark.parametrize("way", RAGGED)
 def test_ragged_dots_of_split_operands(way):
     """A reference computes in the place of the kernel, on eight CPUs, for groups of any sizes."""
-    on = jax.sharding.Mesh(
-        np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2
-    )
+    on = mesh()
     dims, *specs = RAGGED[way]
     rng, size_of = np.random.default_rng(0), {"m": 512, "k": 256, "n": 256, "e": 4, "-": 1}
     kinds = fp8.CurrentQuantizer(dtype=E4M3), fp8.BlockQuantizer(dtype=E4M3, block=(1, 128))
