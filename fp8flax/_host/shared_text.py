@@ -1,7 +1,7 @@
 """Inserts text that several docstrings have in common, such as the arguments of Linen ops and NNX ops.
 
 Such a text stands in a docstring as a line with its name, for instance ``{recipe}``. ``publish`` inserts
-the texts, so ``help`` shows them.
+the texts, so ``help`` shows them, and so does the site of the documentation.
 """
 
 from __future__ import annotations
@@ -87,6 +87,11 @@ TypeError: (when called) scaling state is not float32.
 ValueError: (when called) there is no microbatch, or the first dimensions differ.""",
     "accumulate_gradients.also": """\
 (``optax.MultiSteps`` accumulates over steps instead, each with its own scaling state.)""",
+    "calibrate.args": """\
+batches: a few samples, similar to those that the model will see.
+backward: whether the function is a loss (a scalar), whose gradients fill the state of output
+    gradients too. Otherwise that state stays unchanged.
+has_aux: whether the loss comes in a pair ``(loss, aux)``.""",
     "check_state.errors": """\
 TypeError: the values are traced.
 ValueError: the state is wrong; the message lists five leaves at most, and says what to do.""",
@@ -108,6 +113,12 @@ model: the model that ``quantize_model`` returned.
 *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
 target: the GPU of the prediction, as for ``audit``: ``"h100"``, ``"h200"``, ``"b200"``, …
 **kwargs: keyword inputs of the model.""",
+    "weights_for_serving.args": """\
+weight_only: whether each output feature has a scale, as in ``freeze``.
+**kwargs: keyword inputs of the model.""",
+    "weights_for_serving.warns": """\
+UserWarning: at the first call, if kernels of FP8 ops stay wide; see ``freeze``. Scales that have
+    seen no data are not found.""",
     "freeze.args": """\
 *args: inputs to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays.
 weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
@@ -116,18 +127,23 @@ weight_only: whether to store kernels in FP8 with a scale for each output featur
 }
 
 
-def insert_shared_text(documented: Any) -> None:
-    """Replaces each line ``{name}`` in the docstring of a class or function by a text.
+def with_shared_text(docstring: str, name: str) -> str:
+    """Returns the docstring of a class or function with a text in the place of each line ``{key}``.
 
-    The text is that of ``{its name}.{name}``, or of ``{name}``. Lines in braces without a text stay.
+    The text is that of ``{name}.{key}``, or of ``{key}``. Lines in braces without a text stay.
     """
 
     def text(found: re.Match[str]) -> str:
-        name = found["name"]
-        of_this = _TEXTS.get(f"{documented.__name__}.{name}", _TEXTS.get(name))
+        of_this = _TEXTS.get(f"{name}.{found['key']}", _TEXTS.get(found["key"]))
         return found[0] if of_this is None else textwrap.indent(of_this, found["indent"])
 
-    before = getattr(documented, "__doc__", None) or ""  # no docstring with python -OO
-    after = re.sub(r"^(?P<indent> *)\{(?P<name>\w+)\}$", text, before, flags=re.M)
-    if after != before:
-        documented.__doc__ = after
+    return re.sub(r"^(?P<indent> *)\{(?P<key>\w+)\}$", text, docstring, flags=re.M)
+
+
+def insert_shared_text(documented: Any) -> None:
+    """Inserts the shared text into the docstring of a class or function; other objects stay unchanged."""
+    docstring = getattr(documented, "__doc__", None)
+    if docstring and hasattr(documented, "__name__"):  # no docstring with python -OO
+        changed = with_shared_text(docstring, documented.__name__)
+        if changed != docstring:
+            documented.__doc__ = changed

@@ -43,8 +43,7 @@ def weights_for_serving(
         *args: inputs to trace the model with, as in ``freeze``. Their values are not used.
         rename: names of the server for those of the model, as in ``save_safetensors``. A function must be
             the same object at each call; another one compiles a new program.
-        weight_only: whether each output feature has a scale, as in ``freeze``.
-        **kwargs: keyword inputs of the model.
+        {args}
 
     Returns:
         Codes, scales and wide tensors by their names, as in the file.
@@ -56,8 +55,7 @@ def weights_for_serving(
         ValueError: as in ``freeze`` and ``save_safetensors``.
 
     Warns:
-        UserWarning: at the first call, if kernels of FP8 ops stay wide; see ``freeze``. Scales that have
-            seen no data are not found.
+        {warns}
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8

@@ -44,10 +44,7 @@ def calibrate(
             ``fun`` has no reverse mode, because a layer runs in a ``lax.while_loop`` or in ``jax.jvp``,
             callbacks to the host record them.
         variables: collections with scaling state (see ``add_fp8_state``).
-        batches: a few samples, similar to those that the model will see.
-        backward: whether ``fun`` is a loss (a scalar), whose gradients fill the state of output gradients
-            too. Otherwise that state stays unchanged.
-        has_aux: whether the loss comes in a pair ``(loss, aux)``.
+        {args}
 
     Returns:
         ``variables`` with new scaling state, bitwise the same otherwise; a ``FrozenDict`` if ``variables``

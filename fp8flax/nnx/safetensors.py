@@ -90,8 +90,7 @@ def weights_for_serving(
         model: a model with FP8 ops, given to its layers or set by ``quantize_model``.
         *args: inputs to trace the model with, as in ``freeze``. Their values are not used.
         rename: names of the server for those of the model; see ``fp8flax.weights_for_serving``.
-        weight_only: whether each output feature has a scale, as in ``freeze``.
-        **kwargs: keyword inputs of the model.
+        {args}
 
     Returns:
         Codes, scales and wide tensors by their names, as in the file.
@@ -101,8 +100,7 @@ def weights_for_serving(
         ValueError: as in ``freeze`` and ``save_safetensors``.
 
     Warns:
-        UserWarning: at the first call, if kernels of FP8 ops stay wide; see ``freeze``. Scales that have
-            seen no data are not found.
+        {warns}
 
     Example:
         >>> from flax import nnx

@@ -418,10 +418,7 @@ def calibrate(
     Args:
         f: ``f(model, batch)``, such as ``lambda model, x: model(x)``; it is compiled.
         model: an NNX module; its variables of ``OverwriteWithGradient`` change.
-        batches: a few samples, similar to those that the model will see.
-        backward: whether ``f`` is a loss (a scalar), whose gradients fill the state of output gradients
-            too. Otherwise that state stays unchanged.
-        has_aux: whether the loss comes in a pair ``(loss, aux)``.
+        {args}
 
     Raises:
         TypeError: scaling state is not float32.
