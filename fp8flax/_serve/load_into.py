@@ -91,12 +91,31 @@ def load_into(
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(f"{'/'.join(path)} must be an array; got {type(leaf).__name__}. Leave it out.")
     wanted = {path: leaf for path, leaf in leaves.items() if path[0] != OVERWRITE_WITH_GRADIENT}
+    new: dict[Path, jax.Array] = {}
+    for source, load in _checked(wanted, checkpoint, rename):  # one variable is in memory at a time
+        made = load(source.tensor(is_outline=False))
+        new |= {path: _placed(make(), leaves[path]) for path, make in made.items()}
+    return treedef.unflatten([new.get(path, leaf) for path, leaf in leaves.items()])
+
+
+_Load = Callable[[Any], dict[Path, Callable[[], np.ndarray]]]
+"""A function of a tensor of the checkpoint, which returns functions that make variables."""
+
+
+def _checked(
+    wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: Rename | None
+) -> list[tuple[_Source, _Load]]:
+    """Returns where each variable comes from, and what loads it, after a check of all of them.
+
+    Raises:
+        ValueError: variables and tensors do not match. The error lists all faults.
+    """
     names = {path: _names(path, leaf) for path, leaf in wanted.items()}
     every = list(dict.fromkeys(name for own in names.values() for name in own))
     parts_of = new_names_of(every, rename)
     shapes = {path: tuple(leaf.shape) for path, leaf in wanted.items()}
     together = _joined_with(names, parts_of)
-    checked: list[tuple[_Source, Callable[[Any], dict[Path, Callable[[], np.ndarray]]]]] = []
+    checked: list[tuple[_Source, _Load]] = []
     users: dict[str, dict[Any, Path]] = {}
     missing, wrong, beside = list[str](), list[str](), set[Path]()
     # The kernels come first, because they decide how their scales are loaded.
@@ -138,11 +157,7 @@ def load_into(
             beside -= set(scales)
     left = [name for name in checkpoint if name not in users]
     _raise_if(("missing from the checkpoint", missing), ("left over in it", left), ("not matching", wrong))
-    new: dict[Path, jax.Array] = {}
-    for source, load in checked:  # so that one tensor of the file is in memory at a time
-        made = load(source.tensor(is_outline=False))
-        new |= {path: _placed(make(), leaves[path]) for path, make in made.items()}
-    return treedef.unflatten([new.get(path, leaf) for path, leaf in leaves.items()])
+    return checked
 
 
 class _Source(NamedTuple):

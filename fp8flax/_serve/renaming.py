@@ -19,8 +19,9 @@ class Part(NamedTuple):
     """A tensor of the file that has the values of a variable, or some of them."""
 
     name: str
-    """The name in the file. ``{0}`` and ``{1}`` stand for numbers along the first dimensions of a variable,
-    each of which has a tensor of its own."""
+    """The name in the file. ``{0}`` and ``{1}`` stand for numbers along the first dimensions of the variable.
+
+    There is a tensor for each number."""
     size: int | None = None
     """How many output features of the variable the tensor has; None if ``rename`` does not split it."""
     place: tuple[int, int] | None = None
@@ -42,9 +43,9 @@ def renamed(tensors: Sequence[Tensor], rename: Rename) -> list[Tensor]:
     Raises:
         TypeError: ``rename`` is neither a mapping nor a callable, or has or returns something else than
             strings.
-        ValueError: a pattern is no regular expression or matches no name; a new name is empty; the tensors
-            of an FP8 layer get names of different layers; a wide kernel becomes a weight and does not have
-            two dimensions; or a tensor cannot be split or joined as ``rename`` says.
+        ValueError: a pattern is no regular expression or matches no name; a new name is empty; or the
+            tensors of an FP8 layer get names of different layers. Also if a wide kernel becomes a weight
+            and does not have two dimensions, or a tensor cannot be split or joined as ``rename`` says.
     """
     parts_of = new_names_of([tensor.name for tensor in tensors], rename)
     layers: dict[str, list[Part]] = {}

@@ -15,7 +15,7 @@ from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE, ServedOp
 
 
 class Features(NamedTuple):
-    """Where the output features of a layer are in a tensor of the file."""
+    """The place of a layer's output features in a tensor of the file."""
 
     axis: int
     """The dimension of the features, counted from the end."""
