@@ -19,7 +19,7 @@ class Part(NamedTuple):
     """A tensor of the file that has the values of a variable, or some of them."""
 
     name: str
-    """The name in the file. ``{0}`` and ``{1}`` stand for numbers along the first dimensions of the variable.
+    """The name in the file. ``{0}`` and ``{1}`` are numbers along the variable's first dimensions.
 
     There is a tensor for each number."""
     size: int | None = None
