@@ -333,7 +333,9 @@ def quantize_model(
         if layer.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):
             kept.add(layer.site.path)
         elif decision.converts:
-            op = Fp8Op._for_row(layer.kind.row)(recipe=decision.recipe, form=form)
+            row, shape = layer.kind.row, layer.kind.kernel_shape(layer.module)
+            sizes: Any = shape[:1] if row.stacked else ()
+            op = Fp8Op._for_row(row)(*sizes, recipe=decision.recipe, form=form)
             _stack(op, layer.stacked)
             setattr(layer.module, layer.kind.field, nnx.data(op))
         elif layer.op is None and layer.site.impossible is None:

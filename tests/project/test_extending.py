@@ -126,6 +126,23 @@ def test_training_is_the_same_in_linen_and_nnx(linen, in_nnx):
     np.testing.assert_array_equal(in_nnx.batched_dense.kernel_scale.get_value(), fp8_state["kernel_scale"])
 
 
+def test_an_nnx_op_with_a_stacked_state_needs_a_class(page):
+    row = dataclasses.replace(
+        page["BATCHED_DENSE"], name="Stacked", primitive=None, nnx_field="stacked", stacked=("kernel",)
+    )
+    extend.register(row)
+
+    class Experts(nnx.Module):
+        def __init__(self):
+            self.kernel, self.stacked = nnx.Param(jnp.ones((4, 64, 32))), row.plain
+
+    with pytest.raises(ValueError, match=r"Define a subclass of fp8flax\.nnx\.Fp8RaggedDotOp"):
+        fp8nnx.quantize_model(Experts(), include="")
+    stacked = type("Stacked", (fp8nnx.Fp8RaggedDotOp,), {"row": row})
+    assert extend.nnx_op(row) is stacked
+    assert fp8nnx.quantize_model(Experts(), include="").stacked.kernel_scale.shape == (4, 1)
+
+
 def test_reports(linen, in_nnx):
     for (row,) in (fp8.report(linen[0], X).rows, fp8nnx.report(in_nnx, X).rows):
         assert (row.batch, row.m, row.k, row.n, row.count, row.converted) == (4, 16, 64, 32, 1, True)
