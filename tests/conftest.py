@@ -105,6 +105,9 @@ def pytest_addoption(parser):
     group.addoption("--write-table", action="store_true", help="write what was seen to docs/what_works.md")
 
 
+# A script that needs torch.
+collect_ignore = ["serve/write_files.py"]
+
 # Scripts that only measure; run with --all-cells.
 LEFT_OUT = ("test_accuracy.py", "test_benchmarks.py", "test_benchmark_dense.py")
 
