@@ -214,10 +214,15 @@ class _Source(NamedTuple):
         Raises:
             Misfit: the tensors do not fit together.
         """
-        axis, sizes, tensors = -2 if self.is_matrix else -1, self.shapes[self.path][: self.numbers], []
-        for index in np.ndindex(*sizes):
-            pieces = [self._piece(part, self.checkpoint[part.name_at(index)], axis) for part in self.parts]
-            tensors.append(joined(pieces, axis, is_outline=is_outline))
+        axis, sizes = -2 if self.is_matrix else -1, self.shapes[self.path][: self.numbers]
+        tensors = (
+            joined(
+                [self._piece(part, self.checkpoint[part.name_at(index)], axis) for part in self.parts],
+                axis,
+                is_outline=is_outline,
+            )
+            for index in np.ndindex(*sizes)
+        )
         return stacked(tensors, sizes, is_outline=is_outline)
 
     def _piece(self, part: Part, tensor: Any, axis: int) -> Any:
@@ -225,7 +230,7 @@ class _Source(NamedTuple):
         if part.size is None and part.place is None:
             return tensor
         name, shape = part.name, tensor.shape
-        if len(shape) < -axis or (not self.is_matrix and len(shape) > 1 and self.path[-1] != "bias"):
+        if len(shape) < -axis or (axis == -1 and len(shape) > 1 and self.path[-1] != "bias"):
             raise Misfit("its output features are not known, so that it cannot be split or joined")
         if part.size is not None:
             if shape[axis] != part.size:

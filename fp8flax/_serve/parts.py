@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -59,29 +60,36 @@ def joined(tensors: Sequence[Any], axis: int, *, is_outline: bool) -> Any:
     )
 
 
-def stacked(tensors: Sequence[Any], sizes: Sequence[int], *, is_outline: bool) -> Any:
+def stacked(tensors: Iterable[Any], sizes: Sequence[int], *, is_outline: bool) -> Any:
     """Returns one tensor with leading dimensions of these sizes; ``is_outline`` as in ``joined``.
+
+    Each tensor is copied before the next one is taken, because a process can map a limited number of them.
 
     Raises:
         Misfit: the tensors do not fit together.
     """
+    rest = iter(tensors)
+    first = next(rest)
     if not sizes:
-        [tensor] = tensors
-        return tensor
-    _check_alike(tensors, set())
-
-    def stack(arrays: Sequence[Any], is_outline: bool = False) -> Any:
-        whole = _concatenated([np.asarray(x)[None] for x in arrays], 0, is_outline)
-        return whole if len(sizes) == 1 else whole.reshape(*sizes, *whole.shape[1:])
-
-    if not isinstance(tensors[0], CheckpointTensor):
-        return stack(tensors, is_outline)
-    inputs = [tensor.input_scale for tensor in tensors]
-    return tensors[0]._replace(
-        codes=stack([tensor.codes for tensor in tensors], is_outline),
-        scale=stack([tensor.scale for tensor in tensors]),
-        block=(*(1,) * len(sizes), *tensors[0].block),
-        input_scale=None if any(x is None for x in inputs) else stack(inputs),
+        return first
+    is_quantized = isinstance(first, CheckpointTensor)
+    values = _room(first.codes if is_quantized else np.asarray(first), sizes, is_outline)
+    scales = _room(first.scale, sizes) if is_quantized else None
+    inputs = []
+    for index, tensor in zip(np.ndindex(*sizes), chain([first], rest)):
+        _check_alike([first, tensor], set())
+        if not is_outline:
+            values[index] = tensor.codes if is_quantized else tensor
+        if scales is not None:
+            scales[index] = tensor.scale
+            inputs.append(None if tensor.input_scale is None else tensor.input_scale.copy())
+    if scales is None:
+        return values
+    return first._replace(
+        codes=values,
+        scale=scales,
+        block=(*(1,) * len(sizes), *first.block),
+        input_scale=None if any(x is None for x in inputs) else np.stack(inputs),
     )
 
 
@@ -145,3 +153,9 @@ def _concatenated(arrays: Sequence[Any], axis: int, is_outline: bool) -> np.ndar
     shape = list(arrays[0].shape)
     shape[axis] = sum(x.shape[axis] for x in arrays)
     return np.broadcast_to(np.zeros((), arrays[0].dtype), shape)
+
+
+def _room(like: np.ndarray, sizes: Sequence[int], is_outline: bool = False) -> np.ndarray:
+    """Returns an array for a stack of arrays like this one; an outline takes no memory."""
+    shape = (*sizes, *like.shape)
+    return np.broadcast_to(np.zeros((), like.dtype), shape) if is_outline else np.empty(shape, like.dtype)

@@ -249,7 +249,10 @@ def test_layers_and_experts_become_one_stack(tmp_path):
     }
     tensors |= {f"layers.{i}.norm.weight": scales_of(i, 8) for i in range(2)}
     checkpoint = fp8.read_checkpoint(write(tmp_path / "file", tensors))
-    rename = {"^up": "layers.{0}.experts.{1}.up", "^norm": "layers.{0}.norm.weight"}
+
+    def rename(name):
+        return name.replace("up", "layers.{0}.experts.{1}.up").replace("norm", "layers.{0}.norm.weight")
+
     model = Experts()
     nnx.update(model, fp8.load_into(nnx.state(model), checkpoint, rename=rename))
     for i in range(2):
