@@ -45,12 +45,23 @@ def expert_products(
     With ``on_shards`` each of several devices computes a part. The operands are those of
     ``grouped_products``.
     """
-    multiply: Callable[..., jax.Array] = partial(grouped_products, out_dtype=request.dtype)
+
+    def of_part(lhs: QTensor, kernels: QTensor, group_sizes: jax.Array) -> jax.Array:
+        kernels = jax.tree.map(transposed, kernels) if request.is_transposed else kernels
+        return grouped_products(lhs, kernels, group_sizes, out_dtype=request.dtype)
+
+    multiply: Callable[..., jax.Array] = of_part
     if on_shards:
-        dims = ("mk", "enk", "mn") if lhs.codes.ndim == 2 else ("-mk", "e-nk", "mn")
+        of_kernels = "ekn" if request.is_transposed else "enk"
+        dims = ("mk", of_kernels, "mn") if lhs.codes.ndim == 2 else ("-mk", "e-nk", "mn")
         multiply = partial(ragged_on_shards, multiply, dims)
     rows, columns = request.shape
     return multiply(lhs, kernels, group_sizes)[:rows, :columns]
+
+
+def transposed(x: jax.Array) -> jax.Array:
+    """Swaps rows and columns of each kernel of a stack; a scale per kernel is returned unchanged."""
+    return jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x
 
 
 expert_products_on_shards = partial(expert_products, on_shards=True)

@@ -128,6 +128,8 @@ class ExpertProducts(NamedTuple):
     """The dtype of the result."""
     dequantized: bool = False
     """Whether every device multiplies in the wide dtypes; see ``Gemm.dequantized``."""
+    is_transposed: bool = False
+    """Whether the kernels come as ``(experts, depth, columns)``, and each device transposes its own."""
 
 
 class ExpertSums(NamedTuple):

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.amax import amaxes_of_parts, delayed_amax
 from fp8flax._core.axes import vary_alike
+from fp8flax._core.gemm.cuda_ragged import transposed
 from fp8flax._core.gemm.kernels.groups import bounded
 from fp8flax._core.gemm.lowering import lowered
 from fp8flax._core.gemm.reference import reference_gemm
@@ -204,23 +205,22 @@ class RaggedPlan(Contraction):
         """
         (group_sizes,), columns = extra, gemm.rhs.shape[0]
 
-        def as_columns(x: jax.Array) -> jax.Array:
-            # The forward product sums over the first axis of a kernel, and FP8 units over the last one. So
-            # each kernel is transposed: once here, and not at each visit. Codes with scales per block have
-            # this order already. Only their dequantized values are transposed.
-            is_matrix = x.ndim == 3 and uses[1].view.contract == (0,)
-            return jnp.swapaxes(x, 1, 2) if is_matrix else x
-
         def tile_by_tile(_: Any, lhs: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
             # The reference implementation of the request.
             lhs, kernels = (self._in_rows(use, x) for use, x in zip(uses, (lhs, kernels)))
-            kernels = as_columns(kernels) if is_per_block else kernels
+            kernels = jax.tree.map(transposed, kernels) if is_transposed else kernels
             return _multiply_rows(self, gemm, lhs, kernels, columns, _visits(self, group_sizes))
 
-        is_per_block = _is_per_block(kernels)
-        if not is_per_block:
-            kernels = jax.tree.map(as_columns, kernels)
-        request = ExpertProducts((self.padded_rows, columns), gemm.out_dtype, gemm.dequantized)
+        # The forward product sums over the first axis of a kernel, and FP8 units over the last one. So each
+        # kernel is transposed: once, and not at each visit. Codes with scales per block have this order
+        # already; only their dequantized values are transposed.
+        is_transposed = uses[1].view.contract == (0,)
+        request = ExpertProducts(
+            (self.padded_rows, columns),
+            gemm.out_dtype,
+            gemm.dequantized,
+            is_transposed and not _is_per_block(kernels),
+        )
         return lowered(request, tile_by_tile, lhs, kernels, group_sizes)[: self.rows]
 
     def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra) -> jax.Array:
