@@ -75,7 +75,7 @@ def stacked(tensors: Iterable[Any], sizes: Sequence[int], *, is_outline: bool) -
     is_quantized = isinstance(first, CheckpointTensor)
     values = _room(first.codes if is_quantized else np.asarray(first), sizes, is_outline)
     scales = _room(first.scale, sizes) if is_quantized else None
-    inputs = []
+    inputs: list[Any] = []
     for index, tensor in zip(np.ndindex(*sizes), chain([first], rest)):
         _check_alike([first, tensor], set())
         if not is_outline:

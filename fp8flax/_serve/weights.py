@@ -52,7 +52,7 @@ def weights_for_serving(
         MissingStateError: an op's scaling state is missing from ``variables``.
         TypeError: ``model`` is not a Linen module; ``variables`` is not a mapping, but for instance a whole
             ``TrainState``; or as ``rename`` in ``save_safetensors``.
-        ValueError: as in ``freeze`` and ``save_safetensors``.
+        ValueError: ``model`` is frozen; or as in ``freeze`` and ``save_safetensors``.
 
     Warns:
         {warns}
@@ -86,10 +86,18 @@ def weights_for_serving(
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _weights(model: nn.Module, record: Any, options: Options, variables: Any) -> dict[str, jax.Array]:
     del record
+    if hasattr(model, "_fp8_serving"):
+        raise ValueError(FROZEN)
     args, kwargs = options.inputs()
     served_model, served = freeze(model, variables, *args, weight_only=options.weight_only, **kwargs)
     tensors = tensors_of(serving_ops(served_model), nn.meta.unbox(served), options.renaming())
     return {name: tensor.written for name, tensor in tensors.items()}
+
+
+FROZEN = (
+    "model must be a model in training; it is frozen already. Pass the model that was frozen, or write the "
+    "frozen one with save_safetensors."
+)
 
 
 class Options(NamedTuple):

@@ -19,7 +19,7 @@ from fp8flax._serve.hidden_state import ServedOp
 from fp8flax._serve.renaming import Rename
 from fp8flax._serve.safetensors import load_safetensors as load_variables
 from fp8flax._serve.safetensors import tensors_of, write
-from fp8flax._serve.weights import Options, automatic_axes, options_of
+from fp8flax._serve.weights import FROZEN, Options, automatic_axes, options_of
 from fp8flax.nnx.blocks import RouterLoss
 from fp8flax.nnx.freezing import Frozen, FrozenOp, freeze
 from fp8flax.nnx.models import Layer, layers_of
@@ -97,7 +97,7 @@ def weights_for_serving(
 
     Raises:
         TypeError: as in ``freeze``; or as ``rename`` in ``fp8flax.save_safetensors``.
-        ValueError: as in ``freeze`` and ``save_safetensors``.
+        ValueError: ``model`` is frozen; or as in ``freeze`` and ``save_safetensors``.
 
     Warns:
         {warns}
@@ -123,7 +123,10 @@ def weights_for_serving(
 @partial(jax.jit, static_argnums=(0, 1))
 def _weights(graphdef: Any, options: Options, state: Any) -> dict[str, jax.Array]:
     args, kwargs = options.inputs()
-    frozen = freeze(nnx.merge(graphdef, state), *args, weight_only=options.weight_only, **kwargs)
+    model = nnx.merge(graphdef, state)
+    if any(isinstance(node, FrozenOp) for _, node in nnx.iter_graph(model)):
+        raise ValueError(FROZEN)
+    frozen = freeze(model, *args, weight_only=options.weight_only, **kwargs)
     tensors = tensors_of(*_described(frozen), options.renaming())
     return {name: tensor.written for name, tensor in tensors.items()}
 

@@ -126,6 +126,8 @@ def test_errors():
         fp8.weights_for_serving(model8, variables, rename={"up": ["gate", "up"]})
     with pytest.raises(ValueError, match="which matches none of"):
         fp8.weights_for_serving(model8, variables, rename={"down": "up"})
+    with pytest.raises(ValueError, match="it is frozen already"):
+        fp8.weights_for_serving(*fp8.freeze(model8, variables))
     with pytest.raises(TypeError, match=r"fp8flax\.nnx\.weights_for_serving"):
         fp8.weights_for_serving(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {})
     with pytest.raises(TypeError, match=r"fp8flax\.weights_for_serving"):
@@ -192,4 +194,6 @@ def test_nnx(recipe, tmp_path):
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
     nnx.update(other, fp8.load_into(target, checkpoint, rename=TO_PARTS))
     np.testing.assert_array_equal(other(x), frozen(x))
+    with pytest.raises(ValueError, match="it is frozen already"):
+        fp8nnx.weights_for_serving(frozen, x)
     assert model.layers[0].kernel.get_value().dtype == jnp.float32
