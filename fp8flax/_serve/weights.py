@@ -86,7 +86,7 @@ def weights_for_serving(
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _weights(model: nn.Module, record: Any, options: Options, variables: Any) -> dict[str, jax.Array]:
     del record
-    if hasattr(model, "_fp8_serving"):
+    if getattr(model, "_fp8_serving", None) is not None:
         raise ValueError(FROZEN)
     args, kwargs = options.inputs()
     served_model, served = freeze(model, variables, *args, weight_only=options.weight_only, **kwargs)
