@@ -100,8 +100,8 @@ class Fp8Op(OpBase, nn.Module):
 
     def _states(self, recipe: Recipe, kernel: tuple[int, ...] = ()) -> States:
         """Declares and returns the states that a recipe needs, for a kernel of this shape."""
-        needs_state = bool(self._state_leaves(recipe, kernel))
-        if needs_state and not self.is_initializing() and self._is_named_mutable():
+        is_named_mutable = not self.is_initializing() and self._is_named_mutable()
+        if is_named_mutable and self._state_leaves(recipe, kernel):
             # stacklevel=1 makes this line the place of the warning, so that Python shows it only once.
             warnings.warn(
                 f"mutable names {OVERWRITE_WITH_GRADIENT!r}, but apply returns the old state there. The "
