@@ -26,7 +26,7 @@ def weights_for_serving(
     rename: Rename | None = None,
     weight_only: bool = False,
     **kwargs: Any,
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """Returns the FP8 weights of a model in training under the names of an inference server.
 
     The tensors are those of the file that ``save_safetensors`` writes after ``freeze``, bit for bit. One

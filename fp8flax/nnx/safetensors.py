@@ -79,7 +79,7 @@ def weights_for_serving(
     rename: Rename | None = None,
     weight_only: bool = False,
     **kwargs: Any,
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """Returns the FP8 weights of an NNX model in training under the names of an inference server.
 
     This is ``fp8flax.weights_for_serving`` for NNX. The tensors are those of the file that
