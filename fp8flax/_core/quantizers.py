@@ -65,6 +65,8 @@ class Quantizer:
         scales_along_contraction: whether the scale changes along the contraction, so that it must be
             applied inside the GEMM and not to its result.
         has_one_scale: whether a tensor has one scale, regardless of the contracted dimensions.
+        codes_are_matrices: whether codes and scales have the layout ``(batch, rows, columns)`` of
+            ``BlockQuantizer``. On a mesh each GPU then multiplies its part of the codes.
         is_exact_in_bfloat16: whether bfloat16 holds the product of any code and its scale, as for powers of
             two.
         strategy: name of the kernel's scales in compressed-tensors and inference servers (``"tensor"``,
@@ -95,6 +97,7 @@ class Quantizer:
     needs_state: ClassVar[bool] = False
     scales_along_contraction: ClassVar[bool] = True
     has_one_scale: ClassVar[Any] = False
+    codes_are_matrices: ClassVar[bool] = False
     is_exact_in_bfloat16: ClassVar[Any] = False
     strategy: ClassVar[Any] = None
     scale_columns: ClassVar[Any] = None
@@ -384,6 +387,8 @@ class BlockQuantizer(Quantizer):
                 f"scale_rounding='floor' requires scale='e8m0'; got scale={self.scale!r}. Use "
                 "scale='e8m0', or leave scale_rounding out."
             )
+
+    codes_are_matrices: ClassVar[bool] = True
 
     @property
     def scale_dtype(self) -> np.dtype:

@@ -222,10 +222,9 @@ def _is_per_block(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
 
 
 def _is_of_blocks(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether both operands are matrices with scales in the layout of ``BlockQuantizer``."""
-    return _is_per_block(capability, gemm, lhs, rhs) and all(
-        isinstance(x.quantizer, BlockQuantizer) for x in (lhs, rhs)
-    )
+    """Returns whether the codes of both operands are matrices, with scales per block."""
+    are_matrices = _is_per_block(capability, gemm, lhs, rhs)
+    return are_matrices and lhs.quantizer.codes_are_matrices and rhs.quantizer.codes_are_matrices
 
 
 def _has_block_scaled_units(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
