@@ -14,7 +14,7 @@ export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-long test-all test-oldest test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-schedule bench-flax-scales bench-trace bench-models bench-gpu what-works notebooks docs docs-test dist clean
+.PHONY: help environments demo audit test test-long test-all test-oldest test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-schedule bench-flax-scales bench-trace bench-collectives bench-models bench-gpu what-works notebooks docs docs-test dist clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -33,6 +33,7 @@ help:
 	@echo "make bench-schedule  the loss of FP8 training that ends in bf16; half an hour on a core, resumable"
 	@echo "make bench-flax-scales  the error of Flax's ops and ours, relative to the product of their quantized operands"
 	@echo "make bench-trace   the time to trace, lower and compile a step in FP8, compared with bf16 and Flax's ops"
+	@echo "make bench-collectives  the bytes that GPUs send to each other for one layer, by recipe and layout; no GPU needed"
 	@echo "make bench-models  models of transformers and flaxmodels in FP8: what is converted, errors, bytes (15 minutes)"
 	@echo "make bench-gpu     measurements on a GPU, in parts of nine minutes; the JAX of PYTHON= must see the GPU"
 	@echo "make what-works    test every recipe with every transformation and sharding, and write docs/what_works.md"
@@ -150,6 +151,9 @@ bench-flax-scales: .venv/installed
 
 bench-trace: .venv/installed
 	.venv/bin/python -m benchmarks.trace_time $(ARGS)
+
+bench-collectives: .venv/installed
+	.venv/bin/python -m benchmarks.collectives $(ARGS)
 
 bench-models: .venv/installed-models
 	.venv/bin/python -m benchmarks.models $(ARGS)

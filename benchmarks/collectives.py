@@ -1,0 +1,145 @@
+"""How many bytes do four H200s send to each other for one layer, by recipe and layout?
+
+Run ``make bench-collectives``; no GPU is needed.
+
+The layer is a matmul MxKxN of bf16 arrays, forward and backward: the program returns the result, both
+gradients and the next scaling state. Experts: a ragged dot with 8 experts of KxN, all tensors in e4m3.
+
+sent = bytes that each GPU sends, in MiB, read from the program that XLA compiles. An all-gather sends
+R (n - 1) / n for a result of R bytes on n GPUs. A reduce-scatter or an all-to-all sends O (n - 1) / n for
+an operand of O bytes. An all-reduce sends twice that, and a collective-permute sends O. The table has the
+bytes of each recipe divided by those of the same program in bf16.
+
+backward = a program that returns the gradients only. XLA drops the forward matmul.
+
+The layouts split arrays over the four GPUs in one dimension. FSDP = rows of input, kernel and result.
+tensor, columns = columns of kernel and result. tensor, rows = columns of the input, rows of the kernel.
+sequence, columns = rows of the input, columns of kernel and result. sequence, rows = columns of the input,
+rows of kernel and result. experts = rows of input and result; each GPU has two experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8flax as fp8
+from benchmarks import common
+from benchmarks.common import Columns, Row, Shape
+
+GPUS, EXPERTS = 4, 8
+OPTIONS: dict[str, Any] = {"shape": (4096, 1024, 2048)}
+RECIPES: dict[str, Any] = {
+    "bf16": None,
+    "delayed": fp8.DelayedScaling(),
+    "current": fp8.Float8CurrentScaling(),
+    "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),
+    "128-blocks": fp8.Float8BlockScaling(),
+    "MXFP8": fp8.MXFP8BlockScaling(),
+}
+
+
+class Layout(NamedTuple):
+    """How the arrays are split over the axis ``gpus``; the output gradient is split as the result."""
+
+    input: P
+    kernel: P
+    result: P
+
+
+ROWS, SPLIT_COLUMNS = P("gpus"), P(None, "gpus")
+LAYOUTS = {
+    "FSDP": Layout(ROWS, ROWS, ROWS),
+    "tensor, columns": Layout(P(), SPLIT_COLUMNS, SPLIT_COLUMNS),
+    "tensor, rows": Layout(SPLIT_COLUMNS, ROWS, P()),
+    "sequence, columns": Layout(ROWS, SPLIT_COLUMNS, SPLIT_COLUMNS),
+    "sequence, rows": Layout(SPLIT_COLUMNS, ROWS, ROWS),
+    "experts": Layout(ROWS, ROWS, ROWS),
+}
+
+
+def bytes_sent(recipe: str, layout: str, shape: Shape, is_backward: bool) -> dict[str, int]:
+    """Returns the bytes that each GPU sends, by collective operation."""
+    m, k, n = shape
+    is_ragged = layout == "experts"
+    mesh = Mesh(np.array(fp8.compile_only_devices("h200", GPUS)), ("gpus",), axis_types=(AxisType.Auto,))
+    places = [NamedSharding(mesh, spec) for spec in LAYOUTS[layout]]
+    shapes = (m, k), (EXPERTS, k, n) if is_ragged else (k, n), (m, n)
+    x, w, g = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=place) for s, place in zip(shapes, places))
+    last: Any = jnp.full(EXPERTS, m // EXPERTS, jnp.int32) if is_ragged else (((1,), (0,)), ((), ()))
+    state: Any = {}
+    multiply: Any = lax.ragged_dot if is_ragged else lax.dot_general
+    op: Any = None
+    if recipe != "bf16":
+        in_e4m3 = dataclasses.replace(RECIPES[recipe], fp8_format=fp8.Format.E4M3)
+        op = (
+            fp8.Fp8RaggedDotOp(recipe=in_e4m3) if is_ragged else fp8.Fp8DotGeneralOp(recipe=RECIPES[recipe])
+        )
+        state = jax.eval_shape(lambda x, w: op.init({}, x, w, last), x, w)
+
+    def step(state: Any, x: Any, w: Any, g: Any) -> tuple[Any, ...]:
+        def layer(state: Any, x: Any, w: Any) -> Any:
+            return multiply(x, w, last) if op is None else op.apply(state, x, w, last)
+
+        out, vjp = jax.vjp(layer, state, x, w)
+        return vjp(g) if is_backward else (out, *vjp(g))
+
+    outputs = jax.tree.map(lambda _: NamedSharding(mesh, P()), state), places[0], places[1]
+    jitted = jax.jit(step, out_shardings=outputs if is_backward else (places[2], *outputs))
+    return fp8.audit(jitted, state, x, w, g, target=mesh).bytes_sent_by
+
+
+def measure(shape: Shape) -> Row:
+    rows = []
+    for layout, recipe in itertools.product(LAYOUTS, RECIPES):
+        step, backward = (bytes_sent(recipe, layout, shape, is_backward) for is_backward in (False, True))
+        rows.append({"layout": layout, "recipe": recipe, "step": step, "backward": backward})
+        print(".", end="", flush=True)
+    return {"rows": rows}
+
+
+COLUMNS: Columns = {
+    "layout": common.word("layout"),
+    "bf16, MiB": common.figure("bf16", ".1f", 2**-20),
+    **{recipe: common.figure(recipe, ".2f") for recipe in RECIPES if recipe != "bf16"},
+}
+
+
+def beside_bf16(report: Row, name: str) -> list[Row]:
+    """Returns for each layout the bytes in bf16, and those of each recipe divided by them.
+
+    Args:
+        report: the report of ``measure``.
+        name: ``"step"`` or ``"backward"``.
+    """
+    sent = {(row["layout"], row["recipe"]): sum(row[name].values()) for row in report["rows"]}
+    rows = []
+    for layout in LAYOUTS:
+        wide = sent[layout, "bf16"]
+        ratios = {recipe: sent[layout, recipe] / wide if wide else None for recipe in RECIPES}
+        rows.append({"layout": layout, **ratios, "bf16": wide})
+    return rows
+
+
+def table(report: Row) -> str:
+    names = ("step", "backward")
+    return "\n\n".join(
+        f"{name}\n{common.text_table(COLUMNS, beside_bf16(report, name), 1)}" for name in names
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    common.command(__doc__, "collectives", measure, table, argv, options=OPTIONS)
+
+
+if __name__ == "__main__":
+    common.run(main, JAX_PLATFORMS="cpu")
