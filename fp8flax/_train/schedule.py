@@ -91,7 +91,7 @@ class Fallback:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Changes the recipe during a run: a phase follows from the step.
+    """Changes the recipe during a run: the step determines the phase.
 
     ``with schedule.at(step):`` around a call of the jitted training step sets the recipe of the phase, as
     ``fp8flax.autocast`` does. Each phase compiles one program; phases with equal recipes share it.
@@ -106,8 +106,8 @@ class Schedule:
     in all phases.
 
     The tree of the scaling state is the same in all phases if the state was made under ``init()``. A phase
-    whose recipe does not use a state leaves it unchanged. When a later phase uses it, the scales come from
-    the amax histories of then.
+    whose recipe does not use a state leaves it unchanged. When a later phase uses the state, its first
+    scales come from the amax histories that the state has at that time.
 
     Attributes:
         phases: the phases in their order. ``until`` increases, and is None in the last phase. Either all
@@ -162,7 +162,7 @@ class Schedule:
                 f"The phases {without} have FP8 but no recipe, and other phases have one. Give each phase "
                 "with FP8 a recipe, or none of them."
             )
-        self._delayed()
+        self._delayed()  # raises an error if the histories differ in length
 
     def _check_names(self) -> None:
         names = [phase.name for phase in self.phases]
@@ -241,8 +241,8 @@ class Schedule:
     def at(self, step: Any, *, off_until: Any = 0) -> contextlib.AbstractContextManager[None]:
         """Returns a context with the recipe of a step; see ``autocast`` for threads and asyncio tasks.
 
-        Enter it outside of ``jax.jit``. ``step`` is best a Python int that the loop counts. To read it from
-        ``state.step`` waits until the step before has ended.
+        Enter it outside of ``jax.jit``. Pass a Python int that the loop counts: reading ``state.step`` waits
+        until the previous step has ended.
 
         Args:
             step: as in ``phase``.
@@ -276,10 +276,11 @@ class Schedule:
         return phase_context(enabled=True, recipe=recipe, replaced=frozenset(recipes), phase=None)
 
     def next_off_until(self, step: Any, statistic: Any, off_until: Any = 0) -> int:
-        """Returns until when FP8 is off, after the statistic of a step is known.
+        """Returns the first step that has FP8 again, after the statistic of a step is known.
 
-        The result is the only memory of the fallback: save it with the train state. It is
-        ``step + 1 + hold`` after a statistic above the bound or NaN, and ``off_until`` after any other.
+        The result is the only memory of the fallback, so save it with the train state. After a statistic
+        that is NaN or above the bound, it is the larger of ``off_until`` and ``step + 1 + hold``. After any
+        other statistic it is ``off_until``.
 
         Args:
             step: the step in which the statistic was measured.
@@ -288,7 +289,8 @@ class Schedule:
             off_until: the result of the call before; 0 at first.
 
         Raises:
-            TypeError: ``statistic`` is not a number, or an argument is traced by ``jax.jit``.
+            TypeError: ``statistic`` is not a number; ``step`` or ``off_until`` is not an integer; or an
+                argument is traced by ``jax.jit``.
             ValueError: there is no fallback; or ``step`` or ``off_until`` is negative.
 
         Example:
@@ -297,8 +299,8 @@ class Schedule:
             ...     phases=(fp8.Phase(name="fp8"),), fallback=fp8.Fallback(above=10.0, hold=2)
             ... )
             >>> off_until = schedule.next_off_until(7, statistic=12.5)
-            >>> [schedule.phase(step, off_until=off_until).name for step in (7, 8, 9, 10)]
-            ['fallback', 'fallback', 'fallback', 'fp8']
+            >>> [schedule.phase(step, off_until=off_until).name for step in (8, 9, 10)]
+            ['fallback', 'fallback', 'fp8']
         """
         step, off_until = _as_int("step", step), _as_int("off_until", off_until)
         if self.fallback is None:

@@ -53,8 +53,8 @@ def each_alike(
     Args:
         f: a function of trees of arrays.
         *args: for each argument of ``f``, the list of its values.
-        read_once: whether a barrier follows the stacking on a GPU, so that one kernel alone reads each
-            array. If several kernels read a donated array, XLA copies it before it overwrites it.
+        read_once: whether a barrier follows the stacking, so that one kernel alone reads each array. If
+            several GPU kernels read a donated array, XLA copies it before it overwrites it.
         in_parts: whether a GPU splits the stacked arrays again, and applies ``f`` to each part. The
             stacking then serves ``read_once`` only: later kernels read the copy in the stack. Use it if the
             results are large, and the step returns each of them as a buffer of its own. A stacked result
@@ -66,7 +66,7 @@ def each_alike(
     if number == 1 or not is_enabled:
         return [f(*each) for each in zip(*args)]
 
-    once = jax.jit(f)  # traced once, for everything below
+    once = jax.jit(f)  # traced once for all calls of ``one_by_one`` and ``at_once``
 
     def one_by_one(*args: Any) -> list[Any]:
         return [once(*each) for each in zip(*args)]
@@ -105,9 +105,24 @@ def digests(axes: Sequence[int], states: Sequence[ScalingState]) -> list[jax.Arr
         axes: for each state, the axis of its history that holds the past amaxes.
         states: the states, float32.
     """
-    found: dict[int, jax.Array] = {}
+    return _by_group(_digests_alike, axes, states)
+
+
+def _by_group(
+    f: Callable[..., Sequence[Any]], axes: Sequence[int], states: Sequence[ScalingState], *others: Any
+) -> list[Any]:
+    """Calls ``f(axis, states, *others)`` for each group of states that can be stacked; returns all results.
+
+    Args:
+        f: a function that returns a result for each state of a group.
+        axes: for each state, the axis of its history that holds the past amaxes.
+        states: the states, float32.
+        *others: for each further argument of ``f``, a value for each state.
+    """
+    found: dict[int, Any] = {}
     for group in groups((axis, *map(kind_of, state)) for axis, state in zip(axes, states)):
-        found.update(zip(group, _digests_alike(axes[group[0]], [states[i] for i in group])))
+        of_group = ([x[i] for i in group] for x in (states, *others))
+        found.update(zip(group, f(axes[group[0]], *of_group)))
     return [found[i] for i in range(len(states))]
 
 
@@ -129,11 +144,7 @@ def next_states(
         states: the states before the step, float32.
         cotangents: for each state, the cotangent of its digest.
     """
-    found: dict[int, ScalingState] = {}
-    for group in groups((axis, *map(kind_of, state)) for axis, state in zip(axes, states)):
-        of_group = [[x[i] for i in group] for x in (states, cotangents)]
-        found.update(zip(group, _next_states_alike(axes[group[0]], *of_group)))
-    return [found[i] for i in range(len(states))]
+    return _by_group(_next_states_alike, axes, states, cotangents)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -143,9 +154,9 @@ def _next_states_alike(
     """Returns the next states of states that can be stacked."""
 
     @apart
-    def next_state(old: ScalingState, new_scale: jax.Array, amax: jax.Array) -> ScalingState:
+    def after_step(old: ScalingState, new_scale: jax.Array, amax: jax.Array) -> ScalingState:
         moved = push_amax(lax.squeeze(amax, (axis,)), jnp.moveaxis(old.amax_history, axis, -1))
         return kept_state(old, ScalingState(new_scale, jnp.moveaxis(moved, -1, axis)), amax)
 
     new_scales, amaxes = zip(*(digested(cotangent, 2) for cotangent in cotangents))
-    return each_alike(next_state, olds, new_scales, amaxes, in_parts=True)
+    return each_alike(after_step, olds, new_scales, amaxes, in_parts=True)

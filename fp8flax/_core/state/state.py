@@ -118,14 +118,14 @@ def digest_of(state: ScalingState, axis: int = -1) -> Digest:
     """
     history = state.amax_history
     axis %= history.ndim
-    ((largest, ordinary),) = _read([history], axis)
+    ((largest, ordinary),) = _largest_amaxes([history], axis)
     largest, ordinary = (lax.expand_dims(x, (axis,)) for x in (largest, ordinary))
     newest = lax.slice_in_dim(history, 0, 1, axis=axis)
     usual = (scale_from(state.scale, largest, ordinary, newest) for scale_from in _USUAL_SCALES)
     return Digest(state.scale, largest, ordinary, newest, *usual)
 
 
-def _read(histories: Sequence[jax.Array], axis: int) -> list[tuple[jax.Array, jax.Array]]:
+def _largest_amaxes(histories: Sequence[jax.Array], axis: int) -> list[tuple[jax.Array, jax.Array]]:
     """Returns the largest amax of each history, and the second largest of its 16 newest amaxes.
 
     All histories have one shape, and run along ``axis``, which the results do not have. One reduction reads
@@ -139,10 +139,10 @@ def _read(histories: Sequence[jax.Array], axis: int) -> list[tuple[jax.Array, ja
     return [(largest, ordinary) for largest, _, ordinary in found]
 
 
-# JAX's caches know this function by its identity. A function that each call defines anew would be compiled
-# at each call that is not jitted. ``_USUAL_SCALES`` is a constant for the same reason.
+# JAX's caches compare functions by identity. If ``_largest_amaxes`` defined this function at each call, JAX
+# would compile it at each call outside of jit. ``_USUAL_SCALES`` is a constant for the same reason.
 def _largest_two(xs: Sequence[Sequence[jax.Array]], ys: Sequence[Sequence[jax.Array]]) -> list[Any]:
-    """Merges, for each history, two triples into one; the reducer of ``_read``.
+    """Merges, for each history, two triples into one; the reducer of ``_largest_amaxes``.
 
     A triple is ``(largest amax, largest recent amax, second largest recent amax)`` of a part of a history.
     The recent amaxes are the 16 newest ones, see ``is_newest``.
@@ -178,16 +178,17 @@ def scales_of(
         shape = states[name].amax_history.shape
         if is_digest(states[name].scale):
             digest = Digest(*(number.reshape(shape[:-1]) for number in digested(states[name].scale)))
-            is_usual = config in USUAL
-            usual = (digest.e4m3fn, digest.e5m2)
-            scales[name] = usual[USUAL.index(config)] if is_usual else _scale_from(config, *digest[:4])
+            usual = dict(zip(USUAL, (digest.e4m3fn, digest.e5m2)))
+            scales[name] = usual[config] if config in usual else _scale_from(config, *digest[:4])
         else:
             of_shape.setdefault(shape, []).append(name)
     for shape, names in of_shape.items():
         olds, histories = (
             [lax.stop_gradient(from_max_dtype(states[name][i])) for name in names] for i in (0, 1)
         )
-        for name, old, history, read in zip(names, olds, histories, _read(histories, len(shape) - 1)):
+        for name, old, history, read in zip(
+            names, olds, histories, _largest_amaxes(histories, len(shape) - 1)
+        ):
             scales[name] = _scale_from(configs[name], old.reshape(shape[:-1]), *read, history[..., 0])
     return scales
 
@@ -266,15 +267,14 @@ def next_state(
 
 def _float32_state(amax: jax.Array, new_scale: jax.Array, state: ScalingState) -> ScalingState:
     """Returns the next state of a float32 state."""
-    history = state.amax_history
-    new_scale = new_scale.reshape(state.scale.shape)
-    pushed = ScalingState(new_scale, push_amax(amax, history))
-    return kept_state(ScalingState(new_scale, history), pushed, amax[..., None])
+    pushed = ScalingState(new_scale.reshape(state.scale.shape), push_amax(amax, state.amax_history))
+    return kept_state(state, pushed, amax[..., None])
 
 
 def _merging_state(amax: jax.Array, new_scale: jax.Array, state: ScalingState) -> ScalingState:
     """Returns the cotangents of a state in ``fp32_max_grad``: the new scale and history, unchecked."""
     pushed = push_amax(amax, from_max_dtype(state.amax_history))
+    # Every entry of the history must lose the merge by maximum if the data were empty.
     pushed = jnp.where((amax == -jnp.inf)[..., None], -jnp.inf, pushed)
     return ScalingState(to_max_dtype(new_scale.reshape(state.scale.shape)), to_max_dtype(pushed))
 
@@ -304,7 +304,7 @@ def calibrated_state(
     new_scale = scale_of(config, ScalingState(from_max_dtype(state.scale), seen))
     # Data of zeros determine no scale. They give the smallest scale, which loses the merge by maximum.
     new_scale = jnp.where(is_usable(jnp.max(seen, axis=-1)), new_scale, SMALLEST_SCALE)
-    return next_state(merged, new_scale, state_to_keep(state))
+    return next_state(merged, new_scale, state)
 
 
 def report_calibrated(
