@@ -85,6 +85,8 @@ def bytes_sent(recipe: str, layout: str, shape: Shape, is_backward: bool) -> dic
             fp8.Fp8RaggedDotOp(recipe=in_e4m3) if is_ragged else fp8.Fp8DotGeneralOp(recipe=RECIPES[recipe])
         )
         state = jax.eval_shape(lambda x, w: op.init({}, x, w, last), x, w)
+    whole = NamedSharding(mesh, P())
+    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), state)
 
     def step(state: Any, x: Any, w: Any, g: Any) -> tuple[Any, ...]:
         def layer(state: Any, x: Any, w: Any) -> Any:
@@ -93,7 +95,7 @@ def bytes_sent(recipe: str, layout: str, shape: Shape, is_backward: bool) -> dic
         out, vjp = jax.vjp(layer, state, x, w)
         return vjp(g) if is_backward else (out, *vjp(g))
 
-    outputs = jax.tree.map(lambda _: NamedSharding(mesh, P()), state), places[0], places[1]
+    outputs = jax.tree.map(lambda _: whole, state), places[0], places[1]
     jitted = jax.jit(step, out_shardings=outputs if is_backward else (places[2], *outputs))
     return fp8.audit(jitted, state, x, w, g, target=mesh).bytes_sent_by
 

@@ -330,7 +330,9 @@ def check_on_mesh(compiled: Compiled, mesh: Mesh, name: str) -> None:
     if isinstance(compiled, PluginCompiled):
         found = [compiled.devices]
     else:
-        found = [sharding.device_set for sharding in jax.tree.leaves(compiled.input_shardings)]
+        shardings = jax.tree.leaves(compiled.input_shardings)
+        # Before JAX 0.10 an argument without a sharding has an object here that names no devices.
+        found = [sharding.device_set for sharding in shardings if hasattr(sharding, "device_set")]
     if not all(devices == set(mesh.devices.flat) for devices in found):
         raise RuntimeError(_not_on_mesh(name))
 
