@@ -176,7 +176,7 @@ class _Source(NamedTuple):
     @property
     def numbers(self) -> int:
         """Returns along how many dimensions each part of the variable is a tensor of its own."""
-        return self.parts[0].numbers
+        return self.parts[0].num_numbered_dims
 
     @property
     def file_names(self) -> list[str]:
@@ -245,7 +245,7 @@ class _Source(NamedTuple):
                 "were passed. Pass all of them"
             )
         others = math.prod(shape) // max(1, shape[axis])
-        sizes = [math.prod(self.shapes[path][part.numbers :]) / max(1, others) for path in paths]
+        sizes = [math.prod(self.shapes[path][part.num_numbered_dims :]) / max(1, others) for path in paths]
         if sum(sizes) != shape[axis] or not all(size.is_integer() for size in sizes):
             raise Misfit(
                 f"{name} has {shape[axis]} output features, and the variables that rename joins in it have "

@@ -19,16 +19,18 @@ class Part(NamedTuple):
     """A tensor of the file that has the values of a variable, or some of them."""
 
     name: str
-    """The name in the file. ``{0}`` and ``{1}`` are numbers along the variable's first dimensions.
+    """The name in the file. ``{0}`` and ``{1}`` are indices along the variable's first dimensions.
 
-    There is a tensor for each number."""
+    Each index has a tensor of its own."""
     size: int | None = None
     """How many output features of the variable the tensor has; None if ``rename`` does not split it."""
     place: tuple[int, int] | None = None
-    """The place of the variable among those that ``rename`` joins in the tensor, and how many these are."""
+    """The position of the variable among those that ``rename`` joins in the tensor, and their number.
+
+    None if ``rename`` does not join the variable with others."""
 
     @property
-    def numbers(self) -> int:
+    def num_numbered_dims(self) -> int:
         """Returns how many first dimensions of the variable have numbers in the name."""
         return len(set(_NUMBER.findall(self.name)))
 
@@ -48,50 +50,91 @@ def renamed(tensors: Sequence[Tensor], rename: Rename) -> list[Tensor]:
             and does not have two dimensions, or a tensor cannot be split or joined as ``rename`` says.
     """
     parts_of = new_names_of([tensor.name for tensor in tensors], rename)
-    layers: dict[str, list[Part]] = {}
+    first_parts_of: dict[str, list[Part]] = {}
     result: list[Tensor] = []
-    to_join: dict[str, dict[int, Tensor]] = {}
-    counts: dict[str, int] = {}
+    to_join: dict[str, list[tuple[tuple[int, int], Tensor]]] = {}
     for tensor in tensors:
         parts = parts_of[tensor.name]
-        if tensor.layer is not None:
-            last = tensor.name.removeprefix(tensor.layer)
-            own = [part._replace(name=part.name.removesuffix(last)) for part in parts]
-            for part, to in zip(parts, layers.setdefault(tensor.layer, own)):
-                if part != to._replace(name=to.name + last):
-                    raise ValueError(
-                        f"rename changes {tensor.name!r} to {part.name!r}, but a loader looks for "
-                        f"{to.name + last!r}, because it finds the FP8 tensors of a layer by the name of "
-                        f"the layer. Rename the layer only, and keep {last!r} at the end."
-                    )
-        for index, one in _numbered(tensor, parts[0].numbers):
-            sizes = [part.size for part in parts]
-            for part, piece in zip(parts, split(_for(parts[0].name, one), sizes)):
+        _check_layer(tensor, parts, first_parts_of)
+        for index, entry in _numbered(tensor, parts[0].num_numbered_dims):
+            pieces = split(_in_layout_of(parts[0].name, entry), [part.size for part in parts])
+            for part, piece in zip(parts, pieces, strict=True):
                 named = piece._replace(name=part.name_at(index))
                 if part.place is None:
                     result.append(named)
-                    continue
-                place, counts[named.name] = part.place
-                others = to_join.setdefault(named.name, {})
-                if place in others:
-                    raise ValueError(
-                        f"rename joins {'/'.join(others[place].path)} and {'/'.join(tensor.path)} at one "
-                        f"place of {named.name!r}. Correct it."
-                    )
-                others[place] = named
-    for name, found in to_join.items():
-        if len(found) < counts[name]:
-            paths = ", ".join("/".join(found[place].path) for place in sorted(found))
+                else:
+                    to_join.setdefault(named.name, []).append((part.place, named))
+    return result + [_joined(name, found) for name, found in to_join.items()]
+
+
+def _check_layer(tensor: Tensor, parts: Sequence[Part], first_parts_of: dict[str, list[Part]]) -> None:
+    """Raises ``ValueError`` if the tensors of an FP8 layer get names of different layers.
+
+    Args:
+        tensor: a tensor of the model.
+        parts: the parts that it becomes.
+        first_parts_of: for each FP8 layer, the parts of its first tensor, without the ends of the names.
+            The function adds the layer of ``tensor``.
+    """
+    if tensor.layer is None:
+        return
+    suffix = tensor.name.removeprefix(tensor.layer)
+    first_parts = [part._replace(name=part.name.removesuffix(suffix)) for part in parts]
+    first_parts = first_parts_of.setdefault(tensor.layer, first_parts)
+    expected = [part._replace(name=part.name + suffix) for part in first_parts]
+    if list(parts) != expected:
+        raise ValueError(
+            f"rename changes {tensor.name!r} to {_text(parts)}, but a loader looks for {_text(expected)}, "
+            "because it finds the FP8 tensors of a layer by the name of the layer. Rename the layer only, "
+            f"all of its tensors in the same way, and keep {suffix!r} at the end."
+        )
+
+
+def _text(parts: Sequence[Part]) -> str:
+    """Returns parts as an error message has them."""
+    texts = []
+    for part in parts:
+        size = "" if part.size is None else f" with {part.size} output features"
+        place = "" if part.place is None else f" as part {part.place[0] + 1} of {part.place[1]}"
+        texts.append(f"{part.name!r}{size}{place}")
+    return " and ".join(texts)
+
+
+def _joined(name: str, found: Sequence[tuple[tuple[int, int], Tensor]]) -> Tensor:
+    """Returns the tensor that ``rename`` joins from others.
+
+    Args:
+        name: the name of the joined tensor.
+        found: each tensor, with its ``Part.place``.
+
+    Raises:
+        ValueError: two tensors have the same position, or a position has none; or as in
+            ``server_layout.joined``.
+    """
+    by_position: dict[int, Tensor] = {}
+    for (position, _), tensor in found:
+        if position in by_position:
             raise ValueError(
-                f"rename joins {counts[name]} variables in {name!r}, but only {paths} become this tensor. "
-                "Correct it, or leave this layer out of the pattern."
+                f"rename joins {'/'.join(by_position[position].path)} and {'/'.join(tensor.path)} at one "
+                f"place of {name!r}. Correct it."
             )
-        result.append(joined([found[place] for place in sorted(found)]))
-    return result
+        by_position[position] = tensor
+    in_order = [by_position[position] for position in sorted(by_position)]
+    count = max(count for (_, count), _ in found)
+    if len(in_order) < count:
+        raise ValueError(
+            f"rename joins {count} variables in {name!r}, but only "
+            f"{', '.join('/'.join(tensor.path) for tensor in in_order)} become this tensor. Correct it, or "
+            "leave this layer out of the pattern."
+        )
+    return joined(in_order)
 
 
 def _numbered(tensor: Tensor, dims: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yields the tensors along the first dimensions of a stack, each with its numbers."""
+    """Yields each tensor of a stack with its index along the first ``dims`` dimensions.
+
+    Yields the tensor itself with the index ``()`` if ``dims`` is 0.
+    """
     if not dims:
         yield (), tensor
         return
@@ -107,10 +150,17 @@ def _numbered(tensor: Tensor, dims: int) -> Iterator[tuple[tuple[int, ...], Tens
         )
 
 
-def _for(name: str, tensor: Tensor) -> Tensor:
-    """Returns the tensor as a file has it under this name."""
-    is_weight = re.fullmatch(r"(.*\.)?weight", name) is not None
-    return in_torch_layout(tensor) if tensor.is_wide_kernel and is_weight else tensor
+def _in_layout_of(name: str, tensor: Tensor) -> Tensor:
+    """Returns the tensor in the layout that its new name implies.
+
+    A wide kernel that becomes a ``weight`` is converted to PyTorch's layout.
+    """
+    return in_torch_layout(tensor) if tensor.is_wide_kernel and is_weight_name(name) else tensor
+
+
+def is_weight_name(name: str) -> bool:
+    """Returns whether a tensor of this name is a layer's ``weight``, as in PyTorch."""
+    return name.rpartition(".")[2] == "weight"
 
 
 def new_names_of(names: Sequence[str], rename: Rename | None) -> dict[str, list[Part]]:
@@ -147,14 +197,15 @@ def check_rename(rename: Any) -> None:
         )
     for pattern, replacement in rename.items():
         patterns = pattern if isinstance(pattern, tuple) else (pattern,)
-        sizes = replacement if isinstance(replacement, Mapping) else {}
-        texts = (*patterns, *(sizes if isinstance(replacement, Mapping) else (replacement,)))
-        if not all(isinstance(text, str) for text in texts):
+        is_split = isinstance(replacement, Mapping)
+        texts = (*patterns, *(replacement if is_split else [replacement]))
+        if not patterns or not all(isinstance(text, str) for text in texts):
             raise TypeError(
-                f"rename must be a dict of strings, or a callable; got {pattern!r}: {replacement!r} in it."
+                "rename must map each pattern, or tuple of patterns, to a name, or to a dict of names and "
+                f"sizes; got {pattern!r}: {replacement!r}."
             )
-        if isinstance(replacement, Mapping) and not (
-            sizes and all(type(size) is int and size > 0 for size in sizes.values())
+        if is_split and not (
+            replacement and all(type(size) is int and size > 0 for size in replacement.values())
         ):
             raise TypeError(
                 "rename must give the number of output features for each part of a tensor, such as "
@@ -165,17 +216,17 @@ def check_rename(rename: Any) -> None:
 def _substitute(
     parts_of: dict[str, list[Part]], pattern: str | tuple[str, ...], replacement: str | Mapping[str, int]
 ) -> None:
-    """Substitutes a pattern in all names: splits them, joins them, or gives them another name."""
+    """Replaces, in ``parts_of``, the parts that a pattern matches: renames, splits or joins them."""
     patterns = pattern if isinstance(pattern, tuple) else (pattern,)
     is_join = isinstance(pattern, tuple)
     pairs = list(replacement.items()) if isinstance(replacement, Mapping) else [(replacement, None)]
     changed: dict[str, list[list[Part]]] = {name: [[] for _ in parts] for name, parts in parts_of.items()}
-    for place, one in enumerate(patterns):  # each is searched in the names as they were before
-        of_join = (place, len(patterns)) if is_join else None
+    for position, one in enumerate(patterns):  # each is searched in the names as they were before
+        place = (position, len(patterns)) if is_join else None
         is_found = False
         for name, parts in parts_of.items():
             for i, part in enumerate(parts):
-                if new := _changed(part, one, pairs, of_join):
+                if new := _changed(part, one, pairs, place):
                     is_found = True
                     if changed[name][i]:
                         raise ValueError(
@@ -184,10 +235,10 @@ def _substitute(
                         )
                     changed[name][i] = new
         if not is_found:
-            every = sorted({part.name for parts in parts_of.values() for part in parts})
+            all_names = sorted({part.name for parts in parts_of.values() for part in parts})
             raise ValueError(
-                f"rename has the pattern {one!r}, which matches none of {every}. Correct it, or leave it "
-                "out."
+                f"rename has the pattern {one!r}, which matches none of {all_names}. Correct it, or leave "
+                "it out."
             )
     for name, news in changed.items():
         parts_of[name] = [part for old, new in zip(parts_of[name], news) for part in new or [old]]
@@ -196,12 +247,13 @@ def _substitute(
 def _changed(
     part: Part, pattern: str, pairs: Sequence[tuple[str, int | None]], place: tuple[int, int] | None
 ) -> list[Part]:
-    """Returns what a pattern makes of a part; nothing if the pattern does not match."""
+    """Returns the parts that replace a part; an empty list if the pattern does not match its name."""
     found = [(*_subn(pattern, text, part.name), size) for text, size in pairs]
     if not found[0][1]:
         return []
-    is_split, is_in_parts = pairs[0][1] is not None, (part.size, part.place) != (None, None)
-    if (is_split and place is not None) or (is_in_parts and (is_split or place is not None)):
+    is_split, is_join = pairs[0][1] is not None, place is not None
+    was_changed = part.size is not None or part.place is not None
+    if is_split + is_join + was_changed > 1:
         raise ValueError(
             f"rename splits or joins {part.name!r} a second time. Each variable can be split once, or "
             "joined once. Correct the patterns."
@@ -220,11 +272,12 @@ def _subn(pattern: str, replacement: str, name: str) -> tuple[str, int]:
 
 
 def _check_parts(name: str, parts: Sequence[Part]) -> None:
+    """Raises ``ValueError`` if a new name is empty, or its numbers in braces are wrong."""
     for part in parts:
         if not part.name:
             raise ValueError(f"rename gives {name!r} an empty name. Give each tensor a name.")
         numbers = {int(number) for number in _NUMBER.findall(part.name)}
-        if numbers != set(range(parts[0].numbers)):
+        if numbers != set(range(parts[0].num_numbered_dims)):
             raise ValueError(
                 f"rename changes {name!r} to {part.name!r}. The numbers in braces must be {{0}}, or {{0}} "
                 "and {1}, and so on, and all parts of a variable must have the same ones."

@@ -121,8 +121,16 @@ def test_patterns_one_after_another(save, tmp_path):
             ValueError,
             r"which is not a valid regular expression .*unknown group name 'x'",
         ),
-        ({"layers": 3}, TypeError, r"must be a dict of strings, or a callable; got 'layers': 3 in it"),
-        ({3: "layers"}, TypeError, r"must be a dict of strings, or a callable; got 3: 'layers' in it"),
+        (
+            {"layers": 3},
+            TypeError,
+            r"must map each pattern, .* to a name, .*; got 'layers': 3\.",
+        ),
+        (
+            {3: "layers"},
+            TypeError,
+            r"must map each pattern, .* to a name, .*; got 3: 'layers'\.",
+        ),
         (
             ["layers"],
             TypeError,

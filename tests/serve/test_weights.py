@@ -122,7 +122,7 @@ def test_errors():
         fp8.weights_for_serving(model8, state)
     with pytest.raises(TypeError, match="rename must be a dict"):
         fp8.weights_for_serving(model8, variables, rename=["up"])
-    with pytest.raises(TypeError, match="rename must be a dict of strings"):
+    with pytest.raises(TypeError, match="rename must map each pattern"):
         fp8.weights_for_serving(model8, variables, rename={"up": ["gate", "up"]})
     with pytest.raises(ValueError, match="which matches none of"):
         fp8.weights_for_serving(model8, variables, rename={"down": "up"})
