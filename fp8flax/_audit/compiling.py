@@ -293,7 +293,9 @@ def compile_lowered(
         except StableHloTooOldError:
             return compile_with_plugin(lowered, options)
 
-    with warnings.catch_warnings():
+    # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known here, too.
+    known = contextlib.nullcontext() if target.gpu is None else compiling_for(target.gpu)
+    with warnings.catch_warnings(), known:
         # Without the GPU JAX cannot load a program from the persistent compilation cache
         # (JAX_COMPILATION_CACHE_DIR). It warns and compiles the program again.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
