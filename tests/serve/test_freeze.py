@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._audit import compiling
@@ -65,6 +67,25 @@ def test_same_logits(name, recipe):
     added = {path.rpartition("/")[2] for path in set(after) - set(before)}
     expected = ["kernel_scale"] * is_stored + ["input_scale"] * (recipe == "delayed")
     assert sorted(added) == sorted(expected)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "columns"])
+@pytest.mark.parametrize("recipe", ["block128", "mxfp8"])
+def test_kernels_on_explicit_axes_of_a_mesh(recipe, spec):
+    """The codes are those of one device, sharded as the kernel; JAX derives no sharding of blocks."""
+    x, model = normal(0, 8, 256), nn.Dense(256, use_bias=False)
+    model8 = fp8.quantize_model(model, RECIPES[recipe], include=".*")
+    variables = variables_of(model8, x)
+    _, expected = fp8.freeze(model8, variables)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        on_mesh = jax.device_put(variables, NamedSharding(mesh, spec))
+        serve, served = fp8.freeze(model8, on_mesh)
+        out = jax.eval_shape(serve.apply, served, jax.device_put(x, NamedSharding(mesh, P())))
+    assert served["params"]["kernel"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    jax.tree.map(np.testing.assert_array_equal, served, expected)
+    assert out.shape == x.shape
 
 
 def test_the_codes_are_those_of_the_newest_scale():

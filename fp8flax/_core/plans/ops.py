@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8flax._core.plans.calls import AnyCall, Called, ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
 from fp8flax._core.plans.contraction import Contraction
 from fp8flax._core.plans.conv import fp8_conv_general_dilated, is_matmul
 from fp8flax._core.plans.dot_general import dot_plan, fp8_dot_general
+from fp8flax._core.plans.plan import explicit_sharding
 from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import quantized
@@ -117,14 +119,25 @@ def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
         ValueError: the quantizer packs codes of another shape.
     """
     _, quantizer, view = plan.uses("kernel").first
-    operand = quantized(quantizer, kernel, view, scale)
-    packed = operand.quantizer.pack(operand, view)
+
+    def pack(kernel: jax.Array) -> QTensor:
+        operand = quantized(quantizer, kernel, view, scale)
+        return operand.quantizer.pack(operand, view)
+
+    packed = jax.eval_shape(pack, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
     if packed.codes.shape != kernel.shape:
         raise ValueError(
-            f"pack of {operand.quantizer!r} must return codes of the kernel's shape {kernel.shape}, to be "
+            f"pack of {packed.quantizer!r} must return codes of the kernel's shape {kernel.shape}, to be "
             f"stored in its place; got {packed.codes.shape}. Define pack and unpack."
         )
-    return packed
+    sharding = explicit_sharding(kernel)
+    if sharding is None or not packed.quantizer.scales_along_contraction:
+        return pack(kernel)
+    # JAX cannot derive the sharding of a reshape that makes blocks.
+    mesh = sharding.mesh
+    explicit = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
+    out_sharding = QTensor(sharding, NamedSharding(mesh, PartitionSpec()), packed.quantizer)
+    return jax.sharding.auto_axes(pack, axes=explicit, out_sharding=out_sharding)(kernel)
 
 
 # Matmuls.
