@@ -1,12 +1,12 @@
-"""``load_into``: takes the tensors of a checkpoint into the variables of a model, wide or frozen."""
+"""``load_into``: loads the tensors of a checkpoint into the variables of a model, wide or frozen."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from fp8flax._core.state.tree import path_str
 from fp8flax._serve.checkpoints import CheckpointTensor, Layout
 from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE
 from fp8flax._serve.parts import Misfit, joined, rows, scale_in_blocks, stacked
-from fp8flax._serve.renaming import Part, Rename, new_names_of
+from fp8flax._serve.renaming import Part, Rename, is_weight_name, new_names_of
 from fp8flax._serve.server_layout import from_matrix, matrix_shape
 from fp8flax._serve.trees import Path
 
@@ -56,8 +56,9 @@ def load_into(
         rename: names of the file for those of the model; see ``save_safetensors``.
 
     Returns:
-        Variables of the same structure, on the devices of the old ones. An input scale of the file is used
-        if the frozen model has one.
+        Variables of the same structure. Each has the sharding of the variable that it replaces. It is on
+        the default device if that variable has no sharding, such as one of ``jax.eval_shape``. An input
+        scale of the file is used if the frozen model has one.
 
     Raises:
         TypeError: ``checkpoint`` is not a mapping, a variable is not an array, or as ``rename`` in
@@ -99,7 +100,7 @@ def load_into(
 
 
 _Load = Callable[[Any], dict[Path, Callable[[], np.ndarray]]]
-"""A function of a tensor of the checkpoint, which returns functions that make variables."""
+"""Maps a tensor of the checkpoint to functions that return the new arrays of variables, by path."""
 
 
 def _checked(
@@ -111,39 +112,31 @@ def _checked(
         ValueError: variables and tensors do not match. The error lists all faults.
     """
     names = {path: _names(path, leaf) for path, leaf in wanted.items()}
-    every = list(dict.fromkeys(name for own in names.values() for name in own))
-    parts_of = new_names_of(every, rename)
-    shapes = {path: tuple(leaf.shape) for path, leaf in wanted.items()}
-    together = _joined_with(names, parts_of)
+    all_names = list(dict.fromkeys(name for own in names.values() for name in own))
+    parts_of = new_names_of(all_names, rename)
+    source_of = partial(
+        _Source,
+        checkpoint=checkpoint,
+        shapes={path: tuple(leaf.shape) for path, leaf in wanted.items()},
+        joined_paths=_joined_paths(names, parts_of),
+    )
     checked: list[tuple[_Source, _Load]] = []
-    users: dict[str, dict[Any, Path]] = {}
-    missing, wrong, beside = list[str](), list[str](), set[Path]()
+    used_by: dict[str, dict[Any, Path]] = {}
+    missing, wrong, loaded_with_kernel = list[str](), list[str](), set[Path]()
     # The kernels come first, because they decide how their scales are loaded.
     for path in sorted(wanted, key=lambda path: not _is_frozen_kernel(path, wanted[path])):
-        if path in beside:
+        if path in loaded_with_kernel:
             continue
         scales = _scales_of(path, wanted)
-        options: dict[tuple[Part, ...], str] = {}
-        for name in names[path]:
-            options.setdefault(tuple(parts_of[name]), name)
-        sources = [
-            _Source(checkpoint, parts, path, name == names[path][0], shapes, together)
-            for parts, name in options.items()
-        ]
-        found = [source for source in sources if any(name in checkpoint for name in source.file_names)]
-        beside |= set(scales)
+        loaded_with_kernel |= set(scales)
+        sources = _sources(path, names[path], parts_of, source_of)
+        found = [source for source in sources if source.is_found]
         if len(found) != 1:
             text = " or ".join(source.text for source in sources)
             (wrong if found else missing).append(f"{'/'.join(path)} (as {text})")
             continue
         [source] = found
-        place = source.parts[0].place
-        for name in source.file_names:
-            others = users.setdefault(name, {})
-            if place in others or (others and None in (place, *others)):
-                user = next(iter(others.values()))
-                wrong.append(f"{name} is for both {'/'.join(user)} and {'/'.join(path)}")
-            others[place] = path
+        wrong += _record_use(source, used_by)
         if absent := [name for name in source.file_names if name not in checkpoint]:
             missing.append(f"{'/'.join(path)} (as {source.text}, without {', '.join(absent[:3])})")
             continue
@@ -154,13 +147,60 @@ def _checked(
             wrong.append(f"{'/'.join(path)} from {source.text}: {error}")
         checked.append((source, loaders))
         if not source.is_quantized:  # the scales are in the file under their own names
-            beside -= set(scales)
-    left = [name for name in checkpoint if name not in users]
+            loaded_with_kernel -= set(scales)
+    left = [name for name in checkpoint if name not in used_by]
     _raise_if(("missing from the checkpoint", missing), ("left over in it", left), ("not matching", wrong))
     return checked
 
 
-class _Source(NamedTuple):
+def _sources(
+    path: Path,
+    names: Sequence[str],
+    parts_of: Mapping[str, Sequence[Part]],
+    source_of: Callable[..., _Source],
+) -> list[_Source]:
+    """Returns the places in the checkpoint where a variable may be.
+
+    Args:
+        path: the path of the variable.
+        names: the names of the variable in the model; the first is its own name.
+        parts_of: the parts that each name becomes.
+        source_of: makes a source of the arguments that differ from variable to variable.
+    """
+    # Tensors that two names of a variable lead to are tried once.
+    name_of_parts: dict[tuple[Part, ...], str] = {}
+    for name in names:
+        name_of_parts.setdefault(tuple(parts_of[name]), name)
+    return [
+        source_of(parts=parts, path=path, is_own_name=name == names[0])
+        for parts, name in name_of_parts.items()
+    ]
+
+
+def _record_use(source: _Source, used_by: dict[str, dict[Any, Path]]) -> list[str]:
+    """Records that a variable uses its tensors.
+
+    Args:
+        source: where the variable comes from.
+        used_by: for each tensor, the variables that use it, by ``Part.place``. The function adds this one.
+
+    Returns:
+        A text for each tensor that another variable uses, too.
+    """
+    faults = []
+    place = source.parts[0].place
+    for name in source.file_names:
+        users = used_by.setdefault(name, {})
+        # Several variables may use a tensor only at different places of one join.
+        if place in users or (users and None in (place, *users)):
+            first = next(iter(users.values()))
+            faults.append(f"{name} is for both {'/'.join(first)} and {'/'.join(source.path)}")
+        users[place] = source.path
+    return faults
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Source:
     """The tensors of a checkpoint that a variable comes from."""
 
     checkpoint: Mapping[str, Any]
@@ -170,21 +210,26 @@ class _Source(NamedTuple):
     """Whether the variable was found under the name that it has in the model."""
     shapes: Mapping[Path, tuple[int, ...]]
     """The shapes of all variables."""
-    together: Mapping[str, Sequence[Path]]
+    joined_paths: Mapping[str, Sequence[Path]]
     """For each tensor in which ``rename`` joins variables, these variables in their order."""
 
     @property
-    def numbers(self) -> int:
+    def num_numbered_dims(self) -> int:
         """Returns along how many dimensions each part of the variable is a tensor of its own."""
         return self.parts[0].num_numbered_dims
 
-    @property
+    @cached_property
     def file_names(self) -> list[str]:
         """Returns the names of the tensors in the file."""
-        shape = self.shapes[self.path]
-        if self.numbers > len(shape):
+        shape, dims = self.shapes[self.path], self.num_numbered_dims
+        if dims > len(shape):
             return []
-        return [part.name_at(index) for index in np.ndindex(*shape[: self.numbers]) for part in self.parts]
+        return [part.name_at(index) for index in np.ndindex(*shape[:dims]) for part in self.parts]
+
+    @property
+    def is_found(self) -> bool:
+        """Returns whether the checkpoint has one of the tensors or more."""
+        return any(name in self.checkpoint for name in self.file_names)
 
     @property
     def text(self) -> str:
@@ -200,21 +245,23 @@ class _Source(NamedTuple):
     def is_matrix(self) -> bool:
         """Returns whether the tensors are stored as ``(out, in)``.
 
-        All formats with scales store weights in this way. A wide tensor is stored in this way if it is
-        called ``weight``, as in PyTorch, and is not found under the own name of an embedding.
+        A tensor with scales is, unless the variable is an embedding. A wide tensor is if its name in the
+        file ends in ``weight``, as in PyTorch, and the variable is a ``kernel`` or was not found under its
+        own name.
         """
         if self.is_quantized:
             return self.path[-1] != "embedding"
-        is_weight = re.fullmatch(r"(.*\.)?weight", self.parts[0].name) is not None
-        return is_weight and (self.path[-1] == "kernel" or not self.is_own_name)
+        return is_weight_name(self.parts[0].name) and (self.path[-1] == "kernel" or not self.is_own_name)
 
     def tensor(self, *, is_outline: bool) -> Any:
-        """Returns the tensors as one; an outline has zeros for values that are not in the file as one.
+        """Joins and stacks the tensors of the file to one tensor.
+
+        An outline has zeros for joined or stacked values.
 
         Raises:
             Misfit: the tensors do not fit together.
         """
-        axis, sizes = -2 if self.is_matrix else -1, self.shapes[self.path][: self.numbers]
+        axis, sizes = -2 if self.is_matrix else -1, self.shapes[self.path][: self.num_numbered_dims]
         tensors = (
             joined(
                 [self._piece(part, self.checkpoint[part.name_at(index)], axis) for part in self.parts],
@@ -226,10 +273,16 @@ class _Source(NamedTuple):
         return stacked(tensors, sizes, is_outline=is_outline)
 
     def _piece(self, part: Part, tensor: Any, axis: int) -> Any:
-        """Returns what the variable has of a tensor in the file."""
+        """Returns the part of a tensor of the file that belongs to the variable.
+
+        A tensor that ``rename`` splits from the variable belongs to it as a whole. Of a tensor in which
+        ``rename`` joins variables, the variable gets its output features.
+        """
         if part.size is None and part.place is None:
             return tensor
         name, shape = part.name, tensor.shape
+        # Only a bias is known to have its output features last. Another wide tensor of several dimensions
+        # may be a kernel of any layout.
         if len(shape) < -axis or (axis == -1 and len(shape) > 1 and self.path[-1] != "bias"):
             raise Misfit("its output features are not known, so that it cannot be split or joined")
         if part.size is not None:
@@ -238,24 +291,25 @@ class _Source(NamedTuple):
             return tensor
         assert part.place is not None
         place, count = part.place
-        paths = self.together[name]
+        paths = self.joined_paths[name]
         if len(paths) != count:
             raise Misfit(
                 f"rename joins {count} variables in {name}, but only {', '.join(map('/'.join, paths))} "
                 "were passed. Pass all of them"
             )
-        others = math.prod(shape) // max(1, shape[axis])
-        sizes = [math.prod(self.shapes[path][part.num_numbered_dims :]) / max(1, others) for path in paths]
-        if sum(sizes) != shape[axis] or not all(size.is_integer() for size in sizes):
+        per_feature = max(1, math.prod(shape) // max(1, shape[axis]))  # elements for one output feature
+        elements = [math.prod(self.shapes[path][part.num_numbered_dims :]) for path in paths]
+        sizes = [n // per_feature for n in elements]
+        if sum(sizes) != shape[axis] or any(n % per_feature for n in elements):
             raise Misfit(
                 f"{name} has {shape[axis]} output features, and the variables that rename joins in it have "
-                f"{' + '.join(f'{size:g}' for size in sizes)}"
+                f"{' + '.join(f'{n / per_feature:g}' for n in elements)}"
             )
-        start = int(sum(sizes[:place]))
-        return rows(tensor, axis, start, start + int(sizes[place]))
+        start = sum(sizes[:place])
+        return rows(tensor, axis, start, start + sizes[place])
 
 
-def _joined_with(
+def _joined_paths(
     names: Mapping[Path, Sequence[str]], parts_of: Mapping[str, Sequence[Part]]
 ) -> dict[str, list[Path]]:
     """Returns, for each tensor in which ``rename`` joins variables, these variables in their order."""
@@ -325,7 +379,7 @@ def _loaders(
     leaf, shape = leaves[path], tuple(leaves[path].shape)
     is_quantized = isinstance(tensor, CheckpointTensor)
     dtype = tensor.codes.dtype if is_quantized else tensor.dtype
-    layouts = _layouts(tensor, shape, source.numbers) if source.is_matrix else []
+    layouts = _layouts(tensor, shape, source.num_numbered_dims) if source.is_matrix else []
     if not source.is_matrix:
         _check_shape(path, tensor.shape, shape)
     elif not layouts:
@@ -334,18 +388,22 @@ def _loaders(
     def arranged(array: np.ndarray) -> np.ndarray:
         return from_matrix(array, shape, *layouts[0]) if layouts else array.reshape(shape)
 
+    # Scales in the file, wide variable: dequantize.
     if is_quantized and not _is_narrow(leaf):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise Misfit(f"it must be {leaf.dtype}, and is {dtype} with scales")
         return {path: lambda: arranged(tensor.dequantize(leaf.dtype))}
+    # Wide tensor, wide variable: cast.
     is_wide = not _is_narrow(leaf) and not _is_narrow(tensor)
-    if not is_quantized and is_wide and all(jnp.issubdtype(x, jnp.floating) for x in (dtype, leaf.dtype)):
+    if is_wide and all(jnp.issubdtype(x, jnp.floating) for x in (dtype, leaf.dtype)):
         return {path: lambda: arranged(_rounded(tensor, leaf.dtype))}
     if dtype != leaf.dtype:
         without = " without scales" if dtype.itemsize == 1 and not is_quantized else ""
         raise Misfit(f"it must be {leaf.dtype}, and is {dtype}{without}")
+    # No scales: copy.
     if not is_quantized:
         return {path: lambda: arranged(np.asarray(tensor))}
+    # Frozen kernel: copy codes and scales.
     made = {path: lambda: arranged(tensor.codes)}
     siblings = [p for p, x in leaves.items() if p[:-1] == path[:-1] and _is_frozen_kernel(p, x)]
     if [p[-1] for p in scales].count(KERNEL_SCALE) != 1 or len(siblings) != 1:
@@ -367,26 +425,37 @@ def _rounded(array: Any, dtype: Any) -> np.ndarray:
 def _check_shape(path: Path, given: Sequence[int], shape: Sequence[int]) -> None:
     """Raises ``Misfit`` if a tensor that is not transposed cannot become the variable."""
     allowed = [tuple(shape)]
-    if path[-1] == "bias":  # all features are one dimension in the file
+    if path[-1] == "bias":
+        # In the file the features are one dimension, which may follow one dimension of stacked layers.
         allowed += [(math.prod(shape),), (*shape[:1], math.prod(shape[1:]))]
     if tuple(given) not in allowed:
         raise Misfit(f"it must have the shape {list(shape)}, and has {list(given)}")
 
 
-def _layouts(tensor: Any, shape: tuple[int, ...], numbers: int) -> list[Layout]:
-    """Returns how a weight ``(out, in)`` may become a kernel of this shape; all ways give the same kernel.
+def _layouts(tensor: Any, shape: tuple[int, ...], num_numbered_dims: int) -> list[Layout]:
+    """Returns the layouts in which a weight ``(out, in)`` becomes a kernel of this shape.
 
-    The first dimensions of a kernel are the summed ones, as in the layers of Flax, unless the file has the
-    layout. A stack of weights in one tensor must have scales: without them it may be the kernel of a
-    convolution. ``numbers`` is the number of dimensions along which each weight is a tensor of its own.
+    A layout is a pair: the output dimensions of the kernel, and its summed dimensions. If there are several
+    layouts, all give the same kernel. The first dimensions of a kernel are the summed ones, as in the
+    layers of Flax, unless the file has the layout.
+
+    Args:
+        tensor: the weight, or a stack of weights. A stack in one tensor must have scales. Without scales it
+            may be the kernel of a convolution.
+        shape: the shape of the kernel.
+        num_numbered_dims: the number of first dimensions along which each weight is a tensor of its own.
     """
     is_quantized = isinstance(tensor, CheckpointTensor)
     given, dims = list(tensor.shape), len(shape) - len(tensor.shape) + 2
-    if not 2 <= len(given) - numbers <= (3 if is_quantized else 2):
+    if not 2 <= len(given) - num_numbered_dims <= (3 if is_quantized else 2):
         return []
     known = tensor.layout if is_quantized else None
     options = [known] if known else [(tuple(range(k, dims)), tuple(range(k))) for k in range(1, dims)]
-    return [(a, b) for a, b in options if len(a) + len(b) == dims and matrix_shape(shape, a, b) == given]
+    return [
+        (out, summed)
+        for out, summed in options
+        if len(out) + len(summed) == dims and matrix_shape(shape, out, summed) == given
+    ]
 
 
 def _scale(
@@ -394,32 +463,35 @@ def _scale(
 ) -> Callable[[], np.ndarray]:
     """Returns a function that makes the scale of a frozen kernel of shape ``shape``.
 
-    The shape and the dtype of the frozen scale show which kinds of scale it may have. If there are several,
-    all must have the same values, so that no doubt is left.
+    The shape and the dtype of the frozen scale show which kinds of scale it can be. If several kinds are
+    possible, all must give the same values.
     """
     stack, (out, summed) = tensor.shape[:-2], tensor.shape[-2:]
-    is_e8m0, to = _is_narrow(leaf), tuple(leaf.shape)
+    is_e8m0, frozen_shape = _is_narrow(leaf), tuple(leaf.shape)
     block = _MX if is_e8m0 else _SQUARE
     found: list[np.ndarray | None] = []
-    if to == (*stack, 1, -(-out // block[0]), -(-summed // block[1])):
+    # One scale per block.
+    if frozen_shape == (*stack, 1, -(-out // block[0]), -(-summed // block[1])):
         found.append(scale_in_blocks(tensor, block))
-    if not is_e8m0 and to == (*stack, 1):
+    # One scale per tensor.
+    if not is_e8m0 and frozen_shape == (*stack, 1):
         found.append(scale_in_blocks(tensor, (out, summed)))
+    # One scale per output feature.
     for layout in layouts if not is_e8m0 else ():
         ones = {i + len(stack) for i in layout[1]}
-        if to == tuple(1 if i in ones else n for i, n in enumerate(shape)):
+        if frozen_shape == tuple(1 if i in ones else n for i, n in enumerate(shape)):
             scale = scale_in_blocks(tensor, (1, summed))
-            found.append(None if scale is None else from_matrix(scale, to, *layout))
-    can_hold = leaf.dtype in (tensor.scale.dtype, np.dtype(np.float32))  # which holds all scales
+            found.append(None if scale is None else from_matrix(scale, frozen_shape, *layout))
+    can_hold = leaf.dtype in (tensor.scale.dtype, np.dtype(np.float32))  # float32 holds every scale
     bits = {None if scale is None else scale.tobytes() for scale in found}
     if len(bits) != 1 or found[0] is None or not can_hold:
         raise Misfit(
             f"its scale is {tensor.scale.dtype}{list(tensor.scale.shape)}, for blocks of "
-            f"{list(tensor.block)}, and the scale of the frozen kernel is {leaf.dtype}{list(to)}. Freeze "
-            "the model with the recipe of the checkpoint"
+            f"{list(tensor.block)}, and the scale of the frozen kernel is "
+            f"{leaf.dtype}{list(frozen_shape)}. Freeze the model with the recipe of the checkpoint"
         )
     scale = found[0]
-    return lambda: scale.astype(leaf.dtype).reshape(to)
+    return lambda: scale.astype(leaf.dtype).reshape(frozen_shape)
 
 
 def _input_scale(tensor: CheckpointTensor, leaf: Any) -> Callable[[], np.ndarray]:
@@ -428,15 +500,25 @@ def _input_scale(tensor: CheckpointTensor, leaf: Any) -> Callable[[], np.ndarray
     if scale is None or scale.size != math.prod(leaf.shape):
         raise Misfit(
             f"the frozen layer needs an input scale of shape {list(leaf.shape)}, and the checkpoint has "
-            f"{'not one for all of it' if scale is None else list(scale.shape)}. Freeze the model with "
-            "another recipe"
+            f"{'no input scale that all its tensors have' if scale is None else list(scale.shape)}. Freeze "
+            "the model with another recipe"
         )
     return lambda: scale.astype(leaf.dtype).reshape(leaf.shape)
 
 
 def _placed(array: np.ndarray, leaf: Any) -> jax.Array:
-    """Returns an array on the devices of the variable that it replaces."""
+    """Copies an array to the devices of the variable that it replaces, or to the default device.
+
+    The result has the sharding of the variable, if it has one. It is committed to its devices if the
+    variable is.
+    """
+    # The array must be copied, because its memory may be a file that is replaced later. ``device_put`` may
+    # use the memory of an array of NumPy, even with ``may_alias=False``.
     sharding = getattr(leaf, "sharding", None)
-    if sharding is not None and len(sharding.device_set) > 1:
-        return jax.device_put(array, sharding, may_alias=False)
-    return jnp.array(array)  # a copy, because the file may be replaced
+    if sharding is None:
+        return jnp.array(array)
+    if getattr(leaf, "committed", True):
+        return jax.device_put(np.array(array), sharding)
+    [device] = sharding.device_set
+    with jax.default_device(device):
+        return jnp.array(array)

@@ -15,6 +15,7 @@ import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
@@ -242,9 +243,13 @@ def test_arrays_do_not_depend_on_the_file(tmp_path):
         return json.dumps(entries).ljust(120), data
 
     checkpoint = fp8.read_checkpoint(write(path, {"a": values}, change=aligned))
-    loaded = fp8.load_into({"params": {"a": jnp.zeros((64, 64), jnp.int32)}}, checkpoint)
+    zeros = jnp.zeros((64, 64), jnp.int32)
+    everywhere = NamedSharding(jax.make_mesh((jax.device_count(),), ("x",)), PartitionSpec())
+    targets = [zeros, *(jax.device_put(zeros, place) for place in (jax.devices()[0], everywhere))]
+    loaded = [fp8.load_into({"params": {"a": target}}, checkpoint) for target in targets]
     write(path, {"a": np.zeros((64, 64), np.int32)}, change=aligned)
-    np.testing.assert_array_equal(loaded["params"]["a"], values)
+    for each in loaded:
+        np.testing.assert_array_equal(each["params"]["a"], values)
 
 
 def test_all_faults_are_in_one_error(tmp_path):
@@ -389,15 +394,23 @@ def test_linen_below_adapters(tmp_path):
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs several devices")
-def test_variables_on_several_devices(tmp_path):
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    variables = {"params": {"up": {"kernel": jax.device_put(jnp.zeros((300, 200)), sharding)}}}
+def test_arrays_are_where_the_variables_are(tmp_path):
+    """The sharding is that of the variable. An array is committed to its devices if the variable is."""
+    second, mesh = jax.devices()[1], jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    zeros = np.zeros((300, 200), np.float32)
+    with jax.default_device(second):
+        uncommitted = jnp.array(zeros)
     checkpoint = {"up.weight": read(tmp_path, CHANNEL)["up.weight"]}
-    loaded = fp8.load_into(variables, checkpoint)["params"]["up"]["kernel"]
-    assert loaded.sharding == sharding
     expected = LAYER["up.weight"].astype(np.float32) * CHANNEL["up.weight_scale"]
-    np.testing.assert_array_equal(loaded, expected.T)
+    for kernel in (
+        jax.device_put(zeros, NamedSharding(mesh, PartitionSpec("x"))),
+        jax.device_put(zeros, second),
+        uncommitted,
+        jnp.array(zeros),
+    ):
+        loaded = fp8.load_into({"params": {"up": {"kernel": kernel}}}, checkpoint)["params"]["up"]["kernel"]
+        assert (loaded.sharding, loaded.committed) == (kernel.sharding, kernel.committed)
+        np.testing.assert_array_equal(loaded, expected.T)
 
 
 def test_a_model_computes_with_what_was_loaded(tmp_path):
