@@ -16,9 +16,15 @@ class Misfit(Exception):  # noqa: N818
 
 
 def rows(tensor: Any, axis: int, start: int, stop: int) -> Any:
-    """Returns the part of a tensor with these output features, which are the dimension ``axis``.
+    """Returns the output features ``start`` to ``stop`` of a tensor.
 
     If a block of scales is cut, each row of the result has scales of its own.
+
+    Args:
+        tensor: a ``CheckpointTensor``, or a wide array.
+        axis: the dimension of output features, counted from the end (negative).
+        start: the first feature.
+        stop: the feature after the last one.
     """
     after: Any = (slice(None),) * (-axis - 1)
     at = (..., slice(start, stop), *after)
@@ -37,8 +43,12 @@ def joined(tensors: Sequence[Any], axis: int, *, is_outline: bool) -> Any:
 
     Args:
         tensors: tensors that differ in the dimension ``axis`` only.
-        axis: the dimension of output features.
-        is_outline: whether codes and wide values are not read; the result then has zeros.
+        axis: the dimension of output features, counted from the end (negative).
+        is_outline: if True, codes and wide values of several tensors are not read, and are zeros in the
+            result. A single tensor is returned unchanged.
+
+    Returns:
+        One tensor. The result has an input scale only if all tensors have the same one.
 
     Raises:
         Misfit: the tensors do not fit together.
@@ -49,14 +59,15 @@ def joined(tensors: Sequence[Any], axis: int, *, is_outline: bool) -> Any:
     if not isinstance(tensors[0], CheckpointTensor):
         return _concatenated(tensors, axis, is_outline)
     heights = {tensor.block[axis] for tensor in tensors}
+    # A block must not cross the end of a tensor.
     if len(heights) > 1 or any(tensor.shape[axis] % min(heights) for tensor in tensors[:-1]):
         tensors = [_per_row(tensor, axis) for tensor in tensors]
     inputs = [tensor.input_scale for tensor in tensors]
-    is_one = all(x is not None and x.tobytes() == inputs[0].tobytes() for x in inputs)
+    have_same_input_scale = all(x is not None and x.tobytes() == inputs[0].tobytes() for x in inputs)
     return tensors[0]._replace(
         codes=_concatenated([tensor.codes for tensor in tensors], axis, is_outline),
         scale=np.concatenate([tensor.scale for tensor in tensors], axis),
-        input_scale=inputs[0] if is_one else None,
+        input_scale=inputs[0] if have_same_input_scale else None,
     )
 
 
@@ -73,8 +84,8 @@ def stacked(tensors: Iterable[Any], sizes: Sequence[int], *, is_outline: bool) -
     if not sizes:
         return first
     is_quantized = isinstance(first, CheckpointTensor)
-    values = _room(first.codes if is_quantized else np.asarray(first), sizes, is_outline)
-    scales = _room(first.scale, sizes) if is_quantized else None
+    values = _new_stack(first.codes if is_quantized else np.asarray(first), sizes, is_outline)
+    scales = _new_stack(first.scale, sizes) if is_quantized else None
     inputs: list[Any] = []
     for index, tensor in zip(np.ndindex(*sizes), chain([first], rest)):
         _check_alike([first, tensor], set())
@@ -102,6 +113,7 @@ def scale_in_blocks(tensor: CheckpointTensor, block: Sequence[int]) -> np.ndarra
     for axis, want in zip((-2, -1), block):
         size, have = tensor.shape[axis], tensor.block[axis]
         chosen = scale.take(np.arange(0, size, want) // have, axis)
+        # If ``have`` is a multiple of ``want``, no wanted block has two scales.
         if have % want and have < size:
             places = np.arange(size)
             expected = scale.take(places // have, axis)
@@ -120,7 +132,10 @@ def _per_row(tensor: CheckpointTensor, axis: int) -> CheckpointTensor:
 
 
 def _check_alike(tensors: Sequence[Any], but: set[int]) -> None:
-    """Raises ``Misfit`` if tensors differ in more than their values and in dimensions other than these."""
+    """Raises ``Misfit`` if tensors differ in dtype, scales, layout or shape.
+
+    Dimensions ``but`` may differ.
+    """
 
     def kind(tensor: Any) -> Any:
         is_quantized = isinstance(tensor, CheckpointTensor)
@@ -132,18 +147,23 @@ def _check_alike(tensors: Sequence[Any], but: set[int]) -> None:
         block = [min(tensor.block[i], tensor.shape[i]) for i in axes]
         return codes.dtype, codes.ndim, shape, tensor.scale.dtype, block, tensor.layout
 
-    first, *others = map(kind, tensors)
-    for other in others:
-        if other != first:
+    for tensor in tensors[1:]:
+        if kind(tensor) != kind(tensors[0]):
             raise Misfit(
-                f"its tensors must be alike to become one variable; they are {_text(first)} and "
-                f"{_text(other)}"
+                f"its tensors must be alike to become one variable; they are {_text(tensors[0])} and "
+                f"{_text(tensor)}"
             )
 
 
-def _text(kind: Any) -> str:
-    dtype, _, shape, *scale = kind
-    return f"{dtype}{shape}" + (f" with {scale[0]} scales for blocks of {scale[1]}" if scale else "")
+def _text(tensor: Any) -> str:
+    """Returns a tensor as an error message has it."""
+    if not isinstance(tensor, CheckpointTensor):
+        return f"{tensor.dtype}{list(tensor.shape)}"
+    layout = "" if tensor.layout is None else f" and the layout {tensor.layout}"
+    return (
+        f"{tensor.codes.dtype}{list(tensor.shape)} with {tensor.scale.dtype} scales for blocks of "
+        f"{list(tensor.block)}{layout}"
+    )
 
 
 def _concatenated(arrays: Sequence[Any], axis: int, is_outline: bool) -> np.ndarray:
@@ -155,7 +175,10 @@ def _concatenated(arrays: Sequence[Any], axis: int, is_outline: bool) -> np.ndar
     return np.broadcast_to(np.zeros((), arrays[0].dtype), shape)
 
 
-def _room(like: np.ndarray, sizes: Sequence[int], is_outline: bool = False) -> np.ndarray:
-    """Returns an array for a stack of arrays like this one; an outline takes no memory."""
+def _new_stack(like: np.ndarray, sizes: Sequence[int], is_outline: bool = False) -> np.ndarray:
+    """Returns an uninitialized array of shape ``(*sizes, *like.shape)``.
+
+    An outline has zeros, and takes no memory.
+    """
     shape = (*sizes, *like.shape)
     return np.broadcast_to(np.zeros((), like.dtype), shape) if is_outline else np.empty(shape, like.dtype)

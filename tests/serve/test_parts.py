@@ -10,6 +10,8 @@ import safetensors
 from flax import nnx
 
 import fp8flax as fp8
+from fp8flax._serve.checkpoints import CheckpointTensor
+from fp8flax._serve.parts import Misfit, joined
 from tests.cases import OWG, RECIPES, assert_same, normal
 from tests.models import trained
 from tests.serve.test_checkpoints import codes_of, in_blocks, scales_of, write
@@ -286,7 +288,7 @@ THREE = {"q": (200, 128), "k": (200, 100), "v": (200, 72)}
             {**PARTS, "v.weight": codes_of(0, 72, 128), "v.weight_scale_inv": scales_of(1, 1, 1)},
             kernels(WIDE),
             SPLIT_3,
-            r"must be alike to become one variable; they are float8_e4m3fn\[200\] .* float8_e4m3fn\[128\]",
+            r"must be alike to become one variable; they are float8\w+\[128, 200\] .* and float8\w+\[72, 128\]",
         ),
         (
             QKV,
@@ -338,6 +340,13 @@ THREE = {"q": (200, 128), "k": (200, 100), "v": (200, 72)}
 def test_tensors_that_do_not_fit_together(tensors, variables, rename, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         load(tmp_path, tensors, variables, rename)
+
+
+def test_the_error_shows_a_layout_that_differs():
+    one = CheckpointTensor(np.zeros((4, 4), E4M3), np.ones((1, 1), np.float32), (4, 4), None)
+    other = one._replace(layout=((0,), (1,)))
+    with pytest.raises(Misfit, match=r"of \[4, 4\] and .* of \[4, 4\] and the layout \(\(0,\), \(1,\)\)$"):
+        joined([one, other], -2, is_outline=True)
 
 
 def test_a_damaged_part_is_named(tmp_path):
