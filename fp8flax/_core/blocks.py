@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from fp8flax._core.plans.contraction import States
@@ -60,9 +60,9 @@ def as_one(
         promote: casts arrays to the dtype of the computation; an array may be None.
     """
     # The kernels take part in the promotion, but are cast to FP8 from their own dtype.
-    x, *biases = promote(x, *(one.bias for one in parts), *(one.kernel for one in parts))
-    *biases, last_bias = biases[: len(parts)]
-    biases = [bias for bias in biases if bias is not None]
+    x, *promoted = promote(x, *(one.bias for one in parts), *(one.kernel for one in parts))
+    *first_biases, last_bias = promoted[: len(parts)]
+    biases = [bias for bias in first_biases if bias is not None]
     kernels = [one.kernel for one in parts]
     states = [one.states for one in parts]
     out = mlp(x, kernels, biases, states, recipe.gemms, activation, names)
@@ -73,6 +73,7 @@ ROUTER: dict[str, Any] = {"use_bias": False, "dtype": jnp.float32, "precision": 
 """The options of the dense layer that routes the tokens of ``MoE``."""
 
 experts_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=0)
+"""Initializer of kernels ``(num_experts, in, out)``; each expert is initialized separately."""
 
 
 def mixture(
@@ -98,15 +99,16 @@ def mixture(
         activation: one of ``ACTIVATIONS``.
         record: takes the name and the value of each loss of the router; None if it is not needed.
     """
-    tokens = lax.reshape(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
+    tokens = lax.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     logits = router(tokens.astype(jnp.float32))
-    to = routed(logits, top_k)
+    routing = routed(logits, top_k)
+    # The losses are means over the tokens, so they need one token or more.
     if record is not None and tokens.size:
-        for name, loss in router_losses(logits, to.experts).items():
+        for name, loss in router_losses(logits, routing.experts).items():
             record(name, loss)
 
     def of_experts(rows: jax.Array, sizes: jax.Array) -> jax.Array:
         return down(hidden(activation, [experts(rows, sizes) for experts in into]), sizes)
 
-    out = mixed(tokens, to, num_experts, of_experts)
+    out = mixed(tokens, routing, num_experts, of_experts)
     return out.reshape(*x.shape[:-1], out.shape[-1])

@@ -11,29 +11,33 @@ import textwrap
 from typing import Any
 
 _OPERAND = "an operand is not bfloat16, float16, float32 or float64, or the state is not float32"
+_RECIPE = """\
+recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
+    ``DelayedScaling()`` outside of it."""
+_ACTIVATION = """\
+activation: ``"gelu"`` (the tanh approximation, as Flax's ``gelu``), ``"gelu_exact"``, ``"relu"`` or
+    ``"silu"``."""
 _GRADIENT_ARGS = """\
 has_aux: whether the function returns auxiliary data.
 holomorphic: passed to JAX.
 allow_int: passed to JAX."""
 _GRADIENT_ERRORS = "TypeError: (when called) scaling state is not float32."
 
+# Keys are ``name`` or ``Class.name``; see ``with_shared_text``.
 _TEXTS = {
     # Ops.
-    "recipe": """\
-recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
-    ``DelayedScaling()`` outside of it.""",
-    "options": """\
-recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
-    ``DelayedScaling()`` outside of it.
+    "recipe": _RECIPE,
+    "options": f"""\
+{_RECIPE}
 form: ``"direct"`` multiplies FP8 operands, on the FP8 units of GPUs that have them. ``"qdq"`` casts
     to FP8 and back around a matmul in the operands' dtype; it serves as a reference and is never
     faster.""",
     "Fp8DotGeneralOp.errors": f"""\
 TypeError: {_OPERAND}.
 ValueError: the history in the state has another length than the recipe says.""",
-    "Fp8Einsum.errors": """\
-TypeError: ``eqn`` is not a string, an operand is not bfloat16, float16, float32 or float64, or the
-    state is not float32.
+    "Fp8Einsum.errors": f"""\
+TypeError: {_OPERAND}.
+    Also if ``eqn`` is not a string.
 ValueError: the equation does not fit the operands, or the state does not fit the recipe.""",
     "Fp8Einsum.source": "Source: ``flax.linen.fp8_ops.Fp8Einsum``.",
     "Fp8ConvGeneralDilatedOp.errors": f"""\
@@ -50,33 +54,30 @@ ValueError: the shapes do not fit, or the state does not fit the recipe or the n
         "Source: ``jax.lax.ragged_dot``; the state of ``flax.linen.fp8_ops``, per expert."
     ),
     # Blocks of layers.
-    "MLP.fields": """\
+    "MLP.fields": f"""\
 hidden_features: number of features of ``up`` and ``gate``.
-features: number of features of ``down``; None for that of the input.
-activation: ``"gelu"`` (the tanh approximation, as Flax's ``gelu``), ``"gelu_exact"``, ``"relu"`` or
-    ``"silu"``.
+features: number of features of ``down``; None for as many as the input has.
+{_ACTIVATION}
 gated: whether the activation is applied to ``gate`` and multiplies ``up``. Both layers then take
     the input with one scale, that of ``gate``.
 use_bias: whether the layers have biases.
-dtype: dtype of the computation; None for that of input and parameters.
+dtype: dtype of the computation; None for the dtype that input and parameters promote to.
 param_dtype: dtype of the parameters.
 kernel_init: initializer of the kernels.
 bias_init: initializer of the biases.
-recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
-    ``DelayedScaling()`` outside of it.""",
-    "MoE.fields": """\
+{_RECIPE}""",
+    "MoE.fields": f"""\
 num_experts: number of experts.
 hidden_features: number of features of each expert's hidden layer.
-features: number of features of the result; None for that of the input.
+features: number of features of the result; None for as many as the input has.
 top_k: number of experts per token.
-activation: ``"gelu"`` (the tanh approximation, as Flax's ``gelu``), ``"gelu_exact"``, ``"relu"`` or
-    ``"silu"``.
+{_ACTIVATION}
 gated: whether the activation is applied to a third layer, ``gate``, and multiplies ``up``.
-dtype: dtype of the experts' computation and the result; None for that of input and parameters.
+dtype: dtype of the experts' computation and the result; None for the dtype that input and
+    parameters promote to.
 param_dtype: dtype of the parameters.
 kernel_init: initializer of the experts' kernels, ``(num_experts, in, out)``.
-recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
-    ``DelayedScaling()`` outside of it.""",
+{_RECIPE}""",
     # Training.
     "value_and_grad.args": _GRADIENT_ARGS,
     "value_and_grad.errors": _GRADIENT_ERRORS,
@@ -118,7 +119,7 @@ weight_only: whether each output feature has a scale, as in ``freeze``.
 **kwargs: keyword inputs of the model.""",
     "weights_for_serving.warns": """\
 UserWarning: at the first call, if kernels of FP8 ops stay wide; see ``freeze``. Scales that have
-    seen no data are not found.""",
+    seen no data cause no warning.""",
     "freeze.args": """\
 *args: inputs to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays.
 weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply

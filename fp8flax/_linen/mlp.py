@@ -49,7 +49,7 @@ _NAMES = ("gate", "up", "down")
 
 
 class MLP(nn.Module):
-    """Feed-forward block of two or three dense layers, whose activations are cast to FP8 at once.
+    """Feed-forward block of two or three dense layers, whose hidden activations exist in FP8 only.
 
     The block has the parameters and the scaling state of two ``nn.Dense``, or three if it is gated, with
     ``dot_general_cls=Fp8DotGeneralOp``. It also computes their values, up to rounding::

@@ -34,7 +34,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 class MLP(nnx.Module):
-    """Feed-forward block of two or three dense layers, whose activations are cast to FP8 at once.
+    """Feed-forward block of two or three dense layers, whose hidden activations exist in FP8 only.
 
     This is ``fp8flax.MLP`` in NNX. It has two ``nnx.Linear``, ``up`` and ``down``, and ``gate`` if it is
     gated, with one ``Fp8DotGeneralOp`` each. Up to rounding it computes ``down(activation(gate(x)) *
@@ -107,7 +107,7 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
         """Applies the block to the last dimension of the input; see the class."""
         x = as_float_array(x, "x")
-        names = ("gate", "up", "down")[not self.gated :]
+        names = ("gate", "up", "down") if self.gated else ("up", "down")
         layers = [getattr(self, name) for name in names]
         recipe = self._recipe_of_all(layers, x)
         if recipe is None:
@@ -134,15 +134,16 @@ class MLP(nnx.Module):
             for layer, op in zip(layers, ops)
         ):
             return None
-        param_dtype = layers[-1].param_dtype
+        have_bias = {layer.bias is not None for layer in layers[:-1]}
         recipe, *others = {recipe_in_use(op.recipe, DelayedScaling()) for op in ops}
-        if others or recipe is None or not runs_as_one(recipe.gemms, x, self.dtype or param_dtype):
+        if len(have_bias) > 1 or others or recipe is None:
             return None
-        return recipe
+        dtypes = [self.dtype or layer.param_dtype for layer in layers]
+        return recipe if all(runs_as_one(recipe.gemms, x, dtype) for dtype in dtypes) else None
 
 
 class RouterLoss(nnx.Variable[Any]):
-    """Variable with a loss of the router of ``MoE``, that of its last call; a float32 scalar.
+    """A loss of the router of ``MoE`` in its last call: a float32 scalar.
 
     Example:
         >>> from flax import nnx
@@ -158,7 +159,7 @@ class RouterLoss(nnx.Variable[Any]):
 
 
 class Experts(nnx.Module):
-    """One kernel for each expert."""
+    """The kernels of all experts for one layer, and the op that multiplies by them."""
 
     def __init__(
         self,
@@ -249,6 +250,7 @@ class MoE(nnx.Module):
             self.gate = experts(in_features, hidden_features)
         self.up = experts(in_features, hidden_features)
         self.down = experts(hidden_features, features)
+        # ``mixture`` records the losses under these names.
         self.load_balancing, self.router_z = (RouterLoss(jnp.zeros((), jnp.float32)) for _ in range(2))
 
     def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:

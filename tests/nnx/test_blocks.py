@@ -87,6 +87,12 @@ def test_mlp_is_one_where_it_can_be(monkeypatch):
         assert is_one(model) == [["up", "down"]]
         setattr(model if name == "up" else model.up, name, value)
         assert not is_one(model)
+    model = block(gated=True, use_bias=True)
+    assert is_one(model) == [["gate", "up", "down"]]
+    model.gate = nnx.Linear(
+        WIDTH, HIDDEN, use_bias=False, dot_general=fp8nnx.Fp8DotGeneralOp(recipe=SHORT), rngs=nnx.Rngs(0)
+    )
+    assert not is_one(model)
     for wrong in ({"activation": "tanh"}, {"features": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             block(**wrong)
