@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import flax.core
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._compat.flax_scopes import variables_of
@@ -80,6 +81,19 @@ class Origin(NamedTuple):
         while move.primitive in names:
             (move,) = move.operands
         return move.primitive == _PARAMETER and self.rebuild is not None
+
+    def into_sources(self, values: jax.Array) -> tuple[jax.Array, ...]:
+        """Moves values from the places of the value to the places of the parameters that it was made of.
+
+        This is the transpose of ``rebuild``. Places that are not in the value become 0. Places that are in
+        it twice become the sum of both values. The values must be whole numbers up to 256, which bfloat16
+        holds exactly.
+        """
+        rebuild = self.rebuild
+        assert rebuild is not None
+        like = [jax.ShapeDtypeStruct(source.shape, jnp.bfloat16) for source in self.sources]
+        transpose = jax.linear_transpose(lambda *arrays: rebuild(arrays, False), *like)
+        return tuple(x.astype(jnp.uint8) for x in transpose(values.astype(jnp.bfloat16)))
 
     def part(self, summed: Sequence[int]) -> str:
         """Returns the name of the part of a parameter that the value is; the op's state is named with it.

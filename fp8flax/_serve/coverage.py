@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.converted_call import Seen, SeenOp
 from fp8flax._model.param_origin import Origin
-from fp8flax._serve.kernels import into_sources
 from fp8flax._serve.scales import WEIGHT_ONLY
 from fp8flax._serve.trees import Path
 
@@ -85,7 +83,7 @@ def _counts(kernel: Origin, shape: tuple[int, ...]) -> list[Any]:
         return [np.ones(kernel.sources[0].shape, np.uint8)]
     with jax.ensure_compile_time_eval():
         ones = jax.device_put(np.ones(shape, np.uint8))
-    count = jax.jit(functools.partial(into_sources, kernel)).lower(ones).compile()
+    count = jax.jit(kernel.into_sources).lower(ones).compile()
     return list(jax.device_get(count(ones)))
 
 

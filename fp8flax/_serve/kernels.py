@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.converted_call import SeenOp
@@ -14,20 +13,6 @@ from fp8flax._model.param_origin import Origin, Source
 from fp8flax._serve import trees
 from fp8flax._serve.stored_op import OpToFreeze
 from fp8flax._serve.trees import Path
-
-
-def into_sources(kernel: Origin, values: jax.Array) -> tuple[jax.Array, ...]:
-    """Moves values from the places of a kernel to the places of the parameters that it was made of.
-
-    This is the transpose of the moves that made the kernel. Places that are not in the kernel become 0.
-    Places that are in it twice become the sum of both values. The values must be whole numbers up to 256,
-    which bfloat16 holds exactly.
-    """
-    rebuild = kernel.rebuild
-    assert rebuild is not None
-    like = [jax.ShapeDtypeStruct(source.shape, jnp.bfloat16) for source in kernel.sources]
-    transpose = jax.linear_transpose(lambda *arrays: rebuild(arrays, False), *like)
-    return tuple(x.astype(jnp.uint8) for x in transpose(values.astype(jnp.bfloat16)))
 
 
 def to_freeze(
@@ -63,7 +48,7 @@ def to_freeze(
         arguments=tuple(arguments),
         parameters=tuple(parameters),
         kernel=lambda arrays: origin.rebuild(arrays, True),  # type: ignore[union-attr, misc]
-        parts=lambda values: into_sources(origin, values),  # type: ignore[arg-type]
+        parts=lambda values: origin.into_sources(values),  # type: ignore[union-attr]
         mapped=mapped,
     )
 

@@ -241,8 +241,8 @@ class Schedule:
     def at(self, step: Any, *, off_until: Any = 0) -> contextlib.AbstractContextManager[None]:
         """Returns a context with the recipe of a step; see ``autocast`` for threads and asyncio tasks.
 
-        Enter it outside of ``jax.jit``. Pass a Python int that the loop counts: reading ``state.step`` waits
-        until the previous step has ended.
+        Enter it outside of ``jax.jit``. Pass a Python int that the loop counts. Reading ``state.step``
+        waits until the previous step has ended.
 
         Args:
             step: as in ``phase``.
