@@ -1,6 +1,6 @@
-"""One op of a frozen model: makes what is stored for the op, and computes the op with it.
+"""Quantizes the kernel of one op for a frozen model, and computes the op with the stored kernel.
 
-Linen and NNX list the ops of a model, and put the results back in their own ways. All the rest is here.
+Linen and NNX find the ops of a model, and put the stored arrays into it, each in its own way.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class OpToFreeze:
 
     Attributes:
         path: the path of the op in the scaling state.
-        row: the row of the op.
+        row: the entry that describes this kind of op; see ``plans.ops``.
         gemms: the recipe of the op in the frozen model.
         lhs: the shape and dtype of the input.
-        arguments: the arguments of the op.
-        parameters: the arrays that the kernel is made of; empty if the kernel stays wide.
-        kernel: returns the kernel, given the parameters.
-        parts: moves values from the places of the kernel to the places of the parameters.
+        arguments: the arguments of the op after input and kernel.
+        parameters: the arrays from which ``kernel`` makes the kernel; empty if the kernel stays wide.
+        kernel: maps the parameters to the kernel.
+        parts: maps an array in the shape of the kernel to arrays in the shapes of the parameters.
         mapped: maps a function of parameters and a scale over the axes along which layers are stacked.
     """
 
@@ -76,13 +76,13 @@ def stored(op: OpToFreeze, state: Mapping[str, Any], fresh: list[str]) -> Stored
     if not op.parameters:
         return Stored((), scales)
 
-    def one(parameters: Arrays, scale: jax.Array | None) -> tuple[Arrays, jax.Array]:
+    def quantized_parts(parameters: Arrays, scale: jax.Array | None) -> tuple[Arrays, jax.Array]:
         kernel = _quantized(op, op.kernel(parameters), scale)
         stored_scale = kernel.scale.reshape((1,)) if kernel.scale.ndim == 0 else kernel.scale
         return op.parts(jax.lax.bitcast_convert_type(kernel.codes, jnp.uint8)), stored_scale
 
     parameters = tuple(map(jnp.asarray, op.parameters))
-    codes, scales["kernel"] = jax.jit(op.mapped(one))(parameters, scales.get("kernel"))
+    codes, scales["kernel"] = jax.jit(op.mapped(quantized_parts))(parameters, scales.get("kernel"))
     return Stored(codes, scales)
 
 
@@ -126,16 +126,18 @@ def computed(
     """Returns the result of an op whose kernel is stored.
 
     Args:
-        row: the row of the op, which has a plan.
+        row: the entry that describes this kind of op; it has a plan.
         recipe: the recipe of the op in the frozen model.
-        form: the form of the op.
+        form: the ``form`` argument of the op.
         kernel: the stored codes and scales.
-        input_scale: returns the scale of the input. It is called only if this scale does not change.
+        input_scale: returns the scale of the input. It is called only if the recipe takes this scale from
+            the scaling state.
         lhs: the input.
         rhs: an array of the shape and dtype of the kernel; its values are not read.
-        *arguments: the arguments of the op.
+        *arguments: the arguments of the op after input and kernel.
         **keywords: further arguments of the op.
     """
+    # ``stored`` gives a scalar scale the shape (1,).
     scale = kernel.scale.reshape(()) if kernel.scale.shape == (1,) else kernel.scale
     is_fixed = recipe.forward.lhs is not None and recipe.forward.lhs.needs_state
     return row.in_fp8(
@@ -155,7 +157,7 @@ def check_is_on(recipe: Recipe | None) -> None:
     if recipe is None:
         raise ValueError(
             "fp8flax.autocast(enabled=False) cannot turn FP8 off in a frozen model, whose kernels are "
-            "stored in FP8. Call it outside of that context, or call the model that was frozen."
+            "stored in FP8. Call it outside of that context, or call the original model."
         )
 
 

@@ -34,8 +34,8 @@ def weights_for_serving(
     model, options and shapes use it again. Use this function where an inference engine samples from a model
     between the steps of its training, as in reinforcement learning.
 
-    The program shards its results as XLA derives it from the sharding of the variables. Results of a mesh
-    with explicit axes are on the same mesh with automatic axes.
+    XLA derives the sharding of the results from the sharding of the variables. If the variables are on a
+    mesh with explicit axes, the results are on the same mesh with automatic axes.
 
     Args:
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
@@ -76,7 +76,8 @@ def weights_for_serving(
             f"variables must be the collections of the model; got {type(variables).__name__}. Pass "
             "state.params of a TrainState."
         )
-    # The record decides what is stored in FP8, and it grows when other methods of the model run.
+    # The ops recorded so far decide what is stored in FP8. Other methods of the model can add ops, so the
+    # record is part of the key of the compiled program.
     ops = seen_of(model).ops if hasattr(model, "_fp8_rules") else {}
     record = tuple((path, op.op, op.gemms, op.kernel and op.kernel.sources) for path, op in ops.items())
     with automatic_axes(variables) as variables:
@@ -85,7 +86,8 @@ def weights_for_serving(
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _weights(model: nn.Module, record: Any, options: Options, variables: Any) -> dict[str, jax.Array]:
-    del record
+    """Computes the result of ``weights_for_serving``; compiled once for equal static arguments."""
+    del record  # it is only part of the key
     if getattr(model, "_fp8_serving", None) is not None:
         raise ValueError(FROZEN)
     args, kwargs = options.inputs()
@@ -95,8 +97,8 @@ def _weights(model: nn.Module, record: Any, options: Options, variables: Any) ->
 
 
 FROZEN = (
-    "model must be a model in training; it is frozen already. Pass the model that was frozen, or write the "
-    "frozen one with save_safetensors."
+    "model must be a model in training; it is frozen already. Pass the original model, or write the frozen "
+    "one with save_safetensors."
 )
 
 
@@ -120,7 +122,11 @@ class Options(NamedTuple):
 
 
 def options_of(args: Any, kwargs: Any, rename: Any, weight_only: bool) -> Options:
-    """Returns the options of ``weights_for_serving`` in a hashable form."""
+    """Returns the options of ``weights_for_serving`` in a hashable form.
+
+    Raises:
+        TypeError: as ``check_rename``.
+    """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     shapes = [
         jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else x
@@ -140,7 +146,8 @@ def options_of(args: Any, kwargs: Any, rename: Any, weight_only: bool) -> Option
 def automatic_axes(variables: Any) -> Iterator[Any]:
     """Yields variables whose mesh has automatic axes, in a context of that mesh; nothing is copied.
 
-    On explicit axes some reshapes of a quantizer would need a sharding of their results.
+    On explicit axes some reshapes of a quantizer would need a sharding of their results. All variables on
+    explicit axes must have the same mesh.
     """
     found: Mesh | None = None
 
