@@ -267,8 +267,11 @@ def next_state(
 
 def _float32_state(amax: jax.Array, new_scale: jax.Array, state: ScalingState) -> ScalingState:
     """Returns the next state of a float32 state."""
-    pushed = ScalingState(new_scale.reshape(state.scale.shape), push_amax(amax, state.amax_history))
-    return kept_state(state, pushed, amax[..., None])
+    new_scale, history = new_scale.reshape(state.scale.shape), state.amax_history
+    pushed = ScalingState(new_scale, push_amax(amax, history))
+    # The new scale is kept in any case: ``scale_of`` returns no other than positive, finite scales. The old
+    # scale is not read, because a GPU would need further kernels for it.
+    return kept_state(ScalingState(new_scale, history), pushed, amax[..., None])
 
 
 def _merging_state(amax: jax.Array, new_scale: jax.Array, state: ScalingState) -> ScalingState:
