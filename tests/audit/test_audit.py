@@ -31,6 +31,7 @@ from fp8flax._audit.dots import Dot
 from fp8flax._audit.gemms import AuditedGemm, why_not
 from fp8flax._audit.instructions import on_fp8_units, read_instructions
 from fp8flax._audit.op_names import path_of, role_of
+from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
 from tests.cases import RECIPES, cells, dense_step, struct
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
@@ -433,6 +434,15 @@ def test_what_each_gpu_multiplies_in_fp8(target, recipe):
             "this GPU has no FP8 units; the values are emulated"
         }
         assert report.predicted_seconds["total"] > 0
+
+
+@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for experts needs JAX 0.10")
+def test_experts_on_an_h200():
+    """Our kernel for experts compiles on every version of JAX that can write it."""
+    op = fp8flax.Fp8RaggedDotOp(recipe=fp8flax.Float8CurrentScaling(fp8_format=fp8flax.Format.E4M3))
+    shapes = ((512, 128), jnp.bfloat16), ((4, 128, 256), jnp.bfloat16), ((4,), jnp.int32)
+    report = audit(partial(op.apply, {}), *(jax.ShapeDtypeStruct(*s) for s in shapes), target="h200")
+    assert [(gemm.backend, gemm.is_fp8) for gemm in report.gemms] == [("Pallas", True)]
 
 
 def test_keyword_arguments():

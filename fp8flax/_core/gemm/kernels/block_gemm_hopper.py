@@ -57,6 +57,22 @@ def load(ref: Any, index: Any, **options: Any) -> Any:
     return plgpu.load(*args, **options)
 
 
+def store_with_conflicts(ref: Any, index: Any, value: Any) -> None:
+    """Stores a value as ``ref[index]``, also if its registers conflict in the banks of shared memory.
+
+    Args:
+        ref: a reference to shared memory of a Mosaic GPU kernel.
+        index: the index of the part to store.
+        value: the value, in registers.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref.at[index], value, optimized=False)
+    else:  # JAX 0.10 does not refuse conflicts
+        ref[index] = value
+
+
 def hopper_block_gemm(
     lhs: jax.Array,
     rhs: jax.Array,

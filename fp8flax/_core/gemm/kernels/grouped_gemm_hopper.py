@@ -13,7 +13,7 @@ from jax import lax
 
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK
-from fp8flax._core.gemm.kernels.block_gemm_hopper import load
+from fp8flax._core.gemm.kernels.block_gemm_hopper import load, store_with_conflicts
 from fp8flax._core.gemm.kernels.groups import TILE
 from fp8flax._core.names import GROUPED_GEMM
 from fp8flax._core.scaling import apply_scales
@@ -256,7 +256,10 @@ def _kernel(
 
                     @pl.when((count > 0) & (count < _ROWS))
                     def _() -> None:
-                        part[warpgroup] = result
+                        if is_interpreted:
+                            part[warpgroup] = result
+                        else:
+                            store_with_conflicts(part, warpgroup, result)
                         plgpu.commit_smem()
                         # A copy has a static size. So each set bit of the count copies that many rows.
                         first, size = low, _ROWS // 2
