@@ -35,7 +35,7 @@ def bytes_sent(computation: Computation, instruction: Instruction, num_devices: 
     * all-reduce: ``2 * O * (n - 1) / n``, as a reduce-scatter and an all-gather
     * collective-permute, collective-broadcast: ``O``
 
-    A ragged all-to-all counts as an all-to-all that sends whole operands, since its sizes are not known.
+    A ragged all-to-all counts as an all-to-all of its whole data operand, since its sizes are not known.
 
     Args:
         computation: the computation of the instruction.
@@ -57,7 +57,7 @@ def bytes_sent(computation: Computation, instruction: Instruction, num_devices: 
 
 
 def _group_size(instruction: Instruction, num_devices: int) -> int:
-    """Returns the number of devices that exchange data with each other.
+    """Returns the number of devices in a group; all groups must have the same size.
 
     Raises:
         ValueError: the groups are written in a form that is not known.
@@ -69,7 +69,7 @@ def _group_size(instruction: Instruction, num_devices: int) -> int:
         return text.partition("}")[0].count(",") + 1
     if found := re.match(r"\[\d+,(\d+)\]", text):  # [groups,size]<=[...]
         return int(found[1])
-    if found := re.match(r"mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
+    if found := re.match(r"mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):  # mesh['x'=2,'y'=4] {'x'}
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])}
         # An axis may be a part of an axis of the mesh: 'x':(2)4 is a part of size 4.
         axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])

@@ -7,7 +7,7 @@ platform, but it traces both functions, and JAX carries both through all transfo
 way to choose by the number of devices.
 
 Internals: ``jax.extend.core`` and ``jax.interpreters``, to define primitives and to lower them, and the
-``axis_context`` of the module that is lowered. JAX shows them to libraries, but does not promise to keep
+``axis_context`` of the module that is lowered. JAX exposes them to libraries, but does not promise to keep
 them. Without them ``unless_cpu`` is ``lax.platform_dependent``, and ``unless_partitioned`` always calls the
 function that XLA can split. The values are the same, but tracing and programs for GPUs are slower.
 """
@@ -31,6 +31,7 @@ try:
     from jax.extend.core import Primitive, jaxpr_as_fun
     from jax.interpreters import ad, batching, mlir
 
+    # Raises AttributeError if this JAX lacks one of these.
     _NEEDED = ad.primitive_jvps, ad.instantiate_zeros, batching.primitive_batchers, mlir.lower_fun
     _NEEDED_TO_LOWER = mlir.register_lowering, mlir.ShardingContext, mlir.SPMDAxisContext
 except (ImportError, AttributeError):
@@ -40,7 +41,7 @@ else:
 
 
 # Choice by platform. When the primitive is bound, only the function for CPUs is traced; it gives the shapes
-# and dtypes of the results. The other function is traced when a program for a GPU is lowered.
+# and dtypes of the results. The other function is traced when a program for another platform is lowered.
 
 
 def unless_cpu(otherwise: Callable[..., Any], on_cpu: Callable[..., Any], *args: Any) -> Any:
@@ -65,7 +66,7 @@ def unless_cpu(otherwise: Callable[..., Any], on_cpu: Callable[..., Any], *args:
 def _of_leaves(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., list[Any]]:
     """Returns a function of the leaves of ``args`` that returns the leaves of ``function(*args)``.
 
-    JAX may lower the function under another setting of x64 than that of now.
+    The function keeps the current x64 setting, because JAX may lower it under another one.
     """
     treedef, has_64_bits = jax.tree.structure(args), jax.config.jax_enable_x64
 
@@ -130,7 +131,7 @@ def unless_partitioned(
     """Returns ``split(*args)`` if XLA splits the program over several devices, ``whole(*args)`` if not.
 
     XLA does not split the code inside of a ``jax.shard_map`` over all axes of the mesh, so that code gets
-    ``whole``.
+    ``whole``. JAX cannot differentiate the result: no derivative is defined.
 
     Args:
         whole: a function of trees of arrays that returns a tree of arrays. The result must depend only on
@@ -145,11 +146,13 @@ def unless_partitioned(
     """
     if _unless_partitioned_p is None:
         return split(*args)
-    one, shapes = jax.make_jaxpr(whole, return_shape=True)(*args)
+    whole_jaxpr, shapes = jax.make_jaxpr(whole, return_shape=True)(*args)
     # JAX must find custom_partitioning in the traced program. Then it passes the mesh to the lowering.
-    third = None if on_shards is None else jax.make_jaxpr(on_shards)(*args)
-    other = _of_leaves(split, args)
-    results = _unless_partitioned_p.bind(*jax.tree.leaves(args), whole=one, split=other, on_shards=third)
+    on_shards_jaxpr = None if on_shards is None else jax.make_jaxpr(on_shards)(*args)
+    split_of_leaves = _of_leaves(split, args)
+    results = _unless_partitioned_p.bind(
+        *jax.tree.leaves(args), whole=whole_jaxpr, split=split_of_leaves, on_shards=on_shards_jaxpr
+    )
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
@@ -163,7 +166,7 @@ def _is_partitioned(context: Any) -> bool:
     return False
 
 
-def _has_shards(context: Any) -> bool:
+def _allows_custom_partitioning(context: Any) -> bool:
     """Returns whether a module may contain ``custom_partitioning``, which needs a mesh.
 
     On a mesh with explicit axes it may not: if such a mesh is set (``jax.set_mesh``) where the program is
@@ -178,7 +181,12 @@ def _lower_unless_partitioned(ctx: Any, *args: Any, whole: Any, split: Any, on_s
     module = ctx.module_context
     context, is_exported = module.axis_context, module.lowering_parameters.for_export
     chosen: Callable[..., Any] = split if _is_partitioned(context) else jaxpr_as_fun(whole)
-    if chosen is split and on_shards is not None and _has_shards(context) and not is_exported:
+    if (
+        chosen is split
+        and on_shards is not None
+        and _allows_custom_partitioning(context)
+        and not is_exported
+    ):
         chosen = jaxpr_as_fun(on_shards)
     return mlir.lower_fun(chosen)(ctx, *args)
 
@@ -188,7 +196,7 @@ def _batch_unless_partitioned(args: Any, dims: Any, *, whole: Any, split: Any, o
     del on_shards
     out = dims[0] if len(args) == 1 else 0
     both = jaxpr_as_fun(whole), split
-    whole, split = (jax.vmap(lambda *x, f=f: f(*x), in_axes=dims, out_axes=out) for f in both)
+    whole, split = (jax.vmap(f, in_axes=dims, out_axes=out) for f in both)
     results = unless_partitioned(whole, split, *args)
     return results, [out] * len(results)
 

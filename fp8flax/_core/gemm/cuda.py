@@ -106,7 +106,6 @@ def cublaslt_in_columns(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
     """
     found = gemm.of_columns()
     assert found is not None
-    matrices, are_transposed = found
     depth = gemm.sizes[1]
 
     def in_columns(x: QTensor, is_transposed: bool) -> QTensor:
@@ -114,7 +113,8 @@ def cublaslt_in_columns(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
         scale = x.scale.reshape(-1, 1) if x.scale.ndim else x.scale
         return dataclasses.replace(x, codes=codes, scale=scale)
 
-    out = cublaslt(matrices, *map(in_columns, (lhs, rhs), are_transposed), is_row_major=True)
+    left, right = in_columns(lhs, found.transposes_lhs), in_columns(rhs, found.transposes_rhs)
+    out = cublaslt(found.gemm, left, right, is_row_major=True)
     return out.reshape(gemm.out_shape)
 
 

@@ -101,8 +101,8 @@ def lowered(request: Any, reference: Callable[..., Any], *operands: Any) -> Any:
 def _may_have_custom_partitioning(*operands: Any) -> bool:
     """Returns whether a program may contain ``custom_partitioning``.
 
-    JAX then requires a single mesh in the whole program, even if the program is for CPUs. So a program for
-    an unknown device contains it only if XLA alone would send more bytes: not with one scale per tensor.
+    JAX then requires a single mesh in the whole program, even if the program is for CPUs. If no GPU is
+    known at tracing, only operands with more than one scale get it: there XLA alone would send more bytes.
     On explicit axes JAX derives the sharding of the result from the operations of the reference.
     """
     if any(map(_is_explicit, jax.tree.leaves(operands))):
@@ -120,6 +120,8 @@ def _gemm_on_mesh(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, name: str = "") -> 
         rhs: the right operand.
         name: the scope by which an audit recognizes our GPU kernel; empty if XLA shows the product.
     """
+    # Read at tracing, because JAX calls ``multiply`` again while XLA splits the program. The target of
+    # ``fp8.audit`` is not set then.
     capability = compute_capability()
 
     def multiply(part: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
@@ -138,7 +140,10 @@ def rows_of(request: Any, *operands: Any) -> list[Row]:
 # Predicates.
 
 
-_OCP_DTYPES = {np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)}
+_E5M2 = np.dtype(jnp.float8_e5m2)
+_OCP_DTYPES = {np.dtype(jnp.float8_e4m3fn), _E5M2}
+# Triton counts elements in 32 bits, so our GPU kernels support only fewer elements than this.
+_TRITON_LIMIT = 2**31
 
 
 def _is_in_fp8(gemm: Gemm, lhs: Any, rhs: Any) -> bool:
@@ -151,13 +156,12 @@ def _multiplies_codes(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool
     return (
         _is_in_fp8(gemm, lhs, rhs)
         and not lhs.quantizer.scales_along_contraction
-        and not 0 < capability < NATIVE_FP8
+        and not 0 < capability < NATIVE_FP8  # 0: the GPU is unknown
     )
 
 
 # cublasLt takes FP8 operands whose sizes are multiples of this. For other sizes XLA would pad by a copy.
 _CUBLASLT_MULTIPLE = 16
-_E5M2 = np.dtype(jnp.float8_e5m2)
 
 
 def _fits_cublaslt(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
@@ -166,11 +170,13 @@ def _fits_cublaslt(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
         _multiplies_codes(capability, gemm, lhs, rhs)
         and gemm.recipe.accumulation in cuda.ALGORITHMS
         and not any(size % _CUBLASLT_MULTIPLE for size in gemm.sizes)
+        # cublasLt does not multiply e5m2 by e5m2.
         and not lhs.codes.dtype == rhs.codes.dtype == _E5M2
         and not _is_decoding(capability, gemm)
     )
 
 
+# The largest power of two below the 440 rows that ``_is_decoding`` estimates. Not measured on a GPU.
 _FEW_ROWS = 256
 
 
@@ -189,7 +195,7 @@ def _is_decoding(capability: float, gemm: Gemm) -> bool:
         and isinstance(rows, int)
         and rows <= _FEW_ROWS
         and found is not None
-        and found[1][1]
+        and found.transposes_rhs
     )
 
 
@@ -262,7 +268,7 @@ def _has_triton_kernel_in_fp8(capability: float, gemm: Gemm, lhs: Any, rhs: Any)
 def _fits_block_kernels(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
     """Returns whether the operands have float32 scales per 128 columns, and sizes that the kernels support.
 
-    Triton counts elements in 32 bits. Under ``jax.export`` a size may be symbolic; no kernel supports that.
+    Under ``jax.export`` a size may be symbolic; no kernel supports that.
     """
     return (
         capability >= NATIVE_FP8
@@ -270,7 +276,7 @@ def _fits_block_kernels(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bo
         and not _is_empty(gemm)
         and all(_has_form(lambda q: q.quantizer.as_blocks(q, 1, BLOCK), x) for x in (lhs, rhs))
         and all(
-            isinstance(size, int) and size < 2**31
+            isinstance(size, int) and size < _TRITON_LIMIT
             for size in (lhs.codes.size, rhs.codes.size, math.prod(gemm.out_shape))
         )
     )
@@ -301,9 +307,8 @@ def _has_grouped_gemm(
     sizes = of_products if isinstance(request, ExpertProducts) else of_sums
     return (
         has_triton()
-        # Triton counts in 32 bits.
-        and (rows + (experts + 1) * TILE) * max(depth, columns) < 2**31
-        and all(x.scale.size in size for x, size in zip((lhs, rhs), sizes))
+        and (rows + (experts + 1) * TILE) * max(depth, columns) < _TRITON_LIMIT
+        and all(x.scale.size in allowed for x, allowed in zip((lhs, rhs), sizes))
     )
 
 
@@ -328,8 +333,8 @@ def _has_block_quantize(capability: float, pair: CastPair, x: Any, scale: Any) -
         and (view.batch, view.free, view.contract) == (other.batch, other.contract, other.free)
         and sorted(view.order) in (list(view.order), list(other.order))
         and all(isinstance(size, int) and size > 0 for size in sizes)
-        # Triton counts elements in 32 bits. The kernel computes in float32, so it takes no float64.
-        and math.prod(sizes) < 2**31
+        and math.prod(sizes) < _TRITON_LIMIT
+        # The kernel computes in float32, so it takes no float64.
         and x.dtype.itemsize <= 4
         and not _is_explicit(x)
     )
@@ -356,8 +361,8 @@ def _has_cast_transpose(capability: float, request: CastTranspose, scales: Any, 
         and NATIVE_FP8 <= capability < NATIVE_MX
         and has_triton()
         and cast_grid(rows, columns) is not None
-        # Triton counts elements in 32 bits. The kernel computes in float32, so it takes no float64.
-        and rows * columns < 2**31
+        and rows * columns < _TRITON_LIMIT
+        # The kernel computes in float32, so it takes no float64.
         and all(arg.dtype.itemsize <= 4 for arg in args)
     )
 
@@ -392,6 +397,7 @@ _TABLE: dict[type, tuple[Row, ...]] = {
             on_mesh=partial(_gemm_on_mesh, name=BLOCK_GEMM_F16),
         ),
         Row(_is_of_blocks, cuda.dequantized_blocks, cuda.dequantized_blocks, _gemm_on_mesh),
+        # No ``on_mesh``: with scales per block ``gemm_on_shards`` splits only stacks of matrices.
         Row(_is_per_block, cuda.dequantized_blocks, cuda.dequantized_blocks),
     ),
     ExpertProducts: (

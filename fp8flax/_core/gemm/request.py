@@ -92,11 +92,8 @@ class Gemm(NamedTuple):
         dims = tuple(view.contract for view in views), tuple(view.batch for view in views)
         return self._replace(lhs=views[0], rhs=views[1], dimension_numbers=dims)
 
-    def of_columns(self) -> tuple[Gemm, tuple[bool, bool]] | None:
+    def of_columns(self) -> OfColumns | None:
         """Returns the same GEMM as ``(M, K)`` times ``(N, K)``, and which operands to transpose for that.
-
-        Each operand is reshaped to a matrix. The two flags say whether the matrix of the left and of the
-        right operand must then be transposed, so that K is its last dimension.
 
         Returns None if there are batch dimensions, or if the contracted dimensions of an operand are
         neither its first nor its last ones.
@@ -112,7 +109,18 @@ class Gemm(NamedTuple):
             return None
         lhs, rhs = (View((size, depth), (1,), ()) for size in (rows, columns))
         gemm = self._replace(lhs=lhs, rhs=rhs, dimension_numbers=(((1,), (1,)), ((), ())))
-        return gemm, (not behind[0], not behind[1])
+        return OfColumns(gemm, not behind[0], not behind[1])
+
+
+class OfColumns(NamedTuple):
+    """A GEMM of two matrices ``(M, K)`` and ``(N, K)``, and how to get them from the operands.
+
+    Each operand is reshaped to a matrix. The matrix is then transposed if K is not its last dimension.
+    """
+
+    gemm: Gemm
+    transposes_lhs: bool
+    transposes_rhs: bool
 
 
 class ExpertProducts(NamedTuple):

@@ -39,7 +39,7 @@ CASES = {
 def test_products_of_transposed_matrices(case):
     lhs_shape, rhs_shape, dims = CASES[case]
     for gemm in (gemms_of(lhs_shape, rhs_shape, dims)[i] for i in (0, 1, 3)):
-        matrices, are_transposed = gemm.of_columns()
+        matrices, *are_transposed = gemm.of_columns()
         operands = [ints(i, *view.shape) for i, view in enumerate((gemm.lhs, gemm.rhs))]
         depth = gemm.sizes[1]
         columns = [

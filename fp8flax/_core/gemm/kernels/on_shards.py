@@ -35,7 +35,7 @@ def on_shards(
     order: str,
     num_deciding: int,
     name: str,
-    of_part: Callable[..., Sequence[jax.Array]] = lambda axes, *args: args,
+    adapt: Callable[..., Sequence[jax.Array]] = lambda axes, *args: args,
 ) -> Callable[..., Any]:
     """Returns ``kernel`` for arrays that may be split over devices in all dimensions of ``order``.
 
@@ -51,22 +51,23 @@ def on_shards(
         kernel: a function of arrays.
         operands: the description of each operand.
         results: the description of each result, in a tree like the result of the kernel.
-        order: the letters of the dimensions that may be split. A mesh axis that several of them could use
-            is used by the first one that is summed, or that is split in an operand and in a result, or in
-            an operand, or in a result.
+        order: the letters of the dimensions that may be split. If several of them could use a mesh axis,
+            the axis goes to a summed dimension first, then to one that operands and results split alike,
+            then to one that operands split, then to one that results split. Among equals, the first letter
+            gets the axis.
         num_deciding: how many of the first operands decide how a dimension is split. They must agree. The
             other operands are split in the same way, however they come.
         name: the scope in which the kernel runs, by which an audit recognizes the kernel; empty for none.
-        of_part: called with the mesh axes of each letter and the operands of a device; returns the operands
+        adapt: called with the mesh axes of each letter and the operands of a device; returns the operands
             to call the kernel with.
     """
-    names = jax.tree.leaves(results)
+    result_dims = jax.tree.leaves(results)
     # The results lack the dimensions that are contracted: the devices add up their partial results.
-    added = tuple(letter for letter in order if not any(letter in of for of in names))
+    summed = tuple(letter for letter in order if not any(letter in of for of in result_dims))
 
     def partition(mesh: Any, args: Any, result: Any) -> Any:
         """Returns what each device computes, and the shardings of results and operands."""
-        of_args, of_results = [*zip(operands, args)], [*zip(names, jax.tree.leaves(result))]
+        of_args, of_results = [*zip(operands, args)], [*zip(result_dims, jax.tree.leaves(result))]
         taken, axes = _Taken(mesh), dict[str, Axes]()
         counts = {letter: _count(letter, [*of_args, *of_results]) for letter in order}
         in_args, in_results = (
@@ -74,14 +75,14 @@ def on_shards(
             for arrays in (of_args[:num_deciding], of_results)
         )
         both = {letter: in_args[letter] for letter in order if in_args[letter] == in_results[letter]}
-        for wanted in ({letter: in_args[letter] for letter in added}, both, in_args, in_results):
+        for wanted in ({letter: in_args[letter] for letter in summed}, both, in_args, in_results):
             for letter in wanted:
                 axes[letter] = axes.get(letter) or taken.take(wanted[letter], counts[letter])
-        sums = tuple(axis for letter in added for axis in axes[letter])
+        summed_axes = tuple(axis for letter in summed for axis in axes[letter])
 
         def compute(*args: jax.Array) -> Any:
-            out = kernel(*of_part(axes, *args))
-            return lax.psum(out, sums) if sums else out
+            out = kernel(*adapt(axes, *args))
+            return lax.psum(out, summed_axes) if summed_axes else out
 
         def sharding(of: str) -> NamedSharding:
             return NamedSharding(mesh, PartitionSpec(*(axes.get(letter) or None for letter in of.lower())))
@@ -95,11 +96,12 @@ def on_shards(
         number of blocks, Shardy could split columns over a part of a mesh axis. JAX has no such sharding,
         so the rule then does not relate blocks to columns.
         """
-        arrays = [*zip((*operands, *names), (*operand_types, *result_types))]
+        arrays = [*zip((*operands, *result_dims), (*operand_types, *result_types))]
         letters = {letter for of, _ in arrays for letter in of.lower()} - {"-"}
         counts = {letter: _count(letter, arrays) for letter in letters}
         sizes = {letter: n for of, x in arrays for letter, n in zip(of, x.shape)}
         blocks = {x for x in letters if x.upper() in sizes and x in sizes and counts[x] % mesh.size == 0}
+        # Each dimension of size 1 needs a factor of its own.
         others = map("u{}".format, itertools.count())
 
         def factor(x: str) -> str:
@@ -107,10 +109,10 @@ def on_shards(
 
         texts = [" ".join(map(factor, of)) for of, _ in arrays]
         text = f"{', '.join(texts[: len(operands)])} -> {', '.join(texts[len(operands) :])}"
-        summed = {*added, *(x.upper() for x in added if x in blocks)}
+        summed_factors = {*summed, *(x.upper() for x in summed if x in blocks)}
         in_order = dict.fromkeys(re.findall(r"\w+", text))
         return text, {
-            "reduction_factors": tuple(x for x in in_order if x in summed),
+            "reduction_factors": tuple(x for x in in_order if x in summed_factors),
             **{x: sizes[x] // counts[x] for x in blocks},
         }
 
@@ -167,17 +169,18 @@ def gemm_on_shards(
     summed = "".join(letter for letter in of_lhs if letter not in of_out)
     quantizers = lhs.quantizer, rhs.quantizer
 
-    def of_part(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
-        left, right = QTensor(lhs, lhs_scale, quantizers[0]), QTensor(rhs, rhs_scale, quantizers[1])
+    def multiply_part(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
+        left, right = _qtensors((lhs, rhs), (lhs_scale, rhs_scale), quantizers)
         return multiply(inner.of_parts(lhs.shape, rhs.shape), left, right)
 
     operands = of_lhs, of_rhs, _of_scale(lhs, lhs.scale, of_lhs), _of_scale(rhs, rhs.scale, of_rhs)
-    run = on_shards(of_part, operands, of_out, order=summed + of_out, num_deciding=2, name=name)
+    run = on_shards(multiply_part, operands, of_out, order=summed + of_out, num_deciding=2, name=name)
     out = run(lhs.codes, rhs.codes, lhs.scale, rhs.scale)
     return out if inner is gemm else gemm.unpadded(out)
 
 
 _OF_MATRICES = "bmk", "bnk", "bmn"
+"""The descriptions of stacked matrices: left operand, right operand, result; see ``on_shards``."""
 
 
 def _dims_of(gemm: Gemm) -> tuple[str, str, str]:
@@ -199,6 +202,7 @@ def quantize_on_shards(kernel: Callable[..., Any], *, is_square: bool) -> Callab
             are multiples of 128.
         is_square: whether 128 rows and 128 columns share a scale; see ``block_quantize``.
     """
+    # Codes and scales of each matrix, then those of its transpose.
     results = ("brs", "bRS" if is_square else "brS"), ("bsr", "bSR" if is_square else "bsR")
     return on_shards(kernel, ["brs"], results, order="brs", num_deciding=1, name=BLOCK_QUANTIZE)
 
@@ -228,10 +232,10 @@ def ragged_on_shards(
     of_scales = map(_of_scale, (lhs, rhs), scales, dims)
 
     def kernel(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, sizes: Any) -> jax.Array:
-        left, right = QTensor(lhs, lhs_scale, quantizers[0]), QTensor(rhs, rhs_scale, quantizers[1])
+        left, right = _qtensors((lhs, rhs), (lhs_scale, rhs_scale), quantizers)
         return multiply(left, right, sizes)
 
-    def of_part(axes: dict[str, Axes], *args: jax.Array) -> Sequence[jax.Array]:
+    def adapt(axes: dict[str, Axes], *args: jax.Array) -> Sequence[jax.Array]:
         *parts, sizes = args
         return (*parts, _sizes_of_part(sizes, parts[0].shape[rows], axes["m"]) if axes["m"] else sizes)
 
@@ -243,9 +247,16 @@ def ragged_on_shards(
         order=order,
         num_deciding=2,
         name=GROUPED_GEMM,
-        of_part=of_part,
+        adapt=adapt,
     )
     return run(lhs.codes, rhs.codes, *scales, group_sizes)
+
+
+def _qtensors(
+    codes: Sequence[jax.Array], scales: Sequence[jax.Array], quantizers: Sequence[Any]
+) -> list[QTensor]:
+    """Returns a ``QTensor`` for each operand, from its codes, scales and quantizer."""
+    return list(map(QTensor, codes, scales, quantizers))
 
 
 def _of_scale(x: QTensor, scale: jax.Array, of_codes: str) -> str:
@@ -256,7 +267,7 @@ def _of_scale(x: QTensor, scale: jax.Array, of_codes: str) -> str:
 
     Args:
         x: the operand.
-        scale: its scales, with one dimension or more.
+        scale: its scales. The description of a scalar is the empty string.
         of_codes: the description of the codes.
     """
     if scale.ndim != x.codes.ndim:
