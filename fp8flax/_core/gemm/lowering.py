@@ -120,13 +120,9 @@ def _gemm_on_mesh(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, name: str = "") -> 
         rhs: the right operand.
         name: the scope by which an audit recognizes our GPU kernel; empty if XLA shows the product.
     """
-    # Read at tracing, because JAX calls ``multiply`` again while XLA splits the program. The target of
-    # ``fp8.audit`` is not set then.
-    capability = compute_capability()
 
     def multiply(part: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
-        row = next(row for row in _TABLE[Gemm] if row.fits(capability, part, lhs, rhs))
-        return row.one(part, lhs, rhs)
+        return rows_of(part, lhs, rhs)[0].one(part, lhs, rhs)
 
     return gemm_on_shards(multiply, gemm, lhs, rhs, name=name)
 
