@@ -93,6 +93,11 @@ def find_target(target: str | Mesh) -> Target:
         key = _kind_of(target)
         times = f"{target.size} × " if target.size > 1 else ""
         return _target_of(key, times, NamedSharding(target, PartitionSpec()), target)
+    if isinstance(target, list):
+        raise TypeError(
+            f"target must be a name or a mesh; got a list of {len(target)}. Pass "
+            "jax.sharding.Mesh(np.array(devices), ('data',)) of the devices."
+        )
     if target in GPUS:
         return _target_of(target, "", jax.sharding.SingleDeviceSharding(_device(target)))
     if target != "local":

@@ -190,6 +190,14 @@ def current_phase() -> str | None:
     return _thread.entries[-1].owner.phase if _thread.entries else None
 
 
+def off_hint() -> str:
+    """Returns the last sentence of an error that FP8 being off can cause; empty if FP8 is on."""
+    if _jit_key.value is None or _jit_key.value.recipe is not _OFF:
+        return ""
+    by = "autocast(enabled=False)" if current_phase() is None else f"the phase {current_phase()!r}"
+    return f" FP8 is off here, by {by}: call this outside of it."
+
+
 def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:
     """Returns the recipe that an op uses; None if ``autocast`` has switched FP8 off.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,15 @@ def check_bool(name: str, value: Any) -> None:
     """Raises ``TypeError`` if an option is not a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False; got {value!r} of type {type(value).__name__}.")
+
+
+def check_variables(variables: Any) -> None:
+    """Raises ``TypeError`` if ``variables`` is not a mapping, but for instance a whole ``TrainState``."""
+    if not isinstance(variables, Mapping):
+        hint = " Pass state.params of a TrainState." if hasattr(variables, "opt_state") else ""
+        raise TypeError(
+            f"variables must be the collections of the model; got {type(variables).__name__}.{hint}"
+        )
 
 
 _APIS = {"flax.linen": ("a Linen module", "fp8flax"), "flax.nnx": ("an NNX module", "fp8flax.nnx")}

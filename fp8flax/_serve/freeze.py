@@ -11,9 +11,10 @@ import flax.linen as nn
 import jax
 import numpy as np
 
+from fp8flax._core.autocast import off_hint
 from fp8flax._core.formats import as_fp8_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
-from fp8flax._core.options import wrong_model
+from fp8flax._core.options import check_variables, wrong_model
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.conversion import reporting
 from fp8flax._model.converted_call import Call, Seen, SeenOp, seen_of
@@ -101,6 +102,7 @@ def freeze(
     """
     if not isinstance(model, nn.Module):
         raise wrong_model(model, "be a flax.linen.Module", "flax.linen", "freeze")
+    check_variables(variables)
     cache_dtype = None if kv_cache_dtype is None else as_fp8_dtype(kv_cache_dtype, "kv_cache_dtype")
     base = _recording(model)
     boxed = flax.core.unfreeze(dict(variables))
@@ -164,6 +166,7 @@ def _record_of(base: Any, variables: Mapping[str, Any], args: Any, kwargs: Any) 
                 else ". Give freeze inputs to trace it with, freeze(model, variables, *inputs); "
                 "fp8flax.report says what is converted."
             )
+            + off_hint()
         )
     return seen
 

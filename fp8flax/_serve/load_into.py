@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._core.state.tree import path_str
+from fp8flax._core.names import PARAMS
+from fp8flax._core.options import check_variables
+from fp8flax._core.state.tree import find_state, path_str
 from fp8flax._serve.checkpoints import CheckpointTensor, Layout
 from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE
 from fp8flax._serve.parts import Misfit, joined, rows, scale_in_blocks, stacked
@@ -86,12 +87,15 @@ def load_into(
             "checkpoint must be a mapping, such as the result of fp8flax.read_checkpoint(path); got "
             f"{type(checkpoint).__name__}."
         )
+    if hasattr(variables, "opt_state"):
+        check_variables(variables)
     flat, treedef = jax.tree_util.tree_flatten_with_path(variables)
     leaves: dict[Path, Any] = {tuple(path_str(keys).split("/")): leaf for keys, leaf in flat}
     for path, leaf in leaves.items():
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(f"{'/'.join(path)} must be an array; got {type(leaf).__name__}. Leave it out.")
-    wanted = {path: leaf for path, leaf in leaves.items() if path[0] != OVERWRITE_WITH_GRADIENT}
+    is_state = find_state([keys for keys, _ in flat])
+    wanted = {path: leaf for (path, leaf), found in zip(leaves.items(), is_state) if not found}
     new: dict[Path, jax.Array] = {}
     for source, load in _checked(wanted, checkpoint, rename):  # one variable is in memory at a time
         made = load(source.tensor(is_outline=False))

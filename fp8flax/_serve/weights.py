@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from fp8flax._core.options import wrong_model
+from fp8flax._core.options import check_variables, wrong_model
 from fp8flax._model.converted_call import seen_of
 from fp8flax._serve.freeze import freeze
 from fp8flax._serve.renaming import Rename, check_rename
@@ -71,11 +71,7 @@ def weights_for_serving(
     """
     if not isinstance(model, nn.Module):
         raise wrong_model(model, "be a flax.linen.Module", "flax.linen", "weights_for_serving")
-    if not isinstance(variables, Mapping):
-        raise TypeError(
-            f"variables must be the collections of the model; got {type(variables).__name__}. Pass "
-            "state.params of a TrainState."
-        )
+    check_variables(variables)
     # The ops recorded so far decide what is stored in FP8. Other methods of the model can add ops, so the
     # record is part of the key of the compiled program.
     ops = seen_of(model).ops if hasattr(model, "_fp8_rules") else {}

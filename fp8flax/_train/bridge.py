@@ -15,6 +15,7 @@ from jax import lax
 from jax.tree_util import DictKey, KeyPath
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, state_leaf_names
+from fp8flax._core.options import check_variables
 from fp8flax._core.state.tree import check_state_dtype, path_str, split_state
 from fp8flax._linen.op import SAME_STATE, USE_THAT_OP, Fp8Op
 
@@ -76,6 +77,7 @@ def add_fp8_state(
 
     Source: ``flax.linen.fp8_ops``, for the layout of the history.
     """
+    check_variables(variables)
     wanted, has_fp8 = eval_init(model, args, kwargs)
     if not has_fp8:
         raise ValueError(

@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8flax._core.autocast import off_hint
 from fp8flax._core.axes import UNCHECKED, current_manual_axes, merged_in
 from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.options import check_variables
 from fp8flax._core.scaling import SMALLEST_SCALE
 from fp8flax._core.state.tree import check_state_dtype, kept_tree, path_str, to_max, unmerge
 
@@ -70,6 +72,7 @@ def calibrate(
 
     Source: Transformer Engine, ``autocast(calibrating=True)``, which calibrates forward.
     """
+    check_variables(variables)
     if not variables.get(OVERWRITE_WITH_GRADIENT):
         raise ValueError(
             f"The variables have no {OVERWRITE_WITH_GRADIENT!r}, so there is nothing to calibrate. Add it "
@@ -104,7 +107,7 @@ def calibrate(
     if len(missing) == len(_names("_scale", lambda scale: True, merged, backward)):
         raise ValueError(
             "No FP8 layer was reached: no float that fun returns depends on scaling state. fun must use "
-            "the variables that it is given, and return the model's outputs or its loss."
+            "the variables that it is given, and return the model's outputs or its loss." + off_hint()
         )
     if missing:
         warnings.warn(

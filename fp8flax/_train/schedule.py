@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import operator
+import reprlib
 from typing import Any
 
 import jax
@@ -160,7 +161,7 @@ class Schedule:
             without = [phase.name for phase in self.phases if phase.enabled and phase.recipe is None]
             raise ValueError(
                 f"The phases {without} have FP8 but no recipe, and other phases have one. Give each phase "
-                "with FP8 a recipe, or none of them."
+                "with FP8 a recipe, or none of them. A phase without FP8 has enabled=False."
             )
         self._delayed()  # raises an error if the histories differ in length
 
@@ -361,7 +362,10 @@ def _as_int(name: str, value: Any) -> int:
             raise TypeError("a bool")
         number = operator.index(value)
     except TypeError as error:
-        raise TypeError(f"{name} must be an int or an integer scalar; got {value!r}.") from error
+        raise TypeError(
+            f"{name} must be an int or an integer scalar; got {reprlib.repr(value)} of type "
+            f"{type(value).__name__}."
+        ) from error
     if number < 0:
         raise ValueError(f"{name} must be 0 or more; got {number}.")
     return number

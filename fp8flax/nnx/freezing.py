@@ -20,7 +20,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._compat.interpreter import Set, interpret
-from fp8flax._core.autocast import recipe_in_use
+from fp8flax._core.autocast import off_hint, recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import wrong_model
 from fp8flax._core.plans.calls import calling
@@ -159,7 +159,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     if not frozen:
         raise ValueError(
             "No layer with an FP8 matmul ran with these inputs, so there is nothing to freeze. Convert the "
-            "model by fp8flax.nnx.quantize_model(model, include=…), or give its layers ops."
+            "model by fp8flax.nnx.quantize_model(model, include=…), or give its layers ops." + off_hint()
         )
     wide: dict[str, str] = {}
     owners = {id(layer.op): layer for layer in layers_of(copy) if layer.op is not None}

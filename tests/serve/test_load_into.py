@@ -361,6 +361,16 @@ class Adapted(nnx.Module):
         return self.up(x) + self.adapter(x)
 
 
+def test_nnx_keeps_its_scaling_state(tmp_path):
+    """The state of delayed scaling is not in the file, although an NNX state has it beside weights."""
+    model, checkpoint = Adapted(fp8.DelayedScaling(amax_history_len=2)), read(tmp_path, CHANNEL)
+    model.up.dot_general.input_scale[...] = jnp.full(1, 7.0)
+    nnx.update(model, fp8.load_into(nnx.state(model, nnx.Not(nnx.LoRAParam)), checkpoint))
+    np.testing.assert_array_equal(model.up.dot_general.input_scale[...], [7.0])
+    expected = LAYER["up.weight"].astype(np.float32) * CHANNEL["up.weight_scale"]
+    np.testing.assert_array_equal(model.up.kernel[...], expected.T)
+
+
 def test_nnx_below_adapters(tmp_path):
     """The codes of a frozen NNX model come from the file, and its adapter stays and is trained."""
     x = normal(0, 4, 300)

@@ -15,7 +15,7 @@ from flax import nnx
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from fp8flax._core.autocast import recipe_in_use
-from tests.cases import OWG, normal
+from tests.cases import OWG, normal, variables_of
 
 DELAYED = fp8.DelayedScaling(amax_history_len=4)
 CURRENT = fp8.Float8CurrentScaling()
@@ -252,6 +252,39 @@ def test_short_form():
         fp8.schedule(DELAYED, until=5, then=end)
     with pytest.raises(TypeError, match="then must be a recipe"):
         fp8.schedule(DELAYED, until=5, then="bf16")  # type: ignore
+
+
+def test_what_needs_fp8_says_that_it_is_off():
+    model, x = dense(dot_general_cls=fp8.Fp8DotGeneralOp), X[0]
+    variables = variables_of(model, x)
+    schedule, off = fp8.schedule(DELAYED, until=2), "FP8 is off here, by the phase 'from step 2'"
+    with schedule.at(2), pytest.raises(ValueError, match=off):
+        fp8.calibrate(model.apply, variables, [x])
+    with (
+        fp8.autocast(enabled=False),
+        pytest.raises(ValueError, match=r"off here, by autocast\(enabled=False"),
+    ):
+        fp8.freeze(model, variables, x)
+    layer = nnx.Linear(16, 16, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=nnx.Rngs(0))
+    with schedule.at(2), pytest.raises(ValueError, match=off):
+        fp8nnx.freeze(layer, x.astype(jnp.float32))
+
+
+def test_a_train_state_is_not_variables():
+    model, x = dense(dot_general_cls=fp8.Fp8DotGeneralOp), X[0]
+    variables = variables_of(model, x)
+    state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
+    for call in (
+        lambda: fp8.freeze(model, state, x),
+        lambda: fp8.calibrate(model.apply, state, [x]),
+        lambda: fp8.add_fp8_state(state, model, x),
+        lambda: fp8.load_into(state, {}),
+        lambda: fp8.weights_for_serving(model, state, x),
+    ):
+        with pytest.raises(TypeError, match=r"got TrainState\. Pass state\.params"):
+            call()
+    with pytest.raises(TypeError, match=r"must be an int .* of type TrainState"):
+        SCHEDULE.at(state)
 
 
 def test_an_audit_names_the_phase():
