@@ -42,6 +42,16 @@ def step(kernel, x, op=fp8.Fp8DotGeneralOp):
     return jax.grad(loss, (0, 1))(kernel, x)
 
 
+def test_the_reason_is_that_of_one_gpu():
+    """Hopper has no units for MXFP8; XLA drops the scopes inside of the parts of a mesh."""
+    mesh, op = mesh_of(), partial(fp8.Fp8DotGeneralOp, recipe=fp8.MXFP8BlockScaling())
+    report = fp8.audit(partial(step, op=op), on(mesh, KERNEL), on(mesh, X, "data"), target=mesh)
+    reasons = {gemm.reason for gemm in report.gemms}
+    assert reasons == {
+        "nothing here multiplies FP8 with these scales: the same values, multiplied in bfloat16"
+    }
+
+
 @pytest.mark.oldest
 def test_each_gpu_does_its_part_in_fp8():
     """The wgrad contracts two dimensions; XLA's partitioner would drop the algorithm of such a dot."""

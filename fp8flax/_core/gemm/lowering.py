@@ -41,7 +41,7 @@ from fp8flax._core.gemm.request import (
     is_of_codes,
 )
 from fp8flax._core.gemm.units import is_for_hopper
-from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
+from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, DEQUANTIZED
 from fp8flax._core.once import once
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import BlockQuantizer
@@ -118,7 +118,7 @@ def _gemm_on_mesh(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, name: str = "") -> 
         gemm: what is multiplied.
         lhs: the left operand.
         rhs: the right operand.
-        name: the scope by which an audit recognizes our GPU kernel; empty if XLA shows the product.
+        name: the scope by which an audit recognizes how the parts are multiplied; empty if XLA shows it.
     """
 
     def multiply(part: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
@@ -392,7 +392,12 @@ _TABLE: dict[type, tuple[Row, ...]] = {
             partial(cuda.triton_blocks, in_float16=True),
             on_mesh=partial(_gemm_on_mesh, name=BLOCK_GEMM_F16),
         ),
-        Row(_is_of_blocks, cuda.dequantized_blocks, cuda.dequantized_blocks, _gemm_on_mesh),
+        Row(
+            _is_of_blocks,
+            cuda.dequantized_blocks,
+            cuda.dequantized_blocks,
+            partial(_gemm_on_mesh, name=DEQUANTIZED),
+        ),
         # No ``on_mesh``: with scales per block ``gemm_on_shards`` splits only stacks of matrices.
         Row(_is_per_block, cuda.dequantized_blocks, cuda.dequantized_blocks),
     ),
