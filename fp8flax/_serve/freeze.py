@@ -158,13 +158,13 @@ def _record_of(base: Any, variables: Mapping[str, Any], args: Any, kwargs: Any) 
     seen = seen_of(base)
     if not seen.ops:
         raise ValueError(
-            f"freeze saw no FP8 op run in {type(base).__name__}"
+            f"No FP8 op of {type(base).__name__} ran"
             + (
                 " with these inputs. Convert it by fp8flax.quantize_model(model, include=…), or give its "
                 "layers FP8 ops; fp8flax.report(model, *inputs) says what is converted."
                 if args or kwargs
-                else ". Give freeze inputs to trace it with, freeze(model, variables, *inputs); "
-                "fp8flax.report says what is converted."
+                else " in this process. Pass inputs to trace the model with: freeze(model, variables, x). "
+                "If it was not converted, call fp8flax.quantize_model(model)."
             )
             + off_hint()
         )

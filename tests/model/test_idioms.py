@@ -559,7 +559,7 @@ def test_copies_and_pickles(name, request):
         np.testing.assert_array_equal(bound(X), model.apply(values, X))
     # A copy keeps the record of what the model computes, and a pickle does not.
     assert fp8.freeze(copy.deepcopy(model8), variables)[0] == frozen[0]
-    with pytest.raises(ValueError, match="Give freeze inputs"):
+    with pytest.raises(ValueError, match="Pass inputs to trace the model with"):
         fp8.freeze(pickle.loads(pickle.dumps(model8)), variables)
 
 

@@ -125,5 +125,5 @@ def test_freeze_with_inputs_does_not_ask_for_inputs():
     variables = nn.Dense(4).init(KEY, X)
     with pytest.raises(ValueError, match=r"with these inputs. Convert it by .*fp8flax.report\(model"):
         fp8.freeze(nn.Dense(4), variables, X)
-    with pytest.raises(ValueError, match="Give freeze inputs"):
+    with pytest.raises(ValueError, match="Pass inputs to trace the model with"):
         fp8.freeze(nn.Dense(4), variables)

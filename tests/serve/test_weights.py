@@ -111,7 +111,7 @@ def test_ops_that_are_given_by_hand():
     for inputs in (x, jax.ShapeDtypeStruct(x.shape, x.dtype)):
         weights = fp8.weights_for_serving(layer, variables, inputs)
         assert weights["kernel.weight"].dtype == jnp.float8_e4m3fn
-    with pytest.raises(ValueError, match="Give freeze inputs"):
+    with pytest.raises(ValueError, match="Pass inputs to trace the model with"):
         fp8.weights_for_serving(layer, variables)
 
 
