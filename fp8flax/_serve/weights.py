@@ -142,7 +142,7 @@ def options_of(args: Any, kwargs: Any, rename: Any, weight_only: bool) -> Option
 def automatic_axes(variables: Any) -> Iterator[Any]:
     """Yields variables whose mesh has automatic axes, in a context of that mesh; nothing is copied.
 
-    On explicit axes some reshapes of a quantizer would need a sharding of their results. All variables on
+    On explicit axes some reshapes of kernels would need a sharding of their results. All variables on
     explicit axes must have the same mesh.
     """
     found: Mesh | None = None
