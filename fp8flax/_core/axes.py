@@ -25,10 +25,14 @@ def merge_amax(amax: jax.Array, state: jax.Array) -> jax.Array:
     manual axes, as ``state`` does.
 
     Args:
-        amax: float32 scalar.
-        state: float32 scalar from the scaling state that the amax is for. Only its axes matter, not its
-            value.
+        amax: the amax of the data, a float.
+        state: the scale, or another float32 array of the shape of ``amax``, from the scaling state that the
+            amax is for. Only its axes matter, not its value.
+
+    Returns:
+        The amax of the step, float32.
     """
+    amax = amax.astype(jnp.float32)
     axes = manual_axes(amax) - manual_axes(state)
     if axes:
         amax = lax.pmax(amax, tuple(sorted(axes)))

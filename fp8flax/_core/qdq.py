@@ -2,9 +2,9 @@
 
 Derivation. Quantization has a derivative of zero almost everywhere, so the straight-through estimator
 is used: the cotangent of the data passes unchanged. Scale and amax history are not differentiated at
-all; their cotangent slots carry their *next values*, which a train state writes over the old ones.
-Second derivatives differentiate the forward and backward rules, so the casts in these rules are
-straight-through, too.
+all; their cotangent slots carry their *next values*, which a train state writes over the old ones
+(``state.step_scales`` computes them from the amax). Second derivatives differentiate the forward and
+backward rules, so the casts in these rules are straight-through, too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
 from fp8flax._core.amax import delayed_amax
+from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import as_fp8_dtype
 from fp8flax._core.observe import observed
 from fp8flax._core.quantize import (
@@ -28,14 +29,7 @@ from fp8flax._core.quantize import (
     quantize_dequantize,
     straight_through,
 )
-from fp8flax._core.state.state import (
-    DelayedConfig,
-    ScalingState,
-    check_state,
-    next_state,
-    scale_of,
-    state_to_keep,
-)
+from fp8flax._core.state.state import DelayedConfig, check_state, step_scales
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Shaped
@@ -46,9 +40,9 @@ def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
     return DelayedConfig(compute_dtype, as_fp8_dtype(q_dtype, "q_dtype"), bounded=False)
 
 
-def _scale_of(config: DelayedConfig, state: ScalingState) -> jax.Array:
-    """Returns the scale of this step, in the shape of the scale in ``state``."""
-    return scale_of(config, state).reshape(state.scale.shape)
+def _step_scale(config: DelayedConfig, scale: Any, amax_history: Any) -> jax.Array:
+    """Returns the scale of this step; raises an error if the state is not valid."""
+    return step_scales({"": config}, {"": check_state(scale, amax_history)})[""]
 
 
 def _there_and_back(config: DelayedConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -60,42 +54,41 @@ def _there_and_back(config: DelayedConfig, x: jax.Array, scale: jax.Array) -> ja
     return straight_through(cast, x, scale)
 
 
-def _with_next_state(result: Any, inp: jax.Array, scale: jax.Array, state: ScalingState) -> Any:
-    """Returns ``result``; the "gradient" of ``state`` is the next state, with the amax of ``inp``.
+def _with_amax(result: Any, inp: jax.Array, scale: jax.Array) -> Any:
+    """Returns ``result``; the "gradient" of ``scale`` is the amax of ``inp``.
 
     Args:
         result: the arrays that were computed from ``inp``. Their cotangents pass unchanged.
-        inp: the tensor that the state belongs to.
+        inp: the tensor that the scale belongs to.
         scale: the scale of this step.
-        state: the state before this step.
     """
-    inp, scale, kept = jax.lax.stop_gradient((inp, scale, state_to_keep(state)))
-    new = next_state(delayed_amax(inp), scale, kept)
-    return observed(_give_state, result, (state, new), once=True)
+    amax = merge_amax(delayed_amax(jax.lax.stop_gradient(inp)), scale)
+    return observed(_give_amax, result, (scale, amax), once=True)
 
 
-def _give_state(g: Any, args: tuple[ScalingState, ScalingState]) -> Any:
-    """Observer: passes the cotangent, and returns the next state as the cotangent of the state."""
-    _, new = args
-    return g, (new, None)
+def _give_amax(g: Any, args: tuple[jax.Array, jax.Array]) -> Any:
+    """Observer: passes the cotangent, and returns the amax as the cotangent of the scale."""
+    _, amax = args
+    return g, (amax, None)
 
 
-def in_qdq_as(config: DelayedConfig, inp: jax.Array, state: ScalingState) -> jax.Array:
-    """Returns ``in_qdq`` of ``inp`` with the options of a delayed-scaling recipe, such as its margin."""
-    scale = _scale_of(config, state)
-    return _with_next_state(_there_and_back(config, inp, scale), inp, scale, state)
+def in_qdq_as(config: DelayedConfig, inp: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns ``inp`` cast to FP8 and back; the "gradient" of ``scale`` is the amax of ``inp``."""
+    return _with_amax(_there_and_back(config, inp, scale), inp, scale)
 
 
-def out_qdq_as(config: DelayedConfig, out: jax.Array, state: ScalingState) -> jax.Array:
-    """Returns ``out_qdq`` of ``out`` with the options of a delayed-scaling recipe, such as its margin."""
-    return observed(partial(_cast_cotangent, config), out, state, once=True)
+def out_qdq_as(config: DelayedConfig, out: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns ``out``, and casts its cotangent to FP8 and back.
+
+    The "gradient" of ``scale`` is the amax of the cotangent.
+    """
+    return observed(partial(_cast_cotangent, config), out, scale, once=True)
 
 
-def _cast_cotangent(config: DelayedConfig, g: jax.Array, state: ScalingState) -> Any:
-    """Observer: casts the cotangent to FP8 and back, and returns the next state."""
-    scale, g = _scale_of(config, state), inf_to_nan(g)
-    new = next_state(delayed_amax(g), scale, state_to_keep(state))
-    return _there_and_back(config, g, scale), new
+def _cast_cotangent(config: DelayedConfig, g: jax.Array, scale: jax.Array) -> Any:
+    """Observer: casts the cotangent to FP8 and back, and returns its amax as the cotangent of the scale."""
+    g = inf_to_nan(g)
+    return _there_and_back(config, g, scale), merge_amax(delayed_amax(g), scale)
 
 
 def in_qdq(
@@ -136,7 +129,7 @@ def in_qdq(
     Source: ``flax.linen.fp8_ops.in_qdq``.
     """
     config = _public_config(compute_dtype, q_dtype)
-    return in_qdq_as(config, as_float_array(inp, "inp"), check_state(scale, amax_history))
+    return in_qdq_as(config, as_float_array(inp, "inp"), _step_scale(config, scale, amax_history))
 
 
 def out_qdq(
@@ -174,7 +167,7 @@ def out_qdq(
     Source: ``flax.linen.fp8_ops.out_qdq``.
     """
     config = _public_config(compute_dtype, q_dtype)
-    return out_qdq_as(config, as_float_array(out, "out"), check_state(scale, amax_history))
+    return out_qdq_as(config, as_float_array(out, "out"), _step_scale(config, scale, amax_history))
 
 
 def in_q(
@@ -211,10 +204,11 @@ def in_q(
     Source: ``flax.linen.fp8_ops.in_q``.
     """
     config = _public_config(compute_dtype, q_dtype)
-    inp, state = jax.lax.stop_gradient(as_float_array(inp, "inp")), check_state(scale, amax_history)
-    new_scale = _scale_of(config, state)
-    q = quantize(inp, config.q_dtype, new_scale, config.compute_dtype)
-    return _with_next_state((q, new_scale), inp, new_scale, state)
+    inp = jax.lax.stop_gradient(as_float_array(inp, "inp"))
+    new_scale = _step_scale(config, scale, amax_history)
+    used = jax.lax.stop_gradient(new_scale)
+    q = quantize(inp, config.q_dtype, used, config.compute_dtype)
+    return _with_amax((q, used.reshape(jnp.shape(scale))), inp, new_scale)
 
 
 def out_dq(

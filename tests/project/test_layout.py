@@ -314,6 +314,7 @@ def test_contractions_have_one_derivative():
     assert have == [
         "_core/observe.py",
         "_core/plans/engine.py",
+        "_core/state/state.py",
         "_core/state/tree.py",
         "nnx/ops.py",
     ]

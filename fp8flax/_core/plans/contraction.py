@@ -38,13 +38,12 @@ from fp8flax._core.names import (
     WGRAD,
 )
 from fp8flax._core.once import once
-from fp8flax._core.plans.engine import named_scaling
 from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales, explicit_sharding
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import Quantizer, quantized, serves
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
-from fp8flax._core.state.state import DelayedConfig, ScalingState, delayed_config
+from fp8flax._core.state.state import DelayedConfig, ScalingState, delayed_config, named_scaling
 
 _INPUT_NAME, _KERNEL_NAME, _SCALING_NAME = RESIDUAL_NAMES
 

@@ -34,12 +34,12 @@ from fp8flax._core.names import (
 from fp8flax._core.options import check_bool, check_choice, check_int
 from fp8flax._core.plans.contraction import Entering, States, input_of, quantized_with_amax, restored
 from fp8flax._core.plans.dot_general import DotPlan
-from fp8flax._core.plans.engine import named_scaling, run
+from fp8flax._core.plans.engine import run
 from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales, explicit_sharding
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.recipes import CustomRecipe
-from fp8flax._core.state.state import DelayedConfig, ScalingState
+from fp8flax._core.state.state import DelayedConfig, named_scaling, step_scales
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=True),
@@ -157,12 +157,6 @@ class MlpPlan(Plan):
     def configs(self) -> dict[str, DelayedConfig]:
         return _joined([plan.configs for plan in self.plans])
 
-    def scales(self, states: Mapping[str, ScalingState]) -> Scales:
-        found = super().scales(states)
-        for i in range(1, len(self.into)):  # gate and up take the same input, once
-            found[f"{i}/input"] = found["0/input"]
-        return found
-
     def casting(
         self, f: Callable[..., Any], role: str, *plans: DotPlan, has_sums: bool = False
     ) -> CastTranspose:
@@ -193,7 +187,7 @@ class MlpPlan(Plan):
         x, *rest = operands
         kernels, biases = rest[: len(self.plans)], tuple(rest[len(self.plans) :])
         of_each = _by_contraction(scales, len(self.plans))
-        entered = input_of(self.into[0], x, of_each[0]["input"])
+        entered = input_of(self.into[0], x, of_each[0]["input"])  # gate and up share its codes
         kernels_in = [_kernel_of(*each) for each in zip(self.plans, kernels, of_each)]
         dense = []
         for name, one, kernel in zip(self.names, self.into, kernels_in):
@@ -392,6 +386,6 @@ def mlp(
     plan = mlp_plan(rows, kernels, biases, recipe, activation, names)
     plan.out_of.warn(recipe.forward, recipe.dgrad, recipe.wgrad)
     rows, kernels, biases = jax.tree.map(reverse_mode_only, (rows, tuple(kernels), tuple(biases)))
-    of_each = [{role: getattr(state, role) for role in ROLES} for state in states]
-    out = run(plan, (rows, *kernels, *biases), (), _joined(of_each))
+    scales = step_scales(plan.configs, _joined([state._asdict() for state in states]))
+    out = run(plan, (rows, *kernels, *biases), (), scales)
     return jnp.reshape(out, (*x.shape[:-1], out.shape[-1]))

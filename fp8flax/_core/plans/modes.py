@@ -27,7 +27,7 @@ from fp8flax._core.plans.contraction import (
     product_of_wide,
 )
 from fp8flax._core.plans.engine import run
-from fp8flax._core.plans.plan import Extra
+from fp8flax._core.plans.plan import Extra, Scales
 from fp8flax._core.qdq import in_qdq_as, out_qdq_as
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import quantized_and_back, serves
@@ -37,6 +37,8 @@ from fp8flax._core.state.state import (
     calibrated_state,
     check_state,
     report_calibrated,
+    scales_of,
+    step_scales,
 )
 from fp8flax._core.tracing import traced_once
 
@@ -83,7 +85,7 @@ def contract(
     checked = _checked_states(plan, states)
     if is_frozen:
         plan.warn(plan.recipe.forward)
-        return _frozen(plan, lhs, rhs, extra, _Fixed(plan.scales(checked), None))
+        return _frozen(plan, lhs, rhs, extra, _Fixed(scales_of(plan.configs, checked), None))
     if isinstance(mode.value, Calibrating):
         return _calibrated(plan, lhs, rhs, extra, checked)
     lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
@@ -95,9 +97,10 @@ def contract(
         compute = _fake_quantized
     else:
         plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
+    scales = step_scales(plan.configs, checked)
     if is_measuring():
-        return _measured(compute, plan, lhs, rhs, extra, checked)
-    return compute(plan, (lhs, rhs), extra, checked)
+        return _measured(compute, plan, lhs, rhs, extra, scales)
+    return compute(plan, (lhs, rhs), extra, scales)
 
 
 def _checked_states(plan: Contraction, states: States) -> _States:
@@ -116,14 +119,14 @@ def _checked_states(plan: Contraction, states: States) -> _States:
 
 
 def _fake_quantized(
-    plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, states: _States
+    plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
 ) -> jax.Array:
     """Returns the quantize-dequantize form of delayed scaling, which JAX can differentiate twice."""
     (lhs, rhs), configs = operands, plan.configs
-    lhs = in_qdq_as(configs["input"], lhs, states["input"])
-    rhs = in_qdq_as(configs["kernel"], rhs, states["kernel"])
+    lhs = in_qdq_as(configs["input"], lhs, scales["input"])
+    rhs = in_qdq_as(configs["kernel"], rhs, scales["kernel"])
     out = plan.fake_quantized(lhs, rhs, extra)
-    return out_qdq_as(configs["output_grad"], out, states["output_grad"])
+    return out_qdq_as(configs["output_grad"], out, scales["output_grad"])
 
 
 # Frozen.
@@ -240,15 +243,15 @@ def _measured(
     lhs: jax.Array,
     rhs: jax.Array,
     extra: Extra,
-    states: _States,
+    scales: Scales,
 ) -> jax.Array:
     """Returns the result of ``compute``, and reports the quantization error of the three tensors."""
-    path, scales = mode.value.path, plan.scales(states)
+    path = mode.value.path
     # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
     with mode(None):
         lhs = _reported(plan, path, "input", lhs, extra, scales.get("input"))
         rhs = _reported(plan, path, "kernel", rhs, extra, scales.get("kernel"))
-        out = compute(plan, (lhs, rhs), extra, states)
+        out = compute(plan, (lhs, rhs), extra, scales)
         observer = partial(_report_output_grad, plan, path)
         return observed(observer, out, (extra, scales.get("output_grad")))
 

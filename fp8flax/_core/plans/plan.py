@@ -1,6 +1,6 @@
 """``Plan``: the interface of an FP8 op to the engine. A plan computes the op forward and backward.
 
-A plan gets scales and returns amaxes. The engine converts between these and the scaling states.
+A plan gets scales and returns amaxes. ``state.step_scales`` converts between these and the states.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from fp8flax._compat.varying import manual_axes
-from fp8flax._core.state.state import DelayedConfig, ScalingState, scales_of
+from fp8flax._core.state.state import DelayedConfig
 
 Extra = tuple[jax.Array, ...]
 """Arrays beside the operands that are not differentiated, such as the group sizes of a ragged dot."""
@@ -47,8 +47,8 @@ def explicit_sharding(x: Any) -> Any:
 class Plan:
     """Base class of plans, which are frozen dataclasses of static data (hashable).
 
-    A plan gives each tensor that it quantizes a name. The dicts of states, scales and amaxes have an entry
-    for each tensor with delayed scaling, under this name.
+    A plan gives each tensor that it quantizes a name. The dicts of scales and amaxes have an entry for each
+    tensor with delayed scaling, under this name.
     """
 
     @property
@@ -60,10 +60,6 @@ class Plan:
     def configs(self) -> Mapping[str, DelayedConfig]:
         """The options of each tensor with delayed scaling, by the name of the tensor."""
         raise NotImplementedError
-
-    def scales(self, states: Mapping[str, ScalingState]) -> Scales:
-        """Returns the scale of this step for each tensor with delayed scaling."""
-        return scales_of(self.configs, states)
 
     def primal(self, operands: tuple[jax.Array, ...], extra: Extra, scales: Scales) -> jax.Array:
         """Returns the result of the op only, for a call that is not differentiated."""

@@ -1,7 +1,9 @@
 """The delayed-scaling state of one tensor: how to compute the scale of a step, and the next state.
 
 A step derives its scale from the amaxes of earlier steps. Then the amax of this step enters the history.
-The backward pass returns the next state as the "gradient" of the state.
+``step_scales`` returns the scales to an op. In the backward pass the op returns the amaxes as the
+"gradients" of the scales. From these ``step_scales`` computes the next states, as the "gradients" of the
+states.
 
 One state may also belong to several tensors that are stacked, such as the kernels of experts. The scale,
 the history and the amax then have leading dimensions, and each tensor has its own scale.
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._compat.max_dtype import (
     DIGEST_SIZE,
@@ -30,6 +33,7 @@ from fp8flax._compat.max_dtype import (
 from fp8flax._compat.xla_metadata import apart
 from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import fp8_max
+from fp8flax._core.names import RESIDUAL_NAMES
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import (
     SMALLEST_SCALE,
@@ -41,9 +45,12 @@ from fp8flax._core.scaling import (
     push_amax,
     scale_exponent,
 )
+from fp8flax._core.tracing import traced_once
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Shaped
+
+_, _, _SCALING_NAME = RESIDUAL_NAMES
 
 
 class ScalingState(NamedTuple):
@@ -212,6 +219,57 @@ def _scale_from(
 _USUAL_SCALES = [apart(partial(_scale_from, config)) for config in USUAL]
 
 
+def named_scaling(numbers: Any) -> Any:
+    """Returns scales or amaxes under the ``checkpoint_name`` that policies of ``jax.checkpoint`` use."""
+    return jax.tree.map(partial(checkpoint_name, name=_SCALING_NAME), numbers)
+
+
+def step_scales(
+    configs: Mapping[str, DelayedConfig], states: Mapping[str, ScalingState]
+) -> dict[str, jax.Array]:
+    """Returns the scale of this step for several tensors, by name, to an op that is differentiated.
+
+    Use each scale in one op. In the backward pass the op returns the amax of the tensor, after
+    ``merge_amax``, in the place of the cotangent of the scale. Then the "gradient" of the state is its
+    ``next_state``.
+
+    Args:
+        configs: the options of the cast of each tensor.
+        states: the state of each tensor.
+    """
+    return _step_scales(tuple(configs.items()), {name: states[name] for name in configs}) if configs else {}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@traced_once
+def _step_scales(
+    configs: tuple[tuple[str, DelayedConfig], ...], states: dict[str, ScalingState]
+) -> dict[str, jax.Array]:
+    """Returns ``scales_of``; see ``step_scales``."""
+    return scales_of(dict(configs), states)
+
+
+@traced_once
+def _step_scales_fwd(
+    configs: tuple[tuple[str, DelayedConfig], ...], states: dict[str, ScalingState]
+) -> tuple[dict[str, jax.Array], Any]:
+    """Returns the scales, and the residuals: the scales, and each state that ``next_state`` needs."""
+    scales = named_scaling(scales_of(dict(configs), states))
+    return scales, (scales, {n: None if is_digest(state.scale) else state for n, state in states.items()})
+
+
+@traced_once
+def _step_scales_bwd(
+    configs: tuple[tuple[str, DelayedConfig], ...], residuals: Any, amaxes: dict[str, jax.Array]
+) -> tuple[dict[str, ScalingState]]:
+    """Returns the next states."""
+    scales, states = residuals
+    return ({name: next_state(amaxes[name], scales[name], states[name]) for name, _ in configs},)
+
+
+_step_scales.defvjp(_step_scales_fwd, _step_scales_bwd)
+
+
 def kept_state(old: ScalingState, new: ScalingState, newest: jax.Array) -> ScalingState:
     """Returns the state after a step: the new state where it is valid, and the old state elsewhere.
 
@@ -249,18 +307,15 @@ def next_state(
       by maximum. The next state is computed from them at the end of the gradient.
 
     Args:
-        amax: the ``delayed_amax`` of this step, of shape ``(...)``.
+        amax: the amax of this step, of shape ``(...)``, after ``merge_amax``.
         new_scale: the scale of this step, float32, with as many elements as ``amax``.
         state: the state before this step, with a history of shape ``(..., length)``. None if the state
             has a digest: the result is then the cotangent of the digest, and no cotangent of the history.
     """
-    # The amax is merged over the batches of ``jax.vmap`` and the axes of ``shard_map`` that the state does
-    # not have. An amax of inf marks a NaN or an Inf in the data, and wins every merge. An amax of -inf
-    # marks empty data, and loses.
-    amax = amax.astype(jnp.float32)
+    # An amax of inf marks a NaN or an Inf in the data, and wins every merge. An amax of -inf marks empty
+    # data, and loses.
     if state is None:
-        return _cotangent_of_digest(merge_amax(amax, new_scale.reshape(amax.shape)), new_scale)
-    amax = merge_amax(amax, from_max_dtype(state.amax_history)[..., 0])
+        return _cotangent_of_digest(amax, new_scale)
     of_kind = _merging_state if is_max_dtype(state.scale) else _float32_state
     return of_kind(amax, new_scale, state)
 
@@ -289,11 +344,6 @@ def _cotangent_of_digest(amax: jax.Array, new_scale: jax.Array) -> ScalingState:
     return ScalingState(to_digest(*(x[..., None] for x in (*numbers, *none))), None)  # type: ignore
 
 
-def state_to_keep(state: ScalingState | None) -> ScalingState | None:
-    """Returns the residual that ``next_state`` needs as its ``state``: None if the state has a digest."""
-    return None if state is None or is_digest(state.scale) else state
-
-
 def calibrated_state(
     config: DelayedConfig, amax: Float[jax.Array, "*stack"], state: ScalingState
 ) -> ScalingState:
@@ -302,7 +352,7 @@ def calibrated_state(
     In a training step the new scale follows from earlier amaxes only.
     """
     history = from_max_dtype(state.amax_history)
-    merged = merge_amax(amax.astype(jnp.float32), history[..., 0])
+    merged = merge_amax(amax, history[..., 0])
     seen = jnp.where(lax.is_finite(merged)[..., None], push_amax(merged, history), history)
     new_scale = scale_of(config, ScalingState(from_max_dtype(state.scale), seen))
     # Data of zeros determine no scale. They give the smallest scale, which loses the merge by maximum.

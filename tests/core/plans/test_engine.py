@@ -9,7 +9,7 @@ import pytest
 
 from fp8flax._core.plans.engine import run
 from fp8flax._core.plans.plan import Operand, Plan
-from fp8flax._core.state.state import DelayedConfig, ScalingState
+from fp8flax._core.state.state import DelayedConfig, ScalingState, step_scales
 from fp8flax._core.state.tree import merge_by_max
 from tests import reference
 
@@ -48,7 +48,8 @@ STATES = {name: ScalingState(jnp.ones(1), jnp.asarray(h)) for name, h in HISTORI
 
 
 def loss(x, states):
-    return jnp.sum(run(Scaled(Operand.of(x)), (x,), (), states) * np.float32([5, 2]))
+    plan = Scaled(Operand.of(x))
+    return jnp.sum(run(plan, (x,), (), step_scales(plan.configs, states)) * np.float32([5, 2]))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
@@ -65,7 +66,8 @@ def test_the_gradient_of_a_state_is_the_next_state(wrap):
 
 
 def test_the_result_has_the_scale_of_the_past():
-    out = run(Scaled(Operand.of(X)), (X,), (), STATES)
+    plan = Scaled(Operand.of(X))
+    out = run(plan, (X,), (), step_scales(plan.configs, STATES))
     scale = reference.next_scale(HISTORIES["x"], np.ones(1), "float8_e4m3fn")
     np.testing.assert_allclose(out, np.asarray(X, np.float32) * scale, rtol=1e-6)
 

@@ -20,7 +20,6 @@ from fp8flax._core.state.state import (
     kept_state,
     next_state,
     scale_of,
-    state_to_keep,
 )
 from tests import reference
 from tests.cases import cells
@@ -179,7 +178,7 @@ def test_next_state(amax, dtype, stack):
     if dtype == "digest":
         old = old._replace(scale=digests((len(stack),), [old])[0])
     scales = jnp.full(stack, 0.25)
-    new = next_state(jnp.full(stack, amax), scales, state_to_keep(old))
+    new = next_state(jnp.full(stack, amax), scales, None if dtype == "digest" else old)
     np.testing.assert_array_equal(from_max_dtype(new.scale), np.full((*stack, 1), 0.25))
     if dtype == "digest":
         assert new.amax_history is None
