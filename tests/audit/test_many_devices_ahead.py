@@ -72,7 +72,7 @@ WAYS = {
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("way", cells(list(WAYS), repeated=["data parallel", "columns", "rows", "FSDP"]))
 def test_block_scales_on_each_of_several_gpus(way):
-    """The kernels compute parts, and no more is sent than in bfloat16: codes of both orders, and scales."""
+    """The kernels compute parts. No more is sent than in bfloat16; what is gathered is one set of codes."""
     on = jax.sharding.Mesh(gpus().devices.reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     x = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
     of_kernel, of_input = (NamedSharding(on, spec) for spec in WAYS[way])
@@ -101,7 +101,8 @@ def test_block_scales_on_each_of_several_gpus(way):
     sent, in_bf16 = bytes_sent(program), bytes_sent(compiled(None))
     scales = 2**14
     for kind in ("all-gather", "all-reduce", "reduce-scatter"):
-        assert sent.get(kind, 0) <= in_bf16.get(kind, 0) + scales
+        share = 0.5 if kind == "all-gather" else 1
+        assert sent.get(kind, 0) <= share * in_bf16.get(kind, 0) + scales
 
 
 @pytest.mark.long

@@ -42,6 +42,8 @@ def block_pair(
     is_first = list(request.view.order) == sorted(request.view.order)
     made = kernel(views[0 if is_first else 1].to_matrix(x))
     one, other = (QTensor(codes, scale, quantizer) for codes, scale in made)
+    if on_shards and is_square:  # one set of codes, see ``gemm_on_shards``
+        other = quantizer.transpose(one)
     return (one, other) if is_first else (other, one)
 
 

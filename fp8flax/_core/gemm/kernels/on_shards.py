@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fp8flax._core.gemm.kernels.groups import bounded
 from fp8flax._core.gemm.request import Gemm
 from fp8flax._core.names import BLOCK_QUANTIZE, GROUPED_GEMM
-from fp8flax._core.qtensor import QTensor
+from fp8flax._core.qtensor import QTensor, View
 
 Axes = tuple[str, ...]
 
@@ -164,19 +164,40 @@ def gemm_on_shards(
     """
     if lhs.quantizer.scales_along_contraction:
         inner, (of_lhs, of_rhs, of_out) = gemm.of_matrices(lhs.codes.shape, rhs.codes.shape), _OF_MATRICES
+        is_swapped = _is_out_of_order(lhs, gemm.lhs), _is_out_of_order(rhs, gemm.rhs)
+        lhs, rhs = map(_swapped, (lhs, rhs), is_swapped)
+        of_lhs, of_rhs = (
+            of[0] + of[:0:-1] if swapped else of for of, swapped in zip((of_lhs, of_rhs), is_swapped)
+        )
     else:
         inner, (of_lhs, of_rhs, of_out) = gemm, _dims_of(gemm)
+        is_swapped = False, False
     summed = "".join(letter for letter in of_lhs if letter not in of_out)
     quantizers = lhs.quantizer, rhs.quantizer
 
-    def multiply_part(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
-        left, right = _qtensors((lhs, rhs), (lhs_scale, rhs_scale), quantizers)
-        return multiply(inner.of_parts(lhs.shape, rhs.shape), left, right)
+    def multiply_part(*args: jax.Array) -> jax.Array:
+        left, right = map(_swapped, _qtensors(args[:2], args[2:], quantizers), is_swapped)
+        return multiply(inner.of_parts(left.codes.shape, right.codes.shape), left, right)
 
     operands = of_lhs, of_rhs, _of_scale(lhs, lhs.scale, of_lhs), _of_scale(rhs, rhs.scale, of_rhs)
     run = on_shards(multiply_part, operands, of_out, order=summed + of_out, num_deciding=2, name=name)
     out = run(lhs.codes, rhs.codes, lhs.scale, rhs.scale)
     return out if inner is gemm else gemm.unpadded(out)
+
+
+def _is_out_of_order(x: QTensor, view: View) -> bool:
+    """Returns whether devices exchange the transpose of ``x``, and each transposes what it receives.
+
+    Codes in square blocks serve both GEMMs of a tensor, transposed in one of them. If both GEMMs take them
+    in the order of the tensor's dimensions, XLA gathers them once.
+    """
+    is_transposed = sorted(view.order) == [*view.batch, *view.contract, *view.free]
+    return is_transposed and x.quantizer.serves(x.quantizer, view)
+
+
+def _swapped(x: QTensor, is_swapped: bool) -> QTensor:
+    """Returns ``x`` with rows and columns swapped if ``is_swapped``, and unchanged otherwise."""
+    return x.quantizer.transpose(x) if is_swapped else x
 
 
 _OF_MATRICES = "bmk", "bnk", "bmn"
