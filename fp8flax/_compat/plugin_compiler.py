@@ -191,15 +191,14 @@ def compile_with_plugin(lowered: jax.stages.Lowered, options: dict[str, Any] | N
 
 
 def _serialized(module: Any) -> bytes:
-    """Returns a module as StableHLO of the plugin's version, which is that of jaxlib."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
+    """Returns the bytecode of a module.
 
+    The plugin reads it, because it has the same version of MLIR as jaxlib. StableHLO's portable format would
+    not do: it cannot hold JAX 0.12's operation for ``jnp.cumsum`` on GPUs, which is not in StableHLO.
+    """
     bytecode = io.BytesIO()
     module.operation.write_bytecode(file=bytecode)
-    # Serializing changes the module in place, and JAX may use it again. So a copy is serialized.
-    copied = ir.Module.parse(bytecode.getvalue(), module.context)
-    return stablehlo.serialize_portable_artifact(copied, stablehlo.get_current_version(), True)
+    return bytecode.getvalue()
 
 
 def _handed_over(lowered: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
