@@ -39,9 +39,11 @@ def bytes_sent(program):
     total = collections.Counter()
     for computation in parse(program).computations.values():
         for instruction in computation.instructions.values():
-            kind = instruction.opcode.removesuffix("-start")
+            kind, results = instruction.opcode.removesuffix("-start"), instruction.results
+            if instruction.opcode == "all-gather-start":  # it returns its operands, too
+                results = results[len(results) // 2 :]
             if kind in COLLECTIVES:
-                total[kind] += sum(array.bytes for array in instruction.results if array.dims)
+                total[kind] += sum(array.bytes for array in results if array.dims)
     return dict(total)
 
 
