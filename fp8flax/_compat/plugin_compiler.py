@@ -193,8 +193,8 @@ def compile_with_plugin(lowered: jax.stages.Lowered, options: dict[str, Any] | N
 def _serialized(module: Any) -> bytes:
     """Returns the bytecode of a module.
 
-    The plugin reads it, because it has the same version of MLIR as jaxlib. StableHLO's portable format would
-    not do: it cannot hold JAX 0.12's operation for ``jnp.cumsum`` on GPUs, which is not in StableHLO.
+    The plugin can read it, because it has the same version of MLIR as jaxlib. StableHLO's portable format
+    cannot hold all programs: on GPUs, JAX 0.12 writes ``jnp.cumsum`` as an operation of another dialect.
     """
     bytecode = io.BytesIO()
     module.operation.write_bytecode(file=bytecode)

@@ -17,13 +17,12 @@ from jax import lax
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import ROLES, state_leaf_names
 from fp8flax._core.scaling import SMALLEST_SCALE, power_of_two, scale_exponent
-from fp8flax._core.state.batching import each_alike
+from fp8flax._core.state.batching import each_alike, groups, key_of
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import (
     Places,
     find_pairs,
     find_state,
-    groups_alike,
     history_axis,
     is_step,
     kept_of_tensor,
@@ -74,7 +73,7 @@ def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
     places = Places.of(paths, old_leaves)
     olds, news = places.states(old_leaves), places.states(leaves)
     refused = []
-    for group in groups_alike(places.axes, olds, news):
+    for group in groups(map(key_of, places.axes, olds, news)):
         pairs = [places.pairs[k] for k in group]
         checked, is_next = check_group(
             [olds[k] for k in group], [news[k] for k in group], places.axes[group[0]]
@@ -119,10 +118,12 @@ def check_group(
 
 
 def _check_in_a_loop(axis: int, olds: list[ScalingState], news: list[ScalingState]) -> list[_Checked]:
-    def check(old: ScalingState, new: ScalingState) -> _Checked:
-        return _kept(axis, old, new, _compare(axis, old, new))
+    return each_alike(_check, [axis] * len(olds), olds, news, loops=True)
 
-    return each_alike(check, olds, news, loops=True)
+
+def _check(old: ScalingState, new: ScalingState, axis: int) -> _Checked:
+    """Checks the state of one tensor."""
+    return _kept(axis, old, new, _compare(axis, old, new))
 
 
 def _check_stacked(axis: int, olds: list[ScalingState], news: list[ScalingState]) -> list[_Checked]:

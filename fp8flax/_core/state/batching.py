@@ -9,17 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fp8flax._compat.choice_at_lowering import unless_cpu
-from fp8flax._compat.max_dtype import digested, to_digest
-from fp8flax._compat.xla_metadata import apart
-from fp8flax._core.scaling import push_amax
-from fp8flax._core.state.state import ScalingState, digest_of, kept_state
 
 is_enabled = True
 """Whether arrays are stacked."""
@@ -33,26 +29,45 @@ def groups(keys: Iterable[Hashable]) -> list[list[int]]:
     return list(places.values())
 
 
-def kind_of(x: Any) -> Any:
-    """Returns the type and sharding of an array. Arrays with equal results can be stacked."""
-    return jax.typeof(x), None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+def key_of(axis: int, *trees: Any) -> Hashable:
+    """Returns a key that is equal for trees that can be stacked: they have equal types and shardings.
+
+    Args:
+        axis: the axis of the arrays that holds the past amaxes; a part of the key.
+        *trees: trees of arrays.
+    """
+    leaves, treedef = jax.tree.flatten(trees)
+    shardings = (None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None) for x in leaves)
+    return axis, treedef, *map(jax.typeof, leaves), *shardings
+
+
+class _How(NamedTuple):
+    """The options of ``each_alike``."""
+
+    read_once: bool
+    in_parts: bool
+    loops: bool
 
 
 def each_alike(
     f: Callable[..., Any],
+    axes: Sequence[int],
     *args: Sequence[Any],
     read_once: bool = True,
     in_parts: bool = False,
     loops: bool = False,
 ) -> list[Any]:
-    """Returns ``[f(*each) for each in zip(*args)]``, for trees of arrays that can be stacked.
+    """Returns ``[f(*each, axis) for *each, axis in zip(*args, axes)]``, for trees of arrays.
 
-    A GPU applies ``f`` to the stacked arrays by ``jax.vmap``. A CPU applies ``f`` to each tree: XLA for
-    CPUs would compile the stacked computation again into every operation that reads a result.
+    A GPU stacks the trees whose arrays have equal types and shardings, and applies ``f`` to the stacked
+    arrays by ``jax.vmap``. A CPU applies ``f`` to each tree: XLA for CPUs would compile the stacked
+    computation again into every operation that reads a result.
 
     Args:
-        f: a function of trees of arrays.
-        *args: for each argument of ``f``, the list of its values.
+        f: a function of trees of arrays and an axis, defined once: outside of jit, JAX's caches compare
+            functions by identity.
+        axes: for each call of ``f``, the axis of its arrays that holds the past amaxes.
+        *args: for each further argument of ``f``, the list of its values.
         read_once: whether a barrier follows the stacking, so that one kernel alone reads each array. If
             several GPU kernels read a donated array, XLA copies it before it overwrites it.
         in_parts: whether a GPU splits the stacked arrays again, and applies ``f`` to each part. The
@@ -62,28 +77,38 @@ def each_alike(
         loops: whether a CPU applies ``f`` in a loop, instead of once per tree in the program. Either may
             compile twice as fast as the other, depending on the surrounding program. Measure each call.
     """
-    (number,) = {len(arg) for arg in args}
-    if number == 1 or not is_enabled:
-        return [f(*each) for each in zip(*args)]
+    found: dict[int, Any] = {}
+    keys: Iterable[Hashable] = map(key_of, axes, *args) if is_enabled else range(len(axes))
+    for group in groups(keys):
+        of_group = ([arg[i] for i in group] for arg in args)
+        found.update(zip(group, _alike(f, axes[group[0]], _How(read_once, in_parts, loops), *of_group)))
+    return [found[i] for i in range(len(axes))]
 
-    once = jax.jit(f)  # traced once for all calls of ``one_by_one`` and ``at_once``
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _alike(f: Callable[..., Any], axis: int, how: _How, *args: Sequence[Any]) -> list[Any]:
+    """Returns ``[f(*each, axis) for each in zip(*args)]``, for trees that can be stacked."""
+    number = len(args[0])
+    once = jax.jit(lambda *each: f(*each, axis))  # traced once for all calls of ``one_by_one``
 
     def one_by_one(*args: Any) -> list[Any]:
         return [once(*each) for each in zip(*args)]
 
     def stacked(*args: Any) -> list[Any]:
         stacks = list(map(_stack, args))
-        return lax.optimization_barrier(stacks) if read_once else stacks
+        return lax.optimization_barrier(stacks) if how.read_once else stacks
 
     def in_a_loop(*args: Any) -> list[Any]:
-        return _unstack(lax.map(lambda each: f(*each), tuple(stacked(*args))), number)
+        return _unstack(lax.map(lambda each: f(*each, axis), tuple(stacked(*args))), number)
 
     def at_once(*args: Any) -> list[Any]:
-        if in_parts:
+        if how.in_parts:
             return one_by_one(*(_unstack(stack, number) for stack in stacked(*args)))
         return _unstack(jax.vmap(once)(*stacked(*args)), number)
 
-    return unless_cpu(at_once, in_a_loop if loops else one_by_one, *map(list, args))
+    if number == 1:
+        return one_by_one(*args)
+    return unless_cpu(at_once, in_a_loop if how.loops else one_by_one, *map(list, args))
 
 
 def _stack(trees: Sequence[Any]) -> Any:
@@ -96,67 +121,3 @@ def _unstack(tree: Any, number: int) -> list[Any]:
     leaves, treedef = jax.tree.flatten(tree)
     split = [[lax.squeeze(part, [0]) for part in lax.split(x, [1] * number)] for x in leaves]
     return [treedef.unflatten([pieces[i] for pieces in split]) for i in range(number)]
-
-
-def digests(axes: Sequence[int], states: Sequence[ScalingState]) -> list[jax.Array]:
-    """Returns the digest of each state, an array of ``digest_dtype`` in the shape of the scale.
-
-    Args:
-        axes: for each state, the axis of its history that holds the past amaxes.
-        states: the states, float32.
-    """
-    return _by_group(_digests_alike, axes, states)
-
-
-def _by_group(
-    f: Callable[..., Sequence[Any]], axes: Sequence[int], states: Sequence[ScalingState], *others: Any
-) -> list[Any]:
-    """Calls ``f(axis, states, *others)`` for each group of states that can be stacked; returns all results.
-
-    Args:
-        f: a function that returns a result for each state of a group.
-        axes: for each state, the axis of its history that holds the past amaxes.
-        states: the states, float32.
-        *others: for each further argument of ``f``, a value for each state.
-    """
-    found: dict[int, Any] = {}
-    for group in groups((axis, *map(kind_of, state)) for axis, state in zip(axes, states)):
-        of_group = ([x[i] for i in group] for x in (states, *others))
-        found.update(zip(group, f(axes[group[0]], *of_group)))
-    return [found[i] for i in range(len(states))]
-
-
-@partial(jax.jit, static_argnums=0)
-def _digests_alike(axis: int, states: Sequence[ScalingState]) -> list[jax.Array]:
-    """Returns the digests of states that can be stacked."""
-    # Each digest is an array of its own. XLA for GPUs would need one kernel per tensor to split an array of
-    # all digests.
-    return [to_digest(*numbers) for numbers in each_alike(partial(digest_of, axis=axis), states)]
-
-
-def next_states(
-    axes: Sequence[int], states: Sequence[ScalingState], cotangents: Sequence[jax.Array]
-) -> list[ScalingState]:
-    """Returns the state of each tensor after a step.
-
-    Args:
-        axes: for each state, the axis of its history that holds the past amaxes.
-        states: the states before the step, float32.
-        cotangents: for each state, the cotangent of its digest.
-    """
-    return _by_group(_next_states_alike, axes, states, cotangents)
-
-
-@partial(jax.jit, static_argnums=0)
-def _next_states_alike(
-    axis: int, olds: Sequence[ScalingState], cotangents: Sequence[jax.Array]
-) -> list[ScalingState]:
-    """Returns the next states of states that can be stacked."""
-
-    @apart
-    def after_step(old: ScalingState, new_scale: jax.Array, amax: jax.Array) -> ScalingState:
-        moved = push_amax(lax.squeeze(amax, (axis,)), jnp.moveaxis(old.amax_history, axis, -1))
-        return kept_state(old, ScalingState(new_scale, jnp.moveaxis(moved, -1, axis)), amax)
-
-    new_scales, amaxes = zip(*(digested(cotangent, 2) for cotangent in cotangents))
-    return each_alike(after_step, olds, new_scales, amaxes, in_parts=True)

@@ -96,8 +96,8 @@ class Digest(NamedTuple):
     """Six numbers per tensor that determine its scale of this step; each has the shape of the old scale.
 
     Digests save a GPU from starting several small kernels for each tensor. ``fp8flax.value_and_grad`` knows
-    the states of all tensors. It computes all digests together (``state.batching``), and puts them in the
-    place of the scales, as arrays of ``digest_dtype``.
+    the states of all tensors. It computes all digests together (``state.batching.each_alike``), and puts
+    them in the place of the scales, as arrays of ``digest_dtype``.
 
     In the backward pass the first number of a digest's cotangent is the scale of this step, and the second
     number is the amax of this step. From them ``value_and_grad`` computes all next states together.
@@ -118,7 +118,7 @@ class Digest(NamedTuple):
     scale from the first four numbers."""
 
 
-def digest_of(state: ScalingState, axis: int = -1) -> Digest:
+def digest_of(state: ScalingState, axis: int) -> Digest:
     """Returns the digest of a float32 state whose history runs along ``axis``.
 
     Each number has the shape of the history, with size 1 along ``axis``.
@@ -342,6 +342,24 @@ def _cotangent_of_digest(amax: jax.Array, new_scale: jax.Array) -> ScalingState:
     numbers = new_scale.reshape(amax.shape), amax
     none = [jnp.zeros_like(amax)] * (DIGEST_SIZE - len(numbers))
     return ScalingState(to_digest(*(x[..., None] for x in (*numbers, *none))), None)  # type: ignore
+
+
+def state_after(old: ScalingState, numbers: tuple[jax.Array, jax.Array], axis: int) -> ScalingState:
+    """Returns the state after a step in which the state had a digest.
+
+    Args:
+        old: the state before the step, float32.
+        numbers: the scale and the amax of the step, from the cotangent of the digest. Each has the shape of
+            the scale in ``old``.
+        axis: the axis of the history that holds the past amaxes.
+    """
+
+    @apart
+    def pushed(old: ScalingState, new_scale: jax.Array, amax: jax.Array) -> ScalingState:
+        moved = push_amax(lax.squeeze(amax, (axis,)), jnp.moveaxis(old.amax_history, axis, -1))
+        return kept_state(old, ScalingState(new_scale, jnp.moveaxis(moved, -1, axis)), amax)
+
+    return pushed(old, *numbers)
 
 
 def calibrated_state(

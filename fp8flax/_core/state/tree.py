@@ -25,11 +25,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import GetAttrKey, KeyPath
 
-from fp8flax._compat.max_dtype import MaxArray, fp32_max_grad, from_max_dtype, is_max_dtype, to_max_dtype
+from fp8flax._compat.max_dtype import (
+    MaxArray,
+    digested,
+    fp32_max_grad,
+    from_max_dtype,
+    is_max_dtype,
+    to_digest,
+    to_max_dtype,
+)
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, ROLES, SCALE
 from fp8flax._core.state import state
-from fp8flax._core.state.batching import digests, each_alike, groups, kind_of, next_states
-from fp8flax._core.state.state import ScalingState
+from fp8flax._core.state.batching import each_alike
+from fp8flax._core.state.state import ScalingState, digest_of, state_after
 
 _LEAF_NAMES = frozenset(role + suffix for role in ROLES for suffix in (SCALE, AMAX_HISTORY))
 
@@ -188,8 +196,11 @@ def _enter(places: Places, leaves: Sequence[Any]) -> list[Any]:
         if not any(is_max_dtype(leaves[i]) for i in pair)
     ]
     states = [ScalingState(*(lax.stop_gradient(leaves[i]) for i in pair)) for pair, _ in new]
-    for ((i, j), _), before, digest in zip(new, states, digests([axis for _, axis in new], states)):
-        leaves[i], leaves[j] = digest, before.amax_history
+    digests = each_alike(digest_of, [axis for _, axis in new], states)
+    for ((i, j), _), before, digest in zip(new, states, digests):
+        # Each digest is an array of its own. XLA for GPUs would need one kernel per tensor to split an
+        # array of all digests.
+        leaves[i], leaves[j] = to_digest(*digest), before.amax_history
     for i in places.others:
         leaves[i] = to_max_dtype(leaves[i])
     return leaves
@@ -223,12 +234,13 @@ def _leave(places: Places, leaves: Sequence[Any], cotangents: Sequence[Any]) -> 
     """Returns the leaves of ``leave``, given the leaves of its arguments."""
     left = list(cotangents)
     states = places.states(leaves)
-    kept = next_states(places.axes, states, [left[i] for i, _ in places.pairs])
-    for (i, j), after in zip(places.pairs, kept):
-        left[i], left[j] = after
+    numbers = [tuple(digested(left[i], 2)) for i, _ in places.pairs]
+    after = each_alike(state_after, places.axes, states, numbers, in_parts=True)
+    for (i, j), new in zip(places.pairs, after):
+        left[i], left[j] = new
     for i in places.others:
-        new = from_max_dtype(left[i])
-        left[i] = jnp.where(lax.is_finite(new), new, leaves[i])
+        given = from_max_dtype(left[i])
+        left[i] = jnp.where(lax.is_finite(given), given, leaves[i])
     return left
 
 
@@ -301,11 +313,9 @@ def kept_tree(old: Any, new: Any) -> Any:
     paths, old_leaves, leaves, treedef = leaves_of_both(old, new)
     places = Places.of(paths, old_leaves)
     olds, news = places.states(old_leaves), places.states(leaves)
-    for group in groups_alike(places.axes, olds, news):
-        of_group = _kept_alike(places.axes[group[0]], [olds[k] for k in group], [news[k] for k in group])
-        for k, kept in zip(group, of_group):
-            i, j = places.pairs[k]
-            leaves[i], leaves[j] = kept
+    kept = each_alike(kept_of_tensor, places.axes, olds, news, read_once=False)
+    for (i, j), of_tensor in zip(places.pairs, kept):
+        leaves[i], leaves[j] = of_tensor
     return treedef.unflatten(leaves)
 
 
@@ -327,22 +337,6 @@ def leaves_of_both(old: Any, new: Any) -> tuple[list[KeyPath], list[Any], list[A
                 f"{leaves[i].shape}. Pass the gradient with respect to the same variables."
             )
     return paths, old_leaves, leaves, treedef
-
-
-def groups_alike(axes: Sequence[int], *states: Sequence[ScalingState]) -> list[list[int]]:
-    """Groups states that can be stacked; returns the positions in each group.
-
-    The states of a group have the same history axis, types and shardings.
-    """
-    return groups((axis, *(kind_of(x) for s in each for x in s)) for axis, *each in zip(axes, *states))
-
-
-@partial(jax.jit, static_argnums=0)
-def _kept_alike(
-    axis: int, olds: Sequence[ScalingState], news: Sequence[ScalingState]
-) -> list[ScalingState]:
-    """Returns the ``kept_of_tensor`` of each pair of states; the states can be stacked."""
-    return each_alike(partial(kept_of_tensor, axis=axis), olds, news, read_once=False)
 
 
 def kept_of_tensor(old: ScalingState, new: ScalingState, axis: int) -> ScalingState:

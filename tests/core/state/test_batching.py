@@ -1,28 +1,35 @@
 """Small arrays that are computed as one array: the results are those of each alone."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._compat.max_dtype import digested, to_digest
 from fp8flax._core.state import batching
 from fp8flax._core.state.batching import each_alike
-from fp8flax._core.state.state import ScalingState
+from fp8flax._core.state.state import ScalingState, digest_of, state_after
 from tests import reference
+
+AXES_OF_TWO = (1, 1)
 
 
 @pytest.mark.usefixtures("stacking")
 @pytest.mark.parametrize("kind", [{}, {"in_parts": True}, {"loops": True}, {"read_once": False}])
 def test_each_alike_is_each(kind):
-    def f(x, pair):
-        return x + pair[0], pair[1] - 1
+    def f(x, pair, axis):
+        return x + pair[0], pair[1] - axis
 
     xs, pairs = [jnp.float32(1), jnp.float32(2)], [(jnp.ones(2), jnp.zeros(3)), (jnp.zeros(2), jnp.ones(3))]
-    found = jax.jit(lambda *args: each_alike(f, *args, **kind))(xs, pairs)
-    jax.tree.map(np.testing.assert_array_equal, found, [f(*each) for each in zip(xs, pairs)])
-    assert len(each_alike(f, xs[:1], pairs[:1], **kind)) == 1
-    without_some = jax.jit(lambda xs: each_alike(lambda x, _: x + 1, xs, [None, None], **kind)).trace(xs)
+    found = jax.jit(lambda *args: each_alike(f, AXES_OF_TWO, *args, **kind))(xs, pairs)
+    expected = [f(*each) for each in zip(xs, pairs, AXES_OF_TWO)]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert len(each_alike(f, [1], xs[:1], pairs[:1], **kind)) == 1
+    assert each_alike(f, [], [], [], **kind) == []
+    without_some = jax.jit(
+        lambda xs: each_alike(lambda x, _, axis: x + axis, [1, 1], xs, [None, None], **kind)
+    ).trace(xs)
     without_some.lower(lowering_platforms=("cuda",))
     np.testing.assert_array_equal(without_some.lower().compile()(xs), [2, 3])
 
@@ -30,8 +37,9 @@ def test_each_alike_is_each(kind):
 def test_the_fixture_stacks(stacking):
     """The program of the other tests has the stacking if, and only if, the fixture says so."""
     xs = [jnp.float32(1), jnp.float32(2)]
-    program = jax.make_jaxpr(lambda xs: each_alike(lambda x: x + 1, xs))(xs)
-    assert ("f32[2]" in str(program)) == (stacking == "stacked")
+    for axes in ((1, 1), (1, 2)):
+        program = jax.make_jaxpr(partial(each_alike, lambda x, axis: x + axis, axes))(xs)
+        assert ("f32[2]" in str(program)) == (stacking == "stacked" and axes == (1, 1))
 
 
 def test_groups():
@@ -62,9 +70,9 @@ def rows(x, axis):
 
 @pytest.mark.usefixtures("stacking")
 def test_digests_of_tensors_of_several_shapes():
-    for axis, old, digest in zip(AXES, states(), batching.digests(AXES, states())):
-        assert digest.shape == old.scale.shape
-        found = [rows(number, axis)[:, 0] for number in digested(digest)]
+    for axis, old, digest in zip(AXES, states(), each_alike(digest_of, AXES, states())):
+        assert {number.shape for number in digest} == {old.scale.shape}
+        found = [rows(number, axis)[:, 0] for number in digest]
         for i, (scale, history) in enumerate(zip(rows(old.scale, axis), rows(old.amax_history, axis))):
             expected = [*scale, np.max(history), np.sort(history)[-2], history[0]]
             expected += [
@@ -79,11 +87,9 @@ def test_digests_of_tensors_of_several_shapes():
 )
 def test_next_states_of_tensors_of_several_shapes(amaxes):
     olds = states()
-    cotangents = [
-        to_digest(*(jnp.full(old.scale.shape, x) for x in (2.0, amax, 0.0, 0.0, 0.0, 0.0)))
-        for old, amax in zip(olds, amaxes)
-    ]
-    for axis, amax, old, new in zip(AXES, amaxes, olds, batching.next_states(AXES, olds, cotangents)):
+    numbers = [tuple(jnp.full(old.scale.shape, x) for x in (2.0, amax)) for old, amax in zip(olds, amaxes)]
+    news = each_alike(state_after, AXES, olds, numbers, in_parts=True)
+    for axis, amax, old, new in zip(AXES, amaxes, olds, news):
         np.testing.assert_array_equal(new.scale, np.full(old.scale.shape, 2.0))
         for before, after in zip(rows(old.amax_history, axis), rows(new.amax_history, axis)):
             np.testing.assert_array_equal(after, reference.next_history(np.float32([amax]), before))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
-from fp8flax._compat.max_dtype import digested, from_max_dtype, to_max_dtype
+from fp8flax._compat.max_dtype import digested, from_max_dtype, to_digest, to_max_dtype
 from fp8flax._core.scaling import SMALLEST_SCALE, push_amax
-from fp8flax._core.state.batching import digests
+from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import (
     DelayedConfig,
     ScalingState,
@@ -40,7 +40,7 @@ def scales_over_steps(amaxes, config, length=1024):
     @jax.jit
     def both(history):
         states = [ScalingState(jnp.ones((1,)), h) for h in (jnp.flip(history), history)]
-        entered = states[1]._replace(scale=digests((0, 0), states)[1])
+        entered = states[1]._replace(scale=to_digest(*each_alike(digest_of, (0, 0), states)[1]))
         return scale_of(config, states[1]), scale_of(config, entered)
 
     history, scales = jnp.zeros((length,)), []
@@ -176,7 +176,7 @@ def test_next_state(amax, dtype, stack):
     if dtype == "max":
         old = ScalingState(*map(to_max_dtype, old))
     if dtype == "digest":
-        old = old._replace(scale=digests((len(stack),), [old])[0])
+        old = old._replace(scale=to_digest(*digest_of(old, len(stack))))
     scales = jnp.full(stack, 0.25)
     new = next_state(jnp.full(stack, amax), scales, None if dtype == "digest" else old)
     np.testing.assert_array_equal(from_max_dtype(new.scale), np.full((*stack, 1), 0.25))
