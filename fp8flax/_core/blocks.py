@@ -10,14 +10,36 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8flax._core.options import check_int
 from fp8flax._core.plans.contraction import States
-from fp8flax._core.plans.mlp import hidden, mlp
+from fp8flax._core.plans.mlp import check_block, hidden, mlp
 from fp8flax._core.plans.routing import mixed, routed, router_losses
 from fp8flax._core.recipes import Recipe
 
 Layer = Callable[[jax.Array], jax.Array]
 Experts = Callable[[jax.Array, jax.Array], jax.Array]
 """Maps rows that are sorted by expert, and the number of rows of each expert, to rows."""
+
+
+def layer_names(gated: bool) -> tuple[str, ...]:
+    """Returns the names of the layers of a block, in the order in which ``in_turn`` takes them."""
+    return ("gate", "up", "down")[not gated :]
+
+
+def layer_sizes(
+    inputs: int, hidden_features: int, features: int | None, gated: bool
+) -> dict[str, tuple[int, int]]:
+    """Returns the numbers of features that each layer of a block takes and returns, by ``layer_names``.
+
+    Args:
+        inputs: number of features of the input.
+        hidden_features: number of features of the hidden layer.
+        features: number of features of the result; None for as many as the input has.
+        gated: whether the block has a ``gate``.
+    """
+    *into, down = layer_names(gated)
+    last = hidden_features, inputs if features is None else features
+    return {**dict.fromkeys(into, (inputs, hidden_features)), down: last}
 
 
 class DenseParts(NamedTuple):
@@ -76,13 +98,17 @@ experts_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_no
 """Initializer of kernels ``(num_experts, in, out)``; each expert is initialized separately."""
 
 
+def check_mixture(activation: Any, gated: Any, top_k: Any, num_experts: Any, **sizes: Any) -> None:
+    """Raises an error if an option of a mixture of experts is not valid; see ``check_block``."""
+    check_block(activation, gated, num_experts=num_experts, **sizes)
+    check_int("top_k", top_k, 1, num_experts, "A token goes to an expert once.")
+
+
 def mixture(
     x: jax.Array,
     router: Layer,
-    into: Sequence[Experts],
-    down: Experts,
+    layers: Sequence[Experts],
     *,
-    num_experts: int,
     top_k: int,
     activation: str,
     record: Callable[[str, jax.Array], Any] | None,
@@ -92,13 +118,12 @@ def mixture(
     Args:
         x: the input ``(…, K)``, a wide float.
         router: maps tokens in float32, ``(tokens, K)``, to logits, ``(tokens, num_experts)``.
-        into: the experts' first layers: ``up``, or ``gate`` and ``up``.
-        down: the experts' last layer.
-        num_experts: number of experts.
+        layers: the experts' layers: ``up`` and ``down``, or ``gate``, ``up`` and ``down``.
         top_k: number of experts per token.
         activation: one of ``ACTIVATIONS``.
         record: takes the name and the value of each loss of the router; None if it is not needed.
     """
+    *into, down = layers
     tokens = lax.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     logits = router(tokens.astype(jnp.float32))
     routing = routed(logits, top_k)
@@ -110,5 +135,5 @@ def mixture(
     def of_experts(rows: jax.Array, sizes: jax.Array) -> jax.Array:
         return down(hidden(activation, [experts(rows, sizes) for experts in into]), sizes)
 
-    out = mixed(tokens, routing, num_experts, of_experts)
+    out = mixed(tokens, routing, logits.shape[-1], of_experts)
     return out.reshape(*x.shape[:-1], out.shape[-1])

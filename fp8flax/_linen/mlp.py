@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.blocks import DenseParts, as_one, in_turn
+from fp8flax._core.blocks import DenseParts, as_one, in_turn, layer_names, layer_sizes
 from fp8flax._core.options import check_bool
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.mlp import check_block, runs_as_one
 from fp8flax._core.quantize import as_float_array
-from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
+from fp8flax._core.recipes import Recipe, check_recipe
 from fp8flax._linen.conversion import conversion
 from fp8flax._linen.ops import Fp8DotGeneralOp
 
@@ -43,9 +43,6 @@ class _PartsOfDense(nn.Dense):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
         return DenseParts(kernel, bias, _StateOfOp(name=f"{Fp8DotGeneralOp.__name__}_0")(recipe))
-
-
-_NAMES = ("gate", "up", "down")
 
 
 class MLP(nn.Module):
@@ -116,7 +113,7 @@ class MLP(nn.Module):
         if self.recipe is not None:
             check_recipe(self.recipe)
         if self.names is not None:
-            expected = _NAMES[not self.gated :]
+            expected = layer_names(self.gated)
             if len({*self.names}) != len(expected) or not all(isinstance(name, str) for name in self.names):
                 raise ValueError(
                     f"names must be {len(expected)} different strings, of the layers {expected}; got "
@@ -127,16 +124,13 @@ class MLP(nn.Module):
     def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
         """Applies the block to the last dimension of the input; see the class."""
         x = as_float_array(x, "x")
-        names = self.names or _NAMES[not self.gated :]
-        features = x.shape[-1] if self.features is None else self.features
-        layers = list(zip(names, [self.hidden_features] * (len(names) - 1) + [features], strict=True))
-        recipe = recipe_in_use(self.recipe, DelayedScaling())
+        sizes = layer_sizes(x.shape[-1], self.hidden_features, self.features, self.gated)
+        names = self.names or tuple(sizes)
+        layers = list(zip(names, sizes.values(), strict=True))
+        recipe = recipe_in_use(self.recipe, Fp8DotGeneralOp.default_recipe)
         if recipe is None or not self._is_one(recipe, x):
-            return in_turn(x, [self._layer(nn.Dense, *layer) for layer in layers], self.activation)
-        sizes = [*[x.shape[-1]] * (len(layers) - 1), self.hidden_features]
-        parts = [
-            self._layer(_PartsOfDense, *one)(size, recipe) for one, size in zip(layers, sizes, strict=True)
-        ]
+            return in_turn(x, [self._layer(nn.Dense, name, n) for name, (_, n) in layers], self.activation)
+        parts = [self._layer(_PartsOfDense, name, n)(inputs, recipe) for name, (inputs, n) in layers]
         return as_one(x, parts, recipe, self.activation, names, partial(promote_dtype, dtype=self.dtype))
 
     def _is_one(self, recipe: Recipe, x: jax.Array) -> bool:

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
-from fp8flax._core.blocks import ROUTER, experts_init, mixture
-from fp8flax._core.options import check_int
-from fp8flax._core.plans.mlp import check_block
+from fp8flax._core.blocks import ROUTER, check_mixture, experts_init, layer_sizes, mixture
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import Recipe, check_recipe
 from fp8flax._linen.ops import Fp8RaggedDotOp
@@ -96,9 +94,8 @@ class MoE(nn.Module):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = ("num_experts", "hidden_features", "features")
-        check_block(self.activation, self.gated, **{name: getattr(self, name) for name in names})
-        check_int("top_k", self.top_k, 1, self.num_experts, "A token goes to an expert once.")
+        sizes = {"hidden_features": self.hidden_features, "features": self.features}
+        check_mixture(self.activation, self.gated, self.top_k, self.num_experts, **sizes)
         if self.recipe is not None:
             check_recipe(self.recipe)
 
@@ -106,13 +103,11 @@ class MoE(nn.Module):
     def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
         """Applies the layer to the last dimension of the input; see the class."""
         x = as_float_array(x, "x")
-        features = x.shape[-1] if self.features is None else self.features
+        sizes = layer_sizes(x.shape[-1], self.hidden_features, self.features, self.gated)
         return mixture(
             x,
             nn.Dense(self.num_experts, **ROUTER, param_dtype=self.param_dtype, name="router"),
-            [self._experts(name, self.hidden_features) for name in ("gate", "up")[not self.gated :]],
-            self._experts("down", features),
-            num_experts=self.num_experts,
+            [self._experts(name, features) for name, (_, features) in sizes.items()],
             top_k=self.top_k,
             activation=self.activation,
             record=None if self.is_initializing() else self._sow,

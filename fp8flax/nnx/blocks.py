@@ -12,12 +12,21 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.dtypes import promote_dtype
 
-from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.blocks import ROUTER, DenseParts, as_one, experts_init, in_turn, mixture
-from fp8flax._core.options import check_bool, check_int
+from fp8flax._core.blocks import (
+    ROUTER,
+    DenseParts,
+    as_one,
+    check_mixture,
+    experts_init,
+    in_turn,
+    layer_names,
+    layer_sizes,
+    mixture,
+)
+from fp8flax._core.options import check_bool
 from fp8flax._core.plans.mlp import check_block, runs_as_one
 from fp8flax._core.quantize import as_float_array
-from fp8flax._core.recipes import DelayedScaling, Recipe
+from fp8flax._core.recipes import Recipe
 from fp8flax.nnx.ops import Fp8DotGeneralOp, Fp8RaggedDotOp
 
 if TYPE_CHECKING:
@@ -84,7 +93,6 @@ class MLP(nnx.Module):
     ):
         given = {"in_features": in_features, "hidden_features": hidden_features, "features": features}
         check_block(activation, gated, **given)
-        features = in_features if features is None else features
         check_bool("use_bias", use_bias)
         self.activation, self.gated, self.dtype = activation, gated, dtype
         linear = partial(
@@ -96,18 +104,13 @@ class MLP(nnx.Module):
             bias_init=bias_init,
             rngs=rngs,
         )
-        for name, sizes in (
-            ("gate", (in_features, hidden_features)),
-            ("up", (in_features, hidden_features)),
-            ("down", (hidden_features, features)),
-        ):
-            if gated or name != "gate":
-                setattr(self, name, linear(*sizes, dot_general=Fp8DotGeneralOp(recipe=recipe)))
+        for name, sizes in layer_sizes(in_features, hidden_features, features, gated).items():
+            setattr(self, name, linear(*sizes, dot_general=Fp8DotGeneralOp(recipe=recipe)))
 
     def __call__(self, x: Float[jax.Array, "*batch inputs"]) -> Float[jax.Array, "*batch features"]:
         """Applies the block to the last dimension of the input; see the class."""
         x = as_float_array(x, "x")
-        names = ("gate", "up", "down") if self.gated else ("up", "down")
+        names = layer_names(self.gated)
         layers = [getattr(self, name) for name in names]
         recipe = self._recipe_of_all(layers, x)
         if recipe is None:
@@ -135,7 +138,7 @@ class MLP(nnx.Module):
         ):
             return None
         have_bias = {layer.bias is not None for layer in layers[:-1]}
-        recipe, *others = {recipe_in_use(op.recipe, DelayedScaling()) for op in ops}
+        recipe, *others = {op._recipe_in_use() for op in ops}
         if len(have_bias) > 1 or others or recipe is None:
             return None
         dtypes = [self.dtype or layer.param_dtype for layer in layers]
@@ -231,10 +234,8 @@ class MoE(nnx.Module):
         recipe: Recipe | None = None,
         rngs: nnx.Rngs,
     ):
-        sizes = {"in_features": in_features, "hidden_features": hidden_features, "features": features}
-        check_block(activation, gated, num_experts=num_experts, **sizes)
-        check_int("top_k", top_k, 1, num_experts, "A token goes to an expert once.")
-        features = in_features if features is None else features
+        given = {"in_features": in_features, "hidden_features": hidden_features, "features": features}
+        check_mixture(activation, gated, top_k, num_experts, **given)
         self.num_experts, self.top_k, self.activation, self.gated = num_experts, top_k, activation, gated
         self.router = nnx.Linear(in_features, num_experts, **ROUTER, param_dtype=param_dtype, rngs=rngs)
         experts = partial(
@@ -246,10 +247,8 @@ class MoE(nnx.Module):
             recipe=recipe,
             rngs=rngs,
         )
-        if gated:
-            self.gate = experts(in_features, hidden_features)
-        self.up = experts(in_features, hidden_features)
-        self.down = experts(hidden_features, features)
+        for name, sizes in layer_sizes(in_features, hidden_features, features, gated).items():
+            setattr(self, name, experts(*sizes))
         # ``mixture`` records the losses under these names.
         self.load_balancing, self.router_z = (RouterLoss(jnp.zeros((), jnp.float32)) for _ in range(2))
 
@@ -258,9 +257,7 @@ class MoE(nnx.Module):
         return mixture(
             as_float_array(x, "x"),
             self.router,
-            [self.gate, self.up] if self.gated else [self.up],
-            self.down,
-            num_experts=self.num_experts,
+            [getattr(self, name) for name in layer_names(self.gated)],
             top_k=self.top_k,
             activation=self.activation,
             record=lambda name, loss: getattr(self, name).set_value(loss),

@@ -28,9 +28,7 @@ def test_a_mixture_in_which_each_expert_scales():
     out = mixture(
         jnp.abs(X),
         lambda tokens: logits,
-        [scaled],
-        lambda rows, sizes: rows,
-        num_experts=3,
+        [scaled, lambda rows, sizes: rows],
         top_k=2,
         activation="relu",
         record=losses.__setitem__,
