@@ -75,10 +75,7 @@ class MLP(nn.Module):
             one replaces, such as ``("wi_0", "wi_1", "wo")`` of T5, to load its checkpoints.
 
     Raises:
-        MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: the input is not bfloat16, float16, float32 or float64, or a field has the wrong type.
-        ValueError: a field has a value that is not allowed, or the history in the state has another length
-            than the recipe says.
+        {errors}
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8

@@ -62,9 +62,7 @@ class MoE(nn.Module):
         {fields}
 
     Raises:
-        MissingStateError: the variables hold no scaling state for this layer.
-        TypeError: the input is not bfloat16, float16, float32 or float64, or a field has the wrong type.
-        ValueError: a field has a value that is not allowed.
+        {errors}
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8

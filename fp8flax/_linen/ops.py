@@ -28,18 +28,14 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     and ``out_dot_general_cls``. You can also call the op in a module of your own; several calls of one op
     share its state.
 
-    Delayed scaling is the default. It declares float32 variables in the collection
-    ``_overwrite_with_gradient``: ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and
-    ``{…}_amax_history`` of shape ``(amax_history_len,)``. The gradient of each variable is its next value:
-    the scale that this step used, and the history with this step's amax at index 0. The next step computes
-    its scale from that history. Other recipes declare no variables. Under ``autocast(enabled=False)`` the
-    op is ``lax.dot_general``. The call takes the arguments of ``lax.dot_general``.
+    {state}
+
+    The variables are in the collection ``_overwrite_with_gradient``.
 
     Attributes:
         {options}
 
     Raises:
-        MissingStateError: the variables hold no scaling state for this layer.
         {errors}
 
     Example:
@@ -90,13 +86,12 @@ class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
 class Fp8Einsum(EinsumCall, Fp8Op):
     """FP8 einsum of two operands, with the scaling state of ``Fp8DotGeneralOp``.
 
-    The first operand is the input and the second is the kernel, in any order of the result's indices.
+    {operands}
 
     Attributes:
         {options}
 
     Raises:
-        MissingStateError: the variables hold no scaling state for this layer.
         {errors}
 
     Example:
@@ -118,26 +113,12 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
     Give the class to a layer: ``nn.Conv(..., conv_general_dilated_cls=fp8flax.Fp8ConvGeneralDilatedOp)``.
     You can also call the op in a module of your own.
 
-    Some convolutions are matmuls: their windows do not overlap, they have no groups, and their input is not
-    dilated. Examples are 1×1 kernels and the patch embedding of a vision transformer. The op computes them
-    as ``Fp8DotGeneralOp`` does, under every recipe.
-
-    In all other convolutions the input, the kernel and the output gradient are cast to FP8 and back. They
-    are convolved in the dtype of the operands, on every device, because XLA has no gradients of
-    convolutions in FP8. The tensors kept for the backward pass take the memory of FP8; the speed is that of
-    the operands' dtype. Such a convolution needs one scale per tensor (``DelayedScaling``,
-    ``Float8CurrentScaling``), because scales that change within a window cannot be applied to the result.
-
-    The scaling state is that of ``Fp8DotGeneralOp``. Under ``autocast(enabled=False)`` the op is
-    ``lax.conv_general_dilated``.
+    {computation}
 
     Attributes:
-        {recipe}
-        form: ``"direct"`` keeps FP8 operands for the backward pass, and multiplies them if the convolution
-            is a matmul. ``"qdq"`` casts to FP8 and back around JAX's own convolution.
+        {options}
 
     Raises:
-        MissingStateError: the variables hold no scaling state for this layer.
         {errors}
 
     Example:
@@ -156,25 +137,12 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
 class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     """FP8 matmul of a mixture of experts, called like ``lax.ragged_dot``.
 
-    ``out[m] = lhs[m] . rhs[e]``, where ``e`` is the expert of row ``m``: the first ``group_sizes[0]`` rows
-    belong to expert 0, and so on. Rows beyond ``sum(group_sizes)`` give zeros and have no effect on any
-    scale, whatever they hold.
-
-    The scaling state is that of ``Fp8DotGeneralOp``, except that each expert's kernel has its own scale and
-    amax history. ``kernel_scale`` has shape ``(experts, 1)`` and ``kernel_amax_history`` has shape
-    ``(experts, amax_history_len)``. The input and the output gradient have one scale each. Under
-    ``autocast(enabled=False)`` the op is ``lax.ragged_dot``.
+    {computation}
 
     Attributes:
-        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
-            ``DelayedScaling()`` outside of it. Values with scales per block are multiplied in a wide dtype,
-            except 128-blocks on Hopper.
-        form: ``"direct"`` multiplies FP8 operands, on the FP8 units of GPUs that have them. ``"qdq"`` casts
-            to FP8 and back around matmuls in the operands' dtype; it serves as a reference and is never
-            faster.
+        {options}
 
     Raises:
-        MissingStateError: the variables hold no scaling state for this layer.
         {errors}
 
     Example:

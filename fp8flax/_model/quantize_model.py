@@ -47,20 +47,9 @@ def quantize_model(
 
     Args:
         model: an unbound module.
-        {recipe}
-        include: a regular expression or several. Only contractions that match are converted, even those
-            that the defaults leave out.
-        exclude: a regular expression or several; contractions that match are not converted.
-        rules: a sequence of pairs and callables. A pair has a regular expression and a recipe or
-            ``"leave"``. A callable ``(path, module, shapes)`` gets the module's path, the module, and the
-            shapes of input and kernel. It returns a recipe, ``"leave"``, or None to let the next rule
-            decide.
+        {args}
         products: whether to convert products of two activations too, such as the two of attention. Their
             state is that of an op with the second activation as its kernel.
-        allow_unmatched: whether to allow a pattern that decides nothing, because no contraction matches it
-            or an earlier rule matches first. By default such a pattern is an error.
-        form: form of the ops: ``"direct"``, or ``"qdq"``, which with delayed scaling can be differentiated
-            twice and is never faster; see ``Fp8DotGeneralOp``.
 
     Returns:
         A module of a subclass of ``type(model)``, equal for equal arguments; ``report`` lists what is

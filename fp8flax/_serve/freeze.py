@@ -40,11 +40,8 @@ def freeze(
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     """Returns a model and its variables for serving: kernels in FP8, scales that no longer change.
 
-    Each op computes, bit for bit, what it computes in ``model`` from ``variables``. The models agree bit
-    for bit if XLA compiles the code between the ops in the same way; under ``jax.jit`` it may fuse it
-    differently and round differently in the last bit. Delayed scales become those that the next step would
-    use. Recipes without state continue to scale inputs from the current data. There is no state left, and
-    nothing is mutable.
+    {computation}
+    There is no state left, and nothing is mutable.
 
     The serving model can be differentiated with respect to its inputs and its wide parameters, in forward
     and reverse mode, any number of times (forces, guidance, saliency). Its derivative is that of a model

@@ -207,13 +207,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
         Variables for the serving model.
 
     Raises:
-        ImportError: the library ``safetensors`` is not installed.
-        OSError: there is no such file, or it cannot be read.
-        ValueError: the file was not written by ``save_safetensors``, or by another version of it; the file
-            is damaged, for instance a bit of a tensor is flipped; or it has a 64-bit array, which JAX would
-            narrow. For the latter, enable ``jax_enable_x64``, or convert the array before it is saved. The
-            error names the file. (Version 2, which can be read too, had no checksums of the tensors
-            themselves.)
+        {errors}
 
     Example:
         See ``save_safetensors``.

@@ -55,30 +55,10 @@ def save_safetensors(
         model: the serving model that ``freeze`` returned.
         variables: the variables of the serving model. Collections other than ``params`` have their own
             names as prefix.
-        rename: other names for the tensors: regular expressions and their replacements, each substituted
-            wherever it is found in a name, in their order; or a function of one name that returns another.
-            A name without a match stays unchanged. A wide ``<layer>.kernel`` that is renamed to
-            ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it. ``load_safetensors``
-            returns the variables under the names that they have in the model.
-            A replacement with ``{0}`` makes a tensor for each entry of the first dimension, and puts its
-            number there; ``{1}`` is for the second dimension. A dict as replacement splits the output
-            features of a layer: ``{"qkv": {"q": 512, "k": 128, "v": 128}}``. A tuple of patterns joins
-            them: ``{("q", "k", "v"): "qkv"}``. ``load_into`` reads such a file, with the same ``rename``.
-        config: contents of a ``config.json`` in the folder of ``path``, which describes the architecture,
-            as ``to_dict()`` of a transformers config returns it. ``quantization_config`` is added to it.
-            None writes no such file.
+        {args}
 
     Raises:
-        ImportError: the library ``safetensors`` is not installed.
-        OSError: a file cannot be written, for instance because the disk is full.
-        TypeError: ``model`` does not come from ``freeze``; ``rename`` is neither a mapping as above nor a
-            function that returns strings; or ``config`` is not a mapping that JSON can hold.
-        ValueError: two variables would have one name; a variable is not an array of a dtype that files
-            hold; a pattern matches nothing; a name would be empty, or give the tensors of one layer
-            different prefixes.
-            Also if ``rename`` would cut a block of scales, or join layers that have one scale each.
-            Also if a wide kernel that becomes a weight does not have two dimensions. Also if ``config`` is
-            given, and no ``quantization_config`` describes the model, or ``config`` has its own.
+        {errors}
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8

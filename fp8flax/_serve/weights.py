@@ -29,24 +29,15 @@ def weights_for_serving(
 ) -> dict[str, Any]:
     """Returns the FP8 weights of a model in training under the names of an inference server.
 
-    The tensors are those of the file that ``save_safetensors`` writes after ``freeze``, bit for bit. One
-    compiled program makes them on the devices. It is compiled at the first call. Later calls with the same
-    model, options and shapes use it again. Use this function where an inference engine samples from a model
-    between the steps of its training, as in reinforcement learning.
-
-    XLA derives the sharding of the results from the sharding of the variables. If the variables are on a
-    mesh with explicit axes, the results are on the same mesh with automatic axes.
+    {computation}
 
     Args:
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
         variables: all collections of the model, such as ``state.params`` of a ``fp8flax.TrainState``.
-        *args: inputs to trace the model with, as in ``freeze``. Their values are not used.
-        rename: names of the server for those of the model, as in ``save_safetensors``. A function must be
-            the same object at each call; another one compiles a new program.
         {args}
 
     Returns:
-        Codes, scales and wide tensors by their names, as in the file.
+        {result}
 
     Raises:
         MissingStateError: an op's scaling state is missing from ``variables``.

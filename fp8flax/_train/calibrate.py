@@ -32,19 +32,12 @@ def calibrate(
 ) -> Mapping[str, Any]:
     """Fills the scaling state from sample batches, so that the first FP8 step has the right scales.
 
-    It runs ``fun`` on each batch and records the largest magnitudes. Every FP8 matmul runs in its operands'
-    own dtype, so that saturation in an early layer does not mislead a later one. The result is the state of
-    one step on all batches, with the scales that the next step uses. The variables do not change otherwise.
-
-    Without ``backward=True`` the state of inputs and kernels is filled; the state of output gradients needs
-    a loss and ``backward=True``.
+    {computation}
 
     Args:
         fun: ``fun(variables, batch)``, such as ``model.apply``, or ``lambda v, batch: loss(v, *batch)`` for
-            batches of several arguments. It is compiled. Without ``backward`` it may return any arrays, and
-            every layer must affect a float that it returns, because reverse mode records the magnitudes. If
-            ``fun`` has no reverse mode, because a layer runs in a ``lax.while_loop`` or in ``jax.jvp``,
-            callbacks to the host record them.
+            batches of several arguments.
+            {function}
         variables: collections with scaling state (see ``add_fp8_state``).
         {args}
 
@@ -53,13 +46,10 @@ def calibrate(
         is one.
 
     Raises:
-        TypeError: scaling state is not float32; or ``fun`` takes the parts of a batch as separate
-            arguments.
-        ValueError: there is no scaling state; there is no batch; a batch produced a NaN or an Inf in a
-            tensor of a layer; or ``fun`` reaches no FP8 layer.
+        {errors}
 
     Warns:
-        UserWarning: some layer did not run; its state stays unchanged.
+        {warns}
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8

@@ -39,11 +39,9 @@ def value_and_grad(
     """Returns a function like ``jax.value_and_grad`` for variables that hold FP8 scaling state.
 
     A differentiated argument may contain the collection ``_overwrite_with_gradient``, or be the
-    collection itself. The gradient of this collection is its next value: the state of one call on all the
-    data. This holds however often a layer ran (shared weights, scanned microbatches, ``jax.vmap`` over
-    examples, ``jax.shard_map`` over devices). A layer that got no gradient keeps its state. A tensor that
-    held a NaN or an Inf leaves no trace in its history. All other gradients are those of
-    ``jax.value_and_grad``.
+    collection itself. Gradients of everything else are those of ``jax.value_and_grad``.
+
+    {state}
 
     Args:
         fun: a function whose differentiated arguments are trees of arrays; returns a scalar, or a pair
@@ -168,24 +166,15 @@ def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Call
 def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     """Returns a function that computes ``value_and_grad`` of a mean over microbatches, one at a time.
 
-    Every microbatch is cast with the same scales, and the scaling state is that of one call on all of them.
-    The gradients are averaged in float32. If the loss is a mean over examples and all microbatches have one
-    size, gradients and state are those of one large batch.
-
-    Kernels are quantized once for all microbatches. Their codes stay in memory for this time: one byte per
-    element, or two for block scales that differ between the forward and the backward pass. Call the
-    function under ``jax.jit``; otherwise each call compiles again.
+    {computation}
 
     Args:
         fun: ``fun(variables, microbatch)``; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``.
         has_aux: whether ``fun`` returns auxiliary data.
 
     Returns:
-        A function of two positional arguments, ``(variables, microbatches)``. The number of microbatches is
-        the first dimension of each leaf of ``microbatches``, as in ``jax.lax.scan``; ``jax.random.split``
-        makes a key for each. The function returns ``(value, gradients)``, or with ``has_aux`` ``((value,
-        aux), gradients)``: the mean value, the gradient with respect to ``variables`` in their dtypes, and
-        ``aux`` of each microbatch, stacked.
+        A function of two positional arguments, ``(variables, microbatches)``.
+        {result}
 
     Raises:
         {errors}

@@ -59,10 +59,7 @@ class MLP(nnx.Module):
         rngs: random number generators for the parameters.
 
     Raises:
-        MissingStateError: the layer was made under a recipe without the state that it needs now.
-        TypeError: the input is not bfloat16, float16, float32 or float64, or an argument has the wrong
-            type.
-        ValueError: an argument has a value that is not allowed, or the state does not fit the recipe.
+        {errors}
 
     Example:
         >>> from flax import nnx
@@ -200,10 +197,7 @@ class MoE(nnx.Module):
         rngs: random number generators for the parameters.
 
     Raises:
-        MissingStateError: the layer was made under a recipe without the state that it needs now.
-        TypeError: the input is not bfloat16, float16, float32 or float64, or an argument has the wrong
-            type.
-        ValueError: an argument has a value that is not allowed.
+        {errors}
 
     Example:
         >>> from flax import nnx

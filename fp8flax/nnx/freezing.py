@@ -99,9 +99,7 @@ class _PromoteAllButKernel:
 def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: Any) -> Any:
     """Returns a copy of a model for serving: kernels in FP8, scales that no longer change.
 
-    Each op computes, bit for bit, what it computes in ``model``. The models agree bit for bit if XLA
-    compiles the code between the ops in the same way. Delayed scales become those that the next step would
-    use. Recipes without state continue to scale inputs from the current data.
+    {computation}
 
     Kernels are stored at their old place, as codes in variables of the type ``Frozen``, with their scales
     in the op of the layer. Wide parameters stay ``nnx.Param``. ``nnx.jit``, ``nnx.split`` and checkpoints

@@ -253,17 +253,7 @@ def quantize_model(
 
     Args:
         model: any NNX module, also an abstract one (``nnx.eval_shape``).
-        {recipe}
-        include: a regular expression or several. Only layers that match are converted, even those that the
-            defaults leave out.
-        exclude: a regular expression or several; layers that match are not converted.
-        rules: a sequence of pairs and callables. A pair has a regular expression and a recipe or
-            ``"leave"``. A callable ``(path, module, shapes)`` gets the layer's path, the layer, the shape
-            that its kernel contracts, and the shape of its kernel. It returns a recipe, ``"leave"``, or
-            None to let the next rule decide.
-        allow_unmatched: whether to allow a pattern that decides nothing, because no layer matches it or an
-            earlier rule matches first. By default such a pattern is an error.
-        form: form of the ops: ``"direct"`` or ``"qdq"``; see ``Fp8DotGeneralOp``.
+        {args}
 
     Returns:
         A model of the same type; ``report`` lists what is converted and why. If nothing is converted,

@@ -183,18 +183,15 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     Do not give the op as ``dot_general_cls``. NNX makes a new op at each call of such a layer, so the state
     is lost, and the scales stay 1.
 
-    Delayed scaling is the default. The op then holds float32 variables of the type
-    ``OverwriteWithGradient``: ``{input,kernel,output_grad}_scale`` of shape ``(1,)`` and
-    ``{…}_amax_history`` of shape ``(amax_history_len,)``. The gradient of each variable is its next value.
-    With other recipes the op holds no variables. It has the variables for the recipe under which it was
-    made. Under ``autocast(enabled=False)`` the op is
-    ``lax.dot_general``.
+    {state}
+
+    The variables have the type ``OverwriteWithGradient``. The op has those of the recipe under which it was
+    made.
 
     Args:
         {options}
 
     Raises:
-        MissingStateError: the op was made under a recipe without the state that it needs now.
         {errors}
 
     Example:
@@ -230,15 +227,13 @@ class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
 class Fp8Einsum(EinsumCall, Fp8Op):
     """FP8 einsum of two operands for NNX layers, with the scaling state of ``Fp8DotGeneralOp``.
 
-    The first operand is the input and the second is the kernel, in any order of the result's indices. Give
-    an instance to a layer: ``nnx.Einsum(…, einsum_op=fp8flax.nnx.Fp8Einsum())``.
+    Give an instance to a layer: ``nnx.Einsum(…, einsum_op=fp8flax.nnx.Fp8Einsum())``.
+    {operands}
 
     Args:
-        recipe: how tensors are scaled; see ``Fp8DotGeneralOp``.
-        form: ``"direct"`` or ``"qdq"``; see ``Fp8DotGeneralOp``.
+        {options}
 
     Raises:
-        MissingStateError: the op was made under a recipe without the state that it needs now.
         {errors}
 
     Example:
@@ -259,17 +254,15 @@ class Fp8Einsum(EinsumCall, Fp8Op):
 class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
     """FP8 convolution for NNX layers, called like ``lax.conv_general_dilated``.
 
-    Give an instance to a layer: ``nnx.Conv(…, conv_general_dilated=…)``. A convolution that is a matmul
-    (its windows do not overlap, and it has no groups) runs as a matmul in FP8. In all other convolutions
-    the tensors are cast to FP8 and back, and convolved in the operands' dtype; see
-    ``fp8flax.Fp8ConvGeneralDilatedOp``.
+    Give an instance to a layer:
+    ``nnx.Conv(…, conv_general_dilated=fp8flax.nnx.Fp8ConvGeneralDilatedOp())``.
+
+    {computation}
 
     Args:
-        recipe: how tensors are scaled; see ``Fp8DotGeneralOp``.
-        form: ``"direct"`` or ``"qdq"``; see ``fp8flax.Fp8ConvGeneralDilatedOp``.
+        {options}
 
     Raises:
-        MissingStateError: the op was made under a recipe without the state that it needs now.
         {errors}
 
     Example:
@@ -290,17 +283,13 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
 class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     """FP8 matmul of a mixture of experts in NNX, called like ``lax.ragged_dot``.
 
-    The scaling state is that of ``Fp8DotGeneralOp``, except that each expert's kernel has its own scale and
-    amax history. ``kernel_scale`` has shape ``(num_experts, 1)`` and ``kernel_amax_history`` has shape
-    ``(num_experts, amax_history_len)``. See ``fp8flax.Fp8RaggedDotOp``.
+    {computation}
 
     Args:
         num_experts: number of kernels, 1 or more.
-        recipe: how tensors are scaled; see ``Fp8DotGeneralOp``.
-        form: ``"direct"`` or ``"qdq"``; see ``Fp8DotGeneralOp``.
+        {options}
 
     Raises:
-        MissingStateError: the op was made under a recipe without the state that it needs now.
         {errors}
 
     Example:

@@ -43,14 +43,10 @@ def save_safetensors(
     Args:
         path: the file to write; an existing file is replaced.
         model: the model that ``freeze`` returned.
-        rename: other names for the tensors; see ``fp8flax.save_safetensors``.
-        config: contents of ``config.json``; see ``fp8flax.save_safetensors``.
+        {args}
 
     Raises:
-        ImportError: the library ``safetensors`` is not installed.
-        OSError: a file cannot be written.
-        TypeError: ``model`` does not come from ``freeze``; or as in ``fp8flax.save_safetensors``.
-        ValueError: as in ``fp8flax.save_safetensors``.
+        {errors}
 
     Example:
         >>> from flax import nnx
@@ -82,18 +78,14 @@ def weights_for_serving(
 ) -> dict[str, Any]:
     """Returns the FP8 weights of an NNX model in training under the names of an inference server.
 
-    This is ``fp8flax.weights_for_serving`` for NNX. The tensors are those of the file that
-    ``save_safetensors`` writes after ``freeze``, bit for bit. One program makes them, and later calls with
-    the same options and shapes use it again. The model stays unchanged.
+    {computation}
 
     Args:
         model: a model with FP8 ops, given to its layers or set by ``quantize_model``.
-        *args: inputs to trace the model with, as in ``freeze``. Their values are not used.
-        rename: names of the server for those of the model; see ``fp8flax.weights_for_serving``.
         {args}
 
     Returns:
-        Codes, scales and wide tensors by their names, as in the file.
+        {result}
 
     Raises:
         TypeError: as in ``freeze``; or as ``rename`` in ``fp8flax.save_safetensors``.
@@ -194,10 +186,8 @@ def load_safetensors(path: str | os.PathLike[str], model: nnx.Module) -> None:
             abstract, as ``nnx.eval_shape`` of ``freeze`` returns it. The losses of routers become 0.
 
     Raises:
-        ImportError: the library ``safetensors`` is not installed.
-        OSError: there is no such file, or it cannot be read.
-        ValueError: the variables are not those of the model, which then stays unchanged; or as in
-            ``fp8flax.load_safetensors``.
+        {errors}
+            Also if the variables are not those of the model, which then stays unchanged.
 
     Example:
         See ``save_safetensors``.

@@ -74,12 +74,11 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Returns a function like ``nnx.value_and_grad`` for models that hold FP8 scaling state.
 
-    It differentiates the parameters and the scaling state. The gradient of the state is its next value: the
-    state of one call on all the data, however often a layer ran (shared modules, ``nnx.scan``, ``nnx.vmap``
-    over examples, ``jax.shard_map`` over devices). A layer that got no gradient keeps its state. A tensor
-    that held a NaN or an Inf leaves no trace in its history. All other gradients are those of
+    It differentiates the parameters and the scaling state. Gradients of everything else are those of
     ``nnx.value_and_grad``. The model itself keeps its state until ``Optimizer.update`` or
     ``overwrite_state``.
+
+    {state}
 
     Args:
         f: a function of models and arrays; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``.
@@ -196,11 +195,10 @@ def grad(
 def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     """Returns a function that computes ``value_and_grad`` of a mean over microbatches, one at a time.
 
-    The gradients of parameters are averaged in float32, and the scaling state is that of one call on all
-    microbatches. Kernels are quantized once for all of them. Other changes of a microbatch to the model
-    (statistics, random number generators) are seen by the next microbatch, and stay in the model
-    afterwards. See ``fp8flax.accumulate_gradients``. Call the function under ``nnx.jit``; otherwise each
-    call compiles again.
+    {computation}
+
+    Other changes of a microbatch to the model (statistics, random number generators) are seen by the next
+    microbatch, and stay in the model afterwards.
 
     Args:
         f: ``f(model, microbatch)``; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``. It may
@@ -208,10 +206,8 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
         has_aux: whether ``f`` returns auxiliary data.
 
     Returns:
-        A function of two positional arguments, ``(model, microbatches)``. The number of microbatches is the
-        first dimension of each leaf of ``microbatches``. The function returns ``(value, gradients)``, or
-        with ``has_aux`` ``((value, aux), gradients)``: the mean value, the gradients as in
-        ``value_and_grad``, and ``aux`` of each microbatch, stacked.
+        A function of two positional arguments, ``(model, microbatches)``.
+        {result}
 
     Raises:
         {errors}
@@ -411,22 +407,22 @@ def calibrate(
 ) -> None:
     """Fills the scaling state of a model from sample batches, so that its first step has the right scales.
 
-    It runs ``f`` on each batch with every FP8 op in its operands' own dtype, and records the largest
-    magnitudes; see ``fp8flax.calibrate``. The model does not change otherwise: statistics and random number
-    generators that ``f`` updates are restored.
+    {computation}
+
+    Nothing else in the model changes: statistics and random number generators that ``f`` updates are
+    restored.
 
     Args:
-        f: ``f(model, batch)``, such as ``lambda model, x: model(x)``; it is compiled.
+        f: ``f(model, batch)``, such as ``lambda model, x: model(x)``.
+            {function}
         model: an NNX module; its variables of ``OverwriteWithGradient`` change.
         {args}
 
     Raises:
-        TypeError: scaling state is not float32.
-        ValueError: there is no scaling state; there is no batch; a batch produced a NaN or an Inf in a
-            tensor of a layer; or ``f`` reaches no FP8 op.
+        {errors}
 
     Warns:
-        UserWarning: some op did not run; its state stays unchanged.
+        {warns}
 
     Example:
         >>> from flax import nnx
