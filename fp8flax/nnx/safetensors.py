@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import PARAMS
 from fp8flax._core.options import wrong_model
-from fp8flax._core.recipes import CustomRecipe, DelayedScaling
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._serve.hidden_state import ServedOp
 from fp8flax._serve.renaming import Rename
 from fp8flax._serve.safetensors import load_safetensors as load_variables
@@ -24,7 +23,7 @@ from fp8flax.nnx.blocks import RouterLoss
 from fp8flax.nnx.freezing import Frozen, FrozenOp, freeze
 from fp8flax.nnx.models import Layer, layers_of
 from fp8flax.nnx.ops import Fp8Op
-from fp8flax.nnx.variables import NOT_WRITTEN
+from fp8flax.nnx.variables import Places, values_of, written_variables
 
 
 def save_safetensors(
@@ -139,16 +138,10 @@ def _described(model: nnx.Module) -> tuple[tuple[ServedOp, ...], dict[str, Any]]
         raise wrong_model(model, "come from fp8flax.nnx.freeze", "flax.nnx", "save_safetensors")
     for keys, node in nnx.iter_graph(model):
         if isinstance(node, Fp8Op):  # of a wide kernel
-            recipe = recipe_in_use(node.recipe, DelayedScaling())
+            recipe = node._recipe_in_use()
             gemms = CustomRecipe() if recipe is None else recipe.gemms
             ops.append(ServedOp(tuple(map(str, keys)), gemms, ()))
-    variables: dict[str, Any] = {}
-    for place, (_, variable) in _places(model).items():
-        tree = variables
-        for name in place[:-1]:
-            tree = tree.setdefault(name, {})
-        tree[place[-1]] = variable.get_value()
-    return tuple(ops), variables
+    return tuple(ops), values_of(_places(model))
 
 
 def _served(layer: Layer, op: FrozenOp, place: tuple[str, ...]) -> ServedOp:
@@ -167,11 +160,9 @@ def _served(layer: Layer, op: FrozenOp, place: tuple[str, ...]) -> ServedOp:
     )
 
 
-def _places(model: nnx.Module) -> dict[tuple[str, ...], Any]:
-    """Returns each variable with its path, by the collection and the path as files have them."""
+def _places(model: nnx.Module) -> Places:
     places = {}
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(NOT_WRITTEN))):
-        collection = nnx.variable_name_from_type(type(variable), allow_register=True)
+    for collection, path, variable in written_variables(model):
         collection = PARAMS if isinstance(variable, Frozen) else collection  # as Linen's
         places[collection, *map(str, path)] = path, variable
     return places
@@ -194,10 +185,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nnx.Module) -> None:
 
     Source: the safetensors format.
     """
-    given = {
-        tuple(key.key for key in keys): leaf
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(load_variables(path))[0]
-    }
+    given = nnx.traversals.flatten_mapping(load_variables(path))
     places = _places(model)
     expected = {place: (x.shape, x.dtype) for place, (_, x) in places.items()}
     found = {place: (x.shape, x.dtype) for place, x in given.items()}

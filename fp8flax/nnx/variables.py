@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax.nnx.blocks import RouterLoss
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
 
-NOT_WRITTEN = nnx.Any(nnx.RngState, RouterLoss)
-"""The types of variables that Linen's layout and safetensors files leave out."""
+Places = dict[tuple[str, ...], tuple[tuple[Any, ...], Any]]
+"""The path and the variable of each place, in Linen's layout or in a file; it begins with a collection."""
 
 
 def state_of(node: Any) -> dict[str, Any]:
@@ -55,11 +55,24 @@ def _linen_path(path: tuple[Any, ...], ops: Mapping[tuple[Any, ...], Fp8Op]) -> 
     return tuple(names)
 
 
-def _places(model: nnx.Module) -> dict[tuple[str, ...], Any]:
-    """Returns the path and the variable of each place in Linen's layout; places begin with a collection."""
-    ops, places = _ops(model), dict[tuple[str, ...], Any]()
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(NOT_WRITTEN))):
-        collection = nnx.variable_name_from_type(type(variable), allow_register=True)
+def written_variables(model: nnx.Module) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
+    """Yields each variable that Linen's layout and files hold, after its collection and its path.
+
+    Random number generators and the losses of routers are left out.
+    """
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Any(nnx.RngState, RouterLoss)))):
+        yield nnx.variable_name_from_type(type(variable), allow_register=True), path, variable
+
+
+def values_of(places: Places) -> dict[str, Any]:
+    """Returns the values of variables as collections: dicts by the names of their places."""
+    values = {place: variable.get_value() for place, (_, variable) in places.items()}
+    return nnx.traversals.unflatten_mapping(values)
+
+
+def _places(model: nnx.Module) -> Places:
+    ops, places = _ops(model), Places()
+    for collection, path, variable in written_variables(model):
         place = collection, *_linen_path(path, ops)
         if place in places:
             one, other = ("/".join(map(str, p)) for p in (places[place][0], path))
@@ -99,13 +112,7 @@ def to_linen(model: nnx.Module) -> dict[str, Any]:
 
     Source: the layouts of ``flax.linen`` and ``flax.nnx``.
     """
-    variables: dict[str, Any] = {}
-    for place, (_, variable) in _places(model).items():
-        node = variables
-        for name in place[:-1]:
-            node = node.setdefault(name, {})
-        node[place[-1]] = variable.get_value()
-    return variables
+    return values_of(_places(model))
 
 
 def update_from_linen(model: nnx.Module, variables: Mapping[str, Any]) -> None:
