@@ -3,7 +3,7 @@
 Run ``make bench-collectives``; no GPU is needed.
 
 The layer is a matmul MxKxN of bf16 arrays, forward and backward: the program returns the result, both
-gradients and the next scaling state. Experts: a ragged dot with 8 experts of KxN, all tensors in e4m3.
+gradients and the next scaling state. Experts: a ragged dot with 8 experts of KxN.
 
 sent = bytes that each GPU sends, in MiB, read from the program that XLA compiles. An all-gather sends
 R (n - 1) / n for a result of R bytes on n GPUs. A reduce-scatter or an all-to-all sends O (n - 1) / n for
@@ -20,7 +20,6 @@ rows of kernel and result. experts = rows of input and result; each GPU has two 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -80,10 +79,7 @@ def bytes_sent(recipe: str, layout: str, shape: Shape, is_backward: bool) -> dic
     multiply: Any = lax.ragged_dot if is_ragged else lax.dot_general
     op: Any = None
     if recipe != "bf16":
-        in_e4m3 = dataclasses.replace(RECIPES[recipe], fp8_format=fp8.Format.E4M3)
-        op = (
-            fp8.Fp8RaggedDotOp(recipe=in_e4m3) if is_ragged else fp8.Fp8DotGeneralOp(recipe=RECIPES[recipe])
-        )
+        op = (fp8.Fp8RaggedDotOp if is_ragged else fp8.Fp8DotGeneralOp)(recipe=RECIPES[recipe])
         state = jax.eval_shape(lambda x, w: op.init({}, x, w, last), x, w)
     whole = NamedSharding(mesh, P())
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), state)

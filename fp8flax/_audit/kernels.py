@@ -97,7 +97,7 @@ def read(text: str) -> Summary:
     program = parse(text)
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
     num_devices = math.prod(map(int, counts))
-    kernels = tuple(_kernels(program, program.computations[program.entry], 1, num_devices))
+    kernels = tuple(_kernels(program, program.computations[program.entry], 1, num_devices, ""))
     instructions = [i for c in program.computations.values() for i in c.instructions.values()]
     return Summary(
         kernels=kernels,
@@ -106,9 +106,19 @@ def read(text: str) -> Summary:
     )
 
 
+_OF_PART = "tmp_xla_computation/"
+"""How JAX begins the names in the program of each device, for ``custom_partitioning``."""
+
+
 def _kernels(
-    program: Program, computation: Computation, trip_count: int, num_devices: int
+    program: Program, computation: Computation, trip_count: int, num_devices: int, loop: str
 ) -> Iterator[Kernel]:
+    """Yields the kernels of a computation; ``loop`` is the op name of the loop around it, or empty."""
+
+    def full_name(op_name: str) -> str:
+        # XLA gives the loop of a part its full name, and leaves the names inside of the loop as they are.
+        return f"{loop}/{op_name.removeprefix(_OF_PART)}" if op_name.startswith(_OF_PART) else op_name
+
     for instruction in computation.instructions.values():
         opcode = instruction.opcode
         if opcode == "while":
@@ -116,18 +126,20 @@ def _kernels(
             count = 1 if known is None else known
             # A loop that runs a known number of times does not evaluate its condition.
             called = ["condition", "body"] if known is None else ["body"]
+            inner, trips = full_name(instruction.op_name), trip_count * count
             for name in instruction.called(*called):
-                yield from _kernels(program, program.computations[name], trip_count * count, num_devices)
+                yield from _kernels(program, program.computations[name], trips, num_devices, inner)
         elif opcode in ("call", "conditional", "async-start", "call-start"):
             for name in instruction.called(*_CALLS):
-                yield from _kernels(program, program.computations[name], trip_count, num_devices)
+                yield from _kernels(program, program.computations[name], trip_count, num_devices, loop)
         elif opcode not in _FREE and not opcode.endswith("-done") and not _allocates(instruction):
+            dots = dots_of(program, computation, instruction)
             yield Kernel(
                 name=instruction.name,
                 group=instruction.attribute("deduplicated_name") or instruction.name,
                 bytes=bytes_moved(program, computation, instruction),
                 trip_count=trip_count,
-                dots=tuple(dots_of(program, computation, instruction)),
+                dots=tuple(dataclasses.replace(dot, op_name=full_name(dot.op_name)) for dot in dots),
                 collective=kind_of(instruction),
                 bytes_sent=bytes_sent(computation, instruction, num_devices),
             )

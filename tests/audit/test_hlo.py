@@ -246,6 +246,23 @@ def test_collectives_in_loops_and_called_computations_count():
     assert found == {"reduce-scatter": (16, 1), "all-reduce": (32, 5)}
 
 
+def test_a_dot_in_the_loop_of_a_part_has_the_name_of_the_loop():
+    """JAX names the program that each device of a mesh runs, and XLA renames only its outermost level."""
+    name = "tmp_xla_computation/while/body/dot_general"
+    dot = (
+        'dot(%x, %x), lhs_contracting_dims={0}, rhs_contracting_dims={0}, metadata={op_name="' + name + '"}'
+    )
+    lines = (
+        "%x = (s32[], f32[8]{0}) parameter(0)",
+        "%w = (s32[], f32[8]{0}) while(%x), condition=%condition, body=%body, "
+        'metadata={op_name="jit(f)/up/fp8_dgrad/custom_partitioning"}',
+    )
+    found = kernels(LOOP.replace("negate(%x)", dot), entry(*lines))
+    assert [dot.op_name for kernel in found for dot in kernel.dots] == [
+        "jit(f)/up/fp8_dgrad/custom_partitioning/while/body/dot_general"
+    ]
+
+
 def test_groups_in_an_unknown_form_are_refused():
     line = "%y = f32[8] all-reduce(%x), replica_groups=<new>"
     with pytest.raises(ValueError, match="not in a known form: <new>"):

@@ -35,9 +35,11 @@ def test_the_page_shows_the_committed_result(name, report):
         ("FSDP", "MXFP8", True),
         ("sequence, columns", "delayed", False),
         ("sequence, columns", "128-blocks", True),
+        ("experts", "delayed", False),
+        ("experts", "MXFP8", True),
         *(
             pytest.param(layout, recipe, True, marks=pytest.mark.all_cells)
-            for layout in ("FSDP", "sequence, columns")
+            for layout in ("FSDP", "sequence, columns", "experts")
             for recipe in ("delayed", "current", "axiswise", "128-blocks", "MXFP8")
         ),
     ],
@@ -46,7 +48,12 @@ def test_codes_are_gathered_and_rounded_sums_are_added_up(layout, recipe, is_bac
     """Half the bytes of the gathered tensor in bf16 and 1/32 for scales; sums as in bf16."""
     shape = collectives.OPTIONS["shape"]
     rows, depth, columns = shape
-    gathered, added = {"FSDP": (depth * columns,) * 2, "sequence, columns": (rows * depth,) * 2}[layout]
+    elements = {
+        "FSDP": depth * columns,
+        "sequence, columns": rows * depth,
+        "experts": collectives.EXPERTS * depth * columns,
+    }
+    gathered = added = elements[layout]
     sent = collectives.bytes_sent(recipe, layout, shape, is_backward)
     devices = collectives.GPUS
     of_codes = gathered * (devices - 1) // devices

@@ -1,4 +1,4 @@
-"""The ways in which NVIDIA GPUs multiply a ragged dot: on Hopper one GPU kernel for all experts.
+"""The ways in which NVIDIA GPUs multiply a ragged dot: by one GPU kernel on Hopper, otherwise in tiles.
 
 The table in ``lowering`` says which of these functions runs for which request.
 """
@@ -29,7 +29,7 @@ from fp8flax._core.gemm.kernels.groups import (
 from fp8flax._core.gemm.kernels.on_shards import ragged_on_shards
 from fp8flax._core.gemm.request import ExpertProducts, ExpertSums
 from fp8flax._core.names import GROUPED_GEMM
-from fp8flax._core.qtensor import QTensor
+from fp8flax._core.qtensor import QTensor, View
 
 
 def expert_products(
@@ -47,16 +47,14 @@ def expert_products(
     """
 
     def of_part(lhs: QTensor, kernels: QTensor, group_sizes: jax.Array) -> jax.Array:
-        kernels = jax.tree.map(transposed, kernels) if request.is_transposed else kernels
+        if request.is_transposed and not kernels.quantizer.scales_along_contraction:
+            kernels = jax.tree.map(transposed, kernels)
         return grouped_products(lhs, kernels, group_sizes, out_dtype=request.dtype)
 
-    multiply: Callable[..., jax.Array] = of_part
     if on_shards:
-        of_kernels = "ekn" if request.is_transposed else "enk"
-        dims = ("mk", of_kernels, "mn") if lhs.codes.ndim == 2 else ("-mk", "e-nk", "mn")
-        multiply = partial(ragged_on_shards, multiply, dims)
+        return _products_on_shards(request, of_part, lhs, kernels, group_sizes, name=GROUPED_GEMM)
     rows, columns = request.shape
-    return multiply(lhs, kernels, group_sizes)[:rows, :columns]
+    return of_part(lhs, kernels, group_sizes)[:rows, :columns]
 
 
 def transposed(x: jax.Array) -> jax.Array:
@@ -75,15 +73,85 @@ def expert_sums(
     With ``on_shards`` each of several devices computes a part. The operands are those of
     ``grouped_sums``.
     """
-    multiply: Callable[..., jax.Array] = partial(grouped_sums, out_dtype=request.dtype)
+    of_part: Callable[..., jax.Array] = partial(grouped_sums, out_dtype=request.dtype)
     if on_shards:
-        dims = ("mk", "mn", "ekn") if lhs.codes.ndim == 2 else ("-km", "-nm", "ekn")
-        multiply = partial(ragged_on_shards, multiply, dims)
+        return _sums_on_shards(request, of_part, lhs, rhs, group_sizes, name=GROUPED_GEMM)
     _, depth, columns = request.shape
-    return multiply(lhs, rhs, group_sizes)[:, :depth, :columns]
+    return of_part(lhs, rhs, group_sizes)[:, :depth, :columns]
 
 
 expert_sums_on_shards = partial(expert_sums, on_shards=True)
+
+
+def in_tiles(request: ExpertProducts | ExpertSums, *operands: Any) -> jax.Array:
+    """Multiplies in plain JAX, one tile of rows after the other."""
+    return request.in_tiles(*operands)
+
+
+def products_in_tiles_on_shards(
+    request: ExpertProducts, lhs: QTensor, kernels: QTensor, group_sizes: jax.Array
+) -> jax.Array:
+    """Multiplies each row by its expert's kernel in tiles; each of several devices computes a part.
+
+    XLA alone would gather the rows of each tile.
+    """
+    of_part = partial(request.in_tiles, is_part=True)
+    return _products_on_shards(request, of_part, lhs, kernels, group_sizes)
+
+
+def sums_in_tiles_on_shards(
+    request: ExpertSums, lhs: QTensor, rhs: QTensor, group_sizes: jax.Array
+) -> jax.Array:
+    """Sums the outer products of each expert's rows in tiles; each of several devices computes a part."""
+    of_part = partial(request.in_tiles, is_part=True)
+    return _sums_on_shards(request, of_part, lhs, rhs, group_sizes)
+
+
+def _products_on_shards(
+    request: ExpertProducts,
+    of_part: Callable[..., jax.Array],
+    lhs: QTensor,
+    kernels: QTensor,
+    group_sizes: jax.Array,
+    *,
+    name: str = "",
+) -> jax.Array:
+    """Returns the result of ``request``; on each of several devices ``of_part`` multiplies its parts.
+
+    ``name`` is the scope in which ``of_part`` runs; empty for none.
+    """
+    rows, columns = request.shape
+    if not kernels.quantizer.scales_along_contraction:
+        dims = "mk", "ekn" if request.is_transposed else "enk", "mn"
+        return ragged_on_shards(of_part, dims, lhs, kernels, group_sizes, name=name)[:rows, :columns]
+    # Devices exchange square blocks in the order of the kernel, as in ``gemm_on_shards``.
+    view = View(kernels.codes.shape[2:], (1,), ())
+    is_swapped = request.is_transposed and kernels.quantizer.serves(kernels.quantizer, view)
+
+    def swapped(kernels: QTensor) -> QTensor:
+        return jax.vmap(kernels.quantizer.transpose)(kernels) if is_swapped else kernels
+
+    def multiply(lhs: QTensor, kernels: QTensor, group_sizes: jax.Array) -> jax.Array:
+        return of_part(lhs, swapped(kernels), group_sizes)
+
+    dims = "-mk", "e-kn" if is_swapped else "e-nk", "mn"
+    out = ragged_on_shards(multiply, dims, lhs, swapped(kernels), group_sizes, name=name)
+    return out[:rows, :columns]
+
+
+def _sums_on_shards(
+    request: ExpertSums,
+    of_part: Callable[..., jax.Array],
+    lhs: QTensor,
+    rhs: QTensor,
+    group_sizes: jax.Array,
+    *,
+    name: str = "",
+) -> jax.Array:
+    """Returns the result of ``request``, see ``_products_on_shards``."""
+    dims = ("mk", "mn", "ekn") if lhs.codes.ndim == 2 else ("-km", "-nm", "ekn")
+    _, depth, columns = request.shape
+    return ragged_on_shards(of_part, dims, lhs, rhs, group_sizes, name=name)[:, :depth, :columns]
 
 
 def _tiling_of_rows(rows: int, depth: int, columns: int, experts: int) -> Tiling:

@@ -308,6 +308,23 @@ def _has_grouped_gemm(
     )
 
 
+def _is_of_experts(
+    capability: float, request: ExpertProducts | ExpertSums, lhs: Any, rhs: Any, group_sizes: Any
+) -> bool:
+    """Returns whether each device of a mesh can multiply its rows of a ragged dot by codes of others."""
+    del group_sizes
+    if not (
+        capability > 0  # without a known GPU only the reference remains, so there is no choice
+        and not request.dequantized
+        and isinstance(lhs, QTensor)
+        and isinstance(rhs, QTensor)
+    ):
+        return False
+    quantizers = lhs.quantizer, rhs.quantizer
+    is_per_block = [quantizer.scales_along_contraction for quantizer in quantizers]
+    return not any(is_per_block) or all(quantizer.codes_are_matrices for quantizer in quantizers)
+
+
 def _has_block_quantize(capability: float, pair: CastPair, x: Any, scale: Any) -> bool:
     """Returns whether our GPU kernel can quantize a tensor for both of its GEMMs, and helps on this GPU.
 
@@ -403,9 +420,18 @@ _TABLE: dict[type, tuple[Row, ...]] = {
     ),
     ExpertProducts: (
         Row(_has_grouped_gemm, cuda_ragged.expert_products, on_mesh=cuda_ragged.expert_products_on_shards),
+        Row(
+            _is_of_experts,
+            cuda_ragged.in_tiles,
+            cuda_ragged.in_tiles,
+            cuda_ragged.products_in_tiles_on_shards,
+        ),
     ),
     ExpertSums: (
         Row(_has_grouped_gemm, cuda_ragged.expert_sums, on_mesh=cuda_ragged.expert_sums_on_shards),
+        Row(
+            _is_of_experts, cuda_ragged.in_tiles, cuda_ragged.in_tiles, cuda_ragged.sums_in_tiles_on_shards
+        ),
     ),
     CastPair: (
         Row(_has_block_quantize_on_shards, cuda_casts.block_pair, on_mesh=cuda_casts.block_pair_on_shards),

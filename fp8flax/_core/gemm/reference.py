@@ -157,10 +157,14 @@ def _as_columns(gemm: Gemm, scale: jax.Array) -> jax.Array:
 def reference_pair(request: CastPair, x: jax.Array, scale: jax.Array | None) -> tuple[Any, Any]:
     """Quantizes a tensor for two GEMMs: once if both GEMMs can use the same codes, otherwise twice."""
     x = inf_to_nan(x) if request.inf_is_nan else x
-    first = quantized(request.first, x, request.view, scale)
-    if serves(request.first, request.second, request.view):
-        return first, first.quantizer.transpose(first) if isinstance(first, QTensor) else first
-    return first, quantized(request.second, x, request.other_view, scale)
+    if not serves(request.first, request.second, request.view):
+        first = quantized(request.first, x, request.view, scale)
+        return first, quantized(request.second, x, request.other_view, scale)
+    # Made in the order of the tensor, in which devices of a mesh exchange codes, see ``gemm_on_shards``.
+    is_second = list(request.other_view.order) == sorted(request.other_view.order)
+    made = quantized(request.first, x, request.other_view if is_second else request.view, scale)
+    other = made.quantizer.transpose(made) if isinstance(made, QTensor) else made
+    return (other, made) if is_second else (made, other)
 
 
 def reference_cast(request: CastTranspose, scales: Sequence[jax.Array], *args: jax.Array) -> list[Cast]:

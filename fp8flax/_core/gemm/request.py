@@ -134,10 +134,14 @@ class ExpertProducts(NamedTuple):
     """Rows and columns of the result. The result is zero in rows that belong to no expert."""
     dtype: np.dtype
     """The dtype of the result."""
+    in_tiles: Callable[..., jax.Array]
+    """Multiplies in plain JAX, one tile of rows after the other. It is called with the operands, and with
+    ``is_part=True`` if these are the parts of one device of a mesh."""
     dequantized: bool = False
     """Whether every device multiplies in the wide dtypes; see ``Gemm.dequantized``."""
     is_transposed: bool = False
-    """Whether the kernels come as ``(experts, depth, columns)``, and each device transposes its own."""
+    """Whether the kernels come as ``(experts, depth, columns)``, and each device transposes its own. Codes
+    with scales per block are transposed already."""
 
 
 class ExpertSums(NamedTuple):
@@ -151,6 +155,8 @@ class ExpertSums(NamedTuple):
     """Experts, depth and columns of the result."""
     dtype: np.dtype
     """The dtype of the result."""
+    in_tiles: Callable[..., jax.Array]
+    """Multiplies in plain JAX, see ``ExpertProducts.in_tiles``."""
     dequantized: bool = False
     """Whether every device multiplies in the wide dtypes; see ``Gemm.dequantized``."""
 

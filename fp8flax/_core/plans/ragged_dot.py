@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.amax import amaxes_of_parts, delayed_amax
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.gemm.cuda_ragged import transposed
+from fp8flax._core.gemm.cuda_ragged import in_tiles, transposed
 from fp8flax._core.gemm.kernels.groups import bounded
 from fp8flax._core.gemm.lowering import lowered
 from fp8flax._core.gemm.reference import reference_gemm
@@ -190,51 +190,75 @@ class RaggedPlan(Contraction):
         return lax.broadcasted_iota(np.int32, (rows, 1), 0) < num_grouped
 
     def product(self, lhs: Any, rhs: Any, extra: Extra) -> jax.Array:
-        uses = self.uses("input").first, self.uses("kernel").first
-        return self._rows(self.gemms.forward, uses, lhs, rhs, extra)
+        return self._products("forward", lhs, rhs, extra)
 
     def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra) -> jax.Array:
         del like
-        uses = self.uses("output_grad").first, self.uses("kernel").second
-        return self._rows(self.gemms.dgrad, uses, g, rhs, extra)
+        return self._products("dgrad", g, rhs, extra)
 
-    def _rows(self, gemm: Gemm, uses: tuple[Use, Use], lhs: Any, kernels: Any, extra: Extra) -> jax.Array:
+    def _products(self, name: str, lhs: Any, kernels: Any, extra: Extra) -> jax.Array:
         """Returns each row of ``lhs`` times the kernel of its expert; zeros for rows of no expert.
 
         It computes forward (``lhs`` is the input) and dgrad (``lhs`` is the output gradient).
         """
-        (group_sizes,), columns = extra, gemm.rhs.shape[0]
-
-        def tile_by_tile(_: Any, lhs: Any, kernels: Any, group_sizes: jax.Array) -> jax.Array:
-            # The reference implementation of the request.
-            lhs, kernels = (self._in_rows(use, x) for use, x in zip(uses, (lhs, kernels)))
-            kernels = jax.tree.map(transposed, kernels) if is_transposed else kernels
-            return _multiply_rows(self, gemm, lhs, kernels, columns, _visits(self, group_sizes))
-
-        # The forward product sums over the first axis of a kernel, and FP8 units over the last one. So each
-        # kernel is transposed: once, and not at each visit. Codes with scales per block have this order
-        # already; only their dequantized values are transposed.
-        is_transposed = uses[1].view.contract == (0,)
+        (group_sizes,), gemm = extra, getattr(self.gemms, name)
         request = ExpertProducts(
-            (self.padded_rows, columns),
+            (self.padded_rows, gemm.rhs.shape[0]),
             gemm.out_dtype,
+            partial(_products_in_tiles, self, name),
             gemm.dequantized,
-            is_transposed and not _is_per_block(kernels),
+            self.transposes_kernels(name),
         )
-        return lowered(request, tile_by_tile, lhs, kernels, group_sizes)[: self.rows]
+        return lowered(request, in_tiles, lhs, kernels, group_sizes)[: self.rows]
 
     def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
         del like
-        uses = self.uses("input").second, self.uses("output_grad").second
+        request = ExpertSums(
+            (self.groups, self.depth, self.columns),
+            self.rhs.dtype,
+            partial(_sums_in_tiles, self),
+            self.dequantized,
+        )
+        return lowered(request, in_tiles, lhs, g, group_sizes)
 
-        def tile_by_tile(_: Any, lhs: Any, g: Any, group_sizes: jax.Array) -> jax.Array:
-            # The reference implementation of the request.
-            lhs, g = (self._in_rows(use, x) for use, x in zip(uses, (lhs, g)))
-            return _multiply_groups(self, lhs, g, _visits(self, group_sizes))
+    def uses_of(self, name: str) -> tuple[Use, Use]:
+        """Returns how both operands of a product enter it: ``"forward"``, ``"dgrad"`` or ``"wgrad"``."""
+        x, w, g = map(self.uses, ("input", "kernel", "output_grad"))
+        return {
+            "forward": (x.first, w.first),
+            "dgrad": (g.first, w.second),
+            "wgrad": (x.second, g.second),
+        }[name]
 
-        request = ExpertSums((self.groups, self.depth, self.columns), self.rhs.dtype, self.dequantized)
-        return lowered(request, tile_by_tile, lhs, g, group_sizes)
+    def transposes_kernels(self, name: str) -> bool:
+        """Returns whether a product takes the kernels as ``(experts, columns, depth)``.
+
+        The forward product sums over the first axis of a kernel, and FP8 units over the last one. So each
+        kernel is transposed: once, and not at each visit. Codes with scales per block have this order
+        already; only their dequantized values are transposed.
+        """
+        return self.uses_of(name)[1].view.contract == (0,)
+
+    def of_part(self, name: str, lhs: QTensor, rhs: QTensor) -> RaggedPlan:
+        """Returns the plan of the parts of two operands of a product, filled up to whole blocks."""
+        dims = {
+            "input": ("rows", "depth"),
+            "kernel": ("depth", "columns"),
+            "output_grad": ("rows", "columns"),
+        }
+        sizes: dict[str, int] = {}
+        for use, operand in zip(self.uses_of(name), (lhs, rhs)):
+            shape = operand.codes.shape[-2:]
+            is_transposed = _is_per_block(operand) and use.view.contract == (0,)
+            sizes |= zip(dims[use.role], shape[::-1] if is_transposed else shape)
+        whole = {"rows": self.rows, "depth": self.depth, "columns": self.columns}
+        rows, depth, columns = (whole | sizes).values()
+        return dataclasses.replace(
+            self,
+            lhs=self.lhs._replace(shape=(rows, depth)),
+            rhs=self.rhs._replace(shape=(self.groups, depth, columns)),
+        )
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
@@ -244,18 +268,69 @@ class RaggedPlan(Contraction):
     def warn(self, *recipes: GemmRecipe) -> None:
         warn_if_emulated(*recipes, is_ragged=True)
 
-    def _in_rows(self, use: Use, operand: Any) -> Any:
-        """Returns an operand that can be cut into tiles of rows; dequantizes it if scales are per block."""
-        if not _is_per_block(operand):
-            return operand
-        dtypes = {"input": self.lhs.dtype, "kernel": self.rhs.dtype, "output_grad": self.out_dtype}
-        dtype = dtypes[use.role]
-        return self.each(use.role, lambda q: q.dequantize(use.view, dtype), operand)
-
 
 def _is_per_block(operand: Any) -> bool:
     """Returns whether an operand is quantized with scales that change along the contraction."""
     return isinstance(operand, QTensor) and operand.quantizer.scales_along_contraction
+
+
+def _products_in_tiles(
+    plan: RaggedPlan, name: str, lhs: Any, kernels: Any, group_sizes: jax.Array, *, is_part: bool = False
+) -> jax.Array:
+    """Returns each row times the kernel of its expert, in plain JAX; see ``ExpertProducts.in_tiles``.
+
+    Args:
+        plan: the plan of the ragged dot.
+        name: ``"forward"`` or ``"dgrad"``.
+        lhs: the rows, padded to whole tiles of the plan.
+        kernels: the kernels of all experts.
+        group_sizes: number of rows of each expert.
+        is_part: whether the operands are those of one device of a mesh. The number of rows is then any.
+    """
+    plan = plan.of_part(name, lhs, kernels) if is_part else plan
+    gemm, (lhs_use, kernel_use) = getattr(plan.gemms, name), plan.uses_of(name)
+    lhs = _in_whole_tiles(plan, lhs_use, lhs, is_part)
+    kernels = _dequantized_blocks(plan, kernel_use, kernels)
+    if plan.transposes_kernels(name):
+        kernels = jax.tree.map(transposed, kernels)
+    out = _multiply_rows(plan, gemm, lhs, kernels, gemm.rhs.shape[0], _visits(plan, group_sizes))
+    return out[: plan.rows] if is_part else out
+
+
+def _sums_in_tiles(
+    plan: RaggedPlan, lhs: Any, g: Any, group_sizes: jax.Array, *, is_part: bool = False
+) -> jax.Array:
+    """Returns the sums of the outer products of each expert's rows; see ``_products_in_tiles``."""
+    plan = plan.of_part("wgrad", lhs, g) if is_part else plan
+    lhs, g = (_in_whole_tiles(plan, *one, is_part) for one in zip(plan.uses_of("wgrad"), (lhs, g)))
+    return _multiply_groups(plan, lhs, g, _visits(plan, group_sizes))
+
+
+def _in_whole_tiles(plan: RaggedPlan, use: Use, operand: Any, is_part: bool) -> Any:
+    """Returns an operand that can be cut into tiles of rows; a part is filled up to whole tiles."""
+    if not is_part:
+        return _dequantized_blocks(plan, use, operand)
+    rows, more = plan.rows, plan.padded_rows - plan.rows
+    view = use.view._replace(shape=(rows, use.view.shape[1]))
+    operand = _dequantized_blocks(plan, use._replace(view=view), operand)
+
+    def filled(x: jax.Array) -> jax.Array:
+        return lax.pad(x, np.zeros((), x.dtype), ((0, more, 0), (0, 0, 0)))
+
+    if not isinstance(operand, QTensor):
+        return filled(operand)
+    has_rows = operand.scale.ndim == 2 and operand.scale.shape[0] == rows > 1
+    scale = filled(operand.scale) if has_rows else operand.scale
+    return dataclasses.replace(operand, codes=filled(operand.codes), scale=scale)
+
+
+def _dequantized_blocks(plan: RaggedPlan, use: Use, operand: Any) -> Any:
+    """Returns the values of an operand with scales per block; returns another operand unchanged."""
+    if not _is_per_block(operand):
+        return operand
+    dtypes = {"input": plan.lhs.dtype, "kernel": plan.rhs.dtype, "output_grad": plan.out_dtype}
+    dtype = dtypes[use.role]
+    return plan.each(use.role, lambda q: q.dequantize(use.view, dtype), operand)
 
 
 def _visits(plan: RaggedPlan, group_sizes: jax.Array) -> _Visit:

@@ -1,5 +1,6 @@
 """The FP8 matmul of a mixture of experts beside NumPy, one expert at a time, and the layer made of it."""
 
+import re
 from functools import cache, partial
 
 import jax
@@ -7,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
+from fp8flax._core.gemm import lowering
+from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.groups import bounded
 from fp8flax._core.plans import ragged_dot
 from fp8flax._core.plans.contraction import States
@@ -529,3 +532,36 @@ def test_scales_per_block_are_those_of_each_experts_own_matmul(recipe):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(vjp(g), expected_vjp(g)):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", cells(["delayed", "axiswise", "blocks", "MXFP8"], repeated=["axiswise"]))
+def test_each_device_of_a_mesh_multiplies_its_rows_in_tiles(name, monkeypatch):
+    """Four CPUs, as A100s do it. Each has one expert, and rows that do not fill the last tile."""
+    recipe = {**RECIPES, "MXFP8": fp8.MXFP8BlockScaling()}[name]
+    op = fp8.Fp8RaggedDotOp(recipe=recipe)
+    rows, depth, columns = 512 if name == "blocks" else 640, 256, 384
+    rng = np.random.default_rng(0)
+    shapes = (rows, depth), (EXPERTS, depth, columns), (rows, columns)
+    x, w, g = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    sizes = np.array([200, 0, 130, 101])
+
+    def step(x, w, g, sizes):
+        variables = op.init(jax.random.key(0), x, w, sizes) if name == "delayed" else {}
+        out, vjp = jax.vjp(lambda x, w: op.apply(variables, x, w, sizes), x, w)
+        return out, *vjp(g)
+
+    expected = jit(step)(x, w, g, sizes)
+    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
+    # XLA calls the rule of the parts from another thread, where no target is set.
+    monkeypatch.setattr(lowering, "compute_capability", lambda: 8.0)
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    split, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
+    places = split, split, split, whole
+    with compile_target(8.0):
+        compiled = jit(step, in_shardings=places, out_shardings=split).lower(x, w, g, sizes).compile()
+    for ours, theirs in zip(compiled(*jax.device_put((x, w, g, sizes), places)), expected):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+    # Kernels are gathered, and no rows.
+    gathered = re.findall(r"= \w+\[(\d+)[\d,]*\]\S* all-gather", compiled.as_text())
+    assert set(gathered) == {str(EXPERTS)}

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._core.gemm.kernels.groups import bounded
 from fp8flax._core.gemm.request import Gemm
-from fp8flax._core.names import BLOCK_QUANTIZE, GROUPED_GEMM
+from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.qtensor import QTensor, View
 
 Axes = tuple[str, ...]
@@ -234,6 +234,8 @@ def ragged_on_shards(
     lhs: QTensor,
     rhs: QTensor,
     group_sizes: jax.Array,
+    *,
+    name: str = "",
 ) -> jax.Array:
     """Returns ``multiply(lhs, rhs, group_sizes)``; all dimensions except the experts may be split.
 
@@ -247,10 +249,10 @@ def ragged_on_shards(
         lhs: the left operand.
         rhs: the right operand.
         group_sizes: number of rows of each group.
+        name: the scope in which ``multiply`` runs; empty for none.
     """
     quantizers, rows = (lhs.quantizer, rhs.quantizer), dims[0].index("m")
-    scales = [jnp.atleast_1d(x.scale) for x in (lhs, rhs)]
-    of_scales = map(_of_scale, (lhs, rhs), scales, dims)
+    of_scales = (_of_scale(x, x.scale, of) for x, of in zip((lhs, rhs), dims))
 
     def kernel(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, sizes: Any) -> jax.Array:
         left, right = _qtensors((lhs, rhs), (lhs_scale, rhs_scale), quantizers)
@@ -267,10 +269,10 @@ def ragged_on_shards(
         dims[2],
         order=order,
         num_deciding=2,
-        name=GROUPED_GEMM,
+        name=name,
         adapt=adapt,
     )
-    return run(lhs.codes, rhs.codes, *scales, group_sizes)
+    return run(lhs.codes, rhs.codes, lhs.scale, rhs.scale, group_sizes)
 
 
 def _qtensors(
