@@ -184,6 +184,7 @@ ValueError: there is no scaling state; there is no batch; a batch produced a NaN
 TypeError: the values are traced.
 ValueError: the state is wrong; the message lists five leaves at most, and says what to do.""",
     # Whole models.
+    "report.result": "A ``ModelReport``; print it, or look at its ``rows``.",
     "quantize_model.rules": """\
 Rules are tried in this order, and the first that matches decides: ``exclude``, ``rules``, ``include``,
 the defaults. The defaults leave out
@@ -267,6 +268,9 @@ Each op computes, bit for bit, what it computes in ``model``. The models agree b
 compiles the code between the ops in the same way; under ``jax.jit`` it may fuse it differently and
 round differently in the last bit. Delayed scales become those that the next step would use. Recipes
 without state continue to scale inputs from the current data.""",
+    "freeze.warns": """\
+UserWarning: kernels of FP8 ops stay wide, with the reason for each; or delayed scales have seen no
+    data.""",
     "freeze.args": """\
 *args: inputs to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays.
 weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply

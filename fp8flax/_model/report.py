@@ -54,7 +54,7 @@ def report(
             as one compilation for the GPU, and needs the extra ``fp8flax[audit]``; see ``audit``.
 
     Returns:
-        A ``ModelReport``; print it, or look at its ``rows``.
+        {result}
 
     Raises:
         TypeError: ``model`` does not come from ``quantize_model``.

@@ -87,12 +87,12 @@ def _counts(kernel: Origin, shape: tuple[int, ...]) -> list[Any]:
     return list(jax.device_get(count(ones)))
 
 
-def as_text(reasons: Mapping[Path, str], ops: Mapping[Path, SeenOp]) -> str:
-    """Returns a text with the parameters that stay wide and the reasons."""
+def reasons_of_parameters(reasons: Mapping[Path, str], ops: Mapping[Path, SeenOp]) -> dict[str, str]:
+    """Returns the reasons that are not empty, by the paths of the parameters that stay wide."""
     texts = {}
     for path, reason in reasons.items():
         kernel = ops[path].kernel
         for source in ops[path].others or (s.path for s in (kernel.sources if kernel else ())):
             if reason:
                 texts["/".join(source)] = reason
-    return "; ".join(f"{name} ({reason})" for name, reason in sorted(texts.items()))
+    return texts

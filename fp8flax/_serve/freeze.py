@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,12 +20,12 @@ from fp8flax._model.converted_call import Call, Seen, SeenOp, seen_of
 from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve import trees
-from fp8flax._serve.coverage import as_text, left_wide
+from fp8flax._serve.coverage import left_wide, reasons_of_parameters
 from fp8flax._serve.hidden_state import CACHE, ServedOp, narrowed
 from fp8flax._serve.kernels import layout, stacked_axis, to_freeze
 from fp8flax._serve.scales import WEIGHT_ONLY
 from fp8flax._serve.serving import MakeServingCall, Serving
-from fp8flax._serve.stored_op import OpToFreeze, Stored, as_codes, stored, warn_of_fresh
+from fp8flax._serve.stored_op import OpToFreeze, Stored, as_codes, stored, warn_of_fresh, warn_of_wide
 from fp8flax._serve.trees import Path
 
 
@@ -82,8 +81,7 @@ def freeze(
         TypeError: ``kv_cache_dtype`` is not an FP8 dtype.
 
     Warns:
-        UserWarning: kernels of FP8 ops stay wide, with the reason for each; or delayed scales have seen no
-            data.
+        {warns}
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -123,8 +121,7 @@ def freeze(
     for path, one in ops.items():
         for role, scale in one.scales.items():
             params = trees.replaced(params, (*path, state_leaf_names(role)[0]), scale)
-    if text := as_text(wide, seen.ops):
-        warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=2)
+    warn_of_wide(reasons_of_parameters(wide, seen.ops))
     warn_of_fresh(fresh, "fp8flax.calibrate(model.apply, variables, batches)")
     others = {name: value for name, value in variables.items() if name != OVERWRITE_WITH_GRADIENT}
     if CACHE in others and cache_dtype is not None:

@@ -161,6 +161,17 @@ def check_is_on(recipe: Recipe | None) -> None:
         )
 
 
+def warn_of_wide(reasons: Mapping[str, str]) -> None:
+    """Warns the caller of ``freeze`` of FP8 ops whose kernels stay wide.
+
+    Args:
+        reasons: the reason for each kernel, by the path of the kernel or of its op.
+    """
+    if reasons:
+        text = "; ".join(f"{path} ({reason})" for path, reason in sorted(reasons.items()))
+        warnings.warn(f"These kernels of FP8 ops stay wide: {text}.", stacklevel=3)
+
+
 def warn_of_fresh(fresh: list[str], calibrate: str) -> None:
     """Warns the caller of ``freeze`` of scales that have seen no data.
 

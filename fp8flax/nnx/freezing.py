@@ -7,9 +7,7 @@ a mark when it enters the op of its layer. If anything else reads the kernel, it
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -29,10 +27,18 @@ from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._model.program_reads import ELSE, Reads
 from fp8flax._serve.scales import WEIGHT_ONLY, constant
-from fp8flax._serve.stored_op import OpToFreeze, as_codes, check_is_on, computed, stored, warn_of_fresh
+from fp8flax._serve.stored_op import (
+    OpToFreeze,
+    as_codes,
+    check_is_on,
+    computed,
+    stored,
+    warn_of_fresh,
+    warn_of_wide,
+)
 from fp8flax._train.bridge import split_arrays
 from fp8flax.nnx.models import Layer, layers_of
-from fp8flax.nnx.ops import Fp8Op
+from fp8flax.nnx.ops import Fp8Op, scope_of
 from fp8flax.nnx.variables import state_of
 
 
@@ -75,7 +81,7 @@ class FrozenOp(nnx.Module):
         kernel = QTensor(constant(codes), constant(self.kernel_scale.get_value()), quantizer)
         like = jnp.zeros(codes.shape, lhs.dtype)
         how: Any = self.row, self.recipe, self.form, kernel, lambda: self.input_scale.get_value()
-        with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
+        with scope_of(self.scope):
             return computed(*how, lhs, like, *arguments, **keywords)
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
@@ -120,8 +126,8 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
             elsewhere.
 
     Warns:
-        UserWarning: kernels of FP8 ops stay wide, with the reason for each; or delayed scales have seen no
-            data. Reasons are a convolution, an op outside of NNX's layers, a layer that did not run, a
+        {warns}
+            Reasons are a convolution, an op outside of NNX's layers, a layer that did not run, a
             recipe that keeps kernels wide, and a kernel that is read elsewhere.
 
     Example:
@@ -165,9 +171,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
         if isinstance(op, Fp8Op):
             op._conversion = None  # report takes only models that quantize_model returned
             wide["/".join(map(str, keys))] = _why_wide(owners.get(id(op)), set(seen), shared)
-    if wide:
-        text = "; ".join(f"{path} ({reason})" for path, reason in sorted(wide.items()))
-        warnings.warn(f"The kernels of these FP8 ops stay wide: {text}.", stacklevel=2)
+    warn_of_wide(wide)
     warn_of_fresh(fresh, "fp8flax.nnx.calibrate")
     return copy
 

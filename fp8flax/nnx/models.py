@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -45,9 +46,13 @@ class Kind(NamedTuple):
         return self.row.nnx_field
 
 
+def _einsum_names(layer: nnx.Einsum) -> list[str]:
+    """Returns the names of the axes of the input, the kernel and the result, without an ellipsis."""
+    return re.split(",|->", layer.einsum_str.replace("...", ""))
+
+
 def _einsum_axes(layer: nnx.Einsum) -> tuple[list[int], list[int]]:
-    operands, result = layer.einsum_str.split("->")
-    lhs, rhs = (names.replace("...", "") for names in operands.split(","))
+    lhs, rhs, result = _einsum_names(layer)
     shared = [i for i, name in enumerate(rhs) if name in lhs]
     return [i for i in shared if rhs[i] not in result], [i for i in shared if rhs[i] in result]
 
@@ -140,8 +145,7 @@ class Layer(NamedTuple):
     def takes_codes(self) -> bool:
         """Whether the stored kernel enters one matmul without a change."""
         if self.kind.row is EINSUM:
-            operands, result = self.module.einsum_str.split("->")
-            lhs, rhs = operands.split(",")
+            lhs, rhs, result = _einsum_names(self.module)
             return all(name in lhs or name in result for name in rhs)
         return self.kind.row.plan is not None
 
@@ -367,7 +371,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
         {args}
 
     Returns:
-        A ``ModelReport``; print it, or look at its ``rows``.
+        {result}
 
     Raises:
         TypeError: ``model`` does not come from ``quantize_model``.

@@ -73,6 +73,14 @@ def _checked_backward(_: None, g: Any) -> tuple[Any, None, None]:
 _checked.defvjp(_checked_forward, _checked_backward, symbolic_zeros=True)
 
 
+def scope_of(path: str) -> contextlib.AbstractContextManager[None]:
+    """Returns a context that puts the path of an op into the program; an empty path adds nothing.
+
+    NNX itself puts no names into programs, and audits show them.
+    """
+    return jax.named_scope(path) if path else contextlib.nullcontext()
+
+
 class Fp8Op(OpBase, nnx.Module):
     """Base class of the NNX ops: holds the scaling state of one contraction, and computes it."""
 
@@ -99,7 +107,7 @@ class Fp8Op(OpBase, nnx.Module):
         self.recipe, self.form = recipe, form
         self._check_options()
         self._scope = ""
-        """The path of the op in a model, for audits. NNX itself puts no names into programs."""
+        """The path of the op in a model, for audits; see ``scope_of``."""
         self._conversion: Any = None
         """The options with which ``quantize_model`` made the model, for ``report``."""
         in_use = self._recipe_in_use()
@@ -128,7 +136,7 @@ class Fp8Op(OpBase, nnx.Module):
         multiply = super()._multiplier()
 
         def scoped(*args: Any, **keywords: Any) -> jax.Array:
-            with jax.named_scope(self._scope) if self._scope else contextlib.nullcontext():
+            with scope_of(self._scope):
                 return multiply(*args, **keywords)
 
         return scoped

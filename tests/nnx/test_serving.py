@@ -230,7 +230,7 @@ def test_what_cannot_be_frozen(calibrated):
         r"conv/conv_general_dilated \(it is a convolution\); sums/einsum_op \(its einsum does not .*\); "
         r"unused/dot_general \(it did not run with these inputs\)\."
     )
-    with pytest.warns(UserWarning, match=f"kernels of these FP8 ops stay wide: {wide}"):
+    with pytest.warns(UserWarning, match=f"These kernels of FP8 ops stay wide: {wide}"):
         frozen = fp8nnx.freeze(model, X)
     np.testing.assert_array_equal(frozen(X), model(X))
     with pytest.raises(ValueError, match="there is nothing to freeze"):
