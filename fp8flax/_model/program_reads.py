@@ -10,16 +10,15 @@ from fp8flax._compat.interpreter import Set, Sets, results_within
 from fp8flax._compat.jaxprs import programs_in
 from fp8flax._core.names import BY_OP
 
-# Movements: primitives that change only the place or the dtype of values.
-CAST = "convert_element_type"
-MOVEMENTS = (
-    *("broadcast_in_dim", "concatenate", CAST, "copy", "copy_p", "reshape", "rev"),
-    *("sharding_constraint", "slice", "split", "squeeze", "transpose"),
-)
+# Primitives that return their operand unchanged.
+SAME = ("copy", "copy_p", "sharding_constraint")
 # Movements that leave every value in its place.
-CASTS = (CAST, "copy", "copy_p", "sharding_constraint")
+CAST = "convert_element_type"
+CASTS = (CAST, *SAME)
 # Movements after which every value is there exactly once.
 BIJECTIONS = (*CASTS, "reshape", "rev", "squeeze", "transpose")
+# All movements: primitives that change only the place or the dtype of values.
+MOVEMENTS = (*BIJECTIONS, "broadcast_in_dim", "concatenate", "slice", "split")
 # Matches a whole element of a stack of names, because a module's name may begin with the same text.
 IN_OP = re.compile(rf"\b{BY_OP}\b")
 
@@ -42,6 +41,9 @@ class Reads(Sets):
     or passed to an FP8 op is not read.
     """
 
+    movements: tuple[str, ...] = MOVEMENTS
+    """The primitives whose results are parts of inputs, if all operands are."""
+
     def __init__(self) -> None:
         self.read: set[int] = set()
 
@@ -51,7 +53,7 @@ class Reads(Sets):
 
     def move(self, eqn: Any, operands: list[Set]) -> Set | None:
         """Returns the value of the results of a movement; None if the equation is not a movement."""
-        if eqn.primitive.name in MOVEMENTS and not any(ELSE in operand for operand in operands):
+        if eqn.primitive.name in self.movements and not any(ELSE in operand for operand in operands):
             return self.part_of(frozenset().union(*operands))
         return None
 

@@ -25,7 +25,7 @@ from fp8flax._core.plans.calls import calling
 from fp8flax._core.plans.ops import EINSUM, OpRow
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
-from fp8flax._model.program_reads import ELSE, Reads
+from fp8flax._model.program_reads import ELSE, SAME, Reads
 from fp8flax._serve.scales import WEIGHT_ONLY, constant
 from fp8flax._serve.stored_op import (
     OpToFreeze,
@@ -257,12 +257,13 @@ def _operands(
 
 
 _MARK = "fp8flax_kernel:"
-# Primitives that return their operand unchanged.
-_SAME = ("copy", "copy_p", "sharding_constraint")
 
 
 class _KernelReads(Reads):
     """Finds which kernels a program reads, and which kernels reach the op of each layer by its mark."""
+
+    # Other movements, and casts, count as reading: only the op knows what the stored codes mean.
+    movements = SAME
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,10 +277,6 @@ class _KernelReads(Reads):
         if self.is_op(eqn):
             self.by_op[eqn.params["name"].removeprefix(_MARK)] |= operands[0]
         return super().equation(eqn, operands)
-
-    def move(self, eqn: Any, operands: list[Set]) -> Set | None:
-        # A movement or a cast counts as reading, because only the op knows what the stored codes mean.
-        return operands[0] if eqn.primitive.name in _SAME else None
 
     def part_of(self, whole: Set) -> Set:
         return whole  # a part of stacked kernels is the kernel of one layer

@@ -281,6 +281,8 @@ class Tied(nnx.Module):
             return jax.lax.cond(h.sum() > 0, lambda h, k: h @ k, lambda h, k: h, h, kernel)
         if self.how == "returned":
             return h, kernel
+        if self.how == "transposed":  # for its own op
+            return self.tied.dot_general(h, kernel.T, (((2,), (0,)), ((), ())))
         if self.how == "input":  # of its own layer
             return self.tied(kernel.astype(jnp.float32))
         self.copy.set_value(kernel)
@@ -289,7 +291,8 @@ class Tied(nnx.Module):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "how", ["cast", "loop", "branch", "returned", "input", "kept", "WeightNorm", "SpectralNorm"]
+    "how",
+    ["cast", "loop", "branch", "returned", "transposed", "input", "kept", "WeightNorm", "SpectralNorm"],
 )
 def test_kernels_that_are_read_elsewhere_stay_wide(how):
     model = fp8nnx.quantize_model(Tied(how), fp8.Float8CurrentScaling(), include=".*")
