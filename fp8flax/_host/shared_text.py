@@ -107,6 +107,20 @@ ValueError: the shapes do not fit, or the state does not fit the recipe or the n
         "Source: ``jax.lax.ragged_dot``; the state of ``flax.linen.fp8_ops``, per expert."
     ),
     # Blocks of layers.
+    "MLP.computation": """\
+The output of the activation, and the gradient of its input, exist in FP8 only. One GPU kernel computes
+them in float32, finds their amax, and casts them in both orders that Hopper's GEMMs read. The backward
+pass keeps the results of ``gate`` and ``up``, and the cast activation.
+
+The block computes its layers one after the other in these cases:
+
+* a recipe other than delayed scaling of all six operands
+* ``calibrate``, ``statistics``, and models that ``freeze`` returned
+* FP8 turned off, float64, or a mesh with explicit axes
+* in NNX, a layer that was replaced, or given another op, recipe or option
+
+XLA generates the GPU kernel in these cases: GPUs other than Hopper's, a program that XLA splits over
+several devices, sizes that are not multiples of 64, and ``"gelu_exact"``.""",
     "MLP.fields": f"""\
 hidden_features: number of features of ``up`` and ``gate``.
 features: number of features of ``down``; None for as many as the input has.
@@ -120,6 +134,24 @@ kernel_init: initializer of the kernels.
 bias_init: initializer of the biases.
 {_RECIPE}""",
     "MLP.errors": _BLOCK_ERRORS,
+    "MLP.source": """\
+Source: Shazeer, 2020, arXiv:2002.05202, for gates; Transformer Engine, ``LayerNormMLP``, for the fused
+cast and transpose.""",
+    "MoE.computation": """\
+``out[t] = sum_e gate[t, e] * expert[e](x[t])``, where ``e`` runs over the ``top_k`` experts with the
+largest router probabilities. The gates are these probabilities, normalized to sum to one. An expert is
+``down(activation(up(x)))``, or gated ``down(activation(gate(x)) * up(x))``. No token is dropped: the
+rows are sorted by expert, and one ragged matmul computes all experts. The scaling state is that of
+``Fp8RaggedDotOp``, with a scale for each expert's kernel.
+
+The router runs in float32, and has two losses. Add them to the loss of the model; otherwise the router
+learns to send all tokens to the same experts:
+
+* ``load_balancing``: ``num_experts`` times the sum over experts of (share of tokens sent to the expert)
+  times (mean probability of the expert). It is 1 if all experts are used equally. Its usual factor is
+  0.01.
+* ``router_z``: the mean square of the logarithm of the router's sum of exponentials. Its usual factor
+  is 0.001.""",
     "MoE.fields": f"""\
 num_experts: number of experts.
 hidden_features: number of features of each expert's hidden layer.
@@ -133,6 +165,10 @@ param_dtype: dtype of the parameters.
 kernel_init: initializer of the experts' kernels, ``(num_experts, in, out)``.
 {_RECIPE}""",
     "MoE.errors": _BLOCK_ERRORS,
+    "MoE.source": """\
+Source: Shazeer et al., 2017, arXiv:1701.06538; Gale et al., 2022, arXiv:2211.15841, for the sorting;
+Fedus et al., 2021, arXiv:2101.03961, equation 4, and Zoph et al., 2022, arXiv:2202.08906, equation 5,
+for the losses.""",
     # Training.
     "value_and_grad.state": _GRADIENT_STATE,
     "value_and_grad.args": _GRADIENT_ARGS,

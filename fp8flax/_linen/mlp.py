@@ -55,18 +55,7 @@ class MLP(nn.Module):
         down(activation(gate(x)) * up(x))  # gated=True
         down(activation(up(x)))  # gated=False
 
-    The output of the activation, and the gradient of its input, exist in FP8 only. One GPU kernel computes
-    them in float32, finds their amax, and casts them in both orders that Hopper's GEMMs read. The backward
-    pass keeps the results of ``gate`` and ``up``, and the cast activation.
-
-    The block computes its layers one after the other in these cases:
-
-    * a recipe other than delayed scaling of all six operands
-    * ``calibrate``, ``statistics``, and models that ``freeze`` returned
-    * FP8 turned off, float64, or a mesh with explicit axes
-
-    XLA generates the GPU kernel in these cases: GPUs other than Hopper's, a program that XLA splits over
-    several devices, sizes that are not multiples of 64, and ``"gelu_exact"``.
+    {computation}
 
     Attributes:
         {fields}
@@ -86,8 +75,7 @@ class MLP(nn.Module):
         >>> block.apply(variables, x).shape
         (2, 16)
 
-    Source: Shazeer, 2020, arXiv:2002.05202, for gates; Transformer Engine, ``LayerNormMLP``, for the fused
-    cast and transpose.
+    {source}
     """
 
     hidden_features: int

@@ -41,22 +41,10 @@ class _Experts(nn.Module):
 class MoE(nn.Module):
     """Feed-forward layer that sends each token to a few of its experts, which multiply in FP8.
 
-    ``out[t] = sum_e gate[t, e] * expert[e](x[t])``, where ``e`` runs over the ``top_k`` experts with the
-    largest router probabilities. The gates are these probabilities, normalized to sum to one. An expert is
-    ``down(activation(up(x)))``, or gated ``down(activation(gate(x)) * up(x))``. No token is dropped: the
-    rows are sorted by expert, and one ragged matmul computes all experts.
+    {computation}
 
-    The router runs in float32. If the collection ``"losses"`` is mutable, the layer writes two values
-    there. Add them to the loss; otherwise the router learns to send all tokens to the same experts:
-
-    * ``load_balancing``: ``num_experts`` times the sum over experts of (share of tokens sent to the expert)
-      times (mean probability of the expert). It is 1 if all experts are used equally. Its usual factor is
-      0.01.
-    * ``router_z``: the mean square of the logarithm of the router's sum of exponentials. Its usual factor
-      is 0.001.
-
-    A module that is called twice adds up the values of both calls. The scaling state is that of
-    ``Fp8RaggedDotOp``, with a scale for each expert's kernel.
+    If the collection ``"losses"`` is mutable, the layer writes the losses there. A module that is called
+    twice adds up the values of both calls.
 
     Attributes:
         {fields}
@@ -74,9 +62,7 @@ class MoE(nn.Module):
         >>> sorted(aux["losses"])
         ['load_balancing', 'router_z']
 
-    Source: Shazeer et al., 2017, arXiv:1701.06538; Gale et al., 2022, arXiv:2211.15841, for the sorting;
-    Fedus et al., 2021, arXiv:2101.03961, equation 4, and Zoph et al., 2022, arXiv:2202.08906, equation 5,
-    for the losses.
+    {source}
     """
 
     num_experts: int

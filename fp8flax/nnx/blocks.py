@@ -45,13 +45,11 @@ def _is_plain(layer: Any) -> bool:
 class MLP(nnx.Module):
     """Feed-forward block of two or three dense layers, whose hidden activations exist in FP8 only.
 
-    This is ``fp8flax.MLP`` in NNX. It has two ``nnx.Linear``, ``up`` and ``down``, and ``gate`` if it is
-    gated, with one ``Fp8DotGeneralOp`` each. Up to rounding it computes ``down(activation(gate(x)) *
-    up(x))`` or ``down(activation(up(x)))``. The output of the activation, and the gradient of its input,
-    exist in FP8 only; see ``fp8flax.MLP``.
+    The block has two ``nnx.Linear``, ``up`` and ``down``, and ``gate`` if it is gated, with one
+    ``Fp8DotGeneralOp`` each. Up to rounding it computes ``down(activation(gate(x)) * up(x))`` or
+    ``down(activation(up(x)))``.
 
-    The block computes its layers one after the other in the cases where ``fp8flax.MLP`` does so, in models
-    that ``freeze`` returned, and if a layer was replaced or given another op, recipe or option.
+    {computation}
 
     Args:
         in_features: number of features of the input.
@@ -69,7 +67,7 @@ class MLP(nnx.Module):
         >>> block(jnp.ones((2, 16))).shape
         (2, 16)
 
-    Source: as for ``fp8flax.MLP``.
+    {source}
     """
 
     def __init__(
@@ -187,9 +185,10 @@ class Experts(nnx.Module):
 class MoE(nnx.Module):
     """Feed-forward layer that sends each token to a few of its experts, which multiply in FP8.
 
-    This is ``fp8flax.MoE`` in NNX, with the same computation, parameters and state. The two losses of the
-    router are variables of the type ``RouterLoss``: ``load_balancing`` and ``router_z``. Each call
-    overwrites them, so read them after the call, in the function that is differentiated.
+    {computation}
+
+    The losses are variables of the type ``RouterLoss``. Each call overwrites them, so read them after the
+    call, in the function that is differentiated.
 
     Args:
         in_features: number of features of the input.
@@ -209,7 +208,7 @@ class MoE(nnx.Module):
         >>> layer.load_balancing.get_value().shape
         ()
 
-    Source: as for ``fp8flax.MoE``.
+    {source}
     """
 
     def __init__(
