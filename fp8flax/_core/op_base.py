@@ -39,7 +39,7 @@ class OpBase(Called):
     """Base class of Linen ops and NNX ops.
 
     It knows neither Linen nor NNX. Its direct subclass, one for each of the two, has the fields ``recipe``
-    and ``form``, and defines ``_value`` and ``_place``.
+    and ``form``, and defines ``_value``, ``_place`` and what to do about wrong state.
     """
 
     row: ClassVar[OpRow] = DOT_GENERAL
@@ -47,6 +47,11 @@ class OpBase(Called):
     """The recipe if neither the op nor ``autocast`` has one."""
     _classes: ClassVar[dict[OpRow, type[OpBase]]]
     """The classes of the ops of Linen, or of NNX, by their rows."""
+
+    _if_cast: ClassVar[str]
+    """What to do if the state has another dtype than float32, as the beginning of a sentence."""
+    _if_shape: ClassVar[str]
+    """What to do if the state has another shape than the recipe needs, as a sentence."""
 
     recipe: Recipe | None
     form: str
@@ -65,8 +70,12 @@ class OpBase(Called):
             type(row.name, (row.call, cls), {"row": row, "__module__": cls.__module__})
         return cls._classes[row]  # type: ignore[return-value]
 
-    def _value(self, leaf: StateLeaf) -> jax.Array:
-        """Returns the value of one array of the state, after checking it."""
+    def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
+        """Returns the value of one array of the state, and its name for errors.
+
+        Raises:
+            MissingStateError: there is no such array.
+        """
         raise NotImplementedError
 
     def _place(self) -> tuple[str, ...]:
@@ -119,8 +128,23 @@ class OpBase(Called):
         """Returns the states that a recipe needs, for a kernel of this shape."""
         values: dict[str, list[jax.Array]] = {}
         for leaf in self._state_leaves(recipe, kernel):
-            values.setdefault(leaf.role, []).append(self._value(leaf))
+            values.setdefault(leaf.role, []).append(self._checked_value(leaf))
         return States(**{role: ScalingState(*both) for role, both in values.items()})
+
+    def _checked_value(self, leaf: StateLeaf) -> jax.Array:
+        """Returns the value of one array of the state; raises an error for a wrong dtype or shape."""
+        value, where = self._value(leaf)
+        if value.dtype != jnp.float32 and not is_max_dtype(value):
+            raise TypeError(
+                f"The scaling state {where} must be float32; got {value.dtype}. {self._if_cast}, or cast "
+                "this leaf back with .astype(jnp.float32)."
+            )
+        if value.shape != leaf.shape:
+            raise ValueError(
+                f"The scaling state {where} has shape {value.shape}, but the recipe needs {leaf.shape}. "
+                f"{self._if_shape}"
+            )
+        return value
 
     def _state_leaves(self, recipe: Recipe, kernel: Shape) -> list[StateLeaf]:
         """Returns the arrays of the state that a recipe needs, for a kernel of this shape.
@@ -134,24 +158,3 @@ class OpBase(Called):
             leaves.append(StateLeaf(role, scale, (*before, 1), 1.0))
             leaves.append(StateLeaf(role, history, (*before, quantizer.amax_history_len), 0.0))
         return leaves
-
-
-def check_state_array(value: Any, shape: Shape, where: str, if_cast: str, if_shape: str) -> None:
-    """Raises an error if an array of the state has the wrong dtype or shape.
-
-    Args:
-        value: the array.
-        shape: the shape that the recipe needs.
-        where: the name of the array in the variables.
-        if_cast: what to do about the wrong dtype.
-        if_shape: what to do about the wrong shape.
-    """
-    if value.dtype != jnp.float32 and not is_max_dtype(value):
-        raise TypeError(
-            f"The scaling state {where} must be float32; got {value.dtype}. {if_cast}, or cast this leaf "
-            "back with .astype(jnp.float32)."
-        )
-    if value.shape != shape:
-        raise ValueError(
-            f"The scaling state {where} has shape {value.shape}, but the recipe needs {shape}. {if_shape}"
-        )

@@ -16,7 +16,7 @@ from flax.core import DenyList
 
 from fp8flax._compat.flax_context import running_modules
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, state_leaf_names
-from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf, check_state_array
+from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.recipes import Recipe
 from fp8flax._linen.conversion import conversion
@@ -54,6 +54,12 @@ def _checked_call(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 class Fp8Op(OpBase, nn.Module):
     """Base class of the Linen ops: declares the scaling state of one contraction, and computes it."""
+
+    _if_cast = "Cast variables['params'] alone"
+    _if_shape = (
+        "Set amax_history_len to the length in the variables, or change the variables with "
+        "fp8flax.add_fp8_state."
+    )
 
     recipe: Recipe | None = None
     form: str = "direct"
@@ -126,8 +132,8 @@ class Fp8Op(OpBase, nn.Module):
         given = next((f for f in reversed(filters) if not isinstance(f, set)), OVERWRITE_WITH_GRADIENT)
         return not isinstance(given, bool | DenyList)
 
-    def _value(self, leaf: StateLeaf) -> jax.Array:
-        """Declares one variable of the state, and returns its value."""
+    def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
+        """Declares one variable of the state, and returns its value and its path."""
         name, collection = leaf.name, OVERWRITE_WITH_GRADIENT
         where = f"{collection}/{'/'.join((*self.path, name))}"
         layer = "/".join(self.path[:-1]) or type(self).__name__
@@ -147,16 +153,7 @@ class Fp8Op(OpBase, nn.Module):
                 f"passed whole, with their {collection!r} collection. {self._found_beside(name)}(Recipes "
                 "without delayed scaling, such as Float8CurrentScaling, need no state.)"
             )
-        value = self.variable(collection, name, jnp.full, leaf.shape, leaf.fill, jnp.float32).value
-        check_state_array(
-            value,
-            leaf.shape,
-            where,
-            if_cast="Cast variables['params'] alone",
-            if_shape="Set amax_history_len to the length in the variables, or change the variables with "
-            "fp8flax.add_fp8_state.",
-        )
-        return value
+        return self.variable(collection, name, jnp.full, leaf.shape, leaf.fill, jnp.float32).value, where
 
     def _found_beside(self, leaf: str) -> str:
         """Returns a sentence about state under the name of another op; empty if there is no such state."""

@@ -7,6 +7,7 @@ a mark when it enters the op of its layer. If anything else reads the kernel, it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from fp8flax._serve.stored_op import (
 )
 from fp8flax._train.bridge import split_arrays
 from fp8flax.nnx.models import Layer, layers_of
-from fp8flax.nnx.ops import Fp8Op, scope_of
+from fp8flax.nnx.ops import Fp8Op
 from fp8flax.nnx.variables import state_of
 
 
@@ -81,7 +82,7 @@ class FrozenOp(nnx.Module):
         kernel = QTensor(constant(codes), constant(self.kernel_scale.get_value()), quantizer)
         like = jnp.zeros(codes.shape, lhs.dtype)
         how: Any = self.row, self.recipe, self.form, kernel, lambda: self.input_scale.get_value()
-        with scope_of(self.scope):
+        with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
             return computed(*how, lhs, like, *arguments, **keywords)
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:

@@ -15,7 +15,7 @@ from flax import nnx
 from fp8flax._compat.flax_context import running_modules
 from fp8flax._core.formats import Format
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf, check_state_array
+from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.options import check_int
 from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
 from fp8flax._core.plans.contraction import States
@@ -73,16 +73,14 @@ def _checked_backward(_: None, g: Any) -> tuple[Any, None, None]:
 _checked.defvjp(_checked_forward, _checked_backward, symbolic_zeros=True)
 
 
-def scope_of(path: str) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that puts the path of an op into the program; an empty path adds nothing.
-
-    NNX itself puts no names into programs, and audits show them.
-    """
-    return jax.named_scope(path) if path else contextlib.nullcontext()
-
-
 class Fp8Op(OpBase, nnx.Module):
     """Base class of the NNX ops: holds the scaling state of one contraction, and computes it."""
+
+    _if_cast = "Cast the state of nnx.Param alone"
+    _if_shape = (
+        "Make the op under the recipe (the amax_history_len) of its calls. Call layers that nnx.vmap "
+        "stacked inside of nnx.vmap or nnx.scan."
+    )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Raises ``TypeError`` for operands, which only instances take: a layer calls the class."""
@@ -107,7 +105,7 @@ class Fp8Op(OpBase, nnx.Module):
         self.recipe, self.form = recipe, form
         self._check_options()
         self._scope = ""
-        """The path of the op in a model, for audits; see ``scope_of``."""
+        """The path of the op in a model, for audits. NNX itself puts no names into programs."""
         self._conversion: Any = None
         """The options with which ``quantize_model`` made the model, for ``report``."""
         in_use = self._recipe_in_use()
@@ -136,7 +134,7 @@ class Fp8Op(OpBase, nnx.Module):
         multiply = super()._multiplier()
 
         def scoped(*args: Any, **keywords: Any) -> jax.Array:
-            with scope_of(self._scope):
+            with jax.named_scope(self._scope) if self._scope else contextlib.nullcontext():
                 return multiply(*args, **keywords)
 
         return scoped
@@ -159,7 +157,7 @@ class Fp8Op(OpBase, nnx.Module):
             )
         return tuple(self._scope.split("/")) if self._scope else (type(self).__name__,)
 
-    def _value(self, leaf: StateLeaf) -> jax.Array:
+    def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:
         variable, where = getattr(self, leaf.name, None), f"{type(self).__name__}.{leaf.name}"
         if not isinstance(variable, nnx.Variable):
             raise MissingStateError(
@@ -168,16 +166,7 @@ class Fp8Op(OpBase, nnx.Module):
                 "under the recipe of its calls (fp8flax.autocast, or init of a schedule), or give the op "
                 f"its own recipe: {type(self).__name__}(recipe=…)."
             )
-        value = variable.get_value()
-        check_state_array(
-            value,
-            leaf.shape,
-            where,
-            if_cast="Cast the state of nnx.Param alone",
-            if_shape="Make the op under the recipe (the amax_history_len) of its calls. Call layers that "
-            "nnx.vmap stacked inside of nnx.vmap or nnx.scan.",
-        )
-        return value
+        return variable.get_value(), where
 
 
 class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):

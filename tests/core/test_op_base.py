@@ -9,7 +9,7 @@ import pytest
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from fp8flax._compat.max_dtype import to_max_dtype
-from fp8flax._core.op_base import OpBase, StateLeaf, check_state_array
+from fp8flax._core.op_base import OpBase, StateLeaf
 from fp8flax._core.plans.ops import DOT_GENERAL, RAGGED_DOT
 from tests.cases import MATMUL, normal
 
@@ -17,15 +17,18 @@ X, W = normal(0, 4, 8), normal(1, 8, 2)
 
 
 class Op(OpBase):
-    def __init__(self, recipe=None, form="direct"):
-        self.recipe, self.form, self.seen = recipe, form, []
+    _if_cast, _if_shape = "Do this", "Do that."
+
+    def __init__(self, recipe=None, form="direct", value=None):
+        self.recipe, self.form, self.value, self.seen = recipe, form, value, []
 
     def __call__(self, *args):
         return self._multiplier()(*args)
 
     def _value(self, leaf):
         self.seen.append(leaf)
-        return jnp.full(leaf.shape, leaf.fill)
+        value = jnp.full(leaf.shape, leaf.fill) if self.value is None else self.value
+        return value, "a/scale"
 
 
 class Experts(Op):
@@ -96,12 +99,15 @@ def test_wrong_options(op, error, message):
 
 
 def test_arrays_of_the_state_are_checked():
+    recipe = fp8.DelayedScaling(amax_history_len=1)
     for array in (jnp.ones(1), to_max_dtype(jnp.ones(1))):
-        check_state_array(array, (1,), "a/scale", "Do this", "Do that.")
+        assert Op(value=array)._states(recipe).input.scale is array
     with pytest.raises(TypeError, match=r"a/scale must be float32; got bfloat16\. Do this, or cast"):
-        check_state_array(jnp.ones(1, jnp.bfloat16), (1,), "a/scale", "Do this", "Do that.")
-    with pytest.raises(ValueError, match=r"a/scale has shape \(2,\), but the recipe needs \(1,\)"):
-        check_state_array(jnp.ones(2), (1,), "a/scale", "Do this", "Do that.")
+        Op(value=jnp.ones(1, jnp.bfloat16))._states(recipe)
+    with pytest.raises(
+        ValueError, match=r"a/scale has shape \(2,\), but the recipe needs \(1,\)\. Do that"
+    ):
+        Op(value=jnp.ones(2))._states(recipe)
 
 
 @pytest.mark.parametrize("op", [fp8.Fp8DotGeneralOp, fp8nnx.Fp8DotGeneralOp])
