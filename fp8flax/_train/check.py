@@ -43,6 +43,34 @@ WHAT_TO_CALL = (
 )
 
 
+def next_state(old: Any, new: Any, owner: str, what_to_do: str) -> Any:
+    """Returns the scaling state after a step; see ``overwrite``.
+
+    Args:
+        old: the collection before the step.
+        new: its "gradient".
+        owner: what the old state belongs to, for errors.
+        what_to_do: the end of errors, as sentences.
+
+    Raises:
+        TypeError: a leaf of ``new`` is not float32.
+        ValueError: ``new`` is the state of other layers, or other arithmetic changed it.
+    """
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise ValueError(
+            "The gradient of the scaling state has another structure than the state: "
+            f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}. {what_to_do}"
+        )
+    kept, refused = overwrite(old, new)
+    if refused:
+        raise ValueError(
+            f"The gradient of {refused[0]} (and of {len(refused) - 1} more) is not the next state: its "
+            f"past amaxes are not those of {owner}. It was scaled, clipped, averaged or added up with the "
+            f"other gradients, or belongs to other variables. {what_to_do}"
+        )
+    return kept
+
+
 def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
     """Returns the scaling state to keep after a step, given the old state and its "gradient".
 

@@ -25,7 +25,7 @@ from fp8flax._core.state.tree import (
     merge_by_max,
     unmerge,
 )
-from fp8flax._train.check import WHAT_TO_CALL, overwrite
+from fp8flax._train.check import WHAT_TO_CALL, next_state
 from fp8flax._train.gradients import pmean_gradients, value_and_grad
 
 
@@ -215,7 +215,6 @@ class TrainState(flax.training.train_state.TrainState):
         )
 
     def _next_scaling_state(self, grads: Mapping[str, Any]) -> Any:
-        old = {OVERWRITE_WITH_GRADIENT: self.params[OVERWRITE_WITH_GRADIENT]}
         if OVERWRITE_WITH_GRADIENT not in grads:
             raise ValueError(
                 f"grads has no {OVERWRITE_WITH_GRADIENT!r}, so the FP8 scaling state would never change. "
@@ -223,21 +222,9 @@ class TrainState(flax.training.train_state.TrainState):
                 f"purpose, pass it: grads={{**grads, {OVERWRITE_WITH_GRADIENT!r}: "
                 f"state.params[{OVERWRITE_WITH_GRADIENT!r}]}}."
             )
-        new = {OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
-        if jax.tree.structure(old) != jax.tree.structure(new):
-            raise ValueError(
-                f"The gradient of {OVERWRITE_WITH_GRADIENT!r} has another structure than the state: "
-                f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}."
-            )
-        kept, refused = overwrite(old, new)
-        if refused:
-            raise ValueError(
-                f"The gradient of {refused[0]} (and of {len(refused) - 1} more) is not the next state: "
-                "its past amaxes are not those of state.params. It was scaled, clipped, averaged or added "
-                f"up with the other gradients, or belongs to other variables. {WHAT_TO_CALL} To set state "
-                "from elsewhere, call state.replace(params=…)."
-            )
-        return kept[OVERWRITE_WITH_GRADIENT]
+        old, new = ({OVERWRITE_WITH_GRADIENT: x[OVERWRITE_WITH_GRADIENT]} for x in (self.params, grads))
+        what_to_do = f"{WHAT_TO_CALL} To set state from elsewhere, call state.replace(params=…)."
+        return next_state(old, new, "state.params", what_to_do)[OVERWRITE_WITH_GRADIENT]
 
     @classmethod
     def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> Any:
