@@ -25,7 +25,7 @@ from fp8flax._core.options import wrong_model
 from fp8flax._core.plans.calls import calling
 from fp8flax._core.plans.ops import EINSUM, OpRow
 from fp8flax._core.qtensor import QTensor
-from fp8flax._core.recipes import CustomRecipe, DelayedScaling
+from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.program_reads import ELSE, SAME, Reads
 from fp8flax._serve.scales import WEIGHT_ONLY, constant
 from fp8flax._serve.stored_op import (
@@ -72,7 +72,7 @@ class FrozenOp(nnx.Module):
 
     def _multiply(self, lhs: jax.Array, codes: jax.Array, *arguments: Any, **keywords: Any) -> jax.Array:
         """Returns the result of the op for the codes of a kernel."""
-        check_is_on(recipe_in_use(self.recipe, DelayedScaling()))
+        check_is_on(recipe_in_use(self.recipe, self.recipe))
         if codes.dtype.itemsize != 1:
             raise TypeError(
                 f"The kernel of a frozen model must stay in FP8; got {codes.dtype}. Cast the variables of "
