@@ -39,7 +39,7 @@ class OpBase(Called):
     """Base class of Linen ops and NNX ops.
 
     It knows neither Linen nor NNX. Its direct subclass, one for each of the two, has the fields ``recipe``
-    and ``form``, and defines ``_value``, ``_place`` and what to do about wrong state.
+    and ``form``, and defines ``_value``, ``_place``, ``_if_cast`` and ``_if_shape``.
     """
 
     row: ClassVar[OpRow] = DOT_GENERAL
@@ -49,9 +49,9 @@ class OpBase(Called):
     """The classes of the ops of Linen, or of NNX, by their rows."""
 
     _if_cast: ClassVar[str]
-    """What to do if the state has another dtype than float32, as the beginning of a sentence."""
+    """The advice in the error for state that is not float32: the beginning of a sentence."""
     _if_shape: ClassVar[str]
-    """What to do if the state has another shape than the recipe needs, as a sentence."""
+    """The advice in the error for state of a shape that does not fit the recipe: a sentence."""
 
     recipe: Recipe | None
     form: str
