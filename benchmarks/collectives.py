@@ -3,7 +3,8 @@
 Run ``make bench-collectives``; no GPU is needed.
 
 The layer is a matmul MxKxN of bf16 arrays, forward and backward: the program returns the result, both
-gradients and the next scaling state. Experts: a ragged dot with 8 experts of KxN.
+gradients and the next scaling state. The M rows are 4 sequences: the input has the shape
+(batch, sequence, features). Experts: a ragged dot of M rows with 8 experts of KxN.
 
 sent = bytes that each GPU sends, in MiB, read from the program that XLA compiles. An all-gather sends
 R (n - 1) / n for a result of R bytes on n GPUs. A reduce-scatter or an all-to-all sends O (n - 1) / n for
@@ -12,10 +13,11 @@ bytes of each recipe divided by those of the same program in bf16.
 
 backward = a program that returns the gradients only. XLA drops the forward matmul.
 
-The layouts split arrays over the four GPUs in one dimension. FSDP = rows of input, kernel and result.
-tensor, columns = columns of kernel and result. tensor, rows = columns of the input, rows of the kernel.
-sequence, columns = rows of the input, columns of kernel and result. sequence, rows = columns of the input,
-rows of kernel and result. experts = rows of input and result; each GPU has two experts.
+The layouts split arrays over the four GPUs in one dimension. FSDP = batch of input and result, rows of the
+kernel. tensor, columns = columns of kernel and result. tensor, rows = features of the input, rows of the
+kernel. sequence, columns = sequence of the input, columns of kernel and result. sequence, rows = features
+of the input, rows of the kernel, sequence of the result. experts = rows of input and result; each GPU has
+two experts.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import fp8flax as fp8
 from benchmarks import common
 from benchmarks.common import Columns, Row, Shape
 
-GPUS, EXPERTS = 4, 8
+GPUS, BATCH, EXPERTS = 4, 4, 8
 OPTIONS: dict[str, Any] = {"shape": (4096, 1024, 2048)}
 RECIPES: dict[str, Any] = {
     "bf16": None,
@@ -55,14 +57,15 @@ class Layout(NamedTuple):
     result: P
 
 
-ROWS, SPLIT_COLUMNS = P("gpus"), P(None, "gpus")
+FIRST, SEQUENCE, LAST = P("gpus"), P(None, "gpus"), P(None, None, "gpus")
+COLUMNS_OF_KERNEL = P(None, "gpus")
 LAYOUTS = {
-    "FSDP": Layout(ROWS, ROWS, ROWS),
-    "tensor, columns": Layout(P(), SPLIT_COLUMNS, SPLIT_COLUMNS),
-    "tensor, rows": Layout(SPLIT_COLUMNS, ROWS, P()),
-    "sequence, columns": Layout(ROWS, SPLIT_COLUMNS, SPLIT_COLUMNS),
-    "sequence, rows": Layout(SPLIT_COLUMNS, ROWS, ROWS),
-    "experts": Layout(ROWS, ROWS, ROWS),
+    "FSDP": Layout(FIRST, FIRST, FIRST),
+    "tensor, columns": Layout(P(), COLUMNS_OF_KERNEL, LAST),
+    "tensor, rows": Layout(LAST, FIRST, P()),
+    "sequence, columns": Layout(SEQUENCE, COLUMNS_OF_KERNEL, LAST),
+    "sequence, rows": Layout(LAST, FIRST, SEQUENCE),
+    "experts": Layout(FIRST, FIRST, FIRST),
 }
 
 
@@ -72,9 +75,10 @@ def bytes_sent(recipe: str, layout: str, shape: Shape, is_backward: bool) -> dic
     is_ragged = layout == "experts"
     mesh = Mesh(np.array(fp8.compile_only_devices("h200", GPUS)), ("gpus",), axis_types=(AxisType.Auto,))
     places = [NamedSharding(mesh, spec) for spec in LAYOUTS[layout]]
-    shapes = (m, k), (EXPERTS, k, n) if is_ragged else (k, n), (m, n)
+    rows, kernels = ((m,), (EXPERTS, k, n)) if is_ragged else ((BATCH, m // BATCH), (k, n))
+    shapes = (*rows, k), kernels, (*rows, n)
     x, w, g = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=place) for s, place in zip(shapes, places))
-    last: Any = jnp.full(EXPERTS, m // EXPERTS, jnp.int32) if is_ragged else (((1,), (0,)), ((), ()))
+    last: Any = jnp.full(EXPERTS, m // EXPERTS, jnp.int32) if is_ragged else (((2,), (0,)), ((), ()))
     state: Any = {}
     multiply: Any = lax.ragged_dot if is_ragged else lax.dot_general
     op: Any = None

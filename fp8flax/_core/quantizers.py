@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -159,6 +159,25 @@ class Quantizer:
     def transpose(self, q: QTensor) -> QTensor:
         """Returns the same codes and scales for the second GEMM; called only if ``serves`` is True."""
         return q
+
+    def spread(self, q: QTensor, view: View) -> QTensor:
+        """Returns codes and scales whose matrix dimensions are no longer flattened.
+
+        XLA can then split each of these dimensions over devices. It can split a matrix whose rows are
+        ``(batch, sequence)`` by batch only.
+        """
+        del view
+        return q
+
+    def flat(self, q: QTensor, view: View) -> QTensor:
+        """Returns the operand that ``spread`` was called with."""
+        del view
+        return q
+
+    def ranks(self, view: View) -> tuple[int, int]:
+        """Returns how many dimensions rows and columns of a matrix of codes have after ``spread``."""
+        del view
+        return 1, 1
 
     def trim(self, q: QTensor, view: View) -> QTensor:
         """Returns the operand without the padding of its codes; this is kept for the backward pass."""
@@ -453,13 +472,37 @@ class BlockQuantizer(Quantizer):
         """Swaps rows and columns of codes and scales."""
         return QTensor(jnp.swapaxes(q.codes, 1, 2), jnp.swapaxes(q.scale, 1, 2), self)
 
+    def spread(self, q: QTensor, view: View) -> QTensor:
+        """Returns codes ``(batch, *rows, *columns)``, and scales of the same dimensions.
+
+        Rows or columns stay flat if a block reaches over several of their dimensions.
+        """
+        (rows, columns), (height, width) = self._split(view), self.block
+        filled = (*rows[:-1], rows[-1] * height), (*columns[:-1], columns[-1] * width)
+        codes = q.codes.reshape(q.codes.shape[0], *filled[0], *filled[1])
+        return dataclasses.replace(q, codes=codes, scale=q.scale.reshape(q.scale.shape[0], *rows, *columns))
+
+    def ranks(self, view: View) -> tuple[int, int]:
+        """Returns how many dimensions rows and columns have after ``spread``."""
+        rows, columns = self._split(view)
+        return len(rows), len(columns)
+
+    def flat(self, q: QTensor, view: View) -> QTensor:
+        """Returns the matrix that ``spread`` was called with."""
+        filled = (num * size for num, size in zip(self._num_blocks(view), self.block))
+        codes = q.codes.reshape(q.codes.shape[0], *filled)
+        return dataclasses.replace(q, codes=codes, scale=q.scale.reshape(self._scale_shape(view)))
+
     def trim(self, q: QTensor, view: View) -> QTensor:
-        """Returns the matrix without the zeros that fill up its last blocks."""
-        return dataclasses.replace(q, codes=self._cut(q.codes, view))
+        """Returns ``spread`` of the matrix, without the zeros that fill up its last blocks."""
+        sizes = (view.sizes(dims) or (1,) for dims in (view.free, view.contract))
+        codes = self._cut(q.codes, view).reshape(view.matrix_shape[0], *itertools.chain(*sizes))
+        return dataclasses.replace(self.spread(q, view), codes=codes)
 
     def fill(self, q: QTensor, view: View) -> QTensor:
-        """Fills up the last blocks with zeros, which change no amax and no sum."""
-        return dataclasses.replace(q, codes=self._filled(q.codes, view))
+        """Returns the matrix, with zeros that fill up its last blocks and change no amax and no sum."""
+        codes = self._filled(q.codes.reshape(view.matrix_shape), view)
+        return dataclasses.replace(q, codes=codes, scale=q.scale.reshape(self._scale_shape(view)))
 
     def pack(self, q: QTensor, view: View) -> QTensor:
         """Returns the codes in the operand's own shape, with the scales per block unchanged."""
@@ -472,17 +515,13 @@ class BlockQuantizer(Quantizer):
     def shardings(self, sharding: NamedSharding, view: View) -> QTensor:
         """Returns the shardings of codes and scales; the scales are replicated.
 
-        A dimension of the matrix flattens several dimensions of the operand. It is sharded as the first of
-        these. It is replicated if another one of these is sharded, or if the number of devices does not
-        divide its size.
+        The batch dimensions are flattened. They are sharded as the first of them, and replicated if another
+        one of them is sharded.
         """
-        spec = []
-        for dims, size in zip((view.batch, view.free, view.contract), view.matrix_shape):
-            names = [sharding.spec[i] for i in dims]
-            axes = names[0] if names and not any(names[1:]) else None
-            axes = (axes,) if isinstance(axes, str) else axes or ()
-            devices = math.prod(sharding.mesh.shape[axis] for axis in axes)
-            spec.append(axes if axes and size % devices == 0 else None)
+        names = [sharding.spec[i] for i in view.batch]
+        spec = [names[0] if names and not any(names[1:]) else None]
+        for dims in (view.free, view.contract):
+            spec += [sharding.spec[i] for i in dims] or [None]
         whole = NamedSharding(sharding.mesh, PartitionSpec())
         return QTensor(NamedSharding(sharding.mesh, PartitionSpec(*spec)), whole, self)
 
@@ -522,6 +561,19 @@ class BlockQuantizer(Quantizer):
     def _scale_shape(self, view: View) -> tuple[int, int, int]:
         """Returns the shape of the scales, ``(batch, block rows, block columns)``."""
         return (view.matrix_shape[0], *self._num_blocks(view))
+
+    def _split(self, view: View) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the sizes of the rows and of the columns of a padded matrix, each in blocks of the last.
+
+        These are the sizes of the dimensions that the matrix flattens, such as ``(batch, sequence)``. If a
+        block reaches over several of them, all of them count as a single dimension.
+        """
+        sizes = []
+        for dims, block, num in zip((view.free, view.contract), self.block, self._num_blocks(view)):
+            *outer, last = view.sizes(dims) or (1,)
+            is_split = not outer or (isinstance(last, int) and last % block == 0)
+            sizes.append((*outer, -(-last // block)) if is_split else (num,))
+        return sizes[0], sizes[1]
 
     def _blocks(self, matrix: jax.Array, view: View) -> jax.Array:
         """Reshapes a padded matrix to ``(batch, block rows, height, block columns, width)``."""

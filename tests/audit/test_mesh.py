@@ -127,6 +127,14 @@ def test_one_row_or_column_for_each_gpu(spec):
     fp8.audit(lambda x, kernel: layer.apply({"params": {"kernel": kernel}}, x), rows, columns, target=mesh)
 
 
+def test_fewer_blocks_than_gpus():
+    """The kernel has two blocks of rows for four GPUs, so XLA must not split its scales."""
+    mesh, op = mesh_of((4, 1)), partial(fp8.Fp8DotGeneralOp, recipe=fp8.MXFP8BlockScaling())
+    x, kernel = struct(512, 64, dtype=jnp.bfloat16), struct(64, 512, dtype=jnp.bfloat16)
+    report = fp8.audit(partial(step, op=op), on(mesh, kernel, "data"), on(mesh, x, "data"), target=mesh)
+    assert len(report.gemms) == 3
+
+
 def test_a_mesh_of_one_is_one_gpu():
     mesh, step_of = mesh_of((1, 1)), partial(step, op=partial(fp8.Fp8DotGeneralOp, form="qdq"))
     assert fp8.audit(step_of, KERNEL, X, target=mesh) == fp8.audit(step_of, KERNEL, X)

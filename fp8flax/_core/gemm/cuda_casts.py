@@ -14,37 +14,84 @@ import jax
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.gemm.kernels.on_shards import quantize_on_shards
+from fp8flax._core.gemm.reference import behind_barrier
 from fp8flax._core.gemm.request import CastPair
-from fp8flax._core.qtensor import QTensor
+from fp8flax._core.names import BLOCK_QUANTIZE
+from fp8flax._core.qtensor import QTensor, View
+from fp8flax._core.quantize import inf_to_nan
 
 
-def block_pair(
-    request: CastPair, x: jax.Array, delayed_scale: None, *, on_shards: bool = False
+def block_pair(request: CastPair, x: jax.Array, delayed_scale: None) -> tuple[QTensor, QTensor]:
+    """Quantizes a tensor for both of its GEMMs, in blocks along either dimension."""
+    del delayed_scale
+    view, is_first = _in_order(request)
+    made = _kernel(request)(view.to_matrix(x))
+    pair = behind_barrier(request, *(QTensor(codes, scale, request.first) for codes, scale in made))
+    return pair if is_first else pair[::-1]
+
+
+def block_pair_on_shards(request: CastPair, x: jax.Array, delayed_scale: None) -> tuple[QTensor, QTensor]:
+    """Quantizes as ``block_pair``; each of several devices quantizes its part of the tensor."""
+    del delayed_scale
+    return _on_shards(request, _kernel(request), x, BLOCK_QUANTIZE)
+
+
+def reference_pair_on_shards(
+    request: CastPair, x: jax.Array, delayed_scale: None
 ) -> tuple[QTensor, QTensor]:
-    """Quantizes a tensor for both of its GEMMs, in blocks along either dimension.
+    """Quantizes as ``reference_pair``; each of several devices quantizes its part of the tensor.
 
-    With ``on_shards`` each of several devices quantizes its part of the tensor.
+    XLA alone would gather a tensor with a split dimension that is flattened behind another one.
     """
     del delayed_scale
     quantizer: Any = request.first
-    is_square = quantizer.block[0] == BLOCK
-    kernel: Callable[..., Any] = partial(
+
+    def kernel(matrix: jax.Array) -> Any:
+        values = inf_to_nan(matrix) if request.inf_is_nan else matrix
+        pair = (quantizer.quantize(values, View(matrix.shape, (axis,), (0,))) for axis in (2, 1))
+        return tuple((q.codes, q.scale) for q in pair)
+
+    return _on_shards(request, kernel, x, "")
+
+
+def _kernel(request: CastPair) -> Callable[..., Any]:
+    """Returns ``block_quantize`` with the options of the request."""
+    quantizer: Any = request.first
+    return partial(
         block_quantize,
         dtype=quantizer.dtype,
-        is_square=is_square,
+        is_square=quantizer.block[0] == BLOCK,
         power_2=quantizer.scale == "power_of_two",
         inf_is_nan=request.inf_is_nan,
     )
-    if on_shards:
-        kernel = quantize_on_shards(kernel, is_square=is_square)
-    views = request.view, request.other_view
-    # The kernel takes the matrix of the GEMM whose view keeps the order of the tensor's dimensions.
+
+
+def _in_order(request: CastPair) -> tuple[View, bool]:
+    """Returns the view that keeps the order of the tensor's dimensions, and whether it is the first one."""
     is_first = list(request.view.order) == sorted(request.view.order)
-    made = kernel(views[0 if is_first else 1].to_matrix(x))
+    return (request.view if is_first else request.other_view), is_first
+
+
+def _on_shards(
+    request: CastPair, kernel: Callable[..., Any], x: jax.Array, name: str
+) -> tuple[QTensor, QTensor]:
+    """Quantizes the part of each device by ``kernel``, which runs in the scope ``name``."""
+    quantizer: Any = request.first
+    view, is_first = _in_order(request)
+    other_view = request.other_view if is_first else request.view
+    # Rows of one view are columns of the other one. Both must be able to separate their dimensions.
+    rows, columns = (
+        v.sizes(v.contract) if quantizer.ranks(v)[1] == len(v.contract) else v.matrix_shape[2:]
+        for v in (other_view, view)
+    )
+    ranks = len(rows), len(columns)
+    run = quantize_on_shards(kernel, block=quantizer.block, ranks=ranks, name=name)
+    made = run(x.reshape(view.matrix_shape[0], *rows, *columns))
     one, other = (QTensor(codes, scale, quantizer) for codes, scale in made)
-    if on_shards and is_square:  # one set of codes, see ``gemm_on_shards``
-        other = quantizer.transpose(one)
-    return (one, other) if is_first else (other, one)
-
-
-block_pair_on_shards = partial(block_pair, on_shards=True)
+    if quantizer.serves(quantizer, view):  # one set of codes, see ``gemm_on_shards``
+        one = quantizer.flat(one, view)
+        pair = behind_barrier(request, one, quantizer.transpose(one))
+    else:
+        one, other = behind_barrier(request, one, other)
+        pair = quantizer.flat(one, view), quantizer.flat(other, other_view)
+    return pair if is_first else pair[::-1]

@@ -31,6 +31,7 @@ from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
 from fp8flax._core.gemm.kernels.groups import TILE
 from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards
 from fp8flax._core.gemm.kernels.transpose import can_transpose
+from fp8flax._core.gemm.reference import reference_pair
 from fp8flax._core.gemm.request import (
     CastPair,
     CastTranspose,
@@ -44,7 +45,7 @@ from fp8flax._core.gemm.units import is_for_hopper
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, DEQUANTIZED
 from fp8flax._core.once import once
 from fp8flax._core.qtensor import QTensor
-from fp8flax._core.quantizers import BlockQuantizer
+from fp8flax._core.quantizers import BlockQuantizer, serves
 
 
 class Row(NamedTuple):
@@ -224,9 +225,16 @@ def _is_per_block(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
 
 
 def _is_of_blocks(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether the codes of both operands are matrices, with scales per block."""
-    are_matrices = _is_per_block(capability, gemm, lhs, rhs)
-    return are_matrices and lhs.quantizer.codes_are_matrices and rhs.quantizer.codes_are_matrices
+    """Returns whether the codes of both operands are matrices of the same width, with scales per block.
+
+    Blocks of different widths may fill up the matrices to different widths.
+    """
+    return (
+        _is_per_block(capability, gemm, lhs, rhs)
+        and lhs.quantizer.codes_are_matrices
+        and rhs.quantizer.codes_are_matrices
+        and lhs.codes.shape[2] == rhs.codes.shape[2]
+    )
 
 
 def _has_block_scaled_units(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
@@ -236,6 +244,19 @@ def _has_block_scaled_units(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -
         and capability >= NATIVE_MX
         and not _is_empty(gemm)
         and all(_has_form(lambda q: q.quantizer.as_mx(q), x) for x in (lhs, rhs))
+    )
+
+
+def _has_block_scaled_units_on_shards(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+    """Returns whether Blackwell's units can multiply the parts of each device.
+
+    XLA quantizes a tensor in square blocks. It may split the scales over a part of a mesh axis, which
+    ``custom_partitioning`` does not support.
+    """
+    return (
+        _has_block_scaled_units(capability, gemm, lhs, rhs)
+        and _is_of_blocks(capability, gemm, lhs, rhs)
+        and not any(x.quantizer.serves(x.quantizer, view) for x, view in ((lhs, gemm.lhs), (rhs, gemm.rhs)))
     )
 
 
@@ -328,28 +349,38 @@ def _is_of_experts(
 def _has_block_quantize(capability: float, pair: CastPair, x: Any, scale: Any) -> bool:
     """Returns whether our GPU kernel can quantize a tensor for both of its GEMMs, and helps on this GPU.
 
-    Blackwell does not need the kernel. The second GEMM must contract the rows of the first one. One of the
-    two GEMMs must see the tensor as a matrix in memory order, so that a reshape gives that matrix.
+    Blackwell does not need the kernel.
     """
     del scale
     quantizer: Any = pair.first
-    view, other = pair.view, pair.other_view
-    sizes = (pair.stack, *view.matrix_shape)
+    sizes = (pair.stack, *pair.view.matrix_shape)
     return (
         NATIVE_FP8 <= capability < NATIVE_MX
         and has_triton()
-        and quantizer is not None
-        and quantizer == pair.second
-        and type(quantizer).quantize is BlockQuantizer.quantize  # a subclass may quantize differently
+        and _is_of_transposed_blocks(pair)
         and quantizer.block in ((1, BLOCK), (BLOCK, BLOCK))
         and quantizer.scale_columns is not None
-        and (view.batch, view.free, view.contract) == (other.batch, other.contract, other.free)
-        and sorted(view.order) in (list(view.order), list(other.order))
         and all(isinstance(size, int) and size > 0 for size in sizes)
         and math.prod(sizes) < _TRITON_LIMIT
         # The kernel computes in float32, so it takes no float64.
         and x.dtype.itemsize <= 4
         and not _is_explicit(x)
+    )
+
+
+def _is_of_transposed_blocks(pair: CastPair) -> bool:
+    """Returns whether a tensor is quantized in blocks for both GEMMs, as a matrix and as its transpose.
+
+    The second GEMM must contract the rows of the first one. One of the two GEMMs must see the tensor as a
+    matrix in memory order, so that a reshape gives that matrix.
+    """
+    view, other = pair.view, pair.other_view
+    return (
+        pair.first is not None
+        and pair.first == pair.second
+        and type(pair.first).quantize is BlockQuantizer.quantize  # a subclass may quantize differently
+        and (view.batch, view.free, view.contract) == (other.batch, other.contract, other.free)
+        and sorted(view.order) in (list(view.order), list(other.order))
     )
 
 
@@ -360,6 +391,26 @@ def _has_block_quantize_on_shards(capability: float, pair: CastPair, x: Any, sca
     """
     is_whole = not any(size % BLOCK for size in pair.view.matrix_shape[1:])
     return _has_block_quantize(capability, pair, x, scale) and is_whole
+
+
+def _quantizes_parts(capability: float, pair: CastPair, x: Any, scale: Any) -> bool:
+    """Returns whether each device of a mesh can quantize its part of a tensor, in blocks for both GEMMs.
+
+    XLA alone could not split a dimension that a matrix flattens behind another one, such as a sequence
+    behind the batch. It could also split scales over a part of a mesh axis, which ``custom_partitioning``
+    does not support. Rows and columns must be whole blocks.
+    """
+    del scale
+    quantizer: Any = pair.first
+    sizes = pair.view.matrix_shape[1:]
+    return (
+        capability > 0
+        and _is_of_transposed_blocks(pair)
+        and quantizer.block[0] in (1, quantizer.block[1])
+        and not serves(pair.first, pair.second, pair.view)
+        and all(isinstance(size, int) and size % quantizer.block[1] == 0 for size in sizes)
+        and not _is_explicit(x)
+    )
 
 
 def _has_cast_transpose(capability: float, request: CastTranspose, scales: Any, *args: Any) -> bool:
@@ -397,6 +448,12 @@ _TABLE: dict[type, tuple[Row, ...]] = {
         Row(_fits_cublaslt, partial(cuda.cublaslt, is_row_major=True), cuda.cublaslt, _gemm_on_mesh),
         Row(_multiplies_codes, partial(cuda.xla_kernel, is_row_major=True), cuda.xla_kernel, _gemm_on_mesh),
         # Scales per block.
+        Row(
+            _has_block_scaled_units_on_shards,
+            cuda.block_scaled_units,
+            cuda.block_scaled_units,
+            _gemm_on_mesh,
+        ),
         Row(_has_block_scaled_units, cuda.block_scaled_units, cuda.block_scaled_units),
         Row(_has_hopper_kernel, cuda.hopper_blocks, on_mesh=partial(_gemm_on_mesh, name=BLOCK_GEMM_HOPPER)),
         Row(
@@ -436,6 +493,7 @@ _TABLE: dict[type, tuple[Row, ...]] = {
     CastPair: (
         Row(_has_block_quantize_on_shards, cuda_casts.block_pair, on_mesh=cuda_casts.block_pair_on_shards),
         Row(_has_block_quantize, cuda_casts.block_pair),
+        Row(_quantizes_parts, reference_pair, reference_pair, cuda_casts.reference_pair_on_shards),
     ),
     CastTranspose: (Row(_has_cast_transpose, cast_by_kernel),),
 }

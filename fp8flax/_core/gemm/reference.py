@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -159,12 +160,24 @@ def reference_pair(request: CastPair, x: jax.Array, scale: jax.Array | None) -> 
     x = inf_to_nan(x) if request.inf_is_nan else x
     if not serves(request.first, request.second, request.view):
         first = quantized(request.first, x, request.view, scale)
-        return first, quantized(request.second, x, request.other_view, scale)
+        return behind_barrier(request, first, quantized(request.second, x, request.other_view, scale))
     # Made in the order of the tensor, in which devices of a mesh exchange codes, see ``gemm_on_shards``.
     is_second = list(request.other_view.order) == sorted(request.other_view.order)
     made = quantized(request.first, x, request.other_view if is_second else request.view, scale)
     other = made.quantizer.transpose(made) if isinstance(made, QTensor) else made
-    return (other, made) if is_second else (made, other)
+    return behind_barrier(request, *((other, made) if is_second else (made, other)))
+
+
+def behind_barrier(request: CastPair, first: Any, second: Any) -> tuple[Any, Any]:
+    """Returns both operands; if the request ``has_barrier``, their codes are behind one barrier."""
+    if not request.has_barrier:
+        return first, second
+    pair = first, second
+    codes = lax.optimization_barrier([q.codes if isinstance(q, QTensor) else None for q in pair])
+    first, second = (
+        dataclasses.replace(q, codes=c) if isinstance(q, QTensor) else q for q, c in zip(pair, codes)
+    )
+    return first, second
 
 
 def reference_cast(request: CastTranspose, scales: Sequence[jax.Array], *args: jax.Array) -> list[Cast]:

@@ -180,6 +180,9 @@ class CastPair(NamedTuple):
     """Whether an Inf becomes a NaN. Otherwise it saturates."""
     stack: int = 1
     """Number of tensors that ``jax.vmap`` stacks, such as the kernels of experts."""
+    has_barrier: bool = False
+    """Whether the codes are returned behind a barrier, so that XLA does not cast the tensor again for a
+    GEMM that takes it transposed."""
 
 
 class CastTranspose(NamedTuple):

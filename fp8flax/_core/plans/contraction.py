@@ -297,6 +297,10 @@ def quantized_with_amax(
     The amaxes are None without delayed scaling. In an output gradient an Inf becomes a NaN, which gives the
     same amax (inf).
     """
+    if scale is None and not _serves_both(plan, role, x):
+        pair = _pair_of(plan, role, x)._replace(has_barrier=True)
+        first, second = plan.each(role, once(partial(lowered, pair, reference_pair)), x, scale)
+        return first, second, None
     first, second = _quantized_for_both(plan, role, x, scale)
     # Codes and amaxes are computed together, so that XLA reads the wide tensor once, and does not cast it
     # again for a GEMM that takes it transposed. ``kernel_of`` computes them separately: for a kernel it

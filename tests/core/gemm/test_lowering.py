@@ -190,6 +190,22 @@ def test_which_products_take_it(capability, name, rows, expected):
     assert lowering._transposes_codes(capability, gemm, *operands) == expected
 
 
+@pytest.mark.parametrize("capability", [9.0, 10.0])
+def test_operands_that_are_filled_up_to_other_widths(capability):
+    """Blocks of 32 and of 128 columns, with 96 columns; devices of a mesh cannot split these."""
+    quantizers = [
+        fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=block, scale="e8m0")
+        for block in ((1, 32), (1, 128))
+    ]
+    recipe = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=quantizers[0], rhs=quantizers[1]))
+    op = fp8.Fp8DotGeneralOp(recipe=recipe)
+    with compile_target(capability):
+        out = jax.eval_shape(
+            lambda x, w: op.apply({}, x, w, MATMUL), jnp.zeros((16, 96)), jnp.zeros((96, 16))
+        )
+    assert out.shape == (16, 16)
+
+
 def one(x):
     return [x]
 

@@ -1,6 +1,7 @@
 """The direct form: transposes, values beside the quantize-dequantize form, what it keeps and lowers to."""
 
 import functools
+import math
 import re
 import warnings
 from functools import partial
@@ -12,8 +13,12 @@ import numpy as np
 import pytest
 from flax.linen import fp8_ops as flax_ops
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
+from fp8flax._core.gemm import lowering
+from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax._core.state.state import ScalingState
@@ -443,3 +448,48 @@ def test_what_is_not_multiplied_in_fp8_takes_any_precision():
     np.testing.assert_allclose(out, op.apply(variables, X, W, MATMUL), rtol=1e-6)
     with pytest.raises(TypeError, match="precision of an FP8 matmul must be None"):
         fp8.Fp8DotGeneralOp().apply(variables, X, W, MATMUL, lax.DotAlgorithmPreset.F32_F32_F32)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("recipe", "way"),
+    [
+        (fp8.Float8BlockScaling(), "columns"),
+        (fp8.MXFP8BlockScaling(), "FSDP"),
+        pytest.param(fp8.Float8BlockScaling(), "FSDP", marks=pytest.mark.all_cells),
+        pytest.param(fp8.MXFP8BlockScaling(), "columns", marks=pytest.mark.all_cells),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_blocks_of_a_split_sequence(recipe, way, monkeypatch):
+    """Four CPUs, as GPUs do it: they exchange what they do in bf16, and compute what one device does."""
+    batch, sequence, depth, columns = 4, 512, 1024, 512
+    by_sequence, by_columns = P(None, "a"), P(None, None, "a")
+    specs, size = {
+        "FSDP": ((by_sequence, P("a"), by_sequence), depth * columns),
+        "columns": ((by_sequence, P(None, "a"), by_columns), batch * sequence * depth),
+    }[way]
+    shapes = (batch, sequence, depth), (depth, columns), (batch, sequence, columns)
+    rng = np.random.default_rng(0)
+    args = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+    def step(x, w, g):
+        dims = ((2,), (0,)), ((), ())
+        out, vjp = jax.vjp(partial(fp8_dot_general, dimension_numbers=dims, recipe=recipe), x, w)
+        return out, *vjp(g)
+
+    expected = jax.jit(step)(*args)
+    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
+    # XLA calls the rule of the parts from another thread, where no target is set.
+    monkeypatch.setattr(lowering, "compute_capability", lambda: 8.0)
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    x, w, g = (NamedSharding(mesh, spec) for spec in specs)
+    with compile_target(8.0):
+        compiled = jax.jit(step, in_shardings=(x, w, g), out_shardings=(g, x, w)).lower(*args).compile()
+    for ours, theirs in zip(compiled(*jax.device_put(args, [x, w, g])), expected):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-4)
+    # Scales are smaller. XLA's programs for CPUs send e4m3 as float16.
+    found = re.findall(r"= (\w+)\[([\d,]+)\]\S* (all-[a-z-]+|collective-permute)", compiled.as_text())
+    sent = {(kind, dtype, math.prod(map(int, dims.split(",")))) for dtype, dims, kind in found}
+    large = {one for one in sent if one[-1] > size // 16}
+    assert large == {("all-gather", "f16", size), ("all-reduce", "f32", size)}

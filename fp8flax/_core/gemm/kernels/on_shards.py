@@ -7,9 +7,10 @@ which dimensions of operands and result correspond. It then runs the kernel on e
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -163,26 +164,78 @@ def gemm_on_shards(
         name: the scope in which ``multiply`` runs; empty for none.
     """
     if lhs.quantizer.scales_along_contraction:
-        inner, (of_lhs, of_rhs, of_out) = gemm.of_matrices(lhs.codes.shape, rhs.codes.shape), _OF_MATRICES
-        is_swapped = _is_out_of_order(lhs, gemm.lhs), _is_out_of_order(rhs, gemm.rhs)
-        lhs, rhs = map(_swapped, (lhs, rhs), is_swapped)
-        of_lhs, of_rhs = (
-            of[0] + of[:0:-1] if swapped else of for of, swapped in zip((of_lhs, of_rhs), is_swapped)
-        )
-    else:
-        inner, (of_lhs, of_rhs, of_out) = gemm, _dims_of(gemm)
-        is_swapped = False, False
+        return _block_gemm_on_shards(multiply, gemm, lhs, rhs, name=name)
+    (of_lhs, of_rhs, of_out), quantizers = _dims_of(gemm), (lhs.quantizer, rhs.quantizer)
+
+    def multiply_part(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
+        left, right = _qtensors((lhs, rhs), (lhs_scale, rhs_scale), quantizers)
+        return multiply(gemm.of_parts(lhs.shape, rhs.shape), left, right)
+
     summed = "".join(letter for letter in of_lhs if letter not in of_out)
-    quantizers = lhs.quantizer, rhs.quantizer
-
-    def multiply_part(*args: jax.Array) -> jax.Array:
-        left, right = map(_swapped, _qtensors(args[:2], args[2:], quantizers), is_swapped)
-        return multiply(inner.of_parts(left.codes.shape, right.codes.shape), left, right)
-
     operands = of_lhs, of_rhs, _of_scale(lhs, lhs.scale, of_lhs), _of_scale(rhs, rhs.scale, of_rhs)
     run = on_shards(multiply_part, operands, of_out, order=summed + of_out, num_deciding=2, name=name)
-    out = run(lhs.codes, rhs.codes, lhs.scale, rhs.scale)
-    return out if inner is gemm else gemm.unpadded(out)
+    return run(lhs.codes, rhs.codes, lhs.scale, rhs.scale)
+
+
+def _block_gemm_on_shards(
+    multiply: Callable[[Gemm, QTensor, QTensor], jax.Array],
+    gemm: Gemm,
+    lhs: QTensor,
+    rhs: QTensor,
+    *,
+    name: str,
+) -> jax.Array:
+    """Returns ``multiply(gemm, lhs, rhs)`` of operands with scales per block, see ``gemm_on_shards``.
+
+    The dimensions that rows and columns flatten are split separately, see ``Quantizer.spread``.
+    """
+    operands, views = (lhs, rhs), (gemm.lhs, gemm.rhs)
+    inner = gemm.of_matrices(lhs.codes.shape, rhs.codes.shape)
+    ranks = [x.quantizer.ranks(view) for x, view in zip(operands, views)]
+    if ranks[0][1] != ranks[1][1]:  # only one of the operands can have separate columns
+        views, ranks = (inner.lhs, inner.rhs), [(1, 1), (1, 1)]
+    letters = iter(string.ascii_lowercase)
+    batch, columns = next(letters), _next(letters, ranks[0][1])
+    rows = [_next(letters, rank) for rank, _ in ranks]
+    is_swapped = [_is_out_of_order(x, view) for x, view in zip(operands, (gemm.lhs, gemm.rhs))]
+    of_operands, sent = [], []
+    for x, view, of_rows, swapped in zip(operands, views, rows, is_swapped):
+        of_operands.append(batch + (columns + of_rows if swapped else of_rows + columns))
+        view = view._replace(contract=view.free) if swapped else view
+        sent.append(x.quantizer.spread(_swapped(x, swapped), view))
+    of_scales = [_of_scale(x, x.scale, of) for x, of in zip(sent, of_operands)]
+    of_out = batch + rows[0] + rows[1]
+
+    def multiply_part(*args: jax.Array) -> jax.Array:
+        sizes = {letter: n for of, codes in zip(of_operands, args) for letter, n in zip(of, codes.shape)}
+        firsts = [columns if swapped else of_rows for of_rows, swapped in zip(rows, is_swapped)]
+        codes, scales = (map(_as_matrices, arrays, firsts) for arrays in (args[:2], args[2:]))
+        quantizers = lhs.quantizer, rhs.quantizer
+        left, right = map(_swapped, _qtensors([*codes], [*scales], quantizers), is_swapped)
+        out = multiply(inner.of_parts(left.codes.shape, right.codes.shape), left, right)
+        return out.reshape([sizes[letter] for letter in of_out])
+
+    run = on_shards(
+        multiply_part,
+        (*of_operands, *of_scales),
+        of_out,
+        order=columns + of_out,
+        num_deciding=2,
+        name=name,
+    )
+    out = run(*(x.codes for x in sent), *(x.scale for x in sent))
+    return gemm.unpadded(_as_matrices(out, rows[0]))
+
+
+def _next(letters: Iterator[str], count: int) -> str:
+    """Returns the next ``count`` letters."""
+    return "".join(itertools.islice(letters, count))
+
+
+def _as_matrices(x: jax.Array, rows: str) -> jax.Array:
+    """Flattens ``(batch, *rows, *columns)`` to matrices; ``rows`` has a letter for each dimension."""
+    first = 1 + len(rows)
+    return x.reshape(x.shape[0], math.prod(x.shape[1:first]), math.prod(x.shape[first:]))
 
 
 def _is_out_of_order(x: QTensor, view: View) -> bool:
@@ -200,10 +253,6 @@ def _swapped(x: QTensor, is_swapped: bool) -> QTensor:
     return x.quantizer.transpose(x) if is_swapped else x
 
 
-_OF_MATRICES = "bmk", "bnk", "bmn"
-"""The descriptions of stacked matrices: left operand, right operand, result; see ``on_shards``."""
-
-
 def _dims_of(gemm: Gemm) -> tuple[str, str, str]:
     """Returns the descriptions of both operands and of the result, see ``on_shards``."""
     letters = iter(string.ascii_lowercase)
@@ -215,17 +264,41 @@ def _dims_of(gemm: Gemm) -> tuple[str, str, str]:
     return "".join(lhs.values()), "".join(rhs.values()), "".join(out)
 
 
-def quantize_on_shards(kernel: Callable[..., Any], *, is_square: bool) -> Callable[..., Any]:
+def quantize_on_shards(
+    kernel: Callable[..., Any],
+    *,
+    block: tuple[int, int],
+    ranks: tuple[int, int] = (1, 1),
+    name: str = BLOCK_QUANTIZE,
+) -> Callable[..., Any]:
     """Returns ``kernel`` for a stack of matrices that may be split over devices at any block boundary.
 
     Args:
-        kernel: ``block_quantize`` with all options bound, called with the stack ``(batch, M, N)``. M and N
-            are multiples of 128.
-        is_square: whether 128 rows and 128 columns share a scale; see ``block_quantize``.
+        kernel: quantizes a stack of matrices ``(batch, M, N)``, as ``block_quantize``.
+        block: rows and columns of a block; rows are 1 or equal to columns. M and N are multiples of the
+            columns.
+        ranks: the numbers of dimensions that M and N are flattened from. The operand and the results have
+            these dimensions, and each of them may be split.
+        name: the scope in which the kernel runs; empty for none.
     """
+    letters = iter(string.ascii_lowercase)
+    batch, rows, columns = next(letters), *(_next(letters, rank) for rank in ranks)
+
+    def of_pair(rows: str, columns: str) -> tuple[str, str]:
+        of_scale = [dims[:-1] + dims[-1].upper() for dims in (rows, columns)]
+        return batch + rows + columns, batch + (of_scale[0] if block[0] > 1 else rows) + of_scale[1]
+
     # Codes and scales of each matrix, then those of its transpose.
-    results = ("brs", "bRS" if is_square else "brS"), ("bsr", "bSR" if is_square else "bsR")
-    return on_shards(kernel, ["brs"], results, order="brs", num_deciding=1, name=BLOCK_QUANTIZE)
+    results = of_pair(rows, columns), of_pair(columns, rows)
+
+    def of_part(x: jax.Array) -> Any:
+        sizes = dict(zip(batch + rows + columns, x.shape))
+        sizes |= {letter.upper(): n // block[1] for letter, n in sizes.items()}
+        made = kernel(_as_matrices(x, rows))
+        return jax.tree.map(lambda a, of: a.reshape([sizes[letter] for letter in of]), made, results)
+
+    order = batch + rows + columns
+    return on_shards(of_part, [order], results, order=order, num_deciding=1, name=name)
 
 
 def ragged_on_shards(

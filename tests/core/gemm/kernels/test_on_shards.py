@@ -139,7 +139,7 @@ def test_split_tensors_are_quantized_as_whole_ones(spec, block):
         return tuple((q.codes, q.scale) for q in pair)
 
     expected = jax.jit(twin)(x)
-    run = jax.jit(quantize_on_shards(twin, is_square=block[0] > 1), in_shardings=NamedSharding(on, spec))
+    run = jax.jit(quantize_on_shards(twin, block=block), in_shardings=NamedSharding(on, spec))
     jax.tree.map(np.testing.assert_array_equal, run(x), expected)
     gathered = re.findall(r"= (\w+\[\S*) all-gather", run.lower(x).compile().as_text())
     assert not any("512,512" in shape for shape in gathered if not any(map(_is_pair, spec)))
