@@ -206,6 +206,7 @@ def _handed_over(lowered: Any, options: dict[str, Any] | None) -> tuple[Any, Any
 
     JAX compiles with a ``_Client``, which raises them as the arguments of an error.
     """
+    lowered = getattr(lowered, "lowered", lowered)  # that of nnx.jit wraps JAX's
     lowering = copy.copy(lowered._lowering)
     lowering.compile_args = {**lowering.compile_args, "backend": _Client(lowering.compile_args["backend"])}
     try:

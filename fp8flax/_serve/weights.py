@@ -68,13 +68,36 @@ def weights_for_serving(
     ops = seen_of(model).ops if hasattr(model, "_fp8_rules") else {}
     record = tuple((path, op.op, op.gemms, op.kernel and op.kernel.sources) for path, op in ops.items())
     with automatic_axes(variables) as variables:
-        return _weights(model, record, options_of(args, kwargs, rename, weight_only), variables)
+        return _weights(_hashable(model), record, options_of(args, kwargs, rename, weight_only), variables)
+
+
+class _Unhashable:
+    """A model with a field that has no hash, such as ``nn.Sequential`` of a list. It equals only itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __hash__(self) -> int:
+        return id(self.model)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Unhashable) and self.model is other.model
+
+
+def _hashable(model: nn.Module) -> Any:
+    """Returns a key for ``jax.jit``: the model, or an ``_Unhashable`` that holds it."""
+    try:
+        hash(model)
+    except TypeError:
+        return _Unhashable(model)
+    return model
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _weights(model: nn.Module, record: Any, options: Options, variables: Any) -> dict[str, jax.Array]:
+def _weights(model: Any, record: Any, options: Options, variables: Any) -> dict[str, jax.Array]:
     """Computes the result of ``weights_for_serving``; compiled once for equal static arguments."""
     del record  # it is only part of the key
+    model = model.model if isinstance(model, _Unhashable) else model
     if getattr(model, "_fp8_serving", None) is not None:
         raise ValueError(FROZEN)
     args, kwargs = options.inputs()

@@ -17,7 +17,7 @@ from jax import lax
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import ROLES, state_leaf_names
 from fp8flax._core.scaling import SMALLEST_SCALE, power_of_two, scale_exponent
-from fp8flax._core.state.batching import each_alike, groups, key_of
+from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import (
     Places,
@@ -100,95 +100,48 @@ def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
     paths, old_leaves, leaves, treedef = leaves_of_both(old, new)
     places = Places.of(paths, old_leaves)
     olds, news = places.states(old_leaves), places.states(leaves)
+    compared = each_alike(_compared, places.axes, olds, news, loops=True)
+    befores, comparisons = zip(*compared) if compared else ((), ())
+    kept = each_alike(_kept, places.axes, befores, news, comparisons, in_parts=True, loops=True)
     refused = []
-    for group in groups(map(key_of, places.axes, olds, news)):
-        pairs = [places.pairs[k] for k in group]
-        checked, is_next = check_group(
-            [olds[k] for k in group], [news[k] for k in group], places.axes[group[0]]
-        )
-        for (i, j), tensor in zip(pairs, checked):
-            leaves[i], leaves[j] = tensor.kept
-        if not isinstance(is_next, jax.core.Tracer) and is_next.is_fully_replicated:
-            refused += [path_str(paths[j]) for (_, j), ok in zip(pairs, np.asarray(is_next)) if not ok]
+    for (i, j), of_tensor, (factor, _, _) in zip(places.pairs, kept, comparisons):
+        leaves[i], leaves[j] = of_tensor
+        is_known = not isinstance(factor, jax.core.Tracer) and factor.is_fully_replicated
+        if is_known and not (factor > 0).all():
+            refused.append(path_str(paths[j]))
     return treedef.unflatten(leaves), refused
-
-
-class _Checked(NamedTuple):
-    """The result of the check of one tensor."""
-
-    kept: ScalingState
-    """The state to keep after the step."""
-    factor: jax.Array
-    """The factor that multiplied the new state after the step; 0 if no step can produce the new state.
-
-    It has the shape of the scale: stacked layers have one factor each."""
-
-
-@partial(jax.jit, static_argnums=2)
-def check_group(
-    olds: Sequence[ScalingState], news: Sequence[ScalingState], axis: int
-) -> tuple[list[_Checked], jax.Array]:
-    """Checks the states of tensors of one shape; returns also, for each, whether a step can produce it.
-
-    A stacked tensor passes if all of its layers pass. GPUs check all tensors as one array, so that the
-    number of GPU kernels does not grow with the number of tensors. CPUs check them in a loop (see
-    ``each_alike``).
-
-    Args:
-        olds: the states before the step.
-        news: the states after the step.
-        axis: the axis of the past amaxes in the histories.
-    """
-    each = lax.platform_dependent(
-        list(olds), list(news), cpu=partial(_check_in_a_loop, axis), default=partial(_check_stacked, axis)
-    )
-    return each, jnp.stack([jnp.all(tensor.factor > 0) for tensor in each])
-
-
-def _check_in_a_loop(axis: int, olds: list[ScalingState], news: list[ScalingState]) -> list[_Checked]:
-    return each_alike(_check, [axis] * len(olds), olds, news, loops=True)
-
-
-def _check(old: ScalingState, new: ScalingState, axis: int) -> _Checked:
-    """Checks the state of one tensor."""
-    return _kept(axis, old, new, _compare(axis, old, new))
-
-
-def _check_stacked(axis: int, olds: list[ScalingState], news: list[ScalingState]) -> list[_Checked]:
-    old, new = (ScalingState(*map(jnp.stack, zip(*states))) for states in (olds, news))
-    # The barrier makes XLA read each history once. Without it XLA copies the histories of a donated state
-    # before it writes the next ones.
-    old = lax.optimization_barrier(old)
-    comparisons = jax.vmap(partial(_compare, axis))(old, new)
-    # The states to keep are computed for each tensor, so that XLA slices no array of all histories.
-    each = zip(map(ScalingState, *old), news, map(_Comparison, *comparisons))
-    return [_kept(axis, *one) for one in each]
 
 
 class _Comparison(NamedTuple):
     """Result of comparing the new state of one tensor with the old; each field has the scale's shape."""
 
     factor: jax.Array
-    """The factor of ``_Checked``."""
+    """The factor that multiplied the new state after the step; 0 if no step can produce the new state.
+
+    Stacked layers have one factor each."""
     is_as_is: jax.Array
     """Whether the new history is kept unchanged."""
     enters: jax.Array
     """Whether the newest amax of the new history enters the old history. If not, the old one is kept."""
 
 
-def _kept(axis: int, old: ScalingState, new: ScalingState, comparison: _Comparison) -> _Checked:
-    """Returns the state of one tensor to keep, with the factor of its comparison."""
+def _compared(old: ScalingState, new: ScalingState, axis: int) -> tuple[ScalingState, _Comparison]:
+    """Returns the old state, which a GPU then reads once (see ``each_alike``), and the comparison."""
+    return old, _compare(old, new, axis)
+
+
+def _kept(old: ScalingState, new: ScalingState, comparison: _Comparison, axis: int) -> ScalingState:
+    """Returns the state of one tensor to keep, given its comparison."""
     factor, is_as_is, enters = comparison
     new = kept_of_tensor(old, new, axis)
     histories = _Histories(old.amax_history, new.amax_history, axis)
     divisor = jnp.where(factor > 0, factor, 1.0)
     restored = jnp.where(histories.is_newest, histories.new / divisor, histories.moved)
     history = jnp.where(enters, restored, old.amax_history)
-    kept = ScalingState(
+    return ScalingState(
         jnp.where(factor > 0, new.scale / divisor, old.scale),
         jnp.where(is_as_is, new.amax_history, history),
     )
-    return _Checked(kept, factor)
 
 
 def _larger(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
@@ -247,7 +200,7 @@ def _factor(up: jax.Array, down: jax.Array) -> jax.Array:
     return jnp.where(jnp.maximum(up, down) == 0, 1.0, jnp.where(fits, power, 0.0))
 
 
-def _compare(axis: int, old: ScalingState, new: ScalingState) -> _Comparison:
+def _compare(old: ScalingState, new: ScalingState, axis: int) -> _Comparison:
     """Returns what changed the new state of one tensor after the step."""
     # Only other arithmetic produces numbers that are finite and negative. A scale of 0, NaN or Inf means
     # that no gradient arrived. An amax of NaN or Inf means a NaN or an Inf in the data, or no data.
@@ -406,7 +359,7 @@ class _Findings(NamedTuple):
     zeros: Any
     """The number of layers that have a history of zeros."""
     factor: Any
-    """The smallest factor of ``_Checked``."""
+    """The smallest factor of ``_Comparison``."""
     moves: Any
     """Whether the history holds an amax and differs from the one before.
 
@@ -419,7 +372,7 @@ def _inspect(new: ScalingState, old: ScalingState | None, axis: int) -> _Finding
     largest, smallest = jnp.max(history, axis), jnp.min(history, axis)
     factor, moves = jnp.ones(()), jnp.any(largest > 0)
     if old is not None:
-        factor = jnp.min(check_group([old], [new], axis)[0][0].factor)
+        factor = jnp.min(_compare(old, new, axis).factor)
         moves &= jnp.any(history != old.amax_history) | jnp.all(largest == smallest)
     return _Findings(
         is_scale=jnp.all(lax.is_finite(scale) & (scale > 0)),

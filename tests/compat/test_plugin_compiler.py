@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
 from fp8flax._audit import compiling
 from fp8flax._compat import plugin_compiler, stablehlo_version
 from fp8flax._compat.stablehlo_version import StableHloTooOldError
@@ -113,6 +115,13 @@ def test_fp8_algorithms_are_compiled_on_every_jax():
     (gemm,) = report.gemms
     assert [gemm.is_fp8, gemm.backend, gemm.accumulation] == [True, "cublasLt", "fast"]
     assert ("Compiled by XLA's plugin: without" in str(report)) == (report.compiled_by != "JAX")
+
+
+@pytest.mark.oldest
+def test_a_function_of_nnx_jit_is_compiled():
+    """Flax wraps the lowered program of JAX."""
+    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0), dot_general=fp8nnx.Fp8DotGeneralOp())
+    assert fp8.audit(nnx.jit(lambda model, x: model(x)), model, jnp.ones((64, 64))).num_fp8_gemms == 1
 
 
 @pytest.mark.oldest

@@ -57,7 +57,7 @@ def each_alike(
     in_parts: bool = False,
     loops: bool = False,
 ) -> list[Any]:
-    """Returns ``[f(*each, axis) for *each, axis in zip(*args, axes)]``, for trees of arrays.
+    """Returns ``[f(*each, axis=axis) for axis, *each in zip(axes, *args)]``, for trees of arrays.
 
     A GPU stacks the trees whose arrays have equal types and shardings, and applies ``f`` to the stacked
     arrays by ``jax.vmap``. A CPU applies ``f`` to each tree: XLA for CPUs would compile the stacked
@@ -87,9 +87,9 @@ def each_alike(
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _alike(f: Callable[..., Any], axis: int, how: _How, *args: Sequence[Any]) -> list[Any]:
-    """Returns ``[f(*each, axis) for each in zip(*args)]``, for trees that can be stacked."""
+    """Returns ``[f(*each, axis=axis) for each in zip(*args)]``, for trees that can be stacked."""
     number = len(args[0])
-    once = jax.jit(lambda *each: f(*each, axis))  # traced once for all calls of ``one_by_one``
+    once = jax.jit(partial(f, axis=axis))  # traced once for all calls of ``one_by_one``
 
     def one_by_one(*args: Any) -> list[Any]:
         return [once(*each) for each in zip(*args)]
@@ -99,7 +99,7 @@ def _alike(f: Callable[..., Any], axis: int, how: _How, *args: Sequence[Any]) ->
         return lax.optimization_barrier(stacks) if how.read_once else stacks
 
     def in_a_loop(*args: Any) -> list[Any]:
-        return _unstack(lax.map(lambda each: f(*each, axis), tuple(stacked(*args))), number)
+        return _unstack(lax.map(lambda each: f(*each, axis=axis), tuple(stacked(*args))), number)
 
     def at_once(*args: Any) -> list[Any]:
         if how.in_parts:
