@@ -15,7 +15,12 @@ import jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fp8flax._compat.plugin_compiler import PluginCompiled, compile_with_plugin, target_config_of
+from fp8flax._compat.plugin_compiler import (
+    PluginCompiled,
+    compile_with_plugin,
+    platform_of,
+    target_config_of,
+)
 from fp8flax._compat.stablehlo_version import StableHloTooOldError
 from fp8flax._core.gemm.gpus import (
     GPUS,
@@ -284,13 +289,13 @@ def compile_lowered(
         lowered: the lowered program.
         name: the name of the function, for error messages.
         options: compiler options of XLA.
+
+    Raises:
+        RuntimeError: the program cannot be compiled, or no argument of it lies on the mesh.
     """
-    advice = (
-        "If the error names an algorithm, the device has no such algorithm for the dtypes of a dot: "
-        "e5m2 × e5m2 has none in FP8."
-    )
-    if target.mesh is not None:
-        advice += f" If the error names a platform Host: {_not_on_mesh(name)}"
+    if target.mesh is not None and target.gpu is not None and platform_of(lowered) == "cpu":
+        # XLA for CPUs would abort the process for some programs that are written for GPUs.
+        raise RuntimeError(_not_on_mesh(name))
 
     def compile_here() -> Compiled:
         try:
@@ -307,7 +312,8 @@ def compile_lowered(
         return _explained(
             compile_here,
             f"XLA cannot compile {name} for {target.name}",
-            advice,
+            "If the error names an algorithm, the device has no such algorithm for the dtypes of a dot: "
+            "e5m2 × e5m2 has none in FP8.",
         )
 
 

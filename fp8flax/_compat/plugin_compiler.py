@@ -166,6 +166,21 @@ def target_config_of(device: jax.Device) -> str:
     return str(xla_client.get_topology_for_devices([device]).target_config)
 
 
+def platform_of(lowered: Any) -> str:
+    """Returns the platform of the devices that JAX would compile for: "gpu" or "cpu".
+
+    Args:
+        lowered: the lowered program, of ``jax.jit`` or of ``nnx.jit``.
+    """
+    platform: str = _of_jax(lowered)._lowering.compile_args["backend"].platform
+    return platform
+
+
+def _of_jax(lowered: Any) -> Any:
+    """Returns JAX's lowered program; that of ``nnx.jit`` wraps it."""
+    return getattr(lowered, "lowered", lowered)
+
+
 def compile_with_plugin(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> PluginCompiled:
     """Compiles a lowered program by the C API of the plugin.
 
@@ -206,8 +221,7 @@ def _handed_over(lowered: Any, options: dict[str, Any] | None) -> tuple[Any, Any
 
     JAX compiles with a ``_Client``, which raises them as the arguments of an error.
     """
-    lowered = getattr(lowered, "lowered", lowered)  # that of nnx.jit wraps JAX's
-    lowering = copy.copy(lowered._lowering)
+    lowering = copy.copy(_of_jax(lowered)._lowering)
     lowering.compile_args = {**lowering.compile_args, "backend": _Client(lowering.compile_args["backend"])}
     try:
         lowering.compile(compiler_options=options or {})
