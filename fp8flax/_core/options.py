@@ -60,6 +60,13 @@ def check_variables(variables: Any) -> None:
         )
 
 
+def check_optimizer(tx: Any) -> None:
+    """Raises ``TypeError`` if ``tx`` is no optimizer of Optax, but for instance ``optax.adam`` itself."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        name = getattr(tx, "__name__", f"a value of type {type(tx).__name__}")
+        raise TypeError(f"tx must be an optimizer of Optax, such as optax.adam(1e-3); got {name}.")
+
+
 _APIS = {"flax.linen": ("a Linen module", "fp8flax"), "flax.nnx": ("an NNX module", "fp8flax.nnx")}
 """For each API of Flax: what its modules are called in errors, and which package of ours takes them."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import flax.linen as nn
 
+from fp8flax._core.options import check_variables
 from fp8flax._serve.renaming import Rename
 from fp8flax._serve.safetensors import write
 from fp8flax._serve.serving import serving_ops
@@ -77,4 +78,6 @@ def save_safetensors(
 
     Source: the safetensors format; vLLM's compressed-tensors checkpoints; DeepSeek-V3 for blocks.
     """
-    write(path, serving_ops(model), variables, rename, config)
+    ops = serving_ops(model)
+    check_variables(variables)
+    write(path, ops, variables, rename, config)

@@ -250,5 +250,6 @@ def remove_fp8_state(variables: Mapping[str, Any]) -> Mapping[str, Any]:
         >>> list(fp8.remove_fp8_state(layer.init(jax.random.key(0), jnp.ones((2, 4)))))
         ['params']
     """
+    check_variables(variables)
     others, _ = split_state(variables)
     return flax.core.freeze(others) if isinstance(variables, flax.core.FrozenDict) else others

@@ -17,6 +17,7 @@ from fp8flax._compat.hoisting import hoisted
 from fp8flax._compat.max_dtype import is_max_dtype, of_floats, to_floats
 from fp8flax._core.axes import current_manual_axes, merged_in
 from fp8flax._core.names import KERNEL_FORWARD_NAME, RESIDUAL_NAMES
+from fp8flax._core.options import check_variables
 from fp8flax._core.state.tree import (
     as_read,
     enter,
@@ -87,6 +88,8 @@ def value_and_grad(
         args = tuple(unmerge(arg) if i in here else arg for i, arg in enumerate(args))
         if not allow_int:
             for i in here:
+                if hasattr(args[i], "opt_state"):
+                    check_variables(args[i])
                 jax.tree_util.tree_map_with_path(_refuse_integers, args[i])
         entered = [enter(arg) if i in here else arg for i, arg in enumerate(args)]
         value, grads = jax_value_and_grad(*entered, **kwargs)

@@ -17,6 +17,7 @@ import optax
 from jax import lax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.options import check_optimizer
 from fp8flax._core.state.tree import (
     check_state_dtype,
     has_state,
@@ -244,6 +245,7 @@ class TrainState(flax.training.train_state.TrainState):
             ValueError: scaling state lies at a place that the optimizer sees, or without parameters next to
                 it; or the masks or labels in ``tx`` are made for all variables.
         """
+        check_optimizer(tx)
         optimized = params
         if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params and "params" not in params:
             raise ValueError(

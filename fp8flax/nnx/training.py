@@ -13,6 +13,7 @@ from flax import nnx
 from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._core.axes import current_manual_axes, merged_in
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
+from fp8flax._core.options import check_optimizer
 from fp8flax._core.state.tree import kept_tree, merge_by_max, refusing_arithmetic, unmerge
 from fp8flax._train import check
 from fp8flax._train.calibrate import calibrate as calibrate_variables
@@ -329,6 +330,7 @@ class Optimizer(nnx.Optimizer):
     """
 
     def __init__(self, model: nnx.Module, tx: Any, *, wrt: Any = nnx.Param):
+        check_optimizer(tx)
         if state_of(nnx.state(model, wrt))[OVERWRITE_WITH_GRADIENT]:
             raise ValueError(
                 f"The optimizer would see FP8 scaling state, because wrt={wrt!r} includes it. Leave it "

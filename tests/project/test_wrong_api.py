@@ -1,8 +1,11 @@
 """Models and ops of Flax's other API, and ops in the wrong place: the error says what to use."""
 
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
@@ -30,6 +33,29 @@ def test_a_model_of_the_other_api(function, args):
         getattr(fp8, function)(linear(), *args)
     with pytest.raises(TypeError, match=rf"It is a Linen module: use fp8flax\.{function}\."):
         getattr(fp8nnx, function)(nn.Dense(8), *args[-1:])
+
+
+def test_an_optimizer_that_is_not_called():
+    layer = nn.Dense(8)
+    with pytest.raises(TypeError, match=r"such as optax\.adam\(1e-3\); got adam\."):
+        fp8.TrainState.create(apply_fn=layer.apply, params=layer.init(KEY, X), tx=optax.adam)
+    for args, got in (((linear(), optax.adam), "adam"), ((optax.adam(1e-3), linear()), "type Linear")):
+        with pytest.raises(TypeError, match=rf"such as optax\.adam\(1e-3\); got .*{got}\."):
+            fp8nnx.Optimizer(*args)
+
+
+def test_a_train_state_where_variables_are_wanted(tmp_path):
+    op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.Float8CurrentScaling())
+    layer = nn.Dense(8, dot_general_cls=op)
+    state = fp8.TrainState.create(apply_fn=layer.apply, params=layer.init(KEY, X), tx=optax.sgd(0.1))
+    frozen, _ = fp8.freeze(layer, state.params, X)
+    for call in (
+        fp8.remove_fp8_state,
+        fp8.grad(lambda state: jnp.sum(state.apply_fn(state.params, X))),
+        lambda state: fp8.save_safetensors(tmp_path / "model.safetensors", frozen, state),
+    ):
+        with pytest.raises(TypeError, match=r"got TrainState\. Pass state\.params of a TrainState\."):
+            call(state)
 
 
 def test_something_else_is_of_no_api():
