@@ -107,7 +107,7 @@ def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
     for (i, j), of_tensor, (factor, _, _) in zip(places.pairs, kept, comparisons):
         leaves[i], leaves[j] = of_tensor
         is_known = not isinstance(factor, jax.core.Tracer) and factor.is_fully_replicated
-        if is_known and not (factor > 0).all():
+        if is_known and not np.all(np.asarray(factor) > 0):
             refused.append(path_str(paths[j]))
     return treedef.unflatten(leaves), refused
 
