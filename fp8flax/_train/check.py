@@ -43,8 +43,8 @@ WHAT_TO_CALL = (
 )
 
 
-def next_state(old: Any, new: Any, owner: str, what_to_do: str) -> Any:
-    """Returns the scaling state after a step; see ``overwrite``.
+def checked_next_state(old: Any, new: Any, owner: str, what_to_do: str) -> Any:
+    """Returns the scaling state after a step, from ``overwrite``; raises an error if that refused a leaf.
 
     Args:
         old: the collection before the step.

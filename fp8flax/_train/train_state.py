@@ -26,7 +26,7 @@ from fp8flax._core.state.tree import (
     merge_by_max,
     unmerge,
 )
-from fp8flax._train.check import WHAT_TO_CALL, next_state
+from fp8flax._train.check import WHAT_TO_CALL, checked_next_state
 from fp8flax._train.gradients import pmean_gradients, value_and_grad
 
 
@@ -225,7 +225,7 @@ class TrainState(flax.training.train_state.TrainState):
             )
         old, new = ({OVERWRITE_WITH_GRADIENT: x[OVERWRITE_WITH_GRADIENT]} for x in (self.params, grads))
         what_to_do = f"{WHAT_TO_CALL} To set state from elsewhere, call state.replace(params=…)."
-        return next_state(old, new, "state.params", what_to_do)[OVERWRITE_WITH_GRADIENT]
+        return checked_next_state(old, new, "state.params", what_to_do)[OVERWRITE_WITH_GRADIENT]
 
     @classmethod
     def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> Any:
