@@ -56,7 +56,7 @@ def cublaslt(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, is_row_major: bool = Fal
     results would cost a pass over the result.
     """
     lhs, rhs = map(_row_major, (lhs, rhs)) if is_row_major else (lhs, rhs)
-    product = partial(dot, gemm, lhs.codes, rhs.codes, ALGORITHMS[gemm.recipe.accumulation])
+    product = partial(dot, gemm, lhs.codes, rhs.codes, ALGORITHMS[gemm.accumulation])
     if lhs.scale.ndim or rhs.scale.ndim:
         # Scales per row or column need a pass over the result. cublasLt writes it in float32 for that.
         return scaled(gemm, product(jnp.float32), lhs, rhs)

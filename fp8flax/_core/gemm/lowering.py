@@ -165,7 +165,7 @@ def _fits_cublaslt(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
     """Returns whether cublasLt can multiply the codes, and the accumulation of the recipe asks for it."""
     return (
         _multiplies_codes(capability, gemm, lhs, rhs)
-        and gemm.recipe.accumulation in cuda.ALGORITHMS
+        and gemm.accumulation in cuda.ALGORITHMS
         and not any(size % _CUBLASLT_MULTIPLE for size in gemm.sizes)
         # cublasLt does not multiply e5m2 by e5m2.
         and not lhs.codes.dtype == rhs.codes.dtype == _E5M2
@@ -186,7 +186,7 @@ def _is_decoding(capability: float, gemm: Gemm) -> bool:
     """
     found, rows = gemm.of_columns(), gemm.sizes[0]
     return (
-        gemm.recipe.accumulation == "fast"
+        gemm.accumulation == "fast"
         and gemm.is_packed
         and is_hopper(capability)
         and isinstance(rows, int)
@@ -262,7 +262,9 @@ def _has_block_scaled_units_on_shards(capability: float, gemm: Gemm, lhs: Any, r
 
 def _has_hopper_kernel(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
     """Returns whether our GPU kernel for Hopper's FP8 units can multiply the operands."""
-    return _fits_block_kernels(capability, gemm, lhs, rhs) and is_for_hopper(gemm.recipe, capability)
+    return _fits_block_kernels(capability, gemm, lhs, rhs) and is_for_hopper(
+        lhs.quantizer, rhs.quantizer, capability
+    )
 
 
 def _has_triton_kernel(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:

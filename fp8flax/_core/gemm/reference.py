@@ -73,7 +73,7 @@ def reference_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Arra
         rhs: a ``QTensor``, or an array that stays wide.
     """
     if not is_of_codes(gemm, lhs, rhs):
-        return wide_gemm(gemm, lhs, rhs)
+        return _wide_gemm(gemm, lhs, rhs)
     assert isinstance(lhs, QTensor)
     assert isinstance(rhs, QTensor)
     # Float32 holds FP8 values and their products exactly.
@@ -84,9 +84,9 @@ def reference_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Arra
     return scaled(gemm, out, lhs, rhs)
 
 
-def wide_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) -> jax.Array:
+def _wide_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) -> jax.Array:
     """Multiplies in the dtypes that the operands had before they were quantized; dequantizes if needed."""
-    is_kept = gemm.recipe.lhs is None or gemm.recipe.rhs is None
+    is_kept = not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor))
     if isinstance(rhs, QTensor) and not isinstance(lhs, QTensor) and _is_by_codes(gemm, rhs):
         with jax.named_scope(KEPT_WIDE):
             return _wide_by_codes(gemm, lhs, rhs)

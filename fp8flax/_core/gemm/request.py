@@ -12,7 +12,6 @@ import numpy as np
 
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import Quantizer
-from fp8flax._core.recipes import GemmRecipe
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """The dimension numbers of ``lax.dot_general``: contracted axes, and batch axes, of both operands."""
@@ -21,7 +20,6 @@ DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int
 class Gemm(NamedTuple):
     """One GEMM. Each operand is a ``QTensor`` or a wide array; the result is an array."""
 
-    recipe: GemmRecipe
     dimension_numbers: Any
     lhs: View
     rhs: View
@@ -29,6 +27,8 @@ class Gemm(NamedTuple):
     """The dtype of the left operand before it was quantized."""
     rhs_dtype: np.dtype
     out_dtype: np.dtype
+    accumulation: str = "exact"
+    """``GemmRecipe.accumulation``, for operands with scales per tensor or slice."""
     precision: Any = None
     """The ``precision`` of ``lax.dot_general``, if the GEMM does not run in FP8."""
     out_sharding: Any = None

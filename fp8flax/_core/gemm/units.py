@@ -19,17 +19,15 @@ from fp8flax._core.gemm.gpus import (
 )
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.gemm.kernels.block_gemm_hopper import multiplies_dtypes
+from fp8flax._core.quantizers import Quantizer
 from fp8flax._core.recipes import GemmRecipe
 
 
-def is_for_hopper(recipe: GemmRecipe, capability: float) -> bool:
-    """Returns whether our GPU kernel for Hopper can multiply operands of this recipe, on this GPU.
+def is_for_hopper(lhs: Quantizer, rhs: Quantizer, capability: float) -> bool:
+    """Returns whether our GPU kernel for Hopper can multiply operands of these quantizers, on this GPU.
 
     Both operands must have float32 scales per 128 columns, in FP8 dtypes that the kernel multiplies.
     """
-    lhs, rhs = recipe.lhs, recipe.rhs
-    assert lhs is not None
-    assert rhs is not None
     is_of_blocks = lhs.scale_columns == rhs.scale_columns == BLOCK
     return is_hopper(capability) and is_of_blocks and multiplies_dtypes(lhs.dtype, rhs.dtype)
 
@@ -39,7 +37,9 @@ def has_units(recipe: GemmRecipe, capability: float) -> bool:
 
     Blackwell has units for block scales. On Hopper our own GPU kernel uses the FP8 units.
     """
-    return capability >= NATIVE_MX or is_for_hopper(recipe, capability)
+    assert recipe.lhs is not None
+    assert recipe.rhs is not None
+    return capability >= NATIVE_MX or is_for_hopper(recipe.lhs, recipe.rhs, capability)
 
 
 def runs_in_fp8(recipe: GemmRecipe, capability: float) -> bool:

@@ -203,13 +203,13 @@ class Contraction(Plan):
         """
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
         return Gemm(
-            recipe=getattr(self.recipe, name),
             dimension_numbers=dims,
             lhs=View(lhs.shape, lhs_contract, lhs_batch),
             rhs=View(rhs.shape, rhs_contract, rhs_batch),
             lhs_dtype=lhs.dtype,
             rhs_dtype=rhs.dtype,
             out_dtype=out_dtype,
+            accumulation=getattr(self.recipe, name).accumulation,
             precision=self.precision,
             dequantized=self.dequantized,
             name=name,

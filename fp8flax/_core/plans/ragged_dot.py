@@ -136,13 +136,13 @@ class RaggedPlan(Contraction):
         """Returns the GEMM ``name`` of one visit, with the dtypes of ``lhs``, ``rhs`` and the result."""
         lhs_dtype, rhs_dtype, out_dtype = dtypes
         return Gemm(
-            recipe=getattr(self.recipe, name),
             dimension_numbers=((lhs.contract, rhs.contract), ((), ())),
             lhs=lhs,
             rhs=rhs,
             lhs_dtype=lhs_dtype,
             rhs_dtype=rhs_dtype,
             out_dtype=out_dtype,
+            accumulation=getattr(self.recipe, name).accumulation,
             precision=self.precision,
             dequantized=self.dequantized,
         )

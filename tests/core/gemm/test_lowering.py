@@ -183,7 +183,7 @@ def gemms_of(lhs, rhs, dims):
 def test_which_products_take_it(capability, name, rows, expected):
     gemm = getattr(gemms_of((rows, 128), (128, 256), MATMUL), name)
     operands = [
-        fp8.QTensor(jnp.zeros(view.shape, jnp.float8_e4m3fn), jnp.float32(1), gemm.recipe.lhs)
+        fp8.QTensor(jnp.zeros(view.shape, jnp.float8_e4m3fn), jnp.float32(1), DELAYED.forward.lhs)
         for view in (gemm.lhs, gemm.rhs)
     ]
     assert math.prod(gemm.sizes) == rows * 128 * 256

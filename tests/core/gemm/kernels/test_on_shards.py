@@ -45,7 +45,7 @@ def gemm_of(lhs, rhs, dims, out_dtype):
     """Returns the request for a GEMM of two operands of these shapes."""
     views = [View(shape, contract, batch) for shape, contract, batch in zip((lhs, rhs), *dims)]
     dtype = np.dtype(np.float32)
-    return Gemm(fp8.GemmRecipe(), dims, *views, dtype, dtype, np.dtype(out_dtype))
+    return Gemm(dims, *views, dtype, dtype, np.dtype(out_dtype))
 
 
 @pytest.mark.oldest
