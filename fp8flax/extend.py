@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from fp8flax._core.gemm.lowering import lowered
-from fp8flax._core.gemm.reference import reference_gemm
 from fp8flax._core.gemm.request import Gemm as Gemm
 from fp8flax._core.plans.contraction import Contraction as Contraction
 from fp8flax._core.plans.contraction import check_operands as check_operands
@@ -63,4 +62,4 @@ def multiply(gemm: Gemm, lhs: Any, rhs: Any) -> jax.Array:
         lhs: the left operand, a ``QTensor`` or a wide array.
         rhs: the right operand, a ``QTensor`` or a wide array.
     """
-    return lowered(gemm, reference_gemm, lhs, rhs)
+    return lowered(gemm, lhs, rhs)

@@ -58,7 +58,6 @@ ORDER = [
     "_core/once",
     "_core/gemm/gpus",
     "_core/gemm/request",
-    "_core/gemm/reference",
     "_core/gemm/kernels/block_gemm",
     "_core/gemm/kernels/block_gemm_hopper",
     "_core/gemm/kernels/block_quantize",

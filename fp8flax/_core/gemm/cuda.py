@@ -20,8 +20,7 @@ from fp8flax._core.axes import vary_alike
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK, block_gemm
 from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
 from fp8flax._core.gemm.kernels.transpose import transpose
-from fp8flax._core.gemm.reference import dequantized_gemm, dot, scaled
-from fp8flax._core.gemm.request import Gemm
+from fp8flax._core.gemm.request import Gemm, dequantized_gemm, dot, scaled
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import MX_COLUMNS
 

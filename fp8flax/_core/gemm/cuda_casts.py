@@ -14,8 +14,7 @@ import jax
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.gemm.kernels.on_shards import quantize_on_shards
-from fp8flax._core.gemm.reference import behind_barrier
-from fp8flax._core.gemm.request import CastPair
+from fp8flax._core.gemm.request import CastPair, behind_barrier
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantize import inf_to_nan
@@ -39,7 +38,7 @@ def block_pair_on_shards(request: CastPair, x: jax.Array, delayed_scale: None) -
 def reference_pair_on_shards(
     request: CastPair, x: jax.Array, delayed_scale: None
 ) -> tuple[QTensor, QTensor]:
-    """Quantizes as ``reference_pair``; each of several devices quantizes its part of the tensor.
+    """Quantizes as ``CastPair.reference``; each of several devices quantizes its part of the tensor.
 
     XLA alone would gather a tensor with a split dimension that is flattened behind another one.
     """

@@ -83,11 +83,6 @@ def expert_sums(
 expert_sums_on_shards = partial(expert_sums, on_shards=True)
 
 
-def in_tiles(request: ExpertProducts | ExpertSums, *operands: Any) -> jax.Array:
-    """Multiplies in plain JAX, one tile of rows after the other."""
-    return request.in_tiles(*operands)
-
-
 def products_in_tiles_on_shards(
     request: ExpertProducts, lhs: QTensor, kernels: QTensor, group_sizes: jax.Array
 ) -> jax.Array:
@@ -95,7 +90,7 @@ def products_in_tiles_on_shards(
 
     XLA alone would gather the rows of each tile.
     """
-    of_part = partial(request.in_tiles, is_part=True)
+    of_part = partial(request.reference, is_part=True)
     return _products_on_shards(request, of_part, lhs, kernels, group_sizes)
 
 
@@ -103,7 +98,7 @@ def sums_in_tiles_on_shards(
     request: ExpertSums, lhs: QTensor, rhs: QTensor, group_sizes: jax.Array
 ) -> jax.Array:
     """Sums the outer products of each expert's rows in tiles; each of several devices computes a part."""
-    of_part = partial(request.in_tiles, is_part=True)
+    of_part = partial(request.reference, is_part=True)
     return _sums_on_shards(request, of_part, lhs, rhs, group_sizes)
 
 

@@ -31,7 +31,6 @@ from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
 from fp8flax._core.gemm.kernels.groups import TILE
 from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards
 from fp8flax._core.gemm.kernels.transpose import can_transpose
-from fp8flax._core.gemm.reference import reference_pair
 from fp8flax._core.gemm.request import (
     CastPair,
     CastTranspose,
@@ -66,20 +65,19 @@ class Row(NamedTuple):
     ``jax.vmap``, by ``jax.export``), the first row that has ``shards`` runs."""
 
 
-def lowered(request: Any, reference: Callable[..., Any], *operands: Any) -> Any:
-    """Returns ``reference(request, *operands)``, computed in the way that suits the device best.
+def lowered(request: Any, *operands: Any) -> Any:
+    """Returns ``request.reference(*operands)``, computed in the way that suits the device best.
 
     A program for one NVIDIA GPU uses the first row of the table that fits the request. A program that XLA
     splits over several GPUs uses the first fitting row that has ``on_mesh`` or ``shards``. If no row fits,
     and on all other devices, the reference runs.
 
     Args:
-        request: a hashable description of the computation, such as a ``Gemm``.
-        reference: a function that computes the result in plain JAX, for any device.
+        request: a hashable description of the computation with a ``reference``, such as a ``Gemm``.
         *operands: trees of arrays.
     """
     rows = rows_of(request, *operands)
-    reference = partial(reference, request)
+    reference = request.reference
     if not rows:
         return reference(*operands)
     one = partial(rows[0].one, request)
@@ -126,6 +124,11 @@ def _gemm_on_mesh(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, name: str = "") -> 
         return rows_of(part, lhs, rhs)[0].one(part, lhs, rhs)
 
     return gemm_on_shards(multiply, gemm, lhs, rhs, name=name)
+
+
+def _reference(request: Any, *operands: Any) -> Any:
+    """Runs the reference implementation of a request, as a row of the table."""
+    return request.reference(*operands)
 
 
 def rows_of(request: Any, *operands: Any) -> list[Row]:
@@ -481,21 +484,19 @@ _TABLE: dict[type, tuple[Row, ...]] = {
         Row(_has_grouped_gemm, cuda_ragged.expert_products, on_mesh=cuda_ragged.expert_products_on_shards),
         Row(
             _is_of_experts,
-            cuda_ragged.in_tiles,
-            cuda_ragged.in_tiles,
+            _reference,
+            _reference,
             cuda_ragged.products_in_tiles_on_shards,
         ),
     ),
     ExpertSums: (
         Row(_has_grouped_gemm, cuda_ragged.expert_sums, on_mesh=cuda_ragged.expert_sums_on_shards),
-        Row(
-            _is_of_experts, cuda_ragged.in_tiles, cuda_ragged.in_tiles, cuda_ragged.sums_in_tiles_on_shards
-        ),
+        Row(_is_of_experts, _reference, _reference, cuda_ragged.sums_in_tiles_on_shards),
     ),
     CastPair: (
         Row(_has_block_quantize_on_shards, cuda_casts.block_pair, on_mesh=cuda_casts.block_pair_on_shards),
         Row(_has_block_quantize, cuda_casts.block_pair),
-        Row(_quantizes_parts, reference_pair, reference_pair, cuda_casts.reference_pair_on_shards),
+        Row(_quantizes_parts, _reference, _reference, cuda_casts.reference_pair_on_shards),
     ),
     CastTranspose: (Row(_has_cast_transpose, cast_by_kernel),),
 }

@@ -26,7 +26,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from fp8flax._core.amax import amaxes_of_parts, delayed_amax
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.lowering import lowered, rows_of
-from fp8flax._core.gemm.reference import reference_pair
 from fp8flax._core.gemm.request import CastPair, Gemm
 from fp8flax._core.names import (
     DGRAD,
@@ -286,7 +285,7 @@ def _quantized_for_both(
         as_cast = inf_to_nan(x) if pair.inf_is_nan else x
         first = _quantized_for(plan, plan.uses(role).first, as_cast, scale)
         return first, _transposed(plan, role, first)
-    return plan.each(role, once(partial(lowered, pair, reference_pair)), x, scale)
+    return plan.each(role, once(partial(lowered, pair)), x, scale)
 
 
 def quantized_with_amax(
@@ -299,7 +298,7 @@ def quantized_with_amax(
     """
     if scale is None and not _serves_both(plan, role, x):
         pair = _pair_of(plan, role, x)._replace(has_barrier=True)
-        first, second = plan.each(role, once(partial(lowered, pair, reference_pair)), x, scale)
+        first, second = plan.each(role, once(partial(lowered, pair)), x, scale)
         return first, second, None
     first, second = _quantized_for_both(plan, role, x, scale)
     # Codes and amaxes are computed together, so that XLA reads the wide tensor once, and does not cast it

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.lowering import lowered
-from fp8flax._core.gemm.reference import reference_gemm
 from fp8flax._core.gemm.request import DimensionNumbers, Gemm
 from fp8flax._core.gemm.units import warn_if_emulated
 from fp8flax._core.mode import Calibrating, mode
@@ -170,21 +169,21 @@ class DotPlan(Contraction):
 
     def product(self, lhs: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
         del extra
-        return lowered(self.gemms.forward, reference_gemm, lhs, rhs)
+        return lowered(self.gemms.forward, lhs, rhs)
 
     def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra = ()) -> jax.Array:
         del like, extra
-        out = lowered(self.gemms.dgrad, reference_gemm, g, rhs)
+        out = lowered(self.gemms.dgrad, g, rhs)
         return lax.transpose(out, np.argsort(self.gemms.dgrad_axes))
 
     def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra = ()) -> jax.Array:
         del like, extra
-        out = lowered(self.gemms.wgrad, reference_gemm, lhs, g)
+        out = lowered(self.gemms.wgrad, lhs, g)
         return lax.transpose(out, np.argsort(self.gemms.wgrad_axes))
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra
-        return reference_gemm(self.gemms.forward, lhs, rhs)
+        return self.gemms.forward.reference(lhs, rhs)
 
     def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra

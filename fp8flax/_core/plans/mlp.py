@@ -19,7 +19,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._compat.reverse_mode import reverse_mode_only
 from fp8flax._core.gemm.lowering import lowered
-from fp8flax._core.gemm.reference import reference_cast, reference_gemm
 from fp8flax._core.gemm.request import Cast, CastTranspose
 from fp8flax._core.mode import mode
 from fp8flax._core.names import (
@@ -193,7 +192,7 @@ class MlpPlan(Plan):
         for name, one, kernel in zip(self.names, self.into, kernels_in):
             dense.append(checkpoint_name(_forward(one, name, entered.first, kernel.first), OUTPUT_NAME))
         casting = self.casting(_hidden, "input", self.out_of)
-        (cast,) = lowered(casting, reference_cast, [of_each[-1]["input"].reshape(())], *dense, *biases)
+        (cast,) = lowered(casting, [of_each[-1]["input"].reshape(())], *dense, *biases)
         first, second = _both_orders(self.out_of, "input", cast, of_each[-1])
         out = _forward(self.out_of, self.names[-1], first, kernels_in[-1].first)
         amaxes: list[dict[str, Any]] = [
@@ -229,7 +228,7 @@ class MlpPlan(Plan):
             kernel_grads = [_wgrad(last, kept.transposed.from_bits(), g_second, is_lhs=True)]
         casting = self.casting(_hidden_grads, "output_grad", *self.into, has_sums=bool(kept.biases))
         grad_scales = [scales["output_grad"].reshape(()) for scales in of_each[:-1]]
-        casts = lowered(casting, reference_cast, grad_scales, hidden_grad, *kept.dense, *kept.biases)
+        casts = lowered(casting, grad_scales, hidden_grad, *kept.dense, *kept.biases)
         entered = restored(self.into[0], "input", kept.input)
         grads = []
         backwards = reversed([*zip(self.names, self.into, casts, of_each, kept.kernels)])
@@ -325,7 +324,7 @@ def _identity(x: jax.Array) -> list[jax.Array]:
 def _kernel_of(plan: DotPlan, kernel: jax.Array, scales: dict[str, jax.Array]) -> Entering:
     """Quantizes a kernel in both orders: transposed for the forward GEMM, and as it is for dgrad."""
     casting = CastTranspose(_identity, (plan.recipe.delayed["kernel"].dtype,))
-    (cast,) = lowered(casting, reference_cast, [scales["kernel"].reshape(())], kernel)
+    (cast,) = lowered(casting, [scales["kernel"].reshape(())], kernel)
     kept, first = _both_orders(plan, "kernel", cast, scales)
     first = _named(first, KERNEL_FORWARD_NAME).from_bits()
     return Entering(first, _named(kept, RESIDUAL_NAMES[1]), named_scaling(cast.amaxes))
@@ -340,7 +339,7 @@ def _named(q: QTensor, name: str) -> QTensor:
 def _forward(plan: DotPlan, name: str, x: QTensor, kernel: QTensor) -> jax.Array:
     """Returns the forward GEMM of one contraction; its kernel is transposed, ``(columns, depth)``."""
     with jax.named_scope(name), jax.named_scope(FORWARD):
-        return lowered(plan.gemms.forward.of_transposed(rhs=True), reference_gemm, x, kernel)
+        return lowered(plan.gemms.forward.of_transposed(rhs=True), x, kernel)
 
 
 def _both_orders(
@@ -357,7 +356,7 @@ def _wgrad(plan: DotPlan, lhs: QTensor, rhs: QTensor, *, is_lhs: bool) -> jax.Ar
     One operand is passed transposed: ``lhs`` if ``is_lhs`` is True, and ``rhs`` if it is False.
     """
     gemm = plan.gemms.wgrad.of_transposed(lhs=is_lhs, rhs=not is_lhs)
-    return lowered(gemm, reference_gemm, lhs, rhs)
+    return lowered(gemm, lhs, rhs)
 
 
 def mlp(

@@ -14,10 +14,9 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.amax import amaxes_of_parts, delayed_amax
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.gemm.cuda_ragged import in_tiles, transposed
+from fp8flax._core.gemm.cuda_ragged import transposed
 from fp8flax._core.gemm.kernels.groups import bounded
 from fp8flax._core.gemm.lowering import lowered
-from fp8flax._core.gemm.reference import reference_gemm
 from fp8flax._core.gemm.request import ExpertProducts, ExpertSums, Gemm
 from fp8flax._core.gemm.units import warn_if_emulated
 from fp8flax._core.plans.contraction import Contraction, States, Use, check_operands
@@ -209,7 +208,7 @@ class RaggedPlan(Contraction):
             gemm.dequantized,
             self.transposes_kernels(name),
         )
-        return lowered(request, in_tiles, lhs, kernels, group_sizes)[: self.rows]
+        return lowered(request, lhs, kernels, group_sizes)[: self.rows]
 
     def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
@@ -220,7 +219,7 @@ class RaggedPlan(Contraction):
             partial(_sums_in_tiles, self),
             self.dequantized,
         )
-        return lowered(request, in_tiles, lhs, g, group_sizes)
+        return lowered(request, lhs, g, group_sizes)
 
     def uses_of(self, name: str) -> tuple[Use, Use]:
         """Returns how both operands of a product enter it: ``"forward"``, ``"dgrad"`` or ``"wgrad"``."""
@@ -277,7 +276,7 @@ def _is_per_block(operand: Any) -> bool:
 def _products_in_tiles(
     plan: RaggedPlan, name: str, lhs: Any, kernels: Any, group_sizes: jax.Array, *, is_part: bool = False
 ) -> jax.Array:
-    """Returns each row times the kernel of its expert, in plain JAX; see ``ExpertProducts.in_tiles``.
+    """Returns each row times the kernel of its expert, in plain JAX; see ``ExpertProducts.reference``.
 
     Args:
         plan: the plan of the ragged dot.
@@ -387,7 +386,7 @@ def _multiply_rows(
 
     def step(out: jax.Array, visit: _Visit) -> tuple[jax.Array, None]:
         kernel = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, visit.expert, keepdims=False), kernels)
-        product = lowered(gemm, reference_gemm, _tile_rows(plan, lhs, visit.row), kernel)
+        product = lowered(gemm, _tile_rows(plan, lhs, visit.row), kernel)
         before = lax.dynamic_slice_in_dim(out, visit.row, plan.tile)
         rows = jnp.where(_mine(plan, visit), product, before)
         return lax.dynamic_update_slice_in_dim(out, rows, visit.row, 0), None
@@ -405,7 +404,7 @@ def _multiply_groups(plan: RaggedPlan, lhs: Any, rhs: Any, visits: _Visit) -> ja
         mine = _mine(plan, visit)
         # Rows of other experts are set to zero in both operands: zero times a NaN would be NaN.
         of_visit = (_with_zeros(mine, _tile_rows(plan, operand, visit.row)) for operand in (lhs, rhs))
-        product = lowered(plan.gemms.wgrad, reference_gemm, *of_visit)
+        product = lowered(plan.gemms.wgrad, *of_visit)
         total = jnp.where(visit.is_first, jnp.zeros_like(total), total) + product
         # All visits of an expert follow each other, so its last visit writes its whole sum.
         return (total, lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), visit.expert, 0)), None

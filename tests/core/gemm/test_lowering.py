@@ -32,13 +32,12 @@ class Adding(NamedTuple):
 
     number: int
 
+    def reference(self, x):
+        return x + self.number
+
 
 def adds(number):
     return lambda request, x: x + request.number + number
-
-
-def reference(request, x):
-    return x + request.number
 
 
 def adds_on_shards(number):
@@ -78,7 +77,7 @@ def ways(rows, capability, monkeypatch):
     split = jax.device_put(np.zeros((8, 2), np.float32), NamedSharding(mesh, P("data")))
 
     def add(x):
-        return lowered(Adding(1), reference, x)
+        return lowered(Adding(1), x)
 
     with compile_target(capability):
         one, several = jax.jit(add)(jnp.zeros((2, 2))), jax.jit(add)(split)
@@ -108,13 +107,13 @@ def test_which_row_runs(rows, capability, expected, monkeypatch):
 def test_other_devices_run_the_reference(monkeypatch):
     monkeypatch.setitem(lowering._TABLE, Adding, (ROWS["plain"],))
     with compile_target(9.0):
-        out = jax.jit(lambda x: lowered(Adding(1), reference, x))(jnp.zeros(2))
+        out = jax.jit(lambda x: lowered(Adding(1), x))(jnp.zeros(2))
     np.testing.assert_array_equal(out, np.ones(2))
 
 
 def test_a_derivative_is_refused_if_a_row_fits(monkeypatch):
     monkeypatch.setitem(lowering._TABLE, Adding, (ROWS["plain"],))
-    gradient = jax.grad(lambda x: lowered(Adding(1), reference, x))
+    gradient = jax.grad(lambda x: lowered(Adding(1), x))
     assert gradient(1.0) == 1
     with compile_target(9.0), pytest.raises(TypeError, match="can be differentiated once"):
         gradient(1.0)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
-from fp8flax._core.gemm.reference import reference_cast
 from fp8flax._core.gemm.request import CastTranspose
 from tests import reference
 from tests.cases import normal
@@ -32,7 +31,7 @@ def bits(x):
 SHAPES = [(64, 64), (128, 256), (64, 192)]
 WAYS = {
     "kernel": partial(cast_by_kernel, interpret=True),
-    "twin": reference_cast,
+    "reference": CastTranspose.reference,
 }
 
 
@@ -71,6 +70,6 @@ def test_two_results_with_a_bias_and_sums(way, shape):
 @pytest.mark.parametrize("shape", [(0, 64), (1, 3), (65, 130)])
 def test_any_shape(shape):
     x = np.array(normal(2, *shape))
-    (cast,) = reference_cast(CastTranspose(one, (jnp.dtype(jnp.float8_e4m3fn),)), [np.float32(1)], x)
+    (cast,) = CastTranspose(one, (jnp.dtype(jnp.float8_e4m3fn),)).reference([np.float32(1)], x)
     np.testing.assert_array_equal(bits(cast.codes), bits(reference.quantize(x, "float8_e4m3fn", 1)))
     assert cast.amaxes.max() == (np.abs(x).max() if x.size else -np.inf)

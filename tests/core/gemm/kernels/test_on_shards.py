@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards, quantize_on_shards, ragged_on_shards
-from fp8flax._core.gemm.reference import reference_gemm
 from fp8flax._core.gemm.request import Gemm
 from fp8flax._core.qtensor import QTensor, View
 
@@ -65,12 +64,12 @@ def test_the_gemm_of_split_operands(way, is_square):
         quantizer.quantize(jnp.asarray(rng.normal(size=view.shape), jnp.float32), view)
         for quantizer, view in zip(quantizers, (gemm.lhs, gemm.rhs))
     ]
-    expected = reference_gemm(gemm, *operands)
+    expected = gemm.reference(*operands)
     # The scales lie as they come.
     shardings = [
         QTensor(NamedSharding(mesh(), spec), None, x.quantizer) for spec, x in zip(SPLITS[way], operands)
     ]
-    run = jax.jit(partial(gemm_on_shards, reference_gemm, gemm), in_shardings=tuple(shardings))
+    run = jax.jit(partial(gemm_on_shards, Gemm.reference, gemm), in_shardings=tuple(shardings))
     np.testing.assert_allclose(run(*operands), expected, rtol=1e-5, atol=1e-4)
     if way in ("rows", "over both axes"):
         text = run.lower(*operands).compile().as_text()
@@ -109,7 +108,7 @@ def test_devices_send_codes_and_rounded_results(way, granularity):
 
     *places, out = (NamedSharding(mesh(), spec) for spec in specs)
     places = tuple(QTensor(place, None, quantizer) for place in places)
-    run = jax.jit(partial(gemm_on_shards, reference_gemm, gemm), in_shardings=places, out_shardings=out)
+    run = jax.jit(partial(gemm_on_shards, Gemm.reference, gemm), in_shardings=places, out_shardings=out)
     np.testing.assert_array_equal(run(*operands), expected)
     text = run.lower(*operands).compile().as_text()
     found = re.findall(r"= \(?(\w+)\[([\d,]*)\].*? (all-[a-z-]+|collective-permute)\(", text)
