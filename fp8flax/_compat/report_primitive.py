@@ -2,20 +2,22 @@
 
 The primitive returns its first operand unchanged. So a report remains in the program as long as the result
 of the primitive is used. Its derivative is that of the identity. ``interpreter.Values`` finds the primitive
-in a traced program.
+in a traced program. If the key is ``ToHost``, the program itself passes the arrays to the host.
 
 Why: ``statistics`` needs numbers from the forward and the backward pass of each op, inside of any loops and
-transformations. Only a primitive passes through all of them and keeps static data (the key).
+transformations. Only a primitive passes through all of them and keeps static data (the key). ``calibrate``
+needs a callback to the host that does not count as a side effect: the ``nn.scan`` of Flax 0.12.12 raises an
+error if its body has one that depends on the carry, such as ``jax.debug.callback``.
 
 Internals: ``jax.extend.core`` and ``jax.interpreters``, which JAX shows to libraries that define
-primitives, but does not promise to keep. Without them ``statistics`` raises an error; ops and training
-work.
+primitives, but does not promise to keep. Without them ``statistics`` raises an error, and so does
+``calibrate`` of a function that has no reverse mode. Ops and training work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,21 @@ import jax.numpy as jnp
 from fp8flax._compat.missing import MissingPart
 
 _report_p: Any
+_FEATURE = "Reporting numbers (fp8flax.statistics; fp8flax.calibrate without reverse mode)"
+
+
+class ToHost(NamedTuple):
+    """The key of a report that a function on the host receives."""
+
+    function: Callable[..., None]
+    """Called with the reported arrays whenever the program makes the report."""
+
+
+def _computed(x: Any, *arrays: Any, report: Hashable) -> Any:
+    """Returns ``x``. Passes the arrays to the function of a ``ToHost``."""
+    if isinstance(report, ToHost):
+        jax.debug.callback(report.function, *arrays)
+    return x
 
 
 def _batched(args: Any, dims: Any, **params: Any) -> Any:
@@ -40,16 +57,17 @@ try:
     from jax.interpreters import ad, batching, mlir
 
     _report_p = Primitive("fp8_report")
-    _report_p.def_impl(lambda x, *arrays, report: x)
+    _report_p.def_impl(_computed)
     _report_p.def_abstract_eval(lambda x, *arrays, report: x)
-    mlir.register_lowering(_report_p, lambda ctx, x, *arrays, report: [x])
+    # Not cached, because callbacks of TPUs cannot be cached.
+    mlir.register_lowering(_report_p, mlir.lower_fun(_computed, multiple_results=False), cacheable=False)
     ad.primitive_jvps[_report_p] = lambda primals, tangents, report: (
         _report_p.bind(*primals, report=report),
         tangents[0],
     )
     batching.primitive_batchers[_report_p] = _batched
 except (ImportError, AttributeError):
-    _report_p = MissingPart("jax.extend.core and jax.interpreters", "fp8flax.statistics")
+    _report_p = MissingPart("jax.extend.core and jax.interpreters", _FEATURE)
 
 
 def with_report(x: jax.Array, arrays: Sequence[jax.Array], key: Hashable) -> jax.Array:
@@ -58,7 +76,7 @@ def with_report(x: jax.Array, arrays: Sequence[jax.Array], key: Hashable) -> jax
     Args:
         x: the array that the report is bound to: if the result is used, the report is made.
         arrays: the arrays to report. Under ``jax.vmap`` each has the batch as its first axis.
-        key: identifies the report.
+        key: identifies the report; a ``ToHost`` receives it.
     """
     result: jax.Array = _report_p.bind(x, *arrays, report=key)
     return result

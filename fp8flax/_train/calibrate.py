@@ -153,8 +153,8 @@ class _Measure:
         with _calibrate_lock, mode(Calibrating(_report)):
             _receivers.append(self._reports)
             try:
+                # When the result is ready, all callbacks have run.
                 jax.block_until_ready(self._run(self._reports.named, batch))
-                jax.effects_barrier()
             finally:
                 _receivers.clear()
         return self._reports.state()

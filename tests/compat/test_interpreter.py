@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from fp8flax._compat.interpreter import Values, interpret
 from fp8flax._compat.jaxprs import equations
-from fp8flax._compat.report_primitive import is_report, key_of, with_report
+from fp8flax._compat.report_primitive import ToHost, is_report, key_of, with_report
 from fp8flax._core.names import BY_OP
 from fp8flax._model.program_reads import ELSE, Moved, Reads
 
@@ -131,6 +131,22 @@ def test_reports_come_out_of_everything():
     np.testing.assert_array_equal(in_branch, 80)
     np.testing.assert_array_equal(reports["b"], [-1])  # of the branch that did not run
     np.testing.assert_array_equal(reports["c"], [[80, 90, 100]])
+
+
+@pytest.mark.oldest
+def test_a_report_to_the_host_is_no_side_effect():
+    """The ``nn.scan`` of Flax 0.12.12 raises an error if its body has a side effect."""
+    seen = []
+    key = ToHost(lambda x: seen.extend(np.ravel(x)))
+
+    @jax.jit
+    def f(x):
+        x, _ = lax.scan(lambda c, y: (note(c + y, key), None), x, NUMBERS)
+        return jax.jvp(jax.vmap(lambda y: note(x + y, key)), (NUMBERS,), (NUMBERS,))
+
+    assert not jax.make_jaxpr(f)(np.float32(1)).effects
+    jax.block_until_ready(f(np.float32(1)))
+    assert sorted(seen) == [10, 20, 40, 40, 50, 60]
 
 
 def test_a_program_that_is_computed_again_keeps_its_scopes():

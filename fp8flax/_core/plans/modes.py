@@ -209,7 +209,7 @@ def _calibrated(
         config, state = configs[role], states[role]
         amax = plan.amax(role, plan.prepared(role, lax.stop_gradient(x), extra), extra)
         if report is not None:
-            report_calibrated(report, config, amax, state)
+            operands[role] = report_calibrated(x, report, config, amax, state)
         else:
             operands[role] = observed(partial(_calibrate_operand, config), x, (amax, state))
     out = plan.wide(operands["input"], operands["kernel"], extra)

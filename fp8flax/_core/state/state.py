@@ -30,6 +30,7 @@ from fp8flax._compat.max_dtype import (
     to_digest,
     to_max_dtype,
 )
+from fp8flax._compat.report_primitive import ToHost, with_report
 from fp8flax._compat.xla_metadata import apart
 from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import fp8_max
@@ -379,9 +380,13 @@ def calibrated_state(
 
 
 def report_calibrated(
-    report: Callable[..., None], config: DelayedConfig, amax: jax.Array, state: ScalingState
-) -> None:
-    """Calls ``report`` on the host with the ``calibrated_state`` of a tensor.
+    x: jax.Array,
+    report: Callable[..., None],
+    config: DelayedConfig,
+    amax: jax.Array,
+    state: ScalingState,
+) -> jax.Array:
+    """Returns ``x``, and calls ``report`` on the host with the ``calibrated_state`` of this tensor.
 
     For this call the caller has replaced the scale in ``state`` by an index that identifies the tensor. It
     is passed to ``report`` as the first argument. A callback, unlike a cotangent, also works inside
@@ -389,7 +394,7 @@ def report_calibrated(
     """
     scale, history = (to_max_dtype(lax.stop_gradient(leaf)) for leaf in state)
     new = calibrated_state(config, lax.stop_gradient(amax), ScalingState(scale, history))
-    jax.debug.callback(report, state.scale, *map(from_max_dtype, new))
+    return with_report(x, [state.scale, *map(from_max_dtype, new)], ToHost(report))
 
 
 def check_state(scale: Any, amax_history: Any, stacked: tuple[int, ...] = ()) -> ScalingState:
