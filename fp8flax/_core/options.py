@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +18,10 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {choices}; got {value!r}.")
 
 
-def check_int(name: str, value: Any, smallest: int, largest: int | None = None, why: str = "") -> None:
-    """Raises ``TypeError`` if an option is not an int, and ``ValueError`` if it is out of range.
+def check_int(name: str, value: Any, smallest: int, largest: int | None = None, why: str = "") -> int:
+    """Returns an option as a Python int; it may be an integer of NumPy.
+
+    Raises ``TypeError`` if the option is not an integer, and ``ValueError`` if it is out of range.
 
     Args:
         name: the name of the option.
@@ -26,12 +30,17 @@ def check_int(name: str, value: Any, smallest: int, largest: int | None = None, 
         largest: the largest valid value; None for no limit.
         why: a sentence that follows the error for a value above ``largest``.
     """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int; got {value!r} of type {type(value).__name__}.")
-    if value < smallest:
-        raise ValueError(f"{name} must be {smallest} or more; got {value}.")
-    if largest is not None and value > largest:
-        raise ValueError(f"{name} must be {largest} or less; got {value}. {why}")
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be an int; got {reprlib.repr(value)} of type {type(value).__name__}.")
+    if number < smallest:
+        raise ValueError(f"{name} must be {smallest} or more; got {number}.")
+    if largest is not None and number > largest:
+        raise ValueError(f"{name} must be {largest} or less; got {number}. {why}")
+    return number
 
 
 def check_epsilon(name: str, value: Any) -> None:

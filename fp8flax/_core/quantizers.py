@@ -266,10 +266,13 @@ class DelayedQuantizer(Quantizer):
 
     def __post_init__(self) -> None:
         _set_dtype(self)
-        check_int("margin", self.margin, 0, 16, _MARGIN_LIMIT)
-        check_int("amax_history_len", self.amax_history_len, 1)
+        margin = check_int("margin", self.margin, 0, 16, _MARGIN_LIMIT)
+        amax_history_len = check_int("amax_history_len", self.amax_history_len, 1)
         check_choice("amax_compute_algo", self.amax_compute_algo, AMAX_ALGORITHMS)
         check_bool("use_power_2_scales", self.use_power_2_scales)
+        # Python ints, because integers of NumPy would take part in the promotion of dtypes.
+        object.__setattr__(self, "margin", margin)
+        object.__setattr__(self, "amax_history_len", amax_history_len)
 
     needs_state: ClassVar[bool] = True
     scales_along_contraction: ClassVar[bool] = False
@@ -397,8 +400,11 @@ class BlockQuantizer(Quantizer):
         _set_dtype(self)
         if not (isinstance(self.block, tuple) and len(self.block) == 2):
             raise TypeError(f"block must be a pair (rows, columns) such as (1, 32); got {self.block!r}.")
-        check_int("block[0] (rows)", self.block[0], 1)
-        check_int("block[1] (columns)", self.block[1], 1)
+        rows, columns = (
+            check_int(f"block[{i}] ({name})", self.block[i], 1)
+            for i, name in enumerate(("rows", "columns"))
+        )
+        object.__setattr__(self, "block", (rows, columns))
         check_choice("scale", self.scale, _BLOCK_SCALES)
         check_choice("scale_rounding", self.scale_rounding, ROUNDINGS)
         if self.scale_rounding == "floor" and self.scale != "e8m0":

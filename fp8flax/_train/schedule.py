@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import operator
-import reprlib
 from typing import Any
 
 import jax
@@ -357,15 +355,4 @@ def _check_not_traced(name: str, value: Any) -> None:
 def _as_int(name: str, value: Any) -> int:
     """Returns a step as an int."""
     _check_not_traced(name, value)
-    try:
-        if isinstance(value, bool):
-            raise TypeError("a bool")
-        number = operator.index(value)
-    except TypeError as error:
-        raise TypeError(
-            f"{name} must be an int or an integer scalar; got {reprlib.repr(value)} of type "
-            f"{type(value).__name__}."
-        ) from error
-    if number < 0:
-        raise ValueError(f"{name} must be 0 or more; got {number}.")
-    return number
+    return check_int(name, value, 0)

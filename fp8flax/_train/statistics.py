@@ -194,7 +194,7 @@ def every(num_steps: int, fun: Callable[..., Any]) -> Callable[..., Any]:
         >>> measure(200, jnp.ones(3)), measure(201, jnp.ones(3))
         (Array(3., dtype=float32), Array(nan, dtype=float32))
     """
-    check_int("num_steps", num_steps, 1)
+    num_steps = check_int("num_steps", num_steps, 1)
 
     def call(step: Any, *args: Any, **kwargs: Any) -> Any:
         def run() -> Any:

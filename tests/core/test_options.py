@@ -12,9 +12,6 @@ from fp8flax._core.options import check_bool, check_choice, check_epsilon, check
     ("check", "args"),
     [
         (check_choice, ("a", ("a", "b"))),
-        (check_int, (1, 1, 16)),
-        (check_int, (16, 1, 16)),
-        (check_int, (10**9, 0)),
         (check_epsilon, (0,)),
         (check_epsilon, (float(np.finfo(np.float32).tiny),)),
         (check_bool, (False,)),
@@ -24,6 +21,13 @@ def test_what_passes(check, args):
     assert check("option", *args) is None
 
 
+@pytest.mark.parametrize("value", [1, 16, np.int64(16), np.uint8(2), np.array(3)])
+def test_an_integer_becomes_an_int(value):
+    passed = check_int("option", value, 1, 16)
+    assert type(passed) is int
+    assert passed == value
+
+
 @pytest.mark.parametrize(
     ("check", "args", "error", "message"),
     [
@@ -31,6 +35,8 @@ def test_what_passes(check, args):
         (check_choice, (1, ("a",)), ValueError, "got 1"),
         (check_int, (True, 0), TypeError, "option must be an int; got True of type bool"),
         (check_int, (1.0, 0), TypeError, "got 1.0 of type float"),
+        (check_int, (np.bool_(True), 0), TypeError, "of type bool"),
+        (check_int, (np.ones(1, int), 0), TypeError, "of type ndarray"),
         (check_int, (0, 1), ValueError, "option must be 1 or more; got 0"),
         (check_int, (17, 1, 16, "Why."), ValueError, r"option must be 16 or less; got 17\. Why\."),
         (check_epsilon, ("0",), TypeError, "option must be a float; got '0' of type str"),

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import fp8flax as fp8
@@ -51,6 +52,13 @@ def test_frozen_and_keyword_only():
 def test_wrong_values_name_the_field(field, value, error, message):
     with pytest.raises(error, match=message):
         fp8.DelayedScaling(**{field: value})
+
+
+def test_integers_of_numpy_become_ints():
+    """An integer of NumPy has a dtype, which would take part in the promotion of dtypes."""
+    delayed = fp8.DelayedScaling(amax_history_len=np.int64(16), margin=np.int32(1)).gemms.delayed["input"]
+    block = fp8.BlockQuantizer(dtype=E4M3, block=(np.int64(1), np.int64(128))).block
+    assert {type(n) for n in (delayed.amax_history_len, delayed.margin, *block)} == {int}
 
 
 @pytest.mark.parametrize("field", ["forward", "dgrad", "wgrad"])

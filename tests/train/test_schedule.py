@@ -283,7 +283,7 @@ def test_a_train_state_is_not_variables():
     ):
         with pytest.raises(TypeError, match=r"got TrainState\. Pass state\.params"):
             call()
-    with pytest.raises(TypeError, match=r"must be an int .* of type TrainState"):
+    with pytest.raises(TypeError, match=r"must be an int; .* of type TrainState"):
         SCHEDULE.at(state)
 
 
@@ -345,11 +345,7 @@ ERRORS = {
     "bound text": (TypeError, lambda: fp8.Fallback(above="10", hold=1), "must be a float; got '10'"),
     "hold": (ValueError, lambda: fp8.Fallback(above=10.0, hold=0), "must be 1 or more; got 0"),
     "step": (ValueError, lambda: SCHEDULE.at(-1), "step must be 0 or more; got -1"),
-    "step float": (
-        TypeError,
-        lambda: SCHEDULE.at(2.0),
-        "step must be an int or an integer scalar; got 2.0",
-    ),
+    "step float": (TypeError, lambda: SCHEDULE.at(2.0), "step must be an int; got 2.0"),
     "step bool": (TypeError, lambda: SCHEDULE.at(True), "step must be an int"),
     "traced": (TypeError, lambda: jax.jit(SCHEDULE.phase)(3), "outside of the jitted function"),
     "off_until": (ValueError, lambda: SCHEDULE.at(1, off_until=3), "needs a schedule with a fallback"),
