@@ -19,6 +19,7 @@ import ctypes
 import dataclasses
 import importlib.util
 import io
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,8 +182,12 @@ def _of_jax(lowered: Any) -> Any:
     return getattr(lowered, "lowered", lowered)
 
 
+_compiled: weakref.WeakKeyDictionary[Any, PluginCompiled] = weakref.WeakKeyDictionary()
+"""What was compiled without options, by JAX's lowered program. JAX keeps that as long as its function."""
+
+
 def compile_with_plugin(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> PluginCompiled:
-    """Compiles a lowered program by the C API of the plugin.
+    """Compiles a lowered program by the C API of the plugin. Without options it compiles only once.
 
     Args:
         lowered: the program, for devices of ``jax.experimental.topologies``.
@@ -191,6 +196,16 @@ def compile_with_plugin(lowered: jax.stages.Lowered, options: dict[str, Any] | N
     Raises:
         RuntimeError: the plugin refuses the program, or its C API is not the one of the header.
     """
+    program = _of_jax(lowered)._lowering
+    if options:
+        return _compile(lowered, options)
+    if program not in _compiled:
+        _compiled[program] = _compile(lowered, options)
+    return _compiled[program]
+
+
+def _compile(lowered: Any, options: dict[str, Any] | None) -> PluginCompiled:
+    """Returns the result of ``compile_with_plugin``, newly compiled."""
     module, devices, compile_options = _handed_over(lowered, options)
     code = _serialized(module)
     plugin = _Plugin()

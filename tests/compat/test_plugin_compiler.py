@@ -1,6 +1,7 @@
 """A GPU that is not there: the plugin compiles what JAX compiles, and JAX 0.12 says why it cannot."""
 
 import dataclasses
+import gc
 from functools import partial
 
 import flax.linen as nn
@@ -62,16 +63,22 @@ def frozen_model():
     return serve.apply, served, x
 
 
+def refuse_to_compile(monkeypatch):
+    """Lets JAX refuse to compile, as JAX 0.12 does, so that ``audit`` uses the plugin."""
+
+    def refuse(*args, **kwargs):
+        raise StableHloTooOldError
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+
+
 def both_ways(monkeypatch, program, target):
     """Returns the reports of a program that JAX compiled and that the plugin compiled."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         step, *args = program()
         by_jax = fp8.audit(step, *args, target=target)
 
-        def refuse(*args, **kwargs):
-            raise StableHloTooOldError
-
-        monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+        refuse_to_compile(monkeypatch)
         by_plugin = fp8.audit(step, *args, target=target)
     if by_jax.compiled_by == "XLA's plugin":
         pytest.skip("this JAX compiles no FP8 algorithm for a GPU that is not there")
@@ -115,6 +122,29 @@ def test_fp8_algorithms_are_compiled_on_every_jax():
     (gemm,) = report.gemms
     assert [gemm.is_fp8, gemm.backend, gemm.accumulation] == [True, "cublasLt", "fast"]
     assert ("Compiled by XLA's plugin: without" in str(report)) == (report.compiled_by != "JAX")
+
+
+@from_0_10
+@pytest.mark.oldest
+def test_a_program_is_compiled_once(monkeypatch):
+    """``assert_fp8`` after ``audit`` needs no second compilation, as where JAX compiles."""
+
+    def again(a, b):
+        return product(a, b)
+
+    plugin, used = plugin_compiler._Plugin, []
+    monkeypatch.setattr(plugin_compiler, "_Plugin", lambda: used.append(plugin()) or used[-1])
+    refuse_to_compile(monkeypatch)
+    gc.collect()
+    before = len(plugin_compiler._compiled)
+    report = fp8.audit(again, CODES, CODES)
+    assert report.compiled_by == "XLA's plugin"
+    assert fp8.assert_fp8(again, CODES, CODES) == report
+    assert len(used) == 1
+    assert len(plugin_compiler._compiled) == before + 1
+    del again
+    gc.collect()
+    assert len(plugin_compiler._compiled) == before
 
 
 @pytest.mark.oldest
