@@ -183,7 +183,7 @@ def _of_jax(lowered: Any) -> Any:
 
 
 _compiled: weakref.WeakKeyDictionary[Any, PluginCompiled] = weakref.WeakKeyDictionary()
-"""What was compiled without options, by JAX's lowered program. JAX keeps that as long as its function."""
+"""Results without options, by JAX's lowered program, which JAX keeps as long as the function."""
 
 
 def compile_with_plugin(lowered: jax.stages.Lowered, options: dict[str, Any] | None) -> PluginCompiled:
