@@ -34,6 +34,7 @@ ORDER = [
     "_compat/flax_scopes",
     "_compat/flax_context",
     "_compat/varying",
+    "_compat/triton_params",
     "_compat/choice_at_lowering",
     "_compat/xla_metadata",
     "_compat/reverse_mode",
