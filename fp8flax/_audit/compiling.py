@@ -366,7 +366,9 @@ def _shape_of(leaf: Any, sharding: Any) -> Any:
     if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return leaf
     weak = getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
+    # Without x64, JAX computes in float32 with a float64 array of NumPy.
+    dtype = jax.typeof(leaf).dtype if isinstance(leaf, np.ndarray) else leaf.dtype
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding, weak_type=weak)
 
 
 def _shape_on_mesh(leaf: Any, mesh: Mesh, elsewhere: Any) -> Any:

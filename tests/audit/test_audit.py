@@ -333,6 +333,11 @@ def test_bytes_of_a_small_program(gpu):
 # Functions and arguments that can be audited.
 
 
+def test_float64_of_numpy_is_float32_as_for_jit():
+    (gemm,) = audit(jnp.dot, np.ones((16, 16)), np.ones((16, 16)), target="local").gemms
+    assert (gemm.lhs_dtype, gemm.rhs_dtype) == ("float32", "float32")
+
+
 @pytest.mark.long
 def test_train_step_with_donation(gpu):
     model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(32)])
