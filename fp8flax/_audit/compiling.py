@@ -305,16 +305,28 @@ def compile_lowered(
 
     # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known here, too.
     known = contextlib.nullcontext() if target.gpu is None else compiling_for(target.gpu)
-    with warnings.catch_warnings(), known:
-        # Without the GPU JAX cannot load a program from the persistent compilation cache
-        # (JAX_COMPILATION_CACHE_DIR). It warns and compiles the program again.
-        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+    with _ignoring_cache_errors(), known:
         return _explained(
             compile_here,
             f"XLA cannot compile {name} for {target.name}",
             "If the error names an algorithm, the device has no such algorithm for the dtypes of a dot: "
             "e5m2 × e5m2 has none in FP8.",
         )
+
+
+@contextlib.contextmanager
+def _ignoring_cache_errors() -> Iterator[None]:
+    """Ignores the warning of JAX that it cannot read a program from its persistent compilation cache.
+
+    Without the GPU JAX cannot load such a program. It warns and compiles the program again. Without a cache
+    the filters of warnings stay as they are: after a change Python shows warnings again that it shows once.
+    """
+    if not jax.config.jax_compilation_cache_dir:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+        yield
 
 
 def check_cudnn_is_known(target: Target, lowered: jax.stages.Lowered, name: str) -> None:

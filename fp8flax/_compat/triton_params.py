@@ -6,14 +6,14 @@ warnings into errors, ``audit`` would fail. ``gpus.has_triton`` says what happen
 backend.
 
 Internals: ``jax.extend.pallas``, to register a function that lowers kernels with these parameters, and
-``jax._src.pallas.triton.pallas_call_registration``, for the function of JAX that it calls. Without them the
-kernels work, and JAX warns.
+``jax._src.pallas.triton``, for the function of JAX that is copied. Without them the kernels work, and JAX
+warns.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
+import types
 from typing import Any
 
 import jax
@@ -32,19 +32,21 @@ def _class() -> Any:
     if jax.__version_info__ < (0, 11):
         return triton.CompilerParams
     try:
-        from jax._src.pallas.triton.pallas_call_registration import pallas_call_lowering
+        from jax._src.pallas.triton import pallas_call_registration
         from jax.extend.pallas import register_lowering_rule
-    except ImportError:
+
+        lower = pallas_call_registration.pallas_call_lowering
+    except (ImportError, AttributeError):
         return triton.CompilerParams
 
     class TritonParams(triton.CompilerParams):
         """JAX's parameters. Pallas chooses by this class how it lowers a kernel."""
 
-    def lower(*args: Any, **params: Any) -> Any:
-        with warnings.catch_warnings():
-            message = "The Pallas Triton backend is deprecated"
-            warnings.filterwarnings("ignore", message, category=DeprecationWarning)
-            return pallas_call_lowering(*args, **params)
-
-    register_lowering_rule(TritonParams, lower, "gpu")
+    # A copy of JAX's function that calls another ``deprecations.warn``. A filter of Python's warnings would
+    # be one of the whole process, and warnings that are shown once would be shown again after it.
+    no_warnings = types.SimpleNamespace(warn=lambda *args, **kwargs: None)
+    names = {**vars(pallas_call_registration), "deprecations": no_warnings}
+    quiet = types.FunctionType(lower.__code__, names, None, lower.__defaults__, lower.__closure__)
+    quiet.__kwdefaults__ = lower.__kwdefaults__
+    register_lowering_rule(TritonParams, quiet, "gpu")
     return TritonParams

@@ -42,7 +42,7 @@ def test_our_kernels_do_not_warn_but_others_do():
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("part", ["jax.extend.pallas", "jax._src.pallas.triton.pallas_call_registration"])
+@pytest.mark.parametrize("part", ["jax.extend.pallas", "jax._src.pallas.triton"])
 def test_without_a_part_jax_warns(part, monkeypatch):
     monkeypatch.setitem(sys.modules, part, None)
     triton_params._class.cache_clear()
