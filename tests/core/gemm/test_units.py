@@ -12,9 +12,7 @@ from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
-from tests.cases import (
-    MATMUL,
-)
+from tests.cases import MATMUL, dense_step
 
 
 def test_an_older_gpu_is_told_that_block_scales_are_not_native(monkeypatch):
@@ -53,3 +51,21 @@ def test_emulation_warns_once():
             fp8_dot_general(jnp.ones((2, 3)), jnp.ones((3, 4)), MATMUL, recipe=fp8.Float8CurrentScaling())
     assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
     assert "emulated on cpu" in str(caught[0].message)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_emulation_does_not_warn_again_after_an_audit():
+    """Python shows a warning again after a change of its filters."""
+    before = jax.config.jax_compilation_cache_dir
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        jax.config.update("jax_compilation_cache_dir", None)  # with a cache, audit sets a filter
+        try:
+            for size in (3, 4):
+                x, w = jnp.ones((2, size)), jnp.ones((size, 4))
+                fp8_dot_general(x, w, MATMUL, recipe=fp8.Float8CurrentScaling())
+                if size == 3:
+                    fp8.audit(*dense_step(256, 128, 128, fp8.Fp8DotGeneralOp))  # has a kernel in Triton
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before)
+    assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
