@@ -69,11 +69,13 @@ LAYOUTS = {
 }
 
 
-def bytes_sent(recipe: str, layout: str, shape: Shape, is_backward: bool) -> dict[str, int]:
+def bytes_sent(
+    recipe: str, layout: str, shape: Shape, is_backward: bool, gpu: str = "h200"
+) -> dict[str, int]:
     """Returns the bytes that each GPU sends, by collective operation."""
     m, k, n = shape
     is_ragged = layout == "experts"
-    mesh = Mesh(np.array(fp8.compile_only_devices("h200", GPUS)), ("gpus",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(fp8.compile_only_devices(gpu, GPUS)), ("gpus",), axis_types=(AxisType.Auto,))
     places = [NamedSharding(mesh, spec) for spec in LAYOUTS[layout]]
     rows, kernels = ((m,), (EXPERTS, k, n)) if is_ragged else ((BATCH, m // BATCH), (k, n))
     shapes = (*rows, k), kernels, (*rows, n)

@@ -135,6 +135,16 @@ def test_fewer_blocks_than_gpus():
     assert len(report.gemms) == 3
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["a100", "h200", "b200"])
+def test_fewer_rows_than_a_block(target):
+    """Each GPU has 16 rows, and a block of the second GEMM has 128."""
+    mesh, op = mesh_of((4, 1), target), partial(fp8.Fp8DotGeneralOp, recipe=fp8.Float8BlockScaling())
+    x, kernel = struct(64, 256, dtype=jnp.bfloat16), struct(256, 512, dtype=jnp.bfloat16)
+    kernel, x = on(mesh, kernel, None, "data"), on(mesh, x, None, "data")
+    assert len(fp8.audit(partial(step, op=op), kernel, x, target=mesh).gemms) == 3
+
+
 def test_a_mesh_of_one_is_one_gpu():
     mesh, step_of = mesh_of((1, 1)), partial(step, op=partial(fp8.Fp8DotGeneralOp, form="qdq"))
     assert fp8.audit(step_of, KERNEL, X, target=mesh) == fp8.audit(step_of, KERNEL, X)

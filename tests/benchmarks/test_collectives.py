@@ -29,22 +29,24 @@ def test_the_page_shows_the_committed_result(name, report):
 @pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
-    ("layout", "recipe", "is_backward"),
+    ("layout", "recipe", "is_backward", "target"),
     [
-        ("FSDP", "axiswise", True),
-        ("FSDP", "MXFP8", True),
-        ("sequence, columns", "delayed", False),
-        ("sequence, columns", "128-blocks", True),
-        ("experts", "delayed", False),
-        ("experts", "MXFP8", True),
+        ("FSDP", "axiswise", True, "h200"),
+        ("FSDP", "MXFP8", True, "h200"),
+        ("FSDP", "128-blocks", False, "b200"),
+        ("sequence, columns", "delayed", False, "h200"),
+        ("sequence, columns", "128-blocks", True, "h200"),
+        ("sequence, columns", "128-blocks", True, "b200"),
+        ("experts", "delayed", False, "h200"),
+        ("experts", "MXFP8", True, "h200"),
         *(
-            pytest.param(layout, recipe, True, marks=pytest.mark.all_cells)
+            pytest.param(layout, recipe, True, "h200", marks=pytest.mark.all_cells)
             for layout in ("FSDP", "sequence, columns", "experts")
             for recipe in ("delayed", "current", "axiswise", "128-blocks", "MXFP8")
         ),
     ],
 )
-def test_codes_are_gathered_and_rounded_sums_are_added_up(layout, recipe, is_backward):
+def test_codes_are_gathered_and_rounded_sums_are_added_up(layout, recipe, is_backward, target):
     """Half the bytes of the gathered tensor in bf16 and 1/32 for scales; sums as in bf16."""
     shape = collectives.OPTIONS["shape"]
     rows, depth, columns = shape
@@ -54,7 +56,7 @@ def test_codes_are_gathered_and_rounded_sums_are_added_up(layout, recipe, is_bac
         "experts": collectives.EXPERTS * depth * columns,
     }
     gathered = added = elements[layout]
-    sent = collectives.bytes_sent(recipe, layout, shape, is_backward)
+    sent = collectives.bytes_sent(recipe, layout, shape, is_backward, target)
     devices = collectives.GPUS
     of_codes = gathered * (devices - 1) // devices
     assert of_codes <= sent["all-gather"] <= of_codes * 33 / 32 + 1000

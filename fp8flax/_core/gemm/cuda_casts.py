@@ -84,7 +84,10 @@ def _on_shards(
         for v in (other_view, view)
     )
     ranks = len(rows), len(columns)
-    run = quantize_on_shards(kernel, block=quantizer.block, ranks=ranks, name=name)
+    whole = [n % quantizer.block[1] == 0 for n in view.matrix_shape[1:]]
+    run = quantize_on_shards(
+        kernel, block=quantizer.block, ranks=ranks, are_whole=(whole[0], whole[1]), name=name
+    )
     made = run(x.reshape(view.matrix_shape[0], *rows, *columns))
     one, other = (QTensor(codes, scale, quantizer) for codes, scale in made)
     if quantizer.serves(quantizer, view):  # one set of codes, see ``gemm_on_shards``

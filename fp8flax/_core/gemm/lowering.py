@@ -44,7 +44,7 @@ from fp8flax._core.gemm.units import is_for_hopper
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, DEQUANTIZED
 from fp8flax._core.once import once
 from fp8flax._core.qtensor import QTensor
-from fp8flax._core.quantizers import BlockQuantizer, serves
+from fp8flax._core.quantizers import BlockQuantizer
 
 
 class Row(NamedTuple):
@@ -251,16 +251,8 @@ def _has_block_scaled_units(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -
 
 
 def _has_block_scaled_units_on_shards(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether Blackwell's units can multiply the parts of each device.
-
-    XLA quantizes a tensor in square blocks. It may split the scales over a part of a mesh axis, which
-    ``custom_partitioning`` does not support.
-    """
-    return (
-        _has_block_scaled_units(capability, gemm, lhs, rhs)
-        and _is_of_blocks(capability, gemm, lhs, rhs)
-        and not any(x.quantizer.serves(x.quantizer, view) for x, view in ((lhs, gemm.lhs), (rhs, gemm.rhs)))
-    )
+    """Returns whether Blackwell's units can multiply the parts of each device."""
+    return _has_block_scaled_units(capability, gemm, lhs, rhs) and _is_of_blocks(capability, gemm, lhs, rhs)
 
 
 def _has_hopper_kernel(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
@@ -403,7 +395,7 @@ def _quantizes_parts(capability: float, pair: CastPair, x: Any, scale: Any) -> b
 
     XLA alone could not split a dimension that a matrix flattens behind another one, such as a sequence
     behind the batch. It could also split scales over a part of a mesh axis, which ``custom_partitioning``
-    does not support. Rows and columns must be whole blocks.
+    does not support.
     """
     del scale
     quantizer: Any = pair.first
@@ -412,8 +404,7 @@ def _quantizes_parts(capability: float, pair: CastPair, x: Any, scale: Any) -> b
         capability > 0
         and _is_of_transposed_blocks(pair)
         and quantizer.block[0] in (1, quantizer.block[1])
-        and not serves(pair.first, pair.second, pair.view)
-        and all(isinstance(size, int) and size % quantizer.block[1] == 0 for size in sizes)
+        and all(isinstance(size, int) and size > 0 for size in sizes)
         and not _is_explicit(x)
     )
 

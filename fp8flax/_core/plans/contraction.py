@@ -260,7 +260,7 @@ def _pair_of(plan: Contraction, role: str, x: jax.Array) -> CastPair:
 def _serves_both(plan: Contraction, role: str, x: jax.Array) -> bool:
     """Returns whether a tensor is quantized once, and its codes are used in both of its products.
 
-    The codes are not shared if one of our GPU kernels makes those of both products at once.
+    The codes are not shared if a row of the table in ``lowering`` makes those of both products at once.
     """
     pair = _pair_of(plan, role, x)
     return serves(pair.first, pair.second, pair.view) and not rows_of(pair, x, None)

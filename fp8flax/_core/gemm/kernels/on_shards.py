@@ -269,36 +269,49 @@ def quantize_on_shards(
     *,
     block: tuple[int, int],
     ranks: tuple[int, int] = (1, 1),
+    are_whole: tuple[bool, bool] = (True, True),
     name: str = BLOCK_QUANTIZE,
 ) -> Callable[..., Any]:
     """Returns ``kernel`` for a stack of matrices that may be split over devices at any block boundary.
 
     Args:
         kernel: quantizes a stack of matrices ``(batch, M, N)``, as ``block_quantize``.
-        block: rows and columns of a block; rows are 1 or equal to columns. M and N are multiples of the
-            columns.
+        block: rows and columns of a block; rows are 1 or equal to columns.
         ranks: the numbers of dimensions that M and N are flattened from. The operand and the results have
             these dimensions, and each of them may be split.
+        are_whole: whether M and N are multiples of the columns of a block. If one is not, each device gets
+            all of this dimension, and the codes are padded to whole blocks.
         name: the scope in which the kernel runs; empty for none.
     """
     letters = iter(string.ascii_lowercase)
     batch, rows, columns = next(letters), *(_next(letters, rank) for rank in ranks)
+    whole = [dims for dims, is_whole in zip((rows, columns), are_whole) if is_whole]
+    # For each dimension of the matrix: the dimensions of the codes, and of the scales, along its blocks.
+    padded = {dims: dims if dims in whole else next(letters) for dims in (rows, columns)}
+    blocks = {
+        dims: dims[:-1] + dims[-1].upper() if dims in whole else next(letters) for dims in (rows, columns)
+    }
 
     def of_pair(rows: str, columns: str) -> tuple[str, str]:
-        of_scale = [dims[:-1] + dims[-1].upper() for dims in (rows, columns)]
-        return batch + rows + columns, batch + (of_scale[0] if block[0] > 1 else rows) + of_scale[1]
+        is_square = block[0] > 1
+        of_codes = (padded[rows] if is_square else rows) + padded[columns]
+        of_scale = (blocks[rows] if is_square else rows) + blocks[columns]
+        return batch + of_codes, batch + of_scale
 
     # Codes and scales of each matrix, then those of its transpose.
     results = of_pair(rows, columns), of_pair(columns, rows)
 
     def of_part(x: jax.Array) -> Any:
         sizes = dict(zip(batch + rows + columns, x.shape))
-        sizes |= {letter.upper(): n // block[1] for letter, n in sizes.items()}
+        for dims in (rows, columns):
+            number = -(-sizes[dims[-1]] // block[1])
+            sizes |= {padded[dims][-1]: sizes[dims[-1]] if dims in whole else number * block[1]}
+            sizes |= {blocks[dims][-1]: number}
         made = kernel(_as_matrices(x, rows))
         return jax.tree.map(lambda a, of: a.reshape([sizes[letter] for letter in of]), made, results)
 
-    order = batch + rows + columns
-    return on_shards(of_part, [order], results, order=order, num_deciding=1, name=name)
+    order = batch + "".join(whole)
+    return on_shards(of_part, [batch + rows + columns], results, order=order, num_deciding=1, name=name)
 
 
 def ragged_on_shards(

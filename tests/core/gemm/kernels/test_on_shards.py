@@ -144,6 +144,22 @@ def test_split_tensors_are_quantized_as_whole_ones(spec, block):
     assert not any("512,512" in shape for shape in gathered if not any(map(_is_pair, spec)))
 
 
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("sizes", [(512, 300), (300, 512), (200, 300)], ids=str)
+def test_a_dimension_that_ends_in_a_partial_block_is_not_split(sizes, block):
+    on, whole = mesh(), tuple(size % 128 == 0 for size in sizes)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, *sizes)), jnp.float32)
+    quantizer = fp8.BlockQuantizer(dtype=E4M3, block=block, scale="float32")
+
+    def pair(x):
+        made = [quantizer.quantize(x, View(x.shape, (contract,), (0,))) for contract in (2, 1)]
+        return tuple((q.codes, q.scale) for q in made)
+
+    split = quantize_on_shards(pair, block=block, are_whole=whole)
+    run = jax.jit(split, in_shardings=NamedSharding(on, P(None, "b", "a")))
+    jax.tree.map(np.testing.assert_array_equal, run(x), jax.jit(pair)(x))
+
+
 RAGGED = {
     # The dimensions of the operands and of the result, and how each operand is split.
     "rows": (("mk", "enk", "mn"), P("a"), P()),
