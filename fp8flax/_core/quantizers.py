@@ -72,6 +72,7 @@ class Quantizer:
         strategy: name of the kernel's scales in compressed-tensors and inference servers (``"tensor"``,
             ``"channel"``, ``"block"``); None if they have no such name.
         scale_columns: number of columns of a row that share a float32 scale; None for other scales.
+        has_mx_scales: whether ``as_mx`` returns scales for the units of Blackwell GPUs, and not None.
         quantization_bytes: bytes that one step moves to quantize, per element of input, kernel and output,
             in addition to the reads and writes of the GEMMs. The predictions of ``fp8flax.report`` use it.
 
@@ -101,6 +102,7 @@ class Quantizer:
     is_exact_in_bfloat16: ClassVar[Any] = False
     strategy: ClassVar[Any] = None
     scale_columns: ClassVar[Any] = None
+    has_mx_scales: ClassVar[Any] = False
     quantization_bytes: ClassVar[Any] = 8.0
 
     def __init_subclass__(cls) -> None:
@@ -435,6 +437,11 @@ class BlockQuantizer(Quantizer):
         """Returns the number of columns of a block, or None for E8M0 scales."""
         return None if self.scale == "e8m0" else self.block[1]
 
+    @property
+    def has_mx_scales(self) -> bool:
+        """Returns whether scales are powers of two, and the width of a block is a multiple of 32."""
+        return self.is_exact_in_bfloat16 and self.block[1] % MX_COLUMNS == 0
+
     def quantize(
         self,
         x: Float[jax.Array, "*dims"],
@@ -534,12 +541,11 @@ class BlockQuantizer(Quantizer):
     def as_mx(self, q: QTensor) -> QTensor | None:
         """Returns the operand with an E8M0 scale per 32 columns of each row.
 
-        The scales of larger blocks are repeated. Returns None if the scales are not powers of two, or if
-        the width of a block is not a multiple of 32.
+        The scales of larger blocks are repeated. Returns None without ``has_mx_scales``.
         """
-        height, width = self.block
-        if not self.is_exact_in_bfloat16 or width % MX_COLUMNS:
+        if not self.has_mx_scales:
             return None
+        height, width = self.block
         scale = q.scale
         if scale.dtype != jnp.float8_e8m0fnu:
             exponent = lax.bitcast_convert_type(scale, jnp.int32) >> np.int32(23)

@@ -15,6 +15,7 @@ from fp8flax._core.gemm.gpus import (
     Fp8EmulationWarning,
     compile_target,
     compute_capability,
+    has_triton,
     is_hopper,
 )
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK
@@ -35,11 +36,19 @@ def is_for_hopper(lhs: Quantizer, rhs: Quantizer, capability: float) -> bool:
 def has_units(recipe: GemmRecipe, capability: float) -> bool:
     """Returns whether a GPU multiplies operands with scales per block in FP8 units.
 
-    Blackwell has units for block scales. On Hopper our own GPU kernel uses the FP8 units.
+    Blackwell has units for scales that are powers of two. For float32 scales per 128 columns our own GPU
+    kernels use the FP8 units: one for Hopper, and one for Blackwell that needs Pallas's Triton backend and
+    operands of the same dtype.
     """
-    assert recipe.lhs is not None
-    assert recipe.rhs is not None
-    return capability >= NATIVE_MX or is_for_hopper(recipe.lhs, recipe.rhs, capability)
+    lhs, rhs = recipe.lhs, recipe.rhs
+    assert lhs is not None
+    assert rhs is not None
+    if capability < NATIVE_MX:
+        return is_for_hopper(lhs, rhs, capability)
+    if lhs.has_mx_scales and rhs.has_mx_scales:
+        return True
+    is_of_blocks = lhs.scale_columns == rhs.scale_columns == BLOCK
+    return is_of_blocks and lhs.dtype == rhs.dtype and has_triton()
 
 
 def runs_in_fp8(recipe: GemmRecipe, capability: float) -> bool:

@@ -1,10 +1,15 @@
 """The GPU that a program is compiled for."""
 
+import sys
 import types
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import fp8flax as fp8
+from fp8flax._audit.compiling import find_target, lower_for
 from fp8flax._core.gemm.gpus import (
     GPUS,
     compile_target,
@@ -13,6 +18,8 @@ from fp8flax._core.gemm.gpus import (
     has_fp8_units,
     is_hopper,
 )
+from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
+from tests.cases import dense_step, struct
 
 
 def device(platform, capability):
@@ -51,3 +58,45 @@ def test_properties_follow_from_the_capability(key):
     assert gpu.has_block_scales == (key == "b200")
     if gpu.has_fp8_units:
         assert 1.5 < gpu.fp8 / gpu.bf16 < 2
+
+
+def of_mlp():
+    model, x = fp8.MLP(1024, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16), struct(256, 512)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    return fp8.grad(lambda v, x: jnp.sum(model.apply(v, x).astype(jnp.float32))), variables, x
+
+
+def of_experts():
+    op = fp8.Fp8RaggedDotOp(recipe=fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3))
+    args = struct(512, 256), struct(4, 256, 384), struct(4, dtype=jnp.int32)
+    return jax.grad(lambda *xs: jnp.sum(op.apply({}, *xs).astype(jnp.float32)), (0, 1)), *args
+
+
+def of_dense(recipe):
+    return dense_step(256, 512, 384, partial(fp8.Fp8DotGeneralOp, recipe=recipe))
+
+
+@pytest.mark.long
+@pytest.mark.oldest
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("program", "target"),
+    [
+        (of_mlp, "h200"),
+        (of_experts, "h200"),
+        (partial(of_dense, fp8.Float8BlockScaling()), "h200"),
+        (partial(of_dense, fp8.Float8BlockScaling(use_f32_scales=True)), "b200"),
+    ],
+    ids=["cast and transpose", "experts", "quantize blocks", "multiply blocks"],
+)
+def test_programs_need_no_triton_backend(program, target, monkeypatch):
+    """JAX will remove Pallas's Triton backend. XLA then computes what our kernels did."""
+
+    def lowered():
+        step, *args = program()  # a new function, which JAX has not traced
+        return lower_for(find_target(target), step, tuple(args)).as_text()
+
+    assert ("xla.gpu.triton" in lowered()) == (HAS_MOSAIC or program is not of_experts)
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    jax.clear_caches()
+    assert "xla.gpu.triton" not in lowered()

@@ -1,5 +1,6 @@
 """Who is warned that FP8 is emulated."""
 
+import sys
 import warnings
 from functools import partial
 
@@ -9,6 +10,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.gemm.units import runs_in_fp8, warn_if_emulated
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
@@ -27,6 +29,7 @@ def test_an_older_gpu_is_told_that_block_scales_are_not_native(monkeypatch):
     assert "has no units for these block scales" in str(caught[0].message)
 
 
+MIXED = fp8.Float8BlockScaling(use_f32_scales=True, fp8_format=fp8.Format.HYBRID)
 needs_mosaic = pytest.mark.skipif(
     not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in"
 )
@@ -42,6 +45,31 @@ def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(capability, is_t
         warnings.simplefilter("always")
         jax.eval_shape(f, jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20]))
     assert ["has no units for these" in str(w.message) for w in caught] == [True] * is_told
+
+
+@pytest.mark.parametrize(
+    ("recipe", "with_triton", "without"),
+    [
+        (fp8.Float8BlockScaling(), (True, True, True), (True, True, True)),
+        (fp8.MXFP8BlockScaling(), (True, True, True), (True, True, True)),
+        (fp8.Float8BlockScaling(use_f32_scales=True), (True, True, True), (False, False, False)),
+        (MIXED, (True, False, False), (False, False, False)),
+    ],
+    ids=["128-blocks", "mxfp8", "float32 scales", "float32 scales, two dtypes"],
+)
+def test_block_scales_on_blackwell(recipe, with_triton, without, monkeypatch):
+    """The kernel for float32 scales needs Pallas's Triton backend, and operands of one dtype."""
+    gemms = recipe.gemms.forward, recipe.gemms.dgrad, recipe.gemms.wgrad
+    assert tuple(runs_in_fp8(gemm, 10.0) for gemm in gemms) == with_triton
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    assert tuple(runs_in_fp8(gemm, 10.0) for gemm in gemms) == without
+    monkeypatch.setattr("fp8flax._core.gemm.units.compute_capability", lambda: 10.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_if_emulated(*gemms)
+    assert ["has no units for these block scales" in str(w.message) for w in caught] == [True] * (
+        not all(without)
+    )
 
 
 def test_emulation_warns_once():
