@@ -102,9 +102,14 @@ class Contraction(Plan):
     ``fake_quantized``, then ``out_qdq``. If False, ``dequantized`` products compute it."""
     wide_scope: ClassVar[str] = KEPT_WIDE
     """The name scope of products whose operands stay wide, such as a tangent times a kernel."""
-    is_automatic: ClassVar[Any] = False
-    """Whether the explicit axes of a mesh become automatic inside of the contraction, so that XLA chooses
-    the shardings."""
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the explicit axes of a mesh become automatic inside of the contraction.
+
+        XLA then chooses the shardings inside.
+        """
+        return False
 
     @property
     def views(self) -> dict[str, tuple[View, View]]:
@@ -120,30 +125,47 @@ class Contraction(Plan):
         """Returns the forward product. Each operand is a ``QTensor`` or a wide array."""
         raise NotImplementedError
 
-    def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra) -> jax.Array:
+    def dgrad(self, g: Any, rhs: Any, extra: Extra) -> jax.Array:
         """Returns the input's cotangent.
 
         Args:
             g: the output gradient, a ``QTensor`` or a wide array.
             rhs: the kernel, a ``QTensor`` or a wide array.
-            like: an array with the shape and sharding of the input; its values do not matter.
             extra: the further arrays of the op.
         """
         raise NotImplementedError
 
-    def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra) -> jax.Array:
+    def wgrad(self, lhs: Any, g: Any, extra: Extra) -> jax.Array:
         """Returns the kernel's cotangent.
 
         Args:
             lhs: the input, a ``QTensor`` or a wide array.
             g: the output gradient, a ``QTensor`` or a wide array.
-            like: an array with the shape and sharding of the kernel; its values do not matter.
             extra: the further arrays of the op.
         """
         raise NotImplementedError
 
+    def gradients(
+        self, lhs: Any, rhs: Any, g: tuple[Any, Any], extra: Extra
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the cotangents of input and kernel: ``dgrad`` and ``wgrad``, each in its name scope.
+
+        Args:
+            lhs: the input for wgrad, a ``QTensor`` or a wide array.
+            rhs: the kernel for dgrad, a ``QTensor`` or a wide array.
+            g: the output gradient for dgrad, and for wgrad.
+            extra: the further arrays of the op.
+        """
+        with jax.named_scope(DGRAD):
+            lhs_grad = self.dgrad(g[0], rhs, extra)
+        with jax.named_scope(WGRAD):
+            return lhs_grad, self.wgrad(lhs, g[1], extra)
+
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
-        """Returns the forward product of wide operands without FP8, as JAX computes it."""
+        """Returns the forward product of wide operands without FP8, as JAX computes it.
+
+        An operand may also come ``prepared``; the result is that of the operand before.
+        """
         raise NotImplementedError
 
     def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
@@ -191,7 +213,7 @@ class Contraction(Plan):
         return jax.vmap(f)(*args) if role in self.stacked else f(*args)
 
     def gemm(self, name: str, dims: Any, lhs: Operand, rhs: Operand, out_dtype: np.dtype) -> Gemm:
-        """Returns the request for one of the three GEMMs of a product.
+        """Returns the request for one of the three GEMMs.
 
         Args:
             name: ``"forward"``, ``"dgrad"`` or ``"wgrad"``.
@@ -226,7 +248,7 @@ class Contraction(Plan):
         return {role: delayed_config(quantizer) for role, quantizer in self.recipe.delayed.items()}
 
     def primal(self, operands: tuple[jax.Array, ...], extra: Extra, scales: Scales) -> jax.Array:
-        product = on_automatic_axes(self, product_of_wide, self.out_sharding)
+        product = on_automatic_axes(self, quantized_product, self.out_sharding)
         return product(*operands, extra, scales, None)
 
     def forward(
@@ -267,7 +289,7 @@ def _serves_both(plan: Contraction, role: str, x: jax.Array) -> bool:
 
 
 def _transposed(plan: Contraction, role: str, operand: Any) -> Any:
-    """Returns an operand in the layout of its other product; both products share the codes."""
+    """Returns an operand in the layout of its other product: the same codes, transposed if needed."""
     if not isinstance(operand, QTensor):
         return operand
     return plan.each(role, operand.quantizer.transpose, operand)
@@ -375,15 +397,15 @@ def on_automatic_axes(plan: Contraction, f: Callable[..., Any], out_shardings: A
     explicit = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
     lhs, rhs = plan.lhs._replace(sharding=None), plan.rhs._replace(sharding=None)
     inner = partial(f, dataclasses.replace(plan, lhs=lhs, rhs=rhs))
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
     out_shardings = jax.tree.map(
-        lambda s: whole if s is None else s, out_shardings, is_leaf=lambda s: s is None
+        lambda s: replicated if s is None else s, out_shardings, is_leaf=lambda s: s is None
     )
     run: Callable[..., Any] = jax.sharding.auto_axes(inner, axes=explicit, out_sharding=out_shardings)
     return run
 
 
-class Entering(NamedTuple):
+class QuantizedOperand(NamedTuple):
     """An input or a kernel after it was quantized in the forward pass."""
 
     first: Any
@@ -394,7 +416,9 @@ class Entering(NamedTuple):
     """The partial amaxes; None without delayed scaling."""
 
 
-def input_of(plan: Contraction, lhs: jax.Array, scale: jax.Array | None, extra: Extra = ()) -> Entering:
+def input_of(
+    plan: Contraction, lhs: jax.Array, scale: jax.Array | None, extra: Extra = ()
+) -> QuantizedOperand:
     """Quantizes the input for the forward product and for wgrad."""
     lhs = plan.prepared("input", lhs, extra)
     first, second, amaxes = quantized_with_amax(plan, "input", lhs, scale, extra)
@@ -403,10 +427,12 @@ def input_of(plan: Contraction, lhs: jax.Array, scale: jax.Array | None, extra: 
     # policy that saves the residual, a recomputed forward product then starts from the saved codes.
     if _serves_both(plan, "input", lhs):
         first = _transposed(plan, "input", restored(plan, "input", kept))
-    return Entering(first, kept, named_scaling(amaxes))
+    return QuantizedOperand(first, kept, named_scaling(amaxes))
 
 
-def kernel_of(plan: Contraction, rhs: jax.Array, scale: jax.Array | None, extra: Extra = ()) -> Entering:
+def kernel_of(
+    plan: Contraction, rhs: jax.Array, scale: jax.Array | None, extra: Extra = ()
+) -> QuantizedOperand:
     """Quantizes the kernel for the forward product and for dgrad."""
     rhs = plan.prepared("kernel", rhs, extra)
     first, second = _quantized_for_both(plan, "kernel", rhs, scale)
@@ -417,10 +443,10 @@ def kernel_of(plan: Contraction, rhs: jax.Array, scale: jax.Array | None, extra:
     elif isinstance(first, QTensor):
         bits = jax.tree.map(partial(checkpoint_name, name=KERNEL_FORWARD_NAME), first.as_bits())
         first = bits.from_bits()
-    return Entering(first, kept, named_scaling(amaxes))
+    return QuantizedOperand(first, kept, named_scaling(amaxes))
 
 
-def product_of_wide(
+def quantized_product(
     plan: Contraction,
     lhs: jax.Array,
     rhs: jax.Array,
@@ -473,14 +499,9 @@ def _backward(
     g_first, g_second, g_amaxes = quantized_with_amax(
         plan, "output_grad", g, scales.get("output_grad"), extra
     )
-    like_lhs, like_rhs = (
-        kept.codes if isinstance(kept, QTensor) else kept for kept in (lhs_kept, rhs_kept)
-    )
-    with jax.named_scope(DGRAD):
-        lhs_grad = plan.dgrad(g_first, restored(plan, "kernel", rhs_kept), like_lhs, extra)
-    with jax.named_scope(WGRAD):
-        rhs_grad = plan.wgrad(restored(plan, "input", lhs_kept), g_second, like_rhs, extra)
-    return (lhs_grad, rhs_grad), {} if g_amaxes is None else {"output_grad": g_amaxes}
+    lhs, rhs = restored(plan, "input", lhs_kept), restored(plan, "kernel", rhs_kept)
+    grads = plan.gradients(lhs, rhs, (g_first, g_second), extra)
+    return grads, {} if g_amaxes is None else {"output_grad": g_amaxes}
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.gpus import Fp8EmulationWarning, compile_target
-from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE
+from fp8flax._core.names import CONVOLVED_WIDE, DGRAD, KEPT_WIDE, WGRAD
 from fp8flax._core.plans.contraction import STATELESS, Contraction, States, check_operands
 from fp8flax._core.plans.dot_general import fp8_dot_general, hashable_precision
 from fp8flax._core.plans.modes import contract
@@ -119,7 +119,7 @@ def _reshape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _as_matmul(
     conv: _Convolution, windows: list[_Windows], lhs: jax.Array, rhs: jax.Array
 ) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
-    """Returns the two operands of the matmul that computes a convolution, and the transpose of its result.
+    """Returns the two operands of the matmul that computes a convolution, and how to permute its result.
 
     The first operand has a row for each window: ``(batch, windows…, elements of a window)``. The second one
     has a column for each output feature: ``(elements of a window, output features)``. The elements of a
@@ -143,15 +143,15 @@ def _as_matmul(
     x = _reshape(x, (batch, *(w.number for w in windows), num_columns))
     kernel = lax.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0]))
     kernel = _reshape(kernel, (num_columns, kernel.shape[-1]))
-    transposed = np.argsort((out_spec[0], *out_spec[2:], out_spec[1]))
-    return x, kernel, tuple(map(int, transposed))
+    permutation = np.argsort((out_spec[0], *out_spec[2:], out_spec[1]))
+    return x, kernel, tuple(map(int, permutation))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvPlan(Contraction):
     """A convolution that is not a matmul: forward, dgrad and wgrad convolve FP8 values in a wide dtype.
 
-    ``jax.vjp`` of the forward convolution computes dgrad and wgrad.
+    ``jax.vjp`` of the forward convolution computes both gradients.
     """
 
     wide_scope: ClassVar[str] = CONVOLVED_WIDE
@@ -178,19 +178,19 @@ class ConvPlan(Contraction):
         with _scope(self.recipe.forward):
             return self.conv(x, w, self.out_dtype)
 
-    def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra = ()) -> jax.Array:
+    def gradients(
+        self, lhs: Any, rhs: Any, g: tuple[Any, Any], extra: Extra = ()
+    ) -> tuple[jax.Array, jax.Array]:
         del extra
         dtype = self._backward_dtype
-        w, g = self._wide("kernel", rhs, dtype), self._wide("output_grad", g, dtype)
-        with _scope(self.recipe.dgrad):
-            return _transpose(lambda x: self.conv(x, w, dtype), like, dtype, g)
-
-    def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra = ()) -> jax.Array:
-        del extra
-        dtype = self._backward_dtype
-        x, g = self._wide("input", lhs, dtype), self._wide("output_grad", g, dtype)
-        with _scope(self.recipe.wgrad):
-            return _transpose(lambda w: self.conv(x, w, dtype), like, dtype, g)
+        with jax.named_scope(DGRAD):
+            w, g_wide = self._wide("kernel", rhs, dtype), self._wide("output_grad", g[0], dtype)
+            with _scope(self.recipe.dgrad):
+                lhs_grad = _linear_transpose(lambda x: self.conv(x, w, dtype), lhs, g_wide)
+        with jax.named_scope(WGRAD):
+            x, g_wide = self._wide("input", lhs, dtype), self._wide("output_grad", g[1], dtype)
+            with _scope(self.recipe.wgrad):
+                return lhs_grad, _linear_transpose(lambda w: self.conv(x, w, dtype), rhs, g_wide)
 
     def _wide(self, role: str, operand: QTensor | jax.Array, dtype: np.dtype) -> jax.Array:
         """Returns the values of an operand in a wide dtype, behind a barrier if it was quantized.
@@ -207,14 +207,15 @@ class ConvPlan(Contraction):
 
     def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra
-        lhs, rhs = lax.optimization_barrier((lhs, rhs))  # see _wide
+        # As in ``_wide``: XLA must not convolve FP8 codes by cuDNN.
+        lhs, rhs = lax.optimization_barrier((lhs, rhs))
         self.warn()
         with jax.named_scope(CONVOLVED_WIDE):
             return self.conv(lhs, rhs, self.out_dtype)
 
     def warn(self, *recipes: GemmRecipe) -> None:
         """Warns that this convolution has FP8 values, but not the speed of FP8."""
-        if compile_target.value is None:
+        if compile_target.value is None:  # an audit compiles for another device than the current one
             warnings.warn(
                 "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
                 "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",
@@ -228,16 +229,15 @@ def _scope(recipe: GemmRecipe) -> Any:
     return jax.named_scope(KEPT_WIDE if None in (recipe.lhs, recipe.rhs) else CONVOLVED_WIDE)
 
 
-def _transpose(
-    f: Callable[[jax.Array], jax.Array], like: jax.Array, dtype: np.dtype, g: jax.Array
-) -> jax.Array:
+def _linear_transpose(f: Callable[[jax.Array], jax.Array], like: Any, g: jax.Array) -> jax.Array:
     """Returns the transpose of a linear function ``f`` of an operand, applied to the cotangent ``g``.
 
-    The function is linear, so its ``jax.vjp`` is the transpose at any point. The point is ``like``, because
-    it has the shape and the sharding of the operand. XLA removes the unused value of ``f``.
-    (``jax.linear_transpose`` does not support manual axes.)
+    The function is linear, so its ``jax.vjp`` is the transpose at any point. The point is ``like``, a
+    ``QTensor`` or an array with the shape and the sharding of the operand. XLA removes the unused value of
+    ``f``. (``jax.linear_transpose`` does not support manual axes.)
     """
-    return jax.vjp(f, like.astype(dtype))[1](g)[0]
+    point = like.codes if isinstance(like, QTensor) else like
+    return jax.vjp(f, point.astype(g.dtype))[1](g)[0]
 
 
 def _check_one_scale(recipe: Recipe, conv: _Convolution) -> None:
@@ -370,7 +370,7 @@ def fp8_conv_general_dilated(
     conv = _as_convolution(lhs, rhs, *arguments)
     windows = _windows(conv, lhs.shape, rhs.shape, out.shape)
     if windows is not None:
-        x, w, transposed = _as_matmul(conv, windows, lhs, rhs)
+        x, w, permutation = _as_matmul(conv, windows, lhs, rhs)
         y = fp8_dot_general(
             x,
             w,
@@ -382,7 +382,7 @@ def fp8_conv_general_dilated(
             form=form,
             is_frozen=is_frozen,
         )
-        return lax.transpose(y, transposed)
+        return lax.transpose(y, permutation)
     _check_one_scale(recipe, conv)
     plan = ConvPlan(
         recipe=recipe.gemms,

@@ -171,13 +171,13 @@ class DotPlan(Contraction):
         del extra
         return lowered(self.gemms.forward, lhs, rhs)
 
-    def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra = ()) -> jax.Array:
-        del like, extra
+    def dgrad(self, g: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
+        del extra
         out = lowered(self.gemms.dgrad, g, rhs)
         return lax.transpose(out, np.argsort(self.gemms.dgrad_axes))
 
-    def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra = ()) -> jax.Array:
-        del like, extra
+    def wgrad(self, lhs: Any, g: Any, extra: Extra = ()) -> jax.Array:
+        del extra
         out = lowered(self.gemms.wgrad, lhs, g)
         return lax.transpose(out, np.argsort(self.gemms.wgrad_axes))
 
@@ -246,9 +246,11 @@ def with_precision(recipe: CustomRecipe, precision: Any, form: str) -> CustomRec
             f"name, or a pair of them; got {precision!r}. For more control set accumulation in the "
             "recipe, for instance DelayedScaling(accumulation=Accumulation(forward='exact'))."
         ) from None
-    word = "fast" if all(p == lax.Precision.DEFAULT for p in both) else "exact"
+    accumulation = "fast" if all(p == lax.Precision.DEFAULT for p in both) else "exact"
     gemms = {name: getattr(recipe, name) for name in ("forward", "dgrad", "wgrad")}
-    return CustomRecipe(**{k: dataclasses.replace(gemm, accumulation=word) for k, gemm in gemms.items()})
+    return CustomRecipe(
+        **{name: dataclasses.replace(gemm, accumulation=accumulation) for name, gemm in gemms.items()}
+    )
 
 
 def dot_plan(
@@ -262,7 +264,11 @@ def dot_plan(
     form: str = "direct",
     out_sharding: Any = None,
 ) -> DotPlan:
-    """Returns the plan of a matmul of two arrays, or of their shapes and dtypes."""
+    """Returns the plan of a matmul.
+
+    The operands are arrays, or their shapes and dtypes. The recipe is in parts, as ``Recipe.gemms`` returns
+    it. For the other arguments see ``fp8_dot_general``.
+    """
     # ``lax.dot_general`` raises its own errors if the shapes do not fit, and determines the result's dtype.
     out = jax.eval_shape(
         partial(

@@ -31,7 +31,13 @@ from fp8flax._core.names import (
     WGRAD,
 )
 from fp8flax._core.options import check_bool, check_choice, check_int
-from fp8flax._core.plans.contraction import Entering, States, input_of, quantized_with_amax, restored
+from fp8flax._core.plans.contraction import (
+    QuantizedOperand,
+    States,
+    input_of,
+    quantized_with_amax,
+    restored,
+)
 from fp8flax._core.plans.dot_general import DotPlan
 from fp8flax._core.plans.engine import run
 from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales, explicit_sharding
@@ -221,9 +227,9 @@ class MlpPlan(Plan):
         g_first, g_second, g_amaxes = quantized_with_amax(
             last, "output_grad", g, of_each[-1]["output_grad"], ()
         )
-        like, name = kept.dense[0], self.names[-1]
+        name = self.names[-1]
         with jax.named_scope(name), jax.named_scope(DGRAD):
-            hidden_grad = last.dgrad(g_first, kept.kernels[-1].from_bits(), like)
+            hidden_grad = last.dgrad(g_first, kept.kernels[-1].from_bits())
         with jax.named_scope(name), jax.named_scope(WGRAD):
             kernel_grads = [_wgrad(last, kept.transposed.from_bits(), g_second, is_lhs=True)]
         casting = self.casting(_hidden_grads, "output_grad", *self.into, has_sums=bool(kept.biases))
@@ -235,7 +241,7 @@ class MlpPlan(Plan):
         for name, one, cast, of_one, kernel in backwards:
             first, second = _both_orders(one, "output_grad", cast, of_one)
             with jax.named_scope(name), jax.named_scope(DGRAD):
-                grads.append(one.dgrad(first, kernel.from_bits(), like))
+                grads.append(one.dgrad(first, kernel.from_bits()))
             with jax.named_scope(name), jax.named_scope(WGRAD):
                 kernel_grads.insert(0, _wgrad(one, entered, second, is_lhs=False))
         sums = [cast.sums[None] for cast in casts if cast.sums is not None]
@@ -277,14 +283,13 @@ def mlp_plan(
         activation: one of ``ACTIVATIONS``.
         names: the name scopes of the layers.
     """
-    axes = frozenset().union(*(Operand.of(array).axes for array in (x, *kernels[:-1])))
 
     def plan(lhs: Operand, kernel: jax.Array) -> DotPlan:
         # All products are in the input's dtype, whatever the dtype of the kernel is.
         rhs = Operand.of(kernel)._replace(dtype=x.dtype)
         return DotPlan(recipe=recipe, lhs=lhs, rhs=rhs, out_dtype=x.dtype, dimension_numbers=_DENSE)
 
-    between = Operand((x.shape[0], kernels[-1].shape[0]), x.dtype, None, axes)
+    between = Operand((x.shape[0], kernels[-1].shape[0]), x.dtype, None, frozenset())
     return MlpPlan(
         into=tuple(plan(Operand.of(x), kernel) for kernel in kernels[:-1]),
         out_of=plan(between, kernels[-1]),
@@ -321,13 +326,13 @@ def _identity(x: jax.Array) -> list[jax.Array]:
     return [x]
 
 
-def _kernel_of(plan: DotPlan, kernel: jax.Array, scales: dict[str, jax.Array]) -> Entering:
+def _kernel_of(plan: DotPlan, kernel: jax.Array, scales: dict[str, jax.Array]) -> QuantizedOperand:
     """Quantizes a kernel in both orders: transposed for the forward GEMM, and as it is for dgrad."""
     casting = CastTranspose(_identity, (plan.recipe.delayed["kernel"].dtype,))
     (cast,) = lowered(casting, [scales["kernel"].reshape(())], kernel)
     kept, first = _both_orders(plan, "kernel", cast, scales)
     first = _named(first, KERNEL_FORWARD_NAME).from_bits()
-    return Entering(first, _named(kept, RESIDUAL_NAMES[1]), named_scaling(cast.amaxes))
+    return QuantizedOperand(first, _named(kept, RESIDUAL_NAMES[1]), named_scaling(cast.amaxes))
 
 
 def _named(q: QTensor, name: str) -> QTensor:

@@ -24,7 +24,7 @@ from fp8flax._core.plans.contraction import (
     Contraction,
     States,
     on_automatic_axes,
-    product_of_wide,
+    quantized_product,
 )
 from fp8flax._core.plans.engine import run
 from fp8flax._core.plans.plan import Extra, Scales
@@ -76,7 +76,7 @@ def contract(
     """
     if not any(plan.recipe.quantizers):
         with jax.named_scope(KEPT_WIDE):
-            return plan.wide(lhs, rhs, extra)
+            return _wide(plan, lhs, rhs, extra)
     if stored_kernel is not None:
         plan.warn(plan.recipe.forward)
         plan = dataclasses.replace(plan, is_packed=True)
@@ -94,7 +94,7 @@ def contract(
     )
     compute: Callable[..., jax.Array] = run
     if plan.dequantized and plan.has_fake_quantized and is_delayed:
-        compute = _fake_quantized
+        compute = _run_qdq
     else:
         plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
     scales = step_scales(plan.configs, checked)
@@ -115,10 +115,16 @@ def _checked_states(plan: Contraction, states: States) -> _States:
     return checked
 
 
+def _wide(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
+    """Returns ``plan.wide`` of the operands, with the sharding that the caller gave."""
+    product = on_automatic_axes(plan, lambda plan, *operands: plan.wide(*operands), plan.out_sharding)
+    return product(lhs, rhs, extra)
+
+
 # FP8.
 
 
-def _fake_quantized(
+def _run_qdq(
     plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
 ) -> jax.Array:
     """Returns the quantize-dequantize form of delayed scaling, which JAX can differentiate twice."""
@@ -147,7 +153,7 @@ class _Fixed(NamedTuple):
 @traced_once
 def _frozen(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed) -> jax.Array:
     """Returns the forward product of quantized operands; states do not change."""
-    return on_automatic_axes(plan, product_of_wide, plan.out_sharding)(lhs, rhs, extra, *fixed)
+    return on_automatic_axes(plan, quantized_product, plan.out_sharding)(lhs, rhs, extra, *fixed)
 
 
 def _along_lhs(
@@ -168,8 +174,8 @@ def _along_rhs(
 ) -> jax.Array:
     """Returns q(x) . dw: the wide product of the dequantized input and the kernel's tangent."""
     lhs = plan.prepared("input", lhs, extra)
-    view, scale = plan.uses("input").first.view, fixed.scales.get("input")
-    return plan.wide(quantized_and_back(plan.recipe.forward.lhs, view, lhs, scale), tangent, extra)
+    _, quantizer, view = plan.uses("input").first
+    return plan.wide(quantized_and_back(quantizer, view, lhs, fixed.scales.get("input")), tangent, extra)
 
 
 def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
@@ -212,7 +218,7 @@ def _calibrated(
             operands[role] = report_calibrated(x, report, config, amax, state)
         else:
             operands[role] = observed(partial(_calibrate_operand, config), x, (amax, state))
-    out = plan.wide(operands["input"], operands["kernel"], extra)
+    out = _wide(plan, operands["input"], operands["kernel"], extra)
     if report is not None or "output_grad" not in configs:
         return out
     return observed(partial(_calibrate_output_grad, plan), out, (extra, states["output_grad"]))
@@ -278,8 +284,8 @@ def _numbers_of_role(
         if quantizer is not None:
             numbers = plan.each(role, partial(numbers_of, quantizer, view), x, scale)
             found.append(merged(numbers) if role in plan.stacked else numbers)
-    # ``statistics`` divides the other counts by the count of values. This one counts elements, so it comes
-    # from one quantizer.
+    # ``nonfinite`` counts elements of the tensor; the other counts are per cast. So it must not be added
+    # up over the two quantizers.
     return merged_calls(found)._replace(nonfinite=found[0].nonfinite)
 
 

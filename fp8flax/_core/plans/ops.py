@@ -1,6 +1,6 @@
 """The table of ops: a row holds all that the rest of the package needs to know about an op.
 
-The Linen ops, the NNX ops, conversion, reports and freezing read the rows, and know no op by its name.
+The Linen ops, the NNX ops, conversion, reports and freezing read the rows.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ class OpRow:
         in_fp8: ``in_fp8(lhs, rhs, *arguments, states=, recipe=, form=, is_frozen=)`` computes the op in
             FP8. If the row has a ``plan``, it also takes ``stored_kernel=`` and ``input_scale=``, see
             ``contract``.
-        sizes: ``sizes(lhs_shape, rhs_shape, *arguments)`` returns the sizes of the GEMM.
+        sizes: ``sizes(lhs_shape, rhs_shape, *arguments)`` returns the ``GemmSizes`` of the op.
         call: the signature of the op.
-        plan: ``plan(lhs, rhs, *arguments, recipe=, form=)`` returns the plan of the op. A frozen model then
-            stores the FP8 codes of the kernel, and multiplies by them. If None, a frozen model stores
-            codes of kernels with delayed scaling only, and dequantizes them.
+        plan: ``plan(lhs, rhs, *arguments, recipe=, form=)`` returns the plan of the op. The recipe is in
+            parts, a ``CustomRecipe``. A frozen model then stores the FP8 codes of the kernel, and multiplies
+            by them. If None, a frozen model stores codes of kernels with delayed scaling only, and
+            dequantizes them.
         primitive: name of the JAX primitive, or of the ``jax.jit`` function, that a converted Linen model
             computes by this op; None if a model is not converted to it.
         arguments: ``arguments(params)`` returns the arguments of the op from the parameters of the
@@ -150,8 +151,12 @@ def _dot_sizes(lhs: Shape, rhs: Shape, dimension_numbers: Any, *_: Any) -> GemmS
     return GemmSizes(batch, m, k, n)
 
 
-def _dot_swapped(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, *rest: Any) -> Swapped:
+def _dot_swapped(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any, *rest: Any
+) -> Swapped:
     del rhs
+    if isinstance(precision, tuple):  # one precision for each operand
+        precision = precision[::-1]
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     num_batch, num_left = len(lhs_batch), lhs.ndim - len(lhs_batch) - len(lhs_contract)
 
@@ -159,7 +164,7 @@ def _dot_swapped(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, *rest: 
         axes, split = list(range(out.ndim)), out.ndim - num_left
         return lax.transpose(out, (*axes[:num_batch], *axes[split:], *axes[num_batch:split]))
 
-    return Swapped((((rhs_contract, lhs_contract), (rhs_batch, lhs_batch)), *rest), restore)
+    return Swapped((((rhs_contract, lhs_contract), (rhs_batch, lhs_batch)), precision, *rest), restore)
 
 
 def _params(*names: str) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
@@ -238,7 +243,7 @@ def _ragged_unsupported(params: Mapping[str, Any]) -> str | None:
     dims = jax.tree.map(int, numbers.dot_dimension_numbers)
     places = (*numbers.lhs_ragged_dimensions, *numbers.rhs_group_dimensions)
     is_plain = jax.tree.leaves(dims) == [1, 1] and places == (0, 0) and params.get("group_offset") is None
-    return None if is_plain else "a ragged dot of other dimensions than lax.ragged_dot"
+    return None if is_plain else "it contracts or groups other dimensions than lax.ragged_dot"
 
 
 RAGGED_DOT = OpRow(
@@ -290,7 +295,10 @@ def _row_named(name: str) -> OpRow:
 def row_of(primitive: Any, params: Mapping[str, Any]) -> OpRow | None:
     """Returns the row for a JAX primitive with these parameters, or None.
 
-    A ``jax.jit`` function is found by the name of the function.
+    A ``jax.jit`` function is found by its name. The package's own ops are primitives, so a function of a
+    user is none of them, although it may be named ``dot_general``.
     """
-    name = params["name"] if primitive.name == "jit" else primitive.name
-    return next((row for row in _rows.values() if row.primitive == name), None)
+    is_jit = primitive.name == "jit"
+    name = params["name"] if is_jit else primitive.name
+    found = (row for row in _rows.values() if row.primitive == name)
+    return next((row for row in found if not (is_jit and row.name in _OF_THE_PACKAGE)), None)

@@ -191,8 +191,7 @@ class RaggedPlan(Contraction):
     def product(self, lhs: Any, rhs: Any, extra: Extra) -> jax.Array:
         return self._products("forward", lhs, rhs, extra)
 
-    def dgrad(self, g: Any, rhs: Any, like: jax.Array, extra: Extra) -> jax.Array:
-        del like
+    def dgrad(self, g: Any, rhs: Any, extra: Extra) -> jax.Array:
         return self._products("dgrad", g, rhs, extra)
 
     def _products(self, name: str, lhs: Any, kernels: Any, extra: Extra) -> jax.Array:
@@ -210,9 +209,8 @@ class RaggedPlan(Contraction):
         )
         return lowered(request, lhs, kernels, group_sizes)[: self.rows]
 
-    def wgrad(self, lhs: Any, g: Any, like: jax.Array, extra: Extra) -> jax.Array:
+    def wgrad(self, lhs: Any, g: Any, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
-        del like
         request = ExpertSums(
             (self.groups, self.depth, self.columns),
             self.rhs.dtype,

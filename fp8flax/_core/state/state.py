@@ -58,24 +58,27 @@ class ScalingState(NamedTuple):
     """The delayed-scaling state of one tensor, or of several that are stacked."""
 
     scale: Shaped[jax.Array, "*scale"]
-    """Shape ``(1,)``. Its dtype is float32, or ``fp32_max_grad`` inside a differentiated function.
+    """Shape ``(1,)``, or ``(*stack, 1)`` if tensors are stacked; an op also takes a scalar. Its dtype is
+    float32, or ``fp32_max_grad`` inside a differentiated function.
 
     Inside ``fp8flax.value_and_grad`` a digest takes the place of the scale, see ``Digest``."""
     amax_history: Shaped[jax.Array, "*stack length"]
-    """Shape ``(amax_history_len,)``, with the newest entry at index 0. Its dtype is float32, or
-    ``fp32_max_grad`` inside a differentiated function."""
+    """Shape ``(amax_history_len,)``, or ``(*stack, amax_history_len)`` if tensors are stacked. The newest
+    entry is at index 0. Its dtype is float32, or ``fp32_max_grad`` inside a differentiated function."""
 
 
 class DelayedConfig(NamedTuple):
     """The static options of a cast with delayed scaling (hashable)."""
 
     compute_dtype: Any
+    """The dtype of the division by the scale in ``in_qdq`` and ``out_qdq``; recipes use float32."""
     q_dtype: Any
     margin: int = 0
     amax_compute_algo: str = "max"
     power_2: bool = False
     bounded: bool = True
-    """Whether the ``"max"`` algorithm limits the effect of a single outlier, see ``bounded_amax``."""
+    """Whether the ``"max"`` algorithm limits the effect of a single outlier, see ``bounded_amax``. False in
+    ``in_qdq`` and ``out_qdq``, which compute the scales of Flax."""
 
 
 USUAL = tuple(DelayedConfig(np.float32, np.dtype(d)) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2))
@@ -136,8 +139,8 @@ def digest_of(state: ScalingState, axis: int) -> Digest:
 def _largest_amaxes(histories: Sequence[jax.Array], axis: int) -> list[tuple[jax.Array, jax.Array]]:
     """Returns the largest amax of each history, and the second largest of its 16 newest amaxes.
 
-    All histories have one shape, and run along ``axis``, which the results do not have. One reduction reads
-    them all: a GPU starts one kernel.
+    All histories have one shape, and run along ``axis``. The results do not have this axis. One reduction
+    reads all histories: a GPU starts one kernel.
     """
     ndim, length = histories[0].ndim, histories[0].shape[axis]
     is_recent = lax.expand_dims(is_newest(length), range(1, ndim - axis))
@@ -148,7 +151,7 @@ def _largest_amaxes(histories: Sequence[jax.Array], axis: int) -> list[tuple[jax
 
 
 # JAX's caches compare functions by identity. If ``_largest_amaxes`` defined this function at each call, JAX
-# would compile it at each call outside of jit. ``_USUAL_SCALES`` is a constant for the same reason.
+# would compile it at each call outside of jit.
 def _largest_two(xs: Sequence[Sequence[jax.Array]], ys: Sequence[Sequence[jax.Array]]) -> list[Any]:
     """Merges, for each history, two triples into one; the reducer of ``_largest_amaxes``.
 
@@ -191,14 +194,16 @@ def scales_of(
         else:
             of_shape.setdefault(shape, []).append(name)
     for shape, names in of_shape.items():
-        olds, histories = (
-            [lax.stop_gradient(from_max_dtype(states[name][i])) for name in names] for i in (0, 1)
-        )
-        for name, old, history, read in zip(
-            names, olds, histories, _largest_amaxes(histories, len(shape) - 1)
-        ):
-            scales[name] = _scale_from(configs[name], old.reshape(shape[:-1]), *read, history[..., 0])
+        histories = [_constant(states[name].amax_history) for name in names]
+        for name, history, largest in zip(names, histories, _largest_amaxes(histories, len(shape) - 1)):
+            old = _constant(states[name].scale).reshape(shape[:-1])
+            scales[name] = _scale_from(configs[name], old, *largest, history[..., 0])
     return scales
+
+
+def _constant(x: jax.Array) -> jax.Array:
+    """Returns a leaf of the scaling state in float32, without a derivative."""
+    return lax.stop_gradient(from_max_dtype(x))
 
 
 def _scale_from(
@@ -217,6 +222,7 @@ def _scale_from(
     return jnp.where(is_usable(amax), rounded, exact)
 
 
+# A constant, because JAX's caches compare functions by identity.
 _USUAL_SCALES = [apart(partial(_scale_from, config)) for config in USUAL]
 
 
@@ -308,25 +314,25 @@ def next_state(
       by maximum. The next state is computed from them at the end of the gradient.
 
     Args:
-        amax: the amax of this step, of shape ``(...)``, after ``merge_amax``.
+        amax: the amax of this step, of shape ``(...)``, after ``merge_amax``. An amax of inf marks a NaN or
+            an Inf in the data, and wins every merge. An amax of -inf marks empty data, and loses.
         new_scale: the scale of this step, float32, with as many elements as ``amax``.
         state: the state before this step, with a history of shape ``(..., length)``. None if the state
             has a digest: the result is then the cotangent of the digest, and no cotangent of the history.
     """
-    # An amax of inf marks a NaN or an Inf in the data, and wins every merge. An amax of -inf marks empty
-    # data, and loses.
     if state is None:
         return _cotangent_of_digest(amax, new_scale)
-    of_kind = _merging_state if is_max_dtype(state.scale) else _float32_state
-    return of_kind(amax, new_scale, state)
+    if is_max_dtype(state.scale):
+        return _merging_state(amax, new_scale, state)
+    return _float32_state(amax, new_scale, state)
 
 
 def _float32_state(amax: jax.Array, new_scale: jax.Array, state: ScalingState) -> ScalingState:
     """Returns the next state of a float32 state."""
     new_scale, history = new_scale.reshape(state.scale.shape), state.amax_history
     pushed = ScalingState(new_scale, push_amax(amax, history))
-    # The new scale is kept in any case: ``scale_of`` returns no other than positive, finite scales. The old
-    # scale is not read, because a GPU would need further kernels for it.
+    # ``scale_of`` returns only positive, finite scales, so the new scale is always kept. The old scale is
+    # not read, because a GPU would need further kernels for it.
     return kept_state(ScalingState(new_scale, history), pushed, amax[..., None])
 
 
@@ -371,6 +377,7 @@ def calibrated_state(
     In a training step the new scale follows from earlier amaxes only.
     """
     history = from_max_dtype(state.amax_history)
+    # The maximum over the mesh axes and batches that the history does not vary over.
     merged = merge_amax(amax, history[..., 0])
     seen = jnp.where(lax.is_finite(merged)[..., None], push_amax(merged, history), history)
     new_scale = scale_of(config, ScalingState(from_max_dtype(state.scale), seen))
@@ -389,9 +396,10 @@ def report_calibrated(
     """Returns ``x``, and calls ``report`` on the host with the ``calibrated_state`` of this tensor.
 
     For this call the caller has replaced the scale in ``state`` by an index that identifies the tensor. It
-    is passed to ``report`` as the first argument. A callback, unlike a cotangent, also works inside
-    ``lax.while_loop`` and in forward mode.
+    is passed to ``report`` as the first argument. The reported state is not checked by ``kept_state``. A
+    callback, unlike a cotangent, also works inside ``lax.while_loop`` and in forward mode.
     """
+    # In ``fp32_max_grad``, so that ``next_state`` returns the new state unchecked.
     scale, history = (to_max_dtype(lax.stop_gradient(leaf)) for leaf in state)
     new = calibrated_state(config, lax.stop_gradient(amax), ScalingState(scale, history))
     return with_report(x, [state.scale, *map(from_max_dtype, new)], ToHost(report))

@@ -35,9 +35,8 @@ from fp8flax._compat.max_dtype import (
     to_max_dtype,
 )
 from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, ROLES, SCALE
-from fp8flax._core.state import state
 from fp8flax._core.state.batching import each_alike
-from fp8flax._core.state.state import ScalingState, digest_of, state_after
+from fp8flax._core.state.state import ScalingState, digest_of, kept_state, state_after
 
 _LEAF_NAMES = frozenset(role + suffix for role in ROLES for suffix in (SCALE, AMAX_HISTORY))
 
@@ -97,7 +96,8 @@ def find_pairs(paths: list[KeyPath]) -> list[tuple[int, int]]:
     """Returns the position of each scale, with the position of the amax history beside it."""
     index = {_names(path): i for i, path in enumerate(paths)}
     pairs = []
-    for (names, i), is_state in zip(index.items(), find_state(paths)):
+    for i, (path, is_state) in enumerate(zip(paths, find_state(paths))):
+        names = _names(path)
         partner = _partner(names[-1]) if names else None
         j = index.get((*names[:-1], partner))
         if is_state and partner is not None and partner.endswith(AMAX_HISTORY) and j is not None:
@@ -209,8 +209,9 @@ def _enter(places: Places, leaves: Sequence[Any]) -> list[Any]:
 def as_read(entered: Any) -> Any:
     """Returns the variables to call the loss with; called inside the differentiated function.
 
-    The argument is the result of ``enter``. Ops read only the shape of an amax history now, because the
-    digest holds its values. So each history loses its gradient, and gets a dtype that refuses arithmetic.
+    The argument is the result of ``enter``. Inside the gradient, ops read only the shape of an amax
+    history, because the digest holds its values. So each history loses its gradient, and gets a dtype that
+    refuses arithmetic.
     """
     paths, leaves, treedef = _flatten(entered)
     for _, j in find_pairs(paths):
@@ -223,7 +224,7 @@ def leave(tree: Any, cotangents: Any) -> Any:
     """Returns the gradients of the variables, with the next state as the gradient of the state.
 
     Args:
-        tree: the variables that ``enter`` was called with.
+        tree: the variables that ``enter`` was called with, with all state in float32.
         cotangents: the cotangents of the result of ``enter``.
     """
     paths, leaves, treedef = _flatten(tree)
@@ -239,8 +240,7 @@ def _leave(places: Places, leaves: Sequence[Any], cotangents: Sequence[Any]) -> 
     for (i, j), new in zip(places.pairs, after):
         left[i], left[j] = new
     for i in places.others:
-        given = from_max_dtype(left[i])
-        left[i] = jnp.where(lax.is_finite(given), given, leaves[i])
+        left[i] = _kept_other(leaves[i], from_max_dtype(left[i]))
     return left
 
 
@@ -257,10 +257,8 @@ def merge_by_max(tree: Any) -> Any:
     not_entered = [leaves[i] for i in of_state]
     if not_entered:
         places = Places.of([paths[i] for i in of_state], not_entered)
-        histories = {j for _, j in places.pairs}
-        for k, (i, leaf) in enumerate(zip(of_state, _merged(places, not_entered))):
-            if k not in histories:
-                leaves[i] = leaf
+        for i, leaf in zip(of_state, _merged(places, not_entered)):
+            leaves[i] = leaf
     return as_read(treedef.unflatten(leaves))
 
 
@@ -316,7 +314,17 @@ def kept_tree(old: Any, new: Any) -> Any:
     kept = each_alike(kept_of_tensor, places.axes, olds, news, read_once=False)
     for (i, j), of_tensor in zip(places.pairs, kept):
         leaves[i], leaves[j] = of_tensor
+    for i in places.others:
+        leaves[i] = _kept_other(old_leaves[i], leaves[i])
     return treedef.unflatten(leaves)
+
+
+def _kept_other(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Returns the value after a step of state that is not a pair of a scale and a history.
+
+    The old value is kept where the new value is not finite.
+    """
+    return jnp.where(lax.is_finite(new), new, old)
 
 
 def leaves_of_both(old: Any, new: Any) -> tuple[list[KeyPath], list[Any], list[Any], Any]:
@@ -340,8 +348,8 @@ def leaves_of_both(old: Any, new: Any) -> tuple[list[KeyPath], list[Any], list[A
 
 
 def kept_of_tensor(old: ScalingState, new: ScalingState, axis: int) -> ScalingState:
-    """Returns ``state.kept_state`` for one tensor; ``axis`` of its history holds the past amaxes."""
-    return state.kept_state(old, new, lax.slice_in_dim(new.amax_history, 0, 1, axis=axis))
+    """Returns ``kept_state`` for one tensor; ``axis`` of its history holds the past amaxes."""
+    return kept_state(old, new, lax.slice_in_dim(new.amax_history, 0, 1, axis=axis))
 
 
 # For each leaf of scaling state: a reference to the leaf after the step, and one to the leaf before the
@@ -400,7 +408,7 @@ def split_state(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 def refusing_arithmetic(
     merged: Callable[[], Sequence[Any]], params: str, array_of: Callable[[Any], Any] = lambda x: x
 ) -> Iterator[None]:
-    """A context in which arithmetic on scaling state raises a ``TypeError`` that names the leaf.
+    """Returns a context in which arithmetic on scaling state raises a ``TypeError`` that names the leaf.
 
     JAX raises various errors for the dtype ``fp32_max_grad``, and none of them names the leaf. This context
     looks for the leaf among the local variables of the functions in the traceback.

@@ -37,6 +37,15 @@ def test_the_row_of_a_primitive_has_its_arguments(row):
     np.testing.assert_array_equal(found, row.plain(*CALLS[row]))
 
 
+def test_a_function_of_a_user_is_no_op_of_the_package():
+    @jax.jit
+    def dot_general(x):
+        return x + 1
+
+    (eqn,) = jax.make_jaxpr(dot_general)(jnp.ones(2)).eqns
+    assert ops.row_of(eqn.primitive, eqn.params) is None
+
+
 @by_row
 def test_flops_are_those_that_xla_counts(row):
     lhs, rhs, *arguments = CALLS[row]
@@ -53,7 +62,8 @@ def test_flops_are_those_that_xla_counts(row):
 def test_a_matmul_with_its_operands_in_the_other_order(name):
     lhs_shape, rhs_shape, dims = CONTRACTIONS[name]
     lhs, rhs = normal(0, *lhs_shape), normal(1, *rhs_shape)
-    swapped = ops.DOT_GENERAL.swapped(lhs, rhs, dims, None, None)
+    swapped = ops.DOT_GENERAL.swapped(lhs, rhs, dims, ("highest", "default"), None)
+    assert swapped.arguments[1] == ("default", "highest")
     found = swapped.restore(lax.dot_general(rhs, lhs, *swapped.arguments))
     np.testing.assert_allclose(found, lax.dot_general(lhs, rhs, dims), rtol=1e-5, atol=1e-6)
 

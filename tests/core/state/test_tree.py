@@ -153,6 +153,8 @@ def test_state_without_a_partner_is_taken_where_it_is_finite():
     new = {OWG: {"other": {"moment": jnp.array([2.0, -jnp.inf, jnp.inf])}}}
     left = tree.leave(old, jax.tree.map(to_max_dtype, new))
     np.testing.assert_array_equal(left[OWG]["other"]["moment"], [2.0, 1.0, 1.0])
+    kept = tree.kept_tree(old, new)
+    np.testing.assert_array_equal(kept[OWG]["other"]["moment"], [2.0, 1.0, 1.0])
 
 
 def test_another_shape_is_refused_by_name():
