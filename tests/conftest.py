@@ -80,8 +80,8 @@ def pytest_runtest_setup(item):
     global FEW
     all_cells = item.config.getoption("--all-cells")
     FEW = not (all_cells or item.get_closest_marker("optimized"))
-    # The figures in these tests are those of optimized programs. So are those of tests that make test-oldest
-    # leaves out.
+    # The figures in these tests are those of optimized programs. So are those of the tests that make
+    # test-oldest leaves out.
     is_left_out = item.get_closest_marker("long") or not item.get_closest_marker("oldest")
     if IS_OLD and (is_left_out or {"benchmarks", "core", "linen"} & set(item.path.parts)):
         FEW = False

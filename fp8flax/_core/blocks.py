@@ -13,7 +13,7 @@ from jax import lax
 from fp8flax._core.options import check_int
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.mlp import check_block, hidden, mlp
-from fp8flax._core.plans.routing import mixed, routed, router_losses
+from fp8flax._core.plans.routing import apply_experts, choose_experts, router_losses
 from fp8flax._core.recipes import Recipe
 
 Layer = Callable[[jax.Array], jax.Array]
@@ -22,7 +22,7 @@ Experts = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def layer_names(gated: bool) -> tuple[str, ...]:
-    """Returns the names of the layers of a block, in the order in which ``in_turn`` takes them."""
+    """Returns the names of the layers of a block, in the order in which ``mlp_by_layers`` takes them."""
     return ("gate", "up", "down")[not gated :]
 
 
@@ -50,7 +50,7 @@ class DenseParts(NamedTuple):
     states: States
 
 
-def in_turn(x: jax.Array, layers: Sequence[Layer], activation: str) -> jax.Array:
+def mlp_by_layers(x: jax.Array, layers: Sequence[Layer], activation: str) -> jax.Array:
     """Computes the layers of a feed-forward block one after the other.
 
     Args:
@@ -62,7 +62,7 @@ def in_turn(x: jax.Array, layers: Sequence[Layer], activation: str) -> jax.Array
     return down(hidden(activation, [layer(x) for layer in into]))
 
 
-def as_one(
+def mlp_as_one_op(
     x: jax.Array,
     parts: Sequence[DenseParts],
     recipe: Recipe,
@@ -70,7 +70,7 @@ def as_one(
     names: Sequence[str],
     promote: Callable[..., list[Any]],
 ) -> jax.Array:
-    """Computes all layers of a block as one function, with the results of ``in_turn`` up to rounding.
+    """Computes all layers of a block as one function, with the results of ``mlp_by_layers`` up to rounding.
 
     Args:
         x: the input ``(…, K)``, a wide float.
@@ -88,6 +88,7 @@ def as_one(
     kernels = [one.kernel for one in parts]
     states = [one.states for one in parts]
     out = mlp(x, kernels, biases, states, recipe.gemms, activation, names)
+    # The bias gets all dimensions, because jax_numpy_rank_promotion may be "raise".
     return out if last_bias is None else out + last_bias.reshape(*[1] * (out.ndim - 1), -1)
 
 
@@ -99,7 +100,7 @@ experts_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_no
 
 
 def check_mixture(activation: Any, gated: Any, top_k: Any, num_experts: Any, **sizes: Any) -> None:
-    """Raises an error if an option of a mixture of experts is not valid; see ``check_block``."""
+    """Raises an error if an option of a mixture of experts is not valid; for sizes see ``check_block``."""
     check_block(activation, gated, num_experts=num_experts, **sizes)
     check_int("top_k", top_k, 1, num_experts, "A token goes to an expert once.")
 
@@ -126,7 +127,7 @@ def mixture(
     *into, down = layers
     tokens = lax.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     logits = router(tokens.astype(jnp.float32))
-    routing = routed(logits, top_k)
+    routing = choose_experts(logits, top_k)
     # The losses are means over the tokens, so they need one token or more.
     if record is not None and tokens.size:
         for name, loss in router_losses(logits, routing.experts).items():
@@ -135,5 +136,5 @@ def mixture(
     def of_experts(rows: jax.Array, sizes: jax.Array) -> jax.Array:
         return down(hidden(activation, [experts(rows, sizes) for experts in into]), sizes)
 
-    out = mixed(tokens, routing, logits.shape[-1], of_experts)
+    out = apply_experts(tokens, routing, logits.shape[-1], of_experts)
     return out.reshape(*x.shape[:-1], out.shape[-1])

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fp8flax._core.names import PARAMS
+
 _FLOAT32 = np.finfo(np.float32)
 
 
@@ -64,8 +66,45 @@ def check_variables(variables: Any) -> None:
     """Raises ``TypeError`` if ``variables`` is not a mapping, but for instance a whole ``TrainState``."""
     if not isinstance(variables, Mapping):
         hint = " Pass state.params of a TrainState." if hasattr(variables, "opt_state") else ""
+        if _api_of(variables) == "flax.nnx":
+            hint = " It is an NNX module: see fp8flax.nnx."
         raise TypeError(
             f"variables must be the collections of the model; got {type(variables).__name__}.{hint}"
+        )
+
+
+def check_no_train_state(variables: Any) -> None:
+    """Raises ``TypeError`` if ``variables``, which may be any tree, is a whole ``TrainState``."""
+    if hasattr(variables, "opt_state"):
+        check_variables(variables)
+
+
+def check_params(variables: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` if variables lack the parameters, for instance because they are parameters."""
+    if PARAMS not in variables:
+        raise ValueError(
+            f"variables must hold the collection {PARAMS!r}; got the names {sorted(variables)}. Pass "
+            f"parameters as {{{PARAMS!r}: …}}, with the other collections beside them."
+        )
+
+
+def check_loss(result: Any, has_aux: bool, function: str) -> None:
+    """Raises ``TypeError`` if the result of a function is not that of a loss.
+
+    Args:
+        result: a scalar, or with ``has_aux`` a pair of a scalar and auxiliary data.
+        has_aux: whether the function returns auxiliary data.
+        function: what the function is called in errors.
+    """
+    is_pair = isinstance(result, tuple | list) and len(result) == 2
+    loss = result[0] if has_aux and is_pair else result
+    shape = getattr(loss, "shape", () if np.isscalar(loss) else None)
+    if shape != () or (has_aux and not is_pair):
+        wanted = "a pair (loss, aux) of a scalar loss and more" if has_aux else "a scalar loss"
+        got = f"a value of type {type(loss).__name__}" if shape is None else f"an array of shape {shape}"
+        raise TypeError(
+            f"{function} must return {wanted} (has_aux={has_aux}); got {got}. A loss is, for instance, "
+            "jnp.mean(out**2)."
         )
 
 
@@ -78,6 +117,27 @@ def check_optimizer(tx: Any) -> None:
 
 _APIS = {"flax.linen": ("a Linen module", "fp8flax"), "flax.nnx": ("an NNX module", "fp8flax.nnx")}
 """For each API of Flax: what its modules are called in errors, and which package of ours takes them."""
+
+
+def _api_of(value: Any) -> str | None:
+    """Returns the API of Flax that a module or a class of modules belongs to; None for other values."""
+    bases = (value if isinstance(value, type) else type(value)).__mro__
+    modules = [base.__module__ for base in bases if base.__name__ == "Module"]
+    return next((api for api in _APIS for name in modules if name.startswith(f"{api}.")), None)
+
+
+def check_function(name: str, value: Any, example: str) -> None:
+    """Raises ``TypeError`` if an argument is not a function, but for instance a model.
+
+    Args:
+        name: the name of the argument.
+        value: its value.
+        example: a function that the argument may be.
+    """
+    api = _api_of(value)
+    if api is not None or not callable(value):
+        got = type(value).__name__ if api is None else f"{type(value).__name__}, {_APIS[api][0]}"
+        raise TypeError(f"{name} must be a function, such as {example}; got {got}.")
 
 
 def wrong_model(model: Any, must: str, wanted: str, function: str, more: str = "") -> TypeError:
@@ -107,8 +167,8 @@ def other_api_hint(model: Any, wanted: str, function: str) -> str:
         wanted: the API that is required, ``"flax.linen"`` or ``"flax.nnx"``.
         function: the name of our function, which exists in ``fp8flax`` and in ``fp8flax.nnx``.
     """
-    bases = [base.__module__ for base in (model if isinstance(model, type) else type(model)).__mro__]
-    for api, (what, package) in _APIS.items():
-        if api != wanted and any(name.startswith(f"{api}.") for name in bases):
-            return f" It is {what}: use {package}.{function}."
-    return ""
+    api = _api_of(model)
+    if api is None or api == wanted:
+        return ""
+    what, package = _APIS[api]
+    return f" It is {what}: use {package}.{function}."

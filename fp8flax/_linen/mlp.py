@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
 from fp8flax._core.autocast import recipe_in_use
-from fp8flax._core.blocks import DenseParts, as_one, in_turn, layer_names, layer_sizes
+from fp8flax._core.blocks import DenseParts, layer_names, layer_sizes, mlp_as_one_op, mlp_by_layers
 from fp8flax._core.options import check_bool
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.mlp import check_block, runs_as_one
@@ -114,9 +114,13 @@ class MLP(nn.Module):
         layers = list(zip(names, sizes.values(), strict=True))
         recipe = recipe_in_use(self.recipe, Fp8DotGeneralOp.default_recipe)
         if recipe is None or not self._is_one(recipe, x):
-            return in_turn(x, [self._layer(nn.Dense, name, n) for name, (_, n) in layers], self.activation)
+            return mlp_by_layers(
+                x, [self._layer(nn.Dense, name, n) for name, (_, n) in layers], self.activation
+            )
         parts = [self._layer(_PartsOfDense, name, n)(inputs, recipe) for name, (inputs, n) in layers]
-        return as_one(x, parts, recipe, self.activation, names, partial(promote_dtype, dtype=self.dtype))
+        return mlp_as_one_op(
+            x, parts, recipe, self.activation, names, partial(promote_dtype, dtype=self.dtype)
+        )
 
     def _is_one(self, recipe: Recipe, x: jax.Array) -> bool:
         """Returns whether all layers can be computed as one function."""

@@ -15,13 +15,13 @@ from flax.linen.dtypes import promote_dtype
 from fp8flax._core.blocks import (
     ROUTER,
     DenseParts,
-    as_one,
     check_mixture,
     experts_init,
-    in_turn,
     layer_names,
     layer_sizes,
     mixture,
+    mlp_as_one_op,
+    mlp_by_layers,
 )
 from fp8flax._core.options import check_bool
 from fp8flax._core.plans.mlp import check_block, runs_as_one
@@ -109,7 +109,7 @@ class MLP(nnx.Module):
         layers = [getattr(self, name) for name in names]
         recipe = self._recipe_of_all(layers, x)
         if recipe is None:
-            return in_turn(x, layers, self.activation)
+            return mlp_by_layers(x, layers, self.activation)
         parts = [
             DenseParts(
                 layer.kernel.get_value(),
@@ -119,7 +119,9 @@ class MLP(nnx.Module):
             for layer in layers
         ]
         scopes = [layer.dot_general._scope or name for name, layer in zip(names, layers)]
-        return as_one(x, parts, recipe, self.activation, scopes, partial(promote_dtype, dtype=self.dtype))
+        return mlp_as_one_op(
+            x, parts, recipe, self.activation, scopes, partial(promote_dtype, dtype=self.dtype)
+        )
 
     def _recipe_of_all(self, layers: list[Any], x: jax.Array) -> Recipe | None:
         """Returns the recipe of the layers; None if they cannot be computed as one function."""

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._core.blocks import in_turn, mixture
+from fp8flax._core.blocks import mixture, mlp_by_layers
 from tests.cases import normal
 
 X, UP, GATE, DOWN = (normal(i, *shape) for i, shape in enumerate([(2, 3, 8), (8, 6), (8, 6), (6, 4)]))
@@ -13,7 +13,7 @@ X, UP, GATE, DOWN = (normal(i, *shape) for i, shape in enumerate([(2, 3, 8), (8,
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_layers_of_a_feed_forward_block(gated):
     kernels = [GATE, UP, DOWN] if gated else [UP, DOWN]
-    out = in_turn(X, [lambda x, w=w: x @ w for w in kernels], "relu")
+    out = mlp_by_layers(X, [lambda x, w=w: x @ w for w in kernels], "relu")
     active = np.maximum(np.asarray(X) @ kernels[0], 0)
     np.testing.assert_allclose(out, (active * (X @ UP) if gated else active) @ DOWN, rtol=1e-5, atol=1e-5)
 

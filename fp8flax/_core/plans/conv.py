@@ -207,7 +207,7 @@ class ConvPlan(Contraction):
 
     def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra
-        # As in ``_wide``: XLA must not convolve FP8 codes by cuDNN.
+        # XLA must not convolve FP8 codes by cuDNN, see ``_wide``.
         lhs, rhs = lax.optimization_barrier((lhs, rhs))
         self.warn()
         with jax.named_scope(CONVOLVED_WIDE):

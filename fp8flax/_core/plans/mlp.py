@@ -40,6 +40,7 @@ from fp8flax._core.plans.contraction import (
 )
 from fp8flax._core.plans.dot_general import DotPlan
 from fp8flax._core.plans.engine import run
+from fp8flax._core.plans.modes import checked_states
 from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales, explicit_sharding
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import inf_to_nan
@@ -57,7 +58,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 _NOT_IN_TRITON = ("gelu_exact",)
 """Activations that Pallas's Triton backend cannot compute, because it has no error function."""
 
-_DENSE = (((1,), (0,)), ((), ()))
+_MATMUL_DIMS = (((1,), (0,)), ((), ()))
 """The dimension numbers of ``x @ kernel``."""
 
 
@@ -88,13 +89,19 @@ def hidden(activation: str, dense: Sequence[jax.Array]) -> jax.Array:
     return active if len(dense) == 1 else active * dense[1]
 
 
-def _hidden(activation: str, num: int, *args: jax.Array) -> list[jax.Array]:
-    """Elementwise function of a cast: returns ``hidden`` of ``num`` products and ``num`` or no biases."""
-    return [hidden(activation, _dense(num, args))]
+def _elementwise_forward(activation: str, num: int, *args: jax.Array) -> list[jax.Array]:
+    """Returns ``[hidden(...)]``, as the elementwise function of a cast.
+
+    Args:
+        activation: one of ``ACTIVATIONS``.
+        num: how many products there are, 1 or 2.
+        *args: ``num`` products, and ``num`` or no biases.
+    """
+    return [hidden(activation, _with_biases(num, args))]
 
 
-def _hidden_grads(activation: str, num: int, g: jax.Array, *args: jax.Array) -> list[jax.Array]:
-    """Elementwise function of a cast: returns the cotangents of ``dense``, given that of ``hidden``.
+def _elementwise_backward(activation: str, num: int, g: jax.Array, *args: jax.Array) -> list[jax.Array]:
+    """Returns the cotangents of ``dense``, given that of ``hidden``, as the elementwise function of a cast.
 
     Args:
         activation: one of ``ACTIVATIONS``.
@@ -102,11 +109,11 @@ def _hidden_grads(activation: str, num: int, g: jax.Array, *args: jax.Array) -> 
         g: the cotangent of the result of ``hidden``.
         *args: ``num`` products, and ``num`` or no biases.
     """
-    _, vjp = jax.vjp(lambda *dense: hidden(activation, dense), *_dense(num, args))
+    _, vjp = jax.vjp(lambda *dense: hidden(activation, dense), *_with_biases(num, args))
     return [inf_to_nan(grad) for grad in vjp(g)]
 
 
-def _dense(num: int, args: Sequence[jax.Array]) -> list[jax.Array]:
+def _with_biases(num: int, args: Sequence[jax.Array]) -> list[jax.Array]:
     """Adds biases to products: ``args`` are ``num`` products, followed by ``num`` or no biases."""
     return [x + bias for x, bias in zip(args, args[num:])] if args[num:] else list(args)
 
@@ -121,12 +128,12 @@ class _Residuals(NamedTuple):
     dense: tuple[jax.Array, ...]
     """The wide results of the first layers, without biases, from which the activation is computed again."""
     biases: tuple[jax.Array, ...]
-    transposed: QTensor
+    hidden_transposed: QTensor
     """The hidden activations, transposed, as an operand of wgrad; codes as bits."""
 
 
 # The backward pass applies the derivatives of the contractions (see ``engine.run``), and the chain rule of
-# the activation between them. The activation and its derivative are computed in float32, of wide tensors.
+# the activation between them. ``CastTranspose`` computes the activation and its derivative in float32.
 # Casts to FP8 are straight-through.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlpPlan(Plan):
@@ -168,7 +175,7 @@ class MlpPlan(Plan):
         """Returns the request to compute an elementwise function and cast its results to FP8.
 
         Args:
-            f: ``_hidden`` or ``_hidden_grads``.
+            f: ``_elementwise_forward`` or ``_elementwise_backward``.
             role: the role of the results in the contractions that take them.
             *plans: for each result, the contraction that takes it.
             has_sums: whether to return sums over the rows as well, which are the gradients of the biases.
@@ -192,12 +199,13 @@ class MlpPlan(Plan):
         x, *rest = operands
         kernels, biases = rest[: len(self.plans)], tuple(rest[len(self.plans) :])
         of_each = _by_contraction(scales, len(self.plans))
-        entered = input_of(self.into[0], x, of_each[0]["input"])  # gate and up share its codes
-        kernels_in = [_kernel_of(*each) for each in zip(self.plans, kernels, of_each)]
+        # Gate and up have the same input, so both take its codes, with the scale of gate.
+        entered = input_of(self.into[0], x, of_each[0]["input"])
+        kernels_in = [_kernel_in_both_orders(*each) for each in zip(self.plans, kernels, of_each)]
         dense = []
         for name, one, kernel in zip(self.names, self.into, kernels_in):
             dense.append(checkpoint_name(_forward(one, name, entered.first, kernel.first), OUTPUT_NAME))
-        casting = self.casting(_hidden, "input", self.out_of)
+        casting = self.casting(_elementwise_forward, "input", self.out_of)
         (cast,) = lowered(casting, [of_each[-1]["input"].reshape(())], *dense, *biases)
         first, second = _both_orders(self.out_of, "input", cast, of_each[-1])
         out = _forward(self.out_of, self.names[-1], first, kernels_in[-1].first)
@@ -210,7 +218,7 @@ class MlpPlan(Plan):
             tuple(kernel.kept for kernel in kernels_in),
             tuple(dense),
             biases,
-            _named(second, RESIDUAL_NAMES[0]),
+            _as_named_bits(second, RESIDUAL_NAMES[0]),
         )
         return checkpoint_name(out, OUTPUT_NAME), residuals, _joined(amaxes)
 
@@ -231,9 +239,9 @@ class MlpPlan(Plan):
         with jax.named_scope(name), jax.named_scope(DGRAD):
             hidden_grad = last.dgrad(g_first, kept.kernels[-1].from_bits())
         with jax.named_scope(name), jax.named_scope(WGRAD):
-            kernel_grads = [_wgrad(last, kept.transposed.from_bits(), g_second, is_lhs=True)]
-        casting = self.casting(_hidden_grads, "output_grad", *self.into, has_sums=bool(kept.biases))
-        grad_scales = [scales["output_grad"].reshape(()) for scales in of_each[:-1]]
+            kernel_grads = [_wgrad(last, kept.hidden_transposed.from_bits(), g_second, "lhs")]
+        casting = self.casting(_elementwise_backward, "output_grad", *self.into, has_sums=bool(kept.biases))
+        grad_scales = [of_one["output_grad"].reshape(()) for of_one in of_each[:-1]]
         casts = lowered(casting, grad_scales, hidden_grad, *kept.dense, *kept.biases)
         entered = restored(self.into[0], "input", kept.input)
         grads = []
@@ -243,7 +251,7 @@ class MlpPlan(Plan):
             with jax.named_scope(name), jax.named_scope(DGRAD):
                 grads.append(one.dgrad(first, kernel.from_bits()))
             with jax.named_scope(name), jax.named_scope(WGRAD):
-                kernel_grads.insert(0, _wgrad(one, entered, second, is_lhs=False))
+                kernel_grads.insert(0, _wgrad(one, entered, second, "rhs"))
         sums = [cast.sums[None] for cast in casts if cast.sums is not None]
         amaxes = [*(cast.amaxes for cast in casts), g_amaxes]
         return (
@@ -287,7 +295,7 @@ def mlp_plan(
     def plan(lhs: Operand, kernel: jax.Array) -> DotPlan:
         # All products are in the input's dtype, whatever the dtype of the kernel is.
         rhs = Operand.of(kernel)._replace(dtype=x.dtype)
-        return DotPlan(recipe=recipe, lhs=lhs, rhs=rhs, out_dtype=x.dtype, dimension_numbers=_DENSE)
+        return DotPlan(recipe=recipe, lhs=lhs, rhs=rhs, out_dtype=x.dtype, dimension_numbers=_MATMUL_DIMS)
 
     between = Operand((x.shape[0], kernels[-1].shape[0]), x.dtype, None, frozenset())
     return MlpPlan(
@@ -326,16 +334,18 @@ def _identity(x: jax.Array) -> list[jax.Array]:
     return [x]
 
 
-def _kernel_of(plan: DotPlan, kernel: jax.Array, scales: dict[str, jax.Array]) -> QuantizedOperand:
+def _kernel_in_both_orders(
+    plan: DotPlan, kernel: jax.Array, scales: dict[str, jax.Array]
+) -> QuantizedOperand:
     """Quantizes a kernel in both orders: transposed for the forward GEMM, and as it is for dgrad."""
     casting = CastTranspose(_identity, (plan.recipe.delayed["kernel"].dtype,))
     (cast,) = lowered(casting, [scales["kernel"].reshape(())], kernel)
     kept, first = _both_orders(plan, "kernel", cast, scales)
-    first = _named(first, KERNEL_FORWARD_NAME).from_bits()
-    return QuantizedOperand(first, _named(kept, RESIDUAL_NAMES[1]), named_scaling(cast.amaxes))
+    first = _as_named_bits(first, KERNEL_FORWARD_NAME).from_bits()
+    return QuantizedOperand(first, _as_named_bits(kept, RESIDUAL_NAMES[1]), named_scaling(cast.amaxes))
 
 
-def _named(q: QTensor, name: str) -> QTensor:
+def _as_named_bits(q: QTensor, name: str) -> QTensor:
     """Returns an operand as bits, with a ``checkpoint_name`` on its codes."""
     bits = q.as_bits()
     return dataclasses.replace(bits, codes=checkpoint_name(bits.codes, name))
@@ -350,18 +360,14 @@ def _forward(plan: DotPlan, name: str, x: QTensor, kernel: QTensor) -> jax.Array
 def _both_orders(
     plan: DotPlan, role: str, cast: Cast, scales: dict[str, jax.Array]
 ) -> tuple[QTensor, QTensor]:
-    """Returns the operand of a cast tensor, ``(M, N)``, and of its transpose, ``(N, M)``."""
+    """Returns a cast tensor as two operands: its codes ``(M, N)``, and its transposed codes ``(N, M)``."""
     quantizer, scale = plan.recipe.delayed[role], scales[role].reshape(())
     return QTensor(cast.codes, scale, quantizer), QTensor(cast.transposed, scale, quantizer)
 
 
-def _wgrad(plan: DotPlan, lhs: QTensor, rhs: QTensor, *, is_lhs: bool) -> jax.Array:
-    """Returns the gradient of a kernel.
-
-    One operand is passed transposed: ``lhs`` if ``is_lhs`` is True, and ``rhs`` if it is False.
-    """
-    gemm = plan.gemms.wgrad.of_transposed(lhs=is_lhs, rhs=not is_lhs)
-    return lowered(gemm, lhs, rhs)
+def _wgrad(plan: DotPlan, lhs: QTensor, rhs: QTensor, transposed: str) -> jax.Array:
+    """Returns the gradient of a kernel; ``transposed`` names the operand that is passed transposed."""
+    return lowered(plan.gemms.wgrad.of_transposed(**{transposed: True}), lhs, rhs)
 
 
 def mlp(
@@ -390,6 +396,7 @@ def mlp(
     plan = mlp_plan(rows, kernels, biases, recipe, activation, names)
     plan.out_of.warn(recipe.forward, recipe.dgrad, recipe.wgrad)
     rows, kernels, biases = jax.tree.map(reverse_mode_only, (rows, tuple(kernels), tuple(biases)))
-    scales = step_scales(plan.configs, _joined([state._asdict() for state in states]))
+    checked = [checked_states(one, given) for one, given in zip(plan.plans, states)]
+    scales = step_scales(plan.configs, _joined(checked))
     out = run(plan, (rows, *kernels, *biases), (), scales)
     return jnp.reshape(out, (*x.shape[:-1], out.shape[-1]))

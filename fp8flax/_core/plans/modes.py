@@ -82,7 +82,7 @@ def contract(
         plan = dataclasses.replace(plan, is_packed=True)
         fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
         return _frozen(plan, lhs, lax.stop_gradient(rhs), extra, fixed)
-    checked = _checked_states(plan, states)
+    checked = checked_states(plan, states)
     if is_frozen:
         plan.warn(plan.recipe.forward)
         return _frozen(plan, lhs, rhs, extra, _Fixed(scales_of(plan.configs, checked), None))
@@ -103,8 +103,13 @@ def contract(
     return compute(plan, (lhs, rhs), extra, scales)
 
 
-def _checked_states(plan: Contraction, states: States) -> _States:
-    """Returns the states of the tensors with delayed scaling; raises an error if one is not valid."""
+def checked_states(plan: Contraction, states: States) -> _States:
+    """Returns the states of the tensors with delayed scaling, after a check.
+
+    Raises:
+        TypeError: as ``check_state``; or JAX would add up the gradients of the states over devices.
+        ValueError: as ``check_state``.
+    """
     if any(map(is_max_dtype, jax.tree.leaves(states, is_leaf=is_max_dtype))):
         refuse_unchecked_axes()
     checked = {}

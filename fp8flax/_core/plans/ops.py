@@ -66,9 +66,9 @@ class OpRow:
         sizes: ``sizes(lhs_shape, rhs_shape, *arguments)`` returns the ``GemmSizes`` of the op.
         call: the signature of the op.
         plan: ``plan(lhs, rhs, *arguments, recipe=, form=)`` returns the plan of the op. The recipe is in
-            parts, a ``CustomRecipe``. A frozen model then stores the FP8 codes of the kernel, and multiplies
-            by them. If None, a frozen model stores codes of kernels with delayed scaling only, and
-            dequantizes them.
+            parts, a ``CustomRecipe``. A frozen model then stores the FP8 codes of the kernel, and
+            multiplies by them. If None, a frozen model stores codes of kernels with delayed scaling only,
+            and dequantizes them.
         primitive: name of the JAX primitive, or of the ``jax.jit`` function, that a converted Linen model
             computes by this op; None if a model is not converted to it.
         arguments: ``arguments(params)`` returns the arguments of the op from the parameters of the

@@ -19,7 +19,7 @@ class Routed(NamedTuple):
     """The index of each chosen expert, ``(tokens, top_k)``, integers."""
 
 
-def routed(logits: jax.Array, top_k: int) -> Routed:
+def choose_experts(logits: jax.Array, top_k: int) -> Routed:
     """Chooses the ``top_k`` most probable experts of each token.
 
     The weights of the chosen experts are their probabilities, divided by the sum of these.
@@ -33,7 +33,7 @@ def routed(logits: jax.Array, top_k: int) -> Routed:
 
 
 def router_losses(logits: jax.Array, experts: jax.Array) -> dict[str, jax.Array]:
-    """Returns the terms that a user adds to the loss, see ``fp8flax.MoE``.
+    """Returns the load-balancing loss and the z-loss of the router, which a user adds to the loss.
 
     Args:
         logits: the logits of the router, ``(tokens, experts)``, float32; one token or more.
@@ -48,7 +48,7 @@ def router_losses(logits: jax.Array, experts: jax.Array) -> dict[str, jax.Array]
     }
 
 
-def mixed(
+def apply_experts(
     tokens: jax.Array,
     to: Routed,
     num_experts: int,

@@ -74,3 +74,11 @@ def test_which_recipes_and_inputs_run_as_one():
     assert not is_all_delayed(fp8.Float8CurrentScaling().gemms)
     assert runs_as_one(RECIPE, jnp.ones((2, 2)), jnp.bfloat16)
     assert not runs_as_one(RECIPE, jnp.ones((2, 2)), jnp.float64)
+
+
+def test_states_are_checked():
+    kernels = [normal(1, 16, 8), normal(3, 8, 4)]
+    state = ScalingState(jnp.ones(1), jnp.bfloat16([8.0, 4.0]))
+    states = [States(state, state, state)] * 2
+    with pytest.raises(TypeError, match="amax_history must be float32"):
+        mlp(normal(0, 5, 16), kernels, [], states, RECIPE, "relu", "ab")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._core.plans.routing import mixed, routed, router_losses
+from fp8flax._core.plans.routing import apply_experts, choose_experts, router_losses
 from tests.cases import normal
 
 TOKENS, EXPERTS = 7, 4
@@ -16,7 +16,7 @@ PROBABILITIES /= PROBABILITIES.sum(1, keepdims=True)
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_the_most_probable_experts_and_their_shares(top_k):
-    found = routed(LOGITS, top_k)
+    found = choose_experts(LOGITS, top_k)
     for t, (gates, experts) in enumerate(zip(*found)):
         best = np.argsort(-PROBABILITIES[t])[:top_k]
         np.testing.assert_array_equal(experts, best)
@@ -26,14 +26,14 @@ def test_the_most_probable_experts_and_their_shares(top_k):
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_results_are_mixed_token_by_token(top_k):
     tokens, kernels = normal(1, TOKENS, 3), normal(2, EXPERTS, 3, 5)
-    to = routed(LOGITS, top_k)
+    to = choose_experts(LOGITS, top_k)
 
     def of_experts(rows, sizes):
         assert sizes.shape == (EXPERTS,)
         np.testing.assert_array_equal(sizes, np.bincount(np.ravel(to.experts), minlength=EXPERTS))
         return jax.lax.ragged_dot(rows, kernels, sizes)
 
-    out = mixed(tokens, to, EXPERTS, of_experts)
+    out = apply_experts(tokens, to, EXPERTS, of_experts)
     for t in range(TOKENS):
         parts = [
             g * np.asarray(tokens)[t] @ np.asarray(kernels)[e] for g, e in zip(to.gates[t], to.experts[t])
@@ -42,7 +42,7 @@ def test_results_are_mixed_token_by_token(top_k):
 
 
 def test_losses():
-    to = routed(LOGITS, 2)
+    to = choose_experts(LOGITS, 2)
     losses = router_losses(LOGITS, to.experts)
     sent = np.bincount(np.ravel(to.experts), minlength=EXPERTS) / to.experts.size
     np.testing.assert_allclose(
