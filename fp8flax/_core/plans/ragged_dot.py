@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Rows are multiplied in tiles. A tile is multiplied once by the kernel of each expert that has rows in it.
 # Small tiles waste fewer rows. Large tiles read each kernel less often, and use more of a GPU. The tile
-# size, half the average group size within these bounds, is a heuristic.
+# size is a heuristic: half the average group size, rounded down to a power of two, within these bounds.
 _SMALLEST_TILE, _LARGEST_TILE = 128, 512
 _ROW_MULTIPLE = 16  # cublasLt requires it of the sizes of FP8 operands
 
@@ -131,9 +131,10 @@ class RaggedPlan(Contraction):
             self._gemm("wgrad", View((tile, depth), (0,), ()), View((tile, columns), (0,), ()), x, y, wide),
         )
 
-    def _gemm(self, name: str, lhs: View, rhs: View, *dtypes: np.dtype) -> Gemm:
-        """Returns the GEMM ``name`` of one visit, with the dtypes of ``lhs``, ``rhs`` and the result."""
-        lhs_dtype, rhs_dtype, out_dtype = dtypes
+    def _gemm(
+        self, name: str, lhs: View, rhs: View, lhs_dtype: Any, rhs_dtype: Any, out_dtype: Any
+    ) -> Gemm:
+        """Returns the GEMM ``name`` of one visit."""
         return Gemm(
             dimension_numbers=((lhs.contract, rhs.contract), ((), ())),
             lhs=lhs,
@@ -205,7 +206,9 @@ class RaggedPlan(Contraction):
             gemm.out_dtype,
             partial(_products_in_tiles, self, name),
             gemm.dequantized,
-            self.transposes_kernels(name),
+            # The forward product sums over the first axis of a kernel, and FP8 units over the last one. So
+            # each kernel is transposed: once, and not at each visit.
+            is_transposed=name == "forward",
         )
         return lowered(request, lhs, kernels, group_sizes)[: self.rows]
 
@@ -228,17 +231,11 @@ class RaggedPlan(Contraction):
             "wgrad": (x.second, g.second),
         }[name]
 
-    def transposes_kernels(self, name: str) -> bool:
-        """Returns whether a product takes the kernels as ``(experts, columns, depth)``.
-
-        The forward product sums over the first axis of a kernel, and FP8 units over the last one. So each
-        kernel is transposed: once, and not at each visit. Codes with scales per block have this order
-        already; only their dequantized values are transposed.
-        """
-        return self.uses_of(name)[1].view.contract == (0,)
-
     def of_part(self, name: str, lhs: QTensor, rhs: QTensor) -> RaggedPlan:
-        """Returns the plan of the parts of two operands of a product, filled up to whole blocks."""
+        """Returns the plan for one device's part of a product.
+
+        Its sizes are those of the codes of both operands, which are padded to whole blocks.
+        """
         dims = {
             "input": ("rows", "depth"),
             "kernel": ("depth", "columns"),
@@ -249,18 +246,18 @@ class RaggedPlan(Contraction):
             shape = operand.codes.shape[-2:]
             is_transposed = _is_per_block(operand) and use.view.contract == (0,)
             sizes |= zip(dims[use.role], shape[::-1] if is_transposed else shape)
-        whole = {"rows": self.rows, "depth": self.depth, "columns": self.columns}
-        rows, depth, columns = (whole | sizes).values()
+        depth = sizes.get("depth", self.depth)
+        kernels = self.groups, depth, sizes.get("columns", self.columns)
         return dataclasses.replace(
             self,
-            lhs=self.lhs._replace(shape=(rows, depth)),
-            rhs=self.rhs._replace(shape=(self.groups, depth, columns)),
+            lhs=self.lhs._replace(shape=(sizes.get("rows", self.rows), depth)),
+            rhs=self.rhs._replace(shape=kernels),
         )
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
         out = lax.ragged_dot(lhs, rhs, group_sizes, self.precision, self.out_dtype)
-        return out[: self.rows]
+        return out[: self.rows]  # a ``prepared`` input has more rows
 
     def warn(self, *recipes: GemmRecipe) -> None:
         warn_if_emulated(*recipes, is_ragged=True)
@@ -288,9 +285,9 @@ def _products_in_tiles(
     gemm, (lhs_use, kernel_use) = getattr(plan.gemms, name), plan.uses_of(name)
     lhs = _in_whole_tiles(plan, lhs_use, lhs, is_part)
     kernels = _dequantized_blocks(plan, kernel_use, kernels)
-    if plan.transposes_kernels(name):
+    if name == "forward":
         kernels = jax.tree.map(transposed, kernels)
-    out = _multiply_rows(plan, gemm, lhs, kernels, gemm.rhs.shape[0], _visits(plan, group_sizes))
+    out = _multiply_rows(plan, gemm, lhs, kernels, _visits(plan, group_sizes))
     return out[: plan.rows] if is_part else out
 
 
@@ -316,9 +313,13 @@ def _in_whole_tiles(plan: RaggedPlan, use: Use, operand: Any, is_part: bool) -> 
 
     if not isinstance(operand, QTensor):
         return filled(operand)
-    has_rows = operand.scale.ndim == 2 and operand.scale.shape[0] == rows > 1
-    scale = filled(operand.scale) if has_rows else operand.scale
+    scale = filled(operand.scale) if _is_per_row(operand.scale, rows) else operand.scale
     return dataclasses.replace(operand, codes=filled(operand.codes), scale=scale)
+
+
+def _is_per_row(x: jax.Array, rows: int) -> bool:
+    """Returns whether codes or scales have an entry for each row; the other scales hold for all rows."""
+    return x.ndim == 2 and x.shape[0] == rows > 1
 
 
 def _dequantized_blocks(plan: RaggedPlan, use: Use, operand: Any) -> Any:
@@ -358,7 +359,7 @@ def _visits(plan: RaggedPlan, group_sizes: jax.Array) -> _Visit:
     )
 
 
-def _mine(plan: RaggedPlan, visit: _Visit) -> jax.Array:
+def _rows_of_expert(plan: RaggedPlan, visit: _Visit) -> jax.Array:
     """Returns a mask ``(tile, 1)`` of the rows of a visit's tile that belong to the visit's expert."""
     row = lax.broadcasted_iota(np.int32, (plan.tile, 1), 0)
     return (row >= visit.low) & (row < visit.high)
@@ -368,28 +369,26 @@ def _tile_rows(plan: RaggedPlan, operand: Any, row: jax.Array) -> Any:
     """Returns the tile of an operand that starts at ``row``; a scale that all rows share is not cut."""
 
     def cut(x: jax.Array) -> jax.Array:
-        has_rows = x.ndim == 2 and x.shape[0] == plan.padded_rows
-        return lax.dynamic_slice_in_dim(x, row, plan.tile) if has_rows else x
+        is_per_row = _is_per_row(x, plan.padded_rows)
+        return lax.dynamic_slice_in_dim(x, row, plan.tile) if is_per_row else x
 
     return jax.tree.map(cut, operand)
 
 
 # Jitted, because otherwise each call outside of jit would compile the loop again. Inside of jit,
 # ``inline=True`` makes it a part of the surrounding program.
-@partial(jax.jit, static_argnums=(0, 1, 4), inline=True)
-def _multiply_rows(
-    plan: RaggedPlan, gemm: Gemm, lhs: Any, kernels: Any, columns: int, visits: _Visit
-) -> jax.Array:
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _multiply_rows(plan: RaggedPlan, gemm: Gemm, lhs: Any, kernels: Any, visits: _Visit) -> jax.Array:
     """Returns each row times the kernel of its expert, ``(padded rows, columns)``; other rows are zeros."""
 
     def step(out: jax.Array, visit: _Visit) -> tuple[jax.Array, None]:
         kernel = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, visit.expert, keepdims=False), kernels)
         product = lowered(gemm, _tile_rows(plan, lhs, visit.row), kernel)
         before = lax.dynamic_slice_in_dim(out, visit.row, plan.tile)
-        rows = jnp.where(_mine(plan, visit), product, before)
+        rows = jnp.where(_rows_of_expert(plan, visit), product, before)
         return lax.dynamic_update_slice_in_dim(out, rows, visit.row, 0), None
 
-    zeros = jnp.zeros((plan.padded_rows, columns), gemm.out_dtype)
+    zeros = jnp.zeros((plan.padded_rows, gemm.rhs.shape[0]), gemm.out_dtype)
     return lax.scan(step, _varying_as((lhs, kernels, visits), zeros)[0], visits)[0]
 
 
@@ -399,9 +398,11 @@ def _multiply_groups(plan: RaggedPlan, lhs: Any, rhs: Any, visits: _Visit) -> ja
 
     def step(carry: tuple[jax.Array, jax.Array], visit: _Visit) -> tuple[Any, None]:
         total, out = carry
-        mine = _mine(plan, visit)
+        is_of_expert = _rows_of_expert(plan, visit)
         # Rows of other experts are set to zero in both operands: zero times a NaN would be NaN.
-        of_visit = (_with_zeros(mine, _tile_rows(plan, operand, visit.row)) for operand in (lhs, rhs))
+        of_visit = (
+            _with_zeros(is_of_expert, _tile_rows(plan, operand, visit.row)) for operand in (lhs, rhs)
+        )
         product = lowered(plan.gemms.wgrad, *of_visit)
         total = jnp.where(visit.is_first, jnp.zeros_like(total), total) + product
         # All visits of an expert follow each other, so its last visit writes its whole sum.
@@ -416,10 +417,10 @@ def _multiply_groups(plan: RaggedPlan, lhs: Any, rhs: Any, visits: _Visit) -> ja
     return lax.scan(step, (start[0], start[1]), visits)[0][1]
 
 
-def _with_zeros(mine: jax.Array, operand: Any) -> Any:
-    """Returns a tile of an operand with zeros in the rows that ``mine`` excludes."""
+def _with_zeros(keep: jax.Array, operand: Any) -> Any:
+    """Returns a tile of an operand with zeros in the rows that ``keep`` excludes."""
     x = operand.codes if isinstance(operand, QTensor) else operand
-    x = jnp.where(mine, x, np.zeros((), x.dtype))
+    x = jnp.where(keep, x, np.zeros((), x.dtype))
     return dataclasses.replace(operand, codes=x) if isinstance(operand, QTensor) else x
 
 
@@ -520,9 +521,8 @@ def fp8_ragged_dot(
     out = jax.eval_shape(
         partial(lax.ragged_dot, preferred_element_type=preferred_element_type), lhs, rhs, group_sizes
     )
-    gemms = recipe.gemms
     plan = RaggedPlan(
-        recipe=with_precision(gemms, precision, form),
+        recipe=with_precision(recipe.gemms, precision, form),
         lhs=Operand.of(lhs),
         rhs=Operand.of(rhs),
         out_dtype=out.dtype,
