@@ -189,7 +189,8 @@ The number of microbatches is the first dimension of each leaf of ``microbatches
 gradients)``, or with ``has_aux`` ``((value, aux), gradients)``: the mean value, the gradients as in
 ``value_and_grad``, and ``aux`` of each microbatch, stacked.""",
     "accumulate_gradients.errors": """\
-TypeError: (when called) scaling state is not float32.
+TypeError: (when called) scaling state is not float32; or the function cannot take a list that was
+    passed as microbatches.
 ValueError: (when called) there is no microbatch, or the first dimensions differ.""",
     "accumulate_gradients.also": """\
 (``optax.MultiSteps`` accumulates over steps instead, each with its own scaling state.)""",
@@ -211,8 +212,9 @@ backward: whether the function is a loss (a scalar), whose gradients fill the st
     gradients too. Otherwise that state stays unchanged.
 has_aux: whether the loss comes in a pair ``(loss, aux)``.""",
     "calibrate.errors": """\
-TypeError: scaling state is not float32; or the function takes the parts of a batch as separate
-    arguments.
+TypeError: scaling state is not float32; the function is a model; it takes the parts of a batch as
+    separate arguments, or returns no loss although ``backward`` is True; or ``batches`` is one
+    batch.
 ValueError: there is no scaling state; there is no batch; a batch produced a NaN or an Inf in a
     tensor of a layer; or the function reaches no FP8 op.""",
     "calibrate.warns": "UserWarning: some op did not run; its state stays unchanged.",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.names import PARAMS
-from fp8flax._core.options import check_variables
+from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import find_state, path_str
 from fp8flax._serve.checkpoints import CheckpointTensor, Layout
 from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE
@@ -87,8 +87,7 @@ def load_into(
             "checkpoint must be a mapping, such as the result of fp8flax.read_checkpoint(path); got "
             f"{type(checkpoint).__name__}."
         )
-    if hasattr(variables, "opt_state"):
-        check_variables(variables)
+    check_no_train_state(variables)
     flat, treedef = jax.tree_util.tree_flatten_with_path(variables)
     leaves: dict[Path, Any] = {tuple(path_str(keys).split("/")): leaf for keys, leaf in flat}
     for path, leaf in leaves.items():

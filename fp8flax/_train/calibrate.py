@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,9 +18,10 @@ from fp8flax._core.autocast import off_hint
 from fp8flax._core.axes import UNCHECKED, current_manual_axes, merged_in
 from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.options import check_variables
+from fp8flax._core.options import check_function, check_loss, check_variables
 from fp8flax._core.scaling import SMALLEST_SCALE
 from fp8flax._core.state.tree import check_state_dtype, kept_tree, path_str, to_max, unmerge
+from fp8flax._train.gradients import is_from_container
 
 
 def calibrate(
@@ -62,6 +64,7 @@ def calibrate(
 
     Source: Transformer Engine, ``autocast(calibrating=True)``, which calibrates forward.
     """
+    check_function("fun", fun, "model.apply")
     check_variables(variables)
     if not variables.get(OVERWRITE_WITH_GRADIENT):
         raise ValueError(
@@ -73,15 +76,16 @@ def calibrate(
     jax.tree_util.tree_map_with_path(check_state_dtype, old)
     measure = _Measure(fun, backward, has_aux)
     merged = None
-    for i, batch in enumerate(batches):
+    for i, batch in enumerate(_each(batches)):
         try:
             new = measure(variables, batch)
-        except TypeError as error:
-            if not isinstance(batch, tuple | list) or "required positional argument" not in str(error):
+        except (AttributeError, TypeError) as error:
+            if not is_from_container(error, batch):
                 raise
+            reason, _, _ = str(error).partition("\n")
             raise TypeError(
                 f"calibrate calls fun(variables, batch), with a batch as one argument; batch {i} is a "
-                f"{type(batch).__name__} of {len(batch)}, and the call failed: {error}. For a function of "
+                f"{type(batch).__name__} of {len(batch)}, and the call failed: {reason}. For a function of "
                 "several arguments pass fun=lambda v, batch: fun(v, *batch)."
             ) from error
         if bad := _names("_amax_history", lambda history: history == np.inf, new, backward):
@@ -112,6 +116,20 @@ def calibrate(
         )
     result = {**variables, **kept}
     return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result
+
+
+def _each(batches: Any) -> Iterator[Any]:
+    """Iterates over the batches; raises ``TypeError`` if one batch was passed instead of several."""
+    got, more = f"a value of type {type(batches).__name__}", ""
+    if isinstance(batches, jax.Array | np.ndarray):
+        got = f"an array of shape {batches.shape}"
+        more = " For a batch in each of its entries pass list(batches)."
+    elif not isinstance(batches, Mapping | str):
+        with contextlib.suppress(TypeError):
+            return iter(batches)
+    raise TypeError(
+        f"batches must be an iterable, such as a list; got {got}. Pass [batch] for one batch.{more}"
+    )
 
 
 @jax.jit
@@ -238,7 +256,10 @@ def _measure(
     def run(state: Any) -> Any:
         given = {**variables, **to_max(state)}
         with merged_in(current_manual_axes()):
-            return unmerge(fun(type(variables)(given), batch))
+            out = unmerge(fun(type(variables)(given), batch))
+        if backward:
+            check_loss(out, has_aux, "With backward=True, fun")
+        return out
 
     state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
     if backward:

@@ -17,7 +17,7 @@ from fp8flax._compat.hoisting import hoisted
 from fp8flax._compat.max_dtype import is_max_dtype, of_floats, to_floats
 from fp8flax._core.axes import current_manual_axes, merged_in
 from fp8flax._core.names import KERNEL_FORWARD_NAME, RESIDUAL_NAMES
-from fp8flax._core.options import check_variables
+from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import (
     as_read,
     enter,
@@ -88,8 +88,7 @@ def value_and_grad(
         args = tuple(unmerge(arg) if i in here else arg for i, arg in enumerate(args))
         if not allow_int:
             for i in here:
-                if hasattr(args[i], "opt_state"):
-                    check_variables(args[i])
+                check_no_train_state(args[i])
                 jax.tree_util.tree_map_with_path(_refuse_integers, args[i])
         entered = [enter(arg) if i in here else arg for i, arg in enumerate(args)]
         value, grads = jax_value_and_grad(*entered, **kwargs)
@@ -200,6 +199,7 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
 
     @functools.wraps(fun)
     def accumulated(variables: Any, microbatches: Any) -> Any:
+        check_no_train_state(variables)
         value, grads, _ = accumulate(without_carry, variables, None, microbatches, has_aux)
         return value, grads
 
@@ -227,12 +227,15 @@ def accumulate(
         The mean value, or with ``has_aux`` a pair of it and ``aux``, stacked; the gradients; and the carry
         of the last microbatch.
     """
+    stacking = ""
+    if isinstance(microbatches, list):
+        stacking = " Stack a list of microbatches: jax.tree.map(lambda *xs: jnp.stack(xs), *microbatches)."
     sizes = {next(iter(np.shape(leaf)), 0) for leaf in jax.tree.leaves(microbatches)}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
             "The leaves of microbatches must share a first dimension, the number of microbatches, of 1 "
             f"or more; got shapes {jax.tree.map(np.shape, microbatches)}. Reshape a batch to "
-            "(microbatches, -1, …)."
+            f"(microbatches, -1, …).{stacking}"
         )
     num = sizes.pop()
 
@@ -274,11 +277,27 @@ def accumulate(
         grads = leave(variables, cast([t.astype(x.dtype) for t, x in zip(total, floats)]))
         return grads, carry, value, aux
 
-    grads, carry, value, aux = run(variables, carry, microbatches)
+    try:
+        grads, carry, value, aux = run(variables, carry, microbatches)
+    except (AttributeError, TypeError) as error:
+        if not (stacking and is_from_container(error, microbatches)):
+            raise
+        reason, _, _ = str(error).partition("\n")
+        raise TypeError(
+            f"microbatches is a list of {len(microbatches)}, so the function gets a list as a microbatch, "
+            f"and the call failed: {reason}.{stacking}"
+        ) from error
     grads = jax.tree.map(_cotangent, grads)
     remember_step(variables, grads)
     value = jnp.sum(value, axis=0)
     return (value, aux) if has_aux else value, grads, carry
+
+
+def is_from_container(error: Exception, given: Any) -> bool:
+    """Returns whether an error of a function can come from a list or tuple that it took for an array."""
+    kind = type(given).__name__
+    signs = "required positional argument", "__array__()", f"'{kind}'", f"{kind} indices"
+    return isinstance(given, list | tuple) and any(sign in str(error) for sign in signs)
 
 
 def _zeros(leaf: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from jax import lax
 
 from fp8flax._core.measuring import Numbers, measured, merged_calls
 from fp8flax._core.names import ROLES
-from fp8flax._core.options import check_int
+from fp8flax._core.options import check_function, check_int, check_loss, check_no_train_state
 
 if TYPE_CHECKING:
     from jaxtyping import Float32
@@ -112,6 +112,8 @@ def statistics(
         those of ``input``, ``kernel`` and ``output_grad`` that the recipe quantizes.
 
     Raises:
+        TypeError: ``fun`` is not a function, but for instance a model; or (when called) it returns no
+            scalar, or its first argument is a whole ``TrainState``.
         ValueError: (when called) no FP8 op was reached, one is inside of a ``jax.shard_map`` or
             ``lax.while_loop`` of ``fun``, or ``nn.jit`` gives several layers one path.
 
@@ -124,10 +126,18 @@ def statistics(
         >>> found["input"].underflow, found["output_grad"].underflow
         (Array(0., dtype=float32), Array(1., dtype=float32))
     """
+    check_function("fun", fun, "lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)")
 
     def measure(variables: Any, *args: Any, **kwargs: Any) -> dict[str, dict[str, Statistics]]:
+        check_no_train_state(variables)
+
+        def loss(variables: Any) -> Any:
+            out = fun(variables, *args, **kwargs)
+            check_loss(out, has_aux, "fun")
+            return out
+
         def gradient(variables: Any) -> Any:
-            grads = jax.grad(lambda v: fun(v, *args, **kwargs), has_aux=has_aux, allow_int=True)(variables)
+            grads = jax.grad(loss, has_aux=has_aux, allow_int=True)(variables)
             return [x for x in jax.tree.leaves(grads) if x.dtype != jax.dtypes.float0]
 
         @partial(jax.jit, inline=True)
@@ -304,7 +314,7 @@ def summarize(statistics: Mapping[str, Mapping[str, Statistics]]) -> Summary:
         A ``Summary``; print it, or look at its ``rows``.
 
     Raises:
-        TypeError: ``statistics`` holds tracers.
+        TypeError: ``statistics`` is not such a result, or holds tracers.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -317,6 +327,12 @@ def summarize(statistics: Mapping[str, Mapping[str, Statistics]]) -> Summary:
         >>> summary.scalars["Fp8DotGeneralOp_0/input/amax"]
         1.0
     """
+    if not isinstance(statistics, Mapping):
+        raise TypeError(
+            "summarize takes the result of a function that fp8flax.statistics returned, as in "
+            "summarize(fp8flax.statistics(loss)(variables, batch)); got a value of type "
+            f"{type(statistics).__name__}."
+        )
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(statistics)):
         raise TypeError(
             "summarize needs numbers, and jax.jit has not computed them yet. Return the statistics from "

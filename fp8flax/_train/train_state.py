@@ -17,7 +17,7 @@ import optax
 from jax import lax
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.options import check_optimizer
+from fp8flax._core.options import check_function, check_optimizer
 from fp8flax._core.state.tree import (
     check_state_dtype,
     has_state,
@@ -241,10 +241,13 @@ class TrainState(flax.training.train_state.TrainState):
             The new ``TrainState``.
 
         Raises:
-            TypeError: scaling state in ``params`` is not float32.
+            TypeError: scaling state in ``params`` is not float32; ``apply_fn`` is not a function, but for
+                instance a model; or ``tx`` is not an optimizer.
             ValueError: scaling state lies at a place that the optimizer sees, or without parameters next to
                 it; or the masks or labels in ``tx`` are made for all variables.
         """
+        if apply_fn is not None:
+            check_function("apply_fn", apply_fn, "model.apply")
         check_optimizer(tx)
         optimized = params
         if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params and "params" not in params:

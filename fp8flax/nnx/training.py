@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import flax.linen as nn
 import jax
 from flax import nnx
 
 from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._core.axes import current_manual_axes, merged_in
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._core.options import check_optimizer
+from fp8flax._core.options import check_function, check_optimizer, wrong_model
 from fp8flax._core.state.tree import kept_tree, merge_by_max, refusing_arithmetic, unmerge
 from fp8flax._train import check
 from fp8flax._train.calibrate import calibrate as calibrate_variables
@@ -430,6 +431,9 @@ def calibrate(
 
     Source: as for ``fp8flax.calibrate``.
     """
+    check_function("f", f, "lambda model, x: model(x)")
+    if isinstance(model, nn.Module):
+        raise wrong_model(model, "be a flax.nnx.Module", "flax.nnx", "calibrate")
     state = state_of(model)
     if not state[OVERWRITE_WITH_GRADIENT]:
         raise ValueError(

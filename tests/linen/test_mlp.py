@@ -67,7 +67,7 @@ def both(**fields):
     x = normal(0, ROWS, WIDTH)
     variables = layers.init(jax.random.key(0), x)
     variables["params"] = jax.tree.map(lambda p: p + 0.1 * normal(1, *p.shape), variables["params"])
-    return block, layers, fp8.calibrate(layers.apply, variables, x)
+    return block, layers, fp8.calibrate(layers.apply, variables, [x])
 
 
 def step_of(model, x, wrap=jax.jit):
@@ -103,7 +103,7 @@ def test_with_the_names_of_a_block_its_checkpoints_fit():
     model, x = FeedForward(), normal(0, ROWS, WIDTH)
     variables = model.init(jax.random.key(0), x)
     block = fp8.MLP(HIDDEN, activation="relu", use_bias=True, names=("Dense_0", "Dense_1"))
-    trained = fp8.calibrate(block.apply, fp8.add_fp8_state(variables, block, x), x)
+    trained = fp8.calibrate(block.apply, fp8.add_fp8_state(variables, block, x), [x])
     assert trained["params"] == variables["params"]
     assert list(trained[OWG]) == ["Dense_0", "Dense_1"]
     expected = model.apply(variables, x)
@@ -217,7 +217,7 @@ def test_other_recipes_are_those_of_the_layers(name):
 def test_calibrated_and_frozen_it_is_the_layers():
     block, layers, variables = both(gated=True)
     x = normal(0, ROWS, WIDTH)
-    assert_equal(fp8.calibrate(block.apply, variables, x), fp8.calibrate(layers.apply, variables, x))
+    assert_equal(fp8.calibrate(block.apply, variables, [x]), fp8.calibrate(layers.apply, variables, [x]))
     (served, frozen), (wanted, wanted_frozen) = (fp8.freeze(m, variables, x) for m in (block, layers))
     assert_equal(frozen, wanted_frozen)
     assert_equal(served.apply(frozen, x), wanted.apply(wanted_frozen, x))

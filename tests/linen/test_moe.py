@@ -89,7 +89,7 @@ def test_in_fp8_it_is_near_to_that(name):
     layer, variables = layer_of(name)
     x = tokens(1, 2, 9)
     if OWG in variables:
-        variables = fp8.calibrate(layer.apply, variables, x)
+        variables = fp8.calibrate(layer.apply, variables, [x])
     out = jit(layer.apply)(variables, x)
     expected, _ = dense_loop(variables, x, layer)
     assert 1e-3 < np.linalg.norm(out - expected) / np.linalg.norm(expected) < 0.08

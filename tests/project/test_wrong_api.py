@@ -51,11 +51,37 @@ def test_a_train_state_where_variables_are_wanted(tmp_path):
     frozen, _ = fp8.freeze(layer, state.params, X)
     for call in (
         fp8.remove_fp8_state,
+        fp8.statistics(lambda state: 0.0),
+        lambda state: fp8.accumulate_gradients(lambda state, x: 0.0)(state, X),
         fp8.grad(lambda state: jnp.sum(state.apply_fn(state.params, X))),
         lambda state: fp8.save_safetensors(tmp_path / "model.safetensors", frozen, state),
     ):
         with pytest.raises(TypeError, match=r"got TrainState\. Pass state\.params of a TrainState\."):
             call(state)
+
+
+@pytest.mark.parametrize("model", [nn.Dense(8), linear(), 3], ids=["Linen", "NNX", "none"])
+def test_a_model_where_a_function_is_wanted(model):
+    got = {nn.Dense: "Dense, a Linen module", nnx.Linear: "Linear, an NNX module", int: "int"}[type(model)]
+    variables = {"params": {}, fp8.OVERWRITE_WITH_GRADIENT: {}}
+    for name, call in (
+        ("fun", lambda: fp8.calibrate(model, variables, [X])),
+        ("f", lambda: fp8nnx.calibrate(model, linear(), [X])),
+        ("fun", lambda: fp8.statistics(model)),
+        ("apply_fn", lambda: fp8.TrainState.create(apply_fn=model, params=variables, tx=optax.sgd(0.1))),
+    ):
+        with pytest.raises(TypeError, match=rf"^{name} must be a function, such as .*; got {got}\.$"):
+            call()
+
+
+def test_an_nnx_model_where_variables_are_wanted():
+    with pytest.raises(TypeError, match=r"variables must be .* It is an NNX module: see fp8flax\.nnx\."):
+        fp8.calibrate(lambda model, x: model(x), linear(), [X])
+
+
+def test_a_linen_model_to_calibrate():
+    with pytest.raises(TypeError, match=r"It is a Linen module: use fp8flax\.calibrate\."):
+        fp8nnx.calibrate(nn.Dense(8).apply, nn.Dense(8), [X])
 
 
 def test_something_else_is_of_no_api():

@@ -275,6 +275,35 @@ class TestRefused:
             fp8.calibrate(loss, VARIABLES, batches, backward=backward)
         fp8.calibrate(lambda v, batch: loss(v, *batch), VARIABLES, batches, backward=backward)
 
+    @pytest.mark.filterwarnings("ignore:shape requires ndarray")
+    def test_a_batch_of_parts_for_the_model_itself(self):
+        with pytest.raises(TypeError, match=r"batch 0 is a tuple of 2, .*=lambda v, batch: fun\(v, \*b"):
+            fp8.calibrate(MODEL.apply, VARIABLES, [(X, X)])
+
+    @pytest.mark.parametrize(
+        ("batches", "got"),
+        [
+            (X, r"an array of shape .* pass list\(batches\)\.$"),
+            ({"x": X}, r"a value of type dict\. Pass \[batch\] for one batch\.$"),
+            ("x", "a value of type str"),
+            (3, "a value of type int"),
+        ],
+    )
+    def test_one_batch_instead_of_several(self, batches, got):
+        with pytest.raises(TypeError, match=f"batches must be an iterable, such as a list; got {got}"):
+            fp8.calibrate(MODEL.apply, VARIABLES, batches)
+
+    @pytest.mark.parametrize(
+        ("has_aux", "wanted"),
+        [
+            (False, r"a scalar loss \(has_aux=False\); got an array of shape \("),
+            (True, r"a pair \(loss, aux\) .*"),
+        ],
+    )
+    def test_no_loss(self, has_aux, wanted):
+        with pytest.raises(TypeError, match=f"With backward=True, fun must return {wanted}"):
+            fp8.calibrate(lambda v, x: x, VARIABLES, [X], backward=True, has_aux=has_aux)
+
     def test_nothing_reached(self):
         for fun in (lambda v, x: x, lambda v, x: jnp.argmax(MODEL.apply(v, x))):
             with pytest.raises(ValueError, match="No FP8 layer was reached"):

@@ -486,6 +486,18 @@ FOUND = {
 }
 
 
+def test_a_summary_of_the_function_instead_of_its_result():
+    with pytest.raises(
+        TypeError, match=r"as in summarize\(fp8flax\.statistics\(loss\)\(.*of type function"
+    ):
+        fp8.summarize(fp8.statistics(lambda v: v))
+
+
+def test_the_function_is_no_loss():
+    with pytest.raises(TypeError, match=r"fun must return a scalar loss .* got an array of shape \(3,\)"):
+        fp8.statistics(lambda v: v)(jnp.ones(3))
+
+
 def test_summary_has_the_worst_first():
     summary = fp8.summarize(FOUND)
     assert [row.name for row in summary.rows] == [

@@ -640,6 +640,15 @@ class TestAccumulateGradients:
         with pytest.raises(ValueError, match="must share a first dimension"):
             fp8.accumulate_gradients(lambda v, b: 0.0)(VARIABLES, batches)
 
+    @pytest.mark.filterwarnings("ignore:shape requires ndarray")
+    def test_a_list_of_microbatches_is_refused(self):
+        """A list is a tree to JAX; one whose entries are parts of a microbatch works."""
+        step = fp8.accumulate_gradients(mse)
+        for batches, error in (([X, X], TypeError), ([X, X[:2]], ValueError)):
+            with pytest.raises(error, match=r"Stack a list of microbatches: jax\.tree\.map"):
+                step(VARIABLES, batches)
+        fp8.accumulate_gradients(lambda v, parts: jnp.sum(parts[0] * parts[1]))(VARIABLES, [X, X])
+
     @pytest.mark.usefixtures("_promotion_of_optax")
     def test_multi_steps_keeps_every_microbatch(self):
         """With Optax's MultiSteps each microbatch is a step of the state, and no amax is lost."""
