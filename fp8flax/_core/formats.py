@@ -27,7 +27,7 @@ class Fp8Limits(NamedTuple):
 
 
 class Format(enum.Enum):
-    """8-bit dtypes of the two directions of a GEMM, as ``(forward, backward)``.
+    """The FP8 dtypes of the forward pass and of the backward pass, as ``(forward, backward)``.
 
     ``HYBRID`` is the default for training: e4m3 (more precision) for inputs and kernels, e5m2 (more range)
     for output gradients. AMD MI300 computes in the ``_FNUZ`` formats.
@@ -123,6 +123,8 @@ def fp8_max(dtype: Any) -> float:
 def is_wide_float(dtype: Any) -> bool:
     """Returns whether ``dtype`` is a float dtype of two bytes or more; False if it is not a dtype."""
     try:
-        return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
+        # NumPy reads None as float64.
+        is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+        return is_float and jnp.dtype(dtype).itemsize >= 2
     except TypeError:
         return False

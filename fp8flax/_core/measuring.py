@@ -74,8 +74,8 @@ def numbers_of(
 ) -> Numbers:
     """Returns the ``Numbers`` of one tensor under one quantizer.
 
-    The caller stops the gradients of ``x`` and of the scale. The counts are right for fewer than 2**32
-    elements.
+    The caller stops the gradients of ``x`` and of the scale. The counts have the precision of float32, for
+    fewer than 2**32 elements.
 
     Args:
         quantizer: the quantizer of the tensor for one GEMM.
@@ -114,7 +114,7 @@ def numbers_of(
     operands = [*counted, magnitude, used, scale, ratio]
     starts = [np.full((), np.inf if array is ratio else 0, array.dtype) for array in operands]
     *counts, amax, most_used, most, headroom = lax.reduce(
-        operands, starts, _merge_numbers, tuple(range(x.ndim))
+        operands, starts, _reduce_step, tuple(range(x.ndim))
     )
     # A factor that is a power of two changes no bits. It is applied before the subtraction, because the
     # difference of the unscaled numbers could be subnormal.
@@ -137,18 +137,23 @@ def numbers_of(
 
 
 # This is a function of the module, not a lambda, so that calls outside of jit compile the reduction once.
-def _merge_numbers(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
-    """Merges two lists: sums of the counts, maxima of the amax and the two scales, minimum of the ratio."""
+def _reduce_step(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
+    """Combines two elements of the reduction in ``numbers_of``.
+
+    Counts are added. Of the amax and both scales the maximum is taken, and of the ratio the minimum.
+    """
     functions = (*[lax.add] * 4, *[lax.max] * 3, lax.min)
     return [f(x, y) for f, x, y in zip(functions, xs, ys)]
 
 
 def _unit(amax: jax.Array) -> jax.Array:
-    """Returns the largest power of two that is not above ``amax``; 1 if ``amax`` is 0.
+    """Returns the largest power of two that is not above ``amax``, at most 2**126; 1 if ``amax`` is 0.
 
     Values are divided by this number before they are squared, so that the sum of squares fits into float32.
+    The inverse of 2**127 would be subnormal.
     """
-    return power_of_two(scale_exponent(amax.astype(jnp.float32), 1.0, "floor"))
+    exponent = scale_exponent(amax.astype(jnp.float32), 1.0, "floor")
+    return power_of_two(jnp.minimum(exponent, np.int32(126)))
 
 
 def merged(numbers: Numbers) -> Numbers:
@@ -162,7 +167,9 @@ def merged(numbers: Numbers) -> Numbers:
     # The unit of a call with zeros only is 1, which can exceed the common unit. Its sums are 0 anyway.
     share = jnp.square(jnp.minimum(units[0] / units[1], np.float32(1)))
     return Numbers(
-        **{name: jnp.sum(getattr(numbers, name), axis=0) for name in Numbers._fields[:3]},
+        values=jnp.sum(numbers.values, axis=0),
+        underflowed=jnp.sum(numbers.underflowed, axis=0),
+        saturated=jnp.sum(numbers.saturated, axis=0),
         signal=jnp.sum(numbers.signal * share, axis=0),
         noise=jnp.sum(numbers.noise * share, axis=0),
         nonfinite=jnp.sum(numbers.nonfinite, axis=0),
@@ -231,9 +238,9 @@ class _Measured(Values):
         return zeros._replace(amax=-infinite, headroom=infinite)
 
     def inside(self, eqn: Any) -> Self | None:
-        """Returns the rules for the programs of an equation that hold a report; None if they hold none.
+        """Returns ``self`` if a program of the equation holds a report.
 
-        JAX then evaluates the equation as it is.
+        Otherwise returns None, and JAX evaluates the equation as it is.
         """
         name, programs = eqn.primitive.name, programs_in(eqn.params)
         if not any(is_report(found.eqn) for program in programs for found in equations(program)):

@@ -87,7 +87,8 @@ KERNEL_FORWARD_NAME = "fp8_kernel_forward"
 """The ``checkpoint_name`` of the kernel's codes for the forward GEMM.
 
 These codes have the name only if the backward pass keeps other codes of the kernel (named
-``"fp8_kernel"``). By the name ``accumulate_gradients`` computes them once for all microbatches."""
+``"fp8_kernel"``). ``accumulate_gradients`` finds these codes by this name, and computes them once for all
+microbatches."""
 
 OUTPUT_NAME = "fp8_output"
 """The ``checkpoint_name`` of the result of the forward GEMM."""

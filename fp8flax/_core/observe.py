@@ -14,7 +14,7 @@ import jax
 Observer = Callable[[Any, Any], tuple[Any, Any]]
 
 
-def observed(observer: Observer, x: Any, args: Any, *, once: bool = False) -> Any:
+def observed(observer: Observer, x: Any, args: Any, *, innermost_only: bool = False) -> Any:
     """Returns ``x``. The backward pass calls ``observer(g, args)`` with the cotangent ``g`` of the result.
 
     Args:
@@ -22,21 +22,24 @@ def observed(observer: Observer, x: Any, args: Any, *, once: bool = False) -> An
         x: the tensor to observe, or a tree of tensors.
         args: a tree of arrays for the observer. An observer returns next states, for instance, as the
             cotangents of states in ``args``.
-        once: for a model that takes a gradient inside its forward pass: whether the innermost gradient
-            alone is observed. Otherwise the outer gradients are observed, too.
+        innermost_only: whether only the innermost gradient is observed, if a model takes a gradient inside
+            its forward pass. If False, each outer gradient is observed, too.
     """
-    return _observed(observer, once, x, args)
+    return _observed(observer, innermost_only, x, args)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _observed(observer: Observer, once: bool, x: Any, args: Any) -> Any:
+def _observed(observer: Observer, innermost_only: bool, x: Any, args: Any) -> Any:
     """Returns ``x``, see ``observed``."""
-    del observer, once, args
+    del observer, innermost_only, args
     return x
 
 
 # An outer gradient differentiates the forward rule of the inner one.
 _observed.defvjp(
-    lambda observer, once, x, args: (x if once else _observed(observer, once, x, args), args),
-    lambda observer, once, args, g: observer(g, args),
+    lambda observer, innermost, x, args: (
+        x if innermost else _observed(observer, innermost, x, args),
+        args,
+    ),
+    lambda observer, innermost, args, g: observer(g, args),
 )

@@ -39,7 +39,7 @@ class OpBase(Called):
     """Base class of Linen ops and NNX ops.
 
     It knows neither Linen nor NNX. Its direct subclass, one for each of the two, has the fields ``recipe``
-    and ``form``, and defines ``_value``, ``_place``, ``_if_cast`` and ``_if_shape``.
+    and ``form``, and defines ``_value``, ``_place``, ``_dtype_advice`` and ``_shape_advice``.
     """
 
     row: ClassVar[OpRow] = DOT_GENERAL
@@ -48,9 +48,9 @@ class OpBase(Called):
     _classes: ClassVar[dict[OpRow, type[OpBase]]]
     """The classes of the ops of Linen, or of NNX, by their rows."""
 
-    _if_cast: ClassVar[str]
+    _dtype_advice: ClassVar[str]
     """The advice in the error for state that is not float32: the beginning of a sentence."""
-    _if_shape: ClassVar[str]
+    _shape_advice: ClassVar[str]
     """The advice in the error for state of a shape that does not fit the recipe: a sentence."""
 
     recipe: Recipe | None
@@ -65,8 +65,12 @@ class OpBase(Called):
 
     @classmethod
     def _for_row(cls, row: OpRow) -> type[Self]:
-        """Returns the op of a row of the table; the same class at each call."""
+        """Returns the op of a row of the table; the same class at each call.
+
+        Call it on the direct subclass of ``OpBase``.
+        """
         if row not in cls._classes:
+            # ``__init_subclass__`` adds the new class to ``_classes``.
             type(row.name, (row.call, cls), {"row": row, "__module__": cls.__module__})
         return cls._classes[row]  # type: ignore[return-value]
 
@@ -136,22 +140,20 @@ class OpBase(Called):
         value, where = self._value(leaf)
         if value.dtype != jnp.float32 and not is_max_dtype(value):
             raise TypeError(
-                f"The scaling state {where} must be float32; got {value.dtype}. {self._if_cast}, or cast "
-                "this leaf back with .astype(jnp.float32)."
+                f"The scaling state {where} must be float32; got {value.dtype}. {self._dtype_advice}, or "
+                "cast this leaf back with .astype(jnp.float32)."
             )
         if value.shape != leaf.shape:
             raise ValueError(
                 f"The scaling state {where} has shape {value.shape}, but the recipe needs {leaf.shape}. "
-                f"{self._if_shape}"
+                f"{self._shape_advice}"
             )
         return value
 
     def _state_leaves(self, recipe: Recipe, kernel: Shape) -> list[StateLeaf]:
-        """Returns the arrays of the state that a recipe needs, for a kernel of this shape.
-
-        An op without ``stacked`` roles has the same state for all kernels.
-        """
-        leading, leaves = self.row.leading(kernel), []
+        """Returns the arrays of the state that a recipe needs, for a kernel of this shape."""
+        leading = self.row.leading(kernel)
+        leaves = []
         for role, quantizer in recipe.gemms.delayed.items():
             scale, history = state_leaf_names(role)
             before = leading.get(role, ())

@@ -1,10 +1,9 @@
 """Quantize-dequantize functions that return the next scaling state as the gradient of the old one.
 
-Derivation. Quantization has a derivative of zero almost everywhere, so the straight-through estimator
-is used: the cotangent of the data passes unchanged. Scale and amax history are not differentiated at
-all; their cotangent slots carry their *next values*, which a train state writes over the old ones
-(``state.step_scales`` computes them from the amax). Second derivatives differentiate the forward and
-backward rules, so the casts in these rules are straight-through, too.
+The derivative of quantization is zero almost everywhere. So the cotangent of the data passes unchanged
+(straight-through estimator). Scale and amax history have no derivative. Their cotangents are their next
+values, which a train state stores; ``state.step_scales`` computes them from the amax. A second derivative
+differentiates the forward and backward rules, so the casts in these rules are straight-through, too.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
 
 def _step_scale(config: DelayedConfig, scale: Any, amax_history: Any) -> jax.Array:
     """Returns the scale of this step; raises an error if the state is not valid."""
-    return step_scales({"": config}, {"": check_state(scale, amax_history)})[""]
+    # ``step_scales`` takes several tensors by name. Here is only one.
+    return step_scales({"x": config}, {"x": check_state(scale, amax_history)})["x"]
 
 
 def _there_and_back(config: DelayedConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -63,7 +63,7 @@ def _with_amax(result: Any, inp: jax.Array, scale: jax.Array) -> Any:
         scale: the scale of this step.
     """
     amax = merge_amax(delayed_amax(jax.lax.stop_gradient(inp)), scale)
-    return observed(_give_amax, result, (scale, amax), once=True)
+    return observed(_give_amax, result, (scale, amax), innermost_only=True)
 
 
 def _give_amax(g: Any, args: tuple[jax.Array, jax.Array]) -> Any:
@@ -72,17 +72,20 @@ def _give_amax(g: Any, args: tuple[jax.Array, jax.Array]) -> Any:
     return g, (amax, None)
 
 
-def in_qdq_as(config: DelayedConfig, inp: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns ``inp`` cast to FP8 and back; the "gradient" of ``scale`` is the amax of ``inp``."""
+def in_qdq_with_scale(config: DelayedConfig, inp: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns ``inp`` cast to FP8 and back; the "gradient" of ``scale`` is the amax of ``inp``.
+
+    Contractions in the quantize-dequantize form call this function with a scale of ``step_scales``.
+    """
     return _with_amax(_there_and_back(config, inp, scale), inp, scale)
 
 
-def out_qdq_as(config: DelayedConfig, out: jax.Array, scale: jax.Array) -> jax.Array:
+def out_qdq_with_scale(config: DelayedConfig, out: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns ``out``, and casts its cotangent to FP8 and back.
 
     The "gradient" of ``scale`` is the amax of the cotangent.
     """
-    return observed(partial(_cast_cotangent, config), out, scale, once=True)
+    return observed(partial(_cast_cotangent, config), out, scale, innermost_only=True)
 
 
 def _cast_cotangent(config: DelayedConfig, g: jax.Array, scale: jax.Array) -> Any:
@@ -129,7 +132,7 @@ def in_qdq(
     Source: ``flax.linen.fp8_ops.in_qdq``.
     """
     config = _public_config(compute_dtype, q_dtype)
-    return in_qdq_as(config, as_float_array(inp, "inp"), _step_scale(config, scale, amax_history))
+    return in_qdq_with_scale(config, as_float_array(inp, "inp"), _step_scale(config, scale, amax_history))
 
 
 def out_qdq(
@@ -167,7 +170,7 @@ def out_qdq(
     Source: ``flax.linen.fp8_ops.out_qdq``.
     """
     config = _public_config(compute_dtype, q_dtype)
-    return out_qdq_as(config, as_float_array(out, "out"), _step_scale(config, scale, amax_history))
+    return out_qdq_with_scale(config, as_float_array(out, "out"), _step_scale(config, scale, amax_history))
 
 
 def in_q(

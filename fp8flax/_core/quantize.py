@@ -109,7 +109,7 @@ def divided(x: Float[jax.Array, "*dims"], scale: Float[jax.Array, "*#dims"]) -> 
 
     The ``where`` below prevents this. Both of its branches are equal to ``scale``, but XLA cannot see that.
     """
-    dividend = lax.stop_gradient(x)
+    dividend = lax.stop_gradient(x)  # the select must not add to the derivative with respect to x
     return x / jnp.where(dividend == scale, dividend, scale)
 
 
@@ -130,7 +130,8 @@ def dequantize(
 ) -> Float[jax.Array, "*dims"]:
     """Casts FP8 codes back to a wide dtype: ``x * scale``.
 
-    The product is computed in the dtype of ``scale``, then cast to ``dq_dtype``.
+    The product is computed in the dtype of ``scale`` (in float32, if the scale is an integer), then cast to
+    ``dq_dtype``.
 
     Args:
         x: array of any shape; usually FP8. The wide result of an FP8 GEMM is rescaled in the same way.
@@ -154,6 +155,8 @@ def dequantize(
     Source: OCP 8-bit Floating Point Specification (OFP8) v1.0.
     """
     x, factor = jnp.asarray(x), jnp.asarray(scale)
+    if not jnp.issubdtype(factor.dtype, jnp.floating):
+        factor = factor.astype(jnp.float32)
     if not is_wide_float(dq_dtype):
         raise TypeError(f"dq_dtype must be bfloat16, float16, float32 or float64; got {dq_dtype!r}.")
     return (x.astype(factor.dtype) * _match_rank(factor, x, factor.dtype)).astype(dq_dtype)
@@ -210,6 +213,7 @@ def straight_through(f: Callable[..., jax.Array], x: jax.Array, *constants: Any)
 
 @straight_through.defjvp
 def _straight_through_jvp(f: Callable[..., jax.Array], primals: Any, tangents: Any) -> Any:
+    """Returns the result, and the tangent of ``x`` as the tangent of the result."""
     result = straight_through(f, *primals)
     return result, tangents[0].astype(result.dtype)
 
@@ -223,7 +227,7 @@ def cast_to_representable(
 
     A tensor prepared in this way loses nothing when it is quantized with the same scale, or with a scale
     that is a power of two away from it and in range. An FP8 product of such tensors then differs from the
-    float32 product only by the order of accumulation.
+    float32 product only by its accumulation, see ``fp8flax.Accumulation``.
 
     Args:
         x: array of any shape, bfloat16, float16, float32 or float64.

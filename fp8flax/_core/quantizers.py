@@ -55,7 +55,7 @@ class Quantizer:
 
     By default the GEMM multiplies the dequantized values in a wide dtype. If a class sets
     ``scales_along_contraction = False``, the GEMM multiplies the FP8 codes themselves and applies the
-    scales to the result. It then does not call ``dequantize``.
+    scales to the result. It then calls ``dequantize`` only if the other operand is wide.
 
     Attributes:
         dtype: FP8 dtype of the codes.
@@ -67,12 +67,12 @@ class Quantizer:
         has_one_scale: whether a tensor has one scale, regardless of the contracted dimensions.
         codes_are_matrices: whether codes and scales have the layout ``(batch, rows, columns)`` of
             ``BlockQuantizer``. On a mesh each GPU then multiplies its part of the codes.
-        is_exact_in_bfloat16: whether bfloat16 holds the product of any code and its scale, as for powers of
-            two.
+        is_exact_in_bfloat16: whether bfloat16 holds the product of any code and its scale. True for
+            ``BlockQuantizer`` with scales that are powers of two.
         strategy: name of the kernel's scales in compressed-tensors and inference servers (``"tensor"``,
             ``"channel"``, ``"block"``); None if they have no such name.
         scale_columns: number of columns of a row that share a float32 scale; None for other scales.
-        has_mx_scales: whether ``as_mx`` returns scales for the units of Blackwell GPUs, and not None.
+        has_mx_scales: whether ``mx_scale`` returns scales for the units of Blackwell GPUs.
         quantization_bytes: bytes that one step moves to quantize, per element of input, kernel and output,
             in addition to the reads and writes of the GEMMs. The predictions of ``fp8flax.report`` use it.
 
@@ -109,8 +109,8 @@ class Quantizer:
         super().__init_subclass__()
         if cls.needs_state and cls.__module__ != __name__:
             raise TypeError(
-                f"{cls.__name__} cannot have scaling state (needs_state): only DelayedQuantizer has it, "
-                "and no class can be derived from that. Derive from fp8flax.Quantizer, or use a "
+                f"{cls.__name__} cannot have scaling state (needs_state). Only DelayedQuantizer has it. No "
+                "class can be derived from DelayedQuantizer. Derive from fp8flax.Quantizer, or use a "
                 "DelayedQuantizer with other options."
             )
 
@@ -159,14 +159,15 @@ class Quantizer:
         return self == other and self.has_one_scale
 
     def transpose(self, q: QTensor) -> QTensor:
-        """Returns the same codes and scales for the second GEMM; called only if ``serves`` is True."""
+        """Returns the operand as the second GEMM reads it; called only if ``serves`` is True."""
         return q
 
     def spread(self, q: QTensor, view: View) -> QTensor:
         """Returns codes and scales whose matrix dimensions are no longer flattened.
 
         XLA can then split each of these dimensions over devices. It can split a matrix whose rows are
-        ``(batch, sequence)`` by batch only.
+        ``(batch, sequence)`` by batch only. ``spread``, ``flat`` and ``ranks`` are called only if
+        ``codes_are_matrices``.
         """
         del view
         return q
@@ -216,14 +217,16 @@ class Quantizer:
         whole = NamedSharding(sharding.mesh, PartitionSpec())
         return QTensor(whole if self.scales_along_contraction else sharding, whole, self)
 
-    def as_mx(self, q: QTensor) -> QTensor | None:
-        """Returns the same values with an E8M0 scale per 32 columns of each row, or None."""
-        del q
-        return None
+    def mx_scale(self, q: QTensor) -> jax.Array:
+        """Returns E8M0 scales, one per 32 columns of each row; called only if ``has_mx_scales``."""
+        raise NotImplementedError(f"{type(self).__name__} must define mx_scale, or has_mx_scales = False.")
 
-    def as_blocks(self, q: QTensor, rows: int, columns: int) -> QTensor | None:
-        """Returns the same values with a float32 scale per block of ``rows`` × ``columns``, or None."""
-        del q, rows, columns
+    def block_scale(self, q: QTensor, rows: int) -> jax.Array | None:
+        """Returns float32 scales, one per block of ``rows`` rows and ``scale_columns`` columns.
+
+        Returns None if the scales of the operand do not determine these.
+        """
+        del q, rows
         return None
 
 
@@ -490,14 +493,14 @@ class BlockQuantizer(Quantizer):
 
         Rows or columns stay flat if a block reaches over several of their dimensions.
         """
-        (rows, columns), (height, width) = self._split(view), self.block
+        (rows, columns), (height, width) = self._spread_sizes(view), self.block
         filled = (*rows[:-1], rows[-1] * height), (*columns[:-1], columns[-1] * width)
         codes = q.codes.reshape(q.codes.shape[0], *filled[0], *filled[1])
         return dataclasses.replace(q, codes=codes, scale=q.scale.reshape(q.scale.shape[0], *rows, *columns))
 
     def ranks(self, view: View) -> tuple[int, int]:
         """Returns how many dimensions rows and columns have after ``spread``."""
-        rows, columns = self._split(view)
+        rows, columns = self._spread_sizes(view)
         return len(rows), len(columns)
 
     def flat(self, q: QTensor, view: View) -> QTensor:
@@ -507,7 +510,10 @@ class BlockQuantizer(Quantizer):
         return dataclasses.replace(q, codes=codes, scale=q.scale.reshape(self._scale_shape(view)))
 
     def trim(self, q: QTensor, view: View) -> QTensor:
-        """Returns ``spread`` of the matrix, without the zeros that fill up its last blocks."""
+        """Returns codes without padding, in all dimensions of the operand, and the scales of ``spread``.
+
+        The batch dimensions are flattened.
+        """
         sizes = (view.sizes(dims) or (1,) for dims in (view.free, view.contract))
         codes = self._cut(q.codes, view).reshape(view.matrix_shape[0], *itertools.chain(*sizes))
         return dataclasses.replace(self.spread(q, view), codes=codes)
@@ -538,31 +544,25 @@ class BlockQuantizer(Quantizer):
         whole = NamedSharding(sharding.mesh, PartitionSpec())
         return QTensor(NamedSharding(sharding.mesh, PartitionSpec(*spec)), whole, self)
 
-    def as_mx(self, q: QTensor) -> QTensor | None:
-        """Returns the operand with an E8M0 scale per 32 columns of each row.
-
-        The scales of larger blocks are repeated. Returns None without ``has_mx_scales``.
-        """
-        if not self.has_mx_scales:
-            return None
+    def mx_scale(self, q: QTensor) -> jax.Array:
+        """Returns E8M0 scales, one per 32 columns of each row; the scales of larger blocks are repeated."""
         height, width = self.block
         scale = q.scale
         if scale.dtype != jnp.float8_e8m0fnu:
             exponent = lax.bitcast_convert_type(scale, jnp.int32) >> np.int32(23)
             scale = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
-        codes = lax.bitcast_convert_type(scale, jnp.uint8)
-        codes = jnp.repeat(jnp.repeat(codes, height, axis=1), width // MX_COLUMNS, axis=2)
-        return dataclasses.replace(q, scale=lax.bitcast_convert_type(codes, jnp.float8_e8m0fnu))
+        bits = lax.bitcast_convert_type(scale, jnp.uint8)
+        bits = jnp.repeat(jnp.repeat(bits, height, axis=1), width // MX_COLUMNS, axis=2)
+        return lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)
 
-    def as_blocks(self, q: QTensor, rows: int, columns: int) -> QTensor | None:
-        """Returns the operand with a float32 scale per block of ``rows`` × ``columns``.
+    def block_scale(self, q: QTensor, rows: int) -> jax.Array | None:
+        """Returns float32 scales, one per block of ``rows`` rows; the scales of taller blocks are repeated.
 
-        The scales of higher blocks are repeated. Returns None if the scales are E8M0, if blocks have
-        another width than ``columns``, or if their height is not a multiple of ``rows``.
+        Returns None if the scales are E8M0, or if the height of a block is not a multiple of ``rows``.
         """
-        if self.scale_columns != columns or self.block[0] % rows:
+        if self.scale_columns is None or self.block[0] % rows:
             return None
-        return dataclasses.replace(q, scale=jnp.repeat(q.scale, self.block[0] // rows, axis=1))
+        return jnp.repeat(q.scale, self.block[0] // rows, axis=1)
 
     def _num_blocks(self, view: View) -> tuple[int, int]:
         """Returns how many blocks the matrix has down and across; the last ones may be partial."""
@@ -574,11 +574,11 @@ class BlockQuantizer(Quantizer):
         """Returns the shape of the scales, ``(batch, block rows, block columns)``."""
         return (view.matrix_shape[0], *self._num_blocks(view))
 
-    def _split(self, view: View) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the sizes of the rows and of the columns of a padded matrix, each in blocks of the last.
+    def _spread_sizes(self, view: View) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the sizes of the row dimensions and of the column dimensions of a padded matrix.
 
-        These are the sizes of the dimensions that the matrix flattens, such as ``(batch, sequence)``. If a
-        block reaches over several of them, all of them count as a single dimension.
+        The last size of each is counted in blocks. The dimensions are those that the matrix flattens, such
+        as ``(batch, sequence)``. If a block reaches over several of them, they count as a single dimension.
         """
         sizes = []
         for dims, block, num in zip((view.free, view.contract), self.block, self._num_blocks(view)):
@@ -647,6 +647,6 @@ def quantized_and_back(
         return x
 
     def there_and_back(x: jax.Array, delayed_scale: Any) -> jax.Array:
-        return quantizer.quantize(x, view, delayed_scale).dequantize(view, x.dtype)
+        return quantized(quantizer, x, view, delayed_scale).dequantize(view, x.dtype)
 
     return straight_through(there_and_back, x, delayed_scale)

@@ -88,6 +88,10 @@ class Accumulation:
             check_choice(field.name, getattr(self, field.name), _ACCUMULATIONS)
 
 
+_IN_FLOAT32 = Accumulation(forward="exact")
+"""The accumulation of recipes with block scales: all three GEMMs accumulate in float32."""
+
+
 def _check_accumulation(value: Any) -> None:
     """Raises ``TypeError`` if ``accumulation`` of a recipe is not an ``Accumulation``."""
     if not isinstance(value, Accumulation):
@@ -161,7 +165,7 @@ class Recipe:
         raise NotImplementedError(f"{type(self).__name__} must define the property gemms: a CustomRecipe.")
 
 
-def _gemms(
+def _custom_recipe(
     accumulation: Accumulation,
     forward: tuple[Quantizer | None, Quantizer | None],
     dgrad: tuple[Quantizer | None, Quantizer | None],
@@ -175,6 +179,14 @@ def _gemms(
             for name, (lhs, rhs) in pairs.items()
         }
     )
+
+
+_USES = {
+    "input": ("forward.lhs", "wgrad.lhs"),
+    "kernel": ("forward.rhs", "dgrad.rhs"),
+    "output_grad": ("dgrad.lhs", "wgrad.rhs"),
+}
+"""For each role, the operands of its two GEMMs that the tensor is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,9 +221,8 @@ class CustomRecipe(Recipe):
             if not isinstance(value, GemmRecipe):
                 hint = "; take it from its gemms" if isinstance(value, Recipe) else ""
                 raise TypeError(f"{field.name} must be a GemmRecipe(lhs=…, rhs=…); got {value!r}{hint}.")
-        for role, (first, second) in self._uses().items():
-            both = [self._quantizer_of(first), self._quantizer_of(second)]
-            delayed = dict.fromkeys(q for q in both if q is not None and q.needs_state)
+        for role, (first, second) in _USES.items():
+            delayed = dict.fromkeys(q for q in self.of_role(role) if q is not None and q.needs_state)
             if len(delayed) > 1:
                 raise ValueError(
                     f"{first} and {second} quantize the {role} by two different DelayedQuantizers, but the "
@@ -223,26 +234,14 @@ class CustomRecipe(Recipe):
         """Returns the recipe itself."""
         return self
 
-    def _uses(self) -> dict[str, tuple[str, str]]:
-        """Returns, for each role, which operand of its first GEMM and of its second GEMM the tensor is."""
-        return {
-            "input": ("forward.lhs", "wgrad.lhs"),
-            "kernel": ("forward.rhs", "dgrad.rhs"),
-            "output_grad": ("dgrad.lhs", "wgrad.rhs"),
-        }
-
-    def _quantizer_of(self, operand: str) -> Quantizer | None:
-        """Returns the quantizer of an operand, named by GEMM and side, such as ``"forward.lhs"``."""
-        return operator.attrgetter(operand)(self)
-
     def of_role(self, role: str) -> tuple[Quantizer | None, Quantizer | None]:
         """Returns the two quantizers of a tensor, one for each of the two GEMMs that it is an operand of.
 
         Args:
             role: the role of the tensor, ``"input"``, ``"kernel"`` or ``"output_grad"``.
         """
-        first, second = self._uses()[role]
-        return self._quantizer_of(first), self._quantizer_of(second)
+        quantizers: tuple[Quantizer | None, Quantizer | None] = operator.attrgetter(*_USES[role])(self)
+        return quantizers
 
     @property
     def quantizers(self) -> tuple[Quantizer | None, ...]:
@@ -253,8 +252,7 @@ class CustomRecipe(Recipe):
     def delayed(self) -> dict[str, DelayedQuantizer]:
         """Returns the quantizers with delayed scaling, by role (``input``, ``kernel``, ``output_grad``)."""
         by_role = {
-            role: [q for q in self.of_role(role) if q is not None and q.needs_state]
-            for role in self._uses()
+            role: [q for q in self.of_role(role) if q is not None and q.needs_state] for role in _USES
         }
         return {role: quantizers[-1] for role, quantizers in by_role.items() if quantizers}  # type: ignore[misc]
 
@@ -269,11 +267,11 @@ class DelayedScaling(Recipe):
     In Flax and Transformer Engine one outlier flushes all other data to zero for as long as it stays in the
     history. Here the maximum is limited. In e4m3fn, the limit is 448 times the second largest of the 16
     newest amaxes. The factor is 480 in e4m3fnuz, and more than 1e7 in e5m2. Ordinary data then keep the
-    precision of FP8 down to 1/64 of their amax, and values above the limit saturate.
+    precision of FP8 down to 1/64 of their amax (with ``margin=0``), and values above the limit saturate.
 
-    Below the limit the scale equals that of Flax, bit for bit. The history always equals that of Flax, so
-    each library loads the other's checkpoints. A run that an outlier has spoilt recovers when it continues
-    here.
+    Below the limit the scale equals that of Flax, bit for bit. For finite data the history equals that of
+    Flax, so each library loads the other's checkpoints. A run that an outlier has spoilt recovers when it
+    continues here.
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.
@@ -321,7 +319,7 @@ class DelayedScaling(Recipe):
         """Returns the recipe in parts, with the same delayed quantizers in each GEMM."""
         x = self._quantizer(self.fp8_format.forward_dtype)
         g = self._quantizer(self.fp8_format.backward_dtype)
-        return _gemms(self.accumulation, (x, x), (g, x), (x, g))
+        return _custom_recipe(self.accumulation, (x, x), (g, x), (x, g))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -378,7 +376,7 @@ class Float8CurrentScaling(Recipe):
         x = self._quantizer(self.fp8_format.forward_dtype)
         g = self._quantizer(self.fp8_format.backward_dtype)
         wgrad = (None, None) if self.high_precision_wgrad else (x, g)
-        return _gemms(self.accumulation, (x, x), (g, x), wgrad)
+        return _custom_recipe(self.accumulation, (x, x), (g, x), wgrad)
 
 
 _TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -426,12 +424,12 @@ def torchao_recipe(name: str) -> CustomRecipe:
     x = CurrentQuantizer(dtype=Format.E4M3.forward_dtype, amax_epsilon=1e-12)
     if name == "tensorwise":
         g = dataclasses.replace(x, dtype=Format.E5M2.backward_dtype)
-        return _gemms(Accumulation(), (x, x), (g, x), (x, g))
+        return _custom_recipe(Accumulation(), (x, x), (g, x), (x, g))
     w = dataclasses.replace(x, use_power_2_scales=True)
     row = dataclasses.replace(w, granularity="axiswise")
     if name == "rowwise":
-        return _gemms(Accumulation(), (row, row), (row, row), (row, row))
-    return _gemms(Accumulation(), (row, row), (row, w), (None, None))
+        return _custom_recipe(Accumulation(), (row, row), (row, row), (row, row))
+    return _custom_recipe(Accumulation(), (row, row), (row, w), (None, None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -474,7 +472,7 @@ class MXFP8BlockScaling(Recipe):
             BlockQuantizer(dtype=dtype, block=(1, 32), scale="e8m0", scale_rounding=self.scale_rounding)
             for dtype in (self.fp8_format.forward_dtype, self.fp8_format.backward_dtype)
         )
-        return _gemms(_IN_FLOAT32, (x, x), (g, x), (x, g))
+        return _custom_recipe(_IN_FLOAT32, (x, x), (g, x), (x, g))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -519,11 +517,7 @@ class Float8BlockScaling(Recipe):
         x = BlockQuantizer(dtype=self.fp8_format.forward_dtype, block=(1, 128), scale=scale)
         w = dataclasses.replace(x, block=(128, 128))
         g = dataclasses.replace(x, dtype=self.fp8_format.backward_dtype)
-        return _gemms(_IN_FLOAT32, (x, w), (g, w), (x, g))
-
-
-_IN_FLOAT32 = Accumulation(forward="exact")
-"""The accumulation of recipes with block scales: all three GEMMs accumulate in float32."""
+        return _custom_recipe(_IN_FLOAT32, (x, w), (g, w), (x, g))
 
 
 def _why_it_can_change(recipe: Any) -> str | None:
@@ -538,14 +532,17 @@ def _why_it_can_change(recipe: Any) -> str | None:
     if not params.frozen:
         return "is not frozen"
     fields = [field.name for field in dataclasses.fields(recipe)]
+    cached = [
+        name
+        for base in cls.__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, functools.cached_property)
+    ]
     for base in cls.__mro__:
         if "__dataclass_params__" in vars(base):
             break
         # A frozen dataclass freezes its own fields only. A subclass that is not a dataclass can have more
         # attributes, which can be changed, and which equality and hash do not compare.
-        cached = [
-            name for name, value in vars(base).items() if isinstance(value, functools.cached_property)
-        ]
         added = [name for name, of in inspect.get_annotations(base).items() if "ClassVar" not in str(of)]
         added += [name for name in getattr(recipe, "__dict__", ()) if name not in (*fields, *cached)]
         if added:
@@ -577,7 +574,8 @@ def check_recipe(recipe: Any) -> CustomRecipe:
             f"gemms of the recipe {recipe!r} must be an fp8flax.CustomRecipe; got {gemms!r}. If that is a "
             "recipe itself, return its gemms."
         )
-    for name, part in (("recipe", recipe), *(("a quantizer", q) for q in set(gemms.quantizers) if q)):
+    quantizers = (("a quantizer", q) for q in gemms.quantizers if q is not None)
+    for name, part in (*quantizers, ("recipe", recipe)):
         if why := _why_it_can_change(part):
             raise TypeError(
                 f"{name} must be frozen, because functions are compiled for its current values; got "

@@ -135,8 +135,8 @@ def compute_scale(
     The result is clipped to the normal range of float32. The arithmetic is that of Flax and Transformer
     Engine, through the reciprocal, so the last bit can differ from the quotient above.
 
-    If ``amax`` is subnormal, or not a positive finite number, the old ``scale`` is returned. If the old
-    scale is not a positive finite number either, the result is 1.
+    If ``amax`` is subnormal, or not a positive finite number, the old ``scale`` is returned. If the same
+    holds for the old scale, the result is 1.
 
     Args:
         amax: largest magnitude, any shape; cast to float32.
@@ -158,12 +158,12 @@ def compute_scale(
     amax = jnp.asarray(amax, jnp.float32)
     scale = jnp.asarray(scale, jnp.float32)
     usable = is_usable(amax)
-    reciprocal = (jnp.asarray(fp8_max, jnp.float32) / jnp.where(usable, amax, 1.0)) / 2.0**margin
+    # Powers of two change no bits. The margin is applied before the division, which could overflow.
+    reciprocal = (jnp.asarray(fp8_max, jnp.float32) / 2.0**margin) / jnp.where(usable, amax, 1.0)
     # Under jit XLA would turn 1 / (fp8_max / amax) into amax / fp8_max, which differs in the last bit;
     # the select between the two divisions keeps the result the same with and without jit.
     new_scale = lax.clamp(SMALLEST_SCALE, 1.0 / jnp.where(usable, reciprocal, 1.0), _LARGEST_SCALE)
-    kept_scale = jnp.where(lax.is_finite(scale) & (scale > 0), scale, 1.0)
-    return jnp.where(usable, new_scale, kept_scale)
+    return jnp.where(usable, new_scale, jnp.where(is_usable(scale), scale, 1.0))
 
 
 def push_amax(
@@ -176,7 +176,8 @@ def push_amax(
     history. The inf then lasts for one step only.
     """
     # The order is that of Flax, so that checkpoints fit: the oldest entry, at index 1, leaves the history,
-    # and the entry at index 0 moves to the end. XLA fuses selects with the operations around them.
+    # and the entry at index 0 moves to the end. The code has selects instead of ``jnp.roll``, because XLA
+    # fuses selects with the operations around them.
     shape = amax_history.shape
     position = lax.broadcasted_iota(np.int32, shape, len(shape) - 1)
     newest = amax_history[..., :1]
@@ -209,8 +210,8 @@ def bounded_amax(
     A single outlier does not change it. Data that have become larger do, because they come more than once.
 
     The limit is 448 times the amax of ordinary data in e4m3fn, and 1.5e7 times in e5m2. Under the scale of
-    the limit, ordinary data's amax has the code ``64 * smallest_normal``. So values down to 1/64 of this
-    amax keep the precision of FP8. Below the limit the result is ``largest``.
+    the limit, and without a margin, ordinary data's amax has the code ``64 * smallest_normal``. So values
+    down to 1/64 of this amax keep the precision of FP8. Below the limit the result is ``largest``.
 
     Args:
         largest: the largest amax of each whole history, float32.
@@ -274,12 +275,13 @@ def apply_scales(
     and is multiplied last. A factor that is a power of two does not change the rounding.
 
     Args:
-        total: sums of products of FP8 codes, in magnitude 0 or from 2**-32 to 2**47.
+        total: sums of products of FP8 codes, in magnitude 0 or from 2**-32 to 2**47. Smaller sums, which
+            only ``float8_e5m2fnuz`` has, may become 0 if a scale is below 2**-92 or above 2**80.
         lhs_scale: scales of the left operand, float32, normal numbers; they broadcast with ``total``.
         rhs_scale: scales of the right operand, float32, normal numbers; they broadcast with ``total``.
     """
-    # ``left`` is the power of two that is multiplied last. The first product, total * (lhs_scale / left),
-    # is always 0 or a normal number. If left is 2**48, this product is 0 or at least 1, so rhs_scale cannot
-    # make it underflow. If left is 2**-32, it is less than 2**-15, so rhs_scale cannot make it overflow.
-    left = jnp.where(lhs_scale >= 2.0**80, 2.0**48, jnp.where(lhs_scale < 2.0**-94, 2.0**-32, 1.0))
-    return total * (lhs_scale / left) * rhs_scale * left
+    # The first product, total * (lhs_scale / last), is always 0 or a normal number. If ``last`` is 2**48,
+    # this product is 0 or at least 1, so rhs_scale cannot make it underflow. If ``last`` is 2**-32, it is
+    # less than 2**-15, so rhs_scale cannot make it overflow.
+    last = jnp.where(lhs_scale >= 2.0**80, 2.0**48, jnp.where(lhs_scale < 2.0**-94, 2.0**-32, 1.0))
+    return total * (lhs_scale / last) * rhs_scale * last

@@ -55,8 +55,8 @@ def _checked_call(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 class Fp8Op(OpBase, nn.Module):
     """Base class of the Linen ops: declares the scaling state of one contraction, and computes it."""
 
-    _if_cast = "Cast variables['params'] alone"
-    _if_shape = (
+    _dtype_advice = "Cast variables['params'] alone"
+    _shape_advice = (
         "Set amax_history_len to the length in the variables, or change the variables with "
         "fp8flax.add_fp8_state."
     )

@@ -76,8 +76,8 @@ _checked.defvjp(_checked_forward, _checked_backward, symbolic_zeros=True)
 class Fp8Op(OpBase, nnx.Module):
     """Base class of the NNX ops: holds the scaling state of one contraction, and computes it."""
 
-    _if_cast = "Cast the state of nnx.Param alone"
-    _if_shape = (
+    _dtype_advice = "Cast the state of nnx.Param alone"
+    _shape_advice = (
         "Make the op under the recipe (the amax_history_len) of its calls. Call layers that nnx.vmap "
         "stacked inside of nnx.vmap or nnx.scan."
     )

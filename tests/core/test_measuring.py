@@ -38,6 +38,15 @@ def test_numbers_of_a_tensor():
         np.testing.assert_allclose(number, expected, rtol=1e-6, err_msg=name)
 
 
+def test_the_error_of_the_largest_numbers():
+    """The squares are divided by a power of two whose inverse is a normal number."""
+    x = X * np.float32(3.3e38 / np.nanmax(np.abs(X), where=np.isfinite(X), initial=0))
+    found = numbers_of(QUANTIZER, View(X.shape, (1,), ()), jnp.asarray(x))
+    values = np.abs(np.where(np.isfinite(x), x, 0)).astype(np.float64)
+    np.testing.assert_allclose(found.signal, np.sum((values / 2.0**126) ** 2), rtol=1e-6)
+    assert 0 < found.noise < found.signal
+
+
 def test_a_scale_of_past_amaxes_saturates():
     delayed = fp8.DelayedQuantizer(dtype=jnp.float8_e4m3fn)
     found = numbers_of(delayed, View(X.shape, (1,), ()), jnp.asarray(X), jnp.float32(0.5))

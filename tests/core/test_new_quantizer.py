@@ -170,6 +170,17 @@ class TestErrors:
         with pytest.raises(TypeError, match=r"a quantizer must be frozen.*is not a dataclass"):
             fp8.Fp8DotGeneralOp(recipe=fp8.CustomRecipe(forward=gemm))
 
+    def test_what_has_no_hash(self):
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class WithList(RowBlocks):
+            widths: list = dataclasses.field(default_factory=list)
+
+        gemm = fp8.GemmRecipe(lhs=WithList(), rhs=WithList())
+        with pytest.raises(
+            TypeError, match="a quantizer must be frozen.*has a field widths that cannot be"
+        ):
+            fp8.Fp8DotGeneralOp(recipe=fp8.CustomRecipe(forward=gemm))
+
     @pytest.mark.parametrize("name", ["codes", "scale"])
     def test_dtypes_that_it_did_not_say(self, name):
         @dataclasses.dataclass(frozen=True, kw_only=True)

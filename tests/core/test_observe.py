@@ -26,14 +26,14 @@ def test_value_and_cotangents(wrap):
     np.testing.assert_array_equal(second, [0])
 
 
-@pytest.mark.parametrize("once", [False, True])
-def test_two_nested_gradients(once):
+@pytest.mark.parametrize("innermost_only", [False, True])
+def test_two_nested_gradients(innermost_only):
     def inner(x, first):
-        return jnp.sum(observed(doubled, x, (first, None), once=once) ** 3)
+        return jnp.sum(observed(doubled, x, (first, None), innermost_only=innermost_only) ** 3)
 
     def outer(x, first):
         return jnp.sum(jax.grad(inner)(x, first))
 
     # The inner gradient is 2 * 3 x**2. The outer one is doubled again, unless only the inner is observed.
     np.testing.assert_array_equal(jax.grad(inner)(X, ARGS[0]), 6 * X**2)
-    np.testing.assert_array_equal(jax.grad(outer)(X, ARGS[0]), (1 if once else 2) * 12 * X)
+    np.testing.assert_array_equal(jax.grad(outer)(X, ARGS[0]), (1 if innermost_only else 2) * 12 * X)

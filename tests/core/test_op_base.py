@@ -17,7 +17,7 @@ X, W = normal(0, 4, 8), normal(1, 8, 2)
 
 
 class Op(OpBase):
-    _if_cast, _if_shape = "Do this", "Do that."
+    _dtype_advice, _shape_advice = "Do this", "Do that."
 
     def __init__(self, recipe=None, form="direct", value=None):
         self.recipe, self.form, self.value, self.seen = recipe, form, value, []

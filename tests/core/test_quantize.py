@@ -176,6 +176,9 @@ def test_scale_shapes():
 def test_python_numbers_and_numpy_arrays():
     assert fp8.quantize(2.0, jnp.float8_e4m3fn, 0.5) == 4.0
     assert fp8.qdq(np.float64([2.0]), jnp.float8_e4m3fn, np.float32(0.5)).dtype == jnp.float32
+    codes = fp8.quantize(jnp.float32([0.3, 100.0]), jnp.float8_e4m3fn, 2)
+    np.testing.assert_array_equal(fp8.dequantize(codes, jnp.float32, 2), np.float32([0.3125, 96]))
+    np.testing.assert_array_equal(fp8.out_dq(jnp.float32, 1, 2, jnp.float32([0.3])), np.float32([0.6]))
 
 
 def test_float64_under_x64():
@@ -219,6 +222,8 @@ def test_other_wrong_dtypes():
         fp8.quantize(1.0, jnp.float8_e4m3fn, 1.0, jnp.float16)
     with pytest.raises(TypeError, match="dq_dtype must be"):
         fp8.dequantize(jnp.float8_e4m3fn(1), jnp.float8_e5m2, jnp.float32(1))
+    with pytest.raises(TypeError, match="dq_dtype must be"):
+        fp8.dequantize(jnp.float8_e4m3fn(1), None, jnp.float32(1))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -373,7 +373,22 @@ class AddsNothing(Frozen):
         return super().gemms
 
 
-@pytest.mark.parametrize("cls", [Frozen, Slots, ById, AddsNothing])
+class Derived(AddsNothing):
+    """Has the cached property of the class that it is derived from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Caches(fp8.Recipe):
+    @functools.cached_property
+    def gemms(self):
+        return fp8.MXFP8BlockScaling().gemms
+
+
+class DerivedFromCaches(Caches):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Frozen, Slots, ById, AddsNothing, Derived, DerivedFromCaches])
 def test_a_frozen_recipe_of_ones_own(cls):
     recipe = cls()
     for _ in range(2):

@@ -30,6 +30,12 @@ def test_scale_is_flax_to_the_bit_and_the_quotient_within_an_ulp(dtype, amax, ma
     np.testing.assert_allclose(scale, exact, rtol=2.0**-23)
 
 
+def test_a_margin_holds_for_the_smallest_amaxes():
+    """57344 / amax alone would overflow float32."""
+    scale = fp8.compute_scale(jnp.float32(1e-34), jnp.float32(1), 57344.0, 16)
+    np.testing.assert_allclose(scale, 1e-34 * 2.0**16 / 57344, rtol=1e-6)
+
+
 @pytest.mark.parametrize("amax", [0.0, -1.0, np.nan, np.inf])
 @pytest.mark.parametrize(
     ("old", "kept"), [(0.37, 0.37), (0.0, 1.0), (np.nan, 1.0), (np.inf, 1.0), (-2.0, 1.0)]

@@ -56,7 +56,7 @@ ORDER = [
     "_core/state/batching",
     "_core/state/tree",
     "_core/qdq",
-    "_core/once",
+    "_core/no_derivative",
     "_core/gemm/gpus",
     "_core/gemm/request",
     "_core/gemm/kernels/block_gemm",

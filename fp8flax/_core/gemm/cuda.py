@@ -137,11 +137,13 @@ def block_scaled_units(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
     have different padding. The narrower operand is then padded with zero bytes; an E8M0 scale of zero bits
     is 2**-127.
     """
-    operands = [x.quantizer.as_mx(x) for x in (lhs, rhs)]
-    width = max(x.codes.shape[2] for x in operands)
+    width = max(x.codes.shape[2] for x in (lhs, rhs))
     multiply = partial(jax.nn.scaled_matmul, preferred_element_type=_at_most_float32(gemm.out_dtype))
     out = _of_stacks(multiply)(
-        *((_widen(x.codes, width), _widen(x.scale, width // MX_COLUMNS)) for x in operands)
+        *(
+            (_widen(x.codes, width), _widen(x.quantizer.mx_scale(x), width // MX_COLUMNS))
+            for x in (lhs, rhs)
+        )
     )
     out = vary_alike(out, lhs.codes, rhs.codes)[0]  # jax.nn.scaled_matmul loses these axes
     return gemm.unpadded(out)
@@ -149,7 +151,7 @@ def block_scaled_units(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
 
 def hopper_blocks(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
     """Multiplies by our GPU kernel for Hopper's FP8 units, with float32 scales per 128 columns."""
-    is_square = rhs.quantizer.as_blocks(rhs, BLOCK, BLOCK) is not None
+    is_square = rhs.quantizer.block_scale(rhs, BLOCK) is not None
     return _by_kernel(gemm, lhs, rhs, hopper_block_gemm, is_square)
 
 
@@ -172,8 +174,8 @@ def _by_kernel(
     """
     multiply: Callable[..., jax.Array] = partial(kernel, out_dtype=_at_most_float32(gemm.out_dtype))
     rows = 1, BLOCK if is_square else 1
-    blocks = [x.quantizer.as_blocks(x, n, BLOCK) for x, n in zip((lhs, rhs), rows)]
-    return gemm.unpadded(_of_stacks(multiply)(*((x.codes, x.scale) for x in blocks)))
+    operands = [(x.codes, x.quantizer.block_scale(x, n)) for x, n in zip((lhs, rhs), rows)]
+    return gemm.unpadded(_of_stacks(multiply)(*operands))
 
 
 def _at_most_float32(dtype: np.dtype) -> Any:

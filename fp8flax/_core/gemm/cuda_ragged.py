@@ -289,8 +289,8 @@ def _block_scales(x: QTensor, rows: int) -> Any:
 
     Returns None if the scales of ``x`` cannot be written in this form.
     """
-    blocks = x.quantizer.as_blocks(x, rows, BLOCK)
-    return None if blocks is None else blocks.scale[0].T
+    scale = x.quantizer.block_scale(x, rows)
+    return None if scale is None else scale[0].T
 
 
 def _multiply(tiling: Tiling, out_dtype: Any, interpret: Any, *operands: jax.Array) -> jax.Array:

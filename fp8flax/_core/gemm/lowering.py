@@ -42,7 +42,7 @@ from fp8flax._core.gemm.request import (
 )
 from fp8flax._core.gemm.units import is_for_hopper
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, DEQUANTIZED
-from fp8flax._core.once import once
+from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import BlockQuantizer
 
@@ -93,7 +93,7 @@ def lowered(request: Any, *operands: Any) -> Any:
         on_cuda = partial(unless_partitioned, one, on_devices, on_shards=on_mesh)
     # Opaque to the policies of jax.checkpoint: a policy that saves the results of dots would otherwise find
     # the dots of each platform, and keep all of them.
-    run = once(partial(lax.platform_dependent, cuda=on_cuda, default=reference))
+    run = no_derivative(partial(lax.platform_dependent, cuda=on_cuda, default=reference))
     return run(*operands)
 
 
@@ -246,7 +246,8 @@ def _has_block_scaled_units(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -
         _is_per_block(capability, gemm, lhs, rhs)
         and capability >= NATIVE_MX
         and not _is_empty(gemm)
-        and all(_has_form(lambda q: q.quantizer.as_mx(q), x) for x in (lhs, rhs))
+        and lhs.quantizer.has_mx_scales
+        and rhs.quantizer.has_mx_scales
     )
 
 
@@ -288,7 +289,7 @@ def _fits_block_kernels(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bo
         capability >= NATIVE_FP8
         and _is_per_block(capability, gemm, lhs, rhs)
         and not _is_empty(gemm)
-        and all(_has_form(lambda q: q.quantizer.as_blocks(q, 1, BLOCK), x) for x in (lhs, rhs))
+        and lhs.quantizer.scale_columns == rhs.quantizer.scale_columns == BLOCK
         and all(
             isinstance(size, int) and size < _TRITON_LIMIT
             for size in (lhs.codes.size, rhs.codes.size, math.prod(gemm.out_shape))
@@ -430,11 +431,6 @@ def _has_cast_transpose(capability: float, request: CastTranspose, scales: Any, 
 def _is_empty(gemm: Gemm) -> bool:
     """Returns whether a dimension of an operand or of the result has size 0."""
     return 0 in (*gemm.sizes, *gemm.out_shape)
-
-
-def _has_form(form: Callable[[QTensor], QTensor | None], x: QTensor) -> bool:
-    """Returns whether ``form(x)``, such as ``x.quantizer.as_mx(x)``, is not None; computes no values."""
-    return jax.eval_shape(form, x) is not None
 
 
 _TABLE: dict[type, tuple[Row, ...]] = {

@@ -36,7 +36,7 @@ from fp8flax._core.names import (
     RESIDUAL_NAMES,
     WGRAD,
 )
-from fp8flax._core.once import once
+from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales, explicit_sharding
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantize import as_float_array, inf_to_nan
@@ -267,7 +267,7 @@ class Contraction(Plan):
 
 def _quantized_for(plan: Contraction, use: Use, x: jax.Array, scale: jax.Array | None) -> Any:
     """Returns a tensor quantized for one use, as a ``QTensor``; unchanged if the use has no quantizer."""
-    quantize = once(lambda x, scale: quantized(use.quantizer, x, use.view, scale))
+    quantize = no_derivative(lambda x, scale: quantized(use.quantizer, x, use.view, scale))
     return plan.each(use.role, quantize, x, scale)
 
 
@@ -307,7 +307,7 @@ def _quantized_for_both(
         as_cast = inf_to_nan(x) if pair.inf_is_nan else x
         first = _quantized_for(plan, plan.uses(role).first, as_cast, scale)
         return first, _transposed(plan, role, first)
-    return plan.each(role, once(partial(lowered, pair)), x, scale)
+    return plan.each(role, no_derivative(partial(lowered, pair)), x, scale)
 
 
 def quantized_with_amax(
@@ -320,7 +320,7 @@ def quantized_with_amax(
     """
     if scale is None and not _serves_both(plan, role, x):
         pair = _pair_of(plan, role, x)._replace(has_barrier=True)
-        first, second = plan.each(role, once(partial(lowered, pair)), x, scale)
+        first, second = plan.each(role, no_derivative(partial(lowered, pair)), x, scale)
         return first, second, None
     first, second = _quantized_for_both(plan, role, x, scale)
     # Codes and amaxes are computed together, so that XLA reads the wide tensor once, and does not cast it

@@ -28,7 +28,7 @@ from fp8flax._core.plans.contraction import (
 )
 from fp8flax._core.plans.engine import run
 from fp8flax._core.plans.plan import Extra, Scales
-from fp8flax._core.qdq import in_qdq_as, out_qdq_as
+from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import quantized_and_back, serves
 from fp8flax._core.state.state import (
@@ -134,10 +134,10 @@ def _run_qdq(
 ) -> jax.Array:
     """Returns the quantize-dequantize form of delayed scaling, which JAX can differentiate twice."""
     (lhs, rhs), configs = operands, plan.configs
-    lhs = in_qdq_as(configs["input"], lhs, scales["input"])
-    rhs = in_qdq_as(configs["kernel"], rhs, scales["kernel"])
+    lhs = in_qdq_with_scale(configs["input"], lhs, scales["input"])
+    rhs = in_qdq_with_scale(configs["kernel"], rhs, scales["kernel"])
     out = plan.fake_quantized(lhs, rhs, extra)
-    return out_qdq_as(configs["output_grad"], out, scales["output_grad"])
+    return out_qdq_with_scale(configs["output_grad"], out, scales["output_grad"])
 
 
 # Frozen.

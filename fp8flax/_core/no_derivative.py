@@ -1,4 +1,4 @@
-"""``once``: makes a second derivative of an FP8 matmul raise an error, instead of being silently zero."""
+"""``no_derivative``: makes the second derivative of an FP8 matmul an error; it would silently be zero."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-ONCE = (
+DIFFERENTIATED_ONCE = (
     "The direct form of an FP8 matmul can be differentiated once, in reverse mode. For second derivatives "
     "use delayed scaling in the other form: partial(fp8flax.Fp8DotGeneralOp, form='qdq'), or "
     "fp8flax.quantize_model(…, form='qdq'). Or turn FP8 off for this part with "
@@ -15,7 +15,7 @@ ONCE = (
 )
 
 
-def once(f: Callable[..., Any]) -> Callable[..., Any]:
+def no_derivative(f: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``f``, a function of arrays, so that ``TypeError`` is raised if JAX differentiates it.
 
     The forward and backward rules in the ``custom_vjp`` of a contraction call decorated functions. A first
@@ -27,6 +27,6 @@ def once(f: Callable[..., Any]) -> Callable[..., Any]:
     @wrapped.defjvp
     def refuse(primals: Any, tangents: Any) -> Any:
         del primals, tangents
-        raise TypeError(ONCE)
+        raise TypeError(DIFFERENTIATED_ONCE)
 
     return wrapped
