@@ -34,8 +34,9 @@ def delayed_amax(
 ) -> Float[jax.Array, ""]:
     """Returns the amax of a tensor, in its dtype, as the update of the scaling state needs it.
 
-    The amax is inf if the tensor holds a NaN or an Inf, and -inf if it is empty. (A NaN is encoded as inf,
-    because a maximum over devices can lose a NaN, at least on CPUs.)
+    The amax is inf if the tensor holds a NaN or an Inf. It is -inf if the tensor is empty, and then loses
+    every maximum. (A NaN is encoded as inf, because a maximum over devices can lose a NaN, at least on
+    CPUs.)
 
     Args:
         x: an array of a wide float dtype.
@@ -81,12 +82,13 @@ def amaxes_of_parts(
         is_parameter: whether the memory layout of ``x`` is certain to follow the order of its dimensions.
             A part may then span several dimensions. For other arrays, such as the output of attention,
             XLA would copy the array first, so a part spans the last dimension only.
-        num_parts: number of parts, of ``x.size // num_parts`` elements each, of an array that lies in
-            memory in order; None to choose by the shape.
+        num_parts: number of parts, of ``x.size // num_parts`` elements each; None to choose by the shape.
+            Only for arrays whose memory layout follows the order of their dimensions.
     """
     shape = x.shape if num_parts is None else (num_parts, x.size // num_parts)
-    num_leading = 1 if num_parts else _num_leading(x.shape, is_parameter)
-    of_each, of_whole = partial(of_equal_parts, shape, num_leading), partial(_of_whole, shape, num_leading)
+    num_leading = _num_leading(x.shape, is_parameter) if num_parts is None else 1
+    of_each = partial(of_equal_parts, shape, num_leading)
+    of_whole = partial(_of_whole, math.prod(shape[:num_leading]))
 
     def on_gpu(x: Any, as_cast: jax.Array, *rest: Any) -> Any:
         del x
@@ -119,20 +121,19 @@ def of_equal_parts(
 
 
 def _of_whole(
-    shape: tuple[int, ...],
-    num_leading: int,
+    num_parts: int,
     x: jax.Array,
     where: jax.Array | None,
     codes: Any,
     *,
     is_on_cpu: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """Returns the amax of all of ``x``, repeated once per part as in ``of_equal_parts``, and the codes."""
+    """Returns the amax of all of ``x``, repeated ``num_parts`` times, and the codes."""
     by_two = is_on_cpu and where is None and x.dtype == jnp.float32
     amax = _amax_by_two(x) if by_two else delayed_amax(x, where)
     amax, codes = lax.optimization_barrier((amax, codes))
     # Repeated after the barrier, so that XLA can simplify the later maximum over equal values.
-    return jnp.broadcast_to(amax, (math.prod(shape[:num_leading]),)), codes
+    return jnp.broadcast_to(amax, (num_parts,)), codes
 
 
 def _amax_by_two(x: jax.Array) -> jax.Array:
@@ -148,10 +149,10 @@ def _amax_by_two(x: jax.Array) -> jax.Array:
 
 
 def _num_leading(shape: tuple[Any, ...], is_parameter: bool) -> int:
-    """Returns how many leading dimensions number the parts of an array of this shape.
+    """Returns the number of leading dimensions of an array of this shape; each index of them is one part.
 
     Each part spans all other dimensions. Parts are as large as one kernel can reduce. Returns 0 if the
-    array is empty, if a size is not known, or if no split stays within the limits for one kernel.
+    array is empty, if a size is symbolic, or if no split stays within the limits for one kernel.
     """
     if not all(isinstance(size, int) and size > 0 for size in shape):
         return 0
@@ -168,13 +169,15 @@ def largest_of(parts: Sequence[Float[jax.Array, "*stack parts"]]) -> list[Float3
     On one GPU a single kernel reduces all vectors that vary over the same manual axes.
     """
     on_gpu = partial(unless_partitioned, at_once, _one_by_one)
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for i, x in enumerate(parts):
+        # Stacks of more dimensions are reduced one by one.
+        groups[manual_axes(x) if x.ndim == 1 else i].append(i)
     found: dict[int, jax.Array] = {}
-    for group in _alike(parts):
+    for group in groups.values():
         of_group = [parts[i] for i in group]
-        if len(group) == 1 or of_group[0].ndim != 1:
-            merged = _one_by_one(of_group)
-        else:
-            merged = unless_cpu(on_gpu, _one_by_one, of_group)
+        is_alone = len(group) == 1
+        merged = _one_by_one(of_group) if is_alone else unless_cpu(on_gpu, _one_by_one, of_group)
         found.update(zip(group, merged))
     return [found[i] for i in range(len(parts))]
 
@@ -191,14 +194,3 @@ def at_once(parts: Sequence[jax.Array]) -> list[jax.Array]:
 def _one_by_one(parts: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the maximum of each array over its last axis, by one reduction per array."""
     return [jnp.max(x, axis=-1).astype(jnp.float32) for x in parts]
-
-
-def _alike(parts: Sequence[jax.Array]) -> list[list[int]]:
-    """Groups arrays that can be stacked; returns the list indices of each group.
-
-    The arrays of a group have the same rank and vary over the same manual axes of ``jax.shard_map``.
-    """
-    groups = defaultdict(list)
-    for i, x in enumerate(parts):
-        groups[x.ndim, manual_axes(x)].append(i)
-    return list(groups.values())

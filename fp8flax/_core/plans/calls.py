@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,32 +30,18 @@ class Called:
         raise NotImplementedError
 
 
-class _Calling:
-    """Stands in for an op whose multiplier is a given function."""
-
-    def __init__(self, multiply: Callable[..., jax.Array]) -> None:
-        self._multiply = multiply
-
-    def _multiplier(self) -> Callable[..., jax.Array]:
-        return self._multiply
-
-
 def calling(call: type[Called], multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns a function that is called like an op, and computes with ``multiply``.
+    """Returns a function with the signature of an op, which computes with ``multiply``.
 
     NNX models get it in the place of an op: to multiply by a frozen kernel, or to count the calls.
 
     Args:
         call: the signature of the op.
-        multiply: takes the operands and arguments in the order of the JAX function.
+        multiply: takes the operands and arguments in the order of the JAX function, and ``out_sharding`` if
+            the signature has it.
     """
     called: Any = call.__call__
-
-    def call_it(*args: Any, **keywords: Any) -> jax.Array:
-        out: jax.Array = called(_Calling(multiply), *args, **keywords)
-        return out
-
-    return call_it
+    return partial(called, SimpleNamespace(_multiplier=lambda: multiply))
 
 
 class AnyCall(Called):
