@@ -162,6 +162,9 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
 
     Source: Transformer Engine, ``autocast``.
     """
+    given: Any = enabled
+    if isinstance(given, Recipe):
+        raise TypeError(f"enabled must be a bool; got {given!r}. Name the recipe: autocast(recipe=…).")
     check_bool("enabled", enabled)
     gemms = None if recipe is None else check_recipe(recipe)
     return _Autocast(gemms if enabled else _OFF)

@@ -76,8 +76,9 @@ def report(
     Source: torchao's ``float8_roofline``; the peaks are NVIDIA's, times the shares that large matmuls
     reach.
     """
-    if not hasattr(model, "_fp8_rules"):
-        raise wrong_model(model, "come from fp8flax.quantize_model", "flax.linen", "report", SEE_AUDIT)
+    if not hasattr(model, "_fp8_rules") or model._fp8_serving is not None:
+        must = "come from fp8flax.quantize_model, not from freeze"
+        raise wrong_model(model, must, "flax.linen", "report", SEE_AUDIT)
     gpu = gpu_named(target)
     with reporting(counting=True):
         shapes, _ = eval_init(model, args, kwargs)

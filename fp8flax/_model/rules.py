@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -75,7 +75,9 @@ class Decision(NamedTuple):
 
 
 def _as_patterns(value: Any, name: str) -> tuple[str, ...]:
-    patterns = (value,) if isinstance(value, str) else tuple(value)
+    if isinstance(value, str | re.Pattern) or not isinstance(value, Iterable):
+        value = (value,)
+    patterns = tuple(value)
     for pattern in patterns:
         _check_pattern(pattern, name)
     return patterns
@@ -83,7 +85,7 @@ def _as_patterns(value: Any, name: str) -> tuple[str, ...]:
 
 def _check_pattern(pattern: Any, name: str) -> None:
     try:
-        re.compile(pattern)
+        re.search(pattern, "")
     except (re.error, TypeError) as error:
         raise ValueError(
             f"{name} must be regular expressions on module paths; got {pattern!r}: {error}."

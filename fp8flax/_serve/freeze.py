@@ -13,7 +13,7 @@ import numpy as np
 from fp8flax._core.autocast import off_hint
 from fp8flax._core.formats import as_fp8_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
-from fp8flax._core.options import check_variables, wrong_model
+from fp8flax._core.options import check_bool, check_params, check_variables, wrong_model
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._linen.conversion import reporting
 from fp8flax._model.converted_call import Call, Seen, SeenOp, seen_of
@@ -25,7 +25,15 @@ from fp8flax._serve.hidden_state import CACHE, ServedOp, narrowed
 from fp8flax._serve.kernels import layout, stacked_axis, to_freeze
 from fp8flax._serve.scales import WEIGHT_ONLY
 from fp8flax._serve.serving import MakeServingCall, Serving
-from fp8flax._serve.stored_op import OpToFreeze, Stored, as_codes, stored, warn_of_fresh, warn_of_wide
+from fp8flax._serve.stored_op import (
+    FROZEN,
+    OpToFreeze,
+    Stored,
+    as_codes,
+    stored,
+    warn_of_fresh,
+    warn_of_wide,
+)
 from fp8flax._serve.trees import Path
 
 
@@ -77,8 +85,8 @@ def freeze(
 
     Raises:
         MissingStateError: an op's scaling state is missing from ``variables``.
-        ValueError: ``model`` has no FP8 op, or inputs are needed; or a parameter is missing.
-        TypeError: ``kv_cache_dtype`` is not an FP8 dtype.
+        ValueError: ``model`` is frozen, or has no FP8 op, or inputs are needed; or a parameter is missing.
+        TypeError: ``kv_cache_dtype`` is not an FP8 dtype, or ``weight_only`` is not a bool.
 
     Warns:
         {warns}
@@ -97,7 +105,11 @@ def freeze(
     """
     if not isinstance(model, nn.Module):
         raise wrong_model(model, "be a flax.linen.Module", "flax.linen", "freeze")
+    check_bool("weight_only", weight_only)
+    if getattr(model, "_fp8_serving", None) is not None:
+        raise ValueError(FROZEN)
     check_variables(variables)
+    check_params(variables)
     cache_dtype = None if kv_cache_dtype is None else as_fp8_dtype(kv_cache_dtype, "kv_cache_dtype")
     base = _recording(model)
     boxed = flax.core.unfreeze(dict(variables))

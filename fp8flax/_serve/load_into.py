@@ -92,7 +92,11 @@ def load_into(
     leaves: dict[Path, Any] = {tuple(path_str(keys).split("/")): leaf for keys, leaf in flat}
     for path, leaf in leaves.items():
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise TypeError(f"{'/'.join(path)} must be an array; got {type(leaf).__name__}. Leave it out.")
+            must = f"{'/'.join(path)} must be an array; got {type(leaf).__name__}. Leave it out."
+            if path == ("",):
+                must = f"variables must be a tree of arrays; got {type(leaf).__name__}."
+                must += " The order is load_into(variables, checkpoint)."
+            raise TypeError(must)
     is_state = find_state([keys for keys, _ in flat])
     wanted = {path: leaf for (path, leaf), found in zip(leaves.items(), is_state) if not found}
     new: dict[Path, jax.Array] = {}

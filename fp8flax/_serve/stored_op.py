@@ -25,6 +25,12 @@ from fp8flax._serve.trees import Path
 Arrays = tuple[jax.Array, ...]
 
 
+FROZEN = (
+    "model must be a model in training; it is frozen already. Pass the original model, or write the frozen "
+    "one with save_safetensors."
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpToFreeze:
     """An op of a model that is frozen.

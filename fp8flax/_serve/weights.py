@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from fp8flax._core.options import check_variables, wrong_model
+from fp8flax._core.options import check_bool, check_variables, wrong_model
 from fp8flax._model.converted_call import seen_of
 from fp8flax._serve.freeze import freeze
 from fp8flax._serve.renaming import Rename, check_rename
@@ -98,18 +98,10 @@ def _weights(model: Any, record: Any, options: Options, variables: Any) -> dict[
     """Computes the result of ``weights_for_serving``; compiled once for equal static arguments."""
     del record  # it is only part of the key
     model = model.model if isinstance(model, _Unhashable) else model
-    if getattr(model, "_fp8_serving", None) is not None:
-        raise ValueError(FROZEN)
     args, kwargs = options.inputs()
     served_model, served = freeze(model, variables, *args, weight_only=options.weight_only, **kwargs)
     tensors = tensors_of(serving_ops(served_model), nn.meta.unbox(served), options.renaming())
     return {name: tensor.written for name, tensor in tensors.items()}
-
-
-FROZEN = (
-    "model must be a model in training; it is frozen already. Pass the original model, or write the frozen "
-    "one with save_safetensors."
-)
 
 
 class Options(NamedTuple):
@@ -137,6 +129,7 @@ def options_of(args: Any, kwargs: Any, rename: Any, weight_only: bool) -> Option
     Raises:
         TypeError: as ``check_rename``.
     """
+    check_bool("weight_only", weight_only)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     shapes = [
         jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else x

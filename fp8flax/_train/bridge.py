@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.core
@@ -14,8 +15,8 @@ import numpy as np
 from jax import lax
 from jax.tree_util import DictKey, KeyPath
 
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, state_leaf_names
-from fp8flax._core.options import check_variables
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, ROLES, state_leaf_names
+from fp8flax._core.options import check_params, check_variables
 from fp8flax._core.state.tree import check_state_dtype, path_str, split_state
 from fp8flax._linen.op import SAME_STATE, USE_THAT_OP, Fp8Op
 
@@ -84,6 +85,8 @@ def add_fp8_state(
             f"{type(model).__name__} has no FP8 layer, so there is no scaling state to add. Give its "
             "layers dot_general_cls=fp8flax.Fp8DotGeneralOp."
         )
+    if PARAMS in wanted:
+        check_params(variables)
     _check_same_params(variables, wanted)
     if OVERWRITE_WITH_GRADIENT not in wanted:
         return variables
@@ -189,15 +192,38 @@ def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[list[Any]
     """Returns the arrays among the arguments, and a function that puts other arrays in their places.
 
     A ``jax.ShapeDtypeStruct`` counts as an array. All other arguments stay concrete.
+
+    Raises:
+        TypeError: there is no array, but a tuple of ints, which looks like a shape.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+    for value in () if any(is_array) else (*args, *kwargs.values()):
+        if isinstance(value, tuple) and value and all(type(size) is int for size in value):
+            raise TypeError(
+                f"Inputs of the model must be arrays or jax.ShapeDtypeStruct; got {value}. For an input of "
+                f"this shape pass jax.ShapeDtypeStruct({value}, jnp.float32)."
+            )
 
     def fill(arrays: list[Any]) -> Any:
         remaining = iter(arrays)
         return treedef.unflatten([next(remaining) if a else leaf for a, leaf in zip(is_array, leaves)])
 
     return [leaf for a, leaf in zip(is_array, leaves) if a], fill
+
+
+@contextlib.contextmanager
+def needing_inputs(args: Any, kwargs: Any) -> Iterator[None]:
+    """A context in which a model is called; if it gets no inputs and needs some, the error says so."""
+    try:
+        yield
+    except TypeError as error:
+        if args or kwargs or "required positional argument" not in str(error):
+            raise
+        raise TypeError(
+            f"The model needs sample inputs, and got none: {error}. Pass them as arrays or "
+            "jax.ShapeDtypeStruct; their values are not used."
+        ) from error
 
 
 def eval_init(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
@@ -215,7 +241,7 @@ def eval_init(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
         args, kwargs = fill(arrays)
         return model.init(jax.random.key(0), *args, **kwargs)
 
-    with nn.intercept_methods(note_ops):
+    with nn.intercept_methods(note_ops), needing_inputs(args, kwargs):
         shapes = jax.eval_shape(init, arrays)
     return shapes, has_fp8
 
@@ -229,9 +255,11 @@ def _check_same_params(variables: Mapping[str, Any], wanted: Mapping[str, Any]) 
     have, want = shapes(variables.get("params", {})), shapes(wanted.get("params", {}))
     for path in sorted({*have, *want}):
         if have.get(path) != want.get(path):
+            here = f"has shape {have[path]}" if path in have else "is missing"
+            there = f"a parameter of shape {want[path]}" if path in want else "no such parameter"
             raise ValueError(
-                f"variables['params']{path} has shape {have.get(path, 'missing')}, but the model's "
-                f"parameter has {want.get(path, 'no such name')}. Pass the variables of the same model."
+                f"variables['params']{path} {here}, but the model has {there}. Pass the variables of the "
+                "same model."
             )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.names import ROLES, state_leaf_names
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, state_leaf_names
 from fp8flax._core.scaling import SMALLEST_SCALE, power_of_two, scale_exponent
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import ScalingState
@@ -235,8 +235,7 @@ def check_state(variables: Any, before: Any = None) -> None:
 
     Args:
         variables: a tree that holds the collection ``_overwrite_with_gradient``, such as
-            ``TrainState.params``, or the collection itself, as JAX or NumPy arrays. A tree without state
-            passes.
+            ``TrainState.params``, or the collection itself, as JAX or NumPy arrays.
         before: the same tree before one step, with which past amaxes are compared; None checks
             ``variables`` alone.
 
@@ -244,8 +243,8 @@ def check_state(variables: Any, before: Any = None) -> None:
         {errors}
 
     Warns:
-        UserWarning: some histories are all zeros, or did not move, while others did. Those layers took no
-            part in the step, or their output gradients are zero.
+        UserWarning: there is no state; or some histories are all zeros, or did not move, while others did.
+            Those layers took no part in the step, or their output gradients are zero.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -258,14 +257,28 @@ def check_state(variables: Any, before: Any = None) -> None:
         ...
         ValueError: The FP8 scaling state is not what training leaves...
     """
+    if before is not None and hasattr(before, "opt_state") != hasattr(variables, "opt_state"):
+        got = f"{type(variables).__name__} and {type(before).__name__}"
+        raise TypeError(
+            f"variables and before must be trees of one kind; got {got}. Pass state.params of a TrainState."
+        )
     state, pairs = _state_of(variables)
-    earlier = dict.fromkeys(state, np.empty(())) | _state_of(before)[0]
+    old_state, _ = _state_of(before)
+    if not (state or old_state):
+        warnings.warn(
+            "check_state found no FP8 scaling state, so nothing was checked. Pass variables with the "
+            f"collection {OVERWRITE_WITH_GRADIENT!r}. (Recipes without delayed scaling have no state.)",
+            stacklevel=2,
+        )
+    earlier = dict.fromkeys(state, np.empty(())) | old_state
     paired = {path for pair in pairs for path in pair}
     problems = [
         f"{path} is {leaf.dtype}, not float32: cast variables['params'] alone."
         for path, leaf in state.items()
         if leaf.dtype != np.float32
     ]
+    lost = [path for path in old_state if path not in state]
+    problems += [f"{path} is in `before` only: the loop must keep it." for path in lost]
     problems += [f"{path} lacks its scale or history: keep both." for path in state if path not in paired]
     still, partly = list[str](), list[str]()
     for scale, history in pairs:

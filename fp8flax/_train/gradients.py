@@ -345,6 +345,11 @@ def pmean_gradients(grads: Any, axis_name: Any) -> Any:
 
     Source: ``jax.lax.pmean``, which would average the state as well.
     """
+    if isinstance(grads, str):
+        raise TypeError(
+            f"grads must be a tree of gradients; got {grads!r}. The order is pmean_gradients(grads, "
+            "axis_name)."
+        )
 
     def mean(x: Any) -> Any:
         # float0 is the gradient of an integer.

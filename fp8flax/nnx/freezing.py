@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8flax._compat.interpreter import Set, interpret
 from fp8flax._core.autocast import off_hint, recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax._core.options import wrong_model
+from fp8flax._core.options import check_bool, wrong_model
 from fp8flax._core.plans.calls import calling
 from fp8flax._core.plans.ops import EINSUM, OpRow
 from fp8flax._core.qtensor import QTensor
@@ -29,6 +29,7 @@ from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.program_reads import ELSE, SAME, Reads
 from fp8flax._serve.scales import WEIGHT_ONLY, constant
 from fp8flax._serve.stored_op import (
+    FROZEN,
     OpToFreeze,
     as_codes,
     check_is_on,
@@ -37,7 +38,7 @@ from fp8flax._serve.stored_op import (
     warn_of_fresh,
     warn_of_wide,
 )
-from fp8flax._train.bridge import split_arrays
+from fp8flax._train.bridge import needing_inputs, split_arrays
 from fp8flax.nnx.models import Layer, layers_of
 from fp8flax.nnx.ops import Fp8Op
 from fp8flax.nnx.variables import state_of
@@ -122,9 +123,9 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
         A model of the same type; ``model`` stays unchanged.
 
     Raises:
-        TypeError: ``model`` is not an NNX module.
-        ValueError: no layer with an op of a matmul runs with these inputs, or all their kernels are read
-            elsewhere.
+        TypeError: ``model`` is not an NNX module, or ``weight_only`` is not a bool.
+        ValueError: ``model`` is frozen; no layer with an op of a matmul runs with these inputs, or all
+            their kernels are read elsewhere.
 
     Warns:
         {warns}
@@ -146,6 +147,9 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     """
     if not isinstance(model, nnx.Module):
         raise wrong_model(model, "be a flax.nnx.Module", "flax.nnx", "freeze")
+    check_bool("weight_only", weight_only)
+    if any(isinstance(node, FrozenOp) for _, node in nnx.iter_graph(model)):
+        raise ValueError(FROZEN)
     copy: Any = nnx.clone(model)
     layers = {
         layer.site.path: layer for layer in layers_of(copy) if layer.op is not None and layer.takes_codes
@@ -246,7 +250,8 @@ def _operands(
         held = [node.get_value() for node in nodes if id(node) not in own]
         return [x for x in jax.tree.leaves((out, held)) if isinstance(x, jax.Array)]
 
-    program = jax.make_jaxpr(call)(state, arrays)
+    with needing_inputs(args, kwargs):
+        program = jax.make_jaxpr(call)(state, arrays)
     of_kernels = set(inputs.values())
     reads = _KernelReads()
     given = [i if i in of_kernels else ELSE for i, _ in enumerate(jax.tree.leaves((state, arrays)))]

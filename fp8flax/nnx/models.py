@@ -23,7 +23,7 @@ from fp8flax._core.recipes import Recipe
 from fp8flax._model.decisions import SeenSite, check_matched, why_unconverted
 from fp8flax._model.model_report import SEE_AUDIT, ModelReport, gpu_named, table_of
 from fp8flax._model.rules import Rules, Site
-from fp8flax._train.bridge import split_arrays
+from fp8flax._train.bridge import needing_inputs, split_arrays
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
 
 
@@ -422,7 +422,8 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
         args, kwargs = fill(arrays)
         nnx.merge(graphdef, state)(*args, **kwargs)
 
-    jax.eval_shape(call, state, arrays)
+    with needing_inputs(args, kwargs):
+        jax.eval_shape(call, state, arrays)
     called = {path for path, _ in counts}
     for path in idle:
         if path not in called:

@@ -18,7 +18,7 @@ from fp8flax._serve.hidden_state import ServedOp
 from fp8flax._serve.renaming import Rename
 from fp8flax._serve.safetensors import load_safetensors as load_variables
 from fp8flax._serve.safetensors import tensors_of, write
-from fp8flax._serve.weights import FROZEN, Options, automatic_axes, options_of
+from fp8flax._serve.weights import Options, automatic_axes, options_of
 from fp8flax.nnx.blocks import RouterLoss
 from fp8flax.nnx.freezing import Frozen, FrozenOp, freeze
 from fp8flax.nnx.models import Layer, layers_of
@@ -115,8 +115,6 @@ def weights_for_serving(
 def _weights(graphdef: Any, options: Options, state: Any) -> dict[str, jax.Array]:
     args, kwargs = options.inputs()
     model = nnx.merge(graphdef, state)
-    if any(isinstance(node, FrozenOp) for _, node in nnx.iter_graph(model)):
-        raise ValueError(FROZEN)
     frozen = freeze(model, *args, weight_only=options.weight_only, **kwargs)
     tensors = tensors_of(*_described(frozen), options.renaming())
     return {name: tensor.written for name, tensor in tensors.items()}
@@ -168,7 +166,7 @@ def _places(model: nnx.Module) -> Places:
     return places
 
 
-def load_safetensors(path: str | os.PathLike[str], model: nnx.Module) -> None:
+def load_safetensors(path: str | os.PathLike[str], model: Any) -> None:
     """Reads a file of ``save_safetensors`` into a frozen NNX model, bit for bit.
 
     Args:
@@ -185,6 +183,9 @@ def load_safetensors(path: str | os.PathLike[str], model: nnx.Module) -> None:
 
     Source: the safetensors format.
     """
+    if not isinstance(model, nnx.Module):
+        more = " The order is load_safetensors(path, model)."
+        raise wrong_model(model, "be a flax.nnx.Module", "flax.nnx", "load_safetensors", more)
     given = nnx.traversals.flatten_mapping(load_variables(path))
     places = _places(model)
     expected = {place: (x.shape, x.dtype) for place, (_, x) in places.items()}

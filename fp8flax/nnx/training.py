@@ -258,6 +258,11 @@ _WHAT_TO_CALL = (
 
 def _next(model: nnx.Module, grads: Any) -> Mapping[str, Any]:
     """Returns the scaling state of a model after a step with the given gradients."""
+    if isinstance(grads, nnx.Module):
+        raise TypeError(
+            f"grads must be the gradients of the model; got {type(grads).__name__}, an NNX module. Pass "
+            "the model first, then the gradients."
+        )
     old, new = state_of(model), state_of(grads)
     if old[OVERWRITE_WITH_GRADIENT] and not new[OVERWRITE_WITH_GRADIENT]:
         raise ValueError(
@@ -374,7 +379,7 @@ def check_state(model: Any, before: Any = None) -> None:
         {errors}
 
     Warns:
-        UserWarning: some histories are all zeros, or did not move, while others did.
+        UserWarning: there is no state; or some histories are all zeros, or did not move, while others did.
 
     Example:
         >>> from flax import nnx
@@ -386,6 +391,11 @@ def check_state(model: Any, before: Any = None) -> None:
         ...
         ValueError: The FP8 scaling state is not what training leaves...
     """
+    if isinstance(model, dict) and OVERWRITE_WITH_GRADIENT in model:
+        raise TypeError(
+            "model must be an NNX module or an nnx.State; got the variables of a Linen model. Use "
+            "fp8flax.check_state for them."
+        )
     check.check_state(state_of(model), None if before is None else state_of(before))
 
 

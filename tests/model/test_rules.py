@@ -1,5 +1,6 @@
 """Rules decide which contractions run in FP8: their order, the defaults, and the report."""
 
+import re
 import warnings
 
 import flax.linen as nn
@@ -83,6 +84,9 @@ class TestOrder:
         [
             ({"include": "("}, r"include must be regular expressions on module paths; got '\('"),
             ({"exclude": ["ok", 3]}, "exclude must be regular expressions"),
+            ({"exclude": None}, "exclude must be regular expressions on module paths; got None"),
+            ({"include": lambda path: True}, "include must be regular expressions on module paths; got <f"),
+            ({"include": [b"Dense"]}, "include must be regular expressions on module paths; got b'Dense'"),
             ({"rules": [("[", "leave")]}, "rules must be regular expressions"),
             ({"rules": ["Dense"]}, "rules must be pairs .* got 'Dense'"),
             ({"rules": [("Dense", "skip")]}, "'Dense' must give a recipe or 'leave'; got 'skip'"),
@@ -91,6 +95,14 @@ class TestOrder:
     def test_errors(self, options, message):
         with pytest.raises(ValueError, match=message):
             fp8.quantize_model(nn.Dense(4), **options)
+
+    def test_compiled_patterns(self):
+        """Their flags count, as in ``(?i)``."""
+        first, second = re.compile("LAYERS_0", re.IGNORECASE), re.compile("_2$")
+        for options in ({"include": first, "exclude": second}, {"include": [first], "exclude": (second,)}):
+            model = fp8.quantize_model(nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(4)]), **options)
+            rows = fp8.report(model, jnp.ones((2, 4))).rows
+            assert [(row.path, row.converted) for row in rows] == [("layers_0", True), ("layers_2", False)]
 
 
 class TestDefaults:
@@ -372,7 +384,9 @@ class TestReport:
         assert all(row.converted for row in both.rows)
 
     def test_errors(self):
-        with pytest.raises(TypeError, match=r"must come from fp8flax.quantize_model; got Dense"):
+        with pytest.raises(
+            TypeError, match=r"must come from fp8flax.quantize_model, not from freeze; got Dense"
+        ):
             fp8.report(nn.Dense(4), self.x)
         model8 = fp8.quantize_model(Model(), include=["up", "absent"])
         with pytest.raises(ValueError, match=r"include 'absent'. The modules with contractions are"):

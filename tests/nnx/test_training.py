@@ -259,6 +259,11 @@ def test_optimizer_of_nnx():
     jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (layer, other)))
 
 
+def test_check_state_of_linen_variables():
+    with pytest.raises(TypeError, match=r"variables of a Linen model\. Use fp8flax\.check_state"):
+        fp8nnx.check_state({"params": {}, fp8.OVERWRITE_WITH_GRADIENT: {}})
+
+
 def test_check_state():
     layer = linear()
     with pytest.raises(ValueError, match="No history has moved"):

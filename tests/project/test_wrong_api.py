@@ -84,6 +84,85 @@ def test_a_linen_model_to_calibrate():
         fp8nnx.calibrate(nn.Dense(8).apply, nn.Dense(8), [X])
 
 
+@pytest.mark.parametrize("recipe", [fp8.DelayedScaling, fp8.DelayedScaling()], ids=["class", "instance"])
+def test_a_recipe_where_an_op_is_wanted(recipe):
+    match = r"The recipe DelayedScaling was called as an op\. .*nnx\.Fp8DotGeneralOp\(recipe=Delayed"
+    with pytest.raises(TypeError, match=match):
+        nn.Dense(8, dot_general_cls=recipe).init(KEY, X)
+    with pytest.raises(TypeError, match=match):
+        linear(dot_general=fp8.DelayedScaling())(X)
+
+
+MODEL8 = fp8.quantize_model(nn.Dense(8), fp8.Float8CurrentScaling(), include="")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "match"),
+    [
+        (
+            (),
+            r"needs sample inputs, and got none: .*__call__\(\) missing 1 .*'inputs'\. Pass them as",
+        ),
+        (((4, 16),), r"got \(4, 16\)\. .* pass jax\.ShapeDtypeStruct\(\(4, 16\), jnp\.float32\)"),
+    ],
+)
+def test_no_inputs_or_only_their_shape(inputs, match):
+    model = fp8nnx.quantize_model(linear(), include="")
+    for call in (
+        lambda: fp8.report(MODEL8, *inputs),
+        lambda: fp8.add_fp8_state({"params": {}}, MODEL8, *inputs),
+        lambda: fp8nnx.report(model, *inputs),
+        lambda: fp8nnx.freeze(model, *inputs),
+    ):
+        with pytest.raises(TypeError, match=match):
+            call()
+
+
+def test_parameters_where_variables_are_wanted():
+    params = MODEL8.init(KEY, X)["params"]
+    for call in (lambda: fp8.freeze(MODEL8, params, X), lambda: fp8.add_fp8_state(params, MODEL8, X)):
+        with pytest.raises(ValueError, match=r"collection 'params'; got the names \['bias', 'kernel'\]"):
+            call()
+
+
+def test_a_frozen_model_where_one_in_training_is_wanted():
+    frozen, variables = fp8.freeze(MODEL8, MODEL8.init(KEY, X), X)
+    op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
+    frozen_nnx = fp8nnx.freeze(linear(dot_general=op), X)
+    for call in (lambda: fp8.freeze(frozen, variables, X), lambda: fp8nnx.freeze(frozen_nnx, X)):
+        with pytest.raises(ValueError, match="it is frozen already"):
+            call()
+    with pytest.raises(TypeError, match=r"must come from fp8flax\.quantize_model, not from freeze"):
+        fp8.report(frozen, X)
+
+
+def test_weight_only_is_a_bool():
+    for call in (
+        lambda: fp8.freeze(MODEL8, {}, X, weight_only="yes"),
+        lambda: fp8nnx.freeze(linear(), X, weight_only="yes"),
+        lambda: fp8.weights_for_serving(MODEL8, {}, X, weight_only="yes"),
+    ):
+        with pytest.raises(TypeError, match="weight_only must be True or False; got 'yes'"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: fp8.pmean_gradients("data", {}), r"got 'data'\. The order is pmean_gradients\(grads, ax"),
+        (lambda: fp8.load_into("file", {}), r"got str\. The order is load_into\(variables, checkpoint\)"),
+        (
+            lambda: fp8nnx.load_safetensors(linear(), "file"),
+            r"got str\. The order is load_safetensors\(p",
+        ),
+        (lambda: fp8nnx.overwrite_state(nnx.state(linear()), linear()), "got Linear, .* model first, then"),
+    ],
+)
+def test_swapped_arguments(call, match):
+    with pytest.raises(TypeError, match=match):
+        call()
+
+
 def test_something_else_is_of_no_api():
     with pytest.raises(TypeError, match=r"got int\.$"):
         fp8.quantize_model(3)

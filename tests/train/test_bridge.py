@@ -301,11 +301,15 @@ def test_errors():
     variables = PLAIN.init(jax.random.key(0), X)
     with pytest.raises(ValueError, match="Stack has no FP8 layer"):
         fp8.add_fp8_state(variables, PLAIN, X)
-    with pytest.raises(ValueError, match=r"has shape missing, but the model's parameter has \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"\['bias'\] is missing, but the model has a parameter of shape \(4,\)"
+    ):
         fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, layers=3), X)
-    with pytest.raises(ValueError, match=r"has shape \(4,\), but the model's parameter has no such name"):
+    with pytest.raises(ValueError, match=r"has shape \(4,\), but the model has no such parameter"):
         fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, layers=1), X)
-    with pytest.raises(ValueError, match=r"has shape \(4,\), but the model's parameter has \(5,\)"):
+    with pytest.raises(
+        ValueError, match=r"has shape \(4,\), but the model has a parameter of shape \(5,\)"
+    ):
         fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, features=5), X)
 
 

@@ -223,8 +223,19 @@ class TestCheckState:
         fp8.check_state(form(trained(6)), before=form(trained(5)))
 
     def test_without_state_there_is_nothing_to_check(self):
-        fp8.check_state({"params": {"w": jnp.ones(2)}})
-        fp8.check_state({})
+        for variables in ({"params": {"w": jnp.ones(2)}}, {}):
+            with pytest.warns(UserWarning, match="found no FP8 scaling state, so nothing was checked"):
+                fp8.check_state(variables)
+
+    def test_lost_state(self):
+        with pytest.raises(ValueError, match=f"{NAME}input_amax_history is in `before` only"):
+            fp8.check_state({"params": trained()["params"]}, before=trained(1))
+
+    def test_a_train_state_and_variables(self):
+        state = fp8.TrainState.create(apply_fn=None, params=trained(1), tx=optax.sgd(0.1))
+        for variables, before in ((state, state.params), (state.params, state)):
+            with pytest.raises(TypeError, match=r"trees of one kind; got .* Pass state\.params"):
+                fp8.check_state(variables, before=before)
 
     @pytest.mark.parametrize(
         ("leaf", "change", "message"),
