@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -119,6 +120,15 @@ def _load(program: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         loaded = function()
     if not (isinstance(loaded, tuple) and loaded and callable(loaded[0])):
         raise _UsageError(f"{program} must return (fn, *args); it returned {type(loaded).__name__}")
+    with contextlib.suppress(ValueError):  # a builtin without a signature
+        signature = inspect.signature(loaded[0])
+        try:
+            signature.bind(*loaded[1:])
+        except TypeError as error:
+            raise _UsageError(
+                f"{program} must return (fn, *args), with the arguments of fn{signature}; it returned "
+                f"{len(loaded) - 1} ({error})"
+            ) from error
     return loaded[0], loaded[1:]
 
 

@@ -814,8 +814,11 @@ def step():
 def wrong():
     return 3
 
+def short():
+    return (lambda x, y: x), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
 def fails():
-    return jnp.dot, jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    return jnp.dot, jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.float32)
 """
 
 
@@ -883,6 +886,10 @@ def test_output_that_cannot_be_written_loses_no_json(command, capsys, monkeypatc
         (["program_broken:f"], "cannot import program_broken (ValueError: first)"),
         (["program_to_audit:nothing"], "program_to_audit has no function nothing"),
         (["program_to_audit:wrong"], "program_to_audit:wrong must return (fn, *args); it returned int"),
+        (
+            ["program_to_audit:short"],
+            "program_to_audit:short must return (fn, *args), with the arguments of fn(x, y); it returned 1",
+        ),
         (["program_to_audit:step", "--target", "h20"], "argument --target: invalid choice: 'h20'"),
         (
             ["program_to_audit:step", "--min-flops", "90"],
