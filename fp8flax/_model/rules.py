@@ -75,7 +75,7 @@ class Decision(NamedTuple):
 
 
 def _as_patterns(value: Any, name: str) -> tuple[str, ...]:
-    if isinstance(value, str | re.Pattern) or not isinstance(value, Iterable):
+    if isinstance(value, str) or not isinstance(value, Iterable):
         value = (value,)
     patterns = tuple(value)
     for pattern in patterns:
