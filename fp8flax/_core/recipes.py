@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import operator
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -163,15 +163,6 @@ class Recipe:
     def gemms(self) -> CustomRecipe:
         """Returns the recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
         raise NotImplementedError(f"{type(self).__name__} must define the property gemms: a CustomRecipe.")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises ``TypeError``, because a layer calls the op that it was given, and a recipe is no op."""
-        name = type(self).__name__
-        raise TypeError(
-            f"The recipe {name} was called as an op. Give the op to the layer, and the recipe to the op: "
-            f"dot_general_cls=functools.partial(fp8flax.Fp8DotGeneralOp, recipe={name}(…)) in Linen, "
-            f"dot_general=fp8flax.nnx.Fp8DotGeneralOp(recipe={name}(…)) in NNX."
-        )
 
 
 def _custom_recipe(
