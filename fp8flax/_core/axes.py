@@ -82,11 +82,12 @@ def sum_to_axes(grad: jax.Array, axes: frozenset[str]) -> jax.Array:
     return lax.psum(grad, tuple(sorted(excess))) if excess else grad
 
 
-merged_in = jax.make_user_context(None)
-"""The manual axes at the call of a function that takes gradients of a model, as ``fp8flax.value_and_grad``.
+axes_around_gradient = jax.make_user_context(None)
+"""The manual axes around the innermost function that takes gradients of a model and is being traced.
 
-None outside of these functions. A ``shard_map`` around the function does not sum its gradients. A
-``shard_map`` inside of it can do so, and ``refuse_unchecked_axes`` finds it by these axes."""
+Such a function is ``fp8flax.value_and_grad``. The value is None outside of these functions. A ``shard_map``
+around the function does not sum its gradients. A ``shard_map`` inside of it can do so, and
+``refuse_unchecked_axes`` finds it by these axes."""
 
 
 def current_manual_axes() -> frozenset[str]:
@@ -100,9 +101,9 @@ def refuse_unchecked_axes() -> None:
     JAX does so in a ``jax.shard_map`` with ``check_vma=False`` that was entered inside of
     ``fp8flax.value_and_grad``.
     """
-    if merged_in.value is None:
+    if axes_around_gradient.value is None:
         return
-    entered: Any = current_manual_axes() - merged_in.value
+    entered: Any = current_manual_axes() - axes_around_gradient.value
     # The index along an axis varies over that axis. JAX does not record that under check_vma=False.
     if entered and not manual_axes(lax.axis_index(min(entered))):
         raise TypeError(UNCHECKED)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.autocast import off_hint
-from fp8flax._core.axes import UNCHECKED, current_manual_axes, merged_in
+from fp8flax._core.axes import UNCHECKED, axes_around_gradient, current_manual_axes
 from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_function, check_loss, check_variables
@@ -255,7 +255,7 @@ def _measure(
 
     def run(state: Any) -> Any:
         given = {**variables, **to_max(state)}
-        with merged_in(current_manual_axes()):
+        with axes_around_gradient(current_manual_axes()):
             out = unmerge(fun(type(variables)(given), batch))
         if backward:
             check_loss(out, has_aux, "With backward=True, fun")

@@ -15,7 +15,7 @@ from jax import lax
 
 from fp8flax._compat.hoisting import hoisted
 from fp8flax._compat.max_dtype import is_max_dtype, of_floats, to_floats
-from fp8flax._core.axes import current_manual_axes, merged_in
+from fp8flax._core.axes import axes_around_gradient, current_manual_axes
 from fp8flax._core.names import KERNEL_FORWARD_NAME, RESIDUAL_NAMES
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import (
@@ -75,7 +75,7 @@ def value_and_grad(
     def unmerged_fun(*args: Any, **kwargs: Any) -> Any:
         here = _in_bounds(positions, args)
         read = [as_read(arg) if i in here else arg for i, arg in enumerate(args)]
-        with merged_in(current_manual_axes()), refusing_arithmetic(lambda: read, _PARAMS):
+        with axes_around_gradient(current_manual_axes()), refusing_arithmetic(lambda: read, _PARAMS):
             return unmerge(fun(*read, **kwargs))
 
     # allow_int=True, because JAX treats the dtype that merges by maximum as an integer.
@@ -256,7 +256,10 @@ def accumulate(
 
         def loss(floats: Any, carry: Any, microbatch: Any) -> Any:
             merged = as_read(cast(floats))
-            with merged_in(current_manual_axes()), refusing_arithmetic(lambda: [merged], _PARAMS):
+            with (
+                axes_around_gradient(current_manual_axes()),
+                refusing_arithmetic(lambda: [merged], _PARAMS),
+            ):
                 out, carry = unmerge(fun(merged, carry, microbatch))
             value, aux = out if has_aux else (out, None)
             # Divided before the backward pass, so that output gradients equal those of one large batch.

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from fp8flax._compat.max_dtype import from_max_dtype
-from fp8flax._core.axes import current_manual_axes, merged_in
+from fp8flax._core.axes import axes_around_gradient, current_manual_axes
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_function, check_optimizer, wrong_model
 from fp8flax._core.state.tree import kept_tree, merge_by_max, refusing_arithmetic, unmerge
@@ -123,7 +123,7 @@ def value_and_grad(
 
         with (
             _replaced(models, merge_by_max),
-            merged_in(current_manual_axes()),
+            axes_around_gradient(current_manual_axes()),
             refusing_arithmetic(lambda: list(map(state_of, models)), _PARAMS, array_of),
         ):
             out = f(*args, **kwargs)

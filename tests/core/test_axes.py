@@ -9,7 +9,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from fp8flax._compat.varying import manual_axes
-from fp8flax._core.axes import merge_amax, merged_in, refuse_unchecked_axes, sum_to_axes, vary_alike
+from fp8flax._core.axes import (
+    axes_around_gradient,
+    merge_amax,
+    refuse_unchecked_axes,
+    sum_to_axes,
+    vary_alike,
+)
 
 pytestmark = pytest.mark.oldest
 
@@ -74,7 +80,7 @@ def test_unchecked_axes_that_were_entered_inside_are_refused(inside, check_vma):
         return x
 
     run = sharded(f, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
-    with merged_in(frozenset() if inside else frozenset({"data"})):
+    with axes_around_gradient(frozenset() if inside else frozenset({"data"})):
         if inside and not check_vma:
             with pytest.raises(TypeError, match="check_vma=False"):
                 jax.eval_shape(run, jnp.zeros(2))

@@ -335,6 +335,6 @@ def test_what_follows_the_context():
         ("_core/autocast.py", "_jit_key"),
         ("_core/gemm/gpus.py", "compile_target"),
         ("_core/mode.py", "mode"),
-        ("_core/axes.py", "merged_in"),
+        ("_core/axes.py", "axes_around_gradient"),
         ("_linen/conversion.py", "_running"),
     }
