@@ -120,15 +120,12 @@ def calibrate(
 
 def _each(batches: Any) -> Iterator[Any]:
     """Iterates over the batches; raises ``TypeError`` if one batch was passed instead of several."""
-    got, more = f"a value of type {type(batches).__name__}", ""
-    if isinstance(batches, jax.Array | np.ndarray):
-        got = f"an array of shape {batches.shape}"
-        more = " For a batch in each of its entries pass list(batches)."
-    elif not isinstance(batches, Mapping | str):
+    if not isinstance(batches, Mapping | str):
         with contextlib.suppress(TypeError):
             return iter(batches)
     raise TypeError(
-        f"batches must be an iterable, such as a list; got {got}. Pass [batch] for one batch.{more}"
+        f"batches must be an iterable, such as a list; got a value of type {type(batches).__name__}. Pass "
+        "[batch] for one batch."
     )
 
 

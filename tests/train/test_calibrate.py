@@ -280,10 +280,14 @@ class TestRefused:
         with pytest.raises(TypeError, match=r"batch 0 is a tuple of 2, .*=lambda v, batch: fun\(v, \*b"):
             fp8.calibrate(MODEL.apply, VARIABLES, [(X, X)])
 
+    def test_the_entries_of_an_array_are_batches(self):
+        batches = jnp.stack([X, 2 * X])
+        found, expected = (fp8.calibrate(MODEL.apply, VARIABLES, b) for b in (batches, list(batches)))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
     @pytest.mark.parametrize(
         ("batches", "got"),
         [
-            (X, r"an array of shape .* pass list\(batches\)\.$"),
             ({"x": X}, r"a value of type dict\. Pass \[batch\] for one batch\.$"),
             ("x", "a value of type str"),
             (3, "a value of type int"),
