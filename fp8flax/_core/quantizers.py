@@ -27,7 +27,7 @@ from fp8flax._core.scaling import (
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Float32
+    from jaxtyping import Float, Float32, Shaped
 
 AMAX_ALGORITHMS = ("max", "most_recent")
 GRANULARITIES = ("tensorwise", "axiswise")
@@ -217,11 +217,13 @@ class Quantizer:
         whole = NamedSharding(sharding.mesh, PartitionSpec())
         return QTensor(whole if self.scales_along_contraction else sharding, whole, self)
 
-    def mx_scale(self, q: QTensor) -> jax.Array:
+    def mx_scale(self, q: QTensor) -> Shaped[jax.Array, "batch rows blocks"]:
         """Returns E8M0 scales, one per 32 columns of each row; called only if ``has_mx_scales``."""
         raise NotImplementedError(f"{type(self).__name__} must define mx_scale, or has_mx_scales = False.")
 
-    def block_scale(self, q: QTensor, rows: int) -> jax.Array | None:
+    def block_scale(
+        self, q: QTensor, rows: int
+    ) -> Float32[jax.Array, "batch block_rows block_columns"] | None:
         """Returns float32 scales, one per block of ``rows`` rows and ``scale_columns`` columns.
 
         Returns None if the scales of the operand do not determine these.
@@ -544,7 +546,7 @@ class BlockQuantizer(Quantizer):
         whole = NamedSharding(sharding.mesh, PartitionSpec())
         return QTensor(NamedSharding(sharding.mesh, PartitionSpec(*spec)), whole, self)
 
-    def mx_scale(self, q: QTensor) -> jax.Array:
+    def mx_scale(self, q: QTensor) -> Shaped[jax.Array, "batch rows blocks"]:
         """Returns E8M0 scales, one per 32 columns of each row; the scales of larger blocks are repeated."""
         height, width = self.block
         scale = q.scale
@@ -555,7 +557,9 @@ class BlockQuantizer(Quantizer):
         bits = jnp.repeat(jnp.repeat(bits, height, axis=1), width // MX_COLUMNS, axis=2)
         return lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)
 
-    def block_scale(self, q: QTensor, rows: int) -> jax.Array | None:
+    def block_scale(
+        self, q: QTensor, rows: int
+    ) -> Float32[jax.Array, "batch block_rows block_columns"] | None:
         """Returns float32 scales, one per block of ``rows`` rows; the scales of taller blocks are repeated.
 
         Returns None if the scales are E8M0, or if the height of a block is not a multiple of ``rows``.

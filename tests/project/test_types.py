@@ -129,6 +129,10 @@ FUNCTIONS = {
     ),
     "CurrentQuantizer.quantize": ((CURRENT, MATRIX, VIEW), {"x": ints(2, 3)}),
     "BlockQuantizer.quantize": ((BLOCK, MATRIX, VIEW), {"x": ints(2, 3)}),
+    "Quantizer.mx_scale": (None, {}),
+    "BlockQuantizer.mx_scale": ((BLOCK, partial(quantized, BLOCK)), {"q": CODES}),
+    "Quantizer.block_scale": ((CURRENT, partial(quantized, CURRENT), 1), {"q": CODES}),
+    "BlockQuantizer.block_scale": ((BLOCK, partial(quantized, BLOCK), 1), {"q": CODES}),
     "BlockQuantizer.dequantize": ((BLOCK, partial(quantized, BLOCK), VIEW, BF16), {"q": CODES}),
 }
 OPS = {

@@ -266,7 +266,7 @@ def test_a_truncated_msgpack(tmp_path):
 @both
 def test_a_checkpoint_of_another_model(through, tmp_path):
     restored = through(tmp_path, trained(net(width=24), 0), abstract(net(width=24)))
-    message = r"\['params'\]\['first'\]\['bias'\] has shape \(24,\), but the model's parameter has \(16,\)"
+    message = r"\['params'\]\['first'\]\['bias'\] has shape \(24,\), .* a parameter of shape \(16,\)"
     with pytest.raises(ValueError, match=message):
         fp8.add_fp8_state(restored.params, net(), X)
     if through is through_orbax:
