@@ -28,7 +28,7 @@ from fp8flax._core.gemm.gpus import (
 from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.gemm.kernels.block_gemm_hopper import multiplies_dtypes
 from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
-from fp8flax._core.gemm.kernels.groups import TILE
+from fp8flax._core.gemm.kernels.groups import TILE, num_tiles
 from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards
 from fp8flax._core.gemm.kernels.transpose import can_transpose
 from fp8flax._core.gemm.request import (
@@ -144,6 +144,11 @@ _E5M2 = np.dtype(jnp.float8_e5m2)
 _OCP_DTYPES = {np.dtype(jnp.float8_e4m3fn), _E5M2}
 # Triton counts elements in 32 bits, so our GPU kernels support only fewer elements than this.
 _TRITON_LIMIT = 2**31
+
+
+def _padded_size(shape: tuple[int, ...]) -> int:
+    """Returns the number of elements of an array whose last two dimensions are padded to whole blocks."""
+    return math.prod(shape[:-2]) * math.prod(-(-size // BLOCK) * BLOCK for size in shape[-2:])
 
 
 def _is_in_fp8(gemm: Gemm, lhs: Any, rhs: Any) -> bool:
@@ -290,9 +295,14 @@ def _fits_block_kernels(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bo
         and _is_per_block(capability, gemm, lhs, rhs)
         and not _is_empty(gemm)
         and lhs.quantizer.scale_columns == rhs.quantizer.scale_columns == BLOCK
+        and all(isinstance(size, int) for size in (*lhs.codes.shape, *rhs.codes.shape, *gemm.out_shape))
         and all(
-            isinstance(size, int) and size < _TRITON_LIMIT
-            for size in (lhs.codes.size, rhs.codes.size, math.prod(gemm.out_shape))
+            _padded_size(shape) < _TRITON_LIMIT
+            for shape in (
+                lhs.codes.shape,
+                rhs.codes.shape,
+                (*lhs.codes.shape[:2], rhs.codes.shape[1]),  # the result
+            )
         )
     )
 
@@ -322,7 +332,7 @@ def _has_grouped_gemm(
     sizes = of_products if isinstance(request, ExpertProducts) else of_sums
     return (
         has_triton()
-        and (rows + (experts + 1) * TILE) * max(depth, columns) < _TRITON_LIMIT
+        and _padded_size((num_tiles(rows, experts + 1) * TILE, max(depth, columns))) < _TRITON_LIMIT
         and all(x.scale.size in allowed for x, allowed in zip((lhs, rhs), sizes))
     )
 
@@ -359,7 +369,7 @@ def _has_block_quantize(capability: float, pair: CastPair, x: Any, scale: Any) -
         and quantizer.block in ((1, BLOCK), (BLOCK, BLOCK))
         and quantizer.scale_columns is not None
         and all(isinstance(size, int) and size > 0 for size in sizes)
-        and math.prod(sizes) < _TRITON_LIMIT
+        and _padded_size(sizes) < _TRITON_LIMIT
         # The kernel computes in float32, so it takes no float64.
         and x.dtype.itemsize <= 4
         and not _is_explicit(x)

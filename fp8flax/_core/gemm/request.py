@@ -264,7 +264,13 @@ def dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: A
     # then not use cublasLt. Rows are multiplied in pairs to avoid that form. (A transposed operand also
     # avoids it, but is gathered once more.)
     is_lost = dims == _OF_MATRICES and isinstance(precision, lax.DotAlgorithmPreset)
-    in_pairs = is_lost and min(gemm.sizes) >= _MANY and lhs.shape[0] % (2 * _num_parts(lhs)) == 0
+    in_pairs = (
+        is_lost
+        and gemm.out_sharding is None
+        # Under jax.export a size may be symbolic.
+        and all(isinstance(size, int) and size >= _MANY for size in gemm.sizes)
+        and lhs.shape[0] % (2 * _num_parts(lhs)) == 0
+    )
     if in_pairs:
         lhs, dims = lhs.reshape(-1, 2, lhs.shape[1]), (((2,), (0,)), ((), ()))
     out = lax.dot_general(
