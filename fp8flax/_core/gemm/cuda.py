@@ -49,10 +49,10 @@ def cublaslt(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, is_row_major: bool = Fal
     With ``is_row_major`` the codes of both operands are constrained, see ``_row_major``.
 
     cublasLt applies a single scalar to the result: the product of two scalar scales. This product must lie
-    in the range of float32. A product above 2**126 counts as 2**126, which changes only results whose codes
-    sum to less than 4. If the product is below 2**-126, all results may be zero; the product of the two
-    amaxes is then below 3e-31 for a gradient (e5m2) and below 2e-33 for a forward result. More exact
-    results would cost a pass over the result.
+    in the range of float32. A product above 2**126 counts as 2**126, which changes only results whose sum
+    of products of codes is below 4. If the product is below 2**-126, all results may be zero; the product
+    of the two amaxes is then below 3.1e-31 for a gradient (e5m2) and below 2.4e-33 for a forward result.
+    More exact results would cost a pass over the result.
     """
     lhs, rhs = map(_row_major, (lhs, rhs)) if is_row_major else (lhs, rhs)
     product = partial(dot, gemm, lhs.codes, rhs.codes, ALGORITHMS[gemm.accumulation])
@@ -145,7 +145,8 @@ def block_scaled_units(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
             for x in (lhs, rhs)
         )
     )
-    out = vary_alike(out, lhs.codes, rhs.codes)[0]  # jax.nn.scaled_matmul loses these axes
+    # The result of jax.nn.scaled_matmul lacks the axes of jax.shard_map that the operands vary over.
+    out = vary_alike(out, lhs.codes, rhs.codes)[0]
     return gemm.unpadded(out)
 
 

@@ -1,4 +1,4 @@
-"""The ways in which NVIDIA GPUs quantize with a scale per block: one GPU kernel for both GEMMs of a tensor.
+"""The ways in which NVIDIA GPUs quantize a tensor with a scale per block, for both GEMMs that it enters.
 
 The table in ``lowering`` says which of these functions runs for which request.
 """
@@ -78,7 +78,8 @@ def _on_shards(
     quantizer: Any = request.first
     view, is_first = _in_order(request)
     other_view = request.other_view if is_first else request.view
-    # Rows of one view are columns of the other one. Both must be able to separate their dimensions.
+    # Rows of one view are columns of the other one. A view keeps the dimensions that its columns flatten if
+    # the quantizer can separate them.
     rows, columns = (
         v.sizes(v.contract) if quantizer.ranks(v)[1] == len(v.contract) else v.matrix_shape[2:]
         for v in (other_view, view)
@@ -90,7 +91,7 @@ def _on_shards(
     )
     made = run(x.reshape(view.matrix_shape[0], *rows, *columns))
     one, other = (QTensor(codes, scale, quantizer) for codes, scale in made)
-    if quantizer.serves(quantizer, view):  # one set of codes, see ``gemm_on_shards``
+    if quantizer.serves(quantizer, view):  # one set of codes, see ``gemm_on_shards``; the other is dropped
         one = quantizer.flat(one, view)
         pair = behind_barrier(request, one, quantizer.transpose(one))
     else:

@@ -62,7 +62,8 @@ class Row(NamedTuple):
     on_mesh: Callable[..., Any] | None = None
     """Replaces ``shards`` in a program that XLA splits over a mesh. The function uses
     ``custom_partitioning``. Where JAX does not support that (without a mesh, on explicit axes, under
-    ``jax.vmap``, by ``jax.export``), the first row that has ``shards`` runs."""
+    ``jax.vmap``, by ``jax.export``), the first row that has ``shards`` runs; or the reference, if there is
+    none."""
 
 
 def lowered(request: Any, *operands: Any) -> Any:
@@ -88,7 +89,7 @@ def lowered(request: Any, *operands: Any) -> Any:
     on_devices = next((partial(row.shards, request) for row in split if row.shards is not None), reference)
 
     on_cuda = one
-    # If all ways are the same function, XLA itself can split it.
+    # If the row runs the same function on one device and on several, XLA itself can split it.
     if on_mesh is not None or rows[0].one is not rows[0].shards:
         on_cuda = partial(unless_partitioned, one, on_devices, on_shards=on_mesh)
     # Opaque to the policies of jax.checkpoint: a policy that saves the results of dots would otherwise find
@@ -117,7 +118,8 @@ def _gemm_on_mesh(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, name: str = "") -> 
         gemm: what is multiplied.
         lhs: the left operand.
         rhs: the right operand.
-        name: the scope by which an audit recognizes how the parts are multiplied; empty if XLA shows it.
+        name: the scope by which an audit recognizes how the parts are multiplied; empty if the compiled
+            program shows it.
     """
 
     def multiply(part: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
@@ -143,7 +145,7 @@ def rows_of(request: Any, *operands: Any) -> list[Row]:
 _E5M2 = np.dtype(jnp.float8_e5m2)
 _OCP_DTYPES = {np.dtype(jnp.float8_e4m3fn), _E5M2}
 # Triton counts elements in 32 bits, so our GPU kernels support only fewer elements than this.
-_TRITON_LIMIT = 2**31
+_MAX_ELEMENTS = 2**31
 
 
 def _padded_size(shape: tuple[int, ...]) -> int:
@@ -297,7 +299,7 @@ def _fits_block_kernels(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bo
         and lhs.quantizer.scale_columns == rhs.quantizer.scale_columns == BLOCK
         and all(isinstance(size, int) for size in (*lhs.codes.shape, *rhs.codes.shape, *gemm.out_shape))
         and all(
-            _padded_size(shape) < _TRITON_LIMIT
+            _padded_size(shape) < _MAX_ELEMENTS
             for shape in (
                 lhs.codes.shape,
                 rhs.codes.shape,
@@ -332,15 +334,18 @@ def _has_grouped_gemm(
     sizes = of_products if isinstance(request, ExpertProducts) else of_sums
     return (
         has_triton()
-        and _padded_size((num_tiles(rows, experts + 1) * TILE, max(depth, columns))) < _TRITON_LIMIT
+        and _padded_size((num_tiles(rows, experts + 1) * TILE, max(depth, columns))) < _MAX_ELEMENTS
         and all(x.scale.size in allowed for x, allowed in zip((lhs, rhs), sizes))
     )
 
 
-def _is_of_experts(
+def _can_split_experts(
     capability: float, request: ExpertProducts | ExpertSums, lhs: Any, rhs: Any, group_sizes: Any
 ) -> bool:
-    """Returns whether each device of a mesh can multiply its rows of a ragged dot by codes of others."""
+    """Returns whether our rule can split a ragged dot over the devices of a mesh.
+
+    Each device then multiplies its own rows, by codes that it may receive from other devices.
+    """
     del group_sizes
     if not (
         capability > 0  # without a known GPU only the reference remains, so there is no choice
@@ -369,7 +374,7 @@ def _has_block_quantize(capability: float, pair: CastPair, x: Any, scale: Any) -
         and quantizer.block in ((1, BLOCK), (BLOCK, BLOCK))
         and quantizer.scale_columns is not None
         and all(isinstance(size, int) and size > 0 for size in sizes)
-        and _padded_size(sizes) < _TRITON_LIMIT
+        and _padded_size(sizes) < _MAX_ELEMENTS
         # The kernel computes in float32, so it takes no float64.
         and x.dtype.itemsize <= 4
         and not _is_explicit(x)
@@ -432,7 +437,7 @@ def _has_cast_transpose(capability: float, request: CastTranspose, scales: Any, 
         and NATIVE_FP8 <= capability < NATIVE_MX
         and has_triton()
         and cast_grid(rows, columns) is not None
-        and rows * columns < _TRITON_LIMIT
+        and rows * columns < _MAX_ELEMENTS
         # The kernel computes in float32, so it takes no float64.
         and all(arg.dtype.itemsize <= 4 for arg in args)
     )
@@ -480,7 +485,7 @@ _TABLE: dict[type, tuple[Row, ...]] = {
     ExpertProducts: (
         Row(_has_grouped_gemm, cuda_ragged.expert_products, on_mesh=cuda_ragged.expert_products_on_shards),
         Row(
-            _is_of_experts,
+            _can_split_experts,
             _reference,
             _reference,
             cuda_ragged.products_in_tiles_on_shards,
@@ -488,7 +493,7 @@ _TABLE: dict[type, tuple[Row, ...]] = {
     ),
     ExpertSums: (
         Row(_has_grouped_gemm, cuda_ragged.expert_sums, on_mesh=cuda_ragged.expert_sums_on_shards),
-        Row(_is_of_experts, _reference, _reference, cuda_ragged.sums_in_tiles_on_shards),
+        Row(_can_split_experts, _reference, _reference, cuda_ragged.sums_in_tiles_on_shards),
     ),
     CastPair: (
         Row(_has_block_quantize_on_shards, cuda_casts.block_pair, on_mesh=cuda_casts.block_pair_on_shards),

@@ -51,7 +51,8 @@ class Gemm(NamedTuple):
     """Whether the operands are dequantized and multiplied in their wide dtypes on every device, as the
     quantize-dequantize form requires."""
     name: str = ""
-    """``"forward"``, ``"dgrad"`` or ``"wgrad"``; empty for a part of one of them."""
+    """``"forward"``, ``"dgrad"`` or ``"wgrad"``, also for the part of one device of a mesh. Empty for a
+    tile of a ragged dot."""
     is_packed: bool = False
     """Whether the codes of the right operand are stored, as in a frozen model. Otherwise each call
     quantizes the right operand."""
@@ -201,7 +202,14 @@ def _wide_by_codes(gemm: Gemm, lhs: jax.Array, rhs: QTensor) -> jax.Array:
     write the wide kernel to memory.
     """
     wide = jnp.dtype(jnp.float64 if jnp.float64 in (lhs.dtype, gemm.out_dtype) else jnp.float32)
-    out = dot(gemm, lhs, rhs.codes.astype(lhs.dtype), gemm.precision, wide)
+    out = lax.dot_general(
+        lhs,
+        rhs.codes.astype(lhs.dtype),
+        gemm.dimension_numbers,
+        gemm.precision,  # None takes jax.default_matmul_precision, as for other wide GEMMs
+        preferred_element_type=wide,
+        out_sharding=gemm.out_sharding,
+    )
     return (out * _as_columns(gemm, rhs.scale).astype(wide)).astype(gemm.out_dtype)
 
 
@@ -225,7 +233,7 @@ def scaled(gemm: Gemm, out: jax.Array, lhs: QTensor, rhs: QTensor) -> jax.Array:
     if lhs_scale.ndim:
         lhs_scale = lax.transpose(lhs_scale, gemm.lhs.order)
         lhs_scale = lhs_scale.reshape(*batch, *rows, *(1 for _ in columns))
-    else:  # If both scales are constants, as in a closed-over model, XLA would fold their product.
+    else:  # XLA would fold the product of two constants, as in a closed-over model; it could overflow.
         lhs_scale = lax.optimization_barrier(lhs_scale)
     rhs_scale = _as_columns(gemm, rhs_scale)
     if out.dtype == jnp.float64:  # float64 holds the product of any two float32 scales
@@ -243,10 +251,10 @@ def _as_columns(gemm: Gemm, scale: jax.Array) -> jax.Array:
     return lax.transpose(scale, gemm.rhs.order).reshape(*batch, *(1 for _ in gemm.lhs.free), *columns)
 
 
-_OF_MATRICES = (((1,), (0,)), ((), ()))
+_ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 # The smallest M, K and N for which ``dot`` multiplies rows in pairs. A smaller size, split over many
 # devices, could leave a device with a single row, for which XLA cannot compile the algorithm.
-_MANY = 256
+_MIN_FOR_PAIRS = 256
 
 
 def dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: Any) -> jax.Array:
@@ -263,12 +271,12 @@ def dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: A
     # Workaround: XLA's partitioner (Shardy) drops the algorithm of a product of two matrices, and XLA would
     # then not use cublasLt. Rows are multiplied in pairs to avoid that form. (A transposed operand also
     # avoids it, but is gathered once more.)
-    is_lost = dims == _OF_MATRICES and isinstance(precision, lax.DotAlgorithmPreset)
+    is_lost = dims == _ROWS_BY_COLUMNS and isinstance(precision, lax.DotAlgorithmPreset)
     in_pairs = (
         is_lost
         and gemm.out_sharding is None
         # Under jax.export a size may be symbolic.
-        and all(isinstance(size, int) and size >= _MANY for size in gemm.sizes)
+        and all(isinstance(size, int) and size >= _MIN_FOR_PAIRS for size in gemm.sizes)
         and lhs.shape[0] % (2 * _num_parts(lhs)) == 0
     )
     if in_pairs:
@@ -365,8 +373,8 @@ class CastPair(NamedTuple):
         if not serves(self.first, self.second, self.view):
             first = quantized(self.first, x, self.view, scale)
             return behind_barrier(self, first, quantized(self.second, x, self.other_view, scale))
-        # Made in the order of the tensor, in which devices of a mesh exchange codes; see
-        # ``gemm_on_shards``.
+        # The codes are made in the order of the tensor's dimensions, because devices of a mesh exchange
+        # codes in that order; see ``gemm_on_shards``.
         is_second = list(self.other_view.order) == sorted(self.other_view.order)
         made = quantized(self.first, x, self.other_view if is_second else self.view, scale)
         other = made.quantizer.transpose(made) if isinstance(made, QTensor) else made

@@ -1,6 +1,7 @@
-"""Returns whether a GPU has FP8 units for a recipe, and warns if the current device has none.
+"""Which recipes run in FP8 units on a GPU, and the warning if the current device has none.
 
-The functions here know no shapes; their results are shown to users. ``lowering`` chooses what runs.
+The functions decide from dtypes and scales alone, for warnings and reports. ``lowering``, which also knows
+the shapes, chooses what runs.
 """
 
 from __future__ import annotations

@@ -78,6 +78,15 @@ def test_what_does_not_lie_together_is_left_alone():
     assert gemms_of((2, 3, 4), (2, 4, 5), (((2,), (1,)), ((0,), (0,)))).forward.of_columns() is None
 
 
+def test_a_wide_product_by_stored_codes_has_the_precision_of_jax():
+    gemm = gemms_of((4, 8), (8, 2), MATMUL).forward._replace(is_packed=True)
+    kernel = fp8.QTensor(jnp.ones((8, 2), jnp.float8_e4m3fn), jnp.float32(1), DELAYED.forward.rhs)
+    with jax.default_matmul_precision("highest"):
+        program = jax.make_jaxpr(lambda x: gemm.reference(x, kernel))(jnp.ones((4, 8)))
+    (product,) = (eqn for eqn in program.eqns if eqn.primitive.name == "dot_general")
+    assert set(product.params["precision"]) == {lax.Precision.HIGHEST}
+
+
 @pytest.mark.parametrize("name", ["b", "16*b"])
 def test_symbolic_sizes(name):
     (size,) = jax.export.symbolic_shape(name)

@@ -84,15 +84,15 @@ def block_quantize(
 
     def store(ref: Any, value: jax.Array, mask: jax.Array | None) -> None:
         """Writes a tile; if the tile may reach beyond the matrix, only where ``mask`` is True."""
-        if is_whole or is_square:
+        if is_whole:
             ref[...] = value
         else:
             triton.store(ref, value, mask=mask)
 
     def kernel(x_ref: Any, codes: Any, transposed: Any, scales: Any, of_columns: Any) -> None:
-        tile = BLOCK, BLOCK
-        in_columns = inside(2, tile, columns)
-        in_rows = inside(1, tile, rows).T
+        shape_of_tile = BLOCK, BLOCK
+        in_columns = inside(2, shape_of_tile, columns)
+        in_rows = inside(1, shape_of_tile, rows).T
         if is_whole:
             values = x_ref[...].astype(jnp.float32)
         else:
@@ -130,7 +130,7 @@ def block_quantize(
             tile(BLOCK, BLOCK, lambda b, i, j: (b, j, i)),
         ),
     ]
-    # The kernel writes scales with the block dimension first, the layout in which the GEMM kernels read.
+    # The kernel writes scales with the block dimension first, the layout that the Hopper kernel reads.
     if is_square:
         scales = [
             (shape(grid[2], grid[1], dtype=jnp.float32), tile(1, 1, lambda b, i, j: (b, j, i))),

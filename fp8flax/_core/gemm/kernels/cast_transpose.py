@@ -50,10 +50,12 @@ def cast_by_kernel(
     num_tiles = width // CAST_TILE
     num_args, num_results = len(args), len(request.dtypes)
     is_row = [arg.shape[0] != rows for arg in args]
-    args = tuple(vary_alike(*args, *(scale.reshape(1) for scale in scales)))
+    inputs = vary_alike(*args, *(scale.reshape(1) for scale in scales))
 
     def kernel(*refs: Any) -> None:
-        wide_refs, scale_refs, out_refs = (refs[:num_args], refs[num_args : len(args)], refs[len(args) :])
+        num_inputs = num_args + num_results
+        wide_refs, scale_refs = refs[:num_args], refs[num_args:num_inputs]
+        out_refs = refs[num_inputs:]
         of_each = [out_refs[i : i + len(outs)] for i in range(0, len(out_refs), len(outs))]
 
         def cast_tile(i: jax.Array, amaxes: list[jax.Array]) -> list[jax.Array]:
@@ -88,7 +90,7 @@ def cast_by_kernel(
     results = pl.pallas_call(
         kernel,
         out_shape=[
-            shape_varying_as(args[0], shape, dtype or of_codes)
+            shape_varying_as(inputs[0], shape, dtype or of_codes)
             for of_codes in request.dtypes
             for shape, dtype, _ in outs
         ],
@@ -98,7 +100,7 @@ def cast_by_kernel(
         name=CAST_TRANSPOSE,
         interpret=interpret,
         **params,
-    )(*args)
+    )(*inputs)
     return [
         Cast(codes, transposed, amaxes.reshape(-1), jnp.sum(sums[0], axis=0) if sums else None)
         for codes, transposed, amaxes, *sums in (

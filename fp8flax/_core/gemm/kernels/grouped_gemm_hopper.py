@@ -25,16 +25,16 @@ _ROWS = TILE // 2
 # The number of cores of an H100 or H200.
 _CORES = 132
 
-# Bytes of shared memory for operands and results: a core has 227 KiB, and barriers take some of it.
+# Bytes of shared memory for operands and results: a thread block has 227 KiB; barriers take some of it.
 _SHARED_MEMORY = 226 * 1024
 
 
 class Tile(NamedTuple):
-    """A tile in the first 128 columns of the result, and what it is computed from, as int32 scalars.
+    """A row of tiles of the result, described by its first tile, in columns 0 to 127, as int32 scalars.
 
-    The tile is the product of ``TILE`` rows of the left operand and ``TILE`` rows of the right operand,
-    summed over ``num_blocks`` blocks of 128 columns of both. The tiles to its right in the result use the
-    same rows of the left operand, and the following rows of the right operand.
+    The first tile is the product of ``TILE`` rows of the left operand and ``TILE`` rows of the right
+    operand, summed over ``num_blocks`` blocks of 128 columns of both. The tiles to its right in the result
+    use the same rows of the left operand, and the following rows of the right operand.
     """
 
     lhs_row: Any

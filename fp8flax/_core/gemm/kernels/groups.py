@@ -170,8 +170,8 @@ def blocks_of_groups(codes: jax.Array, scale: jax.Array, table: jax.Array) -> tu
 
     It is the counterpart of ``transpose_groups`` for scales per block. The codes are transposed already, so
     a block has ``TILE`` columns. A block that several experts share is copied once for each of them, with
-    zeros in the columns of the others. The sum of an expert can then run over whole blocks. The last group,
-    the rows without expert, is left out.
+    zeros in the columns of the others. The sum of an expert can then run over whole blocks. Blocks of the
+    last group, the rows without expert, may follow or be cut off; no sum of an expert reads them.
 
     Args:
         codes: ``(columns, rows)``, of one byte each; the number of rows is a multiple of ``TILE``.
@@ -183,10 +183,10 @@ def blocks_of_groups(codes: jax.Array, scale: jax.Array, table: jax.Array) -> tu
     """
     (columns, rows), groups = codes.shape, table.shape[1]
     index = lax.iota(np.int32, rows // TILE + groups - 2)
-    of = jax.vmap(lambda tile: group_of(table, tile, groups, TILE))(index)
-    block = lax.div(of.row, np.int32(TILE))
+    group = jax.vmap(lambda tile: group_of(table, tile, groups, TILE))(index)
+    block = lax.div(group.row, np.int32(TILE))
     row = lax.broadcasted_iota(np.int32, (index.size, TILE), 1)
-    is_mine = (row >= of.low[:, None]) & (row < of.high[:, None])
+    is_mine = (row >= group.low[:, None]) & (row < group.high[:, None])
     # Codes are copied as 32-bit words: XLA's kernel moves four elements at once, whether bytes or words.
     mask = jnp.where(is_mine, np.uint8(255), np.uint8(0)).reshape(index.size, TILE // 4, 4)
     words = lax.bitcast_convert_type(codes.reshape(columns, rows // TILE, TILE // 4, 4), jnp.uint32)

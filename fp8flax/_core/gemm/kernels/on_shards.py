@@ -46,7 +46,9 @@ def on_shards(
     An array is described by a string with a letter for each dimension. Dimensions with the same letter
     correspond, and are split together. The upper case letter stands for a dimension with one element per
     block of the dimension with the lower case letter; devices then split at these blocks. A dimension ``-``
-    has size 1. Letters that are not in ``order`` are not split.
+    corresponds to no other and is not split, and neither are letters that are not in ``order``. Example:
+    the codes of a matrix are ``mk``. One scale per row and 128 columns is ``mK``; one scale per row is
+    ``m-``.
 
     Args:
         kernel: a function of arrays.
@@ -56,8 +58,8 @@ def on_shards(
             the axis goes to a summed dimension first, then to one that operands and results split alike,
             then to one that operands split, then to one that results split. Among equals, the first letter
             gets the axis.
-        num_deciding: how many of the first operands decide how a dimension is split. They must agree. The
-            other operands are split in the same way, however they come.
+        num_deciding: how many of the first operands decide how a dimension is split. If they do not agree,
+            they do not decide. The other operands are split in the same way, however they come.
         name: the scope in which the kernel runs, by which an audit recognizes the kernel; empty for none.
         adapt: called with the mesh axes of each letter and the operands of a device; returns the operands
             to call the kernel with.
@@ -69,7 +71,7 @@ def on_shards(
     def partition(mesh: Any, args: Any, result: Any) -> Any:
         """Returns what each device computes, and the shardings of results and operands."""
         of_args, of_results = [*zip(operands, args)], [*zip(result_dims, jax.tree.leaves(result))]
-        taken, axes = _Taken(mesh), dict[str, Axes]()
+        free, axes = _FreeAxes(mesh), dict[str, Axes]()
         counts = {letter: _count(letter, [*of_args, *of_results]) for letter in order}
         in_args, in_results = (
             {letter: _agreed(letter, arrays) for letter in order}
@@ -78,7 +80,7 @@ def on_shards(
         both = {letter: in_args[letter] for letter in order if in_args[letter] == in_results[letter]}
         for wanted in ({letter: in_args[letter] for letter in summed}, both, in_args, in_results):
             for letter in wanted:
-                axes[letter] = axes.get(letter) or taken.take(wanted[letter], counts[letter])
+                axes[letter] = axes.get(letter) or free.take(wanted[letter], counts[letter])
         summed_axes = tuple(axis for letter in summed for axis in axes[letter])
 
         def compute(*args: jax.Array) -> Any:
@@ -94,8 +96,8 @@ def on_shards(
         """Returns the rule by which Shardy propagates shardings, and the sizes of its factors.
 
         A dimension of ``n`` blocks is written as ``(N n)``. If the number of devices does not divide the
-        number of blocks, Shardy could split columns over a part of a mesh axis. JAX has no such sharding,
-        so the rule then does not relate blocks to columns.
+        number of blocks, Shardy could split columns over a part of a mesh axis. JAX has no such sharding.
+        The rule then gives blocks and columns unrelated factors, and ``partition`` splits them alike.
         """
         arrays = [*zip((*operands, *result_dims), (*operand_types, *result_types))]
         letters = {letter for of, _ in arrays for letter in of.lower()} - {"-"}
@@ -172,7 +174,7 @@ def gemm_on_shards(
         return multiply(gemm.of_parts(lhs.shape, rhs.shape), left, right)
 
     summed = "".join(letter for letter in of_lhs if letter not in of_out)
-    operands = of_lhs, of_rhs, _of_scale(lhs, lhs.scale, of_lhs), _of_scale(rhs, rhs.scale, of_rhs)
+    operands = of_lhs, of_rhs, _of_scale(lhs, of_lhs), _of_scale(rhs, of_rhs)
     run = on_shards(multiply_part, operands, of_out, order=summed + of_out, num_deciding=2, name=name)
     return run(lhs.codes, rhs.codes, lhs.scale, rhs.scale)
 
@@ -201,9 +203,9 @@ def _block_gemm_on_shards(
     of_operands, sent = [], []
     for x, view, of_rows, swapped in zip(operands, views, rows, is_swapped):
         of_operands.append(batch + (columns + of_rows if swapped else of_rows + columns))
-        view = view._replace(contract=view.free) if swapped else view
+        view = view._replace(contract=view.free) if swapped else view  # sent with its rows as columns
         sent.append(x.quantizer.spread(_swapped(x, swapped), view))
-    of_scales = [_of_scale(x, x.scale, of) for x, of in zip(sent, of_operands)]
+    of_scales = [_of_scale(x, of) for x, of in zip(sent, of_operands)]
     of_out = batch + rows[0] + rows[1]
 
     def multiply_part(*args: jax.Array) -> jax.Array:
@@ -286,7 +288,9 @@ def quantize_on_shards(
     letters = iter(string.ascii_lowercase)
     batch, rows, columns = next(letters), *(_next(letters, rank) for rank in ranks)
     whole = [dims for dims, is_whole in zip((rows, columns), are_whole) if is_whole]
-    # For each dimension of the matrix: the dimensions of the codes, and of the scales, along its blocks.
+    # For rows and for columns: the letters of the codes, and those of the scales per block. For instance,
+    # if rows are ``bc`` and whole, the codes have ``bc`` and the scales ``bC``. If columns are ``d`` and
+    # not whole, both get new letters, ``e`` and ``f``.
     padded = {dims: dims if dims in whole else next(letters) for dims in (rows, columns)}
     blocks = {
         dims: dims[:-1] + dims[-1].upper() if dims in whole else next(letters) for dims in (rows, columns)
@@ -338,7 +342,7 @@ def ragged_on_shards(
         name: the scope in which ``multiply`` runs; empty for none.
     """
     quantizers, rows = (lhs.quantizer, rhs.quantizer), dims[0].index("m")
-    of_scales = (_of_scale(x, x.scale, of) for x, of in zip((lhs, rhs), dims))
+    of_scales = (_of_scale(x, of) for x, of in zip((lhs, rhs), dims))
 
     def kernel(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, sizes: Any) -> jax.Array:
         left, right = _qtensors((lhs, rhs), (lhs_scale, rhs_scale), quantizers)
@@ -368,17 +372,17 @@ def _qtensors(
     return list(map(QTensor, codes, scales, quantizers))
 
 
-def _of_scale(x: QTensor, scale: jax.Array, of_codes: str) -> str:
+def _of_scale(x: QTensor, of_codes: str) -> str:
     """Returns the description of the scales of ``x``, see ``on_shards``.
 
     With scales per block each dimension of blocks gets a letter, also if its size is 1. This keeps devices
     from splitting a single block.
 
     Args:
-        x: the operand.
-        scale: its scales. The description of a scalar is the empty string.
+        x: the operand. The description of a scalar scale is the empty string.
         of_codes: the description of the codes.
     """
+    scale = x.scale
     if scale.ndim != x.codes.ndim:
         return "-" * scale.ndim
     is_per_block = x.quantizer.scales_along_contraction
@@ -408,8 +412,8 @@ def _axes_of(x: Any) -> list[Axes]:
     return [() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in spec]
 
 
-class _Taken:
-    """Records which axes of a mesh are used, so that each axis splits only one dimension."""
+class _FreeAxes:
+    """The axes of a mesh that split no dimension yet; each axis splits only one dimension."""
 
     def __init__(self, mesh: Any) -> None:
         self.mesh = mesh
