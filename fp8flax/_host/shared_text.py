@@ -156,7 +156,7 @@ learns to send all tokens to the same experts:
 num_experts: number of experts.
 hidden_features: number of features of each expert's hidden layer.
 features: number of features of the result; None for as many as the input has.
-top_k: number of experts per token.
+top_k: number of experts per token. With 1 every gate is 1, so only the two losses train the router.
 {_ACTIVATION}
 gated: whether the activation is applied to a third layer, ``gate``, and multiplies ``up``.
 dtype: dtype of the experts' computation and the result; None for the dtype that input and
