@@ -226,3 +226,14 @@ def test_where_there_is_a_kernel(shape, dtype, capability, expected):
     args = [jnp.float32(1)], jax.ShapeDtypeStruct(shape, dtype)
     with compile_target(capability):
         assert [row.one for row in lowering.rows_of(request, *args)] == [cast_by_kernel] * expected
+
+
+@pytest.mark.parametrize(("number", "fits"), [(4, True), (2**18, False)])
+def test_sizes_are_counted_with_their_padding(number, fits):
+    """A GPU kernel fills up each matrix of a stack to 128 rows."""
+    quantizer = fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=(1, 128), scale="float32")
+    dims = (((2,), (1,)), ((0,), (0,)))
+    gemm = gemms_of((number, 1, 128), (number, 128, 1), dims).forward
+    codes = jax.ShapeDtypeStruct((number, 1, 128), jnp.float8_e4m3fn)
+    operand = fp8.QTensor(codes, None, quantizer)
+    assert lowering._fits_block_kernels(9.0, gemm, operand, operand) == fits
