@@ -251,11 +251,11 @@ class ParamOrigins:
     def follow(self, primitive: Any, operands: Any, params: Any, results: Any, scope: Any) -> None:
         """Records the origins of the results of a primitive, and the parameters that it reads."""
         results = results if primitive.multiple_results else [results]
-        if all(map(self._is_constant, operands)):
+        varying = [x for x in operands if not self._is_constant(x, scope)]
+        if not varying:
             for result in results:
                 self._constants.set(result, True)
             return
-        varying = [x for x in operands if not self._is_constant(x)]
         origins = [self.of(x, scope) for x in varying]
         self._follow_elsewhere(varying, origins, results, scope)
         made_of = [d for d in origins if d is not None]
@@ -293,9 +293,14 @@ class ParamOrigins:
             for result in results:
                 self._elsewhere.set(result, path)
 
-    def _is_constant(self, value: Any) -> bool:
-        """Returns whether a value is a number in the source of the model, or computed from such numbers."""
-        return bool(self._constants.get(value)) if isinstance(value, jax.Array) else np.ndim(value) == 0
+    def _is_constant(self, value: Any, scope: Any) -> bool:
+        """Returns whether a value is a number in the source of the model, or computed from such numbers.
+
+        A parameter is no constant, although ``init`` may compute it from numbers, as ``zeros`` does.
+        """
+        if not isinstance(value, jax.Array):
+            return np.ndim(value) == 0
+        return bool(self._constants.get(value)) and self.of(value, scope) is None
 
     def use(self, value: Any, scope: Any) -> None:
         """Records that an operation other than an FP8 op reads a value."""

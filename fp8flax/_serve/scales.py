@@ -15,6 +15,7 @@ from fp8flax._core.op_base import MissingStateError
 from fp8flax._core.quantizers import CurrentQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import ScalingState, delayed_config, scale_of
+from fp8flax._core.state.tree import history_axis
 from fp8flax._serve.trees import Path
 
 WEIGHT_ONLY = CustomRecipe(
@@ -77,12 +78,13 @@ def fixed_scales(
 @functools.partial(jax.jit, static_argnums=0)
 def _next(quantizer: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
     """Returns the next scale of a state; for stacked states the next scale of each."""
-
-    def of_states(scale: jax.Array, history: jax.Array) -> jax.Array:
-        if scale.ndim == 1:
-            return scale_of(delayed_config(quantizer), ScalingState(scale, history)).reshape((1,))
-        own = [i for i, (a, b) in enumerate(zip(scale.shape, history.shape)) if a != b] or [scale.ndim - 1]
-        axis = next(i for i in range(scale.ndim) if i not in own[-1:])
-        return jax.vmap(of_states, in_axes=axis, out_axes=axis)(scale, history)
-
-    return of_states(scale, history)
+    axis = history_axis(scale, history)
+    if axis is None:
+        raise ValueError(
+            f"A scale of shape {scale.shape} and an amax history of shape {history.shape} do not fit: they "
+            "must have the same shape, but for one axis, where the scale has size 1."
+        )
+    scales, histories = (jnp.moveaxis(x, axis, -1) for x in (scale, history))
+    states = ScalingState(scales.reshape(-1, 1), histories.reshape(-1, history.shape[axis]))
+    next_scales = jax.vmap(functools.partial(scale_of, delayed_config(quantizer)))(states)
+    return jnp.moveaxis(next_scales.reshape(scales.shape), -1, axis)

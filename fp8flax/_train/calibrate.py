@@ -20,7 +20,7 @@ from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_function, check_loss, check_variables
 from fp8flax._core.scaling import SMALLEST_SCALE
-from fp8flax._core.state.tree import check_state_dtype, kept_tree, path_str, to_max, unmerge
+from fp8flax._core.state.tree import check_state_dtype, history_axis, kept_tree, path_str, to_max, unmerge
 from fp8flax._train.gradients import is_from_container
 
 
@@ -201,11 +201,17 @@ class _Reports:
         self._paths, self._treedef = jax.tree_util.tree_flatten_with_path(state)
         self._count, named = 0, []
         self._names: dict[Any, np.ndarray] = {}
+        self._axes: dict[Any, int] = {}
+        leaves = dict(self._paths)
         for path, leaf in self._paths:
             if path[-1].key.endswith("_scale"):
                 names = np.arange(self._count, self._count + leaf.size).reshape(leaf.shape)
                 self._count += leaf.size
-                self._names[path[:-1], path[-1].key.removesuffix("_scale")] = names
+                role = path[-1].key.removesuffix("_scale")
+                self._names[path[:-1], role] = names
+                history = leaves.get((*path[:-1], jax.tree_util.DictKey(f"{role}_amax_history")))
+                axis = None if history is None else history_axis(leaf, history)
+                self._axes[path[:-1], role] = leaf.ndim - 1 if axis is None else axis
                 leaf = jax.device_put(names.astype(np.float32))
             named.append(leaf)
         self.named = type(variables)({**variables, **self._treedef.unflatten(named)})
@@ -229,13 +235,10 @@ class _Reports:
         leaves = []
         for path, leaf in self._paths:
             is_scale = path[-1].key.endswith("_scale")
-            names = self._names[
-                path[:-1], path[-1].key.rsplit("_scale" if is_scale else "_amax_history", 1)[0]
-            ]
+            role = path[-1].key.rsplit("_scale" if is_scale else "_amax_history", 1)[0]
+            names = self._names[path[:-1], role]
             new = np.full(leaf.shape, -np.inf, np.float32)
-            axis = next(
-                (i for i, (a, b) in enumerate(zip(names.shape, leaf.shape)) if a != b), leaf.ndim - 1
-            )
+            axis = self._axes[path[:-1], role]
             rows, numbers = np.moveaxis(new, axis, -1), np.moveaxis(names, axis, -1)[..., 0]
             for index in np.ndindex(numbers.shape):
                 if (seen := self._seen.get(int(numbers[index]))) is not None:

@@ -248,3 +248,14 @@ def test_what_scanned_layers_have_is_beside_them():
     _, totals = model8.apply(variables, x)
     expected = Loop().apply({"params": variables["params"]}, x)[1]
     np.testing.assert_array_equal(totals, expected)
+
+
+@pytest.mark.parametrize("kernel_init", [nn.initializers.zeros, nn.initializers.ones])
+def test_a_kernel_that_starts_constant_and_is_cast(kernel_init):
+    """Zero-initialized projections in bfloat16, as in diffusion models and adapters, get their state."""
+    layer = nn.Dense(8, kernel_init=kernel_init, dtype=jnp.bfloat16)
+    model8 = fp8.quantize_model(nn.Sequential([layer]), **ALL)
+    x = normal(0, 4, 8)
+    variables = model8.init(jax.random.key(0), x)
+    assert "Fp8DotGeneralOp_0" in variables[OWG]["layers_0"]
+    assert model8.apply(variables, x).dtype == jnp.bfloat16

@@ -319,3 +319,33 @@ class TestRefused:
             after = fp8.calibrate(partial(MODEL.apply, use_second=False), VARIABLES, [X])
         assert_equal(op_state(after, "second"), op_state(VARIABLES, "second"))
         assert op_state(after, "first")["input_amax_history"][0] == np.max(np.abs(X))
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_states_stacked_along_another_axis(length):
+    """Reports to the host, and frozen scales, take the amaxes of each layer."""
+    op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=length))
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            ones = nn.initializers.ones
+            return nn.Dense(4, use_bias=False, kernel_init=ones, dot_general_cls=op)(x), None
+
+    axes = {"params": 1, OWG: 1}
+    model = nn.scan(Block, variable_axes=axes, split_rngs={"params": True}, length=3)()
+    x = jnp.ones((2, 4))
+    variables = model.init(jax.random.key(0), x, None)
+
+    def loop(v, x):  # has no reverse mode
+        return jax.lax.while_loop(
+            lambda c: c[0] < 1, lambda c: (c[0] + 1, model.apply(v, c[1], None)[0]), (0, x)
+        )[1]
+
+    found = fp8.calibrate(loop, variables, [x])
+    state = found[OWG]["Dense_0"]["Fp8DotGeneralOp_0"]
+    expected = np.array([[1, 4, 16]]) / 448
+    np.testing.assert_allclose(state["input_scale"], expected, rtol=1e-6)
+    _, frozen = fp8.freeze(model, found, x, None)
+    scales = [x for p, x in jax.tree_util.tree_leaves_with_path(frozen) if p[-1].key == "input_scale"]
+    np.testing.assert_allclose(np.ravel(scales[0]), expected[0], rtol=1e-6)
