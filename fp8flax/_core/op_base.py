@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -97,36 +98,41 @@ class OpBase(Called):
         return recipe_in_use(self.recipe, self.default_recipe)
 
     def _multiplier(self) -> Callable[..., jax.Array]:
-        """Returns the function that computes the op with its state, by the recipe in use.
+        """Returns ``_compute`` with the recipe in use.
 
         Each call needs a new one, because an op may be called under different ambient recipes.
         """
-        recipe = self._recipe_in_use()
+        return partial(self._compute, self._recipe_in_use())
 
-        def compute(lhs: Any, rhs: Any, *arguments: Any, **keywords: Any) -> jax.Array:
-            if recipe is None:
-                with jax.named_scope(SWITCHED_OFF):
-                    return self.row.plain(lhs, rhs, *arguments, **keywords)
-            states = self._states(recipe, jnp.shape(rhs))
-            return self._in_fp8(recipe, states, lhs, rhs, *arguments, **keywords)
-
-        return compute
-
-    def _in_fp8(
-        self, recipe: Recipe, states: States, *args: Any, is_frozen: bool = False, **keywords: Any
+    def _compute(
+        self,
+        recipe: Recipe | None,
+        lhs: Any,
+        rhs: Any,
+        *arguments: Any,
+        fixed: tuple[States, Recipe] | None = None,
+        **keywords: Any,
     ) -> jax.Array:
         """Returns the result of the op.
 
         Args:
-            recipe: the recipe in use.
-            states: the scaling states for this recipe.
-            *args: the operands and arguments of the op.
-            is_frozen: whether the states do not change.
-            **keywords: further arguments of the op.
+            recipe: the recipe in use; None if FP8 is switched off.
+            lhs: the input.
+            rhs: the kernel.
+            *arguments: the further arguments of the op, in the order of ``OpRow.plain``.
+            fixed: states that do not change, and the recipe that they are for. They take the place of the
+                state of the op, which is then not read, and of ``recipe``.
+            **keywords: further keyword arguments of the op.
         """
+        states, recipe = (None, recipe) if fixed is None else fixed
+        if recipe is None:
+            with jax.named_scope(SWITCHED_OFF):
+                return self.row.plain(lhs, rhs, *arguments, **keywords)
+        if states is None:
+            states = self._states(recipe, jnp.shape(rhs))
         how: dict[str, Any] = {"states": states, "recipe": recipe, "form": self.form}
         with in_op(self._place):
-            return self.row.in_fp8(*args, **how, is_frozen=is_frozen, **keywords)
+            return self.row.in_fp8(lhs, rhs, *arguments, **how, is_frozen=fixed is not None, **keywords)
 
     def _states(self, recipe: Recipe, kernel: Shape = ()) -> States:
         """Returns the states that a recipe needs, for a kernel of this shape."""

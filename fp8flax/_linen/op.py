@@ -90,15 +90,8 @@ class Fp8Op(OpBase, nn.Module):
         self._check_options()
 
     def _multiplier(self) -> Callable[..., jax.Array]:
-        multiply = super()._multiplier()
-
-        def compute(*args: Any, fixed: tuple[States, Recipe] | None = None, **keywords: Any) -> jax.Array:
-            if fixed is None:
-                return multiply(*args, **keywords)
-            states, recipe = fixed
-            return self._in_fp8(recipe, states, *args, is_frozen=True, **keywords)
-
         on_op = conversion().on_op
+        compute = super()._multiplier()
         return compute if on_op is None else partial(on_op, self, self._recipe_in_use(), compute)
 
     def _place(self) -> tuple[str, ...]:

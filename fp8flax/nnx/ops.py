@@ -14,11 +14,10 @@ from flax import nnx
 
 from fp8flax._compat.flax_context import running_modules
 from fp8flax._core.formats import Format
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, SCALE
 from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.options import check_int
 from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
-from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT, OpRow
 from fp8flax._core.recipes import DelayedScaling, Recipe
 
@@ -131,22 +130,19 @@ class Fp8Op(OpBase, nnx.Module):
                 f"{type(self).__name__}, whose scaling state Linen cannot keep. Give it the Linen op: "
                 f"{field}=fp8flax.{type(self).__name__}."
             )
-        multiply = super()._multiplier()
+        return super()._multiplier()
 
-        def scoped(*args: Any, **keywords: Any) -> jax.Array:
-            with jax.named_scope(self._scope) if self._scope else contextlib.nullcontext():
-                return multiply(*args, **keywords)
-
-        return scoped
-
-    def _in_fp8(self, recipe: Recipe, states: States, *args: Any, **keywords: Any) -> jax.Array:
-        out = super()._in_fp8(recipe, states, *args, **keywords)
-        state = next((state for state in states if state is not None), None)
-        # fp8flax.nnx.grad casts states to the max dtype, so float32 states belong to another transform.
-        if state is None or state.scale.dtype != jnp.float32:
+    def _compute(
+        self, recipe: Recipe | None, lhs: Any, rhs: Any, *arguments: Any, **keywords: Any
+    ) -> jax.Array:
+        with jax.named_scope(self._scope) if self._scope else contextlib.nullcontext():
+            out = super()._compute(recipe, lhs, rhs, *arguments, **keywords)
+        delayed = {} if recipe is None else recipe.gemms.delayed
+        if not delayed:
             return out
-        _, kernel, *_ = args
-        return _checked(out, kernel, state.scale)
+        scale = getattr(self, next(iter(delayed)) + SCALE).get_value()
+        # fp8flax.nnx.grad casts states to the max dtype, so float32 states belong to another transform.
+        return _checked(out, rhs, scale) if scale.dtype == jnp.float32 else out
 
     def _place(self) -> tuple[str, ...]:
         if not self._scope and self._conversion is None:
