@@ -17,7 +17,7 @@ import jax
 from fp8flax._compat.flax_modules import AroundCalls, call_as_method, check_calls
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._linen.conversion import conversion, converting
-from fp8flax._model.converted_call import seen_of
+from fp8flax._model.converted_call import Call, seen_of
 from fp8flax._model.rules import Rules
 from fp8flax._train.bridge import split_arrays
 
@@ -47,7 +47,7 @@ def _make_class(cls: type[nn.Module], rules: Rules, make_call: Callable[..., Any
         "_fp8_base": cls,
         "_fp8_rules": rules,
         "_fp8_make_call": staticmethod(make_call),
-        "_fp8_serving": getattr(make_call, "serving", None),
+        "_fp8_serving": None if make_call is Call else make_call,
         **{name: _with_call(method) for name, method in _transformed_methods(cls)},
     }
     return type(cls.__name__, (_Converted, cls), names)

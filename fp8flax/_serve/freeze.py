@@ -24,7 +24,7 @@ from fp8flax._serve.coverage import left_wide, reasons_of_parameters
 from fp8flax._serve.hidden_state import CACHE, ServedOp, narrowed
 from fp8flax._serve.kernels import layout, stacked_axis, to_freeze
 from fp8flax._serve.scales import WEIGHT_ONLY
-from fp8flax._serve.serving import MakeServingCall, Serving
+from fp8flax._serve.serving import Serving
 from fp8flax._serve.stored_op import (
     FROZEN,
     OpToFreeze,
@@ -138,7 +138,7 @@ def freeze(
     others = {name: value for name, value in variables.items() if name != OVERWRITE_WITH_GRADIENT}
     if CACHE in others and cache_dtype is not None:
         others[CACHE] = narrowed(others[CACHE], cache_dtype)
-    cls = converted_class(base._fp8_base, base._fp8_rules, MakeServingCall(Serving(served, cache_dtype)))
+    cls = converted_class(base._fp8_base, base._fp8_rules, Serving(served, cache_dtype))
     return convert(model, cls), {**others, PARAMS: trees.reboxed(params, boxed.get(PARAMS, {}))}
 
 

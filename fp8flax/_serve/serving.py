@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -36,22 +36,16 @@ from fp8flax._serve.scales import constant
 from fp8flax._serve.stored_op import broadcastable, check_is_on, computed
 
 
-class Serving(NamedTuple):
-    """The static description of a serving model (hashable)."""
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """The static description of a serving model (hashable). It makes the calls of the model."""
 
     ops: tuple[ServedOp, ...]
     cache_dtype: np.dtype | None
 
-
-@dataclasses.dataclass(frozen=True)
-class MakeServingCall:
-    """Makes the calls of a serving model. Two instances with equal descriptions are equal."""
-
-    serving: Serving
-
     def __call__(self, cls: Any, rules: Rules) -> Call:
         """Returns a new call of a model of this class."""
-        return ServingCall(self.serving, cls, rules)
+        return ServingCall(self, cls, rules)
 
 
 def serving_ops(model: Any) -> tuple[ServedOp, ...]:
