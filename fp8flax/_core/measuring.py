@@ -126,7 +126,7 @@ def numbers_of(
         values=values,
         underflowed=underflowed,
         saturated=saturated,
-        signal=jnp.sum(jnp.square(magnitude * inverse)),
+        signal=jnp.sum(jnp.square(lax.optimization_barrier(magnitude * inverse))),
         noise=jnp.sum(jnp.square(error)),
         nonfinite=nonfinite,
         amax=amax,

@@ -143,7 +143,6 @@ class Call:
         with (
             converting(on_op=self.on_op),
             beside_params(self.beside_params, self.origins.on_map),
-            self.interception.active(),
         ):
             yield
 

@@ -166,17 +166,6 @@ class Interception:
 
         return nn.intercept_methods(around)
 
-    def active_in_setup(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context in which only the method ``setup`` is intercepted."""
-
-        def around(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-            if context.method_name != "setup" or context.module.scope is None:
-                return call(*args, **kwargs)
-            with _in_frame(self, context.module, "setup"):
-                return call(*args, **kwargs)
-
-        return nn.intercept_methods(around)
-
 
 class _Watcher(Watcher):
     """Sends the contractions of the methods that run in one trace of JAX to the handler."""

@@ -45,8 +45,7 @@ def _own_reason(found: SeenOp, gemms: CustomRecipe, seen: Seen) -> str | None:
         return "it is computed from parameters"
     if any(source.path in seen.used_otherwise for source in kernel.sources):
         return "something else than an FP8 op reads it too"
-    is_delayed = quantizer is not None and quantizer.needs_state
-    if not (found.op.row.plan is not None or gemms is WEIGHT_ONLY or is_delayed):
+    if not (found.op.row.plan is not None or gemms is WEIGHT_ONLY or quantizer.needs_state):
         return "convolutions and ragged dots store kernels with delayed scales alone"
     return None
 

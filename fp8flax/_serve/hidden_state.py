@@ -140,7 +140,7 @@ def widened(cache: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in cache.items():
         if isinstance(value, Mapping):
             wide[name] = widened(value)
-        elif not name.endswith(_DTYPE_OF):
+        elif not (name.endswith(_DTYPE_OF) and name.removesuffix(_DTYPE_OF) in cache):
             like = cache.get(name + _DTYPE_OF)
             wide[name] = value if like is None else value.astype(like.dtype)
     return wide

@@ -20,7 +20,7 @@ from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_function, check_loss, check_variables
 from fp8flax._core.scaling import SMALLEST_SCALE
-from fp8flax._core.state.tree import check_state_dtype, history_axis, kept_tree, path_str, to_max, unmerge
+from fp8flax._core.state.tree import Places, check_state_dtype, kept_tree, path_str, to_max, unmerge
 from fp8flax._train.gradients import is_from_container
 
 
@@ -198,22 +198,17 @@ class _Reports:
 
     def __init__(self, variables: Any) -> None:
         state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
-        self._paths, self._treedef = jax.tree_util.tree_flatten_with_path(state)
-        self._count, named = 0, []
-        self._names: dict[Any, np.ndarray] = {}
-        self._axes: dict[Any, int] = {}
-        leaves = dict(self._paths)
-        for path, leaf in self._paths:
-            if path[-1].key.endswith("_scale"):
-                names = np.arange(self._count, self._count + leaf.size).reshape(leaf.shape)
-                self._count += leaf.size
-                role = path[-1].key.removesuffix("_scale")
-                self._names[path[:-1], role] = names
-                history = leaves.get((*path[:-1], jax.tree_util.DictKey(f"{role}_amax_history")))
-                axis = None if history is None else history_axis(leaf, history)
-                self._axes[path[:-1], role] = leaf.ndim - 1 if axis is None else axis
-                leaf = jax.device_put(names.astype(np.float32))
-            named.append(leaf)
+        found, self._treedef = jax.tree_util.tree_flatten_with_path(state)
+        self._leaves = [leaf for _, leaf in found]
+        self._places = Places.of([path for path, _ in found], self._leaves)
+        named, count = list(self._leaves), 0
+        self._numbers: list[np.ndarray] = []
+        for i, _ in self._places.pairs:
+            scale = named[i]
+            numbers = np.arange(count, count + scale.size).reshape(scale.shape)
+            count += scale.size
+            named[i] = jax.device_put(numbers.astype(np.float32))
+            self._numbers.append(numbers)
         self.named = type(variables)({**variables, **self._treedef.unflatten(named)})
         self._lock = threading.Lock()
         self.clear()
@@ -232,19 +227,14 @@ class _Reports:
 
     def state(self) -> dict[str, Any]:
         """Returns the collection of scaling state, with -inf for tensors without a report."""
-        leaves = []
-        for path, leaf in self._paths:
-            is_scale = path[-1].key.endswith("_scale")
-            role = path[-1].key.rsplit("_scale" if is_scale else "_amax_history", 1)[0]
-            names = self._names[path[:-1], role]
-            new = np.full(leaf.shape, -np.inf, np.float32)
-            axis = self._axes[path[:-1], role]
-            rows, numbers = np.moveaxis(new, axis, -1), np.moveaxis(names, axis, -1)[..., 0]
-            for index in np.ndindex(numbers.shape):
-                if (seen := self._seen.get(int(numbers[index]))) is not None:
-                    rows[index] = seen[0 if is_scale else 1]
-            leaves.append(jax.device_put(new))
-        result: dict[str, Any] = self._treedef.unflatten(leaves)
+        leaves = [np.full(leaf.shape, -np.inf, np.float32) for leaf in self._leaves]
+        for (i, j), axis, numbers in zip(self._places.pairs, self._places.axes, self._numbers):
+            scales, histories = (np.moveaxis(leaves[k], axis, -1) for k in (i, j))
+            rows = np.moveaxis(numbers, axis, -1)[..., 0]
+            for index in np.ndindex(rows.shape):
+                if (seen := self._seen.get(int(rows[index]))) is not None:
+                    scales[index], histories[index] = seen
+        result: dict[str, Any] = self._treedef.unflatten(map(jax.device_put, leaves))
         return result
 
 

@@ -73,7 +73,7 @@ def value_and_grad(
     positions = (operator.index(argnums),) if single else tuple(map(operator.index, argnums))  # type: ignore
 
     def unmerged_fun(*args: Any, **kwargs: Any) -> Any:
-        here = _in_bounds(positions, args)
+        here = _in_bounds(positions, len(args))
         read = [as_read(arg) if i in here else arg for i, arg in enumerate(args)]
         with axes_around_gradient(current_manual_axes()), refusing_arithmetic(lambda: read, _PARAMS):
             return unmerge(fun(*read, **kwargs))
@@ -84,7 +84,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         # Inside of another value_and_grad the state has entered before. It is not differentiated twice.
-        here = _in_bounds(positions, args)
+        here = _in_bounds(positions, len(args))
         args = tuple(unmerge(arg) if i in here else arg for i, arg in enumerate(args))
         if not allow_int:
             for i in here:
@@ -103,10 +103,9 @@ def value_and_grad(
 _PARAMS = 'variables["params"]'
 
 
-def _in_bounds(positions: Sequence[int], args: Sequence[Any]) -> list[int]:
+def _in_bounds(positions: Sequence[int], num_args: int) -> list[int]:
     """Returns the positions that are in range, counted from the front. JAX reports the others."""
-    places = range(len(args))
-    return [places[i] for i in positions if -len(args) <= i < len(args)]
+    return [range(num_args)[i] for i in positions if -num_args <= i < num_args]
 
 
 def _refuse_integers(path: Any, leaf: Any) -> None:

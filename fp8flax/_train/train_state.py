@@ -250,11 +250,6 @@ class TrainState(flax.training.train_state.TrainState):
             check_function("apply_fn", apply_fn, "model.apply")
         check_optimizer(tx)
         optimized = params
-        if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params and "params" not in params:
-            raise ValueError(
-                f"params has {sorted(params)} and no 'params'. Pass the whole dict of variables that "
-                f"model.init returned, {{'params': …, {OVERWRITE_WITH_GRADIENT!r}: …}}."
-            )
         if _is_variables(params):
             optimized = params["params"]
             state = {OVERWRITE_WITH_GRADIENT: params.get(OVERWRITE_WITH_GRADIENT)}
@@ -262,8 +257,9 @@ class TrainState(flax.training.train_state.TrainState):
         if has_state(optimized):
             raise ValueError(
                 "The optimizer would see FP8 scaling state, because it lies deeper in params than the top "
-                "level. Pass one dict of variables, {'params': …, '_overwrite_with_gradient': …}. For "
-                "several models use one TrainState each, or one module around them."
+                "level, or has no 'params' next to it. Pass one dict of variables, {'params': …, "
+                "'_overwrite_with_gradient': …}. For several models use one TrainState each, or one module "
+                "around them."
             )
         if not isinstance(apply_fn, _MergingApply):
             apply_fn = _MergingApply(apply_fn)

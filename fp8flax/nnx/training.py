@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -144,6 +145,9 @@ def value_and_grad(
 
     @functools.wraps(f)
     def value_and_grad_f(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:  # as nnx.value_and_grad, which differentiates arguments that are passed by name, too
+            bound = inspect.signature(f).bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
         nodes = [args[i] for i in positions]
         # Inside of another value_and_grad the state is merged already. It is not differentiated twice.
         with _replaced(nodes, unmerge):

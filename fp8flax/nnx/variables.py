@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 from flax import nnx
 
@@ -144,7 +145,7 @@ def update_from_linen(model: nnx.Module, variables: Mapping[str, Any]) -> None:
     """
     given = {
         (collection, *place): value
-        for collection, tree in variables.items()
+        for collection, tree in nn.meta.unbox(variables).items()
         for place, value in nnx.traversals.flatten_mapping(tree).items()
     }
     places = {place: entry for place, entry in _places(model).items() if place[0] in variables}

@@ -827,7 +827,8 @@ def command(tmp_path, monkeypatch):
     """Returns the main function of the command; the modules ``program_*`` are in the current folder."""
     (tmp_path / "program_to_audit.py").write_text(PROGRAM)
     (tmp_path / "program_broken.py").write_text("raise ValueError('first\\nsecond')")
-    monkeypatch.syspath_prepend(tmp_path)
+    # The console script begins without the current folder, and adds it.
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
     monkeypatch.chdir(tmp_path)
     yield main
     sys.modules.pop("program_to_audit", None)

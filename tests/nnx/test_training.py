@@ -168,6 +168,13 @@ def test_what_is_differentiated():
     assert jnp.max(jnp.abs(X)) == twice[0][0]["dot_general"]["input_amax_history"].get_value()[0]
 
 
+def test_arguments_that_are_passed_by_name():
+    model = linear()
+    expected, grads = fp8nnx.value_and_grad(loss_of)(model, X)
+    found, by_name = fp8nnx.value_and_grad(loss_of)(model=model, x=X)
+    jax.tree.map(np.testing.assert_array_equal, (found, by_name), (expected, grads))
+
+
 @pytest.mark.oldest
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_and_inf_leave_no_trace(bad):

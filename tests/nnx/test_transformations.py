@@ -349,7 +349,8 @@ def test_linen_layout():
     assert set(variables["params"]) == {"blocks_0", "blocks_1", "norm"}
     assert set(variables[OWG]["blocks_1"]["up"]) == {"Fp8DotGeneralOp_0"}
     other = Nested(nnx.Rngs(1))
-    fp8nnx.update_from_linen(other, variables)
+    boxed = jax.tree.map(lambda leaf: nn.Partitioned(leaf, (None,) * leaf.ndim), variables)
+    fp8nnx.update_from_linen(other, boxed)
     changed = fp8nnx.to_linen(other)
     assert jax.tree.structure(changed) == jax.tree.structure(variables)
     assert all(a is b for a, b in zip(jax.tree.leaves(changed), jax.tree.leaves(variables)))

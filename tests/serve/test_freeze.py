@@ -735,6 +735,20 @@ class TestErrors:
         with pytest.raises((TypeError, ValueError), match="kv_cache_dtype"):
             fp8.freeze(*dense, kv_cache_dtype=jnp.bfloat16)
 
+    def test_a_cache_variable_with_the_name_of_a_dtype(self):
+        class Counter(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                count = self.variable("cache", "steps_dtype", lambda: jnp.zeros((), jnp.int32))
+                count.value += 1
+                return nn.Dense(4)(x)
+
+        model8 = fp8.quantize_model(Counter(), fp8.Float8CurrentScaling(), **ALL)
+        variables = variables_of(model8, self.x)
+        serve, served = fp8.freeze(model8, variables, kv_cache_dtype=jnp.float8_e4m3fn)
+        _, cache = serve.apply(served, self.x, mutable=["cache"])
+        assert cache["cache"]["steps_dtype"] == variables["cache"]["steps_dtype"] + 1
+
     def test_fp8_cannot_be_turned_off(self, dense):
         serve, served = fp8.freeze(*dense)
         with (

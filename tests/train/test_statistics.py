@@ -254,6 +254,17 @@ def test_out_of_branches_and_batches():
     assert two.amax > one.amax
 
 
+@pytest.mark.parametrize("size", [1e-24, 1e19, 1e25])
+def test_the_error_of_tiny_and_huge_tensors(size):
+    """The squares of these values are no float32."""
+
+    def multiply(x):
+        return jnp.sum(OP.apply({}, x, W, MATMUL))
+
+    usual, found = (fp8.statistics(multiply)(x)["Fp8DotGeneralOp"]["input"] for x in (X, X * size))
+    assert found.sqnr == pytest.approx(usual.sqnr, abs=1)
+
+
 @pytest.mark.long
 def test_of_a_batch_by_vmap():
     """Statistics are those of each example, if the loss is batched and if the measuring is batched."""

@@ -184,12 +184,7 @@ def enter(tree: Any) -> Any:
         TypeError: a leaf of scaling state is not float32.
     """
     paths, leaves, treedef = _flatten(tree)
-    return treedef.unflatten(_enter(Places.of(paths, leaves), leaves))
-
-
-def _enter(places: Places, leaves: Sequence[Any]) -> list[Any]:
-    """Returns the leaves of ``enter``, given the leaves of its argument."""
-    leaves = list(leaves)
+    places = Places.of(paths, leaves)
     new = [
         (pair, axis)
         for pair, axis in zip(places.pairs, places.axes)
@@ -203,7 +198,7 @@ def _enter(places: Places, leaves: Sequence[Any]) -> list[Any]:
         leaves[i], leaves[j] = to_digest(*digest), before.amax_history
     for i in places.others:
         leaves[i] = to_max_dtype(leaves[i])
-    return leaves
+    return treedef.unflatten(leaves)
 
 
 def as_read(entered: Any) -> Any:
@@ -228,20 +223,14 @@ def leave(tree: Any, cotangents: Any) -> Any:
         cotangents: the cotangents of the result of ``enter``.
     """
     paths, leaves, treedef = _flatten(tree)
-    return treedef.unflatten(_leave(Places.of(paths, leaves), leaves, treedef.flatten_up_to(cotangents)))
-
-
-def _leave(places: Places, leaves: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-    """Returns the leaves of ``leave``, given the leaves of its arguments."""
-    left = list(cotangents)
-    states = places.states(leaves)
+    places, left = Places.of(paths, leaves), treedef.flatten_up_to(cotangents)
     numbers = [tuple(digested(left[i], 2)) for i, _ in places.pairs]
-    after = each_alike(state_after, places.axes, states, numbers, in_parts=True)
+    after = each_alike(state_after, places.axes, places.states(leaves), numbers, in_parts=True)
     for (i, j), new in zip(places.pairs, after):
         left[i], left[j] = new
     for i in places.others:
         left[i] = _kept_other(leaves[i], from_max_dtype(left[i]))
-    return left
+    return treedef.unflatten(left)
 
 
 def merge_by_max(tree: Any) -> Any:
@@ -253,26 +242,16 @@ def merge_by_max(tree: Any) -> Any:
     ``TrainState.apply_fn`` does.
     """
     paths, leaves, treedef = _flatten(tree)
-    of_state = [i for i, found in enumerate(find_state(paths)) if found and not is_max_dtype(leaves[i])]
-    not_entered = [leaves[i] for i in of_state]
-    if not_entered:
-        places = Places.of([paths[i] for i in of_state], not_entered)
-        for i, leaf in zip(of_state, _merged(places, not_entered)):
-            leaves[i] = leaf
-    return as_read(treedef.unflatten(leaves))
+    enters = [found and not is_max_dtype(leaf) for found, leaf in zip(find_state(paths), leaves)]
+    # All other leaves are left out of the ``custom_vjp``, so that they keep their derivatives of any order.
+    state = treedef.unflatten([leaf if new else None for leaf, new in zip(leaves, enters)])
+    entered = treedef.flatten_up_to(_entered(state)) if any(enters) else leaves
+    return as_read(treedef.unflatten([x if new else leaf for x, leaf, new in zip(entered, leaves, enters)]))
 
 
 # The backward rule computes no derivative: the cotangent of the state is its next value.
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _merged(places: Places, leaves: list[jax.Array]) -> list[jax.Array]:
-    """Returns ``_enter(places, leaves)``. Its backward rule is ``_leave``."""
-    return _enter(places, leaves)
-
-
-_merged.defvjp(
-    lambda places, leaves: (_merged(places, leaves), leaves),
-    lambda places, leaves, cotangents: (_leave(places, leaves, cotangents),),
-)
+_entered = jax.custom_vjp(enter)
+_entered.defvjp(lambda state: (enter(state), state), lambda state, cotangents: (leave(state, cotangents),))
 
 
 def to_max(tree: Any) -> Any:
