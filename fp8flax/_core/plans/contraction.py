@@ -382,6 +382,9 @@ def _kept_sharding(plan: Contraction, role: str, operand: Operand) -> Any:
 def on_automatic_axes(plan: Contraction, f: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
     """Returns ``f`` for this plan; if the plan ``is_automatic``, it runs without explicit mesh axes.
 
+    The forward pass and the backward pass each call it, because residuals must have explicit axes again: a
+    ``lax.scan`` that is differentiated outside of ``jax.jit`` takes no residuals on automatic axes.
+
     Args:
         plan: the contraction.
         f: a function of the plan and of trees of arrays.

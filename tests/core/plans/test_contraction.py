@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fp8flax as fp8
 from fp8flax._core.plans.dot_general import fp8_dot_general
@@ -23,6 +24,7 @@ from tests.cases import (
     error_of_product,
     init,
     kept,
+    normal,
     variables_of,
     with_reference,
 )
@@ -426,3 +428,25 @@ def test_a_recipe_that_keeps_all_wide_can_be_differentiated_twice():
 
 
 WIDE = fp8.CustomRecipe()
+
+
+@pytest.mark.parametrize("granularity", ["tensorwise", "axiswise"])
+def test_a_scan_on_explicit_axes_without_jit(granularity):
+    """Residuals leave the contraction on explicit axes, as ``lax.scan`` outside of ``jax.jit`` requires."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    recipe = fp8.Float8CurrentScaling(granularity=granularity)
+    x, kernels = normal(0, 4, 16), normal(1, 3, 16, 16)
+
+    def loss(out_sharding, x, kernels):
+        def layer(x, kernel):
+            dot = partial(fp8_dot_general, recipe=recipe, out_sharding=out_sharding)
+            return dot(x, kernel, MATMUL), None
+
+        return jnp.sum(lax.scan(layer, x, kernels)[0] ** 2)
+
+    expected = jax.grad(partial(loss, None), (0, 1))(x, kernels)
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, PartitionSpec("data", None))
+        found = jax.grad(partial(loss, rows), (0, 1))(jax.device_put(x, rows), kernels)
+    for one, other in zip(found, expected):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-3)
