@@ -11,7 +11,7 @@ import math
 import re
 import string
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,41 +54,46 @@ def on_shards(
         kernel: a function of arrays.
         operands: the description of each operand.
         results: the description of each result, in a tree like the result of the kernel.
-        order: the letters of the dimensions that may be split. If several of them could use a mesh axis,
-            the axis goes to a summed dimension first, then to one that operands and results split alike,
-            then to one that operands split, then to one that results split. Among equals, the first letter
-            gets the axis.
+        order: the letters of the dimensions that may be split. A mesh axis splits a single dimension. If
+            several could use it, the first of this list gets it: (1) a summed dimension, as the operands
+            split it; (2) one that operands and results split alike; (3) one that operands split; (4) one
+            that results split. Among equals, the first letter gets it.
         num_deciding: how many of the first operands decide how a dimension is split. If they do not agree,
             they do not decide. The other operands are split in the same way, however they come.
         name: the scope in which the kernel runs, by which an audit recognizes the kernel; empty for none.
-        adapt: called with the mesh axes of each letter and the operands of a device; returns the operands
-            to call the kernel with.
+        adapt: called with the mesh axes of each letter that is split, and with the operands of a device;
+            returns the operands to call the kernel with.
     """
     result_dims = jax.tree.leaves(results)
     # The results lack the dimensions that are contracted: the devices add up their partial results.
-    summed = tuple(letter for letter in order if not any(letter in of for of in result_dims))
+    summed = tuple(letter for letter in order if not any(letter in dims for dims in result_dims))
 
     def partition(mesh: Any, args: Any, result: Any) -> Any:
         """Returns what each device computes, and the shardings of results and operands."""
-        of_args, of_results = [*zip(operands, args)], [*zip(result_dims, jax.tree.leaves(result))]
-        free, axes = _FreeAxes(mesh), dict[str, Axes]()
-        counts = {letter: _count(letter, [*of_args, *of_results]) for letter in order}
-        in_args, in_results = (
-            {letter: _agreed(letter, arrays) for letter in order}
-            for arrays in (of_args[:num_deciding], of_results)
-        )
-        both = {letter: in_args[letter] for letter in order if in_args[letter] == in_results[letter]}
-        for wanted in ({letter: in_args[letter] for letter in summed}, both, in_args, in_results):
-            for letter in wanted:
-                axes[letter] = axes.get(letter) or free.take(wanted[letter], counts[letter])
-        summed_axes = tuple(axis for letter in summed for axis in axes[letter])
+        taken, made = [*zip(operands, args)], [*zip(result_dims, jax.tree.leaves(result))]
+        asked = {letter: _agreed(letter, taken[:num_deciding]) for letter in order}
+        wanted = {letter: _agreed(letter, made) for letter in order}
+        wishes = [
+            *((letter, asked[letter]) for letter in summed),
+            *((letter, asked[letter]) for letter in order if asked[letter] == wanted[letter]),
+            *asked.items(),
+            *wanted.items(),
+        ]
+        split_over = dict[str, Axes]()
+        for letter, axes in wishes:  # the first wish that can be met counts
+            is_used = any(set(axes) & set(others) for others in split_over.values())
+            num_parts = math.prod(mesh.shape[axis] for axis in axes)
+            can_split = not is_used and _count(letter, [*taken, *made]) % num_parts == 0
+            if axes and can_split and letter not in split_over:
+                split_over[letter] = axes
+        summed_axes = tuple(axis for letter in summed for axis in split_over.get(letter, ()))
 
         def compute(*args: jax.Array) -> Any:
-            out = kernel(*adapt(axes, *args))
+            out = kernel(*adapt(split_over, *args))
             return lax.psum(out, summed_axes) if summed_axes else out
 
-        def sharding(of: str) -> NamedSharding:
-            return NamedSharding(mesh, PartitionSpec(*(axes.get(letter) or None for letter in of.lower())))
+        def sharding(dims: str) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*(split_over.get(letter) for letter in dims.lower())))
 
         return mesh, compute, jax.tree.map(sharding, results), tuple(map(sharding, operands))
 
@@ -100,9 +105,9 @@ def on_shards(
         The rule then gives blocks and columns unrelated factors, and ``partition`` splits them alike.
         """
         arrays = [*zip((*operands, *result_dims), (*operand_types, *result_types))]
-        letters = {letter for of, _ in arrays for letter in of.lower()} - {"-"}
+        letters = {letter for dims, _ in arrays for letter in dims.lower()} - {"-"}
         counts = {letter: _count(letter, arrays) for letter in letters}
-        sizes = {letter: n for of, x in arrays for letter, n in zip(of, x.shape)}
+        sizes = {letter: n for dims, x in arrays for letter, n in zip(dims, x.shape)}
         blocks = {x for x in letters if x.upper() in sizes and x in sizes and counts[x] % mesh.size == 0}
         # Each dimension of size 1 needs a factor of its own.
         others = map("u{}".format, itertools.count())
@@ -110,7 +115,7 @@ def on_shards(
         def factor(x: str) -> str:
             return next(others) if x == "-" else f"({x.upper()} {x})" if x in blocks else x
 
-        texts = [" ".join(map(factor, of)) for of, _ in arrays]
+        texts = [" ".join(map(factor, dims)) for dims, _ in arrays]
         text = f"{', '.join(texts[: len(operands)])} -> {', '.join(texts[len(operands) :])}"
         summed_factors = {*summed, *(x.upper() for x in summed if x in blocks)}
         in_order = dict.fromkeys(re.findall(r"\w+", text))
@@ -134,14 +139,14 @@ def _agreed(letter: str, arrays: Sequence[tuple[str, Any]]) -> Axes:
         letter: the letter of the dimension.
         arrays: the description of each array, and its shape and sharding.
     """
-    found = {_axes_of(x)[of.index(letter)] for of, x in arrays if letter in of}
+    found = {_axes_of(x)[dims.index(letter)] for dims, x in arrays if letter in dims}
     return found.pop() if len(found) == 1 else ()
 
 
 def _count(letter: str, arrays: Sequence[tuple[str, Any]]) -> int:
     """Returns the number of elements of a dimension, or of its blocks if an array has one per block."""
     letters = letter, letter.upper()
-    return min(n for of, x in arrays for name, n in zip(of, x.shape) if name in letters)
+    return min(n for dims, x in arrays for name, n in zip(dims, x.shape) if name in letters)
 
 
 def gemm_on_shards(
@@ -179,6 +184,43 @@ def gemm_on_shards(
     return run(lhs.codes, rhs.codes, lhs.scale, rhs.scale)
 
 
+class _Exchanged(NamedTuple):
+    """An operand with scales per block, in the form in which devices exchange it."""
+
+    codes: jax.Array
+    scale: jax.Array
+    dims: str
+    """The description of the codes, see ``on_shards``."""
+    quantizer: Any
+    num_rows: int
+    """How many dimensions the rows of a matrix are flattened from; the columns are those behind them."""
+    is_swapped: bool
+    """Whether the transpose is exchanged, so that each device must transpose what it receives."""
+
+    def matrices(self, codes: jax.Array, scale: jax.Array) -> QTensor:
+        """Returns the operand of ``multiply``, from the parts of codes and scales that a device has."""
+        flat_codes, flat_scale = (_as_matrices(x, self.num_rows) for x in (codes, scale))
+        return _swapped(QTensor(flat_codes, flat_scale, self.quantizer), self.is_swapped)
+
+
+def _exchanged(x: QTensor, view: View, batch: str, rows: str, columns: str, is_swapped: bool) -> _Exchanged:
+    """Returns an operand in the form in which devices exchange it.
+
+    Args:
+        x: the operand, with codes ``(batch, rows, columns)``.
+        view: the view of the operand; its dimensions are those that rows and columns are spread to.
+        batch: the letter of the batch.
+        rows: a letter for each dimension of the rows.
+        columns: a letter for each dimension of the columns.
+        is_swapped: see ``_Exchanged``.
+    """
+    first, second = (columns, rows) if is_swapped else (rows, columns)
+    view = view._replace(contract=view.free) if is_swapped else view
+    spread = x.quantizer.spread(_swapped(x, is_swapped), view)
+    dims = batch + first + second
+    return _Exchanged(spread.codes, spread.scale, dims, x.quantizer, len(first), is_swapped)
+
+
 def _block_gemm_on_shards(
     multiply: Callable[[Gemm, QTensor, QTensor], jax.Array],
     gemm: Gemm,
@@ -192,41 +234,37 @@ def _block_gemm_on_shards(
     The dimensions that rows and columns flatten are split separately, see ``Quantizer.spread``.
     """
     operands, views = (lhs, rhs), (gemm.lhs, gemm.rhs)
+    are_swapped = [_is_out_of_order(x, view) for x, view in zip(operands, views)]
     inner = gemm.of_matrices(lhs.codes.shape, rhs.codes.shape)
     ranks = [x.quantizer.ranks(view) for x, view in zip(operands, views)]
     if ranks[0][1] != ranks[1][1]:  # only one of the operands can have separate columns
         views, ranks = (inner.lhs, inner.rhs), [(1, 1), (1, 1)]
     letters = iter(string.ascii_lowercase)
-    batch, columns = next(letters), _next(letters, ranks[0][1])
-    rows = [_next(letters, rank) for rank, _ in ranks]
-    is_swapped = [_is_out_of_order(x, view) for x, view in zip(operands, (gemm.lhs, gemm.rhs))]
-    of_operands, sent = [], []
-    for x, view, of_rows, swapped in zip(operands, views, rows, is_swapped):
-        of_operands.append(batch + (columns + of_rows if swapped else of_rows + columns))
-        view = view._replace(contract=view.free) if swapped else view  # sent with its rows as columns
-        sent.append(x.quantizer.spread(_swapped(x, swapped), view))
-    of_scales = [_of_scale(x, of) for x, of in zip(sent, of_operands)]
-    of_out = batch + rows[0] + rows[1]
+    batch, columns, *rows = (_next(letters, n) for n in (1, ranks[0][1], ranks[0][0], ranks[1][0]))
+    left, right = (
+        _exchanged(x, view, batch, of_rows, columns, is_swapped)
+        for x, view, of_rows, is_swapped in zip(operands, views, rows, are_swapped)
+    )
+    out_dims = batch + rows[0] + rows[1]
 
-    def multiply_part(*args: jax.Array) -> jax.Array:
-        sizes = {letter: n for of, codes in zip(of_operands, args) for letter, n in zip(of, codes.shape)}
-        firsts = [columns if swapped else of_rows for of_rows, swapped in zip(rows, is_swapped)]
-        codes, scales = (map(_as_matrices, arrays, firsts) for arrays in (args[:2], args[2:]))
-        quantizers = lhs.quantizer, rhs.quantizer
-        left, right = map(_swapped, _qtensors([*codes], [*scales], quantizers), is_swapped)
-        out = multiply(inner.of_parts(left.codes.shape, right.codes.shape), left, right)
-        return out.reshape([sizes[letter] for letter in of_out])
+    def multiply_part(*parts: jax.Array) -> jax.Array:
+        lhs_codes, rhs_codes, lhs_scale, rhs_scale = parts
+        lhs, rhs = left.matrices(lhs_codes, lhs_scale), right.matrices(rhs_codes, rhs_scale)
+        out = multiply(inner.of_parts(lhs.codes.shape, rhs.codes.shape), lhs, rhs)
+        sizes = dict(zip(left.dims + right.dims, lhs_codes.shape + rhs_codes.shape))
+        return out.reshape([sizes[letter] for letter in out_dims])
 
+    scale_dims = [_of_scale(QTensor(x.codes, x.scale, x.quantizer), x.dims) for x in (left, right)]
     run = on_shards(
         multiply_part,
-        (*of_operands, *of_scales),
-        of_out,
-        order=columns + of_out,
+        (left.dims, right.dims, *scale_dims),
+        out_dims,
+        order=columns + out_dims,
         num_deciding=2,
         name=name,
     )
-    out = run(*(x.codes for x in sent), *(x.scale for x in sent))
-    return gemm.unpadded(_as_matrices(out, rows[0]))
+    out = run(left.codes, right.codes, left.scale, right.scale)
+    return gemm.unpadded(_as_matrices(out, len(rows[0])))
 
 
 def _next(letters: Iterator[str], count: int) -> str:
@@ -234,9 +272,9 @@ def _next(letters: Iterator[str], count: int) -> str:
     return "".join(itertools.islice(letters, count))
 
 
-def _as_matrices(x: jax.Array, rows: str) -> jax.Array:
-    """Flattens ``(batch, *rows, *columns)`` to matrices; ``rows`` has a letter for each dimension."""
-    first = 1 + len(rows)
+def _as_matrices(x: jax.Array, num_rows: int) -> jax.Array:
+    """Flattens ``(batch, *rows, *columns)`` to matrices; the rows have ``num_rows`` dimensions."""
+    first = 1 + num_rows
     return x.reshape(x.shape[0], math.prod(x.shape[1:first]), math.prod(x.shape[first:]))
 
 
@@ -286,36 +324,45 @@ def quantize_on_shards(
         name: the scope in which the kernel runs; empty for none.
     """
     letters = iter(string.ascii_lowercase)
-    batch, rows, columns = next(letters), *(_next(letters, rank) for rank in ranks)
+    batch, rows, columns = (_next(letters, n) for n in (1, *ranks))
     whole = [dims for dims, is_whole in zip((rows, columns), are_whole) if is_whole]
-    # For rows and for columns: the letters of the codes, and those of the scales per block. For instance,
-    # if rows are ``bc`` and whole, the codes have ``bc`` and the scales ``bC``. If columns are ``d`` and
-    # not whole, both get new letters, ``e`` and ``f``.
-    padded = {dims: dims if dims in whole else next(letters) for dims in (rows, columns)}
-    blocks = {
-        dims: dims[:-1] + dims[-1].upper() if dims in whole else next(letters) for dims in (rows, columns)
-    }
+    is_square = block[0] > 1
 
-    def of_pair(rows: str, columns: str) -> tuple[str, str]:
-        is_square = block[0] > 1
-        of_codes = (padded[rows] if is_square else rows) + padded[columns]
-        of_scale = (blocks[rows] if is_square else rows) + blocks[columns]
-        return batch + of_codes, batch + of_scale
+    def pair_dims(rows: str, columns: str) -> tuple[str, str]:
+        """Returns the descriptions of the codes and of the scales of a matrix."""
+        codes, blocks = batch, batch
+        for dims, has_blocks in ((rows, is_square), (columns, True)):
+            is_padded = has_blocks and dims not in whole
+            codes += "-" * len(dims) if is_padded else dims
+            blocks += "-" * len(dims) if is_padded else dims[:-1] + dims[-1].upper() if has_blocks else dims
+        return codes, blocks
+
+    def quantize_part(x: jax.Array) -> Any:
+        behind = 1 + len(rows)
+        outer_rows, outer_columns = x.shape[1 : behind - 1], x.shape[behind:-1]
+
+        def spread(matrices: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> jax.Array:
+            """Gives rows and columns their dimensions back; the last one of each may be padded."""
+            size, num_rows, num_columns = matrices.shape
+            last = num_rows // math.prod(rows), num_columns // math.prod(columns)
+            return matrices.reshape(size, *rows, last[0], *columns, last[1])
+
+        one, other = kernel(_as_matrices(x, len(rows)))
+        return (
+            tuple(spread(a, outer_rows, outer_columns) for a in one),
+            tuple(spread(a, outer_columns, outer_rows) for a in other),
+        )
 
     # Codes and scales of each matrix, then those of its transpose.
-    results = of_pair(rows, columns), of_pair(columns, rows)
-
-    def of_part(x: jax.Array) -> Any:
-        sizes = dict(zip(batch + rows + columns, x.shape))
-        for dims in (rows, columns):
-            number = -(-sizes[dims[-1]] // block[1])
-            sizes |= {padded[dims][-1]: sizes[dims[-1]] if dims in whole else number * block[1]}
-            sizes |= {blocks[dims][-1]: number}
-        made = kernel(_as_matrices(x, rows))
-        return jax.tree.map(lambda a, of: a.reshape([sizes[letter] for letter in of]), made, results)
-
-    order = batch + "".join(whole)
-    return on_shards(of_part, [batch + rows + columns], results, order=order, num_deciding=1, name=name)
+    results = pair_dims(rows, columns), pair_dims(columns, rows)
+    return on_shards(
+        quantize_part,
+        [batch + rows + columns],
+        results,
+        order=batch + "".join(whole),
+        num_deciding=1,
+        name=name,
+    )
 
 
 def ragged_on_shards(
@@ -350,7 +397,7 @@ def ragged_on_shards(
 
     def adapt(axes: dict[str, Axes], *args: jax.Array) -> Sequence[jax.Array]:
         *parts, sizes = args
-        return (*parts, _sizes_of_part(sizes, parts[0].shape[rows], axes["m"]) if axes["m"] else sizes)
+        return (*parts, _sizes_of_part(sizes, parts[0].shape[rows], axes["m"]) if "m" in axes else sizes)
 
     order = "".join(dict.fromkeys("".join(dims).replace("e", "").replace("-", "")))
     run = on_shards(
@@ -410,26 +457,3 @@ def _axes_of(x: Any) -> list[Axes]:
     """Returns, for each dimension of ``x``, the mesh axes over which it is split."""
     spec = [*x.sharding.spec, *[None] * (len(x.shape) - len(x.sharding.spec))]
     return [() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in spec]
-
-
-class _FreeAxes:
-    """The axes of a mesh that split no dimension yet; each axis splits only one dimension."""
-
-    def __init__(self, mesh: Any) -> None:
-        self.mesh = mesh
-        self.axes: set[str] = set()
-
-    def take(self, axes: Axes, count: int) -> Axes:
-        """Returns the axes and records them as used, or returns ``()`` if they cannot split a dimension.
-
-        Args:
-            axes: the mesh axes over which a dimension is to be split.
-            count: number of elements or blocks of that dimension; the number of devices must divide it.
-        """
-        parts = 1
-        for axis in axes:
-            parts *= self.mesh.shape[axis]
-        if count % parts or self.axes & set(axes):
-            return ()
-        self.axes |= set(axes)
-        return axes
