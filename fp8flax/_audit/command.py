@@ -103,10 +103,10 @@ def _load(program: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if program == "demo":
         return _load_demo()
     module_name, colon, name = program.partition(":")
-    if os.getcwd() not in sys.path:  # the console script begins with its own folder instead
-        sys.path.insert(0, os.getcwd())
     if not (module_name and colon and name):
         raise _UsageError(f"the program must be demo or module:function; got {program!r}")
+    if os.getcwd() not in sys.path:  # the console script begins with its own folder instead
+        sys.path.insert(0, os.getcwd())
     try:
         with _exit_is_error(f"the import of {module_name}"):
             module = importlib.import_module(module_name)

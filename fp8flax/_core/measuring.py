@@ -126,6 +126,7 @@ def numbers_of(
         values=values,
         underflowed=underflowed,
         saturated=saturated,
+        # Without the barrier the sum was NaN for values below 1e-19 or beyond 1e19 (XLA on CPUs).
         signal=jnp.sum(jnp.square(lax.optimization_barrier(magnitude * inverse))),
         noise=jnp.sum(jnp.square(error)),
         nonfinite=nonfinite,

@@ -220,10 +220,15 @@ class _Source:
     joined_paths: Mapping[str, Sequence[Path]]
     """For each tensor in which ``rename`` joins variables, these variables in their order."""
 
+    @property
+    def num_numbered_dims(self) -> int:
+        """Returns along how many dimensions each part of the variable is a tensor of its own."""
+        return self.parts[0].num_numbered_dims
+
     @cached_property
     def file_names(self) -> list[str]:
         """Returns the names of the tensors in the file."""
-        shape, dims = self.shapes[self.path], self.parts[0].num_numbered_dims
+        shape, dims = self.shapes[self.path], self.num_numbered_dims
         if dims > len(shape):
             return []
         return [part.name_at(index) for index in np.ndindex(*shape[:dims]) for part in self.parts]
@@ -263,10 +268,7 @@ class _Source:
         Raises:
             Misfit: the tensors do not fit together.
         """
-        axis, sizes = (
-            -2 if self.is_matrix else -1,
-            self.shapes[self.path][: self.parts[0].num_numbered_dims],
-        )
+        axis, sizes = -2 if self.is_matrix else -1, self.shapes[self.path][: self.num_numbered_dims]
         tensors = (
             joined(
                 [self._piece(part, self.checkpoint[part.name_at(index)], axis) for part in self.parts],
@@ -384,7 +386,7 @@ def _loaders(
     leaf, shape = leaves[path], tuple(leaves[path].shape)
     is_quantized = isinstance(tensor, CheckpointTensor)
     dtype = tensor.codes.dtype if is_quantized else tensor.dtype
-    layouts = _layouts(tensor, shape, source.parts[0].num_numbered_dims) if source.is_matrix else []
+    layouts = _layouts(tensor, shape, source.num_numbered_dims) if source.is_matrix else []
     if not source.is_matrix:
         _check_shape(path, tensor.shape, shape)
     elif not layouts:
