@@ -7,13 +7,15 @@ collections that it takes. Flax has no public way to change these for a transfor
 So this file replaces ``pack``, once, at import.
 
 Internals: ``flax.core.lift``, whose function ``pack`` is replaced, and ``flax.core.scope``, for the filters
-that say which collections are taken. Without them ``quantize_model`` raises an error, and an op given by
-hand inside ``nn.WeightNorm`` cannot be trained with delayed scaling.
+that say which collections are taken; and the variable ``variable_in_axes`` of the bodies of ``nn.scan`` and
+``nn.vmap``. Without them ``quantize_model`` raises an error, and an op given by hand inside
+``nn.WeightNorm`` cannot be trained with delayed scaling.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +79,19 @@ def check_pack() -> None:
     """Raises ``RuntimeError`` if Flax lacks ``pack``, so that ``change_packing`` had no effect."""
     if isinstance(_flax_pack, MissingPart):
         raise missing(_PART, _FEATURE)
+
+
+def axis_of(collection: str, packing: Packing) -> int | None:
+    """Returns the axis along which ``nn.scan`` or ``nn.vmap`` stacks a collection; None if it does not.
+
+    The axis may be counted from the end.
+    """
+    axes = inspect.getclosurevars(packing.body).nonlocals.get("variable_in_axes")
+    if axes is None:
+        raise missing("variable_in_axes in flax.core.lift.scan", _FEATURE)
+    # The groups without axes come first.
+    stacked = zip(axes, packing.taken[len(packing.taken) - len(axes) :])
+    return next((axis for axis, group in stacked if takes(group, collection)), None)
 
 
 def takes(group: Any, collection: str) -> bool:

@@ -14,6 +14,18 @@ Its arguments are the scope whose variables are mapped, these variables, and the
 variables."""
 
 
+class Stacking(NamedTuple):
+    """How ``nn.scan`` or ``nn.vmap`` stacks the variables of a layer.
+
+    An axis may be counted from the end. It is None if the variables are not stacked.
+    """
+
+    params: int | None
+    """The axis of the parameters."""
+    state: int | None
+    """The axis of the collection ``Conversion.beside_params``."""
+
+
 class Conversion(NamedTuple):
     """The calls of converted models that are running, and the options of their conversion."""
 
@@ -35,6 +47,8 @@ class Conversion(NamedTuple):
     It is called as ``(op, recipe, compute, lhs, rhs, *rest)``; the recipe is None if FP8 is off.
     ``compute`` declares the state of the op and computes. With ``fixed=(states, recipe)`` it uses these
     states and declares none."""
+    stacked: tuple[Stacking, ...] = ()
+    """How the variables of the running code are stacked, from the outermost transformation inwards."""
     in_custom_vjp: bool = False
     """Whether the running code is inside of ``nn.custom_vjp``."""
 

@@ -19,6 +19,7 @@ import jax
 from fp8flax._compat.flax_pack import (
     Filters,
     Packing,
+    axis_of,
     change_packing,
     check_pack,
     takes,
@@ -27,7 +28,7 @@ from fp8flax._compat.flax_pack import (
     without_collection,
 )
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._linen.conversion import OnMap, conversion, converting
+from fp8flax._linen.conversion import OnMap, Stacking, conversion, converting
 
 
 @contextlib.contextmanager
@@ -71,19 +72,22 @@ def _change(name: str | None, scopes: Any, packing: Packing) -> Packing:
         taken, returned = _beside(taken, ours), _beside(returned, ours)
     if name == "map_variables" and conversion().on_map and takes(taken[0], PARAMS):
         body = _reporting(body, scopes)
+    elif name in ("scan", "vmap") and ours is not None:
+        stacking = Stacking(*(axis_of(of, Packing(body, taken, returned)) for of in (PARAMS, ours)))
+        body = _within(body, stacked=(*conversion().stacked, stacking))
     elif name == "custom_vjp":
-        body = _marked(body)
+        body = _within(body, in_custom_vjp=True)
     return Packing(body, taken, returned)
 
 
-def _marked(body: Any) -> Any:
-    """Returns the body of ``nn.custom_vjp``, which runs with ``in_custom_vjp`` set."""
+def _within(body: Any, **changes: Any) -> Any:
+    """Returns the body of a lifted transformation, which runs with these fields of the conversion."""
 
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        with converting(in_custom_vjp=True):
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with converting(**changes):
             return body(*args, **kwargs)
 
-    return marked
+    return within
 
 
 def _reporting(body: Any, outer: Any) -> Any:

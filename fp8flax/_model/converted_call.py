@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8flax._core.names import BY_OP, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.recipes import CustomRecipe, Recipe
-from fp8flax._linen.conversion import conversion, converting
+from fp8flax._linen.conversion import Stacking, conversion, converting
 from fp8flax._linen.op import Fp8Op
 from fp8flax._model.beside_params import beside_params
 from fp8flax._model.contraction_site import as_op, name_of, site_of
@@ -33,6 +33,8 @@ class SeenOp(NamedTuple):
     """The origin of the kernel; None if the kernel does not come from parameters only."""
     args: tuple[Any, ...]
     """The arguments of the op, with shapes and dtypes instead of arrays."""
+    stacked: tuple[Stacking, ...]
+    """How the variables of the op are stacked, from the outermost transformation to the innermost."""
     others: frozenset[tuple[str, ...]] = frozenset()
     """The parameters of all kernels, if the op multiplies by several kernels; otherwise empty."""
 
@@ -123,7 +125,7 @@ class Call:
             kernel = self.origins.of(rhs, op.scope)
             # The record outlives the call, so it must not hold arrays.
             args = jax.tree.map(_as_struct, (lhs, rhs, *rest))
-            self._record(op.path, SeenOp(type(op), recipe.gemms, kernel, args))
+            self._record(op.path, SeenOp(type(op), recipe.gemms, kernel, args, conversion().stacked))
         return compute(lhs, rhs, *rest, **keywords)
 
     def _record(self, path: tuple[str, ...], found: SeenOp) -> None:

@@ -22,7 +22,7 @@ from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve import trees
 from fp8flax._serve.coverage import left_wide, reasons_of_parameters
 from fp8flax._serve.hidden_state import CACHE, ServedOp, narrowed
-from fp8flax._serve.kernels import layout, stacked_axis, to_freeze
+from fp8flax._serve.kernels import layout, to_freeze
 from fp8flax._serve.scales import WEIGHT_ONLY
 from fp8flax._serve.serving import Serving
 from fp8flax._serve.stored_op import (
@@ -120,7 +120,7 @@ def freeze(
     wide = left_wide(seen, recipes)
     fresh: list[str] = []
     ops = {
-        path: stored(_to_freeze(path, found, seen, recipes[path], params, path in wide), state, fresh)
+        path: stored(_to_freeze(path, found, recipes[path], params, path in wide), state, fresh)
         for path, found in seen.ops.items()
     }
     codes = _codes_of_parameters(ops, seen, recipes, params)
@@ -178,18 +178,11 @@ def _record_of(base: Any, variables: Mapping[str, Any], args: Any, kwargs: Any) 
 
 
 def _to_freeze(
-    path: Path,
-    found: SeenOp,
-    seen: Seen,
-    gemms: CustomRecipe,
-    params: Mapping[str, Any],
-    stays_wide: bool,
+    path: Path, found: SeenOp, gemms: CustomRecipe, params: Mapping[str, Any], stays_wide: bool
 ) -> OpToFreeze:
     """Returns an op in the form in which it is frozen."""
-    if stays_wide or found.kernel is None:
-        return to_freeze(path, found, gemms, [], None)
-    parameters = [trees.get(params, source.path) for source in found.kernel.sources]
-    return to_freeze(path, found, gemms, parameters, stacked_axis(found.kernel, seen.ops, params))
+    sources = () if stays_wide or found.kernel is None else found.kernel.sources
+    return to_freeze(path, found, gemms, tuple(trees.get(params, source.path) for source in sources))
 
 
 def _codes_of_parameters(
@@ -235,8 +228,7 @@ def _served_op(
     if not is_stored:
         return ServedOp(path, CustomRecipe() if gemms is WEIGHT_ONLY else gemms, (), fixed)
     assert found.kernel is not None
-    sources = found.kernel.sources
     # The dtypes of the variables, which may have been cast since the model was recorded.
-    wide = [(source.path, trees.get(params, source.path).dtype) for source in sources]
+    wide = [(source.path, trees.get(params, source.path).dtype) for source in found.kernel.sources]
     kernels = tuple((path, np.dtype(jax.dtypes.canonicalize_dtype(dtype))) for path, dtype in wide)
-    return ServedOp(path, gemms, kernels, fixed, layout(found, trees.get(params, sources[0].path).shape))
+    return ServedOp(path, gemms, kernels, fixed, layout(found))

@@ -44,7 +44,8 @@ class OpToFreeze:
         parameters: the arrays from which ``kernel`` makes the kernel; empty if the kernel stays wide.
         kernel: maps the parameters to the kernel.
         parts: maps an array in the shape of the kernel to arrays in the shapes of the parameters.
-        mapped: maps a function of parameters and a scale over the axes along which layers are stacked.
+        mapped: maps a function of the parameters and the scales, by role, over the axes along which layers
+            are stacked. The results are stacked as the parameters are.
     """
 
     path: Path
@@ -79,17 +80,20 @@ def stored(op: OpToFreeze, state: Mapping[str, Any], fresh: list[str]) -> Stored
         MissingStateError: the collection does not have the state of the op.
     """
     scales = fixed_scales(op.path, op.gemms, state, fresh)
-    if not op.parameters:
-        return Stored((), scales)
-
-    def quantized_parts(parameters: Arrays, scale: jax.Array | None) -> tuple[Arrays, jax.Array]:
-        kernel = _quantized(op, op.kernel(parameters), scale)
-        stored_scale = kernel.scale.reshape((1,)) if kernel.scale.ndim == 0 else kernel.scale
-        return op.parts(jax.lax.bitcast_convert_type(kernel.codes, jnp.uint8)), stored_scale
-
     parameters = tuple(map(jnp.asarray, op.parameters))
-    codes, scales["kernel"] = jax.jit(op.mapped(quantized_parts))(parameters, scales.get("kernel"))
-    return Stored(codes, scales)
+    if not (parameters or scales):
+        return Stored((), {})
+
+    def of_one(parameters: Arrays, scales: dict[str, jax.Array]) -> Stored:
+        if not parameters:
+            return Stored((), scales)
+        kernel = _quantized(op, op.kernel(parameters), scales.get("kernel"))
+        scale = kernel.scale.reshape((1,)) if kernel.scale.ndim == 0 else kernel.scale
+        codes = op.parts(jax.lax.bitcast_convert_type(kernel.codes, jnp.uint8))
+        return Stored(codes, {**scales, "kernel": scale})
+
+    result: Stored = jax.jit(op.mapped(of_one))(parameters, scales)
+    return result
 
 
 def as_codes(part: jax.Array, gemms: CustomRecipe) -> jax.Array:

@@ -121,6 +121,12 @@ def test_without_a_way_around_methods(monkeypatch):
         fp8.quantize_model(MODEL)
 
 
+def test_a_transformation_that_hides_its_axes():
+    packing = flax_pack.Packing(lambda: None, ["params"], ["params"])
+    with pytest.raises(RuntimeError, match="quantize_model needs variable_in_axes in flax.core.lift.scan"):
+        flax_pack.axis_of("params", packing)
+
+
 def test_variables_of_a_scope_that_hides_them():
     scope = flax.core.Scope({"params": {"a": X}})
     hides = types.SimpleNamespace(variables=scope.variables)

@@ -478,26 +478,52 @@ def test_sharded_parameters_stay_where_they_are():
     np.testing.assert_array_equal(serve.apply(served, x), model8.apply(variables, x))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_as_many_layers_as_heads(axis, recipe, request):
-    """Shapes alone do not say which axis of a kernel counts the layers."""
-    if axis == 0 or recipe == "current":
-        request.getfixturevalue("_all_cells")
+@pytest.mark.parametrize(
+    ("axis", "state_axis", "recipe"),
+    [(1, None, "delayed"), (0, 1, "delayed"), (1, 0, "delayed"), (-1, None, "axiswise")],
+)
+def test_as_many_layers_as_features(axis, state_axis, recipe):
+    """Shapes do not say which axis of a kernel, or of its state, counts the layers."""
 
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, _):
-            return x + nn.MultiHeadDotProductAttention(4)(x), None
+            return x + nn.Dense(4, use_bias=False)(x), None
 
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            axes = {"variable_axes": {"params": axis}, "split_rngs": {"params": True}}
-            return nn.scan(Layer, length=4, **axes)(name="layers")(x, None)[0]
+            axes = {"params": axis} if state_axis is None else {"params": axis, OWG: state_axis}
+            layers = nn.scan(Layer, variable_axes=axes, split_rngs={"params": True}, length=4)
+            return layers(name="layers")(x, None)[0]
 
-    x = normal(0, 2, 3, 8)
+    x = normal(0, 3, 4)
     model8, variables = trained(Model(), x, recipe=RECIPES[recipe])
+    serve, served = fp8.freeze(model8, variables)
+    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
+
+
+@pytest.mark.long
+def test_layers_in_layers_that_are_stacked_along_other_axes():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.tanh(nn.Dense(3, use_bias=False)(x)), None
+
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            inner = {"variable_axes": {"params": -1}, "split_rngs": {"params": True}, "length": 3}
+            return nn.scan(Layer, **inner)(name="inner")(x, None)[0], None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            outer = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}, "length": 3}
+            return nn.scan(Layers, **outer)(name="outer")(x, None)[0]
+
+    x = normal(0, 2, 3)
+    model8, variables = trained(Model(), x, recipe=RECIPES["axiswise"])
     serve, served = fp8.freeze(model8, variables)
     np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
 
