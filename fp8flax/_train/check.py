@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 import warnings
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from jax import lax
 
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, state_leaf_names
-from fp8flax._core.scaling import SMALLEST_SCALE, power_of_two, scale_exponent
+from fp8flax._core.scaling import SMALLEST_SCALE, power_of_two, push_amax, scale_exponent
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import (
@@ -29,11 +28,6 @@ from fp8flax._core.state.tree import (
     leaves_of_both,
     path_str,
 )
-
-_LARGE = 2.0**100
-"""The limit of a quotient of two amaxes; it stands for all larger quotients."""
-_MAY_VANISH = 2.0**-62
-"""A smaller amax may become 0 in float32 when a loss scale divides it."""
 
 WHAT_TO_CALL = (
     "Do not treat the scaling state as a gradient. Compute gradients with fp8flax.value_and_grad, scale "
@@ -104,7 +98,7 @@ def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
     befores, comparisons = zip(*compared) if compared else ((), ())
     kept = each_alike(_kept, places.axes, befores, news, comparisons, in_parts=True, loops=True)
     refused = []
-    for (i, j), of_tensor, (factor, _, _) in zip(places.pairs, kept, comparisons):
+    for (i, j), of_tensor, (factor, _) in zip(places.pairs, kept, comparisons):
         leaves[i], leaves[j] = of_tensor
         is_known = not isinstance(factor, jax.core.Tracer) and factor.is_fully_replicated
         if is_known and not np.all(np.asarray(factor) > 0):
@@ -113,116 +107,98 @@ def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
 
 
 class _Comparison(NamedTuple):
-    """Result of comparing the new state of one tensor with the old; each field has the scale's shape."""
+    """Result of comparing the new state of one tensor with the old; both fields have shape ``(..., 1)``.
+
+    Stacked layers have one result each.
+    """
 
     factor: jax.Array
-    """The factor that multiplied the new state after the step; 0 if no step can produce the new state.
-
-    Stacked layers have one factor each."""
-    is_as_is: jax.Array
-    """Whether the new history is kept unchanged."""
-    enters: jax.Array
-    """Whether the newest amax of the new history enters the old history. If not, the old one is kept."""
+    """The factor that multiplied the new state; 0 if no step can produce the new state."""
+    is_old: jax.Array
+    """Whether the new history, without the factor, is the old one."""
 
 
 def _compared(old: ScalingState, new: ScalingState, axis: int) -> tuple[ScalingState, _Comparison]:
     """Returns the old state, which a GPU then reads once (see ``each_alike``), and the comparison."""
-    return old, _compare(old, new, axis)
+    return old, _compare(_with_axis_last(old, axis), _with_axis_last(new, axis))
 
 
 def _kept(old: ScalingState, new: ScalingState, comparison: _Comparison, axis: int) -> ScalingState:
-    """Returns the state of one tensor to keep, given its comparison."""
-    factor, is_as_is, enters = comparison
-    new = kept_of_tensor(old, new, axis)
-    histories = _Histories(old.amax_history, new.amax_history, axis)
+    """Returns the state of one tensor to keep, given its comparison: the new state without the factor."""
+    factor, is_old = comparison
+    old, new = _with_axis_last(old, axis), _with_axis_last(new, axis)
+    new = kept_of_tensor(old, new, -1)
+    before, after = _finite(old.amax_history, new.amax_history)
     divisor = jnp.where(factor > 0, factor, 1.0)
-    restored = jnp.where(histories.is_newest, histories.new / divisor, histories.moved)
-    history = jnp.where(enters, restored, old.amax_history)
-    return ScalingState(
+    # Past entries come from the old history: in the new one the factor may have made them 0.
+    stepped = push_amax(after[..., 0] / divisor[..., 0], before)
+    history = jnp.where((factor == 0) | is_old, old.amax_history, stepped)
+    kept = ScalingState(
         jnp.where(factor > 0, new.scale / divisor, old.scale),
-        jnp.where(is_as_is, new.amax_history, history),
+        jnp.where(factor == 1, new.amax_history, history),
     )
+    return ScalingState(*(jnp.moveaxis(x, -1, axis) for x in kept))
 
 
-def _larger(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
-    return [lax.max(x, y) for x, y in zip(xs, ys)]
+def _with_axis_last(state: ScalingState, axis: int) -> ScalingState:
+    """Returns a state whose history runs along the last axis."""
+    return ScalingState(*(jnp.moveaxis(x, axis, -1) for x in state))
 
 
-class _Histories:
-    """The old and the new history of a tensor; a NaN or an Inf in them counts as 0."""
-
-    def __init__(self, old: jax.Array, new: jax.Array, axis: int):
-        self.old, self.new = (jnp.where(lax.is_finite(h), h, 0.0) for h in vary_alike(old, new))
-        ndim, length = old.ndim, old.shape[axis]
-        position = lax.broadcasted_iota(np.int32, [length if i == axis else 1 for i in range(ndim)], axis)
-        self.is_newest = position == 0
-        self.before, self.newest = (lax.slice_in_dim(h, 0, 1, axis=axis) for h in (self.old, self.new))
-        shifted = lax.pad(
-            self.old, np.float32(0), [((-1, 1, 0) if i == axis else (0, 0, 0)) for i in range(ndim)]
-        )
-        self.moved = jnp.where(position == length - 1, self.before, shifted)
-        """The history that a step makes of the old one, without the amax that it enters at index 0."""
-
-    def to_reduce(self) -> list[jax.Array]:
-        """Returns the arrays whose maxima along the history decide what changed the state.
-
-        These are quotients of the new history and three possible pasts, two for each, and the old history.
-        The pasts are the moved history, the maximum of the moved and the old one, and the old history.
-        """
-        pasts = (self.moved, jnp.maximum(self.moved, self.old))
-        quotients = [q for past in pasts for q in _quotients(self.new, past)]
-        behind = [jnp.where(self.is_newest, 0.0, q) for q in quotients]
-        return [*behind, *_quotients(self.new, self.old), self.old]
-
-
-def _quotients(new: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns ``new / old`` and ``old / new``, at most ``_LARGE``; both are 0 where both numbers are 0."""
-    has_new, has_old = new >= SMALLEST_SCALE, old >= SMALLEST_SCALE
-    up = jnp.where(has_old, new / jnp.where(has_old, old, 1.0), jnp.where(has_new, _LARGE, 0.0))
-    down = jnp.where(
-        has_new, old / jnp.where(has_new, new, 1.0), jnp.where(old >= _MAY_VANISH, _LARGE, 0.0)
-    )
-    return jnp.minimum(up, _LARGE), jnp.minimum(down, _LARGE)
-
-
-def _factor(up: jax.Array, down: jax.Array) -> jax.Array:
-    """Returns the factor of a new history, given the largest of its quotients.
-
-    The factor is a power of two and at most 1. It is 0 if the quotients are not all equal to one such
-    power, and 1 if all quotients are 0.
+def _compare(old: ScalingState, new: ScalingState) -> _Comparison:
+    """Returns what happened to the new state of one tensor after the step.
 
     Args:
-        up: the largest ``new / old``.
-        down: the largest ``old / new``.
+        old: the state before the step, with a history of shape ``(..., length)``.
+        new: the state to compare with it.
     """
-    power = power_of_two(scale_exponent(up, 1.0, "floor"))
-    fits = (up * down == 1) & (up == power) & (power <= 1)
-    return jnp.where(jnp.maximum(up, down) == 0, 1.0, jnp.where(fits, power, 0.0))
-
-
-def _compare(old: ScalingState, new: ScalingState, axis: int) -> _Comparison:
-    """Returns what changed the new state of one tensor after the step."""
     # Only other arithmetic produces numbers that are finite and negative. A scale of 0, NaN or Inf means
     # that no gradient arrived. An amax of NaN or Inf means a NaN or an Inf in the data, or no data.
-    numbers = new.scale, lax.slice_in_dim(new.amax_history, 0, 1, axis=axis)
+    numbers = new.scale, new.amax_history[..., :1]
     is_negative = functools.reduce(operator.or_, (lax.is_finite(x) & (x < 0) for x in numbers))
-    new = kept_of_tensor(old, new, axis)
-    histories = _Histories(old.amax_history, new.amax_history, axis)
-    arrays = histories.to_reduce()
-    reduced = lax.reduce(arrays, [np.float32(0)] * len(arrays), _larger, (axis,))
-    largest = [lax.expand_dims(array, (axis,)) for array in reduced]
-    newest, before = histories.newest, histories.before
-    moved, merged, kept = (_factor(*largest[i : i + 2]) for i in (0, 2, 4))
-    is_first = largest[6] < SMALLEST_SCALE
+    new = kept_of_tensor(old, new, -1)
+    before, after = _finite(old.amax_history, new.amax_history)
+    moved = push_amax(jnp.zeros_like(before[..., 0]), before)
+    # The amax of the step, at index 0, belongs to no past.
+    is_past = lax.broadcasted_iota(np.int32, before.shape, before.ndim - 1) > 0
+    of_moved, of_merged = (
+        _factor(jnp.where(is_past, past, 0.0), jnp.where(is_past, after, 0.0))
+        for past in (moved, jnp.maximum(moved, before))
+    )
+    of_old = _factor(before, after)
+    # In a first step all past amaxes are 0. Then only the scale determines the factor.
+    is_first = jnp.max(before, -1, keepdims=True) < SMALLEST_SCALE
     used = jnp.where(lax.is_finite(old.scale) & (old.scale > 0), old.scale, 1.0)
-    moved *= jnp.where(is_first, _factor(*_quotients(new.scale, used)), 1.0)
-    moved = jnp.where(newest >= 0, moved, 0.0)
-    kept = jnp.where(is_first, 0.0, kept)
-    is_merged = (merged == 1) & ~is_first & (newest >= before)
-    is_as_is = ((moved == 1) | (kept == 1) | is_merged) & ~is_negative
-    factor = jnp.where(is_as_is, 1.0, jnp.where(kept > 0, kept, moved))
-    factor = jnp.where(is_negative, 0.0, factor)
-    return _Comparison(factor, is_as_is, (factor > 0) & (moved > 0) & (kept == 0))
+    of_moved *= jnp.where(is_first, _factor(used, new.scale), 1.0)
+    is_old = ~is_first & (of_old > 0)
+    is_merged = ~is_first & (of_merged == 1) & (after[..., :1] >= before[..., :1])
+    factor = jnp.where((of_moved == 1) | is_merged, 1.0, jnp.where(is_old, of_old, of_moved))
+    return _Comparison(jnp.where(is_negative, 0.0, factor), is_old)
+
+
+def _finite(*histories: jax.Array) -> list[jax.Array]:
+    """Returns histories in which a NaN or an Inf counts as 0."""
+    return [jnp.where(lax.is_finite(h), h, 0.0) for h in vary_alike(*histories)]
+
+
+def _factor(before: jax.Array, after: jax.Array) -> jax.Array:
+    """Returns the power of two, at most 1, that multiplied ``before``; 0 if there is none.
+
+    The largest entries along the last axis determine the factor. All others must have it, too. The factor
+    is 1 if all entries are 0.
+    """
+    before, after = _normal(before), _normal(after)
+    largest, largest_after = (jnp.max(x, -1, keepdims=True) for x in (before, after))
+    quotient = largest_after / jnp.where(largest > 0, largest, 1.0)
+    power = power_of_two(scale_exponent(quotient, 1.0, "floor"))
+    factor = jnp.where((largest == 0) & (largest_after == 0), 1.0, power)
+    fits = jnp.all(_normal(before * factor) == after, -1, keepdims=True) & (factor <= 1)
+    return jnp.where(fits, factor, 0.0)
+
+
+def _normal(x: jax.Array) -> jax.Array:
+    """Returns 0 in the place of subnormal numbers, which some devices flush to 0."""
+    return jnp.where(x < SMALLEST_SCALE, 0.0, x)
 
 
 def check_state(variables: Any, before: Any = None) -> None:
@@ -385,7 +361,7 @@ def _inspect(new: ScalingState, old: ScalingState | None, axis: int) -> _Finding
     largest, smallest = jnp.max(history, axis), jnp.min(history, axis)
     factor, moves = jnp.ones(()), jnp.any(largest > 0)
     if old is not None:
-        factor = jnp.min(_compare(old, new, axis).factor)
+        factor = jnp.min(_compared(old, new, axis)[1].factor)
         moves &= jnp.any(history != old.amax_history) | jnp.all(largest == smallest)
     return _Findings(
         is_scale=jnp.all(lax.is_finite(scale) & (scale > 0)),
