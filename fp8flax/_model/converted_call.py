@@ -183,8 +183,9 @@ class Call:
             seen.used_otherwise |= self.origins.used_otherwise
         if method == "__call__" and model.is_initializing():
             check_matched(self.rules, self.sites)
-            if not conversion().is_reporting:
-                check_converted(self.rules, self.sites, self.ops)
+            is_converted = self.ops or any(found.decision.converts for found in self.sites)
+            if not (is_converted or conversion().is_reporting):
+                raise ValueError(why_unconverted(self.rules, self.sites) if self.sites else NOTHING_SEEN)
 
 
 def _as_struct(x: Any) -> Any:
@@ -231,10 +232,3 @@ def _is_of_other_variables(before: SeenOp | None, found: SeenOp) -> bool:
         return False
     olds, news = before.kernel.sources, found.kernel.sources
     return [old.path for old in olds] == [new.path for new in news] and olds != news
-
-
-def check_converted(rules: Rules, sites: list[SeenSite], ops: Mapping[Any, SeenOp]) -> None:
-    """Raises ``ValueError`` if nothing in the model runs in FP8."""
-    if ops or any(found.decision.converts for found in sites):
-        return
-    raise ValueError(why_unconverted(rules, sites) if sites else NOTHING_SEEN)

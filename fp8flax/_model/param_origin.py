@@ -251,47 +251,41 @@ class ParamOrigins:
     def follow(self, primitive: Any, operands: Any, params: Any, results: Any, scope: Any) -> None:
         """Records the origins of the results of a primitive, and the parameters that it reads."""
         results = results if primitive.multiple_results else [results]
-        varying = [x for x in operands if not self._is_constant(x, scope)]
-        if not varying:
+        if all(self._is_constant(x, scope) for x in operands):
             for result in results:
                 self._constants.set(result, True)
             return
-        origins = [self.of(x, scope) for x in varying]
-        self._follow_elsewhere(varying, origins, results, scope)
-        made_of = [d for d in origins if d is not None]
-        sources = tuple(source for d in made_of for source in d.sources)
+        origins = [self.of(x, scope) for x in operands]
+        self._follow_elsewhere(operands, origins, results, scope)
+        made_of = [origin for origin in origins if origin is not None]
         is_moved = primitive.name in MOVEMENTS and len(made_of) == len(operands)
-        can_rebuild = is_moved and all(d.rebuild is not None for d in made_of)
         uses = uses_of(primitive, params, len(operands), len(results))
         for operand, reads in zip(operands, uses.reads):
             if reads and not is_moved:
                 self.use(operand, scope)
-        for i, (result, index) in enumerate(zip(results, uses.returns)):
-            origin = None
-            if index is not None:
-                origin = self.of(operands[index], scope)
-            elif can_rebuild:
-                known = {**params, "of": operands[0].shape}
-                if primitive.name == CAST:
-                    known["from"] = operands[0].dtype
-                moves = Move(primitive.name, known, i, tuple(d.moves for d in made_of))
-                origin = Origin(sources, _rebuilder(primitive, params, made_of, i), moves)
-            elif made_of and len(made_of) == len(origins):
-                kept = [self.of(x, scope) for x in operands if np.shape(x) == result.shape]
-                no_move = Move(primitive.name, {}, i, ())
-                moves = next((d.moves for d in kept if d is not None), no_move)
-                origin = Origin(sources, None, moves)
+        for i, (result, returned) in enumerate(zip(results, uses.returns)):
+            if returned is not None:
+                origin = origins[returned]
+            elif is_moved and all(d.rebuild is not None for d in made_of):
+                origin = _moved(primitive, params, operands[0], made_of, i)
+            elif all(d is not None or self._is_constant(x, scope) for x, d in zip(operands, origins)):
+                origin = _computed(primitive, operands, origins, result, i)
+            else:
+                origin = None
             if origin is not None:
                 self._origins.set(result, origin)
 
     def _follow_elsewhere(
         self, operands: Sequence[Any], origins: Sequence[Origin | None], results: Any, scope: Any
     ) -> None:
+        """Records the results that come from variables only, of which one is outside of ``params``."""
         paths = [self.elsewhere(x, scope) for x in operands]
         path = next((path for path in paths if path is not None), None)
-        if path is not None and all(p is not None or d is not None for p, d in zip(paths, origins)):
-            for result in results:
-                self._elsewhere.set(result, path)
+        known = zip(operands, paths, origins)
+        if path is None or not all(p or d or self._is_constant(x, scope) for x, p, d in known):
+            return
+        for result in results:
+            self._elsewhere.set(result, path)
 
     def _is_constant(self, value: Any, scope: Any) -> bool:
         """Returns whether a value is a number in the source of the model, or computed from such numbers.
@@ -309,10 +303,20 @@ class ParamOrigins:
             self.used_otherwise.update(source.path for source in origin.sources)
 
 
-def _rebuilder(
-    primitive: Any, params: dict[str, Any], made_of: list[Origin], index: int
-) -> Callable[[tuple[jax.Array, ...], bool], jax.Array]:
-    """Returns ``Origin.rebuild`` for one result of a primitive, given the origins of its operands."""
+def _sources_of(made_of: Sequence[Origin]) -> tuple[Source, ...]:
+    return tuple(source for d in made_of for source in d.sources)
+
+
+def _moved(primitive: Any, params: dict[str, Any], first: Any, made_of: list[Origin], index: int) -> Origin:
+    """Returns the origin of a result of a movement.
+
+    Args:
+        primitive: the movement.
+        params: its parameters.
+        first: its first operand.
+        made_of: the origins of its operands.
+        index: the index of the result.
+    """
 
     def rebuild(arrays: tuple[jax.Array, ...], casts: bool) -> jax.Array:
         operands, rest = [], arrays
@@ -325,7 +329,23 @@ def _rebuilder(
         result = primitive.bind(*operands, **params)
         return result[index] if primitive.multiple_results else result
 
-    return rebuild
+    known = {**params, "of": first.shape}
+    if primitive.name == CAST:
+        known["from"] = first.dtype
+    move = Move(primitive.name, known, index, tuple(d.moves for d in made_of))
+    return Origin(_sources_of(made_of), rebuild, move)
+
+
+def _computed(
+    primitive: Any, operands: Any, origins: list[Origin | None], result: Any, index: int
+) -> Origin:
+    """Returns the origin of a result of arithmetic with parameters and numbers.
+
+    Its moves are those of the first operand of the same shape, so that ``Origin.part`` names both alike.
+    """
+    alike = (d.moves for x, d in zip(operands, origins) if d is not None and np.shape(x) == result.shape)
+    move = next(alike, Move(primitive.name, {}, index, ()))
+    return Origin(_sources_of([d for d in origins if d is not None]), None, move)
 
 
 def _first(arrays: tuple[jax.Array, ...], casts: bool) -> jax.Array:

@@ -62,7 +62,28 @@ class _Converted(AroundCalls):
     _fp8_serving: Any
 
     def _around_call(self: Any, name: str, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return _in_call(self, name, compute, args, kwargs)
+        """Returns ``compute(model, args, kwargs)``, computed within a ``Call`` of the model."""
+        calls, cls = conversion().calls, type(self)
+        if self.scope is None or name == "setup" or any(call.cls is cls for call in calls):
+            return compute(self, args, kwargs)
+        if calls and self._fp8_serving is None and calls[-1].origins.has_place(self.scope.root):
+            with calls[-1].ruled_by(self._fp8_rules):
+                return compute(self, args, kwargs)
+        call = self._fp8_make_call(cls, self._fp8_rules)
+        call.is_counting = conversion().counted == len(calls)
+        call.is_init = self.is_initializing()
+
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            with call.running(module):
+                return compute(module, args, kwargs)
+
+        run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not take it for another method
+        with converting(calls=(*calls, call)):
+            mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
+            with call.interception.active():  # also around setup, which Linen runs before the method
+                result = mapped(self, *args, **kwargs)
+            call.finish(self, name)
+        return result
 
     def apply(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         return super().apply(*args, method=_as_method(self, method), **kwargs)  # type: ignore[misc]
@@ -88,31 +109,6 @@ def _is_equal(self: Any, other: Any) -> bool:
     return type(other) is type(self) and self._fp8_base.__eq__(self, other)
 
 
-def _in_call(self: Any, name: str, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns ``compute(model, args, kwargs)``, computed within a ``Call`` of the model."""
-    calls, cls = conversion().calls, type(self)
-    if self.scope is None or name == "setup" or any(call.cls is cls for call in calls):
-        return compute(self, args, kwargs)
-    if calls and self._fp8_serving is None and calls[-1].origins.has_place(self.scope.root):
-        with calls[-1].ruled_by(self._fp8_rules):
-            return compute(self, args, kwargs)
-    call = self._fp8_make_call(cls, self._fp8_rules)
-    call.is_counting = conversion().counted == len(calls)
-    call.is_init = self.is_initializing()
-
-    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        with call.running(module):
-            return compute(module, args, kwargs)
-
-    run.method_handler_wrapped = True  # type: ignore[attr-defined]  # Linen must not take it for another method
-    with converting(calls=(*calls, call)):
-        mapped = nn.map_variables(run, call.collections, call.put_in, call.take_out, mutable=True)
-        with call.interception.active():  # also around setup, which Linen runs before the method
-            result = mapped(self, *args, **kwargs)
-        call.finish(self, name)
-    return result
-
-
 def _with_call(transformed: Any) -> Any:
     """Wraps a method that a transformation has made, so that a call begins around the transformation."""
 
@@ -121,7 +117,7 @@ def _with_call(transformed: Any) -> Any:
         def compute(module: Any, args: Any, kwargs: Any) -> Any:
             return transformed(module, *args, **kwargs)
 
-        return _in_call(self, transformed.__name__, compute, args, kwargs)
+        return self._around_call(transformed.__name__, compute, args, kwargs)
 
     return nn.nowrap(method)
 

@@ -256,12 +256,8 @@ def _measure(
         new = jax.grad(run, has_aux=has_aux)(state)
         return new[0] if has_aux else new
     # The cotangents can be zeros, because the states of inputs and kernels do not depend on them.
-    out, transpose = jax.vjp(lambda state: jax.tree.map(_as_array, run(state)), state)
+    out, transpose = jax.vjp(lambda state: jax.tree.map(jnp.asarray, run(state)), state)
     return transpose(jax.tree.map(_zero_cotangent, out))[0]
-
-
-def _as_array(x: Any) -> Any:
-    return x if hasattr(x, "dtype") else jnp.asarray(x)
 
 
 def _zero_cotangent(x: jax.Array) -> Any:

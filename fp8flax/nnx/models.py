@@ -133,7 +133,8 @@ class Layer(NamedTuple):
     @property
     def op(self) -> Fp8Op | None:
         """The op of the layer, if it is an ``Fp8Op``; otherwise None."""
-        return _op_of(self.module, self.kind)
+        found = getattr(self.module, self.kind.field)
+        return found if isinstance(found, Fp8Op) else None
 
     @property
     def left(self) -> LeftWide | None:
@@ -159,17 +160,6 @@ def layers_of(model: nnx.Module) -> Iterator[Layer]:
         shape, (contracted, batched) = kind.kernel_shape(module), kind.axes(module)
         kernel = module.kernel.get_value()
         stacked = kernel.shape[: kernel.ndim - len(shape)]
-        reason = None
-        if (*stacked, *shape) != kernel.shape:
-            reason = "its kernel is stacked along another axis than the first"
-        elif getattr(module, "dot_general_cls", None) is not None:
-            reason = "it has a dot_general_cls of its own"
-        elif not (
-            _op_of(module, kind)
-            or getattr(module, kind.field) is kind.plain
-            or isinstance(getattr(module, kind.field), LeftWide)
-        ):
-            reason = f"it has a {kind.field} of its own"
         k = math.prod(shape[i] for i in contracted)
         batch = math.prod(shape[i] for i in batched)
         place = "/".join(map(str, path))
@@ -183,18 +173,28 @@ def layers_of(model: nnx.Module) -> Iterator[Layer]:
             dtypes=(jnp.dtype(getattr(module, "dtype", None) or kernel.dtype),) * 2,
             sizes=GemmSizes(batch, 1, k, math.prod(shape) // max(1, k * batch)),
             is_matmul=not isinstance(module, nnx.Conv) or _is_matmul(module),
-            impossible=reason,
+            impossible=_why_impossible(module, kind, is_stacked_first=(*stacked, *shape) == kernel.shape),
         )
         yield Layer(module, kind, stacked, site)
 
 
-def _op_of(module: Any, kind: Kind) -> Fp8Op | None:
+def _why_impossible(module: Any, kind: Kind, is_stacked_first: bool) -> str | None:
+    """Returns why a layer cannot take an op; None if it can."""
     op = getattr(module, kind.field)
-    return op if isinstance(op, Fp8Op) else None
+    if not is_stacked_first:
+        return "its kernel is stacked along another axis than the first"
+    if getattr(module, "dot_general_cls", None) is not None:
+        return "it has a dot_general_cls of its own"
+    if not (isinstance(op, Fp8Op | LeftWide) or op is kind.plain):
+        return f"it has a {kind.field} of its own"
+    return None
 
 
 def _is_matmul(layer: nnx.Conv) -> bool:
-    """Returns whether a convolution is a matmul. The size of its input is not known, and not needed."""
+    """Returns whether a convolution is a matmul.
+
+    The size of its input is not known. It is set so large that each window fits into the input.
+    """
     ndim = len(layer.kernel_size)
 
     def each(value: Any) -> tuple[Any, ...]:
