@@ -17,6 +17,11 @@ from jax.typing import DTypeLike
 if TYPE_CHECKING:
     from jaxtyping import Float, Shaped, UInt8
 
+BLOCK = 128
+"""The number of columns that share a scale, in the recipes whose blocks our GPU kernels compute.
+
+A tile of a kernel's result also has this many rows and columns."""
+
 
 class View(NamedTuple):
     """Shape of an operand, and which of its dimensions a GEMM contracts and batches (hashable)."""

@@ -17,11 +17,11 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.gemm.kernels.block_gemm import BLOCK, block_gemm
+from fp8flax._core.gemm.kernels.block_gemm import block_gemm
 from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
 from fp8flax._core.gemm.kernels.transpose import transpose
 from fp8flax._core.gemm.request import Gemm, dequantized_gemm, dot, scaled
-from fp8flax._core.qtensor import QTensor
+from fp8flax._core.qtensor import BLOCK, QTensor
 from fp8flax._core.quantizers import MX_COLUMNS
 
 ALGORITHMS = {

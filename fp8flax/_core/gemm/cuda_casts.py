@@ -11,12 +11,11 @@ from typing import Any
 
 import jax
 
-from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.gemm.kernels.on_shards import quantize_on_shards
 from fp8flax._core.gemm.request import CastPair, behind_barrier
 from fp8flax._core.names import BLOCK_QUANTIZE
-from fp8flax._core.qtensor import QTensor, View
+from fp8flax._core.qtensor import BLOCK, QTensor, View
 from fp8flax._core.quantize import inf_to_nan
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
-from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.gemm.kernels.grouped_gemm_hopper import Tile, Tiling, grouped_gemm
 from fp8flax._core.gemm.kernels.groups import (
     TILE,
@@ -29,7 +28,7 @@ from fp8flax._core.gemm.kernels.groups import (
 from fp8flax._core.gemm.kernels.on_shards import ragged_on_shards
 from fp8flax._core.gemm.request import ExpertProducts, ExpertSums
 from fp8flax._core.names import GROUPED_GEMM
-from fp8flax._core.qtensor import QTensor, View
+from fp8flax._core.qtensor import BLOCK, QTensor, View
 
 
 def expert_products(

@@ -25,7 +25,6 @@ from fp8flax._core.gemm.gpus import (
     has_triton,
     is_hopper,
 )
-from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.gemm.kernels.block_gemm_hopper import multiplies_dtypes
 from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
 from fp8flax._core.gemm.kernels.groups import TILE, num_tiles
@@ -43,7 +42,7 @@ from fp8flax._core.gemm.request import (
 from fp8flax._core.gemm.units import is_for_hopper
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, DEQUANTIZED
 from fp8flax._core.no_derivative import no_derivative
-from fp8flax._core.qtensor import QTensor
+from fp8flax._core.qtensor import BLOCK, QTensor
 from fp8flax._core.quantizers import BlockQuantizer
 
 

@@ -19,8 +19,8 @@ from fp8flax._core.gemm.gpus import (
     has_triton,
     is_hopper,
 )
-from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.gemm.kernels.block_gemm_hopper import multiplies_dtypes
+from fp8flax._core.qtensor import BLOCK
 from fp8flax._core.quantizers import Quantizer
 from fp8flax._core.recipes import GemmRecipe
 

@@ -12,10 +12,8 @@ from fp8flax._compat.triton_params import triton_params
 from fp8flax._compat.varying import shape_varying_as
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16
+from fp8flax._core.qtensor import BLOCK
 from fp8flax._core.scaling import apply_scales
-
-BLOCK = 128
-"""The number of columns that share a scale. A tile of the result also has this many rows and columns."""
 
 
 def block_gemm(

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
+from fp8flax._core.qtensor import BLOCK
 
 # A thread block has three warpgroups. Two multiply, each 64 rows of a tile of the result. One warp of the
 # third fetches the operands.

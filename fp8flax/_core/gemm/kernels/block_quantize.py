@@ -19,8 +19,8 @@ from jax import lax
 from fp8flax._compat.triton_params import triton_params
 from fp8flax._compat.varying import shape_varying_as
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.names import BLOCK_QUANTIZE
+from fp8flax._core.qtensor import BLOCK
 from fp8flax._core.quantize import clipped, divided
 from fp8flax._core.scaling import compute_scale, power_of_two, scale_exponent
 

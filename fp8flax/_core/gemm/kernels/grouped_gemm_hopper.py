@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.gemm.kernels.block_gemm import BLOCK
 from fp8flax._core.gemm.kernels.block_gemm_hopper import load, store_with_conflicts
 from fp8flax._core.gemm.kernels.groups import TILE
 from fp8flax._core.names import GROUPED_GEMM
+from fp8flax._core.qtensor import BLOCK
 from fp8flax._core.scaling import apply_scales
 
 # A thread block has three warpgroups. Two multiply, each half of the rows of a tile of the result. One warp

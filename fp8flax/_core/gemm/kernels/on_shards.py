@@ -11,7 +11,7 @@ import math
 import re
 import string
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,11 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._core.gemm.kernels.groups import bounded
-from fp8flax._core.gemm.request import Gemm
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.qtensor import QTensor, View
+
+if TYPE_CHECKING:
+    from fp8flax._core.gemm.request import Gemm
 
 Axes = tuple[str, ...]
 
