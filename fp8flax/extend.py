@@ -14,10 +14,10 @@ from fp8flax._core.gemm.request import Gemm as Gemm
 from fp8flax._core.plans.contraction import Contraction as Contraction
 from fp8flax._core.plans.contraction import check_operands as check_operands
 from fp8flax._core.plans.modes import contract as contract
-from fp8flax._core.plans.ops import GemmSizes as GemmSizes
-from fp8flax._core.plans.ops import OpRow as OpRow
-from fp8flax._core.plans.ops import register as register
 from fp8flax._core.plans.plan import Operand as Operand
+from fp8flax._core.plans.row import GemmSizes as GemmSizes
+from fp8flax._core.plans.row import OpRow as OpRow
+from fp8flax._core.plans.row import register as register
 from fp8flax._linen.op import Fp8Op as LinenOp
 from fp8flax.nnx.ops import Fp8Op as NnxOp
 

@@ -17,7 +17,7 @@ from fp8flax._core.options import check_choice
 from fp8flax._core.plans.calls import Called
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.modes import FORMS
-from fp8flax._core.plans.ops import DOT_GENERAL, OpRow, Shape
+from fp8flax._core.plans.row import OpRow, Shape
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
 from fp8flax._core.state.state import ScalingState
 
@@ -43,7 +43,7 @@ class OpBase(Called):
     and ``form``, and defines ``_value``, ``_place``, ``_dtype_advice`` and ``_shape_advice``.
     """
 
-    row: ClassVar[OpRow] = DOT_GENERAL
+    row: ClassVar[OpRow]
     default_recipe: ClassVar[Recipe] = DelayedScaling()
     """The recipe if neither the op nor ``autocast`` has one."""
     _classes: ClassVar[dict[OpRow, type[OpBase]]]

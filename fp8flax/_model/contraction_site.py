@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 
-from fp8flax._core.plans.ops import DOT_GENERAL
 from fp8flax._linen.conversion import conversion
 from fp8flax._model.interception import Contraction
 from fp8flax._model.rules import Site
@@ -58,7 +57,7 @@ def name_of(site: Site, contraction: Contraction, found: AsOp) -> str:
     if _takes_ops(frame.module) and (("kernel",) in paths or is_linen_layer):
         return "0"
     summed: tuple[int, ...] = ()
-    if contraction.op is DOT_GENERAL:
+    if contraction.op.primitive == "dot_general":
         (_, summed), _ = found.arguments[2]
     return "-".join(name.replace("/", "-") for path in paths for name in path) + kernel.part(summed)
 

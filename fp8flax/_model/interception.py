@@ -21,7 +21,7 @@ from fp8flax._compat.flax_scopes import variables_of
 from fp8flax._compat.jaxprs import Equation, equations
 from fp8flax._compat.traces import FrontTrace, Watcher, current_watcher, unwatched, watched_by
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
-from fp8flax._core.plans.ops import OpRow, row_of
+from fp8flax._core.plans.row import OpRow, row_of
 from fp8flax._model.param_origin import Origin, ParamOrigins
 from fp8flax._model.program_reads import IN_OP
 

@@ -11,7 +11,8 @@ from fp8flax._audit.report import AuditReport
 from fp8flax._core.autocast import current_phase, recipe_in_use
 from fp8flax._core.gemm.gpus import GPUS, Gpu
 from fp8flax._core.gemm.units import runs_in_fp8
-from fp8flax._core.plans.ops import RAGGED_DOT, GemmSizes
+from fp8flax._core.plans.ops import RAGGED_DOT
+from fp8flax._core.plans.row import GemmSizes
 from fp8flax._core.recipes import CustomRecipe, DelayedScaling
 from fp8flax._model.rules import Decision, Site
 

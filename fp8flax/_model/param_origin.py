@@ -278,7 +278,7 @@ class ParamOrigins:
     def _follow_elsewhere(
         self, operands: Sequence[Any], origins: Sequence[Origin | None], results: Any, scope: Any
     ) -> None:
-        """Records the results that come from variables only, of which one is outside of ``params``."""
+        """Records results that come from variables only, if one of these is outside of ``params``."""
         paths = [self.elsewhere(x, scope) for x in operands]
         path = next((path for path in paths if path is not None), None)
         known = zip(operands, paths, origins)

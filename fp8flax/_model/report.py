@@ -19,7 +19,7 @@ from fp8flax._core.autocast import autocast
 from fp8flax._core.gemm.gpus import GPUS, compile_target
 from fp8flax._core.names import COUNTED, NOT_CONVERTED, OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import wrong_model
-from fp8flax._core.plans.ops import GemmSizes
+from fp8flax._core.plans.row import GemmSizes
 from fp8flax._linen.conversion import reporting
 from fp8flax._model.converted_call import seen_of
 from fp8flax._model.interception import contractions_in

@@ -12,7 +12,7 @@ import flax.linen as nn
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.options import check_choice
 from fp8flax._core.plans.modes import FORMS
-from fp8flax._core.plans.ops import GemmSizes, OpRow
+from fp8flax._core.plans.row import GemmSizes, OpRow
 from fp8flax._core.recipes import Recipe, check_recipe
 
 LEAVE = "leave"

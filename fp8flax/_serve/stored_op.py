@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.plans.ops import OpRow, packed_kernel
+from fp8flax._core.plans.modes import packed_kernel
+from fp8flax._core.plans.row import OpRow
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantize import quantize
 from fp8flax._core.recipes import CustomRecipe, Recipe
@@ -37,7 +38,7 @@ class OpToFreeze:
 
     Attributes:
         path: the path of the op in the scaling state.
-        row: the entry that describes this kind of op; see ``plans.ops``.
+        row: the entry that describes this kind of op; see ``plans.row``.
         gemms: the recipe of the op in the frozen model.
         lhs: the shape and dtype of the input.
         arguments: the arguments of the op after input and kernel.

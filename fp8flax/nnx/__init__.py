@@ -15,10 +15,11 @@ from fp8flax.nnx.ops import (
 )
 
 # Blocks of layers.
-from fp8flax.nnx.blocks import MLP as MLP, MoE as MoE, RouterLoss as RouterLoss
+from fp8flax.nnx.blocks import MLP as MLP, MoE as MoE
 
 # Their state.
 from fp8flax.nnx.ops import OverwriteWithGradient as OverwriteWithGradient
+from fp8flax.nnx.variables import RouterLoss as RouterLoss
 
 # Training.
 from fp8flax.nnx.training import (

@@ -28,6 +28,7 @@ from fp8flax._core.plans.mlp import check_block, runs_as_one
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import Recipe
 from fp8flax.nnx.ops import Fp8DotGeneralOp, Fp8RaggedDotOp
+from fp8flax.nnx.variables import RouterLoss
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -140,22 +141,6 @@ class MLP(nnx.Module):
             return None
         dtypes = [self.dtype or layer.param_dtype for layer in layers]
         return recipe if all(runs_as_one(recipe.gemms, x, dtype) for dtype in dtypes) else None
-
-
-class RouterLoss(nnx.Variable[Any]):
-    """A loss of the router of ``MoE`` in its last call: a float32 scalar.
-
-    Example:
-        >>> from flax import nnx
-        >>> import jax, jax.numpy as jnp
-        >>> import fp8flax.nnx as fp8nnx
-        >>> layer = fp8nnx.MoE(16, num_experts=4, hidden_features=32, rngs=nnx.Rngs(0))
-        >>> x = jnp.ones((2, 5, 16))
-        >>> def loss(layer, x):
-        ...     out = layer(x)
-        ...     return jnp.mean(out**2) + 0.01 * sum(jax.tree.leaves(nnx.state(layer, fp8nnx.RouterLoss)))
-        >>> value, grads = fp8nnx.value_and_grad(loss)(layer, x)
-    """
 
 
 class Experts(nnx.Module):

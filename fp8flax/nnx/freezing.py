@@ -23,7 +23,8 @@ from fp8flax._core.autocast import off_hint, recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_bool, wrong_model
 from fp8flax._core.plans.calls import calling
-from fp8flax._core.plans.ops import EINSUM, OpRow
+from fp8flax._core.plans.ops import EINSUM
+from fp8flax._core.plans.row import OpRow
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._model.program_reads import ELSE, SAME, Reads

@@ -18,7 +18,8 @@ from fp8flax._core.names import NOT_CONVERTED
 from fp8flax._core.options import wrong_model
 from fp8flax._core.plans.calls import calling
 from fp8flax._core.plans.conv import is_matmul
-from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, GemmSizes, OpRow, rows
+from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM
+from fp8flax._core.plans.row import GemmSizes, OpRow, rows
 from fp8flax._core.recipes import Recipe
 from fp8flax._model.decisions import SeenSite, check_matched, why_unconverted
 from fp8flax._model.model_report import SEE_AUDIT, ModelReport, gpu_named, table_of

@@ -18,7 +18,8 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, SCALE
 from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.options import check_int
 from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
-from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT, OpRow
+from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
+from fp8flax._core.plans.row import OpRow
 from fp8flax._core.recipes import DelayedScaling, Recipe
 
 

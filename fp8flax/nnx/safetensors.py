@@ -19,11 +19,10 @@ from fp8flax._serve.renaming import Rename
 from fp8flax._serve.safetensors import load_safetensors as load_variables
 from fp8flax._serve.safetensors import tensors_of, write
 from fp8flax._serve.weights import Options, automatic_axes, options_of
-from fp8flax.nnx.blocks import RouterLoss
 from fp8flax.nnx.freezing import Frozen, FrozenOp, freeze
 from fp8flax.nnx.models import Layer, layers_of
 from fp8flax.nnx.ops import Fp8Op
-from fp8flax.nnx.variables import Places, values_of, written_variables
+from fp8flax.nnx.variables import Places, RouterLoss, values_of, written_variables
 
 
 def save_safetensors(

@@ -10,11 +10,26 @@ import jax
 from flax import nnx
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
-from fp8flax.nnx.blocks import RouterLoss
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
 
 Places = dict[tuple[str, ...], tuple[tuple[Any, ...], Any]]
 """The path and the variable of each place, in Linen's layout or in a file; it begins with a collection."""
+
+
+class RouterLoss(nnx.Variable[Any]):
+    """A loss of the router of ``MoE`` in its last call: a float32 scalar.
+
+    Example:
+        >>> from flax import nnx
+        >>> import jax, jax.numpy as jnp
+        >>> import fp8flax.nnx as fp8nnx
+        >>> layer = fp8nnx.MoE(16, num_experts=4, hidden_features=32, rngs=nnx.Rngs(0))
+        >>> x = jnp.ones((2, 5, 16))
+        >>> def loss(layer, x):
+        ...     out = layer(x)
+        ...     return jnp.mean(out**2) + 0.01 * sum(jax.tree.leaves(nnx.state(layer, fp8nnx.RouterLoss)))
+        >>> value, grads = fp8nnx.value_and_grad(loss)(layer, x)
+    """
 
 
 def state_of(node: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ X, W = normal(0, 4, 8), normal(1, 8, 2)
 
 
 class Op(OpBase):
+    row = DOT_GENERAL
     _dtype_advice, _shape_advice = "Do this", "Do that."
 
     def __init__(self, recipe=None, form="direct", value=None):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._compat.reverse_mode import reverse_mode_only
@@ -27,10 +28,10 @@ from fp8flax._core.plans.contraction import (
     quantized_product,
 )
 from fp8flax._core.plans.engine import run
-from fp8flax._core.plans.plan import Extra, Scales
+from fp8flax._core.plans.plan import Extra, Scales, explicit_sharding
 from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
 from fp8flax._core.qtensor import QTensor
-from fp8flax._core.quantizers import quantized_and_back, serves
+from fp8flax._core.quantizers import quantized, quantized_and_back, serves
 from fp8flax._core.state.state import (
     DelayedConfig,
     ScalingState,
@@ -150,6 +151,39 @@ class _Fixed(NamedTuple):
     """The delayed scales, by role."""
     kernel: QTensor | None
     """The packed kernel; None if each call quantizes a wide kernel."""
+
+
+def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
+    """Returns a kernel as a frozen model stores it: quantized, with codes in the shape of the kernel.
+
+    Args:
+        plan: the plan of the op; its recipe must quantize the kernel in the forward product.
+        kernel: the kernel, a wide float.
+        scale: the scale for delayed scaling; ignored otherwise.
+
+    Raises:
+        ValueError: the quantizer packs codes of another shape.
+    """
+    _, quantizer, view = plan.uses("kernel").first
+
+    def pack(kernel: jax.Array) -> QTensor:
+        operand = quantized(quantizer, kernel, view, scale)
+        return operand.quantizer.pack(operand, view)
+
+    packed = jax.eval_shape(pack, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
+    if packed.codes.shape != kernel.shape:
+        raise ValueError(
+            f"pack of {packed.quantizer!r} must return codes of the kernel's shape {kernel.shape}, to be "
+            f"stored in its place; got {packed.codes.shape}. Define pack and unpack."
+        )
+    sharding = explicit_sharding(kernel)
+    if sharding is None or not packed.quantizer.scales_along_contraction:
+        return pack(kernel)
+    # JAX cannot derive the sharding of a reshape that makes blocks.
+    mesh = sharding.mesh
+    explicit = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
+    out_sharding = QTensor(sharding, NamedSharding(mesh, PartitionSpec()), packed.quantizer)
+    return jax.sharding.auto_axes(pack, axes=explicit, out_sharding=out_sharding)(kernel)
 
 
 # With straight-through quantization q, the derivative of q(x) . q(w) in the direction (dx, dw) is

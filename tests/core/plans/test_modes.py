@@ -11,7 +11,7 @@ import fp8flax as fp8
 from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.dot_general import dot_plan, fp8_dot_general
-from fp8flax._core.plans.ops import packed_kernel
+from fp8flax._core.plans.modes import packed_kernel
 from fp8flax._core.state.state import ScalingState
 from tests import reference
 from tests.cases import MATMUL, normal
@@ -105,3 +105,14 @@ def test_wide_products_have_the_sharding_that_the_caller_gives(mode_of):
         if mode_of == "calibrating":
             state = fp8.calibrate(multiply, state, [split[0]])
         np.testing.assert_allclose(jax.jit(multiply)(state, split[0]), np.full((4, 2), 8), rtol=1e-6)
+
+
+def test_a_packed_kernel_has_the_shape_of_the_kernel():
+    kernel = normal(1, 40, 3)
+    recipe = fp8.MXFP8BlockScaling().gemms
+    plan = dot_plan(jax.ShapeDtypeStruct((2, 40), jnp.float32), kernel, MATMUL, recipe=recipe)
+    packed = packed_kernel(plan, kernel, None)
+    assert packed.codes.shape == kernel.shape
+    view = plan.uses("kernel").first.view
+    back = packed.quantizer.unpack(packed, view).dequantize(view, jnp.float32)
+    np.testing.assert_allclose(back, kernel, rtol=1 / 16, atol=1e-2)

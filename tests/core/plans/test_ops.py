@@ -1,7 +1,4 @@
-"""The table of ops: each row beside the function of JAX that it stands for."""
-
-import copy
-import pickle
+"""The rows of the package's own ops, each beside the function of JAX that it stands for."""
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-import fp8flax as fp8
 from fp8flax._core.plans import ops
-from fp8flax._core.plans.dot_general import dot_plan
-from tests.cases import CONTRACTIONS, MATMUL, normal
+from fp8flax._core.plans.row import row_of
+from tests.cases import CONTRACTIONS, normal
 
 SIZES = jnp.array([3, 1])
 CONV = ((2, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC"), 1, 1, None, None)
@@ -30,20 +26,11 @@ def test_the_row_of_a_primitive_has_its_arguments(row):
     operands = tuple(x for x in arguments if isinstance(x, jax.Array))
     rest = arguments[len(operands) :]
     program = jax.make_jaxpr(lambda *x: row.plain(*x, *rest))(lhs, rhs, *operands)
-    eqn = next(e for e in program.eqns if ops.row_of(e.primitive, e.params) is not None)
-    assert ops.row_of(eqn.primitive, eqn.params) is row
+    eqn = next(e for e in program.eqns if row_of(e.primitive, e.params) is not None)
+    assert row_of(eqn.primitive, eqn.params) is row
     assert row.unsupported(eqn.params) is None
     found = row.plain(lhs, rhs, *operands, *row.arguments(eqn.params))
     np.testing.assert_array_equal(found, row.plain(*CALLS[row]))
-
-
-def test_a_function_of_a_user_is_no_op_of_the_package():
-    @jax.jit
-    def dot_general(x):
-        return x + 1
-
-    (eqn,) = jax.make_jaxpr(dot_general)(jnp.ones(2)).eqns
-    assert ops.row_of(eqn.primitive, eqn.params) is None
 
 
 @by_row
@@ -66,32 +53,3 @@ def test_a_matmul_with_its_operands_in_the_other_order(name):
     assert swapped.arguments[1] == ("default", "highest")
     found = swapped.restore(lax.dot_general(rhs, lhs, *swapped.arguments))
     np.testing.assert_allclose(found, lax.dot_general(lhs, rhs, dims), rtol=1e-5, atol=1e-6)
-
-
-def test_stacked_roles_have_the_leading_dimension_of_the_kernel():
-    assert ops.RAGGED_DOT.leading((5, 2, 3)) == {"kernel": (5,)}
-    assert ops.DOT_GENERAL.leading((5, 2)) == {}
-
-
-def test_a_copy_of_a_row_is_the_row():
-    assert copy.deepcopy(ops.CONV) is ops.CONV
-    assert pickle.loads(pickle.dumps(ops.EINSUM)) is ops.EINSUM
-
-
-@pytest.mark.parametrize("changes", [{"name": "Other"}, {"primitive": "other"}])
-def test_a_second_row_of_a_name_or_a_primitive_is_refused(changes):
-    row = ops.dataclasses.replace(ops.DOT_GENERAL, **changes)
-    with pytest.raises(ValueError, match="The table of ops has the row 'Fp8DotGeneralOp' already"):
-        ops.register(row)
-    assert row not in ops.rows()
-
-
-def test_a_packed_kernel_has_the_shape_of_the_kernel():
-    kernel = normal(1, 40, 3)
-    recipe = fp8.MXFP8BlockScaling().gemms
-    plan = dot_plan(jax.ShapeDtypeStruct((2, 40), jnp.float32), kernel, MATMUL, recipe=recipe)
-    packed = ops.packed_kernel(plan, kernel, None)
-    assert packed.codes.shape == kernel.shape
-    view = plan.uses("kernel").first.view
-    back = packed.quantizer.unpack(packed, view).dequantize(view, jnp.float32)
-    np.testing.assert_allclose(back, kernel, rtol=1 / 16, atol=1e-2)
