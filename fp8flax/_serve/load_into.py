@@ -19,6 +19,7 @@ from fp8flax._serve.checkpoints import CheckpointTensor, Layout
 from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE
 from fp8flax._serve.parts import Misfit, joined, rows, scale_in_blocks, stacked
 from fp8flax._serve.renaming import Part, Rename, is_weight_name, new_names_of
+from fp8flax._serve.safetensors import check_not_narrowed
 from fp8flax._serve.server_layout import from_matrix, matrix_shape
 from fp8flax._serve.trees import Path
 
@@ -65,7 +66,8 @@ def load_into(
         TypeError: ``checkpoint`` is not a mapping, a variable is not an array, or as ``rename`` in
             ``save_safetensors``.
         ValueError: a variable has no tensor, a tensor has no variable, or the two do not match. One error
-            lists all of them. Nothing is loaded then. Also if a pattern of ``rename`` matches nothing.
+            lists all of them. Nothing is loaded then. Also if a pattern of ``rename`` matches nothing, or
+            a variable has 64 bits and ``jax_enable_x64`` is off.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, ml_dtypes, numpy as np, fp8flax as fp8
@@ -99,6 +101,8 @@ def load_into(
             raise TypeError(must)
     is_state = find_state([keys for keys, _ in flat])
     wanted = {path: leaf for (path, leaf), found in zip(leaves.items(), is_state) if not found}
+    for path, leaf in wanted.items():
+        check_not_narrowed("/".join(path), leaf.dtype)
     new: dict[Path, jax.Array] = {}
     for source, load in _checked(wanted, checkpoint, rename):  # one variable is in memory at a time
         made = load(source.tensor(is_outline=False))

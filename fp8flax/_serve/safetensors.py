@@ -217,13 +217,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     library = _library()
     entries, tree = _read_header(library, path, path)
     for entry in entries.values():
-        dtype = np.dtype(DTYPES[entry["dtype"]])
-        narrow = jax.dtypes.canonicalize_dtype(dtype)
-        if narrow != dtype:
-            raise ValueError(
-                f"{path}: {'/'.join(entry['path'])} is {dtype}, which JAX would narrow to {narrow}. Enable "
-                "jax_enable_x64 to load it, or convert it before it is saved."
-            )
+        check_not_narrowed(f"{path}: {'/'.join(entry['path'])}", np.dtype(DTYPES[entry["dtype"]]))
     with open(path, "rb") as opened:
         try:
             tensors = dict(library.deserialize(opened.read()))
@@ -243,6 +237,16 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
         return jnp.asarray(array.reshape(entry["shape"]))
 
     return jax.tree.map(load, tree)
+
+
+def check_not_narrowed(name: str, dtype: Any) -> None:
+    """Raises ``ValueError`` if JAX would narrow an array of this dtype when it is loaded."""
+    narrow = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    if narrow != dtype:
+        raise ValueError(
+            f"{name} is {dtype}, which JAX would narrow to {narrow}. Enable jax_enable_x64 to load it, or "
+            f"convert it to {narrow} first."
+        )
 
 
 def _crc32(array: np.ndarray) -> int:

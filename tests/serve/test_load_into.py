@@ -349,6 +349,19 @@ def test_wrong_arguments(tmp_path):
         fp8.load_into(both, {"up.bias": checkpoint["up.bias"]}, rename=lambda name: "up.bias")
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint64])
+@pytest.mark.parametrize("variable", [np.zeros, jax.ShapeDtypeStruct], ids=["NumPy", "shape"])
+def test_64_bit_variables_are_not_narrowed(variable, dtype):
+    tensor = np.array([2**40, 3], dtype)
+    variables = {"params": {"a": variable((2,), dtype)}}
+    with pytest.raises(ValueError, match=rf"params/a is {dtype.__name__}, .* Enable jax_enable_x64"):
+        fp8.load_into(variables, {"a": tensor})
+    with jax.enable_x64(True):
+        loaded = fp8.load_into(variables, {"a": tensor})["params"]["a"]
+    assert loaded.dtype == dtype
+    np.testing.assert_array_equal(loaded, tensor)
+
+
 class Adapted(nnx.Module):
     """A linear layer in FP8 with a LoRA adapter beside it."""
 
