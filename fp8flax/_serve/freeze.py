@@ -139,7 +139,8 @@ def freeze(
     if CACHE in others and cache_dtype is not None:
         others[CACHE] = narrowed(others[CACHE], cache_dtype)
     cls = converted_class(base._fp8_base, base._fp8_rules, Serving(served, cache_dtype))
-    return convert(model, cls), {**others, PARAMS: trees.reboxed(params, boxed.get(PARAMS, {}))}
+    boxes = {name: boxed[name] for name in others}
+    return convert(model, cls), trees.reboxed({**others, PARAMS: params}, boxes)
 
 
 def _recording(model: nn.Module) -> Any:

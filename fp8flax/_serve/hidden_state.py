@@ -37,6 +37,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -78,11 +79,11 @@ def as_method_sees(
     """Returns the right side of the diagram for the left side; the cache is not changed.
 
     Args:
-        variables: the variables of the caller, without boxes.
+        variables: the variables of the caller.
         ops: the FP8 ops of the model.
         is_init: whether the parameters of some ops may be missing. Such ops are skipped.
     """
-    params, served = variables.get(PARAMS, {}), dict[str, Any]()
+    params, served = nn.meta.unbox(variables.get(PARAMS, {})), dict[str, Any]()
     if is_init:
         ops = [op for op in ops if _is_made(params, op)]
     for op in ops:
@@ -121,17 +122,26 @@ def as_caller_sees_init(params: Mapping[str, Any], ops: Sequence[ServedOp]) -> M
 
 
 def narrowed(cache: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
-    """Returns a cache with its floats in FP8, and beside each float an empty array of its old dtype."""
+    """Returns a cache with its floats in FP8, and beside each float an empty array of its old dtype.
+
+    Beside a tuple of arrays is a tuple of empty arrays.
+    """
     narrow: dict[str, Any] = {}
     for name, value in cache.items():
         if isinstance(value, Mapping):
             narrow[name] = narrowed(value, dtype)
-        elif jnp.issubdtype(value.dtype, jnp.floating):
-            narrow[name] = saturated(value.astype(jnp.float32), dtype)
-            narrow[name + _DTYPE_OF] = jnp.zeros((), value.dtype)
+        elif any(map(_is_float, jax.tree.leaves(value))):
+            narrow[name] = jax.tree.map(
+                lambda x: saturated(x.astype(jnp.float32), dtype) if _is_float(x) else x, value
+            )
+            narrow[name + _DTYPE_OF] = jax.tree.map(lambda x: jnp.zeros((), x.dtype), nn.meta.unbox(value))
         else:
             narrow[name] = value
     return narrow
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def widened(cache: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,5 +152,10 @@ def widened(cache: Mapping[str, Any]) -> dict[str, Any]:
             wide[name] = widened(value)
         elif not (name.endswith(_DTYPE_OF) and name.removesuffix(_DTYPE_OF) in cache):
             like = cache.get(name + _DTYPE_OF)
-            wide[name] = value if like is None else value.astype(like.dtype)
+            if like is not None:  # boxes are beside plain arrays
+                leaves, treedef = jax.tree.flatten(value)
+                value = treedef.unflatten(
+                    [x.astype(y.dtype) for x, y in zip(leaves, jax.tree.leaves(like))]
+                )
+            wide[name] = value
     return wide

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,7 +68,7 @@ class ServingCall(Call):
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the variables with codes for the ops, and wide parameters whose values are not used."""
-        variables = jax.tree.map(as_jax, nn.meta.unbox(variables))
+        variables = jax.tree.map(as_jax, variables)
         seen = as_method_sees(variables, list(self._ops.values()), is_init=self.is_init)
         if CACHE in seen and self._cache_dtype is not None:
             seen = {**seen, CACHE: widened(seen[CACHE])}

@@ -63,8 +63,8 @@ def without(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {**others, name: below} if below else others
 
 
-def reboxed(params: Any, boxed: Any) -> Any:
-    """Returns the parameters in the boxes that ``boxed`` has, such as those of ``nn.with_partitioning``."""
+def reboxed(tree: Any, boxed: Any) -> Any:
+    """Returns a tree in the boxes that ``boxed`` has, such as those of ``nn.with_partitioning``."""
 
     def is_box(x: Any) -> bool:
         return isinstance(x, nn.meta.AxisMetadata)
@@ -72,5 +72,5 @@ def reboxed(params: Any, boxed: Any) -> Any:
     for keys, box in jax.tree_util.tree_flatten_with_path(boxed, is_leaf=is_box)[0]:
         if is_box(box):
             path = tuple(str(key_name(key)) for key in keys)
-            params = replaced(params, path, box.replace_boxed(get(params, path)))
-    return params
+            tree = replaced(tree, path, box.replace_boxed(get(tree, path)))
+    return tree

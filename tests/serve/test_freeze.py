@@ -717,6 +717,49 @@ def test_a_few_rows_read_the_kernel_as_it_lies(gpu, rows, accumulation, target, 
         assert (report.other_bytes > 2 * 1024 * 2048) == transposes
 
 
+class Decaying(nn.Module):
+    """A mean over calls in the collection ``cache``: an array in a box, or a tuple with a counter."""
+
+    boxed: bool
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        y = nn.Dense(4, kernel_init=init)(x)
+        if self.boxed:
+            mean = self.variable("cache", "mean", nn.with_partitioning(jnp.zeros, ("model",)), 4)
+            mean.value = (mean.value + y.mean(0)) / 2
+            return mean.value
+        mean = self.variable("cache", "mean", lambda: (jnp.zeros(4), jnp.zeros((), jnp.int32)))
+        mean.value = (mean.value[0] + y.mean(0)) / 2, mean.value[1] + 1
+        return mean.value[0]
+
+
+@pytest.mark.parametrize("cache_dtype", ["float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("boxed", [True, False], ids=["box", "tuple"])
+def test_other_collections_keep_their_structure(boxed, cache_dtype):
+    """``init``, ``freeze`` and each call of the frozen model return the same structure and dtypes."""
+    x = normal(0, 4, 8)
+    model8 = fp8.quantize_model(Decaying(boxed), RECIPES["current"], **ALL)
+    variables = variables_of(model8, x)
+    options = {} if cache_dtype == "float32" else {"kv_cache_dtype": cache_dtype}
+    serve, served = fp8.freeze(model8, variables, **options)
+    assert (
+        nn.get_partition_spec(served["cache"])["mean"] == nn.get_partition_spec(variables["cache"])["mean"]
+    )
+
+    def rounded(tree):
+        return jax.tree.map(lambda a: a.astype(cache_dtype).astype(a.dtype) if a.ndim else a, tree)
+
+    given = {**variables, "cache": rounded(variables["cache"])}
+    _, expected = model8.apply(given, x, mutable=["cache"])
+    _, cache = serve.apply(served, x, mutable=["cache"])
+    found = jax.tree.map(lambda a, b: a.astype(b.dtype), cache["cache"]["mean"], expected["cache"]["mean"])
+    jax.tree.map(np.testing.assert_array_equal, found, rounded(expected["cache"]["mean"]))
+    shapes = [jax.eval_shape(lambda cache: cache, tree["cache"]) for tree in (served, cache)]
+    assert shapes[0] == shapes[1] == jax.eval_shape(serve.init, jax.random.key(0), x)["cache"]
+
+
 @pytest.mark.oldest
 class TestErrors:
     x = np.ones((2, 8), np.float32)
