@@ -14,7 +14,7 @@ import numpy as np
 
 from fp8flax._core.names import PARAMS
 from fp8flax._core.options import check_no_train_state
-from fp8flax._core.state.tree import find_state, path_str
+from fp8flax._core.state.tree import find_state, path_names
 from fp8flax._serve.checkpoints import CheckpointTensor, Layout
 from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE
 from fp8flax._serve.parts import Misfit, joined, rows, scale_in_blocks, stacked
@@ -91,11 +91,11 @@ def load_into(
         )
     check_no_train_state(variables)
     flat, treedef = jax.tree_util.tree_flatten_with_path(variables)
-    leaves: dict[Path, Any] = {tuple(path_str(keys).split("/")): leaf for keys, leaf in flat}
+    leaves: dict[Path, Any] = {tuple(map(str, path_names(keys))): leaf for keys, leaf in flat}
     for path, leaf in leaves.items():
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        if not path or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             must = f"{'/'.join(path)} must be an array; got {type(leaf).__name__}. Leave it out."
-            if path == ("",):
+            if not path:
                 must = f"variables must be a tree of arrays; got {type(leaf).__name__}."
                 must += " The order is load_into(variables, checkpoint)."
             raise TypeError(must)
@@ -289,6 +289,9 @@ class _Source:
         A tensor that ``rename`` splits from the variable belongs to it as a whole. Of a tensor in which
         ``rename`` joins variables, the variable gets its output features.
         """
+        is_array = isinstance(getattr(tensor, "dtype", None), np.dtype)
+        if not (is_array or isinstance(tensor, CheckpointTensor)):
+            raise Misfit(f"it must be an array of NumPy or JAX, and is of type {type(tensor).__name__}")
         if part.size is None and part.place is None:
             return tensor
         name, shape = part.name, tensor.shape

@@ -122,6 +122,18 @@ def test_stacked_layers(recipe, tmp_path):
     np.testing.assert_array_equal(loaded, expected)
 
 
+def test_a_slash_in_the_name_of_a_module(tmp_path):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(16, name="a/b")(x)
+
+    model8, variables = trained(Model(), X, recipe=RECIPES["current"])
+    model, served = fp8.freeze(model8, variables)
+    fp8.save_safetensors(tmp_path / "a", model, served)
+    assert_same(fp8.load_into(zeros_like(served), fp8.read_checkpoint(tmp_path / "a")), served)
+
+
 @pytest.mark.parametrize("recipe", ["axiswise", "block128"])
 @pytest.mark.parametrize("equation", ["bi,oi->bo", "bi,hio->bho", "bi,iho->bho"])
 def test_kernels_whose_summed_dimensions_are_not_first(equation, recipe, tmp_path):
@@ -342,6 +354,13 @@ def test_wrong_arguments(tmp_path):
         fp8.load_into(dense(), str(tmp_path))
     with pytest.raises(TypeError, match="params/up must be an array; got str"):
         fp8.load_into({"params": {"up": "kernel"}}, checkpoint)
+    with pytest.raises(TypeError, match="variables must be a tree of arrays; got Array"):
+        fp8.load_into(jnp.zeros(2), checkpoint)
+    for tensors, rename in (({"up": [1.0, 2.0]}, None), ({"up.0": 1.0, "up.1": 2.0}, {"$": ".{0}"})):
+        with pytest.raises(
+            ValueError, match=r"params/up from .*it must be an array .* of type (list|float)"
+        ):
+            fp8.load_into({"params": {"up": jnp.zeros(2)}}, tensors, rename=rename)
     with pytest.raises(ValueError, match="matches none"):
         fp8.load_into(dense(), checkpoint, rename={"dense": "up"})
     both = {"params": {"a": jnp.zeros(200), "b": jnp.zeros(200)}}

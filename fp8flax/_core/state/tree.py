@@ -52,7 +52,7 @@ def key_name(key: Any) -> Any:
     return key
 
 
-def _names(path: KeyPath) -> tuple[Any, ...]:
+def path_names(path: KeyPath) -> tuple[Any, ...]:
     """Returns the names on a tree path, without the ``.value`` of an ``nnx.Variable`` or a Linen box."""
     if path and path[-1] == GetAttrKey("value"):
         path = path[:-1]
@@ -61,7 +61,7 @@ def _names(path: KeyPath) -> tuple[Any, ...]:
 
 def path_str(path: KeyPath) -> str:
     """Formats a tree path as ``a/b/c``."""
-    return "/".join(map(str, _names(path)))
+    return "/".join(map(str, path_names(path)))
 
 
 def _partner(name: Any) -> str | None:
@@ -80,10 +80,10 @@ def find_state(paths: list[KeyPath]) -> list[bool]:
     inside of this collection alone, without its name. So a scale is also scaling state if the amax history
     of the same role is beside it, and the reverse, except under ``params``.
     """
-    names = set(map(_names, paths))
+    names = set(map(path_names, paths))
 
     def is_state(path: KeyPath) -> bool:
-        *parent, name = _names(path) or (None,)
+        *parent, name = path_names(path) or (None,)
         if OVERWRITE_WITH_GRADIENT in parent:
             return True
         partner = _partner(name)
@@ -94,10 +94,10 @@ def find_state(paths: list[KeyPath]) -> list[bool]:
 
 def find_pairs(paths: list[KeyPath]) -> list[tuple[int, int]]:
     """Returns the position of each scale, with the position of the amax history beside it."""
-    index = {_names(path): i for i, path in enumerate(paths)}
+    index = {path_names(path): i for i, path in enumerate(paths)}
     pairs = []
     for i, (path, is_state) in enumerate(zip(paths, find_state(paths))):
-        names = _names(path)
+        names = path_names(path)
         partner = _partner(names[-1]) if names else None
         j = index.get((*names[:-1], partner))
         if is_state and partner is not None and partner.endswith(AMAX_HISTORY) and j is not None:
