@@ -23,6 +23,11 @@ from fp8flax._core.scaling import SMALLEST_SCALE
 from fp8flax._core.state.tree import Places, check_state_dtype, kept_tree, path_str, to_max, unmerge
 from fp8flax._train.gradients import is_from_container
 
+WITHOUT_STATE = (
+    "Recipes without delayed scaling have no state and need no calibration. A frozen model has fixed "
+    "scales: calibrate the model before freeze."
+)
+
 
 def calibrate(
     fun: Callable[[Any, Any], Any],
@@ -69,8 +74,7 @@ def calibrate(
     if not variables.get(OVERWRITE_WITH_GRADIENT):
         raise ValueError(
             f"The variables have no {OVERWRITE_WITH_GRADIENT!r}, so there is nothing to calibrate. Add it "
-            "with fp8flax.add_fp8_state(variables, model, *inputs). (Recipes without delayed scaling have "
-            "no state and need no calibration.)"
+            f"with fp8flax.add_fp8_state(variables, model, *inputs). {WITHOUT_STATE}"
         )
     old = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
     jax.tree_util.tree_map_with_path(check_state_dtype, old)

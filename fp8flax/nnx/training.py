@@ -18,6 +18,7 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_function, check_optimizer, wrong_model
 from fp8flax._core.state.tree import kept_tree, merge_by_max, refusing_arithmetic, unmerge
 from fp8flax._train import check
+from fp8flax._train.calibrate import WITHOUT_STATE
 from fp8flax._train.calibrate import calibrate as calibrate_variables
 from fp8flax._train.gradients import accumulate, without_value
 from fp8flax.nnx.ops import OverwriteWithGradient
@@ -452,8 +453,7 @@ def calibrate(
     if not state[OVERWRITE_WITH_GRADIENT]:
         raise ValueError(
             "The model has no scaling state, so there is nothing to calibrate. Give its layers ops, or "
-            "convert it by fp8flax.nnx.quantize_model. (Recipes without delayed scaling have no state and "
-            "need no calibration.)"
+            f"convert it by fp8flax.nnx.quantize_model. {WITHOUT_STATE}"
         )
     graphdef, whole = nnx.split(model)
 

@@ -137,6 +137,12 @@ def test_a_frozen_model_where_one_in_training_is_wanted():
     for call in (lambda: fp8.freeze(frozen, variables, X), lambda: fp8nnx.freeze(frozen_nnx, X)):
         with pytest.raises(ValueError, match="it is frozen already"):
             call()
+    for call in (
+        lambda: fp8.calibrate(frozen.apply, variables, [X]),
+        lambda: fp8nnx.calibrate(lambda model, x: model(x), frozen_nnx, [X]),
+    ):
+        with pytest.raises(ValueError, match="nothing to calibrate.* calibrate the model before freeze"):
+            call()
     with pytest.raises(TypeError, match=r"must come from fp8flax\.quantize_model, not from freeze"):
         fp8.report(frozen, X)
 
