@@ -66,8 +66,7 @@ def check_variables(variables: Any) -> None:
     """Raises ``TypeError`` if ``variables`` is not a mapping, but for instance a whole ``TrainState``."""
     if not isinstance(variables, Mapping):
         hint = " Pass state.params of a TrainState." if hasattr(variables, "opt_state") else ""
-        if _api_of(variables) == "flax.nnx":
-            hint = " It is an NNX module: see fp8flax.nnx."
+        hint += other_api_hint(variables, "flax.linen", "")
         raise TypeError(
             f"variables must be the collections of the model; got {type(variables).__name__}.{hint}"
         )
@@ -147,7 +146,7 @@ def wrong_model(model: Any, must: str, wanted: str, function: str, more: str = "
         model: the value that was passed as a model.
         must: completes the sentence "model must …".
         wanted: the API that is required, ``"flax.linen"`` or ``"flax.nnx"``.
-        function: the name of our function, which exists in ``fp8flax`` and in ``fp8flax.nnx``.
+        function: the name of our function for the other API; empty if there is none.
         more: what to do, as a sentence that begins with a space.
     """
     if isinstance(model, type):
@@ -165,10 +164,10 @@ def other_api_hint(model: Any, wanted: str, function: str) -> str:
     Args:
         model: the value that was passed as a model: an instance or a class.
         wanted: the API that is required, ``"flax.linen"`` or ``"flax.nnx"``.
-        function: the name of our function, which exists in ``fp8flax`` and in ``fp8flax.nnx``.
+        function: the name of our function in that package; empty if it has none for this.
     """
     api = _api_of(model)
     if api is None or api == wanted:
         return ""
     what, package = _APIS[api]
-    return f" It is {what}: use {package}.{function}."
+    return f" It is {what}: use {package}.{function}." if function else f" It is {what}: see {package}."

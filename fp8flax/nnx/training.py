@@ -8,21 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import flax.linen as nn
 import jax
 from flax import nnx
 
 from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._core.axes import axes_around_gradient, current_manual_axes
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
-from fp8flax._core.options import check_function, check_optimizer, wrong_model
+from fp8flax._core.options import check_function, check_optimizer
 from fp8flax._core.state.tree import kept_tree, merge_by_max, refusing_arithmetic, unmerge
 from fp8flax._train import check
 from fp8flax._train.calibrate import WITHOUT_STATE
 from fp8flax._train.calibrate import calibrate as calibrate_variables
 from fp8flax._train.gradients import accumulate, without_value
 from fp8flax.nnx.ops import OverwriteWithGradient
-from fp8flax.nnx.variables import set_state, state_of
+from fp8flax.nnx.variables import check_model, is_node, set_state, state_of
 
 
 @contextmanager
@@ -47,14 +46,10 @@ def _as_in(new: Any, old: Any) -> Any:
     return nnx.traversals.unflatten_mapping(kept) if kept else new
 
 
-def _is_node(x: Any) -> bool:
-    return isinstance(x, nnx.Pytree | nnx.Variable)
-
-
 def _without_max_dtype(tree: Any) -> Any:
     """Casts the arrays that merge by maximum to float32, in a tree and in the variables of its modules."""
-    for node in jax.tree.leaves(tree, is_leaf=_is_node):
-        if not _is_node(node):
+    for node in jax.tree.leaves(tree, is_leaf=is_node):
+        if not is_node(node):
             continue
         inside = [node] if isinstance(node, nnx.Variable) else [x for _, x in nnx.iter_graph(node)]
         for variable in inside:
@@ -63,7 +58,7 @@ def _without_max_dtype(tree: Any) -> Any:
                 new = jax.tree.map(from_max_dtype, old)
                 if any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new))):
                     variable.set_value(new)
-    return jax.tree.map(from_max_dtype, tree, is_leaf=_is_node)
+    return jax.tree.map(from_max_dtype, tree, is_leaf=is_node)
 
 
 _PARAMS = "nnx.state(model, nnx.Param)"
@@ -235,6 +230,7 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
 
     @functools.wraps(f)
     def accumulated(model: Any, microbatches: Any) -> Any:
+        check_model(model, "accumulate_gradients", " The order is (model, microbatches).")
         graphdef, *states = nnx.split(model, nnx.Param, OverwriteWithGradient, ...)
         params, scaling, rest = states
 
@@ -263,6 +259,7 @@ _WHAT_TO_CALL = (
 
 def _next(model: nnx.Module, grads: Any) -> Mapping[str, Any]:
     """Returns the scaling state of a model after a step with the given gradients."""
+    check_model(model, "TrainState")
     if isinstance(grads, nnx.Module):
         raise TypeError(
             f"grads must be the gradients of the model; got {type(grads).__name__}, an NNX module. Pass "
@@ -289,7 +286,7 @@ def overwrite_state(model: nnx.Module, grads: Any) -> None:
         grads: the gradients that ``value_and_grad`` returned for the model.
 
     Raises:
-        TypeError: the gradient of scaling state is not float32.
+        TypeError: ``model`` is not an NNX module, or the gradient of scaling state is not float32.
         ValueError: the gradient has no state, or the state of another model, or other arithmetic changed
             it.
 
@@ -320,6 +317,7 @@ class Optimizer(nnx.Optimizer):
         wrt: a filter of NNX for the variables to update.
 
     Raises:
+        TypeError: ``model`` is not an NNX module, or ``tx`` is not an optimizer of Optax.
         ValueError: ``wrt`` includes scaling state.
 
     Example:
@@ -342,6 +340,7 @@ class Optimizer(nnx.Optimizer):
 
     def __init__(self, model: nnx.Module, tx: Any, *, wrt: Any = nnx.Param):
         check_optimizer(tx)
+        check_model(model, "TrainState")
         if state_of(nnx.state(model, wrt))[OVERWRITE_WITH_GRADIENT]:
             raise ValueError(
                 f"The optimizer would see FP8 scaling state, because wrt={wrt!r} includes it. Leave it "
@@ -361,7 +360,7 @@ class Optimizer(nnx.Optimizer):
             The result of ``nnx.Optimizer.update``.
 
         Raises:
-            TypeError: the gradient of scaling state is not float32.
+            TypeError: ``model`` is not an NNX module, or the gradient of scaling state is not float32.
             ValueError: as in ``overwrite_state``; the model and the optimizer then stay unchanged.
         """
         state = _next(model, grads)
@@ -396,11 +395,7 @@ def check_state(model: Any, before: Any = None) -> None:
         ...
         ValueError: The FP8 scaling state is not what training leaves...
     """
-    if isinstance(model, dict) and OVERWRITE_WITH_GRADIENT in model:
-        raise TypeError(
-            "model must be an NNX module or an nnx.State; got the variables of a Linen model. Use "
-            "fp8flax.check_state for them."
-        )
+    check_model(model, "check_state", " For variables of a Linen model use fp8flax.check_state.")
     check.check_state(state_of(model), None if before is None else state_of(before))
 
 
@@ -447,8 +442,7 @@ def calibrate(
     Source: as for ``fp8flax.calibrate``.
     """
     check_function("f", f, "lambda model, x: model(x)")
-    if isinstance(model, nn.Module):
-        raise wrong_model(model, "be a flax.nnx.Module", "flax.nnx", "calibrate")
+    check_model(model, "calibrate")
     state = state_of(model)
     if not state[OVERWRITE_WITH_GRADIENT]:
         raise ValueError(

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
+from fp8flax._core.options import check_variables, wrong_model
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
 
 Places = dict[tuple[str, ...], tuple[tuple[Any, ...], Any]]
@@ -30,6 +31,24 @@ class RouterLoss(nnx.Variable[Any]):
         ...     return jnp.mean(out**2) + 0.01 * sum(jax.tree.leaves(nnx.state(layer, fp8nnx.RouterLoss)))
         >>> value, grads = fp8nnx.value_and_grad(loss)(layer, x)
     """
+
+
+def is_node(x: Any) -> bool:
+    """Returns whether a value is a module or a variable of NNX."""
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def check_model(model: Any, function: str, more: str = "") -> None:
+    """Raises ``TypeError`` if a value has no module or variable of NNX, but is for instance a Linen model.
+
+    Args:
+        model: the value that was passed as a model. It may also be an ``nnx.State`` or a tuple of models.
+        function: the name of our function in ``fp8flax``; empty if only ``fp8flax.nnx`` has one.
+        more: what to do, as a sentence that begins with a space.
+    """
+    nodes = jax.tree.leaves(model, is_leaf=is_node)
+    if not (isinstance(model, nnx.State) or any(map(is_node, nodes))):
+        raise wrong_model(model, "be a flax.nnx.Module", "flax.nnx", function, more)
 
 
 def state_of(node: Any) -> dict[str, Any]:
@@ -115,6 +134,7 @@ def to_linen(model: nnx.Module) -> dict[str, Any]:
         Dicts of arrays, with the shapes and dtypes that they have in the model; nothing is copied.
 
     Raises:
+        TypeError: ``model`` is not an NNX module.
         ValueError: two variables would have one place, such as entry 0 of a list ``layers`` and a field
             ``layers_0``.
 
@@ -128,6 +148,7 @@ def to_linen(model: nnx.Module) -> dict[str, Any]:
 
     Source: the layouts of ``flax.linen`` and ``flax.nnx``.
     """
+    check_model(model, "")
     return values_of(_places(model))
 
 
@@ -141,6 +162,7 @@ def update_from_linen(model: nnx.Module, variables: Mapping[str, Any]) -> None:
         variables: collections in Linen's layout, with the shapes and dtypes of the model; see ``to_linen``.
 
     Raises:
+        TypeError: ``model`` is not an NNX module, or ``variables`` is not a mapping.
         ValueError: a variable of the model is missing in its collection, or has another shape or dtype
             there; the collection has something that the model does not have; or two variables have one
             place. The model then stays unchanged.
@@ -158,11 +180,9 @@ def update_from_linen(model: nnx.Module, variables: Mapping[str, Any]) -> None:
 
     Source: the layouts of ``flax.linen`` and ``flax.nnx``.
     """
-    given = {
-        (collection, *place): value
-        for collection, tree in nn.meta.unbox(variables).items()
-        for place, value in nnx.traversals.flatten_mapping(tree).items()
-    }
+    check_model(model, "", " The order is update_from_linen(model, variables).")
+    check_variables(variables)
+    given = nnx.traversals.flatten_mapping(nn.meta.unbox(variables))
     places = {place: entry for place, entry in _places(model).items() if place[0] in variables}
     missing, unknown = sorted(places.keys() - given.keys()), sorted(given.keys() - places.keys())
     if missing or unknown:

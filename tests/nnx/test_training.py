@@ -267,7 +267,7 @@ def test_optimizer_of_nnx():
 
 
 def test_check_state_of_linen_variables():
-    with pytest.raises(TypeError, match=r"variables of a Linen model\. Use fp8flax\.check_state"):
+    with pytest.raises(TypeError, match=r"variables of a Linen model use fp8flax\.check_state"):
         fp8nnx.check_state({"params": {}, fp8.OVERWRITE_WITH_GRADIENT: {}})
 
 

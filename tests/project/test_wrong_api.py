@@ -35,6 +35,36 @@ def test_a_model_of_the_other_api(function, args):
         getattr(fp8nnx, function)(nn.Dense(8), *args[-1:])
 
 
+@pytest.mark.parametrize("other", [nn.Dense(8), nn.Dense(8).init(KEY, X), X, nnx.Linear, optax.sgd(0.1)])
+def test_something_else_where_an_nnx_model_is_wanted(other):
+    match = r"model must be a flax\.nnx\.Module; got "
+    if isinstance(other, nn.Module):
+        match += r"Dense\..* It is a Linen module: (see|use) fp8flax\."
+    grads = nnx.state(linear())
+    for call in (
+        lambda: fp8nnx.to_linen(other),
+        lambda: fp8nnx.update_from_linen(other, {}),
+        lambda: fp8nnx.Optimizer(other, optax.sgd(0.1)),
+        lambda: fp8nnx.Optimizer(linear(), optax.sgd(0.1)).update(other, grads),
+        lambda: fp8nnx.overwrite_state(other, grads),
+        lambda: fp8nnx.overwrite_state(other, other),
+        lambda: fp8nnx.accumulate_gradients(lambda model, x: 0.0)(other, X),
+        lambda: fp8nnx.calibrate(lambda model, x: model(x), other, [X]),
+        lambda: fp8nnx.check_state(other),
+    ):
+        with pytest.raises(TypeError, match=match):
+            call()
+
+
+def test_what_is_no_collection_of_a_linen_model():
+    model = linear()
+    for other in (nnx.state(model), fp8nnx.to_linen(model)["params"]):
+        with pytest.raises(ValueError, match="the model has no bias, kernel"):
+            fp8nnx.update_from_linen(model, other)
+    with pytest.raises(TypeError, match=r"variables must be the collections of the model; got Linear\."):
+        fp8nnx.update_from_linen(model, model)
+
+
 def test_an_optimizer_that_is_not_called():
     layer = nn.Dense(8)
     with pytest.raises(TypeError, match=r"such as optax\.adam\(1e-3\); got adam\."):
@@ -167,6 +197,14 @@ def test_weight_only_is_a_bool():
             r"got str\. The order is load_safetensors\(p",
         ),
         (lambda: fp8nnx.overwrite_state(nnx.state(linear()), linear()), "got Linear, .* model first, then"),
+        (
+            lambda: fp8nnx.accumulate_gradients(lambda model, x: 0.0)(X, linear()),
+            r"The order is \(model, microbatches\)\.",
+        ),
+        (
+            lambda: fp8nnx.update_from_linen({"params": {}}, linear()),
+            r"got dict\. The order is update_from_linen\(model, variables\)\.",
+        ),
     ],
 )
 def test_swapped_arguments(call, match):
