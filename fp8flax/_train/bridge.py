@@ -16,7 +16,7 @@ from jax import lax
 from jax.tree_util import DictKey, KeyPath
 
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, ROLES, state_leaf_names
-from fp8flax._core.options import check_params, check_variables
+from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.tree import check_state_dtype, path_str, split_state
 from fp8flax._linen.op import SAME_STATE, USE_THAT_OP, Fp8Op
 
@@ -49,7 +49,7 @@ def add_fp8_state(
         not run in FP8 is left out.
 
     Raises:
-        TypeError: existing state is not float32.
+        TypeError: ``model`` is not a Linen module, or existing state is not float32.
         ValueError: ``model`` has no FP8 layer; its parameters are not those of ``variables``; or existing
             state does not fit. Its shapes may differ in the length of the history only. Its values must be
             possible: scales positive and finite, amaxes finite and not negative. (Values are not checked
@@ -79,6 +79,8 @@ def add_fp8_state(
     Source: ``flax.linen.fp8_ops``, for the layout of the history.
     """
     check_variables(variables)
+    if not isinstance(model, nn.Module):
+        raise wrong_model(model, "be a flax.linen.Module", "flax.linen", "")
     wanted, has_fp8 = eval_init(model, args, kwargs)
     if not has_fp8:
         raise ValueError(
@@ -158,7 +160,8 @@ def _change_length(history: Any, axis: int, length: int) -> jax.Array:
     # Index 0 holds the newest amax. The others follow, from the oldest to the second newest.
     old_length = history.shape[axis]
     newest = lax.slice_in_dim(history, 0, min(1, old_length), axis=axis)
-    past = lax.slice_in_dim(history, max(1, old_length - length + 1), old_length, axis=axis)
+    start = min(old_length, max(1, old_length - length + 1))
+    past = lax.slice_in_dim(history, start, old_length, axis=axis)
     unknown = list(history.shape)
     unknown[axis] = length - newest.shape[axis] - past.shape[axis]
     zeros = jax.device_put(np.zeros(unknown, history.dtype))

@@ -109,6 +109,19 @@ def test_an_nnx_model_where_variables_are_wanted():
         fp8.calibrate(lambda model, x: model(x), linear(), [X])
 
 
+@pytest.mark.parametrize(
+    ("model", "got"),
+    [
+        (fp8.DelayedScaling(), r"DelayedScaling\.$"),
+        (nn.Dense, "Pass an instance, not the class"),
+        (linear(), r"Linear\. It is an NNX module: see fp8flax\.nnx\."),
+    ],
+)
+def test_something_else_where_a_linen_model_is_wanted(model, got):
+    with pytest.raises(TypeError, match=rf"model must be a flax\.linen\.Module; got .*{got}"):
+        fp8.add_fp8_state(nn.Dense(8).init(KEY, X), model, X)
+
+
 def test_a_linen_model_to_calibrate():
     with pytest.raises(TypeError, match=r"It is a Linen module: use fp8flax\.calibrate\."):
         fp8nnx.calibrate(nn.Dense(8).apply, nn.Dense(8), [X])
