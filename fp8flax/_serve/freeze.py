@@ -10,7 +10,6 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from fp8flax._core.autocast import off_hint
 from fp8flax._core.formats import as_fp8_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
 from fp8flax._core.options import check_bool, check_params, check_variables, wrong_model
@@ -30,6 +29,7 @@ from fp8flax._serve.stored_op import (
     OpToFreeze,
     Stored,
     as_codes,
+    check_can_freeze,
     stored,
     warn_of_fresh,
     warn_of_wide,
@@ -85,7 +85,8 @@ def freeze(
 
     Raises:
         MissingStateError: an op's scaling state is missing from ``variables``.
-        ValueError: ``model`` is frozen, or has no FP8 op, or inputs are needed; or a parameter is missing.
+        ValueError: ``model`` is frozen, or has no FP8 op, or inputs are needed; a parameter is missing; or
+            FP8 is switched off here.
         TypeError: ``kv_cache_dtype`` is not an FP8 dtype, or ``weight_only`` is not a bool.
 
     Warns:
@@ -108,6 +109,7 @@ def freeze(
     check_bool("weight_only", weight_only)
     if getattr(model, "_fp8_serving", None) is not None:
         raise ValueError(FROZEN)
+    check_can_freeze()
     check_variables(variables)
     check_params(variables)
     cache_dtype = None if kv_cache_dtype is None else as_fp8_dtype(kv_cache_dtype, "kv_cache_dtype")
@@ -173,7 +175,6 @@ def _record_of(base: Any, variables: Mapping[str, Any], args: Any, kwargs: Any) 
                 else " in this process. Pass inputs to trace the model with: freeze(model, variables, x). "
                 "If it was not converted, call fp8flax.quantize_model(model)."
             )
-            + off_hint()
         )
     return seen
 

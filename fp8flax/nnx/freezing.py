@@ -19,7 +19,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8flax._compat.interpreter import Set, interpret
-from fp8flax._core.autocast import off_hint, recipe_in_use
+from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_bool, wrong_model
 from fp8flax._core.plans.calls import calling
@@ -33,6 +33,7 @@ from fp8flax._serve.stored_op import (
     FROZEN,
     OpToFreeze,
     as_codes,
+    check_can_freeze,
     check_is_on,
     computed,
     stored,
@@ -126,7 +127,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     Raises:
         TypeError: ``model`` is not an NNX module, or ``weight_only`` is not a bool.
         ValueError: ``model`` is frozen; no layer with an op of a matmul runs with these inputs, or all
-            their kernels are read elsewhere.
+            their kernels are read elsewhere; or FP8 is switched off here.
 
     Warns:
         {warns}
@@ -151,6 +152,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     check_bool("weight_only", weight_only)
     if any(isinstance(node, FrozenOp) for _, node in nnx.iter_graph(model)):
         raise ValueError(FROZEN)
+    check_can_freeze()
     copy: Any = nnx.clone(model)
     layers = {
         layer.site.path: layer for layer in layers_of(copy) if layer.op is not None and layer.takes_codes
@@ -169,7 +171,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     if not frozen:
         raise ValueError(
             "No layer with an FP8 matmul ran with these inputs, so there is nothing to freeze. Convert the "
-            "model by fp8flax.nnx.quantize_model(model, include=…), or give its layers ops." + off_hint()
+            "model by fp8flax.nnx.quantize_model(model, include=…), or give its layers ops."
         )
     wide: dict[str, str] = {}
     owners = {id(layer.op): layer for layer in layers_of(copy) if layer.op is not None}

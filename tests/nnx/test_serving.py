@@ -235,6 +235,8 @@ def test_what_cannot_be_frozen(calibrated):
     np.testing.assert_array_equal(frozen(X), model(X))
     with pytest.raises(ValueError, match="there is nothing to freeze"):
         fp8nnx.freeze(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), X)
+    with fp8.autocast(enabled=False), pytest.raises(ValueError, match="FP8 is off here, by autocast"):
+        fp8nnx.freeze(calibrated, X)
     frozen = fp8nnx.freeze(calibrated, X)
     with fp8.autocast(enabled=False), pytest.raises(ValueError, match="cannot turn FP8 off in a frozen"):
         frozen(X)

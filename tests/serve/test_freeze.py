@@ -820,6 +820,14 @@ class TestErrors:
             served = {**served, **cache}
         assert served["cache"]["steps_dtype"] == variables["cache"]["steps_dtype"] + 2
 
+    @pytest.mark.parametrize("inputs", [(), (x,)], ids=["recorded", "traced"])
+    def test_fp8_is_off(self, dense, inputs):
+        """It is an error although the model was called while FP8 was on, and has a record of its ops."""
+        with fp8.autocast(enabled=False):
+            for call in (fp8.freeze, fp8.weights_for_serving):
+                with pytest.raises(ValueError, match=r"FP8 is off here, by autocast\(enabled=False\)"):
+                    call(*dense, *inputs)
+
     def test_fp8_cannot_be_turned_off(self, dense):
         serve, served = fp8.freeze(*dense)
         with (
