@@ -171,6 +171,18 @@ def test_frozen_weights_only(calibrated):
     np.testing.assert_allclose(frozen(X), expected, atol=0.1 * np.abs(expected).max())
 
 
+@pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls")
+def test_weights_only_leaves_ops_of_wide_kernels_wide():
+    """No op quantizes an input, so nothing must be calibrated."""
+    x = 1e4 * X[..., :16]
+    model = nnx.Sequential(nnx.Conv(16, 16, 3, rngs=nnx.Rngs(0)), nnx.Linear(16, 8, rngs=nnx.Rngs(1)))
+    model8 = fp8nnx.quantize_model(model, include=".*")
+    with pytest.warns(UserWarning, match="stay wide: layers/0/conv_general_dilated"):
+        frozen = fp8nnx.freeze(model8, x, weight_only=True)
+    np.testing.assert_array_equal(frozen.layers[0](x), model.layers[0](x))
+    assert isinstance(model8.layers[0].conv_general_dilated.recipe, fp8.DelayedScaling | None)
+
+
 @pytest.mark.long
 def test_frozen_stacked_layers():
     keys = jax.random.split(jax.random.key(0), 3)
