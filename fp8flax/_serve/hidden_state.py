@@ -125,12 +125,20 @@ def narrowed(cache: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
     """Returns a cache with its floats in FP8, and beside each float an empty array of its old dtype.
 
     Beside a tuple of arrays is a tuple of empty arrays.
+
+    Raises:
+        ValueError: the cache has a variable under the name of an array for a dtype.
     """
     narrow: dict[str, Any] = {}
     for name, value in cache.items():
         if isinstance(value, Mapping):
             narrow[name] = narrowed(value, dtype)
         elif any(map(_is_float, jax.tree.leaves(value))):
+            if name + _DTYPE_OF in cache:
+                raise ValueError(
+                    f"kv_cache_dtype stores the dtype of the cache variable {name!r} under the name "
+                    f"{name + _DTYPE_OF!r}, which the cache has already. Rename one of the two."
+                )
             narrow[name] = jax.tree.map(
                 lambda x: saturated(x.astype(jnp.float32), dtype) if _is_float(x) else x, value
             )

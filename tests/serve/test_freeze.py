@@ -806,8 +806,12 @@ class TestErrors:
 
     def test_a_cache_variable_with_the_name_of_a_dtype(self):
         class Counter(nn.Module):
+            has_steps: bool = False
+
             @nn.compact
             def __call__(self, x):
+                if self.has_steps:
+                    self.variable("cache", "steps", lambda: jnp.zeros(3))
                 count = self.variable("cache", "steps_dtype", lambda: jnp.zeros((), jnp.int32))
                 count.value += 1
                 return nn.Dense(4)(x)
@@ -819,6 +823,9 @@ class TestErrors:
             _, cache = serve.apply(served, self.x, mutable=["cache"])
             served = {**served, **cache}
         assert served["cache"]["steps_dtype"] == variables["cache"]["steps_dtype"] + 2
+        model8 = fp8.quantize_model(Counter(True), fp8.Float8CurrentScaling(), **ALL)
+        with pytest.raises(ValueError, match="variable 'steps' under the name 'steps_dtype'"):
+            fp8.freeze(model8, variables_of(model8, self.x), kv_cache_dtype=jnp.float8_e4m3fn)
 
     @pytest.mark.parametrize("inputs", [(), (x,)], ids=["recorded", "traced"])
     def test_fp8_is_off(self, dense, inputs):
