@@ -126,11 +126,11 @@ def _described(model: nnx.Module) -> tuple[tuple[ServedOp, ...], dict[str, Any]]
         TypeError: nothing in the model is frozen.
     """
     ops = []
+    places = {id(node): tuple(map(str, keys)) for keys, node in nnx.iter_graph(model)}
     for layer in layers_of(model):
         op = getattr(layer.module, layer.kind.field)
-        place = tuple(layer.site.path.split("/")) if layer.site.path else ()
         if isinstance(op, FrozenOp):
-            ops.append(_served(layer, op, place))
+            ops.append(_served(layer, op, places[id(layer.module)]))
     if not ops:
         raise wrong_model(model, "come from fp8flax.nnx.freeze", "flax.nnx", "save_safetensors")
     for keys, node in nnx.iter_graph(model):

@@ -421,3 +421,18 @@ def test_safetensors_of_stacked_layers_lists_and_wide_ops(tmp_path):
     abstract = nnx.eval_shape(make)
     fp8nnx.load_safetensors(path, abstract)
     np.testing.assert_array_equal(abstract(X), frozen(X))
+
+
+def test_a_slash_in_the_name_of_a_layer(tmp_path):
+    op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
+
+    class Named(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.Dict({"a/b": nnx.Linear(16, 8, dot_general=op, rngs=nnx.Rngs(0))})
+
+        def __call__(self, x):
+            return self.layers["a/b"](x)
+
+    fp8nnx.save_safetensors(tmp_path / "a", fp8nnx.freeze(Named(), X))
+    names = [f"layers.a/b.{name}" for name in ("bias", "weight", "weight_scale")]
+    assert sorted(safetensors.safe_open(tmp_path / "a", "np").keys()) == names
