@@ -131,34 +131,42 @@ def _checked(
         shapes={path: tuple(leaf.shape) for path, leaf in wanted.items()},
         joined_paths=_joined_paths(names, parts_of),
     )
-    checked: list[tuple[_Source, _Load]] = []
-    used_by: dict[str, dict[Any, Path]] = {}
-    missing, wrong, loaded_with_kernel = list[str](), list[str](), set[Path]()
-    # The kernels come first, because they decide how their scales are loaded.
-    for path in sorted(wanted, key=lambda path: not _is_frozen_kernel(path, wanted[path])):
-        if path in loaded_with_kernel:
-            continue
-        scales = _scales_of(path, wanted)
-        loaded_with_kernel |= set(scales)
+    missing, wrong = list[str](), list[str]()
+
+    def find(path: Path) -> _Source | None:
+        """Returns where a variable comes from; None if that is not one place, which is a fault."""
         sources = _sources(path, names[path], parts_of, source_of)
         found = [source for source in sources if source.is_found]
-        if len(found) != 1:
-            text = " or ".join(source.text for source in sources)
-            (wrong if found else missing).append(f"{'/'.join(path)} (as {text})")
+        if len(found) == 1:
+            return found[0]
+        text = " or ".join(source.text for source in sources)
+        (wrong if found else missing).append(f"{'/'.join(path)} (as {text})")
+        return None
+
+    kernels = {path: find(path) for path, leaf in wanted.items() if _is_frozen_kernel(path, leaf)}
+    # The scales are loaded with their kernel, unless the file has them under their own names.
+    loaded_with_kernel = {
+        scale
+        for path, source in kernels.items()
+        if source is None or source.is_quantized
+        for scale in _scales_of(path, wanted)
+    }
+    others = {path: find(path) for path in wanted if path not in (kernels.keys() | loaded_with_kernel)}
+    checked: list[tuple[_Source, _Load]] = []
+    used_by: dict[str, dict[Any, Path]] = {}
+    for path, source in (kernels | others).items():
+        if source is None:
             continue
-        [source] = found
         wrong += _record_use(source, used_by)
         if absent := [name for name in source.file_names if name not in checkpoint]:
             missing.append(f"{'/'.join(path)} (as {source.text}, without {', '.join(absent[:3])})")
             continue
-        loaders = partial(_loaders, path, wanted, source, scales)
+        loaders = partial(_loaders, path, wanted, source)
         try:
             loaders(source.tensor(is_outline=True))
         except Misfit as error:
             wrong.append(f"{'/'.join(path)} from {source.text}: {error}")
         checked.append((source, loaders))
-        if not source.is_quantized:  # the scales are in the file under their own names
-            loaded_with_kernel -= set(scales)
     left = [name for name in checkpoint if name not in used_by]
     _raise_if(("missing from the checkpoint", missing), ("left over in it", left), ("not matching", wrong))
     return checked
@@ -250,7 +258,8 @@ class _Source:
     @property
     def is_quantized(self) -> bool:
         """Returns whether the tensors have scales."""
-        return isinstance(self.checkpoint[self.file_names[0]], CheckpointTensor)
+        name = next(name for name in self.file_names if name in self.checkpoint)
+        return isinstance(self.checkpoint[name], CheckpointTensor)
 
     @property
     def is_matrix(self) -> bool:
@@ -379,11 +388,7 @@ def _scales_of(kernel: Path, leaves: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 def _loaders(
-    path: Path,
-    leaves: Mapping[Path, Any],
-    source: _Source,
-    scales: Mapping[Path, Any],
-    tensor: Any,
+    path: Path, leaves: Mapping[Path, Any], source: _Source, tensor: Any
 ) -> dict[Path, Callable[[], np.ndarray]]:
     """Returns functions that make a variable, and the scales beside it, from a tensor of the checkpoint.
 
@@ -419,6 +424,7 @@ def _loaders(
         return {path: lambda: arranged(np.asarray(tensor))}
     # Frozen kernel: copy codes and scales.
     made = {path: lambda: arranged(tensor.codes)}
+    scales = _scales_of(path, leaves)
     siblings = [p for p, x in leaves.items() if p[:-1] == path[:-1] and _is_frozen_kernel(p, x)]
     if [p[-1] for p in scales].count(KERNEL_SCALE) != 1 or len(siblings) != 1:
         raise Misfit(
