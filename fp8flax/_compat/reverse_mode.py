@@ -17,7 +17,8 @@ FORWARD_MODE = (
     "An FP8 matmul cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.hessian, the "
     "function that jax.linearize returns), because its backward pass carries the scaling state. Use "
     "reverse mode (jax.vjp, jax.jacrev, fp8flax.grad), or turn FP8 off for this call with "
-    "fp8flax.autocast(enabled=False)."
+    "fp8flax.autocast(enabled=False). In the place of jax.hessian(f), jax.jacrev(jax.grad(f)) works with "
+    "delayed scaling and form='qdq' of the op, or of quantize_model."
 )
 
 _reverse_only_p: Any = None

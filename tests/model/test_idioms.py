@@ -684,7 +684,7 @@ class TestAdvice:
                 lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(model8.apply(variables, x) ** 3))(x))
             )(x)
 
-        with pytest.raises(TypeError, match=r"quantize_model\(…, form='qdq'\).*enabled=False"):
+        with pytest.raises(TypeError, match="form='qdq'.*quantize_model.*enabled=False"):
             second(X)
         with fp8.autocast(enabled=False):
             assert np.isfinite(second(X)).all()

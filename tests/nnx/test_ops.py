@@ -230,6 +230,17 @@ def test_arguments_that_are_wrong():
         fp8nnx.Fp8DotGeneralOp(recipe="delayed")
 
 
+def test_the_error_of_a_second_derivative_fits_nnx():
+    def second(op):
+        layer = nnx.Linear(16, 8, dot_general=op, rngs=rngs())
+        return jax.jit(jax.jacrev(jax.grad(lambda x: jnp.sum(jnp.sin(layer(x))))))(X[0, 0])
+
+    with pytest.raises(TypeError, match="form='qdq' to the op") as error:
+        second(fp8nnx.Fp8DotGeneralOp())
+    assert "fp8flax.Fp8DotGeneralOp" not in str(error.value)  # the op of Linen
+    assert np.linalg.norm(second(fp8nnx.Fp8DotGeneralOp(form="qdq"))) > 0
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 0.0])
 def test_ugly_values_reach_the_result(bad):
     layer = nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp(recipe=DELAYED), rngs=rngs())
