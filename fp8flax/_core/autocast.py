@@ -193,12 +193,22 @@ def current_phase() -> str | None:
     return _thread.entries[-1].owner.phase if _thread.entries else None
 
 
-def off_hint() -> str:
-    """Returns the last sentence of an error that FP8 being off can cause; empty if FP8 is on."""
-    if _jit_key.value is None or _jit_key.value.recipe is not _OFF:
+def off_hint(needs_state: bool = False) -> str:
+    """Returns the last sentence of an error that the ambient recipe can cause; empty if it cannot.
+
+    FP8 being off can cause it. With ``needs_state``, a recipe without scaling state can cause it too.
+    """
+    recipe = None if _jit_key.value is None else _jit_key.value.recipe
+    if recipe is _OFF:
+        what, by = "FP8 is off", "autocast(enabled=False)"
+    elif needs_state and recipe is not None and not recipe.delayed:
+        what, by = "The recipe has no scaling state", "autocast(recipe=…)"
+    else:
         return ""
-    by = "autocast(enabled=False)" if current_phase() is None else f"the phase {current_phase()!r}"
-    return f" FP8 is off here, by {by}: call this outside of it."
+    phase, where = current_phase(), "outside of it"
+    if phase is not None:
+        by, where = f"the phase {phase!r}", "in init() of the schedule" if needs_state else where
+    return f" {what} here, by {by}: call this {where}."
 
 
 def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:

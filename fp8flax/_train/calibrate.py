@@ -105,12 +105,14 @@ def calibrate(
     if len(missing) == len(_names("_scale", lambda scale: True, merged, backward)):
         raise ValueError(
             "No FP8 layer was reached: no float that fun returns depends on scaling state. fun must use "
-            "the variables that it is given, and return the model's outputs or its loss." + off_hint()
+            "the variables that it is given, and return the model's outputs or its loss."
+            + off_hint(needs_state=True)
         )
     if missing:
         warnings.warn(
             "These layers were not calibrated, because nothing that fun returns depends on them: "
-            f"{', '.join(missing)}. If they run, return their results from fun.",
+            f"{', '.join(missing)}. If they run, return their results from fun."
+            + off_hint(needs_state=True),
             stacklevel=2,
         )
     kept = _calibrated(old, merged)

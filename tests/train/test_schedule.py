@@ -270,6 +270,22 @@ def test_what_needs_fp8_says_that_it_is_off():
         fp8nnx.freeze(layer, x.astype(jnp.float32))
 
 
+def test_calibrate_says_that_the_recipe_has_no_state():
+    model, x = dense(dot_general_cls=fp8.Fp8DotGeneralOp), X[0]
+    schedule = fp8.schedule(DELAYED, until=2, then=CURRENT)
+    with schedule.init():
+        variables = variables_of(model, x)
+        fp8.calibrate(model.apply, variables, [x])
+    advice = r"no scaling state here, by the phase 'from step 2': call this in init\(\) of the schedule"
+    with schedule.at(2), pytest.raises(ValueError, match=advice):
+        fp8.calibrate(model.apply, variables, [x])
+    with (
+        fp8.autocast(recipe=CURRENT),
+        pytest.raises(ValueError, match=r"by autocast\(recipe=…\): call this outside of it"),
+    ):
+        fp8.calibrate(model.apply, variables, [x])
+
+
 def test_a_train_state_is_not_variables():
     model, x = dense(dot_general_cls=fp8.Fp8DotGeneralOp), X[0]
     variables = variables_of(model, x)
