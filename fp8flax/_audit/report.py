@@ -123,6 +123,7 @@ class AuditReport:
 
         Raises:
             ImportError: matplotlib is not installed (``fp8flax[demo]`` installs it).
+            TypeError: a keyword is not a report, or is named ``fp8``.
             ValueError: a report is for another target, or for ``"local"``, which has no prediction.
 
         Example:
@@ -135,6 +136,12 @@ class AuditReport:
         """
         from matplotlib.figure import Figure
 
+        for name, other in others.items():
+            if name == "fp8" or not isinstance(other, AuditReport):
+                raise TypeError(
+                    "plot takes each other AuditReport by its name, such as bf16=report, and calls this "
+                    f"one fp8; got {name}= with a value of type {type(other).__name__}."
+                )
         reports = {**others, "fp8": self}
         for name, report in reports.items():
             if report.target not in GPUS or report.target != self.target:

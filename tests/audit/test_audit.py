@@ -791,6 +791,12 @@ def test_plot_has_a_bar_of_three_parts_for_each_program():
         REPORT.plot(wide=dataclasses.replace(REPORT, target="b200"))
     with pytest.raises(ValueError, match="'fp8' was compiled for 'local'"):
         dataclasses.replace(REPORT, target="local").plot()
+    for wrong, match in (
+        ({"fp8": other}, "calls this one fp8; got fp8= with a value of type AuditReport"),
+        ({"title": "step"}, "such as bf16=report.*got title= with a value of type str"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            REPORT.plot(**wrong)
 
 
 def test_program_without_gemms():
