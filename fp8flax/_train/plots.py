@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -35,6 +36,12 @@ def _figure(width: float, height: float) -> Any:
 
 def _series(history: History) -> tuple[list[int], dict[str, list[SummaryRow | None]]]:
     """Returns the steps, and for each tensor its row at each step."""
+    if not isinstance(history, Mapping) or not all(isinstance(step, Real) for step in history):
+        got = f"the keys {list(history)[:2]}" if isinstance(history, Mapping) else type(history).__name__
+        raise TypeError(
+            "history must map steps to results of the function that fp8.statistics returned, as in "
+            f"{{step: result}}; got {got}."
+        )
     if not history:
         raise ValueError(
             "history is empty; it must map steps to results of the function that fp8.statistics returned."
@@ -68,6 +75,7 @@ def plot_history(history: History, names: Sequence[str] | None = None) -> Any:
 
     Raises:
         ImportError: matplotlib is not installed (``fp8flax[plots]`` installs it).
+        TypeError: ``history`` does not map steps to such results, or ``names`` is one string.
         ValueError: ``history`` is empty, a name is not in it, or there are more than seven names.
 
     Example:
@@ -78,6 +86,8 @@ def plot_history(history: History, names: Sequence[str] | None = None) -> Any:
         >>> figure = fp8.plot_history({0: found, 10: found})
     """
     steps, series = _series(history)
+    if isinstance(names, str):
+        raise TypeError(f"names must be a list of names; got {names!r}. Pass [{names!r}].")
     if names is None:
         worst = [row.name for row in summarize(history[steps[-1]]).rows]
         names = sorted(worst[:4])
@@ -123,6 +133,7 @@ def plot_underflow(history: History, role: str | None = None) -> Any:
 
     Raises:
         ImportError: matplotlib is not installed (``fp8flax[plots]`` installs it).
+        TypeError: as in ``plot_history``.
         ValueError: ``history`` is empty, or has no tensor of this role.
 
     Example:

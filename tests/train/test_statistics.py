@@ -579,6 +579,15 @@ def test_plot_of_history():
         fp8.plot_history({})
     with pytest.raises(ValueError, match="7 tensors at most; got 8"):
         fp8.plot_history(HISTORY, ["a/input"] * 8)
+    with pytest.raises(TypeError, match=r"list of names; got 'a/input'\. Pass \['a/input'\]"):
+        fp8.plot_history(HISTORY, "a/input")
+
+
+def test_plots_need_results_by_step():
+    for plot in (fp8.plot_history, fp8.plot_underflow):
+        for history, got in ((HISTORY[0], r"keys \['a'\]"), ([HISTORY[0]], "list"), (None, "NoneType")):
+            with pytest.raises(TypeError, match=rf"must map steps to .*\{{step: result\}}; got .*{got}"):
+                plot(history)
 
 
 def test_plot_of_underflow():
