@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import reprlib
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -45,13 +46,18 @@ def check_int(name: str, value: Any, smallest: int, largest: int | None = None, 
     return number
 
 
+def check_float(name: str, value: Any) -> None:
+    """Raises ``TypeError`` if an option is not a number; it may be a number of NumPy."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a float; got {value!r} of type {type(value).__name__}.")
+
+
 def check_epsilon(name: str, value: Any) -> None:
     """Raises ``TypeError`` if an option is not a number.
 
     Raises ``ValueError`` if the option is not 0, and not a positive normal number in float32.
     """
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a float; got {value!r} of type {type(value).__name__}.")
+    check_float(name, value)
     if not (value == 0 or float(_FLOAT32.tiny) <= value <= float(_FLOAT32.max)):
         raise ValueError(f"{name} must be 0 or a normal, positive float32; got {value}.")
 

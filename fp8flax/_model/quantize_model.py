@@ -62,7 +62,8 @@ def quantize_model(
         m, x: m.encoder(x)``.)
 
     Raises:
-        TypeError: ``model`` is not a Linen module, or a recipe is not a ``Recipe``.
+        TypeError: ``model`` is not a Linen module, a recipe is not a ``Recipe``, or ``products`` or
+            ``allow_unmatched`` is not a bool.
         ValueError: ``model`` is bound, or converted already; or a rule or ``form`` is not valid.
 
     Example:

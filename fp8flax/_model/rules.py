@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 
 from fp8flax._core.formats import is_wide_float
-from fp8flax._core.options import check_choice
+from fp8flax._core.options import check_bool, check_choice
 from fp8flax._core.plans.modes import FORMS
 from fp8flax._core.plans.row import GemmSizes, OpRow
 from fp8flax._core.recipes import Recipe, check_recipe
@@ -106,12 +106,15 @@ class Rules:
 
     def __post_init__(self) -> None:
         check_choice("form", self.form, FORMS)
+        check_bool("products", self.products)
+        check_bool("allow_unmatched", self.allow_unmatched)
         if self.recipe is not None:
             check_recipe(self.recipe)
         if self.include is not None:
             object.__setattr__(self, "include", _as_patterns(self.include, "include"))
         object.__setattr__(self, "exclude", _as_patterns(self.exclude, "exclude"))
-        rules = (self.rules,) if callable(self.rules) else tuple(self.rules)
+        is_one = callable(self.rules) or not isinstance(self.rules, Iterable)
+        rules = (self.rules,) if is_one else tuple(self.rules)
         object.__setattr__(self, "rules", rules)
         for rule in rules:
             if callable(rule):

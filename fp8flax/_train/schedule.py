@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from fp8flax._core.autocast import phase_context
-from fp8flax._core.options import check_bool, check_int
+from fp8flax._core.options import check_bool, check_float, check_int
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe, check_recipe
 
@@ -81,8 +81,7 @@ class Fallback:
     hold: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.above, int | float) or isinstance(self.above, bool):
-            raise TypeError(f"above of a Fallback must be a float; got {self.above!r}.")
+        check_float("above of a Fallback", self.above)
         if not math.isfinite(self.above):
             raise ValueError(f"above of a Fallback must be finite; got {self.above}.")
         check_int("hold of a Fallback", self.hold, 1)

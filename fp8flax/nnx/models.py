@@ -265,7 +265,8 @@ def quantize_model(
         calling the model raises ``ValueError``, as ``init`` of a Linen model does.
 
     Raises:
-        TypeError: ``model`` is not an NNX module, or a recipe is not a ``Recipe``.
+        TypeError: ``model`` is not an NNX module, a recipe is not a ``Recipe``, or ``allow_unmatched`` is
+            not a bool.
         ValueError: the model, or a part of it, is converted already; a rule or ``form`` is not valid; a
             pattern matched nothing; or no layer can be converted.
 

@@ -5,7 +5,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fp8flax._core.options import check_bool, check_choice, check_epsilon, check_int, other_api_hint
+from fp8flax._core.options import (
+    check_bool,
+    check_choice,
+    check_epsilon,
+    check_float,
+    check_int,
+    other_api_hint,
+)
 
 
 @pytest.mark.parametrize(
@@ -14,6 +21,8 @@ from fp8flax._core.options import check_bool, check_choice, check_epsilon, check
         (check_choice, ("a", ("a", "b"))),
         (check_epsilon, (0,)),
         (check_epsilon, (float(np.finfo(np.float32).tiny),)),
+        (check_float, (np.float32(10),)),
+        (check_float, (np.int32(-3),)),
         (check_bool, (False,)),
     ],
 )
@@ -43,6 +52,7 @@ def test_an_integer_becomes_an_int(value):
         (check_epsilon, (1e-40,), ValueError, "normal, positive float32; got 1e-40"),
         (check_epsilon, (-1.0,), ValueError, "got -1.0"),
         (check_epsilon, (float("nan"),), ValueError, "got nan"),
+        (check_float, (True,), TypeError, "option must be a float; got True of type bool"),
         (check_bool, (1,), TypeError, "option must be True or False; got 1 of type int"),
     ],
 )

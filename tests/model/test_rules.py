@@ -90,12 +90,18 @@ class TestOrder:
             ({"include": [b"Dense"]}, "include must be regular expressions on module paths; got b'Dense'"),
             ({"rules": [("[", "leave")]}, "rules must be regular expressions"),
             ({"rules": ["Dense"]}, "rules must be pairs .* got 'Dense'"),
+            ({"rules": None}, "rules must be pairs .* got None"),
             ({"rules": [("Dense", "skip")]}, "'Dense' must give a recipe or 'leave'; got 'skip'"),
         ],
     )
     def test_errors(self, options, message):
         with pytest.raises(ValueError, match=message):
             fp8.quantize_model(nn.Dense(4), **options)
+
+    @pytest.mark.parametrize("option", ["products", "allow_unmatched"])
+    def test_switches(self, option):
+        with pytest.raises(TypeError, match=f"{option} must be True or False; got 'yes'"):
+            fp8.quantize_model(nn.Dense(4), **{option: "yes"})
 
     def test_compiled_patterns(self):
         """Their flags count, as in ``(?i)``."""

@@ -1,5 +1,6 @@
 """Schedules: phases by step, beside ``autocast`` by hand; state over phases; the fallback; errors."""
 
+import dataclasses
 import re
 from functools import partial
 
@@ -235,6 +236,8 @@ def test_fp8_is_off_while_a_statistic_is_above_the_bound():
         assert FALLBACK.next_off_until(0, value, 4) == 4
         assert FALLBACK.next_off_until(9, value, 4) == 12
     assert in_use([DELAYED], FALLBACK.at(4, off_until=5)) == [None]
+    of_numpy = dataclasses.replace(FALLBACK, fallback=fp8.Fallback(above=np.float32(10), hold=np.int32(2)))
+    assert of_numpy.next_off_until(2, jnp.float32(10.5), 0) == off_until
 
 
 def test_short_form():
