@@ -60,7 +60,7 @@ ValueError: the history in the state has another length than the recipe says."""
 The first operand is the input and the second is the kernel, in any order of the result's indices.""",
     "Fp8Einsum.errors": f"""\
 {_OP_ERRORS}
-    Also if ``eqn`` is not a string.
+    Also if ``eqn`` is not a string, or an operand is not an array.
 ValueError: the equation does not fit the operands, or the state does not fit the recipe.""",
     "Fp8Einsum.source": "Source: ``flax.linen.fp8_ops.Fp8Einsum``.",
     "Fp8ConvGeneralDilatedOp.computation": """\

@@ -96,9 +96,16 @@ def einsum_with(
     and kernel.
 
     Raises:
+        TypeError: an operand is not an array, but for instance a list, which ``jnp.einsum`` refuses too.
         ValueError: ``eqn`` does not have two operands, does not fit their shapes, or repeats an index
             within one operand.
     """
+    for operand in (lhs, rhs):
+        if not hasattr(operand, "ndim"):
+            raise TypeError(
+                "The operands of an FP8 einsum must be arrays; got a value of type "
+                f"{type(operand).__name__}. Pass jnp.asarray(…)."
+            )
     steps = _steps(eqn, lhs, rhs)
     lhs = jnp.sum(lhs, axis=steps.lhs_summed) if steps.lhs_summed else lhs
     rhs = jnp.sum(rhs, axis=steps.rhs_summed) if steps.rhs_summed else rhs

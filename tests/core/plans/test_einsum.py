@@ -1,5 +1,7 @@
 """An einsum by one ``dot_general``, beside NumPy."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -51,6 +53,13 @@ def test_errors(eqn, message):
     rhs = jnp.ones(3) if eqn.startswith("abc,x") else jnp.ones((4, 5))
     with pytest.raises(ValueError, match=message):
         einsum_with(lax.dot_general, eqn, jnp.asarray(X), rhs)
+
+
+@pytest.mark.parametrize("operands", [([[1.0]], np.ones((1, 1))), (np.ones((1, 1)), [[1.0]])])
+def test_lists_are_refused_as_by_jax(operands):
+    for einsum in (jnp.einsum, partial(einsum_with, lax.dot_general)):
+        with pytest.raises(TypeError, match="einsum .* got .*list"):
+            einsum("ab,bc->ac", *operands)
 
 
 def test_the_sharding_before_a_transpose():
