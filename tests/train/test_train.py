@@ -143,6 +143,15 @@ class TestStateAsNumbers:
             wrap(fp8.accumulate_gradients(lambda v, x: penalty(v)))(VARIABLES, X[:, None])
         wrap(fp8.grad(lambda v: penalty(v["params"])))(VARIABLES)
 
+    def test_an_exported_function(self):
+        exported = jax.export.export(jax.jit(mse))(VARIABLES, X)
+        loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
+        for gradient in (fp8.grad(loaded.call), jax.jit(fp8.grad(loaded.call))):
+            with pytest.raises(TypeError, match=r"export.export\(jax.jit\(fp8flax.grad\(fun\)\)\)"):
+                gradient(VARIABLES, X)
+        of_gradient = jax.export.export(jax.jit(fp8.grad(mse)))(VARIABLES, X)
+        assert_trees_equal(of_gradient.call(VARIABLES, X), jax.jit(fp8.grad(mse))(VARIABLES, X))
+
     def test_in_a_loop_over_stacked_layers(self):
         """Inside of the scan a leaf is a slice, and not the object that was passed."""
 

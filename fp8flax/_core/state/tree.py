@@ -389,6 +389,8 @@ def refusing_arithmetic(
 ) -> Iterator[None]:
     """Returns a context in which arithmetic on scaling state raises a ``TypeError`` that names the leaf.
 
+    A function that ``jax.export`` returned raises one, too, if it is called with the state.
+
     JAX raises various errors for the dtype ``fp32_max_grad``, and none of them names the leaf. This context
     looks for the leaf among the local variables of the functions in the traceback.
 
@@ -401,9 +403,16 @@ def refusing_arithmetic(
         yield
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        is_ours = frames[-1].f_globals.get("__name__", "").startswith("fp8flax.")
+        raised_by = frames[-1].f_globals.get("__name__", "")
+        is_ours = raised_by.startswith("fp8flax.")
         if is_ours or not any(name in str(error) for name in (fp32_max_grad.name, MaxArray.__name__)):
             raise
+        if ".export." in raised_by:
+            raise TypeError(
+                "A function that jax.export returned cannot be differentiated with respect to FP8 scaling "
+                "state, because it takes the state as float32. Export the gradient of the function: "
+                "jax.export.export(jax.jit(fp8flax.grad(fun)))."
+            ) from error
         which = " or ".join(_leaves_in(frames, merged(), array_of)) or "of some layer"
         raise TypeError(
             f"The FP8 scaling state {which} was used as a number in the function that is differentiated. "
