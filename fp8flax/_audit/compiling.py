@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, TypeVar
@@ -314,19 +315,26 @@ def compile_lowered(
         )
 
 
+_CACHE_ERROR = "ignore", re.compile("Error reading persistent compilation cache entry"), Warning, None, 0
+"""A filter of warnings, as ``warnings.filterwarnings`` would insert it."""
+
+
 @contextlib.contextmanager
 def _ignoring_cache_errors() -> Iterator[None]:
     """Ignores the warning of JAX that it cannot read a program from its persistent compilation cache.
 
-    Without the GPU JAX cannot load such a program. It warns and compiles the program again. Without a cache
-    the filters of warnings stay as they are: after a change Python shows warnings again that it shows once.
+    Without the GPU JAX cannot load such a program. It warns and compiles the program again.
+
+    ``warnings.catch_warnings`` would make Python show again all warnings that it shows once, and audits in
+    several threads would restore the filters of each other.
     """
-    if not jax.config.jax_compilation_cache_dir:
+    filters: Any = warnings.filters
+    filters.insert(0, _CACHE_ERROR)
+    try:
         yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
-        yield
+    finally:
+        with contextlib.suppress(ValueError):  # another thread may have reset the filters
+            filters.remove(_CACHE_ERROR)
 
 
 def check_cudnn_is_known(target: Target, lowered: jax.stages.Lowered, name: str) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import types
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -387,6 +388,15 @@ def test_a_persistent_compilation_cache_changes_nothing(gpu):
 
     first, second = (audit(f, struct(48, 32), target="h200") for _ in range(2))
     assert first == second
+
+
+def test_filters_of_warnings_are_restored_after_audits_in_several_threads():
+    before, (first, second) = list(warnings.filters), (compiling._ignoring_cache_errors() for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert warnings.filters == before
 
 
 def test_scalars_are_arguments_and_arrays_are_optional(gpu):

@@ -84,16 +84,12 @@ def test_emulation_warns_once():
 @pytest.mark.usefixtures("gpu")
 def test_emulation_does_not_warn_again_after_an_audit():
     """Python shows a warning again after a change of its filters."""
-    before = jax.config.jax_compilation_cache_dir
+    assert jax.config.jax_compilation_cache_dir  # with a cache, audit sets a filter
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        jax.config.update("jax_compilation_cache_dir", None)  # with a cache, audit sets a filter
-        try:
-            for size in (3, 4):
-                x, w = jnp.ones((2, size)), jnp.ones((size, 4))
-                fp8_dot_general(x, w, MATMUL, recipe=fp8.Float8CurrentScaling())
-                if size == 3:
-                    fp8.audit(*dense_step(256, 128, 128, fp8.Fp8DotGeneralOp))  # has a kernel in Triton
-        finally:
-            jax.config.update("jax_compilation_cache_dir", before)
+        for size in (3, 4):
+            x, w = jnp.ones((2, size)), jnp.ones((size, 4))
+            fp8_dot_general(x, w, MATMUL, recipe=fp8.Float8CurrentScaling())
+            if size == 3:
+                fp8.audit(*dense_step(256, 128, 128, fp8.Fp8DotGeneralOp))  # has a kernel in Triton
     assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
