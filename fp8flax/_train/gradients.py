@@ -74,8 +74,10 @@ def value_and_grad(
 
     def unmerged_fun(*args: Any, **kwargs: Any) -> Any:
         here = _in_bounds(positions, len(args))
-        read = [as_read(arg) if i in here else arg for i, arg in enumerate(args)]
+        read = list(args)
         with axes_around_gradient(current_manual_axes()), refusing_arithmetic(lambda: read, _PARAMS):
+            for i in here:
+                read[i] = as_read(args[i])
             return unmerge(fun(*read, **kwargs))
 
     # allow_int=True, because JAX treats the dtype that merges by maximum as an integer.

@@ -350,6 +350,23 @@ def test_as_one_device(recipe, name, cell, request):
     cell("devices", name, recipe, seen or "yes")
 
 
+@pytest.mark.oldest
+def test_sharded_state_without_jit_is_refused():
+    layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
+    variables = variables_of(layer, X)
+    kwargs = {"mesh": mesh(data=2), "in_specs": (P(), P("data")), "check_vma": False}
+
+    def loss(variables, x):
+        return jnp.sum(layer.apply(variables, x))[None]
+
+    shards = jax.shard_map(loss, **kwargs, out_specs=P("data"))
+    inside = jax.shard_map(fp8.grad(lambda *args: loss(*args)[0]), **kwargs, out_specs=P())
+    for gradient in (fp8.grad(lambda *args: jnp.sum(shards(*args))), inside):
+        with pytest.raises(TypeError, match="Put jax.jit around"):
+            gradient(variables, X)
+    jax.jit(inside)(variables, X)
+
+
 def bytes_gathered(program):
     """Returns the output bytes of all-gathers by dtype, without those of single numbers and rows."""
     total = collections.Counter()

@@ -402,6 +402,12 @@ def refusing_arithmetic(
     try:
         yield
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        if "dims of extended dtypes" in str(error):  # JAX's error for sharded state outside of jax.jit
+            raise TypeError(
+                "Outside of jax.jit, JAX cannot compute with FP8 scaling state that is sharded over "
+                "devices, or inside of jax.shard_map with check_vma=False. Put jax.jit around the training "
+                "step."
+            ) from error
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         raised_by = frames[-1].f_globals.get("__name__", "")
         is_ours = raised_by.startswith("fp8flax.")
