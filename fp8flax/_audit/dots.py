@@ -118,25 +118,18 @@ def _read_dot(program: Program, place: _Place, backend: str) -> Dot:
     dot, kernel = place.instruction, place.kernel
     is_block_scaled = backend in ("cuDNN", "Pallas") and place.caller is None
     contracting, batch = _dimensions(dot, (lhs, rhs), is_block_scaled)
-    size = math.prod(dot.result.dims)
-    out = next((a for a in kernel.instruction.results if math.prod(a.dims) == size), dot.result)
-    for i in sorted(_summed_dims(program, kernel.computation, kernel.instruction), reverse=True):
-        if i < len(batch[0]):
-            # Split-K: XLA cut a long sum into batches, and a later kernel adds up their products.
-            for c, b in zip(contracting, batch):
-                c.append(b.pop(i))
+    summed = _summed_dims(program, kernel.computation, kernel.instruction)
+    _undo_split_k(contracting, batch, summed)
     free = [
         [i for i in range(len(a.dims)) if i not in (*c, *b)]
         for a, c, b in zip((lhs, rhs), contracting, batch)
     ]
     m, n = (math.prod(a.dims[i] for i in f) for a, f in zip((lhs, rhs), free))
-    num = math.prod(lhs.dims[i] for i in batch[0])
-    if BLOCK_GEMM_HOPPER in dot.op_name.split("/"):  # the matrices of a batch are stacked as rows
-        num = n // dot.result.dims[1]
-        m, n = m // num, n // num
-    elif GROUPED_GEMM in dot.op_name.split("/"):  # each row or column is multiplied by one group only
-        n = dot.result.dims[1]
+    sizes = math.prod(lhs.dims[i] for i in batch[0]), m, n
+    num, m, n = _sizes_of_our_kernel(dot, *sizes) or sizes
     leading = {f > sorted(c) for f, c in zip(free, contracting)} if all(free) else {True, False}
+    size = math.prod(dot.result.dims)
+    out = next((a for a in kernel.instruction.results if math.prod(a.dims) == size), dot.result)
     return Dot(
         **fields,
         batch=num,
@@ -148,6 +141,40 @@ def _read_dot(program: Program, place: _Place, backend: str) -> Dot:
         accumulation=_accumulation(dot),
         contracts_leading=leading.pop() if len(leading) == 1 else None,
     )
+
+
+def _undo_split_k(contracting: list[list[int]], batch: list[list[int]], summed: frozenset[int]) -> None:
+    """Moves the batch dimensions that a later kernel sums over to the contracted dimensions.
+
+    XLA cuts a long sum into batches ("split-K"), whose products another kernel adds up.
+
+    Args:
+        contracting: the contracted dimensions of the two operands.
+        batch: the batch dimensions of the two operands.
+        summed: the dimensions of the result that are summed over.
+    """
+    for i in sorted(summed, reverse=True):
+        if i < len(batch[0]):
+            for c, b in zip(contracting, batch):
+                c.append(b.pop(i))
+
+
+def _sizes_of_our_kernel(dot: Instruction, num: int, m: int, n: int) -> tuple[int, int, int] | None:
+    """Returns (batch, M, N) of a kernel of this package that has them in its own way; None for others.
+
+    Args:
+        dot: the instruction.
+        num: the size of the batch, read as for any other product.
+        m: the number of rows, read in this way.
+        n: the number of columns, read in this way.
+    """
+    names = dot.op_name.split("/")
+    if BLOCK_GEMM_HOPPER in names:  # the matrices of a batch are stacked as rows
+        num = n // dot.result.dims[1]
+        return num, m // num, n // num
+    if GROUPED_GEMM in names:  # each row or column is multiplied by one group only
+        return num, m, dot.result.dims[1]
+    return None
 
 
 def _dimensions(
@@ -200,7 +227,13 @@ def _read_convolution(program: Program, place: _Place, backend: str) -> Dot:
 
 
 def _summed_dims(program: Program, computation: Computation, value: Instruction) -> frozenset[int]:
-    """Returns the dimensions of an array that all instructions that read it sum over."""
+    """Returns the dimensions of an array that all instructions that read it sum over.
+
+    For ``%p`` it is dimension 0, if these two instructions alone read it, the first through the fusion::
+
+        %r = f32[8,4] fusion(f32[2,8,4] %p), calls=%sum    where %sum has reduce(%parameter), dimensions={0}
+        %s = f32[8,4] reduce(f32[2,8,4] %p, f32[] %zero), dimensions={0}
+    """
     summed: list[frozenset[int]] = []
     for user in computation.users[value.name]:
         fused = program.fused(user)

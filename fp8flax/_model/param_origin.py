@@ -100,7 +100,8 @@ class Origin(NamedTuple):
 
         The name is empty for a whole parameter, ``-1`` for ``w[1]`` and ``-64-128`` for ``w[:, 64:128]``.
         ``-T`` follows if the contraction sums over the last dimension of the parameter, as in ``x @ w.T``.
-        A value that was reshaped or concatenated counts as whole.
+        A value that was reshaped or concatenated counts as whole. Equal ranges of different dimensions have
+        one name, so ``w[:64]`` and ``w[:, :64]`` share their state.
 
         Args:
             summed: the dimensions over which a contraction sums.
