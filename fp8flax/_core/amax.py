@@ -62,7 +62,7 @@ def amaxes_of_parts(
     codes: Any = (),
     *,
     as_cast: Float[jax.Array, "*dims"] | None = None,
-    is_parameter: bool = False,
+    is_row_major: bool = False,
     num_parts: int | None = None,
 ) -> tuple[Float[jax.Array, " parts"], Any]:
     """Returns partial amaxes, whose maximum is ``delayed_amax(x, where)``, and the codes.
@@ -79,14 +79,14 @@ def amaxes_of_parts(
         as_cast: the array from which the codes are computed, with the same amax as ``x``; None if it is
             ``x``. A GPU takes the amax of this array, which the kernel that casts already holds. A CPU
             takes the amax of ``x``, because it would have to write ``as_cast`` to memory.
-        is_parameter: whether the memory layout of ``x`` is certain to follow the order of its dimensions.
+        is_row_major: whether the memory layout of ``x`` is certain to follow the order of its dimensions.
             A part may then span several dimensions. For other arrays, such as the output of attention,
             XLA would copy the array first, so a part spans the last dimension only.
         num_parts: number of parts, of ``x.size // num_parts`` elements each; None to choose by the shape.
             Only for arrays whose memory layout follows the order of their dimensions.
     """
     shape = x.shape if num_parts is None else (num_parts, x.size // num_parts)
-    num_leading = _num_leading(x.shape, is_parameter) if num_parts is None else 1
+    num_leading = _num_leading(x.shape, is_row_major) if num_parts is None else 1
     of_each = partial(of_equal_parts, shape, num_leading)
     of_whole = partial(_of_whole, math.prod(shape[:num_leading]))
 
@@ -148,7 +148,7 @@ def _amax_by_two(x: jax.Array) -> jax.Array:
     return lax.select(has_nan, jnp.float32(jnp.inf), jnp.max(jnp.abs(x), initial=-jnp.inf))
 
 
-def _num_leading(shape: tuple[Any, ...], is_parameter: bool) -> int:
+def _num_leading(shape: tuple[Any, ...], is_row_major: bool) -> int:
     """Returns the number of leading dimensions of an array of this shape; each index of them is one part.
 
     Each part spans all other dimensions. Parts are as large as one kernel can reduce. Returns 0 if the
@@ -157,7 +157,7 @@ def _num_leading(shape: tuple[Any, ...], is_parameter: bool) -> int:
     if not all(isinstance(size, int) and size > 0 for size in shape):
         return 0
     last = len(shape) - 1
-    for i in range(1 if is_parameter else max(1, last), last + 1):
+    for i in range(1 if is_row_major else max(1, last), last + 1):
         if math.prod(shape[i:]) <= _LARGEST_PART and math.prod(shape[:i]) <= _MOST_PARTS:
             return i
     return 0

@@ -193,7 +193,7 @@ def current_phase() -> str | None:
     return _thread.entries[-1].owner.phase if _thread.entries else None
 
 
-def off_hint(needs_state: bool = False) -> str:
+def ambient_hint(needs_state: bool = False) -> str:
     """Returns the last sentence of an error that the ambient recipe can cause; empty if it cannot.
 
     FP8 being off can cause it. With ``needs_state``, a recipe without scaling state can cause it too.

@@ -83,11 +83,10 @@ def sum_to_axes(grad: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 
 axes_around_gradient = jax.make_user_context(None)
-"""The manual axes around the innermost function that takes gradients of a model and is being traced.
+"""The manual axes of the ``shard_map`` around ``fp8flax.value_and_grad``, while its function is traced.
 
-Such a function is ``fp8flax.value_and_grad``. The value is None outside of these functions. A ``shard_map``
-around the function does not sum its gradients. A ``shard_map`` inside of it can do so, and
-``refuse_unchecked_axes`` finds it by these axes."""
+The value is None at other times. By these axes ``refuse_unchecked_axes`` finds a ``shard_map`` that was
+entered inside of ``value_and_grad``. Only such a ``shard_map`` can sum the gradients of the state."""
 
 
 def current_manual_axes() -> frozenset[str]:

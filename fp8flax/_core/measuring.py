@@ -111,7 +111,7 @@ def numbers_of(
     is_saturated = magnitude > largest * np.asarray(_ROUNDING, wide)
     counted = [m.astype(jnp.uint32) for m in (is_value, is_value & is_lost, is_saturated, ~finite)]
     # One reduction computes all eight numbers, so XLA compiles and starts one kernel.
-    operands = [*counted, magnitude, used, scale, ratio]
+    operands = [*counted, magnitude, used, scale, ratio]  # in the order of ``_reduce_step``
     starts = [np.full((), np.inf if array is ratio else 0, array.dtype) for array in operands]
     *counts, amax, most_used, most, headroom = lax.reduce(
         operands, starts, _reduce_step, tuple(range(x.ndim))
@@ -256,6 +256,7 @@ class _Measured(Values):
     def call(
         self, primitive: Any, program: Any, operands: list[Any], params: Mapping[str, Any]
     ) -> list[Any]:
+        """Interprets a program that an equation calls, and notes whether it repeats a forward pass."""
         if not params.get("differentiated"):
             return super().call(primitive, program, operands, params)
         # ``jax.checkpoint`` sets ``differentiated`` in the backward pass, which repeats the forward pass.
@@ -266,6 +267,7 @@ class _Measured(Values):
         return interpret(program, operands, recomputing)
 
     def equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """Collects the numbers of a report, by ``Values.report``; evaluates any other equation."""
         if not is_report(eqn):
             return super().equation(eqn, operands)
         x, *numbers = operands
@@ -311,6 +313,7 @@ class _Origins(Sets):
         return type(self)(kernels, self.in_nn_jit or is_nn_jit)
 
     def equation(self, eqn: Any, operands: list[frozenset[Any]]) -> list[frozenset[Any]]:
+        """Returns the origins of the results; at a report of a kernel in ``nn.jit``, checks the kernel."""
         if is_report(eqn) and self.in_nn_jit:
             path, role = key_of(eqn)
             if role == "kernel":

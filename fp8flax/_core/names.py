@@ -100,7 +100,9 @@ PARAMS = "params"
 """The Linen collection of the trained parameters."""
 
 ROLES = ("input", "kernel", "output_grad")
-"""The three tensors of a matmul that are quantized, as they appear in the names of the state."""
+"""The three tensors of a matmul that are quantized, as they appear in the names of the state.
+
+In a report of ``audit`` the role is something else: which of the three GEMMs it is."""
 
 SCALE, AMAX_HISTORY = "_scale", "_amax_history"
 """The endings of the names of the state's variables, see ``state_leaf_names``."""

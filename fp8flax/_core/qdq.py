@@ -28,7 +28,7 @@ from fp8flax._core.quantize import (
     quantize_dequantize,
     straight_through,
 )
-from fp8flax._core.state.state import DelayedConfig, check_state, step_scales
+from fp8flax._core.state.state import DelayedConfig, as_state, step_scales
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Shaped
@@ -42,7 +42,7 @@ def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
 def _step_scale(config: DelayedConfig, scale: Any, amax_history: Any) -> jax.Array:
     """Returns the scale of this step; raises an error if the state is not valid."""
     # ``step_scales`` takes several tensors by name. Here is only one.
-    return step_scales({"x": config}, {"x": check_state(scale, amax_history)})["x"]
+    return step_scales({"x": config}, {"x": as_state(scale, amax_history)})["x"]
 
 
 def _there_and_back(config: DelayedConfig, x: jax.Array, scale: jax.Array) -> jax.Array:

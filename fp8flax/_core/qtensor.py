@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Shaped, UInt8
 
 BLOCK = 128
-"""The number of columns that share a scale, in the recipes whose blocks our GPU kernels compute.
+"""The number of columns that share a scale in the block scales that our GPU kernels multiply.
 
 A tile of a kernel's result also has this many rows and columns."""
 

@@ -57,6 +57,10 @@ class Quantizer:
     ``scales_along_contraction = False``, the GEMM multiplies the FP8 codes themselves and applies the
     scales to the result. It then calls ``dequantize`` only if the other operand is wide.
 
+    Three pairs of methods change the layout of codes and scales, and change it back. ``spread`` and
+    ``flat`` do so for a GEMM on a mesh, ``trim`` and ``fill`` between the forward and the backward pass,
+    ``pack`` and ``unpack`` for a frozen model. By default they return the operand as it is.
+
     Attributes:
         dtype: FP8 dtype of the codes.
         scale_dtype: dtype of the scales.

@@ -520,18 +520,18 @@ class Float8BlockScaling(Recipe):
         return _custom_recipe(_IN_FLOAT32, (x, w), (g, w), (x, g))
 
 
-def _why_it_can_change(recipe: Any) -> str | None:
+def _why_it_can_change(part: Any) -> str | None:
     """Returns why a recipe or a quantizer could be changed in place; None if it is frozen.
 
     The result is the end of an error message, such as "is not frozen".
     """
-    cls = type(recipe)
+    cls = type(part)
     params = getattr(cls, "__dataclass_params__", None)
     if params is None:
         return "is not a dataclass"
     if not params.frozen:
         return "is not frozen"
-    fields = [field.name for field in dataclasses.fields(recipe)]
+    fields = [field.name for field in dataclasses.fields(part)]
     cached = [
         name
         for base in cls.__mro__
@@ -543,18 +543,20 @@ def _why_it_can_change(recipe: Any) -> str | None:
             break
         # A frozen dataclass freezes its own fields only. A subclass that is not a dataclass can have more
         # attributes, which can be changed, and which equality and hash do not compare.
-        added = [name for name, of in inspect.get_annotations(base).items() if "ClassVar" not in str(of)]
-        added += [name for name in getattr(recipe, "__dict__", ()) if name not in (*fields, *cached)]
+        added = [
+            name for name, kind in inspect.get_annotations(base).items() if "ClassVar" not in str(kind)
+        ]
+        added += [name for name in getattr(part, "__dict__", ()) if name not in (*fields, *cached)]
         if added:
             return f"adds {', '.join(dict.fromkeys(added))} to the frozen dataclass that it is derived from"
     for name in fields:
-        value = getattr(recipe, name)
+        value = getattr(part, name)
         try:
             hash(value)
         except TypeError:
             return f"has a field {name} that cannot be hashed, {value!r} (make a list a tuple)"
     try:
-        hash(recipe)
+        hash(part)
     except TypeError:
         return "cannot be hashed"
     return None

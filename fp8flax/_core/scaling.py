@@ -22,11 +22,6 @@ SMALLEST_SCALE = np.finfo(np.float32).tiny
 _LARGEST_SCALE = np.finfo(np.float32).max
 
 
-def compute_amax(x: Float[jax.Array, "*dims"]) -> Float32[jax.Array, ""]:
-    """Returns the largest magnitude in ``x``, a float32 scalar; NaN if ``x`` holds a NaN, 0 if empty."""
-    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
-
-
 def finite_amax(
     x: Float[jax.Array, "*dims"], axes: Sequence[int] | None = None
 ) -> Float32[jax.Array, "*reduced"]:
@@ -176,8 +171,8 @@ def push_amax(
     history. The inf then lasts for one step only.
     """
     # The order is that of Flax, so that checkpoints fit: the oldest entry, at index 1, leaves the history,
-    # and the entry at index 0 moves to the end. The code has selects instead of ``jnp.roll``, because XLA
-    # fuses selects with the operations around them.
+    # and the entry at index 0 moves to the end. The code has a pad and selects instead of ``jnp.roll``,
+    # because XLA fuses them with the operations around them.
     shape = amax_history.shape
     position = lax.broadcasted_iota(np.int32, shape, len(shape) - 1)
     newest = amax_history[..., :1]
@@ -188,16 +183,16 @@ def push_amax(
     return jnp.where(position == 0, amax.reshape(*shape[:-1], 1), rolled)
 
 
-_NEWEST = 16
+_RECENT = 16
 """How many entries of an amax history count as its newest."""
 _PRECISE = 64.0
 """``bounded_amax`` keeps the precision of values down to ordinary data's amax divided by this number."""
 
 
-def is_newest(length: int) -> Bool[jax.Array, " length"]:
+def is_recent(length: int) -> Bool[jax.Array, " length"]:
     """Returns, for each entry of an amax history, whether it is one of the 16 newest."""
     position = lax.iota(np.int32, length)
-    return (position == 0) | (position > length - _NEWEST)
+    return (position == 0) | (position > length - _RECENT)
 
 
 def bounded_amax(
@@ -215,7 +210,7 @@ def bounded_amax(
 
     Args:
         largest: the largest amax of each whole history, float32.
-        ordinary: the second largest of the 16 newest amaxes (see ``is_newest``), float32. If this amax is
+        ordinary: the second largest of the 16 newest amaxes (see ``is_recent``), float32. If this amax is
             not usable (see ``is_usable``), or ``largest`` is not finite, there is no limit.
         dtype: the FP8 dtype.
 
@@ -258,7 +253,7 @@ def compute_amax_history(
     if x.size == 0:
         return amax_history
     # A maximum over devices can lose a NaN, at least on CPUs, so a NaN is replaced by inf.
-    amax = compute_amax(jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), x))
+    amax = jnp.max(jnp.abs(jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), x))).astype(jnp.float32)
     pushed = push_amax(amax.astype(amax_history.dtype), amax_history)
     return jnp.where(jnp.isfinite(amax), pushed, amax_history)
 

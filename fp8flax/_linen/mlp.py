@@ -1,5 +1,7 @@
 """The feed-forward block of a Transformer, whose activations are cast to FP8 as they are computed."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """A mixture-of-experts layer, whose experts' matmuls run in FP8."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """The Linen ops, and ``Einsum``, a layer that takes an op."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """``quantize_model``: a Linen model whose contractions run in FP8, its source untouched."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,7 @@
 """``report``: lists the contractions of a converted model, whether each runs in FP8, why, and its gain."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import contextlib

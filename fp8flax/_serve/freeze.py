@@ -1,5 +1,7 @@
 """``freeze``: turns a trained Linen model into one for serving, with FP8 kernels and fixed scales."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """``save_safetensors``: writes the variables of a frozen Linen model to a file."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import os

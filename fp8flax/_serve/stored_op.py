@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fp8flax._core.autocast import off_hint
+from fp8flax._core.autocast import ambient_hint
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.plans.modes import packed_kernel
 from fp8flax._core.plans.row import OpRow
@@ -166,7 +166,7 @@ def computed(
 
 def check_can_freeze() -> None:
     """Raises ``ValueError`` if FP8 is switched off where ``freeze`` is called."""
-    if hint := off_hint():
+    if hint := ambient_hint():
         raise ValueError(f"A model cannot be frozen while FP8 is off.{hint}")
 
 

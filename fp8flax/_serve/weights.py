@@ -1,5 +1,7 @@
 """``weights_for_serving``: what a server takes from a model in training, made by one program."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,7 @@
 """Calibrates: fills the scaling state of trained or converted variables from sample batches."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import contextlib
@@ -14,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.autocast import off_hint
+from fp8flax._core.autocast import ambient_hint
 from fp8flax._core.axes import UNCHECKED, axes_around_gradient, current_manual_axes
 from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_function, check_loss, check_variables
 from fp8flax._core.scaling import SMALLEST_SCALE
-from fp8flax._core.state.tree import Places, check_state_dtype, kept_tree, path_str, to_max, unmerge
+from fp8flax._core.state.tree import Places, check_state_dtype, from_max, kept_tree, path_str, to_max
 from fp8flax._train.gradients import is_from_container
 
 WITHOUT_STATE = (
@@ -106,13 +108,13 @@ def calibrate(
         raise ValueError(
             "No FP8 layer was reached: no float that fun returns depends on scaling state. fun must use "
             "the variables that it is given, and return the model's outputs or its loss."
-            + off_hint(needs_state=True)
+            + ambient_hint(needs_state=True)
         )
     if missing:
         warnings.warn(
             "These layers were not calibrated, because nothing that fun returns depends on them: "
             f"{', '.join(missing)}. If they run, return their results from fun."
-            + off_hint(needs_state=True),
+            + ambient_hint(needs_state=True),
             stacklevel=2,
         )
     kept = _calibrated(old, merged)
@@ -252,7 +254,7 @@ def _measure(
     def run(state: Any) -> Any:
         given = {**variables, **to_max(state)}
         with axes_around_gradient(current_manual_axes()):
-            out = unmerge(fun(type(variables)(given), batch))
+            out = from_max(fun(type(variables)(given), batch))
         if backward:
             check_loss(out, has_aux, "With backward=True, fun")
         return out

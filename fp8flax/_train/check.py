@@ -1,5 +1,7 @@
 """Checks whether a step can produce a scaling state, and detects what other arithmetic changed in it."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import functools
@@ -74,15 +76,15 @@ def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
     device kept its history. A step from a history of zeros uses the old scale.
 
     Flax's ``DynamicScale`` divides all gradients by a power of two, and so also the state. Such a state is
-    multiplied by it again. If the new state is anything else, the old state is kept.
+    multiplied by this power again. If the new state is anything else, the old state is kept.
 
     Args:
         old: a tree of variables (or a bare collection) as it was before the step.
         new: the gradient with respect to ``old``; see ``kept_tree``.
 
     Returns:
-        The tree, and the paths of the histories that were refused. There are none under a trace, or if no
-        process sees the values.
+        The tree, and the paths of the histories that were refused. None is reported under a trace, or if
+        the values are not replicated on all devices.
 
     Raises:
         TypeError: a leaf of scaling state in ``new`` is not float32.
@@ -147,6 +149,9 @@ def _with_axis_last(state: ScalingState, axis: int) -> ScalingState:
 
 def _compare(old: ScalingState, new: ScalingState) -> _Comparison:
     """Returns what happened to the new state of one tensor after the step.
+
+    The factor is 1 if all past amaxes are those of the old history, moved by one entry or not moved, or the
+    maximum of both. It is smaller if a loss scale has divided these. It is 0 for any other state.
 
     Args:
         old: the state before the step, with a history of shape ``(..., length)``.

@@ -1,5 +1,7 @@
 """Gradients that merge scaling state by maximum: of a step, of microbatches, over devices."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import functools
@@ -21,12 +23,12 @@ from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import (
     as_read,
     enter,
+    from_max,
     leave,
     map_state,
     path_str,
     refusing_arithmetic,
     remember_step,
-    unmerge,
 )
 
 
@@ -78,16 +80,17 @@ def value_and_grad(
         with axes_around_gradient(current_manual_axes()), refusing_arithmetic(lambda: read, _PARAMS):
             for i in here:
                 read[i] = as_read(args[i])
-            return unmerge(fun(*read, **kwargs))
+            return from_max(fun(*read, **kwargs))
 
     # allow_int=True, because JAX treats the dtype that merges by maximum as an integer.
     jax_value_and_grad = jax.value_and_grad(unmerged_fun, positions, has_aux, holomorphic, allow_int=True)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        # Inside of another value_and_grad the state has entered before. It is not differentiated twice.
+        # Inside of another value_and_grad the state has entered before. It is cast back, and enters again
+        # without a derivative.
         here = _in_bounds(positions, len(args))
-        args = tuple(unmerge(arg) if i in here else arg for i, arg in enumerate(args))
+        args = tuple(from_max(arg) if i in here else arg for i, arg in enumerate(args))
         if not allow_int:
             for i in here:
                 check_no_train_state(args[i])
@@ -244,7 +247,7 @@ def accumulate(
     # marks missing state.
     @partial(jax.jit, inline=True)
     def run(variables: Any, carry: Any, microbatches: Any) -> Any:
-        variables = jax.tree.map(jnp.asarray, unmerge(variables))
+        variables = jax.tree.map(jnp.asarray, from_max(variables))
         leaves, treedef = jax.tree.flatten(enter(variables))
         is_state = list(map(is_max_dtype, leaves))
         # The state is cast to floats, because JAX computes gradients with respect to floats.
@@ -261,7 +264,7 @@ def accumulate(
                 axes_around_gradient(current_manual_axes()),
                 refusing_arithmetic(lambda: [merged], _PARAMS),
             ):
-                out, carry = unmerge(fun(merged, carry, microbatch))
+                out, carry = from_max(fun(merged, carry, microbatch))
             value, aux = out if has_aux else (out, None)
             # Divided before the backward pass, so that output gradients equal those of one large batch.
             return value / num, (carry, aux)

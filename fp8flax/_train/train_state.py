@@ -20,11 +20,11 @@ from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_function, check_optimizer
 from fp8flax._core.state.tree import (
     check_state_dtype,
+    from_max,
     has_state,
     key_name,
     map_state,
     merge_by_max,
-    unmerge,
 )
 from fp8flax._train.check import WHAT_TO_CALL, checked_next_state
 from fp8flax._train.gradients import pmean_gradients, value_and_grad
@@ -132,7 +132,7 @@ class _MergingApply:
     apply_fn: Callable[..., Any]
 
     def __call__(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        return unmerge(self.apply_fn(merge_by_max(variables), *args, **kwargs))
+        return from_max(self.apply_fn(merge_by_max(variables), *args, **kwargs))
 
 
 def _is_variables(params: Any) -> bool:

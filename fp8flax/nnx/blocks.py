@@ -1,5 +1,7 @@
 """The blocks ``MLP`` and ``MoE`` in NNX; see ``_core/blocks.py``."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import inspect

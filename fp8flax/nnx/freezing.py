@@ -5,6 +5,8 @@ the scale. To check this, ``freeze`` traces the model with the kernels as inputs
 a mark when it enters the op of its layer. If anything else reads the kernel, it stays wide.
 """
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import contextlib

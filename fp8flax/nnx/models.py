@@ -1,5 +1,7 @@
 """Whole NNX models: ``quantize_model``, which gives ops to their layers, and ``report``."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import dataclasses

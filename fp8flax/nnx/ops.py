@@ -1,5 +1,7 @@
 """The NNX ops: modules that layers take in the place of ``lax.dot_general`` and similar functions."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,7 @@
 """Frozen NNX models as safetensors files."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import os

@@ -1,5 +1,7 @@
 """Trains and calibrates an NNX model: gradients, the optimizer that takes them, and state from samples."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import functools
@@ -15,7 +17,7 @@ from fp8flax._compat.max_dtype import from_max_dtype
 from fp8flax._core.axes import axes_around_gradient, current_manual_axes
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_function, check_optimizer
-from fp8flax._core.state.tree import kept_tree, merge_by_max, refusing_arithmetic, unmerge
+from fp8flax._core.state.tree import from_max, kept_tree, merge_by_max, refusing_arithmetic
 from fp8flax._train import check
 from fp8flax._train.calibrate import WITHOUT_STATE
 from fp8flax._train.calibrate import calibrate as calibrate_variables
@@ -146,7 +148,7 @@ def value_and_grad(
             args, kwargs = bound.args, bound.kwargs
         nodes = [args[i] for i in positions]
         # Inside of another value_and_grad the state is merged already. It is not differentiated twice.
-        with _replaced(nodes, unmerge):
+        with _replaced(nodes, from_max):
             old = [state_of(node) for node in nodes]
             value, grads = nnx_value_and_grad(*args, **kwargs)
         for before, after in zip(old, [grads] if single else grads):

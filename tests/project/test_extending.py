@@ -14,7 +14,7 @@ from flax import nnx
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from fp8flax import extend
-from fp8flax._core.plans import ops
+from fp8flax._core.plans import row as table
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "extending.md"
@@ -30,11 +30,11 @@ X = jax.random.normal(jax.random.key(0), (4, 16, 64))
 @pytest.fixture(scope="module")
 def page():
     """Runs the code of the page, and takes the row out of the table afterwards."""
-    before, names = dict(ops._rows), {"__name__": "page"}
+    before, names = dict(table._rows), {"__name__": "page"}
     exec("\n".join(BLOCKS), names)
     yield names
-    ops._rows.clear()
-    ops._rows.update(before)
+    table._rows.clear()
+    table._rows.update(before)
 
 
 @pytest.fixture
@@ -186,14 +186,14 @@ def test_the_audit_finds_the_gemms(linen, gpu):
 def test_a_row_may_be_registered_again(page):
     again = dataclasses.replace(page["BATCHED_DENSE"])
     extend.register(again)
-    assert [row for row in ops.rows() if row.primitive == "batched_dense"] == [again]
+    assert [row for row in table.rows() if row.primitive == "batched_dense"] == [again]
     extend.register(page["BATCHED_DENSE"])
 
 
 @pytest.mark.parametrize("name", ["Fp8DotGeneralOp", "Other"])
 def test_a_name_or_primitive_of_another_row_is_refused(page, name):
     row = dataclasses.replace(page["BATCHED_DENSE"], name=name, primitive="dot_general")
-    before = ops.rows()
+    before = table.rows()
     with pytest.raises(ValueError, match="the row 'Fp8DotGeneralOp' already"):
         extend.register(row)
-    assert ops.rows() == before
+    assert table.rows() == before

@@ -150,7 +150,6 @@ INNER = [
     (einsum.einsum_with, (lax.dot_general, "ab,bc->ca", MATRIX, KERNEL), {}),
     (conv.fp8_conv_general_dilated, (IMAGE, WINDOW, *STRIDES), RECIPE),
     (ragged_dot.fp8_ragged_dot, EXPERTS, RECIPE | {"states": contraction.STATELESS}),
-    (scaling.compute_amax, (MATRIX,), {}),
     (scaling.finite_amax, (MATRIX.astype(BF16), (1,)), {}),
     (scaling.scale_exponent, (f32(2, 3), 448.0, "up"), {}),
     (scaling.power_of_two, (ints(2, 3),), {}),
@@ -158,7 +157,7 @@ INNER = [
     (scaling.e8m0_scale, (ints(2, 3),), {}),
     (scaling.e8m0_factors, (np.ones((2, 3), jnp.float8_e8m0fnu),), {}),
     (scaling.push_amax, (f32(2, 3), f32(2, 3, 4)), {}),
-    (scaling.is_newest, (4,), {}),
+    (scaling.is_recent, (4,), {}),
     (scaling.bounded_amax, (f32(2, 3), f32(2, 3), E4M3), {}),
     (scaling.apply_scales, (f32(2, 3), f32(2, 1), f32()), {}),
     (quantize.inf_to_nan, (MATRIX.astype(BF16),), {}),
@@ -218,7 +217,7 @@ def test_fields_of_a_quantized_tensor(quantizer):
 
 @pytest.mark.parametrize("array", [f32, max_grad])
 def test_fields_of_scaling_state(array):
-    checked_state = state.check_state(array(2, 1), array(2, 4), (2,))
+    checked_state = state.as_state(array(2, 1), array(2, 4), (2,))
     for name, hint in hints_of(state.ScalingState).items():
         assert isinstance(getattr(checked_state, name), hint)
     assert not isinstance(on_device(array()), hints_of(state.ScalingState)["amax_history"])

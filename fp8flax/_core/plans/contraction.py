@@ -203,7 +203,7 @@ class Contraction(Plan):
         if role in self.stacked or explicit_sharding(x) is not None:
             amax, codes = lax.optimization_barrier((self.amax(role, x, extra), codes))
             return amax[..., None], codes
-        return amaxes_of_parts(x, None, codes, as_cast=as_cast, is_parameter=role == "kernel")
+        return amaxes_of_parts(x, None, codes, as_cast=as_cast, is_row_major=role == "kernel")
 
     def warn(self, *recipes: GemmRecipe) -> None:
         """Warns if the device has no FP8 units for products with these recipes; by default does nothing."""

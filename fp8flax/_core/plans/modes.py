@@ -35,8 +35,8 @@ from fp8flax._core.quantizers import quantized, quantized_and_back, serves
 from fp8flax._core.state.state import (
     DelayedConfig,
     ScalingState,
+    as_state,
     calibrated_state,
-    check_state,
     report_calibrated,
     scales_of,
     step_scales,
@@ -108,8 +108,8 @@ def checked_states(plan: Contraction, states: States) -> _States:
     """Returns the states of the tensors with delayed scaling, after a check.
 
     Raises:
-        TypeError: as ``check_state``; or JAX would add up the gradients of the states over devices.
-        ValueError: as ``check_state``.
+        TypeError: as ``as_state``; or JAX would add up the gradients of the states over devices.
+        ValueError: as ``as_state``.
     """
     if any(map(is_max_dtype, jax.tree.leaves(states, is_leaf=is_max_dtype))):
         refuse_unchecked_axes()
@@ -117,7 +117,7 @@ def checked_states(plan: Contraction, states: States) -> _States:
     for role in plan.configs:
         scale, amax_history = getattr(states, role)
         stacked = plan.rhs.shape[:1] if role in plan.stacked else ()
-        checked[role] = check_state(scale, amax_history, stacked)
+        checked[role] = as_state(scale, amax_history, stacked)
     return checked
 
 

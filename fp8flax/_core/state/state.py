@@ -40,7 +40,7 @@ from fp8flax._core.scaling import (
     SMALLEST_SCALE,
     bounded_amax,
     compute_scale,
-    is_newest,
+    is_recent,
     is_usable,
     power_of_two,
     push_amax,
@@ -143,8 +143,8 @@ def _largest_amaxes(histories: Sequence[jax.Array], axis: int) -> list[tuple[jax
     reads all histories: a GPU starts one kernel.
     """
     ndim, length = histories[0].ndim, histories[0].shape[axis]
-    is_recent = lax.expand_dims(is_newest(length), range(1, ndim - axis))
-    triples = [(h, jnp.where(is_recent, h, np.float32(0)), jnp.zeros_like(h)) for h in histories]
+    recent = lax.expand_dims(is_recent(length), range(1, ndim - axis))
+    triples = [(h, jnp.where(recent, h, np.float32(0)), jnp.zeros_like(h)) for h in histories]
     start = (np.float32(0),) * 3
     found = lax.reduce(triples, [start] * len(histories), _largest_two, (axis,))
     return [(largest, ordinary) for largest, _, ordinary in found]
@@ -156,7 +156,7 @@ def _largest_two(xs: Sequence[Sequence[jax.Array]], ys: Sequence[Sequence[jax.Ar
     """Merges, for each history, two triples into one; the reducer of ``_largest_amaxes``.
 
     A triple is ``(largest amax, largest recent amax, second largest recent amax)`` of a part of a history.
-    The recent amaxes are the 16 newest ones, see ``is_newest``.
+    The recent amaxes are the 16 newest ones, see ``is_recent``.
     """
     return [
         (lax.max(x, y), lax.max(x1, y1), lax.max(lax.min(x1, y1), lax.max(x2, y2)))
@@ -396,7 +396,8 @@ def report_calibrated(
     """Returns ``x``, and calls ``report`` on the host with the ``calibrated_state`` of this tensor.
 
     For this call the caller has replaced the scale in ``state`` by an index that identifies the tensor. It
-    is passed to ``report`` as the first argument. The reported state is not checked by ``kept_state``. A
+    is passed to ``report`` as the first argument. The index never becomes a scale, because without a usable
+    amax the new scale is the smallest one. The reported state is not checked by ``kept_state``. A
     callback, unlike a cotangent, also works inside ``lax.while_loop`` and in forward mode.
     """
     # In ``fp32_max_grad``, so that ``next_state`` returns the new state unchecked.
@@ -405,7 +406,7 @@ def report_calibrated(
     return with_report(x, [state.scale, *map(from_max_dtype, new)], ToHost(report))
 
 
-def check_state(scale: Any, amax_history: Any, stacked: tuple[int, ...] = ()) -> ScalingState:
+def as_state(scale: Any, amax_history: Any, stacked: tuple[int, ...] = ()) -> ScalingState:
     """Returns scale and history as a ``ScalingState`` of arrays, after a check of dtypes and shapes.
 
     Args:

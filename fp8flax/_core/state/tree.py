@@ -224,7 +224,7 @@ def leave(tree: Any, cotangents: Any) -> Any:
     """
     paths, leaves, treedef = _flatten(tree)
     places, left = Places.of(paths, leaves), treedef.flatten_up_to(cotangents)
-    numbers = [tuple(digested(left[i], 2)) for i, _ in places.pairs]
+    numbers = [tuple(digested(left[i], 2)) for i, _ in places.pairs]  # the scale and the amax of the step
     after = each_alike(state_after, places.axes, places.states(leaves), numbers, in_parts=True)
     for (i, j), new in zip(places.pairs, after):
         left[i], left[j] = new
@@ -263,7 +263,7 @@ def to_max(tree: Any) -> Any:
     return map_state(to_max_dtype, lambda x: x, tree)
 
 
-def unmerge(tree: Any) -> Any:
+def from_max(tree: Any) -> Any:
     """Casts every leaf of ``tree`` that merges by maximum back to float32."""
     return jax.tree.map(from_max_dtype, tree)
 

@@ -14,8 +14,8 @@ from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import (
     DelayedConfig,
     ScalingState,
+    as_state,
     calibrated_state,
-    check_state,
     digest_of,
     kept_state,
     next_state,
@@ -226,9 +226,9 @@ def test_calibrating_zeros_gives_the_smallest_scale():
 )
 def test_state_of_stacked_kernels_in_other_shapes(scale, history, error, message):
     with pytest.raises(error, match=message):
-        check_state(jnp.ones(scale), jnp.ones(history), (2,))
+        as_state(jnp.ones(scale), jnp.ones(history), (2,))
 
 
 def test_state_of_two_dtypes():
     with pytest.raises(TypeError, match="must have the same dtype; got fp32_max_grad and float32"):
-        check_state(to_max_dtype(jnp.ones((1,))), jnp.ones((2,)))
+        as_state(to_max_dtype(jnp.ones((1,))), jnp.ones((2,)))

@@ -124,7 +124,7 @@ def test_only_state_is_cast(freeze):
     leaves = jax.tree.leaves(cast[OWG])
     assert len(leaves) == 6
     assert all(str(leaf.dtype).startswith("fp32_max_grad") for leaf in leaves)
-    assert_trees_equal(tree.unmerge(cast), freeze(OLD))
+    assert_trees_equal(tree.from_max(cast), freeze(OLD))
 
 
 def test_a_bare_collection_is_recognised_by_its_names():
