@@ -343,7 +343,7 @@ def check_cudnn_is_known(target: Target, lowered: jax.stages.Lowered, name: str)
     XLA then expands them to bfloat16, although the GPU would run them in FP8. The field of
     ``_TARGET_CONFIG`` that holds the version depends on the version of JAX.
     """
-    if target.gpu is None or target.sharding is None or not target.gpu.has_block_scales:
+    if target.gpu is None or target.sharding is None or not target.gpu.has_mx_units:
         return
     config = target_config_of(next(iter(target.sharding.device_set)))
     if "dnn_version" not in config and "block_scaled_dot" in lowered.as_text():

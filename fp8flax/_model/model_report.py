@@ -35,10 +35,10 @@ def seconds(
     used = [quantizer for quantizer in (gemms.forward.lhs, gemms.forward.rhs) if quantizer is not None]
     most = max((quantizer.quantization_bytes for quantizer in used), default=_LEAST_QUANTIZATION_BYTES)
     per_block = any(quantizer.scales_along_contraction for quantizer in used)
-    if per_block and not gpu.has_block_scales and runs_in_fp8(gemms.forward, gpu.compute_capability):
+    if per_block and not gpu.has_mx_units and runs_in_fp8(gemms.forward, gpu.compute_capability):
         most = _ONE_PASS_BYTES
     quantization = most * elements / gpu.bandwidth
-    if not is_matmul or (is_ragged and per_block and gpu.has_block_scales):
+    if not is_matmul or (is_ragged and per_block and gpu.has_mx_units):
         return wide + quantization
     total = 0.0
     for gemm in (gemms.forward, gemms.dgrad, gemms.wgrad):

@@ -104,7 +104,7 @@ class Origin(NamedTuple):
         one name, so ``w[:64]`` and ``w[:, :64]`` share their state.
 
         Args:
-            summed: the dimensions over which a contraction sums.
+            summed: the dimensions of the value over which a contraction sums.
         """
         chain = [self.moves]
         while chain[-1].primitive != _PARAMETER:
@@ -167,8 +167,11 @@ class ParamOrigins:
         self._origins = _ByIdentity()
         self._constants = _ByIdentity()
         self._known = _ByIdentity()
+        """For each root scope, how many of its parameters were recorded."""
         self._elsewhere = _ByIdentity()
+        """For each value from a variable outside of ``params``, the path of the first such variable."""
         self._known_elsewhere = _ByIdentity()
+        """For each root scope, how many of these variables were recorded."""
         self.used_otherwise: set[tuple[str, ...]] = set()
         """The parameters that an operation reads which is neither a contraction nor a movement."""
 
@@ -200,6 +203,7 @@ class ParamOrigins:
         return bool(root.path) or any(one is self for one in root.flags.get(_MARK, ()))
 
     def _look_for_params(self, root: Any) -> None:
+        """Records the parameters of a root scope that are new since the last call."""
         if not self.has_place(root):
             return
         count = len(jax.tree.leaves(variables_of(root).get(PARAMS, {})))
@@ -217,6 +221,7 @@ class ParamOrigins:
                     self.used_otherwise |= made_of
 
     def _look_elsewhere(self, root: Any) -> None:
+        """Records the other variables of a root scope that are new since the last call."""
         collections = variables_of(root)
         # Only variables from before the call count: a cache that the model writes holds activations.
         known, is_init = self._known_elsewhere.get(root), root.flags.get("initializing", False)

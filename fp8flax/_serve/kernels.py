@@ -1,4 +1,4 @@
-"""Finds the parameters that the kernels of a Linen model are made of, and how layers are stacked there."""
+"""Describes an op of a Linen model in the form in which it is frozen, and the layout of its kernel."""
 
 from __future__ import annotations
 

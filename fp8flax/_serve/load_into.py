@@ -356,7 +356,10 @@ def _raise_if(*faults: tuple[str, Sequence[str]]) -> None:
 
 
 def _names(path: Path, leaf: Any) -> list[str]:
-    """Returns the names that ``save_safetensors`` may give a variable; the second is for FP8 kernels."""
+    """Returns the names that ``save_safetensors`` may give a variable.
+
+    A variable of several dimensions may have a second name, which ends in ``weight``.
+    """
     if path[0] == PARAMS and len(path) > 1:
         path = path[1:]
     names = [".".join(path)]

@@ -53,7 +53,7 @@ class Gpu:
         return self.compute_capability >= NATIVE_FP8
 
     @property
-    def has_block_scales(self) -> bool:
+    def has_mx_units(self) -> bool:
         """Returns whether the GPU has units for FP8 with a scale per block."""
         return self.compute_capability >= NATIVE_MX
 

@@ -55,13 +55,13 @@ class Row(NamedTuple):
     one: Callable[..., Any]
     """Runs the request in a program for one device, or inside of ``jax.shard_map``. Called with the request
     and its operands."""
-    shards: Callable[..., Any] | None = None
+    several: Callable[..., Any] | None = None
     """Runs the request in a program that XLA splits over several devices. None if this way of running does
     not support several devices."""
-    on_mesh: Callable[..., Any] | None = None
-    """Replaces ``shards`` in a program that XLA splits over a mesh. The function uses
+    on_shards: Callable[..., Any] | None = None
+    """Replaces ``several`` in a program that XLA splits over a mesh. The function uses
     ``custom_partitioning``. Where JAX does not support that (without a mesh, on explicit axes, under
-    ``jax.vmap``, by ``jax.export``), the first row that has ``shards`` runs; or the reference, if there is
+    ``jax.vmap``, by ``jax.export``), the first row that has ``several`` runs; or the reference, if there is
     none."""
 
 
@@ -69,8 +69,8 @@ def lowered(request: Any, *operands: Any) -> Any:
     """Returns ``request.reference(*operands)``, computed in the way that suits the device best.
 
     A program for one NVIDIA GPU uses the first row of the table that fits the request. A program that XLA
-    splits over several GPUs uses the first fitting row that has ``on_mesh`` or ``shards``. If no row fits,
-    and on all other devices, the reference runs.
+    splits over several GPUs uses the first fitting row that has ``on_shards`` or ``several``. If no row
+    fits, and on all other devices, the reference runs.
 
     Args:
         request: a hashable description of the computation with a ``reference``, such as a ``Gemm``.
@@ -81,16 +81,16 @@ def lowered(request: Any, *operands: Any) -> Any:
     if not rows:
         return reference(*operands)
     one = partial(rows[0].one, request)
-    split = [row for row in rows if row.shards is not None or row.on_mesh is not None]
-    on_mesh = split[0].on_mesh if split else None
-    if on_mesh is not None:
-        on_mesh = partial(on_mesh, request) if _may_have_custom_partitioning(*operands) else None
-    on_devices = next((partial(row.shards, request) for row in split if row.shards is not None), reference)
+    split = [row for row in rows if row.several is not None or row.on_shards is not None]
+    on_shards = split[0].on_shards if split else None
+    if on_shards is not None:
+        on_shards = partial(on_shards, request) if _may_have_custom_partitioning(*operands) else None
+    several = next((partial(row.several, request) for row in split if row.several is not None), reference)
 
     on_cuda = one
     # If the row runs the same function on one device and on several, XLA itself can split it.
-    if on_mesh is not None or rows[0].one is not rows[0].shards:
-        on_cuda = partial(unless_partitioned, one, on_devices, on_shards=on_mesh)
+    if on_shards is not None or rows[0].one is not rows[0].several:
+        on_cuda = partial(unless_partitioned, one, several, on_shards=on_shards)
     # Opaque to the policies of jax.checkpoint: a policy that saves the results of dots would otherwise find
     # the dots of each platform, and keep all of them.
     run = no_derivative(partial(lax.platform_dependent, cuda=on_cuda, default=reference))
@@ -110,7 +110,7 @@ def _may_have_custom_partitioning(*operands: Any) -> bool:
     return compute_capability() > 0 or not have_one_scale
 
 
-def _gemm_on_mesh(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, name: str = "") -> jax.Array:
+def _on_shards(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, name: str = "") -> jax.Array:
     """Multiplies on a mesh: each device multiplies its parts by the first row that fits them.
 
     Args:
@@ -233,7 +233,7 @@ def _is_per_block(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
     return _is_in_fp8(gemm, lhs, rhs) and lhs.quantizer.scales_along_contraction
 
 
-def _is_of_blocks(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+def _are_matrices_alike(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
     """Returns whether the codes of both operands are matrices of the same width, with scales per block.
 
     Blocks of different widths may fill up the matrices to different widths.
@@ -259,7 +259,9 @@ def _has_block_scaled_units(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -
 
 def _has_block_scaled_units_on_shards(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
     """Returns whether Blackwell's units can multiply the parts of each device."""
-    return _has_block_scaled_units(capability, gemm, lhs, rhs) and _is_of_blocks(capability, gemm, lhs, rhs)
+    return _has_block_scaled_units(capability, gemm, lhs, rhs) and _are_matrices_alike(
+        capability, gemm, lhs, rhs
+    )
 
 
 def _has_hopper_kernel(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
@@ -450,39 +452,45 @@ def _is_empty(gemm: Gemm) -> bool:
 _TABLE: dict[type, tuple[Row, ...]] = {
     Gemm: (
         # One scale per tensor or slice.
-        Row(_transposes_codes, cuda.cublaslt_in_columns, cuda.cublaslt, _gemm_on_mesh),
-        Row(_fits_cublaslt, partial(cuda.cublaslt, is_row_major=True), cuda.cublaslt, _gemm_on_mesh),
-        Row(_multiplies_codes, partial(cuda.xla_kernel, is_row_major=True), cuda.xla_kernel, _gemm_on_mesh),
+        Row(_transposes_codes, cuda.cublaslt_in_columns, cuda.cublaslt, _on_shards),
+        Row(_fits_cublaslt, partial(cuda.cublaslt, is_row_major=True), cuda.cublaslt, _on_shards),
+        Row(_multiplies_codes, partial(cuda.xla_kernel, is_row_major=True), cuda.xla_kernel, _on_shards),
         # Scales per block.
         Row(
             _has_block_scaled_units_on_shards,
             cuda.block_scaled_units,
             cuda.block_scaled_units,
-            _gemm_on_mesh,
+            _on_shards,
         ),
         Row(_has_block_scaled_units, cuda.block_scaled_units, cuda.block_scaled_units),
-        Row(_has_hopper_kernel, cuda.hopper_blocks, on_mesh=partial(_gemm_on_mesh, name=BLOCK_GEMM_HOPPER)),
+        Row(
+            _has_hopper_kernel,
+            cuda.hopper_blocks,
+            on_shards=partial(_on_shards, name=BLOCK_GEMM_HOPPER),
+        ),
         Row(
             _has_triton_kernel_in_fp8,
             cuda.triton_blocks,
-            on_mesh=partial(_gemm_on_mesh, name=BLOCK_GEMM),
+            on_shards=partial(_on_shards, name=BLOCK_GEMM),
         ),
         Row(
             _has_triton_kernel,
             partial(cuda.triton_blocks, in_float16=True),
-            on_mesh=partial(_gemm_on_mesh, name=BLOCK_GEMM_F16),
+            on_shards=partial(_on_shards, name=BLOCK_GEMM_F16),
         ),
         Row(
-            _is_of_blocks,
+            _are_matrices_alike,
             cuda.dequantized_blocks,
             cuda.dequantized_blocks,
-            partial(_gemm_on_mesh, name=DEQUANTIZED),
+            partial(_on_shards, name=DEQUANTIZED),
         ),
-        # No ``on_mesh``: with scales per block ``gemm_on_shards`` splits only stacks of matrices.
+        # No ``on_shards``: with scales per block ``gemm_on_shards`` splits only stacks of matrices.
         Row(_is_per_block, cuda.dequantized_blocks, cuda.dequantized_blocks),
     ),
     ExpertProducts: (
-        Row(_has_grouped_gemm, cuda_ragged.expert_products, on_mesh=cuda_ragged.expert_products_on_shards),
+        Row(
+            _has_grouped_gemm, cuda_ragged.expert_products, on_shards=cuda_ragged.expert_products_on_shards
+        ),
         Row(
             _can_split_experts,
             _reference,
@@ -491,11 +499,13 @@ _TABLE: dict[type, tuple[Row, ...]] = {
         ),
     ),
     ExpertSums: (
-        Row(_has_grouped_gemm, cuda_ragged.expert_sums, on_mesh=cuda_ragged.expert_sums_on_shards),
+        Row(_has_grouped_gemm, cuda_ragged.expert_sums, on_shards=cuda_ragged.expert_sums_on_shards),
         Row(_can_split_experts, _reference, _reference, cuda_ragged.sums_in_tiles_on_shards),
     ),
     CastPair: (
-        Row(_has_block_quantize_on_shards, cuda_casts.block_pair, on_mesh=cuda_casts.block_pair_on_shards),
+        Row(
+            _has_block_quantize_on_shards, cuda_casts.block_pair, on_shards=cuda_casts.block_pair_on_shards
+        ),
         Row(_has_block_quantize, cuda_casts.block_pair),
         Row(_quantizes_parts, _reference, _reference, cuda_casts.reference_pair_on_shards),
     ),

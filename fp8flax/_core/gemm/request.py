@@ -321,7 +321,7 @@ class ExpertProducts(NamedTuple):
     """Whether every device multiplies in the wide dtypes; see ``Gemm.dequantized``."""
     is_transposed: bool = False
     """Whether the kernels come as ``(experts, depth, columns)``, and each device transposes its own. Codes
-    with scales per block are transposed already."""
+    with scales per block come as ``(experts, columns, depth)`` even then."""
 
 
 class ExpertSums(NamedTuple):

@@ -30,8 +30,8 @@ def is_for_hopper(lhs: Quantizer, rhs: Quantizer, capability: float) -> bool:
 
     Both operands must have float32 scales per 128 columns, in FP8 dtypes that the kernel multiplies.
     """
-    is_of_blocks = lhs.scale_columns == rhs.scale_columns == BLOCK
-    return is_hopper(capability) and is_of_blocks and multiplies_dtypes(lhs.dtype, rhs.dtype)
+    has_128_columns = lhs.scale_columns == rhs.scale_columns == BLOCK
+    return is_hopper(capability) and has_128_columns and multiplies_dtypes(lhs.dtype, rhs.dtype)
 
 
 def has_units(recipe: GemmRecipe, capability: float) -> bool:
@@ -48,8 +48,8 @@ def has_units(recipe: GemmRecipe, capability: float) -> bool:
         return is_for_hopper(lhs, rhs, capability)
     if lhs.has_mx_scales and rhs.has_mx_scales:
         return True
-    is_of_blocks = lhs.scale_columns == rhs.scale_columns == BLOCK
-    return is_of_blocks and lhs.dtype == rhs.dtype and has_triton()
+    has_128_columns = lhs.scale_columns == rhs.scale_columns == BLOCK
+    return has_128_columns and lhs.dtype == rhs.dtype and has_triton()
 
 
 def runs_in_fp8(recipe: GemmRecipe, capability: float) -> bool:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._core.amax import amaxes_of_parts, delayed_amax
 from fp8flax._core.formats import is_wide_float
@@ -37,7 +37,7 @@ from fp8flax._core.names import (
     WGRAD,
 )
 from fp8flax._core.no_derivative import no_derivative
-from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales, explicit_sharding
+from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales, explicit_axes, explicit_sharding
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import Quantizer, quantized, serves
@@ -397,14 +397,15 @@ def on_automatic_axes(plan: Contraction, f: Callable[..., Any], out_shardings: A
     if not plan.is_automatic:
         return partial(f, plan)
     mesh = plan.lhs.sharding.mesh
-    explicit = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
     lhs, rhs = plan.lhs._replace(sharding=None), plan.rhs._replace(sharding=None)
     inner = partial(f, dataclasses.replace(plan, lhs=lhs, rhs=rhs))
     replicated = NamedSharding(mesh, PartitionSpec())
     out_shardings = jax.tree.map(
         lambda s: replicated if s is None else s, out_shardings, is_leaf=lambda s: s is None
     )
-    run: Callable[..., Any] = jax.sharding.auto_axes(inner, axes=explicit, out_sharding=out_shardings)
+    run: Callable[..., Any] = jax.sharding.auto_axes(
+        inner, axes=explicit_axes(mesh), out_sharding=out_shardings
+    )
     return run
 
 

@@ -174,7 +174,7 @@ class ConvPlan(Contraction):
 
     def product(self, lhs: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
         del extra
-        x, w = self._wide("input", lhs, self.lhs.dtype), self._wide("kernel", rhs, self.lhs.dtype)
+        x, w = self._values("input", lhs, self.lhs.dtype), self._values("kernel", rhs, self.lhs.dtype)
         with _scope(self.recipe.forward):
             return self.conv(x, w, self.out_dtype)
 
@@ -184,15 +184,15 @@ class ConvPlan(Contraction):
         del extra
         dtype = self._backward_dtype
         with jax.named_scope(DGRAD):
-            w, g_wide = self._wide("kernel", rhs, dtype), self._wide("output_grad", g[0], dtype)
+            w, g_wide = self._values("kernel", rhs, dtype), self._values("output_grad", g[0], dtype)
             with _scope(self.recipe.dgrad):
                 lhs_grad = _linear_transpose(lambda x: self.conv(x, w, dtype), lhs, g_wide)
         with jax.named_scope(WGRAD):
-            x, g_wide = self._wide("input", lhs, dtype), self._wide("output_grad", g[1], dtype)
+            x, g_wide = self._values("input", lhs, dtype), self._values("output_grad", g[1], dtype)
             with _scope(self.recipe.wgrad):
                 return lhs_grad, _linear_transpose(lambda w: self.conv(x, w, dtype), rhs, g_wide)
 
-    def _wide(self, role: str, operand: QTensor | jax.Array, dtype: np.dtype) -> jax.Array:
+    def _values(self, role: str, operand: QTensor | jax.Array, dtype: np.dtype) -> jax.Array:
         """Returns the values of an operand in a wide dtype, behind a barrier if it was quantized.
 
         Without the barrier XLA would turn a convolution of float32 values into one of FP8 codes by cuDNN.

@@ -325,7 +325,7 @@ def fp8_dot_general(
         is_frozen: whether the states do not change. JAX can then differentiate the op any number of times,
             in forward and reverse mode. Tangents and cotangents are multiplied in wide dtypes, with the
             values of the quantized operands.
-        stored_kernel: the kernel as a frozen model stores it, see ``ops.packed_kernel``. The values of
+        stored_kernel: the kernel as a frozen model stores it, see ``modes.packed_kernel``. The values of
             ``rhs`` are then not read, and the op is frozen.
         input_scale: the scale of the input for a stored kernel; None without delayed scaling.
         out_sharding: the sharding of the result, as for ``lax.dot_general``, on a mesh with explicit axes.

@@ -56,7 +56,7 @@ def _run_bwd(plan: Plan, residuals: _Residuals, g: jax.Array) -> Any:
     grads, more_amaxes = plan.backward(of_plan, extra, scales, g)
     amaxes = {**amaxes, **more_amaxes}
     largest = dict(zip(amaxes, largest_of(list(amaxes.values()))))
-    # A scale has the batch and manual axes that the amax of its tensor must not have.
+    # The amax of a step has only the batch and manual axes of its scale: it is merged over all others.
     amaxes_of_step = {name: merge_amax(largest[name], scale) for name, scale in scales.items()}
     return tuple(map(_as_operand, grads, plan.operands)), None, amaxes_of_step
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._compat.reverse_mode import reverse_mode_only
@@ -28,7 +28,7 @@ from fp8flax._core.plans.contraction import (
     quantized_product,
 )
 from fp8flax._core.plans.engine import run
-from fp8flax._core.plans.plan import Extra, Scales, explicit_sharding
+from fp8flax._core.plans.plan import Extra, Scales, explicit_axes, explicit_sharding
 from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import quantized, quantized_and_back, serves
@@ -181,9 +181,8 @@ def packed_kernel(plan: Contraction, kernel: jax.Array, scale: Any) -> QTensor:
         return pack(kernel)
     # JAX cannot derive the sharding of a reshape that makes blocks.
     mesh = sharding.mesh
-    explicit = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
     out_sharding = QTensor(sharding, NamedSharding(mesh, PartitionSpec()), packed.quantizer)
-    return jax.sharding.auto_axes(pack, axes=explicit, out_sharding=out_sharding)(kernel)
+    return jax.sharding.auto_axes(pack, axes=explicit_axes(mesh), out_sharding=out_sharding)(kernel)
 
 
 # With straight-through quantization q, the derivative of q(x) . q(w) in the direction (dx, dw) is

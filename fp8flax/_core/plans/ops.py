@@ -89,7 +89,8 @@ def _conv_sizes(lhs: Shape, rhs: Shape, *arguments: Any) -> GemmSizes:
     # The shape of the result does not depend on the dtype.
     operands = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (lhs, rhs))
     out = jax.eval_shape(lambda x, w: lax.conv_general_dilated(x, w, *arguments[:7]), *operands).shape
-    _, kernel, result = lax.conv_dimension_numbers(lhs, rhs, arguments[4])
+    dimension_numbers = arguments[4]
+    _, kernel, result = lax.conv_dimension_numbers(lhs, rhs, dimension_numbers)
     k = math.prod(rhs[i] for i in kernel[1:])
     return GemmSizes(1, math.prod(out[i] for i in (result[0], *result[2:])), k, rhs[kernel[0]])
 
@@ -118,6 +119,7 @@ def _ragged_unsupported(params: Mapping[str, Any]) -> str | None:
     numbers = params["ragged_dot_dimension_numbers"]
     dims = jax.tree.map(int, numbers.dot_dimension_numbers)
     places = (*numbers.lhs_ragged_dimensions, *numbers.rhs_group_dimensions)
+    # Axis 1 of both operands is contracted, and there is no batch.
     is_plain = jax.tree.leaves(dims) == [1, 1] and places == (0, 0) and params.get("group_offset") is None
     return None if is_plain else "it contracts or groups other dimensions than lax.ragged_dot"
 

@@ -41,7 +41,12 @@ class Operand(NamedTuple):
 def explicit_sharding(x: Any) -> Any:
     """Returns the sharding of an array if it lies on a mesh with explicit axes, and None otherwise."""
     sharding = jax.typeof(x).sharding
-    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+    return sharding if explicit_axes(sharding.mesh) else None
+
+
+def explicit_axes(mesh: Any) -> tuple[str, ...]:
+    """Returns the names of the explicit axes of a mesh."""
+    return tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
 
 
 class Plan:

@@ -90,7 +90,7 @@ class RaggedPlan(Contraction):
         return self.lhs.shape[0]
 
     @property
-    def groups(self) -> int:
+    def experts(self) -> int:
         """The number of experts."""
         return self.rhs.shape[0]
 
@@ -107,7 +107,7 @@ class RaggedPlan(Contraction):
     @property
     def tile(self) -> int:
         """The number of rows in a tile."""
-        return _tile_of(self.rows, self.groups)
+        return _tile_of(self.rows, self.experts)
 
     @property
     def padded_rows(self) -> int:
@@ -117,7 +117,7 @@ class RaggedPlan(Contraction):
     @property
     def num_visits(self) -> int:
         """The largest possible number of visits; a tile has one for each expert with rows in it."""
-        return self.padded_rows // self.tile + self.groups - 1
+        return self.padded_rows // self.tile + self.experts - 1
 
     @cached_property
     def gemms(self) -> _Gemms:
@@ -215,7 +215,7 @@ class RaggedPlan(Contraction):
     def wgrad(self, lhs: Any, g: Any, extra: Extra) -> jax.Array:
         (group_sizes,) = extra
         request = ExpertSums(
-            (self.groups, self.depth, self.columns),
+            (self.experts, self.depth, self.columns),
             self.rhs.dtype,
             partial(_sums_in_tiles, self),
             self.dequantized,
@@ -247,7 +247,7 @@ class RaggedPlan(Contraction):
             is_transposed = _is_per_block(operand) and use.view.contract == (0,)
             sizes |= zip(dims[use.role], shape[::-1] if is_transposed else shape)
         depth = sizes.get("depth", self.depth)
-        kernels = self.groups, depth, sizes.get("columns", self.columns)
+        kernels = self.experts, depth, sizes.get("columns", self.columns)
         return dataclasses.replace(
             self,
             lhs=self.lhs._replace(shape=(sizes.get("rows", self.rows), depth)),
@@ -346,7 +346,7 @@ def _visits(plan: RaggedPlan, group_sizes: jax.Array) -> _Visit:
     index = lax.iota(np.int32, plan.num_visits)
     visit = jnp.maximum(jnp.minimum(index, after[-1] - 1), 0)
     expert = jnp.sum(visit[:, None] >= after[None, :], axis=1, dtype=jnp.int32)
-    expert = jnp.minimum(expert, np.int32(plan.groups - 1))
+    expert = jnp.minimum(expert, np.int32(plan.experts - 1))
     nth = visit - (after - counts)[expert]
     is_used = index < after[-1]
     row = jnp.where(is_used, (starts[expert] // tile + nth) * tile, 0)
@@ -412,7 +412,7 @@ def _multiply_groups(plan: RaggedPlan, lhs: Any, rhs: Any, visits: _Visit) -> ja
     start = _varying_as(
         (lhs, rhs, visits),
         jnp.zeros(shape, plan.gemms.wgrad.out_dtype),
-        jnp.zeros((plan.groups, *shape), plan.rhs.dtype),
+        jnp.zeros((plan.experts, *shape), plan.rhs.dtype),
     )
     return lax.scan(step, (start[0], start[1]), visits)[0][1]
 

@@ -126,7 +126,7 @@ def register(row: OpRow) -> None:
     """
     taken = _rows[row.name] if row.name in _of_the_package else None
     for other in _rows.values():
-        if other.name != row.name and other.primitive == row.primitive is not None:
+        if other.name != row.name and row.primitive is not None and other.primitive == row.primitive:
             taken = other
     if taken is not None:
         raise ValueError(

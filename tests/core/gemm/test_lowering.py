@@ -62,7 +62,7 @@ def is_hopper(capability, request, x):
 PLAIN = adds(40)
 ROWS = {
     "held": Row(is_hopper, adds(10), adds(20)),
-    "kernel": Row(is_hopper, adds(10), on_mesh=adds_on_shards(30)),
+    "kernel": Row(is_hopper, adds(10), on_shards=adds_on_shards(30)),
     "both": Row(is_hopper, adds(10), adds(20), adds_on_shards(30)),
     "one device": Row(is_hopper, adds(10)),
     "plain": Row(lambda capability, request, x: capability >= 8, PLAIN, PLAIN),

@@ -194,14 +194,14 @@ class _Exchanged(NamedTuple):
     dims: str
     """The description of the codes, see ``on_shards``."""
     quantizer: Any
-    num_rows: int
+    rank_of_rows: int
     """How many dimensions the rows of a matrix are flattened from; the columns are those behind them."""
     is_swapped: bool
     """Whether the transpose is exchanged, so that each device must transpose what it receives."""
 
     def matrices(self, codes: jax.Array, scale: jax.Array) -> QTensor:
         """Returns the operand of ``multiply``, from the parts of codes and scales that a device has."""
-        flat_codes, flat_scale = (_as_matrices(x, self.num_rows) for x in (codes, scale))
+        flat_codes, flat_scale = (_as_matrices(x, self.rank_of_rows) for x in (codes, scale))
         return _swapped(QTensor(flat_codes, flat_scale, self.quantizer), self.is_swapped)
 
 
@@ -274,9 +274,9 @@ def _next(letters: Iterator[str], count: int) -> str:
     return "".join(itertools.islice(letters, count))
 
 
-def _as_matrices(x: jax.Array, num_rows: int) -> jax.Array:
-    """Flattens ``(batch, *rows, *columns)`` to matrices; the rows have ``num_rows`` dimensions."""
-    first = 1 + num_rows
+def _as_matrices(x: jax.Array, rank_of_rows: int) -> jax.Array:
+    """Flattens ``(batch, *rows, *columns)`` to matrices; the rows have ``rank_of_rows`` dimensions."""
+    first = 1 + rank_of_rows
     return x.reshape(x.shape[0], math.prod(x.shape[1:first]), math.prod(x.shape[first:]))
 
 
