@@ -24,14 +24,14 @@ HAS_MOSAIC = jax.__version_info__ >= (0, 10)
 _IS_0_11 = jax.__version_info__ >= (0, 11)
 """Whether JAX is 0.11 or later. From 0.11 on ``wgmma`` takes operands of two different FP8 dtypes."""
 
-_CORES = 132
+CORES = 132
 """The number of cores of an H100 or H200. On a GPU with fewer some tiles wait for a second round."""
 
 # The next two values change the time, not the result. They are guesses and were not measured on a GPU.
 _STAGES = 5
 """The number of blocks of each operand in shared memory, including the blocks that are being fetched."""
 
-_STRIP = 8
+STRIP = 8
 """The width, in tiles, of a strip of columns. The cores compute one strip after the other, because the
 tiles of a strip share what they read."""
 
@@ -55,22 +55,6 @@ def load(ref: Any, index: Any, **options: Any) -> Any:
     # JAX 0.10 requires the index as a separate argument, which JAX 0.11 deprecates.
     args = (ref.at[index],) if _IS_0_11 else (ref, index)
     return plgpu.load(*args, **options)
-
-
-def store_with_conflicts(ref: Any, index: Any, value: Any) -> None:
-    """Stores a value as ``ref[index]``, also if its registers conflict in the banks of shared memory.
-
-    Args:
-        ref: a reference to shared memory of a Mosaic GPU kernel.
-        index: the index of the part to store.
-        value: the value, in registers.
-    """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref.at[index], value, optimized=False)
-    else:  # JAX 0.10 does not refuse conflicts
-        ref[index] = value
 
 
 def hopper_block_gemm(
@@ -187,7 +171,7 @@ def _kernel(
                 num_tiles = np.int32(m * n)
                 which, tile = lax.div(loop.index[0], num_tiles), lax.rem(loop.index[0], num_tiles)
                 # This order lets neighbouring cores share what they read.
-                i, j = plgpu.planar_snake(tile, (m, n), 1, _STRIP)
+                i, j = plgpu.planar_snake(tile, (m, n), 1, STRIP)
                 of_rows = pl.ds((which * m + i) * _TILE, _TILE)
                 of_columns = pl.ds((which * n + j) * _TILE, _TILE)
 
@@ -233,7 +217,7 @@ def _kernel(
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((batch * m * _TILE, n * _TILE), out_dtype),
-        grid=(min(_CORES, batch * m * n),),
+        grid=(min(CORES, batch * m * n),),
         grid_names=("core",),
         num_threads=3,
         thread_name="warpgroup",

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.gemm.kernels.block_gemm_hopper import load, store_with_conflicts
+from fp8flax._core.gemm.kernels.block_gemm_hopper import CORES, STRIP, load
 from fp8flax._core.gemm.kernels.groups import TILE
 from fp8flax._core.names import GROUPED_GEMM
 from fp8flax._core.qtensor import BLOCK
@@ -21,9 +21,6 @@ from fp8flax._core.scaling import apply_scales
 # A thread block has three warpgroups. Two multiply, each half of the rows of a tile of the result. One warp
 # of the third fetches the operands.
 _ROWS = TILE // 2
-
-# The number of cores of an H100 or H200.
-_CORES = 132
 
 # Bytes of shared memory for operands and results: a thread block has 227 KiB; barriers take some of it.
 _SHARED_MEMORY = 226 * 1024
@@ -201,7 +198,7 @@ def _kernel(
             @plgpu.nd_loop((tiling.num_tiles * n,), collective_axes="core")
             def _(loop: Any) -> None:
                 # This order lets neighbouring cores share most of what they read.
-                t, j = plgpu.planar_snake(loop.index[0], (tiling.num_tiles, n), 1, 8)
+                t, j = plgpu.planar_snake(loop.index[0], (tiling.num_tiles, n), 1, STRIP)
                 tile = tiling.tile(table, t)
                 column = tile.rhs_row + j * TILE
 
@@ -259,7 +256,7 @@ def _kernel(
                         if is_interpreted:
                             part[warpgroup] = result
                         else:
-                            store_with_conflicts(part, warpgroup, result)
+                            _store_with_conflicts(part, warpgroup, result)
                         plgpu.commit_smem()
                         # A copy has a static size. So each set bit of the count copies that many rows.
                         first, size = low, _ROWS // 2
@@ -289,7 +286,7 @@ def _kernel(
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((tiling.rows, tiling.columns), out_dtype),
-        grid=(min(_CORES, tiling.num_tiles * n),),
+        grid=(min(CORES, tiling.num_tiles * n),),
         grid_names=("core",),
         num_threads=3,
         thread_name="warpgroup",
@@ -299,3 +296,19 @@ def _kernel(
         scratch_types=scratch,
         interpret=interpret,
     )
+
+
+def _store_with_conflicts(ref: Any, index: Any, value: Any) -> None:
+    """Stores a value as ``ref[index]``, also if its registers conflict in the banks of shared memory.
+
+    Args:
+        ref: a reference to shared memory of a Mosaic GPU kernel.
+        index: the index of the part to store.
+        value: the value, in registers.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref.at[index], value, optimized=False)
+    else:  # JAX 0.10 does not refuse conflicts
+        ref[index] = value
