@@ -55,6 +55,7 @@ def run(monkeypatch: pytest.MonkeyPatch, store: gpu.Store, every: list[Entry], *
 # The file.
 
 
+@pytest.mark.long
 def test_results_of_other_versions_stay_apart(store: gpu.Store) -> None:
     other = gpu.Store(store.path, {**MACHINE, "jax": "2"}, "NVIDIA H200")
     gpu.measure(entry("a"), store)

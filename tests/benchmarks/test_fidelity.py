@@ -27,6 +27,7 @@ def test_emulated_rounding_is_that_of_the_format(dtype):
     assert emulation.rounded(jnp.float32(1e30), FORMATS[dtype]) == numbers[-1]
 
 
+@pytest.mark.long
 def test_emulated_layer_is_the_op_with_current_scaling():
     x, g = (jax.random.normal(jax.random.key(i), (64, 32)) for i in range(2))
     kernel = jax.random.normal(jax.random.key(2), (32, 32))

@@ -18,6 +18,7 @@ def test_the_layers_of_a_feed_forward_block(gated):
     np.testing.assert_allclose(out, (active * (X @ UP) if gated else active) @ DOWN, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_mixture_in_which_each_expert_scales():
     """Expert e multiplies by e + 1, so that the result shows the experts and the gates of each token."""
     logits, losses = normal(9, 6, 3), {}

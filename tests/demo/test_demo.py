@@ -409,6 +409,7 @@ class TestCommandLine:
         monkeypatch.setattr(cli, "run", run)
         assert self.fails(capsys) == "fp8flax demo: out of memory"
 
+    @pytest.mark.long
     def test_a_run_is_not_overwritten_nor_mixed(self, text, tmp_path, capsys, monkeypatch):
         monkeypatch.chdir(tmp_path)
         arguments = ["--data", str(text), "--precision", "bf16"]

@@ -119,7 +119,7 @@ def test_with_the_names_of_a_block_its_checkpoints_fit():
     ("activation", "gated", "use_bias", "wrap"),
     [
         ("gelu", False, False, jax.jit),
-        ("gelu_exact", True, True, jax.jit),
+        pytest.param("gelu_exact", True, True, jax.jit, marks=pytest.mark.long),
         ("relu", False, True, jax.jit),
         pytest.param("silu", True, False, jax.jit, marks=pytest.mark.all_cells),
         pytest.param("silu", True, True, lambda f: f, marks=pytest.mark.long),

@@ -174,6 +174,7 @@ def test_model_whose_only_ops_are_of_experts():
     assert model.moe.load_balancing.get_value().dtype == jnp.float32
 
 
+@pytest.mark.long
 def test_moe_of_no_tokens_and_wrong_arguments():
     model = fp8nnx.MoE(WIDTH, 4, HIDDEN, recipe=fp8.Float8CurrentScaling(), rngs=nnx.Rngs(0))
     assert model(X[:0]).shape == (0, WIDTH)

@@ -104,6 +104,7 @@ def loss_of(out):
     return jnp.mean((out - 1) ** 2)
 
 
+@pytest.mark.long
 def test_training_is_the_same_in_linen_and_nnx(linen, in_nnx):
     model, variables = linen
     state = fp8.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(1.0))
@@ -160,7 +161,7 @@ def test_a_model_that_is_not_converted_computes_as_before(page):
     )
 
 
-@pytest.mark.parametrize("weight_only", [False, True])
+@pytest.mark.parametrize("weight_only", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_freezing_keeps_every_bit(linen, in_nnx, weight_only):
     model, variables = linen
     variables = fp8.calibrate(model.apply, variables, [X])

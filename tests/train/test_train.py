@@ -821,6 +821,7 @@ def _promotion_of_optax():
         yield
 
 
+@pytest.mark.long
 def test_unjitted_layers_may_lie_on_devices_of_their_own():
     one, two = jax.devices()[:2]
     layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)

@@ -59,7 +59,7 @@ def cublaslt(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, is_row_major: bool = Fal
     if lhs.scale.ndim or rhs.scale.ndim:
         # Scales per row or column need a pass over the result. cublasLt writes it in float32 for that.
         return scaled(gemm, product(jnp.float32), lhs, rhs)
-    # cublasLt applies one scalar only. The minimum keeps it finite: an infinite scale turns zeros into NaN.
+    # The minimum keeps the scalar finite: an infinite scale turns zeros into NaN.
     scale = jnp.minimum(
         lhs.scale.astype(jnp.float32) * rhs.scale.astype(jnp.float32), jnp.float32(2.0**126)
     )

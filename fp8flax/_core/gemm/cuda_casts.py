@@ -22,7 +22,7 @@ from fp8flax._core.quantize import inf_to_nan
 def block_pair(request: CastPair, x: jax.Array, delayed_scale: None) -> tuple[QTensor, QTensor]:
     """Quantizes a tensor for both of its GEMMs, in blocks along either dimension."""
     del delayed_scale
-    view, is_first = _in_order(request)
+    view, _, is_first = _in_order(request)
     made = _kernel(request)(view.to_matrix(x))
     pair = behind_barrier(request, *(QTensor(codes, scale, request.first) for codes, scale in made))
     return pair if is_first else pair[::-1]
@@ -64,10 +64,14 @@ def _kernel(request: CastPair) -> Callable[..., Any]:
     )
 
 
-def _in_order(request: CastPair) -> tuple[View, bool]:
-    """Returns the view that keeps the order of the tensor's dimensions, and whether it is the first one."""
-    is_first = list(request.view.order) == sorted(request.view.order)
-    return (request.view if is_first else request.other_view), is_first
+def _in_order(request: CastPair) -> tuple[View, View, bool]:
+    """Returns the view that keeps the order of the tensor's dimensions, and the other view.
+
+    The third result is whether the first view keeps the order.
+    """
+    views, order = (request.first_view, request.second_view), request.first_view.order
+    is_first = list(order) == sorted(order)
+    return (*views, True) if is_first else (*views[::-1], False)
 
 
 def _on_shards(
@@ -75,10 +79,9 @@ def _on_shards(
 ) -> tuple[QTensor, QTensor]:
     """Quantizes the part of each device by ``kernel``, which runs in the scope ``name``."""
     quantizer: Any = request.first
-    view, is_first = _in_order(request)
-    other_view = request.other_view if is_first else request.view
-    # Rows of one view are columns of the other one. A view keeps the dimensions that its columns flatten if
-    # the quantizer can separate them.
+    view, other_view, is_first = _in_order(request)
+    # The dimensions of the tensor that form the rows of ``view``, which are the columns of ``other_view``,
+    # and its columns. Devices may split each of them. Columns that the quantizer cannot separate are one.
     rows, columns = (
         v.sizes(v.contract) if quantizer.ranks(v)[1] == len(v.contract) else v.matrix_shape[2:]
         for v in (other_view, view)
@@ -90,7 +93,8 @@ def _on_shards(
     )
     made = run(x.reshape(view.matrix_shape[0], *rows, *columns))
     one, other = (QTensor(codes, scale, quantizer) for codes, scale in made)
-    if quantizer.serves(quantizer, view):  # one set of codes, see ``gemm_on_shards``; the other is dropped
+    if quantizer.serves(quantizer, view):
+        # Square blocks: one set of codes serves both GEMMs, see ``gemm_on_shards``. The other is dropped.
         one = quantizer.flat(one, view)
         pair = behind_barrier(request, one, quantizer.transpose(one))
     else:

@@ -115,6 +115,7 @@ def _products_on_shards(
     ``name`` is the scope in which ``of_part`` runs; empty for none.
     """
     rows, columns = request.shape
+    # In ``dims`` each dimension has a letter, see ``on_shards``: m rows, k depth, n columns, e experts.
     if not kernels.quantizer.scales_along_contraction:
         dims = "mk", "ekn" if request.is_transposed else "enk", "mn"
         return ragged_on_shards(of_part, dims, lhs, kernels, group_sizes, name=name)[:rows, :columns]

@@ -367,7 +367,7 @@ def _has_block_quantize(capability: float, pair: CastPair, x: Any, scale: Any) -
     """
     del scale
     quantizer: Any = pair.first
-    sizes = (pair.stack, *pair.view.matrix_shape)
+    sizes = (pair.stack, *pair.first_view.matrix_shape)
     return (
         NATIVE_FP8 <= capability < NATIVE_MX
         and has_triton()
@@ -388,7 +388,7 @@ def _is_of_transposed_blocks(pair: CastPair) -> bool:
     The second GEMM must contract the rows of the first one. One of the two GEMMs must see the tensor as a
     matrix in memory order, so that a reshape gives that matrix.
     """
-    view, other = pair.view, pair.other_view
+    view, other = pair.first_view, pair.second_view
     return (
         pair.first is not None
         and pair.first == pair.second
@@ -403,7 +403,7 @@ def _has_block_quantize_on_shards(capability: float, pair: CastPair, x: Any, sca
 
     Rows and columns must be multiples of 128, so that no block is partial.
     """
-    is_whole = not any(size % BLOCK for size in pair.view.matrix_shape[1:])
+    is_whole = not any(size % BLOCK for size in pair.first_view.matrix_shape[1:])
     return _has_block_quantize(capability, pair, x, scale) and is_whole
 
 
@@ -416,7 +416,7 @@ def _quantizes_parts(capability: float, pair: CastPair, x: Any, scale: Any) -> b
     """
     del scale
     quantizer: Any = pair.first
-    sizes = pair.view.matrix_shape[1:]
+    sizes = pair.first_view.matrix_shape[1:]
     return (
         capability > 0
         and _is_of_transposed_blocks(pair)

@@ -347,17 +347,17 @@ class ExpertSums(NamedTuple):
 class CastPair(NamedTuple):
     """A tensor, quantized for each of the two GEMMs that it enters.
 
-    The operands are the tensor, of shape ``view.shape``, and its scale, which is None without delayed
+    The operands are the tensor, of shape ``first_view.shape``, and its scale, which is None without delayed
     scaling. The result is a pair: the tensor as operand of the first GEMM and of the second GEMM.
     """
 
     first: Quantizer | None
     """The quantizer for the first GEMM; None leaves the tensor wide."""
-    view: View
+    first_view: View
     """The view of the tensor in the first GEMM."""
     second: Quantizer | None
     """The quantizer for the second GEMM; None leaves the tensor wide."""
-    other_view: View
+    second_view: View
     """The view of the tensor in the second GEMM."""
     inf_is_nan: bool = False
     """Whether an Inf becomes a NaN. Otherwise it saturates."""
@@ -370,13 +370,13 @@ class CastPair(NamedTuple):
     def reference(self, x: jax.Array, scale: jax.Array | None) -> tuple[Any, Any]:
         """Quantizes a tensor for two GEMMs: once if both GEMMs can use the same codes, otherwise twice."""
         x = inf_to_nan(x) if self.inf_is_nan else x
-        if not serves(self.first, self.second, self.view):
-            first = quantized(self.first, x, self.view, scale)
-            return behind_barrier(self, first, quantized(self.second, x, self.other_view, scale))
+        if not serves(self.first, self.second, self.first_view):
+            first = quantized(self.first, x, self.first_view, scale)
+            return behind_barrier(self, first, quantized(self.second, x, self.second_view, scale))
         # The codes are made in the order of the tensor's dimensions, because devices of a mesh exchange
         # codes in that order; see ``gemm_on_shards``.
-        is_second = list(self.other_view.order) == sorted(self.other_view.order)
-        made = quantized(self.first, x, self.other_view if is_second else self.view, scale)
+        is_second = list(self.second_view.order) == sorted(self.second_view.order)
+        made = quantized(self.first, x, self.second_view if is_second else self.first_view, scale)
         other = made.quantizer.transpose(made) if isinstance(made, QTensor) else made
         return behind_barrier(self, *((other, made) if is_second else (made, other)))
 

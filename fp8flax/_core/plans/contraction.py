@@ -285,7 +285,7 @@ def _serves_both(plan: Contraction, role: str, x: jax.Array) -> bool:
     The codes are not shared if a row of the table in ``lowering`` makes those of both products at once.
     """
     pair = _pair_of(plan, role, x)
-    return serves(pair.first, pair.second, pair.view) and not rows_of(pair, x, None)
+    return serves(pair.first, pair.second, pair.first_view) and not rows_of(pair, x, None)
 
 
 def _transposed(plan: Contraction, role: str, operand: Any) -> Any:

@@ -77,7 +77,7 @@ def test_sums_are_of_each_groups_own_tiles(align):
 @pytest.fixture
 def _one_core(monkeypatch):
     """The interpreter compiles the kernel anew for each core that there is. One does all tiles, in turn."""
-    monkeypatch.setattr(grouped_gemm_hopper, "_CORES", 1)
+    monkeypatch.setattr(grouped_gemm_hopper, "CORES", 1)
 
 
 def interpreted(f, out_dtype):

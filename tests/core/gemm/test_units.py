@@ -81,6 +81,7 @@ def test_emulation_warns_once():
     assert "emulated on cpu" in str(caught[0].message)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 def test_emulation_does_not_warn_again_after_an_audit():
     """Python shows a warning again after a change of its filters."""

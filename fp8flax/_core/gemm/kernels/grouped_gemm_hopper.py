@@ -280,6 +280,7 @@ def _kernel(
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    # ``whole`` is copied as one; of ``part`` single rows can be copied.
     scratch = {"whole": plgpu.SMEM((2, _ROWS, TILE), out_dtype, transforms=of_result)}
     if not tiling.is_whole:
         scratch["part"] = plgpu.SMEM((2, _ROWS, TILE), out_dtype)

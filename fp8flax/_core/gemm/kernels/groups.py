@@ -57,23 +57,22 @@ def table_of(rows: int, group_sizes: jax.Array, align: int = _ALIGN) -> jax.Arra
             as 0.
         align: the first row of each tile is a multiple of this, ``TILE`` or less.
     """
-    # Masked sums instead of cumsum, because XLA fuses them into one kernel.
     experts = group_sizes.size
-    precedes = lax.broadcasted_iota(np.int32, (experts + 1, experts), 0) >= lax.broadcasted_iota(
-        np.int32, (experts + 1, experts), 1
-    )
-    sizes = bounded(group_sizes, rows)
-    sums = jnp.sum(jnp.where(precedes, sizes, 0), axis=1, dtype=jnp.int32)
+
+    def sums_up_to(numbers: jax.Array) -> jax.Array:
+        """Returns for each of the ``experts + 1`` groups the sum of the numbers up to its own."""
+        # Masked sums instead of cumsum, because XLA fuses them into one kernel.
+        shape = experts + 1, numbers.size
+        is_up_to = lax.broadcasted_iota(np.int32, shape, 0) >= lax.broadcasted_iota(np.int32, shape, 1)
+        return jnp.sum(jnp.where(is_up_to, numbers, 0), axis=1, dtype=jnp.int32)
+
+    sums = sums_up_to(bounded(group_sizes, rows))
     is_last = lax.iota(np.int32, experts + 1) == experts
     ends = jnp.where(is_last, np.int32(rows), lax.min(sums, np.int32(rows)))
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     counts = (ends - _down(starts, align) + np.int32(TILE - 1)) // np.int32(TILE)
     counts = jnp.where(ends > starts, counts, 0)
-    up_to = lax.broadcasted_iota(np.int32, (experts + 1, experts + 1), 0) >= lax.broadcasted_iota(
-        np.int32, (experts + 1, experts + 1), 1
-    )
-    tiles = jnp.sum(jnp.where(up_to, counts, 0), axis=1, dtype=jnp.int32)
-    return jnp.stack([tiles, ends])
+    return jnp.stack([sums_up_to(counts), ends])
 
 
 def bounded(group_sizes: jax.Array, rows: int) -> jax.Array:
@@ -88,6 +87,7 @@ def _down(row: Any, align: int) -> Any:
 
 def num_tiles(rows: int, groups: int) -> int:
     """Returns an upper bound of the number of tiles of ``rows`` rows in ``groups`` groups."""
+    # The first tile of a group may begin ``_ALIGN - 1`` rows early, and the last one end ``TILE - 1`` late.
     return max(1, (rows + groups * (TILE - 1 + _ALIGN - 1)) // TILE)
 
 
