@@ -74,7 +74,8 @@ def _change(name: str | None, scopes: Any, packing: Packing) -> Packing:
         body = _reporting(body, scopes)
     elif name in ("scan", "vmap") and ours is not None:
         stacking = Stacking(*(axis_of(of, Packing(body, taken, returned)) for of in (PARAMS, ours)))
-        body = _within(body, stacked=(*conversion().stacked, stacking))
+        if stacking != Stacking(None, None):
+            body = _within(body, stacked=(*conversion().stacked, stacking))
     elif name == "custom_vjp":
         body = _within(body, in_custom_vjp=True)
     return Packing(body, taken, returned)

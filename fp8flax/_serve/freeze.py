@@ -88,7 +88,8 @@ def freeze(
     Raises:
         MissingStateError: an op's scaling state is missing from ``variables``.
         ValueError: ``model`` is frozen, or has no FP8 op, or inputs are needed; a parameter is missing;
-            FP8 is switched off here; or ``kv_cache_dtype`` needs a name that the cache has already.
+            layers share parameters but no state; FP8 is switched off here; or ``kv_cache_dtype`` needs a
+            name that the cache has already.
         TypeError: ``kv_cache_dtype`` is not an FP8 dtype, or ``weight_only`` is not a bool.
 
     Warns:

@@ -24,6 +24,11 @@ def to_freeze(path: Path, found: SeenOp, gemms: CustomRecipe, parameters: tuple[
         parameters: the parameters that the kernel is made of; empty if the kernel stays wide.
     """
     origin, (lhs, _, *arguments) = found.kernel, found.args
+    if any(stacking.params is None for stacking in found.stacked):
+        raise ValueError(
+            f"Layers share the parameters of {'/'.join(path)}, but each has scaling state of its own: one "
+            "frozen kernel cannot serve them. Let nn.scan or nn.vmap treat both collections alike."
+        )
     for source, parameter in zip(origin.sources if origin else (), parameters):
         if _unstacked(parameter.shape, found.stacked) != source.shape:
             raise ValueError(

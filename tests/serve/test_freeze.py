@@ -503,6 +503,37 @@ def test_as_many_layers_as_features(axis, state_axis, recipe):
     np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
 
 
+class Shared(nn.Module):
+    """Three layers with the same parameters, as ``nn.scan`` or ``nn.vmap`` makes them."""
+
+    lift: str
+    state_axis: int | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        own = {} if self.state_axis is None else {OWG: self.state_axis}
+        if self.lift == "vmap":
+            dense = nn.vmap(nn.Dense, variable_axes={"params": None, **own}, split_rngs={"params": False})
+            return dense(16, use_bias=False)(x)
+
+        def step(layer, x, _):
+            return layer(x), None
+
+        options = {"variable_broadcast": "params", "variable_axes": own, "split_rngs": {"params": False}}
+        return nn.scan(step, length=3, **options)(nn.Dense(16, use_bias=False), x, None)[0]
+
+
+@pytest.mark.parametrize("lift", ["scan", "vmap"])
+def test_layers_that_share_their_parameters(lift):
+    x = normal(0, 3, 16)
+    model8, variables = trained(Shared(lift), x, recipe=RECIPES["delayed"])
+    serve, served = fp8.freeze(model8, variables)
+    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
+    model8, variables = trained(Shared(lift, 0), x, recipe=RECIPES["delayed"])
+    with pytest.raises(ValueError, match="share the parameters of .* each has scaling state of its own"):
+        fp8.freeze(model8, variables)
+
+
 @pytest.mark.long
 def test_layers_in_layers_that_are_stacked_along_other_axes():
     class Layer(nn.Module):

@@ -106,7 +106,7 @@ _of_the_package: set[str] = set()
 """The names of the package's own rows, which ``register`` does not replace."""
 
 
-def add(*package_rows: OpRow) -> None:
+def add_own(*package_rows: OpRow) -> None:
     """Adds the package's own rows to the table."""
     for row in package_rows:
         _rows[row.name] = row
