@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fp8flax._core.formats import FP8_DTYPES
-from fp8flax._serve.safetensors import DTYPES, METADATA, are_sizes
+from fp8flax._serve.safetensors import DTYPES, METADATA
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -261,15 +261,19 @@ def _checked(path: Path, name: str, entry: Any, begin: int) -> _Stored:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{path}: {name!r} has the dtype {dtype!r}, which is none of {list(DTYPES)}.")
-    if not are_sizes(shape) or math.prod(max(1, n) for n in shape) > _MOST_ELEMENTS or len(shape) > 32:
+    if not _are_sizes(shape) or math.prod(max(1, n) for n in shape) > _MOST_ELEMENTS or len(shape) > 32:
         raise ValueError(f"{path} is damaged: {name!r} must have a shape of sizes; got {shape!r}.")
     stored = _Stored(path, np.dtype(DTYPES[dtype]), tuple(shape), begin)
-    if not (are_sizes(offsets) and len(offsets) == 2 and offsets[1] - offsets[0] == _nbytes(stored)):
+    if not (_are_sizes(offsets) and len(offsets) == 2 and offsets[1] - offsets[0] == _nbytes(stored)):
         raise ValueError(
             f"{path} is damaged: {name!r} is {dtype}{shape}, of {_nbytes(stored)} bytes, but its "
             f"data_offsets are {offsets!r}. Copy it again."
         )
     return stored._replace(start=begin + offsets[0])
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def _nbytes(stored: _Stored) -> int:
@@ -380,7 +384,7 @@ def _declared_blocks(config: Mapping[str, Any], where: Path) -> list[tuple[int, 
     for block in blocks:
         if block is None:
             continue
-        if not (are_sizes(block) and len(block) == 2 and min(block) > 0):
+        if not (_are_sizes(block) and len(block) == 2 and min(block) > 0):
             raise ValueError(f"{where}: the size of a block must be two numbers above 0; got {block!r}.")
         found.append((block[0], block[1]))
     return found
@@ -438,7 +442,7 @@ def _layouts(files: Mapping[str, _Stored], metadata: Mapping[str, str]) -> dict[
         matrix = _mapping(entry, repr(name), where).get("matrix")
         if matrix is None:
             continue
-        if not (isinstance(matrix, list) and len(matrix) == 2 and all(map(are_sizes, matrix))):
+        if not (isinstance(matrix, list) and len(matrix) == 2 and all(map(_are_sizes, matrix))):
             raise ValueError(f"{where} is damaged: {name!r} must have a matrix of axes; got {matrix!r}.")
         out, summed = map(tuple, matrix)
         if sorted(out + summed) != list(range(len(out + summed))):
@@ -471,7 +475,7 @@ def _float8_tensors(
             )
         codes, scale = (files[part].shape for part in parts)
         block: Any = _mapping(described.get("_data"), f"_data of {name!r}", where).get("block_size")
-        is_block = are_sizes(block) and len(block) == len(codes) and min(block, default=1) > 0
+        is_block = _are_sizes(block) and len(block) == len(codes) and min(block, default=1) > 0
         if not is_block or math.prod(-(-n // b) for n, b in zip(codes, block)) != math.prod(scale):
             raise ValueError(
                 f"{where}: {name!r} must have a block_size that fits its codes {list(codes)} and its scale "

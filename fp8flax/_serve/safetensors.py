@@ -5,17 +5,17 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from fp8flax._host.files import replacing, write_text
 from fp8flax._serve.hidden_state import ServedOp
@@ -23,7 +23,6 @@ from fp8flax._serve.renaming import Rename, renamed
 from fp8flax._serve.server_layout import (
     Tensor,
     from_matrix,
-    matrix_shape,
     named,
     own_layout,
     quantization_config,
@@ -31,6 +30,8 @@ from fp8flax._serve.server_layout import (
 
 METADATA = "fp8flax"
 _VERSION = 3
+_WITHOUT_CHECKSUMS = 2
+"""An older version of the metadata. It differs in one thing: single tensors have no checksum."""
 _IN_PARTS = "in parts"
 """The version of metadata that do not say where the tensors belong in the variables.
 
@@ -55,21 +56,6 @@ DTYPES = {
 }
 
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-_FIELDS = {
-    2: {"path", "dtype", "shape", "shape_in_file", "matrix"},
-    3: {"path", "dtype", "shape", "shape_in_file", "matrix", "crc32"},
-}
-"""The fields that describe a tensor in the metadata, for each version of the metadata.
-
-* ``path``: the place of the array in the variables
-* ``dtype``: its dtype, in the variables and in the file
-* ``shape``: its shape in the variables
-* ``shape_in_file``: its shape in the file
-* ``matrix``: for a kernel that is ``(..., out, in)`` in the file, the axes of ``out`` and of ``in`` in the
-  variables; None if the file has the order of the variables
-* ``crc32``: the checksum of its bytes
-
-The header of the file must agree with these fields. This is checked after writing and when reading."""
 
 
 def _library() -> Any:
@@ -139,11 +125,11 @@ def write(
             wide_layers.append(name.rpartition(".")[0] or name)
         tensors[name] = np.asarray(tensor.written, order="C")
         entries[name] = {
-            "path": tensor.path,
-            "dtype": _NAMES[tensor.array.dtype],
-            "shape": tensor.array.shape,
+            "path": tensor.path,  # the place of the array in the variables
+            "dtype": _NAMES[tensor.array.dtype],  # in the variables and in the file
+            "shape": tensor.array.shape,  # in the variables
             "shape_in_file": tensor.written.shape,
-            "matrix": tensor.matrix,
+            "matrix": tensor.matrix,  # see ``Tensor``
             "crc32": _crc32(tensors[name]),
         }
     if in_parts:
@@ -162,9 +148,8 @@ def write(
         except library.SafetensorError as error:
             raise OSError(f"{path} cannot be written, and stays unchanged: {error}.") from error
         _, header = _header(library, new, path)
-        for name, entry in entries.items():
-            if wrong := _other_in_file(entry, *header[name]):
-                raise ValueError(f"{path}: {name!r} {wrong}. Save the model again.")
+        if not in_parts and (wrong := _difference(entries, header)):
+            raise ValueError(f"{path}: {wrong}. Save the model again.")
     if text is not None:
         write_text(Path(path).with_name("config.json"), text)
 
@@ -217,7 +202,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     Source: the safetensors format.
     """
     library = _library()
-    entries, tree = _read_header(library, path, path)
+    entries = _read_header(library, path)
     for entry in entries.values():
         check_not_narrowed(f"{path}: {'/'.join(entry['path'])}", np.dtype(DTYPES[entry["dtype"]]))
     with open(path, "rb") as opened:
@@ -238,7 +223,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
             array = from_matrix(array, entry["shape"], *entry["matrix"])
         return jnp.asarray(array.reshape(entry["shape"]))
 
-    return jax.tree.map(load, tree)
+    return unflatten_dict({tuple(entry["path"]): load(name) for name, entry in entries.items()})
 
 
 def check_not_narrowed(name: str, dtype: Any) -> None:
@@ -263,14 +248,9 @@ def _damaged(path: Any, error: Exception) -> ValueError:
     return ValueError(f"{path} is no safetensors file, or a damaged one: {error}. Save the model again.")
 
 
-def _read_header(
-    library: Any, file_path: str | os.PathLike[str], path: str | os.PathLike[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the checked entries of a file by name, and the variables with names instead of arrays.
-
-    Errors call the file ``path``.
-    """
-    metadata, header = _header(library, file_path, path)
+def _read_header(library: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns the entries of a file by the names of its tensors; raises an error if they are damaged."""
+    metadata, header = _header(library, path, path)
     try:
         own = json.loads(metadata[METADATA])
         version, entries = own["version"], own["tensors"]
@@ -285,18 +265,16 @@ def _read_header(
             "where in the variables they belong. Load it by fp8flax.load_into(variables, "
             "fp8flax.read_checkpoint(path), rename=rename) with the same rename."
         )
-    if version not in list(_FIELDS):
+    if version not in (readable := [_WITHOUT_CHECKSUMS, _VERSION]):
         raise ValueError(
-            f"{path} has metadata of version {version!r}, and this fp8flax reads versions "
-            f"{sorted(_FIELDS)}. Load it with the fp8flax that wrote it, or save the model again with this "
-            "one."
+            f"{path} has metadata of version {version!r}, and this fp8flax reads versions {readable}. Load "
+            "it with the fp8flax that wrote it, or save the model again with this one."
         )
-    wrong, tree = _check_entries(entries, header, _FIELDS[version])
-    if wrong is None and own.get("checksum") != _checksum(entries):
-        wrong = "its checksum does not match"
-    if wrong is not None:
+    # The checksum covers all entries, so they need no other check than a comparison with the file's header.
+    wrong = None if own.get("checksum") == _checksum(entries) else "its checksum does not match"
+    if wrong := wrong or _difference(entries, header):
         raise ValueError(f"{path}: its metadata is damaged: {wrong}. Save the model again.")
-    return entries, tree
+    return cast(dict[str, Any], entries)
 
 
 def _header(library: Any, file_path: str | os.PathLike[str], path: Any) -> tuple[Any, dict[str, Any]]:
@@ -310,67 +288,15 @@ def _header(library: Any, file_path: str | os.PathLike[str], path: Any) -> tuple
         raise _damaged(path, error) from error
 
 
-def _other_in_file(entry: Mapping[str, Any], dtype: str, shape: list[int]) -> str | None:
-    """Returns how a tensor of the file differs from its entry; None if it does not differ."""
-    written = (entry["dtype"], list(entry["shape_in_file"]))
-    if written == (dtype, shape):
-        return None
-    return f"is {dtype}{shape} in the file, and was written as {written[0]}{written[1]}"
-
-
-def _check_entries(
-    entries: Any, header: Mapping[str, Any], fields: set[str]
-) -> tuple[str | None, dict[str, Any]]:
-    """Returns the fault of the entries, or None if they are right, and the tree of their names."""
-    tree: dict[str, Any] = {}
-    if not isinstance(entries, dict):
-        return f"the tensors must be a dict; got {entries!r}", tree
+def _difference(entries: Mapping[str, Any], header: Mapping[str, tuple[str, list[int]]]) -> str | None:
+    """Returns how the header of a file differs from the entries; None if it does not differ."""
     if entries.keys() != header.keys():
-        only_here, only_there = (
-            sorted(entries.keys() - header.keys()),
-            sorted(header.keys() - entries.keys()),
-        )
-        return f"it has the tensors {only_here}, which the file has not, and not {only_there}", tree
-    for name, entry in entries.items():
-        wrong = _check_entry(entry, fields, *header[name])
-        if wrong is not None:
-            return f"{name!r} {wrong}", tree
-        node = tree
-        *above, last = entry["path"]
-        for part in above:
-            node = node.setdefault(part, {})
-            if not isinstance(node, dict):
-                return f"{name!r} belongs below {node!r}, which is an array", tree
-        if last in node:
-            return f"{name!r} and others, {node[last]!r}, belong at {'/'.join(entry['path'])}", tree
-        node[last] = name
-    return None, tree
-
-
-def _check_entry(entry: Any, fields: set[str], dtype: str, shape_in_file: list[int]) -> str | None:
-    """Returns the fault of the entry of a tensor with this dtype and shape; None if it is right."""
-    if not isinstance(entry, dict) or entry.keys() != fields:
-        return f"must have {sorted(fields)}; got {entry!r}"
-    path, shape, matrix = entry["path"], entry["shape"], entry["matrix"]
-    if not (isinstance(path, list) and path and all(isinstance(part, str) for part in path)):
-        return f"must have a path of names; got {path!r}"
-    if not (are_sizes(shape) and are_sizes(entry["shape_in_file"])):
-        return f"must have shapes of ints; got {shape!r} and {entry['shape_in_file']!r}"
-    if wrong := _other_in_file(entry, dtype, shape_in_file):
-        return wrong
-    if dtype not in DTYPES:
-        return f"is {dtype}, which is none of {list(DTYPES)}"
-    if matrix is None:
-        fits = math.prod(shape) == math.prod(shape_in_file)
-    else:
-        if not (isinstance(matrix, list) and len(matrix) == 2 and all(map(are_sizes, matrix))):
-            return f"must have a matrix of two lists of axes, or none; got {matrix!r}"
-        axes = [*matrix[0], *matrix[1]]
-        if sorted(axes) != list(range(len(axes))) or len(axes) > len(shape):
-            return f"must have each of the last axes of {shape} once in its matrix; got {matrix!r}"
-        fits = matrix_shape(shape, *matrix) == shape_in_file
-    return None if fits else f"has the shape {shape_in_file}, which does not become {shape}"
-
-
-def are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+        only_here = sorted(entries.keys() - header.keys())
+        only_there = sorted(header.keys() - entries.keys())
+        return f"it has the tensors {only_here}, which the file has not, and not {only_there}"
+    for name, (dtype, shape) in header.items():
+        written_dtype, written_shape = entries[name]["dtype"], list(entries[name]["shape_in_file"])
+        if (dtype, shape) != (written_dtype, written_shape):
+            written = f"{written_dtype}{written_shape}"
+            return f"{name!r} is {dtype}{shape} in the file, and was written as {written}"
+    return None

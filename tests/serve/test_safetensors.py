@@ -263,76 +263,26 @@ WEIGHT, BIAS = "heads.weight", "heads.bias"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda h, o: o["tensors"].pop(BIAS), r"has the tensors \[\], .* and not \['heads.bias'\]"),
-        (
-            lambda h, o: o["tensors"].update(x=o["tensors"][BIAS]),
-            r"the tensors \['x'\], .* the file has not",
-        ),
         (
             lambda h, o: h.update(x=h.pop(BIAS)),
             r"\['heads.bias'\], which the file has not, and not \['x'\]",
         ),
         (
-            lambda h, o: o["tensors"][WEIGHT].update(path=o["tensors"][BIAS]["path"]),
-            r"'heads.weight' and others, 'heads.bias', belong at params/heads/bias|"
-            r"'heads.bias' and others, 'heads.weight', belong at params/heads/bias",
-        ),
-        (
-            lambda h, o: o["tensors"][WEIGHT].update(path=[*o["tensors"][BIAS]["path"], "kernel"]),
-            r"belongs? .*bias",
-        ),
-        (lambda h, o: o["tensors"][WEIGHT].update(path=["params"]), r"belongs? "),
-        (
-            lambda h, o: o["tensors"][WEIGHT].update(path=[]),
-            r"'heads.weight' must have a path of names; got",
-        ),
-        (
-            lambda h, o: o["tensors"][WEIGHT].update(path="params"),
-            r"must have a path of names; got 'params'",
-        ),
-        (lambda h, o: o["tensors"][WEIGHT].update(path=["params", 3]), r"must have a path of names"),
-        (
             lambda h, o: o["tensors"][WEIGHT].update(path=["params", "w"]),
             r"damaged: .* checksum does not match",
         ),
-        (
-            lambda h, o: o["tensors"][WEIGHT].update(matrix=[[0, 0], [1]]),
-            r"must have each of the last axes of \[8, 2, 4\] once in its matrix; got \[\[0, 0\], \[1\]\]",
-        ),
-        (lambda h, o: o["tensors"][WEIGHT].update(matrix=[[0, 7], [1]]), r"once in its matrix"),
-        (lambda h, o: o["tensors"][WEIGHT].update(matrix=[[0, 1, 2, 3], []]), r"once in its matrix"),
-        (lambda h, o: o["tensors"][WEIGHT].update(matrix=[[0, 1]]), r"two lists of axes, or none"),
-        (lambda h, o: o["tensors"][WEIGHT].update(matrix=3), r"two lists of axes, or none; got 3"),
-        (
-            lambda h, o: o["tensors"][WEIGHT].update(matrix=[[2, 0, 1], []]),
-            r"'heads.weight' has the shape \[8, 8\], which does not become \[8, 2, 4\]",
-        ),
-        (lambda h, o: o["tensors"][BIAS].update(shape=[2, 3]), r"\[8\], which does not become \[2, 3\]"),
-        (lambda h, o: o["tensors"][BIAS].update(shape=[2.0, 4]), r"shapes of ints; got \[2.0, 4\]"),
-        (lambda h, o: o["tensors"][BIAS].update(shape=[-2, -4]), r"shapes of ints"),
-        (lambda h, o: o["tensors"][BIAS].update(shape=None), r"shapes of ints; got None"),
+        (lambda h, o: o["tensors"][WEIGHT].update(matrix=[[0, 0], [1]]), r"checksum does not match"),
+        (lambda h, o: o["tensors"][BIAS].update(shape=[2, 3]), r"checksum does not match"),
+        (lambda h, o: o["tensors"][BIAS].update(dtype="I32"), r"checksum does not match"),
+        (lambda h, o: o["tensors"].pop(BIAS), r"checksum does not match"),
+        (lambda h, o: o.update(tensors=[1]), r"checksum does not match"),
         (
             lambda h, o: h[WEIGHT].update(dtype="I8"),
             r"'heads.weight' is I8\[8, 8\] in the file, and was written as F8_E4M3\[8, 8\]",
         ),
         (lambda h, o: h[WEIGHT].update(dtype="F8_E5M2"), r"is F8_E5M2.*was written as F8_E4M3"),
-        (lambda h, o: o["tensors"][BIAS].update(dtype="I32"), r"is F32.*was written as I32"),
-        (
-            lambda h, o: (
-                h[WEIGHT].update(dtype="F8_E5M2FNUZ"),
-                o["tensors"][WEIGHT].update(dtype="F8_E5M2FNUZ"),
-            ),
-            r"is F8_E5M2FNUZ, which is none of|is no safetensors file, or a damaged one",
-        ),
         (lambda h, o: h[WEIGHT].update(shape=[4, 16]), r"is F8_E4M3\[4, 16\].* as F8_E4M3\[8, 8\]"),
         (lambda h, o: h[BIAS].update(dtype="BOOL"), r"is no safetensors file, or a damaged one"),
-        (
-            lambda h, o: o["tensors"][BIAS].pop("dtype"),
-            r"'heads.bias' must have \['crc32', 'dtype', 'matrix'",
-        ),
-        (lambda h, o: o["tensors"][BIAS].update(more=1), r"'heads.bias' must have"),
-        (lambda h, o: o["tensors"].update({BIAS: 3}), r"'heads.bias' must have .*; got 3"),
-        (lambda h, o: o.update(tensors=[1]), r"the tensors must be a dict; got \[1\]"),
         (lambda h, o: o.pop("tensors"), r"was not written by fp8flax.save_safetensors, or is damaged"),
         (lambda h, o: o.pop("version"), r"was not written by fp8flax.save_safetensors, or is damaged"),
         (lambda h, o: o.update(version="two"), r"has metadata of version 'two'"),
@@ -455,9 +405,6 @@ def test_version_2(small, tmp_path):
     own["checksum"] = zlib.crc32(json.dumps(own["tensors"], sort_keys=True).encode())
     (tmp_path / "file").write_bytes(join(header, {**own, "version": 2}, rest))
     assert_same(fp8.load_safetensors(tmp_path / "file"), served)
-    (tmp_path / "file").write_bytes(join(header, own, rest))
-    with pytest.raises(ValueError, match=r"file: its metadata is damaged: .* must have \['crc32'"):
-        fp8.load_safetensors(tmp_path / "file")
 
 
 @pytest.mark.parametrize("where", ["library", "disk"])
