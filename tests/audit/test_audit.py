@@ -32,7 +32,7 @@ from fp8flax._audit.dots import Dot
 from fp8flax._audit.gemms import AuditedGemm, why_not
 from fp8flax._audit.instructions import on_fp8_units, read_instructions
 from fp8flax._audit.op_names import path_of, role_of
-from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from tests.cases import RECIPES, cells, dense_step, struct
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._compat.choice_at_lowering import unless_partitioned
 from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.names import BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE, GROUPED_GEMM
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from tests import FEW_OPTIMIZATIONS_OF_MACHINE_CODE, ROOT, xla_flags

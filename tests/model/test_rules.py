@@ -11,7 +11,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._core.gemm.gpus import GPUS
-from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL
 from fp8flax._core.plans.row import GemmSizes
 from fp8flax._model.model_report import seconds

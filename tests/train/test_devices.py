@@ -17,7 +17,7 @@ import fp8flax as fp8
 from fp8flax._audit.compiling import compiling_for
 from fp8flax._audit.hlo import parse
 from fp8flax._core.gemm.gpus import GPUS
-from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.names import BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
 from tests import what_works
 from tests.cases import OWG, RECIPES, added_up, normal, variables_of

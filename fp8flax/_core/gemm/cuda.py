@@ -103,7 +103,7 @@ def cublaslt_in_columns(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
 
     Our GPU kernel first transposes each operand whose contracted dimensions are not the last ones.
     """
-    found = gemm.of_columns()
+    found = gemm.with_depth_last()
     assert found is not None
     depth = gemm.sizes[1]
 

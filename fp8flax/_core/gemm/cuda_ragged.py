@@ -15,9 +15,10 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
-from fp8flax._core.gemm.kernels.grouped_gemm_hopper import Tile, Tiling, grouped_gemm
 from fp8flax._core.gemm.kernels.groups import (
+    ALIGN,
     TILE,
+    TILES_UP_TO,
     before,
     blocks_of_groups,
     group_of,
@@ -26,60 +27,49 @@ from fp8flax._core.gemm.kernels.groups import (
     transpose_groups,
 )
 from fp8flax._core.gemm.kernels.on_shards import ragged_on_shards
-from fp8flax._core.gemm.request import ExpertProducts, ExpertSums
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Tile, Tiling, tiled_gemm
+from fp8flax._core.gemm.request import ExpertProducts, ExpertSums, transposed_kernels
 from fp8flax._core.names import GROUPED_GEMM
 from fp8flax._core.qtensor import BLOCK, QTensor, View
 
 
 def expert_products(
-    request: ExpertProducts,
-    lhs: QTensor,
-    kernels: QTensor,
-    group_sizes: jax.Array,
-    *,
-    on_shards: bool = False,
+    request: ExpertProducts, lhs: QTensor, kernels: QTensor, group_sizes: jax.Array
 ) -> jax.Array:
-    """Multiplies each row by its expert's kernel, and returns the result without padding.
-
-    With ``on_shards`` each of several devices computes a part. The operands are those of
-    ``grouped_products``.
-    """
-
-    def of_part(lhs: QTensor, kernels: QTensor, group_sizes: jax.Array) -> jax.Array:
-        if request.is_transposed and not kernels.quantizer.scales_along_contraction:
-            kernels = jax.tree.map(transposed, kernels)
-        return grouped_products(lhs, kernels, group_sizes, out_dtype=request.dtype)
-
-    if on_shards:
-        return _products_on_shards(request, of_part, lhs, kernels, group_sizes, name=GROUPED_GEMM)
+    """Multiplies each row by its expert's kernel, by one GPU kernel; see ``grouped_products``."""
     rows, columns = request.shape
-    return of_part(lhs, kernels, group_sizes)[:rows, :columns]
+    return _products_of_part(request, lhs, kernels, group_sizes)[:rows, :columns]
 
 
-def transposed(x: jax.Array) -> jax.Array:
-    """Swaps rows and columns of each kernel of a stack; a scale per kernel is returned unchanged."""
-    return jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x
-
-
-expert_products_on_shards = partial(expert_products, on_shards=True)
-
-
-def expert_sums(
-    request: ExpertSums, lhs: QTensor, rhs: QTensor, group_sizes: jax.Array, *, on_shards: bool = False
+def expert_products_on_shards(
+    request: ExpertProducts, lhs: QTensor, kernels: QTensor, group_sizes: jax.Array
 ) -> jax.Array:
-    """Sums the outer products of each expert's rows, and returns the result without padding.
+    """Multiplies as ``expert_products``; each of several devices computes a part."""
+    of_part = partial(_products_of_part, request)
+    return _products_on_shards(request, of_part, lhs, kernels, group_sizes, name=GROUPED_GEMM)
 
-    With ``on_shards`` each of several devices computes a part. The operands are those of
-    ``grouped_sums``.
-    """
-    of_part: Callable[..., jax.Array] = partial(grouped_sums, out_dtype=request.dtype)
-    if on_shards:
-        return _sums_on_shards(request, of_part, lhs, rhs, group_sizes, name=GROUPED_GEMM)
+
+def _products_of_part(
+    request: ExpertProducts, lhs: QTensor, kernels: QTensor, group_sizes: jax.Array
+) -> jax.Array:
+    """Returns ``grouped_products`` of the operands of a request, or of one device's parts of them."""
+    if request.transposes_kernels and not kernels.quantizer.scales_along_contraction:
+        kernels = transposed_kernels(kernels)
+    return grouped_products(lhs, kernels, group_sizes, out_dtype=request.dtype)
+
+
+def expert_sums(request: ExpertSums, lhs: QTensor, rhs: QTensor, group_sizes: jax.Array) -> jax.Array:
+    """Sums the outer products of each expert's rows, by one GPU kernel; see ``grouped_sums``."""
     _, depth, columns = request.shape
-    return of_part(lhs, rhs, group_sizes)[:, :depth, :columns]
+    return grouped_sums(lhs, rhs, group_sizes, out_dtype=request.dtype)[:, :depth, :columns]
 
 
-expert_sums_on_shards = partial(expert_sums, on_shards=True)
+def expert_sums_on_shards(
+    request: ExpertSums, lhs: QTensor, rhs: QTensor, group_sizes: jax.Array
+) -> jax.Array:
+    """Sums as ``expert_sums``; each of several devices computes a part."""
+    of_part = partial(grouped_sums, out_dtype=request.dtype)
+    return _sums_on_shards(request, of_part, lhs, rhs, group_sizes, name=GROUPED_GEMM)
 
 
 def products_in_tiles_on_shards(
@@ -117,11 +107,12 @@ def _products_on_shards(
     rows, columns = request.shape
     # In ``dims`` each dimension has a letter, see ``on_shards``: m rows, k depth, n columns, e experts.
     if not kernels.quantizer.scales_along_contraction:
-        dims = "mk", "ekn" if request.is_transposed else "enk", "mn"
+        dims = "mk", "ekn" if request.transposes_kernels else "enk", "mn"
         return ragged_on_shards(of_part, dims, lhs, kernels, group_sizes, name=name)[:rows, :columns]
-    # Devices exchange square blocks in the order of the kernel, as in ``gemm_on_shards``.
+    # Devices exchange square blocks in the order of the kernel, as in ``gemm_on_shards``: the kernels are
+    # swapped before the exchange, and each device swaps its part back.
     view = View(kernels.codes.shape[2:], (1,), ())
-    is_swapped = request.is_transposed and kernels.quantizer.serves(kernels.quantizer, view)
+    is_swapped = request.transposes_kernels and kernels.quantizer.serves(kernels.quantizer, view)
 
     def swapped(kernels: QTensor) -> QTensor:
         return jax.vmap(kernels.quantizer.transpose)(kernels) if is_swapped else kernels
@@ -175,7 +166,7 @@ def _tiling_of_rows(rows: int, depth: int, columns: int, experts: int) -> Tiling
             high=moved + group.high,
         )
 
-    return Tiling(rows, columns, num_tiles(rows, experts + 1), False, tile)
+    return Tiling(rows, columns, num_tiles(rows, experts + 1), is_whole=False, tile=tile)
 
 
 def _tiling_of_groups(depth: int, columns: int, experts: int) -> Tiling:
@@ -193,18 +184,18 @@ def _tiling_of_groups(depth: int, columns: int, experts: int) -> Tiling:
 
     def tile(table: Any, t: Any) -> Tile:
         expert, row = lax.div(t, tiles), lax.rem(t, tiles) * np.int32(TILE)
-        first = before(table, 0, expert)
+        first = before(table, TILES_UP_TO, expert)
         return Tile(
             lhs_row=row,
             rhs_row=jnp.int32(0),
             block=first,
-            num_blocks=table[0, expert] - first,
+            num_blocks=table[TILES_UP_TO, expert] - first,
             out_row=expert * np.int32(depth) + row,
             low=jnp.int32(0),
             high=jnp.int32(TILE),
         )
 
-    return Tiling(experts * depth, columns, experts * int(tiles), True, tile)
+    return Tiling(experts * depth, columns, experts * int(tiles), is_whole=True, tile=tile)
 
 
 def grouped_products(
@@ -212,7 +203,7 @@ def grouped_products(
 ) -> jax.Array:
     """Multiplies each row by its expert's kernel: ``(rows, columns)``, zeros for rows without expert.
 
-    It pads the operands to whole tiles and calls ``grouped_gemm`` once. ``expert_products`` calls it, on
+    It pads the operands to whole tiles and calls ``tiled_gemm`` once. ``expert_products`` calls it, on
     one device, or on each of several devices for its part.
 
     Args:
@@ -221,15 +212,16 @@ def grouped_products(
             ``(experts, 1, columns, depth)``.
         group_sizes: number of rows of each expert, ``(experts,)``.
         out_dtype: dtype of the result.
-        interpret: see ``grouped_gemm``.
+        interpret: see ``tiled_gemm``.
     """
     (rows, depth), columns, experts = lhs.codes.shape[-2:], kernels.codes.shape[-2], group_sizes.size
-    filled_rows, filled_depth, filled_columns = max(_up(rows, 8), TILE), _up(depth), _up(columns)
+    filled_rows, filled_depth, filled_columns = max(_up(rows, ALIGN), TILE), _up(depth), _up(columns)
     left = _filled(lhs.codes.reshape(rows, depth), filled_rows, filled_depth)
     right = kernels.codes.reshape(experts, columns, depth)
     right = _filled(right, experts, filled_columns, filled_depth).reshape(-1, filled_depth)
     if lhs.quantizer.scales_along_contraction:
         lhs_scale = _filled(_block_scales(lhs, 1), depth // BLOCK, filled_rows)
+        # Square blocks have a scale per 128 rows, other blocks one per row.
         rhs_scale = jax.vmap(partial(_block_scales, rows=BLOCK))(kernels)
         if rhs_scale is None:
             rhs_scale = jax.vmap(partial(_block_scales, rows=1))(kernels)
@@ -253,7 +245,7 @@ def grouped_sums(
 ) -> jax.Array:
     """Sums the outer products of the rows of each expert: ``(experts, depth, columns)``.
 
-    It puts the rows of each expert into whole tiles and calls the GPU kernel ``grouped_gemm`` once.
+    It puts the rows of each expert into whole tiles and calls the GPU kernel ``tiled_gemm`` once.
     ``expert_sums`` calls it, on one device, or on each of several devices for its part.
 
     Args:
@@ -261,11 +253,11 @@ def grouped_sums(
         rhs: codes ``(rows, columns)``; with scales per block ``(1, columns, rows)``.
         group_sizes: number of rows of each expert, ``(experts,)``.
         out_dtype: dtype of the result.
-        interpret: see ``grouped_gemm``.
+        interpret: see ``tiled_gemm``.
     """
     is_per_block, experts = lhs.quantizer.scales_along_contraction, group_sizes.size
     depth, columns = (x.codes.shape[1] for x in (lhs, rhs))
-    rows = lhs.codes.shape[2] if is_per_block else max(_up(lhs.codes.shape[0], 8), TILE)
+    rows = lhs.codes.shape[2] if is_per_block else max(_up(lhs.codes.shape[0], ALIGN), TILE)
     table = table_of(rows, group_sizes, TILE) if is_per_block else table_of(rows, group_sizes)
 
     def side_by_side(x: QTensor) -> tuple[jax.Array, jax.Array]:
@@ -294,13 +286,21 @@ def _block_scales(x: QTensor, rows: int) -> Any:
 
 
 def _multiply(tiling: Tiling, out_dtype: Any, interpret: Any, *operands: jax.Array) -> jax.Array:
-    """Calls ``grouped_gemm``; under ``jax.vmap`` in a loop, once for each element of the batch."""
+    """Calls ``tiled_gemm``; under ``jax.vmap`` in a loop, once for each element of the batch."""
 
     @sequential_vmap
     def call(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, table: Any) -> jax.Array:
         scales = lhs_scale.astype(jnp.float32), rhs_scale.astype(jnp.float32)
-        options = {"tiling": tiling, "out_dtype": out_dtype, "interpret": interpret}
-        return grouped_gemm(lhs, rhs, *scales, table, **options)
+        return tiled_gemm(
+            lhs,
+            rhs,
+            *scales,
+            table,
+            tiling=tiling,
+            out_dtype=out_dtype,
+            name=GROUPED_GEMM,
+            interpret=interpret,
+        )
 
     # Pallas's pipeline divides an int32 by Python integers, which would be int64 under jax_enable_x64.
     with jax.named_scope(GROUPED_GEMM), jax.enable_x64(False):

@@ -25,10 +25,10 @@ from fp8flax._core.gemm.gpus import (
     has_triton,
     is_hopper,
 )
-from fp8flax._core.gemm.kernels.block_gemm_hopper import multiplies_dtypes
 from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
 from fp8flax._core.gemm.kernels.groups import TILE, num_tiles
 from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import multiplies_dtypes
 from fp8flax._core.gemm.kernels.transpose import can_transpose
 from fp8flax._core.gemm.request import (
     CastPair,
@@ -36,8 +36,8 @@ from fp8flax._core.gemm.request import (
     ExpertProducts,
     ExpertSums,
     Gemm,
+    can_multiply_codes,
     cast_grid,
-    is_of_codes,
 )
 from fp8flax._core.gemm.units import is_for_hopper
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, DEQUANTIZED
@@ -154,7 +154,7 @@ def _padded_size(shape: tuple[int, ...]) -> int:
 
 def _is_in_fp8(gemm: Gemm, lhs: Any, rhs: Any) -> bool:
     """Returns whether the codes of both operands are of dtypes that NVIDIA GPUs multiply."""
-    return is_of_codes(gemm, lhs, rhs) and {lhs.codes.dtype, rhs.codes.dtype} <= _OCP_DTYPES
+    return can_multiply_codes(gemm, lhs, rhs) and {lhs.codes.dtype, rhs.codes.dtype} <= _OCP_DTYPES
 
 
 def _multiplies_codes(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
@@ -193,7 +193,7 @@ def _is_decoding(capability: float, gemm: Gemm) -> bool:
     that XLA generates reads the codes once, in the layout that they have. With 720 TFLOP/s for that kernel,
     1400 TFLOP/s for the FP8 units, and 3.4 TB/s, cublasLt with the copy is faster from 440 rows on.
     """
-    found, rows = gemm.of_columns(), gemm.sizes[0]
+    found, rows = gemm.with_depth_last(), gemm.sizes[0]
     return (
         gemm.accumulation == "fast"
         and gemm.is_packed
@@ -216,7 +216,7 @@ def _transposes_codes(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool
         gemm.name == "wgrad"
         and is_hopper(capability)
         and _fits_cublaslt(capability, gemm, lhs, rhs)
-        and gemm.of_columns() is not None
+        and gemm.with_depth_last() is not None
         and all(can_transpose(depth, size) for size in (rows, columns))
         and not any(_is_explicit(x.codes) for x in (lhs, rhs))
     )
@@ -373,7 +373,7 @@ def _has_block_quantize(capability: float, pair: CastPair, x: Any, scale: Any) -
         and has_triton()
         and _is_of_transposed_blocks(pair)
         and quantizer.block in ((1, BLOCK), (BLOCK, BLOCK))
-        and quantizer.scale_columns is not None
+        and quantizer.scale_columns is not None  # scales in float32
         and all(isinstance(size, int) and size > 0 for size in sizes)
         and _padded_size(sizes) < _MAX_ELEMENTS
         # The kernel computes in float32, so it takes no float64.
@@ -452,17 +452,27 @@ def _is_empty(gemm: Gemm) -> bool:
 _TABLE: dict[type, tuple[Row, ...]] = {
     Gemm: (
         # One scale per tensor or slice.
-        Row(_transposes_codes, cuda.cublaslt_in_columns, cuda.cublaslt, _on_shards),
-        Row(_fits_cublaslt, partial(cuda.cublaslt, is_row_major=True), cuda.cublaslt, _on_shards),
-        Row(_multiplies_codes, partial(cuda.xla_kernel, is_row_major=True), cuda.xla_kernel, _on_shards),
+        Row(_transposes_codes, cuda.cublaslt_in_columns, several=cuda.cublaslt, on_shards=_on_shards),
+        Row(
+            _fits_cublaslt,
+            partial(cuda.cublaslt, is_row_major=True),
+            several=cuda.cublaslt,
+            on_shards=_on_shards,
+        ),
+        Row(
+            _multiplies_codes,
+            partial(cuda.xla_kernel, is_row_major=True),
+            several=cuda.xla_kernel,
+            on_shards=_on_shards,
+        ),
         # Scales per block.
         Row(
             _has_block_scaled_units_on_shards,
             cuda.block_scaled_units,
-            cuda.block_scaled_units,
-            _on_shards,
+            several=cuda.block_scaled_units,
+            on_shards=_on_shards,
         ),
-        Row(_has_block_scaled_units, cuda.block_scaled_units, cuda.block_scaled_units),
+        Row(_has_block_scaled_units, cuda.block_scaled_units, several=cuda.block_scaled_units),
         Row(
             _has_hopper_kernel,
             cuda.hopper_blocks,
@@ -481,33 +491,51 @@ _TABLE: dict[type, tuple[Row, ...]] = {
         Row(
             _are_matrices_alike,
             cuda.dequantized_blocks,
-            cuda.dequantized_blocks,
-            partial(_on_shards, name=DEQUANTIZED),
+            several=cuda.dequantized_blocks,
+            on_shards=partial(_on_shards, name=DEQUANTIZED),
         ),
         # No ``on_shards``: with scales per block ``gemm_on_shards`` splits only stacks of matrices.
-        Row(_is_per_block, cuda.dequantized_blocks, cuda.dequantized_blocks),
+        Row(_is_per_block, cuda.dequantized_blocks, several=cuda.dequantized_blocks),
     ),
     ExpertProducts: (
         Row(
-            _has_grouped_gemm, cuda_ragged.expert_products, on_shards=cuda_ragged.expert_products_on_shards
+            _has_grouped_gemm,
+            cuda_ragged.expert_products,
+            on_shards=cuda_ragged.expert_products_on_shards,
         ),
         Row(
             _can_split_experts,
             _reference,
-            _reference,
-            cuda_ragged.products_in_tiles_on_shards,
+            several=_reference,
+            on_shards=cuda_ragged.products_in_tiles_on_shards,
         ),
     ),
     ExpertSums: (
-        Row(_has_grouped_gemm, cuda_ragged.expert_sums, on_shards=cuda_ragged.expert_sums_on_shards),
-        Row(_can_split_experts, _reference, _reference, cuda_ragged.sums_in_tiles_on_shards),
+        Row(
+            _has_grouped_gemm,
+            cuda_ragged.expert_sums,
+            on_shards=cuda_ragged.expert_sums_on_shards,
+        ),
+        Row(
+            _can_split_experts,
+            _reference,
+            several=_reference,
+            on_shards=cuda_ragged.sums_in_tiles_on_shards,
+        ),
     ),
     CastPair: (
         Row(
-            _has_block_quantize_on_shards, cuda_casts.block_pair, on_shards=cuda_casts.block_pair_on_shards
+            _has_block_quantize_on_shards,
+            cuda_casts.block_pair,
+            on_shards=cuda_casts.block_pair_on_shards,
         ),
         Row(_has_block_quantize, cuda_casts.block_pair),
-        Row(_quantizes_parts, _reference, _reference, cuda_casts.reference_pair_on_shards),
+        Row(
+            _quantizes_parts,
+            _reference,
+            several=_reference,
+            on_shards=cuda_casts.reference_pair_on_shards,
+        ),
     ),
     CastTranspose: (Row(_has_cast_transpose, cast_by_kernel),),
 }

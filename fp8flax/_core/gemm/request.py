@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +33,6 @@ DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int
 class Gemm(NamedTuple):
     """One GEMM. Each operand is a ``QTensor`` or a wide array; the result is an array."""
 
-    dimension_numbers: Any
     lhs: View
     rhs: View
     lhs_dtype: np.dtype
@@ -67,16 +65,20 @@ class Gemm(NamedTuple):
             lhs: a ``QTensor``, or an array that stays wide.
             rhs: a ``QTensor``, or an array that stays wide.
         """
-        if not is_of_codes(self, lhs, rhs):
+        if not can_multiply_codes(self, lhs, rhs):
             return _wide_gemm(self, lhs, rhs)
         assert isinstance(lhs, QTensor)
         assert isinstance(rhs, QTensor)
-        # Float32 holds FP8 values and their products exactly.
-        wide = jnp.dtype(jnp.float64 if self.out_dtype == jnp.float64 else jnp.float32)
+        wide = sum_dtype_of(self.out_dtype)  # it holds FP8 values and their products exactly
         if lhs.quantizer.scales_along_contraction:
             return dequantized_gemm(self, lhs, rhs, wide)
         out = dot(self, lhs.codes.astype(wide), rhs.codes.astype(wide), None, wide)
         return scaled(self, out, lhs, rhs)
+
+    @property
+    def dimension_numbers(self) -> DimensionNumbers:
+        """Returns the dimension numbers of ``lax.dot_general``."""
+        return (self.lhs.contract, self.rhs.contract), (self.lhs.batch, self.rhs.batch)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -95,14 +97,12 @@ class Gemm(NamedTuple):
 
     def of_parts(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> Gemm:
         """Returns the GEMM of parts of the operands, with the given shapes."""
-        views = self.lhs._replace(shape=lhs), self.rhs._replace(shape=rhs)
-        return self._replace(lhs=views[0], rhs=views[1], out_sharding=None)
+        lhs_view, rhs_view = self.lhs._replace(shape=lhs), self.rhs._replace(shape=rhs)
+        return self._replace(lhs=lhs_view, rhs=rhs_view, out_sharding=None)
 
     def of_matrices(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> Gemm:
         """Returns the GEMM of two stacks of matrices, ``(batch, M, K)`` times ``(batch, N, K)``."""
-        dims = ((2,), (2,)), ((0,), (0,))
-        views = View(lhs, (2,), (0,)), View(rhs, (2,), (0,))
-        return self._replace(lhs=views[0], rhs=views[1], dimension_numbers=dims, out_sharding=None)
+        return self._replace(lhs=View(lhs, (2,), (0,)), rhs=View(rhs, (2,), (0,)), out_sharding=None)
 
     def unpadded(self, out: jax.Array) -> jax.Array:
         """Turns a product ``(batch, rows, columns)`` of padded matrices into the result of the GEMM.
@@ -120,35 +120,33 @@ class Gemm(NamedTuple):
             lhs: whether the left operand, a matrix, is passed transposed.
             rhs: whether the right operand, a matrix, is passed transposed.
         """
-        views = [self.lhs, self.rhs]
-        for i, is_transposed in enumerate((lhs, rhs)):
-            if is_transposed:
-                assert len(views[i].shape) == 2
-                views[i] = View(views[i].shape[::-1], tuple(1 - axis for axis in views[i].contract), ())
-        dims = tuple(view.contract for view in views), tuple(view.batch for view in views)
-        return self._replace(lhs=views[0], rhs=views[1], dimension_numbers=dims)
 
-    def of_columns(self) -> OfColumns | None:
+        def transposed(view: View) -> View:
+            assert len(view.shape) == 2
+            return View(view.shape[::-1], tuple(1 - axis for axis in view.contract), ())
+
+        return self._replace(
+            lhs=transposed(self.lhs) if lhs else self.lhs, rhs=transposed(self.rhs) if rhs else self.rhs
+        )
+
+    def with_depth_last(self) -> DepthLast | None:
         """Returns the same GEMM as ``(M, K)`` times ``(N, K)``, and which operands to transpose for that.
 
         Returns None if there are batch dimensions, or if the contracted dimensions of an operand are
         neither its first nor its last ones.
         """
-        (contracts, batches), views = self.dimension_numbers, (self.lhs, self.rhs)
         rows, depth, columns = self.sizes
-        before = [contract == tuple(range(len(contract))) for contract in contracts]
-        behind = [
-            contract == tuple(range(len(view.shape)))[-len(contract) :]
-            for contract, view in zip(contracts, views)
-        ]
-        if any(batches) or not all(map(operator.or_, before, behind)):
-            return None
+        are_last = []
+        for view in (self.lhs, self.rhs):
+            num, dims = len(view.contract), tuple(range(len(view.shape)))
+            are_last.append(view.contract == dims[-num:])
+            if view.batch or not (are_last[-1] or view.contract == dims[:num]):
+                return None
         lhs, rhs = (View((size, depth), (1,), ()) for size in (rows, columns))
-        gemm = self._replace(lhs=lhs, rhs=rhs, dimension_numbers=(((1,), (1,)), ((), ())))
-        return OfColumns(gemm, not behind[0], not behind[1])
+        return DepthLast(self._replace(lhs=lhs, rhs=rhs), not are_last[0], not are_last[1])
 
 
-class OfColumns(NamedTuple):
+class DepthLast(NamedTuple):
     """A GEMM of two matrices ``(M, K)`` and ``(N, K)``, and how to get them from the operands.
 
     Each operand is reshaped to a matrix. The matrix is then transposed if K is not its last dimension.
@@ -159,7 +157,12 @@ class OfColumns(NamedTuple):
     transposes_rhs: bool
 
 
-def is_of_codes(gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+def sum_dtype_of(*dtypes: Any) -> np.dtype:
+    """Returns the dtype of sums of products: float64 if one of the dtypes is float64, otherwise float32."""
+    return np.dtype(np.float64 if np.float64 in dtypes else np.float32)
+
+
+def can_multiply_codes(gemm: Gemm, lhs: Any, rhs: Any) -> bool:
     """Returns whether a GEMM can multiply FP8 codes.
 
     Both operands must be quantized, and their scales must either both change along the contraction or both
@@ -176,9 +179,9 @@ def is_of_codes(gemm: Gemm, lhs: Any, rhs: Any) -> bool:
 def _wide_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) -> jax.Array:
     """Multiplies in the dtypes that the operands had before they were quantized; dequantizes if needed."""
     is_kept = not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor))
-    if isinstance(rhs, QTensor) and not isinstance(lhs, QTensor) and _is_by_codes(gemm, rhs):
+    if isinstance(rhs, QTensor) and not isinstance(lhs, QTensor) and _multiplies_stored_codes(gemm, rhs):
         with jax.named_scope(KEPT_WIDE):
-            return _wide_by_codes(gemm, lhs, rhs)
+            return _wide_by_stored_codes(gemm, lhs, rhs)
     with jax.named_scope(KEPT_WIDE if is_kept else QDQ if gemm.dequantized else DEQUANTIZED):
         return lax.dot_general(
             dequantized(lhs, gemm.lhs, gemm.lhs_dtype),
@@ -190,18 +193,18 @@ def _wide_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) -
         )
 
 
-def _is_by_codes(gemm: Gemm, rhs: QTensor) -> bool:
+def _multiplies_stored_codes(gemm: Gemm, rhs: QTensor) -> bool:
     """Returns whether a wide GEMM multiplies by the stored codes of ``rhs`` and scales the result."""
     return gemm.is_packed and not gemm.dequantized and not rhs.quantizer.scales_along_contraction
 
 
-def _wide_by_codes(gemm: Gemm, lhs: jax.Array, rhs: QTensor) -> jax.Array:
+def _wide_by_stored_codes(gemm: Gemm, lhs: jax.Array, rhs: QTensor) -> jax.Array:
     """Multiplies a wide operand by stored FP8 codes, and then multiplies the result by their scales.
 
     XLA then reads the FP8 codes in its GEMM. If the codes were multiplied by the scales first, XLA would
     write the wide kernel to memory.
     """
-    wide = jnp.dtype(jnp.float64 if jnp.float64 in (lhs.dtype, gemm.out_dtype) else jnp.float32)
+    wide = sum_dtype_of(lhs.dtype, gemm.out_dtype)
     out = lax.dot_general(
         lhs,
         rhs.codes.astype(lhs.dtype),
@@ -216,7 +219,8 @@ def _wide_by_codes(gemm: Gemm, lhs: jax.Array, rhs: QTensor) -> jax.Array:
 def dequantized_gemm(gemm: Gemm, lhs: QTensor, rhs: QTensor, dtype: Any) -> jax.Array:
     """Dequantizes both operands to a wide dtype and multiplies them."""
     operands = lhs.dequantize(gemm.lhs, dtype), rhs.dequantize(gemm.rhs, dtype)
-    sum_dtype = jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    sum_dtype = sum_dtype_of(dtype)
+    # GPUs would round operands in float32 to TF32.
     precision = lax.Precision.HIGHEST if dtype == sum_dtype else None
     with jax.named_scope(DEQUANTIZED):
         return dot(gemm, *operands, precision, sum_dtype).astype(gemm.out_dtype)
@@ -227,20 +231,24 @@ def scaled(gemm: Gemm, out: jax.Array, lhs: QTensor, rhs: QTensor) -> jax.Array:
 
     Returns the result in ``gemm.out_dtype``.
     """
-    lhs_scale, rhs_scale = lhs.scale.astype(jnp.float32), rhs.scale.astype(jnp.float32)
-    batch = gemm.lhs.sizes(gemm.lhs.batch)
-    rows, columns = gemm.lhs.sizes(gemm.lhs.free), gemm.rhs.sizes(gemm.rhs.free)
-    if lhs_scale.ndim:
-        lhs_scale = lax.transpose(lhs_scale, gemm.lhs.order)
-        lhs_scale = lhs_scale.reshape(*batch, *rows, *(1 for _ in columns))
-    else:  # XLA would fold the product of two constants, as in a closed-over model; it could overflow.
+    lhs_scale = _as_rows(gemm, lhs.scale.astype(jnp.float32))
+    rhs_scale = _as_columns(gemm, rhs.scale.astype(jnp.float32))
+    if not lhs_scale.ndim:
+        # XLA would multiply two constant scales (of a closed-over model), and could overflow.
         lhs_scale = lax.optimization_barrier(lhs_scale)
-    rhs_scale = _as_columns(gemm, rhs_scale)
     if out.dtype == jnp.float64:  # float64 holds the product of any two float32 scales
         out = out * lhs_scale.astype(out.dtype) * rhs_scale.astype(out.dtype)
     else:
         out = apply_scales(out, lhs_scale, rhs_scale)
     return out.astype(gemm.out_dtype)
+
+
+def _as_rows(gemm: Gemm, scale: jax.Array) -> jax.Array:
+    """Reshapes the scales of the left operand so that they broadcast against the result of the GEMM."""
+    if not scale.ndim:
+        return scale
+    batch, rows = gemm.lhs.sizes(gemm.lhs.batch), gemm.lhs.sizes(gemm.lhs.free)
+    return lax.transpose(scale, gemm.lhs.order).reshape(*batch, *rows, *(1 for _ in gemm.rhs.free))
 
 
 def _as_columns(gemm: Gemm, scale: jax.Array) -> jax.Array:
@@ -319,9 +327,14 @@ class ExpertProducts(NamedTuple):
     the operands, and with ``is_part=True`` if these are the parts of one device of a mesh."""
     dequantized: bool = False
     """Whether every device multiplies in the wide dtypes; see ``Gemm.dequantized``."""
-    is_transposed: bool = False
+    transposes_kernels: bool = False
     """Whether the kernels come as ``(experts, depth, columns)``, and each device transposes its own. Codes
     with scales per block come as ``(experts, columns, depth)`` even then."""
+
+
+def transposed_kernels(kernels: Any) -> Any:
+    """Swaps rows and columns of the kernels of experts; scales with one element per kernel stay."""
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 3 else x, kernels)
 
 
 class ExpertSums(NamedTuple):
@@ -385,10 +398,19 @@ def behind_barrier(request: CastPair, first: Any, second: Any) -> tuple[Any, Any
     """Returns both operands; if the request ``has_barrier``, their codes are behind one barrier."""
     if not request.has_barrier:
         return first, second
-    pair = first, second
-    codes = lax.optimization_barrier([q.codes if isinstance(q, QTensor) else None for q in pair])
+    return with_codes((first, second), lax.optimization_barrier(distinct_codes((first, second))))
+
+
+def distinct_codes(pair: tuple[Any, Any]) -> list[jax.Array]:
+    """Returns the codes of two operands; codes that both operands have are returned once."""
+    return list({id(q.codes): q.codes for q in pair if isinstance(q, QTensor)}.values())
+
+
+def with_codes(pair: tuple[Any, Any], codes: list[jax.Array]) -> tuple[Any, Any]:
+    """Returns two operands with other codes, which are in the order of ``distinct_codes``."""
+    new = dict(zip(map(id, distinct_codes(pair)), codes, strict=True))
     first, second = (
-        dataclasses.replace(q, codes=c) if isinstance(q, QTensor) else q for q, c in zip(pair, codes)
+        dataclasses.replace(q, codes=new[id(q.codes)]) if isinstance(q, QTensor) else q for q in pair
     )
     return first, second
 
@@ -440,8 +462,8 @@ class Cast(NamedTuple):
     transposed: jax.Array
     """The same codes, of shape ``(N, M)``."""
     amaxes: jax.Array
-    """Float32 vector, for ``largest_of``: the amaxes of parts of the matrix. An amax is inf if its part
-    holds a NaN or an Inf, and -inf if the part is empty."""
+    """Float32 vector: the amaxes of parts of the matrix. The largest is the amax of the matrix. An amax is
+    inf if its part holds a NaN or an Inf, and -inf if the part is empty."""
     sums: jax.Array | None
     """Sums over the rows before the cast, ``(N,)``, float32; None without ``CastTranspose.has_sums``."""
 

@@ -19,7 +19,7 @@ from fp8flax._core.gemm.gpus import (
     has_triton,
     is_hopper,
 )
-from fp8flax._core.gemm.kernels.block_gemm_hopper import multiplies_dtypes
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import multiplies_dtypes
 from fp8flax._core.qtensor import BLOCK
 from fp8flax._core.quantizers import Quantizer
 from fp8flax._core.recipes import GemmRecipe

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fp8flax._core.amax import amaxes_of_parts, delayed_amax
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.lowering import lowered, rows_of
-from fp8flax._core.gemm.request import CastPair, Gemm
+from fp8flax._core.gemm.request import CastPair, Gemm, distinct_codes, with_codes
 from fp8flax._core.names import (
     DGRAD,
     FORWARD,
@@ -93,13 +93,13 @@ class Contraction(Plan):
     """Whether operands are dequantized before each product, so that it runs in a wide dtype: the
     quantize-dequantize form."""
     is_packed: bool = False
-    """Whether the kernel was quantized before, and its FP8 codes are stored in the shape of the kernel."""
+    """Whether the kernel comes as FP8 codes that a frozen model stores, in the shape of the kernel."""
 
     stacked: ClassVar[tuple[str, ...]] = ()
     """Roles whose tensor is a stack along its first axis, with separate scales for each element."""
     has_fake_quantized: ClassVar[bool] = True
     """Whether the quantize-dequantize form with delayed scaling is ``in_qdq`` of the operands, then
-    ``fake_quantized``, then ``out_qdq``. If False, ``dequantized`` products compute it."""
+    ``fake_quantized``, then ``out_qdq`` (see ``qdq``). If False, ``dequantized`` products compute it."""
     wide_scope: ClassVar[str] = KEPT_WIDE
     """The name scope of products whose operands stay wide, such as a tangent times a kernel."""
 
@@ -164,7 +164,7 @@ class Contraction(Plan):
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         """Returns the forward product of wide operands without FP8, as JAX computes it.
 
-        An operand may also come ``prepared``; the result is that of the operand before.
+        An operand may have gone through ``prepared``; the result is the same as without it.
         """
         raise NotImplementedError
 
@@ -183,7 +183,8 @@ class Contraction(Plan):
     def amax(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
         """Returns the ``delayed_amax`` of a prepared tensor; for a stack, one for each of its elements."""
         del extra
-        return jax.vmap(delayed_amax)(x) if role in self.stacked else delayed_amax(x)
+        amax: jax.Array = self.each(role, delayed_amax, x)
+        return amax
 
     def amaxes(
         self, role: str, x: jax.Array, extra: Extra, codes: Any = (), as_cast: jax.Array | None = None
@@ -224,7 +225,6 @@ class Contraction(Plan):
         """
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
         return Gemm(
-            dimension_numbers=dims,
             lhs=View(lhs.shape, lhs_contract, lhs_batch),
             rhs=View(rhs.shape, rhs_contract, rhs_batch),
             lhs_dtype=lhs.dtype,
@@ -274,15 +274,20 @@ def _quantized_for(plan: Contraction, use: Use, x: jax.Array, scale: jax.Array |
 def _pair_of(plan: Contraction, role: str, x: jax.Array) -> CastPair:
     """Returns the request to quantize ``x`` for both of its products."""
     first, second = plan.uses(role)
-    stack = x.shape[0] if role in plan.stacked else 1
-    is_grad = role == "output_grad"
-    return CastPair(first.quantizer, first.view, second.quantizer, second.view, is_grad, stack)
+    return CastPair(
+        first.quantizer,
+        first.view,
+        second.quantizer,
+        second.view,
+        inf_is_nan=role == "output_grad",
+        stack=x.shape[0] if role in plan.stacked else 1,
+    )
 
 
 def _serves_both(plan: Contraction, role: str, x: jax.Array) -> bool:
     """Returns whether a tensor is quantized once, and its codes are used in both of its products.
 
-    The codes are not shared if a row of the table in ``lowering`` makes those of both products at once.
+    The codes are not shared if a GPU kernel quantizes the tensor for both products in one pass.
     """
     pair = _pair_of(plan, role, x)
     return serves(pair.first, pair.second, pair.first_view) and not rows_of(pair, x, None)
@@ -296,17 +301,20 @@ def _transposed(plan: Contraction, role: str, operand: Any) -> Any:
 
 
 def _quantized_for_both(
-    plan: Contraction, role: str, x: jax.Array, scale: jax.Array | None
+    plan: Contraction, role: str, x: jax.Array, scale: jax.Array | None, *, has_barrier: bool = False
 ) -> tuple[Any, Any]:
     """Returns a tensor quantized for its first product, and quantized for its second product.
 
     In an output gradient an Inf becomes a NaN. In other tensors an Inf saturates.
+
+    Args:
+        plan: the contraction.
+        role: the role of the tensor.
+        x: the prepared tensor.
+        scale: the delayed scale; None without delayed scaling.
+        has_barrier: see ``CastPair``.
     """
-    pair = _pair_of(plan, role, x)
-    if _serves_both(plan, role, x):
-        as_cast = inf_to_nan(x) if pair.inf_is_nan else x
-        first = _quantized_for(plan, plan.uses(role).first, as_cast, scale)
-        return first, _transposed(plan, role, first)
+    pair = _pair_of(plan, role, x)._replace(has_barrier=has_barrier)
     return plan.each(role, no_derivative(partial(lowered, pair)), x, scale)
 
 
@@ -315,33 +323,21 @@ def quantized_with_amax(
 ) -> tuple[Any, Any, jax.Array | None]:
     """Returns a tensor quantized for its first and for its second product, and its partial amaxes.
 
-    The amaxes are None without delayed scaling. In an output gradient an Inf becomes a NaN, which gives the
-    same amax (inf).
+    The amaxes are None without delayed scaling.
+
+    XLA reads the wide tensor once, for codes and amaxes. It does not cast the tensor again for a GEMM that
+    takes it transposed. (``kernel_of`` computes codes and amaxes separately: for a kernel one pass saves no
+    time, and a policy that recomputes the kernel's codes would have to recompute its amax.)
     """
-    if scale is None and not _serves_both(plan, role, x):
-        pair = _pair_of(plan, role, x)._replace(has_barrier=True)
-        first, second = plan.each(role, no_derivative(partial(lowered, pair)), x, scale)
-        return first, second, None
-    first, second = _quantized_for_both(plan, role, x, scale)
-    # Codes and amaxes are computed together, so that XLA reads the wide tensor once, and does not cast it
-    # again for a GEMM that takes it transposed. ``kernel_of`` computes them separately: for a kernel it
-    # saves no time, and a policy that recomputes the kernel's codes would have to recompute its amax.
-    codes = [q.codes if isinstance(q, QTensor) else None for q in (first, second)]
-    is_shared = codes[0] is codes[1]
-    codes = codes[:1] if is_shared else codes
     if scale is None:
-        amaxes, codes = None, lax.optimization_barrier(codes)
-    else:
-        as_cast = inf_to_nan(x) if role == "output_grad" else x
-        amaxes, codes = plan.amaxes(role, x, extra, codes, as_cast)
-    first, second = (
-        dataclasses.replace(q, codes=c) if isinstance(q, QTensor) else q
-        for q, c in zip((first, second), codes * 2 if is_shared else codes)
-    )
-    return first, second, amaxes
+        return *_quantized_for_both(plan, role, x, None, has_barrier=True), None
+    pair = _quantized_for_both(plan, role, x, scale)
+    as_cast = inf_to_nan(x) if role == "output_grad" else x  # both have the same amax, inf
+    amaxes, codes = plan.amaxes(role, x, extra, distinct_codes(pair), as_cast)
+    return *with_codes(pair, codes), amaxes
 
 
-def _kept(plan: Contraction, role: str, name: str, operand: Any, scale: jax.Array | None) -> Any:
+def _kept(plan: Contraction, role: str, operand: Any, scale: jax.Array | None) -> Any:
     """Returns an operand in the form that is kept for the backward pass.
 
     A ``QTensor`` is kept without padding, as bits, under a name for policies of ``jax.checkpoint``.
@@ -349,10 +345,10 @@ def _kept(plan: Contraction, role: str, name: str, operand: Any, scale: jax.Arra
     Args:
         plan: the contraction.
         role: ``"input"`` or ``"kernel"``.
-        name: the ``checkpoint_name`` of the codes.
         operand: the operand of the second product, quantized or wide.
         scale: the delayed scale; None without delayed scaling.
     """
+    name = _INPUT_NAME if role == "input" else _KERNEL_NAME
     if not isinstance(operand, QTensor):
         # A wide kernel needs no name: it is an argument of the op, and stays in memory anyway.
         return checkpoint_name(operand, name) if role == "input" else operand
@@ -426,7 +422,7 @@ def input_of(
     """Quantizes the input for the forward product and for wgrad."""
     lhs = plan.prepared("input", lhs, extra)
     first, second, amaxes = quantized_with_amax(plan, "input", lhs, scale, extra)
-    kept = _kept(plan, "input", _INPUT_NAME, second, scale)
+    kept = _kept(plan, "input", second, scale)
     # If both products share the codes, the forward operand is made from the residual. Under a checkpoint
     # policy that saves the residual, a recomputed forward product then starts from the saved codes.
     if _serves_both(plan, "input", lhs):
@@ -441,7 +437,7 @@ def kernel_of(
     rhs = plan.prepared("kernel", rhs, extra)
     first, second = _quantized_for_both(plan, "kernel", rhs, scale)
     amaxes = None if scale is None else plan.amaxes("kernel", rhs, extra)[0]
-    kept = _kept(plan, "kernel", _KERNEL_NAME, second, scale)
+    kept = _kept(plan, "kernel", second, scale)
     if _serves_both(plan, "kernel", rhs):
         first = _transposed(plan, "kernel", restored(plan, "kernel", kept))
     elif isinstance(first, QTensor):
@@ -455,7 +451,7 @@ def quantized_product(
     lhs: jax.Array,
     rhs: jax.Array,
     extra: Extra,
-    scales: dict[str, jax.Array],
+    scales: Scales,
     kernel: Any,
 ) -> jax.Array:
     """Quantizes wide operands and returns the forward product, without residuals.
@@ -495,10 +491,10 @@ def _forward(
 
 
 def _backward(
-    plan: Contraction, operands: tuple[Any, Any], extra: Extra, scales: Scales, g: jax.Array
+    plan: Contraction, residuals: tuple[Any, Any], extra: Extra, scales: Scales, g: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
     """Returns the gradients of input and kernel, and the partial amaxes of ``g`` by role."""
-    lhs_kept, rhs_kept = operands
+    lhs_kept, rhs_kept = residuals
     g = plan.prepared("output_grad", g, extra)
     g_first, g_second, g_amaxes = quantized_with_amax(
         plan, "output_grad", g, scales.get("output_grad"), extra

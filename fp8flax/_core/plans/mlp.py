@@ -122,9 +122,9 @@ class _Residuals(NamedTuple):
     """The residuals of a block: the forward pass keeps them for the backward pass."""
 
     input: Any
-    """The operand of wgrad that is made of the input, in FP8."""
+    """The input in FP8, as an operand of wgrad, in the form in which a contraction keeps it."""
     kernels: tuple[Any, ...]
-    """The kernels, in FP8, as operands of dgrad."""
+    """The kernels in FP8, as operands of dgrad; codes as bits."""
     dense: tuple[jax.Array, ...]
     """The wide results of the first layers, without biases, from which the activation is computed again."""
     biases: tuple[jax.Array, ...]
@@ -143,46 +143,47 @@ class MlpPlan(Plan):
     ``i/input``, ``i/kernel`` and ``i/output_grad``.
     """
 
-    into: tuple[DotPlan, ...]
+    first_layers: tuple[DotPlan, ...]
     """The contractions of the block's input: one, or gate and up."""
-    out_of: DotPlan
+    last_layer: DotPlan
     """The last contraction, of the hidden activations."""
     activation: str
     kernel_dtypes: tuple[np.dtype, ...]
     """The dtypes of the kernels and of their cotangents. All products have the dtype of the input."""
     biases: tuple[Operand, ...]
-    """The biases of ``into``, ``(1, hidden)`` each; or none."""
+    """The biases of ``first_layers``, ``(1, hidden)`` each; or none."""
     names: tuple[str, ...]
     """The name scopes of the contractions."""
 
     @property
     def plans(self) -> tuple[DotPlan, ...]:
         """All contractions, in the order of the forward pass."""
-        return *self.into, self.out_of
+        return *self.first_layers, self.last_layer
 
     @property
     def operands(self) -> tuple[Operand, ...]:
         kernels = (plan.rhs._replace(dtype=dtype) for plan, dtype in zip(self.plans, self.kernel_dtypes))
-        return self.into[0].lhs, *kernels, *self.biases
+        return self.first_layers[0].lhs, *kernels, *self.biases
 
     @property
     def configs(self) -> dict[str, DelayedConfig]:
         return _joined([plan.configs for plan in self.plans])
 
     def casting(
-        self, f: Callable[..., Any], role: str, *plans: DotPlan, has_sums: bool = False
+        self, f: Callable[..., Any], role: str, num: int, *, has_sums: bool = False
     ) -> CastTranspose:
         """Returns the request to compute an elementwise function and cast its results to FP8.
 
         Args:
             f: ``_elementwise_forward`` or ``_elementwise_backward``.
             role: the role of the results in the contractions that take them.
-            *plans: for each result, the contraction that takes it.
+            num: number of results.
             has_sums: whether to return sums over the rows as well, which are the gradients of the biases.
         """
-        dtypes = tuple(plan.recipe.delayed[role].dtype for plan in plans)
-        f = partial(f, self.activation, len(self.into))
-        return CastTranspose(f, dtypes, has_sums, fits_kernel=self.activation not in _NOT_IN_TRITON)
+        dtype = self.last_layer.recipe.delayed[role].dtype  # all layers have one recipe
+        f = partial(f, self.activation, len(self.first_layers))
+        fits_kernel = self.activation not in _NOT_IN_TRITON
+        return CastTranspose(f, (dtype,) * num, has_sums, fits_kernel=fits_kernel)
 
     def primal(self, operands: tuple[jax.Array, ...], extra: Extra, scales: Scales) -> jax.Array:
         return self.forward(operands, extra, scales)[0]
@@ -198,17 +199,17 @@ class MlpPlan(Plan):
         del extra
         x, *rest = operands
         kernels, biases = rest[: len(self.plans)], tuple(rest[len(self.plans) :])
-        of_each = _by_contraction(scales, len(self.plans))
+        layer_scales = _scales_by_layer(scales, len(self.plans))
         # Gate and up have the same input, so both take its codes, with the scale of gate.
-        entered = input_of(self.into[0], x, of_each[0]["input"])
-        kernels_in = [_kernel_in_both_orders(*each) for each in zip(self.plans, kernels, of_each)]
+        entered = input_of(self.first_layers[0], x, layer_scales[0]["input"])
+        kernels_in = [_kernel_in_both_orders(*layer) for layer in zip(self.plans, kernels, layer_scales)]
         dense = []
-        for name, one, kernel in zip(self.names, self.into, kernels_in):
-            dense.append(checkpoint_name(_forward(one, name, entered.first, kernel.first), OUTPUT_NAME))
-        casting = self.casting(_elementwise_forward, "input", self.out_of)
-        (cast,) = lowered(casting, [of_each[-1]["input"].reshape(())], *dense, *biases)
-        first, second = _both_orders(self.out_of, "input", cast, of_each[-1])
-        out = _forward(self.out_of, self.names[-1], first, kernels_in[-1].first)
+        for name, layer, kernel in zip(self.names, self.first_layers, kernels_in):
+            dense.append(checkpoint_name(_forward(layer, name, entered.first, kernel.first), OUTPUT_NAME))
+        casting = self.casting(_elementwise_forward, "input", 1)
+        (cast,) = lowered(casting, [layer_scales[-1]["input"]], *dense, *biases)
+        first, second = _both_orders(self.last_layer, "input", cast, layer_scales[-1])
+        out = _forward(self.last_layer, self.names[-1], first, kernels_in[-1].first)
         amaxes: list[dict[str, Any]] = [
             {"input": entered.amaxes, "kernel": kernel.amaxes} for kernel in kernels_in
         ]
@@ -231,45 +232,45 @@ class MlpPlan(Plan):
         the first layers' results as one request, and computes dgrad and wgrad of the first layers.
         """
         del extra
-        last, kept, of_each = self.out_of, residuals, _by_contraction(scales, len(self.plans))
+        last, kept, layer_scales = self.last_layer, residuals, _scales_by_layer(scales, len(self.plans))
         g_first, g_second, g_amaxes = quantized_with_amax(
-            last, "output_grad", g, of_each[-1]["output_grad"], ()
+            last, "output_grad", g, layer_scales[-1]["output_grad"], ()
         )
-        name = self.names[-1]
-        with jax.named_scope(name), jax.named_scope(DGRAD):
-            hidden_grad = last.dgrad(g_first, kept.kernels[-1].from_bits())
-        with jax.named_scope(name), jax.named_scope(WGRAD):
-            kernel_grads = [_wgrad(last, kept.hidden_transposed.from_bits(), g_second, "lhs")]
-        casting = self.casting(_elementwise_backward, "output_grad", *self.into, has_sums=bool(kept.biases))
-        grad_scales = [of_one["output_grad"].reshape(()) for of_one in of_each[:-1]]
+        with jax.named_scope(self.names[-1]):
+            hidden_grad = _dgrad(last, g_first, kept.kernels[-1])
+            with jax.named_scope(WGRAD):
+                wgrad = last.gemms.wgrad.of_transposed(lhs=True)
+                last_kernel_grad = lowered(wgrad, kept.hidden_transposed.from_bits(), g_second)
+        num = len(self.first_layers)
+        casting = self.casting(_elementwise_backward, "output_grad", num, has_sums=bool(kept.biases))
+        grad_scales = [of_layer["output_grad"] for of_layer in layer_scales[:-1]]
         casts = lowered(casting, grad_scales, hidden_grad, *kept.dense, *kept.biases)
-        entered = restored(self.into[0], "input", kept.input)
-        grads = []
-        backwards = reversed([*zip(self.names, self.into, casts, of_each, kept.kernels)])
-        for name, one, cast, of_one, kernel in backwards:
-            first, second = _both_orders(one, "output_grad", cast, of_one)
-            with jax.named_scope(name), jax.named_scope(DGRAD):
-                grads.append(one.dgrad(first, kernel.from_bits()))
-            with jax.named_scope(name), jax.named_scope(WGRAD):
-                kernel_grads.insert(0, _wgrad(one, entered, second, "rhs"))
+        entered = restored(self.first_layers[0], "input", kept.input)
+        input_grads, kernel_grads = [], []
+        layers = zip(self.names, self.first_layers, casts, layer_scales, kept.kernels)
+        for name, layer, cast, of_layer, kernel in layers:
+            first, second = _both_orders(layer, "output_grad", cast, of_layer)
+            with jax.named_scope(name):
+                input_grads.append(_dgrad(layer, first, kernel))
+                with jax.named_scope(WGRAD):
+                    wgrad = layer.gemms.wgrad.of_transposed(rhs=True)
+                    kernel_grads.append(lowered(wgrad, entered, second))
         sums = [cast.sums[None] for cast in casts if cast.sums is not None]
         amaxes = [*(cast.amaxes for cast in casts), g_amaxes]
         return (
-            (sum(grads[1:], grads[0]), *kernel_grads, *sums),
-            _joined([{"output_grad": each} for each in amaxes]),
+            (sum(input_grads[1:], input_grads[0]), *kernel_grads, last_kernel_grad, *sums),
+            _joined([{"output_grad": x} for x in amaxes]),
         )
 
 
-def _joined(of_each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _joined(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merges a list of dicts ``{role: x}``, one per contraction ``i``, into one dict ``{"i/role": x}``."""
-    return {f"{i}/{role}": x for i, of_one in enumerate(of_each) for role, x in of_one.items()}
+    return {f"{i}/{role}": x for i, of_layer in enumerate(layers) for role, x in of_layer.items()}
 
 
-def _by_contraction(tensors: Mapping[str, Any], num: int) -> list[dict[str, Any]]:
-    """Splits a dict ``{"i/role": x}`` into ``num`` dicts ``{role: x}``, the reverse of ``_joined``."""
-    return [
-        {role: tensors[f"{i}/{role}"] for role in ROLES if f"{i}/{role}" in tensors} for i in range(num)
-    ]
+def _scales_by_layer(scales: Scales, num: int) -> list[dict[str, jax.Array]]:
+    """Splits the scales of a plan, ``{"i/role": scale}``, into ``num`` dicts ``{role: scalar scale}``."""
+    return [{role: scales[f"{i}/{role}"].reshape(()) for role in ROLES} for i in range(num)]
 
 
 def mlp_plan(
@@ -297,10 +298,11 @@ def mlp_plan(
         rhs = Operand.of(kernel)._replace(dtype=x.dtype)
         return DotPlan(recipe=recipe, lhs=lhs, rhs=rhs, out_dtype=x.dtype, dimension_numbers=_MATMUL_DIMS)
 
-    between = Operand((x.shape[0], kernels[-1].shape[0]), x.dtype, None, frozenset())
+    hidden_size = kernels[-1].shape[0]
+    between = Operand((x.shape[0], hidden_size), x.dtype, sharding=None, axes=frozenset())
     return MlpPlan(
-        into=tuple(plan(Operand.of(x), kernel) for kernel in kernels[:-1]),
-        out_of=plan(between, kernels[-1]),
+        first_layers=tuple(plan(Operand.of(x), kernel) for kernel in kernels[:-1]),
+        last_layer=plan(between, kernels[-1]),
         activation=activation,
         kernel_dtypes=tuple(kernel.dtype for kernel in kernels),
         biases=tuple(map(Operand.of, biases)),
@@ -339,7 +341,7 @@ def _kernel_in_both_orders(
 ) -> QuantizedOperand:
     """Quantizes a kernel in both orders: transposed for the forward GEMM, and as it is for dgrad."""
     casting = CastTranspose(_identity, (plan.recipe.delayed["kernel"].dtype,))
-    (cast,) = lowered(casting, [scales["kernel"].reshape(())], kernel)
+    (cast,) = lowered(casting, [scales["kernel"]], kernel)
     kept, first = _both_orders(plan, "kernel", cast, scales)
     first = _as_named_bits(first, KERNEL_FORWARD_NAME).from_bits()
     return QuantizedOperand(first, _as_named_bits(kept, RESIDUAL_NAMES[1]), named_scaling(cast.amaxes))
@@ -361,13 +363,14 @@ def _both_orders(
     plan: DotPlan, role: str, cast: Cast, scales: dict[str, jax.Array]
 ) -> tuple[QTensor, QTensor]:
     """Returns a cast tensor as two operands: its codes ``(M, N)``, and its transposed codes ``(N, M)``."""
-    quantizer, scale = plan.recipe.delayed[role], scales[role].reshape(())
+    quantizer, scale = plan.recipe.delayed[role], scales[role]
     return QTensor(cast.codes, scale, quantizer), QTensor(cast.transposed, scale, quantizer)
 
 
-def _wgrad(plan: DotPlan, lhs: QTensor, rhs: QTensor, transposed: str) -> jax.Array:
-    """Returns the gradient of a kernel; ``transposed`` names the operand that is passed transposed."""
-    return lowered(plan.gemms.wgrad.of_transposed(**{transposed: True}), lhs, rhs)
+def _dgrad(plan: DotPlan, g: QTensor, kernel: QTensor) -> jax.Array:
+    """Returns the gradient of the input of one contraction; ``kernel`` comes as bits."""
+    with jax.named_scope(DGRAD):
+        return plan.dgrad(g, kernel.from_bits())
 
 
 def mlp(
@@ -394,7 +397,7 @@ def mlp(
     rows = lax.reshape(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
     biases = [bias[None] for bias in biases]
     plan = mlp_plan(rows, kernels, biases, recipe, activation, names)
-    plan.out_of.warn(recipe.forward, recipe.dgrad, recipe.wgrad)
+    plan.last_layer.warn(recipe.forward, recipe.dgrad, recipe.wgrad)
     rows, kernels, biases = jax.tree.map(reverse_mode_only, (rows, tuple(kernels), tuple(biases)))
     checked = [checked_states(one, given) for one, given in zip(plan.plans, states)]
     scales = step_scales(plan.configs, _joined(checked))

@@ -108,8 +108,9 @@ def checked_states(plan: Contraction, states: States) -> _States:
     """Returns the states of the tensors with delayed scaling, after a check.
 
     Raises:
-        TypeError: as ``as_state``; or JAX would add up the gradients of the states over devices.
-        ValueError: as ``as_state``.
+        TypeError: see ``as_state``. Also if JAX would add up the gradients of the states over devices, see
+            ``refuse_unchecked_axes``.
+        ValueError: see ``as_state``.
     """
     if any(map(is_max_dtype, jax.tree.leaves(states, is_leaf=is_max_dtype))):
         refuse_unchecked_axes()

@@ -14,10 +14,15 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.amax import amaxes_of_parts, delayed_amax
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.gemm.cuda_ragged import transposed
-from fp8flax._core.gemm.kernels.groups import bounded
+from fp8flax._core.gemm.kernels.groups import ends_of_groups
 from fp8flax._core.gemm.lowering import lowered
-from fp8flax._core.gemm.request import ExpertProducts, ExpertSums, Gemm
+from fp8flax._core.gemm.request import (
+    ExpertProducts,
+    ExpertSums,
+    Gemm,
+    sum_dtype_of,
+    transposed_kernels,
+)
 from fp8flax._core.gemm.units import warn_if_emulated
 from fp8flax._core.plans.contraction import Contraction, States, Use, check_operands
 from fp8flax._core.plans.dot_general import hashable_precision, with_precision
@@ -36,9 +41,9 @@ _SMALLEST_TILE, _LARGEST_TILE = 128, 512
 _ROW_MULTIPLE = 16  # cublasLt requires it of the sizes of FP8 operands
 
 
-def _tile_of(rows: int, groups: int) -> int:
-    """Returns the number of rows in a tile, for ``rows`` rows of ``groups`` experts."""
-    half = max(1, rows // (2 * groups))
+def _tile_of(rows: int, experts: int) -> int:
+    """Returns the number of rows in a tile, for ``rows`` rows of ``experts`` experts."""
+    half = max(1, rows // (2 * experts))
     tile = min(max(1 << (half.bit_length() - 1), _SMALLEST_TILE), _LARGEST_TILE)
     return min(tile, max(_ROW_MULTIPLE, -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE))
 
@@ -122,30 +127,20 @@ class RaggedPlan(Contraction):
     @cached_property
     def gemms(self) -> _Gemms:
         """The GEMMs of forward, dgrad and wgrad for one visit."""
-        tile, depth, columns = self.tile, self.depth, self.columns
-        wide = np.dtype(np.float64 if self.rhs.dtype == np.float64 else np.float32)
-        x, w, y = self.lhs.dtype, self.rhs.dtype, self.out_dtype
+        x = self.lhs._replace(shape=(self.tile, self.depth))
+        w = self.rhs._replace(shape=(self.depth, self.columns))
+        y = Operand((self.tile, self.columns), self.out_dtype, None, frozenset())
         return _Gemms(
-            self._gemm("forward", View((tile, depth), (1,), ()), View((columns, depth), (1,), ()), x, w, y),
-            self._gemm("dgrad", View((tile, columns), (1,), ()), View((depth, columns), (1,), ()), y, w, x),
-            self._gemm("wgrad", View((tile, depth), (0,), ()), View((tile, columns), (0,), ()), x, y, wide),
+            self._gemm("forward", 1, x, w._replace(shape=(self.columns, self.depth)), y.dtype),
+            self._gemm("dgrad", 1, y, w, x.dtype),
+            self._gemm("wgrad", 0, x, y, sum_dtype_of(w.dtype)),
         )
 
-    def _gemm(
-        self, name: str, lhs: View, rhs: View, lhs_dtype: Any, rhs_dtype: Any, out_dtype: Any
-    ) -> Gemm:
-        """Returns the GEMM ``name`` of one visit."""
-        return Gemm(
-            dimension_numbers=((lhs.contract, rhs.contract), ((), ())),
-            lhs=lhs,
-            rhs=rhs,
-            lhs_dtype=lhs_dtype,
-            rhs_dtype=rhs_dtype,
-            out_dtype=out_dtype,
-            accumulation=getattr(self.recipe, name).accumulation,
-            precision=self.precision,
-            dequantized=self.dequantized,
-        )
+    def _gemm(self, name: str, contract: int, lhs: Operand, rhs: Operand, out_dtype: np.dtype) -> Gemm:
+        """Returns the GEMM of a visit that contracts dimension ``contract`` of both operands."""
+        gemm = self.gemm(name, (((contract,), (contract,)), ((), ())), lhs, rhs, out_dtype)
+        # Without its name, it runs in a loop without a barrier, and without a kernel that transposes codes.
+        return gemm._replace(name="")
 
     @cached_property
     def views(self) -> dict[str, tuple[View, View]]:
@@ -165,7 +160,7 @@ class RaggedPlan(Contraction):
         if role == "kernel":
             return x
         (group_sizes,) = extra
-        x = jnp.where(self._is_grouped(self.rows, group_sizes), x, np.zeros((), x.dtype))
+        x = jnp.where(self._has_expert(self.rows, group_sizes), x, np.zeros((), x.dtype))
         return lax.pad(x, np.zeros((), x.dtype), ((0, self.padded_rows - self.rows, 0), (0, 0, 0)))
 
     def amax(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
@@ -173,7 +168,7 @@ class RaggedPlan(Contraction):
         if role == "kernel":
             return super().amax(role, x, extra)
         (group_sizes,) = extra
-        return delayed_amax(x, self._is_grouped(x.shape[0], group_sizes))
+        return delayed_amax(x, self._has_expert(x.shape[0], group_sizes))
 
     def amaxes(
         self, role: str, x: jax.Array, extra: Extra, codes: Any = (), as_cast: jax.Array | None = None
@@ -182,12 +177,11 @@ class RaggedPlan(Contraction):
         if role == "kernel":
             return super().amaxes(role, x, extra, codes, as_cast)
         (group_sizes,) = extra
-        return amaxes_of_parts(x, self._is_grouped(x.shape[0], group_sizes), codes, as_cast=as_cast)
+        return amaxes_of_parts(x, self._has_expert(x.shape[0], group_sizes), codes, as_cast=as_cast)
 
-    def _is_grouped(self, rows: int, group_sizes: jax.Array) -> jax.Array:
-        """Returns a mask ``(rows, 1)`` of the rows that belong to any expert."""
-        num_grouped = jnp.sum(bounded(group_sizes, self.rows), dtype=jnp.int32)
-        return lax.broadcasted_iota(np.int32, (rows, 1), 0) < num_grouped
+    def _has_expert(self, rows: int, group_sizes: jax.Array) -> jax.Array:
+        """Returns a mask ``(rows, 1)`` of the rows that belong to an expert."""
+        return lax.broadcasted_iota(np.int32, (rows, 1), 0) < ends_of_groups(group_sizes, self.rows)[-1]
 
     def product(self, lhs: Any, rhs: Any, extra: Extra) -> jax.Array:
         return self._products("forward", lhs, rhs, extra)
@@ -206,9 +200,8 @@ class RaggedPlan(Contraction):
             gemm.out_dtype,
             partial(_products_in_tiles, self, name),
             gemm.dequantized,
-            # The forward product sums over the first axis of a kernel, and FP8 units over the last one. So
-            # each kernel is transposed: once, and not at each visit.
-            is_transposed=name == "forward",
+            # For ``_Gemms.forward``: once, and not at each visit.
+            transposes_kernels=name == "forward",
         )
         return lowered(request, lhs, kernels, group_sizes)[: self.rows]
 
@@ -244,6 +237,7 @@ class RaggedPlan(Contraction):
         sizes: dict[str, int] = {}
         for use, operand in zip(self.uses_of(name), (lhs, rhs)):
             shape = operand.codes.shape[-2:]
+            # Codes with scales per block have the contraction last, whichever axis of the tensor it is.
             is_transposed = _is_per_block(operand) and use.view.contract == (0,)
             sizes |= zip(dims[use.role], shape[::-1] if is_transposed else shape)
         depth = sizes.get("depth", self.depth)
@@ -286,8 +280,8 @@ def _products_in_tiles(
     lhs = _in_whole_tiles(plan, lhs_use, lhs, is_part)
     kernels = _dequantized_blocks(plan, kernel_use, kernels)
     if name == "forward":
-        kernels = jax.tree.map(transposed, kernels)
-    out = _multiply_rows(plan, gemm, lhs, kernels, _visits(plan, group_sizes))
+        kernels = transposed_kernels(kernels)
+    out = _scan_products(plan, gemm, lhs, kernels, _visits(plan, group_sizes))
     return out[: plan.rows] if is_part else out
 
 
@@ -297,7 +291,7 @@ def _sums_in_tiles(
     """Returns the sums of the outer products of each expert's rows; see ``_products_in_tiles``."""
     plan = plan.of_part("wgrad", lhs, g) if is_part else plan
     lhs, g = (_in_whole_tiles(plan, *one, is_part) for one in zip(plan.uses_of("wgrad"), (lhs, g)))
-    return _multiply_groups(plan, lhs, g, _visits(plan, group_sizes))
+    return _scan_sums(plan, lhs, g, _visits(plan, group_sizes))
 
 
 def _in_whole_tiles(plan: RaggedPlan, use: Use, operand: Any, is_part: bool) -> Any:
@@ -338,15 +332,14 @@ def _visits(plan: RaggedPlan, group_sizes: jax.Array) -> _Visit:
     there are fewer visits than ``num_visits``, the rest have the expert of the last visit, and no rows.
     """
     tile = np.int32(plan.tile)
-    sizes = bounded(group_sizes, plan.rows)
-    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), np.int32(plan.rows))
+    ends = ends_of_groups(group_sizes, plan.rows)
     starts = lax.pad(ends, np.int32(0), [(1, -1, 0)])
     counts = jnp.where(ends > starts, (ends - 1) // tile - starts // tile + 1, 0)
     after = jnp.cumsum(counts, dtype=jnp.int32)
     index = lax.iota(np.int32, plan.num_visits)
     visit = jnp.maximum(jnp.minimum(index, after[-1] - 1), 0)
     expert = jnp.sum(visit[:, None] >= after[None, :], axis=1, dtype=jnp.int32)
-    expert = jnp.minimum(expert, np.int32(plan.experts - 1))
+    expert = jnp.minimum(expert, np.int32(plan.experts - 1))  # without any rows, no expert is found
     nth = visit - (after - counts)[expert]
     is_used = index < after[-1]
     row = jnp.where(is_used, (starts[expert] // tile + nth) * tile, 0)
@@ -378,7 +371,7 @@ def _tile_rows(plan: RaggedPlan, operand: Any, row: jax.Array) -> Any:
 # Jitted, because otherwise each call outside of jit would compile the loop again. Inside of jit,
 # ``inline=True`` makes it a part of the surrounding program.
 @partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _multiply_rows(plan: RaggedPlan, gemm: Gemm, lhs: Any, kernels: Any, visits: _Visit) -> jax.Array:
+def _scan_products(plan: RaggedPlan, gemm: Gemm, lhs: Any, kernels: Any, visits: _Visit) -> jax.Array:
     """Returns each row times the kernel of its expert, ``(padded rows, columns)``; other rows are zeros."""
 
     def step(out: jax.Array, visit: _Visit) -> tuple[jax.Array, None]:
@@ -393,7 +386,7 @@ def _multiply_rows(plan: RaggedPlan, gemm: Gemm, lhs: Any, kernels: Any, visits:
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
-def _multiply_groups(plan: RaggedPlan, lhs: Any, rhs: Any, visits: _Visit) -> jax.Array:
+def _scan_sums(plan: RaggedPlan, lhs: Any, rhs: Any, visits: _Visit) -> jax.Array:
     """Returns for each expert the sum of outer products over its rows, ``(experts, depth, columns)``."""
 
     def step(carry: tuple[jax.Array, jax.Array], visit: _Visit) -> tuple[Any, None]:
@@ -409,12 +402,12 @@ def _multiply_groups(plan: RaggedPlan, lhs: Any, rhs: Any, visits: _Visit) -> ja
         return (total, lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), visit.expert, 0)), None
 
     shape = (plan.depth, plan.columns)
-    start = _varying_as(
+    total, out = _varying_as(
         (lhs, rhs, visits),
         jnp.zeros(shape, plan.gemms.wgrad.out_dtype),
         jnp.zeros((plan.experts, *shape), plan.rhs.dtype),
     )
-    return lax.scan(step, (start[0], start[1]), visits)[0][1]
+    return lax.scan(step, (total, out), visits)[0][1]
 
 
 def _with_zeros(keep: jax.Array, operand: Any) -> Any:

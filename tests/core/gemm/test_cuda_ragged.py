@@ -10,8 +10,8 @@ import pytest
 import fp8flax as fp8
 from fp8flax._core.gemm import cuda_ragged
 from fp8flax._core.gemm.cuda_ragged import grouped_products, grouped_sums
-from fp8flax._core.gemm.kernels import grouped_gemm_hopper, groups
-from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.gemm.kernels import groups, tiled_gemm_hopper
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.qtensor import QTensor, View
 from tests.cases import error_of_product, with_reference
 
@@ -77,7 +77,7 @@ def test_sums_are_of_each_groups_own_tiles(align):
 @pytest.fixture
 def _one_core(monkeypatch):
     """The interpreter compiles the kernel anew for each core that there is. One does all tiles, in turn."""
-    monkeypatch.setattr(grouped_gemm_hopper, "CORES", 1)
+    monkeypatch.setattr(tiled_gemm_hopper, "_CORES", 1)
 
 
 def interpreted(f, out_dtype):

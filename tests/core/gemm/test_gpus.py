@@ -18,7 +18,7 @@ from fp8flax._core.gemm.gpus import (
     has_fp8_units,
     is_hopper,
 )
-from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from tests.cases import dense_step, struct
 
 

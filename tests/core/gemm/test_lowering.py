@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._core.gemm import lowering
 from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.gemm.lowering import Row, lowered
 from fp8flax._core.gemm.request import CastTranspose
 from fp8flax._core.plans.contraction import States

@@ -60,7 +60,7 @@ CASES = {
 def test_products_of_transposed_matrices(case):
     lhs_shape, rhs_shape, dims = CASES[case]
     for gemm in (gemms_of(lhs_shape, rhs_shape, dims)[i] for i in (0, 1, 3)):
-        matrices, *are_transposed = gemm.of_columns()
+        matrices, *are_transposed = gemm.with_depth_last()
         operands = [ints(i, *view.shape) for i, view in enumerate((gemm.lhs, gemm.rhs))]
         depth = gemm.sizes[1]
         columns = [
@@ -74,8 +74,8 @@ def test_products_of_transposed_matrices(case):
 
 def test_what_does_not_lie_together_is_left_alone():
     gemms = gemms_of((2, 4, 3), (4, 5), (((1,), (0,)), ((), ())))
-    assert gemms.forward.of_columns() is None
-    assert gemms_of((2, 3, 4), (2, 4, 5), (((2,), (1,)), ((0,), (0,)))).forward.of_columns() is None
+    assert gemms.forward.with_depth_last() is None
+    assert gemms_of((2, 3, 4), (2, 4, 5), (((2,), (1,)), ((0,), (0,)))).forward.with_depth_last() is None
 
 
 def test_a_wide_product_by_stored_codes_has_the_precision_of_jax():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.gemm.units import runs_in_fp8, warn_if_emulated
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.dot_general import fp8_dot_general

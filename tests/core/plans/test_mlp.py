@@ -9,7 +9,7 @@ import fp8flax as fp8
 from fp8flax._core.names import ROLES
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.dot_general import fp8_dot_general
-from fp8flax._core.plans.mlp import _by_contraction, _joined, hidden, is_all_delayed, mlp, runs_as_one
+from fp8flax._core.plans.mlp import _joined, _scales_by_layer, hidden, is_all_delayed, mlp, runs_as_one
 from fp8flax._core.state.state import ScalingState
 from tests.cases import MATMUL, normal
 
@@ -61,10 +61,11 @@ def test_hidden_activations(num):
 
 
 def test_names_of_tensors_there_and_back():
-    of_each = [{"input": 1, "kernel": 2}, {"output_grad": 3}]
-    joined = _joined(of_each)
-    assert joined == {"0/input": 1, "0/kernel": 2, "1/output_grad": 3}
-    assert _by_contraction(joined, 2) == of_each
+    layers = [dict(zip(("input", "kernel", "output_grad"), np.float32(x))) for x in ([1, 2, 3], [4, 5, 6])]
+    joined = _joined(layers)
+    assert joined["0/kernel"] == 2
+    assert joined["1/input"] == 4
+    assert _scales_by_layer(joined, 2) == layers
 
 
 def test_which_recipes_and_inputs_run_as_one():

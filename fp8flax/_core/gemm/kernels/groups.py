@@ -23,10 +23,13 @@ from fp8flax._core.names import TRANSPOSE_GROUPS
 TILE = 128
 """The number of rows of a tile."""
 
-# The first row of a tile is a multiple of this. Shared memory stores codes and results in units of 8 rows,
-# and Hopper copies them in these units. A copy that begins within a unit would lose rows. (The interpreter
-# does not show this.)
-_ALIGN = 8
+ALIGN = 8
+"""The first row of a tile is a multiple of this. Shared memory stores codes and results in units of 8 rows,
+and Hopper copies them in these units. A copy that begins within a unit would lose rows. (The interpreter
+does not show this.)"""
+
+# The rows of the table that ``table_of`` returns.
+TILES_UP_TO, ENDS = 0, 1
 
 
 class Group(NamedTuple):
@@ -45,7 +48,7 @@ class Group(NamedTuple):
     """One more than the last row of the group in the tile, relative to ``row``; 0 if the tile is unused."""
 
 
-def table_of(rows: int, group_sizes: jax.Array, align: int = _ALIGN) -> jax.Array:
+def table_of(rows: int, group_sizes: jax.Array, align: int = ALIGN) -> jax.Array:
     """Returns the table of all groups, int32 of shape ``(2, groups)``, from which kernels find their tiles.
 
     The first row has the number of tiles up to the end of each group. The second row has ``ends``, the end
@@ -57,27 +60,28 @@ def table_of(rows: int, group_sizes: jax.Array, align: int = _ALIGN) -> jax.Arra
             as 0.
         align: the first row of each tile is a multiple of this, ``TILE`` or less.
     """
-    experts = group_sizes.size
-
-    def sums_up_to(numbers: jax.Array) -> jax.Array:
-        """Returns for each of the ``experts + 1`` groups the sum of the numbers up to its own."""
-        # Masked sums instead of cumsum, because XLA fuses them into one kernel.
-        shape = experts + 1, numbers.size
-        is_up_to = lax.broadcasted_iota(np.int32, shape, 0) >= lax.broadcasted_iota(np.int32, shape, 1)
-        return jnp.sum(jnp.where(is_up_to, numbers, 0), axis=1, dtype=jnp.int32)
-
-    sums = sums_up_to(bounded(group_sizes, rows))
-    is_last = lax.iota(np.int32, experts + 1) == experts
-    ends = jnp.where(is_last, np.int32(rows), lax.min(sums, np.int32(rows)))
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    ends = lax.pad(ends_of_groups(group_sizes, rows), np.int32(rows), [(0, 1, 0)])
+    starts = lax.pad(ends, np.int32(0), [(1, -1, 0)])
     counts = (ends - _down(starts, align) + np.int32(TILE - 1)) // np.int32(TILE)
     counts = jnp.where(ends > starts, counts, 0)
-    return jnp.stack([sums_up_to(counts), ends])
+    return jnp.stack([_sums_up_to(counts), ends])
 
 
-def bounded(group_sizes: jax.Array, rows: int) -> jax.Array:
-    """Returns group sizes as int32, clipped to between 0 and ``rows``."""
-    return jnp.clip(group_sizes, 0, min(rows, jnp.iinfo(group_sizes.dtype).max)).astype(jnp.int32)
+def ends_of_groups(group_sizes: jax.Array, rows: int) -> jax.Array:
+    """Returns the end of each group, int32 of the shape of ``group_sizes``: the row after its last row.
+
+    A size below 0 counts as 0. An end is at most ``rows``.
+    """
+    clipped = jnp.clip(group_sizes, 0, min(rows, jnp.iinfo(group_sizes.dtype).max)).astype(jnp.int32)
+    return lax.min(_sums_up_to(clipped), np.int32(rows))
+
+
+def _sums_up_to(numbers: jax.Array) -> jax.Array:
+    """Returns for each number the sum of the numbers up to and with it, int32."""
+    # Masked sums instead of cumsum, because XLA fuses them into one kernel.
+    shape = numbers.size, numbers.size
+    is_up_to = lax.broadcasted_iota(np.int32, shape, 0) >= lax.broadcasted_iota(np.int32, shape, 1)
+    return jnp.sum(jnp.where(is_up_to, numbers, 0), axis=1, dtype=jnp.int32)
 
 
 def _down(row: Any, align: int) -> Any:
@@ -87,8 +91,8 @@ def _down(row: Any, align: int) -> Any:
 
 def num_tiles(rows: int, groups: int) -> int:
     """Returns an upper bound of the number of tiles of ``rows`` rows in ``groups`` groups."""
-    # The first tile of a group may begin ``_ALIGN - 1`` rows early, and the last one end ``TILE - 1`` late.
-    return max(1, (rows + groups * (TILE - 1 + _ALIGN - 1)) // TILE)
+    # The first tile of a group may begin ``ALIGN - 1`` rows early, and the last one end ``TILE - 1`` late.
+    return max(1, (rows + groups * (TILE - 1 + ALIGN - 1)) // TILE)
 
 
 def before(table: Any, row: int, group: Any) -> Any:
@@ -96,7 +100,7 @@ def before(table: Any, row: int, group: Any) -> Any:
     return lax.select(group > 0, table[row, lax.max(group - 1, np.int32(0))], np.int32(0))
 
 
-def group_of(table: Any, tile: Any, groups: int, align: int = _ALIGN) -> Group:
+def group_of(table: Any, tile: Any, groups: int, align: int = ALIGN) -> Group:
     """Returns the group that a tile serves, found by bisection; kernels call it.
 
     Args:
@@ -109,12 +113,12 @@ def group_of(table: Any, tile: Any, groups: int, align: int = _ALIGN) -> Group:
     index, step = jnp.int32(0), 1 << (groups.bit_length() - 1)
     while step:
         next_index = index + np.int32(step)
-        ends_before = table[0, lax.min(next_index - 1, last)] <= tile
+        ends_before = table[TILES_UP_TO, lax.min(next_index - 1, last)] <= tile
         index = lax.select((next_index <= groups) & ends_before, next_index, index)
         step //= 2
     is_used = index < groups
-    start, end = before(table, 1, index), table[1, lax.min(index, last)]
-    row = _down(start, align) + (tile - before(table, 0, index)) * np.int32(TILE)
+    start, end = before(table, ENDS, index), table[ENDS, lax.min(index, last)]
+    row = _down(start, align) + (tile - before(table, TILES_UP_TO, index)) * np.int32(TILE)
     low, high = lax.max(start, row) - row, lax.min(end, row + np.int32(TILE)) - row
     zero = jnp.int32(0)
     return Group(index, *(lax.select(is_used, x, zero) for x in (row, low, high)))
@@ -182,6 +186,7 @@ def blocks_of_groups(codes: jax.Array, scale: jax.Array, table: jax.Array) -> tu
         Codes ``(columns, blocks * TILE)`` and scales ``(blocks, columns)``.
     """
     (columns, rows), groups = codes.shape, table.shape[1]
+    # Each expert shares at most one block with the expert before it.
     index = lax.iota(np.int32, rows // TILE + groups - 2)
     group = jax.vmap(lambda tile: group_of(table, tile, groups, TILE))(index)
     block = lax.div(group.row, np.int32(TILE))

@@ -20,8 +20,7 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8flax._core.gemm.kernels.groups import bounded
-from fp8flax._core.names import BLOCK_QUANTIZE
+from fp8flax._core.gemm.kernels.groups import ends_of_groups
 from fp8flax._core.qtensor import QTensor, View
 
 if TYPE_CHECKING:
@@ -72,20 +71,20 @@ def on_shards(
 
     def partition(mesh: Any, args: Any, result: Any) -> Any:
         """Returns what each device computes, and the shardings of results and operands."""
-        taken, made = [*zip(operands, args)], [*zip(result_dims, jax.tree.leaves(result))]
-        asked = {letter: _agreed(letter, taken[:num_deciding]) for letter in order}
-        wanted = {letter: _agreed(letter, made) for letter in order}
+        given, results_of_xla = [*zip(operands, args)], [*zip(result_dims, jax.tree.leaves(result))]
+        operand_axes = {letter: _agreed(letter, given[:num_deciding]) for letter in order}
+        result_axes = {letter: _agreed(letter, results_of_xla) for letter in order}
         wishes = [
-            *((letter, asked[letter]) for letter in summed),
-            *((letter, asked[letter]) for letter in order if asked[letter] == wanted[letter]),
-            *asked.items(),
-            *wanted.items(),
+            *((letter, operand_axes[letter]) for letter in summed),
+            *((letter, axes) for letter, axes in operand_axes.items() if axes == result_axes[letter]),
+            *operand_axes.items(),
+            *result_axes.items(),
         ]
         split_over = dict[str, Axes]()
         for letter, axes in wishes:  # the first wish that can be met counts
             is_used = any(set(axes) & set(others) for others in split_over.values())
             num_parts = math.prod(mesh.shape[axis] for axis in axes)
-            can_split = not is_used and _count(letter, [*taken, *made]) % num_parts == 0
+            can_split = not is_used and _count(letter, [*given, *results_of_xla]) % num_parts == 0
             if axes and can_split and letter not in split_over:
                 split_over[letter] = axes
         summed_axes = tuple(axis for letter in summed for axis in split_over.get(letter, ()))
@@ -111,7 +110,7 @@ def on_shards(
         counts = {letter: _count(letter, arrays) for letter in letters}
         sizes = {letter: n for dims, x in arrays for letter, n in zip(dims, x.shape)}
         blocks = {x for x in letters if x.upper() in sizes and x in sizes and counts[x] % mesh.size == 0}
-        # Each dimension of size 1 needs a factor of its own.
+        # Each dimension ``-`` needs a factor of its own.
         others = map("u{}".format, itertools.count())
 
         def factor(x: str) -> str:
@@ -177,7 +176,7 @@ def gemm_on_shards(
     (of_lhs, of_rhs, of_out), quantizers = _dims_of(gemm), (lhs.quantizer, rhs.quantizer)
 
     def multiply_part(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
-        left, right = _qtensors((lhs, rhs), (lhs_scale, rhs_scale), quantizers)
+        left, right = map(QTensor, (lhs, rhs), (lhs_scale, rhs_scale), quantizers)
         return multiply(gemm.of_parts(lhs.shape, rhs.shape), left, right)
 
     summed = "".join(letter for letter in of_lhs if letter not in of_out)
@@ -189,11 +188,10 @@ def gemm_on_shards(
 class _Exchanged(NamedTuple):
     """An operand with scales per block, in the form in which devices exchange it."""
 
-    codes: jax.Array
-    scale: jax.Array
+    spread: QTensor
+    """The operand after ``Quantizer.spread``."""
     dims: str
     """The description of the codes, see ``on_shards``."""
-    quantizer: Any
     rank_of_rows: int
     """How many dimensions the rows of a matrix are flattened from; the columns are those behind them."""
     is_swapped: bool
@@ -202,7 +200,7 @@ class _Exchanged(NamedTuple):
     def matrices(self, codes: jax.Array, scale: jax.Array) -> QTensor:
         """Returns the operand of ``multiply``, from the parts of codes and scales that a device has."""
         flat_codes, flat_scale = (_as_matrices(x, self.rank_of_rows) for x in (codes, scale))
-        return _swapped(QTensor(flat_codes, flat_scale, self.quantizer), self.is_swapped)
+        return _swapped(QTensor(flat_codes, flat_scale, self.spread.quantizer), self.is_swapped)
 
 
 def _exchanged(x: QTensor, view: View, batch: str, rows: str, columns: str, is_swapped: bool) -> _Exchanged:
@@ -219,8 +217,7 @@ def _exchanged(x: QTensor, view: View, batch: str, rows: str, columns: str, is_s
     first, second = (columns, rows) if is_swapped else (rows, columns)
     view = view._replace(contract=view.free) if is_swapped else view
     spread = x.quantizer.spread(_swapped(x, is_swapped), view)
-    dims = batch + first + second
-    return _Exchanged(spread.codes, spread.scale, dims, x.quantizer, len(first), is_swapped)
+    return _Exchanged(spread, batch + first + second, len(first), is_swapped)
 
 
 def _block_gemm_on_shards(
@@ -256,16 +253,15 @@ def _block_gemm_on_shards(
         sizes = dict(zip(left.dims + right.dims, lhs_codes.shape + rhs_codes.shape))
         return out.reshape([sizes[letter] for letter in out_dims])
 
-    scale_dims = [_of_scale(QTensor(x.codes, x.scale, x.quantizer), x.dims) for x in (left, right)]
     run = on_shards(
         multiply_part,
-        (left.dims, right.dims, *scale_dims),
+        (left.dims, right.dims, *(_of_scale(x.spread, x.dims) for x in (left, right))),
         out_dims,
         order=columns + out_dims,
         num_deciding=2,
         name=name,
     )
-    out = run(left.codes, right.codes, left.scale, right.scale)
+    out = run(left.spread.codes, right.spread.codes, left.spread.scale, right.spread.scale)
     return gemm.unpadded(_as_matrices(out, len(rows[0])))
 
 
@@ -298,11 +294,12 @@ def _swapped(x: QTensor, is_swapped: bool) -> QTensor:
 def _dims_of(gemm: Gemm) -> tuple[str, str, str]:
     """Returns the descriptions of both operands and of the result, see ``on_shards``."""
     letters = iter(string.ascii_lowercase)
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = gemm.dimension_numbers
     lhs = dict(zip(range(len(gemm.lhs.shape)), letters))
-    partners = dict(zip((*rhs_batch, *rhs_contract), (*lhs_batch, *lhs_contract)))
+    partners = dict(
+        zip((*gemm.rhs.batch, *gemm.rhs.contract), (*gemm.lhs.batch, *gemm.lhs.contract), strict=True)
+    )
     rhs = {i: lhs[partners[i]] if i in partners else next(letters) for i in range(len(gemm.rhs.shape))}
-    out = [lhs[i] for i in (*lhs_batch, *gemm.lhs.free)] + [rhs[i] for i in gemm.rhs.free]
+    out = [lhs[i] for i in (*gemm.lhs.batch, *gemm.lhs.free)] + [rhs[i] for i in gemm.rhs.free]
     return "".join(lhs.values()), "".join(rhs.values()), "".join(out)
 
 
@@ -310,9 +307,9 @@ def quantize_on_shards(
     kernel: Callable[..., Any],
     *,
     block: tuple[int, int],
-    ranks: tuple[int, int] = (1, 1),
-    are_whole: tuple[bool, bool] = (True, True),
-    name: str = BLOCK_QUANTIZE,
+    ranks: tuple[int, int],
+    are_whole: tuple[bool, bool],
+    name: str,
 ) -> Callable[..., Any]:
     """Returns ``kernel`` for a stack of matrices that may be split over devices at any block boundary.
 
@@ -334,9 +331,12 @@ def quantize_on_shards(
         """Returns the descriptions of the codes and of the scales of a matrix."""
         codes, blocks = batch, batch
         for dims, has_blocks in ((rows, is_square), (columns, True)):
-            is_padded = has_blocks and dims not in whole
-            codes += "-" * len(dims) if is_padded else dims
-            blocks += "-" * len(dims) if is_padded else dims[:-1] + dims[-1].upper() if has_blocks else dims
+            if has_blocks and dims not in whole:  # padded
+                codes, blocks = codes + "-" * len(dims), blocks + "-" * len(dims)
+            elif has_blocks:
+                codes, blocks = codes + dims, blocks + dims[:-1] + dims[-1].upper()
+            else:
+                codes, blocks = codes + dims, blocks + dims
         return codes, blocks
 
     def quantize_part(x: jax.Array) -> Any:
@@ -390,16 +390,18 @@ def ragged_on_shards(
         group_sizes: number of rows of each group.
         name: the scope in which ``multiply`` runs; empty for none.
     """
-    quantizers, rows = (lhs.quantizer, rhs.quantizer), dims[0].index("m")
+    quantizers, row_axis = (lhs.quantizer, rhs.quantizer), dims[0].index("m")
     of_scales = (_of_scale(x, of) for x, of in zip((lhs, rhs), dims))
 
     def kernel(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, sizes: Any) -> jax.Array:
-        left, right = _qtensors((lhs, rhs), (lhs_scale, rhs_scale), quantizers)
+        left, right = map(QTensor, (lhs, rhs), (lhs_scale, rhs_scale), quantizers)
         return multiply(left, right, sizes)
 
     def adapt(axes: dict[str, Axes], *args: jax.Array) -> Sequence[jax.Array]:
         *parts, sizes = args
-        return (*parts, _sizes_of_part(sizes, parts[0].shape[rows], axes["m"]) if "m" in axes else sizes)
+        if "m" in axes:
+            sizes = _sizes_of_part(sizes, parts[0].shape[row_axis], axes["m"])
+        return *parts, sizes
 
     order = "".join(dict.fromkeys("".join(dims).replace("e", "").replace("-", "")))
     run = on_shards(
@@ -412,13 +414,6 @@ def ragged_on_shards(
         adapt=adapt,
     )
     return run(lhs.codes, rhs.codes, lhs.scale, rhs.scale, group_sizes)
-
-
-def _qtensors(
-    codes: Sequence[jax.Array], scales: Sequence[jax.Array], quantizers: Sequence[Any]
-) -> list[QTensor]:
-    """Returns a ``QTensor`` for each operand, from its codes, scales and quantizer."""
-    return list(map(QTensor, codes, scales, quantizers))
 
 
 def _of_scale(x: QTensor, of_codes: str) -> str:
@@ -449,8 +444,7 @@ def _sizes_of_part(group_sizes: jax.Array, rows: int, axes: Axes) -> jax.Array:
         rows: number of rows on each device.
         axes: the mesh axes over which the rows are split.
     """
-    total = rows * lax.axis_size(axes)
-    ends = jnp.minimum(jnp.cumsum(bounded(group_sizes, total), dtype=jnp.int32), total)
+    ends = ends_of_groups(group_sizes, rows * lax.axis_size(axes))
     ends = jnp.clip(ends - lax.axis_index(axes) * rows, 0, rows)
     return jnp.diff(ends, prepend=np.int32(0))
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._core.gemm.kernels import block_gemm_hopper
-from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC, hopper_block_gemm
+from fp8flax._core.gemm.kernels import tiled_gemm_hopper
+from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from tests.cases import error_of_product
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -17,7 +18,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 @pytest.fixture
 def _one_core(monkeypatch):
     """The interpreter compiles the kernel anew for each core that there is. One does all tiles, in turn."""
-    monkeypatch.setattr(block_gemm_hopper, "CORES", 1)
+    monkeypatch.setattr(tiled_gemm_hopper, "_CORES", 1)
 
 
 def interpreted(**kwargs):

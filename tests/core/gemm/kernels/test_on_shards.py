@@ -44,7 +44,7 @@ def gemm_of(lhs, rhs, dims, out_dtype):
     """Returns the request for a GEMM of two operands of these shapes."""
     views = [View(shape, contract, batch) for shape, contract, batch in zip((lhs, rhs), *dims)]
     dtype = np.dtype(np.float32)
-    return Gemm(dims, *views, dtype, dtype, np.dtype(out_dtype))
+    return Gemm(*views, dtype, dtype, np.dtype(out_dtype))
 
 
 @pytest.mark.oldest
@@ -138,7 +138,8 @@ def test_split_tensors_are_quantized_as_whole_ones(spec, block):
         return tuple((q.codes, q.scale) for q in pair)
 
     expected = jax.jit(twin)(x)
-    run = jax.jit(quantize_on_shards(twin, block=block), in_shardings=NamedSharding(on, spec))
+    split = quantize_on_shards(twin, block=block, ranks=(1, 1), are_whole=(True, True), name="")
+    run = jax.jit(split, in_shardings=NamedSharding(on, spec))
     jax.tree.map(np.testing.assert_array_equal, run(x), expected)
     gathered = re.findall(r"= (\w+\[\S*) all-gather", run.lower(x).compile().as_text())
     assert not any("512,512" in shape for shape in gathered if not any(map(_is_pair, spec)))
@@ -155,7 +156,7 @@ def test_a_dimension_that_ends_in_a_partial_block_is_not_split(sizes, block):
         made = [quantizer.quantize(x, View(x.shape, (contract,), (0,))) for contract in (2, 1)]
         return tuple((q.codes, q.scale) for q in made)
 
-    split = quantize_on_shards(pair, block=block, are_whole=whole)
+    split = quantize_on_shards(pair, block=block, ranks=(1, 1), are_whole=whole, name="")
     run = jax.jit(split, in_shardings=NamedSharding(on, P(None, "b", "a")))
     jax.tree.map(np.testing.assert_array_equal, run(x), jax.jit(pair)(x))
 

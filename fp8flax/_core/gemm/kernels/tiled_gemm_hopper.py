@@ -1,4 +1,8 @@
-"""A GEMM of groups of rows, each with its own right matrix: a GPU kernel in Mosaic GPU for Hopper."""
+"""A GEMM in tiles: a GPU kernel in Mosaic GPU for Hopper's FP8 units.
+
+A ``Tiling`` says which rows of the operands each tile of the result is computed from. ``block_gemm_hopper``
+has the tiling of a stack of matrices, ``cuda_ragged`` those of a ragged dot.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,35 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.gemm.kernels.block_gemm_hopper import CORES, STRIP, load
 from fp8flax._core.gemm.kernels.groups import TILE
-from fp8flax._core.names import GROUPED_GEMM
 from fp8flax._core.qtensor import BLOCK
 from fp8flax._core.scaling import apply_scales
+
+HAS_MOSAIC = jax.__version_info__ >= (0, 10)
+"""Whether Pallas's Mosaic GPU has the interface that the kernel uses."""
+
+_IS_0_11 = jax.__version_info__ >= (0, 11)
+"""Whether JAX is 0.11 or later. From 0.11 on ``wgmma`` takes operands of two different FP8 dtypes."""
 
 # A thread block has three warpgroups. Two multiply, each half of the rows of a tile of the result. One warp
 # of the third fetches the operands.
 _ROWS = TILE // 2
 
+_CORES = 132
+"""The number of cores of an H100 or H200. On a GPU with fewer some tiles wait for a second round."""
+
+_STRIP = 8
+"""The width, in tiles, of a strip of columns. The cores compute one strip after the other, because the
+tiles of a strip share what they read. The width changes the time only. It is a guess, not measured."""
+
 # Bytes of shared memory for operands and results: a thread block has 227 KiB; barriers take some of it.
 _SHARED_MEMORY = 226 * 1024
+
+
+def multiplies_dtypes(lhs: Any, rhs: Any) -> bool:
+    """Returns whether the GPU kernel can multiply operands of these dtypes."""
+    known = {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)}
+    return HAS_MOSAIC and {jnp.dtype(lhs), jnp.dtype(rhs)} <= known and (lhs == rhs or _IS_0_11)
 
 
 class Tile(NamedTuple):
@@ -42,7 +63,9 @@ class Tile(NamedTuple):
     block: Any
     """The first block of the contraction."""
     num_blocks: Any
-    """The number of blocks of the contraction; with 0 the tile is zero."""
+    """The number of blocks of the contraction; with 0 the tile is zero.
+
+    It and ``block`` are Python ints if they are the same for all tiles."""
     out_row: Any
     """The first row of the result, a multiple of 8."""
     low: Any
@@ -63,26 +86,28 @@ class Tiling(NamedTuple):
     is_whole: bool
     """Whether all rows of every tile are written. Otherwise a tile writes the rows ``low`` to ``high``."""
     tile: Callable[[Any, Any], Tile]
-    """Called with the table of ``grouped_gemm`` and the index of a tile; returns the tile. All its rows,
+    """Called with the table of ``tiled_gemm`` and the index of a tile; returns the tile. All its rows,
     also those that are not written, must lie within the operands and the result."""
 
 
-def grouped_gemm(
+def tiled_gemm(
     lhs: jax.Array,
     rhs: jax.Array,
     lhs_scale: jax.Array,
     rhs_scale: jax.Array,
-    table: jax.Array,
+    table: jax.Array | None,
     *,
     tiling: Tiling,
     out_dtype: Any,
+    name: str,
     interpret: Any = None,
 ) -> jax.Array:
     """Multiplies the tiles of ``tiling`` and returns the result, ``(tiling.rows, tiling.columns)``.
 
     Rows of the result that no tile writes are undefined. The FP8 units sum the products of each block; the
-    sums of the blocks are added in float32. Scales per block multiply the sum of each block, with the
-    limits of ``hopper_block_gemm``. Other scales multiply the sum over all blocks.
+    sums of the blocks are added in float32. Scales per block multiply the sum of each block. The two scales
+    of a block are multiplied first. If their product is below 2**-126, the block adds zero. If it overflows
+    float32, the result is not finite. Other scales multiply the sum over all blocks.
 
     Args:
         lhs: FP8 codes, ``(R, D)`` with R at least 128 and D a multiple of 128.
@@ -90,18 +115,23 @@ def grouped_gemm(
         lhs_scale: float32, ``(R,)`` or ``(1,)``; scales per block ``(D / 128, R)``.
         rhs_scale: float32, ``(S,)``, or ``(P,)`` with a scale for every S / P rows; scales per block
             ``(D / 128, S)``, or ``(D / 128, S / 128)`` if 128 rows share a scale.
-        table: int32, two-dimensional; passed to ``tiling.tile``.
+        table: int32, two-dimensional; passed to ``tiling.tile``. None if the tiling needs no table.
         tiling: the tiles of the result.
         out_dtype: ``bfloat16``, ``float16`` or ``float32``.
+        name: the name of the GPU kernel.
         interpret: parameters of Pallas's GPU interpreter, to run on any device, for tests.
+
+    Source: the scheme of DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv:2412.19437, section
+    3.5.2: sums of 128 products are promoted to float32 outside of the tensor cores.
     """
     sizes = lhs.shape[0], rhs.shape[0]
     is_per_block, is_square = lhs_scale.ndim == 2, rhs_scale.shape[-1] < rhs.shape[0]
-    kernel = _kernel(tiling, jnp.dtype(out_dtype), *sizes, is_per_block, is_square, interpret)
+    kernel = _kernel(tiling, jnp.dtype(out_dtype), *sizes, is_per_block, is_square, name, interpret)
     if interpret is not None:  # the interpreter cannot multiply by a transposed reference
         rhs = rhs.T
-    out = kernel(*vary_alike(lhs, rhs, lhs_scale, rhs_scale, table))
-    return vary_alike(out, lhs, rhs)[0]  # the kernel loses the axes
+    tables = () if table is None else (table,)
+    out = kernel(*vary_alike(lhs, rhs, lhs_scale, rhs_scale, *tables))
+    return vary_alike(out, lhs, rhs)[0]  # the kernel's result has lost the manual axes of the mesh
 
 
 def _kernel(
@@ -111,17 +141,29 @@ def _kernel(
     rhs_rows: int,
     is_per_block: bool,
     is_square: bool,
+    name: str,
     interpret: Any,
 ) -> Any:
-    """Returns the GPU kernel of ``grouped_gemm`` for a tiling and these numbers of operand rows."""
+    """Returns the GPU kernel of ``tiled_gemm`` for a tiling and these numbers of operand rows.
+
+    Args:
+        tiling: see ``tiled_gemm``.
+        out_dtype: see ``tiled_gemm``.
+        lhs_rows: number of rows of the left operand.
+        rhs_rows: number of rows of the right operand.
+        is_per_block: whether the scales are per block.
+        is_square: whether several rows of the right operand share a scale.
+        name: see ``tiled_gemm``.
+        interpret: see ``tiled_gemm``.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     # Shared memory holds blocks of both operands with their scales, and one or two tiles of the result.
     num_scales = (2 - is_square) if is_per_block else 0
-    of_stage = 2 * TILE * BLOCK + 4 * num_scales * TILE
-    of_results = (2 - tiling.is_whole) * TILE * TILE * out_dtype.itemsize
-    stages = (_SHARED_MEMORY - of_results) // of_stage
+    stage_bytes = 2 * TILE * BLOCK + 4 * num_scales * TILE
+    result_bytes = (2 - tiling.is_whole) * TILE * TILE * out_dtype.itemsize
+    stages = (_SHARED_MEMORY - result_bytes) // stage_bytes
     layout, is_interpreted = plgpu.Layout.WGMMA, interpret is not None
     swizzle, n = 128, tiling.columns // TILE
     of_codes = (plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle))
@@ -135,14 +177,18 @@ def _kernel(
         rhs: Any,
         lhs_scale: Any,
         rhs_scale: Any,
-        table: Any,
-        out: Any,
+        *table_and_out: Any,
         whole: Any,
         part: Any = None,
     ) -> None:
+        *tables, out = table_and_out
+        table = tables[0] if tables else None
+
         def loaded(ref: Any, index: Any, axis: int, **options: Any) -> Any:
             """Loads a vector of scales, in the layout of a tile of the result reduced over ``axis``."""
-            return ref[index] if is_interpreted else load(ref, index, layout=layout.reduce(axis), **options)
+            if is_interpreted:
+                return ref[index]
+            return _load(ref, index, layout=layout.reduce(axis), **options)
 
         def broadcast(scale: Any, axis: int) -> Any:
             """Repeats a vector of scales along ``axis`` of a warpgroup's half of a tile."""
@@ -185,9 +231,10 @@ def _kernel(
         def nothing(*_: Any, **__: Any) -> None:
             return None
 
-        zero = jnp.int32(0)
         fetched = lhs, rhs, *(lhs_scale, rhs_scale)[:num_scales]
-        allocations = pipeline(nothing, nothing, zero, zero).get_allocations(*fetched)
+        first_tile = tiling.tile(table, jnp.int32(0))
+        unused = pipeline(nothing, nothing, first_tile.block, first_tile.num_blocks)
+        allocations = unused.get_allocations(*fetched)
 
         @partial(pl.run_scoped, allocations=allocations, collective_axes="warpgroup")
         def _(allocations: Any) -> None:
@@ -198,7 +245,7 @@ def _kernel(
             @plgpu.nd_loop((tiling.num_tiles * n,), collective_axes="core")
             def _(loop: Any) -> None:
                 # This order lets neighbouring cores share most of what they read.
-                t, j = plgpu.planar_snake(loop.index[0], (tiling.num_tiles, n), 1, STRIP)
+                t, j = plgpu.planar_snake(loop.index[0], (tiling.num_tiles, n), 1, _STRIP)
                 tile = tiling.tile(table, t)
                 column = tile.rhs_row + j * TILE
 
@@ -280,23 +327,39 @@ def _kernel(
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    # ``whole`` is copied as one; of ``part`` single rows can be copied.
+    # ``whole`` is stored in units of 8 rows and copied at once. ``part`` is stored row by row, so that any
+    # of its rows can be copied.
     scratch = {"whole": plgpu.SMEM((2, _ROWS, TILE), out_dtype, transforms=of_result)}
     if not tiling.is_whole:
         scratch["part"] = plgpu.SMEM((2, _ROWS, TILE), out_dtype)
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((tiling.rows, tiling.columns), out_dtype),
-        grid=(min(CORES, tiling.num_tiles * n),),
+        grid=(min(_CORES, tiling.num_tiles * n),),
         grid_names=("core",),
         num_threads=3,
         thread_name="warpgroup",
-        kernel_name=GROUPED_GEMM,
+        kernel_name=name,
         # The default of JAX 0.10. The default of JAX 0.11 requires proofs of where partial tiles begin.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         scratch_types=scratch,
         interpret=interpret,
     )
+
+
+def _load(ref: Any, index: Any, **options: Any) -> Any:
+    """Loads ``ref[index]`` into registers; the kernel calls it.
+
+    Args:
+        ref: a reference of a Mosaic GPU kernel.
+        index: the index of the part to load.
+        **options: options of ``plgpu.load``, such as the register layout.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    # JAX 0.10 requires the index as a separate argument, which JAX 0.11 deprecates.
+    args = (ref.at[index],) if _IS_0_11 else (ref, index)
+    return plgpu.load(*args, **options)
 
 
 def _store_with_conflicts(ref: Any, index: Any, value: Any) -> None:

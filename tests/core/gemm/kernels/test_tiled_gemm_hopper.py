@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._core.gemm.kernels import grouped_gemm_hopper
-from fp8flax._core.gemm.kernels.block_gemm_hopper import HAS_MOSAIC
-from fp8flax._core.gemm.kernels.grouped_gemm_hopper import Tile, Tiling, grouped_gemm
+from fp8flax._core.gemm.kernels import tiled_gemm_hopper
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC, Tile, Tiling, tiled_gemm
 
 pytestmark = pytest.mark.skipif(
     not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in"
@@ -30,14 +29,16 @@ TABLE = np.int32([[256, 0], [128, 40]])
 
 def multiply(lhs, rhs, table, **options):
     scales = jnp.full(1, 2.0), jnp.full(1, 0.25)
-    return grouped_gemm(lhs, rhs, *scales, table, tiling=TILING, out_dtype=jnp.float32, **options)
+    return tiled_gemm(
+        lhs, rhs, *scales, table, tiling=TILING, out_dtype=jnp.float32, name="tiles", **options
+    )
 
 
 @pytest.mark.long
 def test_a_tile_is_the_product_of_its_rows(monkeypatch):
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    monkeypatch.setattr(grouped_gemm_hopper, "CORES", 1)
+    monkeypatch.setattr(tiled_gemm_hopper, "_CORES", 1)
     out = jax.jit(lambda *args: multiply(*args, interpret=InterpretGPUParams()))(*OPERANDS, TABLE)
     lhs, rhs = (np.asarray(x, np.float64) for x in OPERANDS)
     np.testing.assert_allclose(out[:128], 0.5 * lhs[256:] @ rhs.T, rtol=1e-5, atol=1e-5)
@@ -50,7 +51,9 @@ def test_no_more_thread_blocks_than_tiles(count):
     tiling = TILING._replace(num_tiles=count)
     scale = jnp.ones(1)
     program = jax.make_jaxpr(
-        lambda *args: grouped_gemm(*args, scale, scale, TABLE, tiling=tiling, out_dtype=jnp.bfloat16)
+        lambda *args: tiled_gemm(
+            *args, scale, scale, TABLE, tiling=tiling, out_dtype=jnp.bfloat16, name="tiles"
+        )
     )(*OPERANDS)
     assert program.out_avals[0].shape == (256, 128)
     assert f"grid=({count},)" in str(program).replace(" ", "") or f"'core':{count}" in str(program)
