@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Shaped, UInt8
 
 BLOCK = 128
-"""The number of columns that share a scale in the block scales that our GPU kernels multiply.
+"""The number of columns that share a scale in the block scales that our GPU kernels multiply."""
 
-A tile of a kernel's result also has this many rows and columns."""
+TILE = BLOCK
+"""The number of rows, and of columns, of the tiles in which our GPU kernels compute a result."""
 
 
 class View(NamedTuple):

@@ -29,7 +29,7 @@ class RouterLoss(nnx.Variable[Any]):
         >>> def loss(layer, x):
         ...     out = layer(x)
         ...     return jnp.mean(out**2) + 0.01 * sum(jax.tree.leaves(nnx.state(layer, fp8nnx.RouterLoss)))
-        >>> value, grads = fp8nnx.value_and_grad(loss)(layer, x)
+        >>> value, grads = nnx.jit(fp8nnx.value_and_grad(loss))(layer, x)
     """
 
 

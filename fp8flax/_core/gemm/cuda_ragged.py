@@ -17,7 +17,6 @@ from jax.custom_batching import sequential_vmap
 
 from fp8flax._core.gemm.kernels.groups import (
     ALIGN,
-    TILE,
     TILES_UP_TO,
     before,
     blocks_of_groups,
@@ -30,7 +29,7 @@ from fp8flax._core.gemm.kernels.on_shards import ragged_on_shards
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Tile, Tiling, tiled_gemm
 from fp8flax._core.gemm.request import ExpertProducts, ExpertSums, transposed_kernels
 from fp8flax._core.names import GROUPED_GEMM
-from fp8flax._core.qtensor import BLOCK, QTensor, View
+from fp8flax._core.qtensor import BLOCK, TILE, QTensor, View
 
 
 def expert_products(

@@ -26,7 +26,7 @@ from fp8flax._core.gemm.gpus import (
     is_hopper,
 )
 from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
-from fp8flax._core.gemm.kernels.groups import TILE, num_tiles
+from fp8flax._core.gemm.kernels.groups import num_tiles
 from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import multiplies_dtypes
 from fp8flax._core.gemm.kernels.transpose import can_transpose
@@ -42,7 +42,7 @@ from fp8flax._core.gemm.request import (
 from fp8flax._core.gemm.units import is_for_hopper
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, DEQUANTIZED
 from fp8flax._core.no_derivative import no_derivative
-from fp8flax._core.qtensor import BLOCK, QTensor
+from fp8flax._core.qtensor import BLOCK, TILE, QTensor
 from fp8flax._core.quantizers import BlockQuantizer
 
 

@@ -69,7 +69,7 @@ def block_gemm(
         return b, j, 0
 
     params = {} if interpret else {"compiler_params": triton_params(num_warps=8, num_stages=3)}
-    padded = vary_alike(*(_whole_tiles(x) for x in (lhs, rhs, lhs_scale, rhs_scale)))
+    padded = vary_alike(*(whole_tiles(x) for x in (lhs, rhs, lhs_scale, rhs_scale)))
     shape = (batch, padded[0].shape[1], padded[1].shape[1])
     out = pl.pallas_call(
         kernel,
@@ -89,6 +89,6 @@ def block_gemm(
     return out[:, :rows, :columns]
 
 
-def _whole_tiles(x: jax.Array) -> jax.Array:
+def whole_tiles(x: jax.Array) -> jax.Array:
     """Pads the rows of a stack of matrices with zeros, to a multiple of 128."""
     return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, -x.shape[1] % BLOCK, 0), (0, 0, 0)))

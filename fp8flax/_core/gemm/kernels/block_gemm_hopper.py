@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._core.gemm.kernels.groups import TILE
+from fp8flax._core.gemm.kernels.block_gemm import whole_tiles
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Tile, Tiling, tiled_gemm
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
-from fp8flax._core.qtensor import BLOCK
+from fp8flax._core.qtensor import BLOCK, TILE
 
 
 def hopper_block_gemm(
@@ -42,19 +42,18 @@ def hopper_block_gemm(
     batch, rows, depth = lhs.shape
     columns, num_blocks = rhs.shape[1], depth // BLOCK
     is_square = rhs_scale.shape[1] != columns
-    left, right = (_padded_rows(x) for x in (lhs, rhs))
+    left, right, lhs_scale = map(whole_tiles, (lhs, rhs, lhs_scale))
+    if not is_square:
+        rhs_scale = whole_tiles(rhs_scale)
     # The scales get the shape (blocks, rows), so that the scales that the kernel fetches are contiguous.
-    lhs_scale, rhs_scale = _padded_rows(lhs_scale), rhs_scale if is_square else _padded_rows(rhs_scale)
-    left_scale, right_scale = (
-        jnp.moveaxis(x, 2, 0).reshape(num_blocks, -1) for x in (lhs_scale, rhs_scale)
-    )
+    lhs_scale, rhs_scale = (jnp.moveaxis(x, 2, 0).reshape(num_blocks, -1) for x in (lhs_scale, rhs_scale))
     (_, filled_rows, _), (_, filled_columns, _) = left.shape, right.shape
     tiling = _tiling_of_matrices(batch, filled_rows, filled_columns, num_blocks)
     out = tiled_gemm(
         left.reshape(-1, depth),
         right.reshape(-1, depth),
-        left_scale,
-        right_scale,
+        lhs_scale,
+        rhs_scale,
         table=None,
         tiling=tiling,
         out_dtype=out_dtype,
@@ -62,11 +61,6 @@ def hopper_block_gemm(
         interpret=interpret,
     )
     return out.reshape(batch, filled_rows, filled_columns)[:, :rows, :columns]
-
-
-def _padded_rows(x: jax.Array) -> jax.Array:
-    """Pads the rows of a stack of matrices with zeros, so that the last tile is whole."""
-    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, -x.shape[1] % TILE, 0), (0, 0, 0)))
 
 
 def _tiling_of_matrices(batch: int, rows: int, columns: int, num_blocks: int) -> Tiling:

@@ -19,9 +19,7 @@ from fp8flax._compat.triton_params import triton_params
 from fp8flax._compat.varying import shape_varying_as
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import TRANSPOSE_GROUPS
-
-TILE = 128
-"""The number of rows of a tile."""
+from fp8flax._core.qtensor import TILE
 
 ALIGN = 8
 """The first row of a tile is a multiple of this. Shared memory stores codes and results in units of 8 rows,

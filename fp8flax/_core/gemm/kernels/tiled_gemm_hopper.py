@@ -16,8 +16,7 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.gemm.kernels.groups import TILE
-from fp8flax._core.qtensor import BLOCK
+from fp8flax._core.qtensor import BLOCK, TILE
 from fp8flax._core.scaling import apply_scales
 
 HAS_MOSAIC = jax.__version_info__ >= (0, 10)
