@@ -276,7 +276,6 @@ ValueError: two variables would have one name; a variable is not an array of a d
     Also if a wide kernel that becomes a weight does not have two dimensions. Also if ``config`` is
     given, and no ``quantization_config`` describes the model, or ``config`` has its own.""",
     "load_safetensors.errors": """\
-ImportError: the library ``safetensors`` is not installed.
 OSError: there is no such file, or it cannot be read.
 ValueError: the file was not written by ``save_safetensors``, or by another version of it; the file
     is damaged, for instance a bit of a tensor is flipped; or it has a 64-bit array, which JAX would

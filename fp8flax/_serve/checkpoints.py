@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +13,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fp8flax._core.formats import FP8_DTYPES
-from fp8flax._serve.safetensors import DTYPES, METADATA
+from fp8flax._serve.headers import Stored, are_sizes, mapped, parsed, read_header
+from fp8flax._serve.safetensors import METADATA
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_MOST_HEADER_BYTES = 100_000_000
-"""The largest header that the library ``safetensors`` reads."""
-_MOST_ELEMENTS = 2**62
 _SLAB = 2**22
 """Elements that ``CheckpointTensor.dequantize`` makes wide at a time, at least one row of blocks."""
 _METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt", "torchao", "mxfp8")
@@ -93,40 +89,31 @@ class CheckpointTensor(NamedTuple):
         return result
 
 
-class _Stored(NamedTuple):
-    """Place of a tensor in a file."""
-
-    file: Path
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    start: int
-
-
 class _Quantized(NamedTuple):
     """The parts of a quantized tensor in the files."""
 
-    codes: _Stored
-    scale: _Stored
+    codes: Stored
+    scale: Stored
     scale_dtype: np.dtype
     scale_shape: tuple[int, ...]
     block: tuple[int, ...]
-    input_scale: _Stored | None
+    input_scale: Stored | None
     layout: Layout | None = None
 
 
 class Checkpoint(Mapping[str, Any]):
     """The tensors of a checkpoint by their names; see ``read_checkpoint``."""
 
-    def __init__(self, path: Path, entries: Mapping[str, _Stored | _Quantized]) -> None:
+    def __init__(self, path: Path, entries: Mapping[str, Stored | _Quantized]) -> None:
         self._path, self._entries = path, entries
 
     def __getitem__(self, name: str) -> np.ndarray | CheckpointTensor:
         entry = self._entries[name]
-        if isinstance(entry, _Stored):
-            return _array(entry, name)
-        scale = _array(entry.scale, name).view(entry.scale_dtype).reshape(entry.scale_shape)
-        input_scale = None if entry.input_scale is None else _array(entry.input_scale, name)
-        return CheckpointTensor(_array(entry.codes, name), scale, entry.block, input_scale, entry.layout)
+        if isinstance(entry, Stored):
+            return mapped(entry, name)
+        scale = mapped(entry.scale, name).view(entry.scale_dtype).reshape(entry.scale_shape)
+        input_scale = None if entry.input_scale is None else mapped(entry.input_scale, name)
+        return CheckpointTensor(mapped(entry.codes, name), scale, entry.block, input_scale, entry.layout)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -195,107 +182,14 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         files, metadata = _read_folder(path)
     else:
         config, where = {}, path
-        files, metadata = _read_header(path)
+        files, metadata = read_header(path)
     return Checkpoint(path, _entries(files, metadata, _declared_blocks(config, where)))
 
 
-# Files and their headers.
+# Folders of files.
 
 
-def _parsed(text: bytes, where: Path) -> dict[str, Any]:
-    """Returns a JSON object; ``where`` is the file that an error names."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
-            raise ValueError(f"it has the name {twice!r} twice")
-        return found
-
-    try:
-        parsed = json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is damaged: its JSON cannot be read: {error}. Copy it again.") from error
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{where} is damaged: its JSON must be an object; got {type(parsed).__name__}.")
-    return parsed
-
-
-def _read_header(path: Path) -> tuple[dict[str, _Stored], dict[str, str]]:
-    """Returns where the tensors of a file are, and the metadata of the file."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
-            raise ValueError(
-                f"{path} is no safetensors file, or a damaged one: it has {size} bytes, and its header "
-                f"would have {length}. Copy it again."
-            )
-        header = _parsed(file.read(length), path)
-    metadata = header.pop("__metadata__", {})
-    if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
-        raise ValueError(f"{path} is damaged: its metadata must be strings; got {metadata!r}.")
-    begin = 8 + length
-    stored = {name: _checked(path, name, entry, begin) for name, entry in header.items()}
-    end, last = begin, "the header"
-    for name, entry in sorted(stored.items(), key=lambda item: (item[1].start, _nbytes(item[1]))):
-        if entry.start != end:
-            raise ValueError(
-                f"{path} is damaged: {name!r} begins at byte {entry.start}, and {last!r} ends at byte "
-                f"{end}. Copy it again."
-            )
-        end, last = end + _nbytes(entry), name
-    if end != size:
-        raise ValueError(
-            f"{path} is damaged: {last!r} ends at byte {end}, and the file at byte {size}. Copy it again."
-        )
-    return stored, metadata
-
-
-def _checked(path: Path, name: str, entry: Any, begin: int) -> _Stored:
-    """Returns where a tensor is, after checks of its entry in the header."""
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(
-            f"{path} is damaged: {name!r} must have dtype, shape and data_offsets; got {entry!r}."
-        )
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{path}: {name!r} has the dtype {dtype!r}, which is none of {list(DTYPES)}.")
-    if not _are_sizes(shape) or math.prod(max(1, n) for n in shape) > _MOST_ELEMENTS or len(shape) > 32:
-        raise ValueError(f"{path} is damaged: {name!r} must have a shape of sizes; got {shape!r}.")
-    stored = _Stored(path, np.dtype(DTYPES[dtype]), tuple(shape), begin)
-    if not (_are_sizes(offsets) and len(offsets) == 2 and offsets[1] - offsets[0] == _nbytes(stored)):
-        raise ValueError(
-            f"{path} is damaged: {name!r} is {dtype}{shape}, of {_nbytes(stored)} bytes, but its "
-            f"data_offsets are {offsets!r}. Copy it again."
-        )
-    return stored._replace(start=begin + offsets[0])
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
-
-
-def _nbytes(stored: _Stored) -> int:
-    return math.prod(stored.shape) * stored.dtype.itemsize
-
-
-def _array(stored: _Stored, name: str) -> np.ndarray:
-    """Returns a tensor, mapped from its file."""
-    nbytes = _nbytes(stored)
-    if not nbytes:
-        return np.empty(stored.shape, stored.dtype)
-    try:
-        raw = np.memmap(stored.file, np.uint8, "r", stored.start, (nbytes,))
-    except ValueError as error:
-        raise ValueError(
-            f"{stored.file} has become shorter since it was opened: {name!r} ends behind its end. "
-            "Copy it again."
-        ) from error
-    return np.asarray(raw).view(stored.dtype).reshape(stored.shape)
-
-
-def _read_folder(folder: Path) -> tuple[dict[str, _Stored], dict[str, str]]:
+def _read_folder(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """Returns where the tensors of a folder are, and the metadata of its files."""
     index = folder / _INDEX
     if not index.is_file():
@@ -304,8 +198,8 @@ def _read_folder(folder: Path) -> tuple[dict[str, _Stored], dict[str, str]]:
                 f"{folder} must have {_SINGLE} or {_INDEX}; it has neither. Pass the path of a safetensors "
                 "file, or of another folder."
             )
-        return _read_header(folder / _SINGLE)
-    shard_of = _parsed(index.read_bytes(), index).get("weight_map")
+        return read_header(folder / _SINGLE)
+    shard_of = parsed(index.read_bytes(), index).get("weight_map")
     if not isinstance(shard_of, dict):
         raise ValueError(f"{index} is damaged: it must have a weight_map; got {shard_of!r}.")
     for name, shard in shard_of.items():
@@ -316,10 +210,10 @@ def _read_folder(folder: Path) -> tuple[dict[str, _Stored], dict[str, str]]:
             )
         if not os.path.isfile(folder / shard):
             raise ValueError(f"{index}: {shard!r}, the file of {name!r}, is missing from the folder.")
-    files: dict[str, _Stored] = {}
+    files: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
     for shard in sorted(set(shard_of.values())):
-        stored, own = _read_header(folder / shard)
+        stored, own = read_header(folder / shard)
         for name, entry in stored.items():
             if shard_of.get(name) != shard:
                 raise ValueError(
@@ -345,7 +239,7 @@ def _quantization_config(folder: Path) -> tuple[dict[str, Any], Path]:
     ):
         path = folder / name
         if path.is_file():
-            whole = _parsed(path.read_bytes(), path)
+            whole = parsed(path.read_bytes(), path)
             inner = whole.get("text_config")
             for key in keys:
                 config = whole.get(key) or (inner.get(key) if isinstance(inner, dict) else None)
@@ -384,17 +278,17 @@ def _declared_blocks(config: Mapping[str, Any], where: Path) -> list[tuple[int, 
     for block in blocks:
         if block is None:
             continue
-        if not (_are_sizes(block) and len(block) == 2 and min(block) > 0):
+        if not (are_sizes(block) and len(block) == 2 and min(block) > 0):
             raise ValueError(f"{where}: the size of a block must be two numbers above 0; got {block!r}.")
         found.append((block[0], block[1]))
     return found
 
 
 def _entries(
-    files: Mapping[str, _Stored], metadata: Mapping[str, str], declared: Sequence[tuple[int, int]]
-) -> dict[str, _Stored | _Quantized]:
+    files: Mapping[str, Stored], metadata: Mapping[str, str], declared: Sequence[tuple[int, int]]
+) -> dict[str, Stored | _Quantized]:
     """Returns the entries of a checkpoint: each weight in FP8 together with its scales."""
-    entries: dict[str, _Stored | _Quantized] = {}
+    entries: dict[str, Stored | _Quantized] = {}
     rest = dict(files)
     for name, (codes, scale, block) in _float8_tensors(files, metadata).items():
         entries[name] = _quantized(name, rest.pop(codes), rest.pop(scale), None, [block])
@@ -431,18 +325,18 @@ def _entries(
     return {name: e for name, e in (order | entries).items() if e is not None}
 
 
-def _layouts(files: Mapping[str, _Stored], metadata: Mapping[str, str]) -> dict[str, Layout]:
+def _layouts(files: Mapping[str, Stored], metadata: Mapping[str, str]) -> dict[str, Layout]:
     """Returns the layouts of kernels in the metadata that ``save_safetensors`` writes."""
     found: dict[str, Layout] = {}
     if METADATA not in metadata or not files:
         return found
     where = next(iter(files.values())).file
-    own = _parsed(metadata[METADATA].encode("utf-8", "surrogatepass"), where)
+    own = parsed(metadata[METADATA].encode("utf-8", "surrogatepass"), where)
     for name, entry in _mapping(own.get("tensors"), "tensors", where).items():
         matrix = _mapping(entry, repr(name), where).get("matrix")
         if matrix is None:
             continue
-        if not (isinstance(matrix, list) and len(matrix) == 2 and all(map(_are_sizes, matrix))):
+        if not (isinstance(matrix, list) and len(matrix) == 2 and all(map(are_sizes, matrix))):
             raise ValueError(f"{where} is damaged: {name!r} must have a matrix of axes; got {matrix!r}.")
         out, summed = map(tuple, matrix)
         if sorted(out + summed) != list(range(len(out + summed))):
@@ -452,7 +346,7 @@ def _layouts(files: Mapping[str, _Stored], metadata: Mapping[str, str]) -> dict[
 
 
 def _float8_tensors(
-    files: Mapping[str, _Stored], metadata: Mapping[str, str]
+    files: Mapping[str, Stored], metadata: Mapping[str, str]
 ) -> dict[str, tuple[str, str, tuple[int, ...]]]:
     """Returns the names of codes and scales, and the blocks, of the torchao tensors in the metadata."""
     found: dict[str, tuple[str, str, tuple[int, ...]]] = {}
@@ -462,7 +356,7 @@ def _float8_tensors(
     for name, text in metadata.items():
         if name in ("tensor_names", "format") or not text.startswith("{"):
             continue
-        described = _parsed(text.encode("utf-8", "surrogatepass"), where)
+        described = parsed(text.encode("utf-8", "surrogatepass"), where)
         kind = described.get("_type")
         if kind in (None, "Tensor"):
             continue
@@ -475,7 +369,7 @@ def _float8_tensors(
             )
         codes, scale = (files[part].shape for part in parts)
         block: Any = _mapping(described.get("_data"), f"_data of {name!r}", where).get("block_size")
-        is_block = _are_sizes(block) and len(block) == len(codes) and min(block, default=1) > 0
+        is_block = are_sizes(block) and len(block) == len(codes) and min(block, default=1) > 0
         if not is_block or math.prod(-(-n // b) for n, b in zip(codes, block)) != math.prod(scale):
             raise ValueError(
                 f"{where}: {name!r} must have a block_size that fits its codes {list(codes)} and its scale "
@@ -487,9 +381,9 @@ def _float8_tensors(
 
 def _quantized(
     name: str,
-    codes: _Stored,
-    scale: _Stored,
-    input_scale: _Stored | None,
+    codes: Stored,
+    scale: Stored,
+    input_scale: Stored | None,
     declared: Sequence[tuple[int, ...]],
 ) -> _Quantized:
     """Returns the entry of a quantized tensor; raises if its scale does not match."""

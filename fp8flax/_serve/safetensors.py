@@ -9,7 +9,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from fp8flax._host.files import replacing, write_text
+from fp8flax._serve.headers import DTYPES, Stored, mapped, read_header
 from fp8flax._serve.hidden_state import ServedOp
 from fp8flax._serve.renaming import Rename, renamed
 from fp8flax._serve.server_layout import (
@@ -36,25 +37,6 @@ _IN_PARTS = "in parts"
 """The version of metadata that do not say where the tensors belong in the variables.
 
 ``rename`` has split, joined or numbered some of the tensors. ``load_into`` reads such a file."""
-DTYPES = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": jnp.bfloat16,
-    "F8_E4M3": jnp.float8_e4m3fn,
-    "F8_E5M2": jnp.float8_e5m2,
-    "F8_E8M0": jnp.float8_e8m0fnu,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U64": np.uint64,
-    "U32": np.uint32,
-    "U16": np.uint16,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
-
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
@@ -147,8 +129,8 @@ def write(
             library.numpy.save_file(tensors, os.fspath(new), metadata)
         except library.SafetensorError as error:
             raise OSError(f"{path} cannot be written, and stays unchanged: {error}.") from error
-        _, header = _header(library, new, path)
-        if not in_parts and (wrong := _difference(entries, header)):
+        header, _ = read_header(Path(new))
+        if wrong := _difference(entries, header):
             raise ValueError(f"{path}: {wrong}. Save the model again.")
     if text is not None:
         write_text(Path(path).with_name("config.json"), text)
@@ -201,24 +183,17 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Source: the safetensors format.
     """
-    library = _library()
-    entries = _read_header(library, path)
+    entries, stored = _read_entries(Path(path))
     for entry in entries.values():
         check_not_narrowed(f"{path}: {'/'.join(entry['path'])}", np.dtype(DTYPES[entry["dtype"]]))
-    with open(path, "rb") as opened:
-        try:
-            tensors = dict(library.deserialize(opened.read()))
-        except library.SafetensorError as error:  # the file has changed since its header was read
-            raise _damaged(path, error) from error
 
     def load(name: str) -> jax.Array:
-        entry = entries[name]
-        if "crc32" in entry and entry["crc32"] != zlib.crc32(tensors[name]["data"]):
+        entry, array = entries[name], mapped(stored[name], name)
+        if "crc32" in entry and entry["crc32"] != _crc32(array):
             raise ValueError(
                 f"{path} is damaged: the checksum of {name!r} does not match. Save the model "
                 "again, or copy the file again."
             )
-        array = np.frombuffer(tensors[name]["data"], DTYPES[entry["dtype"]])
         if entry["matrix"] is not None:
             array = from_matrix(array, entry["shape"], *entry["matrix"])
         return jnp.asarray(array.reshape(entry["shape"]))
@@ -244,13 +219,14 @@ def _checksum(entries: Any) -> int:
     return zlib.crc32(json.dumps(entries, sort_keys=True).encode())
 
 
-def _damaged(path: Any, error: Exception) -> ValueError:
-    return ValueError(f"{path} is no safetensors file, or a damaged one: {error}. Save the model again.")
+def _read_entries(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """Returns the entry of each tensor in the metadata of a file, and the place of each tensor in the file.
 
-
-def _read_header(library: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the entries of a file by the names of its tensors; raises an error if they are damaged."""
-    metadata, header = _header(library, path, path)
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is damaged, or ``save_safetensors`` did not write it.
+    """
+    stored, metadata = read_header(path)
     try:
         own = json.loads(metadata[METADATA])
         version, entries = own["version"], own["tensors"]
@@ -272,31 +248,21 @@ def _read_header(library: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     # The checksum covers all entries, so they need no other check than a comparison with the file's header.
     wrong = None if own.get("checksum") == _checksum(entries) else "its checksum does not match"
-    if wrong := wrong or _difference(entries, header):
+    if wrong := wrong or _difference(entries, stored):
         raise ValueError(f"{path}: its metadata is damaged: {wrong}. Save the model again.")
-    return cast(dict[str, Any], entries)
+    return entries, stored
 
 
-def _header(library: Any, file_path: str | os.PathLike[str], path: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns the metadata of a file, and the dtype and the shape of each tensor."""
-    try:
-        with library.safe_open(os.fspath(file_path), framework="np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            header = {name: (s.get_dtype(), list(s.get_shape())) for name, s in slices.items()}
-            return file.metadata() or {}, header
-    except library.SafetensorError as error:
-        raise _damaged(path, error) from error
-
-
-def _difference(entries: Mapping[str, Any], header: Mapping[str, tuple[str, list[int]]]) -> str | None:
+def _difference(entries: Mapping[str, Any], stored: Mapping[str, Stored]) -> str | None:
     """Returns how the header of a file differs from the entries; None if it does not differ."""
-    if entries.keys() != header.keys():
-        only_here = sorted(entries.keys() - header.keys())
-        only_there = sorted(header.keys() - entries.keys())
+    if entries.keys() != stored.keys():
+        only_here = sorted(entries.keys() - stored.keys())
+        only_there = sorted(stored.keys() - entries.keys())
         return f"it has the tensors {only_here}, which the file has not, and not {only_there}"
-    for name, (dtype, shape) in header.items():
-        written_dtype, written_shape = entries[name]["dtype"], list(entries[name]["shape_in_file"])
-        if (dtype, shape) != (written_dtype, written_shape):
-            written = f"{written_dtype}{written_shape}"
-            return f"{name!r} is {dtype}{shape} in the file, and was written as {written}"
+    for name, entry in entries.items():
+        found = _NAMES[stored[name].dtype], list(stored[name].shape)
+        written = entry["dtype"], list(entry["shape_in_file"])
+        if found != written:
+            found_as, written_as = (f"{dtype}{shape}" for dtype, shape in (found, written))
+            return f"{name!r} is {found_as} in the file, and was written as {written_as}"
     return None

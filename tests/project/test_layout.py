@@ -130,6 +130,7 @@ ORDER = [
     "_serve/trees",
     "_serve/scales",
     "_serve/stored_op",
+    "_serve/headers",
     "_serve/hidden_state",
     "_serve/server_layout",
     "_serve/renaming",
