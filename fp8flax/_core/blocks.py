@@ -13,6 +13,8 @@ from jax import lax
 from fp8flax._core.options import check_int
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.mlp import check_block, hidden, mlp
+from fp8flax._core.plans.plan import explicit_sharding
+from fp8flax._core.plans.ragged_dot import ON_EXPLICIT_AXES
 from fp8flax._core.plans.routing import apply_experts, choose_experts, router_losses
 from fp8flax._core.recipes import Recipe
 
@@ -123,7 +125,13 @@ def mixture(
         top_k: number of experts per token.
         activation: one of ``ACTIVATIONS``.
         record: takes the name and the value of each loss of the router; None if it is not needed.
+
+    Raises:
+        NotImplementedError: the input is sharded over explicit axes of a mesh.
     """
+    sharding = explicit_sharding(x)
+    if sharding is not None and any(sharding.spec):
+        raise NotImplementedError(ON_EXPLICIT_AXES.format("MoE"))
     *into, down = layers
     tokens = lax.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     logits = router(tokens.astype(jnp.float32))

@@ -164,7 +164,8 @@ dtype: dtype of the experts' computation and the result; None for the dtype that
 param_dtype: dtype of the parameters.
 kernel_init: initializer of the experts' kernels, ``(num_experts, in, out)``.
 {_RECIPE}""",
-    "MoE.errors": _BLOCK_ERRORS,
+    "MoE.errors": _BLOCK_ERRORS
+    + "\nNotImplementedError: the input is sharded over explicit axes of a mesh.",
     "MoE.source": """\
 Source: Shazeer et al., 2017, arXiv:1701.06538; Gale et al., 2022, arXiv:2211.15841, for the sorting;
 Fedus et al., 2021, arXiv:2101.03961, equation 4, and Zoph et al., 2022, arXiv:2202.08906, equation 5,

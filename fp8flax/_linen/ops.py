@@ -164,8 +164,8 @@ class Einsum(nn.Einsum):
     """``nn.Einsum`` with the field ``dot_general_cls``, as Flax's other linear layers have it.
 
     Fields, variables, initial values and results are those of ``nn.Einsum``, except that an index may not
-    occur twice within one operand. The contraction is computed by ``dot_general_cls()``, with the layer's
-    input as the input and its kernel as the kernel.
+    occur twice within one operand, and that dimensions of size 1 are not broadcast. The contraction is
+    computed by ``dot_general_cls()``, with the layer's input as the input and its kernel as the kernel.
 
     Attributes:
         dot_general_cls: a callable that makes the op, such as ``Fp8DotGeneralOp``; None for

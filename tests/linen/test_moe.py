@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from tests.cases import OWG
@@ -229,3 +231,15 @@ def test_it_trains():
 def test_errors(fields, error, message):
     with pytest.raises(error, match=message):
         fp8.MoE(**{"num_experts": 4, "hidden_features": 8, **fields})
+
+
+def test_explicit_axes_are_refused():
+    """With FP8 off, too: there JAX would raise an error of its own."""
+    layer, x = fp8.MoE(num_experts=EXPERTS, hidden_features=HIDDEN), tokens(0, 8)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    for enabled in (True, False):
+        with jax.set_mesh(mesh), fp8.autocast(enabled=enabled):
+            split = jax.sharding.reshard(jnp.asarray(x), P("data"))
+            with pytest.raises(NotImplementedError, match=r"MoE does not run on explicit axes .*auto"):
+                jax.eval_shape(layer.apply, variables, split)

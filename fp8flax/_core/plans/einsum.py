@@ -52,6 +52,15 @@ def _steps(eqn: str, lhs: jax.Array, rhs: jax.Array) -> _Steps:
                 "diagonal before the FP8 einsum."
             )
 
+    sizes = dict(zip(lhs_names, lhs.shape))
+    for name, size in zip(rhs_names, rhs.shape):
+        if sizes.get(name, size) != size:
+            raise ValueError(
+                f"The einsum equation {eqn!r} requires one size for the index {name!r}; got {sizes[name]} "
+                f"in lhs of shape {lhs.shape} and {size} in rhs of shape {rhs.shape}. A size of 1 is not "
+                "broadcast: use jnp.broadcast_to before the FP8 einsum."
+            )
+
     def summed(names: str, other: str) -> tuple[int, ...]:
         return tuple(i for i, n in enumerate(names) if n not in other and n not in result)
 
@@ -98,7 +107,7 @@ def einsum_with(
     Raises:
         TypeError: an operand is not an array, but for instance a list, which ``jnp.einsum`` refuses too.
         ValueError: ``eqn`` does not have two operands, does not fit their shapes, or repeats an index
-            within one operand.
+            within one operand; or an index has two sizes, of which one may be 1.
     """
     for operand in (lhs, rhs):
         if not hasattr(operand, "ndim"):

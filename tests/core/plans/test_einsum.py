@@ -47,6 +47,7 @@ def test_beside_numpy_with_the_operands_in_their_places(eqn, shape):
         ("ab,bd->ad", "names 2 indices"),
         ("abb,bd->ad", "repeats an index"),
         ("abc,xd->abd", r"names 2 indices|does not fit"),
+        ("abc,bd->acd", r"one size for the index 'b'; got 3 in lhs of shape \(.*\) and 4 in rhs"),
     ],
 )
 def test_errors(eqn, message):
