@@ -9,7 +9,6 @@ tensors of a layer, or of a feed-forward block (``largest_of``).
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from jax import lax
 
 from fp8flax._compat.choice_at_lowering import unless_cpu, unless_partitioned
 from fp8flax._compat.varying import manual_axes
+from fp8flax._core.grouping import in_groups
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32
@@ -76,9 +76,10 @@ def amaxes_of_parts(
         where: mask of the elements that count; None for all.
         codes: a tree of arrays computed from ``x``. They are returned behind the same optimization barrier
             as the amaxes, so that XLA reads the wide tensor once for all results.
-        as_cast: the array from which the codes are computed, with the same amax as ``x``; None if it is
-            ``x``. A GPU takes the amax of this array, which the kernel that casts already holds. A CPU
-            takes the amax of ``x``, because it would have to write ``as_cast`` to memory.
+        as_cast: the array from which the codes are computed, such as ``x`` with NaN in the place of Inf;
+            None if it is ``x``. It has the shape and the amax of ``x``. A GPU takes the amax of this array,
+            which the kernel that casts already holds. A CPU takes the amax of ``x``, because it would have
+            to write ``as_cast`` to memory.
         is_row_major: whether the memory layout of ``x`` is certain to follow the order of its dimensions.
             A part may then span several dimensions. For other arrays, such as the output of attention,
             XLA would copy the array first, so a part spans the last dimension only.
@@ -87,8 +88,8 @@ def amaxes_of_parts(
     """
     shape = x.shape if num_parts is None else (num_parts, x.size // num_parts)
     num_leading = _num_leading(x.shape, is_row_major) if num_parts is None else 1
-    of_each = partial(of_equal_parts, shape, num_leading)
-    of_whole = partial(_of_whole, math.prod(shape[:num_leading]))
+    of_each = partial(amaxes_of_equal_parts, shape, num_leading)
+    of_whole = partial(_amax_of_whole, math.prod(shape[:num_leading]))
 
     def on_gpu(x: Any, as_cast: jax.Array, *rest: Any) -> Any:
         del x
@@ -103,7 +104,7 @@ def amaxes_of_parts(
     return unless_cpu(on_gpu, on_cpu, x, x if as_cast is None else as_cast, where, codes)
 
 
-def of_equal_parts(
+def amaxes_of_equal_parts(
     shape: tuple[int, ...], num_leading: int, x: jax.Array, where: jax.Array | None, codes: Any
 ) -> tuple[jax.Array, Any]:
     """Returns one partial amax for each index of the leading dimensions, as a vector, and the codes.
@@ -120,7 +121,7 @@ def of_equal_parts(
     return lax.optimization_barrier((amaxes, codes))
 
 
-def _of_whole(
+def _amax_of_whole(
     num_parts: int,
     x: jax.Array,
     where: jax.Array | None,
@@ -128,7 +129,10 @@ def _of_whole(
     *,
     is_on_cpu: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """Returns the amax of all of ``x``, repeated ``num_parts`` times, and the codes."""
+    """Returns the amax of all of ``x``, repeated ``num_parts`` times, and the codes.
+
+    On a CPU, ``_amax_by_two`` computes the amax of a float32 array without a mask.
+    """
     by_two = is_on_cpu and where is None and x.dtype == jnp.float32
     amax = _amax_by_two(x) if by_two else delayed_amax(x, where)
     amax, codes = lax.optimization_barrier((amax, codes))
@@ -168,21 +172,20 @@ def largest_of(parts: Sequence[Float[jax.Array, "*stack parts"]]) -> list[Float3
 
     On one GPU a single kernel reduces all vectors that vary over the same manual axes.
     """
-    on_gpu = partial(unless_partitioned, at_once, _one_by_one)
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for i, x in enumerate(parts):
-        # Stacks of more dimensions are reduced one by one.
-        groups[manual_axes(x) if x.ndim == 1 else i].append(i)
-    found: dict[int, jax.Array] = {}
-    for group in groups.values():
-        of_group = [parts[i] for i in group]
-        is_alone = len(group) == 1
-        merged = _one_by_one(of_group) if is_alone else unless_cpu(on_gpu, _one_by_one, of_group)
-        found.update(zip(group, merged))
-    return [found[i] for i in range(len(parts))]
+    # Each stack of more dimensions has a key of its own, its position, so it is reduced alone.
+    keys = (manual_axes(x) if x.ndim == 1 else i for i, x in enumerate(parts))
+    return in_groups(_max_of_each, keys, parts)
 
 
-def at_once(parts: Sequence[jax.Array]) -> list[jax.Array]:
+def _max_of_each(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the maximum of each array over its last axis. On one GPU a single kernel reduces vectors."""
+    if len(parts) == 1:
+        return _one_by_one(parts)
+    on_gpu = partial(unless_partitioned, max_of_stacked, _one_by_one)
+    return unless_cpu(on_gpu, _one_by_one, list(parts))
+
+
+def max_of_stacked(parts: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the maximum of each vector. The vectors are padded and stacked, and reduced once."""
     longest = max(x.shape[0] for x in parts)
     padded = [

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fp8flax._compat.varying import manual_axes
 
-UNCHECKED = (
+UNCHECKED_ERROR = (
     "The scaling state was passed into jax.shard_map with check_vma=False. That mode adds up the gradients "
     "of replicated values, but the scaling state must merge by maximum. Leave check_vma at its default, or "
     "take the gradient inside of shard_map and reduce it with fp8flax.pmean_gradients."
@@ -102,7 +100,7 @@ def refuse_unchecked_axes() -> None:
     """
     if axes_around_gradient.value is None:
         return
-    entered: Any = current_manual_axes() - axes_around_gradient.value
+    entered: frozenset[str] = current_manual_axes() - axes_around_gradient.value
     # The index along an axis varies over that axis. JAX does not record that under check_vma=False.
     if entered and not manual_axes(lax.axis_index(min(entered))):
-        raise TypeError(UNCHECKED)
+        raise TypeError(UNCHECKED_ERROR)

@@ -27,7 +27,7 @@ from fp8flax._core.formats import fp8_max
 from fp8flax._core.mode import Measuring, mode
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import Quantizer, quantized
-from fp8flax._core.scaling import power_of_two, scale_exponent
+from fp8flax._core.scaling import floor_power_of_two
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32
@@ -38,7 +38,7 @@ _ROUNDING = 1 + 2.0**-20
 
 The factor allows for the rounding of float32 arithmetic."""
 
-_CODE = np.float32(128)
+_PROBE = np.float32(128)
 """An FP8 code from which the scale of an element is computed; every format represents 128 exactly."""
 
 
@@ -94,26 +94,28 @@ def numbers_of(
         return QTensor(codes.astype(q.codes.dtype), q.scale, q.quantizer).dequantize(view, wide)
 
     is_zero = q.codes.astype(jnp.float32) == 0
-    # The scale of each element, from the value of a code that is a power of two. The smallest scales are
-    # subnormal, but their products with this code are normal.
-    code = jnp.full(q.codes.shape, _CODE)
-    scaled = dequantized_codes(code)
-    scale = scaled / np.asarray(_CODE, wide)
-    largest = jnp.minimum(
-        scaled * np.asarray(fp8_max(q.codes.dtype) / float(_CODE), wide), np.asarray(_HUGE, wide)
+    # Dequantizing a tensor of one code gives the scale of each element, whatever the layout of the scales.
+    # The smallest scales are subnormal, but their products with this code are normal.
+    probe = jnp.full(q.codes.shape, _PROBE)
+    probe_values = dequantized_codes(probe)
+    scale = probe_values / np.asarray(_PROBE, wide)
+    largest_values = jnp.minimum(
+        probe_values * np.asarray(fp8_max(q.codes.dtype) / float(_PROBE), wide), np.asarray(_HUGE, wide)
     )
     # The codes may have another layout than ``x``. So the places of the zeros are dequantized, too.
-    is_lost = dequantized_codes(jnp.where(is_zero, np.float32(0), code)) == 0
+    is_lost = dequantized_codes(jnp.where(is_zero, np.float32(0), probe)) == 0
     magnitude = jnp.where(is_value, jnp.abs(x.astype(wide)), np.asarray(0, wide))
-    ratio = jnp.where(is_value, largest / jnp.maximum(magnitude, np.asarray(_TINY, wide)), np.inf)
+    headrooms = jnp.where(
+        is_value, largest_values / jnp.maximum(magnitude, np.asarray(_TINY, wide)), np.inf
+    )
     # The scale of a block that holds only zeros is arbitrary, so it is left out.
-    used = jnp.where(is_value, scale, np.asarray(0, wide))
-    is_saturated = magnitude > largest * np.asarray(_ROUNDING, wide)
+    scale_of_values = jnp.where(is_value, scale, np.asarray(0, wide))
+    is_saturated = magnitude > largest_values * np.asarray(_ROUNDING, wide)
     counted = [m.astype(jnp.uint32) for m in (is_value, is_value & is_lost, is_saturated, ~finite)]
     # One reduction computes all eight numbers, so XLA compiles and starts one kernel.
-    operands = [*counted, magnitude, used, scale, ratio]  # in the order of ``_reduce_step``
-    starts = [np.full((), np.inf if array is ratio else 0, array.dtype) for array in operands]
-    *counts, amax, most_used, most, headroom = lax.reduce(
+    operands = [*counted, magnitude, scale_of_values, scale, headrooms]
+    starts = [np.full((), start, array.dtype) for (_, start), array in zip(_REDUCTIONS, operands)]
+    *counts, amax, scale_of_values, scale, headroom = lax.reduce(
         operands, starts, _reduce_step, tuple(range(x.ndim))
     )
     # A factor that is a power of two changes no bits. It is applied before the subtraction, because the
@@ -131,20 +133,20 @@ def numbers_of(
         noise=jnp.sum(jnp.square(error)),
         nonfinite=nonfinite,
         amax=amax,
-        scale=jnp.where(values > 0, most_used, most),
+        scale=jnp.where(values > 0, scale_of_values, scale),
         headroom=headroom,
     )
     return Numbers(*(number.astype(jnp.float32) for number in numbers))
 
 
+_REDUCTIONS: Any = (*[(lax.add, 0)] * 4, *[(lax.max, 0)] * 3, (lax.min, np.inf))
+"""The function and the start value for four counts, for the amax, for two scales and for the headroom."""
+
+
 # This is a function of the module, not a lambda, so that calls outside of jit compile the reduction once.
 def _reduce_step(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
-    """Combines two elements of the reduction in ``numbers_of``.
-
-    Counts are added. Of the amax and both scales the maximum is taken, and of the ratio the minimum.
-    """
-    functions = (*[lax.add] * 4, *[lax.max] * 3, lax.min)
-    return [f(x, y) for f, x, y in zip(functions, xs, ys)]
+    """Combines two elements of the reduction in ``numbers_of``."""
+    return [f(x, y) for (f, _), x, y in zip(_REDUCTIONS, xs, ys)]
 
 
 def _unit(amax: jax.Array) -> jax.Array:
@@ -153,8 +155,7 @@ def _unit(amax: jax.Array) -> jax.Array:
     Values are divided by this number before they are squared, so that the sum of squares fits into float32.
     The inverse of 2**127 would be subnormal.
     """
-    exponent = scale_exponent(amax.astype(jnp.float32), 1.0, "floor")
-    return power_of_two(jnp.minimum(exponent, np.int32(126)))
+    return jnp.minimum(floor_power_of_two(amax.astype(jnp.float32)), np.float32(2.0**126))
 
 
 def merged(numbers: Numbers) -> Numbers:
@@ -215,6 +216,7 @@ def measured(f: Callable[[Any], Any], x: Any) -> tuple[Any, NumbersOfTensors]:
         ValueError: an op is inside of a primitive that cannot return its numbers, such as a while loop; or
             ``nn.jit`` makes several layers report under one path.
     """
+    # A new object is a new cache key: functions that were jitted before are traced again, with reports.
     with mode(Measuring(object())):
         program, shapes = jax.make_jaxpr(f, return_shape=True)(x)
     _check_paths(program)
@@ -225,7 +227,10 @@ def measured(f: Callable[[Any], Any], x: Any) -> tuple[Any, NumbersOfTensors]:
 
 
 class _Measured(Values):
-    """Computes a program again, and collects the ``Numbers`` that its ops report."""
+    """Computes a program again, and collects the ``Numbers`` that its ops report.
+
+    Its methods override those of ``Values``, which has the attribute ``reports`` and fills it.
+    """
 
     is_recomputing = False
     """Whether the program is a forward pass that ``jax.checkpoint`` repeats in the backward pass.
@@ -305,7 +310,7 @@ class _Origins(Sets):
         return frozenset([("constant", id(value))]) if np.ndim(value) else frozenset()
 
     def inside(self, eqn: Any) -> Self | None:
-        """Returns the rules for the programs of an equation; they know whether ``nn.jit`` runs these."""
+        """Returns the rules for the programs of an equation; ``in_nn_jit`` if ``nn.jit`` runs them."""
         is_nn_jit = eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _NN_JIT
         # A forward pass that jax.checkpoint repeats has other inputs: the residuals. Its kernels were
         # checked in the first forward pass, so here they are compared among themselves only.
@@ -323,6 +328,7 @@ class _Origins(Sets):
     def _check(self, path: tuple[str, ...], kernel: frozenset[Any]) -> None:
         """Raises ``ValueError`` if this kernel shares no input with an earlier kernel of the path."""
         before = self.kernels.setdefault(path, kernel)
+        # A kernel of scalar constants alone has no origins, and is not checked.
         if before and kernel and before.isdisjoint(kernel):
             raise ValueError(
                 f"Several layers have the path {'/'.join(path)}: nn.jit traces equal modules once, "

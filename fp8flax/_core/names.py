@@ -111,3 +111,7 @@ SCALE, AMAX_HISTORY = "_scale", "_amax_history"
 def state_leaf_names(role: str) -> tuple[str, str]:
     """Returns the variable names of a role's scale and amax history."""
     return role + SCALE, role + AMAX_HISTORY
+
+
+STATE_LEAF_NAMES = frozenset(name for role in ROLES for name in state_leaf_names(role))
+"""The variable names of all roles."""

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.mode import in_op
 from fp8flax._core.names import SWITCHED_OFF, state_leaf_names
@@ -19,7 +18,7 @@ from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.modes import FORMS
 from fp8flax._core.plans.row import OpRow, Shape
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
-from fp8flax._core.state.state import ScalingState
+from fp8flax._core.state.state import ScalingState, is_state_dtype
 
 
 class MissingStateError(ValueError):
@@ -39,8 +38,10 @@ class StateLeaf(NamedTuple):
 class OpBase(Called):
     """Base class of Linen ops and NNX ops.
 
-    It knows neither Linen nor NNX. Its direct subclass, one for each of the two, has the fields ``recipe``
-    and ``form``, and defines ``_value``, ``_place``, ``_dtype_advice`` and ``_shape_advice``.
+    A row (``OpRow``) is the entry of one op in the table of all ops. The class of an op has its row.
+
+    This class knows neither Linen nor NNX. Its direct subclass, one for each of the two, has the fields
+    ``recipe`` and ``form``, and defines ``_value``, ``_place``, ``_dtype_advice`` and ``_shape_advice``.
     """
 
     row: ClassVar[OpRow]
@@ -110,7 +111,7 @@ class OpBase(Called):
         lhs: Any,
         rhs: Any,
         *arguments: Any,
-        fixed: tuple[States, Recipe] | None = None,
+        frozen: tuple[States, Recipe] | None = None,
         **keywords: Any,
     ) -> jax.Array:
         """Returns the result of the op.
@@ -120,19 +121,19 @@ class OpBase(Called):
             lhs: the input.
             rhs: the kernel.
             *arguments: the further arguments of the op, in the order of ``OpRow.plain``.
-            fixed: states that do not change, and the recipe that they are for. They take the place of the
-                state of the op, which is then not read, and of ``recipe``.
+            frozen: the states of a frozen model, which do not change, and the recipe that they are for.
+                They take the place of the state of the op, which is then not read, and of ``recipe``.
             **keywords: further keyword arguments of the op.
         """
-        states, recipe = (None, recipe) if fixed is None else fixed
+        states, recipe = (None, recipe) if frozen is None else frozen
         if recipe is None:
             with jax.named_scope(SWITCHED_OFF):
                 return self.row.plain(lhs, rhs, *arguments, **keywords)
         if states is None:
             states = self._states(recipe, jnp.shape(rhs))
-        how: dict[str, Any] = {"states": states, "recipe": recipe, "form": self.form}
+        in_fp8 = partial(self.row.in_fp8, states=states, recipe=recipe, form=self.form)
         with in_op(self._place):
-            return self.row.in_fp8(lhs, rhs, *arguments, **how, is_frozen=fixed is not None, **keywords)
+            return in_fp8(lhs, rhs, *arguments, is_frozen=frozen is not None, **keywords)
 
     def _states(self, recipe: Recipe, kernel: Shape = ()) -> States:
         """Returns the states that a recipe needs, for a kernel of this shape."""
@@ -144,7 +145,7 @@ class OpBase(Called):
     def _checked_value(self, leaf: StateLeaf) -> jax.Array:
         """Returns the value of one array of the state; raises an error for a wrong dtype or shape."""
         value, where = self._value(leaf)
-        if value.dtype != jnp.float32 and not is_max_dtype(value):
+        if not is_state_dtype(value):
             raise TypeError(
                 f"The scaling state {where} must be float32; got {value.dtype}. {self._dtype_advice}, or "
                 "cast this leaf back with .astype(jnp.float32)."
@@ -162,7 +163,7 @@ class OpBase(Called):
         leaves = []
         for role, quantizer in recipe.gemms.delayed.items():
             scale, history = state_leaf_names(role)
-            before = leading.get(role, ())
-            leaves.append(StateLeaf(role, scale, (*before, 1), 1.0))
-            leaves.append(StateLeaf(role, history, (*before, quantizer.amax_history_len), 0.0))
+            stack = leading.get(role, ())
+            leaves.append(StateLeaf(role, scale, (*stack, 1), 1.0))
+            leaves.append(StateLeaf(role, history, (*stack, quantizer.amax_history_len), 0.0))
         return leaves

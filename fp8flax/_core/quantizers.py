@@ -98,6 +98,7 @@ class Quantizer:
     """
 
     dtype: Any
+    # ``Any``, where a subclass defines a property.
     scale_dtype: ClassVar[Any] = np.dtype(np.float32)
     needs_state: ClassVar[bool] = False
     scales_along_contraction: ClassVar[bool] = True
@@ -275,6 +276,12 @@ class DelayedQuantizer(Quantizer):
     amax_compute_algo: str = "max"
     use_power_2_scales: bool = False
 
+    needs_state: ClassVar[bool] = True
+    scales_along_contraction: ClassVar[bool] = False
+    has_one_scale: ClassVar[bool] = True
+    strategy: ClassVar[str] = "tensor"
+    quantization_bytes: ClassVar[float] = 5.2
+
     def __post_init__(self) -> None:
         _set_dtype(self)
         margin = check_int("margin", self.margin, 0, 16, _MARGIN_LIMIT)
@@ -284,12 +291,6 @@ class DelayedQuantizer(Quantizer):
         # Python ints, because integers of NumPy would take part in the promotion of dtypes.
         object.__setattr__(self, "margin", margin)
         object.__setattr__(self, "amax_history_len", amax_history_len)
-
-    needs_state: ClassVar[bool] = True
-    scales_along_contraction: ClassVar[bool] = False
-    has_one_scale: ClassVar[bool] = True
-    strategy: ClassVar[str] = "tensor"
-    quantization_bytes: ClassVar[float] = 5.2
 
     def quantize(
         self,
@@ -311,7 +312,7 @@ class CurrentQuantizer(Quantizer):
     Attributes:
         dtype: FP8 dtype of the codes.
         granularity: ``"tensorwise"`` for one scale; ``"axiswise"`` for one per row of the left operand, or
-            per column of the right one, along the contraction.
+            per column of the right operand. Each scale then covers all contracted elements.
         use_power_2_scales: whether scales are rounded up to powers of two.
         amax_epsilon: lower bound of the amax; a smaller amax counts as this value.
 
@@ -333,13 +334,13 @@ class CurrentQuantizer(Quantizer):
     use_power_2_scales: bool = False
     amax_epsilon: float = 0.0
 
+    scales_along_contraction: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         _set_dtype(self)
         check_choice("granularity", self.granularity, GRANULARITIES)
         check_bool("use_power_2_scales", self.use_power_2_scales)
         check_epsilon("amax_epsilon", self.amax_epsilon)
-
-    scales_along_contraction: ClassVar[bool] = False
 
     @property
     def has_one_scale(self) -> bool:
@@ -407,6 +408,8 @@ class BlockQuantizer(Quantizer):
     scale: str = "e8m0"
     scale_rounding: str = "up"
 
+    codes_are_matrices: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         _set_dtype(self)
         if not (isinstance(self.block, tuple) and len(self.block) == 2):
@@ -423,8 +426,6 @@ class BlockQuantizer(Quantizer):
                 f"scale_rounding='floor' requires scale='e8m0'; got scale={self.scale!r}. Use "
                 "scale='e8m0', or leave scale_rounding out."
             )
-
-    codes_are_matrices: ClassVar[bool] = True
 
     @property
     def scale_dtype(self) -> np.dtype:
@@ -449,7 +450,7 @@ class BlockQuantizer(Quantizer):
     @property
     def has_mx_scales(self) -> bool:
         """Returns whether scales are powers of two, and the width of a block is a multiple of 32."""
-        return self.is_exact_in_bfloat16 and self.block[1] % MX_COLUMNS == 0
+        return self.scale != "float32" and self.block[1] % MX_COLUMNS == 0
 
     def quantize(
         self,
@@ -480,7 +481,8 @@ class BlockQuantizer(Quantizer):
         values = wide_codes(q, dtype)
         blocks = self._blocks(values, view)
         is_e8m0 = q.scale.dtype == jnp.float8_e8m0fnu
-        for factor in e8m0_factors(q.scale) if is_e8m0 else (q.scale,):
+        factors = e8m0_factors(q.scale) if is_e8m0 else (q.scale,)
+        for factor in factors:
             blocks = blocks * factor.astype(blocks.dtype)[:, :, None, :, None]
         return view.from_matrix(self._cut(blocks.reshape(values.shape), view)).astype(dtype)
 
@@ -553,11 +555,10 @@ class BlockQuantizer(Quantizer):
     def mx_scale(self, q: QTensor) -> Shaped[jax.Array, "batch rows blocks"]:
         """Returns E8M0 scales, one per 32 columns of each row; the scales of larger blocks are repeated."""
         height, width = self.block
-        scale = q.scale
-        if scale.dtype != jnp.float8_e8m0fnu:
-            exponent = lax.bitcast_convert_type(scale, jnp.int32) >> np.int32(23)
-            scale = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
-        bits = lax.bitcast_convert_type(scale, jnp.uint8)
+        if q.scale.dtype == jnp.float8_e8m0fnu:
+            bits = lax.bitcast_convert_type(q.scale, jnp.uint8)
+        else:  # the exponent field of a float32 power of two is its E8M0 code
+            bits = (lax.bitcast_convert_type(q.scale, jnp.int32) >> np.int32(23)).astype(jnp.uint8)
         bits = jnp.repeat(jnp.repeat(bits, height, axis=1), width // MX_COLUMNS, axis=2)
         return lax.bitcast_convert_type(bits, jnp.float8_e8m0fnu)
 
@@ -654,7 +655,7 @@ def quantized_and_back(
     if quantizer is None:
         return x
 
-    def there_and_back(x: jax.Array, delayed_scale: Any) -> jax.Array:
+    def round_trip(x: jax.Array, delayed_scale: Any) -> jax.Array:
         return quantized(quantizer, x, view, delayed_scale).dequantize(view, x.dtype)
 
-    return straight_through(there_and_back, x, delayed_scale)
+    return straight_through(round_trip, x, delayed_scale)

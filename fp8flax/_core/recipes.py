@@ -186,7 +186,7 @@ _USES = {
     "kernel": ("forward.rhs", "dgrad.rhs"),
     "output_grad": ("dgrad.lhs", "wgrad.rhs"),
 }
-"""For each role, the operands of its two GEMMs that the tensor is."""
+"""For each role of a tensor, where the tensor enters its two GEMMs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ class CustomRecipe(Recipe):
                 hint = "; take it from its gemms" if isinstance(value, Recipe) else ""
                 raise TypeError(f"{field.name} must be a GemmRecipe(lhs=…, rhs=…); got {value!r}{hint}.")
         for role, (first, second) in _USES.items():
-            delayed = dict.fromkeys(q for q in self.of_role(role) if q is not None and q.needs_state)
+            delayed = dict.fromkeys(self._delayed_of(role))
             if len(delayed) > 1:
                 raise ValueError(
                     f"{first} and {second} quantize the {role} by two different DelayedQuantizers, but the "
@@ -251,10 +251,11 @@ class CustomRecipe(Recipe):
     @property
     def delayed(self) -> dict[str, DelayedQuantizer]:
         """Returns the quantizers with delayed scaling, by role (``input``, ``kernel``, ``output_grad``)."""
-        by_role = {
-            role: [q for q in self.of_role(role) if q is not None and q.needs_state] for role in _USES
-        }
-        return {role: quantizers[-1] for role, quantizers in by_role.items() if quantizers}  # type: ignore[misc]
+        return {role: delayed[0] for role in _USES if (delayed := self._delayed_of(role))}
+
+    def _delayed_of(self, role: str) -> list[DelayedQuantizer]:
+        """Returns the delayed quantizers of a tensor. In a valid recipe they are equal."""
+        return [q for q in self.of_role(role) if q is not None and q.needs_state]  # type: ignore[misc]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -532,6 +533,7 @@ def _why_it_can_change(part: Any) -> str | None:
     if not params.frozen:
         return "is not frozen"
     fields = [field.name for field in dataclasses.fields(part)]
+    # ``cached_property`` stores its value among the attributes, which changes nothing.
     cached = [
         name
         for base in cls.__mro__

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from fp8flax._core.amax import delayed_amax
 from fp8flax._core.formats import fp8_limits
 
 if TYPE_CHECKING:
@@ -69,10 +70,10 @@ def scale_exponent(
     Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3, for ``"floor"``.
     """
     exponent, mantissa = _exponent_and_mantissa(amax)
-    limit = np.float32(fp8_max).view(np.int32)
-    result = exponent - np.int32((limit >> 23) - 127 - margin)
+    max_bits = np.float32(fp8_max).view(np.int32)
+    result = exponent - np.int32((max_bits >> 23) - 127 - margin)
     if rounding == "up":
-        result = result + (mantissa > np.int32(limit & 0x7FFFFF)).astype(jnp.int32)
+        result = result + (mantissa > np.int32(max_bits & 0x7FFFFF)).astype(jnp.int32)
     return jnp.where(amax >= SMALLEST_SCALE, result, np.int32(0))
 
 
@@ -80,6 +81,14 @@ def power_of_two(exponent: Int32[jax.Array, "*dims"]) -> Float32[jax.Array, "*di
     """Returns ``2**exponent``, float32; the exponent is clipped to -126 to 127."""
     exponent = jnp.clip(exponent, np.int32(-126), np.int32(127))
     return lax.bitcast_convert_type(lax.shift_left(exponent + np.int32(127), np.int32(23)), jnp.float32)
+
+
+def floor_power_of_two(x: Float32[jax.Array, "*dims"]) -> Float32[jax.Array, "*dims"]:
+    """Returns the largest power of two that is not above ``x``; 1 if ``x`` is 0 or subnormal.
+
+    ``x`` must be finite and not negative.
+    """
+    return power_of_two(scale_exponent(x, 1.0, "floor"))
 
 
 def current_scale(
@@ -185,7 +194,7 @@ def push_amax(
 
 _RECENT = 16
 """How many entries of an amax history count as its newest."""
-_PRECISE = 64.0
+_PRECISE_RANGE = 64.0
 """``bounded_amax`` keeps the precision of values down to ordinary data's amax divided by this number."""
 
 
@@ -214,10 +223,10 @@ def bounded_amax(
             not usable (see ``is_usable``), or ``largest`` is not finite, there is no limit.
         dtype: the FP8 dtype.
 
-    Source: none.
+    Source: our own; neither Flax nor Transformer Engine has this limit.
     """
     limits = fp8_limits(dtype)
-    bound = ordinary * np.float32(limits.max / (_PRECISE * limits.smallest_normal))
+    bound = ordinary * np.float32(limits.max / (_PRECISE_RANGE * limits.smallest_normal))
     return jnp.where(lax.is_finite(largest) & is_usable(ordinary), jnp.minimum(largest, bound), largest)
 
 
@@ -249,11 +258,7 @@ def compute_amax_history(
 
     Source: the layout of ``flax.linen.fp8_ops``.
     """
-    x = jnp.asarray(x)
-    if x.size == 0:
-        return amax_history
-    # A maximum over devices can lose a NaN, at least on CPUs, so a NaN is replaced by inf.
-    amax = jnp.max(jnp.abs(jnp.where(jnp.isnan(x), np.array(np.inf, x.dtype), x))).astype(jnp.float32)
+    amax = delayed_amax(jnp.asarray(x, jnp.float32))
     pushed = push_amax(amax.astype(amax_history.dtype), amax_history)
     return jnp.where(jnp.isfinite(amax), pushed, amax_history)
 

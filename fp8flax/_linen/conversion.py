@@ -45,7 +45,7 @@ class Conversion(NamedTuple):
     """A function that replaces ``compute(lhs, rhs, *rest)`` in each op.
 
     It is called as ``(op, recipe, compute, lhs, rhs, *rest)``; the recipe is None if FP8 is off.
-    ``compute`` declares the state of the op and computes. With ``fixed=(states, recipe)`` it uses these
+    ``compute`` declares the state of the op and computes. With ``frozen=(states, recipe)`` it uses these
     states and declares none."""
     stacked: tuple[Stacking, ...] = ()
     """How the variables of the running code are stacked, from the outermost transformation inwards."""

@@ -117,7 +117,7 @@ class ServingCall(Call):
             rhs = (codes.astype(scale.dtype) * broadcastable(scale, codes)).astype(rhs.dtype)
         if gemms.forward.lhs is None and (kernel is not None or gemms.forward.rhs is None):
             return op.row.plain(lhs, rhs, *rest, **keywords)
-        return compute(lhs, rhs, *rest, fixed=(_fixed_states(op, gemms), gemms), **keywords)
+        return compute(lhs, rhs, *rest, frozen=(_fixed_states(op, gemms), gemms), **keywords)
 
     def _served(self, op: Fp8Op, recipe: Recipe | None) -> ServedOp:
         check_is_on(recipe)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.autocast import ambient_hint
-from fp8flax._core.axes import UNCHECKED, axes_around_gradient, current_manual_axes
+from fp8flax._core.axes import UNCHECKED_ERROR, axes_around_gradient, current_manual_axes
 from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_function, check_loss, check_variables
@@ -168,7 +168,7 @@ class _Measure:
                 with mode(Calibrating()):
                     return self._as_gradient(variables, batch)
             except (NotImplementedError, TypeError, ValueError) as error:
-                if not self._is_forward or UNCHECKED in str(error):
+                if not self._is_forward or UNCHECKED_ERROR in str(error):
                     raise
             # fun may have no reverse mode. If the error has another cause, the run below raises it again.
             self._reports = _Reports(variables)

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import warnings
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,8 +14,8 @@ import numpy as np
 from jax import lax
 
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, ROLES, state_leaf_names
-from fp8flax._core.scaling import SMALLEST_SCALE, power_of_two, push_amax, scale_exponent
+from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, STATE_LEAF_NAMES
+from fp8flax._core.scaling import SMALLEST_SCALE, floor_power_of_two, push_amax
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import ScalingState
 from fp8flax._core.state.tree import (
@@ -26,7 +24,7 @@ from fp8flax._core.state.tree import (
     find_state,
     history_axis,
     is_step,
-    kept_of_tensor,
+    kept_along,
     leaves_of_both,
     path_str,
 )
@@ -68,12 +66,15 @@ def checked_next_state(old: Any, new: Any, owner: str, what_to_do: str) -> Any:
 
 
 def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
-    """Returns the scaling state to keep after a step, given the old state and its "gradient".
+    """Returns the next state as ``kept_tree`` does, but undoes a loss scale, and keeps no invalid state.
 
-    A step enters one amax. All other entries must be entries of the old history, where ``push_amax`` puts
-    them. Two more histories are accepted: the old one, which stays if no gradient arrived or the data held
-    a NaN, and the maximum of the old and the next one. ``pmean_gradients`` returns that maximum if one
-    device kept its history. A step from a history of zeros uses the old scale.
+    A history is valid if it is one of these:
+
+    * Moved: a step enters one amax. All other entries are entries of the old history, where ``push_amax``
+      puts them. If the old history is all zeros, the step keeps the old scale, and the scales are compared,
+      too.
+    * Unmoved: the old history stays if no gradient arrived, or if the data held a NaN.
+    * Merged: ``pmean_gradients`` returns the maximum of the first two if one device kept its history.
 
     Flax's ``DynamicScale`` divides all gradients by a power of two, and so also the state. Such a state is
     multiplied by this power again. If the new state is anything else, the old state is kept.
@@ -98,10 +99,10 @@ def overwrite(old: Any, new: Any) -> tuple[Any, list[str]]:
     olds, news = places.states(old_leaves), places.states(leaves)
     compared = each_alike(_compared, places.axes, olds, news, loops=True)
     befores, comparisons = zip(*compared) if compared else ((), ())
-    kept = each_alike(_kept, places.axes, befores, news, comparisons, in_parts=True, loops=True)
+    afters = each_alike(_state_to_keep, places.axes, befores, news, comparisons, in_parts=True, loops=True)
     refused = []
-    for (i, j), of_tensor, (factor, _) in zip(places.pairs, kept, comparisons):
-        leaves[i], leaves[j] = of_tensor
+    for (i, j), after, (factor, _) in zip(places.pairs, afters, comparisons):
+        leaves[i], leaves[j] = after
         is_known = not isinstance(factor, jax.core.Tracer) and factor.is_fully_replicated
         if is_known and not np.all(np.asarray(factor) > 0):
             refused.append(path_str(paths[j]))
@@ -116,8 +117,8 @@ class _Comparison(NamedTuple):
 
     factor: jax.Array
     """The factor that multiplied the new state; 0 if no step can produce the new state."""
-    is_old: jax.Array
-    """Whether the new history, without the factor, is the old one."""
+    is_unmoved: jax.Array
+    """Whether the new history is the old one, times the factor."""
 
 
 def _compared(old: ScalingState, new: ScalingState, axis: int) -> tuple[ScalingState, _Comparison]:
@@ -125,20 +126,27 @@ def _compared(old: ScalingState, new: ScalingState, axis: int) -> tuple[ScalingS
     return old, _compare(_with_axis_last(old, axis), _with_axis_last(new, axis))
 
 
-def _kept(old: ScalingState, new: ScalingState, comparison: _Comparison, axis: int) -> ScalingState:
-    """Returns the state of one tensor to keep, given its comparison: the new state without the factor."""
-    factor, is_old = comparison
+def _state_to_keep(
+    old: ScalingState, new: ScalingState, comparison: _Comparison, axis: int
+) -> ScalingState:
+    """Returns the state of one tensor to keep after the step, given the comparison of ``new`` with ``old``.
+
+    The state depends on the factor:
+
+    * 0: the old state.
+    * 1: the new state.
+    * Any other factor: the new state, divided by the factor. Its past amaxes are taken from the old
+      history, because the factor may have made those of the new history 0.
+    """
+    factor, is_unmoved = comparison
     old, new = _with_axis_last(old, axis), _with_axis_last(new, axis)
-    new = kept_of_tensor(old, new, -1)
+    new = kept_along(old, new, -1)
     before, after = _finite(old.amax_history, new.amax_history)
     divisor = jnp.where(factor > 0, factor, 1.0)
-    # Past entries come from the old history: in the new one the factor may have made them 0.
-    stepped = push_amax(after[..., 0] / divisor[..., 0], before)
-    history = jnp.where((factor == 0) | is_old, old.amax_history, stepped)
-    kept = ScalingState(
-        jnp.where(factor > 0, new.scale / divisor, old.scale),
-        jnp.where(factor == 1, new.amax_history, history),
-    )
+    moved = push_amax(after[..., 0] / divisor[..., 0], before)
+    divided = jnp.where(is_unmoved, old.amax_history, moved)
+    undone = ScalingState(new.scale / divisor, jnp.where(factor == 1, new.amax_history, divided))
+    kept = (jnp.where(factor == 0, x, y) for x, y in zip(old, undone))
     return ScalingState(*(jnp.moveaxis(x, -1, axis) for x in kept))
 
 
@@ -148,41 +156,50 @@ def _with_axis_last(state: ScalingState, axis: int) -> ScalingState:
 
 
 def _compare(old: ScalingState, new: ScalingState) -> _Comparison:
-    """Returns what happened to the new state of one tensor after the step.
+    """Compares the new state of one tensor with the old. Histories have shape ``(..., length)``.
 
-    The factor is 1 if all past amaxes are those of the old history, moved by one entry or not moved, or the
-    maximum of both. It is smaller if a loss scale has divided these. It is 0 for any other state.
-
-    Args:
-        old: the state before the step, with a history of shape ``(..., length)``.
-        new: the state to compare with it.
+    ``overwrite`` describes the valid histories: moved, unmoved and merged. The factor is 1 if the new
+    history is one of them. It is smaller if a loss scale has divided a moved or an unmoved history, and the
+    scale with it. It is 0 for any other state.
     """
-    # Only other arithmetic produces numbers that are finite and negative. A scale of 0, NaN or Inf means
-    # that no gradient arrived. An amax of NaN or Inf means a NaN or an Inf in the data, or no data.
-    numbers = new.scale, new.amax_history[..., :1]
-    is_negative = functools.reduce(operator.or_, (lax.is_finite(x) & (x < 0) for x in numbers))
-    new = kept_of_tensor(old, new, -1)
+    is_negative = _is_negative(new.scale) | _is_negative(new.amax_history[..., :1])
+    new = kept_along(old, new, -1)
     before, after = _finite(old.amax_history, new.amax_history)
-    moved = push_amax(jnp.zeros_like(before[..., 0]), before)
-    # The amax of the step, at index 0, belongs to no past.
+
+    # Moved: past amaxes are those before, one entry on. The amax of the step, at index 0, can be any.
     is_past = lax.broadcasted_iota(np.int32, before.shape, before.ndim - 1) > 0
-    of_moved, of_merged = (
-        _factor(jnp.where(is_past, past, 0.0), jnp.where(is_past, after, 0.0))
-        for past in (moved, jnp.maximum(moved, before))
-    )
-    of_old = _factor(before, after)
-    # In a first step all past amaxes are 0. Then only the scale determines the factor.
+    moved = push_amax(jnp.zeros_like(before[..., 0]), before)
+    factor_if_moved = _factor(moved, jnp.where(is_past, after, 0.0))
+    # A history of zeros shows no factor, but the step keeps the scale, so the scales show it.
     is_first = jnp.max(before, -1, keepdims=True) < SMALLEST_SCALE
-    used = jnp.where(lax.is_finite(old.scale) & (old.scale > 0), old.scale, 1.0)
-    of_moved *= jnp.where(is_first, _factor(used, new.scale), 1.0)
-    is_old = ~is_first & (of_old > 0)
-    is_merged = ~is_first & (of_merged == 1) & (after[..., :1] >= before[..., :1])
-    factor = jnp.where((of_moved == 1) | is_merged, 1.0, jnp.where(is_old, of_old, of_moved))
-    return _Comparison(jnp.where(is_negative, 0.0, factor), is_old)
+    kept_scale = jnp.where(lax.is_finite(old.scale) & (old.scale > 0), old.scale, 1.0)
+    factor_if_moved *= jnp.where(is_first, _factor(kept_scale, new.scale), 1.0)
+
+    # Unmoved: all entries are those before.
+    factor_if_unmoved = _factor(before, after)
+    is_unmoved = ~is_first & (factor_if_unmoved > 0)
+
+    # Merged: all entries are the maximum of both, but the amax of the step can be larger.
+    merged = jnp.maximum(moved, before)
+    fits = jnp.where(is_past, _normal(after) == _normal(merged), after >= merged)
+    is_merged = ~is_first & jnp.all(fits, -1, keepdims=True)
+
+    factor = jnp.where(is_unmoved, factor_if_unmoved, factor_if_moved)
+    factor = jnp.where((factor_if_moved == 1) | is_merged, 1.0, factor)
+    return _Comparison(jnp.where(is_negative, 0.0, factor), is_unmoved)
+
+
+def _is_negative(x: jax.Array) -> jax.Array:
+    """Returns whether a scale or an amax is finite and negative, so that no step can produce it.
+
+    A scale of 0, NaN or Inf means that no gradient arrived. An amax of NaN or Inf means a NaN or an Inf in
+    the data, or no data.
+    """
+    return lax.is_finite(x) & (x < 0)
 
 
 def _finite(*histories: jax.Array) -> list[jax.Array]:
-    """Returns histories in which a NaN or an Inf counts as 0."""
+    """Returns histories in which a NaN or an Inf counts as 0, and that vary over the same manual axes."""
     return [jnp.where(lax.is_finite(h), h, 0.0) for h in vary_alike(*histories)]
 
 
@@ -195,7 +212,7 @@ def _factor(before: jax.Array, after: jax.Array) -> jax.Array:
     before, after = _normal(before), _normal(after)
     largest, largest_after = (jnp.max(x, -1, keepdims=True) for x in (before, after))
     quotient = largest_after / jnp.where(largest > 0, largest, 1.0)
-    power = power_of_two(scale_exponent(quotient, 1.0, "floor"))
+    power = floor_power_of_two(quotient)
     factor = jnp.where((largest == 0) & (largest_after == 0), 1.0, power)
     fits = jnp.all(_normal(before * factor) == after, -1, keepdims=True) & (factor <= 1)
     return jnp.where(fits, factor, 0.0)
@@ -251,6 +268,7 @@ def check_state(variables: Any, before: Any = None) -> None:
             f"collection {OVERWRITE_WITH_GRADIENT!r}. (Recipes without delayed scaling have no state.)",
             stacklevel=2,
         )
+    # A leaf that is not in `before` gets the shape (), which ``_wrong_shapes`` reports.
     earlier = dict.fromkeys(state, np.empty(())) | old_state
     paired = {path for pair in pairs for path in pair}
     problems = [
@@ -261,7 +279,8 @@ def check_state(variables: Any, before: Any = None) -> None:
     lost = [path for path in old_state if path not in state]
     problems += [f"{path} is in `before` only: the loop must keep it." for path in lost]
     problems += [f"{path} lacks its scale or history: keep both." for path in state if path not in paired]
-    still, partly = list[str](), list[str]()
+    unmoved: list[str] = []
+    partly_zero: list[str] = []
     for scale, history in pairs:
         new = ScalingState(state[scale], state[history])
         old = None if before is None else ScalingState(earlier[scale], earlier[history])
@@ -273,12 +292,12 @@ def check_state(variables: Any, before: Any = None) -> None:
                 f"{path} {wrong}" for path, wrong in zip((scale, history), _wrong_values(seen)) if wrong
             ]
             if not seen.moves:
-                still.append(history)
+                unmoved.append(history)
             elif seen.zeros:
-                partly.append(f"{history} ({seen.zeros} of {seen.layers} layers)")
+                partly_zero.append(f"{history} ({seen.zeros} of {seen.layers} layers)")
     if len(problems) > _LISTED:
         problems[_LISTED:] = [f"and {len(problems) - _LISTED} more."]
-    if still and len(still) == len(pairs):
+    if unmoved and len(unmoved) == len(pairs):
         problems.append(
             "No history has moved. The next state is the gradient of the old one, and the loop must keep "
             "it, as TrainState does. A mutable collection that `apply` returns holds the old state."
@@ -286,10 +305,10 @@ def check_state(variables: Any, before: Any = None) -> None:
     if problems:
         what = "\n- ".join(["The FP8 scaling state is not what training leaves:", *problems])
         raise ValueError(f"{what}\n{WHAT_TO_CALL}")
-    if still or partly:
+    if unmoved or partly_zero:
         warnings.warn(
-            f"The FP8 scaling state {', '.join(still + partly)} did not move, or holds only zeros. Its "
-            "layers took no part in the step, or their output gradients are zero.",
+            f"The FP8 scaling state {', '.join(unmoved + partly_zero)} did not move, or holds only zeros. "
+            "Its layers took no part in the step, or their output gradients are zero.",
             stacklevel=2,
         )
 
@@ -325,13 +344,16 @@ def _wrong_values(seen: _Findings) -> tuple[str | None, str | None]:
 
 
 def _state_of(variables: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Returns the leaves of scaling state by path, and the paths of each scale and its history."""
+    """Returns the leaves of scaling state by path, and the paths of each scale and its history.
+
+    Raises:
+        TypeError: a leaf is traced, so it has no value.
+    """
     leaves = jax.tree_util.tree_flatten_with_path(variables)[0]
     paths = [path for path, _ in leaves]
-    names = {name for role in ROLES for name in state_leaf_names(role)}
     state = {}
     for (path, leaf), is_state in zip(leaves, find_state(paths)):
-        if is_state and path_str(path).rpartition("/")[-1] in names:
+        if is_state and path_str(path).rpartition("/")[-1] in STATE_LEAF_NAMES:
             state[path_str(path)] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in state.values()):
         raise TypeError(
@@ -362,6 +384,7 @@ class _Findings(NamedTuple):
 
 @partial(jax.jit, static_argnums=2)
 def _inspect(new: ScalingState, old: ScalingState | None, axis: int) -> _Findings:
+    """Returns the facts about a new state; ``old`` is the state before one step, or None if unknown."""
     scale, history = new
     largest, smallest = jnp.max(history, axis), jnp.min(history, axis)
     factor, moves = jnp.ones(()), jnp.any(largest > 0)

@@ -74,16 +74,18 @@ def value_and_grad(
     single = not isinstance(argnums, Sequence)
     positions = (operator.index(argnums),) if single else tuple(map(operator.index, argnums))  # type: ignore
 
-    def unmerged_fun(*args: Any, **kwargs: Any) -> Any:
+    def differentiated_fun(*args: Any, **kwargs: Any) -> Any:
         here = _in_bounds(positions, len(args))
-        read = list(args)
-        with axes_around_gradient(current_manual_axes()), refusing_arithmetic(lambda: read, _PARAMS):
+        passed = list(args)
+        with axes_around_gradient(current_manual_axes()), refusing_arithmetic(lambda: passed, _PARAMS):
             for i in here:
-                read[i] = as_read(args[i])
-            return from_max(fun(*read, **kwargs))
+                passed[i] = as_read(args[i])
+            return from_max(fun(*passed, **kwargs))
 
     # allow_int=True, because JAX treats the dtype that merges by maximum as an integer.
-    jax_value_and_grad = jax.value_and_grad(unmerged_fun, positions, has_aux, holomorphic, allow_int=True)
+    jax_value_and_grad = jax.value_and_grad(
+        differentiated_fun, positions, has_aux, holomorphic, allow_int=True
+    )
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -114,6 +116,7 @@ def _in_bounds(positions: Sequence[int], num_args: int) -> list[int]:
 
 
 def _refuse_integers(path: Any, leaf: Any) -> None:
+    """Raises ``TypeError`` if a leaf has no gradient, because it is not a float."""
     dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
     if not is_max_dtype(leaf) and not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
@@ -198,13 +201,13 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
     {also}
     """
 
-    def without_carry(variables: Any, _: None, microbatch: Any) -> Any:
+    def with_empty_carry(variables: Any, _: None, microbatch: Any) -> Any:
         return fun(variables, microbatch), None
 
     @functools.wraps(fun)
     def accumulated(variables: Any, microbatches: Any) -> Any:
         check_no_train_state(variables)
-        value, grads, _ = accumulate(without_carry, variables, None, microbatches, has_aux)
+        value, grads, _ = accumulate(with_empty_carry, variables, None, microbatches, has_aux)
         return value, grads
 
     return accumulated
@@ -231,15 +234,15 @@ def accumulate(
         The mean value, or with ``has_aux`` a pair of it and ``aux``, stacked; the gradients; and the carry
         of the last microbatch.
     """
-    stacking = ""
+    hint = ""
     if isinstance(microbatches, list):
-        stacking = " Stack a list of microbatches: jax.tree.map(lambda *xs: jnp.stack(xs), *microbatches)."
+        hint = " Stack a list of microbatches: jax.tree.map(lambda *xs: jnp.stack(xs), *microbatches)."
     sizes = {next(iter(np.shape(leaf)), 0) for leaf in jax.tree.leaves(microbatches)}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
             "The leaves of microbatches must share a first dimension, the number of microbatches, of 1 "
             f"or more; got shapes {jax.tree.map(np.shape, microbatches)}. Reshape a batch to "
-            f"(microbatches, -1, …).{stacking}"
+            f"(microbatches, -1, …).{hint}"
         )
     num = sizes.pop()
 
@@ -253,46 +256,47 @@ def accumulate(
         # The state is cast to floats, because JAX computes gradients with respect to floats.
         floats = list(map(to_floats, leaves))
 
-        def cast(xs: Sequence[Any]) -> Any:
+        def as_entered(xs: Sequence[Any]) -> Any:
             return treedef.unflatten(
                 [of_floats(x.dtype, y) if s else y for x, y, s in zip(leaves, xs, is_state)]
             )
 
         def loss(floats: Any, carry: Any, microbatch: Any) -> Any:
-            merged = as_read(cast(floats))
+            passed = as_read(as_entered(floats))
             with (
                 axes_around_gradient(current_manual_axes()),
-                refusing_arithmetic(lambda: [merged], _PARAMS),
+                refusing_arithmetic(lambda: [passed], _PARAMS),
             ):
-                out, carry = from_max(fun(merged, carry, microbatch))
+                out, carry = from_max(fun(passed, carry, microbatch))
             value, aux = out if has_aux else (out, None)
             # Divided before the backward pass, so that output gradients equal those of one large batch.
             return value / num, (carry, aux)
 
         def step(floats: Any, varying: Any) -> Any:
             total, carry, microbatch = varying
-            of_loss = jax.value_and_grad(loss, has_aux=True, allow_int=True)
-            (value, (carry, aux)), grads = of_loss(floats, carry, microbatch)
+            loss_and_grad = jax.value_and_grad(loss, has_aux=True, allow_int=True)
+            (value, (carry, aux)), grads = loss_and_grad(floats, carry, microbatch)
             return (list(map(_add, total, grads, is_state)), carry), (value, aux)
 
         total = [jnp.full_like(x, -jnp.inf) if s else _zeros(x) for x, s in zip(floats, is_state)]
         example = total, carry, jax.tree.map(lambda x: jnp.asarray(x)[0], microbatches)
-        step_of = hoisted(step, floats, example, _IS_HOISTED)
+        # Computes what ``_IS_HOISTED`` names once, before the loop.
+        hoisted_step = hoisted(step, floats, example, _IS_HOISTED)
         (total, carry), (value, aux) = lax.scan(
-            lambda before, x: step_of((*before, x)), (total, carry), microbatches
+            lambda before, x: hoisted_step((*before, x)), (total, carry), microbatches
         )
-        grads = leave(variables, cast([t.astype(x.dtype) for t, x in zip(total, floats)]))
+        grads = leave(variables, as_entered([t.astype(x.dtype) for t, x in zip(total, floats)]))
         return grads, carry, value, aux
 
     try:
         grads, carry, value, aux = run(variables, carry, microbatches)
     except (AttributeError, TypeError) as error:
-        if not (stacking and is_from_container(error, microbatches)):
+        if not (hint and is_from_container(error, microbatches)):
             raise
         reason, _, _ = str(error).partition("\n")
         raise TypeError(
             f"microbatches is a list of {len(microbatches)}, so the function gets a list as a microbatch, "
-            f"and the call failed: {reason}.{stacking}"
+            f"and the call failed: {reason}.{hint}"
         ) from error
     grads = jax.tree.map(_cotangent, grads)
     remember_step(variables, grads)
@@ -308,11 +312,13 @@ def is_from_container(error: Exception, given: Any) -> bool:
 
 
 def _zeros(leaf: jax.Array) -> jax.Array:
+    """Returns zeros to which the gradients of ``leaf`` are added, in float32 or in a wider dtype."""
     is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
     return jnp.zeros_like(leaf, dtype=jnp.float32 if is_narrow else leaf.dtype)
 
 
 def _add(total: jax.Array, grad: Any, is_state: bool) -> jax.Array:
+    """Returns ``total`` with one more gradient: added, or merged by maximum if it is that of state."""
     if grad.dtype == jax.dtypes.float0:
         return total
     return jnp.maximum(total, grad) if is_state else total + grad.astype(total.dtype)

@@ -39,7 +39,7 @@ def test_of_parts_is_that_of_the_whole(shape, parts, special):
     found = jnp.max(jax.jit(amax.amaxes_of_parts)(jnp.asarray(narrow))[0])
     assert found.astype(jnp.float32) == numpys(narrow.astype(np.float32))
     if parts > 1:
-        on_gpu = amax.of_equal_parts(shape, len(shape) - 1, x, None, ())[0]
+        on_gpu = amax.amaxes_of_equal_parts(shape, len(shape) - 1, x, None, ())[0]
         np.testing.assert_array_equal(on_gpu, [numpys(row) for row in np.asarray(x).reshape(parts, -1)])
 
 
@@ -60,15 +60,18 @@ def test_of_a_parameter():
     assert amax.amaxes_of_parts(jnp.asarray(ugly(6, 2, 8)), is_row_major=True)[0].shape == (6,)
     np.testing.assert_array_equal(amax.amaxes_of_parts(x, num_parts=4)[0], [numpys(np.asarray(x))] * 4)
     quarters = [numpys(quarter) for quarter in np.asarray(x).reshape(4, -1)]
-    np.testing.assert_array_equal(amax.of_equal_parts((4, x.size // 4), 1, x, None, ())[0], quarters)
+    np.testing.assert_array_equal(amax.amaxes_of_equal_parts((4, x.size // 4), 1, x, None, ())[0], quarters)
 
 
 def test_rows_that_do_not_count_and_what_is_empty():
     x, where = jnp.asarray(ugly(8, 16)), jnp.arange(8)[:, None] < 5
     expected = numpys(np.asarray(x)[:5])
-    for parts in (amax.amaxes_of_parts(x, where)[0], amax.of_equal_parts((8, 16), 1, x, where, ())[0]):
+    for parts in (
+        amax.amaxes_of_parts(x, where)[0],
+        amax.amaxes_of_equal_parts((8, 16), 1, x, where, ())[0],
+    ):
         assert jnp.max(parts) == expected
-    assert jnp.max(amax.of_equal_parts((8, 16), 1, x, where & False, ())[0]) == -np.inf
+    assert jnp.max(amax.amaxes_of_equal_parts((8, 16), 1, x, where & False, ())[0]) == -np.inf
     for shape in ((0, 4), (4, 0)):
         np.testing.assert_array_equal(amax.amaxes_of_parts(jnp.zeros(shape))[0], [-np.inf])
 
@@ -83,7 +86,7 @@ def test_the_largest_of_several_at_once():
         jnp.zeros((2,), jnp.float16),
     ]
     expected = [3, 2.5, -np.inf, np.inf, 0]
-    for merge in (amax.at_once, amax.largest_of):
+    for merge in (amax.max_of_stacked, amax.largest_of):
         merged = jax.jit(merge)(parts)
         assert [x.dtype for x in merged] == [jnp.float32] * 5
         np.testing.assert_array_equal(merged, expected)

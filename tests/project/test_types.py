@@ -153,6 +153,7 @@ INNER = [
     (scaling.finite_amax, (MATRIX.astype(BF16), (1,)), {}),
     (scaling.scale_exponent, (f32(2, 3), 448.0, "up"), {}),
     (scaling.power_of_two, (ints(2, 3),), {}),
+    (scaling.floor_power_of_two, (f32(2, 3),), {}),
     (scaling.current_scale, (f32(2, 3), 448.0), {"power_2": True}),
     (scaling.e8m0_scale, (ints(2, 3),), {}),
     (scaling.e8m0_factors, (np.ones((2, 3), jnp.float8_e8m0fnu),), {}),

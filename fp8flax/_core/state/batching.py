@@ -6,7 +6,6 @@ False to check that.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,20 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8flax._compat.choice_at_lowering import unless_cpu
+from fp8flax._core.grouping import in_groups
 
 is_enabled = True
 """Whether arrays are stacked."""
 
 
-def groups(keys: Iterable[Hashable]) -> list[list[int]]:
-    """Returns for each distinct key the list of its positions. Keys are ordered by their first position."""
-    places = defaultdict(list)
-    for i, key in enumerate(keys):
-        places[key].append(i)
-    return list(places.values())
-
-
-def key_of(axis: int, *trees: Any) -> Hashable:
+def stacking_key(axis: int, *trees: Any) -> Hashable:
     """Returns a key that is equal for trees that can be stacked: they have equal types and shardings.
 
     Args:
@@ -41,7 +33,7 @@ def key_of(axis: int, *trees: Any) -> Hashable:
     return axis, treedef, *map(jax.typeof, leaves), *shardings
 
 
-class _How(NamedTuple):
+class _Options(NamedTuple):
     """The options of ``each_alike``."""
 
     read_once: bool
@@ -70,45 +62,41 @@ def each_alike(
         *args: for each further argument of ``f``, the list of its values.
         read_once: whether a barrier follows the stacking, so that one kernel alone reads each array. If
             several GPU kernels read a donated array, XLA copies it before it overwrites it.
-        in_parts: whether a GPU splits the stacked arrays again, and applies ``f`` to each part. The
-            stacking then serves ``read_once`` only: later kernels read the copy in the stack. Use it if the
-            results are large, and the step returns each of them as a buffer of its own. A stacked result
-            would be copied into these buffers.
+        in_parts: whether a GPU applies ``f`` to each tree instead of to the stack. The stack is then only
+            the copy that all later kernels read. Use it if the results are large: a stacked result would be
+            copied into the buffers that the step returns.
         loops: whether a CPU applies ``f`` in a loop, instead of once per tree in the program. Either may
             compile twice as fast as the other, depending on the surrounding program. Measure each call.
     """
-    found: dict[int, Any] = {}
-    keys: Iterable[Hashable] = map(key_of, axes, *args) if is_enabled else range(len(axes))
-    for group in groups(keys):
-        of_group = ([arg[i] for i in group] for arg in args)
-        found.update(zip(group, _alike(f, axes[group[0]], _How(read_once, in_parts, loops), *of_group)))
-    return [found[i] for i in range(len(axes))]
+    options = _Options(read_once, in_parts, loops)
+    keys: Iterable[Hashable] = map(stacking_key, axes, *args) if is_enabled else range(len(axes))
+    return in_groups(lambda axes, *args: _alike(f, axes[0], options, *args), keys, axes, *args)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _alike(f: Callable[..., Any], axis: int, how: _How, *args: Sequence[Any]) -> list[Any]:
+def _alike(f: Callable[..., Any], axis: int, options: _Options, *args: Sequence[Any]) -> list[Any]:
     """Returns ``[f(*each, axis=axis) for each in zip(*args)]``, for trees that can be stacked."""
-    number = len(args[0])
-    once = jax.jit(partial(f, axis=axis))  # traced once for all calls of ``one_by_one``
+    num_trees = len(args[0])
+    f_traced_once = jax.jit(partial(f, axis=axis))  # for all calls of ``one_by_one``
 
     def one_by_one(*args: Any) -> list[Any]:
-        return [once(*each) for each in zip(*args)]
+        return [f_traced_once(*each) for each in zip(*args)]
 
     def stacked(*args: Any) -> list[Any]:
         stacks = list(map(_stack, args))
-        return lax.optimization_barrier(stacks) if how.read_once else stacks
+        return lax.optimization_barrier(stacks) if options.read_once else stacks
 
     def in_a_loop(*args: Any) -> list[Any]:
-        return _unstack(lax.map(lambda each: f(*each, axis=axis), tuple(stacked(*args))), number)
+        return _unstack(lax.map(lambda each: f(*each, axis=axis), tuple(stacked(*args))), num_trees)
 
     def at_once(*args: Any) -> list[Any]:
-        if how.in_parts:
-            return one_by_one(*(_unstack(stack, number) for stack in stacked(*args)))
-        return _unstack(jax.vmap(once)(*stacked(*args)), number)
+        if options.in_parts:
+            return one_by_one(*(_unstack(stack, num_trees) for stack in stacked(*args)))
+        return _unstack(jax.vmap(f_traced_once)(*stacked(*args)), num_trees)
 
-    if number == 1:
+    if num_trees == 1:
         return one_by_one(*args)
-    return unless_cpu(at_once, in_a_loop if how.loops else one_by_one, *map(list, args))
+    return unless_cpu(at_once, in_a_loop if options.loops else one_by_one, *map(list, args))
 
 
 def _stack(trees: Sequence[Any]) -> Any:
@@ -116,8 +104,8 @@ def _stack(trees: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
 
 
-def _unstack(tree: Any, number: int) -> list[Any]:
-    """Returns ``number`` trees, one for each index of the first axis; the reverse of ``_stack``."""
+def _unstack(tree: Any, num_trees: int) -> list[Any]:
+    """Returns ``num_trees`` trees, one for each index of the first axis; the reverse of ``_stack``."""
     leaves, treedef = jax.tree.flatten(tree)
-    split = [[lax.squeeze(part, [0]) for part in lax.split(x, [1] * number)] for x in leaves]
-    return [treedef.unflatten([pieces[i] for pieces in split]) for i in range(number)]
+    split = [[lax.squeeze(part, [0]) for part in lax.split(x, [1] * num_trees)] for x in leaves]
+    return [treedef.unflatten([pieces[i] for pieces in split]) for i in range(num_trees)]

@@ -5,12 +5,20 @@ A step derives its scale from the amaxes of earlier steps. Then the amax of this
 "gradients" of the scales. From these ``step_scales`` computes the next states, as the "gradients" of the
 states.
 
+A state has one of three forms. The form decides what JAX does with the "gradients" of several uses:
+
+* float32, under plain ``jax.grad``: JAX adds them up, so the state must be used once.
+* ``fp32_max_grad``, after ``tree.to_max``: JAX merges them by maximum. They are checked after the last use.
+* A digest in the place of the scale, after ``tree.enter``: JAX merges them by maximum. The next states of
+  all tensors are then computed together.
+
 One state may also belong to several tensors that are stacked, such as the kernels of experts. The scale,
 the history and the amax then have leading dimensions, and each tensor has its own scale.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,6 +75,11 @@ class ScalingState(NamedTuple):
     entry is at index 0. Its dtype is float32, or ``fp32_max_grad`` inside a differentiated function."""
 
 
+def is_state_dtype(x: Any) -> bool:
+    """Returns whether a leaf of scaling state has a valid dtype: float32, or one that merges by maximum."""
+    return is_max_dtype(x) or getattr(x, "dtype", None) == jnp.float32
+
+
 class DelayedConfig(NamedTuple):
     """The static options of a cast with delayed scaling (hashable)."""
 
@@ -88,7 +101,7 @@ USUAL = tuple(DelayedConfig(np.float32, np.dtype(d)) for d in (jnp.float8_e4m3fn
 def delayed_config(quantizer: DelayedQuantizer) -> DelayedConfig:
     """Returns the static options of a quantizer with delayed scaling."""
     return DelayedConfig(
-        jnp.float32,
+        np.float32,
         quantizer.dtype,
         quantizer.margin,
         quantizer.amax_compute_algo,
@@ -184,7 +197,8 @@ def scales_of(
 
     If a state has no digest, its history is read here. Histories of one shape are read by one reduction.
     """
-    scales, of_shape = dict[str, jax.Array](), dict[Any, list[str]]()
+    scales: dict[str, jax.Array] = {}
+    names_of_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, config in configs.items():
         shape = states[name].amax_history.shape
         if is_digest(states[name].scale):
@@ -192,12 +206,12 @@ def scales_of(
             usual = dict(zip(USUAL, (digest.e4m3fn, digest.e5m2)))
             scales[name] = usual[config] if config in usual else _scale_from(config, *digest[:4])
         else:
-            of_shape.setdefault(shape, []).append(name)
-    for shape, names in of_shape.items():
+            names_of_shape[shape].append(name)
+    for shape, names in names_of_shape.items():
         histories = [_constant(states[name].amax_history) for name in names]
-        for name, history, largest in zip(names, histories, _largest_amaxes(histories, len(shape) - 1)):
+        for name, history, largest_two in zip(names, histories, _largest_amaxes(histories, len(shape) - 1)):
             old = _constant(states[name].scale).reshape(shape[:-1])
-            scales[name] = _scale_from(configs[name], old, *largest, history[..., 0])
+            scales[name] = _scale_from(configs[name], old, *largest_two, history[..., 0])
     return scales
 
 
@@ -222,7 +236,8 @@ def _scale_from(
     return jnp.where(is_usable(amax), rounded, exact)
 
 
-# A constant, because JAX's caches compare functions by identity.
+# A constant, because JAX's caches compare functions by identity. ``apart``: XLA for CPUs would compile this
+# arithmetic again into each kernel that reads a scale.
 _USUAL_SCALES = [apart(partial(_scale_from, config)) for config in USUAL]
 
 
@@ -310,15 +325,15 @@ def next_state(
       the state must be used once.
     * A state in ``fp32_max_grad``: the cotangents are the new scale and history, which JAX merges by
       maximum. ``kept_state`` checks them after the merge.
-    * A state with a digest: the cotangent of the digest holds the new scale and the amax, which JAX merges
-      by maximum. The next state is computed from them at the end of the gradient.
+    * A state with a digest, passed as None: the cotangent of the digest holds the new scale and the amax,
+      which JAX merges by maximum. The next state is computed from them at the end of the gradient.
 
     Args:
         amax: the amax of this step, of shape ``(...)``, after ``merge_amax``. An amax of inf marks a NaN or
             an Inf in the data, and wins every merge. An amax of -inf marks empty data, and loses.
         new_scale: the scale of this step, float32, with as many elements as ``amax``.
-        state: the state before this step, with a history of shape ``(..., length)``. None if the state
-            has a digest: the result is then the cotangent of the digest, and no cotangent of the history.
+        state: the state before this step, with a history of shape ``(..., length)``; None if it has a
+            digest. The history then has no cotangent.
     """
     if state is None:
         return _cotangent_of_digest(amax, new_scale)
@@ -347,8 +362,8 @@ def _merging_state(amax: jax.Array, new_scale: jax.Array, state: ScalingState) -
 def _cotangent_of_digest(amax: jax.Array, new_scale: jax.Array) -> ScalingState:
     """Returns the cotangent of a digest, which holds the new scale and the amax; None for the history."""
     numbers = new_scale.reshape(amax.shape), amax
-    none = [jnp.zeros_like(amax)] * (DIGEST_SIZE - len(numbers))
-    return ScalingState(to_digest(*(x[..., None] for x in (*numbers, *none))), None)  # type: ignore
+    unused = [jnp.zeros_like(amax)] * (DIGEST_SIZE - len(numbers))
+    return ScalingState(to_digest(*(x[..., None] for x in (*numbers, *unused))), None)  # type: ignore
 
 
 def state_after(old: ScalingState, numbers: tuple[jax.Array, jax.Array], axis: int) -> ScalingState:
@@ -360,13 +375,13 @@ def state_after(old: ScalingState, numbers: tuple[jax.Array, jax.Array], axis: i
             the scale in ``old``.
         axis: the axis of the history that holds the past amaxes.
     """
+    return apart(partial(_pushed, axis))(old, *numbers)
 
-    @apart
-    def pushed(old: ScalingState, new_scale: jax.Array, amax: jax.Array) -> ScalingState:
-        moved = push_amax(lax.squeeze(amax, (axis,)), jnp.moveaxis(old.amax_history, axis, -1))
-        return kept_state(old, ScalingState(new_scale, jnp.moveaxis(moved, -1, axis)), amax)
 
-    return pushed(old, *numbers)
+def _pushed(axis: int, old: ScalingState, new_scale: jax.Array, amax: jax.Array) -> ScalingState:
+    """Returns the old state with the new scale and the amax of the step; see ``state_after``."""
+    moved = push_amax(lax.squeeze(amax, (axis,)), jnp.moveaxis(old.amax_history, axis, -1))
+    return kept_state(old, ScalingState(new_scale, jnp.moveaxis(moved, -1, axis)), amax)
 
 
 def calibrated_state(
@@ -400,10 +415,11 @@ def report_calibrated(
     amax the new scale is the smallest one. The reported state is not checked by ``kept_state``. A
     callback, unlike a cotangent, also works inside ``lax.while_loop`` and in forward mode.
     """
+    index, _ = state
     # In ``fp32_max_grad``, so that ``next_state`` returns the new state unchecked.
-    scale, history = (to_max_dtype(lax.stop_gradient(leaf)) for leaf in state)
-    new = calibrated_state(config, lax.stop_gradient(amax), ScalingState(scale, history))
-    return with_report(x, [state.scale, *map(from_max_dtype, new)], ToHost(report))
+    in_max_dtype = ScalingState(*(to_max_dtype(lax.stop_gradient(leaf)) for leaf in state))
+    new = calibrated_state(config, lax.stop_gradient(amax), in_max_dtype)
+    return with_report(x, [index, *map(from_max_dtype, new)], ToHost(report))
 
 
 def as_state(scale: Any, amax_history: Any, stacked: tuple[int, ...] = ()) -> ScalingState:
@@ -421,7 +437,7 @@ def as_state(scale: Any, amax_history: Any, stacked: tuple[int, ...] = ()) -> Sc
     scale = scale if is_max_dtype(scale) else jnp.asarray(scale)
     amax_history = amax_history if is_max_dtype(amax_history) else jnp.asarray(amax_history)
     for name, value in (("scale", scale), ("amax_history", amax_history)):
-        if value.dtype != jnp.float32 and not is_max_dtype(value):
+        if not is_state_dtype(value):
             raise TypeError(
                 f"{name} must be float32 (or fp32_max_grad); got {value.dtype} of shape {value.shape}. "
                 "Scaling state loses its meaning in a narrower dtype: keep it out of any cast of the "

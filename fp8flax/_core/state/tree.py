@@ -34,12 +34,9 @@ from fp8flax._compat.max_dtype import (
     to_digest,
     to_max_dtype,
 )
-from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, ROLES, SCALE
+from fp8flax._core.names import AMAX_HISTORY, OVERWRITE_WITH_GRADIENT, PARAMS, SCALE, STATE_LEAF_NAMES
 from fp8flax._core.state.batching import each_alike
-from fp8flax._core.state.state import ScalingState, digest_of, kept_state, state_after
-
-_LEAF_NAMES = frozenset(role + suffix for role in ROLES for suffix in (SCALE, AMAX_HISTORY))
-
+from fp8flax._core.state.state import ScalingState, digest_of, is_state_dtype, kept_state, state_after
 
 # Finding the state in a tree.
 
@@ -66,7 +63,7 @@ def path_str(path: KeyPath) -> str:
 
 def _partner(name: Any) -> str | None:
     """Returns the history's name for the name of a scale, and the reverse; None for any other name."""
-    if name not in _LEAF_NAMES:
+    if name not in STATE_LEAF_NAMES:
         return None
     if name.endswith(SCALE):
         return name.removesuffix(SCALE) + AMAX_HISTORY
@@ -126,10 +123,10 @@ def has_state(tree: Any) -> bool:
 
 def check_state_dtype(path: KeyPath, leaf: Any) -> None:
     """Raises ``TypeError`` if a leaf of scaling state is not float32."""
-    dtype = getattr(leaf, "dtype", None)
-    if dtype != jnp.float32 and not is_max_dtype(leaf):
+    if not is_state_dtype(leaf):
+        got = getattr(leaf, "dtype", None) or type(leaf).__name__
         raise TypeError(
-            f"The scaling state at {path_str(path)} must be float32; got {dtype or type(leaf).__name__}. "
+            f"The scaling state at {path_str(path)} must be float32; got {got}. "
             f"Cast variables['params'] alone, or cast this leaf back with .astype(jnp.float32)."
         )
 
@@ -188,6 +185,7 @@ def enter(tree: Any) -> Any:
     new = [
         (pair, axis)
         for pair, axis in zip(places.pairs, places.axes)
+        # A digest is of a max dtype, too: such a state has entered before.
         if not any(is_max_dtype(leaves[i]) for i in pair)
     ]
     states = [ScalingState(*(lax.stop_gradient(leaves[i]) for i in pair)) for pair, _ in new]
@@ -223,14 +221,14 @@ def leave(tree: Any, cotangents: Any) -> Any:
         cotangents: the cotangents of the result of ``enter``.
     """
     paths, leaves, treedef = _flatten(tree)
-    places, left = Places.of(paths, leaves), treedef.flatten_up_to(cotangents)
-    numbers = [tuple(digested(left[i], 2)) for i, _ in places.pairs]  # the scale and the amax of the step
+    places, grads = Places.of(paths, leaves), treedef.flatten_up_to(cotangents)
+    numbers = [tuple(digested(grads[i], 2)) for i, _ in places.pairs]  # the scale and the amax of the step
     after = each_alike(state_after, places.axes, places.states(leaves), numbers, in_parts=True)
     for (i, j), new in zip(places.pairs, after):
-        left[i], left[j] = new
+        grads[i], grads[j] = new
     for i in places.others:
-        left[i] = _kept_other(leaves[i], from_max_dtype(left[i]))
-    return treedef.unflatten(left)
+        grads[i] = _kept_other(leaves[i], from_max_dtype(grads[i]))
+    return treedef.unflatten(grads)
 
 
 def merge_by_max(tree: Any) -> Any:
@@ -272,11 +270,11 @@ def from_max(tree: Any) -> Any:
 
 
 def kept_tree(old: Any, new: Any) -> Any:
-    """Returns the scaling state to keep after a step, given the old state and its "gradient".
+    """Returns the next state, with the old state wherever the new one is not usable.
 
-    Leaves that are not scaling state are taken from ``new``. The state of a tensor is taken from ``old`` if
-    no gradient arrived. Its history is taken from ``old`` if the data held a NaN or an Inf. The result is
-    therefore always usable.
+    The state of a tensor is taken from ``old`` if no gradient arrived. Its history is taken from ``old`` if
+    the data held a NaN or an Inf. Leaves that are not scaling state are taken from ``new``. ``kept_tree``
+    trusts that a step produced ``new``; ``_train.check.overwrite`` checks that, too.
 
     Args:
         old: a tree of variables (or a bare collection) as it was before the step.
@@ -290,7 +288,7 @@ def kept_tree(old: Any, new: Any) -> Any:
     paths, old_leaves, leaves, treedef = leaves_of_both(old, new)
     places = Places.of(paths, old_leaves)
     olds, news = places.states(old_leaves), places.states(leaves)
-    kept = each_alike(kept_of_tensor, places.axes, olds, news, read_once=False)
+    kept = each_alike(kept_along, places.axes, olds, news, read_once=False)
     for (i, j), of_tensor in zip(places.pairs, kept):
         leaves[i], leaves[j] = of_tensor
     for i in places.others:
@@ -326,8 +324,8 @@ def leaves_of_both(old: Any, new: Any) -> tuple[list[KeyPath], list[Any], list[A
     return paths, old_leaves, leaves, treedef
 
 
-def kept_of_tensor(old: ScalingState, new: ScalingState, axis: int) -> ScalingState:
-    """Returns ``kept_state`` for one tensor; ``axis`` of its history holds the past amaxes."""
+def kept_along(old: ScalingState, new: ScalingState, axis: int) -> ScalingState:
+    """Returns ``kept_state`` of one tensor, whose history runs along ``axis``."""
     return kept_state(old, new, lax.slice_in_dim(new.amax_history, 0, 1, axis=axis))
 
 
@@ -385,7 +383,7 @@ def split_state(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 
 @contextmanager
 def refusing_arithmetic(
-    merged: Callable[[], Sequence[Any]], params: str, array_of: Callable[[Any], Any] = lambda x: x
+    passed: Callable[[], Sequence[Any]], params: str, array_of: Callable[[Any], Any] = lambda x: x
 ) -> Iterator[None]:
     """Returns a context in which arithmetic on scaling state raises a ``TypeError`` that names the leaf.
 
@@ -395,7 +393,7 @@ def refusing_arithmetic(
     looks for the leaf among the local variables of the functions in the traceback.
 
     Args:
-        merged: returns the trees that were passed to the loss, with the state in ``fp32_max_grad``.
+        passed: returns the trees that were passed to the loss, with the state in ``fp32_max_grad``.
         params: the Python expression for the parameters, which the message recommends.
         array_of: returns the array that a local variable wraps, or the variable itself.
     """
@@ -419,7 +417,7 @@ def refusing_arithmetic(
                 "state, because it takes the state as float32. Export the gradient of the function: "
                 "jax.export.export(jax.jit(fp8flax.grad(fun)))."
             ) from error
-        which = " or ".join(_leaves_in(frames, merged(), array_of)) or "of some layer"
+        which = " or ".join(_leaves_in(frames, passed(), array_of)) or "of some layer"
         raise TypeError(
             f"The FP8 scaling state {which} was used as a number in the function that is differentiated. "
             "The gradient of the state is its next value there, so no arithmetic, comparison or cast can "
@@ -438,7 +436,7 @@ def _leaves_in(
     flattened = [pair for tree in trees for pair in jax.tree_util.tree_flatten_with_path(tree)[0]]
     names = {id(leaf): path_str(path) for path, leaf in flattened if is_max_dtype(leaf)}
     for frame in reversed(frames):
-        args = frame.f_locals.get("args")
+        args = frame.f_locals.get("args")  # JAX's functions hold the arguments of a user's function here
         held = [*frame.f_locals.values(), *(args if isinstance(args, tuple) else ())]
         if found := dict.fromkeys(names[id(x)] for x in map(array_of, held) if id(x) in names):
             return list(found)

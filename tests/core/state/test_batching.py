@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8flax._core.state import batching
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import ScalingState, digest_of, state_after
 from tests import reference
@@ -40,11 +39,6 @@ def test_the_fixture_stacks(stacking):
     for axes in ((1, 1), (1, 2)):
         program = jax.make_jaxpr(partial(each_alike, lambda x, axis: x + axis, axes))(xs)
         assert ("f32[2]" in str(program)) == (stacking == "stacked" and axes == (1, 1))
-
-
-def test_groups():
-    assert batching.groups("abcab") == [[0, 3], [1, 4], [2]]
-    assert batching.groups([]) == []
 
 
 # Three tensors that can be stacked, one with another length, and two stacked layers along either axis.
