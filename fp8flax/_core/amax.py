@@ -21,6 +21,7 @@ from jax import lax
 from fp8flax._compat.choice_at_lowering import unless_cpu, unless_partitioned
 from fp8flax._compat.varying import manual_axes
 from fp8flax._core.grouping import in_groups
+from fp8flax._core.scaling import push_amax
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32
@@ -54,6 +55,39 @@ def magnitudes(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
     if where is not None:
         magnitude = jnp.where(where, magnitude, np.array(-np.inf, x.dtype))
     return magnitude
+
+
+def compute_amax_history(
+    x: Float[jax.Array, "*dims"], amax_history: Float32[jax.Array, " length"]
+) -> Float32[jax.Array, " length"]:
+    """Returns ``amax_history`` with the amax of ``x`` entered at index 0.
+
+    The history rolls by -1, and the newest amax replaces the entry that arrives at index 0. After index 0
+    come the older amaxes, from the oldest to the second newest. The history stays unchanged if ``x`` is
+    empty, or holds a NaN or an Inf.
+
+    Args:
+        x: a floating-point array of any shape.
+        amax_history: past amaxes, shape ``(length,)``, float32.
+
+    Returns:
+        The new history, shape and dtype of ``amax_history``.
+
+    Example:
+        >>> import jax.numpy as jnp, fp8flax as fp8
+        >>> history = jnp.zeros((4,))
+        >>> for amax in (1.0, 2.0, 3.0):
+        ...     history = fp8.compute_amax_history(jnp.array([0.5, -amax]), history)
+        ...     print(history)
+        [1. 0. 0. 0.]
+        [2. 0. 0. 1.]
+        [3. 0. 1. 2.]
+
+    Source: the layout of ``flax.linen.fp8_ops``.
+    """
+    amax = delayed_amax(jnp.asarray(x, jnp.float32))
+    pushed = push_amax(amax.astype(amax_history.dtype), amax_history)
+    return jnp.where(jnp.isfinite(amax), pushed, amax_history)
 
 
 def amaxes_of_parts(

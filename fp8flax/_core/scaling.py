@@ -11,7 +11,6 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from fp8flax._core.amax import delayed_amax
 from fp8flax._core.formats import fp8_limits
 
 if TYPE_CHECKING:
@@ -228,39 +227,6 @@ def bounded_amax(
     limits = fp8_limits(dtype)
     bound = ordinary * np.float32(limits.max / (_PRECISE_RANGE * limits.smallest_normal))
     return jnp.where(lax.is_finite(largest) & is_usable(ordinary), jnp.minimum(largest, bound), largest)
-
-
-def compute_amax_history(
-    x: Float[jax.Array, "*dims"], amax_history: Float32[jax.Array, " length"]
-) -> Float32[jax.Array, " length"]:
-    """Returns ``amax_history`` with the amax of ``x`` entered at index 0.
-
-    The history rolls by -1, and the newest amax replaces the entry that arrives at index 0. After index 0
-    come the older amaxes, from the oldest to the second newest. The history stays unchanged if ``x`` is
-    empty, or holds a NaN or an Inf.
-
-    Args:
-        x: a floating-point array of any shape.
-        amax_history: past amaxes, shape ``(length,)``, float32.
-
-    Returns:
-        The new history, shape and dtype of ``amax_history``.
-
-    Example:
-        >>> import jax.numpy as jnp, fp8flax as fp8
-        >>> history = jnp.zeros((4,))
-        >>> for amax in (1.0, 2.0, 3.0):
-        ...     history = fp8.compute_amax_history(jnp.array([0.5, -amax]), history)
-        ...     print(history)
-        [1. 0. 0. 0.]
-        [2. 0. 0. 1.]
-        [3. 0. 1. 2.]
-
-    Source: the layout of ``flax.linen.fp8_ops``.
-    """
-    amax = delayed_amax(jnp.asarray(x, jnp.float32))
-    pushed = push_amax(amax.astype(amax_history.dtype), amax_history)
-    return jnp.where(jnp.isfinite(amax), pushed, amax_history)
 
 
 def apply_scales(
