@@ -230,6 +230,26 @@ def test_a_batch_of_zeros_says_nothing():
     np.testing.assert_array_equal(op_state(zeros, "first")["input_scale"], [1.0])
 
 
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_a_batch_of_zeros_says_nothing_for_the_newest_amax(in_a_loop):
+    """Also if the history has larger amaxes; and in a loop, where layers report by callback."""
+    recipe = fp8.DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
+    model = Net(partial(fp8.Fp8DotGeneralOp, recipe=recipe))
+    before = fp8.calibrate(model.apply, variables_of(model, X), [X])
+
+    def apply(variables, x):
+        if not in_a_loop:
+            return model.apply(variables, x)
+        out = jnp.zeros((8, 8))
+        return jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (1, model.apply(variables, x)), (0, out))[1]
+
+    x = 1e-6 * X
+    after, expected = fp8.calibrate(apply, before, [x, 0 * x]), fp8.calibrate(apply, before, [x])
+    for name in ("first", "second"):
+        scales = (op_state(variables, name)["input_scale"] for variables in (after, expected))
+        np.testing.assert_array_equal(*scales)
+
+
 def test_it_runs_the_model_in_its_own_dtype():
     seen = []
 

@@ -397,7 +397,9 @@ def calibrated_state(
     seen = jnp.where(lax.is_finite(merged)[..., None], push_amax(merged, history), history)
     new_scale = scale_of(config, ScalingState(from_max_dtype(state.scale), seen))
     # Data of zeros determine no scale. They give the smallest scale, which loses the merge by maximum.
-    new_scale = jnp.where(is_usable(jnp.max(seen, axis=-1)), new_scale, SMALLEST_SCALE)
+    newest_only = config.amax_compute_algo == "most_recent"
+    used = seen[..., 0] if newest_only else jnp.max(seen, axis=-1)
+    new_scale = jnp.where(is_usable(used), new_scale, SMALLEST_SCALE)
     return next_state(merged, new_scale, state)
 
 
