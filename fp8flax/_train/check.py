@@ -162,7 +162,7 @@ def _compare(old: ScalingState, new: ScalingState) -> _Comparison:
     history is one of them. It is smaller if a loss scale has divided a moved or an unmoved history, and the
     scale with it. It is 0 for any other state.
     """
-    is_negative = _is_negative(new.scale) | _is_negative(new.amax_history[..., :1])
+    is_negative = _is_negative(new.scale) | jnp.any(_is_negative(new.amax_history), -1, keepdims=True)
     new = kept_along(old, new, -1)
     before, after = _finite(old.amax_history, new.amax_history)
 
@@ -170,7 +170,8 @@ def _compare(old: ScalingState, new: ScalingState) -> _Comparison:
     is_past = lax.broadcasted_iota(np.int32, before.shape, before.ndim - 1) > 0
     moved = push_amax(jnp.zeros_like(before[..., 0]), before)
     factor_if_moved = _factor(moved, jnp.where(is_past, after, 0.0))
-    # A history of zeros shows no factor, but the step keeps the scale, so the scales show it.
+    # After a history of zeros, moved, unmoved and merged look alike, and no amax shows the factor. But the
+    # step keeps the scale, so the scales show it. The other two cases are left out.
     is_first = jnp.max(before, -1, keepdims=True) < SMALLEST_SCALE
     kept_scale = jnp.where(lax.is_finite(old.scale) & (old.scale > 0), old.scale, 1.0)
     factor_if_moved *= jnp.where(is_first, _factor(kept_scale, new.scale), 1.0)

@@ -1074,6 +1074,15 @@ class TestAllGradientsTouched:
             apply_to_state(variables, grads)
         assert_trees_equal(apply_jitted(variables, grads), variables[OWG])
 
+    def test_a_negative_amax_in_the_place_of_zero_is_refused(self):
+        variables = trained(1)
+        grads = copy.deepcopy(gradient(variables, X))
+        op, old = (tree[OWG]["first"]["Fp8DotGeneralOp_0"] for tree in (grads, variables))
+        assert op["input_amax_history"][1] == 0
+        op["input_amax_history"] = op["input_amax_history"].at[1].set(-1.0)
+        kept = apply_jitted(variables, grads)["first"]["Fp8DotGeneralOp_0"]
+        assert_trees_equal(kept["input_amax_history"], old["input_amax_history"])
+
     @pytest.mark.parametrize("factor", [1.0, 2.0**-8])
     @pytest.mark.parametrize("steps", [0, 2])
     def test_a_history_that_was_kept(self, steps, factor):
