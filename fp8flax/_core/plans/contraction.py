@@ -287,7 +287,8 @@ def _pair_of(plan: Contraction, role: str, x: jax.Array) -> CastPair:
 def _serves_both(plan: Contraction, role: str, x: jax.Array) -> bool:
     """Returns whether a tensor is quantized once, and its codes are used in both of its products.
 
-    The codes are not shared if a GPU kernel quantizes the tensor for both products in one pass.
+    The codes are not shared if a row of the table in ``lowering`` fits: it quantizes the tensor for both
+    products at once.
     """
     pair = _pair_of(plan, role, x)
     return serves(pair.first, pair.second, pair.first_view) and not rows_of(pair, x, None)
@@ -315,7 +316,9 @@ def _quantized_for_both(
         has_barrier: see ``CastPair``.
     """
     pair = _pair_of(plan, role, x)._replace(has_barrier=has_barrier)
-    return plan.each(role, no_derivative(partial(lowered, pair)), x, scale)
+    first, second = plan.each(role, no_derivative(partial(lowered, pair)), x, scale)
+    # ``no_derivative`` returns shared codes as two arrays, which devices would exchange separately.
+    return first, _transposed(plan, role, first) if _serves_both(plan, role, x) else second
 
 
 def quantized_with_amax(

@@ -12,7 +12,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fp8flax as fp8
-from fp8flax._core.plans.dot_general import fp8_dot_general
+from fp8flax._core.plans.contraction import quantized_with_amax
+from fp8flax._core.plans.dot_general import dot_plan, fp8_dot_general
 from tests import reference_recipes
 from tests.cases import (
     CONTRACTIONS,
@@ -49,6 +50,25 @@ def make_vjp(recipe, dims=MATMUL, form="direct"):
         return out, *vjp(g.astype(out.dtype))
 
     return run
+
+
+@pytest.mark.parametrize("role", ["input", "output_grad"])
+@pytest.mark.parametrize(
+    "recipe", [fp8.DelayedScaling(), fp8.Float8CurrentScaling()], ids=["delayed", "current"]
+)
+def test_codes_for_both_gemms_are_one_array(recipe, role):
+    """Devices would exchange two arrays of the same codes separately."""
+    x = jnp.ones((32, 64))
+    plan = dot_plan(x, jnp.ones((64, 64)), MATMUL, recipe=recipe.gemms)
+    scale = jnp.ones(1) if recipe.gemms.delayed else None
+
+    @jax.jit
+    def quantized(x):
+        first, second, _ = quantized_with_amax(plan, role, x, scale, ())
+        assert first.codes is second.codes
+        return first.codes
+
+    jax.eval_shape(quantized, x)
 
 
 @pytest.mark.oldest
