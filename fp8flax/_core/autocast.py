@@ -189,7 +189,7 @@ def phase_context(
 
 
 def current_phase() -> str | None:
-    """Returns the name of the phase that the code runs in; None outside of a schedule."""
+    """Returns the name of the phase that has set the ambient recipe; None if no phase has set it."""
     return _thread.entries[-1].owner.phase if _thread.entries else None
 
 

@@ -72,7 +72,8 @@ class OpBase(Called):
         Call it on the direct subclass of ``OpBase``.
         """
         if row not in cls._classes:
-            # ``__init_subclass__`` adds the new class to ``_classes``.
+            # ``row.call`` is the class with the ``__call__`` of this op. ``__init_subclass__`` adds the new
+            # class to ``_classes``.
             type(row.name, (row.call, cls), {"row": row, "__module__": cls.__module__})
         return cls._classes[row]  # type: ignore[return-value]
 

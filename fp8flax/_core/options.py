@@ -1,7 +1,5 @@
 """Checks the values of options, such as the fields of a recipe, and raises errors that name the option."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 import operator

@@ -18,7 +18,7 @@ class _Result:
     tree: Any
     """The tree structure of the result."""
     places: tuple[int, ...]
-    """For each leaf of the result, its index in the list of all argument arrays, then all new arrays."""
+    """For each leaf of the result, its index in the list of argument arrays followed by new arrays."""
 
 
 def traced_once(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -325,7 +325,7 @@ def _add(total: jax.Array, grad: Any, is_state: bool) -> jax.Array:
 
 
 def _cotangent(x: Any) -> Any:
-    """Returns a gradient as JAX returns it; float0 for an integer, because jit cannot return float0."""
+    """Returns a gradient as JAX does: float0 for an integer, which a jitted function cannot return."""
     is_float = jnp.issubdtype(x.dtype, jnp.inexact) or is_max_dtype(x)
     return x if is_float else np.zeros(x.shape, jax.dtypes.float0)
 

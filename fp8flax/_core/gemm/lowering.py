@@ -349,7 +349,7 @@ def _can_split_experts(
     """
     del group_sizes
     if not (
-        capability > 0  # without a known GPU only the reference remains, so there is no choice
+        capability > 0  # if no GPU is known at tracing, the reference runs, and XLA splits it
         and not request.dequantized
         and isinstance(lhs, QTensor)
         and isinstance(rhs, QTensor)

@@ -58,8 +58,9 @@ class Gemm(NamedTuple):
     def reference(self, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) -> jax.Array:
         """Returns ``dot_general`` of the values of two operands, in ``out_dtype``.
 
-        Scales that do not change along the contraction multiply the result. Other scales are applied to the
-        operands.
+        If the codes can be multiplied, scales that do not change along the contraction multiply the result.
+        Otherwise the operands are multiplied by their scales first. Stored codes beside a wide operand are
+        an exception: their scales multiply the result if they can.
 
         Args:
             lhs: a ``QTensor``, or an array that stays wide.

@@ -34,7 +34,7 @@ def is_for_hopper(lhs: Quantizer, rhs: Quantizer, capability: float) -> bool:
     return is_hopper(capability) and has_128_columns and multiplies_dtypes(lhs.dtype, rhs.dtype)
 
 
-def has_units(recipe: GemmRecipe, capability: float) -> bool:
+def has_units_for_blocks(recipe: GemmRecipe, capability: float) -> bool:
     """Returns whether a GPU multiplies operands with scales per block in FP8 units.
 
     Blackwell has units for scales that are powers of two. For float32 scales per 128 columns our own GPU
@@ -59,7 +59,7 @@ def runs_in_fp8(recipe: GemmRecipe, capability: float) -> bool:
         return False
     if lhs.scales_along_contraction != rhs.scales_along_contraction:
         return False
-    return not lhs.scales_along_contraction or has_units(recipe, capability)
+    return not lhs.scales_along_contraction or has_units_for_blocks(recipe, capability)
 
 
 def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
@@ -67,7 +67,7 @@ def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
 
     Args:
         *recipes: the recipes of the GEMMs.
-        is_ragged: whether the GEMMs belong to a ragged dot, for which Blackwell has no units.
+        is_ragged: whether the GEMMs belong to a ragged dot. Blackwell has no units for block scales there.
     """
     if compile_target.value is not None:
         return
@@ -81,7 +81,9 @@ def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
             Fp8EmulationWarning,
             stacklevel=1,
         )
-    elif not all(has_kernel and has_units(one, capability) for one in recipes if _has_block_scales(one)):
+    elif not all(
+        has_kernel and has_units_for_blocks(one, capability) for one in recipes if _has_block_scales(one)
+    ):
         warnings.warn(
             f"{jax.devices()[0].device_kind} has no units for these block scales: the FP8 values are "
             "multiplied in a wider dtype, at its speed. fp8flax.audit shows which. Float8CurrentScaling "

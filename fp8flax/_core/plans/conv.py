@@ -207,7 +207,7 @@ class ConvPlan(Contraction):
 
     def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra
-        # XLA must not convolve FP8 codes by cuDNN, see ``_wide``.
+        # XLA must not convolve FP8 codes by cuDNN, see ``_values``.
         lhs, rhs = lax.optimization_barrier((lhs, rhs))
         self.warn()
         with jax.named_scope(CONVOLVED_WIDE):
@@ -339,8 +339,8 @@ def fp8_conv_general_dilated(
         states: scaling states of the roles that have delayed scaling; their "gradients" are their next
             values.
         recipe: how the tensors are scaled. A convolution that is not a matmul needs one scale per tensor.
-        form: ``"direct"``; or ``"qdq"``, which keeps wide operands for the backward pass, and can be
-            differentiated twice.
+        form: ``"direct"``; or ``"qdq"``, which with delayed scaling keeps wide operands for the backward
+            pass, and can then be differentiated twice.
         is_frozen: see ``fp8_dot_general``.
 
     Returns:

@@ -144,7 +144,8 @@ class RaggedPlan(Contraction):
     def _gemm(self, name: str, contract: int, lhs: Operand, rhs: Operand, out_dtype: np.dtype) -> Gemm:
         """Returns the GEMM of a visit that contracts dimension ``contract`` of both operands."""
         gemm = self.gemm(name, (((contract,), (contract,)), ((), ())), lhs, rhs, out_dtype)
-        # Without its name, it runs in a loop without a barrier, and without a kernel that transposes codes.
+        # The name is dropped, because ``lowered`` gives named GEMMs a barrier (forward), or our GPU kernel
+        # that transposes codes (wgrad). The GEMMs of a loop get neither.
         return gemm._replace(name="")
 
     @cached_property
@@ -205,7 +206,7 @@ class RaggedPlan(Contraction):
             gemm.out_dtype,
             partial(_products_in_tiles, self, name),
             gemm.dequantized,
-            # For ``_Gemms.forward``: once, and not at each visit.
+            # The forward GEMM takes transposed kernels. They are transposed once, not at each visit.
             transposes_kernels=name == "forward",
         )
         return lowered(request, lhs, kernels, group_sizes)[: self.rows]

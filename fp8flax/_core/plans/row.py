@@ -72,7 +72,7 @@ class OpRow:
         linen_field: the field of Linen layers that takes the class of the op, or None.
         nnx_field: the field of NNX layers that takes an instance of the op, or None.
         kernel_axes: axes of the kernel that an NNX layer contracts, and axes of its batch, for layers that
-            NNX conversion finds by ``nnx_field``. None if it finds no layer by the field alone.
+            NNX conversion finds by ``nnx_field``. None for our own ops, whose layers it finds by class.
         stacked: roles whose state has a leading dimension, the first dimension of the kernel.
         is_matmul: ``is_matmul(lhs, rhs, *arguments)`` returns whether GEMMs compute the op.
     """

@@ -122,7 +122,7 @@ def has_state(tree: Any) -> bool:
 
 
 def check_state_dtype(path: KeyPath, leaf: Any) -> None:
-    """Raises ``TypeError`` if a leaf of scaling state is not float32."""
+    """Raises ``TypeError`` if a leaf of scaling state is neither float32 nor merges by maximum."""
     if not is_state_dtype(leaf):
         got = getattr(leaf, "dtype", None) or type(leaf).__name__
         raise TypeError(

@@ -39,8 +39,8 @@ def block_gemm(
         rhs_scale: float32, ``(batch, N, K / 128)``.
         out_dtype: dtype of the result.
         in_float16: whether to multiply in float16, which holds FP8 values exactly, instead of FP8. Pallas's
-            Triton backend does not use Hopper's FP8 units for this kernel. On no GPU it
-            multiplies two different FP8 dtypes in FP8.
+            Triton backend does not use Hopper's FP8 units for this kernel. It multiplies two different FP8
+            dtypes in FP8 on no GPU.
         interpret: whether to run the kernel step by step on any device, for tests.
     """
     from jax.experimental import pallas as pl

@@ -27,8 +27,8 @@ def hopper_block_gemm(
     """Returns the product of two block-scaled stacks of matrices, ``(batch, M, N)``.
 
     The formula is that of ``block_gemm``, but the two scales of a block are multiplied first, see
-    ``tiled_gemm``. (``block_gemm`` avoids this for each element. Here that would take longer than the
-    multiplication.)
+    ``tiled_gemm``. (``block_gemm`` multiplies each element by one scale after the other, so that the
+    product of the scales cannot overflow. Here that would take longer than the multiplication.)
 
     Args:
         lhs: FP8 codes, ``(batch, M, K)``; K is a multiple of 128.

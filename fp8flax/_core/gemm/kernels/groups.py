@@ -54,8 +54,8 @@ def table_of(rows: int, group_sizes: jax.Array, align: int = ALIGN) -> jax.Array
 
     Args:
         rows: total number of rows.
-        group_sizes: number of rows of each other group, ``(groups - 1,)``, integers. A negative size counts
-            as 0.
+        group_sizes: number of rows of each group but the last, ``(groups - 1,)``, integers. A negative size
+            counts as 0.
         align: the first row of each tile is a multiple of this, ``TILE`` or less.
     """
     ends = lax.pad(ends_of_groups(group_sizes, rows), np.int32(rows), [(0, 1, 0)])

@@ -101,9 +101,10 @@ def on_shards(
     def rule(mesh: Any, operand_types: Any, result_types: Any) -> tuple[str, dict[str, Any]]:
         """Returns the rule by which Shardy propagates shardings, and the sizes of its factors.
 
-        A dimension of ``n`` blocks is written as ``(N n)``. If the number of devices does not divide the
-        number of blocks, Shardy could split columns over a part of a mesh axis. JAX has no such sharding.
-        The rule then gives blocks and columns unrelated factors, and ``partition`` splits them alike.
+        The dimension ``n``, if it has blocks, is written as ``(N n)``: ``N`` blocks of ``n`` elements. If
+        the number of devices does not divide the number of blocks, Shardy could split columns over a part
+        of a mesh axis. JAX has no such sharding. The rule then gives blocks and columns unrelated factors,
+        and ``partition`` splits them alike.
         """
         arrays = [*zip((*operands, *result_dims), (*operand_types, *result_types))]
         letters = {letter for dims, _ in arrays for letter in dims.lower()} - {"-"}
@@ -341,18 +342,21 @@ def quantize_on_shards(
 
     def quantize_part(x: jax.Array) -> Any:
         behind = 1 + len(rows)
-        outer_rows, outer_columns = x.shape[1 : behind - 1], x.shape[behind:-1]
+        rows_of_x, columns_of_x = x.shape[1 : behind - 1], x.shape[behind:-1]
 
-        def spread(matrices: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> jax.Array:
-            """Gives rows and columns their dimensions back; the last one of each may be padded."""
+        def spread(matrices: jax.Array, outer_rows: Any, outer_columns: Any) -> jax.Array:
+            """Gives rows and columns their dimensions back.
+
+            The last dimension of each may be padded. It is not given, but follows from the others.
+            """
             size, num_rows, num_columns = matrices.shape
-            last = num_rows // math.prod(rows), num_columns // math.prod(columns)
-            return matrices.reshape(size, *rows, last[0], *columns, last[1])
+            last = num_rows // math.prod(outer_rows), num_columns // math.prod(outer_columns)
+            return matrices.reshape(size, *outer_rows, last[0], *outer_columns, last[1])
 
         one, other = kernel(_as_matrices(x, len(rows)))
         return (
-            tuple(spread(a, outer_rows, outer_columns) for a in one),
-            tuple(spread(a, outer_columns, outer_rows) for a in other),
+            tuple(spread(a, rows_of_x, columns_of_x) for a in one),
+            tuple(spread(a, columns_of_x, rows_of_x) for a in other),
         )
 
     # Codes and scales of each matrix, then those of its transpose.

@@ -25,9 +25,10 @@ HAS_MOSAIC = jax.__version_info__ >= (0, 10)
 _IS_0_11 = jax.__version_info__ >= (0, 11)
 """Whether JAX is 0.11 or later. From 0.11 on ``wgmma`` takes operands of two different FP8 dtypes."""
 
-# A thread block has three warpgroups. Two multiply, each half of the rows of a tile of the result. One warp
-# of the third fetches the operands.
-_ROWS = TILE // 2
+_HALF = TILE // 2
+"""The number of rows of a tile of the result that one warpgroup multiplies.
+
+A thread block has three warpgroups. Two multiply. One warp of the third fetches the operands."""
 
 _CORES = 132
 """The number of cores of an H100 or H200. On a GPU with fewer some tiles wait for a second round."""
@@ -191,7 +192,7 @@ def _kernel(
 
         def broadcast(scale: Any, axis: int) -> Any:
             """Repeats a vector of scales along ``axis`` of a warpgroup's half of a tile."""
-            return lax.broadcast_in_dim(scale, (_ROWS, TILE), (1 - axis,))
+            return lax.broadcast_in_dim(scale, (_HALF, TILE), (1 - axis,))
 
         def scale_of(ref: Any, of_rows: int, start: Any, size: int, axis: int) -> Any:
             """Returns the scale of an operand's rows from ``start`` on, as it multiplies a tile.
@@ -238,8 +239,8 @@ def _kernel(
         @partial(pl.run_scoped, allocations=allocations, collective_axes="warpgroup")
         def _(allocations: Any) -> None:
             warpgroup = lax.axis_index("warpgroup")
-            start = warpgroup * _ROWS
-            mine = pl.ds(start, _ROWS)
+            start = warpgroup * _HALF
+            mine = pl.ds(start, _HALF)
 
             @plgpu.nd_loop((tiling.num_tiles * n,), collective_axes="core")
             def _(loop: Any) -> None:
@@ -257,7 +258,7 @@ def _kernel(
                         plgpu.wgmma_wait(0)
                         return sums[...]
 
-                    sums = pl.run_scoped(multiply, plgpu.ACC((_ROWS, TILE), jnp.float32))
+                    sums = pl.run_scoped(multiply, plgpu.ACC((_HALF, TILE), jnp.float32))
                     return total + (sums * factor_of(index[0], *scales) if is_per_block else sums)
 
                 def factor_of(k: Any, lhs_s: Any, rhs_s: Any = None) -> Any:
@@ -271,11 +272,11 @@ def _kernel(
 
                 def compute(run: Any) -> None:
                     """Writes this warpgroup's half of a tile. ``run`` adds each block to a sum."""
-                    shape = _ROWS, TILE
+                    shape = _HALF, TILE
                     zeros = jnp.zeros(shape, jnp.float32)
                     total = run(zeros if is_interpreted else plgpu.layout_cast(zeros, layout))
                     if not is_per_block:
-                        left = scale_of(lhs_scale, lhs_rows, tile.lhs_row + start, _ROWS, 1)
+                        left = scale_of(lhs_scale, lhs_rows, tile.lhs_row + start, _HALF, 1)
                         right = scale_of(rhs_scale, rhs_rows, column, TILE, 0)
                         total = apply_scales(total, left, right)
                     result = total.astype(out_dtype)
@@ -288,16 +289,16 @@ def _kernel(
                     def write_all() -> None:
                         whole[warpgroup] = result
                         plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(whole.at[warpgroup], target(0, _ROWS))
+                        plgpu.copy_smem_to_gmem(whole.at[warpgroup], target(0, _HALF))
 
                     if tiling.is_whole:
                         write_all()
                         return
-                    low = jnp.clip(tile.low - start, 0, _ROWS)
-                    count = jnp.clip(tile.high - start, 0, _ROWS) - low
-                    pl.when(count == _ROWS)(write_all)
+                    low = jnp.clip(tile.low - start, 0, _HALF)
+                    count = jnp.clip(tile.high - start, 0, _HALF) - low
+                    pl.when(count == _HALF)(write_all)
 
-                    @pl.when((count > 0) & (count < _ROWS))
+                    @pl.when((count > 0) & (count < _HALF))
                     def _() -> None:
                         if is_interpreted:
                             part[warpgroup] = result
@@ -305,7 +306,7 @@ def _kernel(
                             _store_with_conflicts(part, warpgroup, result)
                         plgpu.commit_smem()
                         # A copy has a static size. So each set bit of the count copies that many rows.
-                        first, size = low, _ROWS // 2
+                        first, size = low, _HALF // 2
                         while size:
                             bit = count & size
 
@@ -328,9 +329,9 @@ def _kernel(
 
     # ``whole`` is stored in units of 8 rows and copied at once. ``part`` is stored row by row, so that any
     # of its rows can be copied.
-    scratch = {"whole": plgpu.SMEM((2, _ROWS, TILE), out_dtype, transforms=of_result)}
+    scratch = {"whole": plgpu.SMEM((2, _HALF, TILE), out_dtype, transforms=of_result)}
     if not tiling.is_whole:
-        scratch["part"] = plgpu.SMEM((2, _ROWS, TILE), out_dtype)
+        scratch["part"] = plgpu.SMEM((2, _HALF, TILE), out_dtype)
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((tiling.rows, tiling.columns), out_dtype),
