@@ -107,7 +107,7 @@ def einsum_with(
     Raises:
         TypeError: an operand is not an array, but for instance a list, which ``jnp.einsum`` refuses too.
         ValueError: ``eqn`` does not have two operands, does not fit their shapes, or repeats an index
-            within one operand; or an index has two sizes, of which one may be 1.
+            within one operand; or an index has a size of 1 in one operand, and a larger size in the other.
     """
     for operand in (lhs, rhs):
         if not hasattr(operand, "ndim"):
