@@ -16,7 +16,7 @@ The two sides, with the dtype of each array::
                                        +----------      input_scale     float32
     cache/                                        cache/
       cached_key             e4m3  ---------------    cached_key        float32
-      cached_key_dtype       float32, empty: only the caller has it, for the dtype that the model declares
+      cached_key_dtype       float32, a scalar: only the caller has it. It keeps the old dtype
 
 For the caller a kernel is one array under its own name. It is saved, sharded and sent like any other. But
 the source of the model declares a float32 kernel, and reshapes, slices or transposes it before the matmul.
@@ -83,12 +83,14 @@ def as_method_sees(
         ops: the FP8 ops of the model.
         is_init: whether the parameters of some ops may be missing. Such ops are skipped.
     """
-    params, served = nn.meta.unbox(variables.get(PARAMS, {})), dict[str, Any]()
+    stored, served = nn.meta.unbox(variables.get(PARAMS, {})), dict[str, Any]()
     if is_init:
-        ops = [op for op in ops if _is_made(params, op)]
+        ops = [op for op in ops if _is_made(stored, op)]
+    params = stored
     for op in ops:
         for name, (path, dtype) in zip(op.codes, op.kernels):
-            codes = trees.get(params, path)
+            # Not from ``params``: several ops may take parts of one parameter.
+            codes = trees.get(stored, path)
             served = trees.replaced(served, (*op.path, name), codes)
             params = trees.replaced(params, path, codes.astype(dtype))
         for name, scale in trees.get(params, op.path).items() if op.scales else ():
@@ -122,23 +124,23 @@ def as_caller_sees_init(params: Mapping[str, Any], ops: Sequence[ServedOp]) -> M
 
 
 def narrowed(cache: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
-    """Returns a cache with its floats in FP8, and beside each float an empty array of its old dtype.
+    """Returns a cache with its floats in FP8, and beside each float a scalar of its old dtype.
 
-    Beside a tuple of arrays is a tuple of empty arrays.
+    Beside a tuple of arrays is a tuple of scalars.
 
     Raises:
         ValueError: the cache has a variable under the name of an array for a dtype.
     """
     narrow: dict[str, Any] = {}
     for name, value in cache.items():
+        if name + _DTYPE_OF in cache:
+            raise ValueError(
+                f"kv_cache_dtype stores the dtype of the cache variable {name!r} under the name "
+                f"{name + _DTYPE_OF!r}, which the cache has already. Rename one of the two."
+            )
         if isinstance(value, Mapping):
             narrow[name] = narrowed(value, dtype)
         elif any(map(_is_float, jax.tree.leaves(value))):
-            if name + _DTYPE_OF in cache:
-                raise ValueError(
-                    f"kv_cache_dtype stores the dtype of the cache variable {name!r} under the name "
-                    f"{name + _DTYPE_OF!r}, which the cache has already. Rename one of the two."
-                )
             narrow[name] = jax.tree.map(
                 lambda x: saturated(x.astype(jnp.float32), dtype) if _is_float(x) else x, value
             )

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._audit import compiling
+from fp8flax._serve.hidden_state import narrowed
 from tests import reference
 from tests.cases import OWG, RECIPES, cells, flat, normal, ties, variables_of
 from tests.models import ALL, MODELS, TOKENS, Attention, LanguageModel, in_scan, trained
@@ -716,6 +717,34 @@ def test_every_converted_gemm_runs_in_fp8_on_hopper(gpu):
     assert len(left) == 3  # two of attention, and the logits
     for gemm in left:
         assert "fp8flax.report says why" in gemm.reason
+
+
+class Fused(nn.Module):
+    """Query, key and value are parts of one parameter; the halves of another are swapped."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.normal(0.1)
+        parts = jnp.split(self.param("qkv", init, (128, 384)), 3, axis=1)
+        x = sum(x @ part for part in parts)
+        halves = self.param("halves", init, (128, 128))
+        return x @ jnp.concatenate([halves[64:], halves[:64]])
+
+
+def test_parts_of_a_parameter_are_multiplied_in_fp8(gpu):
+    model8 = fp8.quantize_model(Fused(), RECIPES["current"], include=".*")
+    x = normal(0, 512, 128)
+    variables = model8.init(jax.random.key(0), x)
+    serve, served = fp8.freeze(model8, variables, x)
+    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
+    assert fp8.audit(serve.apply, served, x, target="h200").fp8_flops_share == 1
+
+
+def test_a_cache_variable_under_the_name_of_a_dtype():
+    for value in (jnp.float32(1), jnp.int32(1), {"inner": jnp.float32(1)}):
+        cache = {"index": value, "index_dtype": jnp.zeros(3)}
+        with pytest.raises(ValueError, match="'index_dtype', which the cache has already"):
+            narrowed(cache, jnp.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
