@@ -65,10 +65,13 @@ def weights_for_serving(
     if not isinstance(model, nn.Module):
         raise wrong_model(model, "be a flax.linen.Module", "flax.linen", "weights_for_serving")
     check_variables(variables)
-    # The ops recorded so far decide what is stored in FP8. Other methods of the model can add ops, so the
-    # record is part of the key of the compiled program.
-    ops = seen_of(model).ops if hasattr(model, "_fp8_rules") else {}
-    record = tuple((path, op.op, op.gemms, op.kernel and op.kernel.sources) for path, op in ops.items())
+    # What was recorded so far decides what is stored in FP8. Other methods of the model can add ops, or
+    # read kernels, so the record is part of the key of the compiled program.
+    record: Any = None
+    if hasattr(model, "_fp8_rules"):
+        seen = seen_of(model)
+        ops = ((path, op.op, op.gemms, op.kernel and op.kernel.sources) for path, op in seen.ops.items())
+        record = tuple(ops), frozenset(seen.used_otherwise)
     with automatic_axes(variables) as variables:
         return _weights(_hashable(model), record, options_of(args, kwargs, rename, weight_only), variables)
 

@@ -103,6 +103,26 @@ def test_a_method_that_ran_later_is_found():
     assert "second.weight" in fp8.weights_for_serving(model8, variables)
 
 
+class ReadElsewhere(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, use_bias=False, name="dense")(x)
+
+    def norm(self):
+        return jnp.sum(self.variables["params"]["dense"]["kernel"] ** 2)
+
+
+def test_a_method_that_ran_later_and_reads_a_kernel():
+    """Then the kernel stays wide, as ``freeze`` leaves it."""
+    model8 = fp8.quantize_model(ReadElsewhere(), RECIPES["current"], include=".*")
+    x = np.ones((2, 8), np.float32)
+    variables = model8.init(jax.random.key(0), x)
+    assert fp8.weights_for_serving(model8, variables, x).keys() == {"dense.weight", "dense.weight_scale"}
+    model8.apply(variables, method="norm")
+    with pytest.warns(UserWarning, match="something else than an FP8 op reads it too"):
+        assert fp8.weights_for_serving(model8, variables, x).keys() == {"dense.kernel"}
+
+
 def test_a_model_that_holds_a_list():
     """Such a module has no hash. It is compiled once for one module."""
     layers = [nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp), nn.relu]
