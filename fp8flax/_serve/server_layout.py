@@ -276,9 +276,10 @@ def quantization_config(ops: tuple[ServedOp, ...], wide_layers: Sequence[str]) -
         ops: the FP8 ops of the model.
         wide_layers: the names that the layers without FP8 have in the file.
     """
-    plain = [op for op in ops if op.layout is not None]
+    in_fp8 = [op for op in ops if any(op.gemms.quantizers)]
+    plain = [op for op in in_fp8 if op.layout is not None]
     kinds = {(op.gemms.forward.lhs, op.gemms.forward.rhs) for op in plain}
-    if len(kinds) != 1 or len(plain) != len(ops):
+    if len(kinds) != 1 or len(plain) != len(in_fp8):
         return None
     lhs, rhs = kinds.pop()
     assert rhs is not None

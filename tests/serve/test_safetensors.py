@@ -198,6 +198,24 @@ def test_errors(tmp_path):
         fp8.load_safetensors(tmp_path / "none")
 
 
+class Products(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(32, name="up")(x)
+        return x @ x.T
+
+
+def test_a_config_for_stored_weights_beside_products_of_activations(tmp_path):
+    """With weight_only the products are computed as without FP8, so the config is not about them."""
+    x = np.ones((32, 64), np.float32)
+    model8 = fp8.quantize_model(Products(), RECIPES["current"], include=".*", products=True)
+    model, served = fp8.freeze(model8, variables_of(model8, x), x, weight_only=True)
+    fp8.save_safetensors(tmp_path / "model.safetensors", model, served, config={"model_type": "x"})
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "compressed-tensors"
+    assert config["ignore"] == []
+
+
 def test_without_the_library(small, tmp_path, monkeypatch):
     """Files can be read, but not written."""
     model, data, served = small
