@@ -29,7 +29,7 @@ from fp8flax._core.options import check_bool
 from fp8flax._core.plans.mlp import check_block, runs_as_one
 from fp8flax._core.quantize import as_float_array
 from fp8flax._core.recipes import Recipe
-from fp8flax.nnx.ops import Fp8DotGeneralOp, Fp8RaggedDotOp
+from fp8flax.nnx.ops import Fp8DotGeneralOp, Fp8RaggedDotOp, checked
 from fp8flax.nnx.variables import RouterLoss
 
 if TYPE_CHECKING:
@@ -122,9 +122,12 @@ class MLP(nnx.Module):
             for layer in layers
         ]
         scopes = [layer.dot_general._scope or name for name, layer in zip(names, layers)]
-        return mlp_as_one_op(
+        out = mlp_as_one_op(
             x, parts, recipe, self.activation, scopes, partial(promote_dtype, dtype=self.dtype)
         )
+        first = parts[0]
+        assert first.states.kernel is not None
+        return checked(out, first.kernel, first.states.kernel.scale)
 
     def _recipe_of_all(self, layers: list[Any], x: jax.Array) -> Recipe | None:
         """Returns the recipe of the layers; None if they cannot be computed as one function."""

@@ -49,9 +49,15 @@ class OverwriteWithGradient(nnx.Variable[Any]):
 nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overwrite=True)
 
 
+def checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns ``out``; warns if the kernel is differentiated, and the scale of its state is not."""
+    # fp8flax.nnx.grad casts states to the max dtype, so float32 states belong to another transform.
+    return _checked(out, kernel, scale) if scale.dtype == jnp.float32 else out
+
+
 @jax.custom_vjp
 def _checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns ``out``; warns if the kernel is differentiated and the scaling state is not."""
+    """Returns ``out``; see ``checked``."""
     return out
 
 
@@ -144,8 +150,7 @@ class Fp8Op(OpBase, nnx.Module):
         if not delayed:
             return out
         scale = getattr(self, next(iter(delayed)) + SCALE).get_value()
-        # fp8flax.nnx.grad casts states to the max dtype, so float32 states belong to another transform.
-        return _checked(out, rhs, scale) if scale.dtype == jnp.float32 else out
+        return checked(out, rhs, scale)
 
     def _place(self) -> tuple[str, ...]:
         if not self._scope and self._conversion is None:

@@ -53,7 +53,8 @@ def check_model(model: Any, function: str, more: str = "") -> None:
 
 def state_of(node: Any) -> dict[str, Any]:
     """Returns the scaling state of a model or an ``nnx.State`` as a collection, by NNX's paths."""
-    if jax.tree_util.treedef_is_leaf(jax.tree.structure(node)):  # NNX cannot search an array
+    # NNX cannot search an array. A module with ``pytree=False`` is a leaf to JAX, too.
+    if not is_node(node) and jax.tree_util.treedef_is_leaf(jax.tree.structure(node)):
         return {OVERWRITE_WITH_GRADIENT: {}}
     return {OVERWRITE_WITH_GRADIENT: nnx.to_pure_dict(nnx.state(node, OverwriteWithGradient))}
 

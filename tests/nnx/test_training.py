@@ -110,6 +110,23 @@ def test_state_of_shared_calls_is_that_of_one_call():
         fp8nnx.overwrite_state(layer, added)
 
 
+def test_a_model_that_is_no_pytree():
+    """Its state enters the gradient, and the optimizer overwrites it."""
+
+    class NoPytree(nnx.Module, pytree=False):
+        def __init__(self):
+            self.layer = nnx.Linear(16, 16, dot_general=nnx_op(), rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    model = NoPytree()
+    optimizer = fp8nnx.Optimizer(model, optax.sgd(0.1))
+    train_step(model, optimizer, X)
+    history = model.layer.dot_general.input_amax_history.get_value()
+    np.testing.assert_allclose(history, [np.max(np.abs(X)), 0, 0, 0], rtol=1e-6)
+
+
 @pytest.mark.oldest
 def test_functions_of_trees_take_what_split_returns():
     """A loop that differentiates an ``nnx.State`` calls ``fp8.grad``, as for variables of Linen."""
@@ -409,6 +426,11 @@ class TestGradientsThatLeaveTheStateOut:
 
     def model(self):
         return fp8nnx.quantize_model(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), include=".*")
+
+    def test_a_block_that_is_one_op_warns(self):
+        block, x = fp8nnx.MLP(16, 32, recipe=DELAYED, rngs=nnx.Rngs(0)), normal(0, 4, 16)
+        with pytest.warns(UserWarning, match=self.WARNS):
+            nnx.jit(nnx.grad(self.loss))(block, x)
 
     def loss(self, model, x):
         return jnp.sum(model(x) ** 2)
