@@ -20,7 +20,7 @@ from fp8flax._audit.compiling import (
 from fp8flax._audit.gemms import has_fp8_in_triton, read_gemms
 from fp8flax._audit.instructions import read_instructions
 from fp8flax._audit.kernels import Summary, read
-from fp8flax._audit.report import AuditReport
+from fp8flax._audit.report import AuditReport, percent
 from fp8flax._compat.plugin_compiler import PluginCompiled
 from fp8flax._core.autocast import current_phase
 from fp8flax._core.gemm.gpus import GPUS
@@ -161,7 +161,7 @@ def assert_fp8(
             raise AssertionError(f"There is no GEMM in the program.\n\n{report}")
         may = f" ({100 * report.maybe_fp8_flops_share:.1f} % may)" if report.maybe_fp8_flops_share else ""
         raise AssertionError(
-            f"{100 * report.fp8_flops_share:.1f} % of the GEMMs' FLOPs run in FP8{may}; at least "
-            f"{100 * min_flops:.1f} % were asked for.\n\n{report}"
+            f"{percent(100 * report.fp8_flops_share)} of the GEMMs' FLOPs run in FP8{may}; at least "
+            f"{percent(100 * min_flops)} were asked for.\n\n{report}"
         )
     return report

@@ -122,7 +122,7 @@ class AuditReport:
             A ``matplotlib.figure.Figure``.
 
         Raises:
-            ImportError: matplotlib is not installed (``fp8flax[demo]`` installs it).
+            ImportError: matplotlib is not installed (``fp8flax[plots]`` installs it).
             TypeError: a keyword is not a report, or is named ``fp8``.
             ValueError: a report is for another target, or for ``"local"``, which has no prediction.
 
@@ -147,7 +147,7 @@ class AuditReport:
             if report.target not in GPUS or report.target != self.target:
                 raise ValueError(
                     f"plot compares programs that were compiled for one of {sorted(GPUS)}; {name!r} was "
-                    f"compiled for {report.target!r}, the first for {self.target!r}."
+                    f"compiled for {report.target!r}, this report for {self.target!r}."
                 )
         figure = Figure(figsize=(7, 1.2 + 0.6 * len(reports)), layout="constrained")
         axes = figure.subplots()
@@ -167,7 +167,7 @@ class AuditReport:
         share = 100 * self.fp8_flops_share
         maybe = f", {may} may ({100 * self.maybe_fp8_flops_share:.1f} %)," if may else ""
         return (
-            f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({_percent(share)} of their FLOPs)"
+            f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({percent(share)} of their FLOPs)"
             f"{maybe} on {self.device}, JAX {self.jax_version}."
         )
 
@@ -250,7 +250,7 @@ def _short(dtype: str) -> str:
     return {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}.get(short, short)
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """Returns a percentage as text; a share below 1 is never shown as 100 %."""
     return ">99.9 %" if 99.95 <= share < 100 else f"{share:.1f} %"
 

@@ -101,7 +101,9 @@ class MLP(nn.Module):
             check_recipe(self.recipe)
         if self.names is not None:
             expected = layer_names(self.gated)
-            if len({*self.names}) != len(expected) or not all(isinstance(name, str) for name in self.names):
+            names: Any = self.names
+            are_strings = not isinstance(names, str) and all(isinstance(name, str) for name in names)
+            if not (are_strings and len(names) == len({*names}) == len(expected)):
                 raise ValueError(
                     f"names must be {len(expected)} different strings, of the layers {expected}; got "
                     f"{self.names!r}."

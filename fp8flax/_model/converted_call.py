@@ -136,6 +136,8 @@ class Call:
             others = before.others.union(source.path for kernel in kernels for source in kernel.sources)
             self.origins.used_otherwise |= others
             found = found._replace(kernel=None, others=others)
+        elif before is not None:
+            found = found._replace(others=before.others)
         self.ops[path] = found
 
     @contextmanager

@@ -138,6 +138,7 @@ def statistics(
 
         def gradient(variables: Any) -> Any:
             grads = jax.grad(loss, has_aux=has_aux, allow_int=True)(variables)
+            grads = grads[0] if has_aux else grads
             return [x for x in jax.tree.leaves(grads) if x.dtype != jax.dtypes.float0]
 
         @partial(jax.jit, inline=True)

@@ -333,6 +333,8 @@ def test_the_state_is_that_of_one_call_on_all_data(way):
             ValueError,
             "3 different strings",
         ),
+        ({"hidden_features": 8, "names": ("a", "a", "b")}, ValueError, "2 different strings"),
+        ({"hidden_features": 8, "names": "ab"}, ValueError, "2 different strings"),
     ],
 )
 def test_errors(fields, error, message):

@@ -397,7 +397,7 @@ def test_of_whole_models_and_all_ops():
 
     def loss(variables, x):
         used = {name: variables[name] for name in ("params", OWG)}
-        return jnp.mean(jnp.square(model.apply(used, x))), variables["count"]
+        return jnp.mean(jnp.square(model.apply(used, x))), (variables["count"], 3, "x")
 
     found = jax.jit(fp8.statistics(loss, has_aux=True))(variables, X)
     assert set(found) == {
