@@ -94,7 +94,10 @@ class Target:
 
 
 def find_target(target: str | Mesh) -> Target:
-    """Returns the ``Target`` for a name in ``TARGETS`` or for a mesh; errors: see ``audit``."""
+    """Returns the ``Target`` for a name in ``TARGETS`` or for a mesh.
+
+    Raises ``TypeError`` for a list of devices; for other errors see ``audit``.
+    """
     if isinstance(target, Mesh):
         key = _kind_of(target)
         times = f"{target.size} × " if target.size > 1 else ""
@@ -253,7 +256,8 @@ def lower_for(
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
     shape_of = functools.partial(_shape_of, sharding=target.sharding)
     if target.mesh is not None:
-        # A jitted function may have in_shardings, so its other arguments get no sharding here.
+        # An argument without a sharding is replicated. A jitted function may have in_shardings, so its
+        # arguments get no sharding here.
         elsewhere = target.sharding if jitted is not fn else None
         shape_of = functools.partial(_shape_on_mesh, mesh=target.mesh, elsewhere=elsewhere)
     given = args, keywords or {}

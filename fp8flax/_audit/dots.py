@@ -35,7 +35,7 @@ class Dot:
     contracts_leading: bool | None = None
     """True if both operands are contracted along their first dimension, False if along their last.
 
-    None if the dimensions differ, or if an operand has no other dimension."""
+    None if the two operands differ in this, or if an operand has no other dimension."""
     fp8_sources: tuple[str, ...]
     """For each operand the FP8 dtype that it has, or that it was converted from; ``""`` for none."""
     is_convolution: bool = False
@@ -75,7 +75,7 @@ def dots_of(program: Program, computation: Computation, instruction: Instruction
 
 
 def _backend(instruction: Instruction) -> str | None:
-    """Returns the backend that computes an instruction; None if it is no matrix product."""
+    """Returns the backend of an instruction; None if it is neither a fusion nor a matrix product."""
     if instruction.opcode in ("fusion", "fusion-start"):
         kind = instruction.config.get("fusion_backend_config", {}).get("kind", "")
         parts = {"triton": "Triton", "cudnn": "cuDNN", "cublas": "cublasLt"}
@@ -127,6 +127,8 @@ def _read_dot(program: Program, place: _Place, backend: str) -> Dot:
     m, n = (math.prod(a.dims[i] for i in f) for a, f in zip((lhs, rhs), free))
     sizes = math.prod(lhs.dims[i] for i in batch[0]), m, n
     num, m, n = _sizes_of_our_kernel(dot, *sizes) or sizes
+    # Lists compare by their first entries: if that of the free dimensions is greater, the contracted
+    # dimensions come first.
     leading = {f > sorted(c) for f, c in zip(free, contracting)} if all(free) else {True, False}
     size = math.prod(dot.result.dims)
     out = next((a for a in kernel.instruction.results if math.prod(a.dims) == size), dot.result)

@@ -20,8 +20,9 @@ class AuditReport:
 
     A notebook shows the report as a table. Two kinds of code are counted approximately: a loop whose trip
     count XLA does not know counts once, and each branch of a conditional counts as if it were taken. A GEMM
-    is what XLA itself shows as a matrix product or a convolution. A matrix times a vector, and a
-    hand-written GPU kernel (Pallas, cuDNN attention), count among the other kernels.
+    is what XLA shows as a matrix product or a convolution, or a GPU kernel of this package that multiplies.
+    A matrix times a vector, and other hand-written GPU kernels (Pallas, cuDNN attention), count among the
+    other kernels.
     """
 
     target: str

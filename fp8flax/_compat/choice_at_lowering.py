@@ -140,7 +140,8 @@ def unless_partitioned(
             lowered, as ``otherwise`` of ``unless_cpu``.
         on_shards: a third function with results of the same shapes and dtypes, or None. It replaces
             ``split`` in programs that are split over a mesh. It uses ``custom_partitioning``. It is not
-            used under ``jax.vmap``, on a mesh with explicit axes, and by ``jax.export``.
+            used under ``jax.vmap``, on a mesh with explicit axes, by ``jax.export``, and in a
+            ``jax.shard_map`` over some of the axes of a mesh.
         *args: trees of arrays. Under ``jax.vmap`` the results of one array are batched along the axis of
             that array, and the results of several arrays along the first axis.
     """

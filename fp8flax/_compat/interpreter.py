@@ -167,9 +167,9 @@ class Sets(Rules[Set]):
         """Does nothing; a subclass may record the set of a value that chooses a branch or ends a loop."""
 
     def part_of(self, whole: Set) -> Set:
-        """Returns the set of a slice of an array from the set of the array.
+        """Returns the set of an array, given the set of another array that it is a part of.
 
-        ``lax.scan`` also stacks its results. The set of a stacked array is ``part_of`` the set of a slice.
+        Also called the other way round, for the stack that ``lax.scan`` makes of its results.
         """
         return whole
 
@@ -177,7 +177,8 @@ class Sets(Rules[Set]):
         self, primitive: Any, program: Any, operands: list[Set], params: Mapping[str, Any]
     ) -> list[Set]:
         results = interpret(program, operands, self)
-        # Other primitives, such as shard_map, pass slices of their operands to their program.
+        # Other primitives, such as shard_map, run their program on parts of the operands. So a result is
+        # not the operand that the program returns.
         return results if primitive.name in RUNS_ONCE else list(map(self.part_of, results))
 
     def branch(self, programs: Sequence[Any], index: Set, operands: list[Set]) -> list[Set]:

@@ -120,7 +120,7 @@ class MaxArray(earray.EArray):
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         """Returns the floats as a NumPy array; for a digest, its scales (the first of its numbers)."""
         values = np.asarray(self._data)
-        values = values.reshape(*self.shape, -1)[..., 0]
+        values = values.reshape(*self.shape, math.prod(self.dtype.element_shape))[..., 0]
         return np.array(values, dtype, copy=copy)
 
     def __repr__(self) -> str:

@@ -53,7 +53,7 @@ class MLP(nn.Module):
     The block has the parameters and the scaling state of two ``nn.Dense``, or three if it is gated, with
     ``dot_general_cls=Fp8DotGeneralOp``. It also computes their values, up to rounding::
 
-        up, gate, down = (nn.Dense(n, name=…) for n in (hidden, hidden, features))
+        up, gate, down = (nn.Dense(n, use_bias=False) for n in (hidden, hidden, features))
         down(activation(gate(x)) * up(x))  # gated=True
         down(activation(up(x)))  # gated=False
 

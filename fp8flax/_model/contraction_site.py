@@ -38,10 +38,11 @@ def as_op(contraction: Contraction) -> AsOp:
 def name_of(site: Site, contraction: Contraction, found: AsOp) -> str:
     """Returns the part of an op's name that follows the name of its class.
 
-    The name is unique among the contractions of a module. It does not depend on what else a method
-    computes, because it comes from the kernel. A kernel that is used twice in the same way has one state,
-    as a layer that is called twice has. In a Linen layer that takes ops, the op has the name that an op
-    given by hand would have. Products of activations have no kernel, so they are numbered.
+    It comes from the kernel, so it does not depend on what else a method computes. Different kernels of a
+    module have different names, but for those that ``Origin.part`` names alike. A kernel that is used twice
+    in the same way has one state, as a layer that is called twice has. In a Linen layer that takes ops, the
+    op has the name that an op given by hand would have. Products of activations have no kernel, so they are
+    numbered.
     """
     frame = contraction.frame
     left, right = contraction.origins

@@ -30,7 +30,8 @@ class SeenOp(NamedTuple):
     op: type[Fp8Op]
     gemms: CustomRecipe
     kernel: Origin | None
-    """The origin of the kernel; None if the kernel does not come from parameters only."""
+    """The origin of the kernel; None if the kernel does not come from parameters only, or if the op
+    multiplies by several kernels."""
     args: tuple[Any, ...]
     """The arguments of the op, with shapes and dtypes instead of arrays."""
     stacked: tuple[Stacking, ...]
@@ -171,7 +172,7 @@ class Call:
         """Records what the method has computed.
 
         Raises:
-            ValueError: the method is that of ``init``, and a rule matched nothing or nothing is converted.
+            ValueError: ``init`` called ``__call__``, and a rule matched nothing or nothing is converted.
         """
         seen = seen_of(model)
         seen.sites = self.sites

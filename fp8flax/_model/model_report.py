@@ -57,7 +57,7 @@ class Row:
         kernel: path of the parameter that it multiplies with; None for a product of two activations.
         batch, m, k, n: the contraction is ``batch`` matmuls of (m, k) by (k, n).
         count: how often it is computed in one forward pass.
-        converted: whether it runs in FP8.
+        converted: whether an FP8 op computes it. (``reason`` says if the op convolves in a wide dtype.)
         reason: the rule that converts it, or the reason why it is not converted.
         flops: FLOPs of all its computations in one forward pass.
         speedup: predicted time in bf16 over that in FP8, forward and backward; 1 if it is not converted.
@@ -107,7 +107,7 @@ class ModelReport:
 
     @property
     def fp8_share(self) -> float:
-        """Returns the share of FLOPs that run in FP8."""
+        """Returns the share of FLOPs of the contractions that are converted."""
         total = sum(row.flops for row in self.rows)
         return sum(row.flops for row in self.converted) / total if total else 0.0
 

@@ -47,7 +47,8 @@ class Move(NamedTuple):
     primitive: str
     """The name of the primitive; ``_PARAMETER`` for an unchanged parameter."""
     params: dict[str, Any]
-    """The parameters of the primitive. ``"of"`` is the shape of its first operand."""
+    """The parameters of the primitive. ``"of"`` is the shape of its first operand. A cast also has
+    ``"from"``, the dtype of its operand."""
     result: int
     """The index of the value among the results of the primitive."""
     operands: tuple[Move, ...]
@@ -60,7 +61,8 @@ class Origin(NamedTuple):
     sources: tuple[Source, ...]
     """The parameters, in the order of ``rebuild``."""
     rebuild: Callable[[tuple[jax.Array, ...], bool], jax.Array] | None
-    """Makes the value from arrays in the places of the parameters; None if arithmetic made the value.
+    """Makes the value from arrays in the places of the parameters; None if arithmetic or
+    ``nn.map_variables`` made the value.
 
     The second argument says whether casts are applied."""
     moves: Move
@@ -100,8 +102,8 @@ class Origin(NamedTuple):
 
         The name is empty for a whole parameter, ``-1`` for ``w[1]`` and ``-64-128`` for ``w[:, 64:128]``.
         ``-T`` follows if the contraction sums over the last dimension of the parameter, as in ``x @ w.T``.
-        A value that was reshaped or concatenated counts as whole. Equal ranges of different dimensions have
-        one name, so ``w[:64]`` and ``w[:, :64]`` share their state.
+        A concatenated value counts as whole. After a reshape there is no ``-T``. Equal ranges of different
+        dimensions have one name, so ``w[:64]`` and ``w[:, :64]`` share their state.
 
         Args:
             summed: the dimensions of the value over which a contraction sums.
@@ -173,7 +175,8 @@ class ParamOrigins:
         self._known_elsewhere = _ByIdentity()
         """For each root scope, how many of these variables were recorded."""
         self.used_otherwise: set[tuple[str, ...]] = set()
-        """The parameters that an operation reads which is neither a contraction nor a movement."""
+        """The parameters that something else than an FP8 op or a movement reads, and those of an op with
+        several kernels."""
 
     def of(self, value: Any, scope: Any) -> Origin | None:
         """Returns the origin of a value in a scope's parameters; None if it comes from anything else."""
@@ -221,7 +224,7 @@ class ParamOrigins:
                     self.used_otherwise |= made_of
 
     def _look_elsewhere(self, root: Any) -> None:
-        """Records the other variables of a root scope that are new since the last call."""
+        """Records the other variables of a root scope: those before the call; at ``init`` all new ones."""
         collections = variables_of(root)
         # Only variables from before the call count: a cache that the model writes holds activations.
         known, is_init = self._known_elsewhere.get(root), root.flags.get("initializing", False)

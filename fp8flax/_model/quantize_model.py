@@ -43,9 +43,10 @@ def quantize_model(
 
     {rules}
 
-    The batch size has no effect on the rules, so ``init``, training and decoding agree. A pattern is
-    searched (``re.search``) in a module's path, such as ``encoder/layer_0/Dense_0``, and in that path with
-    the parameter's name.
+    The batch size has no effect on the rules, so ``init``, training and decoding agree. (The products of
+    attention have the sizes of the sequence. With ``products=True`` call ``init`` with 16 tokens or more.)
+    A pattern is searched (``re.search``) in a module's path, such as ``encoder/layer_0/Dense_0``, and in
+    that path with the parameter's name.
 
     Args:
         model: an unbound module.

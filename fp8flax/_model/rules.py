@@ -159,7 +159,7 @@ class Rules:
             number += 1
         if self.include is not None:
             return Decision(False, None, "not included")
-        reason = self._impossible(site) or _cannot_gain(site)
+        reason = self._impossible(site) or _left_by_default(site)
         return Decision(reason is None, self.recipe, reason or "by default")
 
     def _outcome(self, outcome: Any, who: str, number: int | None, site: Site) -> Decision:
@@ -198,8 +198,11 @@ ROUTER = re.compile(r"(^|[/_])router(_?\d*)($|/)", re.IGNORECASE)
 """Names of layers that are taken to be routers of experts."""
 
 
-def _cannot_gain(site: Site) -> str | None:
-    """Returns the reason why FP8 cannot make a contraction faster at any batch size; None if it may."""
+def _left_by_default(site: Site) -> str | None:
+    """Returns why a contraction stays wide by default; None if it is converted.
+
+    The reason is its layer, or that FP8 cannot make it faster at any batch size.
+    """
     k, n = site.sizes.k, site.sizes.n
     if isinstance(site.module, nn.Embed):
         return "an embedding"

@@ -64,7 +64,7 @@ class CheckpointTensor(NamedTuple):
     def dequantize(self, dtype: DTypeLike = np.float32) -> np.ndarray:
         """Returns codes times scales.
 
-        The product is computed in float32, or in float64 if ``dtype`` is float64, and then rounded once.
+        The product is computed in float32, or in float64 if ``dtype`` is float64, and rounded to ``dtype``.
         """
         result = np.empty(self.shape, dtype)
         if not result.size:
@@ -137,7 +137,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     * ``scale``: the scales, one per block, with as many dimensions as the codes
     * ``block``: the size of a block in each dimension; the last block of a dimension may be smaller
     * ``input_scale``: the fixed scale of the layer's input, or None
-    * ``dequantize(dtype)``: codes times scales, rounded once, as a NumPy array
+    * ``dequantize(dtype)``: codes times scales, computed in float32 and rounded to ``dtype``, in NumPy
 
     The scales are not listed under names of their own. All other tensors are NumPy arrays. Arrays are
     read-only and mapped from the file, so that an array costs no memory before it is used. The file must

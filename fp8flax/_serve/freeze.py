@@ -50,7 +50,7 @@ def freeze(
     """Returns a model and its variables for serving: kernels in FP8, scales that no longer change.
 
     {computation}
-    There is no state left, and nothing is mutable.
+    There is no scaling state left that a call must mutate.
 
     The serving model can be differentiated with respect to its inputs and its wide parameters, in forward
     and reverse mode, any number of times (forces, guidance, saliency). Its derivative is that of a model
@@ -83,7 +83,8 @@ def freeze(
             dtype's range, 448 for e4m3fn, saturate.
 
     Returns:
-        The serving model, called like ``model``; and its variables, with the other collections unchanged.
+        The serving model, called like ``model``; and its variables. The other collections are unchanged,
+        but for the cache with ``kv_cache_dtype``.
 
     Raises:
         MissingStateError: an op's scaling state is missing from ``variables``.

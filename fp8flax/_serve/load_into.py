@@ -431,8 +431,8 @@ def _loaders(
     siblings = [p for p, x in leaves.items() if p[:-1] == path[:-1] and _is_frozen_kernel(p, x)]
     if [p[-1] for p in scales].count(KERNEL_SCALE) != 1 or len(siblings) != 1:
         raise Misfit(
-            "a frozen kernel must have one op and one scale; joined and split kernels are not loaded. Load "
-            "the wide model, and freeze it"
+            "its module must have one frozen kernel with one scale; joined and split kernels are not "
+            "loaded. Load the wide model, and freeze it"
         )
     for place, scale in scales.items():
         is_of_kernel = place[-1] == KERNEL_SCALE

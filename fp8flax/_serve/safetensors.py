@@ -119,7 +119,7 @@ def write(
         own: dict[str, Any] = {"version": _IN_PARTS, "tensors": layouts}
     else:
         own = {"version": _VERSION, "tensors": entries, "checksum": _checksum(entries)}
-    metadata = {METADATA: json.dumps(own), "format": "pt"}  # tensors have the layout of PyTorch
+    metadata = {METADATA: json.dumps(own), "format": "pt"}  # transformers requires the format
     quantization = quantization_config(ops, wide_layers)
     if quantization is not None:
         metadata["quantization_config"] = json.dumps(quantization)

@@ -117,7 +117,7 @@ def split(tensor: Tensor, sizes: Sequence[int | None]) -> list[Tensor]:
         stop = start + (size or 0)
         written = tensor.written
         if features.per_entry:
-            _check_cut(tensor, stop, features)
+            _check_cut(tensor, stop, features, is_end=stop == features.size)
             entries = slice(start // features.per_entry, -(-stop // features.per_entry))
             written = written[(..., entries, *(slice(None),) * (-features.axis - 1))]
         parts.append(tensor._replace(written=written, array=written, is_whole=False))
@@ -141,7 +141,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
         shape[features.axis] = 0
         kinds.add((tensor.written.dtype, tuple(shape), features[:2]))
         if features.per_entry and tensor is not tensors[-1]:
-            _check_cut(tensor._replace(features=None), features.size, features)
+            _check_cut(tensor, features.size, features, is_end=False)
     if len(kinds) > 1 or len({own_layout(tensor) for tensor in tensors}) > 1:
         raise ValueError(
             f"rename joins {paths}, which differ in dtype, shape or layout. Leave one of them out."
@@ -167,9 +167,12 @@ def _features(tensor: Tensor, verb: str) -> Features:
     )
 
 
-def _check_cut(tensor: Tensor, stop: int, features: Features) -> None:
-    """Raises ``ValueError`` if a part that ends at this feature ends inside of a block of scales."""
-    if stop % features.per_entry and (tensor.features is None or stop != features.size):
+def _check_cut(tensor: Tensor, stop: int, features: Features, *, is_end: bool) -> None:
+    """Raises ``ValueError`` if a part that ends at this feature ends inside of a block of scales.
+
+    ``is_end`` says that nothing follows the part, so that its last block may be smaller.
+    """
+    if stop % features.per_entry and not is_end:
         raise ValueError(
             f"rename cuts {'/'.join(tensor.path)} at output feature {stop}, inside of a block of "
             f"{features.per_entry} that share a scale. Use multiples of {features.per_entry}, or freeze "

@@ -113,9 +113,12 @@ class ServingCall(Call):
             input_scale = partial(op.get_variable, SERVED, INPUT_SCALE)
             return computed(op.row, gemms, op.form, kernel, input_scale, lhs, rhs, *rest, **keywords)
         if kernel is not None:
+            # An op without a plan multiplies by the dequantized kernel. If it quantizes this kernel again,
+            # its fixed scale gives the same codes.
             codes, scale = kernel.codes, kernel.scale
             rhs = (codes.astype(scale.dtype) * broadcastable(scale, codes)).astype(rhs.dtype)
         if gemms.forward.lhs is None and (kernel is not None or gemms.forward.rhs is None):
+            # Nothing is left to quantize.
             return op.row.plain(lhs, rhs, *rest, **keywords)
         return compute(lhs, rhs, *rest, frozen=(_fixed_states(op, gemms), gemms), **keywords)
 

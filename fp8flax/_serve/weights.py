@@ -65,7 +65,7 @@ def weights_for_serving(
     if not isinstance(model, nn.Module):
         raise wrong_model(model, "be a flax.linen.Module", "flax.linen", "weights_for_serving")
     check_variables(variables)
-    # What was recorded so far decides what is stored in FP8. Other methods of the model can add ops, or
+    # The record so far decides which kernels are stored in FP8. Other methods of the model can add ops, or
     # read kernels, so the record is part of the key of the compiled program.
     record: Any = None
     if hasattr(model, "_fp8_rules"):

@@ -112,9 +112,9 @@ def calibrate(
         )
     if missing:
         warnings.warn(
-            "These layers were not calibrated, because nothing that fun returns depends on them: "
-            f"{', '.join(missing)}. If they run, return their results from fun."
-            + ambient_hint(needs_state=True),
+            "These layers were not calibrated, because nothing that fun returns depends on them, or their "
+            f"tensors were empty in all batches: {', '.join(missing)}. If they run, return their results "
+            "from fun." + ambient_hint(needs_state=True),
             stacklevel=2,
         )
     kept = _calibrated(old, merged)
@@ -127,7 +127,7 @@ def calibrate(
 
 
 def _each(batches: Any) -> Iterator[Any]:
-    """Iterates over the batches; raises ``TypeError`` if one batch was passed instead of several."""
+    """Iterates over the batches; raises ``TypeError`` for a mapping, a string or what is not iterable."""
     if not isinstance(batches, Mapping | str):
         with contextlib.suppress(TypeError):
             return iter(batches)
@@ -279,7 +279,10 @@ def _is_backward(path: Any) -> bool:
 
 
 def _names(ending: str, holds: Callable[[Any], Any], state: Any, backward: bool) -> list[str]:
-    """Returns the paths of the leaves with this ending that have an entry for which ``holds`` is true."""
+    """Returns the paths of the leaves with this ending that have an entry for which ``holds`` is true.
+
+    Leaves of output gradients count only with ``backward``.
+    """
     return [
         path_str(path)
         for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]

@@ -322,7 +322,8 @@ def schedule(recipe: Recipe | None, *, until: int, then: Recipe | Schedule | Non
             beginning of the run.
 
     Returns:
-        The ``Schedule``. Its phases are named ``"before step …"`` and ``"from step …"``.
+        The ``Schedule``. Its phases are named ``"before step …"`` and ``"from step …"``; those of a
+        ``Schedule`` in ``then`` keep their names.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -46,7 +46,7 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
         growth_factor: as in Flax; powers of two lose nothing in rounding.
         backoff_factor: as in Flax.
         growth_interval: as in Flax.
-        fin_steps: number of steps in a row with finite gradients.
+        fin_steps: number of steps in a row with finite gradients, since ``scale`` last changed.
         scale: factor of the loss.
         minimum_scale: the smallest ``scale``; None for no limit.
 

@@ -241,6 +241,7 @@ def _operands(
             _let_kernel_pass(layer, layer.module.kernel.get_value().dtype)
     graphdef, state = nnx.split(copy)
     arrays, fill = split_arrays(args, kwargs)
+    # By the path of a layer: the number of its kernel among the inputs of the program.
     inputs: dict[str, int] = {}
 
     def call(state: Any, arrays: Any) -> Any:

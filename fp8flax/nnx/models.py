@@ -246,7 +246,7 @@ def quantize_model(
     Layers with a field for an op get one: ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum`` and
     ``nnx.Conv``, anywhere in the model, also inside of ``nnx.MultiHeadAttention`` and recurrent cells. Each
     layer gets its own op, with fresh state; a module that occurs at two places gets one. A layer with an op
-    that you gave keeps this op and its state, unless ``rules`` or ``include`` match the layer. In layers
+    that you gave keeps this op and its state, unless ``rules`` or ``include`` convert the layer. In layers
     that ``nnx.vmap`` stacked along the first axis, for ``nnx.scan``, the state is stacked. Matmuls that a
     module writes out (``x @ w``, ``jnp.einsum``) are not converted: give the module an op.
 
@@ -326,6 +326,8 @@ def quantize_model(
         unconverted = _Conversion(options, frozenset(), why_unconverted(options, seen))
         if all(layer.site.impossible is not None for layer in layers):
             raise ValueError(unconverted.unconverted)
+    # A layer keeps the op that it had, gets a new op, or gets a ``LeftWide``. A layer that cannot take an
+    # op stays as it is.
     kept = set()
     for layer, decision in zip(layers, decisions):
         if layer.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):

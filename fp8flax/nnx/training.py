@@ -259,8 +259,8 @@ _WHAT_TO_CALL = (
 )
 
 
-def _next(model: nnx.Module, grads: Any) -> Mapping[str, Any]:
-    """Returns the scaling state of a model after a step with the given gradients."""
+def _checked_next_state(model: nnx.Module, grads: Any) -> Mapping[str, Any]:
+    """Returns the scaling state of a model after a step; raises if the gradients have no valid state."""
     check_model(model, "TrainState")
     if isinstance(grads, nnx.Module):
         raise TypeError(
@@ -304,7 +304,7 @@ def overwrite_state(model: nnx.Module, grads: Any) -> None:
 
     Source: ``flax.linen.fp8_ops``, whose guide overwrites a collection.
     """
-    set_state(model, _next(model, grads))
+    set_state(model, _checked_next_state(model, grads))
 
 
 class Optimizer(nnx.Optimizer):
@@ -365,7 +365,7 @@ class Optimizer(nnx.Optimizer):
             TypeError: ``model`` is not an NNX module, or the gradient of scaling state is not float32.
             ValueError: as in ``overwrite_state``; the model and the optimizer then stay unchanged.
         """
-        state = _next(model, grads)
+        state = _checked_next_state(model, grads)
         updates = super().update(model, grads, **kwargs)
         set_state(model, state)
         return updates
