@@ -79,7 +79,7 @@ def read(text: str) -> Summary:
         text: what ``compiled.as_text()`` returns.
 
     Returns:
-        The kernels, with all branches of a conditional.
+        The kernels, with those of all branches of a conditional, and facts about the program.
 
     Raises:
         ValueError: the text is not that of an HLO module.

@@ -25,7 +25,8 @@ def bytes_moved(program: Program, computation: Computation, instruction: Instruc
     if instruction.opcode == "dynamic-update-slice":
         return 2 * operands[1].bytes + sum(o.bytes for o in operands[2:])
     written = instruction.bytes
-    if instruction.opcode.endswith("-start"):  # ((operands), results, context)
+    # ((operands), results, context); the result of an all-reduce-start is the results alone
+    if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
         written = max(0, written - sum(o.bytes for o in operands))
     if _is_library_call(instruction) and len(instruction.results) > 1:
         workspace = instruction.results[-1]
@@ -50,6 +51,7 @@ def _read_from_parameter(fused: Computation, value: Instruction) -> int:
             total += math.prod(user.result.dims) * value.bytes // max(1, math.prod(value.result.dims))
         elif user.opcode in VIEWS and user.name != fused.root:
             total += _read_from_parameter(fused, user) * value.bytes // max(1, user.bytes)
+        # A slice that is overwritten in place is not read. Any other use reads the whole parameter.
         elif not (_is_in_place(fused, user) and user.operands[0] == value.name):
             return value.bytes
     return min(total, value.bytes)

@@ -1,7 +1,8 @@
 """Replaces a private part of JAX or Flax that the installed version does not have.
 
-The other files of this folder import their part in a ``try`` statement. If the part is missing,
-``import fp8flax`` still works, and only the feature that needs the part raises an error.
+Most other files of this folder import their part in a ``try`` statement; the rest are imported in one. If
+the part is missing, ``import fp8flax`` still works, and at most the feature that needs the part raises an
+error.
 """
 
 from __future__ import annotations
@@ -31,5 +32,5 @@ def missing(part: str, feature: str) -> RuntimeError:
     """Returns the error to raise if a feature needs a part that the installed JAX or Flax lacks."""
     return RuntimeError(
         f"{feature} needs {part}, which JAX {jax.__version__} with Flax {flax.__version__} does not have. "
-        "Install a version of JAX that fp8flax is known to work with; the warning at import names them."
+        "Install versions of JAX and Flax that fp8flax is known to work with; docs/supported.md lists them."
     )

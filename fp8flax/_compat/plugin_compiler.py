@@ -306,11 +306,11 @@ class _Plugin:
 
     @contextlib.contextmanager
     def executable(self, topology: Any, code: bytes, options: bytes) -> Iterator[Any]:
-        """Makes an executable from serialized StableHLO, and destroys it on exit.
+        """Makes an executable from the bytecode of a module, and destroys it on exit.
 
         Args:
             topology: the result of ``topology``.
-            code: the serialized StableHLO.
+            code: the bytecode, see ``_serialized``.
             options: the serialized ``CompileOptionsProto``.
         """
         kept = ctypes.create_string_buffer(code, len(code))

@@ -42,7 +42,7 @@ def load_corpus(folder: str | None, length: int, but_not: tuple[Path, ...] = ())
     Args:
         folder: a folder of text files, searched recursively; files with a NUL byte are skipped. None
             stands for the modules of Python's standard library, without their tests.
-        length: the sequence length; each of the two streams must hold more bytes than this.
+        length: the sequence length; each of the two streams must hold two bytes more.
         but_not: folders to skip, such as the folder of the results; hidden folders are always skipped.
 
     Raises:

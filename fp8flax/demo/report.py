@@ -71,9 +71,13 @@ def differences(runs: list[Run]) -> list[float]:
 def last_line(task: Task, runs: list[Run]) -> str:
     """Returns the result of all runs in one line."""
     gaps, percent = differences(runs), " %" if task.accuracy_of is None else ""
-    if not gaps:
-        loss = runs[0].arrays["validation_loss"][-1]
-        return f"{runs[0].precision} validation loss: {loss:.4f} nats per byte"
+    if not gaps:  # all runs are in one precision
+        seeds = f" (mean of {len(runs)} seeds)" if len(runs) > 1 else ""
+        if task.accuracy_of is not None:
+            accuracy = 100 * np.mean([run.accuracy for run in runs])
+            return f"{runs[0].precision} {task.accuracy_of} accuracy: {accuracy:.2f} %{seeds}"
+        loss = np.mean([run.arrays["validation_loss"][-1] for run in runs])
+        return f"{runs[0].precision} validation loss: {loss:.4f} nats per byte{seeds}"
     mean = f"{np.mean(gaps):+.2f}{percent or ' points'}"
     if len(gaps) > 1:
         mean += f" (mean of {len(gaps)} seeds: {', '.join(f'{gap:+.2f}{percent}' for gap in gaps)})"

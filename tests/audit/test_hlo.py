@@ -90,6 +90,8 @@ def test_what_launches_nothing_is_free():
         ("%y = f32[2]{0} slice(%x), slice={[0:2]}", 2 * 8),
         ("%y = f32[8]{0} dynamic-update-slice(%x, %u, %i)", 2 * 8 + 4),
         ("%y = f32[8]{0} copy(%x)", 2 * 32),
+        ("%y = f32[8]{0} all-reduce-start(%x), to_apply=%add", 2 * 32),
+        ("%y = (f32[8]{0}, f32[16]{0}) all-gather-start(%x), dimensions={0}", 32 + 64),
     ],
 )
 def test_slices_count_what_they_move(line, size):

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
 from fp8flax._audit import compiling
+from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._serve.hidden_state import narrowed
 from tests import reference
 from tests.cases import OWG, RECIPES, cells, flat, normal, ties, variables_of
@@ -700,6 +701,25 @@ assert not {"fp8flax", "flax"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, env=os.environ, timeout=300)
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), jax.jit(model8.apply)(variables, x))
+
+
+@pytest.mark.parametrize("size", ["static", "symbolic"])
+@pytest.mark.parametrize(("recipe", "capability"), [("delayed", 9.0), ("block128", 9.0), ("mxfp8", 10.0)])
+def test_export_for_a_gpu(recipe, capability, size):
+    """With the checks off that docs/serving.md turns off; JAX refuses other custom calls."""
+    model8 = fp8.quantize_model(nn.Dense(256), RECIPES[recipe], include=".*")
+    x = normal(0, 256, 128)
+    variables = variables_of(model8, x)
+    variables = fp8.calibrate(model8.apply, variables, [x]) if recipe == "delayed" else variables
+    serve, served = fp8.freeze(model8, variables, x)
+    rows = 256 if size == "static" else jax.export.symbolic_shape("rows")[0]
+    given = served, jax.ShapeDtypeStruct((rows, 128), jnp.float32)
+    allowed = "LayoutConstraint", "__gpu$xla.gpu.triton", "__op$block_scaled_dot"
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in allowed]
+    export = jax.export.export(jax.jit(serve.apply), platforms=["cuda"], disabled_checks=checks)
+    with compile_target(capability):
+        exported = export(*given)
+    assert exported.platforms == ("cuda",)
 
 
 @pytest.mark.long
