@@ -25,8 +25,7 @@ try:
     from fp8flax.demo import report, tasks, training
     from fp8flax.demo.training import PRECISIONS, RECIPES, Run, Task
 except ImportError as error:
-    print(f"fp8flax demo: {error.name} {_MISSING}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(f"fp8flax demo: {error.name} {_MISSING}")
 
 STEPS_PER_LINE = 25  # without a terminal
 

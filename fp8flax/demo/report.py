@@ -35,9 +35,8 @@ def write(console: Console, task: Task, runs: list[Run], options: dict[str, Any]
     }
     write_json(out / "results.json", figures)
     plot_loss(out / "loss.png", task, runs)
-    scaled = [run for run in runs if run.layers]
-    if scaled:
-        plot_scaling(out / "scaling.png", scaled[0])
+    if run_with_scales := next((run for run in runs if run.layers), None):
+        plot_scaling(out / "scaling.png", run_with_scales)
     title = "Losses in nats per byte" if task.accuracy_of is None else f"Results of {options['task']}"
     console.print(f"{title} after {task.steps} steps, recipe {options['recipe']}:")
     for run in runs:
@@ -71,13 +70,11 @@ def differences(runs: list[Run]) -> list[float]:
 def last_line(task: Task, runs: list[Run]) -> str:
     """Returns the result of all runs in one line."""
     gaps, percent = differences(runs), " %" if task.accuracy_of is None else ""
-    if not gaps:  # all runs are in one precision
-        seeds = f" (mean of {len(runs)} seeds)" if len(runs) > 1 else ""
-        if task.accuracy_of is not None:
-            accuracy = 100 * np.mean([run.accuracy for run in runs])
-            return f"{runs[0].precision} {task.accuracy_of} accuracy: {accuracy:.2f} %{seeds}"
-        loss = np.mean([run.arrays["validation_loss"][-1] for run in runs])
-        return f"{runs[0].precision} validation loss: {loss:.4f} nats per byte{seeds}"
+    if not gaps and task.accuracy_of is not None:
+        return f"{runs[0].precision}: {', '.join(map(summary, runs))}"
+    if not gaps:
+        losses = ", ".join(f"{run.arrays['validation_loss'][-1]:.4f}" for run in runs)
+        return f"{runs[0].precision} validation loss: {losses} nats per byte"
     mean = f"{np.mean(gaps):+.2f}{percent or ' points'}"
     if len(gaps) > 1:
         mean += f" (mean of {len(gaps)} seeds: {', '.join(f'{gap:+.2f}{percent}' for gap in gaps)})"
