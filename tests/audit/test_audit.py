@@ -797,7 +797,7 @@ def test_plot_has_a_bar_of_three_parts_for_each_program():
     for i, report in enumerate((other, REPORT)):
         parts = list(report.predicted_seconds.values())[:3]
         assert [width[i] for width in widths] == pytest.approx([1e3 * part for part in parts])
-    with pytest.raises(ValueError, match="'wide' was compiled for 'b200', the first for 'h200'"):
+    with pytest.raises(ValueError, match="'wide' was compiled for 'b200', this report for 'h200'"):
         REPORT.plot(wide=dataclasses.replace(REPORT, target="b200"))
     with pytest.raises(ValueError, match="'fp8' was compiled for 'local'"):
         dataclasses.replace(REPORT, target="local").plot()
