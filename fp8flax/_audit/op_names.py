@@ -42,7 +42,7 @@ _ROLES = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad"}
 
 
 def components(op_name: str) -> Iterator[str]:
-    """Yields the parts of an op name, also those inside of ``jvp(…)`` and other transformations."""
+    """Yields the parts of an op name, also those inside of ``jvp(…)``, but not those of ``jit(…)``."""
     for part in re.findall(r"(?:[^/()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))+", op_name):
         wrapped = re.fullmatch(r"(\w+)\((.*)\)", part)
         if wrapped is None:

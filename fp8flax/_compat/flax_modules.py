@@ -39,6 +39,7 @@ class AroundCalls:
         """Overrides the method of ``nn.Module`` through which Linen runs each method."""
 
         def compute(module: Any, args: Any, kwargs: Any) -> Any:
+            # ``super()`` takes the first argument, so this is the method of ``module``, not of ``self``.
             return super()._call_wrapped_method(fun, args, kwargs)  # type: ignore[misc]
 
         return self._around_call(getattr(fun, "__name__", type(fun).__name__), compute, args, kwargs)

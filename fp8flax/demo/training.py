@@ -139,7 +139,7 @@ class Run:
         self.accuracy: float | None = None
 
     def figures(self) -> dict[str, Any]:
-        """Returns all records as plain numbers."""
+        """Returns all records as numbers, texts and lists, for JSON."""
         others = ("task", "state", "key", "arrays")
         plain = {name: value for name, value in vars(self).items() if name not in others}
         return {**plain, **{name: array.tolist() for name, array in self.arrays.items()}}
