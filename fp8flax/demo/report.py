@@ -113,7 +113,7 @@ def plot_loss(path: Path, task: Task, runs: list[Run]) -> None:
 
 
 def plot_scaling(path: Path, run: Run) -> None:
-    """Draws the amax and the scale of every FP8 layer over the steps, with two plots for each tensor role."""
+    """Draws the amax and the scale of every FP8 layer over the steps: two plots per tensor role."""
     figure, scaling = Figure(figsize=(13, 6.5), layout="constrained"), run.arrays["scaling"]
     colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(run.layers)))
     for (row, column), axes in np.ndenumerate(figure.subplots(2, 3, sharex=True)):
