@@ -21,7 +21,7 @@ help:
 	@echo "make audit         show which matmuls of the demo would run in FP8 on an H200 (no GPU needed)"
 	@echo "make test          lint, format check, types, doctests, tests (5 to 11 minutes on 2 cores)"
 	@echo "make test ARGS='-k scan'  only the tests with scan in their name"
-	@echo "make test-long     the tests of whole models and programs; each takes 2 seconds or more (6 minutes)"
+	@echo "make test-long     the tests of whole models and programs; each takes 2 seconds or more (6 to 13 minutes)"
 	@echo "make test-all      all tests, also those that make test leaves out for their time"
 	@echo "make test-oldest   some tests of every folder, on the oldest supported JAX ($(OLDEST_JAX))"
 	@echo "make test-newest   the same tests on the newest JAX; it needs Python 3.12 or later: PYTHON312=/path/to/python"

@@ -474,6 +474,8 @@ def quantized_product(
         q_rhs = _quantized_for(plan, plan.uses("kernel").first, rhs, scales.get("kernel"))
     else:
         q_rhs = kernel.quantizer.unpack(kernel, plan.uses("kernel").first.view)
+        # Codes in another dtype would give the same values, and run wide.
+        assert q_rhs.codes.dtype == q_rhs.quantizer.dtype
     with jax.named_scope(FORWARD):
         return plan.product(q_lhs, q_rhs, extra)
 

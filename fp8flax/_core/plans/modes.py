@@ -79,8 +79,6 @@ def contract(
         with jax.named_scope(KEPT_WIDE):
             return _wide(plan, lhs, rhs, extra)
     if stored_kernel is not None:
-        # Codes in another dtype would give the same values, and run wide.
-        assert stored_kernel.codes.dtype == stored_kernel.quantizer.dtype
         plan.warn(plan.recipe.forward)
         plan = dataclasses.replace(plan, is_packed=True)
         fixed = _Fixed({} if input_scale is None else {"input": input_scale}, stored_kernel)
