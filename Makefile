@@ -14,7 +14,7 @@ export JAX_PLATFORMS ?= cpu
 # Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-long test-all test-oldest test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-schedule bench-flax-scales bench-trace bench-collectives bench-models bench-gpu what-works notebooks docs docs-test dist clean
+.PHONY: help environments demo audit test test-long test-all test-oldest test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-flax-scales bench-trace bench-collectives bench-models bench-gpu what-works notebooks docs docs-test dist clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -30,7 +30,6 @@ help:
 	@echo "make bench-dense   one Dense layer: FP8 matmuls, GPU kernels and bytes on an H200, which need not be there"
 	@echo "make bench-accuracy  the error that each recipe adds to a Dense layer, on three kinds of data"
 	@echo "make bench-fidelity  the loss of FP8 training, compared with bf16 and with chance; hours on 2 cores, resumable"
-	@echo "make bench-schedule  the loss of FP8 training that ends in bf16; half an hour on a core, resumable"
 	@echo "make bench-flax-scales  the error of Flax's ops and ours, relative to the product of their quantized operands"
 	@echo "make bench-trace   the time to trace, lower and compile a step in FP8, compared with bf16 and Flax's ops"
 	@echo "make bench-collectives  the bytes that GPUs send to each other for one layer, by recipe and layout; no GPU needed"
@@ -142,9 +141,6 @@ bench-accuracy: .venv/installed
 
 bench-fidelity: .venv/installed
 	.venv/bin/python -m benchmarks.fidelity $(ARGS)
-
-bench-schedule: .venv/installed
-	.venv/bin/python -m benchmarks.schedule $(ARGS)
 
 bench-flax-scales: .venv/installed
 	.venv/bin/python -m benchmarks.flax_scales $(ARGS)

@@ -53,8 +53,6 @@ from fp8flax._train.gradients import (
 )
 from fp8flax._train.train_state import DynamicScale as DynamicScale, TrainState as TrainState
 from fp8flax._core.names import RESIDUAL_NAMES as RESIDUAL_NAMES
-from fp8flax._train.schedule import Fallback as Fallback, Phase as Phase, Schedule as Schedule
-from fp8flax._train.schedule import schedule as schedule
 
 # Statistics of a run: how its scales affect its tensors.
 from fp8flax._train.statistics import (

@@ -22,7 +22,6 @@ from fp8flax._audit.instructions import read_instructions
 from fp8flax._audit.kernels import Summary, read
 from fp8flax._audit.report import AuditReport, percent
 from fp8flax._compat.plugin_compiler import PluginCompiled
-from fp8flax._core.autocast import current_phase
 from fp8flax._core.gemm.gpus import GPUS
 
 
@@ -98,7 +97,6 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
         output_bytes=memory.output_size_in_bytes,
         donated_bytes=memory.alias_size_in_bytes,
         unknown_trip_counts=program.unknown_trip_counts,
-        phase=current_phase(),
     )
 
 

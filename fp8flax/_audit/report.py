@@ -51,8 +51,6 @@ class AuditReport:
     """Bytes of arguments whose memory is used again for outputs."""
     unknown_trip_counts: bool
     """Whether there is a loop with an unknown trip count, which was counted once."""
-    phase: str | None = None
-    """The name of the phase of a ``Schedule`` that ``audit`` was called in."""
 
     @property
     def num_gemms(self) -> int:
@@ -227,8 +225,6 @@ class AuditReport:
         if self.bytes_sent_by:
             parts = ", ".join(f"{kind} {_mebibytes(size)}" for kind, size in self.bytes_sent_by.items())
             lines.append(f"Each device sends {_mebibytes(self.bytes_sent)}; {parts}.")
-        if self.phase is not None:
-            lines.append(f"Phase of the schedule: {self.phase}.")
         predicted = self.predicted_seconds
         if predicted:
             parts = ", ".join(f"{part} {1e3 * predicted[part]:.3g}" for part in PARTS)

@@ -48,7 +48,7 @@ DEQUANTIZED = "fp8_dequantized"
 
 CHOSEN_WIDE = {
     NOT_CONVERTED: "quantize_model left it, fp8flax.report says why: multiplied in {dtypes}",
-    SWITCHED_OFF: "FP8 is off here, by autocast(enabled=False) or a phase: multiplied in {dtypes}",
+    SWITCHED_OFF: "FP8 is off here, by autocast(enabled=False): multiplied in {dtypes}",
     KEPT_WIDE: "the recipe keeps an operand of this GEMM wide: multiplied in {dtypes}",
 }
 """Scopes of GEMMs that do not run in FP8 because the user chose so, each with the audit's reason.

@@ -142,9 +142,9 @@ class Fp8Op(OpBase, nn.Module):
             raise MissingStateError(
                 f"The FP8 layer {layer!r} has no scaling state: {where} is missing from the variables. "
                 "Variables of a model without FP8 get their state from fp8flax.add_fp8_state(variables, "
-                "model, *inputs), with a schedule under schedule.init(); variables of this model must be "
-                f"passed whole, with their {collection!r} collection. {self._found_beside(name)}(Recipes "
-                "without delayed scaling, such as Float8CurrentScaling, need no state.)"
+                "model, *inputs); variables of this model must be passed whole, with their "
+                f"{collection!r} collection. {self._found_beside(name)}(Recipes without delayed scaling, "
+                "such as Float8CurrentScaling, need no state.)"
             )
         return self.variable(collection, name, jnp.full, leaf.shape, leaf.fill, jnp.float32).value, where
 

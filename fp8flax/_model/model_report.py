@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8flax._audit.report import AuditReport
-from fp8flax._core.autocast import current_phase, recipe_in_use
+from fp8flax._core.autocast import recipe_in_use
 from fp8flax._core.gemm.gpus import GPUS, Gpu
 from fp8flax._core.gemm.units import runs_in_fp8
 from fp8flax._core.plans.ops import RAGGED_DOT
@@ -89,7 +89,6 @@ class ModelReport:
         fp8: ``AuditReport`` of the forward and backward pass, compiled for the target; None if not
             compiled.
         wide: the same ``AuditReport`` without FP8, in the dtypes that the model has by itself.
-        phase: name of the phase of a ``Schedule`` that the report was made in; None outside of a schedule.
     """
 
     rows: tuple[Row, ...]
@@ -98,7 +97,6 @@ class ModelReport:
     unseen: tuple[str, ...] = ()
     fp8: AuditReport | None = None
     wide: AuditReport | None = None
-    phase: str | None = None
 
     @property
     def converted(self) -> tuple[Row, ...]:
@@ -157,9 +155,8 @@ class ModelReport:
         lines = ["  ".join(x.ljust(w) for x, w in zip(line, widths)).rstrip() for line in table]
         lines.insert(1, "-" * max(map(len, lines)))
         unseen = "".join(f"\nNot looked into: {text}." for text in self.unseen)
-        phase = "" if self.phase is None else f"Phase of the schedule: {self.phase}.\n"
         return "\n".join(lines) + (
-            f"\n\n{phase}{len(self.converted)} of {len(self.rows)} contractions are converted "
+            f"\n\n{len(self.converted)} of {len(self.rows)} contractions are converted "
             f"({100 * self.fp8_share:.1f} % of their FLOPs).\nPredicted for all of them on {self.target}, "
             f"forward and backward: {self.speedup:.2f} times as fast as in bf16.{unseen}{self._step()}"
         )
@@ -233,4 +230,4 @@ def table_of(
             )
         )
     speedup = wide / time if time else 1.0
-    return ModelReport(rows=tuple(rows), target=gpu.name, speedup=speedup, phase=current_phase())
+    return ModelReport(rows=tuple(rows), target=gpu.name, speedup=speedup)

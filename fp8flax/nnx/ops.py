@@ -167,8 +167,8 @@ class Fp8Op(OpBase, nnx.Module):
             raise MissingStateError(
                 f"The FP8 op has no scaling state {where}, which its recipe needs: it was made under a "
                 "recipe without delayed scaling, or with FP8 switched off. Make the op, or the model, "
-                "under the recipe of its calls (fp8flax.autocast, or init of a schedule), or give the op "
-                f"its own recipe: {type(self).__name__}(recipe=…)."
+                "under the recipe of its calls (fp8flax.autocast), or give the op its own recipe: "
+                f"{type(self).__name__}(recipe=…)."
             )
         return variable.get_value(), where
 

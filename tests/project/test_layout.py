@@ -98,7 +98,6 @@ ORDER = [
     "_train/check",
     "_train/gradients",
     "_train/train_state",
-    "_train/schedule",
     "_train/bridge",
     "_train/calibrate",
     "_train/statistics",

@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from benchmarks import fidelity, schedule
+from benchmarks import fidelity
 from benchmarks.common import question_and_method
 from tests import ROOT
 
@@ -31,7 +31,6 @@ def test_there_are_examples_and_no_gaps():
 LONG = (
     *("docs/serving.md", "docs/pytorch.md", "docs/checkpoints.md", "docs/clusters.md", "docs/diagnose.md"),
     *("docs/performance.md", "docs/state.md", "docs/layers.md", "docs/nnx.md", "docs/quickstart.md"),
-    "docs/schedules.md",
 )
 
 
@@ -121,18 +120,6 @@ def test_losses_on_the_page_are_those_of_the_results():
     ):
         assert table in page
     assert report["machine"]["cpu"] in page
-
-
-def test_losses_of_schedules_on_the_page_are_those_of_the_results():
-    report, page = result("schedule"), PAGES["docs/schedules.md"]
-    assert report["method"] == question_and_method(schedule.__doc__)[1]
-    runs = report["runs"]
-    assert schedule.table(runs) in page
-    assert report["machine"]["cpu"] in page
-    wide, in_fp8 = "delayed, last 20 % in bf16", "delayed"
-    assert f"{schedule.mean_of(schedule.gaps(runs, wide, 'loss', in_fp8))} points" in page
-    weights = schedule.mean_of(schedule.gaps(runs, wide, "loss_in_bf16", in_fp8))
-    assert f"{weights[1:]} points" in page
 
 
 def test_the_readme_fits_two_screens():
