@@ -29,7 +29,6 @@ from fp8flax._core.recipes import (
     Float8BlockScaling as Float8BlockScaling,
     Float8CurrentScaling as Float8CurrentScaling,
     MXFP8BlockScaling as MXFP8BlockScaling,
-    torchao_recipe as torchao_recipe,
 )
 from fp8flax._core.autocast import autocast as autocast
 from fp8flax._core.formats import Format as Format
@@ -40,9 +39,8 @@ from fp8flax._core.quantizers import (
     BlockQuantizer as BlockQuantizer,
     CurrentQuantizer as CurrentQuantizer,
     DelayedQuantizer as DelayedQuantizer,
-    Quantizer as Quantizer,
 )
-from fp8flax._core.qtensor import QTensor as QTensor, View as View
+from fp8flax._core.qtensor import QTensor as QTensor
 
 # Training.
 from fp8flax._train.gradients import (

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import operator
 from typing import Any
 
@@ -19,6 +17,8 @@ from fp8flax._core.quantizers import (
     DelayedQuantizer,
     Quantizer,
 )
+
+QUANTIZERS = (DelayedQuantizer, CurrentQuantizer, BlockQuantizer)
 
 _ACCUMULATIONS = ("fast", "exact", "default")
 """The valid values of ``GemmRecipe.accumulation``; ``Accumulation`` explains them."""
@@ -129,40 +129,29 @@ class GemmRecipe:
     def __post_init__(self) -> None:
         for name in ("lhs", "rhs"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, Quantizer):
+            if value is not None and type(value) not in QUANTIZERS:
                 raise TypeError(
-                    f"{name} must be a DelayedQuantizer, a CurrentQuantizer, a BlockQuantizer, another "
-                    f"fp8flax.Quantizer or None (stay wide); got {value!r}."
+                    f"{name} must be a DelayedQuantizer, a CurrentQuantizer, a BlockQuantizer or None "
+                    f"(stay wide); got {value!r}."
                 )
         check_choice("accumulation", self.accumulation, _ACCUMULATIONS)
 
 
 class Recipe:
-    """Base class of all recipes, which say how an FP8 op scales its tensors.
+    """Base class of the five recipes, which say how an FP8 op scales its tensors.
 
-    To write a recipe of your own, derive a frozen dataclass with the property ``gemms``, which returns a
-    ``CustomRecipe``. Functions are compiled for a recipe as it is, so a recipe that can change raises
-    ``TypeError``. A recipe can change if its class is not a frozen dataclass, has a field that cannot be
-    hashed (such as a list), or adds attributes without being a frozen dataclass itself.
+    To choose the quantizers yourself, use ``CustomRecipe``. Other subclasses are not recipes.
 
     Example:
-        >>> import dataclasses, jax.numpy as jnp, fp8flax as fp8
-        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
-        ... class WideBackward(fp8.Recipe):
-        ...     block: tuple[int, int] = (1, 32)
-        ...
-        ...     @property
-        ...     def gemms(self):
-        ...         quantizer = fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=self.block)
-        ...         return fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=quantizer, rhs=quantizer))
-        >>> fp8.Fp8DotGeneralOp(recipe=WideBackward()).recipe.block
-        (1, 32)
+        >>> import fp8flax as fp8
+        >>> isinstance(fp8.MXFP8BlockScaling(), fp8.Recipe)
+        True
     """
 
     @property
     def gemms(self) -> CustomRecipe:
         """Returns the recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
-        raise NotImplementedError(f"{type(self).__name__} must define the property gemms: a CustomRecipe.")
+        raise NotImplementedError
 
 
 def _custom_recipe(
@@ -191,7 +180,7 @@ _USES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomRecipe(Recipe):
-    """Recipe of your own, with any quantizer for each operand of each GEMM.
+    """Recipe of your own: a quantizer for each operand of each GEMM.
 
     Start from the parts of another recipe, its ``gemms``, and replace some.
 
@@ -351,7 +340,7 @@ class Float8CurrentScaling(Recipe):
         True
 
     Source: Transformer Engine, ``Float8CurrentScaling``, which has neither ``granularity`` nor
-    ``high_precision_wgrad``. (For torchao's recipes see ``torchao_recipe``.)
+    ``high_precision_wgrad``.
     """
 
     fp8_format: Format = Format.HYBRID
@@ -378,59 +367,6 @@ class Float8CurrentScaling(Recipe):
         g = self._quantizer(self.fp8_format.backward_dtype)
         wgrad = (None, None) if self.high_precision_wgrad else (x, g)
         return _custom_recipe(self.accumulation, (x, x), (g, x), wgrad)
-
-
-_TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-
-
-def torchao_recipe(name: str) -> CustomRecipe:
-    """Returns one of torchao's three recipes for float8 training, by torchao's name.
-
-    All three recipes take scales from the current tensors, count an amax below 1e-12 as 1e-12, and
-    accumulate fast in the forward GEMM only.
-
-    * ``"tensorwise"``: one float32 scale per tensor; e4m3, with e5m2 for the output gradient.
-    * ``"rowwise"``: one scale per row of the left operand and per column of the right one, along the
-      contraction of each GEMM, rounded up to a power of two. (torchao's scale is the reciprocal, rounded
-      down.) All tensors are e4m3, also gradients.
-    * ``"rowwise_with_gw_hp"``: forward as ``"rowwise"``. In dgrad the kernel has one scale, also a power of
-      two. wgrad is computed in the dtype of the layer.
-
-    Codes and scales are torchao's, bit for bit, with three exceptions:
-
-    * A float32 value that lies exactly between two codes can be rounded the other way in ``"tensorwise"``,
-      because torchao multiplies by the reciprocal.
-    * In float32 torchao computes powers of two from a rounded logarithm. There the largest value may
-      saturate if the amax is a few units in the last place above a power of two times 448.
-    * A NaN or an Inf has the effect that it has under every recipe of this package.
-
-    Args:
-        name: ``"tensorwise"``, ``"rowwise"`` or ``"rowwise_with_gw_hp"``.
-
-    Returns:
-        A ``CustomRecipe``.
-
-    Raises:
-        ValueError: ``name`` is not one of the three names.
-
-    Example:
-        >>> import fp8flax as fp8
-        >>> dgrad = fp8.torchao_recipe("rowwise_with_gw_hp").dgrad
-        >>> dgrad.lhs.dtype, dgrad.lhs.granularity, dgrad.rhs.granularity
-        (dtype(float8_e4m3fn), 'axiswise', 'tensorwise')
-
-    Source: torchao, ``Float8LinearConfig.from_recipe_name`` and ``amax_to_scale``.
-    """
-    check_choice("name", name, _TORCHAO_RECIPES)
-    x = CurrentQuantizer(dtype=Format.E4M3.forward_dtype, amax_epsilon=1e-12)
-    if name == "tensorwise":
-        g = dataclasses.replace(x, dtype=Format.E5M2.backward_dtype)
-        return _custom_recipe(Accumulation(), (x, x), (g, x), (x, g))
-    w = dataclasses.replace(x, use_power_2_scales=True)
-    row = dataclasses.replace(w, granularity="axiswise")
-    if name == "rowwise":
-        return _custom_recipe(Accumulation(), (row, row), (row, row), (row, row))
-    return _custom_recipe(Accumulation(), (row, row), (row, w), (None, None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -521,70 +457,18 @@ class Float8BlockScaling(Recipe):
         return _custom_recipe(_IN_FLOAT32, (x, w), (g, w), (x, g))
 
 
-def _why_it_can_change(part: Any) -> str | None:
-    """Returns why a recipe or a quantizer could be changed in place; None if it is frozen.
-
-    The result is the end of an error message, such as "is not frozen".
-    """
-    cls = type(part)
-    params = getattr(cls, "__dataclass_params__", None)
-    if params is None:
-        return "is not a dataclass"
-    if not params.frozen:
-        return "is not frozen"
-    fields = [field.name for field in dataclasses.fields(part)]
-    # ``cached_property`` stores its value among the attributes, which changes nothing.
-    cached = [
-        name
-        for base in cls.__mro__
-        for name, value in vars(base).items()
-        if isinstance(value, functools.cached_property)
-    ]
-    for base in cls.__mro__:
-        if "__dataclass_params__" in vars(base):
-            break
-        # A frozen dataclass freezes its own fields only. A subclass that is not a dataclass can have more
-        # attributes, which can be changed, and which equality and hash do not compare.
-        added = [
-            name for name, kind in inspect.get_annotations(base).items() if "ClassVar" not in str(kind)
-        ]
-        added += [name for name in getattr(part, "__dict__", ()) if name not in (*fields, *cached)]
-        if added:
-            return f"adds {', '.join(dict.fromkeys(added))} to the frozen dataclass that it is derived from"
-    for name in fields:
-        value = getattr(part, name)
-        try:
-            hash(value)
-        except TypeError:
-            return f"has a field {name} that cannot be hashed, {value!r} (make a list a tuple)"
-    try:
-        hash(part)
-    except TypeError:
-        return "cannot be hashed"
-    return None
+_RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling, CustomRecipe)
 
 
 def check_recipe(recipe: Any) -> CustomRecipe:
-    """Returns a recipe as a ``CustomRecipe``; raises ``TypeError`` if it is not a recipe, or not frozen."""
-    if not isinstance(recipe, Recipe):
+    """Returns a recipe as a ``CustomRecipe``; raises ``TypeError`` if its class is not one of the five."""
+    # A subclass could add fields that jit's cache key does not compare.
+    if type(recipe) not in _RECIPES:
         raise TypeError(
             "recipe must be an instance of a recipe class such as fp8flax.DelayedScaling(); got "
-            f"{recipe!r}. To give a layer an op with options, use dot_general_cls="
-            "functools.partial(fp8flax.Fp8DotGeneralOp, recipe=fp8flax.DelayedScaling(...))."
+            f"{recipe!r}. To choose each quantizer yourself, use fp8flax.CustomRecipe. To give a layer an "
+            "op with options, use dot_general_cls=functools.partial(fp8flax.Fp8DotGeneralOp, "
+            "recipe=fp8flax.DelayedScaling(...))."
         )
-    gemms = recipe.gemms
-    if not isinstance(gemms, CustomRecipe):
-        raise TypeError(
-            f"gemms of the recipe {recipe!r} must be an fp8flax.CustomRecipe; got {gemms!r}. If that is a "
-            "recipe itself, return its gemms."
-        )
-    quantizers = (("a quantizer", q) for q in gemms.quantizers if q is not None)
-    for name, part in (*quantizers, ("recipe", recipe)):
-        if why := _why_it_can_change(part):
-            raise TypeError(
-                f"{name} must be frozen, because functions are compiled for its current values; got "
-                f"{part!r}, whose class {type(part).__name__} {why}. Make the class "
-                "@dataclasses.dataclass(frozen=True, kw_only=True), with its attributes as fields that can "
-                "be hashed."
-            )
+    gemms: CustomRecipe = recipe.gemms
     return gemms

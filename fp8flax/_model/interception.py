@@ -32,18 +32,18 @@ _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
 def has_contraction(program: Any) -> bool:
     """Returns whether a program has a contraction, in itself or in the jitted functions inside of it."""
     found = equations(program, looks_into=lambda equation: equation.eqn.primitive.name == "jit")
-    return any(row_of(one.eqn.primitive, one.eqn.params) is not None for one in found)
+    return any(row_of(one.eqn.primitive) is not None for one in found)
 
 
 def contractions_in(program: Any) -> Iterator[tuple[OpRow, Equation]]:
     """Yields the contractions of a program outside of its FP8 ops, each with its row in the table."""
 
     def is_outside(equation: Equation) -> bool:
-        row = row_of(equation.eqn.primitive, equation.eqn.params)
+        row = row_of(equation.eqn.primitive)
         return row is None and IN_OP.search(equation.scopes) is None
 
     for one in equations(program, looks_into=is_outside):
-        row = row_of(one.eqn.primitive, one.eqn.params)
+        row = row_of(one.eqn.primitive)
         if row is not None and IN_OP.search(one.scopes) is None:
             yield row, one
 
@@ -182,7 +182,7 @@ class _Watcher(Watcher):
             return front.compute(primitive, operands, params)
         scope, origins = frame.module.scope, interception.origins
         computed_in: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        op = row_of(primitive, params)
+        op = row_of(primitive)
         if op is not None and not _was_handled(name_scopes.current()):
             elsewhere = [origins.elsewhere(x, scope) for x in operands[:2]]
             contraction = Contraction(
@@ -196,7 +196,7 @@ class _Watcher(Watcher):
             with front.behind(), interception.passing():
                 result = interception.handler(contraction)
             if not isinstance(result, Left):
-                return [result] if primitive.multiple_results else result
+                return result
             computed_in = jax.named_scope(result.scope)
         elif primitive.name == "jit" and self._should_open(operands, params, frame):
             return front.open(params["jaxpr"], operands)

@@ -21,7 +21,7 @@ from fp8flax._core.options import wrong_model
 from fp8flax._core.plans.calls import calling
 from fp8flax._core.plans.conv import is_matmul
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM
-from fp8flax._core.plans.row import GemmSizes, OpRow, rows
+from fp8flax._core.plans.row import GemmSizes, OpRow
 from fp8flax._core.recipes import Recipe
 from fp8flax._model.decisions import SeenSite, check_matched, why_unconverted
 from fp8flax._model.model_report import SEE_AUDIT, ModelReport, gpu_named, table_of
@@ -92,19 +92,8 @@ _KINDS: dict[type[nnx.Module], Kind] = {
 
 
 def _kind_of(module: Any) -> Kind | None:
-    """Returns the kind of a layer of NNX, or of a module with a kernel and a field for an op.
-
-    Returns None for other modules.
-    """
-    known = next((kind for cls, kind in _KINDS.items() if isinstance(module, cls)), None)
-    if known is not None or not hasattr(module, "kernel"):
-        return known
-    row = next((row for row in rows() if row.kernel_axes and hasattr(module, str(row.nnx_field))), None)
-    if row is None:
-        return None
-    axes = row.kernel_axes or ((), ())
-    rank = sum(map(len, axes)) + 1  # one more axis for the output features
-    return Kind(row, row.plain, lambda layer: layer.kernel.get_value().shape[-rank:], lambda layer: axes)
+    """Returns the kind of a layer that has a field for an op; None for other modules."""
+    return next((kind for cls, kind in _KINDS.items() if isinstance(module, cls)), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,9 +322,7 @@ def quantize_model(
         if layer.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):
             kept.add(layer.site.path)
         elif decision.converts:
-            row, shape = layer.kind.row, layer.kind.kernel_shape(layer.module)
-            sizes: Any = shape[:1] if row.stacked else ()
-            op = Fp8Op._for_row(row)(*sizes, recipe=decision.recipe, form=form)
+            op = Fp8Op._for_row(layer.kind.row)(recipe=decision.recipe, form=form)
             _stack(op, layer.stacked)
             setattr(layer.module, layer.kind.field, nnx.data(op))
         elif layer.op is None and layer.site.impossible is None:

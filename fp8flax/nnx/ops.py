@@ -21,7 +21,6 @@ from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.options import check_int
 from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
-from fp8flax._core.plans.row import OpRow
 from fp8flax._core.recipes import DelayedScaling, Recipe
 
 
@@ -121,15 +120,6 @@ class Fp8Op(OpBase, nnx.Module):
             return
         for leaf in self._state_leaves(in_use, kernel):
             setattr(self, leaf.name, OverwriteWithGradient(jnp.full(leaf.shape, leaf.fill, jnp.float32)))
-
-    @classmethod
-    def _for_row(cls, row: OpRow) -> type[Self]:
-        if row.stacked and row not in cls._classes:
-            raise ValueError(
-                f"The row {row.name!r} has the stacked roles {row.stacked}, and an NNX op makes its state "
-                "before it sees a kernel. Define a subclass of fp8flax.nnx.Fp8RaggedDotOp with this row."
-            )
-        return super()._for_row(row)
 
     def _multiplier(self) -> Callable[..., jax.Array]:
         layer, field = next(reversed(running_modules()), None), self.row.linen_field

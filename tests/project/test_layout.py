@@ -151,7 +151,6 @@ ORDER = [
     "nnx/models",
     "nnx/freezing",
     "nnx/safetensors",
-    "extend",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
 

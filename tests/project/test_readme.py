@@ -7,7 +7,6 @@ import jax
 import pytest
 
 from benchmarks import fidelity
-from benchmarks.common import question_and_method
 from tests import ROOT
 
 README = (ROOT / "README.md").read_text()

@@ -44,14 +44,6 @@ def calling(call: type[Called], multiply: Callable[..., jax.Array]) -> Callable[
     return partial(called, SimpleNamespace(_multiplier=lambda: multiply))
 
 
-class AnyCall(Called):
-    """The signature of an op with any arguments: the input, the kernel, and the arguments by position."""
-
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *arguments: Any) -> jax.Array:
-        """Computes the op in FP8."""
-        return self._multiplier()(lhs, rhs, *arguments)
-
-
 class DotGeneralCall(Called):
     """The signature of ``lax.dot_general``."""
 

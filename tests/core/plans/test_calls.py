@@ -5,7 +5,6 @@ import pytest
 from jax import lax
 
 from fp8flax._core.plans.calls import (
-    AnyCall,
     ConvCall,
     DotGeneralCall,
     EinsumCall,
@@ -25,7 +24,6 @@ CONV = {"window_strides": (1,), "padding": "SAME", "dimension_numbers": None}
         (DotGeneralCall, (X, W), {"dimension_numbers": MATMUL, "precision": "highest"}, lax.dot_general),
         (ConvCall, (IMAGES, WINDOWS), CONV, lax.conv_general_dilated),
         (RaggedDotCall, (X, jnp.stack([W, W])), {"group_sizes": SIZES}, lax.ragged_dot),
-        (AnyCall, (X, W), {}, jnp.dot),
     ],
 )
 def test_a_call_has_the_arguments_of_the_function(cls, args, keywords, function):
