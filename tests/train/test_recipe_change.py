@@ -40,7 +40,6 @@ def dense(**fields):
 
 
 MODEL = nn.Sequential([dense(dot_general_cls=fp8.Fp8DotGeneralOp), nn.relu, dense(), dense()])
-
 TX = optax.sgd(0.1, momentum=0.9)
 
 
@@ -105,7 +104,6 @@ def test_so_do_accumulated_gradients_and_steps_without_jit(uninterrupted, step):
 def test_a_step_without_fp8_is_that_of_the_wide_model(uninterrupted):
     before, loss = uninterrupted[1][0].params, uninterrupted[2][1]
     wide = nn.Sequential([dense(), nn.relu, dense(), dense()])
-
     wide_loss = jax.jit(partial(loss_of, wide.apply))
     assert_same_bits(wide_loss({"params": before["params"]}, X[2]), loss)
 
@@ -157,3 +155,23 @@ def test_nnx(tmp_path):
         nnx.replace_by_pure_dict(state, checkpointer.restore(tmp_path / "state", nnx.to_pure_dict(state)))
     nnx.update(both, state)
     assert_same_bits(run(both, range(3, NUM_STEPS)), (losses[3:], states[3:]))
+
+
+def test_calibrate_says_why_there_is_nothing_to_calibrate(uninterrupted):
+    variables = uninterrupted[0][0].params
+    for step, reason in ((2, "FP8 is off here"), (3, "no scaling state here")):
+        with recipe_of(step), pytest.raises(ValueError, match=reason):
+            fp8.calibrate(MODEL.apply, variables, [X[step]])
+
+
+def test_a_train_state_is_not_variables(uninterrupted):
+    state = uninterrupted[0][0]
+    for call in (
+        lambda: fp8.freeze(MODEL, state, X[0]),
+        lambda: fp8.calibrate(MODEL.apply, state, [X[0]]),
+        lambda: fp8.add_fp8_state(state, MODEL, X[0]),
+        lambda: fp8.load_into(state, {}),
+        lambda: fp8.weights_for_serving(MODEL, state, X[0]),
+    ):
+        with pytest.raises(TypeError, match=r"Pass state\.params"):
+            call()
