@@ -248,7 +248,7 @@ class TestRecipes:
         assert "traces, after MXFP8 once more: 6" in lines
         assert "by hand wins: True" in lines
 
-    def test_recipes_of_ones_own(self, notebook):
+    def test_recipes_from_parts(self, notebook):
         rows = [
             re.match(r"(\w.*?) +output +([\d.]+)% .* input +([\d.]+)%, kernel +([\d.]+)%", line)
             for line in _printed_lines(notebook)
@@ -256,8 +256,6 @@ class TestRecipes:
         errors = {row[1]: tuple(map(float, row.groups()[1:])) for row in rows if row}
         assert errors["wide wgrad"][:2] == errors["axiswise, e4m3"][:2]
         assert errors["wide wgrad"][2] == 0 < errors["axiswise, e4m3"][2] < errors["current"][2]
-        assert min(errors["clipped inputs"][0], errors["clipped inputs"][2]) > 90
-        assert errors["clipped inputs"][1] == errors["current"][1]
 
 
 @pytest.mark.long
