@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
     """Returns the options of the public functions. As in Flax, the effect of an outlier is not limited."""
-    return DelayedConfig(compute_dtype, as_fp8_dtype(q_dtype, "q_dtype"), bounded=False)
+    return DelayedConfig(compute_dtype, as_fp8_dtype(q_dtype, "q_dtype"))
 
 
 def _step_scale(config: DelayedConfig, scale: Any, amax_history: Any) -> jax.Array:

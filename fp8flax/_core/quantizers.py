@@ -182,8 +182,7 @@ class DelayedQuantizer(Quantizer):
         dtype: FP8 dtype of the codes.
         margin: headroom in powers of two, 0 to 16.
         amax_history_len: number of past steps in the history, 1 or more.
-        amax_compute_algo: ``"max"`` of the history (bounded, see ``DelayedScaling``), or its
-            ``"most_recent"`` entry.
+        amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
         use_power_2_scales: whether the scale is rounded up to a power of two.
 
     Raises:

@@ -254,20 +254,17 @@ class DelayedScaling(Recipe):
     The scale of a step is ``max(amax_history) * 2**margin / fp8_max``; then the step's own amax enters the
     history. The tensor needs no extra pass before it is cast.
 
-    In Flax and Transformer Engine one outlier flushes all other data to zero for as long as it stays in the
-    history. Here the maximum is limited. In e4m3fn, the limit is 448 times the second largest of the 16
-    newest amaxes. The factor is 480 in e4m3fnuz, and more than 1e7 in e5m2. Ordinary data then keep the
-    precision of FP8 down to 1/64 of their amax (with ``margin=0``), and values above the limit saturate.
+    A single outlier sets the scale for as long as the history holds it, and ordinary data may then become
+    zero in FP8. A shorter history forgets an outlier sooner: ``amax_history_len=16``.
 
-    Below the limit the scale equals that of Flax, bit for bit. For finite data the history equals that of
-    Flax, so each library loads the other's checkpoints. A run that an outlier has spoilt recovers when it
-    continues here.
+    The scales and the history equal those of Flax bit for bit, so each library loads the other's
+    checkpoints.
 
     Attributes:
         fp8_format: dtypes of the forward and the backward pass.
         margin: headroom in powers of two between the amax and the largest FP8 value, 0 to 16.
         amax_history_len: number of past steps in the history, 1 or more.
-        amax_compute_algo: ``"max"`` of the history (bounded, see above), or its ``"most_recent"`` entry.
+        amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
         use_power_2_scales: whether scales are rounded up to powers of two.
         accumulation: how each of the three GEMMs accumulates on a GPU.
 

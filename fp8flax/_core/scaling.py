@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike, DTypeLike
-
-from fp8flax._core.formats import fp8_limits
+from jax.typing import ArrayLike
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32, Int32, Shaped
@@ -189,44 +187,6 @@ def push_amax(
     rolled = lax.pad(amax_history, jnp.zeros((), amax_history.dtype), padding)
     rolled = jnp.where(position == shape[-1] - 1, newest, rolled)
     return jnp.where(position == 0, amax.reshape(*shape[:-1], 1), rolled)
-
-
-_RECENT = 16
-"""How many entries of an amax history count as its newest."""
-_PRECISE_RANGE = 64.0
-"""``bounded_amax`` keeps the precision of values down to ordinary data's amax divided by this number."""
-
-
-def is_recent(length: int) -> Bool[jax.Array, " length"]:
-    """Returns, for each entry of an amax history, whether it is one of the 16 newest."""
-    position = lax.iota(np.int32, length)
-    return (position == 0) | (position > length - _RECENT)
-
-
-def bounded_amax(
-    largest: Float32[jax.Array, "*stack"], ordinary: Float32[jax.Array, "*stack"], dtype: DTypeLike
-) -> Float32[jax.Array, "*stack"]:
-    """Returns the largest amax of a history, limited to a multiple of the amax of ordinary data.
-
-    Without the limit, a single outlier sets the scale for as long as the history holds it, and this scale
-    flushes all other data to zero. The amax of ordinary data is the second largest of the 16 newest amaxes.
-    A single outlier does not change it. Data that have become larger do, because they come more than once.
-
-    The limit is 448 times the amax of ordinary data in e4m3fn, and 1.5e7 times in e5m2. Under the scale of
-    the limit, and without a margin, ordinary data's amax has the code ``64 * smallest_normal``. So values
-    down to 1/64 of this amax keep the precision of FP8. Below the limit the result is ``largest``.
-
-    Args:
-        largest: the largest amax of each whole history, float32.
-        ordinary: the second largest of the 16 newest amaxes (see ``is_recent``), float32. If this amax is
-            not usable (see ``is_usable``), or ``largest`` is not finite, there is no limit.
-        dtype: the FP8 dtype.
-
-    Source: our own; neither Flax nor Transformer Engine has this limit.
-    """
-    limits = fp8_limits(dtype)
-    bound = ordinary * np.float32(limits.max / (_PRECISE_RANGE * limits.smallest_normal))
-    return jnp.where(lax.is_finite(largest) & is_usable(ordinary), jnp.minimum(largest, bound), largest)
 
 
 def apply_scales(

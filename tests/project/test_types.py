@@ -153,8 +153,6 @@ INNER = [
     (scaling.e8m0_scale, (ints(2, 3),), {}),
     (scaling.e8m0_factors, (np.ones((2, 3), jnp.float8_e8m0fnu),), {}),
     (scaling.push_amax, (f32(2, 3), f32(2, 3, 4)), {}),
-    (scaling.is_recent, (4,), {}),
-    (scaling.bounded_amax, (f32(2, 3), f32(2, 3), E4M3), {}),
     (scaling.apply_scales, (f32(2, 3), f32(2, 1), f32()), {}),
     (quantize.inf_to_nan, (MATRIX.astype(BF16),), {}),
     (amax.delayed_amax, (MATRIX.astype(BF16),), {}),

@@ -46,9 +46,7 @@ from fp8flax._core.names import RESIDUAL_NAMES
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import (
     SMALLEST_SCALE,
-    bounded_amax,
     compute_scale,
-    is_recent,
     is_usable,
     power_of_two,
     push_amax,
@@ -89,9 +87,6 @@ class DelayedConfig(NamedTuple):
     margin: int = 0
     amax_compute_algo: str = "max"
     power_2: bool = False
-    bounded: bool = True
-    """Whether the ``"max"`` algorithm limits the effect of a single outlier, see ``bounded_amax``. False in
-    ``in_qdq`` and ``out_qdq``, which compute the scales of Flax."""
 
 
 USUAL = tuple(DelayedConfig(np.float32, np.dtype(d)) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2))
@@ -110,7 +105,7 @@ def delayed_config(quantizer: DelayedQuantizer) -> DelayedConfig:
 
 
 class Digest(NamedTuple):
-    """Six numbers per tensor that determine its scale of this step; each has the shape of the old scale.
+    """Five numbers per tensor that determine its scale of this step; each has the shape of the old scale.
 
     Digests save a GPU from starting several small kernels for each tensor. ``fp8flax.value_and_grad`` knows
     the states of all tensors. It computes all digests together (``state.batching.each_alike``), and puts
@@ -124,15 +119,13 @@ class Digest(NamedTuple):
     """The old scale."""
     largest: jax.Array
     """The largest amax of the history."""
-    ordinary: jax.Array
-    """The second largest of the 16 newest amaxes, see ``bounded_amax``."""
     newest: jax.Array
     """The newest amax of the history."""
     e4m3fn: jax.Array
     """The scale of this step for the options ``USUAL[0]``."""
     e5m2: jax.Array
     """The scale of this step for the options ``USUAL[1]``. For all other options ``scale_of`` computes the
-    scale from the first four numbers."""
+    scale from the first three numbers."""
 
 
 def digest_of(state: ScalingState, axis: int) -> Digest:
@@ -142,39 +135,28 @@ def digest_of(state: ScalingState, axis: int) -> Digest:
     """
     history = state.amax_history
     axis %= history.ndim
-    ((largest, ordinary),) = _largest_amaxes([history], axis)
-    largest, ordinary = (lax.expand_dims(x, (axis,)) for x in (largest, ordinary))
+    largest = jnp.max(history, axis, keepdims=True)
     newest = lax.slice_in_dim(history, 0, 1, axis=axis)
-    usual = (scale_from(state.scale, largest, ordinary, newest) for scale_from in _USUAL_SCALES)
-    return Digest(state.scale, largest, ordinary, newest, *usual)
+    usual = (scale_from(state.scale, largest, newest) for scale_from in _USUAL_SCALES)
+    return Digest(state.scale, largest, newest, *usual)
 
 
-def _largest_amaxes(histories: Sequence[jax.Array], axis: int) -> list[tuple[jax.Array, jax.Array]]:
-    """Returns the largest amax of each history, and the second largest of its 16 newest amaxes.
+def _largest_amaxes(histories: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Returns the largest amax of each history.
 
-    All histories have one shape, and run along ``axis``. The results do not have this axis. One reduction
-    reads all histories: a GPU starts one kernel.
+    All histories have one shape, and run along their last axis. The results do not have this axis. One
+    reduction reads all histories: a GPU starts one kernel.
     """
-    ndim, length = histories[0].ndim, histories[0].shape[axis]
-    recent = lax.expand_dims(is_recent(length), range(1, ndim - axis))
-    triples = [(h, jnp.where(recent, h, np.float32(0)), jnp.zeros_like(h)) for h in histories]
-    start = (np.float32(0),) * 3
-    found = lax.reduce(triples, [start] * len(histories), _largest_two, (axis,))
-    return [(largest, ordinary) for largest, _, ordinary in found]
+    start = [np.float32(0)] * len(histories)
+    found: Sequence[jax.Array] = lax.reduce(list(histories), start, _largest, (histories[0].ndim - 1,))
+    return found
 
 
 # JAX's caches compare functions by identity. If ``_largest_amaxes`` defined this function at each call, JAX
 # would compile it at each call outside of jit.
-def _largest_two(xs: Sequence[Sequence[jax.Array]], ys: Sequence[Sequence[jax.Array]]) -> list[Any]:
-    """Merges, for each history, two triples into one; the reducer of ``_largest_amaxes``.
-
-    A triple is ``(largest amax, largest recent amax, second largest recent amax)`` of a part of a history.
-    The recent amaxes are the 16 newest ones, see ``is_recent``.
-    """
-    return [
-        (lax.max(x, y), lax.max(x1, y1), lax.max(lax.min(x1, y1), lax.max(x2, y2)))
-        for (x, x1, x2), (y, y1, y2) in zip(xs, ys)
-    ]
+def _largest(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the elementwise maximum of two lists; the reducer of ``_largest_amaxes``."""
+    return [lax.max(x, y) for x, y in zip(xs, ys)]
 
 
 def scale_of(config: DelayedConfig, state: ScalingState) -> Float32[jax.Array, "*stack"]:
@@ -204,14 +186,14 @@ def scales_of(
         if is_digest(states[name].scale):
             digest = Digest(*(number.reshape(shape[:-1]) for number in digested(states[name].scale)))
             usual = dict(zip(USUAL, (digest.e4m3fn, digest.e5m2)))
-            scales[name] = usual[config] if config in usual else _scale_from(config, *digest[:4])
+            scales[name] = usual[config] if config in usual else _scale_from(config, *digest[:3])
         else:
             names_of_shape[shape].append(name)
     for shape, names in names_of_shape.items():
         histories = [_constant(states[name].amax_history) for name in names]
-        for name, history, largest_two in zip(names, histories, _largest_amaxes(histories, len(shape) - 1)):
+        for name, history, largest in zip(names, histories, _largest_amaxes(histories)):
             old = _constant(states[name].scale).reshape(shape[:-1])
-            scales[name] = _scale_from(configs[name], old, *largest_two, history[..., 0])
+            scales[name] = _scale_from(configs[name], old, largest, history[..., 0])
     return scales
 
 
@@ -221,14 +203,10 @@ def _constant(x: jax.Array) -> jax.Array:
 
 
 def _scale_from(
-    config: DelayedConfig, scale: jax.Array, largest: jax.Array, ordinary: jax.Array, newest: jax.Array
+    config: DelayedConfig, scale: jax.Array, largest: jax.Array, newest: jax.Array
 ) -> jax.Array:
-    """Returns the scale of this step, computed from the first four numbers of a digest."""
-    amax = largest
-    if config.amax_compute_algo == "most_recent":
-        amax = newest
-    elif config.bounded:
-        amax = bounded_amax(largest, ordinary, config.q_dtype)
+    """Returns the scale of this step, computed from the first three numbers of a digest."""
+    amax = newest if config.amax_compute_algo == "most_recent" else largest
     exact = compute_scale(amax, scale, fp8_max(config.q_dtype), config.margin)
     if not config.power_2:
         return exact
