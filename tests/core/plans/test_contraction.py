@@ -299,7 +299,7 @@ def test_representable_data_loses_nothing(name):
     assert (difference(*representable) < 1e-3) == applies
 
 
-# Recipes of one's own.
+# Custom recipes.
 
 
 def grads_and_state(recipe, x, w):
