@@ -72,7 +72,7 @@ class QTensor:
             rows, columns)``, and zeros fill up the last block of each row and column.
         scale: a scalar, or an array of the operand's rank with size 1 in contracted dimensions, or an array
             in the layout of the quantizer.
-        quantizer: the ``Quantizer`` that made the codes and the scales.
+        quantizer: the quantizer that made the codes and the scales.
     """
 
     codes: Float[jax.Array, "*codes"] | UInt8[jax.Array, "*codes"]
@@ -95,7 +95,7 @@ class QTensor:
         """Returns the tensor that ``as_bits`` was called on."""
         scale = self.scale
         if scale.dtype == jnp.uint8:
-            scale = lax.bitcast_convert_type(scale, self.quantizer.scale_dtype)
+            scale = lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)
         codes = lax.bitcast_convert_type(self.codes, self.quantizer.dtype)
         return dataclasses.replace(self, codes=codes, scale=scale)
 

@@ -51,13 +51,12 @@ class Quantizer:
     Their scale is a scalar, or an array of the operand's rank with size 1 in dimensions that share a scale.
     ``BlockQuantizer`` has another layout, so it defines all methods.
 
-    Three pairs of methods change the layout of codes and scales, and change it back. ``spread`` and
-    ``flat`` do so for a GEMM on a mesh, ``trim`` and ``fill`` between the forward and the backward pass,
-    ``pack`` and ``unpack`` for a frozen model.
+    Pairs of methods change the layout of codes and scales, and change it back: ``trim`` and ``fill``
+    between the forward and the backward pass, ``pack`` and ``unpack`` for a frozen model, and ``spread``
+    and ``flat`` of ``BlockQuantizer`` for a GEMM on a mesh.
 
     Attributes:
         dtype: FP8 dtype of the codes.
-        scale_dtype: dtype of the scales.
         needs_state: whether scales come from past steps, which the layer keeps as its scaling state.
         scales_along_contraction: whether the scale changes along the contraction, so that it must be
             applied inside the GEMM and not to its result. Codes and scales then have the layout ``(batch,
@@ -73,7 +72,6 @@ class Quantizer:
 
     dtype: Any
     # ``Any``, where a subclass defines a property.
-    scale_dtype: ClassVar[Any] = np.dtype(np.float32)
     needs_state: ClassVar[bool] = False
     scales_along_contraction: ClassVar[bool] = False
     has_one_scale: ClassVar[Any] = False
@@ -350,11 +348,6 @@ class BlockQuantizer(Quantizer):
                 f"scale_rounding='floor' requires scale='e8m0'; got scale={self.scale!r}. Use "
                 "scale='e8m0', or leave scale_rounding out."
             )
-
-    @property
-    def scale_dtype(self) -> np.dtype:
-        """Returns the dtype of the scales: E8M0 (one byte) or float32."""
-        return np.dtype(jnp.float8_e8m0fnu if self.scale == "e8m0" else np.float32)
 
     @property
     def is_exact_in_bfloat16(self) -> bool:
