@@ -51,9 +51,9 @@ class Quantizer:
     Their scale is a scalar, or an array of the operand's rank with size 1 in dimensions that share a scale.
     ``BlockQuantizer`` has another layout, so it defines all methods.
 
-    Pairs of methods change the layout of codes and scales, and change it back: ``trim`` and ``fill``
-    between the forward and the backward pass, ``pack`` and ``unpack`` for a frozen model, and ``spread``
-    and ``flat`` of ``BlockQuantizer`` for a GEMM on a mesh.
+    Pairs of methods change the layout of codes and scales, and change it back. ``trim`` and ``fill`` do so
+    between the forward and the backward pass, ``pack`` and ``unpack`` for a frozen model. ``spread`` and
+    ``flat`` of ``BlockQuantizer`` do so for a GEMM on a mesh.
 
     Attributes:
         dtype: FP8 dtype of the codes.
