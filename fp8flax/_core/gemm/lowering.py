@@ -163,7 +163,22 @@ def _multiplies_codes(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool
         _is_in_fp8(gemm, lhs, rhs)
         and not lhs.quantizer.scales_along_contraction
         and not 0 < capability < NATIVE_FP8  # 0: the GPU is unknown
+        and not _is_tiny(gemm)
     )
+
+
+_TINY = 100
+"""XLA for GPUs multiplies matrices with fewer elements than this in both operands without a GEMM."""
+
+
+def _is_tiny(gemm: Gemm) -> bool:
+    """Returns whether XLA multiplies the codes one by one, in float16, where a product can overflow.
+
+    448 times 448 is above the largest float16, so the result is inf (seen on an H100).
+    """
+    sizes = rows, depth, columns = gemm.sizes
+    # Under jax.export a size may be symbolic.
+    return all(isinstance(size, int) for size in sizes) and (rows + columns) * depth < _TINY
 
 
 # cublasLt takes FP8 operands whose sizes are multiples of this. For other sizes XLA would pad by a copy.

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
+from fp8flax._audit import compiling
 from fp8flax._core.gemm import cuda, cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.block_gemm import block_gemm
@@ -120,3 +121,13 @@ def test_block_scaled_gemm_under_vmap(axes):
     out = jax.vmap(cuda._of_stacks(scaled_matmul), axes)(*operands)
     lhs, rhs = (2 * (x if x.ndim == 4 else np.stack([x] * 4)) for x, _ in operands)
     np.testing.assert_allclose(out, lhs @ rhs.swapaxes(2, 3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("M", "K", "N"), [(4, 8, 2), (2, 24, 2), (6, 16, 14)])
+def test_codes_are_never_multiplied_in_float16(M, K, N):
+    """XLA multiplies tiny matrices one element at a time, in float16: 448 * 448 overflows to inf."""
+    step = make_vjp(fp8.Float8CurrentScaling(), MATMUL)
+    specs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((M, K), (K, N), (M, N))]
+    program = compiling.compile_for(compiling.find_target("h200"), step, specs)
+    assert "= f16[" not in program.as_text()
