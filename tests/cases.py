@@ -281,19 +281,10 @@ def dense_step(M, K, N, dot_general_cls=None):
     return step, variables, struct(M, K), struct(M, N)
 
 
-def in_the_place_of_hoppers(block_gemm):
-    """Returns that kernel with the arguments of Hopper's kernel, which takes seconds to interpret."""
-
-    def multiply(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
-        if rhs_scale.shape[1] != rhs.shape[1]:
-            rhs_scale = jnp.repeat(rhs_scale, 128, axis=1)
-        return block_gemm(lhs, rhs, lhs_scale, rhs_scale, out_dtype=out_dtype, in_float16=False)
-
-    return multiply
-
-
 def block_gemm_in_jax(lhs, rhs, lhs_scale, rhs_scale, *, out_dtype):
-    """Returns the result of ``block_gemm`` by its reference: the products of all blocks at once."""
+    """Returns the result of ``hopper_block_gemm``, which takes seconds to interpret, by plain JAX."""
+    if rhs_scale.shape[1] != rhs.shape[1]:
+        rhs_scale = jnp.repeat(rhs_scale, 128, axis=1)
     blocks = [x.reshape(*x.shape[:2], -1, 128).astype(jnp.float32) for x in (lhs, rhs)]
     products = jnp.einsum("bmkc,bnkc->kbmn", *blocks, precision=lax.Precision.HIGHEST)
     scales = [jnp.moveaxis(scale, 2, 0) for scale in (lhs_scale, rhs_scale)]

@@ -15,7 +15,7 @@ import fp8flax as fp8
 from fp8flax._audit.compiling import compile_lowered, find_target
 from fp8flax._audit.hlo import parse
 from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.names import BLOCK_GEMM
+from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from tests.cases import RECIPES
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -71,7 +71,8 @@ def seen_here():
         recipe, way = case.split(", ")
         programs[case] = compiled_step(RECIPES.get(recipe), KERNELS[way])
     return {
-        name: {"kernel": BLOCK_GEMM in program, **bytes_sent(program)} for name, program in programs.items()
+        name: {"kernel": BLOCK_GEMM_HOPPER in program, **bytes_sent(program)}
+        for name, program in programs.items()
     }
 
 

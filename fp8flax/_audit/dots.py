@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fp8flax._audit.hlo import Array, Computation, Instruction, Program
 from fp8flax._audit.traffic import SLICES, VIEWS
-from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, GROUPED_GEMM
+from fp8flax._core.names import BLOCK_GEMM_HOPPER, GROUPED_GEMM
 
 _VALUE_KEEPING = VIEWS | SLICES | {"broadcast", "multiply", "divide", "pad"}
 """Instructions that may stand between the conversion from FP8 to a wide dtype and the GEMM."""
@@ -60,7 +60,7 @@ class _Place(NamedTuple):
         return self._replace(instruction=self.computation.instructions[self.instruction.operands[index]])
 
 
-_OUR_KERNELS = frozenset({BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, GROUPED_GEMM})
+_OUR_KERNELS = frozenset({BLOCK_GEMM_HOPPER, GROUPED_GEMM})
 
 
 def dots_of(program: Program, computation: Computation, instruction: Instruction) -> Iterator[Dot]:

@@ -11,7 +11,7 @@ from fp8flax._audit.dots import Dot
 from fp8flax._audit.instructions import kernel_name, on_fp8_units
 from fp8flax._audit.kernels import Summary
 from fp8flax._audit.op_names import components, path_of, role_of
-from fp8flax._core.names import BLOCK_GEMM_F16, CHOSEN_WIDE, WITHOUT_UNITS
+from fp8flax._core.names import CHOSEN_WIDE, WITHOUT_UNITS
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -166,7 +166,7 @@ def _units_of(found: frozenset[str] | None, target: Target) -> tuple[bool, bool,
 
 def _takes_fp8(dot: Dot) -> bool:
     """Returns whether FP8 units compute a product if the device has them; for Triton, whether they may."""
-    if dot.backend == "other" or BLOCK_GEMM_F16 in dot.op_name.split("/"):
+    if dot.backend == "other":
         return False
     return dot.lhs_dtype.startswith("f8") and dot.rhs_dtype.startswith("f8")
 

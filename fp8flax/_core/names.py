@@ -14,9 +14,6 @@ COUNTED = "fp8_site_"
 QDQ = "fp8_qdq"
 """The scope of a GEMM in the quantize-dequantize form. XLA decides whether it runs in FP8."""
 
-BLOCK_GEMM, BLOCK_GEMM_F16 = "fp8_block_gemm", "fp8_block_gemm_f16"
-"""Our GPU kernels for block scales. The first multiplies in FP8, the second in float16 from FP8 codes."""
-
 BLOCK_GEMM_HOPPER = "fp8_block_gemm_hopper"
 """Our GPU kernel for block scales that multiplies in Hopper's FP8 units."""
 
@@ -31,9 +28,6 @@ BLOCK_QUANTIZE = "fp8_block_quantize"
 
 CAST_TRANSPOSE = "fp8_cast_transpose"
 """Our GPU kernel that casts a matrix with one scale, and returns its codes as they are, and transposed."""
-
-TRANSPOSE = "fp8_transpose"
-"""Our GPU kernel that transposes FP8 codes."""
 
 NOT_CONVERTED = "fp8_not_converted"
 """The scope of a contraction that ``quantize_model`` did not convert."""
@@ -58,8 +52,6 @@ If an op name contains several of these scopes, the first one in this dict gives
 WITHOUT_UNITS = {
     CONVOLVED_WIDE: "a convolution that is not a matmul: the same FP8 values, convolved in {dtypes}; "
     "XLA has no FP8 convolution with gradients",
-    BLOCK_GEMM_F16: "read as FP8 and multiplied in float16, exactly: our kernel for block scales has no "
-    "FP8 here",
     DEQUANTIZED: "nothing here multiplies FP8 with these scales: the same values, multiplied in {dtypes}",
 }
 """Scopes of GEMMs of FP8 values that run in a wide dtype on a GPU with FP8 units, each with the reason."""

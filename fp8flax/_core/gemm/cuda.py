@@ -17,9 +17,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from fp8flax._core.axes import vary_alike
-from fp8flax._core.gemm.kernels.block_gemm import block_gemm
 from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
-from fp8flax._core.gemm.kernels.transpose import transpose
 from fp8flax._core.gemm.request import Gemm, dequantized_gemm, dot, scaled
 from fp8flax._core.qtensor import BLOCK, QTensor
 from fp8flax._core.quantizers import MX_COLUMNS
@@ -98,25 +96,6 @@ def _row_major(x: QTensor) -> QTensor:
     return dataclasses.replace(x, codes=with_layout_constraint(x.codes, layout))
 
 
-def cublaslt_in_columns(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
-    """Multiplies codes by cublasLt, with both operands as matrices whose columns are contracted.
-
-    Our GPU kernel first transposes each operand whose contracted dimensions are not the last ones.
-    """
-    found = gemm.with_depth_last()
-    assert found is not None
-    depth = gemm.sizes[1]
-
-    def in_columns(x: QTensor, is_transposed: bool) -> QTensor:
-        codes = transpose(x.codes.reshape(depth, -1)) if is_transposed else x.codes.reshape(-1, depth)
-        scale = x.scale.reshape(-1, 1) if x.scale.ndim else x.scale
-        return dataclasses.replace(x, codes=codes, scale=scale)
-
-    left, right = in_columns(lhs, found.transposes_lhs), in_columns(rhs, found.transposes_rhs)
-    out = cublaslt(found.gemm, left, right, is_row_major=True)
-    return out.reshape(gemm.out_shape)
-
-
 # Scales that change along the contraction.
 
 
@@ -151,29 +130,15 @@ def block_scaled_units(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
 
 
 def hopper_blocks(gemm: Gemm, lhs: QTensor, rhs: QTensor) -> jax.Array:
-    """Multiplies by our GPU kernel for Hopper's FP8 units, with float32 scales per 128 columns."""
-    is_square = rhs.quantizer.block_scale(rhs, BLOCK) is not None
-    return _by_kernel(gemm, lhs, rhs, hopper_block_gemm, is_square)
+    """Multiplies by our GPU kernel for Hopper's FP8 units, with float32 scales per 128 columns.
 
-
-def triton_blocks(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, in_float16: bool = False) -> jax.Array:
-    """Multiplies by our Triton kernel, with float32 scales per 128 columns, in FP8 units or in float16."""
-    return _by_kernel(gemm, lhs, rhs, partial(block_gemm, in_float16=in_float16), False)
-
-
-def _by_kernel(
-    gemm: Gemm, lhs: QTensor, rhs: QTensor, kernel: Callable[..., jax.Array], is_square: bool
-) -> jax.Array:
-    """Multiplies by a GPU kernel that applies the scales to the sum over each block of 128 columns.
-
-    Args:
-        gemm: what is multiplied.
-        lhs: the left operand of the GEMM.
-        rhs: the right operand of the GEMM.
-        kernel: ``block_gemm`` or ``hopper_block_gemm``.
-        is_square: whether 128 rows of the right operand share a scale. Otherwise each row has its own.
+    The kernel applies the scales to the sum over each block of 128 columns. In the right operand 128 rows
+    share a scale, or each row has its own.
     """
-    multiply: Callable[..., jax.Array] = partial(kernel, out_dtype=_at_most_float32(gemm.out_dtype))
+    is_square = rhs.quantizer.block_scale(rhs, BLOCK) is not None
+    multiply: Callable[..., jax.Array] = partial(
+        hopper_block_gemm, out_dtype=_at_most_float32(gemm.out_dtype)
+    )
     rows = 1, BLOCK if is_square else 1
     operands = [(x.codes, x.quantizer.block_scale(x, n)) for x, n in zip((lhs, rhs), rows)]
     return gemm.unpadded(_of_stacks(multiply)(*operands))

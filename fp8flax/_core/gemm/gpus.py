@@ -153,9 +153,8 @@ def is_hopper(capability: float) -> bool:
 def has_triton() -> bool:
     """Returns whether Pallas has its Triton backend, which JAX calls deprecated from 0.11 on.
 
-    Without the backend the values are the same. XLA transposes and quantizes in more GPU kernels. Blackwell
-    multiplies 128-blocks with float32 scales in a wide dtype, and ``units`` warns. Hopper multiplies the
-    experts of a ragged dot tile by tile, unless they have scales per block.
+    Without the backend the values are the same. XLA quantizes in more GPU kernels, and Hopper multiplies
+    the experts of a ragged dot tile by tile, unless they have scales per block.
     """
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 

@@ -29,7 +29,6 @@ from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
 from fp8flax._core.gemm.kernels.groups import num_tiles
 from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import multiplies_dtypes
-from fp8flax._core.gemm.kernels.transpose import can_transpose
 from fp8flax._core.gemm.request import (
     CastPair,
     CastTranspose,
@@ -40,7 +39,7 @@ from fp8flax._core.gemm.request import (
     cast_grid,
 )
 from fp8flax._core.gemm.units import is_for_hopper
-from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, DEQUANTIZED
+from fp8flax._core.names import BLOCK_GEMM_HOPPER, DEQUANTIZED
 from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.qtensor import BLOCK, TILE, QTensor
 
@@ -162,7 +161,22 @@ def _multiplies_codes(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool
         _is_in_fp8(gemm, lhs, rhs)
         and not lhs.quantizer.scales_along_contraction
         and not 0 < capability < NATIVE_FP8  # 0: the GPU is unknown
+        and not _is_tiny(gemm)
     )
+
+
+_TINY = 100
+"""XLA for GPUs multiplies matrices with fewer elements than this in both operands without a GEMM."""
+
+
+def _is_tiny(gemm: Gemm) -> bool:
+    """Returns whether XLA multiplies the codes one by one, in float16, where a product can overflow.
+
+    448 times 448 is above the largest float16, so the result is inf (seen on an H100).
+    """
+    sizes = rows, depth, columns = gemm.sizes
+    # Under jax.export a size may be symbolic.
+    return all(isinstance(size, int) for size in sizes) and (rows + columns) * depth < _TINY
 
 
 # cublasLt takes FP8 operands whose sizes are multiples of this. For other sizes XLA would pad by a copy.
@@ -192,32 +206,15 @@ def _is_decoding(capability: float, gemm: Gemm) -> bool:
     that XLA generates reads the codes once, in the layout that they have. With 720 TFLOP/s for that kernel,
     1400 TFLOP/s for the FP8 units, and 3.4 TB/s, cublasLt with the copy is faster from 440 rows on.
     """
-    found, rows = gemm.with_depth_last(), gemm.sizes[0]
+    rows, kernel = gemm.sizes[0], gemm.rhs
+    is_depth_first = not kernel.batch and kernel.contract == tuple(range(len(kernel.contract)))
     return (
         gemm.accumulation == "fast"
         and gemm.is_packed
         and is_hopper(capability)
         and isinstance(rows, int)
         and rows <= _FEW_ROWS
-        and found is not None
-        and found.transposes_rhs
-    )
-
-
-def _transposes_codes(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether our GPU kernel, instead of XLA's, transposes codes for cublasLt on Hopper.
-
-    It does so for wgrad only. For the other GEMMs XLA writes the codes of the kernel in both orders where
-    it casts the kernel.
-    """
-    rows, depth, columns = gemm.sizes
-    return (
-        gemm.name == "wgrad"
-        and is_hopper(capability)
-        and _fits_cublaslt(capability, gemm, lhs, rhs)
-        and gemm.with_depth_last() is not None
-        and all(can_transpose(depth, size) for size in (rows, columns))
-        and not any(_is_explicit(x.codes) for x in (lhs, rhs))
+        and is_depth_first
     )
 
 
@@ -262,23 +259,6 @@ def _has_hopper_kernel(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> boo
     """Returns whether our GPU kernel for Hopper's FP8 units can multiply the operands."""
     return _fits_block_kernels(capability, gemm, lhs, rhs) and is_for_hopper(
         lhs.quantizer, rhs.quantizer, capability
-    )
-
-
-def _has_triton_kernel(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether our Triton kernel can multiply the operands, in FP8 or in float16."""
-    return has_triton() and _fits_block_kernels(capability, gemm, lhs, rhs)
-
-
-def _has_triton_kernel_in_fp8(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether our Triton kernel can multiply the operands in FP8.
-
-    Triton multiplies in FP8 only on Blackwell, and only if both operands have the same FP8 dtype.
-    """
-    return (
-        _has_triton_kernel(capability, gemm, lhs, rhs)
-        and capability >= NATIVE_MX
-        and lhs.codes.dtype == rhs.codes.dtype
     )
 
 
@@ -445,7 +425,6 @@ def _is_empty(gemm: Gemm) -> bool:
 _TABLE: dict[type, tuple[Row, ...]] = {
     Gemm: (
         # One scale per tensor or slice.
-        Row(_transposes_codes, cuda.cublaslt_in_columns, several=cuda.cublaslt, on_shards=_on_shards),
         Row(
             _fits_cublaslt,
             partial(cuda.cublaslt, is_row_major=True),
@@ -470,16 +449,6 @@ _TABLE: dict[type, tuple[Row, ...]] = {
             _has_hopper_kernel,
             cuda.hopper_blocks,
             on_shards=partial(_on_shards, name=BLOCK_GEMM_HOPPER),
-        ),
-        Row(
-            _has_triton_kernel_in_fp8,
-            cuda.triton_blocks,
-            on_shards=partial(_on_shards, name=BLOCK_GEMM),
-        ),
-        Row(
-            _has_triton_kernel,
-            partial(cuda.triton_blocks, in_float16=True),
-            on_shards=partial(_on_shards, name=BLOCK_GEMM_F16),
         ),
         Row(
             _are_matrices_alike,

@@ -130,33 +130,6 @@ class Gemm(NamedTuple):
             lhs=transposed(self.lhs) if lhs else self.lhs, rhs=transposed(self.rhs) if rhs else self.rhs
         )
 
-    def with_depth_last(self) -> DepthLast | None:
-        """Returns the same GEMM as ``(M, K)`` times ``(N, K)``, and which operands to transpose for that.
-
-        Returns None if there are batch dimensions, or if the contracted dimensions of an operand are
-        neither its first nor its last ones.
-        """
-        rows, depth, columns = self.sizes
-        are_last = []
-        for view in (self.lhs, self.rhs):
-            num, dims = len(view.contract), tuple(range(len(view.shape)))
-            are_last.append(view.contract == dims[-num:])
-            if view.batch or not (are_last[-1] or view.contract == dims[:num]):
-                return None
-        lhs, rhs = (View((size, depth), (1,), ()) for size in (rows, columns))
-        return DepthLast(self._replace(lhs=lhs, rhs=rhs), not are_last[0], not are_last[1])
-
-
-class DepthLast(NamedTuple):
-    """A GEMM of two matrices ``(M, K)`` and ``(N, K)``, and how to get them from the operands.
-
-    Each operand is reshaped to a matrix. The matrix is then transposed if K is not its last dimension.
-    """
-
-    gemm: Gemm
-    transposes_lhs: bool
-    transposes_rhs: bool
-
 
 def sum_dtype_of(*dtypes: Any) -> np.dtype:
     """Returns the dtype of sums of products: float64 if one of the dtypes is float64, otherwise float32."""

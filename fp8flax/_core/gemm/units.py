@@ -16,7 +16,6 @@ from fp8flax._core.gemm.gpus import (
     Fp8EmulationWarning,
     compile_target,
     compute_capability,
-    has_triton,
     is_hopper,
 )
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import multiplies_dtypes
@@ -37,19 +36,15 @@ def is_for_hopper(lhs: Quantizer, rhs: Quantizer, capability: float) -> bool:
 def has_units_for_blocks(recipe: GemmRecipe, capability: float) -> bool:
     """Returns whether a GPU multiplies operands with scales per block in FP8 units.
 
-    Blackwell has units for scales that are powers of two. For float32 scales per 128 columns our own GPU
-    kernels use the FP8 units: one for Hopper, and one for Blackwell that needs Pallas's Triton backend and
-    operands of the same dtype.
+    Blackwell has units for scales that are powers of two. On Hopper our own GPU kernel uses the FP8 units,
+    with float32 scales per 128 columns.
     """
     lhs, rhs = recipe.lhs, recipe.rhs
     assert lhs is not None
     assert rhs is not None
     if capability < NATIVE_MX:
         return is_for_hopper(lhs, rhs, capability)
-    if lhs.has_mx_scales and rhs.has_mx_scales:
-        return True
-    has_128_columns = lhs.scale_columns == rhs.scale_columns == BLOCK
-    return has_128_columns and lhs.dtype == rhs.dtype and has_triton()
+    return lhs.has_mx_scales and rhs.has_mx_scales
 
 
 def runs_in_fp8(recipe: GemmRecipe, capability: float) -> bool:

@@ -9,18 +9,18 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
+from fp8flax._audit import compiling
 from fp8flax._core.gemm import cuda, cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.gemm.kernels.block_gemm import block_gemm
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from tests.cases import (
     CONTRACTIONS,
     MATMUL,
+    block_gemm_in_jax,
     cells,
     data,
     error_of_product,
-    in_the_place_of_hoppers,
 )
 
 BLOCKS = {
@@ -83,16 +83,15 @@ def test_the_lowering_for_gpus_has_the_same_values(name, contraction, capability
 
     def interpreted(*args, **kwargs):
         calls.append("Pallas")
-        return block_gemm(*args, **kwargs, interpret=True)
+        return block_gemm_in_jax(*args, **kwargs)
 
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
-    monkeypatch.setattr(cuda, "block_gemm", interpreted)
     monkeypatch.setattr(cuda_casts, "block_quantize", partial(block_quantize, interpret=True))
-    monkeypatch.setattr(cuda, "hopper_block_gemm", in_the_place_of_hoppers(interpreted))
+    monkeypatch.setattr(cuda, "hopper_block_gemm", interpreted)
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
     with compile_target(capability):
         actual = make_vjp(BLOCKS[name], dims)(lhs, rhs, g)
-    on_blackwell = {"128 blocks, float32": "Pallas"}.get(name, "cuDNN")
+    on_blackwell = {"128 blocks, float32": None}.get(name, "cuDNN")
     on_hopper = {"MX, hybrid, floor": None}.get(name, "Pallas")
     backend = on_blackwell if capability == 10 else on_hopper
     # Ways that also run on a mesh are traced once more.
@@ -120,3 +119,13 @@ def test_block_scaled_gemm_under_vmap(axes):
     out = jax.vmap(cuda._of_stacks(scaled_matmul), axes)(*operands)
     lhs, rhs = (2 * (x if x.ndim == 4 else np.stack([x] * 4)) for x, _ in operands)
     np.testing.assert_allclose(out, lhs @ rhs.swapaxes(2, 3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("M", "K", "N"), [(4, 8, 2), (2, 24, 2), (6, 16, 14)])
+def test_codes_are_never_multiplied_in_float16(M, K, N):
+    """XLA multiplies tiny matrices one element at a time, in float16: 448 * 448 overflows to inf."""
+    step = make_vjp(fp8.Float8CurrentScaling(), MATMUL)
+    specs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((M, K), (K, N), (M, N))]
+    program = compiling.compile_for(compiling.find_target("h200"), step, specs)
+    assert "= f16[" not in program.as_text()

@@ -1,6 +1,5 @@
 """How ``lowered`` chooses: a table of additions, each of another number, in the place of GEMMs."""
 
-import math
 from functools import partial
 from typing import NamedTuple
 
@@ -166,27 +165,6 @@ def gemms_of(lhs, rhs, dims):
         out_dtype=jnp.dtype(jnp.bfloat16),
         dimension_numbers=dims,
     ).gemms
-
-
-@pytest.mark.parametrize(
-    ("capability", "name", "rows", "expected"),
-    [
-        (9.0, "wgrad", 256, True),
-        (9.0, "wgrad", 192, False),
-        (8.9, "wgrad", 256, False),
-        (10.0, "wgrad", 256, False),  # reads either order
-        (9.0, "forward", 256, False),  # XLA transposes a kernel where it casts it
-        (9.0, "dgrad", 256, False),
-    ],
-)
-def test_which_products_take_it(capability, name, rows, expected):
-    gemm = getattr(gemms_of((rows, 128), (128, 256), MATMUL), name)
-    operands = [
-        fp8.QTensor(jnp.zeros(view.shape, jnp.float8_e4m3fn), jnp.float32(1), DELAYED.forward.lhs)
-        for view in (gemm.lhs, gemm.rhs)
-    ]
-    assert math.prod(gemm.sizes) == rows * 128 * 256
-    assert lowering._transposes_codes(capability, gemm, *operands) == expected
 
 
 @pytest.mark.parametrize("capability", [9.0, 10.0])

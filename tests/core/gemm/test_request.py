@@ -12,7 +12,6 @@ from jax import lax
 import fp8flax as fp8
 from fp8flax._core.gemm import cuda, cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.gemm.kernels.block_gemm import block_gemm
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.plans.contraction import STATELESS, States
 from fp8flax._core.plans.dot_general import DotPlan, fp8_dot_general
@@ -24,9 +23,9 @@ from tests.cases import (
     MAGNITUDES,
     MATMUL,
     assert_in_range,
+    block_gemm_in_jax,
     cells,
     error_of_product,
-    in_the_place_of_hoppers,
     with_reference,
 )
 
@@ -41,41 +40,6 @@ def gemms_of(lhs, rhs, dims):
         out_dtype=jnp.dtype(jnp.bfloat16),
         dimension_numbers=dims,
     ).gemms
-
-
-def ints(seed, *shape):
-    return np.random.default_rng(seed).integers(-8, 8, shape).astype(np.float32)
-
-
-CASES = {
-    "a matrix": ((6, 4), (4, 5), (((1,), (0,)), ((), ()))),
-    "batches of rows": ((2, 3, 4), (4, 5), (((2,), (0,)), ((), ()))),
-    "heads": ((2, 3, 4), (4, 5, 7), (((2,), (0,)), ((), ()))),
-    "out of heads": ((2, 3, 4, 5), (4, 5, 7), (((2, 3), (0, 1)), ((), ()))),
-    "a transposed kernel": ((6, 4), (5, 4), (((1,), (1,)), ((), ()))),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_products_of_transposed_matrices(case):
-    lhs_shape, rhs_shape, dims = CASES[case]
-    for gemm in (gemms_of(lhs_shape, rhs_shape, dims)[i] for i in (0, 1, 3)):
-        matrices, *are_transposed = gemm.with_depth_last()
-        operands = [ints(i, *view.shape) for i, view in enumerate((gemm.lhs, gemm.rhs))]
-        depth = gemm.sizes[1]
-        columns = [
-            x.reshape(depth, -1).T if is_transposed else x.reshape(-1, depth)
-            for x, is_transposed in zip(operands, are_transposed, strict=True)
-        ]
-        assert [x.shape for x in columns] == [matrices.lhs.shape, matrices.rhs.shape]
-        actual = lax.dot_general(*columns, matrices.dimension_numbers).reshape(gemm.out_shape)
-        np.testing.assert_array_equal(actual, lax.dot_general(*operands, gemm.dimension_numbers))
-
-
-def test_what_does_not_lie_together_is_left_alone():
-    gemms = gemms_of((2, 4, 3), (4, 5), (((1,), (0,)), ((), ())))
-    assert gemms.forward.with_depth_last() is None
-    assert gemms_of((2, 3, 4), (2, 4, 5), (((2,), (1,)), ((0,), (0,)))).forward.with_depth_last() is None
 
 
 def test_a_wide_product_by_stored_codes_has_the_precision_of_jax():
@@ -190,9 +154,7 @@ def test_magnitudes_in_the_branch_for_gpus(name, monkeypatch):
 
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
     monkeypatch.setattr(cuda, "dot", dot)
-    kernel = partial(block_gemm, interpret=True)
-    monkeypatch.setattr(cuda, "hopper_block_gemm", in_the_place_of_hoppers(kernel))
-    monkeypatch.setattr(cuda, "block_gemm", kernel)
+    monkeypatch.setattr(cuda, "hopper_block_gemm", block_gemm_in_jax)
     monkeypatch.setattr(cuda_casts, "block_quantize", partial(block_quantize, interpret=True))
     with compile_target(9.0):
         check_three_gemms(RECIPES[name])

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._core.gemm.kernels.block_gemm import whole_tiles
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Tile, Tiling, tiled_gemm
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from fp8flax._core.qtensor import BLOCK, TILE
@@ -26,9 +25,9 @@ def hopper_block_gemm(
 ) -> jax.Array:
     """Returns the product of two block-scaled stacks of matrices, ``(batch, M, N)``.
 
-    The formula is that of ``block_gemm``, but the two scales of a block are multiplied first, see
-    ``tiled_gemm``. (``block_gemm`` multiplies each element by one scale after the other, so that the
-    product of the scales cannot overflow. Here that would take longer than the multiplication.)
+    ``out[b, m, n] = sum_k (sum_c lhs[b, m, c] * rhs[b, n, c]) * lhs_scale[b, m, k] * rhs_scale[b, n, k]``
+    where ``c`` runs over the 128 columns of block ``k``. The two scales of a block are multiplied first,
+    see ``tiled_gemm``.
 
     Args:
         lhs: FP8 codes, ``(batch, M, K)``; K is a multiple of 128.
@@ -42,9 +41,9 @@ def hopper_block_gemm(
     batch, rows, depth = lhs.shape
     columns, num_blocks = rhs.shape[1], depth // BLOCK
     is_square = rhs_scale.shape[1] != columns
-    left, right, lhs_scale = map(whole_tiles, (lhs, rhs, lhs_scale))
+    left, right, lhs_scale = map(_whole_tiles, (lhs, rhs, lhs_scale))
     if not is_square:
-        rhs_scale = whole_tiles(rhs_scale)
+        rhs_scale = _whole_tiles(rhs_scale)
     # The scales get the shape (blocks, rows), so that the scales that the kernel fetches are contiguous.
     lhs_scale, rhs_scale = (jnp.moveaxis(x, 2, 0).reshape(num_blocks, -1) for x in (lhs_scale, rhs_scale))
     (_, filled_rows, _), (_, filled_columns, _) = left.shape, right.shape
@@ -87,3 +86,8 @@ def _tiling_of_matrices(batch: int, rows: int, columns: int, num_blocks: int) ->
         )
 
     return Tiling(batch * rows, columns, batch * tiles, is_whole=True, tile=tile)
+
+
+def _whole_tiles(x: jax.Array) -> jax.Array:
+    """Pads the rows of a stack of matrices with zeros, to a multiple of 128."""
+    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, -x.shape[1] % BLOCK, 0), (0, 0, 0)))
