@@ -99,14 +99,13 @@ def lowered(request: Any, *operands: Any) -> Any:
 def _may_have_custom_partitioning(*operands: Any) -> bool:
     """Returns whether a program may contain ``custom_partitioning``.
 
-    JAX then requires a single mesh in the whole program, even if the program is for CPUs. If no GPU is
-    known at tracing, only operands with more than one scale get it: there XLA alone would send more bytes.
-    On explicit axes JAX derives the sharding of the result from the operations of the reference.
+    JAX then requires a single mesh in the whole program, even if the program is for CPUs. So only operands
+    with more than one scale get it: with one scale per tensor XLA alone sends as few bytes. On explicit
+    axes JAX derives the sharding of the result from the operations of the reference.
     """
     if any(map(_is_explicit, jax.tree.leaves(operands))):
         return False
-    have_one_scale = all(x.quantizer.has_one_scale for x in operands if isinstance(x, QTensor))
-    return compute_capability() > 0 or not have_one_scale
+    return not all(x.quantizer.has_one_scale for x in operands if isinstance(x, QTensor))
 
 
 def _on_shards(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, name: str = "") -> jax.Array:
