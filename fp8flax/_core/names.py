@@ -29,9 +29,6 @@ TRANSPOSE_GROUPS = "fp8_transpose_groups"
 BLOCK_QUANTIZE = "fp8_block_quantize"
 """Our GPU kernel that casts a matrix with one scale per block, and returns codes for both of its GEMMs."""
 
-CAST_TRANSPOSE = "fp8_cast_transpose"
-"""Our GPU kernel that casts a matrix with one scale, and returns its codes as they are, and transposed."""
-
 TRANSPOSE = "fp8_transpose"
 """Our GPU kernel that transposes FP8 codes."""
 

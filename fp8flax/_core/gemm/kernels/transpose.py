@@ -2,8 +2,10 @@
 
 On Hopper the contracted dimension of an FP8 operand must be contiguous in memory. The gradient of a kernel
 contracts the rows of both operands, so both must be transposed. The kernel of XLA loads four bytes at a
-time and stores one. This kernel loads and stores sixteen. It uses Pallas's Triton backend, see
-``cast_transpose``.
+time and stores one. This kernel loads and stores sixteen.
+
+It uses Pallas's Triton backend, which JAX calls deprecated from 0.11 on. Without that backend XLA's kernel
+transposes, with the same values.
 """
 
 from __future__ import annotations
