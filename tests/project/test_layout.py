@@ -140,7 +140,6 @@ ORDER = [
     "_serve/weights",
     "nnx/ops",
     "nnx/variables",
-    "nnx/blocks",
     "nnx/training",
     "nnx/models",
     "nnx/freezing",

@@ -41,7 +41,8 @@ LONG = (
     [
         pytest.param(page, marks=pytest.mark.long if page in LONG else ())
         for page in PAGES
-        if page not in ("docs/loops.md", "docs/moe.md", IN_CHINESE) and not page.startswith("docs/migrating_")
+        if page not in ("docs/loops.md", "docs/moe.md", IN_CHINESE)
+        and not page.startswith("docs/migrating_")
     ],
 )
 def test_examples_run_in_order(page):
