@@ -18,10 +18,6 @@ from fp8flax._linen.ops import (
     Fp8RaggedDotOp as Fp8RaggedDotOp,
 )
 
-# Layers.
-from fp8flax._linen.mlp import MLP as MLP
-from fp8flax._linen.moe import MoE as MoE
-
 # Recipes: how tensors are scaled.
 from fp8flax._core.recipes import (
     Accumulation as Accumulation,

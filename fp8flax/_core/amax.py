@@ -3,7 +3,7 @@
 A GPU needs two kernels for the maximum of many elements. In the first kernel each thread block finds the
 maximum of a part of the tensor; the second kernel merges these partial amaxes. XLA fuses the first stage
 into the kernel that casts the tensor (``amaxes_of_parts``). The second stage runs as one kernel for all
-tensors of a layer, or of a feed-forward block (``largest_of``).
+tensors of a layer (``largest_of``).
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ def amaxes_of_parts(
     *,
     as_cast: Float[jax.Array, "*dims"] | None = None,
     is_row_major: bool = False,
-    num_parts: int | None = None,
 ) -> tuple[Float[jax.Array, " parts"], Any]:
     """Returns partial amaxes, whose maximum is ``delayed_amax(x, where)``, and the codes.
 
@@ -117,13 +116,10 @@ def amaxes_of_parts(
         is_row_major: whether the memory layout of ``x`` is certain to follow the order of its dimensions.
             A part may then span several dimensions. For other arrays, such as the output of attention,
             XLA would copy the array first, so a part spans the last dimension only.
-        num_parts: number of parts, of ``x.size // num_parts`` elements each; None to choose by the shape.
-            Only for arrays whose memory layout follows the order of their dimensions.
     """
-    shape = x.shape if num_parts is None else (num_parts, x.size // num_parts)
-    num_leading = _num_leading(x.shape, is_row_major) if num_parts is None else 1
-    of_each = partial(amaxes_of_equal_parts, shape, num_leading)
-    of_whole = partial(_amax_of_whole, math.prod(shape[:num_leading]))
+    num_leading = _num_leading(x.shape, is_row_major)
+    of_each = partial(amaxes_of_equal_parts, x.shape, num_leading)
+    of_whole = partial(_amax_of_whole, math.prod(x.shape[:num_leading]))
 
     def on_gpu(x: Any, as_cast: jax.Array, *rest: Any) -> Any:
         del x

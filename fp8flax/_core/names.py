@@ -26,8 +26,6 @@ TRANSPOSE_GROUPS = "fp8_transpose_groups"
 BLOCK_QUANTIZE = "fp8_block_quantize"
 """Our GPU kernel that casts a matrix with one scale per block, and returns codes for both of its GEMMs."""
 
-CAST_TRANSPOSE = "fp8_cast_transpose"
-"""Our GPU kernel that casts a matrix with one scale, and returns its codes as they are, and transposed."""
 
 NOT_CONVERTED = "fp8_not_converted"
 """The scope of a contraction that ``quantize_model`` did not convert."""

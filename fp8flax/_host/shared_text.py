@@ -14,11 +14,6 @@ _OP_ERRORS = """\
 MissingStateError: the recipe in use needs scaling state that is missing. A Linen layer was applied
     to variables without it, or an NNX op was made under a recipe without state.
 TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32."""
-_BLOCK_ERRORS = """\
-MissingStateError: as in ``Fp8DotGeneralOp``.
-TypeError: the input is not bfloat16, float16, float32 or float64, or an argument has the wrong
-    type.
-ValueError: an argument has a value that is not allowed, or the state does not fit the recipe."""
 _RECIPE = """\
 recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
     ``DelayedScaling()`` outside of it."""
@@ -26,9 +21,6 @@ _FORM = """\
 form: ``"direct"`` multiplies FP8 operands, on the FP8 units of GPUs that have them. ``"qdq"`` casts
     to FP8 and back around a matmul in the operands' dtype; it serves as a reference and is never
     faster."""
-_ACTIVATION = """\
-activation: ``"gelu"`` (the tanh approximation, as Flax's ``gelu``), ``"gelu_exact"``, ``"relu"`` or
-    ``"silu"``."""
 _GRADIENT_ARGS = """\
 has_aux: whether the function returns auxiliary data.
 holomorphic: passed to JAX.
@@ -106,70 +98,6 @@ ValueError: the shapes do not fit, or the state does not fit the recipe or the n
     "Fp8RaggedDotOp.source": (
         "Source: ``jax.lax.ragged_dot``; the state of ``flax.linen.fp8_ops``, per expert."
     ),
-    # Blocks of layers.
-    "MLP.computation": """\
-The output of the activation, and the gradient of its input, exist in FP8 only. One GPU kernel computes
-them in float32, finds their amax, and casts them in both orders that Hopper's GEMMs read. The backward
-pass keeps the results of ``gate`` and ``up``, and the cast activation.
-
-The block computes its layers one after the other in these cases:
-
-* a recipe other than delayed scaling of all six operands
-* ``calibrate``, ``statistics``, and models that ``freeze`` returned
-* FP8 turned off, float64, or a mesh with explicit axes
-* in NNX, a layer that was replaced, or given another op, recipe or option
-
-XLA generates the GPU kernel in these cases: GPUs other than Hopper's, a program that XLA splits over
-several devices, sizes that are not multiples of 64, and ``"gelu_exact"``.""",
-    "MLP.fields": f"""\
-hidden_features: number of features of ``up`` and ``gate``.
-features: number of features of ``down``; None for as many as the input has.
-{_ACTIVATION}
-gated: whether the activation is applied to ``gate`` and multiplies ``up``. Both layers then take
-    the input with one scale, that of ``gate``.
-use_bias: whether the layers have biases.
-dtype: dtype of the computation; None for the dtype that input and parameters promote to.
-param_dtype: dtype of the parameters.
-kernel_init: initializer of the kernels.
-bias_init: initializer of the biases.
-{_RECIPE}""",
-    "MLP.errors": _BLOCK_ERRORS,
-    "MLP.source": """\
-Source: Shazeer, 2020, arXiv:2002.05202, for gates; Transformer Engine, ``LayerNormMLP``, for the fused
-cast and transpose.""",
-    "MoE.computation": """\
-``out[t] = sum_e gate[t, e] * expert[e](x[t])``, where ``e`` runs over the ``top_k`` experts with the
-largest router probabilities. The gates are these probabilities, normalized to sum to one. An expert is
-``down(activation(up(x)))``, or gated ``down(activation(gate(x)) * up(x))``. No token is dropped: the
-rows are sorted by expert, and one ragged matmul computes all experts. The scaling state is that of
-``Fp8RaggedDotOp``, with a scale for each expert's kernel.
-
-The router runs in float32, and has two losses. Add them to the loss of the model; otherwise the router
-learns to send all tokens to the same experts:
-
-* ``load_balancing``: ``num_experts`` times the sum over experts of (share of tokens sent to the expert)
-  times (mean probability of the expert). It is 1 if all experts are used equally. Its usual factor is
-  0.01.
-* ``router_z``: the mean square of the logarithm of the router's sum of exponentials. Its usual factor
-  is 0.001.""",
-    "MoE.fields": f"""\
-num_experts: number of experts.
-hidden_features: number of features of each expert's hidden layer.
-features: number of features of the result; None for as many as the input has.
-top_k: number of experts per token. With 1 every gate is 1, so only the two losses train the router.
-{_ACTIVATION}
-gated: whether the activation is applied to a third layer, ``gate``, and multiplies ``up``.
-dtype: dtype of the experts' computation and the result; None for the dtype that input and
-    parameters promote to.
-param_dtype: dtype of the parameters.
-kernel_init: initializer of the experts' kernels, ``(num_experts, in, out)``.
-{_RECIPE}""",
-    "MoE.errors": _BLOCK_ERRORS
-    + "\nNotImplementedError: the input is sharded over explicit axes of a mesh.",
-    "MoE.source": """\
-Source: Shazeer et al., 2017, arXiv:1701.06538; Gale et al., 2022, arXiv:2211.15841, for the sorting;
-Fedus et al., 2021, arXiv:2101.03961, equation 4, and Zoph et al., 2022, arXiv:2202.08906, equation 5,
-for the losses.""",
     # Training.
     "value_and_grad.state": _GRADIENT_STATE,
     "value_and_grad.args": _GRADIENT_ARGS,

@@ -39,8 +39,7 @@ def report(
     Nothing is computed: the shapes come from tracing ``init`` and ``apply``. Sizes are those of one call
     with these inputs; under ``nn.vmap`` and ``jax.vmap`` they are those of the whole batch. In ``nn.scan``
     and ``nn.RNN`` a contraction counts as often as the loop runs; in ``nn.while_loop`` it counts once,
-    because the number is not known. Layers that have an FP8 op by themselves, such as ``MoE``, are not
-    listed.
+    because the number is not known. Layers that have an FP8 op by themselves are not listed.
 
     The prediction of each contraction is a roofline of its GEMMs, forward and backward, at the rates of
     large matmuls: 80 % of a GPU's published bf16 peak, 71 % of its FP8 peak, its full bandwidth. It

@@ -99,8 +99,7 @@ def statistics(
     * layers of one kind in ``nn.jit``, which traces all of them as the first one; measure the model without
       ``nn.jit``
 
-    ``MLP`` is measured layer by layer, with activations rounded to their dtype before they are cast. Ops of
-    two models that have the same path count as one.
+    Ops of two models that have the same path count as one.
 
     Args:
         fun: ``fun(variables, *args, **kwargs)``, a loss; returns a scalar, or a pair ``(scalar, aux)``.

@@ -14,12 +14,8 @@ from fp8flax.nnx.ops import (
     NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp,
 )
 
-# Blocks of layers.
-from fp8flax.nnx.blocks import MLP as MLP, MoE as MoE
-
 # Their state.
 from fp8flax.nnx.ops import OverwriteWithGradient as OverwriteWithGradient
-from fp8flax.nnx.variables import RouterLoss as RouterLoss
 
 # Training.
 from fp8flax.nnx.training import (

@@ -357,7 +357,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
     Nothing is computed: the shapes come from tracing a call. They are the shapes that the layer sees, under
     ``jax.vmap`` and ``nnx.vmap`` those of one example. A layer counts as often as it is called; in a loop
     it counts once. A layer with an op that does not run is listed with 0 times. Matmuls that modules write
-    out are not listed, nor are experts (``MoE``), which have ops of their own. The prediction is that of
+    out are not listed, nor is ``Fp8RaggedDotOp``, which is an FP8 op already. The prediction is that of
     ``fp8flax.report``; ``fp8flax.audit`` reads the compiled step.
 
     Args:

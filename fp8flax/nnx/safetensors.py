@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from fp8flax._core.names import PARAMS
@@ -24,7 +23,7 @@ from fp8flax._serve.weights import Options, automatic_axes, options_of
 from fp8flax.nnx.freezing import Frozen, FrozenOp, freeze
 from fp8flax.nnx.models import Layer, layers_of
 from fp8flax.nnx.ops import Fp8Op
-from fp8flax.nnx.variables import Places, RouterLoss, values_of, written_variables
+from fp8flax.nnx.variables import Places, values_of, written_variables
 
 
 def save_safetensors(
@@ -38,7 +37,7 @@ def save_safetensors(
 
     The file is that of ``fp8flax.save_safetensors``, with the names of NNX's paths. The kernel of
     ``model.layers[0]`` is ``layers.0.weight``, of shape ``(out, in)`` and in FP8; its scale is
-    ``layers.0.weight_scale``. Random number generators and the losses of routers are left out.
+    ``layers.0.weight_scale``. Random number generators are left out.
 
     Args:
         path: the file to write; an existing file is replaced.
@@ -173,7 +172,7 @@ def load_safetensors(path: str | os.PathLike[str], model: Any) -> None:
     Args:
         path: the file to read.
         model: a frozen model of the same modules, with any values; its variables change. It may be
-            abstract, as ``nnx.eval_shape`` of ``freeze`` returns it. The losses of routers become 0.
+            abstract, as ``nnx.eval_shape`` of ``freeze`` returns it.
 
     Raises:
         {errors}
@@ -198,6 +197,4 @@ def load_safetensors(path: str | os.PathLike[str], model: Any) -> None:
             "dtype, or exist in only one of the two. Freeze a model of the same modules and recipes."
         )
     new = [(keys, variable.replace(given[place])) for place, (keys, variable) in places.items()]
-    for keys, loss in nnx.to_flat_state(nnx.state(model, RouterLoss)):  # of no call yet
-        new.append((keys, loss.replace(jnp.zeros(loss.shape, loss.dtype))))
     nnx.update(model, nnx.from_flat_state(new))

@@ -17,22 +17,6 @@ Places = dict[tuple[str, ...], tuple[tuple[Any, ...], Any]]
 """The path and the variable of each place, in Linen's layout or in a file; it begins with a collection."""
 
 
-class RouterLoss(nnx.Variable[Any]):
-    """A loss of the router of ``MoE`` in its last call: a float32 scalar.
-
-    Example:
-        >>> from flax import nnx
-        >>> import jax, jax.numpy as jnp
-        >>> import fp8flax.nnx as fp8nnx
-        >>> layer = fp8nnx.MoE(16, num_experts=4, hidden_features=32, rngs=nnx.Rngs(0))
-        >>> x = jnp.ones((2, 5, 16))
-        >>> def loss(layer, x):
-        ...     out = layer(x)
-        ...     return jnp.mean(out**2) + 0.01 * sum(jax.tree.leaves(nnx.state(layer, fp8nnx.RouterLoss)))
-        >>> value, grads = nnx.jit(fp8nnx.value_and_grad(loss))(layer, x)
-    """
-
-
 def is_node(x: Any) -> bool:
     """Returns whether a value is a module or a variable of NNX."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
@@ -94,9 +78,9 @@ def _linen_path(path: tuple[Any, ...], ops: Mapping[tuple[Any, ...], Fp8Op]) -> 
 def written_variables(model: nnx.Module) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
     """Yields each variable that Linen's layout and files hold, after its collection and its path.
 
-    Random number generators and the losses of routers are left out.
+    Random number generators are left out.
     """
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Any(nnx.RngState, RouterLoss)))):
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
         yield nnx.variable_name_from_type(type(variable), allow_register=True), path, variable
 
 
@@ -126,7 +110,7 @@ def to_linen(model: nnx.Module) -> dict[str, Any]:
     The collections are ``params``, ``_overwrite_with_gradient``, ``batch_stats`` and so on. An op of a
     layer is called ``Fp8DotGeneralOp_0`` there, and entry 0 of a list ``layers`` is called ``layers_0``.
     Functions of ``fp8flax`` that take variables, and checkpoints of Linen models, fit this layout. Random
-    number generators and the losses of routers are left out.
+    number generators are left out.
 
     Args:
         model: any NNX module.

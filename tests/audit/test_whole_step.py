@@ -31,8 +31,6 @@ class Layer(nn.Module):
     """The matmuls of a Llama's layer, with an elementwise product in the place of attention."""
 
     op: Any
-    mlp: Any = None
-    """The MLP as a block in the place of gate, up and down."""
 
     @nn.compact
     def __call__(self, x):
@@ -42,8 +40,6 @@ class Layer(nn.Module):
         query, key, value = (dense(4096, name=name)(h) for name in ("query", "key", "value"))
         x = x + dense(4096, name="out")(nn.tanh(query) * key + value)
         h = norm()(x)
-        if self.mlp is not None:
-            return x + self.mlp(14336, activation="silu", gated=True, dtype=jnp.bfloat16, name="mlp")(h)
         gate, up = (dense(14336, name=name)(h) for name in ("gate", "up"))
         return x + dense(4096, name="down")(nn.silu(gate) * up)
 
@@ -75,9 +71,9 @@ def read(step, *args):
     return kernels.read(program.as_text()).kernels, program.memory_analysis().temp_size_in_bytes
 
 
-def figures(op, mlp=None):
+def figures(op):
     """Returns the kernels of a step of 2 layers, the MiB that they move beside GEMMs, and temporary MiB."""
-    model, x = nn.Sequential([Layer(op, mlp), Layer(op, mlp)]), struct(8192, 4096)
+    model, x = nn.Sequential([Layer(op), Layer(op)]), struct(8192, 4096)
     step = step_of(lambda state, variables, x: state.apply_fn(variables, x))
     found, temporary = read(step, state_of(model, x), x)
     others = sum(k.bytes for k in found if not k.dots) // 2**20
@@ -86,7 +82,6 @@ def figures(op, mlp=None):
 
 def test_of_a_llama():
     wide, delayed = map(figures, (None, fp8.Fp8DotGeneralOp))
-    block = figures(fp8.Fp8DotGeneralOp, fp8.MLP)
     # Each of 14 layers adds four kernels: three casts or transposes, and one that merges amaxes.
     assert delayed[0] - wide[0] <= 14 * 4
     # JAX 0.12 moves 832 MiB less for the norms of the model in bfloat16. The FP8 programs move as much as
@@ -94,10 +89,6 @@ def test_of_a_llama():
     in_bf16 = wide[1] + (832 if jax.__version_info__ >= (0, 12) else 0)
     assert delayed[1] <= 1.105 * in_bf16
     assert delayed[2] <= 0.93 * wide[2]
-    # The block writes no activations in a wide dtype.
-    assert block[0] <= delayed[0] + 12
-    assert block[1] <= 1.05 * in_bf16
-    assert block[1] <= delayed[1] - 1000
 
 
 def test_of_the_demo():

@@ -377,7 +377,7 @@ def test_forward_mode(recipe, cell, request):
         lambda p: jax.linearize(apply, p)[1](tangent),
         jax.jacfwd(apply),
     ):
-        with pytest.raises(TypeError, match="cannot be differentiated in forward mode.*autocast"):
+        with pytest.raises(TypeError, match="forward-mode"):
             use(params)
     with fp8.autocast(enabled=False):
         kernel = {"kernel": jnp.eye(WIDTH)}
@@ -385,20 +385,19 @@ def test_forward_mode(recipe, cell, request):
     cell("transformations", REFUSED[0], recipe, "refused (1)")
 
 
-def test_a_hessian_works_as_its_errors_say():
+def test_a_hessian_works_as_its_error_says():
     c = case("Dense", "delayed")
 
     def loss(layer, x):
         return jnp.sum(jnp.sin(layer.apply(c.variables, x)))
 
-    advice = r"jax\.jacrev\(jax\.grad\(f\)\)"
-    for layer in (c.layer, c.reference):
-        for use in (jax.hessian, lambda f: jax.jit(jax.hessian(f))):
-            with pytest.raises(TypeError, match=advice) as error:
-                use(partial(loss, layer))(X[0])
-            assert "form='qdq'" in str(error.value)
-    second = jax.jit(jax.jacrev(jax.grad(partial(loss, c.reference))))(X[0])
+    for use in (jax.hessian, lambda f: jax.jit(jax.hessian(f))):
+        with pytest.raises(TypeError, match="form='qdq'"):
+            use(partial(loss, c.layer))(X[0])
+    of_reference = partial(loss, c.reference)
+    second = jax.jit(jax.jacrev(jax.grad(of_reference)))(X[0])
     assert np.linalg.norm(second) > 0
+    np.testing.assert_allclose(jax.jit(jax.hessian(of_reference))(X[0]), second, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("recipe", COLUMNS)

@@ -124,7 +124,6 @@ def test_every_recipe_and_form(recipe, form):
     np.testing.assert_array_equal(layer(X), linen_layer.apply(variables, X))
 
 
-@pytest.mark.all_cells
 def test_gradients_of_ragged_dot():
     x, kernels, sizes = normal(0, 6, 16), normal(1, 2, 16, 8), jnp.array([4, 1])
     op, linen_op = fp8nnx.Fp8RaggedDotOp(2, recipe=DELAYED), fp8.Fp8RaggedDotOp(recipe=DELAYED)
@@ -156,6 +155,28 @@ def test_ragged_dot():
         op(x, normal(1, 3, 16, 8), jnp.array([4, 1, 1]))
     with pytest.raises(ValueError, match="num_experts must be 1 or more; got 0"):
         fp8nnx.Fp8RaggedDotOp(0)
+    with pytest.raises(TypeError, match=r"was called with operands, as its instances are\.$"):
+        fp8nnx.Fp8RaggedDotOp(x)
+
+
+class Experts(nnx.Module):
+    def __init__(self):
+        self.router = nnx.Linear(16, 1, rngs=rngs())
+        self.kernel = nnx.Param(normal(1, 2, 16, 8))
+        self.ragged_dot = fp8nnx.Fp8RaggedDotOp(2, recipe=fp8.Float8CurrentScaling())
+
+    def __call__(self, x):
+        return self.router(x) * self.ragged_dot(x, self.kernel.get_value(), jnp.array([4, 1]))
+
+
+@pytest.mark.long
+def test_model_whose_only_ops_are_of_experts():
+    model, x = fp8nnx.quantize_model(Experts()), normal(0, 6, 16)
+    (row,) = fp8nnx.report(model, x).rows
+    assert (row.path, row.converted) == ("router", False)
+    graphdef, state = nnx.split(model)
+    found = jax.jit(fp8.statistics(lambda state: jnp.sum(nnx.merge(graphdef, state)(x))))(state)
+    assert set(found) == {"ragged_dot"}
 
 
 def test_fnuz_formats():

@@ -367,7 +367,6 @@ def test_safetensors_are_those_of_the_linen_model(recipe, tmp_path):
             self.out = nnx.LinearGeneral((2, 32), 8, axis=(-2, -1), dot_general=op(), rngs=rngs)
             self.last = nnx.Linear(8, 3, rngs=rngs)
             self.dropout = nnx.Dropout(0.5, rngs=rngs)
-            self.loss = fp8nnx.RouterLoss(jnp.ones(()))
 
         def __call__(self, x):
             return self.last(self.out(self.heads(x)))
@@ -385,7 +384,6 @@ def test_safetensors_are_those_of_the_linen_model(recipe, tmp_path):
     other = fp8nnx.freeze(Net(nnx.Rngs(1)), X, **options)
     fp8nnx.load_safetensors(paths[0], other)
     np.testing.assert_array_equal(other(X), frozen(X))
-    assert other.loss.get_value() == 0
     with pytest.raises(ValueError, match=r"are not those of this model: .*params/last/bias"):
         fp8nnx.load_safetensors(paths[0], frozen.heads)
     with pytest.raises(TypeError, match=r"must come from fp8flax\.nnx\.freeze; got Net"):

@@ -427,11 +427,6 @@ class TestGradientsThatLeaveTheStateOut:
     def model(self):
         return fp8nnx.quantize_model(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), include=".*")
 
-    def test_a_block_that_is_one_op_warns(self):
-        block, x = fp8nnx.MLP(16, 32, recipe=DELAYED, rngs=nnx.Rngs(0)), normal(0, 4, 16)
-        with pytest.warns(UserWarning, match=self.WARNS):
-            nnx.jit(nnx.grad(self.loss))(block, x)
-
     def loss(self, model, x):
         return jnp.sum(model(x) ** 2)
 

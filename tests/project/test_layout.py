@@ -37,7 +37,6 @@ ORDER = [
     "_compat/triton_params",
     "_compat/choice_at_lowering",
     "_compat/xla_metadata",
-    "_compat/reverse_mode",
     "_compat/hoisting",
     "_core/formats",
     "_core/axes",
@@ -62,7 +61,6 @@ ORDER = [
     "_core/gemm/request",
     "_core/gemm/kernels/block_gemm",
     "_core/gemm/kernels/block_quantize",
-    "_core/gemm/kernels/cast_transpose",
     "_core/gemm/kernels/transpose",
     "_core/gemm/kernels/groups",
     "_core/gemm/kernels/tiled_gemm_hopper",
@@ -81,20 +79,15 @@ ORDER = [
     "_core/plans/modes",
     "_core/plans/dot_general",
     "_core/plans/einsum",
-    "_core/plans/mlp",
-    "_core/plans/routing",
     "_core/plans/conv",
     "_core/plans/ragged_dot",
     "_core/plans/calls",
     "_core/plans/row",
     "_core/plans/ops",
     "_core/op_base",
-    "_core/blocks",
     "_linen/conversion",
     "_linen/op",
     "_linen/ops",
-    "_linen/mlp",
-    "_linen/moe",
     "_train/check",
     "_train/gradients",
     "_train/train_state",
@@ -146,7 +139,6 @@ ORDER = [
     "_serve/weights",
     "nnx/ops",
     "nnx/variables",
-    "nnx/blocks",
     "nnx/training",
     "nnx/models",
     "nnx/freezing",
@@ -306,7 +298,7 @@ def test_kinds_of_quantizers_are_told_apart_by_their_own_methods():
 
 
 def test_contractions_have_one_derivative():
-    """Other rules are those of one tensor, of scaling state and of casts; a block is made of its parts."""
+    """Other rules are those of one tensor, of scaling state and of casts."""
     have = [
         name
         for name, text in sources().items()
@@ -322,7 +314,7 @@ def test_contractions_have_one_derivative():
     bases = ("(Contraction):", "(Plan):")
     plans = {name: text for name, text in sources().items() if any(base in text for base in bases)}
     stems = {Path(name).stem for name in plans}
-    assert stems == {"contraction", "dot_general", "conv", "mlp", "ragged_dot"}
+    assert stems == {"contraction", "dot_general", "conv", "ragged_dot"}
     assert not any("custom_vjp" in text for text in plans.values())
 
 

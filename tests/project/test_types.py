@@ -135,8 +135,6 @@ OPS = {
     "Fp8Einsum": ({}, ("ab,bc->ca", MATRIX, KERNEL), {"lhs": ints(2, 3), "rhs": ints(3, 4)}),
     "Fp8ConvGeneralDilatedOp": ({}, (IMAGE, WINDOW, *STRIDES), {"lhs": ints(1), "rhs": ints(1)}),
     "Fp8RaggedDotOp": ({}, EXPERTS, {"lhs": f32(3), "rhs": f32(3, 3, 4), "group_sizes": f32(2)}),
-    "MLP": ({"hidden_features": 16}, (MATRIX,), {"x": ints(2, 3)}),
-    "MoE": ({"num_experts": 2, "hidden_features": 16}, (MATRIX,), {"x": ints(2, 3)}),
     "Einsum": ({"shape": (3, 4), "einsum_str": "ab,bc->ac"}, (MATRIX,), {"inputs": ints(2, 3)}),
 }
 RECIPE = {"recipe": fp8.Float8CurrentScaling()}

@@ -489,3 +489,25 @@ def test_microbatches_of_several_devices(way):
     actual = way(loss, variables, batches)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8), actual, expected)
     jax.tree.map(np.testing.assert_array_equal, actual[1][OWG], expected[1][OWG])
+
+
+@pytest.mark.usefixtures("gpu")
+def test_two_meshes_in_one_program():
+    """JAX allows one mesh beside ``custom_partitioning``, so the default recipe does without it."""
+    devices = np.array(fp8.compile_only_devices("h200", 8))
+    places = [
+        NamedSharding(jax.sharding.Mesh(devices, ("data",)), P("data")),
+        NamedSharding(jax.sharding.Mesh(devices.reshape(2, 4), ("a", "b")), P("a", "b")),
+    ]
+    layer = nn.Dense(512, dot_general_cls=fp8.Fp8DotGeneralOp, dtype=jnp.bfloat16, use_bias=False)
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def loss(variables, x):
+        for place in places:
+            x = layer.apply(variables, lax.with_sharding_constraint(x, place))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    with compiling_for(GPUS["h200"]):
+        program = compiled_for_gpus(fp8.value_and_grad(loss), variables, x)
+    assert program.count("__cublas$lt$matmul$f8") >= 5

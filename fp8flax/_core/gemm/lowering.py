@@ -25,18 +25,15 @@ from fp8flax._core.gemm.gpus import (
     has_triton,
     is_hopper,
 )
-from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
 from fp8flax._core.gemm.kernels.groups import num_tiles
 from fp8flax._core.gemm.kernels.on_shards import gemm_on_shards
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import multiplies_dtypes
 from fp8flax._core.gemm.request import (
     CastPair,
-    CastTranspose,
     ExpertProducts,
     ExpertSums,
     Gemm,
     can_multiply_codes,
-    cast_grid,
 )
 from fp8flax._core.gemm.units import is_for_hopper
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, DEQUANTIZED
@@ -98,14 +95,13 @@ def lowered(request: Any, *operands: Any) -> Any:
 def _may_have_custom_partitioning(*operands: Any) -> bool:
     """Returns whether a program may contain ``custom_partitioning``.
 
-    JAX then requires a single mesh in the whole program, even if the program is for CPUs. If no GPU is
-    known at tracing, only operands with more than one scale get it: there XLA alone would send more bytes.
-    On explicit axes JAX derives the sharding of the result from the operations of the reference.
+    JAX then requires a single mesh in the whole program, even if the program is for CPUs. So only operands
+    with more than one scale get it: with one scale per tensor XLA alone sends as few bytes. On explicit
+    axes JAX derives the sharding of the result from the operations of the reference.
     """
     if any(map(_is_explicit, jax.tree.leaves(operands))):
         return False
-    have_one_scale = all(x.quantizer.has_one_scale for x in operands if isinstance(x, QTensor))
-    return compute_capability() > 0 or not have_one_scale
+    return not all(x.quantizer.has_one_scale for x in operands if isinstance(x, QTensor))
 
 
 def _on_shards(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, name: str = "") -> jax.Array:
@@ -399,24 +395,6 @@ def _quantizes_parts(capability: float, pair: CastPair, x: Any, scale: Any) -> b
     )
 
 
-def _has_cast_transpose(capability: float, request: CastTranspose, scales: Any, *args: Any) -> bool:
-    """Returns whether our GPU kernel can cast and transpose the results, and helps on this GPU.
-
-    Blackwell does not need the kernel: its GEMMs read operands in either order.
-    """
-    del scales
-    rows, columns = args[0].shape
-    return (
-        request.fits_kernel
-        and NATIVE_FP8 <= capability < NATIVE_MX
-        and has_triton()
-        and cast_grid(rows, columns) is not None
-        and rows * columns < _MAX_ELEMENTS
-        # The kernel computes in float32, so it takes no float64.
-        and all(arg.dtype.itemsize <= 4 for arg in args)
-    )
-
-
 def _is_empty(gemm: Gemm) -> bool:
     """Returns whether a dimension of an operand or of the result has size 0."""
     return 0 in (*gemm.sizes, *gemm.out_shape)
@@ -499,5 +477,4 @@ _TABLE: dict[type, tuple[Row, ...]] = {
             on_shards=cuda_casts.reference_pair_on_shards,
         ),
     ),
-    CastTranspose: (Row(_has_cast_transpose, cast_by_kernel),),
 }

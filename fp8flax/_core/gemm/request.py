@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._core.amax import amaxes_of_parts
 from fp8flax._core.names import DEQUANTIZED, KEPT_WIDE, QDQ
 from fp8flax._core.qtensor import QTensor, View, dequantized
-from fp8flax._core.quantize import inf_to_nan, quantize
+from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.quantizers import Quantizer, quantized, serves
 from fp8flax._core.scaling import apply_scales
 
@@ -113,22 +112,6 @@ class Gemm(NamedTuple):
         _, rows, _ = self.lhs.matrix_shape
         _, columns, _ = self.rhs.matrix_shape
         return out[:, :rows, :columns].reshape(self.out_shape).astype(self.out_dtype)
-
-    def of_transposed(self, *, lhs: bool = False, rhs: bool = False) -> Gemm:
-        """Returns the GEMM with the same result, for callers that pass one or both operands transposed.
-
-        Args:
-            lhs: whether the left operand, a matrix, is passed transposed.
-            rhs: whether the right operand, a matrix, is passed transposed.
-        """
-
-        def transposed(view: View) -> View:
-            assert len(view.shape) == 2
-            return View(view.shape[::-1], tuple(1 - axis for axis in view.contract), ())
-
-        return self._replace(
-            lhs=transposed(self.lhs) if lhs else self.lhs, rhs=transposed(self.rhs) if rhs else self.rhs
-        )
 
 
 def sum_dtype_of(*dtypes: Any) -> np.dtype:
@@ -387,77 +370,3 @@ def with_codes(pair: tuple[Any, Any], codes: list[jax.Array]) -> tuple[Any, Any]
         dataclasses.replace(q, codes=new[id(q.codes)]) if isinstance(q, QTensor) else q for q in pair
     )
     return first, second
-
-
-# A cast and its transpose.
-
-
-class CastTranspose(NamedTuple):
-    """The results of an elementwise function, cast to FP8 and also transposed, with their amaxes.
-
-    The operands are a list with one float32 scalar scale per result, and the arguments of the function. An
-    argument is a wide float of shape ``(M, N)``, or ``(1, N)`` if it is the same for all rows. The result
-    is a list with one ``Cast`` per result of the function.
-    """
-
-    f: Callable[..., Sequence[jax.Array]]
-    """The elementwise function. It takes float32 arrays whose shapes broadcast, and returns a sequence of
-    float32 arrays of the broadcast shape."""
-    dtypes: tuple[Any, ...]
-    """FP8 dtype of each result."""
-    has_sums: bool = False
-    """Whether to also return the sum of each result over its rows."""
-    fits_kernel: bool = True
-    """Whether Pallas's Triton backend supports all operations of ``f``."""
-
-    def reference(self, scales: Sequence[jax.Array], *args: jax.Array) -> list[Cast]:
-        """Casts each result of ``f`` to FP8 codes, and transposes the codes.
-
-        Args:
-            scales: the scale of each result, a float32 scalar.
-            *args: the arguments of ``f``; the first one has the shape ``(M, N)`` of the results.
-        """
-        results = []
-        grid = cast_grid(*args[0].shape)
-        num_parts = None if grid is None else math.prod(grid)  # the GPU kernel returns as many
-        wide = self.f(*(arg.astype(jnp.float32) for arg in args))
-        for x, dtype, scale in zip(wide, self.dtypes, scales):
-            amaxes, codes = amaxes_of_parts(x, None, quantize(x, dtype, scale), num_parts=num_parts)
-            sums = jnp.sum(x, axis=0) if self.has_sums else None
-            results.append(Cast(codes, codes.T, amaxes, sums))
-        return results
-
-
-class Cast(NamedTuple):
-    """The FP8 codes of one matrix of shape ``(M, N)``, its amaxes and its sums."""
-
-    codes: jax.Array
-    """FP8 codes of shape ``(M, N)``."""
-    transposed: jax.Array
-    """The same codes, of shape ``(N, M)``."""
-    amaxes: jax.Array
-    """Float32 vector: the amaxes of parts of the matrix. The largest is the amax of the matrix. An amax is
-    inf if its part holds a NaN or an Inf, and -inf if the part is empty."""
-    sums: jax.Array | None
-    """Sums over the rows before the cast, ``(N,)``, float32; None without ``CastTranspose.has_sums``."""
-
-
-CAST_TILE = 64
-"""Rows and columns of the tile that a thread block casts at a time. A row of a tile is 64 bytes of codes,
-before and after the transpose."""
-
-_TILES = 4
-"""Number of adjacent tiles that one thread block casts, if they divide the columns; otherwise it casts one.
-Each thread block returns one amax, so more tiles mean fewer amaxes to merge."""
-
-
-def cast_grid(rows: Any, columns: Any) -> tuple[int, int] | None:
-    """Returns the grid of thread blocks, ``(down, across)``, that cast a matrix of this size.
-
-    Each thread block returns the amax of its part of the matrix. Returns None if a size is not a positive
-    multiple of ``CAST_TILE``, or not known.
-    """
-    if not all(isinstance(size, int) and size > 0 and size % CAST_TILE == 0 for size in (rows, columns)):
-        return None
-    num_tiles = _TILES if columns % (CAST_TILE * _TILES) == 0 else 1
-    return rows // CAST_TILE, columns // (num_tiles * CAST_TILE)

@@ -329,8 +329,8 @@ def quantized_with_amax(
     The amaxes are None without delayed scaling.
 
     XLA reads the wide tensor once, for codes and amaxes. It does not cast the tensor again for a GEMM that
-    takes it transposed. (``kernel_of`` computes codes and amaxes separately: for a kernel one pass saves no
-    time, and a policy that recomputes the kernel's codes would have to recompute its amax.)
+    takes it transposed. (``_kernel_of`` computes codes and amaxes separately: for a kernel one pass saves
+    no time, and a policy that recomputes the kernel's codes would have to recompute its amax.)
     """
     if scale is None:
         return *_quantized_for_both(plan, role, x, None, has_barrier=True), None
@@ -362,7 +362,7 @@ def _kept(plan: Contraction, role: str, operand: Any, scale: jax.Array | None) -
     return QTensor(checkpoint_name(bits.codes, name), scale, operand.quantizer)
 
 
-def restored(plan: Contraction, role: str, kept: Any) -> Any:
+def _restored(plan: Contraction, role: str, kept: Any) -> Any:
     """Returns the operand from the form in which ``_kept`` has stored it."""
     if not isinstance(kept, QTensor):
         return kept
@@ -408,7 +408,7 @@ def on_automatic_axes(plan: Contraction, f: Callable[..., Any], out_shardings: A
     return run
 
 
-class QuantizedOperand(NamedTuple):
+class _QuantizedOperand(NamedTuple):
     """An input or a kernel after it was quantized in the forward pass."""
 
     first: Any
@@ -419,9 +419,9 @@ class QuantizedOperand(NamedTuple):
     """The partial amaxes; None without delayed scaling."""
 
 
-def input_of(
-    plan: Contraction, lhs: jax.Array, scale: jax.Array | None, extra: Extra = ()
-) -> QuantizedOperand:
+def _input_of(
+    plan: Contraction, lhs: jax.Array, scale: jax.Array | None, extra: Extra
+) -> _QuantizedOperand:
     """Quantizes the input for the forward product and for wgrad."""
     lhs = plan.prepared("input", lhs, extra)
     first, second, amaxes = quantized_with_amax(plan, "input", lhs, scale, extra)
@@ -429,24 +429,24 @@ def input_of(
     # If both products share the codes, the forward operand is made from the residual. Under a checkpoint
     # policy that saves the residual, a recomputed forward product then starts from the saved codes.
     if _serves_both(plan, "input", lhs):
-        first = _transposed(plan, "input", restored(plan, "input", kept))
-    return QuantizedOperand(first, kept, named_scaling(amaxes))
+        first = _transposed(plan, "input", _restored(plan, "input", kept))
+    return _QuantizedOperand(first, kept, named_scaling(amaxes))
 
 
-def kernel_of(
-    plan: Contraction, rhs: jax.Array, scale: jax.Array | None, extra: Extra = ()
-) -> QuantizedOperand:
+def _kernel_of(
+    plan: Contraction, rhs: jax.Array, scale: jax.Array | None, extra: Extra
+) -> _QuantizedOperand:
     """Quantizes the kernel for the forward product and for dgrad."""
     rhs = plan.prepared("kernel", rhs, extra)
     first, second = _quantized_for_both(plan, "kernel", rhs, scale)
     amaxes = None if scale is None else plan.amaxes("kernel", rhs, extra)[0]
     kept = _kept(plan, "kernel", second, scale)
     if _serves_both(plan, "kernel", rhs):
-        first = _transposed(plan, "kernel", restored(plan, "kernel", kept))
+        first = _transposed(plan, "kernel", _restored(plan, "kernel", kept))
     elif isinstance(first, QTensor):
         bits = jax.tree.map(partial(checkpoint_name, name=KERNEL_FORWARD_NAME), first.as_bits())
         first = bits.from_bits()
-    return QuantizedOperand(first, kept, named_scaling(amaxes))
+    return _QuantizedOperand(first, kept, named_scaling(amaxes))
 
 
 def quantized_product(
@@ -485,8 +485,8 @@ def _forward(
 ) -> tuple[jax.Array, tuple[Any, Any], dict[str, jax.Array]]:
     """Returns the result, the residuals of input and kernel, and the partial amaxes by role."""
     entering = {
-        "input": input_of(plan, lhs, scales.get("input"), extra),
-        "kernel": kernel_of(plan, rhs, scales.get("kernel"), extra),
+        "input": _input_of(plan, lhs, scales.get("input"), extra),
+        "kernel": _kernel_of(plan, rhs, scales.get("kernel"), extra),
     }
     with jax.named_scope(FORWARD):
         out = plan.product(entering["input"].first, entering["kernel"].first, extra)
@@ -504,7 +504,7 @@ def _backward(
     g_first, g_second, g_amaxes = quantized_with_amax(
         plan, "output_grad", g, scales.get("output_grad"), extra
     )
-    lhs, rhs = restored(plan, "input", lhs_kept), restored(plan, "kernel", rhs_kept)
+    lhs, rhs = _restored(plan, "input", lhs_kept), _restored(plan, "kernel", rhs_kept)
     grads = plan.gradients(lhs, rhs, (g_first, g_second), extra)
     return grads, {} if g_amaxes is None else {"output_grad": g_amaxes}
 

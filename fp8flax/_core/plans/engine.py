@@ -1,4 +1,4 @@
-"""Differentiates every FP8 op: ``run`` is the ``custom_vjp`` of a contraction, or of a block of them."""
+"""Differentiates every FP8 op: ``run`` is the ``custom_vjp`` of a contraction."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._compat.max_dtype import is_max_dtype
-from fp8flax._compat.reverse_mode import reverse_mode_only
 from fp8flax._core.axes import refuse_unchecked_axes
 from fp8flax._core.measuring import Numbers, merged, merged_calls, numbers_of, report_numbers
 from fp8flax._core.mode import Calibrating, is_measuring, mode
@@ -89,7 +88,6 @@ def contract(
         return _frozen(plan, lhs, rhs, extra, _Fixed(scales_of(plan.configs, checked), None))
     if isinstance(mode.value, Calibrating):
         return _calibrated(plan, lhs, rhs, extra, checked)
-    lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
     is_delayed = all(
         quantizer is not None and quantizer.needs_state for quantizer in plan.recipe.quantizers
     )
@@ -236,8 +234,6 @@ def _calibrated(
     states of input and kernel instead, and the output gradient gets no state.
     """
     report, configs = mode.value.report, plan.configs
-    if report is None:
-        lhs, rhs = reverse_mode_only(lhs), reverse_mode_only(rhs)
     operands = {"input": lhs, "kernel": rhs}
     for role, x in operands.items():
         if role not in configs:

@@ -34,9 +34,9 @@ from fp8flax._core.recipes import GemmRecipe, Recipe
 if TYPE_CHECKING:
     from jaxtyping import Float, Integer
 
-ON_EXPLICIT_AXES = (
-    "{} does not run on explicit axes of a mesh. Call it inside jax.shard_map, where each device has its "
-    "own rows and experts, or inside jax.sharding.auto_axes."
+_ON_EXPLICIT_AXES = (
+    "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, where each "
+    "device has its own rows and experts, or inside jax.sharding.auto_axes."
 )
 
 # Rows are multiplied in tiles. A tile is multiplied once by the kernel of each expert that has rows in it.
@@ -447,7 +447,7 @@ def _check_shapes(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> Non
             "instance with jnp.bincount(experts, length=num_experts)."
         )
     if explicit_sharding(lhs) is not None or explicit_sharding(rhs) is not None:
-        raise NotImplementedError(ON_EXPLICIT_AXES.format("The FP8 ragged dot"))
+        raise NotImplementedError(_ON_EXPLICIT_AXES)
 
 
 def fp8_ragged_dot(

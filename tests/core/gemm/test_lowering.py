@@ -15,10 +15,8 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._core.gemm import lowering
 from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.gemm.lowering import Row, lowered
-from fp8flax._core.gemm.request import CastTranspose
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.dot_general import DotPlan
 from fp8flax._core.plans.plan import Operand
@@ -181,29 +179,6 @@ def test_operands_that_are_filled_up_to_other_widths(capability):
             lambda x, w: op.apply({}, x, w, MATMUL), jnp.zeros((16, 96)), jnp.zeros((96, 16))
         )
     assert out.shape == (16, 16)
-
-
-def one(x):
-    return [x]
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "capability", "expected"),
-    [
-        ((64, 128), jnp.bfloat16, 9.0, True),
-        ((64, 128), jnp.float32, 8.9, True),
-        ((64, 128), jnp.bfloat16, 10.0, False),  # reads either order
-        ((64, 128), jnp.bfloat16, 8.0, False),
-        ((64, 100), jnp.bfloat16, 9.0, False),
-        ((0, 128), jnp.bfloat16, 9.0, False),
-        ((2**20, 2**11), jnp.bfloat16, 9.0, False),  # more elements than 32 bits count
-    ],
-)
-def test_where_there_is_a_kernel(shape, dtype, capability, expected):
-    request = CastTranspose(one, (jnp.dtype(jnp.float8_e4m3fn),))
-    args = [jnp.float32(1)], jax.ShapeDtypeStruct(shape, dtype)
-    with compile_target(capability):
-        assert [row.one for row in lowering.rows_of(request, *args)] == [cast_by_kernel] * expected
 
 
 @pytest.mark.parametrize(("number", "fits"), [(4, True), (2**18, False)])

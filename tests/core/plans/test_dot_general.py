@@ -205,17 +205,11 @@ def test_scales_whose_product_overflows(dtype):
         np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("second", "match"),
-    [
-        (jax.hessian, "cannot be differentiated in forward mode"),
-        (lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x))), "can be differentiated once.*form='qdq'"),
-    ],
-)
-def test_a_second_derivative_is_refused(second, match):
+@pytest.mark.parametrize("second", [jax.hessian, lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x)))])
+def test_a_second_derivative_is_refused(second):
     """It would be zero without a word: quantization passes no tangent on."""
     w = jnp.ones((3, 2))
-    with pytest.raises(TypeError, match=match):
+    with pytest.raises(TypeError, match="can be differentiated once.*form='qdq'"):
         second(lambda x: jnp.sum(jnp.tanh(multiply(x, w))))(jnp.ones((2, 3)))
 
 

@@ -1,0 +1,189 @@
+"""The mixture of experts of docs/moe.md: routed as a loop over experts does it, and trained in FP8."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
+from tests import ROOT
+from tests.cases import OWG, normal
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "moe.md").read_text(), re.DOTALL)
+MOST_LINES = 80
+TOKENS, EXPERTS, WIDTH, HIDDEN = 11, 4, 8, 6
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def run(*blocks):
+    names = {"__name__": "page"}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec("\n".join(blocks), names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    return run(BLOCKS[0])["mixture"]
+
+
+@pytest.fixture(scope="module")
+def linen():
+    return run(*BLOCKS[:2])
+
+
+@pytest.fixture(scope="module")
+def in_nnx(linen):
+    names = dict(linen)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(BLOCKS[2], names)
+    return names
+
+
+def test_the_page_needs_few_lines():
+    code = [line for block in BLOCKS for line in block.splitlines() if line.strip()]
+    assert len(BLOCKS) == 3
+    assert len(code) <= MOST_LINES
+
+
+@pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
+def test_it_is_a_loop_over_experts(mixture, top_k):
+    """Values and gradients, beside a program that multiplies every token by every expert."""
+    tokens, logits = normal(0, TOKENS, WIDTH), normal(1, TOKENS, EXPERTS)
+    up, down = normal(2, EXPERTS, WIDTH, HIDDEN), normal(3, EXPERTS, HIDDEN, WIDTH)
+
+    def ours(tokens, logits, up, down):
+        def experts(rows, sizes):
+            return jax.lax.ragged_dot(jnp.sin(jax.lax.ragged_dot(rows, up, sizes)), down, sizes)
+
+        out, balance = mixture(tokens, logits, top_k, experts)
+        return jnp.sum(jnp.sin(out)) + balance, (out, balance)
+
+    def by_expert(tokens, logits, up, down):
+        p = jax.nn.softmax(logits)
+        chosen = p >= jnp.sort(p, axis=1)[:, -top_k, None]
+        balance = EXPERTS * jnp.sum(jnp.mean(chosen, 0) / top_k * jnp.mean(p, 0))
+        gates = jnp.where(chosen, p, 0.0)
+        gates = gates / jnp.sum(gates, axis=1, keepdims=True)
+        of_each = jnp.einsum("teh,ehn->ten", jnp.sin(jnp.einsum("tk,ekh->teh", tokens, up)), down)
+        out = jnp.einsum("te,ten->tn", gates, of_each)
+        return jnp.sum(jnp.sin(out)) + balance, (out, balance)
+
+    actual, expected = (
+        jax.jit(jax.value_and_grad(f, (0, 1, 2, 3), has_aux=True))(tokens, logits, up, down)
+        for f in (ours, by_expert)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected)
+
+
+def test_the_balance_is_one_if_all_experts_are_used_equally(mixture):
+    rows = jnp.tile(jnp.arange(EXPERTS), 2)
+    for logits, expected in (
+        (10 * jnp.eye(EXPERTS)[rows], 1.0),
+        (10 * jnp.eye(EXPERTS)[0 * rows], EXPERTS),
+    ):
+        _, balance = mixture(jnp.ones((8, WIDTH)), logits, 1, lambda rows, sizes: rows)
+        np.testing.assert_allclose(balance, expected, rtol=1e-3)
+
+
+def gradients_are_close(grads, wide):
+    """Asserts that each gradient in FP8 is near that in bf16, but not equal to it."""
+    for name, ours, theirs in zip(
+        ("down", "router", "up"), *map(jax.tree.leaves, (grads, wide)), strict=True
+    ):
+        error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+        assert 1e-3 < error < 0.12, name
+
+
+def loss_of(out, balance, y):
+    return jnp.mean((out - y) ** 2) + 0.01 * balance
+
+
+def test_the_linen_layer_trains(linen):
+    model, x, y, step = (linen[name] for name in ("model", "x", "y", "train_step"))
+
+    @partial(jax.jit, static_argnums=1)
+    def grads_of(variables, enabled):
+        with fp8.autocast(enabled=enabled):
+            return fp8.grad(lambda variables: loss_of(*model.apply(variables, x), y))(variables)["params"]
+
+    before = linen["state"].params  # after a step, so that scales fit
+    gradients_are_close(grads_of(before, True), grads_of(before, False))
+    losses = {}
+    for enabled in (False, True):
+        state = linen["state"]
+        with fp8.autocast(enabled=enabled):
+            losses[enabled] = []
+            for _ in range(30):
+                state, loss = step(state, x, y)
+                losses[enabled].append(float(loss))
+    assert losses[True][-1] < 0.5 * losses[True][0]
+    assert abs(losses[True][-1] / losses[False][-1] - 1) < 0.1
+    for name in ("up", "down"):
+        op = state.params[OWG][name]["Fp8RaggedDotOp_0"]
+        assert len(np.unique(op["kernel_scale"])) > 1  # each expert its own
+        assert np.count_nonzero(op["output_grad_amax_history"]) == 31  # the page trains a step, too
+
+
+def test_the_nnx_layer_trains(in_nnx):
+    model, optimizer, x, y, step = (in_nnx[name] for name in ("model", "optimizer", "x", "y", "train_step"))
+
+    @nnx.jit(static_argnums=1)
+    def grads_of(model, enabled):
+        with fp8.autocast(enabled=enabled):
+            return nnx.state(fp8nnx.grad(lambda model: loss_of(*model(x), y))(model), nnx.Param)
+
+    gradients_are_close(grads_of(model, True), grads_of(model, False))
+    losses = [float(step(model, optimizer, x, y)) for _ in range(30)]
+    assert losses[-1] < 0.5 * losses[0]
+    for experts in (model.up, model.down):
+        assert len(np.unique(experts.op.kernel_scale.get_value())) > 1
+        assert np.count_nonzero(experts.op.output_grad_amax_history.get_value()) == 31
+
+
+@pytest.mark.long
+def test_linen_and_nnx_give_the_same(linen, in_nnx):
+    model, x = in_nnx["MoE"](4, 64, 128, rngs=nnx.Rngs(0)), linen["x"]
+    variables = linen["variables"]
+    for name, param in variables["params"].items():
+        getattr(model, name).kernel.set_value(param["kernel"])
+    actual, expected = nnx.jit(lambda model: model(x))(model), linen["model"].apply(variables, x)
+    close = partial(np.testing.assert_allclose, rtol=0.01, atol=0.01)  # rounded to bf16
+    jax.tree.map(lambda a, b: close(a.astype(jnp.float32), b.astype(jnp.float32)), actual, expected)
+
+
+@pytest.mark.long
+def test_each_device_routes_its_own_tokens(linen):
+    """In shard_map: the gradients and the state of one call on all tokens."""
+    model, x, y, variables = (linen[name] for name in ("model", "x", "y", "variables"))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def loss(variables, x, y):
+        return jnp.mean((model.apply(variables, x)[0] - y) ** 2)
+
+    def of_shard(variables, x, y):
+        return jax.lax.pmean(loss(variables, x, y), "data")
+
+    specs = P(), P("data"), P("data")
+    split = jax.shard_map(of_shard, mesh=mesh, in_specs=specs, out_specs=P())
+    step = jax.jit(fp8.grad(split)).lower(variables, x, y).compile()
+    assert "all-gather" not in step.as_text()
+    actual, expected = step(variables, x, y), jax.jit(fp8.grad(loss))(variables, x, y)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=0.05, atol=1e-3), actual["params"], expected["params"]
+    )
+    for name in ("up", "down"):
+        states = (tree[OWG][name]["Fp8RaggedDotOp_0"] for tree in (actual, expected))
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=0.02), *states)
