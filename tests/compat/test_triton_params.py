@@ -6,11 +6,11 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from fp8flax._core.gemm.kernels.transpose import transpose
 
 from fp8flax._audit.compiling import compiling_for
 from fp8flax._compat import triton_params
 from fp8flax._core.gemm.gpus import GPUS
-from fp8flax._core.gemm.kernels.transpose import transpose
 
 CODES = jax.ShapeDtypeStruct((128, 128), jnp.float8_e4m3fn)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from fp8flax._core.amax import amaxes_of_parts, delayed_amax
+from fp8flax._core.amax import delayed_amax
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.gemm.kernels.groups import ends_of_groups
 from fp8flax._core.gemm.lowering import lowered
@@ -175,15 +175,6 @@ class RaggedPlan(Contraction):
             return super().amax(role, x, extra)
         (group_sizes,) = extra
         return delayed_amax(x, self._has_expert(x.shape[0], group_sizes))
-
-    def amaxes(
-        self, role: str, x: jax.Array, extra: Extra, codes: Any = (), as_cast: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        """Returns partial amaxes of the rows that belong to experts, see ``Contraction.amaxes``."""
-        if role == "kernel":
-            return super().amaxes(role, x, extra, codes, as_cast)
-        (group_sizes,) = extra
-        return amaxes_of_parts(x, self._has_expert(x.shape[0], group_sizes), codes, as_cast=as_cast)
 
     def _has_expert(self, rows: int, group_sizes: jax.Array) -> jax.Array:
         """Returns a mask ``(rows, 1)`` of the rows that belong to an expert."""
