@@ -84,18 +84,17 @@ class Origin(NamedTuple):
             (move,) = move.operands
         return move.primitive == _PARAMETER and self.rebuild is not None
 
-    def into_sources(self, values: jax.Array) -> tuple[jax.Array, ...]:
-        """Moves values from the places of the value to the places of the parameters that it was made of.
+    def into_parameter(self, values: jax.Array) -> jax.Array:
+        """Moves bytes from the places of the value to the places of the parameter that it was made of.
 
-        This is the transpose of ``rebuild``. Places that are not in the value become 0. Places that are in
-        it twice become the sum of both values. The values must be whole numbers up to 256, which bfloat16
-        holds exactly.
+        This is the inverse of ``rebuild`` for a whole parameter. ``jax.linear_transpose`` needs floats, and
+        bfloat16 holds every byte exactly.
         """
         rebuild = self.rebuild
         assert rebuild is not None
-        like = [jax.ShapeDtypeStruct(source.shape, jnp.bfloat16) for source in self.sources]
-        transpose = jax.linear_transpose(lambda *arrays: rebuild(arrays, False), *like)
-        return tuple(x.astype(jnp.uint8) for x in transpose(values.astype(jnp.bfloat16)))
+        like = jax.ShapeDtypeStruct(self.sources[0].shape, jnp.bfloat16)
+        (result,) = jax.linear_transpose(lambda x: rebuild((x,), False), like)(values.astype(jnp.bfloat16))
+        return result.astype(jnp.uint8)
 
     def part(self, summed: Sequence[int]) -> str:
         """Returns the name of the part of a parameter that the value is; the op's state is named with it.

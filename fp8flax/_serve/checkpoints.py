@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.formats import FP8_DTYPES
 from fp8flax._serve.headers import Stored, are_sizes, mapped, parsed, read_header
-from fp8flax._serve.safetensors import METADATA
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -29,9 +28,6 @@ _PARTS = tuple(f"weight{end}" for end in (*_SCALES, *_BESIDE, ".compressed", ".b
 _MX, _SQUARE = (1, 32), (128, 128)
 _FLOAT8, _E8M0 = set(FP8_DTYPES), np.dtype(jnp.float8_e8m0fnu)
 _WIDE = {np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
-
-
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class CheckpointTensor(NamedTuple):
@@ -53,8 +49,6 @@ class CheckpointTensor(NamedTuple):
     """The size of a block in each dimension. The last block of a dimension may be smaller."""
     input_scale: np.ndarray | None
     """The fixed scale of the layer's input; None if the file has none."""
-    layout: Layout | None = None
-    """The dimensions of the kernel, if ``save_safetensors`` wrote the file: output and summed ones."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,11 +88,8 @@ class _Quantized(NamedTuple):
 
     codes: Stored
     scale: Stored
-    scale_dtype: np.dtype
-    scale_shape: tuple[int, ...]
     block: tuple[int, ...]
     input_scale: Stored | None
-    layout: Layout | None = None
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -111,9 +102,9 @@ class Checkpoint(Mapping[str, Any]):
         entry = self._entries[name]
         if isinstance(entry, Stored):
             return mapped(entry, name)
-        scale = mapped(entry.scale, name).view(entry.scale_dtype).reshape(entry.scale_shape)
         input_scale = None if entry.input_scale is None else mapped(entry.input_scale, name)
-        return CheckpointTensor(mapped(entry.codes, name), scale, entry.block, input_scale, entry.layout)
+        codes, scale = mapped(entry.codes, name), mapped(entry.scale, name)
+        return CheckpointTensor(codes, scale, entry.block, input_scale)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -156,6 +147,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
     Raises:
         OSError: there is no such file, or it cannot be read.
+        ImportError: the library ``safetensors`` is not installed.
         ValueError: a file is damaged, or has a format that is not read, such as int8, NVFP4 or sparse
             weights; or a scale has a shape that does not match its weight. The error names the file and the
             tensor. A lookup raises it if the file has become shorter.
@@ -317,32 +309,8 @@ def _entries(
             )
         if name in entries:
             raise ValueError(f"{stored.file}: {name!r} is there twice, as one tensor and in parts.")
-    for name, layout in _layouts(files, metadata).items():
-        entry = entries.get(name)
-        if isinstance(entry, _Quantized):
-            entries[name] = entry._replace(layout=layout)
     order = {name: entries.get(name, rest.get(name)) for name in files}
     return {name: e for name, e in (order | entries).items() if e is not None}
-
-
-def _layouts(files: Mapping[str, Stored], metadata: Mapping[str, str]) -> dict[str, Layout]:
-    """Returns the layouts of kernels in the metadata that ``save_safetensors`` writes."""
-    found: dict[str, Layout] = {}
-    if METADATA not in metadata or not files:
-        return found
-    where = next(iter(files.values())).file
-    own = parsed(metadata[METADATA].encode("utf-8", "surrogatepass"), where)
-    for name, entry in _mapping(own.get("tensors"), "tensors", where).items():
-        matrix = _mapping(entry, repr(name), where).get("matrix")
-        if matrix is None:
-            continue
-        if not (isinstance(matrix, list) and len(matrix) == 2 and all(map(are_sizes, matrix))):
-            raise ValueError(f"{where} is damaged: {name!r} must have a matrix of axes; got {matrix!r}.")
-        out, summed = map(tuple, matrix)
-        if sorted(out + summed) != list(range(len(out + summed))):
-            raise ValueError(f"{where} is damaged: {name!r} must have each axis once; got {matrix!r}.")
-        found[name] = (out, summed)
-    return found
 
 
 def _float8_tensors(
@@ -408,7 +376,7 @@ def _quantized(
             + (f" of {declared}." if declared else ".")
             + " Correct the file, or the block size in config.json."
         )
-    return _Quantized(codes, scale, dtype, shape, block, input_scale)
+    return _Quantized(codes, scale._replace(dtype=dtype, shape=shape), block, input_scale)
 
 
 def _blocks(
