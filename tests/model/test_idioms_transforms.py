@@ -468,6 +468,7 @@ class TestExportOfABatchOfAnySize:
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:These kernels of FP8 ops stay wide")
 def test_no_implicit_transfers():
     """Other ones, ``jax.device_put``, are allowed; what Optax makes of a state is its own."""
     model = nn.Sequential([Dense(32), nn.relu, Dense(4)])
