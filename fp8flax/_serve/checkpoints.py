@@ -170,12 +170,12 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """
     path = Path(path)
     if path.is_dir():
-        config, where = _quantization_config(path)
+        blocks = _declared_blocks(*_quantization_config(path))
         files, metadata = _read_folder(path)
     else:
-        config, where = {}, path
+        blocks = []
         files, metadata = read_header(path)
-    return Checkpoint(path, _entries(files, metadata, _declared_blocks(config, where)))
+    return Checkpoint(path, _entries(files, metadata, blocks))
 
 
 # Folders of files.
@@ -194,29 +194,20 @@ def _read_folder(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     shard_of = parsed(index.read_bytes(), index).get("weight_map")
     if not isinstance(shard_of, dict):
         raise ValueError(f"{index} is damaged: it must have a weight_map; got {shard_of!r}.")
-    for name, shard in shard_of.items():
-        if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\\0"):
-            raise ValueError(
-                f"{index}: the file of {name!r} must be the name of a file in the same folder; got "
-                f"{shard!r}."
-            )
-        if not os.path.isfile(folder / shard):
-            raise ValueError(f"{index}: {shard!r}, the file of {name!r}, is missing from the folder.")
     files: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
-    for shard in sorted(set(shard_of.values())):
+    for shard in dict.fromkeys(map(str, shard_of.values())):
+        is_name = shard not in ("", ".", "..") and not set(shard) & set("/\\\0")
+        if not is_name or not os.path.isfile(folder / shard):
+            raise ValueError(f"{index}: {shard!r} must be the name of a file in the same folder.")
         stored, own = read_header(folder / shard)
-        for name, entry in stored.items():
-            if shard_of.get(name) != shard:
-                raise ValueError(
-                    f"{folder / shard} has {name!r}, but {index} names {shard_of.get(name)!r} as its file. "
-                    "A tensor must be in one file. Remove the other one, or correct the index."
-                )
-            files[name] = entry
+        if wrong := stored.keys() ^ {name for name, other in shard_of.items() if other == shard}:
+            raise ValueError(
+                f"{index} and {folder / shard} disagree on whether {sorted(wrong)} are in that file. "
+                "Correct the index, or remove the tensor from the wrong file."
+            )
+        files |= stored
         metadata |= own
-    for name, shard in shard_of.items():
-        if name not in files:
-            raise ValueError(f"{folder / shard} does not have {name!r}, which {index} says is in it.")
     return files, metadata
 
 
@@ -236,44 +227,42 @@ def _quantization_config(folder: Path) -> tuple[dict[str, Any], Path]:
             for key in keys:
                 config = whole.get(key) or (inner.get(key) if isinstance(inner, dict) else None)
                 if config is not None:
-                    return _mapping(config, key, path), path
+                    return config, path
     return {}, folder
 
 
-def _mapping(value: Any, what: str, where: Path) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: {what} must be an object; got {value!r}.")
-    return value
-
-
-def _declared_blocks(config: Mapping[str, Any], where: Path) -> list[tuple[int, int]]:
+def _declared_blocks(config: dict[str, Any], where: Path) -> list[tuple[int, int]]:
     """Returns the sizes of blocks in a quantization config; raises if its format is not read."""
-    method = config.get("quant_method", "fp8")
+    try:
+        method, sparsity = config.get("quant_method", "fp8"), config.get("sparsity_config") or {}
+        transform, groups = config.get("transform_config"), config.get("config_groups") or {}
+        blocks = [config.get("weight_block_size")]
+        blocks += [_block_of(group.get("weights") or {}) for group in groups.values()]
+        is_dense = sparsity.get("format", "dense") == "dense" and not transform
+    except AttributeError as error:
+        raise ValueError(f"{where}: its quantization config cannot be read: {config!r}.") from error
     if method not in _METHODS:
         raise ValueError(f"{where} has the quant_method {method!r}; these are read: {', '.join(_METHODS)}.")
-    for key, harmless in (("sparsity_config", "dense"), ("transform_config", None)):
-        value = config.get(key) or {}
-        if _mapping(value, key, where).get("format", harmless) != harmless or (not harmless and value):
-            raise ValueError(
-                f"{where} has a {key}, so codes times scales are not the weights: {value!r}. Save the "
-                "model without it."
-            )
-    blocks = [config.get("weight_block_size")]
-    for name, group in _mapping(config.get("config_groups") or {}, "config_groups", where).items():
-        weights = _mapping(_mapping(group, name, where).get("weights") or {}, f"weights of {name}", where)
-        structure, size = weights.get("block_structure"), weights.get("group_size")
-        if isinstance(structure, str):
-            structure = [int(n) if n.isdecimal() and len(n) < 9 else n for n in structure.split("x")]
-        has_groups = weights.get("strategy") == "group" and size is not None
-        blocks.append([1, size] if has_groups else structure)
-    found: list[tuple[int, int]] = []
-    for block in blocks:
-        if block is None:
-            continue
+    if not is_dense:
+        raise ValueError(
+            f"{where} has a sparsity_config or a transform_config, so codes times scales are not the "
+            "weights. Save the model without it."
+        )
+    found = [block for block in blocks if block is not None]
+    for block in found:
         if not (are_sizes(block) and len(block) == 2 and min(block) > 0):
             raise ValueError(f"{where}: the size of a block must be two numbers above 0; got {block!r}.")
-        found.append((block[0], block[1]))
-    return found
+    return [(rows, columns) for rows, columns in found]
+
+
+def _block_of(weights: dict[str, Any]) -> Any:
+    """Returns the size of a block in the description of a group of compressed-tensors, or None."""
+    structure, size = weights.get("block_structure"), weights.get("group_size")
+    if weights.get("strategy") == "group" and size is not None:
+        return [1, size]
+    if isinstance(structure, str):
+        return [int(n) if n.isdecimal() and len(n) < 9 else n for n in structure.split("x")]
+    return structure
 
 
 def _entries(
@@ -336,7 +325,8 @@ def _float8_tensors(
                 f"{kind!r}. Other types are not read; dequantize them with torchao."
             )
         codes, scale = (files[part].shape for part in parts)
-        block: Any = _mapping(described.get("_data"), f"_data of {name!r}", where).get("block_size")
+        data = described.get("_data")
+        block: Any = data.get("block_size") if isinstance(data, dict) else None
         is_block = are_sizes(block) and len(block) == len(codes) and min(block, default=1) > 0
         if not is_block or math.prod(-(-n // b) for n, b in zip(codes, block)) != math.prod(scale):
             raise ValueError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,9 +59,8 @@ def parsed(text: bytes, where: Path) -> dict[str, Any]:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
-        if len(found) < len(pairs):
-            [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
-            raise ValueError(f"it has the name {twice!r} twice")
+        if len(found) < len(pairs):  # the library and Python would take the last of them
+            raise ValueError(f"it has a name twice: {[name for name, _ in pairs]}")
         return found
 
     try:

@@ -165,15 +165,14 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     for path, (lhs, arguments) in seen.items():
         if path not in shared:
             frozen += _freeze(layers[path], path, lhs, arguments, weight_only, fresh)
-    if not frozen and shared:
-        raise ValueError(
-            f"There is nothing to freeze: {_read_elsewhere(shared)}. A kernel in FP8 can be read "
-            "by its layer's op only. Leave the model unfrozen, or give tied layers a copy of the kernel."
-        )
     if not frozen:
+        names = ", ".join(f"{path}/kernel".lstrip("/") for path in sorted(shared))
         raise ValueError(
-            "No layer with an FP8 matmul ran with these inputs, so there is nothing to freeze. Convert the "
-            "model by fp8flax.nnx.quantize_model(model, include=…), or give its layers ops."
+            f"There is nothing to freeze: something else than its layer's op reads or changes {names}. "
+            "Give tied layers a copy of the kernel."
+            if shared
+            else "There is nothing to freeze: no layer with an FP8 matmul ran with these inputs. Convert "
+            "the model by fp8flax.nnx.quantize_model(model, include=…), or give its layers ops."
         )
     wide: dict[str, str] = {}
     owners = {id(layer.op): layer for layer in layers_of(copy) if layer.op is not None}
@@ -201,11 +200,6 @@ def _why_wide(layer: Any, seen: set[str], shared: set[str]) -> str:
     if layer.site.path not in seen:
         return "it did not run with these inputs"
     return "its recipe keeps the kernel wide"
-
-
-def _read_elsewhere(paths: set[str]) -> str:
-    names = ", ".join(f"{path}/kernel".lstrip("/") for path in sorted(paths))
-    return f"something else than its layer's op reads or changes {names}"
 
 
 def _operands(

@@ -464,9 +464,10 @@ def test_a_file_that_becomes_shorter(tmp_path):
         (TWO, compressed("block", block_structure="9" * 5000 + "x1"), "size of a block"),
         (TWO, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (TWO, {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
-        (TWO, {"config_groups": [1]}, "config_groups"),
-        (TWO, {"config_groups": {"g": 1}}, "g must be an object"),
-        (TWO, [1], "quantization_config must be an object"),
+        (TWO, {"config_groups": [1]}, "cannot be read"),
+        (TWO, {"config_groups": {"g": 1}}, "cannot be read"),
+        (TWO, {"sparsity_config": [1]}, "cannot be read"),
+        (TWO, [1], "cannot be read"),
     ],
 )
 def test_formats_that_are_refused(tensors, config, message, tmp_path):
@@ -482,26 +483,25 @@ def test_two_block_sizes_that_both_fit_are_refused(tmp_path):
         fp8.read_checkpoint(folder_of(tmp_path, {"a.weight": UP, "a.weight_scale": RAGGED}, config))
 
 
+NO_NAMES = [
+    "../model-1.safetensors",
+    "/etc/passwd",
+    "..",
+    "a\0b",
+    3,
+    "x" * 5000,
+    "\ud800",
+    "model-3.safetensors",
+]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda m: m.update({"up.weight": "../model-1.safetensors"}),
-            r"'up\.weight' must be the name of a file",
-        ),
-        (lambda m: m.update({"up.weight": "/etc/passwd"}), r"'up\.weight' must be the name of a file"),
-        (lambda m: m.update({"up.weight": ".."}), r"'up\.weight' must be the name of a file"),
-        (lambda m: m.update({"up.weight": "a\0b"}), r"'up\.weight' must be the name of a file"),
-        (lambda m: m.update({"up.weight": 3}), r"'up\.weight' must be the name of a file"),
-        (lambda m: m.update({"up.weight": "x" * 5000}), r"the file of 'up\.weight', is missing"),
-        (lambda m: m.update({"up.weight": "\ud800"}), r"the file of 'up\.weight', is missing"),
-        (lambda m: m.update({"up.weight": "model-3.safetensors"}), r"the file of 'up\.weight', is missing"),
-        (
-            lambda m: m.update({"up.weight": "model-2.safetensors"}),
-            r"model-1\.safetensors has 'up\.weight'",
-        ),
-        (lambda m: m.update({"more": "model-2.safetensors"}), r"model-2\.safetensors does not have 'more'"),
-        (lambda m: m.pop("up.weight"), r"model-1\.safetensors has 'up\.weight'"),
+        *((lambda m, n=n: m.update({"up.weight": n}), "must be the name of a file") for n in NO_NAMES),
+        (lambda m: m.update({"up.weight": "model-2.safetensors"}), r"disagree on whether \['up\.weight'\]"),
+        (lambda m: m.update({"more": "model-2.safetensors"}), r"disagree on whether \['more'\]"),
+        (lambda m: m.pop("up.weight"), r"disagree on whether \['up\.weight'\]"),
     ],
 )
 def test_wrong_indexes(change, message, tmp_path):
@@ -522,7 +522,7 @@ def test_a_name_in_two_files(tmp_path):
         "down.weight": codes_of(4, 9, 40),
     }
     write(tmp_path / "model-1.safetensors", tensors)
-    with pytest.raises(ValueError, match=r"model-1\.safetensors has 'down\.weight'"):
+    with pytest.raises(ValueError, match=r"disagree on whether \['down\.weight'\]"):
         fp8.read_checkpoint(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": 3}')
     with pytest.raises(ValueError, match="weight_map"):
