@@ -58,7 +58,7 @@ def freeze(
 
     * a parameter that is also used for something else, such as an embedding that is tied to the logits
     * a parameter that is used by several ops, or after arithmetic
-    * a parameter of which a kernel is a part, and parameters that are joined to one kernel
+    * a parameter that is split into several kernels, and parameters that are joined to one kernel
     * kernels of convolutions and ragged dots, if their scales are not delayed
 
     Args:

@@ -79,9 +79,9 @@ def save_safetensors(
             function that returns strings; or ``config`` is not a mapping that JSON can hold.
         ValueError: two variables would have one name; a variable is not an array of a dtype that files
             hold; a pattern matches nothing; a name would be empty, or give the tensors of one layer
-            different prefixes; or a wide kernel that becomes a weight does not have two dimensions. Also if
-            ``config`` is given, and no ``quantization_config`` describes the model, or ``config`` has its
-            own.
+            different prefixes.
+            Also if a wide kernel that becomes a weight does not have two dimensions. Also if ``config`` is
+            given, and no ``quantization_config`` describes the model, or ``config`` has its own.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8
