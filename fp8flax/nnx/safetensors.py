@@ -20,7 +20,7 @@ from fp8flax._serve.weights import Options, automatic_axes, options_of
 from fp8flax.nnx.freezing import Frozen, FrozenOp, freeze
 from fp8flax.nnx.models import Layer, layers_of
 from fp8flax.nnx.ops import Fp8Op
-from fp8flax.nnx.variables import Places, values_of, written_variables
+from fp8flax.nnx.variables import written_variables
 
 
 def save_safetensors(
@@ -136,7 +136,7 @@ def _described(model: nnx.Module) -> tuple[tuple[ServedOp, ...], dict[str, Any]]
             recipe = node._recipe_in_use()
             gemms = CustomRecipe() if recipe is None else recipe.gemms
             ops.append(ServedOp(tuple(map(str, keys)), gemms, None))
-    return tuple(ops), values_of(_places(model))
+    return tuple(ops), _collections(model)
 
 
 def _served(layer: Layer, op: FrozenOp, place: tuple[str, ...]) -> ServedOp:
@@ -155,9 +155,10 @@ def _served(layer: Layer, op: FrozenOp, place: tuple[str, ...]) -> ServedOp:
     )
 
 
-def _places(model: nnx.Module) -> Places:
-    places = {}
+def _collections(model: nnx.Module) -> dict[str, Any]:
+    """Returns the values of the variables in collections, as Linen has them."""
+    values = {}
     for collection, path, variable in written_variables(model):
-        collection = PARAMS if isinstance(variable, Frozen) else collection  # as Linen's
-        places[collection, *map(str, path)] = path, variable
-    return places
+        collection = PARAMS if isinstance(variable, Frozen) else collection
+        values[collection, *map(str, path)] = variable.get_value()
+    return nnx.traversals.unflatten_mapping(values)
