@@ -8,6 +8,7 @@ order. So the kernel of a contraction has a name, and its FP8 codes can replace 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -71,16 +72,16 @@ class Origin(NamedTuple):
     @property
     def is_one_parameter(self) -> bool:
         """Whether the value is one parameter, at most cast."""
-        return self._is_parameter_after(CASTS)
+        return self._is_parameter_after(lambda move: move.primitive in CASTS)
 
     @property
     def is_whole_parameter(self) -> bool:
         """Whether the value holds each element of one parameter once, in any order and shape."""
-        return self._is_parameter_after(BIJECTIONS)
+        return self._is_parameter_after(lambda move: move.primitive in BIJECTIONS or _only_adds_dims(move))
 
-    def _is_parameter_after(self, names: tuple[str, ...]) -> bool:
+    def _is_parameter_after(self, is_allowed: Callable[[Move], bool]) -> bool:
         move = self.moves
-        while move.primitive in names:
+        while is_allowed(move):
             (move,) = move.operands
         return move.primitive == _PARAMETER and self.rebuild is not None
 
@@ -126,6 +127,12 @@ class Origin(NamedTuple):
         if axes and len(axes) > 1 and rank - 1 in (axes[i] for i in summed):
             text += "-T"
         return text
+
+
+def _only_adds_dims(move: Move) -> bool:
+    """Returns whether a step adds dimensions of size 1, as ``w[None]`` does."""
+    shape, of = move.params.get("shape", ()), move.params["of"]
+    return move.primitive == "broadcast_in_dim" and math.prod(shape) == math.prod(of)
 
 
 def _range_of(name: str, params: dict[str, Any], index: int) -> str:

@@ -38,7 +38,7 @@ def left_wide(seen: Seen, recipes: Mapping[Path, CustomRecipe]) -> dict[Path, st
         if len(kernel.sources) > 1:
             return "it is joined with other parameters to one kernel"
         if not kernel.is_whole_parameter:
-            return "the kernel is a part of it"
+            return "the kernel is not the whole parameter"
         if users[kernel.sources[0].path] > 1:
             return "several ops multiply by it"
         if not (found.op.row.plan is not None or gemms is WEIGHT_ONLY or quantizer.needs_state):

@@ -420,7 +420,7 @@ def test_parts_of_parameters_and_joined_ones_stay_wide(model, recipe):
         serve, served = fp8.freeze(model8, variables, x)
     text = "".join(str(warning.message) for warning in caught)
     for name in ("qkv", "layers"):
-        assert f"{name} (the kernel is a part of it)" in text
+        assert f"{name} (the kernel is not the whole parameter)" in text
     for name in ("gate", "up"):
         assert f"{name} (it is joined with other parameters to one kernel)" in text
     params = served["params"].get("blocks", served["params"])
@@ -452,12 +452,29 @@ def test_what_stays_wide_is_said():
         serve, served = fp8.freeze(model8, variables, x)
     text = "".join(str(warning.message) for warning in caught)
     for reason in (
-        "half (the kernel is a part of it)",
+        "half (the kernel is not the whole parameter)",
         "tied (several ops multiply by it)",
         "scaled (it is computed from parameters)",
         "read (something else than an FP8 op reads it too)",
     ):
         assert reason in text
+    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
+
+
+class MoreDims(nn.Module):
+    """The matmul reads the kernel with one more dimension, of size 1."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.lecun_normal(), (8, 6))
+        return jnp.einsum("bi,nio->bno", x, w[None])
+
+
+def test_a_kernel_with_more_dimensions():
+    x = normal(0, 4, 8)
+    model8, variables = trained(MoreDims(), x)
+    serve, served = fp8.freeze(model8, variables, x)
+    assert served["params"]["w"].dtype == E4M3
     np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
 
 
