@@ -78,8 +78,7 @@ from fp8flax._model.report import report as report
 from fp8flax._serve.freeze import freeze as freeze
 from fp8flax._serve.checkpoints import read_checkpoint as read_checkpoint
 from fp8flax._serve.load_into import load_into as load_into
-from fp8flax._serve.safetensors import load_safetensors as load_safetensors
-from fp8flax._serve.saving import save_safetensors as save_safetensors
+from fp8flax._serve.safetensors import save_safetensors as save_safetensors
 from fp8flax._serve.weights import weights_for_serving as weights_for_serving
 
 # Audits: which GEMMs of a compiled program run in FP8.

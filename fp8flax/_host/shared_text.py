@@ -180,68 +180,6 @@ model: the model that ``quantize_model`` returned.
 *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
 target: the GPU of the prediction, as for ``audit``: ``"h100"``, ``"h200"``, ``"b200"``, …
 **kwargs: keyword inputs of the model.""",
-    "save_safetensors.args": """\
-rename: other names for the tensors: regular expressions and their replacements, each substituted
-    wherever it is found in a name, in their order; or a function of one name that returns another.
-    A name without a match stays unchanged. A wide ``<layer>.kernel`` that is renamed to
-    ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it. ``load_safetensors`` finds
-    the variables by the names that they have in the model.
-    A replacement with ``{0}`` makes a tensor for each entry of the first dimension, and puts its
-    number there; ``{1}`` is for the second dimension. A dict as replacement splits the output
-    features of a layer: ``{"qkv": {"q": 512, "k": 128, "v": 128}}``. A tuple of patterns joins
-    them: ``{("q", "k", "v"): "qkv"}``. ``load_into`` reads such a file, with the same ``rename``.
-config: contents of a ``config.json`` in the folder of ``path``, which describes the architecture,
-    as ``to_dict()`` of a transformers config returns it. ``quantization_config`` is added to it.
-    None writes no such file.""",
-    "save_safetensors.errors": """\
-ImportError: the library ``safetensors`` is not installed.
-OSError: a file cannot be written, for instance because the disk is full.
-TypeError: ``model`` does not come from ``freeze``; ``rename`` is neither a mapping as above nor a
-    function that returns strings; or ``config`` is not a mapping that JSON can hold.
-ValueError: two variables would have one name; a variable is not an array of a dtype that files
-    hold; a pattern matches nothing; a name would be empty, or give the tensors of one layer
-    different prefixes.
-    Also if ``rename`` would cut a block of scales, or join layers that have one scale each.
-    Also if a wide kernel that becomes a weight does not have two dimensions. Also if ``config`` is
-    given, and no ``quantization_config`` describes the model, or ``config`` has its own.""",
-    "load_safetensors.errors": """\
-OSError: there is no such file, or it cannot be read.
-ValueError: the file was not written by ``save_safetensors``, or by another version of it; the file
-    is damaged, for instance a bit of a tensor is flipped; or it has a 64-bit array, which JAX would
-    narrow. For the latter, enable ``jax_enable_x64``, or convert the array before it is saved. The
-    error names the file. (Version 2, which can be read too, had no checksums of the tensors
-    themselves.)""",
-    "weights_for_serving.computation": """\
-The tensors are those of the file that ``save_safetensors`` writes after ``freeze``, bit for bit. One
-compiled program makes them on the devices. It is compiled at the first call. Later calls with the same
-model, options and shapes use it again. Use this function where an inference engine samples from a model
-between the steps of its training, as in reinforcement learning.
-
-XLA derives the sharding of the results from the sharding of the variables. If the variables are on a
-mesh with explicit axes, the results are on the same mesh with automatic axes.""",
-    "weights_for_serving.args": """\
-*args: inputs to trace the model with, as in ``freeze``. Their values are not used.
-rename: names of the server for those of the model, as in ``save_safetensors``. A function must be
-    the same object at each call; another one compiles a new program.
-weight_only: whether each output feature has a scale, as in ``freeze``.
-**kwargs: keyword inputs of the model.""",
-    "weights_for_serving.warns": """\
-UserWarning: at the first call, if kernels of FP8 ops stay wide; see ``freeze``. Scales that have
-    seen no data cause no warning.""",
-    "weights_for_serving.result": "Codes, scales and wide tensors by their names, as in the file.",
-    "freeze.computation": """\
-Each op computes, bit for bit, what it computes in ``model``. The models agree bit for bit if XLA
-compiles the code between the ops in the same way; under ``jax.jit`` it may fuse it differently and
-round differently in the last bit. Delayed scales become those that the next step would use. Recipes
-without state continue to scale inputs from the current data.""",
-    "freeze.warns": """\
-UserWarning: kernels of FP8 ops stay wide, with the reason for each; or delayed scales have seen no
-    data.""",
-    "freeze.args": """\
-*args: inputs to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays.
-weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
-    in the inputs' dtype.
-**kwargs: keyword inputs of the model.""",
 }
 
 

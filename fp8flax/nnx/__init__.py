@@ -37,7 +37,6 @@ from fp8flax.nnx.models import quantize_model as quantize_model, report as repor
 from fp8flax.nnx.training import calibrate as calibrate
 from fp8flax.nnx.freezing import Frozen as Frozen, freeze as freeze
 from fp8flax.nnx.safetensors import (
-    load_safetensors as load_safetensors,
     save_safetensors as save_safetensors,
     weights_for_serving as weights_for_serving,
 )

@@ -205,10 +205,6 @@ def test_weight_only_is_a_bool():
     [
         (lambda: fp8.pmean_gradients("data", {}), r"got 'data'\. The order is pmean_gradients\(grads, ax"),
         (lambda: fp8.load_into("file", {}), r"got str\. The order is load_into\(variables, checkpoint\)"),
-        (
-            lambda: fp8nnx.load_safetensors(linear(), "file"),
-            r"got str\. The order is load_safetensors\(p",
-        ),
         (lambda: fp8nnx.overwrite_state(nnx.state(linear()), linear()), "got Linear, .* model first, then"),
         (
             lambda: fp8nnx.accumulate_gradients(lambda model, x: 0.0)(X, linear()),
