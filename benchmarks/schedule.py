@@ -34,7 +34,7 @@ import fp8flax as fp8
 from benchmarks import fidelity
 from benchmarks.common import PACKAGES, RESULTS, Row, begin, machine, question_and_method, quiet, run, write
 from fp8flax.demo.data import Corpus, load_corpus, train_batch, validation_batches
-from fp8flax.demo.tasks import Settings
+from fp8flax.demo.training import Settings
 
 RESULT = RESULTS / "schedule.json"
 SETTINGS = fidelity.SIZES["small"]

@@ -4,13 +4,13 @@ import jax
 import pytest
 
 from benchmarks import fidelity, schedule
-from fp8flax.demo import tasks
+from fp8flax.demo import training
 from fp8flax.demo.data import load_corpus
 
 
 @pytest.mark.long
 def test_contenders_train():
-    settings = tasks.Settings(
+    settings = training.Settings(
         steps=10, width=16, num_layers=1, length=16, batch_size=2, validation_batches=1
     )
     corpus = load_corpus(None, settings.length)
