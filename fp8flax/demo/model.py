@@ -80,8 +80,10 @@ class ReviewDecoder(nn.Module):
             nn.MultiHeadDotProductAttention, dtype=jnp.bfloat16, force_fp32_for_softmax=True
         )
         attention = partial(attention, kernel_init=init, dropout_rate=self.dropout, broadcast_dropout=False)
-        attention = attention(num_heads=2, deterministic=deterministic, name="attention")
-        x = norm()(x + dropout()(attention(x, mask=nn.make_causal_mask(x[..., 0]))))
+        h = attention(num_heads=2, deterministic=deterministic, name="attention")(
+            x, mask=nn.make_causal_mask(x[..., 0])
+        )
+        x = norm()(x + dropout()(h))
         h = dense(name="down")(nn.relu(dense(name="up")(x)))
         return norm()(x + dropout()(h))
 
