@@ -84,9 +84,11 @@ def draw(runs: Runs) -> Figure:
     """Draws the validation loss of both runs."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    for (name, run), colour, width in zip(runs.items(), ("#9aa5b1", "#d1495b"), (7, 2)):
+    for precision, name, colour, width in (("bf16", "bf16", "#9aa5b1", 7), ("fp8", "FP8", "#d1495b", 2)):
+        run = runs[precision]
         points = [(one["step"], one["validation loss"]) for one in run if "validation loss" in one]
-        axes.plot(*zip(*points), color=colour, linewidth=width, marker="o", label=name)
+        label = f"{name}, ends at {run[-1]['validation loss']:.4f}"
+        axes.plot(*zip(*points), color=colour, linewidth=width, marker="o", label=label)
     axes.set(xlabel="step", ylabel="validation loss (nats)", title=headline(runs))
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)

