@@ -45,22 +45,14 @@ help:
 	@echo "make clean         remove the virtual environments and caches"
 
 .venv/installed: pyproject.toml $(CONSTRAINTS)
+	@echo "making .venv, once, 1 to 2 minutes"
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) \
 	  --editable '.[dev]'
 	touch $@
 
-.venv/installed-demo: pyproject.toml
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[demo]'
-	touch $@
-
-.venv/installed-audit: pyproject.toml
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[audit,demo]'
-	touch $@
-
 .venv-oldest/installed: pyproject.toml $(CONSTRAINTS_OLDEST)
+	@echo "making .venv-oldest, once, 1 to 2 minutes"
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint $(CONSTRAINTS_OLDEST) --editable '.[test]' \
@@ -71,27 +63,30 @@ help:
 .venv-newest/installed: pyproject.toml $(CONSTRAINTS_NEWEST)
 	@test -n "$(PYTHON312)" || { echo "The newest JAX needs Python 3.12 or later, and none was found on the path \
 	or among pyenv's. Name one: make test-newest PYTHON312=/path/to/python3.12"; exit 1; }
+	@echo "making .venv-newest, once, 1 to 2 minutes"
 	test -x .venv-newest/bin/python || $(PYTHON312) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint $(CONSTRAINTS_NEWEST) --editable '.[test]'
 	touch $@
 
 .venv-docs/installed: pyproject.toml $(CONSTRAINTS) $(CONSTRAINTS_DOCS)
+	@echo "making .venv-docs, once, 1 to 2 minutes"
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint $(CONSTRAINTS) --constraint $(CONSTRAINTS_DOCS) --editable '.[docs]'
 	touch $@
 
 .venv/installed-models: pyproject.toml
+	@echo "adding transformers and flaxmodels to .venv, once"
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[models]'
 	touch $@
 
-demo: .venv/installed-demo
-	.venv/bin/python -m fp8flax demo $(ARGS)
+demo: .venv/installed
+	.venv/bin/python -m fp8flax.demo $(ARGS)
 
-audit: .venv/installed-audit
-	.venv/bin/python -m fp8flax audit demo $(ARGS)
+audit: .venv/installed
+	.venv/bin/python -m fp8flax.demo --audit $(ARGS)
 
 # All virtual environments of the tests; with -j2 two at the same time. That of the newest JAX only where there
 # is a Python for it.

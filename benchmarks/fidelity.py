@@ -35,7 +35,7 @@ from benchmarks.emulation import EmulatedDotGeneral
 from fp8flax.demo import training
 from fp8flax.demo.data import Corpus, load_corpus, train_batch, validation_batches
 from fp8flax.demo.model import ByteTransformer
-from fp8flax.demo.tasks import Settings, make_optimizer
+from fp8flax.demo.training import Settings, make_optimizer
 
 RESULT = RESULTS / "fidelity.json"
 PERTURBATION = 1e-3

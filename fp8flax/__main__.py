@@ -102,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "demo":
         from fp8flax.demo.__main__ import main as demo
 
-        return demo(rest)
+        demo(rest)
+        return 0
     raise_from_now_on()
     if command in ("-h", "--help"):
         sys.stdout.write(_USAGE)

@@ -86,8 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 def _load_demo() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     try:
         from fp8flax.demo.data import load_corpus
-        from fp8flax.demo.tasks import Settings, language_model
-        from fp8flax.demo.training import make_state, train_step
+        from fp8flax.demo.training import Settings, language_model, make_state, train_step
     except ImportError as error:
         raise _UsageError(
             f"{error.name} is missing; install it with: pip install 'fp8flax[demo]'"

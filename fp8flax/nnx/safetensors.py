@@ -20,11 +20,7 @@ from fp8flax._serve.weights import Options, automatic_axes, options_of
 from fp8flax.nnx.freezing import Frozen, FrozenOp, freeze
 from fp8flax.nnx.models import Layer, layers_of
 from fp8flax.nnx.ops import Fp8Op
-<<<<<<< HEAD
-from fp8flax.nnx.variables import Places, values_of, written_variables
-=======
 from fp8flax.nnx.variables import written_variables
->>>>>>> serving
 
 
 def save_safetensors(
@@ -163,46 +159,6 @@ def _collections(model: nnx.Module) -> dict[str, Any]:
     """Returns the values of the variables in collections, as Linen has them."""
     values = {}
     for collection, path, variable in written_variables(model):
-<<<<<<< HEAD
-        collection = PARAMS if isinstance(variable, Frozen) else collection  # as Linen's
-        places[collection, *map(str, path)] = path, variable
-    return places
-
-
-def load_safetensors(path: str | os.PathLike[str], model: Any) -> None:
-    """Reads a file of ``save_safetensors`` into a frozen NNX model, bit for bit.
-
-    Args:
-        path: the file to read.
-        model: a frozen model of the same modules, with any values; its variables change. It may be
-            abstract, as ``nnx.eval_shape`` of ``freeze`` returns it.
-
-    Raises:
-        {errors}
-            Also if the variables are not those of the model, which then stays unchanged.
-
-    Example:
-        See ``save_safetensors``.
-
-    Source: the safetensors format.
-    """
-    if not isinstance(model, nnx.Module):
-        more = " The order is load_safetensors(path, model)."
-        raise wrong_model(model, "be a flax.nnx.Module", "flax.nnx", "load_safetensors", more)
-    given = nnx.traversals.flatten_mapping(load_variables(path))
-    places = _places(model)
-    expected = {place: (x.shape, x.dtype) for place, (_, x) in places.items()}
-    found = {place: (x.shape, x.dtype) for place, x in given.items()}
-    wrong = sorted("/".join(p) for p in expected.keys() | found if expected.get(p) != found.get(p))
-    if wrong:
-        raise ValueError(
-            f"The variables in {path} are not those of this model: {', '.join(wrong)} differ in shape or "
-            "dtype, or exist in only one of the two. Freeze a model of the same modules and recipes."
-        )
-    new = [(keys, variable.replace(given[place])) for place, (keys, variable) in places.items()]
-    nnx.update(model, nnx.from_flat_state(new))
-=======
         collection = PARAMS if isinstance(variable, Frozen) else collection
         values[collection, *map(str, path)] = variable.get_value()
     return nnx.traversals.unflatten_mapping(values)
->>>>>>> serving

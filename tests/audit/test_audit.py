@@ -929,11 +929,6 @@ def test_missing_extras_are_usage_errors(command, capsys, monkeypatch):
     monkeypatch.setattr(compiling, "_device", missing)
     assert command(["program_to_audit:step"]) == 2
     assert capsys.readouterr().err == "fp8flax audit: install it\n"
-    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    for name in ("tasks", "training"):
-        monkeypatch.delitem(sys.modules, f"fp8flax.demo.{name}", raising=False)
-    assert command(["demo"]) == 2
-    assert "install it with: pip install 'fp8flax[demo]'" in capsys.readouterr().err
 
 
 def test_function_that_fails_is_shown_with_its_traceback(command, capsys):
@@ -1009,14 +1004,13 @@ def test_a_program_that_replaces_what_the_command_ends_by(command, tmp_path):
 @pytest.mark.long
 def test_command_audits_the_demo(gpu, command, capsys, monkeypatch):
     training = pytest.importorskip("fp8flax.demo.training")
-    tasks = pytest.importorskip("fp8flax.demo.tasks")
-    settings = tasks.Settings(num_layers=1, batch_size=2, length=16, width=32)
+    settings = training.Settings(num_layers=1, batch_size=2, length=16, width=32)
 
     def forward(state, examples, key):  # compiles faster than the whole step
         assert examples.inputs.shape == (settings.batch_size, settings.length)
         return state.apply_fn(state.params, examples.inputs)
 
-    monkeypatch.setattr(tasks, "Settings", lambda: settings)
+    monkeypatch.setattr(training, "Settings", lambda: settings)
     monkeypatch.setattr(training, "train_step", forward)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         assert command(["demo"]) == 0

@@ -25,7 +25,7 @@ from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.plans.dot_general import fp8_dot_general
-from fp8flax.demo import data, tasks, training
+from fp8flax.demo import data, training
 from tests.cases import cells, dense_step, struct
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -455,15 +455,14 @@ def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed(
 @pytest.mark.all_cells  # the tests above have its layers
 def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
     # A smaller model has the same kinds of GEMMs and compiles faster.
-    settings = tasks.Settings(num_layers=1, width=64, length=64)
-    monkeypatch.setattr(tasks, "WIDE", ())  # the attention of the first block, the only one here
-    task = tasks.language_model(settings, data.load_corpus(None, settings.length))
+    settings = training.Settings(num_layers=1, width=64, length=64)
+    monkeypatch.setattr(training, "WIDE", ())  # the attention of the first block, the only one here
+    task = training.language_model(settings, data.load_corpus(None, settings.length))
     state = jax.eval_shape(lambda: training.make_state(task, "fp8", 0))
-    # The optimizer and the recorded scales are left out: they have no GEMM, and take time to compile.
+    # The optimizer is left out: it has no GEMM, and takes time to compile.
     monkeypatch.setattr(
         fp8.TrainState, "apply_gradients", lambda self, *, grads: self.replace(params=grads)
     )
-    monkeypatch.setattr(training, "scaling_of", lambda variables: jnp.zeros(()))
 
     def train_step(*args):  # a new function, because JAX caches the trace of the other one
         return training.train_step.__wrapped__(*args)

@@ -11,7 +11,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._audit import compiling, kernels
-from fp8flax.demo import data, tasks, training
+from fp8flax.demo import data, training
 from tests.cases import struct
 
 pytestmark = [
@@ -93,8 +93,8 @@ def test_of_a_llama():
 
 def test_of_the_demo():
     """The step has 530 launches, and 410 in bfloat16."""
-    settings = tasks.Settings()
-    task = tasks.language_model(settings, data.load_corpus(None, settings.length))
+    settings = training.Settings()
+    task = training.language_model(settings, data.load_corpus(None, settings.length))
     state = jax.eval_shape(lambda: training.make_state(task, "fp8", 0))
     batch = jax.eval_shape(lambda: (task.batch(0, 0), jax.random.key(0)))
     found, _ = read(training.train_step, state, *batch)

@@ -8,7 +8,7 @@ import pytest
 
 import fp8flax as fp8
 from benchmarks import emulation, fidelity
-from fp8flax.demo import tasks
+from fp8flax.demo import training
 from fp8flax.demo.data import load_corpus
 from tests.cases import cells
 
@@ -48,7 +48,7 @@ CHOSEN = ["logits-wide", "emulated", "bf16-chance", "delayed", "flax-direct"]
 @pytest.mark.long
 @pytest.mark.parametrize("name", cells(CHOSEN, repeated=CHOSEN[1:]))
 def test_contenders_train(name):
-    settings = tasks.Settings(
+    settings = training.Settings(
         steps=2, width=16, num_layers=1, length=16, batch_size=2, validation_batches=1
     )
     corpus = load_corpus(None, settings.length)

@@ -39,8 +39,7 @@ def test_versions_that_are_known(version):
 
 def declared(requirements):
     names = {re.match(r"[\w.-]+", requirement)[0] for requirement in requirements}
-    modules = {"orbax-checkpoint": "orbax", "scikit-learn": "sklearn"}
-    return {modules.get(name, name) for name in names}
+    return set(names)
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
