@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,7 @@ from fp8flax._compat.choice_at_lowering import unless_cpu, unless_partitioned
 from fp8flax._compat.varying import manual_axes
 from fp8flax._core.grouping import in_groups
 from fp8flax._core.scaling import push_amax
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Float32
+from fp8flax._core.shapes import Bool, Float, Float32
 
 _LARGEST_PART = _MOST_PARTS = 16384
 """Limits on the elements per part and on the number of parts. Beyond them XLA uses two kernels."""

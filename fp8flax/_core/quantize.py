@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from fp8flax._compat.choice_at_lowering import unless_cpu
 from fp8flax._core.formats import as_fp8_dtype, fp8_max, is_wide_float
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
+from fp8flax._core.shapes import Float
 
 
 def as_float_array(x: Any, name: str) -> Float[jax.Array, "*dims"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from fp8flax._core.formats import fp8_limits
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Float32, Int32, Shaped
+from fp8flax._core.shapes import Bool, Float, Float32, Int32, Shaped
 
 # Scales stay in the normal range of float32: XLA flushes subnormals to zero, and a scale of zero or
 # infinity turns every value into NaN.

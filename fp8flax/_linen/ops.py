@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import flax.linen as nn
 import jax
@@ -14,10 +13,8 @@ from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, Ragg
 from fp8flax._core.plans.einsum import einsum_with
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
 from fp8flax._core.recipes import DelayedScaling
+from fp8flax._core.shapes import Float
 from fp8flax._linen.op import Fp8Op
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
 
 class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):

@@ -12,7 +12,7 @@ import dataclasses
 import html
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,7 @@ from jax import lax
 from fp8flax._core.measuring import Numbers, measured, merged_calls
 from fp8flax._core.names import ROLES
 from fp8flax._core.options import check_function, check_int, check_loss, check_no_train_state
-
-if TYPE_CHECKING:
-    from jaxtyping import Float32
+from fp8flax._core.shapes import Float32
 
 
 @partial(
