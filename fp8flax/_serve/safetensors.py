@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from fp8flax._host.files import replacing, write_text
+from fp8flax._serve.files import replacing, write_text
 from fp8flax._serve.headers import DTYPES, Stored, mapped, read_header
 from fp8flax._serve.hidden_state import ServedOp
 from fp8flax._serve.renaming import Rename, renamed

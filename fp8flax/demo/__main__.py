@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from fp8flax._host.files import write_text
-from fp8flax._host.interrupt import leave, raise_from_now_on
+from fp8flax._serve.files import write_text
 from fp8flax.demo.data import DemoError
 
 _MISSING = "is missing; install it with: pip install 'fp8flax[demo]'"
@@ -135,7 +134,6 @@ def train_all(options: argparse.Namespace, task: Task, out: Path, console: Conso
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo; returns the exit code (2 after an error, which is one line on stderr)."""
-    raise_from_now_on()
     for name in ("absl", "asyncio"):  # Orbax logs errors there that it also raises
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -151,4 +149,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    raise SystemExit(main())

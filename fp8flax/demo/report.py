@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from fp8flax._host.files import replacing, write_text
+from fp8flax._serve.files import replacing, write_text
 from fp8flax.demo.training import PRECISIONS, ROLES, Run, Task
 
 

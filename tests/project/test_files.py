@@ -7,7 +7,6 @@ import signal
 import stat
 
 import pytest
-
 from fp8flax._host.files import replacing, write_text
 
 

@@ -13,11 +13,11 @@ import cloudpickle
 import jax.numpy as jnp
 import jaxtyping
 import pytest
+from fp8flax._host.public import publish
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from fp8flax._core import recipes
-from fp8flax._host.public import publish
 
 PACKAGES = pytest.mark.parametrize("package", [fp8, fp8nnx], ids=lambda package: package.__name__)
 MOVED = [

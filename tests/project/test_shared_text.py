@@ -4,10 +4,10 @@ import inspect
 import re
 
 import pytest
+from fp8flax._host.shared_text import _TEXTS, insert_shared_text
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
-from fp8flax._host.shared_text import _TEXTS, insert_shared_text
 
 
 def test_a_name_becomes_its_text():

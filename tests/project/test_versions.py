@@ -13,9 +13,9 @@ from pathlib import Path
 
 import jax
 import pytest
+from fp8flax._host import versions
 
 import fp8flax
-from fp8flax._host import versions
 
 pytestmark = pytest.mark.oldest
 
