@@ -7,7 +7,8 @@ import signal
 import stat
 
 import pytest
-from fp8flax._host.files import replacing, write_text
+
+from fp8flax._serve.files import replacing, write_text
 
 
 @pytest.fixture
