@@ -225,7 +225,7 @@ def cast_to_representable(
 
     A tensor prepared in this way loses nothing when it is quantized with the same scale, or with a scale
     that is a power of two away from it and in range. An FP8 product of such tensors then differs from the
-    float32 product only by its accumulation, see ``fp8flax.Accumulation``.
+    float32 product only by its accumulation, see ``fp8flax.GemmRecipe``.
 
     Args:
         x: array of any shape, bfloat16, float16, float32 or float64.

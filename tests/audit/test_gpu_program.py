@@ -37,7 +37,7 @@ SHAPES = [
     pytest.param((4096, 1024, 4096), marks=pytest.mark.all_cells),
 ]
 SHAPE = SHAPES[0]
-XLAS_OWN = fp8.Accumulation(forward="default", dgrad="default", wgrad="default")
+XLAS_OWN = ("default", "default", "default")
 WITH_XLAS_OWN = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(accumulation=XLAS_OWN))
 
 

@@ -779,7 +779,7 @@ def test_a_cache_variable_under_the_name_of_a_dtype():
 )
 def test_a_few_rows_read_the_kernel_as_it_lies(gpu, rows, accumulation, target, backend):
     """Hopper's FP8 units would need the kernel transposed for each token."""
-    recipe = fp8.DelayedScaling(accumulation=fp8.Accumulation(forward=accumulation))
+    recipe = fp8.DelayedScaling(accumulation=(accumulation, "exact", "exact"))
     model = nn.Dense(
         2048,
         use_bias=False,

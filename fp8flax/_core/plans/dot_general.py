@@ -242,7 +242,7 @@ def with_precision(recipe: CustomRecipe, precision: Any, form: str) -> CustomRec
         raise TypeError(
             "precision of an FP8 matmul must be None (the recipe's accumulation), a lax.Precision, its "
             f"name, or a pair of them; got {precision!r}. For more control set accumulation in the "
-            "recipe, for instance DelayedScaling(accumulation=Accumulation(forward='exact'))."
+            "recipe, for instance DelayedScaling(accumulation=('exact', 'exact', 'exact'))."
         ) from None
     accumulation = "fast" if all(p == lax.Precision.DEFAULT for p in both) else "exact"
     gemms = {name: getattr(recipe, name) for name in ("forward", "dgrad", "wgrad")}
