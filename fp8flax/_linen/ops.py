@@ -1,19 +1,11 @@
-"""The Linen ops, and ``Einsum``, a layer that takes an op."""
+"""The Linen ops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
-
 from fp8flax._core.formats import Format
 from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
-from fp8flax._core.plans.einsum import einsum_with
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
 from fp8flax._core.recipes import DelayedScaling
-from fp8flax._core.shapes import Float
 from fp8flax._linen.op import Fp8Op
 
 
@@ -194,53 +186,3 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     """
 
     row = RAGGED_DOT
-
-
-class Einsum(nn.Einsum):
-    """``nn.Einsum`` with the field ``dot_general_cls``, as Flax's other linear layers have it.
-
-    Fields, variables, initial values and results are those of ``nn.Einsum``, except that an index may not
-    occur twice within one operand, and that dimensions of size 1 are not broadcast. The contraction is
-    computed by ``dot_general_cls()``, with the layer's input as the input and its kernel as the kernel.
-
-    Attributes:
-        dot_general_cls: a callable that makes the op, such as ``Fp8DotGeneralOp``; None for
-            ``lax.dot_general``.
-
-    Raises:
-        ValueError: the equation is not explicit, or it does not have two operands that fit.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, fp8flax as fp8
-        >>> layer = fp8.Einsum((3, 4), "ab,bc->ac", dot_general_cls=fp8.Fp8DotGeneralOp)
-        >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 3)))[0].shape
-        (2, 4)
-
-    Source: ``flax.linen.Einsum``.
-    """
-
-    dot_general_cls: Callable[[], Callable[..., jax.Array]] | None = None
-
-    @nn.compact
-    def __call__(
-        self, inputs: Float[jax.Array, "*input"], einsum_str: str | None = None
-    ) -> Float[jax.Array, "*output"]:
-        """Contracts the input with the kernel, and adds the bias; see the class."""
-        eqn = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
-        if "->" not in eqn or eqn.count(",") != 1:
-            raise ValueError(
-                f"einsum_str must be explicit ('->') and have exactly two operands; got {eqn!r}."
-            )
-        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
-        bias = None
-        if self.use_bias:
-            bias_shape, broadcast_shape = self._get_bias_shape(eqn, inputs, kernel)
-            bias = self.param("bias", self.bias_init, bias_shape, self.param_dtype)
-        lhs, rhs, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        assert lhs is not None  # only the bias may be None
-        assert rhs is not None
-        dot_general = jax.lax.dot_general
-        if self.dot_general_cls is not None:
-            dot_general = self.dot_general_cls()
-        y = einsum_with(dot_general, eqn, lhs, rhs, self.precision, self.preferred_element_type)
-        return y if bias is None else y + jnp.reshape(bias, broadcast_shape)

@@ -13,14 +13,13 @@ import numpy as np
 from flax import nnx
 
 from fp8flax._compat.flax_context import running_modules
-from fp8flax._core.formats import Format
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, SCALE
 from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.options import check_int
 from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
 from fp8flax._core.plans.row import OpRow
-from fp8flax._core.recipes import DelayedScaling, Recipe
+from fp8flax._core.recipes import Recipe
 
 
 # It is registered below, because Flax's bridge would otherwise make another type for the collection.
@@ -200,20 +199,6 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     """
 
     row = DOT_GENERAL
-
-
-class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
-    """``Fp8DotGeneralOp`` whose default recipe has the FNUZ formats of AMD MI300.
-
-    Example:
-        >>> from flax import nnx
-        >>> import fp8flax.nnx as fp8nnx
-        >>> layer = nnx.Linear(4, 8, dot_general=fp8nnx.NANOOFp8DotGeneralOp(), rngs=nnx.Rngs(0))
-
-    Source: ``flax.linen.fp8_ops.NANOOFp8DotGeneralOp``.
-    """
-
-    default_recipe = DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
 
 
 class Fp8Einsum(EinsumCall, Fp8Op):

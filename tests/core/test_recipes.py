@@ -22,7 +22,7 @@ def test_defaults_are_those_of_transformer_engine():
         "amax_history_len": 1024,
         "amax_compute_algo": "max",
         "use_power_2_scales": False,
-        "accumulation": {"forward": "fast", "dgrad": "exact", "wgrad": "exact"},
+        "accumulation": ("fast", "exact", "exact"),
     }
     assert hash(recipe) == hash(fp8.DelayedScaling())
 

@@ -12,6 +12,7 @@ import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from fp8flax._core import blocks
 from tests.cases import OWG, cells, normal
+from tests.nnx.layout import to_linen
 
 SHORT = fp8.DelayedScaling(amax_history_len=4)
 WIDTH, HIDDEN = 32, 48
@@ -32,7 +33,7 @@ def steps_are_equal(model, linen_model, variables, factors=(1.0, 3.0)):
         np.testing.assert_array_equal(value, expected)
         found = nnx.clone(model)
         nnx.update(found, grads)
-        found = {name: tree for name, tree in fp8nnx.to_linen(found).items() if name in variables}
+        found = {name: tree for name, tree in to_linen(found).items() if name in variables}
         jax.tree.map(np.testing.assert_array_equal, found, expected_grads)
         fp8nnx.overwrite_state(model, grads)
         state = nnx.state(model)
@@ -51,7 +52,7 @@ MLPS = {
 def test_mlp_is_that_of_linen(name):
     fields = {"recipe": SHORT, **MLPS[name]}
     model = fp8nnx.MLP(WIDTH, HIDDEN, **fields, rngs=nnx.Rngs(0))
-    steps_are_equal(model, fp8.MLP(HIDDEN, **fields), fp8nnx.to_linen(model))
+    steps_are_equal(model, fp8.MLP(HIDDEN, **fields), to_linen(model))
 
 
 def block(**fields):
@@ -127,10 +128,10 @@ MOES = {
 def test_moe_is_that_of_linen(name):
     fields = {"num_experts": 4, "hidden_features": HIDDEN, "recipe": SHORT, **MOES[name]}
     model = fp8nnx.MoE(WIDTH, **fields, rngs=nnx.Rngs(0))
-    linen_model, variables = fp8.MoE(**fields), fp8nnx.to_linen(model)
+    linen_model, variables = fp8.MoE(**fields), to_linen(model)
     assert set(variables) == {"params", OWG}
     steps_are_equal(model, linen_model, variables)
-    variables = fp8nnx.to_linen(model)
+    variables = to_linen(model)
     assert variables[OWG]["up"]["Fp8RaggedDotOp_0"]["input_amax_history"][0] > 0
 
     @nnx.jit
