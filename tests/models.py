@@ -13,7 +13,7 @@ ALL = {"include": ".*"}
 
 
 class Einsum(nn.Module):
-    """A layer like ``nn.Einsum`` that calls ``Fp8Einsum``, by the name that the op has in a converted model.
+    """A layer like ``nn.Einsum`` that calls ``Fp8Einsum``, named as in a converted model.
 
     ``cls`` is ``Fp8DotGeneralOp``, alone or with options, which the einsum then has; None for no FP8.
     """

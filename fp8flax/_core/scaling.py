@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from fp8flax._core.formats import fp8_limits
 from fp8flax._core.shapes import Bool, Float, Float32, Int32, Shaped
 
 # Scales stay in the normal range of float32: XLA flushes subnormals to zero, and a scale of zero or
@@ -141,7 +140,7 @@ def compute_scale(
     Args:
         amax: largest magnitude, any shape; cast to float32.
         scale: the scale to keep if there is no usable amax; broadcasts with ``amax``.
-        fp8_max: largest finite value of the FP8 dtype (see ``fp8flax.fp8_max``).
+        fp8_max: largest finite value of the FP8 dtype, ``jnp.finfo(dtype).max``.
         margin: headroom in powers of two.
 
     Returns:
@@ -149,7 +148,7 @@ def compute_scale(
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
-        >>> scale = fp8.compute_scale(jnp.float32(896.0), jnp.ones((1,)), fp8.fp8_max(jnp.float8_e4m3fn))
+        >>> scale = fp8.compute_scale(jnp.float32(896.0), jnp.ones((1,)), 448.0)
         >>> scale
         Array([2.], dtype=float32)
 
@@ -221,8 +220,9 @@ def bounded_amax(
 
     Source: our own; neither Flax nor Transformer Engine has this limit.
     """
-    limits = fp8_limits(dtype)
-    bound = ordinary * np.float32(limits.max / (_PRECISE_RANGE * limits.smallest_normal))
+    limits = jnp.finfo(dtype)
+    precise = float(limits.max) / (_PRECISE_RANGE * float(limits.smallest_normal))
+    bound = ordinary * np.float32(precise)
     return jnp.where(lax.is_finite(largest) & is_usable(ordinary), jnp.minimum(largest, bound), largest)
 
 

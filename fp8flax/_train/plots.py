@@ -88,7 +88,9 @@ def _tensors(history: Any) -> dict[str, dict[int, dict[str, float]]]:
             for role, numbers in roles.items():
                 for index in np.ndindex(np.shape(numbers["amax"])):
                     name = f"{path}/{role}{list(index) if index else ''}"
-                    tensors.setdefault(name, {})[step] = {k: float(x[index]) for k, x in numbers.items()}
+                    tensors.setdefault(name, {})[step] = {
+                        k: float(np.asarray(x)[index]) for k, x in numbers.items()
+                    }
     return tensors
 
 

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import fp8flax as fp8
+from fp8flax._core.formats import fp8_max
 from fp8flax._core.gemm import cuda
 from fp8flax._core.gemm.gpus import compile_target
 
@@ -29,7 +30,7 @@ class RowBlocks(fp8.Quantizer):
         blocks = self._blocks(view.to_matrix(x).astype(jnp.float32))
         amax = jnp.max(jnp.abs(blocks), axis=3)
         # The next E5M2 above the scale: 2 bits of mantissa, so at most a quarter more.
-        scale = (jnp.maximum(amax, 2.0**-8) / fp8.fp8_max(self.dtype) * 1.25).astype(self.scale_dtype)
+        scale = (jnp.maximum(amax, 2.0**-8) / fp8_max(self.dtype) * 1.25).astype(self.scale_dtype)
         codes = fp8.quantize(blocks, self.dtype, scale.astype(jnp.float32)[..., None])
         return fp8.QTensor(codes, scale, self)
 
