@@ -21,7 +21,6 @@ from fp8flax._audit.auditing import audit
 from fp8flax._audit.compiling import TARGETS
 from fp8flax._audit.report import AuditReport
 from fp8flax._core.gemm.gpus import Fp8EmulationWarning
-from fp8flax._serve.files import write_text
 
 
 class _UsageError(Exception):
@@ -161,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stdout.flush()
         finally:  # if standard output fails, the file is still written
             if options.json is not None:
-                write_text(options.json, json.dumps(report.to_dict(), indent=2) + "\n")
+                Path(options.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     except (_UsageError, OSError) as error:
         sys.stderr.write(f"fp8flax audit: {error}\n")
         return 2
