@@ -1,5 +1,7 @@
 """``freeze``: turns a trained Linen model into one for serving, with FP8 kernels and fixed scales."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -47,10 +49,7 @@ def freeze(
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     """Returns a model and its variables for serving: kernels in FP8, scales that no longer change.
 
-    Each op computes, bit for bit, what it computes in ``model``. The models agree bit for bit if XLA
-    compiles the code between the ops in the same way; under ``jax.jit`` it may fuse it differently and
-    round differently in the last bit. Delayed scales become those that the next step would use. Recipes
-    without state continue to scale inputs from the current data.
+    {computation}
     There is no scaling state left that a call must mutate.
 
     The serving model can be differentiated with respect to its inputs and its wide parameters, in forward
@@ -78,10 +77,7 @@ def freeze(
         variables: all collections of the model, with trained or calibrated state. You can leave out the
             inputs if ``model`` comes from ``quantize_model`` and was called before, for instance by
             ``init``.
-        *args: inputs to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays.
-        weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
-            in the inputs' dtype.
-        **kwargs: keyword inputs of the model.
+        {args}
         kv_cache_dtype: an FP8 dtype for the floats in the collection ``cache`` between calls, such as the
             keys and values of Linen's attention with ``decode=True``. Their scale is 1: values beyond the
             dtype's range, 448 for e4m3fn, saturate.
@@ -98,8 +94,7 @@ def freeze(
         TypeError: ``kv_cache_dtype`` is not an FP8 dtype, or ``weight_only`` is not a bool.
 
     Warns:
-        UserWarning: kernels of FP8 ops stay wide, with the reason for each; or delayed scales have seen no
-            data.
+        {warns}
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8

@@ -1,5 +1,7 @@
 """Writes variables of frozen models, Linen or NNX, into safetensors files; checks and reads these files."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """``save_safetensors``: writes the variables of a frozen Linen model to a file."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import os
@@ -56,23 +58,10 @@ def save_safetensors(
         model: the serving model that ``freeze`` returned.
         variables: the variables of the serving model. Collections other than ``params`` have their own
             names as prefix.
-        rename: other names for the tensors: a dict of regular expressions and their replacements, each
-            substituted wherever it is found in a name, in their order; or a function of one name that
-            returns another. A name without a match stays unchanged. A wide ``<layer>.kernel`` that is
-            renamed to ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it.
-        config: contents of a ``config.json`` in the folder of ``path``, which describes the architecture,
-            as ``to_dict()`` of a transformers config returns it. ``quantization_config`` is added to it.
-            None writes no such file.
+        {args}
 
     Raises:
-        ImportError: the library ``safetensors`` is not installed.
-        OSError: a file cannot be written, for instance because the disk is full.
-        TypeError: ``model`` does not come from ``freeze``; ``rename`` is neither a dict as above nor a
-            function that returns strings; or ``config`` is not a mapping that JSON can hold.
-        ValueError: two variables would have one name; a variable is not an array of a dtype that files
-            hold; a pattern matches nothing; a name would be empty, or give the tensors of one layer
-            different prefixes; a wide kernel that becomes a weight does not have two dimensions; or
-            ``config`` is given, and no ``quantization_config`` describes the model, or ``config`` has one.
+        {errors}
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8

@@ -1,5 +1,7 @@
 """``weights_for_serving``: what a server takes from a model in training, made by one program."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import contextlib
@@ -29,25 +31,15 @@ def weights_for_serving(
 ) -> dict[str, Any]:
     """Returns the FP8 weights of a model in training under the names of an inference server.
 
-    The tensors are those of the file that ``save_safetensors`` writes after ``freeze``, bit for bit. One
-    compiled program makes them on the devices. It is compiled at the first call. Later calls with the same
-    model, options and shapes use it again. Use this function where an inference engine samples from a model
-    between the steps of its training, as in reinforcement learning.
-
-    XLA derives the sharding of the results from the sharding of the variables. If the variables are on a
-    mesh with explicit axes, the results are on the same mesh with automatic axes.
+    {computation}
 
     Args:
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
         variables: all collections of the model, such as ``state.params`` of a ``fp8flax.TrainState``.
-        *args: inputs to trace the model with, as in ``freeze``. Their values are not used.
-        rename: names of the server for those of the model, as in ``save_safetensors``. A function must be
-            the same object at each call; another one compiles a new program.
-        weight_only: whether each output feature has a scale, as in ``freeze``.
-        **kwargs: keyword inputs of the model.
+        {args}
 
     Returns:
-        Codes, scales and wide tensors by their names, as in the file.
+        {result}
 
     Raises:
         MissingStateError: an op's scaling state is missing from ``variables``.
@@ -56,8 +48,7 @@ def weights_for_serving(
         ValueError: ``model`` is frozen; or as in ``freeze`` and ``save_safetensors``.
 
     Warns:
-        UserWarning: at the first call, if kernels of FP8 ops stay wide; see ``freeze``. Scales that have
-            seen no data cause no warning.
+        {warns}
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8

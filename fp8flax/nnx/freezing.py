@@ -5,6 +5,8 @@ the scale. To check this, ``freeze`` traces the model with the kernels as inputs
 a mark when it enters the op of its layer. If anything else reads the kernel, it stays wide.
 """
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import contextlib
@@ -109,7 +111,7 @@ class _PromoteAllButKernel:
 def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: Any) -> Any:
     """Returns a copy of a model for serving: kernels in FP8, scales that no longer change.
 
-    The frozen model computes what ``model`` computes; see ``fp8flax.freeze``.
+    {computation}
 
     Kernels are stored at their old place, as codes in variables of the type ``Frozen``, with their scales
     in the op of the layer. Wide parameters stay ``nnx.Param``. ``nnx.jit``, ``nnx.split`` and checkpoints
@@ -119,10 +121,7 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     Args:
         model: a model with FP8 ops, given to its layers or set by ``quantize_model``; trained or
             calibrated.
-        *args: inputs to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays.
-        weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
-            in the inputs' dtype.
-        **kwargs: keyword inputs of the model.
+        {args}
 
     Returns:
         A model of the same type; ``model`` stays unchanged.
@@ -133,8 +132,8 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
             their kernels are read elsewhere; or FP8 is switched off here.
 
     Warns:
-        UserWarning: kernels of FP8 ops stay wide, with the reason for each; or delayed scales have seen no
-            data. Reasons are a convolution, an op outside of NNX's layers, a layer that did not run, a
+        {warns}
+            Reasons are a convolution, an op outside of NNX's layers, a layer that did not run, a
             recipe that keeps kernels wide, and a kernel that is read elsewhere.
 
     Example:

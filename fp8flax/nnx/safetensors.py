@@ -1,5 +1,7 @@
 """Frozen NNX models as safetensors files."""
 
+# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+
 from __future__ import annotations
 
 import os
@@ -41,12 +43,10 @@ def save_safetensors(
     Args:
         path: the file to write; an existing file is replaced.
         model: the model that ``freeze`` returned.
-        rename: other names for the tensors, as in ``fp8flax.save_safetensors``.
-        config: contents of a ``config.json``, as in ``fp8flax.save_safetensors``.
+        {args}
 
     Raises:
-        TypeError: ``model`` does not come from ``freeze``; or as in ``fp8flax.save_safetensors``.
-        ValueError: as in ``fp8flax.save_safetensors``.
+        {errors}
 
     Example:
         >>> from flax import nnx
@@ -78,26 +78,21 @@ def weights_for_serving(
 ) -> dict[str, Any]:
     """Returns the FP8 weights of an NNX model in training under the names of an inference server.
 
-    The weights and the compiled program are those of ``fp8flax.weights_for_serving``.
+    {computation}
 
     Args:
         model: a model with FP8 ops, given to its layers or set by ``quantize_model``.
-        *args: inputs to trace the model with, as in ``freeze``. Their values are not used.
-        rename: names of the server for those of the model, as in ``save_safetensors``. A function must be
-            the same object at each call; another one compiles a new program.
-        weight_only: whether each output feature has a scale, as in ``freeze``.
-        **kwargs: keyword inputs of the model.
+        {args}
 
     Returns:
-        Codes, scales and wide tensors by their names, as in the file.
+        {result}
 
     Raises:
         TypeError: as in ``freeze``; or as ``rename`` in ``fp8flax.save_safetensors``.
         ValueError: ``model`` is frozen; or as in ``freeze`` and ``save_safetensors``.
 
     Warns:
-        UserWarning: at the first call, if kernels of FP8 ops stay wide; see ``freeze``. Scales that have
-            seen no data cause no warning.
+        {warns}
 
     Example:
         >>> from flax import nnx
