@@ -42,7 +42,7 @@ def check_model(model: Any, function: str, more: str = "") -> None:
 
     Args:
         model: the value that was passed as a model. It may also be an ``nnx.State`` or a tuple of models.
-        function: the name of our function in ``fp8flax``; empty if only ``fp8flax.nnx`` has one.
+        function: the name of our function in ``fp8flax``.
         more: what to do, as a sentence that begins with a space.
     """
     nodes = jax.tree.leaves(model, is_leaf=is_node)
