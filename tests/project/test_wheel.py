@@ -20,7 +20,7 @@ from tests import ROOT
 pytestmark = pytest.mark.long
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-ABOUT = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
+ABOUT = ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")
 INFO = f"fp8flax-{fp8flax.__version__}.dist-info"
 
 
