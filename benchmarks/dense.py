@@ -88,9 +88,7 @@ def _with_recipe(recipe: fp8.Recipe) -> Contender:
     return _with_op(f"fp8flax.Fp8DotGeneralOp(recipe={recipe})", fp8.Fp8DotGeneralOp, recipe=recipe)
 
 
-XLAS_CHOICE = fp8.DelayedScaling(
-    accumulation=fp8.Accumulation(forward="default", dgrad="default", wgrad="default")
-)
+XLAS_CHOICE = fp8.DelayedScaling(accumulation=("default", "default", "default"))
 CONTENDERS = {
     "bf16": _with_op("lax.dot_general in bfloat16", None),
     "flax-qdq": _with_op("flax.linen.fp8_ops.Fp8DotGeneralOp, delayed scaling", fp8_ops.Fp8DotGeneralOp),
@@ -107,7 +105,7 @@ CONTENDERS = {
     ),
     "fp8flax": _with_op("fp8flax.Fp8DotGeneralOp as it is (asks for cublasLt)", fp8.Fp8DotGeneralOp),
     "fp8flax-triton": _with_op(
-        'the same with Accumulation("default") for all three GEMMs (XLA\'s own Triton kernels)',
+        'the same with accumulation "default" for all three GEMMs (XLA\'s own Triton kernels)',
         fp8.Fp8DotGeneralOp,
         recipe=XLAS_CHOICE,
     ),

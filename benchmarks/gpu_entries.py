@@ -49,7 +49,7 @@ def rounds_per_call(flops: float = 0, bytes: float = 0) -> int:
 def _recipes() -> dict[str, fp8.Recipe]:
     recipes = {name: recipe for name, recipe in accuracy.RECIPES.items() if recipe is not None}
     for how in ("exact", "default"):
-        accumulation = fp8.Accumulation(forward=how, dgrad=how, wgrad=how)
+        accumulation = (how, how, how)
         recipes[f"delayed-{how}"] = fp8.DelayedScaling(accumulation=accumulation)
     recipes["delayed-margin-pow2"] = fp8.DelayedScaling(margin=2, use_power_2_scales=True)
     recipes["delayed-most-recent"] = fp8.DelayedScaling(amax_compute_algo="most_recent", amax_history_len=4)

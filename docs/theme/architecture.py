@@ -14,7 +14,6 @@ PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 
 CONTENTS = {
     "_core": ("functions of arrays:", "scales, casts, GEMMs"),
-    "_host": ("the process:", "versions, interrupts, files"),
     "_compat": ("private parts", "of JAX"),
     "_linen": ("Linen ops and", "their variables"),
     "_audit": ("which matmuls of a compiled", "program run in FP8"),

@@ -21,8 +21,6 @@ from fp8flax._audit.auditing import audit
 from fp8flax._audit.compiling import TARGETS
 from fp8flax._audit.report import AuditReport
 from fp8flax._core.gemm.gpus import Fp8EmulationWarning
-from fp8flax._host.files import write_text
-from fp8flax._host.interrupt import raise_from_now_on
 
 
 class _UsageError(Exception):
@@ -149,7 +147,6 @@ def _report(options: argparse.Namespace) -> AuditReport:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     stdout = sys.stdout  # the program may replace sys.stdout
-    raise_from_now_on()
     # Otherwise JAX looks for CUDA's libraries when it starts. The compiler does not need them.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
@@ -162,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stdout.flush()
         finally:  # if standard output fails, the file is still written
             if options.json is not None:
-                write_text(options.json, json.dumps(report.to_dict(), indent=2) + "\n")
+                Path(options.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     except (_UsageError, OSError) as error:
         sys.stderr.write(f"fp8flax audit: {error}\n")
         return 2

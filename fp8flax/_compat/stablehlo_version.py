@@ -28,7 +28,7 @@ def explain(error: Exception) -> StableHloTooOldError | None:
         "writes the program in a version of StableHLO without FP8 algorithms. With the GPU it compiles. "
         "To see which matmuls run in FP8, use fp8flax.audit, which hands the program to the plugin itself. "
         "To compile ahead of time, install jax<0.12, or give the recipe "
-        "accumulation=fp8flax.Accumulation(forward='default', dgrad='default', wgrad='default')."
+        "accumulation=('default', 'default', 'default')."
     )
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fp8flax._core.scaling import push_amax
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Float32
+from fp8flax._core.shapes import Bool, Float, Float32
 
 
 def delayed_amax(

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-if TYPE_CHECKING:
-    from jaxtyping import Float, Shaped, UInt8
+from fp8flax._core.shapes import Float, Shaped, UInt8
 
 BLOCK = 128
 """The number of columns that share a scale in the block scales that our GPU kernels multiply."""

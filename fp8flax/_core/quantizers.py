@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,7 @@ from fp8flax._core.scaling import (
     power_of_two,
     scale_exponent,
 )
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Float32, Shaped
+from fp8flax._core.shapes import Float, Float32, Shaped
 
 AMAX_ALGORITHMS = ("max", "most_recent")
 GRANULARITIES = ("tensorwise", "axiswise")

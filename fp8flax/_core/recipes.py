@@ -21,7 +21,7 @@ from fp8flax._core.quantizers import (
 QUANTIZERS = (DelayedQuantizer, CurrentQuantizer, BlockQuantizer)
 
 _ACCUMULATIONS = ("fast", "exact", "default")
-"""The valid values of ``GemmRecipe.accumulation``; ``Accumulation`` explains them."""
+"""The valid values of ``GemmRecipe.accumulation``, which explains them."""
 
 
 def _check_format(value: Any) -> None:
@@ -43,9 +43,31 @@ def _check_ocp_format(value: Any, recipe: str) -> None:
         )
 
 
+_FAST_FORWARD = ("fast", "exact", "exact")
+"""The default accumulation in forward, dgrad and wgrad, as in Transformer Engine."""
+
+_IN_FLOAT32 = ("exact", "exact", "exact")
+"""The accumulation of recipes with block scales: all three GEMMs accumulate in float32."""
+
+
+def _check_accumulation(value: Any) -> None:
+    """Raises an error if ``accumulation`` of a recipe is not a tuple of three of the valid words."""
+    if not (isinstance(value, tuple) and len(value) == 3):
+        raise TypeError(
+            f"accumulation must be a tuple of three words, for forward, dgrad and wgrad; got {value!r}."
+        )
+    for word in value:
+        check_choice("accumulation", word, _ACCUMULATIONS)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Accumulation:
-    """Accumulation of the products in each of the three GEMMs, on the FP8 units of an NVIDIA GPU.
+class GemmRecipe:
+    """Quantizers of the two operands of one GEMM; ``None`` leaves an operand wide.
+
+    A GEMM with a wide operand runs in the wider dtype, because no unit multiplies FP8 by bfloat16. Its
+    other operand is then dequantized.
+
+    ``accumulation`` says how the FP8 units of an NVIDIA GPU add up the products:
 
     * ``"fast"``: in the tensor core's own accumulators, which keep about 14 bits on Hopper.
     * ``"exact"``: partial sums are promoted to float32 during the contraction (Transformer Engine's *split
@@ -64,53 +86,9 @@ class Accumulation:
     Everything accumulates in float32 if FP8 is emulated, and if scales are per block.
 
     Attributes:
-        forward: for the forward GEMM.
-        dgrad: for the GEMM of the input's cotangent.
-        wgrad: for the GEMM of the kernel's cotangent.
-
-    Raises:
-        ValueError: a field is not one of the three words.
-
-    Example:
-        >>> import fp8flax as fp8
-        >>> fp8.DelayedScaling(accumulation=fp8.Accumulation(forward="exact")).accumulation.dgrad
-        'exact'
-
-    Source: Transformer Engine, ``MMParams.use_split_accumulator`` and its defaults.
-    """
-
-    forward: str = "fast"
-    dgrad: str = "exact"
-    wgrad: str = "exact"
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_choice(field.name, getattr(self, field.name), _ACCUMULATIONS)
-
-
-_IN_FLOAT32 = Accumulation(forward="exact")
-"""The accumulation of recipes with block scales: all three GEMMs accumulate in float32."""
-
-
-def _check_accumulation(value: Any) -> None:
-    """Raises ``TypeError`` if ``accumulation`` of a recipe is not an ``Accumulation``."""
-    if not isinstance(value, Accumulation):
-        raise TypeError(
-            f"accumulation must be an fp8flax.Accumulation(forward=…, dgrad=…, wgrad=…); got {value!r}."
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmRecipe:
-    """Quantizers of the two operands of one GEMM; ``None`` leaves an operand wide.
-
-    A GEMM with a wide operand runs in the wider dtype, because no unit multiplies FP8 by bfloat16. Its
-    other operand is then dequantized.
-
-    Attributes:
         lhs: quantizer of the left operand: the input in forward and wgrad, the output gradient in dgrad.
         rhs: quantizer of the right operand: the kernel in forward and dgrad, the output gradient in wgrad.
-        accumulation: one of the words of ``Accumulation``; it has an effect for scales per tensor or slice.
+        accumulation: one of these three words; it has an effect for scales per tensor or slice.
 
     Raises:
         TypeError: ``lhs`` or ``rhs`` is neither a quantizer nor None.
@@ -120,6 +98,8 @@ class GemmRecipe:
         >>> import fp8flax as fp8
         >>> fp8.GemmRecipe().lhs is None  # a GEMM in the dtype of its operands
         True
+
+    Source: Transformer Engine, ``MMParams.use_split_accumulator`` and its defaults.
     """
 
     lhs: Quantizer | None = None
@@ -155,7 +135,7 @@ class Recipe:
 
 
 def _custom_recipe(
-    accumulation: Accumulation,
+    accumulation: tuple[str, str, str],
     forward: tuple[Quantizer | None, Quantizer | None],
     dgrad: tuple[Quantizer | None, Quantizer | None],
     wgrad: tuple[Quantizer | None, Quantizer | None],
@@ -164,8 +144,8 @@ def _custom_recipe(
     pairs = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
     return CustomRecipe(
         **{
-            name: GemmRecipe(lhs=lhs, rhs=rhs, accumulation=getattr(accumulation, name))
-            for name, (lhs, rhs) in pairs.items()
+            name: GemmRecipe(lhs=lhs, rhs=rhs, accumulation=word)
+            for (name, (lhs, rhs)), word in zip(pairs.items(), accumulation)
         }
     )
 
@@ -266,7 +246,8 @@ class DelayedScaling(Recipe):
         amax_history_len: number of past steps in the history, 1 or more.
         amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
         use_power_2_scales: whether scales are rounded up to powers of two.
-        accumulation: how each of the three GEMMs accumulates on a GPU.
+        accumulation: how the forward, dgrad and wgrad GEMM accumulate on a GPU: three of the words that
+            ``GemmRecipe`` explains.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -285,7 +266,7 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
     use_power_2_scales: bool = False
-    accumulation: Accumulation = Accumulation()
+    accumulation: tuple[str, str, str] = _FAST_FORWARD
 
     def __post_init__(self) -> None:
         _check_format(self.fp8_format)
@@ -324,7 +305,8 @@ class Float8CurrentScaling(Recipe):
         use_power_2_scales: whether scales are rounded up to powers of two.
         high_precision_wgrad: whether the gradient of the kernel is computed in the dtype of the layer. The
             input is then kept unquantized for the backward pass.
-        accumulation: how each of the three GEMMs accumulates on a GPU.
+        accumulation: how the forward, dgrad and wgrad GEMM accumulate on a GPU: three of the words that
+            ``GemmRecipe`` explains.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -344,7 +326,7 @@ class Float8CurrentScaling(Recipe):
     granularity: str = "tensorwise"
     use_power_2_scales: bool = False
     high_precision_wgrad: bool = False
-    accumulation: Accumulation = Accumulation()
+    accumulation: tuple[str, str, str] = _FAST_FORWARD
 
     def __post_init__(self) -> None:
         _check_format(self.fp8_format)

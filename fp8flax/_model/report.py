@@ -1,7 +1,5 @@
 """``report``: lists the contractions of a converted model, whether each runs in FP8, why, and its gain."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 import contextlib
@@ -49,13 +47,16 @@ def report(
     compared with a GPU.
 
     Args:
-        {args}
+        model: the model that ``quantize_model`` returned.
+        *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
+        target: the GPU of the prediction, as for ``audit``: ``"h100"``, ``"h200"``, ``"b200"``, …
+        **kwargs: keyword inputs of the model.
         compiled: whether to compile the forward and backward pass too, with FP8 and without. The compiled
             loss is the mean of the squares of everything that the model returns. This takes twice as long
             as one compilation for the GPU, and needs the extra ``fp8flax[audit]``; see ``audit``.
 
     Returns:
-        {result}
+        A ``ModelReport``; print it, or look at its ``rows``.
 
     Raises:
         TypeError: ``model`` does not come from ``quantize_model``.

@@ -1,7 +1,5 @@
 """Checks whether a step can produce a scaling state, and detects what other arithmetic changed in it."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 import warnings
@@ -239,7 +237,8 @@ def check_state(variables: Any, before: Any = None) -> None:
             ``variables`` alone.
 
     Raises:
-        {errors}
+        TypeError: the values are traced, or the arguments are not of one kind.
+        ValueError: the state is wrong; the message lists five leaves at most, and says what to do.
 
     Warns:
         UserWarning: there is no state; or some histories are all zeros, or did not move, while others did.

@@ -1,7 +1,5 @@
 """Whole NNX models: ``quantize_model``, which gives ops to their layers, and ``report``."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 import dataclasses
@@ -241,15 +239,20 @@ def quantize_model(
 
     The copy shares the arrays of the model, which are not mutable, but none of its variables.
 
-    {rules}
-
-    A pattern is searched (``re.search``) in a layer's path, such as ``encoder/layers/0/linear``, and in
-    that path with ``/kernel``. (The path of a layer that occurs at two places is the one that comes first
-    in ``nnx.iter_graph``.)
+    The rules and their order are those of ``fp8flax.quantize_model``. A pattern is searched
+    (``re.search``) in a layer's path, such as ``encoder/layers/0/linear``, and in that path with
+    ``/kernel``. (The path of a layer that occurs at two places is the one that comes first in
+    ``nnx.iter_graph``.)
 
     Args:
         model: any NNX module, also an abstract one (``nnx.eval_shape``).
-        {args}
+        recipe: how tensors are scaled, unless a rule says otherwise.
+        include: a regular expression or several, as in ``fp8flax.quantize_model``.
+        exclude: a regular expression or several, as in ``fp8flax.quantize_model``.
+        rules: pairs and callables, as in ``fp8flax.quantize_model``. The shape of the input that a callable
+            gets has only the dimensions that the kernel contracts.
+        allow_unmatched: whether to allow a pattern that decides nothing.
+        form: form of the ops, ``"direct"`` or ``"qdq"``; see ``fp8flax.Fp8DotGeneralOp``.
 
     Returns:
         A model of the same type; ``report`` lists what is converted and why. If nothing is converted,
@@ -361,10 +364,13 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
     ``fp8flax.report``; ``fp8flax.audit`` reads the compiled step.
 
     Args:
-        {args}
+        model: the model that ``quantize_model`` returned.
+        *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
+        target: the GPU of the prediction, as for ``audit``: ``"h100"``, ``"h200"``, ``"b200"``, …
+        **kwargs: keyword inputs of the model.
 
     Returns:
-        {result}
+        A ``ModelReport``; print it, or look at its ``rows``.
 
     Raises:
         TypeError: ``model`` does not come from ``quantize_model``.

@@ -1,7 +1,5 @@
 """The NNX ops: modules that layers take in the place of ``lax.dot_general`` and similar functions."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 import contextlib
@@ -15,13 +13,12 @@ import numpy as np
 from flax import nnx
 
 from fp8flax._compat.flax_context import running_modules
-from fp8flax._core.formats import Format
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, SCALE
 from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.options import check_int
 from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
-from fp8flax._core.recipes import DelayedScaling, Recipe
+from fp8flax._core.recipes import Recipe
 
 
 # It is registered below, because Flax's bridge would otherwise make another type for the collection.
@@ -164,26 +161,21 @@ class Fp8Op(OpBase, nnx.Module):
 
 
 class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
-    """FP8 matmul for NNX layers, called like ``lax.dot_general``.
+    """FP8 matmul for NNX layers, called like ``lax.dot_general``; see ``fp8flax.Fp8DotGeneralOp``.
 
     Give an instance to a layer: ``nnx.Linear(…, dot_general=fp8flax.nnx.Fp8DotGeneralOp())``.
-    ``nnx.LinearGeneral`` has the same field. You can also call the op in a module of your own; several
-    calls of one op share its state. For ``nnx.MultiHeadAttention`` use ``quantize_model``, which gives each
-    layer its own op; one instance would be shared, with its scales, by query, key and value.
+    ``nnx.LinearGeneral`` has the same field. For ``nnx.MultiHeadAttention`` use ``quantize_model``, which
+    gives each layer its own op; one instance would be shared, with its scales, by query, key and value.
 
     Do not give the op as ``dot_general_cls``. NNX makes a new op at each call of such a layer, so the state
     is lost, and the scales stay 1.
 
-    {state}
-
-    The variables have the type ``OverwriteWithGradient``. The op has those of the recipe under which it was
-    made.
+    The scaling state is in variables of the type ``OverwriteWithGradient``. The op has the variables of the
+    recipe under which it was made.
 
     Args:
-        {options}
-
-    Raises:
-        {errors}
+        recipe: how tensors are scaled, as in ``fp8flax.Fp8DotGeneralOp``.
+        form: ``"direct"`` or ``"qdq"``, as in ``fp8flax.Fp8DotGeneralOp``.
 
     Example:
         >>> from flax import nnx
@@ -194,38 +186,19 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
         (2, 8)
         >>> layer.dot_general.kernel_amax_history.shape
         (1024,)
-
-    Source: ``flax.linen.fp8_ops``, whose state it has; Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
     row = DOT_GENERAL
 
 
-class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
-    """``Fp8DotGeneralOp`` whose default recipe has the FNUZ formats of AMD MI300.
-
-    Example:
-        >>> from flax import nnx
-        >>> import fp8flax.nnx as fp8nnx
-        >>> layer = nnx.Linear(4, 8, dot_general=fp8nnx.NANOOFp8DotGeneralOp(), rngs=nnx.Rngs(0))
-
-    Source: ``flax.linen.fp8_ops.NANOOFp8DotGeneralOp``.
-    """
-
-    default_recipe = DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
-
-
 class Fp8Einsum(EinsumCall, Fp8Op):
-    """FP8 einsum of two operands for NNX layers, with the scaling state of ``Fp8DotGeneralOp``.
+    """FP8 einsum of two operands for NNX layers; see ``fp8flax.Fp8Einsum``.
 
     Give an instance to a layer: ``nnx.Einsum(…, einsum_op=fp8flax.nnx.Fp8Einsum())``.
-    {operands}
 
     Args:
-        {options}
-
-    Raises:
-        {errors}
+        recipe: how tensors are scaled, as in ``fp8flax.Fp8DotGeneralOp``.
+        form: ``"direct"`` or ``"qdq"``, as in ``fp8flax.Fp8DotGeneralOp``.
 
     Example:
         >>> from flax import nnx
@@ -235,26 +208,20 @@ class Fp8Einsum(EinsumCall, Fp8Op):
         >>> layer = nnx.Einsum("nta,hab->nthb", (8, 2, 4), einsum_op=op, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((1, 3, 2))).shape
         (1, 3, 8, 4)
-
-    {source}
     """
 
     row = EINSUM
 
 
 class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
-    """FP8 convolution for NNX layers, called like ``lax.conv_general_dilated``.
+    """FP8 convolution for NNX layers; see ``fp8flax.Fp8ConvGeneralDilatedOp``.
 
     Give an instance to a layer:
     ``nnx.Conv(…, conv_general_dilated=fp8flax.nnx.Fp8ConvGeneralDilatedOp())``.
 
-    {computation}
-
     Args:
-        {options}
-
-    Raises:
-        {errors}
+        recipe: how tensors are scaled, as in ``fp8flax.Fp8DotGeneralOp``.
+        form: ``"direct"`` or ``"qdq"``, as in ``fp8flax.Fp8ConvGeneralDilatedOp``.
 
     Example:
         >>> from flax import nnx
@@ -264,24 +231,18 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
         >>> layer = nnx.Conv(3, 8, (4, 4), (4, 4), conv_general_dilated=op, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 16, 16, 3))).shape
         (2, 4, 4, 8)
-
-    {source}
     """
 
     row = CONV
 
 
 class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
-    """FP8 matmul of a mixture of experts in NNX, called like ``lax.ragged_dot``.
-
-    {computation}
+    """FP8 matmul of a mixture of experts in NNX; see ``fp8flax.Fp8RaggedDotOp``.
 
     Args:
         num_experts: number of kernels, 1 or more.
-        {options}
-
-    Raises:
-        {errors}
+        recipe: how tensors are scaled, as in ``fp8flax.Fp8DotGeneralOp``.
+        form: ``"direct"`` or ``"qdq"``, as in ``fp8flax.Fp8DotGeneralOp``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -291,8 +252,6 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
         (6, 8)
         >>> op.kernel_scale.shape
         (2, 1)
-
-    {source}
     """
 
     row = RAGGED_DOT

@@ -27,6 +27,7 @@ from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax.demo import data, training
 from tests.cases import cells, dense_step, struct
+from tests.models import Einsum
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -37,7 +38,7 @@ SHAPES = [
     pytest.param((4096, 1024, 4096), marks=pytest.mark.all_cells),
 ]
 SHAPE = SHAPES[0]
-XLAS_OWN = fp8.Accumulation(forward="default", dgrad="default", wgrad="default")
+XLAS_OWN = ("default", "default", "default")
 WITH_XLAS_OWN = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(accumulation=XLAS_OWN))
 
 
@@ -338,8 +339,8 @@ LAYERS = {
     "two result axes": (nn.DenseGeneral, {"features": (8, 64)}, (512, 256)),
     "two contracted axes": (nn.DenseGeneral, {"features": 256, "axis": (-2, -1)}, (4, 128, 8, 64)),
     "batch": (nn.DenseGeneral, {"features": 256, "batch_dims": (0,)}, (4, 128, 64)),
-    "experts": (fp8.Einsum, {"shape": (8, 256, 512), "einsum_str": "ebd,edf->ebf"}, (8, 128, 256)),
-    "result transposed": (fp8.Einsum, {"shape": (256, 512), "einsum_str": "bd,df->fb"}, (128, 256)),
+    "experts": (Einsum, {"shape": (8, 256, 512), "einsum_str": "ebd,edf->ebf"}, (8, 128, 256)),
+    "result transposed": (Einsum, {"shape": (256, 512), "einsum_str": "bd,df->fb"}, (128, 256)),
 }
 
 
@@ -356,7 +357,8 @@ LAYERS = {
 )
 def test_other_layers_run_three_of_three_too(name):
     cls, fields, shape = LAYERS[name]
-    layer = cls(**fields, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp)
+    op = {"cls" if cls is Einsum else "dot_general_cls": fp8.Fp8DotGeneralOp}
+    layer = cls(**fields, use_bias=False, dtype=jnp.bfloat16, **op)
     x = struct(*shape)
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
 

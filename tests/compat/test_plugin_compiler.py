@@ -102,7 +102,7 @@ PROGRAMS = {
     "eight devices": (sharded_dense, None),
     "a Llama's step": (llama_step, "h200"),
 }
-DEFAULT = fp8.Accumulation(forward="default", dgrad="default", wgrad="default")
+DEFAULT = ("default", "default", "default")
 
 
 @from_0_10

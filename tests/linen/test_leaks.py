@@ -11,6 +11,7 @@ import pytest
 
 import fp8flax as fp8
 from tests.cases import normal, variables_of
+from tests.models import Einsum
 
 X = normal(0, 32, 32)
 IMAGES = normal(1, 2, 8, 8, 16)
@@ -49,7 +50,7 @@ def conv(name, kernel, strides, form="direct"):
 
 def einsum(name):
     op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES[name])
-    return calls_of(fp8.Einsum((32, 32), "ab,bc->ca", dot_general_cls=op), X)
+    return calls_of(Einsum((32, 32), "ab,bc->ca", op), X)
 
 
 def under_autocast(**options):

@@ -184,7 +184,6 @@ LAYERS = {
     "Dense": partial(nn.Dense, 4),
     "DenseGeneral": partial(nn.DenseGeneral, (2, 3), axis=(-2, -1)),
     "DenseGeneral with batch": partial(nn.DenseGeneral, 5, axis=-1, batch_dims=(0,)),
-    "Einsum": partial(fp8.Einsum, (6, 2, 3), "abc,cde->adbe"),
     "MultiHeadDotProductAttention": Attention,
 }
 
@@ -225,51 +224,6 @@ def test_injected_into_layers(layer):
         # The bias of the keys shifts all logits of a query alike, so its true gradient is 0.
         if "'key']['bias'" not in jax.tree_util.keystr(path):
             assert relative_error(ours, theirs) < 0.2, path
-
-
-class TestEinsum:
-    """Flax's ``nn.Einsum`` has no ``dot_general_cls``; ``fp8.Einsum`` is the same layer with this field."""
-
-    @pytest.mark.parametrize(
-        ("shape", "eqn", "x_shape"),
-        [
-            ((6, 4), "ab,bc->ac", (5, 6)),
-            ((6, 4), "ab,bc->ca", (5, 6)),
-            ((6, 4), "...b,bc->...c", (2, 5, 6)),
-            ((3, 6, 4), "xab,xbc->xac", (3, 5, 6)),
-            ((6, 2, 3), "abc,cde->abde", (3, 5, 6)),
-            ((6, 2), "abc,cd->ad", (3, 5, 6)),
-        ],
-    )
-    def test_without_a_cls_it_is_flax(self, shape, eqn, x_shape):
-        self.check(shape, eqn, x_shape, use_bias=True)
-
-    def test_without_a_bias_too(self):
-        self.check((6, 2, 3), "abc,cde->abde", (3, 5, 6), use_bias=False)
-
-    def check(self, shape, eqn, x_shape, use_bias):
-        x = normal(0, *x_shape)
-        layers = (
-            fp8.Einsum(shape, eqn, use_bias=use_bias),
-            nn.Einsum(shape, eqn, use_bias=use_bias),
-        )
-        with jax.numpy_rank_promotion("allow"):
-            (out, variables), (flax_out, flax_variables) = jax.jit(
-                lambda key, x: [layer.init_with_output(key, x) for layer in layers]
-            )(jax.random.key(1), x)
-        jax.tree.map(np.testing.assert_array_equal, variables, flax_variables)
-        np.testing.assert_allclose(out, flax_out, rtol=1e-5, atol=1e-6)
-
-    def test_equation_at_the_call(self):
-        x = jnp.ones((2, 3))
-        layer = fp8.Einsum((3, 4), dot_general_cls=fp8.Fp8DotGeneralOp)
-        init = partial(layer.init_with_output, einsum_str="ab,bc->ac")
-        assert jax.eval_shape(init, jax.random.key(0), x)[0].shape == (2, 4)
-
-    @pytest.mark.parametrize("eqn", ["ab,bc", "ab->ba", "ab,bc,cd->ad"])
-    def test_wrong_equations(self, eqn):
-        with pytest.raises(ValueError, match="must be explicit"):
-            fp8.Einsum((3, 4), eqn).init(jax.random.key(0), jnp.ones((2, 3)))
 
 
 class TestFp8Einsum:

@@ -19,6 +19,7 @@ from jax import lax
 import fp8flax as fp8
 from tests import what_works
 from tests.cases import OWG, RECIPES, added_up, normal, variables_of
+from tests.models import Einsum
 from tests.what_works import COLUMNS
 
 pytestmark = pytest.mark.oldest
@@ -47,7 +48,7 @@ def attention(op, name):
 
 LAYERS = {
     "Dense": lambda op, name: nn.Dense(WIDTH, dot_general_cls=op, name=name),
-    "Einsum": lambda op, name: fp8.Einsum((WIDTH, WIDTH), "...d,de->...e", dot_general_cls=op, name=name),
+    "Einsum": lambda op, name: Einsum((WIDTH, WIDTH), "...d,de->...e", op, name=name),
     "Attention": attention,
     "Own": lambda op, name: Own(op, name=name),
 }

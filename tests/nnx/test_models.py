@@ -12,6 +12,7 @@ from flax import nnx
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from tests.cases import normal
+from tests.nnx.layout import to_linen
 
 OWG = "_overwrite_with_gradient"
 CURRENT, SHORT = fp8.Float8CurrentScaling(), fp8.DelayedScaling(amax_history_len=4)
@@ -129,8 +130,8 @@ def test_rules(block):
     assert found["attention/out"].recipe == found["up"].recipe == CURRENT
     assert found["attention/query"].recipe == SHORT
     assert {op.form for op in found.values()} == {"qdq"}
-    assert OWG in fp8nnx.to_linen(found["attention/query"])
-    assert OWG not in fp8nnx.to_linen(found["attention/out"])
+    assert OWG in to_linen(found["attention/query"])
+    assert OWG not in to_linen(found["attention/out"])
 
 
 def test_rules_and_models_that_are_wrong(block):
@@ -256,7 +257,7 @@ def test_statistics_name_layers():
     with pytest.raises(ValueError, match="needs the path of each op"):
         measure(model)
     model8 = fp8nnx.quantize_model(model, SHORT, rules=[("layers/1", SHORT)])
-    found, variables = measure(model8), fp8nnx.to_linen(model8)
+    found, variables = measure(model8), to_linen(model8)
     expected = jax.jit(fp8.statistics(lambda v: jnp.sum(linen_model.apply(v, x) ** 2)))(variables)
     names = {f"layers/{i}": f"layers_{i}/Fp8DotGeneralOp_0" for i in range(2)}
     assert set(found) == set(names)
@@ -275,7 +276,7 @@ def test_the_model_stays_as_it_is_and_arrays_are_shared():
     model8.kernel.set_value(jnp.zeros((32, 16)))
     assert model(x).any()
     with fp8.autocast(recipe=CURRENT):
-        assert OWG not in fp8nnx.to_linen(fp8nnx.quantize_model(model, include=".*"))
+        assert OWG not in to_linen(fp8nnx.quantize_model(model, include=".*"))
     graphdef, _ = nnx.split(model8)
     assert hash(graphdef) == hash(nnx.graphdef(fp8nnx.quantize_model(model, include=".*")))
 

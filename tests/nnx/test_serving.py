@@ -13,6 +13,7 @@ from flax import nnx
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from tests.cases import cells, normal, ties
+from tests.nnx.layout import to_linen
 
 SHORT = fp8.DelayedScaling(amax_history_len=4)
 OWG = fp8.OVERWRITE_WITH_GRADIENT
@@ -80,7 +81,7 @@ class Twin(nnx.Module):
 @pytest.mark.long
 def test_calibration_is_that_of_the_linen_model():
     linen_model, model = Dense(), Twin(nnx.Rngs(0))
-    variables = fp8nnx.to_linen(model)
+    variables = to_linen(model)
     assert jax.tree.structure(variables) == jax.tree.structure(
         jax.eval_shape(linen_model.init, jax.random.key(0), X)
     )
@@ -89,7 +90,7 @@ def test_calibration_is_that_of_the_linen_model():
     expected = fp8.calibrate(
         lambda v, x: jnp.sum(linen_model.apply(v, x) ** 2), variables, batches, backward=True
     )
-    jax.tree.map(np.testing.assert_array_equal, fp8nnx.to_linen(model), expected)
+    jax.tree.map(np.testing.assert_array_equal, to_linen(model), expected)
     assert model.first.dot_general.input_amax_history.get_value()[0] == 3 * jnp.max(jnp.abs(X))
 
 
@@ -373,7 +374,7 @@ def test_safetensors_are_those_of_the_linen_model(recipe, tmp_path):
     model, paths = Net(nnx.Rngs(0)), [tmp_path / "nnx.safetensors", tmp_path / "linen.safetensors"]
     frozen = fp8nnx.freeze(model, X, **options)
     fp8nnx.save_safetensors(paths[0], frozen, config={"model_type": "net"} if recipe == "delayed" else None)
-    fp8.save_safetensors(paths[1], *fp8.freeze(LinenNet(), fp8nnx.to_linen(model), X, **options))
+    fp8.save_safetensors(paths[1], *fp8.freeze(LinenNet(), to_linen(model), X, **options))
     files = [safetensors.safe_open(path, "np") for path in paths]
     ours, theirs = (dict(safetensors.deserialize(path.read_bytes())) for path in paths)
     assert ours == theirs

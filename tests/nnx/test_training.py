@@ -14,6 +14,7 @@ import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from fp8flax._compat.jaxprs import num_consts_and_carry
 from tests.cases import normal
+from tests.nnx.layout import to_linen
 
 DELAYED = fp8.DelayedScaling(amax_history_len=4)
 OWG = "_overwrite_with_gradient"
@@ -70,7 +71,7 @@ def optimizer_of(model):
 @pytest.mark.oldest
 def test_steps_are_those_of_the_linen_model():
     linen_model, model = LinenModel(), Model(nnx.Rngs(0))
-    variables = fp8nnx.to_linen(model)
+    variables = to_linen(model)
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1e-2, momentum=0.9))
     state = fp8.TrainState.create(apply_fn=linen_model.apply, params=variables, tx=tx)
     optimizer = fp8nnx.Optimizer(model, tx)
@@ -86,7 +87,7 @@ def test_steps_are_those_of_the_linen_model():
     for factor in (1.0, 100.0, 0.0, 1.0):
         state, expected = linen_step(state, factor * X)
         assert train_step(model, optimizer, factor * X) == expected
-    jax.tree.map(np.testing.assert_array_equal, fp8nnx.to_linen(model), state.params)
+    jax.tree.map(np.testing.assert_array_equal, to_linen(model), state.params)
     assert optimizer.step.get_value() == state.step
     unused = state.params[OWG]["unused"]["Fp8DotGeneralOp_0"]
     assert unused["input_amax_history"].max() == 0
@@ -309,13 +310,13 @@ def test_accumulated_gradients_are_those_of_the_linen_model():
     linen_model, model = LinenModel(), Model(nnx.Rngs(0))
     batches = jnp.stack([X, 100 * X, 2 * X])
     of_linen = fp8.accumulate_gradients(lambda v, x: jnp.mean((linen_model.apply(v, x) - Y) ** 2))
-    expected, expected_grads = jax.jit(of_linen)(fp8nnx.to_linen(model), batches)
+    expected, expected_grads = jax.jit(of_linen)(to_linen(model), batches)
     step = fp8nnx.accumulate_gradients(loss_of)
     value, grads = nnx.jit(step)(model, batches)
     assert value == expected
     found = nnx.clone(model)
     nnx.update(found, grads)
-    jax.tree.map(np.testing.assert_array_equal, fp8nnx.to_linen(found), expected_grads)
+    jax.tree.map(np.testing.assert_array_equal, to_linen(found), expected_grads)
     fp8nnx.overwrite_state(model, grads)
     assert model.last.dot_general.kernel_amax_history.get_value()[0] > 0
     graphdef, state = nnx.split(model)

@@ -13,6 +13,7 @@ from flax import nnx
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from fp8flax.demo import model as linen
+from tests.nnx.layout import to_linen, update_from_linen
 
 WIDTH, LENGTH, BYTES = 16, 16, linen.VOCABULARY
 WINDOWS = np.random.default_rng(0).integers(0, BYTES, size=(4, 2, LENGTH + 1))
@@ -83,7 +84,7 @@ def test_losses_and_state_are_those_of_the_linen_model():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     state = fp8.TrainState.create(apply_fn=linen_model.apply, params=variables, tx=tx)
     model = fp8nnx.quantize_model(ByteTransformer(nnx.Rngs(0)), **RULES)
-    fp8nnx.update_from_linen(model, variables)
+    update_from_linen(model, variables)
     optimizer = fp8nnx.Optimizer(model, tx)
 
     @jax.jit
@@ -104,4 +105,4 @@ def test_losses_and_state_are_those_of_the_linen_model():
         assert step(model, optimizer, windows) == expected
     state8 = state.params[fp8.OVERWRITE_WITH_GRADIENT]
     assert {*state8["block_0"]} == {"up", "down"}
-    jax.tree.map(np.testing.assert_array_equal, fp8nnx.to_linen(model), state.params)
+    jax.tree.map(np.testing.assert_array_equal, to_linen(model), state.params)

@@ -3,10 +3,7 @@
 import ast
 import re
 import runpy
-import signal
-import subprocess
 import sys
-import time
 import tomllib
 import warnings
 from pathlib import Path
@@ -15,7 +12,7 @@ import jax
 import pytest
 
 import fp8flax
-from fp8flax._host import versions
+from fp8flax._compat import versions
 
 pytestmark = pytest.mark.oldest
 
@@ -23,18 +20,19 @@ PACKAGE = Path(fp8flax.__file__).parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
 
 
-@pytest.mark.parametrize("version", ["0.8.2", "0.13.0", "0.13.0.dev20260101", "1.0"])
+@pytest.mark.parametrize("version", ["0.9.2", "0.13.0", "0.13.0.dev20260101", "1.0"])
 def test_warns_of_a_version_that_is_not_known(version, monkeypatch):
     monkeypatch.setattr(jax, "__version__", version)
-    with pytest.warns(UserWarning, match=rf"JAX 0.9 to 0.12; this is JAX {version}. .*'jax>=0.9,<0.13'"):
+    with pytest.warns(UserWarning, match=rf"this is JAX {version}\."):
         runpy.run_path(versions.__file__)
 
 
-@pytest.mark.parametrize("version", [jax.__version__, "0.9.0", "0.10.2", "0.11.9", "0.12.0rc1"])
-def test_versions_that_are_known(version):
+@pytest.mark.parametrize("version", [jax.__version__, "0.10.2", "0.11.9", "0.12.0rc1"])
+def test_versions_that_are_known(version, monkeypatch):
+    monkeypatch.setattr(jax, "__version__", version)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        versions.warn_of_unknown(version)
+        runpy.run_path(versions.__file__)
 
 
 def declared(requirements):
@@ -53,28 +51,6 @@ def test_what_is_imported_is_declared(path):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) else []
         assert {name.split(".")[0] for name in names} <= known
-
-
-def test_ctrl_c_while_a_command_imports():
-    # Ctrl-C is ignored in what a shell has started in the background, and in all that it starts.
-    start = (
-        "import os, signal, sys; signal.signal(2, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
-    )
-    command = [sys.executable, "-X", "importtime", "-m", "fp8flax.demo", "--help"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", start, *command],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    for line in process.stderr:
-        if line.split("|")[-1].strip() == "fp8flax._host.interrupt":
-            break
-    time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
-    assert process.returncode == 130
-    assert [x for x in errors.splitlines() if not x.startswith("import time:")] == ["fp8flax: interrupted"]
 
 
 def pins_of(file):

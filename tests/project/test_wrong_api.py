@@ -42,8 +42,6 @@ def test_something_else_where_an_nnx_model_is_wanted(other):
         match += r"Dense\..* It is a Linen module: (see|use) fp8flax\."
     grads = nnx.state(linear())
     for call in (
-        lambda: fp8nnx.to_linen(other),
-        lambda: fp8nnx.update_from_linen(other, {}),
         lambda: fp8nnx.Optimizer(other, optax.sgd(0.1)),
         lambda: fp8nnx.Optimizer(linear(), optax.sgd(0.1)).update(other, grads),
         lambda: fp8nnx.overwrite_state(other, grads),
@@ -54,15 +52,6 @@ def test_something_else_where_an_nnx_model_is_wanted(other):
     ):
         with pytest.raises(TypeError, match=match):
             call()
-
-
-def test_what_is_no_collection_of_a_linen_model():
-    model = linear()
-    for other in (nnx.state(model), fp8nnx.to_linen(model)["params"]):
-        with pytest.raises(ValueError, match="the model has no bias, kernel"):
-            fp8nnx.update_from_linen(model, other)
-    with pytest.raises(TypeError, match=r"variables must be the collections of the model; got Linear\."):
-        fp8nnx.update_from_linen(model, model)
 
 
 def test_an_optimizer_that_is_not_called():
@@ -209,10 +198,6 @@ def test_weight_only_is_a_bool():
         (
             lambda: fp8nnx.accumulate_gradients(lambda model, x: 0.0)(X, linear()),
             r"The order is \(model, microbatches\)\.",
-        ),
-        (
-            lambda: fp8nnx.update_from_linen({"params": {}}, linear()),
-            r"got dict\. The order is update_from_linen\(model, variables\)\.",
         ),
     ],
 )

@@ -741,7 +741,7 @@ def test_every_converted_gemm_runs_in_fp8_on_hopper(gpu):
 )
 def test_a_few_rows_read_the_kernel_as_it_lies(gpu, rows, accumulation, target, backend):
     """Hopper's FP8 units would need the kernel transposed for each token."""
-    recipe = fp8.DelayedScaling(accumulation=fp8.Accumulation(forward=accumulation))
+    recipe = fp8.DelayedScaling(accumulation=(accumulation, "exact", "exact"))
     model = nn.Dense(
         2048,
         use_bias=False,

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.request import DimensionNumbers
 from fp8flax._core.plans.einsum import einsum_with
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Integer
+from fp8flax._core.shapes import Float, Integer
 
 
 class Called:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,7 @@ from fp8flax._core.plans.modes import contract
 from fp8flax._core.plans.plan import Extra, Operand
 from fp8flax._core.qtensor import QTensor, View, dequantized
 from fp8flax._core.recipes import GemmRecipe, Recipe
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
+from fp8flax._core.shapes import Float
 
 
 class _Convolution(NamedTuple):

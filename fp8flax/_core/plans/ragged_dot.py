@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,7 @@ from fp8flax._core.plans.modes import contract
 from fp8flax._core.plans.plan import Extra, Operand, explicit_sharding
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.recipes import GemmRecipe, Recipe
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Integer
+from fp8flax._core.shapes import Float, Integer
 
 _ON_EXPLICIT_AXES = (
     "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, where each "

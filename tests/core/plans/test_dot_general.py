@@ -248,8 +248,8 @@ class TestOnCuda:
     @pytest.mark.parametrize("word", ["fast", "exact", "default"])
     @pytest.mark.parametrize("gemm", ["forward", "dgrad", "wgrad"])
     def test_accumulation_of_each_gemm(self, gemm, word):
-        recipe = fp8.DelayedScaling(amax_history_len=2, accumulation=fp8.Accumulation(**{gemm: word}))
         expected = {"forward": "fast", "dgrad": "exact", "wgrad": "exact", gemm: word}
+        recipe = fp8.DelayedScaling(amax_history_len=2, accumulation=tuple(expected.values()))
         assert [g[0] for g in self.gemms(self.x, self.w, recipe=recipe)] == list(expected.values())
 
     @pytest.mark.parametrize(
