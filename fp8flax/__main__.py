@@ -1,4 +1,4 @@
-"""The command line: ``fp8flax`` or ``python -m fp8flax``, alone or with ``audit`` or ``demo``.
+"""The command line: ``fp8flax`` or ``python -m fp8flax``, alone or with ``demo``.
 
 Without a command it prints versions, devices and extras for a bug report.
 """
@@ -22,7 +22,6 @@ from fp8flax._host.interrupt import leave, raise_from_now_on
 
 _USAGE = """\
 usage: fp8flax                 print versions, devices and extras, for a bug report
-       fp8flax audit ...       show which matmuls of a program run in FP8 (fp8flax audit --help)
        fp8flax demo ...        train a small model in bf16 and in FP8 (fp8flax demo --help)
 """
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda13-plugin", "jax-cuda13-pjrt")
@@ -95,10 +94,6 @@ def _extras() -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
     command, *rest = list(sys.argv[1:] if argv is None else argv) or [""]
-    if command == "audit":
-        from fp8flax._audit.command import main as audit
-
-        return audit(rest)
     if command == "demo":
         from fp8flax.demo.__main__ import main as demo
 

@@ -48,8 +48,6 @@ class Kernel:
     """One GPU kernel: an instruction of the entry computation or of the body of a loop."""
 
     name: str
-    group: str
-    """The name of the first of several equal kernels. XLA compiles only one of them."""
     bytes: int
     """Bytes that one launch reads and writes."""
     trip_count: int
@@ -136,7 +134,6 @@ def _kernels(
             dots = dots_of(program, computation, instruction)
             yield Kernel(
                 name=instruction.name,
-                group=instruction.attribute("deduplicated_name") or instruction.name,
                 bytes=bytes_moved(program, computation, instruction),
                 trip_count=trip_count,
                 dots=tuple(dataclasses.replace(dot, op_name=full_name(dot.op_name)) for dot in dots),

@@ -40,7 +40,7 @@ from fp8flax._core.gemm.request import (
     cast_grid,
 )
 from fp8flax._core.gemm.units import is_for_hopper
-from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, DEQUANTIZED
+from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED
 from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.qtensor import BLOCK, TILE, QTensor
 from fp8flax._core.quantizers import BlockQuantizer
@@ -452,12 +452,17 @@ def _is_empty(gemm: Gemm) -> bool:
 _TABLE: dict[type, tuple[Row, ...]] = {
     Gemm: (
         # One scale per tensor or slice.
-        Row(_transposes_codes, cuda.cublaslt_in_columns, several=cuda.cublaslt, on_shards=_on_shards),
+        Row(
+            _transposes_codes,
+            cuda.cublaslt_in_columns,
+            several=cuda.cublaslt,
+            on_shards=partial(_on_shards, name=CUBLASLT),
+        ),
         Row(
             _fits_cublaslt,
             partial(cuda.cublaslt, is_row_major=True),
             several=cuda.cublaslt,
-            on_shards=_on_shards,
+            on_shards=partial(_on_shards, name=CUBLASLT),
         ),
         Row(
             _multiplies_codes,

@@ -14,9 +14,9 @@ from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     NATIVE_MX,
     Fp8EmulationWarning,
-    compile_target,
     compute_capability,
     has_triton,
+    is_compiling_ahead,
     is_hopper,
 )
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import multiplies_dtypes
@@ -69,7 +69,7 @@ def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
         *recipes: the recipes of the GEMMs.
         is_ragged: whether the GEMMs belong to a ragged dot. Blackwell has no units for block scales there.
     """
-    if compile_target.value is not None:
+    if is_compiling_ahead():
         return
     capability = compute_capability()
     has_kernel = not (is_ragged and capability >= NATIVE_MX)
