@@ -16,7 +16,6 @@ from fp8flax._audit.report import AuditReport, percent
 from fp8flax._core.autocast import current_phase
 from fp8flax._core.gemm.gpus import GPUS
 
-
 _WITHOUT_TRITON = (
     "JAX without XLA's Triton GEMMs: this JAX cannot compile an FP8 algorithm for an absent GPU, so the "
     "precision of each FP8 GEMM states its accumulation."

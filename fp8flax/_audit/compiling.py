@@ -221,7 +221,8 @@ def compiles_algorithms() -> bool:
     JAX 0.12 does not: without the GPU it writes programs in a version of StableHLO that has no such
     algorithms. To find out, a small dot is compiled.
     """
-    codes = jax.ShapeDtypeStruct((16, 16), jnp.float8_e4m3fn, sharding=SingleDeviceSharding(_device("h200")))
+    sharding = SingleDeviceSharding(_device("h200"))
+    codes = jax.ShapeDtypeStruct((16, 16), jnp.float8_e4m3fn, sharding=sharding)
     dot = functools.partial(
         lax.dot_general,
         dimension_numbers=(((1,), (1,)), ((), ())),
@@ -312,9 +313,10 @@ def compile_lowered(target: Target, lowered: jax.stages.Lowered, name: str) -> j
         RuntimeError: the program cannot be compiled, or no argument of it lies on the mesh.
     """
     options = {}
-    if target.gpu is not None and not compiles_algorithms() and CUBLASLT in lowered.as_text(debug_info=True):
-        # Without an algorithm XLA would give these GEMMs to Triton.
-        options = {"xla_gpu_enable_triton_gemm": False}
+    if target.gpu is not None and not compiles_algorithms():
+        # Without an algorithm, XLA would give to Triton the GEMMs that ask for cublasLt.
+        if CUBLASLT in lowered.as_text(debug_info=True):
+            options["xla_gpu_enable_triton_gemm"] = False
     # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known here, too.
     with warnings.catch_warnings(), _known(target.gpu):
         # JAX cannot load a program for an absent GPU from its persistent cache. It compiles it again.

@@ -250,7 +250,6 @@ form: form of the ops: ``"direct"``, or ``"qdq"``, which with delayed scaling ca
     "report.args": """\
 model: the model that ``quantize_model`` returned.
 *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
-target: the GPU of the prediction, as for ``audit``: ``"h100"``, ``"h200"``, ``"b200"``, …
 **kwargs: keyword inputs of the model.""",
     "save_safetensors.args": """\
 rename: other names for the tensors: regular expressions and their replacements, each substituted

@@ -88,11 +88,6 @@ class Gpu:
         """Returns whether the GPU has units that multiply FP8."""
         return self.compute_capability >= NATIVE_FP8
 
-    @property
-    def has_mx_units(self) -> bool:
-        """Returns whether the GPU has units for FP8 with a scale per block."""
-        return self.compute_capability >= NATIVE_MX
-
 
 GPUS = {
     "a100": Gpu(

@@ -52,16 +52,6 @@ def has_units_for_blocks(recipe: GemmRecipe, capability: float) -> bool:
     return has_128_columns and lhs.dtype == rhs.dtype and has_triton()
 
 
-def runs_in_fp8(recipe: GemmRecipe, capability: float) -> bool:
-    """Returns whether a GPU of this compute capability runs a matmul with this recipe in FP8 units."""
-    lhs, rhs = recipe.lhs, recipe.rhs
-    if capability < NATIVE_FP8 or lhs is None or rhs is None:
-        return False
-    if lhs.scales_along_contraction != rhs.scales_along_contraction:
-        return False
-    return not lhs.scales_along_contraction or has_units_for_blocks(recipe, capability)
-
-
 def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
     """Warns, once, if the current device has no FP8 units for GEMMs with one of these recipes.
 

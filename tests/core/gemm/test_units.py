@@ -10,7 +10,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
-from fp8flax._core.gemm.units import runs_in_fp8, warn_if_emulated
+from fp8flax._core.gemm.units import has_units_for_blocks, warn_if_emulated
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
@@ -60,9 +60,9 @@ def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(capability, is_t
 def test_block_scales_on_blackwell(recipe, with_triton, without, monkeypatch):
     """The kernel for float32 scales needs Pallas's Triton backend, and operands of one dtype."""
     gemms = recipe.gemms.forward, recipe.gemms.dgrad, recipe.gemms.wgrad
-    assert tuple(runs_in_fp8(gemm, 10.0) for gemm in gemms) == with_triton
+    assert tuple(has_units_for_blocks(gemm, 10.0) for gemm in gemms) == with_triton
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
-    assert tuple(runs_in_fp8(gemm, 10.0) for gemm in gemms) == without
+    assert tuple(has_units_for_blocks(gemm, 10.0) for gemm in gemms) == without
     monkeypatch.setattr("fp8flax._core.gemm.units.compute_capability", lambda: 10.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
