@@ -313,10 +313,10 @@ def compile_lowered(target: Target, lowered: jax.stages.Lowered, name: str) -> j
         RuntimeError: the program cannot be compiled, or no argument of it lies on the mesh.
     """
     options = {}
-    if target.gpu is not None and not compiles_algorithms():
+    lacks_algorithms = target.gpu is not None and not compiles_algorithms()
+    if lacks_algorithms and CUBLASLT in lowered.as_text(debug_info=True):
         # Without an algorithm, XLA would give to Triton the GEMMs that ask for cublasLt.
-        if CUBLASLT in lowered.as_text(debug_info=True):
-            options["xla_gpu_enable_triton_gemm"] = False
+        options["xla_gpu_enable_triton_gemm"] = False
     # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known here, too.
     with warnings.catch_warnings(), _known(target.gpu):
         # JAX cannot load a program for an absent GPU from its persistent cache. It compiles it again.
