@@ -84,23 +84,15 @@ class Target:
 
 
 def find_target(target: str | Mesh) -> Target:
-    """Returns the ``Target`` for a name in ``TARGETS`` or for a mesh.
-
-    Raises ``TypeError`` for a list of devices; for other errors see ``audit``.
-    """
+    """Returns the ``Target`` for a name in ``TARGETS`` or for a mesh. For errors see ``audit``."""
     if isinstance(target, Mesh):
         key = _kind_of(target)
         times = f"{target.size} × " if target.size > 1 else ""
         return _target_of(key, times, NamedSharding(target, PartitionSpec()), target)
-    if isinstance(target, list):
-        raise TypeError(
-            f"target must be a name or a mesh; got a list of {len(target)}. Pass "
-            "jax.sharding.Mesh(np.array(devices), ('data',)) of the devices."
-        )
-    if target in GPUS:
+    if target in tuple(GPUS):
         return _target_of(target, "", SingleDeviceSharding(_device(target)))
     if target != "local":
-        hint = f"{OTHER_GPUS[target]} " if target in OTHER_GPUS else ""
+        hint = f"{OTHER_GPUS[target]} " if target in tuple(OTHER_GPUS) else ""
         raise ValueError(
             f"{hint}target must be one of {', '.join(TARGETS)}, or a jax.sharding.Mesh of "
             f"compile_only_devices; got {target!r}. For another GPU use one of the same compute "

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from fp8flax._audit.compiling import Target, compiles_algorithms
 from fp8flax._audit.dots import Dot
 from fp8flax._audit.kernels import Summary
-from fp8flax._audit.op_names import components, path_of, role_of
-from fp8flax._core.names import BLOCK_GEMM_F16, CHOSEN_WIDE, CUBLASLT, WITHOUT_UNITS
+from fp8flax._core.names import (
+    BLOCK_GEMM_F16,
+    BY_OP,
+    CHOSEN_WIDE,
+    CONVOLVED_WIDE,
+    CUBLASLT,
+    DGRAD,
+    FORWARD,
+    KEPT_WIDE,
+    NOT_CONVERTED,
+    SWITCHED_OFF,
+    WGRAD,
+    WITHOUT_UNITS,
+)
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -97,7 +109,7 @@ def _is_for_cublaslt(dot: Dot) -> bool:
 def read_gemms(program: Summary, target: Target) -> tuple[AuditedGemm, ...]:
     """Returns the GEMMs of a program, compiled for ``target``, in the order of its kernels."""
     without_triton = is_without_triton(program, target)
-    gemms, dots = [], []
+    gemms = []
     for kernel in program.kernels:
         for i, dot in enumerate(kernel.dots):
             takes_fp8 = target.has_fp8_units and _takes_fp8(dot)
@@ -111,7 +123,8 @@ def read_gemms(program: Summary, target: Target) -> tuple[AuditedGemm, ...]:
             gemms.append(
                 AuditedGemm(
                     path=path_of(dot.op_name),
-                    role=role_of(dot.op_name),
+                    # The batched products of attention contract any dimensions.
+                    role=role_of(dot.op_name, dot.contracts_leading if dot.batch == 1 else None),
                     batch=dot.batch,
                     m=dot.m,
                     k=dot.k,
@@ -130,8 +143,7 @@ def read_gemms(program: Summary, target: Target) -> tuple[AuditedGemm, ...]:
                     may_be_fp8=may_be_fp8,
                 )
             )
-            dots.append(dot)
-    return tuple(_with_roles(gemms, dots))
+    return tuple(gemms)
 
 
 def _takes_fp8(dot: Dot) -> bool:
@@ -176,29 +188,75 @@ def why_not(dot: Dot, has_fp8: bool, target: Target) -> str:
     return f"operands are {dtypes}: layer not converted"
 
 
-def _with_roles(gemms: Sequence[AuditedGemm], dots: Sequence[Dot]) -> Iterator[AuditedGemm]:
-    """Yields the GEMMs with the role ``dgrad`` or ``wgrad`` in place of ``backward``, if it can be found.
+_WRAPPERS = frozenset(
+    (
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "eval_jaxpr",
+        "pjit",
+        "remat",
+        "remat2",
+        "rematted_computation",
+        "shard_map",
+        "vmap",
+        BY_OP,
+        NOT_CONVERTED,
+    )
+)
+"""Components of an op name that JAX and ``quantize_model`` add; they are no modules."""
 
-    For a forward product of sizes M, K, N, dgrad is (M, N) by (N, K) and sums over N. wgrad is (K, M) by
-    (M, N) and sums over M. If the sizes fit both, the contracted dimensions decide: wgrad sums over the
-    first dimensions of the operands, dgrad over the last ones. This does not work for cublasLt in FP8. It
-    sums over the last dimensions only, so XLA transposes the operands.
-    """
-    forward: dict[str, set[tuple[int, int, int]]] = {}
-    for gemm in gemms:
-        if gemm.role.endswith("forward"):
-            forward.setdefault(gemm.path, set()).add((gemm.m, gemm.k, gemm.n))
-    for gemm, dot in zip(gemms, dots):
-        if gemm.role != "backward" or gemm.batch > 1:
-            yield gemm
+_ROLES = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad"}
+"""The roles of GEMMs by the scopes in which the FP8 matmul computes them."""
+
+
+def components(op_name: str) -> Iterator[str]:
+    """Yields the parts of an op name, also those inside of ``jvp(…)``, but not those of ``jit(…)``."""
+    for part in re.findall(r"(?:[^/()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))+", op_name):
+        wrapped = re.fullmatch(r"(\w+)\((.*)\)", part)
+        if wrapped is None:
+            yield part
+        elif wrapped[1] not in ("jit", "pjit"):
+            yield from components(wrapped[2])
+
+
+def path_of(op_name: str) -> str:
+    """Returns the modules and scopes in an op name, without transformations, control flow and FP8 op."""
+    # Under jax.checkpoint JAX names the root twice.
+    op_name = re.sub(r"transpose\(jvp\(([^()]+)\)\)/jvp\(\1\)", r"transpose(jvp(\1))", op_name)
+    *parts, _ = [*components(op_name)] or [""]
+    kept: list[str] = []
+    for part in parts:
+        if part in _ROLES or part in (SWITCHED_OFF, KEPT_WIDE, CONVOLVED_WIDE):
+            break  # the parts that follow are inside the FP8 matmul
+        if part in _WRAPPERS or re.fullmatch(r"(Fp8|NANOOFp8)\w*(Dot|Conv)\w*_\d+", part):
             continue
-        roles = set()
-        for m, k, n in forward.get(gemm.path, ()):
-            if gemm.k == n and {gemm.m, gemm.n} == {m, k}:
-                roles.add("dgrad")
-            if gemm.k == m and {gemm.m, gemm.n} == {k, n}:
-                roles.add("wgrad")
-        transposed = gemm.is_fp8 and gemm.backend == "cublasLt"
-        if len(roles) != 1 and dot.contracts_leading is not None and not transposed:
-            roles = {"wgrad" if dot.contracts_leading else "dgrad"}
-        yield dataclasses.replace(gemm, role=roles.pop()) if len(roles) == 1 else gemm
+        if (kept[-1:] == ["while"] and part in ("body", "cond")) or (
+            kept[-1:] == ["cond"] and re.fullmatch(r"branch_\d+_fun", part)
+        ):
+            kept.pop()
+        else:
+            kept.append(part)
+    return "/".join(kept)
+
+
+def role_of(op_name: str, contracts_leading: bool | None = None) -> str:
+    """Returns the role of a GEMM; ``backward`` if it is not known which gradient it is.
+
+    Args:
+        op_name: the name of the operation. Those of FP8 ops contain the role.
+        contracts_leading: as in ``Dot``. For a layer in a wide dtype, wgrad sums over the first dimensions
+            of the operands, and dgrad over the last ones.
+    """
+    *parts, _ = [*components(op_name)] or [""]
+    scope = next((_ROLES[part] for part in reversed(parts) if part in _ROLES), "")
+    if scope in ("dgrad", "wgrad"):
+        return scope
+    if "rematted_computation" in parts:
+        return "recomputed forward"
+    if "transpose(" not in op_name or scope == "forward":
+        return "forward"
+    return "backward" if contracts_leading is None else "wgrad" if contracts_leading else "dgrad"

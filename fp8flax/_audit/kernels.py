@@ -7,10 +7,9 @@ import math
 import re
 from collections.abc import Iterator
 
-from fp8flax._audit.collectives import bytes_sent, kind_of
 from fp8flax._audit.dots import Dot, dots_of
 from fp8flax._audit.hlo import Computation, Instruction, Program, parse
-from fp8flax._audit.traffic import bytes_moved
+from fp8flax._audit.traffic import bytes_moved, bytes_sent, kind_of
 
 _FREE = frozenset(
     (

@@ -21,8 +21,7 @@ import fp8flax.nnx
 from fp8flax._audit import AuditReport, assert_fp8, audit, compiling, gemms
 from fp8flax._audit.compiling import Target
 from fp8flax._audit.dots import Dot
-from fp8flax._audit.gemms import AuditedGemm, why_not
-from fp8flax._audit.op_names import path_of, role_of
+from fp8flax._audit.gemms import AuditedGemm, path_of, role_of, why_not
 from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from tests.cases import RECIPES, cells, dense_step, struct

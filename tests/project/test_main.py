@@ -36,7 +36,6 @@ def test_command():
     ("arguments", "status", "said"),
     [
         (["--help"], 0, "fp8flax demo"),
-        (["audit", "demo", "--target", "nothing"], 2, "fp8flax audit: argument --target: invalid choice"),
         (["demo", "nothing"], 2, "fp8flax demo: argument task: invalid choice"),
         (["nothing"], 2, "fp8flax: there is no command 'nothing'\nusage: "),
     ],
@@ -48,7 +47,7 @@ def test_the_commands(arguments, status, said, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["audit", "demo"])
+@pytest.mark.parametrize("name", ["demo"])
 def test_the_commands_have_their_old_names_too(name):
     def help_of(*words):
         command = [sys.executable, "-m", *words, "--help"]
