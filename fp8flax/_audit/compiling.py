@@ -85,41 +85,44 @@ class Target:
 
 def find_target(target: str | Mesh) -> Target:
     """Returns the ``Target`` for a name in ``TARGETS`` or for a mesh. For errors see ``audit``."""
+    mesh = target if isinstance(target, Mesh) else None
+    sharding: jax.sharding.Sharding
     if isinstance(target, Mesh):
-        key = _kind_of(target)
-        times = f"{target.size} × " if target.size > 1 else ""
-        return _target_of(key, times, NamedSharding(target, PartitionSpec()), target)
-    if target in tuple(GPUS):
-        return _target_of(target, "", SingleDeviceSharding(_device(target)))
-    if target != "local":
+        key, sharding = _kind_of(target), NamedSharding(target, PartitionSpec())
+    elif target in tuple(GPUS):
+        key, sharding = target, SingleDeviceSharding(_device(target))
+    elif target == "local":
+        return _local_device()
+    else:
         hint = f"{OTHER_GPUS[target]} " if target in tuple(OTHER_GPUS) else ""
         raise ValueError(
             f"{hint}target must be one of {', '.join(TARGETS)}, or a jax.sharding.Mesh of "
             f"compile_only_devices; got {target!r}. For another GPU use one of the same compute "
             f"capability: {', '.join(f'{key} has {gpu.compute_capability}' for key, gpu in GPUS.items())}."
         )
-    device = jax.config.jax_default_device or jax.devices()[0]
-    device = jax.devices(device)[0] if isinstance(device, str) else device
-    if device.platform == "tpu":
-        raise ValueError(f"audit reads programs for CPUs and GPUs; use one of {', '.join(GPUS)}.")
-    return Target(
-        key=target,
-        name=str(device.device_kind),
-        platform=device.platform,
-        has_fp8_units=has_fp8_units(device),
-    )
-
-
-def _target_of(key: str, times: str, sharding: jax.sharding.Sharding, mesh: Mesh | None = None) -> Target:
-    gpu = GPUS[key]
+    gpu, count = GPUS[key], len(sharding.device_set)
     return Target(
         key=key,
-        name=times + gpu.name,
+        name=f"{count} × {gpu.name}" if count > 1 else gpu.name,
         platform="cuda",
         has_fp8_units=gpu.has_fp8_units,
         gpu=gpu,
         mesh=mesh,
         sharding=sharding,
+    )
+
+
+def _local_device() -> Target:
+    """Returns the device that JAX uses here."""
+    device = jax.config.jax_default_device or jax.devices()[0]
+    device = jax.devices(device)[0] if isinstance(device, str) else device
+    if device.platform == "tpu":
+        raise ValueError(f"audit reads programs for CPUs and GPUs; use one of {', '.join(GPUS)}.")
+    return Target(
+        key="local",
+        name=str(device.device_kind),
+        platform=device.platform,
+        has_fp8_units=has_fp8_units(device),
     )
 
 

@@ -129,17 +129,17 @@ def read_gemms(program: Summary, target: Target) -> tuple[AuditedGemm, ...]:
                     m=dot.m,
                     k=dot.k,
                     n=dot.n,
+                    backend=dot.backend,
+                    op_name=dot.op_name,
                     lhs_dtype=_dtype(dot.lhs_dtype),
                     rhs_dtype=_dtype(dot.rhs_dtype),
                     out_dtype=_dtype(dot.out_dtype),
-                    backend=dot.backend,
                     accumulation="default" if may_be_fp8 else dot.accumulation,
                     is_fp8=is_fp8,
                     reason="" if is_fp8 else reason,
                     trip_count=kernel.trip_count,
                     # If a kernel computes several products, its bytes count for the first one.
                     bytes=0 if i else kernel.bytes * kernel.trip_count,
-                    op_name=dot.op_name,
                     may_be_fp8=may_be_fp8,
                 )
             )

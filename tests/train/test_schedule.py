@@ -181,10 +181,6 @@ def test_phases_of_a_converted_model_and_their_reports():
         [False, False, False],
         [False, True, True],
     ]
-    first, wide, current = ([row.speedup for row in report.rows] for report in reports)
-    assert first[:2] == current[:2]
-    assert first[2] > current[2]
-    assert wide == [1, 1, 1]
     assert "Phase of the schedule: wide." in str(reports[1])
     assert reports[1].rows[2].reason.startswith("FP8 is off")
     assert fp8.report(model, x).phase is None

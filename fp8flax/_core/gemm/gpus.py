@@ -27,18 +27,17 @@ _absent_gpu = jax.make_user_context(None)
 
 
 def compile_target(
-    capability: float, *, takes_algorithms: bool = True
+    capability: float | None, *, takes_algorithms: bool = True
 ) -> contextlib.AbstractContextManager[object]:
     """Sets the GPU that programs are traced and lowered for. It is part of the cache key of ``jax.jit``.
 
     Args:
-        capability: the compute capability of the GPU.
+        capability: the compute capability of the GPU; None for the first device of JAX.
         takes_algorithms: whether JAX can compile a dot with an FP8 ``DotAlgorithmPreset`` for this GPU. If
             not, the precision of the dot says how it accumulates.
     """
-    context: contextlib.AbstractContextManager[object] = _absent_gpu(
-        _AbsentGpu(capability, takes_algorithms)
-    )
+    gpu = None if capability is None else _AbsentGpu(capability, takes_algorithms)
+    context: contextlib.AbstractContextManager[object] = _absent_gpu(gpu)
     return context
 
 
