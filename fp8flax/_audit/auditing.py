@@ -9,7 +9,7 @@ import jax
 import jaxlib
 from jax.sharding import Mesh
 
-from fp8flax._audit.compiling import compile_lowered, find_target, lower_for
+from fp8flax._audit.compiling import compile_for, find_target
 from fp8flax._audit.gemms import is_without_triton, read_gemms
 from fp8flax._audit.kernels import Summary, read
 from fp8flax._audit.report import AuditReport, percent
@@ -61,8 +61,7 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
     Source: XLA's optimized HLO, as ``jax.stages.Compiled.as_text`` gives it.
     """
     device = find_target(target)
-    name = getattr(fn, "__name__", repr(fn))
-    compiled = compile_lowered(device, lower_for(device, fn, args, keywords), name)
+    compiled = compile_for(device, fn, args, keywords)
     text = compiled.as_text()
     if text is None:
         raise RuntimeError(

@@ -30,9 +30,6 @@ from fp8flax._core.options import check_choice, check_int
 
 _T = TypeVar("_T")
 
-TARGETS = (*GPUS, "local")
-"""The names of the targets that ``audit`` can compile for."""
-
 # The text of a GpuTargetConfigProto. XLA's decisions depend on these numbers. Without the version of cuDNN,
 # XLA expands block-scaled matmuls to bfloat16. JAX 0.10 reads the versions in the last lines of the text,
 # later versions of JAX read those in the device's description.
@@ -71,7 +68,7 @@ class Target:
     """The device or the mesh that a program is compiled for."""
 
     key: str
-    """One of ``TARGETS``."""
+    """A key of ``GPUS``, or ``local``."""
     name: str
     platform: str
     has_fp8_units: bool
@@ -84,7 +81,7 @@ class Target:
 
 
 def find_target(target: str | Mesh) -> Target:
-    """Returns the ``Target`` for a name in ``TARGETS`` or for a mesh. For errors see ``audit``."""
+    """Returns the ``Target`` for a name or for a mesh. For errors see ``audit``."""
     mesh = target if isinstance(target, Mesh) else None
     sharding: jax.sharding.Sharding
     if isinstance(target, Mesh):
@@ -96,7 +93,7 @@ def find_target(target: str | Mesh) -> Target:
     else:
         hint = f"{OTHER_GPUS[target]} " if target in tuple(OTHER_GPUS) else ""
         raise ValueError(
-            f"{hint}target must be one of {', '.join(TARGETS)}, or a jax.sharding.Mesh of "
+            f"{hint}target must be one of {', '.join(GPUS)}, local, or a jax.sharding.Mesh of "
             f"compile_only_devices; got {target!r}. For another GPU use one of the same compute "
             f"capability: {', '.join(f'{key} has {gpu.compute_capability}' for key, gpu in GPUS.items())}."
         )
@@ -242,9 +239,11 @@ def compiling_for(gpu: Gpu) -> Iterator[None]:
         yield
 
 
-def compile_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -> jax.stages.Compiled:
-    """Compiles ``fn(*args)``; arguments may be ``jax.ShapeDtypeStruct``. Errors: see ``audit``."""
-    return compile_lowered(target, lower_for(target, fn, args), _name_of(fn))
+def compile_for(
+    target: Target, fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Compiles ``fn(*args, **keywords)``. For errors see ``audit``."""
+    return compile_lowered(target, lower_for(target, fn, args, keywords), _name_of(fn))
 
 
 def lower_for(

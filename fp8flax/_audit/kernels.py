@@ -80,16 +80,6 @@ def read(text: str) -> Summary:
 
     Raises:
         ValueError: the text is not that of an HLO module.
-
-    Example:
-        >>> summary = read('''HloModule example
-        ...
-        ... ENTRY %main (x: bf16[8,4]) -> f32[8,4] {
-        ...   %x = bf16[8,4]{1,0} parameter(0)
-        ...   ROOT %convert.1 = f32[8,4]{1,0} convert(%x), metadata={op_name="jit(f)/convert"}
-        ... }''')
-        >>> summary.kernels
-        (Kernel(name='convert.1', ..., bytes=192, trip_count=1, dots=(), collective='', bytes_sent=0),)
     """
     program = parse(text)
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
 
 from fp8flax._audit.gemms import AuditedGemm
 from fp8flax._audit.time_model import PARTS, predicted_seconds
@@ -17,11 +16,10 @@ _HEADER = ("GEMM", "role", "M×K×N", "operands", "backend", "% FLOPs", "FP8?")
 class AuditReport:
     """Contents of a compiled program: its GEMMs, kernels and bytes. Print it, or assert on its fields.
 
-    Two kinds of code are counted approximately: a loop whose trip
-    count XLA does not know counts once, and each branch of a conditional counts as if it were taken. A GEMM
-    is what XLA shows as a matrix product or a convolution, or a GPU kernel of this package that multiplies.
-    A matrix times a vector, and other hand-written GPU kernels (Pallas, cuDNN attention), count among the
-    other kernels.
+    Two kinds of code are counted approximately: a loop whose trip count XLA does not know counts once, and
+    each branch of a conditional counts as if it were taken. A GEMM is what XLA shows as a matrix product or
+    a convolution, or a GPU kernel of this package that multiplies. A matrix times a vector, and other
+    hand-written GPU kernels (Pallas, cuDNN attention), count among the other kernels.
     """
 
     target: str
@@ -62,11 +60,6 @@ class AuditReport:
     def num_fp8_gemms(self) -> int:
         """Returns the number of GEMMs that run in FP8; the body of a loop counts once."""
         return sum(gemm.is_fp8 for gemm in self.gemms)
-
-    @property
-    def num_gemm_launches(self) -> int:
-        """Returns the number of GEMMs that one call runs."""
-        return sum(gemm.trip_count for gemm in self.gemms)
 
     @property
     def flops(self) -> int:
@@ -121,13 +114,6 @@ class AuditReport:
             f"{self.num_fp8_gemms} of {self.num_gemms} GEMMs run in FP8 ({percent(share)} of their FLOPs)"
             f"{maybe} on {self.device}, JAX {self.jax_version}."
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all fields and totals as values that JSON can hold."""
-        totals = [name for name, value in vars(type(self)).items() if isinstance(value, property)]
-        gemms = [{**dataclasses.asdict(gemm), "flops": gemm.flops} for gemm in self.gemms]
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**fields, **{name: getattr(self, name) for name in totals}, "gemms": gemms}
 
     def __str__(self) -> str:
         reasons = self._reasons()

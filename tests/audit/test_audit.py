@@ -322,7 +322,6 @@ def test_scanned_layers(gpu, remat):
     roles = ["dgrad", "dgrad", "forward", "forward", "wgrad", "wgrad"]
     assert sorted(g.role for g in report.gemms) == sorted(roles + ["recomputed forward"] * remat)
     assert report.flops == (6 + remat) * 8 * 2 * 512 * 128 * 256
-    assert report.num_gemm_launches == 8 * report.num_gemms
     assert report.num_launches > report.num_kernels
     assert not report.unknown_trip_counts
 
@@ -661,7 +660,6 @@ def test_fp8_operands_in_triton_only_may_run_in_fp8():
         "1 of 4 GEMMs run in FP8 (25.0 % of their FLOPs), 2 may (50.0 %), on NVIDIA H200, JAX 0.0."
     )
     assert "Triton          25.0     may [1]\n" in str(report)
-    assert [gemm["may_be_fp8"] for gemm in report.to_dict()["gemms"]] == [False, True, True, False]
 
 
 def test_only_all_is_100_percent():
@@ -670,13 +668,9 @@ def test_only_all_is_100_percent():
     assert "1 of 2 GEMMs run in FP8 (>99.9 % of their FLOPs)" in report.summary
 
 
-def test_dict_holds_fields_and_totals():
-    restored = json.loads(json.dumps(REPORT.to_dict()))
-    assert restored["fp8_flops_share"] == 0.5
-    assert restored["num_gemm_launches"] == 10
-    assert restored["gemms"][0]["flops"] == 2 * 64 * 32 * 16 * 8
+def test_a_report_can_be_written_as_json():
+    restored = json.loads(json.dumps(dataclasses.asdict(REPORT)))
     assert restored["gemms"][1]["reason"] == "a < b"
-    assert {f.name for f in dataclasses.fields(REPORT)} <= set(restored)
 
 
 def test_predicted_time():

@@ -173,11 +173,11 @@ def test_every_scale_is_applied_in_float32(name, monkeypatch):
     args = variables, x, jax.eval_shape(layer.apply, variables, x)
     programs = []
 
-    def compile_lowered(*args):
-        programs.append(compiling.compile_lowered(*args))
+    def compile_for(*args):
+        programs.append(compiling.compile_for(*args))
         return programs[-1]
 
-    monkeypatch.setattr(auditing, "compile_lowered", compile_lowered)
+    monkeypatch.setattr(auditing, "compile_for", compile_for)
     report = fp8.audit(step, *args)
     (text,) = (program.as_text() for program in programs)
     runs_three_of_three(report)
