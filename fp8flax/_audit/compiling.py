@@ -252,12 +252,10 @@ def lower_for(
     """Lowers ``fn(*args, **keywords)`` for ``compile_lowered``."""
     name = _name_of(fn)
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
-    shape_of = functools.partial(_shape_of, sharding=target.sharding)
-    if target.mesh is not None:
-        # An argument without a sharding is replicated. A jitted function may have in_shardings, so its
-        # arguments get no sharding here.
-        elsewhere = target.sharding if jitted is not fn else None
-        shape_of = functools.partial(_shape_on_mesh, mesh=target.mesh, elsewhere=elsewhere)
+    # A jitted function may have in_shardings, so on a mesh its arguments get no sharding here. Arguments of
+    # other functions are replicated.
+    elsewhere = None if target.mesh is not None and jitted is fn else target.sharding
+    shape_of = functools.partial(_shape_of, mesh=target.mesh, elsewhere=elsewhere)
     shapes = jax.tree.map(shape_of, (args, keywords or {}))
     with _known(target.gpu):
         traced = _explained(
@@ -344,25 +342,25 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", repr(fn))
 
 
-def _shape_of(leaf: Any, sharding: Any) -> Any:
-    """Returns the shape and dtype of an array, with ``sharding``; returns any other value unchanged."""
+def _shape_of(leaf: Any, mesh: Mesh | None, elsewhere: Any) -> Any:
+    """Returns the shape and dtype of an array, and the sharding to compile for; any other value unchanged.
+
+    The sharding has the partition spec of the array on ``mesh``. If the array has no spec with the axes of
+    ``mesh``, its sharding is ``elsewhere``.
+    """
     if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return leaf
+    found = getattr(leaf, "sharding", None)
+    if (
+        mesh is not None
+        and isinstance(found, NamedSharding)
+        and set(found.mesh.axis_names) <= set(mesh.axis_names)
+    ):
+        elsewhere = NamedSharding(mesh, found.spec)
     weak = getattr(leaf, "weak_type", False)
     # Without x64, JAX computes in float32 with a float64 array of NumPy.
     dtype = jax.typeof(leaf).dtype if isinstance(leaf, np.ndarray) else leaf.dtype
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding, weak_type=weak)
-
-
-def _shape_on_mesh(leaf: Any, mesh: Mesh, elsewhere: Any) -> Any:
-    """Returns the shape and dtype of an array, with its partition spec on ``mesh``.
-
-    If the array has no partition spec with the axes of ``mesh``, its sharding is ``elsewhere``.
-    """
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_names) <= set(mesh.axis_names):
-        return _shape_of(leaf, NamedSharding(mesh, sharding.spec))
-    return _shape_of(leaf, elsewhere)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=elsewhere, weak_type=weak)
 
 
 def _explained(step: Callable[[], _T], failure: str, advice: str) -> _T:
