@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -221,10 +222,16 @@ def compiles_algorithms() -> bool:
         precision=ALGORITHMS["exact"],
         preferred_element_type=jnp.float32,
     )
-    try:
+
+    def compile_dot() -> None:
         jax.jit(dot).trace(codes, codes).lower(lowering_platforms=("cuda",)).compile()
-    except jax.errors.JaxRuntimeError:
-        return False
+
+    # In a thread of its own JAX has no context of the caller, such as a mesh.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        try:
+            thread.submit(compile_dot).result()
+        except jax.errors.JaxRuntimeError:
+            return False
     return True
 
 
