@@ -11,7 +11,7 @@ share.
 Compiled by fp8flax.audit for a GPU, by default an H200; nothing is run. FP8 = GEMMs in FP8 / all GEMMs;
 kernels; GEMM, other, temp = MiB that the GEMMs move, that all other kernels move, and of temporaries.
 Without a device XLA cannot measure which kernel is best; on one it may choose another backend. '(3 may)':
-FP8 operands in Triton kernels whose instructions, in the tile that XLA takes here, are float16's.
+FP8 operands in Triton kernels, whose tile decides whether the FP8 units multiply them.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ each of encoder and decoder, or tower), vocabulary 512, texts of 64 tokens, imag
 float32. Layers are as wide as those of the models that people use, so that the default rules decide as
 they would there. Converted by quantize_model with its defaults (delayed scaling).
 
-Contractions: fp8flax.report at 64 times that batch; the speed-up is its prediction for an H200, of the
-GEMMs of a training step. CPUs emulate FP8, so a time here says nothing about a GPU.
+Contractions: fp8flax.report at 64 times that batch. CPUs emulate FP8, so a time here says nothing about a
+GPU.
 
 SQNR of the logits in dB = 10 log10(sum(float32^2) / sum((x - float32)^2)), after calibrate on the same
 batch; 6.02 dB are one bit. What random weights say about accuracy is how much error the layers add, not
@@ -310,7 +310,6 @@ def contractions(case: Case, model8: nn.Module) -> dict[str, Any]:
         "contractions": len(report.rows),
         "converted": len(report.converted),
         "fp8_share_of_flops": round(report.fp8_share, 4),
-        "predicted_speedup_h200": round(report.speedup, 2),
         "left": [
             {"why": why, "number": n, "share_of_flops": round(share[why], 4)} for why, n in number.items()
         ],
@@ -410,7 +409,6 @@ CONVERSION: common.Columns = {
     "weights": lambda row: f"{row['weights'] / 1e6:.1f} M",
     "converted": lambda row: f"{row['converted']} of {row['contractions']}",
     "FLOPs in FP8": _percent("fp8_share_of_flops"),
-    "predicted on an H200": lambda row: f"{row['predicted_speedup_h200']:.2f}×",
 }
 RESULTS: common.Columns = {
     "model": lambda row: row["model"],

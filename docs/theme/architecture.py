@@ -38,8 +38,7 @@ def imports_of(folder: str) -> Iterator[str]:
             elif isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             imported = {name.split(".")[1] for name in names if name.startswith("fp8flax.")}
-            # The command `fp8flax audit demo` loads the demo when it runs.
-            yield from imported & CONTENTS.keys() - {folder, "demo"}
+            yield from imported & CONTENTS.keys() - {folder}
 
 
 def levels_and_arrows() -> tuple[dict[str, int], list[tuple[str, str]]]:

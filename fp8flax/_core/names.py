@@ -14,6 +14,9 @@ COUNTED = "fp8_site_"
 QDQ = "fp8_qdq"
 """The scope of a GEMM in the quantize-dequantize form. XLA decides whether it runs in FP8."""
 
+CUBLASLT = "fp8_cublaslt"
+"""The scope of a GEMM of FP8 codes that asks for cublasLt and for the accumulation of the recipe."""
+
 BLOCK_GEMM_HOPPER = "fp8_block_gemm_hopper"
 """Our GPU kernel for block scales that multiplies in Hopper's FP8 units."""
 

@@ -64,8 +64,6 @@ class Quantizer:
             ``"channel"``, ``"block"``); None if they have no such name.
         scale_columns: number of columns of a row that share a float32 scale; None for other scales.
         has_mx_scales: whether ``BlockQuantizer.mx_scale`` returns scales for the units of Blackwell GPUs.
-        quantization_bytes: bytes that one step moves to quantize, per element of input, kernel and output,
-            in addition to the reads and writes of the GEMMs. The predictions of ``fp8flax.report`` use it.
     """
 
     dtype: Any
@@ -76,7 +74,6 @@ class Quantizer:
     strategy: ClassVar[Any] = None
     scale_columns: ClassVar[Any] = None
     has_mx_scales: ClassVar[Any] = False
-    quantization_bytes: ClassVar[Any] = 8.0
 
     def quantize(
         self,
@@ -202,7 +199,6 @@ class DelayedQuantizer(Quantizer):
     needs_state: ClassVar[bool] = True
     has_one_scale: ClassVar[bool] = True
     strategy: ClassVar[str] = "tensor"
-    quantization_bytes: ClassVar[float] = 5.2
 
     def __post_init__(self) -> None:
         _set_dtype(self)
@@ -271,11 +267,6 @@ class CurrentQuantizer(Quantizer):
     def strategy(self) -> str:
         """Returns the name that inference servers use for the scales; see ``Quantizer``."""
         return "tensor" if self.has_one_scale else "channel"
-
-    @property
-    def quantization_bytes(self) -> float:
-        """Returns how many bytes one step moves to quantize, per element; see ``Quantizer``."""
-        return 6.8 if self.has_one_scale else 18.0
 
     def quantize(
         self,

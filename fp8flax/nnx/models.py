@@ -22,7 +22,7 @@ from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM
 from fp8flax._core.plans.row import GemmSizes, OpRow
 from fp8flax._core.recipes import Recipe
 from fp8flax._model.decisions import SeenSite, check_matched, why_unconverted
-from fp8flax._model.model_report import SEE_AUDIT, ModelReport, gpu_named, table_of
+from fp8flax._model.model_report import SEE_AUDIT, ModelReport, table_of
 from fp8flax._model.rules import Rules, Site
 from fp8flax._train.bridge import needing_inputs, split_arrays
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
@@ -354,19 +354,18 @@ def _stack(op: Fp8Op, stacked: tuple[int, ...]) -> None:
             value.set_value(jnp.broadcast_to(array, (*stacked, *array.shape)))
 
 
-def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -> ModelReport:
+def report(model: nnx.Module, *args: Any, **kwargs: Any) -> ModelReport:
     """Lists the layers of a converted model that run: sizes, whether in FP8, and why or why not.
 
     Nothing is computed: the shapes come from tracing a call. They are the shapes that the layer sees, under
     ``jax.vmap`` and ``nnx.vmap`` those of one example. A layer counts as often as it is called; in a loop
     it counts once. A layer with an op that does not run is listed with 0 times. Matmuls that modules write
-    out are not listed, nor is ``Fp8RaggedDotOp``, which is an FP8 op already. The prediction is that of
-    ``fp8flax.report``; ``fp8flax.audit`` reads the compiled step.
+    out are not listed, nor is ``Fp8RaggedDotOp``, which is an FP8 op already. What a GPU runs is in the
+    compiled program: see ``fp8flax.audit``.
 
     Args:
         model: the model that ``quantize_model`` returned.
         *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
-        target: the GPU of the prediction, as for ``audit``: ``"h100"``, ``"h200"``, ``"b200"``, …
         **kwargs: keyword inputs of the model.
 
     Returns:
@@ -374,7 +373,6 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
 
     Raises:
         TypeError: ``model`` does not come from ``quantize_model``.
-        ValueError: ``target`` is unknown.
 
     Example:
         >>> from flax import nnx
@@ -383,14 +381,11 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
         >>> make = lambda: nnx.Linear(4096, 1024, rngs=nnx.Rngs(0))
         >>> model8 = nnx.eval_shape(lambda: fp8nnx.quantize_model(make()))
         >>> print(fp8nnx.report(model8, jax.ShapeDtypeStruct((8192, 4096), jnp.float32)))
-        contraction  kernel  B×M×K×N         times  % FLOPs  FP8?  speed-up  why
-        -------------------------------------------------------------------------------
-        (the model)  kernel  8192×4096×1024  1      100.0    FP8   1.32      by default
+        contraction  kernel  B×M×K×N         times  % FLOPs  FP8?  why
+        ---------------------------------------------------------------------
+        (the model)  kernel  8192×4096×1024  1      100.0    FP8   by default
         <BLANKLINE>
         1 of 1 contractions are converted (100.0 % of their FLOPs).
-        Predicted for all of them on NVIDIA H200, forward and backward: 1.32 times as fast as in bf16.
-
-    Source: as for ``fp8flax.report``.
     """
     copy = nnx.clone(model)
     layers = list(layers_of(copy))
@@ -402,7 +397,6 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
     if conversion is None or not is_whole:
         raise wrong_model(model, "come from fp8flax.nnx.quantize_model", "flax.nnx", "report", SEE_AUDIT)
     rules, kept, _ = conversion
-    gpu = gpu_named(target)
     counts: Counter[tuple[str, GemmSizes]] = Counter()
     sites, idle = {}, []
     for layer in layers:
@@ -429,7 +423,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
             site, decision = sites[path]
             sites[path] = site, decision._replace(converts=False, reason="its op is never called")
             counts[path, site.sizes._replace(m=0)] = 0
-    return table_of(counts, sites, gpu)
+    return table_of(counts, sites)
 
 
 @dataclasses.dataclass(frozen=True)

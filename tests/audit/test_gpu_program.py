@@ -99,14 +99,13 @@ def test_bytes_and_kernels_beside_flax():
     ours_by_xla = report_of_dense(SHAPE, WITH_XLAS_OWN)
     total = {r: r.gemm_bytes + r.other_bytes for r in (theirs, ours, ours_by_xla)}
     assert {g.backend for g in ours.gemms} == {"cublasLt"}
-    assert ours.num_kernels <= 15 + (jax.__version_info__ < (0, 10))
+    assert ours.num_kernels <= 15
     assert total[ours] < 737 * MIB  # 816 for Flax's op with this backend
     assert {g.backend for g in ours_by_xla.gemms} == {"Triton"}
     assert all(gemm.is_fp8 or gemm.may_be_fp8 for gemm in ours_by_xla.gemms)
     assert ours_by_xla.num_kernels < theirs.num_kernels
-    if jax.__version_info__ >= (0, 10):  # before, XLA gave two of Flax's GEMMs to cublasLt
-        assert {g.backend for g in theirs.gemms} == {"Triton"}
-        assert total[ours_by_xla] < 561 * MIB < 592 * MIB <= total[theirs]
+    assert {g.backend for g in theirs.gemms} == {"Triton"}
+    assert total[ours_by_xla] < 561 * MIB < 592 * MIB <= total[theirs]
 
 
 def compiled(fn, *args):
@@ -175,11 +174,11 @@ def test_every_scale_is_applied_in_float32(name, monkeypatch):
     args = variables, x, jax.eval_shape(layer.apply, variables, x)
     programs = []
 
-    def compile_lowered(*args):
-        programs.append(compiling.compile_lowered(*args))
+    def compile_for(*args):
+        programs.append(compiling.compile_for(*args))
         return programs[-1]
 
-    monkeypatch.setattr(auditing, "compile_lowered", compile_lowered)
+    monkeypatch.setattr(auditing, "compile_for", compile_for)
     report = fp8.audit(step, *args)
     (text,) = (program.as_text() for program in programs)
     runs_three_of_three(report)
@@ -244,7 +243,6 @@ def step_of_layers(number):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise")
 def test_the_states_of_all_layers_are_stored_by_a_few_kernels():
     """Each further layer adds 12 kernels, three of them GEMMs. No donated array is copied."""
     two, four = step_of_layers(2), step_of_layers(4)
@@ -423,7 +421,6 @@ REQUANTIZED = jax.checkpoint_policies.save_only_these_names("fp8_input", "fp8_sc
 
 
 @pytest.mark.long
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then kept more, for bf16 and FP8 alike")
 @pytest.mark.usefixtures("_promotion_of_flax")
 @pytest.mark.parametrize(
     ("policy_of_bfloat16", "policy"),
@@ -441,7 +438,6 @@ def test_temporary_memory_of_a_scan_is_at_most_that_of_bfloat16(policy_of_bfloat
     assert ours.temp_bytes <= 0.9 * plain.temp_bytes
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then kept more, for bf16 and FP8 alike")
 @pytest.mark.usefixtures("_promotion_of_flax", "_all_cells")
 def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed():
     """cublasLt's transposed copies take a few percent more than bf16; XLA's own kernels have none."""
@@ -534,26 +530,18 @@ def test_what_multiplies_under_each_recipe(name, shape, target):
         backend = "Triton"
     with jax.numpy_rank_promotion("allow"):
         report = fp8.audit(*dense_step(*shape, partial(fp8.Fp8DotGeneralOp, recipe=recipe)), target=target)
-    if backend == "cuDNN" and (0, 11) <= jax.__version_info__ < (0, 12):
-        # Without the device this XLA computes the block-scaled GEMM in plain loops, and the audit says so.
-        backend, reason = "other", " "
-    if backend == "cuDNN" and jax.__version_info__ < (0, 10):  # XLA dropped the name of the call
-        assert report.num_gemms == 3
-    elif backend != "other":
-        assert sorted((g.path, g.role) for g in report.gemms) == [
-            ("Dense", "dgrad"),
-            ("Dense", "forward"),
-            ("Dense", "wgrad"),
-        ]
-    assert report.num_gemms == 3
+    assert sorted((g.path, g.role) for g in report.gemms) == [
+        ("Dense", "dgrad"),
+        ("Dense", "forward"),
+        ("Dense", "wgrad"),
+    ]
     for gemm in report.gemms:
-        # XLA of JAX 0.12 takes a tile of Triton's that is converted to float16 for odd sizes.
-        is_fp8 = gemm.is_fp8 or (jax.__version_info__ >= (0, 12) and gemm.may_be_fp8)
-        assert (is_fp8, gemm.backend) == (not reason, backend)
+        assert gemm.backend == backend
+        assert (gemm.may_be_fp8 if backend == "Triton" else gemm.is_fp8) == (not reason)
         assert reason in gemm.reason
 
 
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="XLA then writes plain loops, see above")
+@pytest.mark.oldest
 @pytest.mark.parametrize("axes", [(0, None), (None, 0)], ids=str)
 def test_blackwell_under_vmap(axes):
     def dot(x, w):

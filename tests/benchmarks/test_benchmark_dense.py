@@ -125,7 +125,6 @@ def test_counts_for_a_gpu(gpu: None, name: str) -> None:
     elements = 64 * 32 + 32 * 128 + 64 * 128
     with common.quiet():
         row = dense.count(name, shape, "h200")
-    # In small tiles of XLA's own, Hopper multiplies in float16, as scales per 32 columns are.
     in_fp8 = name != "bf16" and not name.endswith(("qdq", "mxfp8"))
     assert row["gemms"] == 3
     if jax.__version_info__ >= (0, 10) or not name.startswith("flax"):  # XLA found some of Flax's before

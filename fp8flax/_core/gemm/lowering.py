@@ -36,7 +36,7 @@ from fp8flax._core.gemm.request import (
     can_multiply_codes,
 )
 from fp8flax._core.gemm.units import is_for_hopper
-from fp8flax._core.names import BLOCK_GEMM_HOPPER, DEQUANTIZED
+from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED
 from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.qtensor import BLOCK, TILE, QTensor
 
@@ -407,7 +407,7 @@ _TABLE: dict[type, tuple[Row, ...]] = {
             _fits_cublaslt,
             partial(cuda.cublaslt, is_row_major=True),
             several=cuda.cublaslt,
-            on_shards=_on_shards,
+            on_shards=partial(_on_shards, name=CUBLASLT),
         ),
         Row(
             _multiplies_codes,

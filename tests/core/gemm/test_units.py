@@ -9,7 +9,7 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
-from fp8flax._core.gemm.units import runs_in_fp8, warn_if_emulated
+from fp8flax._core.gemm.units import has_units_for_blocks, warn_if_emulated
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
@@ -59,7 +59,7 @@ def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(capability, is_t
 def test_block_scales_on_blackwell(recipe, runs, monkeypatch):
     """Its units take scales that are powers of two."""
     gemms = recipe.gemms.forward, recipe.gemms.dgrad, recipe.gemms.wgrad
-    assert [runs_in_fp8(gemm, 10.0) for gemm in gemms] == [runs] * 3
+    assert [has_units_for_blocks(gemm, 10.0) for gemm in gemms] == [runs] * 3
     monkeypatch.setattr("fp8flax._core.gemm.units.compute_capability", lambda: 10.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
