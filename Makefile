@@ -1,6 +1,6 @@
 # Every target that needs Python makes its own virtual environment, so nothing is installed elsewhere.
 PYTHON ?= python3
-OLDEST_JAX = 0.9.0
+OLDEST_JAX = 0.10.0
 WORKERS ?= 2
 # What CI installs, exactly, with Python 3.11 and 3.12. For the newest of everything, or another Python:
 # CONSTRAINTS=/dev/null

@@ -4,7 +4,7 @@ import warnings
 
 import jax
 
-OLDEST, NEWEST = (0, 9), (0, 12)
+OLDEST, NEWEST = (0, 10), (0, 12)
 
 
 def warn_of_unknown(version: str) -> None:

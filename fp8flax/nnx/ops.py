@@ -25,7 +25,6 @@ from fp8flax._core.plans.row import OpRow
 from fp8flax._core.recipes import DelayedScaling, Recipe
 
 
-# It is registered below, because Flax's bridge would otherwise make another type for the collection.
 class OverwriteWithGradient(nnx.Variable[Any]):
     """Variable whose "gradient" is its next value: the scaling state of FP8 ops.
 
@@ -46,7 +45,11 @@ class OverwriteWithGradient(nnx.Variable[Any]):
     """
 
 
-nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overwrite=True)
+# Flax's bridge has one type for each collection. If there is one for this collection, it is taken.
+try:
+    OverwriteWithGradient = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT)  # type: ignore[misc]
+except ValueError:
+    nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient)
 
 
 def checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8flax._compat.triton_params import triton_params
 from fp8flax._compat.varying import shape_varying_as
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import BLOCK_GEMM, BLOCK_GEMM_F16
@@ -44,6 +43,7 @@ def block_gemm(
         interpret: whether to run the kernel step by step on any device, for tests.
     """
     from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
 
     (batch, rows, depth), columns = lhs.shape, rhs.shape[1]
     num_blocks = depth // BLOCK
@@ -68,7 +68,7 @@ def block_gemm(
     def of_columns(b: Any, i: Any, j: Any) -> Any:
         return b, j, 0
 
-    params = {} if interpret else {"compiler_params": triton_params(num_warps=8, num_stages=3)}
+    params = {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=8, num_stages=3)}
     padded = vary_alike(*(whole_tiles(x) for x in (lhs, rhs, lhs_scale, rhs_scale)))
     shape = (batch, padded[0].shape[1], padded[1].shape[1])
     out = pl.pallas_call(

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8flax._compat.triton_params import triton_params
 from fp8flax._compat.varying import shape_varying_as
 from fp8flax._core.amax import magnitudes
 from fp8flax._core.axes import vary_alike
@@ -42,6 +41,7 @@ def cast_by_kernel(
         interpret: whether to run the kernel step by step on any device, for tests.
     """
     from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
 
     rows, columns = args[0].shape
     grid = cast_grid(rows, columns)
@@ -86,7 +86,7 @@ def cast_by_kernel(
     if request.has_sums:
         outs += [((grid[0], columns), jnp.float32, block(1, width))]
     in_specs = [block(1, width, lambda i, j: (0, j)) if row else block(CAST_TILE, width) for row in is_row]
-    params = {} if interpret else {"compiler_params": triton_params(num_warps=4, num_stages=1)}
+    params = {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=1)}
     results = pl.pallas_call(
         kernel,
         out_shape=[

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8flax._compat.triton_params import triton_params
 from fp8flax._compat.varying import shape_varying_as
 from fp8flax._core.gemm.gpus import has_triton
 from fp8flax._core.names import TRANSPOSE
@@ -41,13 +40,14 @@ def transpose(codes: jax.Array, *, interpret: bool = False) -> jax.Array:
         interpret: whether to run the kernel step by step on any device, for tests.
     """
     from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
 
     rows, columns = codes.shape
 
     def kernel(codes_ref: Any, out_ref: Any) -> None:
         out_ref[...] = codes_ref[...].T
 
-    params = {} if interpret else {"compiler_params": triton_params(num_warps=8, num_stages=1)}
+    params = {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=8, num_stages=1)}
     bits = lax.bitcast_convert_type(codes, jnp.uint8)
     out = pl.pallas_call(
         kernel,
