@@ -11,8 +11,6 @@ CONSTRAINTS_NEWEST ?= .ci/constraints-newest.txt
 PYTHON312 ?= $(shell .ci/python312)
 CONSTRAINTS_DOCS ?= .ci/constraints-docs.txt
 export JAX_PLATFORMS ?= cpu
-# Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
-export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
 .PHONY: help environments demo audit test test-long test-all test-oldest test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-schedule bench-flax-scales bench-trace bench-collectives bench-models bench-gpu what-works notebooks docs docs-test dist clean
 

@@ -10,8 +10,6 @@ import os
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Before JAX 0.10 the CUDA plugin, which the audit compiles with, looks for a GPU's libraries without this.
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # The workers keep every core busy, so to split a program into threads costs an eighth of the time.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1"
 # Most of the time goes into compiling, and many tests compile the same programs: one cache for all workers,

@@ -42,6 +42,7 @@ Compiled: TypeAlias = jax.stages.Compiled | PluginCompiled
 """A compiled program."""
 
 # The text of a GpuTargetConfigProto. XLA's decisions depend on these numbers.
+# XLA of JAX 0.10 reads dnn_version_info and the second runtime_version, later XLA the fields of the device.
 _TARGET_CONFIG = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -62,16 +63,14 @@ gpu_device_info {{
   clock_rate_ghz: {gpu.clock_ghz}
   device_memory_size: {gpu.memory}
   cuda_compute_capability {{ major: {major} minor: {minor} }}
-  {versions}
+  dnn_version: "9.10.0"
+  runtime_version: "13.0.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 13 }}
 device_description_str: "{gpu.name}"
 """
-# From JAX 0.11 on XLA reads these fields. Before it reads dnn_version_info and runtime_version. JAX 0.9
-# refuses the new fields.
-_VERSIONS = 'dnn_version: "9.10.0" runtime_version: "13.0.0"' if jax.__version_info__ >= (0, 10) else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,7 +212,7 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
             raise ImportError(f"{package} {found} does not fit jaxlib {wanted}. Install with: {install}")
     gpu = GPUS[target]
     major, minor = str(gpu.compute_capability).split(".")
-    config = _TARGET_CONFIG.format(gpu=gpu, major=major, minor=minor, versions=_VERSIONS)
+    config = _TARGET_CONFIG.format(gpu=gpu, major=major, minor=minor)
     try:
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=config, topology=f"1x1x{count}"
@@ -221,24 +220,18 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
     except Exception as error:
         raise ImportError(
             f"JAX did not load jax-cuda13-plugin {wanted} when it started ({_first_line(error)}). This "
-            "happens if CUDA's libraries are missing. Start Python with JAX_PLATFORMS=cpu, and on JAX 0.9 "
-            "also with JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1."
+            "happens if CUDA's libraries are missing. Start Python with JAX_PLATFORMS=cpu."
         ) from error
     return list(topology.devices)
 
 
 @contextlib.contextmanager
 def compiling_for(gpu: Gpu) -> Iterator[None]:
-    """Sets the GPU that programs are traced and lowered for, for this package and for Pallas.
-
-    Pallas can read the GPU from JAX 0.10 on.
-    """
-    mesh: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if jax.__version_info__ >= (0, 10):
-        device = jax.sharding.AbstractDevice(
-            device_kind=gpu.pallas_name or gpu.name, num_cores=gpu.cores, platform="gpu"
-        )
-        mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+    """Sets the GPU that programs are traced and lowered for, for this package and for Pallas."""
+    device = jax.sharding.AbstractDevice(
+        device_kind=gpu.pallas_name or gpu.name, num_cores=gpu.cores, platform="gpu"
+    )
+    mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
     with compile_target(gpu.compute_capability), mesh:
         yield
 
@@ -367,9 +360,7 @@ def check_on_mesh(compiled: Compiled, mesh: Mesh, name: str) -> None:
     if isinstance(compiled, PluginCompiled):
         found = [compiled.devices]
     else:
-        shardings = jax.tree.leaves(compiled.input_shardings)
-        # Before JAX 0.10 an argument without a sharding has an object here that names no devices.
-        found = [sharding.device_set for sharding in shardings if hasattr(sharding, "device_set")]
+        found = [sharding.device_set for sharding in jax.tree.leaves(compiled.input_shardings)]
     if not all(devices == set(mesh.devices.flat) for devices in found):
         raise RuntimeError(_not_on_mesh(name))
 

@@ -135,7 +135,10 @@ class MaxArray(earray.EArray):
 # canonicalisation, its leaves, and how two cotangents add outside of jit, which JAX looks up by class.
 core.pytype_aval_mappings[MaxArray] = lambda x: x.aval
 pxla.shard_arg_handlers[MaxArray] = pxla.shard_arg_handlers[earray.EArray]
-dtypes.register_canonicalize_value_handler(MaxArray, None)
+if hasattr(dtypes, "register_canonicalize_value_handler"):  # from JAX 0.10.2 on
+    dtypes.register_canonicalize_value_handler(MaxArray, None)
+else:
+    dtypes.canonicalize_value_handlers[MaxArray] = lambda x: x
 tree_util.dispatch_registry.register_node(
     MaxArray, lambda x: ((x._data,), x.aval), lambda aval, data: MaxArray(aval, data[0])
 )
@@ -294,8 +297,9 @@ def differentiating() -> Iterator[None]:
     """A context in which arrays of a ``MaxDtype`` can be sliced and printed in a differentiated function.
 
     An unrolled loop over stacked layers slices the stacked state, and so does ``lax.scan`` if jit is
-    switched off. JAX pads the cotangent of a slice with a zero from NumPy, which has no extended dtypes. JAX
-    has no rules for a dtype to change this, so three of its rules are replaced for arrays of these dtypes.
+    switched off. JAX pads the cotangent of a slice with a zero from NumPy, which has no extended dtypes. A
+    dtype cannot define these rules itself, so three rules of JAX are replaced. For all other dtypes the
+    replacements call JAX's rules.
     """
     with contextlib.ExitStack() as stack:
         for rule in _RULES:

@@ -130,11 +130,10 @@ class Fp8Op(OpBase, nn.Module):
         layer = "/".join(self.path[:-1]) or type(self).__name__
         if (norm := self._normalized_by(name)) is not None:
             raise ValueError(
-                f"The FP8 layer {layer!r} is inside of nn.WeightNorm, which would normalize its scaling state "
-                f"{where} as it does the kernel. Either leave the op out of the layer and convert the whole "
-                "model with fp8flax.quantize_model, which keeps the state out of the mapping. Or name the "
-                "kernel in full: nn.WeightNorm("
-                f"…, variable_filter={{'{norm.layer_instance.name}/kernel'}})."
+                f"The FP8 layer {layer!r} is inside of nn.WeightNorm, which would normalize the scaling state "
+                f"{where} as it does the kernel. Remove the op from the layer and convert the whole model "
+                "with fp8flax.quantize_model, which does not let nn.WeightNorm change the state. Or give "
+                f"nn.WeightNorm the full name of the kernel, variable_filter={{'{norm}/kernel'}}."
             )
         if not (self.has_variable(collection, name) or self.is_mutable_collection(collection)):
             if self.is_initializing():
@@ -154,8 +153,8 @@ class Fp8Op(OpBase, nn.Module):
             )
         return self.variable(collection, name, jnp.full, leaf.shape, leaf.fill, jnp.float32).value, where
 
-    def _normalized_by(self, leaf: str) -> nn.WeightNorm | None:
-        """Returns the ``nn.WeightNorm`` that maps a variable of the state as it does the kernel, or None."""
+    def _normalized_by(self, leaf: str) -> str | None:
+        """Returns the name of the layer in an ``nn.WeightNorm`` that would normalize this variable, or None."""
         if conversion().beside_params is not None:  # a converted model keeps the state out of the mapping
             return None
         for norm in running_modules():
@@ -163,7 +162,7 @@ class Fp8Op(OpBase, nn.Module):
                 layer = norm.layer_instance
                 path = "/".join((str(layer.name), *self.path[len(layer.path) :], leaf))
                 if not norm.variable_filter or any(name in path for name in norm.variable_filter):
-                    return norm
+                    return str(layer.name)
         return None
 
     def _found_beside(self, leaf: str) -> str:

@@ -4,8 +4,9 @@ The author of a model wrote ``nn.scan(..., variable_axes={"params": 0})`` or ``n
 state in mind. In a converted model the state of an op must be stacked, sliced and shared like its kernel.
 So its collection is treated like ``params``, unless the transformation names it or takes all collections.
 
-In a converted model ``nn.map_variables`` of all collections, as in ``nn.WeightNorm``, does not map the scaling
-state, not even that of ops that a user placed. Its function belongs to the model, and is for weights.
+In a converted model ``nn.map_variables`` of all collections, as in ``nn.WeightNorm``, does not map the
+scaling state, not even that of ops that a user placed. Its function belongs to the model, and is for
+weights.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._core.autocast import ambient_hint
 from fp8flax._compat.max_dtype import differentiating
+from fp8flax._core.autocast import ambient_hint
 from fp8flax._core.axes import UNCHECKED_ERROR, axes_around_gradient, current_manual_axes
 from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT

@@ -32,14 +32,12 @@ from fp8flax._audit.dots import Dot
 from fp8flax._audit.gemms import AuditedGemm, why_not
 from fp8flax._audit.instructions import on_fp8_units, read_instructions
 from fp8flax._audit.op_names import path_of, role_of
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from tests.cases import RECIPES, cells, dense_step, struct
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
 
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 MIB = 2**20
-NEWER_THAN_0_9 = jax.__version_info__ >= (0, 10)
 PACKAGE = Path(fp8flax.__file__).parent
 
 
@@ -96,8 +94,7 @@ def test_plain_dense(gpu):
         "dgrad": (1, 8192, 4096, 4096),
         "wgrad": (1, 4096, 8192, 4096),
     }
-    if NEWER_THAN_0_9:
-        assert (report.num_kernels, report.num_launches, report.other_bytes) == (3, 3, 0)
+    assert (report.num_kernels, report.num_launches, report.other_bytes) == (3, 3, 0)
 
 
 def test_quantize_dequantize(gpu):
@@ -106,11 +103,10 @@ def test_quantize_dequantize(gpu):
     assert not forward.is_fp8
     assert forward.path == "Dense"
     assert forward.reason.startswith("quantize-dequantize pattern not matched: multiplied in bfloat16")
-    if NEWER_THAN_0_9:
-        assert report.num_fp8_gemms == 0
-        assert "left out even the rounding" in forward.reason
-        assert report.num_kernels == 21
-        assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(800, abs=1)
+    assert report.num_fp8_gemms == 0
+    assert "left out even the rounding" in forward.reason
+    assert report.num_kernels == 21
+    assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(800, abs=1)
 
 
 def test_flax_direct_op(gpu):
@@ -124,18 +120,15 @@ def test_flax_direct_op(gpu):
         "wgrad": ("float8_e4m3fn", "float8_e5m2"),
     }
     assert {g.out_dtype for g in report.gemms} == {"bfloat16"}
-    if NEWER_THAN_0_9:  # before, XLA gave two of them to cublasLt
-        assert {g.backend for g in report.gemms} == {"Triton"}
-        assert (report.num_fp8_gemms, report.fp8_flops_share, report.maybe_fp8_flops_share) == (0, 0.0, 1.0)
-        in_float16 = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-        assert {g.instructions for g in report.gemms} == {(in_float16,)}
-        assert all(f"multiplied by {in_float16} (XLA's tile without" in g.reason for g in report.gemms)
-        with pytest.raises(
-            AssertionError, match=r"^0\.0 % of the GEMMs' FLOPs run in FP8 \(100\.0 % may\)"
-        ):
-            assert_fp8(*step)
-        assert report.num_kernels == (22 if jax.__version_info__ < (0, 12) else 28)
-        assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(592, abs=1)
+    assert {g.backend for g in report.gemms} == {"Triton"}
+    assert (report.num_fp8_gemms, report.fp8_flops_share, report.maybe_fp8_flops_share) == (0, 0.0, 1.0)
+    in_float16 = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+    assert {g.instructions for g in report.gemms} == {(in_float16,)}
+    assert all(f"multiplied by {in_float16} (XLA's tile without" in g.reason for g in report.gemms)
+    with pytest.raises(AssertionError, match=r"^0\.0 % of the GEMMs' FLOPs run in FP8 \(100\.0 % may\)"):
+        assert_fp8(*step)
+    assert report.num_kernels == (22 if jax.__version_info__ < (0, 12) else 28)
+    assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(592, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -413,12 +406,11 @@ def test_other_targets(gpu, target):
     assert (report.target, report.device) == (target, f"NVIDIA {target.upper()}")
 
 
-HAS_KERNEL = jax.__version_info__ >= (0, 10)
 RUNS_IN_FP8 = {
     "a100": {},
     "l40s": {"delayed": True, "current": True},
     "rtx4090": {"delayed": True, "current": True},
-    "h200": {"delayed": True, "current": True, "block128": HAS_KERNEL},
+    "h200": {"delayed": True, "current": True, "block128": True},
     "b200": {"delayed": True, "current": True, "block128": True, "mxfp8": True},
 }
 
@@ -438,8 +430,6 @@ SEEN += [("a100", "delayed"), ("l40s", "delayed")]
 )
 def test_what_each_gpu_multiplies_in_fp8(target, recipe):
     """Every supported version of JAX gives the same result."""
-    if target == "a100" and not NEWER_THAN_0_9:
-        pytest.skip("after other programs XLA of JAX 0.9 writes FP8 casts that an A100 does not have")
     op = partial(fp8flax.Fp8DotGeneralOp, recipe=RECIPES[recipe])
     report = audit(*dense_step(256, 128, 384, op), target=target)
     assert report.num_gemms == 3
@@ -451,7 +441,6 @@ def test_what_each_gpu_multiplies_in_fp8(target, recipe):
         assert report.predicted_seconds["total"] > 0
 
 
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for experts needs JAX 0.10")
 def test_experts_on_an_h200():
     """Our kernel for experts compiles on every version of JAX that can write it."""
     op = fp8flax.Fp8RaggedDotOp(recipe=fp8flax.Float8CurrentScaling(fp8_format=fp8flax.Format.E4M3))
@@ -667,10 +656,9 @@ def test_which_instructions_multiply_depends_on_the_tile(gpu, monkeypatch, targe
 
     monkeypatch.setattr(auditing, "compile_lowered", with_tile)
     large = audit(fn, *args, target=target)
-    if NEWER_THAN_0_9:  # the XLA of JAX 0.9 ignores the option: without a device it picks its own tile
-        found = [(gemm.is_fp8, gemm.may_be_fp8, gemm.reason) for gemm in large.gemms]
-        assert found == 3 * [(True, False, "")]
-        assert all(re.fullmatch(fp8, name) for gemm in large.gemms for name in gemm.instructions)
+    found = [(gemm.is_fp8, gemm.may_be_fp8, gemm.reason) for gemm in large.gemms]
+    assert found == 3 * [(True, False, "")]
+    assert all(re.fullmatch(fp8, name) for gemm in large.gemms for name in gemm.instructions)
     # If XLA writes no PTX, the report promises nothing.
     monkeypatch.setattr(auditing, "read_instructions", lambda compile_with: {})
     unread = audit(fn, *args, target=target)

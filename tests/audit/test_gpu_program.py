@@ -22,7 +22,6 @@ from flax.linen import fp8_ops as flax_ops
 import fp8flax as fp8
 from fp8flax._audit import auditing, compiling, hlo, kernels
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax.demo import data, tasks, training
@@ -98,14 +97,13 @@ def test_bytes_and_kernels_beside_flax():
     ours_by_xla = report_of_dense(SHAPE, WITH_XLAS_OWN)
     total = {r: r.gemm_bytes + r.other_bytes for r in (theirs, ours, ours_by_xla)}
     assert {g.backend for g in ours.gemms} == {"cublasLt"}
-    assert ours.num_kernels <= 15 + (jax.__version_info__ < (0, 10))
+    assert ours.num_kernels <= 15
     assert total[ours] < 737 * MIB  # 816 for Flax's op with this backend
     assert {g.backend for g in ours_by_xla.gemms} == {"Triton"}
     assert all(gemm.is_fp8 or gemm.may_be_fp8 for gemm in ours_by_xla.gemms)
     assert ours_by_xla.num_kernels < theirs.num_kernels
-    if jax.__version_info__ >= (0, 10):  # before, XLA gave two of Flax's GEMMs to cublasLt
-        assert {g.backend for g in theirs.gemms} == {"Triton"}
-        assert total[ours_by_xla] < 561 * MIB < 592 * MIB <= total[theirs]
+    assert {g.backend for g in theirs.gemms} == {"Triton"}
+    assert total[ours_by_xla] < 561 * MIB < 592 * MIB <= total[theirs]
 
 
 def compiled(fn, *args):
@@ -243,7 +241,6 @@ def step_of_layers(number):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise")
 def test_the_states_of_all_layers_are_stored_by_a_few_kernels():
     """Each further layer adds 12 kernels, three of them GEMMs. No donated array is copied."""
     two, four = step_of_layers(2), step_of_layers(4)
@@ -421,7 +418,6 @@ REQUANTIZED = jax.checkpoint_policies.save_only_these_names("fp8_input", "fp8_sc
 
 
 @pytest.mark.long
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then kept more, for bf16 and FP8 alike")
 @pytest.mark.usefixtures("_promotion_of_flax")
 @pytest.mark.parametrize(
     ("policy_of_bfloat16", "policy"),
@@ -439,7 +435,6 @@ def test_temporary_memory_of_a_scan_is_at_most_that_of_bfloat16(policy_of_bfloat
     assert ours.temp_bytes <= 0.9 * plain.temp_bytes
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then kept more, for bf16 and FP8 alike")
 @pytest.mark.usefixtures("_promotion_of_flax", "_all_cells")
 def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed():
     """cublasLt's transposed copies take a few percent more than bf16; XLA's own kernels have none."""
@@ -483,7 +478,7 @@ def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
     }
 
 
-BLOCKS_ON_HOPPER = "Pallas", "" if HAS_MOSAIC else "read as FP8 and multiplied in float16"
+BLOCKS_ON_HOPPER = "Pallas", ""
 RECIPES = {
     # recipe: for each GPU the backend, and the reason if the GEMM is not in FP8
     "tensorwise": (fp8.Float8CurrentScaling(), {"h200": ("cublasLt", ""), "b200": ("cublasLt", "")}),
@@ -536,9 +531,7 @@ def test_what_multiplies_under_each_recipe(name, shape, target):
     if backend == "cuDNN" and (0, 11) <= jax.__version_info__ < (0, 12):
         # Without the device this XLA computes the block-scaled GEMM in plain loops, and the audit says so.
         backend, reason = "other", " "
-    if backend == "cuDNN" and jax.__version_info__ < (0, 10):  # XLA dropped the name of the call
-        assert report.num_gemms == 3
-    elif backend != "other":
+    if backend != "other":
         assert sorted((g.path, g.role) for g in report.gemms) == [
             ("Dense", "dgrad"),
             ("Dense", "forward"),
@@ -653,7 +646,6 @@ for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
 
 
 @pytest.mark.all_cells
-@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
 def test_hoppers_kernel_multiplies_in_fp8_and_spills_no_register():
     said = run(script=ON_HOPPER, MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1")
     multiplications = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", said)
@@ -674,7 +666,6 @@ def with_machine_code():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
 def test_hoppers_kernel_is_machine_code_for_its_fp8_units():
     if not (disassembled := with_machine_code()):
         pytest.skip("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
@@ -707,7 +698,6 @@ def experts_step(rows, num_experts, depth, columns, dtype=jnp.bfloat16, recipe=F
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
 @pytest.mark.parametrize(
     ("recipe", "launches", "mib"),
     [
@@ -731,7 +721,6 @@ def test_experts_on_hopper(recipe, launches, mib):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
 @pytest.mark.parametrize(
     "recipe", cells([FOR_EXPERTS, fp8.Float8BlockScaling(use_f32_scales=True)], repeated=[FOR_EXPERTS])
 )
@@ -752,7 +741,6 @@ for recipe in (FOR_EXPERTS, fp8.Float8BlockScaling(fp8_format=FOR_EXPERTS.fp8_fo
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
 def test_the_kernel_for_experts_multiplies_in_fp8_and_spills_no_register():
     disassembled = with_machine_code()
     said = run(
@@ -784,7 +772,6 @@ def test_the_kernel_that_quantizes_blocks_compiles(dtype):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
 @pytest.mark.parametrize("use_f32_scales", [False, True])
 def test_a_layer_with_block_scales_on_hopper(use_f32_scales):
     """Each tensor is read once and quantized for both of its GEMMs, which run in FP8."""

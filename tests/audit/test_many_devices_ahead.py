@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._compat.choice_at_lowering import unless_partitioned
 from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
-from fp8flax._core.names import BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE, GROUPED_GEMM
+from fp8flax._core.names import BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE, GROUPED_GEMM
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from tests import FEW_OPTIMIZATIONS_OF_MACHINE_CODE, ROOT, xla_flags
 from tests.cases import RECIPES, cells
@@ -96,7 +95,7 @@ def test_block_scales_on_each_of_several_gpus(way):
     kernels = Counter(
         re.findall(r"custom_call_target=\S+, .*?/(fp8_block_\w+)/custom_partitioning\"", program)
     )
-    assert kernels[BLOCK_GEMM_HOPPER if HAS_MOSAIC else BLOCK_GEMM_F16] == 3
+    assert kernels[BLOCK_GEMM_HOPPER] == 3
     assert kernels[BLOCK_QUANTIZE] == 3
     sent, in_bf16 = bytes_sent(program), bytes_sent(compiled(None))
     scales = 2**14
@@ -107,7 +106,6 @@ def test_block_scales_on_each_of_several_gpus(way):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
 @pytest.mark.parametrize(
     ("is_mapped", "recipe"),
     [

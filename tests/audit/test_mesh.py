@@ -78,7 +78,6 @@ def test_each_gpu_does_its_part_in_fp8():
         assert fp8.audit(step, on(here, KERNEL, None, "model"), on(here, X, "data"), target=mesh) == report
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise")
 def test_an_amax_is_one_number_there():
     """And not one of each row, which would be a kernel to write them, and one to merge them."""
     layer = nn.Dense(512, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp)

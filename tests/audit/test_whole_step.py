@@ -17,7 +17,6 @@ from tests.cases import struct
 pytestmark = [
     pytest.mark.long,
     pytest.mark.usefixtures("gpu"),
-    pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise"),
 ]
 
 

@@ -382,7 +382,6 @@ SIXTEEN_BITS = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "recipe": fp
 
 @pytest.mark.long
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise")
 def test_it_moves_little_more_than_bfloat16_on_hopper():
     """The figures of the MLP that Transformer Engine's are given for, 4096×16384×4096 of 8192 rows."""
     _, wide, _, _ = figures(Layers(16384, **SIXTEEN_BITS, op=None))

@@ -76,7 +76,7 @@ def test_what_a_device_multiplies(platform, version, said):
 
 def test_what_is_missing_is_said(monkeypatch):
     requirements = [
-        "jax>=0.9",
+        "jax>=0.10",
         "matplotlib>=3.8; extra == 'plots'",
         "nothing-of-the-kind; extra == 'other'",
     ]

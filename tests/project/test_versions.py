@@ -23,14 +23,14 @@ PACKAGE = Path(fp8flax.__file__).parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
 
 
-@pytest.mark.parametrize("version", ["0.8.2", "0.13.0", "0.13.0.dev20260101", "1.0"])
+@pytest.mark.parametrize("version", ["0.9.2", "0.13.0", "0.13.0.dev20260101", "1.0"])
 def test_warns_of_a_version_that_is_not_known(version, monkeypatch):
     monkeypatch.setattr(jax, "__version__", version)
-    with pytest.warns(UserWarning, match=rf"JAX 0.9 to 0.12; this is JAX {version}. .*'jax>=0.9,<0.13'"):
+    with pytest.warns(UserWarning, match=rf"JAX 0.10 to 0.12; this is JAX {version}. .*'jax>=0.10,<0.13'"):
         runpy.run_path(versions.__file__)
 
 
-@pytest.mark.parametrize("version", [jax.__version__, "0.9.0", "0.10.2", "0.11.9", "0.12.0rc1"])
+@pytest.mark.parametrize("version", [jax.__version__, "0.10.0", "0.11.9", "0.12.0rc1"])
 def test_versions_that_are_known(version):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -17,8 +17,7 @@ import fp8flax as fp8
 from fp8flax._audit.compiling import compiling_for
 from fp8flax._audit.hlo import parse
 from fp8flax._core.gemm.gpus import GPUS
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
-from fp8flax._core.names import BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
+from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from tests import what_works
 from tests.cases import OWG, RECIPES, added_up, normal, variables_of
 from tests.gpus import compiled_for_gpus, gpus
@@ -454,7 +453,7 @@ def test_shard_map_on_gpus(recipe, target, request):
     expected = {
         ("mxfp8", "b200"): "__cudnn$blockScaledDot",
         ("block128", "b200"): "__cudnn$blockScaledDot",
-        ("block128", "h200"): BLOCK_GEMM_HOPPER if HAS_MOSAIC else BLOCK_GEMM_F16,
+        ("block128", "h200"): BLOCK_GEMM_HOPPER,
     }
     assert expected.get((recipe, target), "") in program
 

@@ -17,7 +17,6 @@ import fp8flax as fp8
 from fp8flax._core.gemm import lowering
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.cast_transpose import cast_by_kernel
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.gemm.lowering import Row, lowered
 from fp8flax._core.gemm.request import CastTranspose
 from fp8flax._core.plans.contraction import States
@@ -119,12 +118,6 @@ def test_a_derivative_is_refused_if_a_row_fits(monkeypatch):
         gradient(1.0)
 
 
-needs_mosaic = pytest.mark.skipif(
-    not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in"
-)
-
-
-@needs_mosaic
 @pytest.mark.parametrize(
     "way",
     [
