@@ -5,8 +5,8 @@ sliced and stacked as the parameters are. Every lifted transformation of Flax ca
 with the collections that it takes. Flax has no public way to change these for a transformation in a model's
 source. So ``changing_packing`` replaces ``pack`` while a converted model runs.
 
-Internals: ``flax.core.lift``, whose function ``pack`` is replaced; ``flax.core.scope``, for the filters that
-say which collections are taken; and the variable ``variable_in_axes`` of the bodies of ``nn.scan`` and
+Internals: ``flax.core.lift``, whose function ``pack`` is replaced; ``flax.core.scope``, for the filters
+that say which collections are taken; and the variable ``variable_in_axes`` of the bodies of ``nn.scan`` and
 ``nn.vmap``.
 """
 

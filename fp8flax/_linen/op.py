@@ -130,10 +130,10 @@ class Fp8Op(OpBase, nn.Module):
         layer = "/".join(self.path[:-1]) or type(self).__name__
         if (norm := self._normalized_by(name)) is not None:
             raise ValueError(
-                f"The FP8 layer {layer!r} is inside of nn.WeightNorm, which would normalize the scaling state "
-                f"{where} as it does the kernel. Remove the op from the layer and convert the whole model "
-                "with fp8flax.quantize_model, which does not let nn.WeightNorm change the state. Or give "
-                f"nn.WeightNorm the full name of the kernel, variable_filter={{'{norm}/kernel'}}."
+                f"The FP8 layer {layer!r} is inside of nn.WeightNorm, which would normalize its scaling "
+                f"state {where} as it does the kernel. Remove the op from the layer and convert the whole "
+                "model with fp8flax.quantize_model, which does not let nn.WeightNorm change the state. Or "
+                f"give nn.WeightNorm the full name of the kernel: variable_filter={{'{norm}/kernel'}}."
             )
         if not (self.has_variable(collection, name) or self.is_mutable_collection(collection)):
             if self.is_initializing():
@@ -154,7 +154,7 @@ class Fp8Op(OpBase, nn.Module):
         return self.variable(collection, name, jnp.full, leaf.shape, leaf.fill, jnp.float32).value, where
 
     def _normalized_by(self, leaf: str) -> str | None:
-        """Returns the name of the layer in an ``nn.WeightNorm`` that would normalize this variable, or None."""
+        """Returns the name of the layer whose ``nn.WeightNorm`` would normalize this variable, or None."""
         if conversion().beside_params is not None:  # a converted model keeps the state out of the mapping
             return None
         for norm in running_modules():

@@ -47,7 +47,7 @@ class OverwriteWithGradient(nnx.Variable[Any]):
 
 # Flax's bridge has one type for each collection. If there is one for this collection, it is taken.
 try:
-    OverwriteWithGradient = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT)  # type: ignore[misc]
+    OverwriteWithGradient = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT)  # type: ignore[assignment, misc]
 except ValueError:
     nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient)
 

@@ -158,7 +158,7 @@ def test_rules_are_replaced_only_while_a_converted_model_or_a_gradient_runs():
 
 BRIDGE = """
     from flax import nnx
-    from flax.nnx import bridge
+    from flax.nnx.bridge import variables as bridge
 
     {first}
     import fp8flax.nnx as fp8nnx
