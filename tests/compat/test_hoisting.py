@@ -13,9 +13,9 @@ SAVE_SINES = jax.checkpoint_policies.save_only_these_names("sine")
 
 
 def dtypes_of_loop(program):
-    """Returns the dtypes of the arrays that the only loop of a program gets."""
+    """Returns the names of the dtypes of the arrays that the only loop of a program gets."""
     (loop,) = (e.eqn for e in equations(program) if e.eqn.primitive.name == "scan")
-    return {x.aval.dtype for x in loop.invars}
+    return {x.aval.dtype.name for x in loop.invars}
 
 
 @pytest.mark.oldest
@@ -29,7 +29,7 @@ def test_what_the_policy_saves_is_computed_before_the_loop():
         return jax.lax.scan(lambda carry, x: (carry, step(x)), None, xs)[1]
 
     fixed, xs = normal(0, 3), normal(1, 4, 3)
-    assert dtypes_of_loop(jax.make_jaxpr(in_a_loop)(fixed, xs)) == {jnp.float32, jnp.bfloat16}
+    assert dtypes_of_loop(jax.make_jaxpr(in_a_loop)(fixed, xs)) == {"float32", "bfloat16"}
     np.testing.assert_array_equal(in_a_loop(fixed, xs), jax.vmap(f, (None, 0))(fixed, xs))
 
 
@@ -38,4 +38,4 @@ def test_microbatches_share_the_codes_of_kernels():
     model = nn.Dense(16, dot_general_cls=fp8.Fp8DotGeneralOp)
     variables = variables_of(model, normal(0, 8, 16))
     step = fp8.accumulate_gradients(lambda v, x: jnp.mean(jnp.square(model.apply(v, x))))
-    assert jnp.float8_e4m3fn in dtypes_of_loop(jax.make_jaxpr(step)(variables, normal(0, 3, 8, 16)))
+    assert "float8_e4m3fn" in dtypes_of_loop(jax.make_jaxpr(step)(variables, normal(0, 3, 8, 16)))
