@@ -45,6 +45,8 @@ class OverwriteWithGradient(nnx.Variable[Any]):
     """
 
 
+# The name that Flax's bridge would give the type. MaxText looks for it.
+OverwriteWithGradient.__name__ = OVERWRITE_WITH_GRADIENT
 # Flax's bridge has one type for each collection. If there is one for this collection, it is taken.
 try:
     OverwriteWithGradient = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT)  # type: ignore[assignment, misc]
