@@ -135,10 +135,7 @@ class MaxArray(earray.EArray):
 # canonicalisation, its leaves, and how two cotangents add outside of jit, which JAX looks up by class.
 core.pytype_aval_mappings[MaxArray] = lambda x: x.aval
 pxla.shard_arg_handlers[MaxArray] = pxla.shard_arg_handlers[earray.EArray]
-if hasattr(dtypes, "register_canonicalize_value_handler"):  # from JAX 0.10.2 on
-    dtypes.register_canonicalize_value_handler(MaxArray, None)
-else:
-    dtypes.canonicalize_value_handlers[MaxArray] = lambda x: x
+dtypes.register_canonicalize_value_handler(MaxArray, None)
 tree_util.dispatch_registry.register_node(
     MaxArray, lambda x: ((x._data,), x.aval), lambda aval, data: MaxArray(aval, data[0])
 )
