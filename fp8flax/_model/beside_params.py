@@ -61,7 +61,7 @@ def _passed_by(groups: Filters, ours: str) -> Filters:
 
 
 def _change(name: str | None, scopes: Any, packing: Packing) -> Packing:
-    """Returns the changed packing of a lifted transformation; see ``change_packing``."""
+    """Returns the changed packing of a lifted transformation; see ``changing_packing``."""
     ours = conversion().beside_params
     if ours is None:  # the code of another thread, or of a function that runs after the model
         return packing
