@@ -1,20 +1,16 @@
 # Every target that needs Python makes its own virtual environment, so nothing is installed elsewhere.
 PYTHON ?= python3
-OLDEST_JAX = 0.9.0
 WORKERS ?= 2
 # What CI installs, exactly, with Python 3.11 and 3.12. For the newest of everything, or another Python:
 # CONSTRAINTS=/dev/null
 CONSTRAINTS ?= .ci/constraints.txt
-CONSTRAINTS_OLDEST ?= .ci/constraints-oldest.txt
 CONSTRAINTS_NEWEST ?= .ci/constraints-newest.txt
 # JAX 0.11 and later need Python 3.12. It is looked for on the path and among the versions of pyenv.
 PYTHON312 ?= $(shell .ci/python312)
 CONSTRAINTS_DOCS ?= .ci/constraints-docs.txt
 export JAX_PLATFORMS ?= cpu
-# Before JAX 0.10 the CUDA plugin looks for a GPU's libraries, which compiling does not need.
-export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 
-.PHONY: help environments demo audit test test-long test-all test-oldest test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-flax-scales bench-trace bench-collectives bench-models bench-gpu what-works notebooks docs docs-test dist clean
+.PHONY: help environments demo audit test test-long test-all test-newest lint format typecheck pytest bench bench-dense bench-accuracy bench-fidelity bench-flax-scales bench-trace bench-collectives bench-models bench-gpu what-works notebooks docs docs-test dist clean
 
 help:
 	@echo "make demo          train a small language model in bf16 and FP8 (3 to 5 minutes on 2 cores)"
@@ -23,8 +19,7 @@ help:
 	@echo "make test ARGS='-k scan'  only the tests with scan in their name"
 	@echo "make test-long     the tests of whole models and programs; each takes 2 seconds or more (6 to 13 minutes)"
 	@echo "make test-all      all tests, also those that make test leaves out for their time"
-	@echo "make test-oldest   some tests of every folder, on the oldest supported JAX ($(OLDEST_JAX))"
-	@echo "make test-newest   the same tests on the newest JAX; it needs Python 3.12 or later: PYTHON312=/path/to/python"
+	@echo "make test-newest   some tests of every folder, on the newest JAX; it needs Python 3.12 or later: PYTHON312=/path/to/python"
 	@echo "make lint typecheck pytest  the parts of make test"
 	@echo "make bench         the time of training steps on this CPU, beside bf16 and Flax's ops"
 	@echo "make bench-dense   one Dense layer: FP8 matmuls, GPU kernels and bytes on an H200, which need not be there"
@@ -41,7 +36,7 @@ help:
 	@echo "make docs-test     build the site, and test it in a headless Chromium"
 	@echo "make dist          build the wheel and the source distribution, in dist/"
 	@echo "make format        format the code, and fix what the linter can fix"
-	@echo "make environments  make .venv, .venv-oldest and .venv-newest; other targets also make the one that they need"
+	@echo "make environments  make .venv and .venv-newest; other targets also make the one that they need"
 	@echo "make clean         remove the virtual environments and caches"
 
 .venv/installed: pyproject.toml $(CONSTRAINTS)
@@ -49,15 +44,6 @@ help:
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) \
 	  --editable '.[dev]'
-	touch $@
-
-.venv-oldest/installed: pyproject.toml $(CONSTRAINTS_OLDEST)
-	@echo "making .venv-oldest, once, 1 to 2 minutes"
-	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint $(CONSTRAINTS_OLDEST) --editable '.[test]' \
-	  jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX) \
-	  jax-cuda13-plugin==$(OLDEST_JAX) jax-cuda13-pjrt==$(OLDEST_JAX)
 	touch $@
 
 .venv-newest/installed: pyproject.toml $(CONSTRAINTS_NEWEST)
@@ -90,7 +76,7 @@ audit: .venv/installed
 
 # All virtual environments of the tests; with -j2 two at the same time. That of the newest JAX only where there
 # is a Python for it.
-environments: .venv/installed .venv-oldest/installed $(if $(PYTHON312),.venv-newest/installed)
+environments: .venv/installed $(if $(PYTHON312),.venv-newest/installed)
 
 # With ARGS only pytest, in one process: the first test starts within seconds.
 ifdef ARGS
@@ -118,10 +104,6 @@ test-all: .venv/installed
 	.venv/bin/python -m pytest $(IN_PARALLEL) --all-cells $(ARGS)
 
 # The tests marked oldest, but for long ones: some of every folder, most where much depends on JAX's version.
-test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest $(IN_PARALLEL) -m "oldest and not long" $(ARGS) tests
-
-# The same tests on the newest JAX.
 test-newest: .venv-newest/installed
 	.venv-newest/bin/python -m pytest $(IN_PARALLEL) -m "oldest and not long" $(ARGS) tests
 
@@ -176,4 +158,4 @@ format: .venv/installed
 	.venv/bin/ruff format .
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .venv-docs .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf .venv .venv-newest .venv-docs .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

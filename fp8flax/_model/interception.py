@@ -17,7 +17,6 @@ import flax.linen as nn
 import jax
 
 from fp8flax._compat import name_scopes
-from fp8flax._compat.flax_scopes import variables_of
 from fp8flax._compat.jaxprs import Equation, equations
 from fp8flax._compat.traces import FrontTrace, Watcher, current_watcher, unwatched, watched_by
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
@@ -131,7 +130,7 @@ class Interception:
         """A context in which a method runs; its value is the frame of the method."""
         root: Any = module.scope.root  # type: ignore[union-attr]
         # A model that applies itself to all of its variables still has its place for state.
-        is_itself = isinstance(module, self._model) and self._state in variables_of(root)
+        is_itself = isinstance(module, self._model) and self._state in root.variables()
         before = self.is_apart
         self.is_apart |= not (self.origins.has_place(root) or is_itself)
         try:

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._compat.flax_scopes import variables_of
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.state.tree import key_name
 from fp8flax._model.program_reads import BIJECTIONS, CAST, CASTS, MOVEMENTS, uses_of
@@ -215,7 +214,7 @@ class ParamOrigins:
         """Records the parameters of a root scope that are new since the last call."""
         if not self.has_place(root):
             return
-        count = len(jax.tree.leaves(variables_of(root).get(PARAMS, {})))
+        count = len(jax.tree.leaves(root.variables().get(PARAMS, {})))
         # This method is called for every value, so it must return early if there is no new parameter.
         if self._known.get(root) == count:
             return
@@ -231,7 +230,7 @@ class ParamOrigins:
 
     def _look_elsewhere(self, root: Any) -> None:
         """Records the other variables of a root scope: those before the call; at ``init`` all new ones."""
-        collections = variables_of(root)
+        collections = root.variables()
         # Only variables from before the call count: a cache that the model writes holds activations.
         known, is_init = self._known_elsewhere.get(root), root.flags.get("initializing", False)
         if (known is not None and not is_init) or not self.has_place(root):
@@ -374,7 +373,7 @@ def _set_flag(scope: Any, name: str, value: Any) -> None:
 
 def _params_in(root: Any) -> list[tuple[Source, Any]]:
     """Returns the parameters in a root scope, each with its array."""
-    params = nn.meta.unbox(variables_of(root).get(PARAMS, {}))
+    params = nn.meta.unbox(root.variables().get(PARAMS, {}))
     return [
         (Source((*root.path, *(str(key_name(key)) for key in path)), leaf.shape, leaf.dtype), leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8flax._compat.max_dtype import differentiating
 from fp8flax._core.autocast import ambient_hint
 from fp8flax._core.axes import UNCHECKED_ERROR, axes_around_gradient, current_manual_axes
 from fp8flax._core.mode import Calibrating, mode
@@ -273,12 +274,13 @@ def _measure(
         return out
 
     state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
-    if backward:
-        new = jax.grad(run, has_aux=has_aux)(state)
-        return new[0] if has_aux else new
-    # The cotangents can be zeros, because the states of inputs and kernels do not depend on them.
-    out, transpose = jax.vjp(lambda state: jax.tree.map(jnp.asarray, run(state)), state)
-    return transpose(jax.tree.map(_zero_cotangent, out))[0]
+    with differentiating():
+        if backward:
+            new = jax.grad(run, has_aux=has_aux)(state)
+            return new[0] if has_aux else new
+        # The cotangents can be zeros, because the states of inputs and kernels do not depend on them.
+        out, transpose = jax.vjp(lambda state: jax.tree.map(jnp.asarray, run(state)), state)
+        return transpose(jax.tree.map(_zero_cotangent, out))[0]
 
 
 def _zero_cotangent(x: jax.Array) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from fp8flax._compat.hoisting import hoisted
-from fp8flax._compat.max_dtype import is_max_dtype, of_floats, to_floats
+from fp8flax._compat.max_dtype import differentiating, is_max_dtype, of_floats, to_floats
 from fp8flax._core.axes import axes_around_gradient, current_manual_axes
 from fp8flax._core.names import KERNEL_FORWARD_NAME, RESIDUAL_NAMES
 from fp8flax._core.options import check_no_train_state
@@ -101,7 +101,8 @@ def value_and_grad(
                 check_no_train_state(args[i])
                 jax.tree_util.tree_map_with_path(_refuse_integers, args[i])
         entered = [enter(arg) if i in here else arg for i, arg in enumerate(args)]
-        value, grads = jax_value_and_grad(*entered, **kwargs)
+        with differentiating():
+            value, grads = jax_value_and_grad(*entered, **kwargs)
         grads = tuple(leave(args[i], g) for i, g in zip(positions, grads))
         for i, g in zip(positions, grads):
             remember_step(args[i], g)
@@ -305,7 +306,8 @@ def accumulate(
         return grads, carry, value, aux
 
     try:
-        grads, carry, value, aux = run(variables, carry, microbatches)
+        with differentiating():
+            grads, carry, value, aux = run(variables, carry, microbatches)
     except (AttributeError, TypeError) as error:
         if not (hint and is_from_container(error, microbatches)):
             raise

@@ -21,7 +21,6 @@ from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
 from fp8flax._core.recipes import Recipe
 
 
-# It is registered below, because Flax's bridge would otherwise make another type for the collection.
 class OverwriteWithGradient(nnx.Variable[Any]):
     """Variable whose "gradient" is its next value: the scaling state of FP8 ops.
 
@@ -42,7 +41,13 @@ class OverwriteWithGradient(nnx.Variable[Any]):
     """
 
 
-nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overwrite=True)
+# The name that Flax's bridge would give the type. MaxText looks for it.
+OverwriteWithGradient.__name__ = OVERWRITE_WITH_GRADIENT
+# Flax's bridge has one type for each collection. If there is one for this collection, it is taken.
+try:
+    OverwriteWithGradient = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT)  # type: ignore[assignment, misc]
+except ValueError:
+    nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient)
 
 
 def checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:

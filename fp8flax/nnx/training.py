@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fp8flax._compat.max_dtype import from_max_dtype
+from fp8flax._compat.max_dtype import differentiating, from_max_dtype
 from fp8flax._core.axes import axes_around_gradient, current_manual_axes
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_function, check_optimizer
@@ -147,7 +147,8 @@ def value_and_grad(
         # Inside of another value_and_grad the state is merged already. It is not differentiated twice.
         with _replaced(nodes, from_max):
             old = [state_of(node) for node in nodes]
-            value, grads = nnx_value_and_grad(*args, **kwargs)
+            with differentiating():
+                value, grads = nnx_value_and_grad(*args, **kwargs)
         for before, after in zip(old, [grads] if single else grads):
             new = state_of(after)
             set_state(after, kept_tree(_as_in(new, before), new))

@@ -23,7 +23,6 @@ from fp8flax._audit.compiling import Target
 from fp8flax._audit.dots import Dot
 from fp8flax._audit.gemms import AuditedGemm, path_of, role_of, why_not
 from fp8flax._core.gemm.gpus import GPUS
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from tests.cases import RECIPES, cells, dense_step, struct
 
 pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
@@ -469,7 +468,6 @@ def test_what_each_gpu_multiplies_in_fp8(target, recipe):
         assert report.predicted_seconds["total"] > 0
 
 
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for experts needs JAX 0.10")
 def test_experts_on_an_h200():
     """Our kernel for experts compiles on every version of JAX that can write it."""
     op = fp8flax.Fp8RaggedDotOp(recipe=fp8flax.Float8CurrentScaling(fp8_format=fp8flax.Format.E4M3))

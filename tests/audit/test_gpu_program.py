@@ -22,7 +22,6 @@ from flax.linen import fp8_ops as flax_ops
 import fp8flax as fp8
 from fp8flax._audit import auditing, compiling, hlo, kernels
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax.demo import data, training
@@ -480,7 +479,7 @@ def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
     }
 
 
-BLOCKS_ON_HOPPER = "Pallas", "" if HAS_MOSAIC else "read as FP8 and multiplied in float16"
+BLOCKS_ON_HOPPER = "Pallas", ""
 RECIPES = {
     # recipe: for each GPU the backend, and the reason if the GEMM is not in FP8
     "tensorwise": (fp8.Float8CurrentScaling(), {"h200": ("cublasLt", ""), "b200": ("cublasLt", "")}),
@@ -642,7 +641,6 @@ for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
 
 
 @pytest.mark.all_cells
-@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
 def test_hoppers_kernel_multiplies_in_fp8_and_spills_no_register():
     said = run(script=ON_HOPPER, MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1")
     multiplications = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", said)
@@ -663,7 +661,6 @@ def with_machine_code():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
 def test_hoppers_kernel_is_machine_code_for_its_fp8_units():
     if not (disassembled := with_machine_code()):
         pytest.skip("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
@@ -696,7 +693,6 @@ def experts_step(rows, num_experts, depth, columns, dtype=jnp.bfloat16, recipe=F
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
 @pytest.mark.parametrize(
     ("recipe", "launches", "mib"),
     [
@@ -720,7 +716,6 @@ def test_experts_on_hopper(recipe, launches, mib):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
 @pytest.mark.parametrize(
     "recipe", cells([FOR_EXPERTS, fp8.Float8BlockScaling(use_f32_scales=True)], repeated=[FOR_EXPERTS])
 )
@@ -741,7 +736,6 @@ for recipe in (FOR_EXPERTS, fp8.Float8BlockScaling(fp8_format=FOR_EXPERTS.fp8_fo
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
 def test_the_kernel_for_experts_multiplies_in_fp8_and_spills_no_register():
     disassembled = with_machine_code()
     said = run(
@@ -773,7 +767,6 @@ def test_the_kernel_that_quantizes_blocks_compiles(dtype):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
 @pytest.mark.parametrize("use_f32_scales", [False, True])
 def test_a_layer_with_block_scales_on_hopper(use_f32_scales):
     """Each tensor is read once and quantized for both of its GEMMs, which run in FP8."""

@@ -20,7 +20,6 @@ import fp8flax as fp8
 from fp8flax._audit.compiling import compiling_for
 from fp8flax._compat.choice_at_lowering import unless_partitioned
 from fp8flax._core.gemm.gpus import GPUS
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE, GROUPED_GEMM
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from tests import FEW_OPTIMIZATIONS_OF_MACHINE_CODE, ROOT, xla_flags
@@ -108,7 +107,6 @@ def test_block_scales_on_each_of_several_gpus(way):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
 @pytest.mark.parametrize(
     ("is_mapped", "recipe"),
     [

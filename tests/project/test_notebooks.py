@@ -5,7 +5,6 @@ import importlib.util
 import re
 import struct
 
-import jax
 import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
@@ -34,9 +33,7 @@ def fresh_run():
 
     def run(name):
         if name not in runs:
-            few = {}
-            if jax.__version_info__ >= (0, 10):  # before, XLA then rounds some casts to FP8 differently
-                few = xla_flags({**FEW_OPTIMIZATIONS, **FEW_OPTIMIZATIONS_OF_MACHINE_CODE})
+            few = xla_flags({**FEW_OPTIMIZATIONS, **FEW_OPTIMIZATIONS_OF_MACHINE_CODE})
             try:
                 with pytest.MonkeyPatch.context() as patch:
                     for variable, value in few.items():

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 import fp8flax as fp8
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.gemm.units import has_units_for_blocks, warn_if_emulated
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.dot_general import fp8_dot_general
@@ -29,12 +28,8 @@ def test_an_older_gpu_is_told_that_block_scales_are_not_native(monkeypatch):
 
 
 MIXED = fp8.Float8BlockScaling(use_f32_scales=True, fp8_format=fp8.Format.HYBRID)
-needs_mosaic = pytest.mark.skipif(
-    not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in"
-)
 
 
-@needs_mosaic
 @pytest.mark.parametrize(("capability", "is_told"), [(9.0, False), (10.0, True)])
 def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(capability, is_told, monkeypatch):
     """Not Hopper; Blackwell, whose own block-scaled GEMM is none of a ragged dot."""
