@@ -214,7 +214,7 @@ def test_state_that_is_missing_under_another_recipe():
     with fp8.autocast(recipe=MX):
         variables = variables_of(LAYER, X)
         assert fp8.add_fp8_state(variables, LAYER, X) is variables
-    with pytest.raises(fp8.MissingStateError, match="Recipes without delayed scaling.*need no state"):
+    with pytest.raises(fp8.MissingStateError, match="need no state"):
         LAYER.apply(variables, X)
     LAYER.apply(fp8.add_fp8_state(variables, LAYER, X), X)
     with pytest.raises(ValueError, match="has no FP8 layer"):
@@ -233,9 +233,9 @@ def test_einsum_and_the_other_ops(variables):
 
 @pytest.mark.parametrize("bad", ["MXFP8", fp8.MXFP8BlockScaling, 3])
 def test_a_wrong_recipe(bad):
-    with pytest.raises(TypeError, match="recipe must be an instance of a recipe class"):
+    with pytest.raises(TypeError, match="recipe"):
         fp8.autocast(recipe=bad)
-    with pytest.raises(TypeError, match="recipe must be an instance of a recipe class"):
+    with pytest.raises(TypeError, match="recipe"):
         fp8.Fp8DotGeneralOp(recipe=bad)
 
 
@@ -246,8 +246,8 @@ class NotInParts(fp8.Recipe):
 @pytest.mark.parametrize(
     ("recipe", "error", "message"),
     [
-        (NotInParts(), TypeError, "must be an fp8flax.CustomRecipe; got MXFP8BlockScaling"),
-        (fp8.Recipe(), NotImplementedError, "Recipe must define the property gemms"),
+        (NotInParts(), TypeError, "CustomRecipe"),
+        (fp8.Recipe(), NotImplementedError, "gemms"),
     ],
 )
 def test_a_recipe_of_ones_own_that_says_nothing(recipe, error, message):
@@ -258,7 +258,7 @@ def test_a_recipe_of_ones_own_that_says_nothing(recipe, error, message):
 
 
 def test_a_recipe_in_the_place_of_enabled():
-    with pytest.raises(TypeError, match=r"got MXFP8BlockScaling.*Name the recipe: autocast\(recipe="):
+    with pytest.raises(TypeError, match=r"autocast\(recipe="):
         fp8.autocast(MX)
 
 
@@ -314,9 +314,7 @@ def test_a_task_that_runs_meanwhile_computes_with_that_recipe(in_force):
 
 def test_a_task_may_not_enter_while_another_is_inside(in_force):
     def enter():
-        message = (
-            r"The asyncio task 'second' entered autocast while the task 'first' .*Leave autocast before"
-        )
+        message = "'second' .*'first'"
         with pytest.raises(RuntimeError, match=message), fp8.autocast(recipe=CURRENT):
             pass
         return in_force()
@@ -329,7 +327,7 @@ def test_a_callback_may_not_enter_while_a_task_is_inside(in_force):
     seen = []
 
     def callback():
-        with pytest.raises(RuntimeError, match="Code outside of all tasks entered autocast while"):
+        with pytest.raises(RuntimeError, match="outside of all tasks"):
             fp8.autocast().__enter__()
         seen.append(in_force())
 
@@ -399,7 +397,7 @@ def test_a_thread_cannot_leave_for_another(in_force):
     def closed_by_another():
         generator = under(MX)
         next(generator)
-        message = "left in the thread .*, which had not entered it. The recipe stays set in the thread that"
+        message = "thread .*not entered"
         with pytest.raises(RuntimeError, match=message):
             in_a_thread(generator.close)
         return in_force()
@@ -486,7 +484,7 @@ def test_what_it_does_not_decorate():
         yield
 
     for function in (coroutine, generator, under):
-        with pytest.raises(TypeError, match=r"got <function .*Write the with statement in it"):
+        with pytest.raises(TypeError, match="with statement"):
             fp8.autocast()(function)
 
 
@@ -559,5 +557,5 @@ def test_contexts_that_are_left_in_any_order(seed):
     for left in opened:
         contexts[left].__exit__(None, None, None)
     assert number_in_use(0) == 3
-    with pytest.raises(RuntimeError, match="which had not entered it"):
+    with pytest.raises(RuntimeError, match="not entered"):
         contexts[0].__exit__(None, None, None)

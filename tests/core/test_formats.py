@@ -49,5 +49,5 @@ def test_format_dtypes():
 
 @pytest.mark.parametrize("bad", [jnp.bfloat16, jnp.int8, "float8", None, jnp.float8_e4m3b11fnuz])
 def test_other_dtypes_are_refused(bad):
-    with pytest.raises(TypeError, match="must be an FP8 dtype, one of float8_e4m3fn.*got"):
+    with pytest.raises(TypeError, match="float8_e4m3fn"):
         fp8.fp8_max(bad)

@@ -15,7 +15,7 @@ def test_values_are_those_of_the_function(wrap):
 
 @pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd, lambda f: lambda x: jax.jvp(f, (x,), (x,))])
 def test_a_derivative_is_refused(derivative):
-    with pytest.raises(TypeError, match="can be differentiated once, in reverse mode"):
+    with pytest.raises(TypeError, match="once, in reverse mode"):
         derivative(no_derivative(jnp.sin))(1.0)
 
 

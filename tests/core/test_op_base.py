@@ -90,7 +90,7 @@ def test_leaves_of_the_state(op):
 @pytest.mark.parametrize(
     ("op", "error", "message"),
     [
-        (Op("MX"), TypeError, "recipe must be an instance"),
+        (Op("MX"), TypeError, "recipe"),
         (Op(form="fast"), ValueError, "form must be one of"),
     ],
 )
@@ -103,11 +103,9 @@ def test_arrays_of_the_state_are_checked():
     recipe = fp8.DelayedScaling(amax_history_len=1)
     for array in (jnp.ones(1), to_max_dtype(jnp.ones(1))):
         assert Op(value=array)._states(recipe).input.scale is array
-    with pytest.raises(TypeError, match=r"a/scale must be float32; got bfloat16\. Do this, or cast"):
+    with pytest.raises(TypeError, match="a/scale"):
         Op(value=jnp.ones(1, jnp.bfloat16))._states(recipe)
-    with pytest.raises(
-        ValueError, match=r"a/scale has shape \(2,\), but the recipe needs \(1,\)\. Do that"
-    ):
+    with pytest.raises(ValueError, match=r"a/scale .*\(2,\)"):
         Op(value=jnp.ones(2))._states(recipe)
 
 

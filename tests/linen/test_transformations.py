@@ -377,7 +377,7 @@ def test_forward_mode(recipe, cell, request):
         lambda p: jax.linearize(apply, p)[1](tangent),
         jax.jacfwd(apply),
     ):
-        with pytest.raises(TypeError, match="cannot be differentiated in forward mode.*autocast"):
+        with pytest.raises(TypeError, match="forward mode.*autocast"):
             use(params)
     with fp8.autocast(enabled=False):
         kernel = {"kernel": jnp.eye(WIDTH)}
@@ -409,7 +409,7 @@ def test_second_derivatives(recipe, cell):
         grads = fp8.grad(lambda p: jnp.sum(jnp.sin(layer.apply({**v, "params": p}, X))))(v["params"])
         return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
 
-    with pytest.raises(TypeError, match="can be differentiated once, in reverse mode"):
+    with pytest.raises(TypeError, match="once, in reverse mode"):
         jax.jit(jax.grad(partial(gradient_norm, c.layer)))(c.variables)
     seen = "refused (2)"
     if recipe == "delayed":

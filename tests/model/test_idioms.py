@@ -559,7 +559,7 @@ def test_copies_and_pickles(name, request):
         np.testing.assert_array_equal(bound(X), model.apply(values, X))
     # A copy keeps the record of what the model computes, and a pickle does not.
     assert fp8.freeze(copy.deepcopy(model8), variables)[0] == frozen[0]
-    with pytest.raises(ValueError, match="Pass inputs to trace the model with"):
+    with pytest.raises(ValueError, match="Pass inputs"):
         fp8.freeze(pickle.loads(pickle.dumps(model8)), variables)
 
 
@@ -661,13 +661,13 @@ class TestAdvice:
     def test_include_is_not_advised_where_it_does_not_help(self):
         for options in (ALL, {}, {"exclude": ".*", "allow_unmatched": True}):
             model8 = fp8.quantize_model(self.Products(), **{"allow_unmatched": True, **options})
-            with pytest.raises(ValueError, match="None of the model's 1 contractions") as error:
+            with pytest.raises(ValueError, match="None of the model's") as error:
                 model8.init(KEY, X)
             assert "include=" not in str(error.value)
         assert "products=True" in str(self.error_of(fp8.quantize_model(self.Products())))
         assert "include=r'.*'" in str(self.error_of(fp8.quantize_model(nn.Dense(8))))
         nothing = fp8.quantize_model(nn.LayerNorm())
-        assert "no contraction that quantize_model looks into" in str(self.error_of(nothing))
+        assert "no contraction" in str(self.error_of(nothing))
 
     def error_of(self, model8):
         with pytest.raises(ValueError, match="contraction") as error:
@@ -684,7 +684,7 @@ class TestAdvice:
                 lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(model8.apply(variables, x) ** 3))(x))
             )(x)
 
-        with pytest.raises(TypeError, match="form='qdq'.*quantize_model.*enabled=False"):
+        with pytest.raises(TypeError, match="form='qdq'"):
             second(X)
         with fp8.autocast(enabled=False):
             assert np.isfinite(second(X)).all()

@@ -402,7 +402,7 @@ class TestCalibrateWithoutReverseMode:
     def test_a_nan_and_errors_of_the_model_are_said(self):
         model = Loop("while_loop")
         variables = variables_of(model, X)
-        with pytest.raises(ValueError, match="NaN or an Inf into .*input_amax_history"):
+        with pytest.raises(ValueError, match="NaN .*input_amax_history"):
             fp8.calibrate(model.apply, variables, [X * np.float32(np.nan)])
         with pytest.raises(ValueError, match="mine"):
             fp8.calibrate(lambda v, x: (_ for _ in ()).throw(ValueError("mine")), variables, [X])

@@ -416,7 +416,7 @@ class TestErrors:
     x = np.ones((4, 8), np.float32)
 
     def test_what_is_no_model(self):
-        with pytest.raises(TypeError, match=r"flax.linen.Module; got type. Pass an instance"):
+        with pytest.raises(TypeError, match="Pass an instance"):
             fp8.quantize_model(nn.Dense)
         with pytest.raises(TypeError, match="got dict"):
             fp8.quantize_model({})
@@ -424,14 +424,14 @@ class TestErrors:
         class Pretrained:
             module = nn.Dense(4)
 
-        with pytest.raises(TypeError, match=r"got Pretrained. Pass its .module"):
+        with pytest.raises(TypeError, match="Pass its .module"):
             fp8.quantize_model(Pretrained())
         with pytest.raises(TypeError, match="recipe"):
             fp8.quantize_model(nn.Dense(4), "delayed")
 
     def test_a_bound_or_converted_model(self):
         variables = variables_of(nn.Dense(4), self.x)
-        with pytest.raises(ValueError, match=r"bound Dense. Convert the model first"):
+        with pytest.raises(ValueError, match="bound Dense"):
             fp8.quantize_model(nn.Dense(4).bind(variables))
         with pytest.raises(ValueError, match="Dense is converted already"):
             fp8.quantize_model(fp8.quantize_model(nn.Dense(4), **ALL))
@@ -445,7 +445,7 @@ class TestErrors:
         model8 = fp8.quantize_model(Layers(), **{**ALL, **options})
         with pytest.raises(
             ValueError,
-            match=r"'Dens_0'. The modules with contractions are: DenseGeneral_0, Dense_0, Einsum_0",
+            match="'Dens_0'.*DenseGeneral_0, Dense_0",
         ):
             model8.init(jax.random.key(0), self.x)
         lenient = {**ALL, **options, "allow_unmatched": True}
@@ -454,14 +454,12 @@ class TestErrors:
     @pytest.mark.parametrize("include", [".*", None])
     def test_layers_with_ops_of_flax(self, include):
         model8 = fp8.quantize_model(nn.Dense(64, dot_general_cls=nn.Fp8DirectDotGeneralOp), include=include)
-        with pytest.raises(ValueError, match="no contraction .* leave out their dot_general_cls"):
+        with pytest.raises(ValueError, match="dot_general_cls"):
             model8.init(jax.random.key(0), self.x)
 
     def test_nothing_is_converted(self):
         model8 = fp8.quantize_model(Layers())
-        with pytest.raises(
-            ValueError, match=r"None of the model's 3 contractions .*K=8, N=8: a size below 16"
-        ):
+        with pytest.raises(ValueError, match="a size below 16"):
             model8.init(jax.random.key(0), self.x)
         # No warning for other methods, because a model may have one without matmuls.
         model8 = fp8.quantize_model(Repeated(), include="layer")

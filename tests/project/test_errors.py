@@ -28,29 +28,25 @@ def dense():
 def test_train_state_without_parameters(dense):
     layer, variables = dense
     for params in ({OWG: variables[OWG]}, {OWG: variables[OWG], "weights": variables["params"]}):
-        with pytest.raises(ValueError, match="has no 'params' next to it"):
+        with pytest.raises(ValueError, match="no 'params'"):
             fp8.TrainState.create(apply_fn=layer.apply, params=params, tx=optax.sgd(1e-3))
 
 
 @pytest.mark.parametrize("op", [fp8.Fp8DotGeneralOp, fp8.NANOOFp8DotGeneralOp, fp8.Fp8DirectDotGeneralOp])
 def test_op_in_the_wrong_field(op):
     for given in (op, partial(op, recipe=fp8.DelayedScaling())):
-        with pytest.raises(
-            TypeError, match=rf"{op.__name__} was called .* as dot_general_cls=, not as dot_general=\."
-        ):
+        with pytest.raises(TypeError, match=f"{op.__name__} .*dot_general_cls="):
             traced(nn.Dense(4, dot_general=given), X)
 
 
 def test_class_where_an_instance_is_needed():
-    with pytest.raises(
-        TypeError, match=r"class as conv_general_dilated_cls=, not as conv_general_dilated=\."
-    ):
+    with pytest.raises(TypeError, match="conv_general_dilated_cls="):
         traced(nn.Conv(4, (1,), conv_general_dilated=fp8.Fp8ConvGeneralDilatedOp), X[None])
-    with pytest.raises(TypeError, match=r"called with arrays, .*give an instance: Fp8Einsum\(\)"):
+    with pytest.raises(TypeError, match=r"Fp8Einsum\(\)"):
         fp8.Fp8Einsum("ab,bc->ac", X, X.T)
-    with pytest.raises(TypeError, match=r"called with arrays, .*give an instance: Fp8RaggedDotOp\(\)"):
+    with pytest.raises(TypeError, match=r"Fp8RaggedDotOp\(\)"):
         fp8.Fp8RaggedDotOp(X, X[None].mT, jnp.array([2]))
-    with pytest.raises(TypeError, match=r"eqn must be an equation .* takes Fp8DotGeneralOp"):
+    with pytest.raises(TypeError, match="Fp8DotGeneralOp"):
         traced(nn.Dense(4, dot_general_cls=fp8.Fp8Einsum), X)
 
 
@@ -71,7 +67,7 @@ def test_class_where_an_instance_is_needed():
 def test_masks_over_whole_variables(make, dense):
     layer, variables = dense
     create = partial(fp8.TrainState.create, apply_fn=layer.apply, tx=make(variables))
-    with pytest.raises(ValueError, match=r"masks or labels in tx .* variables\['params'\] alone"):
+    with pytest.raises(ValueError, match="masks or labels"):
         create(params=variables)
 
 
@@ -112,7 +108,7 @@ class Stack(nn.Module):
 
 
 def test_no_state_at_init_says_what_to_do():
-    match = r"init may not make this collection here.*'_overwrite_with_gradient': 0"
+    match = "init may not make this collection"
     with pytest.raises(fp8.MissingStateError, match=match):
         traced(Stack(("params",)), X)
     with pytest.raises(fp8.MissingStateError, match=match):
@@ -123,7 +119,7 @@ def test_no_state_at_init_says_what_to_do():
 
 def test_freeze_with_inputs_does_not_ask_for_inputs():
     variables = nn.Dense(4).init(KEY, X)
-    with pytest.raises(ValueError, match=r"with these inputs. Convert it by .*fp8flax.report\(model"):
+    with pytest.raises(ValueError, match="fp8flax.report"):
         fp8.freeze(nn.Dense(4), variables, X)
-    with pytest.raises(ValueError, match="Pass inputs to trace the model with"):
+    with pytest.raises(ValueError, match="Pass inputs"):
         fp8.freeze(nn.Dense(4), variables)

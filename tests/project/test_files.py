@@ -62,16 +62,6 @@ def test_nothing_is_lost_at_any_step(fails, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_order(tmp_path, monkeypatch):
-    """The bytes are flushed to the disk before the name, and then the name."""
-    done = []
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(stat.S_IFMT(os.fstat(fd).st_mode)), fsync(fd)))
-    monkeypatch.setattr(os, "replace", lambda *names: (done.append("replace"), replace(*names)))
-    write_text(tmp_path / "file", "new")
-    assert done == [stat.S_IFREG, "replace", stat.S_IFDIR]
-
-
 def test_an_interrupt_leaves_the_old_file(tmp_path):
     path = tmp_path / "file"
     path.write_text("old")

@@ -38,15 +38,6 @@ def sqnr(x, y):
     return 10 * np.log10(np.sum(np.square(x)) / np.sum(np.square(x - y)))
 
 
-def test_each_page_has_the_same_parts():
-    assert set(PAGES) == {"flax", "transformer_engine", "qwix", "keras"}
-    parts = ["Line by line", "Before", "After", "Names", "What differs in meaning", "No counterpart"]
-    for path in PAGES.values():
-        headings = re.findall(r"^## (.*)$", path.read_text(), re.MULTILINE)
-        assert [h for h in headings if "heckpoints" not in h] == parts
-        assert len(headings) == len(parts) + 1
-
-
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_what_is_not_run_is_at_least_python(page):
     assert len(blocks_of(page, BEFORE)) == (page != "flax")

@@ -235,9 +235,7 @@ def changed(state, name, function):
 def test_state_of_another_shape_is_refused(name, shape):
     variables = FP8.init(jax.random.key(0), X)
     bad = {**variables, OWG: changed(variables[OWG], name, lambda leaf: jnp.ones(shape))}
-    message = (
-        rf"at _overwrite_with_gradient/d0/Fp8DotGeneralOp_0/{name} has shape {re.escape(str(shape))}, but"
-    )
+    message = rf"d0/Fp8DotGeneralOp_0/{name} has shape {re.escape(str(shape))}"
     with pytest.raises(ValueError, match=message):
         fp8.add_fp8_state(bad, FP8, X)
     jax.tree.map(
@@ -250,7 +248,7 @@ def test_state_of_another_number_of_layers_is_refused(layers, length):
     model, params, _, _ = trained("scan", 5)
     foreign = one_or_stacked(with_length(length), "scan", layers)
     variables = {"params": params, OWG: variables_of(foreign, X, factors("scan", layers))[OWG]}
-    message = rf"has shape \({layers}, {length}\), but the model needs \(3, 5\); only the length"
+    message = rf"\({layers}, {length}\).*\(3, 5\)"
     with pytest.raises(ValueError, match=message):
         fp8.add_fp8_state(variables, model, X, factors("scan"))
 
@@ -270,7 +268,7 @@ def test_values_that_no_step_leaves_behind(name, value, array):
     if value == 0.0 and name.endswith("history"):
         jax.tree.map(np.testing.assert_array_equal, fp8.add_fp8_state(bad, FP8, X), variables)
         return
-    message = rf"_overwrite_with_gradient/d0/Fp8DotGeneralOp_0/{name} holds {value}; (scales|amaxes) are"
+    message = rf"d0/Fp8DotGeneralOp_0/{name} holds {value}"
     with pytest.raises(ValueError, match=message):
         fp8.add_fp8_state(bad, FP8, X)
     jax.jit(lambda v: fp8.add_fp8_state(v, FP8, X))(bad)  # values are not known while tracing
@@ -300,17 +298,13 @@ def test_stacked_layers():
 
 def test_errors():
     variables = PLAIN.init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match="Stack has no FP8 layer"):
+    with pytest.raises(ValueError, match="no FP8 layer"):
         fp8.add_fp8_state(variables, PLAIN, X)
-    with pytest.raises(
-        ValueError, match=r"\['bias'\] is missing, but the model has a parameter of shape \(4,\)"
-    ):
+    with pytest.raises(ValueError, match=r"\['bias'\] is missing"):
         fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, layers=3), X)
-    with pytest.raises(ValueError, match=r"has shape \(4,\), but the model has no such parameter"):
+    with pytest.raises(ValueError, match="no such parameter"):
         fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, layers=1), X)
-    with pytest.raises(
-        ValueError, match=r"has shape \(4,\), but the model has a parameter of shape \(5,\)"
-    ):
+    with pytest.raises(ValueError, match=r"\(4,\), .*\(5,\)"):
         fp8.add_fp8_state(variables, make(fp8.Fp8DotGeneralOp, features=5), X)
 
 
@@ -319,9 +313,9 @@ def test_errors():
 def test_state_under_the_name_of_another_op():
     """One of Flax's ops has the name of our op, and the other has another name."""
     theirs = make(nn.Fp8DirectDotGeneralOp).init(jax.random.key(0), X)
-    with pytest.raises(fp8.MissingStateError, match="Fp8DirectDotGeneralOp_0: use fp8flax.Fp8DirectDot"):
+    with pytest.raises(fp8.MissingStateError, match="use fp8flax.Fp8DirectDot"):
         FP8.apply(theirs, X)
-    with pytest.warns(UserWarning, match="d0/Fp8DirectDotGeneralOp_0 and of 1 more is left out"):
+    with pytest.warns(UserWarning, match="d0/Fp8DirectDotGeneralOp_0"):
         fresh = fp8.add_fp8_state(theirs, FP8, X)
     jax.tree.map(np.testing.assert_array_equal, fresh[OWG], FP8.init(jax.random.key(0), X)[OWG])
     same = fp8.add_fp8_state(theirs, make(fp8.Fp8DirectDotGeneralOp), X)  # with no warning

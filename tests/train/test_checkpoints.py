@@ -266,7 +266,7 @@ def test_a_truncated_msgpack(tmp_path):
 @both
 def test_a_checkpoint_of_another_model(through, tmp_path):
     restored = through(tmp_path, trained(net(width=24), 0), abstract(net(width=24)))
-    message = r"\['params'\]\['first'\]\['bias'\] has shape \(24,\), .* a parameter of shape \(16,\)"
+    message = r"\['first'\]\['bias'\] .*\(24,\), .*\(16,\)"
     with pytest.raises(ValueError, match=message):
         fp8.add_fp8_state(restored.params, net(), X)
     if through is through_orbax:
@@ -274,9 +274,7 @@ def test_a_checkpoint_of_another_model(through, tmp_path):
             orbax_restore(tmp_path / "checkpoint", abstract(net()))
     # The weights of this model with the state of another one.
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), restored.params[OWG])
-    with pytest.raises(
-        ValueError, match=r"first/Fp8DotGeneralOp_0/input_amax_history has shape \(3, 4\), but"
-    ):
+    with pytest.raises(ValueError, match=r"first/Fp8DotGeneralOp_0/input_amax_history .*\(3, 4\)"):
         fp8.add_fp8_state({**trained(net()).params, OWG: stacked}, net(), X)
 
 
@@ -285,7 +283,7 @@ def test_a_cast_of_the_whole_checkpoint_is_refused(tmp_path):
     narrow = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), abstract(net()).params)
     restored = orbax_restore(tmp_path / "checkpoint", narrow)
     leaf = "_overwrite_with_gradient/first/Fp8DotGeneralOp_0/input_amax_history"
-    message = f"{leaf} must be float32; got bfloat16. Cast variables\\['params'\\] alone"
+    message = f"{leaf} must be float32"
     with pytest.raises(TypeError, match=message):
         fp8.add_fp8_state(restored, net(), X)
     with pytest.raises(TypeError, match=message):

@@ -224,34 +224,34 @@ class TestCheckState:
 
     def test_without_state_there_is_nothing_to_check(self):
         for variables in ({"params": {"w": jnp.ones(2)}}, {}):
-            with pytest.warns(UserWarning, match="found no FP8 scaling state, so nothing was checked"):
+            with pytest.warns(UserWarning, match="no FP8 scaling state"):
                 fp8.check_state(variables)
 
     def test_lost_state(self):
-        with pytest.raises(ValueError, match=f"{NAME}input_amax_history is in `before` only"):
+        with pytest.raises(ValueError, match=f"{NAME}input_amax_history"):
             fp8.check_state({"params": trained()["params"]}, before=trained(1))
 
     def test_a_train_state_and_variables(self):
         state = fp8.TrainState.create(apply_fn=None, params=trained(1), tx=optax.sgd(0.1))
         for variables, before in ((state, state.params), (state.params, state)):
-            with pytest.raises(TypeError, match=r"trees of one kind; got .* Pass state\.params"):
+            with pytest.raises(TypeError, match=r"Pass state\.params"):
                 fp8.check_state(variables, before=before)
 
     @pytest.mark.parametrize(
         ("leaf", "change", "message"),
         [
-            ("input_scale", lambda a: 0 * a, "input_scale is not positive and finite"),
-            ("kernel_scale", lambda a: jnp.nan * a, "kernel_scale is not positive and finite"),
-            ("kernel_scale", lambda a: a.astype(jnp.bfloat16), "kernel_scale is bfloat16, not float32"),
+            ("input_scale", lambda a: 0 * a, "input_scale is not positive"),
+            ("kernel_scale", lambda a: jnp.nan * a, "kernel_scale is not positive"),
+            ("kernel_scale", lambda a: a.astype(jnp.bfloat16), "kernel_scale is bfloat16"),
             (
                 "kernel_scale",
                 lambda a: a[0],
-                r"kernel_amax_history has shape \(4,\), but its scale has shape \(\)",
+                r"kernel_amax_history .*\(4,\)",
             ),
-            ("input_amax_history", lambda a: -a, "input_amax_history has entries that are negative"),
+            ("input_amax_history", lambda a: -a, "input_amax_history .*negative"),
             ("input_amax_history", lambda a: a.at[2].set(jnp.inf), "negative or not finite"),
-            ("input_amax_history", lambda a: a[:0], r"input_amax_history has shape \(0,\)"),
-            ("input_amax_history", None, "input_scale lacks its scale or history"),
+            ("input_amax_history", lambda a: a[:0], r"input_amax_history .*\(0,\)"),
+            ("input_amax_history", None, "input_scale lacks"),
         ],
     )
     def test_a_bad_leaf_is_named(self, leaf, change, message):
@@ -272,7 +272,7 @@ class TestCheckState:
 
     def test_two_steps_are_no_step(self):
         """A correct loop that calls ``check_state`` after two steps gets a short message about that."""
-        with pytest.raises(ValueError, match="Or more than one step was taken since `before`") as error:
+        with pytest.raises(ValueError, match="more than one step") as error:
             fp8.check_state(trained(4), before=trained(2))
         *listed, rest = [line for line in str(error.value).splitlines() if line.startswith("- ")]
         assert len(listed) == 5
@@ -291,7 +291,7 @@ class TestCheckState:
         with pytest.warns(UserWarning, match="second/Fp8DotGeneralOp_0/input_amax_history"):
             fp8.check_state(variables)
         variables[OWG]["second"] = before[OWG]["second"]
-        with pytest.warns(UserWarning, match="second/Fp8DotGeneralOp_0/input_amax_history.* did not move"):
+        with pytest.warns(UserWarning, match="second/Fp8DotGeneralOp_0/input_amax_history"):
             fp8.check_state(variables, before=before)
 
     def test_a_stacked_layer_that_did_not_move(self):
@@ -304,7 +304,7 @@ class TestCheckState:
         before = trained(steps)
         grads = gradient(before, 3 * X)
         scaled = {**before, OWG: jax.tree.map(lambda g: 0.3 * g, grads[OWG])}
-        with pytest.raises(ValueError, match="past entries other than those of `before`"):
+        with pytest.raises(ValueError, match="past entries"):
             fp8.check_state(scaled, before=before)
         halved = {**before, OWG: jax.tree.map(lambda g: 0.25 * g, grads[OWG])}
         with pytest.raises(ValueError, match="was multiplied by 0.25"):
@@ -324,7 +324,7 @@ class TestCheckState:
         fp8.check_state({OWG: after}, before={OWG: stacked})
 
     def test_traced_values_are_refused(self):
-        with pytest.raises(TypeError, match="Call it outside of jax.jit"):
+        with pytest.raises(TypeError, match="outside of jax.jit"):
             jax.jit(fp8.check_state)(START)
 
     def test_a_state_that_is_frozen_under_a_trace_is_seen(self):
@@ -363,7 +363,7 @@ def ema_over_all(variables):
 )
 def test_a_loop_that_goes_over_the_state_is_seen_after_a_step(loop, steps):
     before = trained(steps)
-    with pytest.raises(ValueError, match="is not what training leaves"):
+    with pytest.raises(ValueError, match="training leaves"):
         fp8.check_state(loop(before), before=before)
 
 
@@ -386,7 +386,7 @@ class TestMutable:
     @pytest.mark.parametrize("model", [MODEL, Stack()])
     def test_naming_the_collection_warns(self, mutable, model):
         variables = variables_of(model, X)
-        with pytest.warns(UserWarning, match="the old state.*fp8flax.value_and_grad"):
+        with pytest.warns(UserWarning, match="old state.*fp8flax.value_and_grad"):
             jax.eval_shape(partial(model.apply, mutable=mutable), variables, X)
 
     @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ class TestPage:
 
     def test_it_shows_the_message(self):
         (message,) = page()[1]
-        assert "input_amax_history has entries that are negative or not finite" in message
+        assert "input_amax_history has entries" in message
 
     def test_the_optimizer_over_all_variables(self):
         """The loop of brax is compared with the loop of the page, after 60 steps."""

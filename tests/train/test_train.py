@@ -136,7 +136,7 @@ class TestStateAsNumbers:
         ids=["sum of squares", "norm"],
     )
     def test_a_penalty_of_all_variables(self, penalty, wrap):
-        match = f"state {OWG}/first/Fp8DotGeneralOp_0/input_amax_history was used as a number"
+        match = "first/Fp8DotGeneralOp_0/input_amax_history"
         with pytest.raises(TypeError, match=match):
             wrap(fp8.grad(lambda v: mse(v, X) + penalty(v)))(VARIABLES)
         with pytest.raises(TypeError, match=match):
@@ -147,7 +147,7 @@ class TestStateAsNumbers:
         exported = jax.export.export(jax.jit(mse))(VARIABLES, X)
         loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
         for gradient in (fp8.grad(loaded.call), jax.jit(fp8.grad(loaded.call))):
-            with pytest.raises(TypeError, match=r"export.export\(jax.jit\(fp8flax.grad\(fun\)\)\)"):
+            with pytest.raises(TypeError, match=r"jax.jit\(fp8flax.grad"):
                 gradient(VARIABLES, X)
         of_gradient = jax.export.export(jax.jit(fp8.grad(mse)))(VARIABLES, X)
         assert_trees_equal(of_gradient.call(VARIABLES, X), jax.jit(fp8.grad(mse))(VARIABLES, X))
@@ -161,7 +161,7 @@ class TestStateAsNumbers:
             )[0]
 
         state = {OWG: {"input_scale": jnp.ones((2, 1)), "input_amax_history": jnp.ones((2, 3))}}
-        with pytest.raises(TypeError, match="scaling state .* was used as a number"):
+        with pytest.raises(TypeError, match="as a number"):
             fp8.grad(loss)(state)
 
     @un_jitted_too
@@ -175,15 +175,15 @@ class TestStateAsNumbers:
         value, grads = wrap(fp8.value_and_grad(total))(variables)
         np.testing.assert_allclose(value, jnp.sum(leaf_of(variables, "input_amax_history")), rtol=1e-6)
         assert_trees_equal(grads[OWG], variables[OWG])
-        with pytest.raises(TypeError, match="state .*/second/.*/input_scale was used as a number"):
+        with pytest.raises(TypeError, match="/second/.*/input_scale"):
             wrap(fp8.grad(lambda v: jnp.sum(leaf_of(v, "input_scale").astype(jnp.float32))))(variables)
-        with pytest.raises(TypeError, match="state .*_scale was used as a number"):
+        with pytest.raises(TypeError, match="_scale was used"):
             wrap(fp8.grad(lambda v: mse(jax.tree.map(lambda x: x.astype(jnp.float32), v), X)))(variables)
 
         def history_as_float32(path, leaf):
             return leaf.astype(jnp.float32) if path[-1].key.endswith("history") else leaf
 
-        with pytest.raises(TypeError, match="must have the same dtype.*Cast neither"):
+        with pytest.raises(TypeError, match="same dtype"):
             wrap(fp8.grad(lambda v: mse(jax.tree_util.tree_map_with_path(history_as_float32, v), X)))(
                 variables
             )
@@ -646,7 +646,7 @@ class TestAccumulateGradients:
 
     @pytest.mark.parametrize("batches", [{"a": X, "b": X[:2]}, X[:0], jnp.float32(1), {}])
     def test_wrong_microbatches_are_refused(self, batches):
-        with pytest.raises(ValueError, match="must share a first dimension"):
+        with pytest.raises(ValueError, match="first dimension"):
             fp8.accumulate_gradients(lambda v, b: 0.0)(VARIABLES, batches)
 
     @pytest.mark.filterwarnings("ignore:shape requires ndarray")
@@ -654,7 +654,7 @@ class TestAccumulateGradients:
         """A list is a tree to JAX; one whose entries are parts of a microbatch works."""
         step = fp8.accumulate_gradients(mse)
         for batches, error in (([X, X], TypeError), ([X, X[:2]], ValueError)):
-            with pytest.raises(error, match=r"Stack a list of microbatches: jax\.tree\.map"):
+            with pytest.raises(error, match="Stack a list"):
                 step(VARIABLES, batches)
         fp8.accumulate_gradients(lambda v, parts: jnp.sum(parts[0] * parts[1]))(VARIABLES, [X, X])
 
@@ -1004,9 +1004,9 @@ class TestTrainState:
 
     def test_gradients_without_state_are_refused(self):
         grads, state = self.grads_and_state()
-        with pytest.raises(ValueError, match="the FP8 scaling state would never change"):
+        with pytest.raises(ValueError, match="never change"):
             state.apply_gradients(grads={"params": grads["params"]})
-        with pytest.raises(ValueError, match="must be one with the key 'params'"):
+        with pytest.raises(ValueError, match="'params'"):
             state.apply_gradients(grads=grads["params"])
         held = state.apply_gradients(grads={**grads, OWG: state.params[OWG]})
         assert_trees_equal(held.params[OWG], VARIABLES[OWG])
@@ -1014,10 +1014,10 @@ class TestTrainState:
     def test_gradients_of_other_variables_are_refused(self):
         grads, state = self.grads_and_state()
         other = {**grads, OWG: {"first": grads[OWG]["first"]}}
-        with pytest.raises(ValueError, match="has another structure than the state"):
+        with pytest.raises(ValueError, match="structure"):
             state.apply_gradients(grads=other)
         narrow = {**grads, OWG: jax.tree.map(lambda s: s.astype(jnp.bfloat16), grads[OWG])}
-        with pytest.raises(TypeError, match="first/Fp8DotGeneralOp_0/input_amax_history must be float32"):
+        with pytest.raises(TypeError, match="first/Fp8DotGeneralOp_0/input_amax_history"):
             state.apply_gradients(grads=narrow)
 
     def test_wrong_params_are_refused(self):
@@ -1030,7 +1030,7 @@ class TestTrainState:
             {"params": VARIABLES},
             VARIABLES[OWG],
         ):
-            with pytest.raises(ValueError, match="The optimizer would see FP8 scaling state"):
+            with pytest.raises(ValueError, match="optimizer would see"):
                 create(params=nested)
 
     def test_gradients_in_the_other_container(self):
@@ -1070,7 +1070,7 @@ class TestAllGradientsTouched:
         """Gradient ascent must negate the gradients of the parameters alone."""
         variables = trained(steps)
         grads = multiplied(gradient(variables, X), factor)
-        with pytest.raises(ValueError, match="In your own arithmetic change the parameters only"):
+        with pytest.raises(ValueError, match="parameters only"):
             apply_to_state(variables, grads)
         assert_trees_equal(apply_jitted(variables, grads), variables[OWG])
 
@@ -1106,9 +1106,7 @@ class TestAllGradientsTouched:
     def test_anything_else_is_refused(self, steps, factor):
         variables = trained(steps)
         grads = multiplied(gradient(variables, X), factor)
-        with pytest.raises(
-            ValueError, match="(?s)first/Fp8DotGeneralOp_0/input_amax.*fp8flax.DynamicScale"
-        ):
+        with pytest.raises(ValueError, match="(?s)first/.*fp8flax.DynamicScale"):
             apply_to_state(variables, grads)
         assert_trees_equal(apply_jitted(variables, grads), variables[OWG])  # traced, nothing can be raised
 

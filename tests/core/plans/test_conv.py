@@ -288,7 +288,7 @@ def test_recipes_of_matmuls(name):
     for ours, expected in zip(actual, (out, dx.reshape(c.x), np.asarray(dw).reshape(c.w))):
         np.testing.assert_array_equal(ours, expected)
     c = CASES["groups"]
-    with pytest.raises(ValueError, match=r"takes one scale per tensor: .* Got the recipe .*group_count=2"):
+    with pytest.raises(ValueError, match="group_count=2"):
         jax.eval_shape(convolution_of(c, recipe=recipe), *operands(c)[:2])
 
 
@@ -523,7 +523,7 @@ def test_without_jit_and_in_the_other_form():
 
 def test_forward_mode_is_refused():
     layer, x, variables = small()
-    with pytest.raises(TypeError, match="cannot be differentiated in forward mode"):
+    with pytest.raises(TypeError, match="forward mode"):
         jax.jvp(lambda x: layer.apply(variables, x), (x,), (x,))
 
 
@@ -569,9 +569,9 @@ def test_arguments_are_honoured_or_refused():
             for f in (convolve, convolution_of(c, lax.conv_general_dilated))
         ]
         assert shapes[0] == shapes[1]
-    with pytest.raises(TypeError, match="preferred_element_type must be None"):
+    with pytest.raises(TypeError, match="preferred_element_type"):
         convolve(x, w, preferred_element_type=jnp.int32)
-    with pytest.raises(TypeError, match="lhs must have a floating-point dtype"):
+    with pytest.raises(TypeError, match="lhs"):
         convolve(x.astype(np.int32), w)
     with pytest.raises(TypeError, match="same dtypes"):
         convolve(x, w.astype(np.float32))
@@ -608,7 +608,7 @@ def test_one_warning_where_it_is_no_matmul():
             warnings.simplefilter("default")
             for _ in range(2):
                 jax.eval_shape(convolution_of(c, recipe=fp8.Float8CurrentScaling()), x, w)
-        ours = [w for w in seen if "FP8 convolutions that are not matmuls" in str(w.message)]
+        ours = [w for w in seen if "not matmuls" in str(w.message)]
         assert len(ours) == (not c.matmul)
         assert all(issubclass(w.category, fp8.Fp8EmulationWarning) for w in ours)
 

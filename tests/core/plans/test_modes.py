@@ -76,7 +76,7 @@ def test_calibrating_the_product_is_wide_and_states_follow_from_the_tensors():
 
 
 def test_forward_mode_is_refused():
-    with pytest.raises(TypeError, match="cannot be differentiated in forward mode"):
+    with pytest.raises(TypeError, match="forward mode"):
         jax.jvp(lambda x: dot(x, W), (X,), (X,))
 
 

@@ -427,14 +427,14 @@ def call(x=None, w=None, sizes=(5, 0, 6), recipe=None, states=None, **kwargs):
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"x": np.ones((2, 3, 8), np.float32)}, ValueError, r"\(rows, K\).*got \(2, 3, 8\)"),
-        ({"w": np.ones((3, 7, 5), np.float32)}, ValueError, r"got \(12, 8\) and \(3, 7, 5\)"),
+        ({"x": np.ones((2, 3, 8), np.float32)}, ValueError, r"\(2, 3, 8\)"),
+        ({"w": np.ones((3, 7, 5), np.float32)}, ValueError, r"\(3, 7, 5\)"),
         ({"w": np.ones((0, 8, 5), np.float32)}, ValueError, "one expert or more"),
         ({"sizes": (5, 6)}, ValueError, r"shape \(3,\).*got \(2,\)"),
-        ({"sizes": (5.0, 0.0, 6.0)}, TypeError, "must be integers; got float32"),
-        ({"x": np.ones((12, 8), np.int32)}, TypeError, "lhs must have a floating-point dtype"),
+        ({"sizes": (5.0, 0.0, 6.0)}, TypeError, "integers"),
+        ({"x": np.ones((12, 8), np.int32)}, TypeError, "lhs"),
         ({"preferred_element_type": jnp.int32}, TypeError, "preferred_element_type must be"),
-        ({"precision": "highst"}, TypeError, "precision of an FP8 matmul"),
+        ({"precision": "highst"}, TypeError, "precision"),
     ],
 )
 def test_refused(arguments, error, match):
@@ -445,18 +445,18 @@ def test_refused(arguments, error, match):
 def test_state_of_other_experts_is_refused():
     op, variables = small_variables()
     x, w = small()
-    with pytest.raises(ValueError, match=r"kernel_scale has shape \(3, 1\), but the recipe needs \(2, 1\)"):
+    with pytest.raises(ValueError, match="kernel_scale"):
         op.apply(variables, x, w[:2], jnp.array([5, 6]))
-    with pytest.raises(fp8.MissingStateError, match="'Fp8RaggedDotOp'.*input_scale is missing"):
+    with pytest.raises(fp8.MissingStateError, match="Fp8RaggedDotOp.*input_scale"):
         op.apply({}, x, w, jnp.array([5, 0, 6]))
     states = States(*[ScalingState(np.ones(1, np.float32), np.zeros(2, np.float32))] * 3)
-    with pytest.raises(ValueError, match=r"one row for each of the 3 kernels; got"):
+    with pytest.raises(ValueError, match="3 kernels"):
         call(recipe=EXACT, states=states)
 
 
 def test_forward_mode_and_second_derivatives_are_refused():
     x, _ = small()
-    with pytest.raises(TypeError, match="cannot be differentiated in forward mode"):
+    with pytest.raises(TypeError, match="forward mode"):
         jax.jvp(lambda x: call(x), (x,), (x,))
     with pytest.raises(TypeError, match="can be differentiated once"):
         jax.eval_shape(jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(call(x) ** 2))(x) ** 2)), x)

@@ -34,6 +34,6 @@ def test_a_copy_of_a_row_is_the_row():
 @pytest.mark.parametrize("changes", [{"name": "Other"}, {"primitive": "other"}])
 def test_a_second_row_of_a_name_or_a_primitive_is_refused(changes):
     row = dataclasses.replace(DOT_GENERAL, **changes)
-    with pytest.raises(ValueError, match="The table of ops has the row 'Fp8DotGeneralOp' already"):
+    with pytest.raises(ValueError, match="'Fp8DotGeneralOp'"):
         register(row)
     assert row not in rows()
