@@ -75,17 +75,3 @@ def test_an_interrupt_leaves_the_old_file(tmp_path):
         write()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_what_is_no_file(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    for path in (pipe, "/dev/stdout"):
-        with replacing(path) as new:
-            assert new == type(pipe)(path)
-    with pytest.raises(IsADirectoryError):
-        write_text(tmp_path, "x")
-    with pytest.raises(FileNotFoundError, match=r"'.*/none/file'$"):
-        write_text(tmp_path / "none" / "file", "x")
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        write_text("/dev/full", "x")
