@@ -2,10 +2,7 @@
 
 import asyncio
 import contextlib
-import gc
 import random
-import sys
-import threading
 from concurrent import futures
 from functools import partial
 
@@ -382,17 +379,6 @@ def test_the_caller_of_a_suspended_generator_is_under_its_recipe(in_force):
     assert in_force() == "delayed"
 
 
-@pytest.mark.long
-def test_a_generator_that_nobody_closes(in_force):
-    abandoned = under(MX)
-    next(abandoned)
-    with fp8.autocast(recipe=CURRENT):
-        del abandoned
-        gc.collect()
-        assert in_force() == "current"
-    assert in_force() == "delayed"
-
-
 def test_a_thread_cannot_leave_for_another(in_force):
     def closed_by_another():
         generator = under(MX)
@@ -404,25 +390,6 @@ def test_a_thread_cannot_leave_for_another(in_force):
 
     assert in_a_thread(closed_by_another) == "MX"
     assert in_force() == "delayed"
-
-
-def test_an_asynchronous_generator_that_nobody_closes(in_force):
-    """The event loop closes it, in a task of its own."""
-
-    async def steps():
-        with fp8.autocast(recipe=MX):
-            while True:
-                yield in_force()
-
-    async def main():
-        async for name in steps():
-            assert name == in_force() == "MX"
-            break
-        gc.collect()
-        await asyncio.sleep(0.01)
-        assert in_force() == "delayed"
-
-    asyncio.run(main())
 
 
 def test_a_thread_has_its_own(in_force):
@@ -460,20 +427,6 @@ def test_one_object_is_used_many_times(in_force):
 
     assert recursive(3) == "MX"
     assert in_force() == "delayed"
-
-
-def test_one_object_in_two_threads(in_force):
-    context, both = fp8.autocast(recipe=MX), threading.Barrier(2, timeout=60)
-
-    def run(name):
-        with context, fp8.autocast(recipe=RECIPES[name]), context:
-            both.wait()
-            seen = [in_force()]
-        both.wait()
-        return [*seen, in_force()]
-
-    with futures.ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(run, RECIPES)) == [["MX", "delayed"]] * 2
 
 
 def test_what_it_does_not_decorate():
@@ -515,25 +468,6 @@ def test_a_recipe_entered_in_a_function_that_is_being_compiled():
         return results
 
     assert in_a_thread(run) == [(0, 3), (0, 1), (0, 3), (0, 1), (0, 3)]
-
-
-def test_a_compiled_function_is_found_without_a_line_of_python():
-    """One is where another thread may go on, and change jit's table while it is read."""
-    function, x = jax.jit(number_in_use), np.int32(0)
-    calls = []
-
-    def profiled():
-        sys.setprofile(lambda frame, event, _: calls.append(frame.f_code) if event == "call" else None)
-        result = function(x)
-        sys.setprofile(None)
-        return result
-
-    for _ in range(2):
-        for context in (fp8.autocast(recipe=fp8.MXFP8BlockScaling()), fp8.autocast(False), fp8.autocast()):
-            with context:
-                assert function(x) == profiled()
-        assert function(x) == profiled()
-    assert calls == []
 
 
 @pytest.mark.parametrize("seed", range(4))

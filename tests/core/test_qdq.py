@@ -283,11 +283,7 @@ def test_under_debug_nans_and_x64():
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
-        (
-            (1, jnp.ones((1,)), jnp.zeros((2,))),
-            TypeError,
-            "inp .*int32",
-        ),
+        ((1, jnp.ones((1,)), jnp.zeros((2,))), TypeError, "inp .*int32"),
         ((1j, jnp.ones((1,)), jnp.zeros((2,))), TypeError, "inp"),
         ((1.0, jnp.ones((2,)), jnp.zeros((2,))), ValueError, "scale"),
         ((1.0, jnp.ones((1,)), jnp.zeros((0,))), ValueError, "length"),

@@ -254,33 +254,6 @@ def test_a_decorated_init():
         outer.apply(variables, X)
 
 
-class Hashed(nn.Module):
-    """A model with a field that has no hash."""
-
-    config: dict
-
-    def __hash__(self):
-        return hash(self.config["features"])
-
-    def __eq__(self, other):
-        return isinstance(other, Hashed) and self.config == other.config
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(self.config["features"])(x)
-
-
-def test_a_hash_of_its_own():
-    model = Hashed({"features": 8})
-    model8 = fp8.quantize_model(model, **ALL)
-    variables = variables_of(model8, X)
-    assert hash(model8) == hash(model)
-    assert model8 == fp8.quantize_model(Hashed({"features": 8}), **ALL)
-    assert model8 != model
-    apply = jax.jit(lambda model, variables: model.apply(variables, X), static_argnums=0)
-    assert (apply(model, variables) != apply(model8, variables)).any()
-
-
 class Pair(NamedTuple):
     first: Any
     second: Any

@@ -9,7 +9,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
@@ -110,17 +109,6 @@ def test_under_a_transformation(around):
     assert_same(actual[1], expected[1])
 
 
-def test_a_stateless_recipe_has_no_state():
-    x = normal(0, 4, 8)
-    recipe = fp8.Float8CurrentScaling()
-    model8 = fp8.quantize_model(Own(), recipe, **ALL)
-    variables = variables_of(model8, x)
-    assert list(variables) == ["params"]
-    with fp8.autocast(recipe=recipe):
-        by_hand = Own(fp8.Fp8DotGeneralOp).apply(variables, x)
-    np.testing.assert_array_equal(model8.apply(variables, x), by_hand)
-
-
 @pytest.mark.long
 def test_a_recurrent_cell():
     model, x = nn.RNN(nn.OptimizedLSTMCell(6)), normal(0, 2, 5, 4)
@@ -218,12 +206,6 @@ class TestLikeTheModel:
         unbound, same = bound.unbind()
         np.testing.assert_array_equal(unbound.apply(same, z, method="decode"), whole)
 
-    def test_eager_and_jitted_agree(self, model8, variables):
-        run = partial(model8.apply, mutable=["batch_stats"])
-        variables = fp8.calibrate(lambda v, x: run(v, x)[0], variables, [self.x])
-        eager, jitted = (apply(variables, self.x)[0] for apply in (run, jax.jit(run)))
-        np.testing.assert_allclose(eager, jitted, rtol=1e-6)
-
     def test_tabulate_and_summary(self, model8):
         table = model8.tabulate(jax.random.key(0), self.x, console_kwargs={"width": 200})
         for word in ("encoder", "decoder", "batch_stats", OWG, "Everything"):
@@ -257,25 +239,6 @@ class TestLikeTheModel:
         np.testing.assert_array_equal(
             Outer(inner).apply(variables, self.x), by_hand.apply(variables, self.x)
         )
-
-    @pytest.mark.long
-    def test_training(self, model8, variables):
-        state = fp8.TrainState.create(apply_fn=model8.apply, params=variables, tx=optax.sgd(0.3))
-
-        @jax.jit
-        def step(state):
-            def loss(variables):
-                out, _ = state.apply_fn(variables, self.x, mutable=["batch_stats", "intermediates"])
-                return jnp.mean((out - self.x[:, :4]) ** 2)
-
-            value, grads = fp8.value_and_grad(loss)(state.params)
-            return state.apply_gradients(grads=grads), value
-
-        losses = []
-        for _ in range(30):
-            state, value = step(state)
-            losses.append(float(value))
-        assert losses[-1] < 0.5 * losses[0]
 
     @pytest.mark.long
     def test_autocast(self, model8, variables):

@@ -255,21 +255,6 @@ def test_negated_gradients_are_refused():
         optimizer_of(layer).update(layer, jax.tree.map(jnp.negative, grads))
 
 
-@pytest.mark.parametrize("length", [1, 4])
-@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_a_subnormal_amax_leaves_no_scale(wrap, length):
-    layer = linear()
-    layer.dot_general = fp8nnx.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(amax_history_len=length))
-    optimizer = fp8nnx.Optimizer(layer, optax.sgd(0.0))
-    gradient = nnx.jit(fp8nnx.grad(lambda m, amax: jnp.sum(m(X) * amax)))
-    update = wrap(lambda layer, optimizer, grads: optimizer.update(layer, grads))
-    scales = []
-    for amax in np.float32([2.0, 1e-40, 4.0, 8.0]):
-        update(layer, optimizer, gradient(layer, amax))
-        scales.append(layer.dot_general.output_grad_scale.get_value()[0])
-    np.testing.assert_allclose(np.float32(scales) * 57344, [57344, 2, 2, 4], rtol=1e-6)
-
-
 def test_optimizer_of_nnx():
     layer, other = linear(), linear()
     ours, theirs = (
@@ -462,11 +447,9 @@ class TestGradientsThatLeaveTheStateOut:
             jnp.sum(x**2) for x in jax.tree.leaves(nnx.state(model, fp8nnx.OverwriteWithGradient))
         ),
         lambda model: jnp.sum(model.dot_general.input_amax_history * 2.0),
-        lambda model: jnp.sum(model.dot_general.input_amax_history[...]),
-        lambda model: jnp.square(model.dot_general.input_amax_history),
         lambda model: optax.tree.norm(nnx.state(model)["dot_general"]),
     ],
-    ids=["sum of squares", "variable", "value", "square", "norm"],
+    ids=["sum of squares", "variable", "norm"],
 )
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["un-jitted", "jit"])
 def test_arithmetic_on_the_state_is_refused_by_name(arithmetic, wrap):

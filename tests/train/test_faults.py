@@ -676,30 +676,6 @@ def test_a_subnormal_amax_leaves_no_scale(wrap, length, algorithm):
     np.testing.assert_allclose(np.float32(scales) * 57344, [57344, 2, 2, 4], rtol=1e-6)
 
 
-@functools.cache
-def plain_gradient(model):
-    def loss(variables, x, skip):
-        return lax.cond(skip, lambda: jnp.zeros(()), lambda: jnp.sum(model(variables, x)))
-
-    return jax.jit(jax.grad(loss))
-
-
-@pytest.mark.parametrize("skip", [False, True])
-def test_gradients_without_the_merge_are_put_right_by_the_train_state(skip):
-    """Plain ``jax.grad`` of ``model.apply`` gives the unused layer a zero scale as its gradient."""
-    state, _ = TestOneTensor.layer("direct")
-    gradient = plain_gradient(state.apply_fn.apply_fn)
-    new = state.apply_gradients(grads=gradient(state.params, X[0, 0], skip))
-    op, old = (s.params[OWG]["Fp8DotGeneralOp_0"] for s in (new, state))
-    assert (bits(op) == bits(old)) == skip
-    bad = new.apply_gradients(grads=gradient(new.params, with_fault(X[1, 0], 2, np.nan), skip))
-    bad_op = bad.params[OWG]["Fp8DotGeneralOp_0"]
-    assert bits(bad_op["input_amax_history"]) == bits(op["input_amax_history"])
-    for role in TestOneTensor.roles:
-        assert np.isfinite(bad_op[f"{role}_amax_history"]).all()
-        assert bad_op[f"{role}_scale"] > 0
-
-
 STATELESS = {
     "tensorwise": fp8.Float8CurrentScaling(),
     "axiswise": fp8.Float8CurrentScaling(granularity="axiswise"),

@@ -521,12 +521,6 @@ def test_without_jit_and_in_the_other_form():
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), actual, expected)
 
 
-def test_forward_mode_is_refused():
-    layer, x, variables = small()
-    with pytest.raises(TypeError, match="forward mode"):
-        jax.jvp(lambda x: layer.apply(variables, x), (x,), (x,))
-
-
 def test_fp8_off():
     layer, x, variables = small()
     with fp8.autocast(enabled=False):
@@ -661,29 +655,6 @@ def test_overlapping_windows_are_convolved_wide(form, monkeypatch):
         assert {g.role for g in report.gemms} == {"forward", "dgrad", "wgrad"}
         (reason,) = {g.reason for g in report.gemms}
         assert "not a matmul: the same FP8 values, convolved in float32" in reason
-
-
-@pytest.mark.usefixtures("gpu")
-def test_what_xla_does_with_fp8_convolutions():
-    """Forward it has them, from FP8 operands as well as from float32; if that changes, so may we."""
-
-    def convolve(x, w):
-        return lax.conv_general_dilated(
-            x,
-            w,
-            (1, 1),
-            "SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            preferred_element_type=jnp.float32,
-        )
-
-    x, w = (struct(*shape, dtype=jnp.float8_e4m3fn) for shape in ((4, 16, 16, 32), (3, 3, 32, 64)))
-    (gemm,) = fp8.audit(convolve, x, w, target="h200").gemms
-    assert (gemm.is_fp8, gemm.backend, gemm.m, gemm.k, gemm.n) == (True, "cuDNN", 1024, 288, 64)
-    (gemm,) = fp8.audit(
-        lambda x, w: convolve(x.astype(jnp.float32), w.astype(jnp.float32)), x, w, target="h200"
-    ).gemms
-    assert gemm.is_fp8
 
 
 @pytest.mark.parametrize(("target", "groups"), [("local", 2), ("h200", 2), ("h200", 1)])
