@@ -122,13 +122,14 @@ test-long: .venv/installed
 test-all: .venv/installed
 	.venv/bin/python -m pytest $(IN_PARALLEL) --all-cells $(ARGS)
 
-# The tests marked oldest, but for long ones: some of every folder, most where much depends on JAX's version.
+# Some tests of every folder, most where much depends on the version of JAX.
+FEW = "oldest and not long and not all_cells"
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest $(IN_PARALLEL) -m "oldest and not long" $(ARGS) tests
+	.venv-oldest/bin/python -m pytest $(IN_PARALLEL) -m $(FEW) $(ARGS) tests
 
 # The same tests on the newest JAX.
 test-newest: .venv-newest/installed
-	.venv-newest/bin/python -m pytest $(IN_PARALLEL) -m "oldest and not long" $(ARGS) tests
+	.venv-newest/bin/python -m pytest $(IN_PARALLEL) -m $(FEW) $(ARGS) tests
 
 bench: .venv/installed
 	.venv/bin/python -m benchmarks.step_cpu $(ARGS)

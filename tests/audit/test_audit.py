@@ -35,7 +35,7 @@ from fp8flax._audit.op_names import path_of, role_of
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from tests.cases import RECIPES, cells, dense_step, struct
 
-pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
+pytestmark = pytest.mark.optimized
 
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 MIB = 2**20
@@ -83,6 +83,7 @@ def gradient_of(model, *args):
 # GEMMs that run in FP8, and the reasons of the others.
 
 
+@pytest.mark.oldest
 def test_plain_dense(gpu):
     report = audit(*dense_step(8192, 4096, 4096))
     assert (report.num_gemms, report.num_fp8_gemms, report.fp8_flops_share) == (3, 0, 0.0)
@@ -100,6 +101,7 @@ def test_plain_dense(gpu):
         assert (report.num_kernels, report.num_launches, report.other_bytes) == (3, 3, 0)
 
 
+@pytest.mark.oldest
 def test_quantize_dequantize(gpu):
     report = audit(*dense_step(8192, 4096, 4096, fp8_ops.Fp8DotGeneralOp))
     (forward,) = [g for g in report.gemms if g.role == "forward"]
@@ -138,6 +140,7 @@ def test_flax_direct_op(gpu):
         assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(592, abs=1)
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(
     ("preset", "accumulation"),
     [(Preset.ANY_F8_ANY_F8_F32, "exact"), (Preset.ANY_F8_ANY_F8_F32_FAST_ACCUM, "fast")],
@@ -275,6 +278,7 @@ def test_gradients_of_square_layers_are_told_apart(gpu):
 # Control flow.
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("remat", cells([False, True], repeated=[False]))
 def test_scanned_layers(gpu, remat):
     layer = nn.remat(Layer, prevent_cse=False) if remat else Layer

@@ -21,7 +21,6 @@ def ugly(*shape):
     return x
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("special", [0.0, np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize(
     ("shape", "parts"),

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 from functools import partial
 
 import flax.linen as nn
@@ -20,7 +21,7 @@ from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.names import BLOCK_GEMM_F16, BLOCK_GEMM_HOPPER
 from tests import what_works
-from tests.cases import OWG, RECIPES, added_up, normal, variables_of
+from tests.cases import OWG, RECIPES, added_up, cells, normal, variables_of
 from tests.gpus import compiled_for_gpus, gpus
 from tests.what_works import COLUMNS
 
@@ -335,17 +336,19 @@ def covered(recipe, name):
     return recipe in ("delayed", OTHERS.get(name))
 
 
+CELLS = list(itertools.product(WAYS, COLUMNS))
+
+
 def test_rows_of_the_page(request):
     if not request.config.getoption("--write-table"):
         assert what_works.rows("devices") == [*WAYS]
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("recipe", COLUMNS)
-def test_as_one_device(recipe, name, cell, request):
-    if not covered(recipe, name):
-        request.getfixturevalue("_all_cells")
+@pytest.mark.parametrize(
+    ("name", "recipe"), cells(CELLS, repeated=[(n, r) for n, r in CELLS if not covered(r, n)])
+)
+def test_as_one_device(recipe, name, cell):
     seen = WAYS[name](case(recipe))
     cell("devices", name, recipe, seen or "yes")
 

@@ -22,8 +22,6 @@ from fp8flax._core.state import tree
 from fp8flax._train import check
 from tests.cases import normal, variables_of
 
-pytestmark = pytest.mark.oldest
-
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
 Op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPE)
@@ -357,6 +355,7 @@ class Twice(nn.Module):
         return nn.silu(gate(2 * x)) * up(3 * x), None
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("stack", ["scan", "remat", pytest.param("vmap", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("block", "made_by"),
@@ -405,6 +404,7 @@ def test_state_of_stacked_layers_is_that_of_each(block, made_by, stack):
     assert any(jax.tree.leaves(moved))
 
 
+@pytest.mark.oldest
 class TestMergeByMax:
     """The state is that of one call on all the data, however often it is read."""
 
@@ -418,6 +418,7 @@ class TestMergeByMax:
 accumulated = jax.jit(fp8.accumulate_gradients(mse))
 
 
+@pytest.mark.oldest
 class TestAccumulateGradients:
     """Microbatches, one at a time, give the gradients of one large batch."""
 
@@ -581,6 +582,7 @@ def guarded(wrap, gradient):
     return state.replace(step=jnp.int32(0)), step  # an array from the start, for one program
 
 
+@pytest.mark.oldest
 class TestNoUpdate:
     """State that got no gradient, or saw a NaN or an Inf, is kept."""
 

@@ -8,7 +8,7 @@ from fp8flax._compat.max_dtype import to_digest, to_floats, to_max_dtype
 from fp8flax._core import names
 from fp8flax._core.state import tree
 
-pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
+pytestmark = pytest.mark.optimized
 
 OWG = names.OVERWRITE_WITH_GRADIENT
 
