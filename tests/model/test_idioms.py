@@ -318,28 +318,6 @@ class Recursive(nn.Module):
         return x
 
 
-class OfItself(nn.Module):
-    """Applies itself to all of its variables."""
-
-    def setup(self):
-        self.layer = nn.Dense(8)
-
-    def first(self, x):
-        return self.layer(x)
-
-    def __call__(self, x):
-        return self.layer(x) + self.apply(self.variables, x, method="first")
-
-
-class Jitted(nn.Module):
-    """Applies a layer to variables of another, in a function that is compiled by itself."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(8)(x)
-        return jax.jit(nn.Dense(8, parent=None).apply)({"params": self.variables["params"]["Dense_0"]}, x)
-
-
 class Converted(nn.Module):
     """Applies a converted model to variables that it holds, with their state."""
 
@@ -376,7 +354,7 @@ class Adapted(nn.Module):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("cls", "converted"),
-    [(Recursive, 1), (OfItself, 1), (Jitted, 1), (Converted, 1), (ByHand, 1), (Adapted, 1)],
+    [(Recursive, 1), (Converted, 1), (ByHand, 1), (Adapted, 1)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_models_applied_inside_of_models(cls, converted):

@@ -17,7 +17,6 @@ OWG = "_overwrite_with_gradient"
 KEY = jax.random.key(0)
 X = np.asarray(normal(0, 3, 32))
 Dense = partial(nn.Dense, dot_general_cls=fp8.Fp8DotGeneralOp)
-QdqDense = partial(nn.Dense, dot_general_cls=partial(fp8.Fp8DotGeneralOp, form="qdq"))
 RECIPES = {
     "delayed": fp8.DelayedScaling(),
     "current": fp8.Float8CurrentScaling(),
@@ -163,47 +162,6 @@ class TestInitOfAFrozenModel:
         out, after = model.apply({**served, "cache": made["cache"]}, x[:, :1], mutable=["cache"])
         assert shapes(after["cache"]) == shapes(made["cache"])
         np.testing.assert_array_equal(out, model.apply(served, x[:, :1], mutable=["cache"])[0])
-
-
-class TestSecondDerivatives:
-    model = nn.Sequential([QdqDense(8), nn.tanh, QdqDense(1)])
-
-    @pytest.fixture
-    def variables(self):
-        return fp8.calibrate(self.model.apply, variables_of(self.model, X), [X])
-
-    def loss(self, variables):
-        return jnp.mean(self.model.apply(variables, X) ** 2)
-
-    def squares(self, tree):
-        return sum(jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(tree))
-
-    @pytest.mark.long
-    def test_of_all_variables_and_of_params_are_the_same(self, variables):
-        """Three ways to a Hessian-vector product with the gradient itself agree."""
-
-        def of_params(params):
-            return self.squares(jax.grad(lambda p: self.loss({**variables, "params": p}))(params))
-
-        def of_variables(v):
-            return self.squares(fp8.grad(self.loss)(v)["params"])
-
-        expected = jax.jit(jax.grad(of_params))(variables["params"])
-        assert self.squares(expected) > 0
-        once = jax.jit(fp8.grad(of_variables))(variables)
-        assert_close(once["params"], expected)
-        assert_close(jax.jit(jax.grad(of_variables))(variables)["params"], expected)
-        # Held fixed: nothing but derivatives used it.
-        jax.tree.map(np.testing.assert_array_equal, once[OWG], variables[OWG])
-
-    def test_of_the_direct_form_say_what_to_do(self):
-        layer = Dense(4)
-
-        def squares(v):
-            return self.squares(fp8.grad(lambda v: jnp.mean(layer.apply(v, X) ** 2))(v)["params"])
-
-        with pytest.raises(TypeError, match="form='qdq'"):
-            fp8.grad(squares)(layer.init(KEY, X))
 
 
 class TestDebuggingFlags:
