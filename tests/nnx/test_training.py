@@ -247,27 +247,6 @@ def test_optimizers_do_not_see_the_state():
         optimizer.update(layer, grads)
 
 
-def test_negated_gradients_are_refused():
-    """Gradient ascent must negate the gradients of the parameters alone."""
-    layer = linear()
-    grads = fp8nnx.grad(lambda m, x: jnp.sum(m(x)))(layer, X)
-    with pytest.raises(ValueError, match="gradients of the parameters"):
-        optimizer_of(layer).update(layer, jax.tree.map(jnp.negative, grads))
-
-
-def test_optimizer_of_nnx():
-    layer, other = linear(), linear()
-    ours, theirs = (
-        fp8nnx.Optimizer(layer, optax.sgd(0.1)),
-        nnx.Optimizer(other, optax.sgd(0.1), wrt=nnx.Param),
-    )
-    grads = fp8nnx.grad(lambda m: jnp.sum(m(X)))(layer)
-    ours.update(layer, grads)
-    theirs.update(other, grads)
-    fp8nnx.overwrite_state(other, grads)
-    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (layer, other)))
-
-
 def test_check_state_of_linen_variables():
     with pytest.raises(TypeError, match=r"fp8flax\.check_state"):
         fp8nnx.check_state({"params": {}, fp8.OVERWRITE_WITH_GRADIENT: {}})

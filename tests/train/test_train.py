@@ -951,19 +951,6 @@ class TestAllGradientsTouched:
             kept["first"]["Fp8DotGeneralOp_0"]["kernel_amax_history"], old["kernel_amax_history"]
         )
 
-    @pytest.mark.parametrize("axis", [0, 1])
-    def test_stacked_layers_are_judged_one_by_one(self, axis):
-        variables = trained(2)
-        grads = gradient(variables, X)
-
-        def stack(*trees):
-            return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis), *(tree[OWG] for tree in trees))
-
-        olds = {"params": variables["params"], OWG: stack(variables, variables, variables)}
-        news = stack(grads, multiplied(grads, 2.0**-8), multiplied(grads, 0.3))
-        kept = apply_jitted(olds, {"params": grads["params"], OWG: news})
-        assert_trees_equal(kept, stack(grads, grads, variables))
-
     def test_the_maximum_over_devices_one_of_which_kept_its_history(self):
         variables, xs = trained(6), jnp.stack([X, X.at[0, 0].set(jnp.nan), 3 * X])
 
