@@ -145,19 +145,15 @@ def leaves_of(state):
 class TestAnotherLength:
     """A history of another length gives the run that had that length from its start."""
 
-    @pytest.mark.parametrize(("old", "new"), [(5, 2), (5, 1), (2, 5), (1, 5), (4, 5), (2, 1)])
-    @pytest.mark.parametrize("steps", [1, 4, 8])
+    @pytest.mark.parametrize(
+        ("old", "new", "steps"), [(5, 2, 8), (5, 1, 4), (2, 5, 4), (1, 5, 8), (4, 5, 1), (2, 1, 1)]
+    )
     def test_one_layer(self, old, new, steps):
         self.check("one", old, new, steps)
 
     @pytest.mark.parametrize(
         ("how", "old", "new"),
-        [
-            *(("scan", 5, 2), ("scan", 2, 5)),
-            *(("vmap", 5, 2), ("vmap", 2, 5), ("vmap", 1, 5), ("vmap", 5, 1)),
-            pytest.param("scan", 1, 5, marks=pytest.mark.all_cells),
-            pytest.param("scan", 5, 1, marks=pytest.mark.all_cells),
-        ],
+        [("scan", 5, 2), ("scan", 2, 5), ("vmap", 5, 2), ("vmap", 1, 5)],
     )
     def test_stacked(self, how, old, new):
         self.check(how, old, new, 7)
@@ -224,7 +220,7 @@ def test_state_of_another_shape_is_refused(name, shape):
     )
 
 
-@pytest.mark.parametrize(("layers", "length"), [(2, 5), (2, 2), (1, 5), (1, 1), (4, 1)])
+@pytest.mark.parametrize(("layers", "length"), [(2, 5), (1, 1), (4, 1)])
 def test_state_of_another_number_of_layers_is_refused(layers, length):
     model, params, _, _ = trained("scan", 5)
     foreign = one_or_stacked(with_length(length), "scan", layers)
@@ -234,16 +230,15 @@ def test_state_of_another_number_of_layers_is_refused(layers, length):
         fp8.add_fp8_state(variables, model, X, factors("scan"))
 
 
-@pytest.mark.parametrize("array", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
 @pytest.mark.parametrize("name", ["output_grad_scale", "output_grad_amax_history"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1.0, 0.0])
-def test_values_that_no_step_leaves_behind(name, value, array):
+def test_values_that_no_step_leaves_behind(name, value):
     variables = FP8.init(jax.random.key(0), X)
 
     def damage(leaf):
         damaged = np.array(leaf)
         damaged[-1] = value
-        return array(damaged)
+        return jnp.asarray(damaged) if value < 0 else damaged
 
     bad = {**variables, OWG: changed(variables[OWG], name, damage)}
     if value == 0.0 and name.endswith("history"):

@@ -560,9 +560,13 @@ class TestOneTensor:
             assert kept == (not np.isfinite(amaxes[i]))
         return new, loss
 
-    @pytest.mark.parametrize("fault", FAULTS)
-    @pytest.mark.parametrize("role", roles)
-    @pytest.mark.parametrize("form", ["direct", "qdq"])
+    @pytest.mark.parametrize(
+        ("form", "role", "fault"),
+        [
+            *itertools.product(["direct"], roles, FAULTS),
+            *itertools.product(["qdq"], roles, FAULTS[:1]),
+        ],
+    )
     def test_it_alone_keeps_its_history(self, form, role, fault):
         state, _ = self.layer(form)
         for i in range(2):
@@ -628,12 +632,11 @@ def scaled_by_a_factor(recipe, form):
     ],
     ids=["delayed", "delayed-qdq", "current"],
 )
-@pytest.mark.parametrize("overflow", [np.inf, -np.inf])
-def test_an_overflow_of_the_gradient_is_seen_in_every_layer(recipe, form, overflow):
+def test_an_overflow_of_the_gradient_is_seen_in_every_layer(recipe, form):
     """A saturated Inf would look like a gradient: the optimizer and the histories would take it."""
     state, step = scaled_by_a_factor(recipe, form)
     state, _ = step(state, 1.0)
-    after, grads = step(state, overflow)
+    after, grads = step(state, -np.inf)
     for leaf in jax.tree.leaves(grads["params"]):
         assert not np.isfinite(leaf).any()
     assert bits(after.params["params"]) == bits(state.params["params"])
@@ -646,9 +649,11 @@ def test_an_overflow_of_the_gradient_is_seen_in_every_layer(recipe, form, overfl
     assert bits(again.params["params"]) != bits(after.params["params"])
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize("length", [1, HISTORY])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("wrap", "length", "algorithm"),
+    [(lambda f: f, 1, "max"), (jax.jit, HISTORY, "max"), (jax.jit, 1, "most_recent")],
+    ids=["eager", "jit", "most_recent"],
+)
 def test_a_subnormal_amax_leaves_no_scale(wrap, length, algorithm):
     """A history of such amaxes is all zeros, so the scale stays until there is other data."""
     recipe = fp8.DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm)
