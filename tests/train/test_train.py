@@ -356,16 +356,17 @@ class Twice(nn.Module):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("stack", ["scan", "remat", pytest.param("vmap", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    ("block", "made_by"),
+    ("block", "made_by", "stack"),
     [
-        (ByHand(), None),
-        (ByHand(num_read=1), ByHand()),
-        (ByHand(num_read=2), ByHand()),
-        (Twice(), None),
+        (ByHand(), None, "scan"),
+        (ByHand(num_read=1), ByHand(), "remat"),
+        (ByHand(num_read=2), ByHand(), "remat"),
+        (Twice(), None, "remat"),
+        pytest.param(ByHand(num_read=2), ByHand(), "vmap", marks=pytest.mark.long),
+        pytest.param(Twice(), None, "scan", marks=pytest.mark.long),
     ],
-    ids=["by hand", "the input's", "two", "called twice"],
+    ids=["by hand", "the input's", "two", "called twice", "two in vmap", "called twice in scan"],
 )
 def test_state_of_stacked_layers_is_that_of_each(block, made_by, stack):
     """The digests of an op's tensors are one stacked array, from which each reader takes its own."""
