@@ -1,9 +1,7 @@
 """Checks of options: what passes, and errors that name the option."""
 
-import flax.linen as nn
 import numpy as np
 import pytest
-from flax import nnx
 
 from fp8flax._core.options import (
     check_bool,
@@ -11,7 +9,6 @@ from fp8flax._core.options import (
     check_epsilon,
     check_float,
     check_int,
-    other_api_hint,
 )
 
 
@@ -59,17 +56,3 @@ def test_an_integer_becomes_an_int(value):
 def test_errors_name_the_option(check, args, error, message):
     with pytest.raises(error, match=message):
         check("option", *args)
-
-
-@pytest.mark.parametrize(
-    ("model", "wanted", "hint"),
-    [
-        (nn.Dense(2), "flax.nnx", " It is a Linen module: use fp8flax.f."),
-        (nn.Dense, "flax.nnx", " It is a Linen module: use fp8flax.f."),
-        (nnx.Linear, "flax.linen", " It is an NNX module: use fp8flax.nnx.f."),
-        (nn.Dense(2), "flax.linen", ""),
-        (lambda x: x, "flax.linen", ""),
-    ],
-)
-def test_a_model_of_the_other_api(model, wanted, hint):
-    assert other_api_hint(model, wanted, "f") == hint

@@ -367,10 +367,6 @@ class TestArguments:
     def dtype_of(self, *args, **kwargs):
         return jax.eval_shape(lambda: self.apply(*args, **kwargs)).dtype
 
-    def test_keywords(self):
-        out = self.apply(lhs=self.x, rhs=self.w, dimension_numbers=self.dims)
-        np.testing.assert_array_equal(out, self.apply(self.x, self.w, self.dims))
-
     def test_preferred_element_type(self):
         assert self.dtype_of(self.x, self.w, self.dims) == jnp.bfloat16
         args = (self.x, self.w, self.dims)
