@@ -1,6 +1,7 @@
 """Two and four processes with a device each compute what one process with all the data does."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -109,3 +110,26 @@ def test_the_run_changes_the_state(alone, kinds_in_ci):
             assert np.all(alone[name] != 1), name
     for kind in kinds_in_ci:
         assert len(set(alone[f"{kind}/losses"].tolist())) == len(alone[f"{kind}/losses"])
+
+
+@pytest.mark.usefixtures("_all_cells")  # test_readme runs it in one process
+def test_the_script_of_the_docs(tmp_path):
+    """Two processes train and save; two others continue from the checkpoint."""
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    printed = []
+    for steps in (2, 4):
+        shorter = script.replace("STEPS, ROWS = 4, 8", f"STEPS, ROWS = {steps}, 8")
+        assert (shorter != script) == (steps != 4)
+        (tmp_path / "train.py").write_text(shorter)
+        address = f"127.0.0.1:{free_port()}"
+        first, second = run(
+            tmp_path,
+            [[tmp_path / "train.py"]] * 2,
+            COORDINATOR=address,
+            PROCESSES="2",
+            CHECKPOINTS=str(tmp_path / "checkpoints"),
+        )
+        assert "step" not in second
+        printed += re.findall(r"^step (\d) loss ([\d.]+)$", first, flags=re.MULTILINE)
+    assert [step for step, _ in printed] == ["1", "2", "3", "4"]
+    assert float(printed[-1][1]) < float(printed[0][1])
