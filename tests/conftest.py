@@ -101,14 +101,6 @@ def pytest_addoption(parser):
 # A script that needs torch.
 collect_ignore = ["serve/write_files.py"]
 
-# Scripts that only measure; run with --all-cells.
-LEFT_OUT = ("test_accuracy.py", "test_benchmarks.py", "test_benchmark_dense.py")
-
-
-def pytest_ignore_collect(collection_path, config):
-    return True if collection_path.name in LEFT_OUT and not config.getoption("--all-cells") else None
-
-
 CELLS = []
 
 

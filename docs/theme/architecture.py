@@ -1,6 +1,6 @@
 """Draws ``docs/images/architecture.svg``: which folders of the package import which.
 
-Run ``python docs/theme/architecture.py`` after a change; a test compares the picture with the imports.
+Run ``python docs/theme/architecture.py`` after a change.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from fp8flax._audit.gemms import AuditedGemm, path_of, role_of, why_not
 from fp8flax._core.gemm.gpus import GPUS
 from tests.cases import RECIPES, cells, dense_step, struct
 
-pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
+pytestmark = pytest.mark.optimized
 
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 MIB = 2**20
@@ -78,6 +78,7 @@ def gradient_of(model, *args):
 # GEMMs that run in FP8, and the reasons of the others.
 
 
+@pytest.mark.oldest
 def test_plain_dense(gpu):
     report = audit(*dense_step(8192, 4096, 4096))
     assert (report.num_gemms, report.num_fp8_gemms, report.fp8_flops_share) == (3, 0, 0.0)
@@ -94,6 +95,7 @@ def test_plain_dense(gpu):
     assert (report.num_kernels, report.num_launches, report.other_bytes) == (3, 3, 0)
 
 
+@pytest.mark.oldest
 def test_quantize_dequantize(gpu):
     report = audit(*dense_step(8192, 4096, 4096, fp8_ops.Fp8DotGeneralOp))
     (forward,) = [g for g in report.gemms if g.role == "forward"]
@@ -174,6 +176,7 @@ def test_a_function_of_nnx_jit(gpu, monkeypatch):
     assert audit(nnx.jit(lambda model, x: model(x)), model, jnp.ones((64, 64))).num_fp8_gemms == 1
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(
     ("preset", "accumulation"),
     [(Preset.ANY_F8_ANY_F8_F32, "exact"), (Preset.ANY_F8_ANY_F8_F32_FAST_ACCUM, "fast")],
@@ -309,6 +312,7 @@ def test_gradients_of_square_layers_are_told_apart(gpu):
 # Control flow.
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("remat", cells([False, True], repeated=[False]))
 def test_scanned_layers(gpu, remat):
     layer = nn.remat(Layer, prevent_cse=False) if remat else Layer

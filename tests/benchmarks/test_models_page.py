@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import models
-from benchmarks.common import RESULTS, machine, question_and_method
+from benchmarks.common import RESULTS, question_and_method
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "models_measured.md"
@@ -22,17 +22,12 @@ def report() -> dict[str, Any]:
 def test_result_is_that_of_the_script(report: dict[str, Any]) -> None:
     assert (report["question"], report["method"]) == question_and_method(models.__doc__)
     assert [row["model"] for row in report["models"]] == list(models.MODELS)
-    assert set(report["machine"]) == set(machine(models.PACKAGES, ("gpu", "cores")))
 
 
-def test_tables_on_the_page_are_those_of_the_result(report: dict[str, Any]) -> None:
+def test_the_page_shows_the_result(report: dict[str, Any]) -> None:
     page = PAGE.read_text()
     for table in models.tables(report):
         assert table in page
-
-
-def test_versions_on_the_page_are_those_of_the_result(report: dict[str, Any]) -> None:
-    page = PAGE.read_text()
     for package in ("jax", "flax", "transformers", "flaxmodels"):
         assert report["machine"][package] in page
 

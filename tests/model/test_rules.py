@@ -73,21 +73,21 @@ class TestOrder:
         assert [d.converts for d in decisions] == [True, False, True]
         assert [d.recipe for d in decisions] == [CURRENT, None, MX]
         assert asked == [(path, nn.Dense, ((8, 4096), (4096, 4096))) for path in "abc"]
-        with pytest.raises(ValueError, match="a rule, for 'a', must give a recipe or 'leave'; got 'fp8'"):
+        with pytest.raises(ValueError, match="'a', .*'fp8'"):
             Rules(rules=lambda *_: "fp8").decide(site("a"))
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"include": "("}, r"include must be regular expressions on module paths; got '\('"),
-            ({"exclude": ["ok", 3]}, "exclude must be regular expressions"),
-            ({"exclude": None}, "exclude must be regular expressions on module paths; got None"),
-            ({"include": lambda path: True}, "include must be regular expressions on module paths; got <f"),
-            ({"include": [b"Dense"]}, "include must be regular expressions on module paths; got b'Dense'"),
-            ({"rules": [("[", "leave")]}, "rules must be regular expressions"),
-            ({"rules": ["Dense"]}, "rules must be pairs .* got 'Dense'"),
-            ({"rules": None}, "rules must be pairs .* got None"),
-            ({"rules": [("Dense", "skip")]}, "'Dense' must give a recipe or 'leave'; got 'skip'"),
+            ({"include": "("}, "include"),
+            ({"exclude": ["ok", 3]}, "exclude"),
+            ({"exclude": None}, "exclude"),
+            ({"include": lambda path: True}, "include"),
+            ({"include": [b"Dense"]}, "include"),
+            ({"rules": [("[", "leave")]}, "rules"),
+            ({"rules": ["Dense"]}, "rules"),
+            ({"rules": None}, "rules"),
+            ({"rules": [("Dense", "skip")]}, "'Dense' .*'skip'"),
         ],
     )
     def test_errors(self, options, message):
@@ -96,7 +96,7 @@ class TestOrder:
 
     @pytest.mark.parametrize("option", ["products", "allow_unmatched"])
     def test_switches(self, option):
-        with pytest.raises(TypeError, match=f"{option} must be True or False; got 'yes'"):
+        with pytest.raises(TypeError, match=option):
             fp8.quantize_model(nn.Dense(4), **{option: "yes"})
 
     def test_compiled_patterns(self):
@@ -225,7 +225,7 @@ class TestReport:
             def __call__(self, x):
                 return x @ self.variable("frozen", "kernel", jnp.ones, (16, 16)).value
 
-        with pytest.raises(ValueError, match=r"the model: a product with frozen/kernel, not in params"):
+        with pytest.raises(ValueError, match="frozen/kernel"):
             fp8.quantize_model(Frozen()).init(jax.random.key(0), jnp.ones((8, 16)))
 
     def test_rows(self):
@@ -314,12 +314,10 @@ class TestReport:
         assert all(row.converted for row in both.rows)
 
     def test_errors(self):
-        with pytest.raises(
-            TypeError, match=r"must come from fp8flax.quantize_model, not from freeze; got Dense"
-        ):
+        with pytest.raises(TypeError, match="not from freeze"):
             fp8.report(nn.Dense(4), self.x)
         model8 = fp8.quantize_model(Model(), include=["up", "absent"])
-        with pytest.raises(ValueError, match=r"include 'absent'. The modules with contractions are"):
+        with pytest.raises(ValueError, match="'absent'"):
             fp8.report(model8, self.x)
         # If nothing is converted, the report still gives the reasons.
         result = fp8.report(fp8.quantize_model(nn.Dense(4)), self.x)

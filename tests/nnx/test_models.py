@@ -100,15 +100,15 @@ def test_nothing_is_converted():
     for call in (small, nnx.jit(small), lambda x: fp8nnx.freeze(small, x)):
         with pytest.raises(ValueError, match=expected):
             call(jnp.ones((8, 64)))
-    with pytest.raises(ValueError, match="converted already, or a part of it: the layer at 'layers/0'"):
+    with pytest.raises(ValueError, match="'layers/0'"):
         fp8nnx.quantize_model(small, include=".*")
-    with pytest.raises(TypeError, match=r"must come from fp8flax\.nnx\.quantize_model; got Linear"):
+    with pytest.raises(TypeError, match=r"nnx\.quantize_model"):
         fp8nnx.report(small.layers[0], jnp.ones((8, 64)))
 
 
 def test_no_layer_can_be_converted():
     layer = nnx.Linear(64, 32, dot_general=jax.lax.batch_matmul, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="None of the model's 1 contractions.*a dot_general of its own"):
+    with pytest.raises(ValueError, match="of its own"):
         fp8nnx.quantize_model(layer, include=".*")
 
 
@@ -135,7 +135,7 @@ def test_rules(block):
 
 
 def test_rules_and_models_that_are_wrong(block):
-    with pytest.raises(ValueError, match=r"first to match include 'encoder'.*attention/key, .*up"):
+    with pytest.raises(ValueError, match="'encoder'.*attention/key"):
         fp8nnx.quantize_model(block, include=["up", "encoder"])
     assert set(ops_of(fp8nnx.quantize_model(block, include=["up", "encoder"], allow_unmatched=True))) == {
         "up"
@@ -146,16 +146,16 @@ def test_rules_and_models_that_are_wrong(block):
         fp8nnx.quantize_model(block, form="nonsense")
     with pytest.raises(TypeError, match="recipe"):
         fp8nnx.quantize_model(block, "delayed")
-    with pytest.raises(TypeError, match="Pass an instance, not the class"):
+    with pytest.raises(TypeError, match="Pass an instance"):
         fp8nnx.quantize_model(Block)
     with pytest.raises(ValueError, match="converted already"):
         fp8nnx.quantize_model(fp8nnx.quantize_model(block, include="up"), include="up")
     part = fp8nnx.quantize_model(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), include=".*")
-    with pytest.raises(ValueError, match="a part of it: the op at 'layers/1/dot_general'"):
+    with pytest.raises(ValueError, match="'layers/1/dot_general'"):
         fp8nnx.quantize_model(
             nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), part), include="layers/0"
         )
-    with pytest.raises(ValueError, match=r"no layer that takes an op: none of nnx\.Linear"):
+    with pytest.raises(ValueError, match="no layer"):
         fp8nnx.quantize_model(nnx.Embed(4, 4, rngs=nnx.Rngs(0)))
 
 
@@ -254,7 +254,7 @@ def test_statistics_name_layers():
         graphdef, state = nnx.split(model)
         return jax.jit(fp8.statistics(lambda s: jnp.sum(nnx.merge(graphdef, s)(x) ** 2)))(state)
 
-    with pytest.raises(ValueError, match="needs the path of each op"):
+    with pytest.raises(ValueError, match="path of each op"):
         measure(model)
     model8 = fp8nnx.quantize_model(model, SHORT, rules=[("layers/1", SHORT)])
     found, variables = measure(model8), to_linen(model8)
@@ -315,7 +315,7 @@ def test_report(block):
     patches = fp8nnx.quantize_model(block.patches, include=".*")
     (row,) = fp8nnx.report(patches, images).rows
     assert (row.m, row.k, row.n, row.path) == (2 * 4 * 4, 2 * 2 * 4, 32, "")
-    with pytest.raises(TypeError, match="must come from fp8flax.nnx.quantize_model"):
+    with pytest.raises(TypeError, match="nnx.quantize_model"):
         fp8nnx.report(block)
 
 

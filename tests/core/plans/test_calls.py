@@ -45,11 +45,11 @@ def test_an_einsum_is_one_dot_general():
     found = calling(EinsumCall, multiply)("ab,bc->ca", X, W, precision="high")
     assert (found == (X @ W).T).all()
     assert calls == [(MATMUL, "high", None)]
-    with pytest.raises(TypeError, match="eqn must be an equation such as 'ab,bc->ac'; got"):
+    with pytest.raises(TypeError, match="eqn"):
         calling(EinsumCall, multiply)(X, X, W)
 
 
 @pytest.mark.parametrize("cls", [DotGeneralCall, EinsumCall, ConvCall, RaggedDotCall])
 def test_an_argument_that_no_function_has_is_refused(cls):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'swallowed'"):
+    with pytest.raises(TypeError, match="swallowed"):
         calling(cls, lambda *args: X)(*[X] * 4, swallowed=True)
