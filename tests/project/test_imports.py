@@ -7,7 +7,7 @@ import pytest
 from tests import ROOT
 
 PACKAGE = ROOT / "fp8flax"
-FOLDERS = ("_host", "_compat", "_core", "_linen", "_train", "_audit", "_model", "_serve", "nnx", "demo")
+FOLDERS = ("_compat", "_core", "_linen", "_train", "_audit", "_model", "_serve", "nnx", "demo")
 PRIVATE = ("jax._src.", "jax.interpreters.", "jax.extend.", "flax.core.lift.", "flax.core.scope.")
 
 
@@ -27,7 +27,7 @@ def test_imports_of_a_folder(folder):
     after = tuple(f"fp8flax.{name}." for name in FOLDERS[FOLDERS.index(folder) + 1 :])
     for path in (PACKAGE / folder).rglob("*.py"):
         names = set(names_in(path))
-        assert path.name == "command.py" or not {n for n in names if f"{n}.".startswith(after)}, path
+        assert not {n for n in names if f"{n}.".startswith(after)}, path
         assert folder == "_compat" or not {n for n in names if f"{n}.".startswith(PRIVATE)}, path
 
 
