@@ -50,9 +50,7 @@ def imports_of(place: Path) -> Iterator[str]:
 
 def levels_and_arrows() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Returns the row of each folder, and the imports that do not follow from others."""
-    direct = {
-        folder: set(imports_of(PACKAGE / folder)) & CONTENTS.keys() - {folder} for folder in CONTENTS
-    }
+    direct = {folder: set(imports_of(PACKAGE / folder)) & CONTENTS.keys() - {folder} for folder in CONTENTS}
 
     def reached(folder: str) -> set[str]:
         return direct[folder].union(*map(reached, direct[folder]))
