@@ -1,4 +1,4 @@
-"""The page on ten models shows the figures of benchmarks/results/models.json, as the script wrote them."""
+"""The page on whole models shows the figures of benchmarks/results/models.json, as the script wrote them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks import models
 from benchmarks.common import RESULTS, question_and_method
 from tests import ROOT
 
-PAGE = ROOT / "docs" / "models_measured.md"
+PAGE = ROOT / "docs" / "models.md"
 
 
 @pytest.fixture(scope="module")
