@@ -409,26 +409,11 @@ RESULTS: common.Columns = {
     "loss in FP8": lambda row: f"{row['losses_fp8'][-1]:.4f}",
     "frozen bytes": lambda row: f"{row['frozen_over_float32']:.3f}×",
 }
-LEFT: common.Columns = {
-    "why": lambda row: row["why"],
-    "where (share of FLOPs)": lambda row: "; ".join(row["where"]),
-}
 
 
-def left_rows(rows: Sequence[common.Row]) -> list[common.Row]:
-    """Returns a row for each reason why contractions are not converted."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        for left in row["left"]:
-            text = f"{row['model']} ({100 * left['share_of_flops']:.1f} %)"
-            found.setdefault(left["why"], []).append(text)
-    return [{"why": why, "where": where} for why, where in found.items()]
-
-
-def tables(report: common.Row) -> list[str]:
-    """Returns the tables of docs/models.md, without the one on decoding."""
-    rows = report["models"]
-    return [common.markdown(RESULTS, rows), common.markdown(LEFT, left_rows(rows))]
+def table(report: common.Row) -> str:
+    """Returns the first table of docs/models.md."""
+    return common.markdown(RESULTS, report["models"])
 
 
 def measure_all() -> common.Row:
@@ -442,7 +427,6 @@ def measure_all() -> common.Row:
 
 def main(argv: Sequence[str] | None = None) -> None:
     here = functools.partial(common.machine, PACKAGES, ("gpu", "cores"))
-    table = lambda report: "\n\n".join(tables(report))  # noqa: E731
     common.command(__doc__, "models", measure_all, table, argv, here=here)
 
 
