@@ -225,7 +225,7 @@ class TrainState(flax.training.train_state.TrainState):
             )
         old, new = ({OVERWRITE_WITH_GRADIENT: x[OVERWRITE_WITH_GRADIENT]} for x in (self.params, grads))
         what_to_do = f"{WHAT_TO_CALL} To set state from elsewhere, call state.replace(params=…)."
-        return checked_next_state(old, new, "state.params", what_to_do)[OVERWRITE_WITH_GRADIENT]
+        return checked_next_state(old, new, what_to_do)[OVERWRITE_WITH_GRADIENT]
 
     @classmethod
     def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> Any:

@@ -272,7 +272,7 @@ def _checked_next_state(model: nnx.Module, grads: Any) -> Mapping[str, Any]:
         raise ValueError(
             f"The gradients have no scaling state, so that of the model would never change. {_WHAT_TO_CALL}"
         )
-    state: Mapping[str, Any] = check.checked_next_state(old, new, "the model", _WHAT_TO_CALL)
+    state: Mapping[str, Any] = check.checked_next_state(old, new, _WHAT_TO_CALL)
     return state
 
 
