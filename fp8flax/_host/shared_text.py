@@ -148,8 +148,9 @@ ValueError: there is no scaling state; there is no batch; a batch produced a NaN
     tensor of a layer; or the function reaches no FP8 op.""",
     "calibrate.warns": "UserWarning: some op did not run; its state stays unchanged.",
     "check_state.errors": """\
-TypeError: the values are traced, or the arguments are not of one kind.
-ValueError: the state is wrong; the message lists five leaves at most, and says what to do.""",
+TypeError: the values are traced, or scaling state is not float32.
+ValueError: the state is wrong, or was donated; the message lists five tensors at most, and says what
+    to do.""",
     # Whole models.
     "report.result": "A ``ModelReport``; print it, or look at its ``rows``.",
     "quantize_model.rules": """\

@@ -36,7 +36,7 @@ WHAT_TO_CALL = (
 
 
 def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
-    """Returns the scaling state after a step; a state that no step can make raises an error, or becomes NaN.
+    """Returns the scaling state after a step; raises an error if no step can make it, or writes NaN into it.
 
     A step can leave three histories. In a moved one all entries are the old ones, where ``push_amax`` puts
     them, and only the amax of the step can be any. An unmoved one is the old history: no gradient arrived,
@@ -66,12 +66,14 @@ def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
     places = Places.of(paths, old_leaves)
     olds, news = places.states(old_leaves), places.states(leaves)
     compared = each_alike(_compared, places.axes, olds, news, loops=True)
-    wrong = [path_str(paths[j]) for (_, j), (_, fits) in zip(places.pairs, compared) if _is_known_false(fits)]
+    wrong = [
+        path_str(paths[j]) for (_, j), (_, fits) in zip(places.pairs, compared) if _is_known_false(fits)
+    ]
     if wrong:
         raise ValueError(
-            f"The gradient of {wrong[0]} (and of {len(wrong) - 1} more) is not the next state: one step cannot make it of the old "
-            "state. It was scaled, clipped, averaged or added up with the other gradients, or belongs to "
-            f"other variables. {what_to_do}"
+            f"The gradient of {wrong[0]} (and of {len(wrong) - 1} more) is not the next state: one step "
+            "cannot make it of the old state. It was scaled, clipped, averaged or added up with the other "
+            f"gradients, or belongs to other variables. {what_to_do}"
         )
     befores, fit = zip(*compared) if compared else ((), ())
     afters = each_alike(_kept_or_nan, places.axes, befores, news, fit, in_parts=True, loops=True)
@@ -93,7 +95,7 @@ def _compared(old: ScalingState, new: ScalingState, axis: int) -> tuple[ScalingS
 
 
 def _kept_or_nan(old: ScalingState, new: ScalingState, fits: jax.Array, axis: int) -> ScalingState:
-    """Returns the state to keep of one tensor: if ``fits`` is False, the old history with a scale of NaN."""
+    """Returns the state to keep of one tensor: where ``fits`` is False, the scale is NaN."""
     kept, fits = kept_along(old, new, axis), jnp.moveaxis(fits, -1, axis)
     return ScalingState(
         jnp.where(fits, kept.scale, np.float32(np.nan)),
@@ -172,8 +174,9 @@ def check_state(variables: Any, before: Any = None) -> None:
     * with ``before``: past amaxes other than those of ``before``, because they were scaled, clipped or
       averaged over steps
 
-    It cannot detect a change of the newest amax alone: a mean over devices or microbatches instead of the
-    maximum, or a clip of each element to a bound above the past amaxes.
+    It cannot detect a change of the newest amax alone: by a mean over devices or microbatches instead of
+    the maximum, or by ``jnp.clip`` of each element. Use ``pmean_gradients``, ``accumulate_gradients``, and
+    ``optax.clip`` in ``tx``.
 
     Args:
         variables: a tree that holds the collection ``_overwrite_with_gradient``, such as
@@ -211,7 +214,9 @@ def check_state(variables: Any, before: Any = None) -> None:
     for path, (state, axis) in new.items():
         earlier, _ = (None, None) if before is None else old.get(path, (None, None))
         if before is not None and jax.tree.map(jnp.shape, earlier) != jax.tree.map(jnp.shape, state):
-            problems.append(f"{path} is not in `before`, or has another shape there: pass the same variables.")
+            problems.append(
+                f"{path} is not in `before`, or has another shape there: pass the same variables."
+            )
             continue
         wrong, some_move, all_move = jax.device_get(_inspect(state, earlier, axis))
         problems += [f"{path} {what}" for what, is_wrong in zip(_WRONG, wrong) if is_wrong][:1]
@@ -263,7 +268,7 @@ _WRONG = (
     f"has a scale that is not positive and finite. {_NOT_A_STEP}",
     f"has entries that are negative or not finite. {_NOT_A_STEP}",
     "has past entries other than those of `before`, or a scale that does not follow from them. `before` "
-    "must be exactly one step earlier. If it is, an optimizer, an average or a loss scale changed the state.",
+    "must be exactly one step earlier. If it is, the state was scaled, clipped, averaged or optimized.",
     f"has a scale that does not follow from it. {_NOT_A_STEP} (If add_fp8_state has just changed the "
     "length of the history, take a step first.)",
 )
@@ -271,7 +276,7 @@ _WRONG = (
 
 @partial(jax.jit, static_argnums=2)
 def _inspect(new: ScalingState, old: ScalingState | None, axis: int) -> tuple[jax.Array, ...]:
-    """Returns whether each sentence of ``_WRONG`` is true, and whether some and all layers' histories moved.
+    """Returns whether each sentence of ``_WRONG`` is true, and whether some and all histories have moved.
 
     A history has moved if it holds an amax and differs from the one before. A history that holds one amax
     everywhere counts as moved: a step may leave it unchanged.
