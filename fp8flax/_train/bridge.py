@@ -42,18 +42,15 @@ def add_fp8_state(
 
     Returns:
         A dict (a ``FrozenDict`` if ``variables`` is one) with all the collections of ``variables`` and
-        ``_overwrite_with_gradient``: float32 scales of shape ``(1,)`` and histories of shape
-        ``(amax_history_len,)``, with more axes if ``nn.scan`` or ``nn.vmap`` stacked layers. Existing state
-        is kept. A history of another length becomes the one that a run with the new length would have now:
-        its newest amaxes, and zeros for older ones that are not known. State of layers that the model does
-        not run in FP8 is left out.
+        ``_overwrite_with_gradient``. Existing state is kept. A history of another length becomes the one
+        that a run with the new length would have now: its newest amaxes, and zeros for older ones that are
+        not known. State of layers that the model does not run in FP8 is left out.
 
     Raises:
         TypeError: ``model`` is not a Linen module, or existing state is not float32.
         ValueError: ``model`` has no FP8 layer; its parameters are not those of ``variables``; or existing
-            state does not fit. Its shapes may differ in the length of the history only. Its values must be
-            possible: scales positive and finite, amaxes finite and not negative. (Values are not checked
-            under tracing.)
+            state has other shapes (but for the length of the history), or values that no step leaves.
+            (Values are not checked under tracing.)
 
     Warns:
         UserWarning: state has the name of another op, such as ``Fp8DirectDotGeneralOp_0`` for an
@@ -170,25 +167,20 @@ def _change_length(history: Any, axis: int, length: int) -> jax.Array:
 
 def _check_values(path: KeyPath, value: Any) -> None:
     """Raises ``ValueError`` if scaling state holds a value that no step produces; tracers pass."""
-    if path[-1].key in _SCALE_NAMES:
-        wrong, expected = lambda x: ~np.isfinite(x) | (x <= 0), "scales are positive and finite"
-    elif path[-1].key in _SCALE_OF:
-        wrong, expected = lambda x: ~np.isfinite(x) | (x < 0), "amaxes are finite and not negative"
-    else:
+    is_scale = path[-1].key in _SCALE_NAMES
+    if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array | np.ndarray):
         return
-    parts = []
-    if isinstance(value, np.ndarray):
-        parts = [value]
-    elif isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
-        # A process can read only its own shards.
-        parts = [jax.device_get(shard.data) for shard in value.addressable_shards]
-    bad = [x for part in parts for x in part[wrong(part)]]
-    if bad:
-        raise ValueError(
-            f"The scaling state at {path_str(path)} holds {bad[0]}; {expected}. The checkpoint is damaged, "
-            "or comes from a loop that wrote a NaN or an Inf into the state. Leave this layer's state out "
-            "of the variables to have new state made for it."
-        )
+    # A process can read only its own shards.
+    shards = value.addressable_shards if isinstance(value, jax.Array) else ()
+    for part in [np.asarray(shard.data) for shard in shards] or [np.asarray(value)]:
+        bad = part[~np.isfinite(part) | (part < 0) | (is_scale & (part == 0))]
+        if bad.size:
+            expected = "scales are positive" if is_scale else "amaxes are not negative"
+            raise ValueError(
+                f"The scaling state at {path_str(path)} holds {bad[0]}; {expected} and finite. The "
+                "checkpoint is damaged, or comes from a loop that changed the state. Leave this layer's "
+                "state out of the variables to have new state made for it."
+            )
 
 
 def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -250,12 +242,13 @@ def eval_init(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
 
 
 def _check_same_params(variables: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` if the names or shapes of parameters differ from those of the model."""
+
     def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        tree = nn.meta.unbox(flax.core.unfreeze(tree))
-        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(flax.core.unfreeze(tree)))[0]
         return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
 
-    have, want = shapes(variables.get("params", {})), shapes(wanted.get("params", {}))
+    have, want = (shapes(tree.get(PARAMS, {})) for tree in (variables, wanted))
     for path in sorted({*have, *want}):
         if have.get(path) != want.get(path):
             here = f"has shape {have[path]}" if path in have else "is missing"

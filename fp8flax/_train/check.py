@@ -36,7 +36,7 @@ WHAT_TO_CALL = (
 
 
 def checked_next_state(old: Any, new: Any, what_to_do: str) -> Any:
-    """Returns the scaling state after a step; raises an error if no step can make it, or writes NaN into it.
+    """Returns the scaling state after a step; if no step can make it, raises an error or writes NaN.
 
     A step can leave three histories. In a moved one all entries are the old ones, where ``push_amax`` puts
     them, and only the amax of the step can be any. An unmoved one is the old history: no gradient arrived,
