@@ -20,7 +20,6 @@ from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.tree import check_state_dtype, path_str, split_state
 from fp8flax._linen.op import SAME_STATE, USE_THAT_OP, Fp8Op
 
-_SCALE_NAMES = frozenset(state_leaf_names(role)[0] for role in ROLES)
 _SCALE_OF = {history: scale for scale, history in map(state_leaf_names, ROLES)}
 
 
@@ -91,13 +90,13 @@ def add_fp8_state(
         return variables
     old = dict(jax.tree_util.tree_flatten_with_path(variables.get(OVERWRITE_WITH_GRADIENT, {}))[0])
     new = dict(jax.tree_util.tree_flatten_with_path(wanted[OVERWRITE_WITH_GRADIENT])[0])
-    _warn_of_other_names(old, new)
+    _warn_of_other_names({path[:-1] for path in old}, {path[:-1] for path in new})
 
     def fill(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Any:
         if path in old:
-            beside = new.get((*path[:-1], DictKey(_SCALE_OF.get(path[-1].key, ""))))
-            return _fit(path, old[path], leaf, beside)
-        fresh = np.ones if path[-1].key in _SCALE_NAMES else np.zeros
+            scale = new.get((*path[:-1], DictKey(_SCALE_OF.get(path[-1].key))))
+            return _fit((DictKey(OVERWRITE_WITH_GRADIENT), *path), old[path], leaf, scale)
+        fresh = np.ones if path[-1].key in _SCALE_OF.values() else np.zeros
         return jax.device_put(fresh(leaf.shape, leaf.dtype))
 
     state = jax.tree_util.tree_map_with_path(fill, wanted[OVERWRITE_WITH_GRADIENT])
@@ -105,13 +104,12 @@ def add_fp8_state(
     return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result
 
 
-def _warn_of_other_names(old: Mapping[KeyPath, Any], new: Mapping[KeyPath, Any]) -> None:
+def _warn_of_other_names(old: set[KeyPath], new: set[KeyPath]) -> None:
     """Warns if state is left out, and made anew, because it has the name of another op."""
-    wanted, given = ({path[:-1] for path in state} for state in (new, old))
-    fresh = {path[:-1] for path in wanted - given}  # paths of layers
+    fresh = {path[:-1] for path in new - old}  # the layers of these ops
     left_out = sorted(
         path_str(path)
-        for path in given - wanted
+        for path in old - new
         if path[:-1] in fresh and path[-1].key.rpartition("_")[0] in SAME_STATE
     )
     if left_out:
@@ -127,13 +125,8 @@ def _warn_of_other_names(old: Mapping[KeyPath, Any], new: Mapping[KeyPath, Any])
 def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, scale: Any) -> Any:
     """Returns the state ``value`` with the shape of ``leaf``; only the length of a history may change.
 
-    Args:
-        path: the path of the state in its collection.
-        value: the scale or the amax history that the user passed.
-        leaf: the shape and dtype that the model needs.
-        scale: if ``value`` is an amax history, the shape and dtype of the scale that belongs to it.
+    ``scale`` has the shape of the scale beside ``leaf`` if this is a history, and is None otherwise.
     """
-    path = (DictKey(OVERWRITE_WITH_GRADIENT), *path)
     check_state_dtype(path, value)
     _check_values(path, value)
     if value.shape == leaf.shape:
@@ -167,12 +160,13 @@ def _change_length(history: Any, axis: int, length: int) -> jax.Array:
 
 def _check_values(path: KeyPath, value: Any) -> None:
     """Raises ``ValueError`` if scaling state holds a value that no step produces; tracers pass."""
-    is_scale = path[-1].key in _SCALE_NAMES
-    if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array | np.ndarray):
+    is_scale, is_history = path[-1].key in _SCALE_OF.values(), path[-1].key in _SCALE_OF
+    is_known = isinstance(value, jax.Array | np.ndarray) and not isinstance(value, jax.core.Tracer)
+    if not is_known or not (is_scale or is_history):
         return
     # A process can read only its own shards.
-    shards = value.addressable_shards if isinstance(value, jax.Array) else ()
-    for part in [np.asarray(shard.data) for shard in shards] or [np.asarray(value)]:
+    parts = [shard.data for shard in value.addressable_shards] if isinstance(value, jax.Array) else [value]
+    for part in map(np.asarray, parts):
         bad = part[~np.isfinite(part) | (part < 0) | (is_scale & (part == 0))]
         if bad.size:
             expected = "scales are positive" if is_scale else "amaxes are not negative"

@@ -261,16 +261,15 @@ def _states(variables: Any) -> dict[str, tuple[ScalingState, int]]:
     return dict(zip(keys, zip(places.states(leaves), places.axes)))
 
 
-_NOT_A_STEP = "It was changed by something other than a step: an optimizer, an average or a loss scale."
 _WRONG = (
     "has a scale of NaN. Under jax.jit, apply_gradients writes a NaN if no step can make the new state: it "
     "was scaled, clipped, averaged or added up with the gradients.",
-    f"has a scale that is not positive and finite. {_NOT_A_STEP}",
-    f"has entries that are negative or not finite. {_NOT_A_STEP}",
+    "has a scale that is not positive and finite, or entries that are negative or not finite. An optimizer "
+    "or a NaN changed the state.",
     "has past entries other than those of `before`, or a scale that does not follow from them. `before` "
     "must be exactly one step earlier. If it is, the state was scaled, clipped, averaged or optimized.",
-    f"has a scale that does not follow from it. {_NOT_A_STEP} (If add_fp8_state has just changed the "
-    "length of the history, take a step first.)",
+    "has a scale that does not follow from it. An optimizer or an average over steps changed the state. "
+    "(If add_fp8_state has just changed the length of the history, take a step first.)",
 )
 
 
@@ -295,11 +294,7 @@ def _inspect(new: ScalingState, old: ScalingState | None, axis: int) -> tuple[ja
     half = (past.shape[-1] + 1) // 2
     is_known = (half > 1) & _all(past[..., :half] == 0) & (past.max(-1, keepdims=True, initial=0) > 0)
     amaxes = past.max(-1, keepdims=True, initial=0), history[..., -1:], largest, history[..., :1]
-    right = (
-        scale == scale,
-        lax.is_finite(scale) & (scale > 0),
-        lax.is_finite(history) & (history >= 0),
-        follows,
-        ~is_known | _is_scale_of(scale, *map(_normal, amaxes)),
-    )
-    return ~jnp.stack(list(map(jnp.all, right))), jnp.any(moves), jnp.all(moves)
+    is_number = lax.is_finite(scale) & (scale > 0) & _all(lax.is_finite(history) & (history >= 0))
+    scale_follows = ~is_known | _is_scale_of(scale, *map(_normal, amaxes))
+    right = [jnp.all(x) for x in (scale == scale, is_number, follows, scale_follows)]
+    return ~jnp.stack(right), jnp.any(moves), jnp.all(moves)

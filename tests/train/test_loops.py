@@ -247,7 +247,7 @@ class TestCheckState:
             ("kernel_scale", lambda a: jnp.nan * a, "kernel_amax_history has a scale of NaN"),
             ("kernel_scale", lambda a: 1.1 * a, "kernel_amax_history has a scale that does not follow"),
             ("kernel_scale", lambda a: a[0], r"kernel_(scale|amax_history) of shape .* whose shape fits"),
-            ("input_amax_history", lambda a: -a, "input_amax_history has entries that are negative"),
+            ("input_amax_history", lambda a: -a, "input_amax_history has .* entries that are negative"),
             ("input_amax_history", lambda a: a.at[2].set(jnp.inf), "negative or not finite"),
             ("input_amax_history", None, r"input_scale of shape \(1,\) has no scale or history beside it"),
         ],
@@ -514,7 +514,7 @@ class TestPage:
 
     def test_it_shows_the_message(self):
         (message,) = page()[1]
-        assert "input_amax_history has entries that are negative or not finite" in message
+        assert "entries that are negative or not finite" in message
 
     def test_the_optimizer_over_all_variables(self):
         """The loop of brax is compared with the loop of the page, after 60 steps."""
