@@ -170,7 +170,7 @@ def check_state(variables: Any, before: Any = None) -> None:
     * a scale of NaN, which ``apply_gradients`` writes under ``jax.jit`` for a state that no step can make
     * a state that never moved, that was cast, or that an optimizer changed
     * a scale that does not follow from its history, such as the average of two. Without ``before`` the
-      history shows this only while its older half is empty.
+      history shows this only in young runs, while its older half is empty.
     * with ``before``: past amaxes other than those of ``before``, because they were scaled, clipped or
       averaged over steps
 
@@ -288,11 +288,13 @@ def _inspect(new: ScalingState, old: ScalingState | None, axis: int) -> tuple[ja
         old = _with_axis_last(old, axis)
         follows = _can_follow(old, new)
         moves &= ~_all(history == old.amax_history) | _all(history == largest)
-    # The scale follows from the past amaxes. The oldest of them has left the history; it was 0 if the older
-    # half of the others is 0.
+    # The scale follows from the past amaxes. The oldest of them has left the history. It was 0 if the older
+    # half of the others is empty, and if no further entry is 0: the run is younger than the history.
     past = _normal(history[..., 1:])
     half = (past.shape[-1] + 1) // 2
-    is_known = (half > 1) & _all(past[..., :half] == 0) & (past.max(-1, keepdims=True, initial=0) > 0)
+    is_empty = past == 0
+    is_young = _all(is_empty[..., :half]) & _all(is_empty[..., :-1] | ~is_empty[..., 1:])
+    is_known = (half > 3) & is_young & ~_all(is_empty)
     amaxes = past.max(-1, keepdims=True, initial=0), history[..., -1:], largest, history[..., :1]
     is_number = lax.is_finite(scale) & (scale > 0) & _all(lax.is_finite(history) & (history >= 0))
     scale_follows = ~is_known | _is_scale_of(scale, *map(_normal, amaxes))
