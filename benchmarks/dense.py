@@ -11,7 +11,7 @@ share.
 Compiled by fp8flax.audit for a GPU, by default an H200; nothing is run. FP8 = GEMMs in FP8 / all GEMMs;
 kernels; GEMM, other, temp = MiB that the GEMMs move, that all other kernels move, and of temporaries.
 Without a device XLA cannot measure which kernel is best; on one it may choose another backend. '(3 may)':
-FP8 operands in Triton kernels whose instructions, in the tile that XLA takes here, are float16's.
+FP8 operands in Triton kernels, whose tile decides whether the FP8 units multiply them.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def _with_recipe(recipe: fp8.Recipe) -> Contender:
     return _with_op(f"fp8flax.Fp8DotGeneralOp(recipe={recipe})", fp8.Fp8DotGeneralOp, recipe=recipe)
 
 
-XLAS_CHOICE = fp8.DelayedScaling(
-    accumulation=fp8.Accumulation(forward="default", dgrad="default", wgrad="default")
-)
+XLAS_CHOICE = fp8.DelayedScaling(accumulation=("default", "default", "default"))
 CONTENDERS = {
     "bf16": _with_op("lax.dot_general in bfloat16", None),
     "flax-qdq": _with_op("flax.linen.fp8_ops.Fp8DotGeneralOp, delayed scaling", fp8_ops.Fp8DotGeneralOp),
@@ -107,7 +105,7 @@ CONTENDERS = {
     ),
     "fp8flax": _with_op("fp8flax.Fp8DotGeneralOp as it is (asks for cublasLt)", fp8.Fp8DotGeneralOp),
     "fp8flax-triton": _with_op(
-        'the same with Accumulation("default") for all three GEMMs (XLA\'s own Triton kernels)',
+        'the same with accumulation "default" for all three GEMMs (XLA\'s own Triton kernels)',
         fp8.Fp8DotGeneralOp,
         recipe=XLAS_CHOICE,
     ),

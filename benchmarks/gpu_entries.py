@@ -49,13 +49,32 @@ def rounds_per_call(flops: float = 0, bytes: float = 0) -> int:
 def _recipes() -> dict[str, fp8.Recipe]:
     recipes = {name: recipe for name, recipe in accuracy.RECIPES.items() if recipe is not None}
     for how in ("exact", "default"):
-        accumulation = fp8.Accumulation(forward=how, dgrad=how, wgrad=how)
+        accumulation = (how, how, how)
         recipes[f"delayed-{how}"] = fp8.DelayedScaling(accumulation=accumulation)
     recipes["delayed-margin-pow2"] = fp8.DelayedScaling(margin=2, use_power_2_scales=True)
     recipes["delayed-most-recent"] = fp8.DelayedScaling(amax_compute_algo="most_recent", amax_history_len=4)
-    for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-        recipes[f"torchao-{name}"] = fp8.torchao_recipe(name)
-    return recipes
+    return {**recipes, **{f"torchao-{name}": recipe for name, recipe in _torchao_recipes().items()}}
+
+
+def _torchao_recipes() -> dict[str, fp8.Recipe]:
+    """Returns torchao's recipes for float8 training, by torchao's names."""
+    e4m3 = fp8.CurrentQuantizer(dtype=E4M3, amax_epsilon=1e-12)
+    e5m2 = dataclasses.replace(e4m3, dtype=E5M2)
+    power_of_two = dataclasses.replace(e4m3, use_power_2_scales=True)
+    row = dataclasses.replace(power_of_two, granularity="axiswise")
+    forward = fp8.GemmRecipe(lhs=row, rhs=row, accumulation="fast")
+    backward = fp8.GemmRecipe(lhs=row, rhs=row)
+    return {
+        "tensorwise": fp8.CustomRecipe(
+            forward=fp8.GemmRecipe(lhs=e4m3, rhs=e4m3, accumulation="fast"),
+            dgrad=fp8.GemmRecipe(lhs=e5m2, rhs=e4m3),
+            wgrad=fp8.GemmRecipe(lhs=e4m3, rhs=e5m2),
+        ),
+        "rowwise": fp8.CustomRecipe(forward=forward, dgrad=backward, wgrad=backward),
+        "rowwise_with_gw_hp": fp8.CustomRecipe(
+            forward=forward, dgrad=fp8.GemmRecipe(lhs=row, rhs=power_of_two)
+        ),
+    }
 
 
 RECIPES = _recipes()

@@ -66,11 +66,10 @@ def compiled_ahead(program: Program) -> Any:
 def reading(compiled: Any, steps: int, target: Target) -> Row:
     """Returns what a program does in one of its steps: kernels, bytes, GEMMs and how each is run.
 
-    The instructions of XLA's own kernels are not read, because each would be compiled twice for that. FP8
-    operands in these kernels may be multiplied by the FP8 units, and are predicted as if they were.
+    FP8 operands in XLA's own kernels may be multiplied by the FP8 units, and are predicted as if they were.
     """
     program = read(compiled.as_text())
-    gemms = read_gemms(program, target, {})
+    gemms = read_gemms(program, target)
     in_order = iter(gemms)
     predicted = 0.0
     for kernel in program.kernels:

@@ -1,18 +1,15 @@
 """FP8 training and inference for Flax Linen and NNX: the public names, in reading order.
 
-A file imports only from its own folder and from the folders before it: ``_host``, ``_compat`` (private
-parts of JAX), ``_core`` (pure functions of arrays), ``_linen``, ``_train``, ``_audit``, ``_model``,
-``_serve`` and ``demo``. (The command ``audit demo`` imports the demo when it runs.)
+A file imports only from its own folder and from the folders before it: ``_compat`` (private parts of
+JAX), ``_core`` (pure functions of arrays), ``_linen``, ``_train``, ``_audit``, ``_model``,
+``_serve`` and ``demo``.
 """
 
-# These come first, because the imports below take time and need private parts of JAX.
-from fp8flax._host import interrupt as _interrupt
-from fp8flax._host import public as _public
-from fp8flax._host import versions as _versions
+# This comes first, because the imports below need private parts of JAX.
+from fp8flax._compat import versions as _versions
 
 # Ops that layers take.
 from fp8flax._linen.ops import (
-    Einsum as Einsum,
     Fp8ConvGeneralDilatedOp as Fp8ConvGeneralDilatedOp,
     Fp8DotGeneralOp as Fp8DotGeneralOp,
     Fp8RaggedDotOp as Fp8RaggedDotOp,
@@ -20,12 +17,10 @@ from fp8flax._linen.ops import (
 
 # Recipes: how tensors are scaled.
 from fp8flax._core.recipes import (
-    Accumulation as Accumulation,
     DelayedScaling as DelayedScaling,
     Float8BlockScaling as Float8BlockScaling,
     Float8CurrentScaling as Float8CurrentScaling,
     MXFP8BlockScaling as MXFP8BlockScaling,
-    torchao_recipe as torchao_recipe,
 )
 from fp8flax._core.autocast import autocast as autocast
 from fp8flax._core.formats import Format as Format
@@ -36,9 +31,8 @@ from fp8flax._core.quantizers import (
     BlockQuantizer as BlockQuantizer,
     CurrentQuantizer as CurrentQuantizer,
     DelayedQuantizer as DelayedQuantizer,
-    Quantizer as Quantizer,
 )
-from fp8flax._core.qtensor import QTensor as QTensor, View as View
+from fp8flax._core.qtensor import QTensor as QTensor
 
 # Training.
 from fp8flax._train.gradients import (
@@ -49,22 +43,10 @@ from fp8flax._train.gradients import (
 )
 from fp8flax._train.train_state import DynamicScale as DynamicScale, TrainState as TrainState
 from fp8flax._core.names import RESIDUAL_NAMES as RESIDUAL_NAMES
-from fp8flax._train.schedule import Fallback as Fallback, Phase as Phase, Schedule as Schedule
-from fp8flax._train.schedule import schedule as schedule
 
 # Statistics of a run: how its scales affect its tensors.
-from fp8flax._train.statistics import (
-    Statistics as Statistics,
-    Summary as Summary,
-    every as every,
-    statistics as statistics,
-    summarize as summarize,
-)
-from fp8flax._train.plots import (
-    plot_histogram as plot_histogram,
-    plot_history as plot_history,
-    plot_underflow as plot_underflow,
-)
+from fp8flax._train.statistics import statistics as statistics
+from fp8flax._train.plots import plot_statistics as plot_statistics
 
 # The scaling state in a tree of variables.
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
@@ -82,8 +64,7 @@ from fp8flax._model.report import report as report
 from fp8flax._serve.freeze import freeze as freeze
 from fp8flax._serve.checkpoints import read_checkpoint as read_checkpoint
 from fp8flax._serve.load_into import load_into as load_into
-from fp8flax._serve.safetensors import load_safetensors as load_safetensors
-from fp8flax._serve.saving import save_safetensors as save_safetensors
+from fp8flax._serve.safetensors import save_safetensors as save_safetensors
 from fp8flax._serve.weights import weights_for_serving as weights_for_serving
 
 # Audits: which GEMMs of a compiled program run in FP8.
@@ -97,7 +78,6 @@ from fp8flax._audit import (
 from fp8flax._core.gemm.gpus import Fp8EmulationWarning as Fp8EmulationWarning
 
 # Arithmetic.
-from fp8flax._core.formats import Fp8Limits as Fp8Limits, fp8_limits as fp8_limits, fp8_max as fp8_max
 from fp8flax._core.quantize import (
     cast_to_representable as cast_to_representable,
     dequantize as dequantize,
@@ -121,9 +101,67 @@ from fp8flax._linen.ops import (
 
 __version__ = "0.1.0"
 
-_public.publish(globals(), "__version__", "nnx")
-_public.warn_of_moved(
-    globals(),
-    "jax.numpy",
-    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-)
+__all__ = [
+    "OVERWRITE_WITH_GRADIENT",
+    "RESIDUAL_NAMES",
+    "AuditReport",
+    "AuditedGemm",
+    "BlockQuantizer",
+    "CurrentQuantizer",
+    "CustomRecipe",
+    "DelayedQuantizer",
+    "DelayedScaling",
+    "DynamicScale",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "Fp8ConvGeneralDilatedOp",
+    "Fp8DirectDotGeneralOp",
+    "Fp8DotGeneral",
+    "Fp8DotGeneralOp",
+    "Fp8Einsum",
+    "Fp8EmulationWarning",
+    "Fp8RaggedDotOp",
+    "GemmRecipe",
+    "MXFP8BlockScaling",
+    "MissingStateError",
+    "ModelReport",
+    "NANOOFp8DotGeneralOp",
+    "QTensor",
+    "Recipe",
+    "TrainState",
+    "accumulate_gradients",
+    "add_fp8_state",
+    "assert_fp8",
+    "audit",
+    "autocast",
+    "calibrate",
+    "cast_to_representable",
+    "check_state",
+    "compile_only_devices",
+    "compute_amax_history",
+    "compute_scale",
+    "dequantize",
+    "dot_general_with_precision",
+    "fp32_max_grad",
+    "freeze",
+    "grad",
+    "in_q",
+    "in_qdq",
+    "load_into",
+    "out_dq",
+    "out_qdq",
+    "plot_statistics",
+    "pmean_gradients",
+    "qdq",
+    "quantize",
+    "quantize_dequantize",
+    "quantize_model",
+    "read_checkpoint",
+    "remove_fp8_state",
+    "report",
+    "save_safetensors",
+    "statistics",
+    "value_and_grad",
+    "weights_for_serving",
+]

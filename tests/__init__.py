@@ -9,7 +9,7 @@ FEW_OPTIMIZATIONS = {
     "xla_llvm_disable_expensive_passes": True,
 }
 # Later versions do not have the option. JAX is not imported before conftest.py has set its environment.
-if importlib.metadata.version("jax").startswith(("0.9.", "0.10.")):
+if importlib.metadata.version("jax").startswith("0.10."):
     FEW_OPTIMIZATIONS["xla_cpu_use_fusion_emitters"] = False
 """Options with which XLA compiles for CPUs in a third of the time."""
 

@@ -10,8 +10,6 @@ import os
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Before JAX 0.10 the CUDA plugin, which the audit compiles with, looks for a GPU's libraries without this.
-os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # The workers keep every core busy, so to split a program into threads costs an eighth of the time.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1"
 # Most of the time goes into compiling, and many tests compile the same programs: one cache for all workers,
@@ -55,8 +53,6 @@ def _strict_jax():
 
 
 FEW = True
-# With few optimizations the XLA of these versions rounds some casts to FP8 differently.
-IS_OLD = jax.__version_info__ < (0, 10)
 
 
 def _compile_options(*args, backend=None, **kwargs):
@@ -80,11 +76,6 @@ def pytest_runtest_setup(item):
     global FEW
     all_cells = item.config.getoption("--all-cells")
     FEW = not (all_cells or item.get_closest_marker("optimized"))
-    # The figures in these tests are those of optimized programs. So are those of the tests that make
-    # test-oldest leaves out.
-    is_left_out = item.get_closest_marker("long") or not item.get_closest_marker("oldest")
-    if IS_OLD and (is_left_out or {"benchmarks", "core", "linen"} & set(item.path.parts)):
-        FEW = False
     if item.get_closest_marker("all_cells") and not all_cells:
         pytest.skip("only with --all-cells")
     if item.get_closest_marker("long") and not (all_cells or item.config.getoption("--long")):
@@ -109,14 +100,6 @@ def pytest_addoption(parser):
 
 # A script that needs torch.
 collect_ignore = ["serve/write_files.py"]
-
-# Scripts that only measure; run with --all-cells.
-LEFT_OUT = ("test_accuracy.py", "test_benchmarks.py", "test_benchmark_dense.py")
-
-
-def pytest_ignore_collect(collection_path, config):
-    return True if collection_path.name in LEFT_OUT and not config.getoption("--all-cells") else None
-
 
 CELLS = []
 

@@ -12,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._audit.compiling import compile_lowered, find_target
+from fp8flax._audit.compiling import compile_lowered, compiling_for, find_target
 from fp8flax._audit.hlo import parse
-from fp8flax._core.gemm.gpus import compile_target
+from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.names import BLOCK_GEMM_HOPPER
 from tests.cases import RECIPES
 
@@ -60,7 +60,7 @@ def compiled_step(recipe, kernels):
         in_shardings=(place, NamedSharding(on, P("data"))),
         out_shardings=(NamedSharding(on, P()), place),
     )
-    with compile_target(9.0):
+    with compiling_for(GPUS["h200"]):
         return compiled_for_gpus(step, variables, x)
 
 

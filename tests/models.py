@@ -12,6 +12,30 @@ from tests.cases import OWG, variables_of
 ALL = {"include": ".*"}
 
 
+class Einsum(nn.Module):
+    """A layer like ``nn.Einsum`` that calls ``Fp8Einsum``, named as in a converted model.
+
+    ``cls`` is ``Fp8DotGeneralOp``, alone or with options, which the einsum then has; None for no FP8.
+    """
+
+    shape: tuple[int, ...]
+    einsum_str: str
+    cls: object = None
+    use_bias: bool = False
+    dtype: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), self.shape)
+        bias = self.param("bias", nn.initializers.zeros, self.shape[-1:]) if self.use_bias else None
+        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+        einsum = jnp.einsum
+        if self.cls is not None:
+            einsum = fp8.Fp8Einsum(**getattr(self.cls, "keywords", {}), name="Fp8DotGeneralOp_0")
+        y = einsum(self.einsum_str, x, kernel)
+        return y if bias is None else y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))
+
+
 class Layers(nn.Module):
     """Linen's own layers; each takes its op by another argument."""
 
@@ -21,11 +45,11 @@ class Layers(nn.Module):
     def __call__(self, x):
         x = nn.Dense(8, dot_general_cls=self.cls)(x)
         x = nn.DenseGeneral((2, 8), dot_general_cls=self.cls)(x)
-        return fp8.Einsum((2, 8, 6), "...hd,hdo->...o", dot_general_cls=self.cls)(x)
+        return Einsum((2, 8, 6), "...hd,hdo->...o", self.cls, use_bias=True)(x)
 
 
 class LinensEinsum(nn.Module):
-    """The same model with Linen's Einsum, which computes the same as an fp8flax.Einsum without an op."""
+    """The same model with Linen's Einsum."""
 
     @nn.compact
     def __call__(self, x):

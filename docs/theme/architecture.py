@@ -1,6 +1,6 @@
 """Draws ``docs/images/architecture.svg``: which folders of the package import which.
 
-Run ``python docs/theme/architecture.py`` after a change; a test compares the picture with the imports.
+Run ``python docs/theme/architecture.py`` after a change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 
 CONTENTS = {
     "_core": ("functions of arrays:", "scales, casts, GEMMs"),
-    "_host": ("the process:", "versions, interrupts, files"),
     "_compat": ("private parts", "of JAX"),
     "_linen": ("Linen ops and", "their variables"),
     "_audit": ("which matmuls of a compiled", "program run in FP8"),
@@ -39,8 +38,7 @@ def imports_of(folder: str) -> Iterator[str]:
             elif isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             imported = {name.split(".")[1] for name in names if name.startswith("fp8flax.")}
-            # The command `fp8flax audit demo` loads the demo when it runs.
-            yield from imported & CONTENTS.keys() - {folder, "demo"}
+            yield from imported & CONTENTS.keys() - {folder}
 
 
 def levels_and_arrows() -> tuple[dict[str, int], list[tuple[str, str]]]:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import re
-import runpy
-from pathlib import Path
 from typing import Any
 
 import griffe
 from api_names import linked  # beside this file; MkDocs finds it for hooks.py
-
-# The site is built from the source, without an import of the package.
-_PACKAGE = Path(__file__).resolve().parents[2] / "fp8flax"
-with_shared_text = runpy.run_path(str(_PACKAGE / "_host" / "shared_text.py"))["with_shared_text"]
 
 
 class Docstrings(griffe.Extension):
@@ -22,8 +16,7 @@ class Docstrings(griffe.Extension):
         """Changes a docstring before it is parsed."""
         if obj.docstring is None:
             return
-        text = with_shared_text(obj.docstring.value, obj.name)
-        text = re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.MULTILINE)
+        text = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
         text = re.sub(r"^ *Source: none\.$", "", text, flags=re.MULTILINE)
         obj.docstring.value = linked(text, obj.path)
 

@@ -8,11 +8,8 @@ written as on a Git host, relative to the file.
 from __future__ import annotations
 
 import base64
-import os
 import posixpath
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
@@ -173,19 +170,11 @@ def on_pre_page(page: Page, config: MkDocsConfig, **_: Any) -> Page:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Puts the help of a command where a page asks for it, and raises some pages in the search."""
+    """Raises some pages in the search."""
     if page.file.src_uri in BOOSTS:
         page.meta["search"] = {"boost": BOOSTS[page.file.src_uri]}
 
-    def help_of(match: re.Match[str]) -> str:
-        command = [sys.executable, "-m", *match[1].split(), "--help"]
-        environment = {**os.environ, "COLUMNS": "90", "JAX_PLATFORMS": "cpu"}
-        text = subprocess.run(
-            command, check=True, stdout=subprocess.PIPE, text=True, env=environment
-        ).stdout
-        return f"```text\n$ {match[1]} --help\n{text}```"
-
-    return re.sub(r"<!-- help: ([\w. ]+) -->", help_of, markdown)
+    return markdown
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,20 +9,16 @@ import jax
 import jaxlib
 from jax.sharding import Mesh
 
-from fp8flax._audit.compiling import (
-    check_cudnn_is_known,
-    check_on_mesh,
-    compile_lowered,
-    find_target,
-    lower_for,
-)
-from fp8flax._audit.gemms import has_fp8_in_triton, read_gemms
-from fp8flax._audit.instructions import read_instructions
+from fp8flax._audit.compiling import compile_for, find_target
+from fp8flax._audit.gemms import is_without_triton, read_gemms
 from fp8flax._audit.kernels import Summary, read
 from fp8flax._audit.report import AuditReport, percent
-from fp8flax._compat.plugin_compiler import PluginCompiled
-from fp8flax._core.autocast import current_phase
 from fp8flax._core.gemm.gpus import GPUS
+
+_WITHOUT_TRITON = (
+    "JAX without XLA's Triton GEMMs: this JAX cannot compile an FP8 algorithm for an absent GPU, so the "
+    "precision of each FP8 GEMM states its accumulation."
+)
 
 
 def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **keywords: Any) -> AuditReport:
@@ -65,13 +60,7 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
     Source: XLA's optimized HLO, as ``jax.stages.Compiled.as_text`` gives it.
     """
     device = find_target(target)
-    name = getattr(fn, "__name__", repr(fn))
-    lowered = lower_for(device, fn, args, keywords)
-    check_cudnn_is_known(device, lowered, name)
-    compile_with = functools.partial(compile_lowered, device, lowered, name)
-    compiled = compile_with()
-    if device.mesh is not None:
-        check_on_mesh(compiled, device.mesh, name)
+    compiled = compile_for(device, fn, args, keywords)
     text = compiled.as_text()
     if text is None:
         raise RuntimeError(
@@ -79,16 +68,14 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
             f"{', '.join(GPUS)}."
         )
     program = read(text)
-    # To read the PTX takes a second compilation, so only a program that needs it pays for it.
-    instructions = read_instructions(compile_with) if has_fp8_in_triton(program, device) else {}
     memory = compiled.memory_analysis()
     return AuditReport(
         target=device.key,
         device=device.name,
         jax_version=jax.__version__,
         jaxlib_version=jaxlib.__version__,
-        compiled_by="XLA's plugin" if isinstance(compiled, PluginCompiled) else "JAX",
-        gemms=read_gemms(program, device, instructions),
+        compiled_by=_WITHOUT_TRITON if is_without_triton(program, device) else "JAX",
+        gemms=read_gemms(program, device),
         num_kernels=len(program.kernels),
         num_launches=sum(kernel.trip_count for kernel in program.kernels),
         bytes_sent_by=_bytes_sent_by(program),
@@ -98,7 +85,6 @@ def audit(fn: Callable[..., Any], *args: Any, target: str | Mesh = "h200", **key
         output_bytes=memory.output_size_in_bytes,
         donated_bytes=memory.alias_size_in_bytes,
         unknown_trip_counts=program.unknown_trip_counts,
-        phase=current_phase(),
     )
 
 

@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import importlib.metadata
-import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from fp8flax._compat.plugin_compiler import (
-    PluginCompiled,
-    compile_with_plugin,
-    platform_of,
-    target_config_of,
-)
-from fp8flax._compat.stablehlo_version import StableHloTooOldError
+from fp8flax._core.gemm.cuda import ALGORITHMS
 from fp8flax._core.gemm.gpus import (
     GPUS,
     OTHER_GPUS,
     Gpu,
     compile_target,
-    compute_capability_of,
     has_fp8_units,
 )
+from fp8flax._core.names import CUBLASLT
 from fp8flax._core.options import check_choice, check_int
 
 _T = TypeVar("_T")
 
-TARGETS = (*GPUS, "local")
-"""The names of the targets that ``audit`` can compile for."""
-
-Compiled: TypeAlias = jax.stages.Compiled | PluginCompiled
-"""A compiled program."""
-
-# The text of a GpuTargetConfigProto. XLA's decisions depend on these numbers.
+# The text of a GpuTargetConfigProto. XLA's decisions depend on these numbers. Without the version of cuDNN,
+# XLA expands block-scaled matmuls to bfloat16. JAX 0.10 reads the versions in the last lines of the text,
+# later versions of JAX read those in the device's description.
 _TARGET_CONFIG = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -62,16 +54,14 @@ gpu_device_info {{
   clock_rate_ghz: {gpu.clock_ghz}
   device_memory_size: {gpu.memory}
   cuda_compute_capability {{ major: {major} minor: {minor} }}
-  {versions}
+  dnn_version: "9.10.0"
+  runtime_version: "13.0.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 13 }}
 device_description_str: "{gpu.name}"
 """
-# From JAX 0.11 on XLA reads these fields. Before it reads dnn_version_info and runtime_version. JAX 0.9
-# refuses the new fields.
-_VERSIONS = 'dnn_version: "9.10.0" runtime_version: "13.0.0"' if jax.__version_info__ >= (0, 10) else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,12 +69,10 @@ class Target:
     """The device or the mesh that a program is compiled for."""
 
     key: str
-    """One of ``TARGETS``."""
+    """A key of ``GPUS``, or ``local``."""
     name: str
     platform: str
     has_fp8_units: bool
-    compute_capability: float
-    """The compute capability of an NVIDIA GPU; 0 for any other device."""
     gpu: Gpu | None = None
     """The GPU, which need not be present; None for the local device."""
     mesh: Mesh | None = None
@@ -94,52 +82,45 @@ class Target:
 
 
 def find_target(target: str | Mesh) -> Target:
-    """Returns the ``Target`` for a name in ``TARGETS`` or for a mesh.
-
-    Raises ``TypeError`` for a list of devices; for other errors see ``audit``.
-    """
+    """Returns the ``Target`` for a name or for a mesh. For errors see ``audit``."""
+    mesh = target if isinstance(target, Mesh) else None
+    sharding: jax.sharding.Sharding
     if isinstance(target, Mesh):
-        key = _kind_of(target)
-        times = f"{target.size} × " if target.size > 1 else ""
-        return _target_of(key, times, NamedSharding(target, PartitionSpec()), target)
-    if isinstance(target, list):
-        raise TypeError(
-            f"target must be a name or a mesh; got a list of {len(target)}. Pass "
-            "jax.sharding.Mesh(np.array(devices), ('data',)) of the devices."
-        )
-    if target in GPUS:
-        return _target_of(target, "", jax.sharding.SingleDeviceSharding(_device(target)))
-    if target != "local":
-        hint = f"{OTHER_GPUS[target]} " if target in OTHER_GPUS else ""
+        key, sharding = _kind_of(target), NamedSharding(target, PartitionSpec())
+    elif target in tuple(GPUS):
+        key, sharding = target, SingleDeviceSharding(_device(target))
+    elif target == "local":
+        return _local_device()
+    else:
+        hint = f"{OTHER_GPUS[target]} " if target in tuple(OTHER_GPUS) else ""
         raise ValueError(
-            f"{hint}target must be one of {', '.join(TARGETS)}, or a jax.sharding.Mesh of "
+            f"{hint}target must be one of {', '.join(GPUS)}, local, or a jax.sharding.Mesh of "
             f"compile_only_devices; got {target!r}. For another GPU use one of the same compute "
             f"capability: {', '.join(f'{key} has {gpu.compute_capability}' for key, gpu in GPUS.items())}."
         )
+    gpu, count = GPUS[key], len(sharding.device_set)
+    return Target(
+        key=key,
+        name=f"{count} × {gpu.name}" if count > 1 else gpu.name,
+        platform="cuda",
+        has_fp8_units=gpu.has_fp8_units,
+        gpu=gpu,
+        mesh=mesh,
+        sharding=sharding,
+    )
+
+
+def _local_device() -> Target:
+    """Returns the device that JAX uses here."""
     device = jax.config.jax_default_device or jax.devices()[0]
     device = jax.devices(device)[0] if isinstance(device, str) else device
     if device.platform == "tpu":
         raise ValueError(f"audit reads programs for CPUs and GPUs; use one of {', '.join(GPUS)}.")
     return Target(
-        key=target,
+        key="local",
         name=str(device.device_kind),
         platform=device.platform,
         has_fp8_units=has_fp8_units(device),
-        compute_capability=compute_capability_of(device),
-    )
-
-
-def _target_of(key: str, times: str, sharding: jax.sharding.Sharding, mesh: Mesh | None = None) -> Target:
-    gpu = GPUS[key]
-    return Target(
-        key=key,
-        name=times + gpu.name,
-        platform="cuda",
-        has_fp8_units=gpu.has_fp8_units,
-        compute_capability=gpu.compute_capability,
-        gpu=gpu,
-        mesh=mesh,
-        sharding=sharding,
     )
 
 
@@ -213,7 +194,7 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
             raise ImportError(f"{package} {found} does not fit jaxlib {wanted}. Install with: {install}")
     gpu = GPUS[target]
     major, minor = str(gpu.compute_capability).split(".")
-    config = _TARGET_CONFIG.format(gpu=gpu, major=major, minor=minor, versions=_VERSIONS)
+    config = _TARGET_CONFIG.format(gpu=gpu, major=major, minor=minor)
     try:
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=config, topology=f"1x1x{count}"
@@ -221,31 +202,55 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
     except Exception as error:
         raise ImportError(
             f"JAX did not load jax-cuda13-plugin {wanted} when it started ({_first_line(error)}). This "
-            "happens if CUDA's libraries are missing. Start Python with JAX_PLATFORMS=cpu, and on JAX 0.9 "
-            "also with JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1."
+            "happens if CUDA's libraries are missing. Start Python with JAX_PLATFORMS=cpu."
         ) from error
     return list(topology.devices)
 
 
+@functools.cache
+def compiles_algorithms() -> bool:
+    """Returns whether JAX compiles an FP8 dot with an algorithm for a GPU that is not in this machine.
+
+    JAX 0.12 does not: without the GPU it writes programs in a version of StableHLO that has no such
+    algorithms. To find out, a small dot is compiled.
+    """
+    sharding = SingleDeviceSharding(_device("h200"))
+    codes = jax.ShapeDtypeStruct((16, 16), jnp.float8_e4m3fn, sharding=sharding)
+    dot = functools.partial(
+        lax.dot_general,
+        dimension_numbers=(((1,), (1,)), ((), ())),
+        precision=ALGORITHMS["exact"],
+        preferred_element_type=jnp.float32,
+    )
+
+    def compile_dot() -> None:
+        jax.jit(dot).trace(codes, codes).lower(lowering_platforms=("cuda",)).compile()
+
+    # In a thread of its own JAX has no context of the caller, such as a mesh.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        try:
+            thread.submit(compile_dot).result()
+        except jax.errors.JaxRuntimeError:
+            return False
+    return True
+
+
 @contextlib.contextmanager
 def compiling_for(gpu: Gpu) -> Iterator[None]:
-    """Sets the GPU that programs are traced and lowered for, for this package and for Pallas.
-
-    Pallas can read the GPU from JAX 0.10 on.
-    """
-    mesh: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if jax.__version_info__ >= (0, 10):
-        device = jax.sharding.AbstractDevice(
-            device_kind=gpu.pallas_name or gpu.name, num_cores=gpu.cores, platform="gpu"
-        )
-        mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-    with compile_target(gpu.compute_capability), mesh:
+    """Sets the GPU that programs are traced and lowered for, for this package and for Pallas."""
+    device = jax.sharding.AbstractDevice(
+        device_kind=gpu.pallas_name or gpu.name, num_cores=gpu.cores, platform="gpu"
+    )
+    mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+    with compile_target(gpu.compute_capability, takes_algorithms=compiles_algorithms()), mesh:
         yield
 
 
-def compile_for(target: Target, fn: Callable[..., Any], args: tuple[Any, ...]) -> Compiled:
-    """Compiles ``fn(*args)``; arguments may be ``jax.ShapeDtypeStruct``. Errors: see ``audit``."""
-    return compile_lowered(target, lower_for(target, fn, args), _name_of(fn))
+def compile_for(
+    target: Target, fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Compiles ``fn(*args, **keywords)``. For errors see ``audit``."""
+    return compile_lowered(target, lower_for(target, fn, args, keywords), _name_of(fn))
 
 
 def lower_for(
@@ -254,21 +259,12 @@ def lower_for(
     """Lowers ``fn(*args, **keywords)`` for ``compile_lowered``."""
     name = _name_of(fn)
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn)
-    shape_of = functools.partial(_shape_of, sharding=target.sharding)
-    if target.mesh is not None:
-        # An argument without a sharding is replicated. A jitted function may have in_shardings, so its
-        # arguments get no sharding here.
-        elsewhere = target.sharding if jitted is not fn else None
-        shape_of = functools.partial(_shape_on_mesh, mesh=target.mesh, elsewhere=elsewhere)
-    given = args, keywords or {}
-    shapes = jax.tree.map(shape_of, given)
-    if target.gpu is not None and not any(
-        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes)
-    ):
-        # No argument has a sharding that names the device, so the outputs must name it.
-        bound = functools.partial(fn, *given[0], **given[1])
-        jitted, shapes = jax.jit(bound, out_shardings=target.sharding), ((), {})
-    with contextlib.nullcontext() if target.gpu is None else compiling_for(target.gpu):
+    # A jitted function may have in_shardings, so on a mesh its arguments get no sharding here. Arguments of
+    # other functions are replicated.
+    elsewhere = None if target.mesh is not None and jitted is fn else target.sharding
+    shape_of = functools.partial(_shape_of, mesh=target.mesh, elsewhere=elsewhere)
+    shapes = jax.tree.map(shape_of, (args, keywords or {}))
+    with _known(target.gpu):
         traced = _explained(
             lambda: jitted.trace(*shapes[0], **shapes[1]),
             f"{name} cannot be traced",
@@ -276,134 +272,102 @@ def lower_for(
             "functools.partial, or make them static.",
         )
         platforms = {} if target.gpu is None else {"lowering_platforms": ("cuda",)}
-        return _explained(
-            lambda: traced.lower(**platforms),
-            f"{name} cannot be lowered for {target.name}",
-            "Shardings and meshes must be of the devices that it is compiled for: leave others out, or "
-            "give a mesh of fp8flax.compile_only_devices as the target.",
-        )
+        with _default_device(target):
+            return _explained(
+                lambda: traced.lower(**platforms),
+                f"{name} cannot be lowered for {target.name}",
+                "Shardings and meshes must be of the devices that it is compiled for: leave others out, or "
+                "give a mesh of fp8flax.compile_only_devices as the target.",
+            )
 
 
-def compile_lowered(
-    target: Target, lowered: jax.stages.Lowered, name: str, options: dict[str, Any] | None = None
-) -> Compiled:
-    """Compiles the result of ``lower_for`` by JAX, or by XLA's plugin if JAX cannot compile it.
+def _known(gpu: Gpu | None) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which a program is compiled for ``gpu``; None is the local device."""
+    return contextlib.nullcontext() if gpu is None else compiling_for(gpu)
+
+
+def _default_device(target: Target) -> contextlib.AbstractContextManager[object]:
+    """Returns the context in which a program without any sharding is lowered for the target.
+
+    ``jax.jit`` would otherwise lower it for the CPU. The context is not for tracing, which may compute
+    constants.
+    """
+    if target.sharding is None:
+        return contextlib.nullcontext()
+    device: contextlib.AbstractContextManager[object] = jax.default_device(
+        next(iter(target.sharding.device_set))
+    )
+    return device
+
+
+def compile_lowered(target: Target, lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
+    """Compiles the result of ``lower_for``.
 
     Args:
         target: the device or mesh to compile for.
         lowered: the lowered program.
         name: the name of the function, for error messages.
-        options: compiler options of XLA.
 
     Raises:
         RuntimeError: the program cannot be compiled, or no argument of it lies on the mesh.
     """
-    if target.mesh is not None and target.gpu is not None and platform_of(lowered) == "cpu":
-        # XLA for CPUs would abort the process for some programs that are written for GPUs.
-        raise RuntimeError(_not_on_mesh(name))
-
-    def compile_here() -> Compiled:
-        try:
-            return lowered.compile(compiler_options=options)
-        except StableHloTooOldError:
-            return compile_with_plugin(lowered, options)
-
+    options = {}
+    lacks_algorithms = target.gpu is not None and not compiles_algorithms()
+    if lacks_algorithms and CUBLASLT in lowered.as_text(debug_info=True):
+        # Without an algorithm, XLA would give to Triton the GEMMs that ask for cublasLt.
+        options["xla_gpu_enable_triton_gemm"] = False
     # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known here, too.
-    known = contextlib.nullcontext() if target.gpu is None else compiling_for(target.gpu)
-    with _ignoring_cache_errors(), known:
-        return _explained(
-            compile_here,
+    with warnings.catch_warnings(), _known(target.gpu):
+        # JAX cannot load a program for an absent GPU from its persistent cache. It compiles it again.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+        compiled = _explained(
+            lambda: lowered.compile(compiler_options=options or None),
             f"XLA cannot compile {name} for {target.name}",
             "If the error names an algorithm, the device has no such algorithm for the dtypes of a dot: "
-            "e5m2 × e5m2 has none in FP8.",
+            "e5m2 × e5m2 has none in FP8. If it names StableHLO, this JAX can compile a DotAlgorithmPreset "
+            "of FP8 only on a machine with the GPU; the ops of fp8flax need none for an audit.",
         )
+    if target.mesh is not None:
+        _check_on_mesh(compiled, target.mesh, name)
+    return compiled
 
 
-_CACHE_ERROR = "ignore", re.compile("Error reading persistent compilation cache entry"), Warning, None, 0
-"""A filter of warnings, as ``warnings.filterwarnings`` would insert it."""
-
-
-@contextlib.contextmanager
-def _ignoring_cache_errors() -> Iterator[None]:
-    """Ignores the warning of JAX that it cannot read a program from its persistent compilation cache.
-
-    Without the GPU JAX cannot load such a program. It warns and compiles the program again.
-
-    ``warnings.catch_warnings`` would make Python show again all warnings that it shows once, and audits in
-    several threads would restore the filters of each other.
-    """
-    filters: Any = warnings.filters
-    filters.insert(0, _CACHE_ERROR)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # another thread may have reset the filters
-            filters.remove(_CACHE_ERROR)
-
-
-def check_cudnn_is_known(target: Target, lowered: jax.stages.Lowered, name: str) -> None:
-    """Raises ``RuntimeError`` for block-scaled matmuls if XLA does not know cuDNN's version.
-
-    XLA then expands them to bfloat16, although the GPU would run them in FP8. The field of
-    ``_TARGET_CONFIG`` that holds the version depends on the version of JAX.
-    """
-    if target.gpu is None or target.sharding is None or not target.gpu.has_mx_units:
-        return
-    config = target_config_of(next(iter(target.sharding.device_set)))
-    if "dnn_version" not in config and "block_scaled_dot" in lowered.as_text():
-        raise RuntimeError(
-            f"{name} has block-scaled matmuls, but XLA does not know the version of cuDNN of "
-            f"{target.name}, so it compiles another program than that GPU runs. Use devices from "
-            "fp8flax.compile_only_devices, which have a version of cuDNN. If yours are from there, this "
-            f"fp8flax does not know how JAX {jax.__version__} reads the version."
-        )
-
-
-def check_on_mesh(compiled: Compiled, mesh: Mesh, name: str) -> None:
+def _check_on_mesh(compiled: jax.stages.Compiled, mesh: Mesh, name: str) -> None:
     """Raises ``RuntimeError`` if the arguments of a compiled function do not lie on the whole mesh.
 
     This happens to a jitted function without ``in_shardings`` and with arguments without shardings.
     """
-    if isinstance(compiled, PluginCompiled):
-        found = [compiled.devices]
-    else:
-        shardings = jax.tree.leaves(compiled.input_shardings)
-        # Before JAX 0.10 an argument without a sharding has an object here that names no devices.
-        found = [sharding.device_set for sharding in shardings if hasattr(sharding, "device_set")]
-    if not all(devices == set(mesh.devices.flat) for devices in found):
-        raise RuntimeError(_not_on_mesh(name))
-
-
-def _not_on_mesh(name: str) -> str:
-    return (
-        f"The arguments of {name} do not lie on the mesh that is the target. Give them shardings on it, "
-        "jax.ShapeDtypeStruct(..., sharding=), or jax.jit in_shardings."
-    )
+    found = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    if not all(sharding.device_set == set(mesh.devices.flat) for sharding in found):
+        raise RuntimeError(
+            f"The arguments of {name} do not lie on the mesh that is the target. Give them shardings on "
+            "it, jax.ShapeDtypeStruct(..., sharding=), or jax.jit in_shardings."
+        )
 
 
 def _name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", repr(fn))
 
 
-def _shape_of(leaf: Any, sharding: Any) -> Any:
-    """Returns the shape and dtype of an array, with ``sharding``; returns any other value unchanged."""
+def _shape_of(leaf: Any, mesh: Mesh | None, elsewhere: Any) -> Any:
+    """Returns the shape and dtype of an array, and the sharding to compile for; any other value unchanged.
+
+    The sharding has the partition spec of the array on ``mesh``. If the array has no spec with the axes of
+    ``mesh``, its sharding is ``elsewhere``.
+    """
     if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return leaf
+    found = getattr(leaf, "sharding", None)
+    if (
+        mesh is not None
+        and isinstance(found, NamedSharding)
+        and set(found.mesh.axis_names) <= set(mesh.axis_names)
+    ):
+        elsewhere = NamedSharding(mesh, found.spec)
     weak = getattr(leaf, "weak_type", False)
     # Without x64, JAX computes in float32 with a float64 array of NumPy.
     dtype = jax.typeof(leaf).dtype if isinstance(leaf, np.ndarray) else leaf.dtype
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding, weak_type=weak)
-
-
-def _shape_on_mesh(leaf: Any, mesh: Mesh, elsewhere: Any) -> Any:
-    """Returns the shape and dtype of an array, with its partition spec on ``mesh``.
-
-    If the array has no partition spec with the axes of ``mesh``, its sharding is ``elsewhere``.
-    """
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_names) <= set(mesh.axis_names):
-        return _shape_of(leaf, NamedSharding(mesh, sharding.spec))
-    return _shape_of(leaf, elsewhere)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=elsewhere, weak_type=weak)
 
 
 def _explained(step: Callable[[], _T], failure: str, advice: str) -> _T:

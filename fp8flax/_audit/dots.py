@@ -35,7 +35,8 @@ class Dot:
     contracts_leading: bool | None = None
     """True if both operands are contracted along their first dimension, False if along their last.
 
-    None if the two operands differ in this, or if an operand has no other dimension."""
+    None if the two operands differ in this, or if an operand has no other dimension. A gradient of a
+    convolution in cuDNN counts as the gradient of a matmul: True for that of the kernel."""
     fp8_sources: tuple[str, ...]
     """For each operand the FP8 dtype that it has, or that it was converted from; ``""`` for none."""
     is_convolution: bool = False
@@ -224,6 +225,10 @@ def _read_convolution(program: Program, place: _Place, backend: str) -> Dot:
         n=n,
         out_dtype=conv.result.dtype,
         backend=backend,
+        contracts_leading={
+            "__cudnn$convBackwardInput": False,
+            "__cudnn$convBackwardFilter": True,
+        }.get(target),
         is_convolution=True,
     )
 

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
-from fp8flax._audit.compiling import Target
+from fp8flax._audit.compiling import Target, compiles_algorithms
 from fp8flax._audit.dots import Dot
-from fp8flax._audit.instructions import kernel_name, on_fp8_units
 from fp8flax._audit.kernels import Summary
-from fp8flax._audit.op_names import components, path_of, role_of
-from fp8flax._core.names import CHOSEN_WIDE, WITHOUT_UNITS
+from fp8flax._core.names import (
+    BY_OP,
+    CHOSEN_WIDE,
+    CONVOLVED_WIDE,
+    CUBLASLT,
+    DGRAD,
+    FORWARD,
+    KEPT_WIDE,
+    NOT_CONVERTED,
+    SWITCHED_OFF,
+    WGRAD,
+    WITHOUT_UNITS,
+)
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -23,9 +33,10 @@ _DTYPES = {
     "pred": "bool",
 }
 
-_UNREAD = "FP8 operands in a Triton kernel for which XLA wrote no PTX: its instructions are not known"
-_CONVERTED = "FP8 operands in a Triton kernel that converts them: its tile is multiplied by {found}"
-_AHEAD = " (XLA's tile without a device; on one it measures which to take)"
+_MAY_BE_FP8 = (
+    "FP8 operands, and no accumulation that makes XLA use cublasLt: in a Triton kernel the tile decides "
+    "whether FP8 units multiply them, and XLA chooses it by measuring on the device"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +74,7 @@ class AuditedGemm:
     accumulation: str
     """``fast`` or ``exact`` if the program states it (cublasLt in FP8), otherwise ``default``."""
     is_fp8: bool
-    """Whether FP8 units compute the GEMM. For XLA's Triton kernels the PTX instructions decide."""
+    """Whether FP8 units compute the GEMM; False if that is uncertain, see ``may_be_fp8``."""
     reason: str
     """Why FP8 units do not compute the GEMM, or why that is uncertain; ``""`` if they do."""
     trip_count: int
@@ -72,14 +83,10 @@ class AuditedGemm:
     """Bytes that the GPU kernel reads and writes, over all trips."""
     op_name: str
     """JAX's full name of the operation, including what ``path`` leaves out."""
-    instructions: tuple[str, ...] = ()
-    """For FP8 operands in Triton: the PTX instructions that multiply matrices in the GPU kernel."""
     may_be_fp8: bool = False
-    """Whether FP8 units may compute the GEMM on the device, although they do not in this program.
+    """Whether FP8 units may compute the GEMM on the device.
 
-    This concerns FP8 operands in XLA's Triton kernels. The tile size decides which instructions multiply
-    them, and XLA chooses it by measuring on the device. Without a device XLA uses small tiles, which
-    multiply in float16.
+    This concerns FP8 operands in XLA's Triton kernels. Small tiles multiply them in float16 on some GPUs.
     """
 
     @property
@@ -88,80 +95,54 @@ class AuditedGemm:
         return 2 * self.batch * self.m * self.k * self.n * self.trip_count
 
 
-def has_fp8_in_triton(program: Summary, target: Target) -> bool:
-    """Returns whether a Triton kernel of a program has FP8 operands on a device with FP8 units.
-
-    Only the PTX instructions of such a kernel show whether the FP8 units multiply them.
-    """
+def is_without_triton(program: Summary, target: Target) -> bool:
+    """Returns whether a program was compiled without XLA's Triton GEMMs, see ``compile_lowered``."""
     dots = (dot for kernel in program.kernels for dot in kernel.dots)
-    return target.has_fp8_units and any(dot.backend == "Triton" and _takes_fp8(dot) for dot in dots)
+    return target.gpu is not None and not compiles_algorithms() and any(map(_is_for_cublaslt, dots))
 
 
-def read_gemms(
-    program: Summary, target: Target, instructions: Mapping[str, frozenset[str]]
-) -> tuple[AuditedGemm, ...]:
-    """Returns the GEMMs of a program in the order of its kernels.
+def _is_for_cublaslt(dot: Dot) -> bool:
+    return CUBLASLT in dot.op_name.split("/")
 
-    Args:
-        program: the summary of a compiled program.
-        target: the device that it was compiled for.
-        instructions: the result of ``read_instructions``; may be empty unless ``has_fp8_in_triton``.
-    """
-    gemms, dots = [], []
-    # XLA compiles equal kernels once, under the name of any one of them.
-    known = {}
-    for kernel in program.kernels:
-        if (name := kernel_name(kernel.name)) in instructions:
-            known[kernel.group] = instructions[name]
+
+def read_gemms(program: Summary, target: Target) -> tuple[AuditedGemm, ...]:
+    """Returns the GEMMs of a program, compiled for ``target``, in the order of its kernels."""
+    without_triton = is_without_triton(program, target)
+    gemms = []
     for kernel in program.kernels:
         for i, dot in enumerate(kernel.dots):
-            is_fp8, may_be_fp8, found = target.has_fp8_units and _takes_fp8(dot), False, None
-            if is_fp8 and dot.backend == "Triton":
-                found = known.get(kernel.group)
-                is_fp8, may_be_fp8, reason = _units_of(found, target)
-            else:
-                reason = "" if is_fp8 else why_not(dot, program.has_fp8, target)
+            takes_fp8 = target.has_fp8_units and _takes_fp8(dot)
+            may_be_fp8 = takes_fp8 and (
+                dot.backend == "Triton"
+                # With Triton, XLA would have given it this GEMM.
+                or (without_triton and dot.backend == "cublasLt" and not _is_for_cublaslt(dot))
+            )
+            is_fp8 = takes_fp8 and not may_be_fp8
+            reason = _MAY_BE_FP8 if may_be_fp8 else why_not(dot, program.has_fp8, target)
             gemms.append(
                 AuditedGemm(
                     path=path_of(dot.op_name),
-                    role=role_of(dot.op_name),
+                    # The batched products of attention contract any dimensions.
+                    role=role_of(dot.op_name, dot.contracts_leading if dot.batch == 1 else None),
                     batch=dot.batch,
                     m=dot.m,
                     k=dot.k,
                     n=dot.n,
+                    backend=dot.backend,
+                    op_name=dot.op_name,
                     lhs_dtype=_dtype(dot.lhs_dtype),
                     rhs_dtype=_dtype(dot.rhs_dtype),
                     out_dtype=_dtype(dot.out_dtype),
-                    backend=dot.backend,
-                    accumulation=dot.accumulation,
+                    accumulation="default" if may_be_fp8 else dot.accumulation,
                     is_fp8=is_fp8,
-                    reason=reason,
+                    reason="" if is_fp8 else reason,
                     trip_count=kernel.trip_count,
                     # If a kernel computes several products, its bytes count for the first one.
                     bytes=0 if i else kernel.bytes * kernel.trip_count,
-                    op_name=dot.op_name,
-                    instructions=tuple(sorted(found or ())),
                     may_be_fp8=may_be_fp8,
                 )
             )
-            dots.append(dot)
-    return tuple(_with_roles(gemms, dots))
-
-
-def _units_of(found: frozenset[str] | None, target: Target) -> tuple[bool, bool, str]:
-    """Returns whether FP8 units compute a Triton kernel with FP8 operands, whether they may, and why not.
-
-    Args:
-        found: the PTX instructions of the kernel; None if they were not read.
-        target: the device that the kernel was compiled for.
-    """
-    if found is None:
-        return False, True, _UNREAD
-    if any(on_fp8_units(instruction, target.compute_capability) for instruction in found):
-        return True, False, ""
-    is_ahead = target.gpu is not None
-    names = " and ".join(sorted(found)) or "no instruction for matrices"
-    return False, is_ahead, _CONVERTED.format(found=names) + _AHEAD * is_ahead
+    return tuple(gemms)
 
 
 def _takes_fp8(dot: Dot) -> bool:
@@ -206,29 +187,75 @@ def why_not(dot: Dot, has_fp8: bool, target: Target) -> str:
     return f"operands are {dtypes}: layer not converted"
 
 
-def _with_roles(gemms: Sequence[AuditedGemm], dots: Sequence[Dot]) -> Iterator[AuditedGemm]:
-    """Yields the GEMMs with the role ``dgrad`` or ``wgrad`` in place of ``backward``, if it can be found.
+_WRAPPERS = frozenset(
+    (
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "eval_jaxpr",
+        "pjit",
+        "remat",
+        "remat2",
+        "rematted_computation",
+        "shard_map",
+        "vmap",
+        BY_OP,
+        NOT_CONVERTED,
+    )
+)
+"""Components of an op name that JAX and ``quantize_model`` add; they are no modules."""
 
-    For a forward product of sizes M, K, N, dgrad is (M, N) by (N, K) and sums over N. wgrad is (K, M) by
-    (M, N) and sums over M. If the sizes fit both, the contracted dimensions decide: wgrad sums over the
-    first dimensions of the operands, dgrad over the last ones. This does not work for cublasLt in FP8. It
-    sums over the last dimensions only, so XLA transposes the operands.
-    """
-    forward: dict[str, set[tuple[int, int, int]]] = {}
-    for gemm in gemms:
-        if gemm.role.endswith("forward"):
-            forward.setdefault(gemm.path, set()).add((gemm.m, gemm.k, gemm.n))
-    for gemm, dot in zip(gemms, dots):
-        if gemm.role != "backward" or gemm.batch > 1:
-            yield gemm
+_ROLES = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad"}
+"""The roles of GEMMs by the scopes in which the FP8 matmul computes them."""
+
+
+def components(op_name: str) -> Iterator[str]:
+    """Yields the parts of an op name, also those inside of ``jvp(…)``, but not those of ``jit(…)``."""
+    for part in re.findall(r"(?:[^/()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))+", op_name):
+        wrapped = re.fullmatch(r"(\w+)\((.*)\)", part)
+        if wrapped is None:
+            yield part
+        elif wrapped[1] not in ("jit", "pjit"):
+            yield from components(wrapped[2])
+
+
+def path_of(op_name: str) -> str:
+    """Returns the modules and scopes in an op name, without transformations, control flow and FP8 op."""
+    # Under jax.checkpoint JAX names the root twice.
+    op_name = re.sub(r"transpose\(jvp\(([^()]+)\)\)/jvp\(\1\)", r"transpose(jvp(\1))", op_name)
+    *parts, _ = [*components(op_name)] or [""]
+    kept: list[str] = []
+    for part in parts:
+        if part in _ROLES or part in (SWITCHED_OFF, KEPT_WIDE, CONVOLVED_WIDE):
+            break  # the parts that follow are inside the FP8 matmul
+        if part in _WRAPPERS or re.fullmatch(r"(Fp8|NANOOFp8)\w*(Dot|Conv)\w*_\d+", part):
             continue
-        roles = set()
-        for m, k, n in forward.get(gemm.path, ()):
-            if gemm.k == n and {gemm.m, gemm.n} == {m, k}:
-                roles.add("dgrad")
-            if gemm.k == m and {gemm.m, gemm.n} == {k, n}:
-                roles.add("wgrad")
-        transposed = gemm.is_fp8 and gemm.backend == "cublasLt"
-        if len(roles) != 1 and dot.contracts_leading is not None and not transposed:
-            roles = {"wgrad" if dot.contracts_leading else "dgrad"}
-        yield dataclasses.replace(gemm, role=roles.pop()) if len(roles) == 1 else gemm
+        if (kept[-1:] == ["while"] and part in ("body", "cond")) or (
+            kept[-1:] == ["cond"] and re.fullmatch(r"branch_\d+_fun", part)
+        ):
+            kept.pop()
+        else:
+            kept.append(part)
+    return "/".join(kept)
+
+
+def role_of(op_name: str, contracts_leading: bool | None = None) -> str:
+    """Returns the role of a GEMM; ``backward`` if it is not known which gradient it is.
+
+    Args:
+        op_name: the name of the operation. Those of FP8 ops contain the role.
+        contracts_leading: as in ``Dot``. For a layer in a wide dtype, wgrad sums over the first dimensions
+            of the operands, and dgrad over the last ones.
+    """
+    *parts, _ = [*components(op_name)] or [""]
+    scope = next((_ROLES[part] for part in reversed(parts) if part in _ROLES), "")
+    if scope in ("dgrad", "wgrad"):
+        return scope
+    if "rematted_computation" in parts:
+        return "recomputed forward"
+    if "transpose(" not in op_name or scope == "forward":
+        return "forward"
+    return "backward" if contracts_leading is None else "wgrad" if contracts_leading else "dgrad"

@@ -7,10 +7,9 @@ import math
 import re
 from collections.abc import Iterator
 
-from fp8flax._audit.collectives import bytes_sent, kind_of
 from fp8flax._audit.dots import Dot, dots_of
 from fp8flax._audit.hlo import Computation, Instruction, Program, parse
-from fp8flax._audit.traffic import bytes_moved
+from fp8flax._audit.traffic import bytes_moved, bytes_sent, kind_of
 
 _FREE = frozenset(
     (
@@ -48,8 +47,6 @@ class Kernel:
     """One GPU kernel: an instruction of the entry computation or of the body of a loop."""
 
     name: str
-    group: str
-    """The name of the first of several equal kernels. XLA compiles only one of them."""
     bytes: int
     """Bytes that one launch reads and writes."""
     trip_count: int
@@ -83,16 +80,6 @@ def read(text: str) -> Summary:
 
     Raises:
         ValueError: the text is not that of an HLO module.
-
-    Example:
-        >>> summary = read('''HloModule example
-        ...
-        ... ENTRY %main (x: bf16[8,4]) -> f32[8,4] {
-        ...   %x = bf16[8,4]{1,0} parameter(0)
-        ...   ROOT %convert.1 = f32[8,4]{1,0} convert(%x), metadata={op_name="jit(f)/convert"}
-        ... }''')
-        >>> summary.kernels
-        (Kernel(name='convert.1', ..., bytes=192, trip_count=1, dots=(), collective='', bytes_sent=0),)
     """
     program = parse(text)
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
@@ -136,7 +123,6 @@ def _kernels(
             dots = dots_of(program, computation, instruction)
             yield Kernel(
                 name=instruction.name,
-                group=instruction.attribute("deduplicated_name") or instruction.name,
                 bytes=bytes_moved(program, computation, instruction),
                 trip_count=trip_count,
                 dots=tuple(dataclasses.replace(dot, op_name=full_name(dot.op_name)) for dot in dots),

@@ -1,1 +1,1 @@
-"""Uses of private parts of JAX and Flax. Each file says which parts, why, and what works without them."""
+"""Uses of private parts of JAX and Flax. Each file says which parts it uses, and why."""

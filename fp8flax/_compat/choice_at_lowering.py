@@ -8,8 +8,7 @@ way to choose by the number of devices.
 
 Internals: ``jax.extend.core`` and ``jax.interpreters``, to define primitives and to lower them, and the
 ``axis_context`` of the module that is lowered. JAX exposes them to libraries, but does not promise to keep
-them. Without them ``unless_cpu`` is ``lax.platform_dependent``, and ``unless_partitioned`` always calls the
-function that XLA can split. The values are the same, but tracing and programs for GPUs are slower.
+them.
 """
 
 from __future__ import annotations
@@ -21,23 +20,12 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
-_unless_cpu_p: Any = None
-_unless_partitioned_p: Any = None
-"""The primitives; None if JAX lacks a part."""
-
-try:
-    from jax.extend.core import Primitive, jaxpr_as_fun
-    from jax.interpreters import ad, batching, mlir
-
-    # Raises AttributeError if this JAX lacks one of these.
-    _NEEDED = ad.primitive_jvps, ad.instantiate_zeros, batching.primitive_batchers, mlir.lower_fun
-    _NEEDED_TO_LOWER = mlir.register_lowering, mlir.ShardingContext, mlir.SPMDAxisContext
-except (ImportError, AttributeError):
-    pass
-else:
-    _unless_cpu_p, _unless_partitioned_p = map(Primitive, ("fp8_unless_cpu", "fp8_unless_partitioned"))
+_unless_cpu_p = Primitive("fp8_unless_cpu")
+_unless_partitioned_p = Primitive("fp8_unless_partitioned")
 
 
 # Choice by platform. When the primitive is bound, only the function for CPUs is traced; it gives the shapes
@@ -54,8 +42,6 @@ def unless_cpu(otherwise: Callable[..., Any], on_cpu: Callable[..., Any], *args:
         on_cpu: a function with results of the same shapes and dtypes.
         *args: trees of arrays.
     """
-    if _unless_cpu_p is None:
-        return lax.platform_dependent(*args, cpu=on_cpu, default=otherwise)
     traced, shapes = jax.make_jaxpr(on_cpu, return_shape=True)(*args)
     results = _unless_cpu_p.bind(
         *jax.tree.leaves(args), on_cpu=traced, otherwise=_of_leaves(otherwise, args)
@@ -109,13 +95,12 @@ def _lower_unless_cpu(ctx: Any, *args: Any, on_cpu: Any, otherwise: Any) -> Any:
     return mlir.lower_fun(chosen)(ctx, *args)
 
 
-if _unless_cpu_p is not None:
-    _unless_cpu_p.multiple_results = True
-    _unless_cpu_p.def_impl(lambda *args, **params: jax.jit(_by_platform(**params))(*args))
-    _unless_cpu_p.def_abstract_eval(lambda *avals, on_cpu, otherwise: on_cpu.out_avals)
-    mlir.register_lowering(_unless_cpu_p, _lower_unless_cpu, cacheable=False)
-    ad.primitive_jvps[_unless_cpu_p] = _differentiate_unless_cpu
-    batching.primitive_batchers[_unless_cpu_p] = _batch_unless_cpu
+_unless_cpu_p.multiple_results = True
+_unless_cpu_p.def_impl(lambda *args, **params: jax.jit(_by_platform(**params))(*args))
+_unless_cpu_p.def_abstract_eval(lambda *avals, on_cpu, otherwise: on_cpu.out_avals)
+mlir.register_lowering(_unless_cpu_p, _lower_unless_cpu, cacheable=False)
+ad.primitive_jvps[_unless_cpu_p] = _differentiate_unless_cpu
+batching.primitive_batchers[_unless_cpu_p] = _batch_unless_cpu
 
 
 # Choice by the number of devices, which the rules that lower a primitive read from the ``axis_context`` of
@@ -145,8 +130,6 @@ def unless_partitioned(
         *args: trees of arrays. Under ``jax.vmap`` the results of one array are batched along the axis of
             that array, and the results of several arrays along the first axis.
     """
-    if _unless_partitioned_p is None:
-        return split(*args)
     whole_jaxpr, shapes = jax.make_jaxpr(whole, return_shape=True)(*args)
     # JAX must find custom_partitioning in the traced program. Then it passes the mesh to the lowering.
     on_shards_jaxpr = None if on_shards is None else jax.make_jaxpr(on_shards)(*args)
@@ -213,10 +196,9 @@ def _run_unless_partitioned(*args: Any, **params: Any) -> Any:
     return jax.jit(functools.partial(_unless_partitioned_p.bind, **params))(*args)
 
 
-if _unless_partitioned_p is not None:
-    _unless_partitioned_p.multiple_results = True
-    _unless_partitioned_p.def_impl(_run_unless_partitioned)
-    _unless_partitioned_p.def_abstract_eval(lambda *avals, whole, split, on_shards: whole.out_avals)
-    # Not cached, because what the rule lowers depends on the number of devices.
-    mlir.register_lowering(_unless_partitioned_p, _lower_unless_partitioned, cacheable=False)
-    batching.primitive_batchers[_unless_partitioned_p] = _batch_unless_partitioned
+_unless_partitioned_p.multiple_results = True
+_unless_partitioned_p.def_impl(_run_unless_partitioned)
+_unless_partitioned_p.def_abstract_eval(lambda *avals, whole, split, on_shards: whole.out_avals)
+# Not cached, because what the rule lowers depends on the number of devices.
+mlir.register_lowering(_unless_partitioned_p, _lower_unless_partitioned, cacheable=False)
+batching.primitive_batchers[_unless_partitioned_p] = _batch_unless_partitioned

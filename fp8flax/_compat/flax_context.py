@@ -4,8 +4,7 @@ Why: an NNX op that is called by a Linen layer raises an error that names the la
 ``apply`` was called with the name of the state's collection in ``mutable``. Flax has no public way to list
 the modules that are running.
 
-Internals: ``_context`` of ``nn.module``. Without it the list is empty: the error and the warning are not
-raised, and nothing else changes.
+Internals: ``_context`` of ``nn.module``.
 """
 
 from __future__ import annotations
@@ -15,8 +14,4 @@ import flax.linen as nn
 
 def running_modules() -> list[nn.Module]:
     """Returns the modules whose methods run now, from the outermost to the innermost."""
-    try:
-        stack = nn.module._context.module_stack
-    except AttributeError:
-        return []
-    return [module for module in stack if module is not None]
+    return [module for module in nn.module._context.module_stack if module is not None]

@@ -4,18 +4,13 @@ Why: a converted model must run our code before each of its methods, and before 
 that a caller passes to ``apply`` as ``method``. ``nn.intercept_methods`` does not see such functions, and
 the caller would have to enter its context.
 
-Internals: ``_call_wrapped_method`` of ``nn.Module``, through which Linen runs all methods. Without it
-``quantize_model`` raises an error.
+Internals: ``_call_wrapped_method`` of ``nn.Module``, through which Linen runs all methods.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-
-import flax.linen as nn
-
-from fp8flax._compat.missing import missing
 
 
 class AroundCalls:
@@ -43,12 +38,6 @@ class AroundCalls:
             return super()._call_wrapped_method(fun, args, kwargs)  # type: ignore[misc]
 
         return self._around_call(getattr(fun, "__name__", type(fun).__name__), compute, args, kwargs)
-
-
-def check_calls() -> None:
-    """Raises ``RuntimeError`` if Linen lacks the private method that ``AroundCalls`` overrides."""
-    if not hasattr(nn.Module, "_call_wrapped_method"):
-        raise missing("nn.Module._call_wrapped_method", "fp8flax.quantize_model")
 
 
 def call_as_method(module: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

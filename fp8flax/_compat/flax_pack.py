@@ -1,15 +1,13 @@
 """Changes which collections of variables Linen's lifted transformations (``nn.scan``, ``nn.vmap``, …) take.
 
 Why: a model's ``nn.scan(..., variable_axes={"params": 0})`` does not name the scaling state, which must be
-sliced and stacked as the parameters are. And ``nn.WeightNorm``, which maps all variables of its layer, must
-not normalize the scaling state. Every lifted transformation of Flax calls ``flax.core.lift.pack`` with the
-collections that it takes. Flax has no public way to change these for a transformation in a model's source.
-So this file replaces ``pack``, once, at import.
+sliced and stacked as the parameters are. Every lifted transformation of Flax calls ``flax.core.lift.pack``
+with the collections that it takes. Flax has no public way to change these for a transformation in a model's
+source. So ``changing_packing`` replaces ``pack`` while a converted model runs.
 
-Internals: ``flax.core.lift``, whose function ``pack`` is replaced, and ``flax.core.scope``, for the filters
+Internals: ``flax.core.lift``, whose function ``pack`` is replaced; ``flax.core.scope``, for the filters
 that say which collections are taken; and the variable ``variable_in_axes`` of the bodies of ``nn.scan`` and
-``nn.vmap``. Without them ``quantize_model`` raises an error, and an op given by hand inside
-``nn.WeightNorm`` cannot be trained with delayed scaling.
+``nn.vmap``.
 """
 
 from __future__ import annotations
@@ -19,22 +17,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from flax.core import DenyList
+from flax.core import DenyList, lift
+from flax.core.scope import in_filter, subtract_filters, union_filters
 
-from fp8flax._compat.missing import MissingPart, missing
-
-_PART = "flax.core.lift.pack"
-_FEATURE = "fp8flax.quantize_model"
-try:
-    from flax.core import lift
-
-    _flax_pack: Any = lift.pack
-except (ImportError, AttributeError):
-    _flax_pack = MissingPart(_PART, _FEATURE)
-try:
-    from flax.core.scope import in_filter, subtract_filters, union_filters
-except ImportError:
-    in_filter = subtract_filters = union_filters = MissingPart("flax.core.scope", _FEATURE)
+from fp8flax._compat.replacing import Replacing
 
 Filters = Sequence[Any]
 """For each group of variables, a Flax filter that says which collections are in the group."""
@@ -51,34 +37,29 @@ class Packing(NamedTuple):
     """The collections that the transformation returns."""
 
 
-def change_packing(change: Callable[[str | None, Any, Packing], Packing]) -> None:
-    """Replaces ``flax.core.lift.pack``, so that ``change`` can change the arguments of each call.
+def changing_packing(change: Callable[[str | None, Any, Packing], Packing]) -> Replacing:
+    """Returns a context in which ``change`` can change the arguments of each call of ``pack``.
 
     Args:
         change: a function that is called as ``change(name, scopes, packing)`` and returns a ``Packing``.
             ``name`` is the name of the transformation, such as ``"map_variables"``. ``scopes`` are the
             scopes that it is applied to, and ``packing`` are the arguments of Flax.
     """
-    if isinstance(_flax_pack, MissingPart):
-        return
 
-    def pack(fn: Any, ins: Filters, outs: Filters, *args: Any, **kwargs: Any) -> Any:
-        """Replaces Flax's ``pack``: a decorator of ``fn`` with the filters that ``change`` returns."""
+    def make(flax_pack: Any) -> Callable[..., Any]:
+        def pack(fn: Any, ins: Filters, outs: Filters, *args: Any, **kwargs: Any) -> Any:
+            """Replaces Flax's ``pack``: a decorator of ``fn`` with the filters that ``change`` returns."""
 
-        @functools.wraps(fn)
-        def packed(scopes: Any, *rest: Any, **options: Any) -> Any:
-            packing = change(kwargs.get("name"), scopes, Packing(fn, ins, outs))
-            return _flax_pack(*packing, *args, **kwargs)(scopes, *rest, **options)
+            @functools.wraps(fn)
+            def packed(scopes: Any, *rest: Any, **options: Any) -> Any:
+                packing = change(kwargs.get("name"), scopes, Packing(fn, ins, outs))
+                return flax_pack(*packing, *args, **kwargs)(scopes, *rest, **options)
 
-        return packed
+            return packed
 
-    lift.pack = pack  # type: ignore[assignment]
+        return pack
 
-
-def check_pack() -> None:
-    """Raises ``RuntimeError`` if Flax lacks ``pack``, so that ``change_packing`` had no effect."""
-    if isinstance(_flax_pack, MissingPart):
-        raise missing(_PART, _FEATURE)
+    return Replacing(vars(lift), "pack", make)
 
 
 def axis_of(collection: str, packing: Packing) -> int | None:
@@ -86,9 +67,7 @@ def axis_of(collection: str, packing: Packing) -> int | None:
 
     The axis may be counted from the end.
     """
-    axes = inspect.getclosurevars(packing.body).nonlocals.get("variable_in_axes")
-    if axes is None:
-        raise missing("variable_in_axes in flax.core.lift.scan", _FEATURE)
+    axes = inspect.getclosurevars(packing.body).nonlocals["variable_in_axes"]
     # The groups without axes come first.
     stacked = zip(axes, packing.taken[len(packing.taken) - len(axes) :])
     return next((axis for axis, group in stacked if takes(group, collection)), None)

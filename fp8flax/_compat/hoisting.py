@@ -5,8 +5,7 @@ computed only once. XLA does not move this computation out of the loop by itself
 
 Internals: ``jax._src.interpreters.partial_eval``, whose ``partial_eval_jaxpr_custom`` splits a program into
 a part that depends on known operands only, and the rest. (``jax.checkpoint`` splits a forward pass by the
-same function.) ``jax.extend.core``, to run both parts. Without them each iteration computes everything. The
-values are the same, but a step of many microbatches is slower.
+same function.) ``jax.extend.core``, to run both parts.
 """
 
 from __future__ import annotations
@@ -15,17 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-
-_split: Any = None
-"""JAX's function that splits a program in two; None if JAX lacks a part."""
-
-try:
-    from jax._src.interpreters import partial_eval
-    from jax.extend.core import jaxpr_as_fun
-
-    _split = partial_eval.partial_eval_jaxpr_custom
-except (ImportError, AttributeError):
-    pass
+from jax._src.interpreters import partial_eval
+from jax.extend.core import jaxpr_as_fun
 
 
 def hoisted(
@@ -40,13 +30,13 @@ def hoisted(
         is_kept: a policy of ``jax.checkpoint``. Of the intermediate values that depend on ``invariant``
             only, this call computes those that the policy saves. The returned function computes all others.
     """
-    if _split is None:
-        return lambda varying: f(invariant, varying)
     fixed, varying = jax.tree.leaves(invariant), jax.tree.leaves(example)
     closed, out = jax.make_jaxpr(f, return_shape=True)(invariant, example)
     is_unknown = [False] * len(fixed) + [True] * len(varying)
     try:
-        known, rest, *_ = _split(closed.jaxpr, is_unknown, True, True, True, is_kept)
+        known, rest, *_ = partial_eval.partial_eval_jaxpr_custom(
+            closed.jaxpr, is_unknown, True, True, True, is_kept
+        )
     except (NotImplementedError, ValueError):
         # The program has a primitive that jax.checkpoint could not split either, or a mutable array.
         return lambda varying: f(invariant, varying)

@@ -11,8 +11,7 @@ Why: ``statistics`` computes a step again with more results. ``freeze`` and ``qu
 which parameters a program reads. JAX has no public way to do either.
 
 Internals: the classes of ``jaxprs``, and for ``Values`` the scopes of ``name_scopes``, the attribute
-``ctx`` of equations and ``get_bind_params`` of primitives. Without them the features of ``jaxprs`` raise an
-error.
+``ctx`` of equations and ``get_bind_params`` of primitives.
 """
 
 from __future__ import annotations
@@ -240,9 +239,7 @@ class Values(Rules[Any]):
         return name_scopes.of_equation(eqn)
 
     def equation(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        params = eqn.primitive.get_bind_params(eqn.params)
-        functions, params = params if isinstance(params, tuple) else ((), params)  # before JAX 0.10
-        out = eqn.primitive.bind(*functions, *operands, **params)
+        out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
         return list(out) if eqn.primitive.multiple_results else [out]
 
     def _run(self, program: Any, *operands: Any) -> tuple[list[Any], Reports]:

@@ -4,7 +4,7 @@ Why: statistics, the conversion of a model, its report and ``freeze`` read what 
 no public way to do so.
 
 Internals: ``jax.extend.core``, for the classes of jaxprs. JAX shows it to other libraries, but does not
-promise that it stays. Without it those four features raise an error; ops and training work.
+promise that it stays.
 """
 
 from __future__ import annotations
@@ -12,15 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fp8flax._compat.missing import MissingPart
-
-_FEATURE = "Reading a traced program (fp8flax.statistics, quantize_model, report, freeze)"
-try:
-    from jax.extend import core
-
-    _NEEDED = core.ClosedJaxpr, core.Jaxpr, core.Literal
-except (ImportError, AttributeError):
-    core = MissingPart("jax.extend.core", _FEATURE)  # type: ignore[assignment]
+from jax.extend import core
 
 
 class Equation(NamedTuple):

@@ -4,20 +4,19 @@ Reverse-mode differentiation adds the cotangents of a value that is used twice. 
 instead. JAX lets an *extended dtype* define its own rule for that sum. So the cotangent of a float32 array
 that is cast to this dtype, and then read in many places, is the elementwise maximum over these places.
 
-Without these parts of JAX the package cannot be imported: delayed scaling needs the dtype.
-
 Internals: ``jax._src.ad_util``, ``jax._src.core``, ``jax._src.debugging``, ``jax._src.dtypes``,
 ``jax._src.earray``, ``jax._src.sharding_impls``, ``jax._src.tree_util``, ``jax._src.numpy.array_methods``,
 ``jax._src.interpreters.pxla`` and ``jax._src.interpreters.ad``, which define extended dtypes, their arrays,
 their derivatives and how they are printed; ``jax.extend.core`` and ``jax.interpreters``, to define
-primitives. The supported versions of JAX differ in one function that is called below, which registers that
-an array class needs no canonicalisation.
+primitives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,6 +28,8 @@ from jax._src.interpreters import ad, pxla
 from jax._src.numpy import array_methods
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+
+from fp8flax._compat.replacing import Replacing
 
 
 class _MaxDtypeRules:
@@ -134,10 +135,7 @@ class MaxArray(earray.EArray):
 # canonicalisation, its leaves, and how two cotangents add outside of jit, which JAX looks up by class.
 core.pytype_aval_mappings[MaxArray] = lambda x: x.aval
 pxla.shard_arg_handlers[MaxArray] = pxla.shard_arg_handlers[earray.EArray]
-if hasattr(dtypes, "register_canonicalize_value_handler"):  # JAX 0.10 and later
-    dtypes.register_canonicalize_value_handler(MaxArray, None)
-else:  # JAX 0.9
-    dtypes.canonicalize_value_handlers[MaxArray] = lambda x: x
+dtypes.register_canonicalize_value_handler(MaxArray, None)
 tree_util.dispatch_registry.register_node(
     MaxArray, lambda x: ((x._data,), x.aval), lambda aval, data: MaxArray(aval, data[0])
 )
@@ -183,28 +181,6 @@ def to_floats(x: Any) -> Any:
     """Returns the floats of an array of a ``MaxDtype``; returns any other value unchanged."""
     return _to_floats_p.bind(x) if is_max_dtype(x) else x
 
-
-# JAX pads the cotangent of a slice with a zero from NumPy, and NumPy has no extended dtypes. An unrolled
-# loop over stacked layers slices the stacked state, and so does ``lax.scan`` if jit is switched off.
-_transpose_slice = ad.fancy_transposes[lax.slice_p]
-
-
-def _transpose_slice_of_max(g: Any, operand: Any, **params: Any) -> None:
-    """Transposes ``lax.slice``; the elements that the slice left out get no gradient, which is -inf."""
-    dtype = getattr(getattr(operand, "aval", None), "dtype", None)
-    if isinstance(g, ad_util.Zero) or not isinstance(dtype, MaxDtype):
-        _transpose_slice(g, operand, **params)
-        return
-    strides, pads = params["strides"] or [1] * g.ndim, []
-    for start, stride, taken, size in zip(params["start_indices"], strides, g.shape, operand.aval.shape):
-        end = start + max(0, stride * (taken - 1) + 1)
-        pads.append((start, size - end, stride - 1))
-    pads += [(0, 0, 0)] * len(dtype.element_shape)
-    padded = lax.pad(to_floats(g), np.asarray(-np.inf, dtype.float_dtype), pads)
-    operand.accum(of_floats(dtype, padded))
-
-
-ad.fancy_transposes[lax.slice_p] = _transpose_slice_of_max
 
 fp32_max_grad = MaxDtype(np.dtype(np.float32))
 """Float32 dtype whose gradients merge by maximum instead of by sum.
@@ -276,6 +252,28 @@ def digested(x: jax.Array, num: int = DIGEST_SIZE) -> list[jax.Array]:
     return [lax.index_in_dim(numbers, i, -1, keepdims=False) for i in range(num)]
 
 
+def _transposing_slices(transpose: Any) -> Any:
+    """Returns JAX's transpose rule of ``lax.slice``, extended by slices of an array of a ``MaxDtype``."""
+
+    def transpose_slice(g: Any, operand: Any, **params: Any) -> None:
+        dtype = getattr(getattr(operand, "aval", None), "dtype", None)
+        if isinstance(g, ad_util.Zero) or not isinstance(dtype, MaxDtype):
+            transpose(g, operand, **params)
+            return
+        strides, pads = params["strides"] or [1] * g.ndim, []
+        for start, stride, taken, size in zip(
+            params["start_indices"], strides, g.shape, operand.aval.shape
+        ):
+            end = start + max(0, stride * (taken - 1) + 1)
+            pads.append((start, size - end, stride - 1))
+        pads += [(0, 0, 0)] * len(dtype.element_shape)
+        # The elements that the slice left out get no gradient, which is -inf.
+        padded = lax.pad(to_floats(g), np.asarray(-np.inf, dtype.float_dtype), pads)
+        operand.accum(of_floats(dtype, padded))
+
+    return transpose_slice
+
+
 def _showing_values(rule: Any) -> Any:
     """Returns a JVP rule of ``jax.debug`` whose operands of a ``MaxDtype`` are cast to float32 first.
 
@@ -284,5 +282,23 @@ def _showing_values(rule: Any) -> Any:
     return lambda primals, *rest, **params: rule(list(map(from_max_dtype, primals)), *rest, **params)
 
 
-for _primitive in (debugging.debug_callback_p, debugging.debug_print_p):
-    ad.primitive_jvps[_primitive] = _showing_values(ad.primitive_jvps[_primitive])
+_RULES = (
+    Replacing(ad.fancy_transposes, lax.slice_p, _transposing_slices),
+    Replacing(ad.primitive_jvps, debugging.debug_callback_p, _showing_values),
+    Replacing(ad.primitive_jvps, debugging.debug_print_p, _showing_values),
+)
+
+
+@contextlib.contextmanager
+def differentiating() -> Iterator[None]:
+    """A context in which arrays of a ``MaxDtype`` can be sliced and printed in a differentiated function.
+
+    An unrolled loop over stacked layers slices the stacked state, and so does ``lax.scan`` if jit is
+    switched off. JAX pads the cotangent of a slice with a zero from NumPy, which has no extended dtypes. A
+    dtype cannot define these rules itself, so three rules of JAX are replaced. For all other dtypes the
+    replacements call JAX's rules.
+    """
+    with contextlib.ExitStack() as stack:
+        for rule in _RULES:
+            stack.enter_context(rule)
+        yield

@@ -5,8 +5,7 @@ must not convert these contractions again. And ``audit`` reads the scopes, so ``
 program that it computes again.
 
 Internals: ``jax._src.source_info_util``. JAX's public ``named_scope`` enters a scope, but JAX has no public
-way to read the entered scopes. Without it ``quantize_model`` and ``statistics`` raise an error when a model
-runs.
+way to read the entered scopes.
 """
 
 from __future__ import annotations
@@ -15,16 +14,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from fp8flax._compat.missing import MissingPart
-
-try:
-    from jax._src import source_info_util
-
-    _NEEDED = source_info_util.current_name_stack, source_info_util.user_context
-except (ImportError, AttributeError):
-    source_info_util = MissingPart(
-        "jax._src.source_info_util", "Tracing a model (quantize_model, fp8flax.statistics)"
-    )
+from jax._src import source_info_util
 
 
 def current() -> str:

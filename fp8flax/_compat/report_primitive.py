@@ -10,8 +10,7 @@ needs a callback to the host that does not count as a side effect: the ``nn.scan
 error if its body has one that depends on the carry, such as ``jax.debug.callback``.
 
 Internals: ``jax.extend.core`` and ``jax.interpreters``, which JAX shows to libraries that define
-primitives, but does not promise to keep. Without them ``statistics`` raises an error, and so does
-``calibrate`` of a function that has no reverse mode. Ops and training work.
+primitives, but does not promise to keep.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
-from fp8flax._compat.missing import MissingPart
-
-_report_p: Any
-_FEATURE = "Reporting numbers (fp8flax.statistics; fp8flax.calibrate without reverse mode)"
+_report_p = Primitive("fp8_report")
 
 
 class ToHost(NamedTuple):
@@ -52,22 +50,15 @@ def _batched(args: Any, dims: Any, **params: Any) -> Any:
     return _report_p.bind(args[0], *map(stacked, args[1:], dims[1:]), **params), dims[0]
 
 
-try:
-    from jax.extend.core import Primitive
-    from jax.interpreters import ad, batching, mlir
-
-    _report_p = Primitive("fp8_report")
-    _report_p.def_impl(_computed)
-    _report_p.def_abstract_eval(lambda x, *arrays, report: x)
-    # Not cached, because callbacks of TPUs cannot be cached.
-    mlir.register_lowering(_report_p, mlir.lower_fun(_computed, multiple_results=False), cacheable=False)
-    ad.primitive_jvps[_report_p] = lambda primals, tangents, report: (
-        _report_p.bind(*primals, report=report),
-        tangents[0],
-    )
-    batching.primitive_batchers[_report_p] = _batched
-except (ImportError, AttributeError):
-    _report_p = MissingPart("jax.extend.core and jax.interpreters", _FEATURE)
+_report_p.def_impl(_computed)
+_report_p.def_abstract_eval(lambda x, *arrays, report: x)
+# Not cached, because callbacks of TPUs cannot be cached.
+mlir.register_lowering(_report_p, mlir.lower_fun(_computed, multiple_results=False), cacheable=False)
+ad.primitive_jvps[_report_p] = lambda primals, tangents, report: (
+    _report_p.bind(*primals, report=report),
+    tangents[0],
+)
+batching.primitive_batchers[_report_p] = _batched
 
 
 def with_report(x: jax.Array, arrays: Sequence[jax.Array], key: Hashable) -> jax.Array:

@@ -4,7 +4,7 @@ Why: ``quantize_model`` must find the contractions in a model's methods, by whic
 written. ``nn.Dense``, ``x @ w`` and ``jnp.einsum`` all bind the same primitive of JAX.
 
 Internals: ``jax._src.core``, for the class of traces, to read and set the current trace, and for
-``eval_jaxpr``. Without it a model that ``quantize_model`` converted raises an error when it runs.
+``eval_jaxpr``.
 """
 
 from __future__ import annotations
@@ -14,16 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fp8flax._compat.missing import MissingPart
-
-_Trace: Any = object
-try:
-    from jax._src import core
-
-    _NEEDED = core.trace_ctx, core.set_current_trace, core.eval_jaxpr
-    _Trace = core.Trace
-except (ImportError, AttributeError):
-    core = MissingPart("jax._src.core", "fp8flax.quantize_model")
+from jax._src import core
 
 
 class Watcher(ABC):
@@ -43,7 +34,7 @@ class Watcher(ABC):
         """
 
 
-class FrontTrace(_Trace):
+class FrontTrace(core.Trace):
     """A trace that passes each primitive to a watcher.
 
     It stands in front of another trace of JAX, and its arrays and tracers are those of that trace.

@@ -3,8 +3,7 @@
 Why: an amax must be merged over the devices that share its state, and the results of our GPU kernels must
 vary as their operands do.
 
-The attribute of a type is ``vma`` in JAX 0.9 and ``manual_axis_type`` from JAX 0.10 on. Both are public.
-The package needs one of them.
+Internals: none. ``manual_axis_type`` is public, but its name has changed between versions of JAX.
 """
 
 from __future__ import annotations
@@ -19,14 +18,10 @@ def manual_axes(x: Any) -> frozenset[str]:
 
     The set is empty outside of ``shard_map``, and under ``check_vma=False``, where JAX does not record it.
     """
-    aval = jax.typeof(x)
-    if hasattr(aval, "vma"):  # before JAX 0.10
-        return aval.vma
-    return aval.manual_axis_type.varying
+    axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+    return axes
 
 
 def shape_varying_as(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """Returns the type of a result that varies over the manual axes that ``x`` varies over."""
-    if hasattr(jax.typeof(x), "vma"):  # before JAX 0.10
-        return jax.ShapeDtypeStruct(shape, dtype, vma=manual_axes(x))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)

@@ -4,8 +4,7 @@ Why: XLA for CPUs copies cheap operations into every kernel that reads their res
 scale is then compiled and run again in each kernel that reads the scale.
 
 Internals: ``jax.extend.core`` and ``jax.interpreters``, to define a primitive, and ``set_xla_metadata`` of
-``jax.experimental``. JAX shows them to libraries, but does not promise to keep them. Without them the
-functions are only jitted. The values are the same, but programs for CPUs are larger and slower.
+``jax.experimental``. JAX shows them to libraries, but does not promise to keep them.
 """
 
 from __future__ import annotations
@@ -15,23 +14,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
-_apart_p: Any = None
-"""A primitive that returns its operand unchanged; None if JAX lacks a part.
+_apart_p = Primitive("fp8_apart")
+"""A primitive that returns its operand unchanged.
 
 The operand is the result of a call of a jitted function. In a program for CPUs, the lowering of the
 primitive marks this call as not to be inlined."""
-
-try:
-    from jax.experimental.xla_metadata import set_xla_metadata
-    from jax.extend.core import Primitive
-    from jax.interpreters import ad, batching, mlir
-
-    _NEEDED = ad.primitive_jvps, batching.primitive_batchers, mlir.lower_fun, mlir.register_lowering
-except (ImportError, AttributeError):
-    pass
-else:
-    _apart_p = Primitive("fp8_apart")
 
 
 def apart(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,10 +37,7 @@ def apart(f: Callable[..., Any]) -> Callable[..., Any]:
     jitted = jax.jit(f)
 
     def call(*args: Any) -> Any:
-        result = jitted(*args)
-        if _apart_p is None:
-            return result
-        (first, *rest), treedef = jax.tree.flatten(result)
+        (first, *rest), treedef = jax.tree.flatten(jitted(*args))
         return treedef.unflatten([_apart_p.bind(first), *rest])
 
     return call
@@ -63,10 +51,9 @@ def _lower_apart(ctx: Any, x: Any) -> Any:
     return mlir.lower_fun(mark, multiple_results=False)(ctx, x)
 
 
-if _apart_p is not None:
-    _apart_p.def_impl(lambda x: x)
-    _apart_p.def_abstract_eval(lambda x: x)
-    # Not cached: a cached rule is lowered as a function of ``x``, in which the call to mark is not visible.
-    mlir.register_lowering(_apart_p, _lower_apart, cacheable=False)
-    ad.primitive_jvps[_apart_p] = lambda primals, tangents: (_apart_p.bind(*primals), tangents[0])
-    batching.primitive_batchers[_apart_p] = lambda args, dims: (_apart_p.bind(*args), dims[0])
+_apart_p.def_impl(lambda x: x)
+_apart_p.def_abstract_eval(lambda x: x)
+# Not cached: a cached rule is lowered as a function of ``x``, in which the call to mark is not visible.
+mlir.register_lowering(_apart_p, _lower_apart, cacheable=False)
+ad.primitive_jvps[_apart_p] = lambda primals, tangents: (_apart_p.bind(*primals), tangents[0])
+batching.primitive_batchers[_apart_p] = lambda args, dims: (_apart_p.bind(*args), dims[0])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fp8flax._core.options import check_bool
-from fp8flax._core.recipes import CustomRecipe, Recipe, check_recipe
+from fp8flax._core.recipes import Recipe, check_recipe
 
 _OFF = "off"
 """Takes the place of the ambient recipe if FP8 is off."""
@@ -23,21 +23,19 @@ _jit_key: Any = jax.make_user_context(None)
 class _Ambient:
     """Holds an ambient recipe: a ``CustomRecipe``, None for each op's default, or ``_OFF``.
 
-    ``replaced`` holds recipes of ops that the ambient recipe takes the place of (see ``phase_context``).
-
     Equal values share one ``_Ambient``, so jit compares its cache keys by identity. To compare two recipes
     runs Python code, and Python may then switch to another thread. That thread may change the cache of jit
     while this thread reads it.
     """
 
-    __slots__ = ("recipe", "replaced")
+    __slots__ = ("recipe",)
 
-    def __init__(self, recipe: Any, replaced: frozenset[CustomRecipe]) -> None:
-        self.recipe, self.replaced = recipe, replaced
+    def __init__(self, recipe: Any) -> None:
+        self.recipe = recipe
 
 
 _ambients: dict[Any, _Ambient] = {}
-"""The one ``_Ambient`` of each recipe, and of the recipes that it replaces, that was ever ambient."""
+"""The one ``_Ambient`` of each recipe that was ever ambient."""
 
 
 class _Entry(NamedTuple):
@@ -71,12 +69,8 @@ def _current_task() -> asyncio.Task[Any] | None:
 class _Autocast(contextlib.ContextDecorator):
     """Sets the ambient recipe of a thread. One object may be entered again, also by another thread."""
 
-    def __init__(
-        self, recipe: Any, replaced: frozenset[CustomRecipe] = frozenset(), phase: str | None = None
-    ) -> None:
-        key = (recipe, replaced)
-        self._ambient = _ambients.setdefault(key, _Ambient(*key))
-        self.phase = phase
+    def __init__(self, recipe: Any) -> None:
+        self._ambient = _ambients.setdefault(recipe, _Ambient(recipe))
 
     def __call__(self, func: Any) -> Any:
         kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -170,29 +164,6 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> contextlib.A
     return _Autocast(gemms if enabled else _OFF)
 
 
-def phase_context(
-    *, enabled: bool, recipe: CustomRecipe | None, replaced: frozenset[CustomRecipe], phase: str | None
-) -> contextlib.AbstractContextManager[None]:
-    """Returns ``autocast`` for a phase of a schedule.
-
-    The name of the phase is not part of jit's cache key, so phases with equal recipes share their programs.
-
-    Args:
-        enabled: as in ``autocast``.
-        recipe: as in ``autocast``.
-        replaced: ops that were given one of these recipes use ``recipe`` as ops without a recipe do.
-        phase: the name of the phase, for ``current_phase``.
-    """
-    if not enabled or recipe is None:
-        return _Autocast(None if enabled else _OFF, phase=phase)
-    return _Autocast(recipe, replaced, phase)
-
-
-def current_phase() -> str | None:
-    """Returns the name of the phase that has set the ambient recipe; None if no phase has set it."""
-    return _thread.entries[-1].owner.phase if _thread.entries else None
-
-
 def ambient_hint(needs_state: bool = False) -> str:
     """Returns the last sentence of an error that the ambient recipe can cause; empty if it cannot.
 
@@ -200,23 +171,18 @@ def ambient_hint(needs_state: bool = False) -> str:
     """
     recipe = None if _jit_key.value is None else _jit_key.value.recipe
     if recipe is _OFF:
-        what, by = "FP8 is off", "autocast(enabled=False)"
-    elif needs_state and recipe is not None and not recipe.delayed:
-        what, by = "The recipe has no scaling state", "autocast(recipe=…)"
-    else:
-        return ""
-    phase, where = current_phase(), "outside of it"
-    if phase is not None:
-        by, where = f"the phase {phase!r}", "in init() of the schedule" if needs_state else where
-    return f" {what} here, by {by}: call this {where}."
+        return " FP8 is off here, by autocast(enabled=False): call this outside of it."
+    if needs_state and recipe is not None and not recipe.delayed:
+        return " The recipe has no scaling state here, by autocast(recipe=…): call this outside of it."
+    return ""
 
 
 def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:
     """Returns the recipe that an op uses; None if ``autocast`` has switched FP8 off.
 
     Args:
-        own: the recipe that the op was given. It has precedence over that of ``autocast``, unless the
-            phase of a schedule replaces it. None if the op was given no recipe.
+        own: the recipe that the op was given. It has precedence over that of ``autocast``. None if the op
+            was given no recipe.
         default: the recipe of an op that was given no recipe, if ``autocast`` sets none.
     """
     ambient = _jit_key.value
@@ -224,6 +190,6 @@ def recipe_in_use(own: Recipe | None, default: Recipe) -> Recipe | None:
         return default if own is None else own
     if ambient.recipe is _OFF:
         return None
-    if own is not None and not (ambient.replaced and own.gemms in ambient.replaced):
+    if own is not None:
         return own
     return default if ambient.recipe is None else ambient.recipe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,17 +13,6 @@ _E4M3_FNUZ, _E5M2_FNUZ = np.dtype(jnp.float8_e4m3fnuz), np.dtype(jnp.float8_e5m2
 
 FP8_DTYPES = (_E4M3, _E5M2, _E4M3_FNUZ, _E5M2_FNUZ)
 """The dtypes that a tensor may be quantized to."""
-
-
-class Fp8Limits(NamedTuple):
-    """Magnitudes that bound an 8-bit format, as Python floats."""
-
-    max: float
-    """Largest finite value."""
-    smallest_normal: float
-    """Smallest value with full precision."""
-    smallest_subnormal: float
-    """Smallest value above zero; equals ``smallest_normal`` in a format without subnormals."""
 
 
 class Format(enum.Enum):
@@ -71,53 +60,9 @@ def as_fp8_dtype(dtype: Any, name: str) -> np.dtype:
     return result
 
 
-def fp8_limits(dtype: Any) -> Fp8Limits:
-    """Returns the largest, smallest normal and smallest subnormal magnitude of a format.
-
-    Args:
-        dtype: one of the four FP8 dtypes, or ``float8_e8m0fnu``, the power-of-two scale format of the OCP
-            Microscaling specification. ``float8_e8m0fnu`` has no sign, no zero and no subnormals.
-
-    Returns:
-        ``Fp8Limits`` of the format.
-
-    Raises:
-        TypeError: ``dtype`` is not one of these five dtypes.
-
-    Example:
-        >>> import jax.numpy as jnp, fp8flax
-        >>> fp8flax.fp8_limits(jnp.float8_e4m3fn)
-        Fp8Limits(max=448.0, smallest_normal=0.015625, smallest_subnormal=0.001953125)
-
-    Source: OCP 8-bit Floating Point Specification (OFP8) v1.0, table 1; OCP Microscaling Formats (MX)
-    Specification v1.0, section 5.4.1.
-    """
-    if dtype is not None and dtype in (jnp.float8_e8m0fnu, np.dtype(jnp.float8_e8m0fnu)):
-        return Fp8Limits(2.0**127, 2.0**-127, 2.0**-127)
-    info = jnp.finfo(as_fp8_dtype(dtype, "dtype"))
-    return Fp8Limits(float(info.max), float(info.smallest_normal), float(info.smallest_subnormal))
-
-
 def fp8_max(dtype: Any) -> float:
-    """Returns the largest finite value of an FP8 dtype, as a Python float.
-
-    Args:
-        dtype: one of the four FP8 dtypes, or ``float8_e8m0fnu``.
-
-    Returns:
-        The largest finite value.
-
-    Raises:
-        TypeError: ``dtype`` is not one of these five dtypes.
-
-    Example:
-        >>> import jax.numpy as jnp, fp8flax
-        >>> [fp8flax.fp8_max(d) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2)]
-        [448.0, 57344.0]
-
-    Source: OCP 8-bit Floating Point Specification (OFP8) v1.0, table 1.
-    """
-    return fp8_limits(dtype).max
+    """Returns the largest finite value of an FP8 dtype as a Python float; raises as ``as_fp8_dtype``."""
+    return float(jnp.finfo(as_fp8_dtype(dtype, "dtype")).max)
 
 
 def is_wide_float(dtype: Any) -> bool:

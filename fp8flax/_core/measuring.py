@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,7 @@ from fp8flax._core.mode import Measuring, mode
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import Quantizer, quantized
 from fp8flax._core.scaling import floor_power_of_two
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Float32
+from fp8flax._core.shapes import Float, Float32
 
 _TINY, _HUGE = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 _ROUNDING = 1 + 2.0**-20

@@ -14,6 +14,9 @@ COUNTED = "fp8_site_"
 QDQ = "fp8_qdq"
 """The scope of a GEMM in the quantize-dequantize form. XLA decides whether it runs in FP8."""
 
+CUBLASLT = "fp8_cublaslt"
+"""The scope of a GEMM of FP8 codes that asks for cublasLt and for the accumulation of the recipe."""
+
 BLOCK_GEMM_HOPPER = "fp8_block_gemm_hopper"
 """Our GPU kernel for block scales that multiplies in Hopper's FP8 units."""
 
@@ -40,7 +43,7 @@ DEQUANTIZED = "fp8_dequantized"
 
 CHOSEN_WIDE = {
     NOT_CONVERTED: "quantize_model left it, fp8flax.report says why: multiplied in {dtypes}",
-    SWITCHED_OFF: "FP8 is off here, by autocast(enabled=False) or a phase: multiplied in {dtypes}",
+    SWITCHED_OFF: "FP8 is off here, by autocast(enabled=False): multiplied in {dtypes}",
     KEPT_WIDE: "the recipe keeps an operand of this GEMM wide: multiplied in {dtypes}",
 }
 """Scopes of GEMMs that do not run in FP8 because the user chose so, each with the audit's reason.

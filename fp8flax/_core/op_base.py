@@ -67,14 +67,7 @@ class OpBase(Called):
 
     @classmethod
     def _for_row(cls, row: OpRow) -> type[Self]:
-        """Returns the op of a row of the table; the same class at each call.
-
-        Call it on the direct subclass of ``OpBase``.
-        """
-        if row not in cls._classes:
-            # ``row.call`` is the class with the ``__call__`` of this op. ``__init_subclass__`` adds the new
-            # class to ``_classes``.
-            type(row.name, (row.call, cls), {"row": row, "__module__": cls.__module__})
+        """Returns the op of a row of the table. Call it on the direct subclass of ``OpBase``."""
         return cls._classes[row]  # type: ignore[return-value]
 
     def _value(self, leaf: StateLeaf) -> tuple[jax.Array, str]:

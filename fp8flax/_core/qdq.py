@@ -9,7 +9,7 @@ differentiates the forward and backward rules, so the casts in these rules are s
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,8 @@ from fp8flax._core.quantize import (
     quantize_dequantize,
     straight_through,
 )
+from fp8flax._core.shapes import Float, Float32, Shaped
 from fp8flax._core.state.state import DelayedConfig, as_state, step_scales
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Float32, Shaped
 
 
 def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:

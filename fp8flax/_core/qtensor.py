@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-if TYPE_CHECKING:
-    from jaxtyping import Float, Shaped, UInt8
+from fp8flax._core.shapes import Float, Shaped, UInt8
 
 BLOCK = 128
 """The number of columns that share a scale in the block scales that our GPU kernels multiply."""
@@ -72,7 +71,7 @@ class QTensor:
             rows, columns)``, and zeros fill up the last block of each row and column.
         scale: a scalar, or an array of the operand's rank with size 1 in contracted dimensions, or an array
             in the layout of the quantizer.
-        quantizer: the ``Quantizer`` that made the codes and the scales.
+        quantizer: the quantizer that made the codes and the scales.
     """
 
     codes: Float[jax.Array, "*codes"] | UInt8[jax.Array, "*codes"]
@@ -95,7 +94,7 @@ class QTensor:
         """Returns the tensor that ``as_bits`` was called on."""
         scale = self.scale
         if scale.dtype == jnp.uint8:
-            scale = lax.bitcast_convert_type(scale, self.quantizer.scale_dtype)
+            scale = lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu)
         codes = lax.bitcast_convert_type(self.codes, self.quantizer.dtype)
         return dataclasses.replace(self, codes=codes, scale=scale)
 

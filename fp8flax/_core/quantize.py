@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from fp8flax._compat.choice_at_lowering import unless_cpu
 from fp8flax._core.formats import as_fp8_dtype, fp8_max, is_wide_float
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
+from fp8flax._core.shapes import Float
 
 
 def as_float_array(x: Any, name: str) -> Float[jax.Array, "*dims"]:
@@ -227,7 +225,7 @@ def cast_to_representable(
 
     A tensor prepared in this way loses nothing when it is quantized with the same scale, or with a scale
     that is a power of two away from it and in range. An FP8 product of such tensors then differs from the
-    float32 product only by its accumulation, see ``fp8flax.Accumulation``.
+    float32 product only by its accumulation, see ``fp8flax.GemmRecipe``.
 
     Args:
         x: array of any shape, bfloat16, float16, float32 or float64.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,7 @@ from fp8flax._core.scaling import (
     power_of_two,
     scale_exponent,
 )
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Float32, Shaped
+from fp8flax._core.shapes import Float, Float32, Shaped
 
 AMAX_ALGORITHMS = ("max", "most_recent")
 GRANULARITIES = ("tensorwise", "axiswise")
@@ -45,79 +43,37 @@ def _set_dtype(quantizer: Any) -> None:
 
 
 class Quantizer:
-    """Base class of all quantizers. A quantizer turns one operand of one GEMM into FP8 codes and scales.
+    """Base class of the three quantizers. A quantizer turns one operand of one GEMM into codes and scales.
 
-    To write a quantizer of your own, derive a frozen dataclass with a field ``dtype`` and the method
-    ``quantize``. The inherited methods assume that the codes have the operand's shape. They also assume
-    that the scale is a scalar, or an array of the operand's rank with size 1 in dimensions that share a
-    scale. A quantizer with another layout must define ``dequantize``, and also ``pack`` and ``unpack`` if a
-    model that uses it is to be frozen.
+    The methods here are those of scales per tensor or per slice. Their codes have the shape of the operand.
+    Their scale is a scalar, or an array of the operand's rank with size 1 in dimensions that share a scale.
+    ``BlockQuantizer`` has another layout, so it defines all methods.
 
-    By default the GEMM multiplies the dequantized values in a wide dtype. If a class sets
-    ``scales_along_contraction = False``, the GEMM multiplies the FP8 codes themselves and applies the
-    scales to the result. It then calls ``dequantize`` only if the other operand is wide.
-
-    Three pairs of methods change the layout of codes and scales, and change it back. ``spread`` and
-    ``flat`` do so for a GEMM on a mesh, ``trim`` and ``fill`` between the forward and the backward pass,
-    ``pack`` and ``unpack`` for a frozen model. By default they return the operand as it is.
+    Pairs of methods change the layout of codes and scales, and change it back. ``trim`` and ``fill`` do so
+    between the forward and the backward pass, ``pack`` and ``unpack`` for a frozen model. ``spread`` and
+    ``flat`` of ``BlockQuantizer`` do so for a GEMM on a mesh.
 
     Attributes:
         dtype: FP8 dtype of the codes.
-        scale_dtype: dtype of the scales.
-        needs_state: whether scales come from past steps, which the layer keeps as its scaling state. True
-            for ``DelayedQuantizer`` only.
+        needs_state: whether scales come from past steps, which the layer keeps as its scaling state.
         scales_along_contraction: whether the scale changes along the contraction, so that it must be
-            applied inside the GEMM and not to its result.
+            applied inside the GEMM and not to its result. Codes and scales then have the layout ``(batch,
+            rows, columns)`` of ``BlockQuantizer``.
         has_one_scale: whether a tensor has one scale, regardless of the contracted dimensions.
-        codes_are_matrices: whether codes and scales have the layout ``(batch, rows, columns)`` of
-            ``BlockQuantizer``. On a mesh each GPU then multiplies its part of the codes.
-        is_exact_in_bfloat16: whether bfloat16 holds the product of any code and its scale. True for
-            ``BlockQuantizer`` with scales that are powers of two.
         strategy: name of the kernel's scales in compressed-tensors and inference servers (``"tensor"``,
             ``"channel"``, ``"block"``); None if they have no such name.
         scale_columns: number of columns of a row that share a float32 scale; None for other scales.
-        has_mx_scales: whether ``mx_scale`` returns scales for the units of Blackwell GPUs.
-        quantization_bytes: bytes that one step moves to quantize, per element of input, kernel and output,
-            in addition to the reads and writes of the GEMMs. The predictions of ``fp8flax.report`` use it.
-
-    Example:
-        >>> import dataclasses, jax, jax.numpy as jnp, fp8flax as fp8
-        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
-        ... class FixedScale(fp8.Quantizer):
-        ...     dtype: type = jnp.float8_e4m3fn
-        ...     scale: float = 0.01
-        ...     scales_along_contraction = False
-        ...
-        ...     def quantize(self, x, view, delayed_scale=None):
-        ...         scale = jnp.float32(self.scale)
-        ...         return fp8.QTensor(fp8.quantize(x, self.dtype, scale), scale, self)
-        >>> gemm = fp8.GemmRecipe(lhs=FixedScale(), rhs=FixedScale())
-        >>> op = fp8.Fp8DotGeneralOp(recipe=fp8.CustomRecipe(forward=gemm))
-        >>> op.apply({}, jnp.ones((1, 2)), jnp.ones((2, 1)), (((1,), (0,)), ((), ())))
-        Array([[1.8431998]], dtype=float32)
+        has_mx_scales: whether ``BlockQuantizer.mx_scale`` returns scales for the units of Blackwell GPUs.
     """
 
     dtype: Any
     # ``Any``, where a subclass defines a property.
-    scale_dtype: ClassVar[Any] = np.dtype(np.float32)
     needs_state: ClassVar[bool] = False
-    scales_along_contraction: ClassVar[bool] = True
+    scales_along_contraction: ClassVar[bool] = False
     has_one_scale: ClassVar[Any] = False
-    codes_are_matrices: ClassVar[bool] = False
-    is_exact_in_bfloat16: ClassVar[Any] = False
     strategy: ClassVar[Any] = None
     scale_columns: ClassVar[Any] = None
     has_mx_scales: ClassVar[Any] = False
-    quantization_bytes: ClassVar[Any] = 8.0
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if cls.needs_state and cls.__module__ != __name__:
-            raise TypeError(
-                f"{cls.__name__} cannot have scaling state (needs_state). Only DelayedQuantizer has it. No "
-                "class can be derived from DelayedQuantizer. Derive from fp8flax.Quantizer, or use a "
-                "DelayedQuantizer with other options."
-            )
 
     def quantize(
         self,
@@ -137,7 +93,7 @@ class Quantizer:
         Returns:
             The codes with their scales.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define quantize.")
+        raise NotImplementedError
 
     def dequantize(self, q: QTensor, view: View, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
         """Returns codes times scales in the operand's shape.
@@ -167,26 +123,6 @@ class Quantizer:
         """Returns the operand as the second GEMM reads it; called only if ``serves`` is True."""
         return q
 
-    def spread(self, q: QTensor, view: View) -> QTensor:
-        """Returns codes and scales whose matrix dimensions are no longer flattened.
-
-        XLA can then split each of these dimensions over devices. It can split a matrix whose rows are
-        ``(batch, sequence)`` by batch only. ``spread``, ``flat`` and ``ranks`` are called only if
-        ``codes_are_matrices``.
-        """
-        del view
-        return q
-
-    def flat(self, q: QTensor, view: View) -> QTensor:
-        """Returns the operand that ``spread`` was called with."""
-        del view
-        return q
-
-    def ranks(self, view: View) -> tuple[int, int]:
-        """Returns how many dimensions rows and columns of a matrix of codes have after ``spread``."""
-        del view
-        return 1, 1
-
     def trim(self, q: QTensor, view: View) -> QTensor:
         """Returns the operand without the padding of its codes; this is kept for the backward pass."""
         del view
@@ -210,9 +146,8 @@ class Quantizer:
     def shardings(self, sharding: NamedSharding, view: View) -> QTensor:
         """Returns the shardings of codes and scales that ``trim`` returned, as a ``QTensor`` of shardings.
 
-        A contraction on explicit mesh axes declares these shardings for its residuals. Scales are
-        replicated. Codes are sharded as the operand if they have its shape. Codes whose scales change along
-        the contraction may have another layout, so they are replicated, too.
+        A contraction on explicit mesh axes declares these shardings for its residuals. Codes are sharded as
+        the operand, whose shape they have. Scales are replicated.
 
         Args:
             sharding: the sharding of the wide operand.
@@ -220,21 +155,7 @@ class Quantizer:
         """
         del view
         whole = NamedSharding(sharding.mesh, PartitionSpec())
-        return QTensor(whole if self.scales_along_contraction else sharding, whole, self)
-
-    def mx_scale(self, q: QTensor) -> Shaped[jax.Array, "batch rows blocks"]:
-        """Returns E8M0 scales, one per 32 columns of each row; called only if ``has_mx_scales``."""
-        raise NotImplementedError(f"{type(self).__name__} must define mx_scale, or has_mx_scales = False.")
-
-    def block_scale(
-        self, q: QTensor, rows: int
-    ) -> Float32[jax.Array, "batch block_rows block_columns"] | None:
-        """Returns float32 scales, one per block of ``rows`` rows and ``scale_columns`` columns.
-
-        Returns None if the scales of the operand do not determine these.
-        """
-        del q, rows
-        return None
+        return QTensor(sharding, whole, self)
 
 
 def wide_codes(q: QTensor, dtype: DTypeLike) -> Float[jax.Array, "*dims"]:
@@ -276,10 +197,8 @@ class DelayedQuantizer(Quantizer):
     use_power_2_scales: bool = False
 
     needs_state: ClassVar[bool] = True
-    scales_along_contraction: ClassVar[bool] = False
     has_one_scale: ClassVar[bool] = True
     strategy: ClassVar[str] = "tensor"
-    quantization_bytes: ClassVar[float] = 5.2
 
     def __post_init__(self) -> None:
         _set_dtype(self)
@@ -333,8 +252,6 @@ class CurrentQuantizer(Quantizer):
     use_power_2_scales: bool = False
     amax_epsilon: float = 0.0
 
-    scales_along_contraction: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         _set_dtype(self)
         check_choice("granularity", self.granularity, GRANULARITIES)
@@ -350,11 +267,6 @@ class CurrentQuantizer(Quantizer):
     def strategy(self) -> str:
         """Returns the name that inference servers use for the scales; see ``Quantizer``."""
         return "tensor" if self.has_one_scale else "channel"
-
-    @property
-    def quantization_bytes(self) -> float:
-        """Returns how many bytes one step moves to quantize, per element; see ``Quantizer``."""
-        return 6.8 if self.has_one_scale else 18.0
 
     def quantize(
         self,
@@ -407,7 +319,7 @@ class BlockQuantizer(Quantizer):
     scale: str = "e8m0"
     scale_rounding: str = "up"
 
-    codes_are_matrices: ClassVar[bool] = True
+    scales_along_contraction: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _set_dtype(self)
@@ -427,13 +339,8 @@ class BlockQuantizer(Quantizer):
             )
 
     @property
-    def scale_dtype(self) -> np.dtype:
-        """Returns the dtype of the scales: E8M0 (one byte) or float32."""
-        return np.dtype(jnp.float8_e8m0fnu if self.scale == "e8m0" else np.float32)
-
-    @property
     def is_exact_in_bfloat16(self) -> bool:
-        """Returns whether the scales are powers of two."""
+        """Returns whether bfloat16 holds the product of any code and its scale: a power of two."""
         return self.scale != "float32"
 
     @property
@@ -449,7 +356,7 @@ class BlockQuantizer(Quantizer):
     @property
     def has_mx_scales(self) -> bool:
         """Returns whether scales are powers of two, and the width of a block is a multiple of 32."""
-        return self.scale != "float32" and self.block[1] % MX_COLUMNS == 0
+        return self.is_exact_in_bfloat16 and self.block[1] % MX_COLUMNS == 0
 
     def quantize(
         self,
@@ -498,7 +405,9 @@ class BlockQuantizer(Quantizer):
     def spread(self, q: QTensor, view: View) -> QTensor:
         """Returns codes ``(batch, *rows, *columns)``, and scales of the same dimensions.
 
-        Rows or columns stay flat if a block reaches over several of their dimensions.
+        XLA can then split each of these dimensions over devices. It can split a matrix whose rows are
+        ``(batch, sequence)`` by batch only. Rows or columns
+        stay flat if a block reaches over several of their dimensions.
         """
         (rows, columns), (height, width) = self._spread_sizes(view), self.block
         filled = (*rows[:-1], rows[-1] * height), (*columns[:-1], columns[-1] * width)
@@ -616,21 +525,8 @@ class BlockQuantizer(Quantizer):
 def quantized(
     quantizer: Quantizer | None, x: Float[jax.Array, "*dims"], view: View, delayed_scale: Any = None
 ) -> Any:
-    """Quantizes ``x`` for one GEMM and returns the ``QTensor``; returns ``x`` if the quantizer is None.
-
-    Raises:
-        TypeError: the quantizer returned codes or scales in another dtype than it declares.
-    """
-    if quantizer is None:
-        return x
-    q = quantizer.quantize(x, view, delayed_scale)
-    expected = np.dtype(quantizer.dtype), np.dtype(quantizer.scale_dtype)
-    if (q.codes.dtype, q.scale.dtype) != expected:
-        raise TypeError(
-            f"quantize of {quantizer!r} must return codes in its dtype and scales in its scale_dtype, "
-            f"{expected[0]} and {expected[1]}; got {q.codes.dtype} and {q.scale.dtype}."
-        )
-    return q
+    """Quantizes ``x`` for one GEMM and returns the ``QTensor``; returns ``x`` if the quantizer is None."""
+    return x if quantizer is None else quantizer.quantize(x, view, delayed_scale)
 
 
 def serves(first: Quantizer | None, second: Quantizer | None, view: View) -> bool:

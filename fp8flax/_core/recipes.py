@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import operator
 from typing import Any
 
@@ -20,8 +18,10 @@ from fp8flax._core.quantizers import (
     Quantizer,
 )
 
+QUANTIZERS = (DelayedQuantizer, CurrentQuantizer, BlockQuantizer)
+
 _ACCUMULATIONS = ("fast", "exact", "default")
-"""The valid values of ``GemmRecipe.accumulation``; ``Accumulation`` explains them."""
+"""The valid values of ``GemmRecipe.accumulation``, which explains them."""
 
 
 def _check_format(value: Any) -> None:
@@ -43,9 +43,31 @@ def _check_ocp_format(value: Any, recipe: str) -> None:
         )
 
 
+_FAST_FORWARD = ("fast", "exact", "exact")
+"""The default accumulation in forward, dgrad and wgrad, as in Transformer Engine."""
+
+_IN_FLOAT32 = ("exact", "exact", "exact")
+"""The accumulation of recipes with block scales: all three GEMMs accumulate in float32."""
+
+
+def _check_accumulation(value: Any) -> None:
+    """Raises an error if ``accumulation`` of a recipe is not a tuple of three of the valid words."""
+    if not (isinstance(value, tuple) and len(value) == 3):
+        raise TypeError(
+            f"accumulation must be a tuple of three words, for forward, dgrad and wgrad; got {value!r}."
+        )
+    for word in value:
+        check_choice("accumulation", word, _ACCUMULATIONS)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Accumulation:
-    """Accumulation of the products in each of the three GEMMs, on the FP8 units of an NVIDIA GPU.
+class GemmRecipe:
+    """Quantizers of the two operands of one GEMM; ``None`` leaves an operand wide.
+
+    A GEMM with a wide operand runs in the wider dtype, because no unit multiplies FP8 by bfloat16. Its
+    other operand is then dequantized.
+
+    ``accumulation`` says how the FP8 units of an NVIDIA GPU add up the products:
 
     * ``"fast"``: in the tensor core's own accumulators, which keep about 14 bits on Hopper.
     * ``"exact"``: partial sums are promoted to float32 during the contraction (Transformer Engine's *split
@@ -64,53 +86,9 @@ class Accumulation:
     Everything accumulates in float32 if FP8 is emulated, and if scales are per block.
 
     Attributes:
-        forward: for the forward GEMM.
-        dgrad: for the GEMM of the input's cotangent.
-        wgrad: for the GEMM of the kernel's cotangent.
-
-    Raises:
-        ValueError: a field is not one of the three words.
-
-    Example:
-        >>> import fp8flax as fp8
-        >>> fp8.DelayedScaling(accumulation=fp8.Accumulation(forward="exact")).accumulation.dgrad
-        'exact'
-
-    Source: Transformer Engine, ``MMParams.use_split_accumulator`` and its defaults.
-    """
-
-    forward: str = "fast"
-    dgrad: str = "exact"
-    wgrad: str = "exact"
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_choice(field.name, getattr(self, field.name), _ACCUMULATIONS)
-
-
-_IN_FLOAT32 = Accumulation(forward="exact")
-"""The accumulation of recipes with block scales: all three GEMMs accumulate in float32."""
-
-
-def _check_accumulation(value: Any) -> None:
-    """Raises ``TypeError`` if ``accumulation`` of a recipe is not an ``Accumulation``."""
-    if not isinstance(value, Accumulation):
-        raise TypeError(
-            f"accumulation must be an fp8flax.Accumulation(forward=…, dgrad=…, wgrad=…); got {value!r}."
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmRecipe:
-    """Quantizers of the two operands of one GEMM; ``None`` leaves an operand wide.
-
-    A GEMM with a wide operand runs in the wider dtype, because no unit multiplies FP8 by bfloat16. Its
-    other operand is then dequantized.
-
-    Attributes:
         lhs: quantizer of the left operand: the input in forward and wgrad, the output gradient in dgrad.
         rhs: quantizer of the right operand: the kernel in forward and dgrad, the output gradient in wgrad.
-        accumulation: one of the words of ``Accumulation``; it has an effect for scales per tensor or slice.
+        accumulation: one of these three words; it has an effect for scales per tensor or slice.
 
     Raises:
         TypeError: ``lhs`` or ``rhs`` is neither a quantizer nor None.
@@ -120,6 +98,8 @@ class GemmRecipe:
         >>> import fp8flax as fp8
         >>> fp8.GemmRecipe().lhs is None  # a GEMM in the dtype of its operands
         True
+
+    Source: Transformer Engine, ``MMParams.use_split_accumulator`` and its defaults.
     """
 
     lhs: Quantizer | None = None
@@ -129,44 +109,33 @@ class GemmRecipe:
     def __post_init__(self) -> None:
         for name in ("lhs", "rhs"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, Quantizer):
+            if value is not None and type(value) not in QUANTIZERS:
                 raise TypeError(
-                    f"{name} must be a DelayedQuantizer, a CurrentQuantizer, a BlockQuantizer, another "
-                    f"fp8flax.Quantizer or None (stay wide); got {value!r}."
+                    f"{name} must be a DelayedQuantizer, a CurrentQuantizer, a BlockQuantizer or None "
+                    f"(stay wide); got {value!r}."
                 )
         check_choice("accumulation", self.accumulation, _ACCUMULATIONS)
 
 
 class Recipe:
-    """Base class of all recipes, which say how an FP8 op scales its tensors.
+    """Base class of the five recipes, which say how an FP8 op scales its tensors.
 
-    To write a recipe of your own, derive a frozen dataclass with the property ``gemms``, which returns a
-    ``CustomRecipe``. Functions are compiled for a recipe as it is, so a recipe that can change raises
-    ``TypeError``. A recipe can change if its class is not a frozen dataclass, has a field that cannot be
-    hashed (such as a list), or adds attributes without being a frozen dataclass itself.
+    To choose the quantizers yourself, use ``CustomRecipe``. Other subclasses are not recipes.
 
     Example:
-        >>> import dataclasses, jax.numpy as jnp, fp8flax as fp8
-        >>> @dataclasses.dataclass(frozen=True, kw_only=True)
-        ... class WideBackward(fp8.Recipe):
-        ...     block: tuple[int, int] = (1, 32)
-        ...
-        ...     @property
-        ...     def gemms(self):
-        ...         quantizer = fp8.BlockQuantizer(dtype=jnp.float8_e4m3fn, block=self.block)
-        ...         return fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=quantizer, rhs=quantizer))
-        >>> fp8.Fp8DotGeneralOp(recipe=WideBackward()).recipe.block
-        (1, 32)
+        >>> import fp8flax as fp8
+        >>> isinstance(fp8.MXFP8BlockScaling(), fp8.Recipe)
+        True
     """
 
     @property
     def gemms(self) -> CustomRecipe:
         """Returns the recipe as a ``CustomRecipe``: one ``GemmRecipe`` for each of the three GEMMs."""
-        raise NotImplementedError(f"{type(self).__name__} must define the property gemms: a CustomRecipe.")
+        raise NotImplementedError
 
 
 def _custom_recipe(
-    accumulation: Accumulation,
+    accumulation: tuple[str, str, str],
     forward: tuple[Quantizer | None, Quantizer | None],
     dgrad: tuple[Quantizer | None, Quantizer | None],
     wgrad: tuple[Quantizer | None, Quantizer | None],
@@ -175,8 +144,8 @@ def _custom_recipe(
     pairs = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
     return CustomRecipe(
         **{
-            name: GemmRecipe(lhs=lhs, rhs=rhs, accumulation=getattr(accumulation, name))
-            for name, (lhs, rhs) in pairs.items()
+            name: GemmRecipe(lhs=lhs, rhs=rhs, accumulation=word)
+            for (name, (lhs, rhs)), word in zip(pairs.items(), accumulation)
         }
     )
 
@@ -191,7 +160,7 @@ _USES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomRecipe(Recipe):
-    """Recipe of your own, with any quantizer for each operand of each GEMM.
+    """Recipe of your own: a quantizer for each operand of each GEMM.
 
     Start from the parts of another recipe, its ``gemms``, and replace some.
 
@@ -277,7 +246,8 @@ class DelayedScaling(Recipe):
         amax_history_len: number of past steps in the history, 1 or more.
         amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
         use_power_2_scales: whether scales are rounded up to powers of two.
-        accumulation: how each of the three GEMMs accumulates on a GPU.
+        accumulation: how the forward, dgrad and wgrad GEMM accumulate on a GPU: three of the words that
+            ``GemmRecipe`` explains.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -296,7 +266,7 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
     use_power_2_scales: bool = False
-    accumulation: Accumulation = Accumulation()
+    accumulation: tuple[str, str, str] = _FAST_FORWARD
 
     def __post_init__(self) -> None:
         _check_format(self.fp8_format)
@@ -335,7 +305,8 @@ class Float8CurrentScaling(Recipe):
         use_power_2_scales: whether scales are rounded up to powers of two.
         high_precision_wgrad: whether the gradient of the kernel is computed in the dtype of the layer. The
             input is then kept unquantized for the backward pass.
-        accumulation: how each of the three GEMMs accumulates on a GPU.
+        accumulation: how the forward, dgrad and wgrad GEMM accumulate on a GPU: three of the words that
+            ``GemmRecipe`` explains.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -348,14 +319,14 @@ class Float8CurrentScaling(Recipe):
         True
 
     Source: Transformer Engine, ``Float8CurrentScaling``, which has neither ``granularity`` nor
-    ``high_precision_wgrad``. (For torchao's recipes see ``torchao_recipe``.)
+    ``high_precision_wgrad``.
     """
 
     fp8_format: Format = Format.HYBRID
     granularity: str = "tensorwise"
     use_power_2_scales: bool = False
     high_precision_wgrad: bool = False
-    accumulation: Accumulation = Accumulation()
+    accumulation: tuple[str, str, str] = _FAST_FORWARD
 
     def __post_init__(self) -> None:
         _check_format(self.fp8_format)
@@ -375,59 +346,6 @@ class Float8CurrentScaling(Recipe):
         g = self._quantizer(self.fp8_format.backward_dtype)
         wgrad = (None, None) if self.high_precision_wgrad else (x, g)
         return _custom_recipe(self.accumulation, (x, x), (g, x), wgrad)
-
-
-_TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-
-
-def torchao_recipe(name: str) -> CustomRecipe:
-    """Returns one of torchao's three recipes for float8 training, by torchao's name.
-
-    All three recipes take scales from the current tensors, count an amax below 1e-12 as 1e-12, and
-    accumulate fast in the forward GEMM only.
-
-    * ``"tensorwise"``: one float32 scale per tensor; e4m3, with e5m2 for the output gradient.
-    * ``"rowwise"``: one scale per row of the left operand and per column of the right one, along the
-      contraction of each GEMM, rounded up to a power of two. (torchao's scale is the reciprocal, rounded
-      down.) All tensors are e4m3, also gradients.
-    * ``"rowwise_with_gw_hp"``: forward as ``"rowwise"``. In dgrad the kernel has one scale, also a power of
-      two. wgrad is computed in the dtype of the layer.
-
-    Codes and scales are torchao's, bit for bit, with three exceptions:
-
-    * A float32 value that lies exactly between two codes can be rounded the other way in ``"tensorwise"``,
-      because torchao multiplies by the reciprocal.
-    * In float32 torchao computes powers of two from a rounded logarithm. There the largest value may
-      saturate if the amax is a few units in the last place above a power of two times 448.
-    * A NaN or an Inf has the effect that it has under every recipe of this package.
-
-    Args:
-        name: ``"tensorwise"``, ``"rowwise"`` or ``"rowwise_with_gw_hp"``.
-
-    Returns:
-        A ``CustomRecipe``.
-
-    Raises:
-        ValueError: ``name`` is not one of the three names.
-
-    Example:
-        >>> import fp8flax as fp8
-        >>> dgrad = fp8.torchao_recipe("rowwise_with_gw_hp").dgrad
-        >>> dgrad.lhs.dtype, dgrad.lhs.granularity, dgrad.rhs.granularity
-        (dtype(float8_e4m3fn), 'axiswise', 'tensorwise')
-
-    Source: torchao, ``Float8LinearConfig.from_recipe_name`` and ``amax_to_scale``.
-    """
-    check_choice("name", name, _TORCHAO_RECIPES)
-    x = CurrentQuantizer(dtype=Format.E4M3.forward_dtype, amax_epsilon=1e-12)
-    if name == "tensorwise":
-        g = dataclasses.replace(x, dtype=Format.E5M2.backward_dtype)
-        return _custom_recipe(Accumulation(), (x, x), (g, x), (x, g))
-    w = dataclasses.replace(x, use_power_2_scales=True)
-    row = dataclasses.replace(w, granularity="axiswise")
-    if name == "rowwise":
-        return _custom_recipe(Accumulation(), (row, row), (row, row), (row, row))
-    return _custom_recipe(Accumulation(), (row, row), (row, w), (None, None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -518,70 +436,18 @@ class Float8BlockScaling(Recipe):
         return _custom_recipe(_IN_FLOAT32, (x, w), (g, w), (x, g))
 
 
-def _why_it_can_change(part: Any) -> str | None:
-    """Returns why a recipe or a quantizer could be changed in place; None if it is frozen.
-
-    The result is the end of an error message, such as "is not frozen".
-    """
-    cls = type(part)
-    params = getattr(cls, "__dataclass_params__", None)
-    if params is None:
-        return "is not a dataclass"
-    if not params.frozen:
-        return "is not frozen"
-    fields = [field.name for field in dataclasses.fields(part)]
-    # ``cached_property`` stores its value among the attributes, which changes nothing.
-    cached = [
-        name
-        for base in cls.__mro__
-        for name, value in vars(base).items()
-        if isinstance(value, functools.cached_property)
-    ]
-    for base in cls.__mro__:
-        if "__dataclass_params__" in vars(base):
-            break
-        # A frozen dataclass freezes its own fields only. A subclass that is not a dataclass can have more
-        # attributes, which can be changed, and which equality and hash do not compare.
-        added = [
-            name for name, kind in inspect.get_annotations(base).items() if "ClassVar" not in str(kind)
-        ]
-        added += [name for name in getattr(part, "__dict__", ()) if name not in (*fields, *cached)]
-        if added:
-            return f"adds {', '.join(dict.fromkeys(added))} to the frozen dataclass that it is derived from"
-    for name in fields:
-        value = getattr(part, name)
-        try:
-            hash(value)
-        except TypeError:
-            return f"has a field {name} that cannot be hashed, {value!r} (make a list a tuple)"
-    try:
-        hash(part)
-    except TypeError:
-        return "cannot be hashed"
-    return None
+_RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling, CustomRecipe)
 
 
 def check_recipe(recipe: Any) -> CustomRecipe:
-    """Returns a recipe as a ``CustomRecipe``; raises ``TypeError`` if it is not a recipe, or not frozen."""
-    if not isinstance(recipe, Recipe):
+    """Returns a recipe as a ``CustomRecipe``; raises ``TypeError`` if its class is not one of the five."""
+    # A subclass could add fields that jit's cache key does not compare.
+    if type(recipe) not in _RECIPES:
         raise TypeError(
             "recipe must be an instance of a recipe class such as fp8flax.DelayedScaling(); got "
-            f"{recipe!r}. To give a layer an op with options, use dot_general_cls="
-            "functools.partial(fp8flax.Fp8DotGeneralOp, recipe=fp8flax.DelayedScaling(...))."
+            f"{recipe!r}. To choose each quantizer yourself, use fp8flax.CustomRecipe. To give a layer an "
+            "op with options, use dot_general_cls=functools.partial(fp8flax.Fp8DotGeneralOp, "
+            "recipe=fp8flax.DelayedScaling(...))."
         )
-    gemms = recipe.gemms
-    if not isinstance(gemms, CustomRecipe):
-        raise TypeError(
-            f"gemms of the recipe {recipe!r} must be an fp8flax.CustomRecipe; got {gemms!r}. If that is a "
-            "recipe itself, return its gemms."
-        )
-    quantizers = (("a quantizer", q) for q in gemms.quantizers if q is not None)
-    for name, part in (*quantizers, ("recipe", recipe)):
-        if why := _why_it_can_change(part):
-            raise TypeError(
-                f"{name} must be frozen, because functions are compiled for its current values; got "
-                f"{part!r}, whose class {type(part).__name__} {why}. Make the class "
-                "@dataclasses.dataclass(frozen=True, kw_only=True), with its attributes as fields that can "
-                "be hashed."
-            )
+    gemms: CustomRecipe = recipe.gemms
     return gemms

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Float32, Int32, Shaped
+from fp8flax._core.shapes import Bool, Float, Float32, Int32, Shaped
 
 # Scales stay in the normal range of float32: XLA flushes subnormals to zero, and a scale of zero or
 # infinity turns every value into NaN.
@@ -142,7 +140,7 @@ def compute_scale(
     Args:
         amax: largest magnitude, any shape; cast to float32.
         scale: the scale to keep if there is no usable amax; broadcasts with ``amax``.
-        fp8_max: largest finite value of the FP8 dtype (see ``fp8flax.fp8_max``).
+        fp8_max: largest finite value of the FP8 dtype, ``jnp.finfo(dtype).max``.
         margin: headroom in powers of two.
 
     Returns:
@@ -150,7 +148,7 @@ def compute_scale(
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
-        >>> scale = fp8.compute_scale(jnp.float32(896.0), jnp.ones((1,)), fp8.fp8_max(jnp.float8_e4m3fn))
+        >>> scale = fp8.compute_scale(jnp.float32(896.0), jnp.ones((1,)), 448.0)
         >>> scale
         Array([2.], dtype=float32)
 

@@ -119,8 +119,6 @@ class Fp8Op(OpBase, nn.Module):
         ):
             return False
         filters = [m.scope.root.mutable for m in running_modules() if m.scope is not None]
-        if not filters:  # this version of Flax does not show its running modules
-            return False
         # Lifted transformations, such as nn.scan, replace the argument of apply by a set.
         given = next((f for f in reversed(filters) if not isinstance(f, set)), OVERWRITE_WITH_GRADIENT)
         return not isinstance(given, bool | DenyList)
@@ -130,6 +128,13 @@ class Fp8Op(OpBase, nn.Module):
         name, collection = leaf.name, OVERWRITE_WITH_GRADIENT
         where = f"{collection}/{'/'.join((*self.path, name))}"
         layer = "/".join(self.path[:-1]) or type(self).__name__
+        if (norm := self._normalized_by(name)) is not None:
+            raise ValueError(
+                f"The FP8 layer {layer!r} is inside of nn.WeightNorm, which would normalize its scaling "
+                f"state {where} as it does the kernel. Remove the op from the layer and convert the whole "
+                "model with fp8flax.quantize_model, which does not let nn.WeightNorm change the state. Or "
+                f"give nn.WeightNorm the full name of the kernel: variable_filter={{'{norm}/kernel'}}."
+            )
         if not (self.has_variable(collection, name) or self.is_mutable_collection(collection)):
             if self.is_initializing():
                 raise MissingStateError(
@@ -142,11 +147,23 @@ class Fp8Op(OpBase, nn.Module):
             raise MissingStateError(
                 f"The FP8 layer {layer!r} has no scaling state: {where} is missing from the variables. "
                 "Variables of a model without FP8 get their state from fp8flax.add_fp8_state(variables, "
-                "model, *inputs), with a schedule under schedule.init(); variables of this model must be "
-                f"passed whole, with their {collection!r} collection. {self._found_beside(name)}(Recipes "
-                "without delayed scaling, such as Float8CurrentScaling, need no state.)"
+                "model, *inputs); variables of this model must be passed whole, with their "
+                f"{collection!r} collection. {self._found_beside(name)}(Recipes without delayed scaling, "
+                "such as Float8CurrentScaling, need no state.)"
             )
         return self.variable(collection, name, jnp.full, leaf.shape, leaf.fill, jnp.float32).value, where
+
+    def _normalized_by(self, leaf: str) -> str | None:
+        """Returns the name of the layer whose ``nn.WeightNorm`` would normalize this variable, or None."""
+        if conversion().beside_params is not None:  # a converted model keeps the state out of the mapping
+            return None
+        for norm in running_modules():
+            if isinstance(norm, nn.WeightNorm):
+                layer = norm.layer_instance
+                path = "/".join((str(layer.name), *self.path[len(layer.path) :], leaf))
+                if not norm.variable_filter or any(name in path for name in norm.variable_filter):
+                    return str(layer.name)
+        return None
 
     def _found_beside(self, leaf: str) -> str:
         """Returns a sentence about state under the name of another op; empty if there is no such state."""

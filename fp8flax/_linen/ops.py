@@ -1,25 +1,12 @@
-"""The Linen ops, and ``Einsum``, a layer that takes an op."""
-
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+"""The Linen ops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
-
 from fp8flax._core.formats import Format
 from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
-from fp8flax._core.plans.einsum import einsum_with
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
 from fp8flax._core.recipes import DelayedScaling
 from fp8flax._linen.op import Fp8Op
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
 
 class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
@@ -30,15 +17,26 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     and ``out_dot_general_cls``. You can also call the op in a module of your own; several calls of one op
     share its state.
 
-    {state}
+    Delayed scaling is the default. Its state is float32 variables: ``{input,kernel,output_grad}_scale`` of
+    shape ``(1,)`` and ``{…}_amax_history`` of shape ``(amax_history_len,)``. The gradient of each variable
+    is its next value: the scale that this step used, and the history with this step's amax at index 0. The
+    next step computes its scale from that history. Other recipes have no state. Under
+    ``autocast(enabled=False)`` the op is ``lax.dot_general``.
 
     The variables are in the collection ``_overwrite_with_gradient``.
 
     Attributes:
-        {options}
+        recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
+            ``DelayedScaling()`` outside of it.
+        form: ``"direct"`` multiplies FP8 operands, on the FP8 units of GPUs that have them. ``"qdq"`` casts
+            to FP8 and back around a matmul in the operands' dtype; it serves as a reference and is never
+            faster.
 
     Raises:
-        {errors}
+        MissingStateError: the recipe in use needs scaling state that is missing, because a Linen layer was
+            applied to variables without it, or an NNX op was made under a recipe without state.
+        TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32.
+        ValueError: the history in the state has another length than the recipe says.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -88,13 +86,16 @@ class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
 class Fp8Einsum(EinsumCall, Fp8Op):
     """FP8 einsum of two operands, with the scaling state of ``Fp8DotGeneralOp``.
 
-    {operands}
+    The first operand is the input and the second is the kernel, in any order of the result's indices.
 
     Attributes:
-        {options}
+        recipe: how tensors are scaled, as in ``Fp8DotGeneralOp``.
+        form: ``"direct"`` or ``"qdq"``, as in ``Fp8DotGeneralOp``.
 
     Raises:
-        {errors}
+        MissingStateError: as in ``Fp8DotGeneralOp``.
+        TypeError: as in ``Fp8DotGeneralOp``; or ``eqn`` is not a string, or an operand is not an array.
+        ValueError: the equation does not fit the operands, or the state does not fit the recipe.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
@@ -103,7 +104,7 @@ class Fp8Einsum(EinsumCall, Fp8Op):
         >>> op.apply(variables, "ab,bc->ca", x, w).shape
         (4, 2)
 
-    {source}
+    Source: ``flax.linen.fp8_ops.Fp8Einsum``.
     """
 
     row = EINSUM
@@ -115,13 +116,29 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
     Give the class to a layer: ``nn.Conv(..., conv_general_dilated_cls=fp8flax.Fp8ConvGeneralDilatedOp)``.
     You can also call the op in a module of your own.
 
-    {computation}
+    Some convolutions are matmuls: their windows do not overlap, they have no groups, and their input is not
+    dilated. Examples are 1×1 kernels and the patch embedding of a vision transformer. The op computes them
+    as ``Fp8DotGeneralOp`` does, under every recipe.
+
+    In all other convolutions the input, the kernel and the output gradient are cast to FP8 and back. They
+    are convolved in the dtype of the operands, on every device, because XLA has no gradients of
+    convolutions in FP8. The tensors kept for the backward pass take the memory of FP8; the speed is that of
+    the operands' dtype. Such a convolution needs one scale per tensor (``DelayedScaling``,
+    ``Float8CurrentScaling``), because scales that change within a window cannot be applied to the result.
+
+    The scaling state is that of ``Fp8DotGeneralOp``. Under ``autocast(enabled=False)`` the op is
+    ``lax.conv_general_dilated``.
 
     Attributes:
-        {options}
+        recipe: how tensors are scaled, as in ``Fp8DotGeneralOp``.
+        form: ``"direct"`` keeps FP8 operands for the backward pass, and multiplies them if the convolution
+            is a matmul. ``"qdq"`` casts to FP8 and back around JAX's own convolution.
 
     Raises:
-        {errors}
+        MissingStateError: as in ``Fp8DotGeneralOp``.
+        TypeError: as in ``Fp8DotGeneralOp``.
+        ValueError: the recipe scales along the contraction and the convolution is not a matmul, or the
+            state does not fit the recipe.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -130,7 +147,7 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
         >>> list(variables["_overwrite_with_gradient"])
         ['Fp8ConvGeneralDilatedOp_0']
 
-    {source}
+    Source: ``lax.conv_general_dilated``; recipes of Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
     row = CONV
@@ -139,13 +156,24 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
 class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     """FP8 matmul of a mixture of experts, called like ``lax.ragged_dot``.
 
-    {computation}
+    ``out[m] = lhs[m] . rhs[e]``, where ``e`` is the expert of row ``m``: the first ``group_sizes[0]`` rows
+    belong to expert 0, and so on. Rows beyond ``sum(group_sizes)`` give zeros and have no effect on any
+    scale, whatever they hold.
+
+    The scaling state is that of ``Fp8DotGeneralOp``, except that each expert's kernel has its own scale and
+    amax history. ``kernel_scale`` has shape ``(experts, 1)`` and ``kernel_amax_history`` has shape
+    ``(experts, amax_history_len)``. The input and the output gradient have one scale each. Under
+    ``autocast(enabled=False)`` the op is ``lax.ragged_dot``.
 
     Attributes:
-        {options}
+        recipe: how tensors are scaled, as in ``Fp8DotGeneralOp``. Values with scales per block are
+            multiplied in a wide dtype, except 128-blocks on Hopper.
+        form: ``"direct"`` or ``"qdq"``, as in ``Fp8DotGeneralOp``.
 
     Raises:
-        {errors}
+        MissingStateError: as in ``Fp8DotGeneralOp``.
+        TypeError: as in ``Fp8DotGeneralOp``.
+        ValueError: the shapes do not fit, or the state does not fit the recipe or the number of experts.
 
     Example:
         >>> import jax, jax.numpy as jnp, fp8flax as fp8
@@ -154,57 +182,7 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
         >>> variables["_overwrite_with_gradient"]["kernel_scale"].shape
         (2, 1)
 
-    {source}
+    Source: ``jax.lax.ragged_dot``; the state of ``flax.linen.fp8_ops``, per expert.
     """
 
     row = RAGGED_DOT
-
-
-class Einsum(nn.Einsum):
-    """``nn.Einsum`` with the field ``dot_general_cls``, as Flax's other linear layers have it.
-
-    Fields, variables, initial values and results are those of ``nn.Einsum``, except that an index may not
-    occur twice within one operand, and that dimensions of size 1 are not broadcast. The contraction is
-    computed by ``dot_general_cls()``, with the layer's input as the input and its kernel as the kernel.
-
-    Attributes:
-        dot_general_cls: a callable that makes the op, such as ``Fp8DotGeneralOp``; None for
-            ``lax.dot_general``.
-
-    Raises:
-        ValueError: the equation is not explicit, or it does not have two operands that fit.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, fp8flax as fp8
-        >>> layer = fp8.Einsum((3, 4), "ab,bc->ac", dot_general_cls=fp8.Fp8DotGeneralOp)
-        >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 3)))[0].shape
-        (2, 4)
-
-    Source: ``flax.linen.Einsum``.
-    """
-
-    dot_general_cls: Callable[[], Callable[..., jax.Array]] | None = None
-
-    @nn.compact
-    def __call__(
-        self, inputs: Float[jax.Array, "*input"], einsum_str: str | None = None
-    ) -> Float[jax.Array, "*output"]:
-        """Contracts the input with the kernel, and adds the bias; see the class."""
-        eqn = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
-        if "->" not in eqn or eqn.count(",") != 1:
-            raise ValueError(
-                f"einsum_str must be explicit ('->') and have exactly two operands; got {eqn!r}."
-            )
-        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
-        bias = None
-        if self.use_bias:
-            bias_shape, broadcast_shape = self._get_bias_shape(eqn, inputs, kernel)
-            bias = self.param("bias", self.bias_init, bias_shape, self.param_dtype)
-        lhs, rhs, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        assert lhs is not None  # only the bias may be None
-        assert rhs is not None
-        dot_general = jax.lax.dot_general
-        if self.dot_general_cls is not None:
-            dot_general = self.dot_general_cls()
-        y = einsum_with(dot_general, eqn, lhs, rhs, self.precision, self.preferred_element_type)
-        return y if bias is None else y + jnp.reshape(bias, broadcast_shape)

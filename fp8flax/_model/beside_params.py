@@ -4,8 +4,9 @@ The author of a model wrote ``nn.scan(..., variable_axes={"params": 0})`` or ``n
 state in mind. In a converted model the state of an op must be stacked, sliced and shared like its kernel.
 So its collection is treated like ``params``, unless the transformation names it or takes all collections.
 
-``nn.map_variables`` of all collections, as in ``nn.WeightNorm``, does not map the scaling state, not even
-that of ops that a user placed. The function that it maps with belongs to the model, and is for weights.
+In a converted model ``nn.map_variables`` of all collections, as in ``nn.WeightNorm``, does not map the
+scaling state, not even that of ops that a user placed. Its function belongs to the model, and is for
+weights.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from fp8flax._compat.flax_pack import (
     Filters,
     Packing,
     axis_of,
-    change_packing,
-    check_pack,
+    changing_packing,
     takes,
     takes_all,
     with_collection,
@@ -39,8 +39,7 @@ def beside_params(collection: str, on_map: OnMap) -> Iterator[None]:
         collection: the name of the collection.
         on_map: a function that is called when ``nn.map_variables`` has mapped parameters.
     """
-    check_pack()
-    with converting(beside_params=collection, on_map=(*conversion().on_map, on_map)):
+    with _PACKING, converting(beside_params=collection, on_map=(*conversion().on_map, on_map)):
         yield
 
 
@@ -62,17 +61,18 @@ def _passed_by(groups: Filters, ours: str) -> Filters:
 
 
 def _change(name: str | None, scopes: Any, packing: Packing) -> Packing:
-    """Returns the changed packing of a lifted transformation; see ``change_packing``."""
-    body, taken, returned = packing
+    """Returns the changed packing of a lifted transformation; see ``changing_packing``."""
     ours = conversion().beside_params
+    if ours is None:  # the code of another thread, or of a function that runs after the model
+        return packing
+    body, taken, returned = packing
     if name == "map_variables" and takes_all(taken[0]):
-        for collection in {OVERWRITE_WITH_GRADIENT, ours or OVERWRITE_WITH_GRADIENT}:
+        for collection in {OVERWRITE_WITH_GRADIENT, ours}:
             taken, returned = _passed_by(taken, collection), _passed_by(returned, collection)
-    if ours is not None:
-        taken, returned = _beside(taken, ours), _beside(returned, ours)
+    taken, returned = _beside(taken, ours), _beside(returned, ours)
     if name == "map_variables" and conversion().on_map and takes(taken[0], PARAMS):
         body = _reporting(body, scopes)
-    elif name in ("scan", "vmap") and ours is not None:
+    elif name in ("scan", "vmap"):
         stacking = Stacking(*(axis_of(of, Packing(body, taken, returned)) for of in (PARAMS, ours)))
         if stacking != Stacking(None, None):
             body = _within(body, stacked=(*conversion().stacked, stacking))
@@ -107,4 +107,4 @@ def _reporting(body: Any, outer: Any) -> Any:
     return reporting
 
 
-change_packing(_change)
+_PACKING = changing_packing(_change)

@@ -64,7 +64,7 @@ def name_of(site: Site, contraction: Contraction, found: AsOp) -> str:
 
 
 def _takes_ops(module: nn.Module) -> bool:
-    """Returns whether a layer can take an FP8 op. ``nn.Einsum`` counts, because ``fp8flax.Einsum`` can."""
+    """Returns whether a layer can take an FP8 op, or is Linen's ``Einsum``, which is converted alike."""
     fields = ("dot_general_cls", "conv_general_dilated_cls")
     return isinstance(module, nn.Einsum) or any(hasattr(module, field) for field in fields)
 

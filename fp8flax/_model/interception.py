@@ -17,7 +17,6 @@ import flax.linen as nn
 import jax
 
 from fp8flax._compat import name_scopes
-from fp8flax._compat.flax_scopes import variables_of
 from fp8flax._compat.jaxprs import Equation, equations
 from fp8flax._compat.traces import FrontTrace, Watcher, current_watcher, unwatched, watched_by
 from fp8flax._core.names import BY_OP, COUNTED, NOT_CONVERTED
@@ -32,18 +31,18 @@ _OURS = re.compile(rf"\b(?:{BY_OP}|{NOT_CONVERTED}|{COUNTED}[0-9a-f]{{8}})\b")
 def has_contraction(program: Any) -> bool:
     """Returns whether a program has a contraction, in itself or in the jitted functions inside of it."""
     found = equations(program, looks_into=lambda equation: equation.eqn.primitive.name == "jit")
-    return any(row_of(one.eqn.primitive, one.eqn.params) is not None for one in found)
+    return any(row_of(one.eqn.primitive) is not None for one in found)
 
 
 def contractions_in(program: Any) -> Iterator[tuple[OpRow, Equation]]:
     """Yields the contractions of a program outside of its FP8 ops, each with its row in the table."""
 
     def is_outside(equation: Equation) -> bool:
-        row = row_of(equation.eqn.primitive, equation.eqn.params)
+        row = row_of(equation.eqn.primitive)
         return row is None and IN_OP.search(equation.scopes) is None
 
     for one in equations(program, looks_into=is_outside):
-        row = row_of(one.eqn.primitive, one.eqn.params)
+        row = row_of(one.eqn.primitive)
         if row is not None and IN_OP.search(one.scopes) is None:
             yield row, one
 
@@ -131,7 +130,7 @@ class Interception:
         """A context in which a method runs; its value is the frame of the method."""
         root: Any = module.scope.root  # type: ignore[union-attr]
         # A model that applies itself to all of its variables still has its place for state.
-        is_itself = isinstance(module, self._model) and self._state in variables_of(root)
+        is_itself = isinstance(module, self._model) and self._state in root.variables()
         before = self.is_apart
         self.is_apart |= not (self.origins.has_place(root) or is_itself)
         try:
@@ -182,7 +181,7 @@ class _Watcher(Watcher):
             return front.compute(primitive, operands, params)
         scope, origins = frame.module.scope, interception.origins
         computed_in: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        op = row_of(primitive, params)
+        op = row_of(primitive)
         if op is not None and not _was_handled(name_scopes.current()):
             elsewhere = [origins.elsewhere(x, scope) for x in operands[:2]]
             contraction = Contraction(
@@ -196,7 +195,7 @@ class _Watcher(Watcher):
             with front.behind(), interception.passing():
                 result = interception.handler(contraction)
             if not isinstance(result, Left):
-                return [result] if primitive.multiple_results else result
+                return result
             computed_in = jax.named_scope(result.scope)
         elif primitive.name == "jit" and self._should_open(operands, params, frame):
             return front.open(params["jaxpr"], operands)

@@ -8,6 +8,7 @@ order. So the kernel of a contraction has a name, and its FP8 codes can replace 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8flax._compat.flax_scopes import variables_of
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.state.tree import key_name
 from fp8flax._model.program_reads import BIJECTIONS, CAST, CASTS, MOVEMENTS, uses_of
@@ -71,31 +71,30 @@ class Origin(NamedTuple):
     @property
     def is_one_parameter(self) -> bool:
         """Whether the value is one parameter, at most cast."""
-        return self._is_parameter_after(CASTS)
+        return self._is_parameter_after(lambda move: move.primitive in CASTS)
 
     @property
     def is_whole_parameter(self) -> bool:
         """Whether the value holds each element of one parameter once, in any order and shape."""
-        return self._is_parameter_after(BIJECTIONS)
+        return self._is_parameter_after(lambda move: move.primitive in BIJECTIONS or _only_adds_dims(move))
 
-    def _is_parameter_after(self, names: tuple[str, ...]) -> bool:
+    def _is_parameter_after(self, is_allowed: Callable[[Move], bool]) -> bool:
         move = self.moves
-        while move.primitive in names:
+        while is_allowed(move):
             (move,) = move.operands
         return move.primitive == _PARAMETER and self.rebuild is not None
 
-    def into_sources(self, values: jax.Array) -> tuple[jax.Array, ...]:
-        """Moves values from the places of the value to the places of the parameters that it was made of.
+    def into_parameter(self, values: jax.Array) -> jax.Array:
+        """Moves bytes from the places of the value to the places of the parameter that it was made of.
 
-        This is the transpose of ``rebuild``. Places that are not in the value become 0. Places that are in
-        it twice become the sum of both values. The values must be whole numbers up to 256, which bfloat16
-        holds exactly.
+        This is the inverse of ``rebuild`` for a whole parameter. ``jax.linear_transpose`` needs floats, and
+        bfloat16 holds every byte exactly.
         """
         rebuild = self.rebuild
         assert rebuild is not None
-        like = [jax.ShapeDtypeStruct(source.shape, jnp.bfloat16) for source in self.sources]
-        transpose = jax.linear_transpose(lambda *arrays: rebuild(arrays, False), *like)
-        return tuple(x.astype(jnp.uint8) for x in transpose(values.astype(jnp.bfloat16)))
+        like = jax.ShapeDtypeStruct(self.sources[0].shape, jnp.bfloat16)
+        (result,) = jax.linear_transpose(lambda x: rebuild((x,), False), like)(values.astype(jnp.bfloat16))
+        return result.astype(jnp.uint8)
 
     def part(self, summed: Sequence[int]) -> str:
         """Returns the name of the part of a parameter that the value is; the op's state is named with it.
@@ -127,6 +126,12 @@ class Origin(NamedTuple):
         if axes and len(axes) > 1 and rank - 1 in (axes[i] for i in summed):
             text += "-T"
         return text
+
+
+def _only_adds_dims(move: Move) -> bool:
+    """Returns whether a step adds dimensions of size 1, as ``w[None]`` does."""
+    shape, of = move.params.get("shape", ()), move.params["of"]
+    return move.primitive == "broadcast_in_dim" and math.prod(shape) == math.prod(of)
 
 
 def _range_of(name: str, params: dict[str, Any], index: int) -> str:
@@ -209,7 +214,7 @@ class ParamOrigins:
         """Records the parameters of a root scope that are new since the last call."""
         if not self.has_place(root):
             return
-        count = len(jax.tree.leaves(variables_of(root).get(PARAMS, {})))
+        count = len(jax.tree.leaves(root.variables().get(PARAMS, {})))
         # This method is called for every value, so it must return early if there is no new parameter.
         if self._known.get(root) == count:
             return
@@ -225,7 +230,7 @@ class ParamOrigins:
 
     def _look_elsewhere(self, root: Any) -> None:
         """Records the other variables of a root scope: those before the call; at ``init`` all new ones."""
-        collections = variables_of(root)
+        collections = root.variables()
         # Only variables from before the call count: a cache that the model writes holds activations.
         known, is_init = self._known_elsewhere.get(root), root.flags.get("initializing", False)
         if (known is not None and not is_init) or not self.has_place(root):
@@ -368,7 +373,7 @@ def _set_flag(scope: Any, name: str, value: Any) -> None:
 
 def _params_in(root: Any) -> list[tuple[Source, Any]]:
     """Returns the parameters in a root scope, each with its array."""
-    params = nn.meta.unbox(variables_of(root).get(PARAMS, {}))
+    params = nn.meta.unbox(root.variables().get(PARAMS, {}))
     return [
         (Source((*root.path, *(str(key_name(key)) for key in path)), leaf.shape, leaf.dtype), leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]

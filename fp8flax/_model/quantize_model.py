@@ -1,7 +1,5 @@
 """``quantize_model``: a Linen model whose contractions run in FP8, its source untouched."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 from typing import Any
@@ -41,7 +39,14 @@ def quantize_model(
     as a layer that is called twice has. Products of activations have no parameter to be named by; they are
     numbered.
 
-    {rules}
+    Rules are tried in this order, and the first that matches decides: ``exclude``, ``rules``, ``include``,
+    the defaults. The defaults leave out
+
+    * embeddings
+    * layers named like the last one (``lm_head``, ``logits``, ``classifier``, …), or ``router``
+    * convolutions that are not matmuls, because XLA has no FP8 with gradients for them
+    * kernels with K or N below 16
+    * kernels too small for FP8 to gain on an H200 with any batch (``1/(1/K + 1/N) < 281``)
 
     The batch size has no effect on the rules, so ``init``, training and decoding agree. (The products of
     attention have the sizes of the sequence. With ``products=True`` call ``init`` with 16 tokens or more.)
@@ -50,7 +55,18 @@ def quantize_model(
 
     Args:
         model: an unbound module.
-        {args}
+        recipe: how tensors are scaled, unless a rule says otherwise. None takes the recipe of
+            ``fp8flax.autocast``, or ``DelayedScaling()`` outside of it.
+        include: a regular expression or several. Only contractions that match are converted, even those
+            that the defaults leave out.
+        exclude: a regular expression or several; contractions that match are not converted.
+        rules: a sequence of pairs and callables. A pair has a regular expression and a recipe or
+            ``"leave"``. A callable ``(path, module, shapes)`` returns a recipe, ``"leave"``, or None to let
+            the next rule decide. It gets the module's path, the module, and the shapes of input and kernel.
+        allow_unmatched: whether to allow a pattern that decides nothing, because no contraction matches it
+            or an earlier rule matches first. By default such a pattern is an error.
+        form: form of the ops: ``"direct"``, or ``"qdq"``, which with delayed scaling can be differentiated
+            twice and is never faster; see ``Fp8DotGeneralOp``.
         products: whether to convert products of two activations too, such as the two of attention. Their
             state is that of an op with the second activation as its kernel.
 

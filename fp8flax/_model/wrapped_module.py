@@ -14,7 +14,7 @@ import flax.errors
 import flax.linen as nn
 import jax
 
-from fp8flax._compat.flax_modules import AroundCalls, call_as_method, check_calls
+from fp8flax._compat.flax_modules import AroundCalls, call_as_method
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._linen.conversion import conversion, converting
 from fp8flax._model.converted_call import Call, seen_of
@@ -167,7 +167,6 @@ def _call_submodule(name: str, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def convert(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """Returns a model of this class with the fields of ``model``."""
-    check_calls()
     fields, others = _parts(model)
     return _with_parts(cls, fields, {name: x for name, x in others.items() if name != "_fp8_seen"})
 

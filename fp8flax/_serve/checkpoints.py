@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 
 from fp8flax._core.formats import FP8_DTYPES
 from fp8flax._serve.headers import Stored, are_sizes, mapped, parsed, read_header
-from fp8flax._serve.safetensors import METADATA
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -29,9 +28,6 @@ _PARTS = tuple(f"weight{end}" for end in (*_SCALES, *_BESIDE, ".compressed", ".b
 _MX, _SQUARE = (1, 32), (128, 128)
 _FLOAT8, _E8M0 = set(FP8_DTYPES), np.dtype(jnp.float8_e8m0fnu)
 _WIDE = {np.dtype(dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
-
-
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class CheckpointTensor(NamedTuple):
@@ -53,8 +49,6 @@ class CheckpointTensor(NamedTuple):
     """The size of a block in each dimension. The last block of a dimension may be smaller."""
     input_scale: np.ndarray | None
     """The fixed scale of the layer's input; None if the file has none."""
-    layout: Layout | None = None
-    """The dimensions of the kernel, if ``save_safetensors`` wrote the file: output and summed ones."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,11 +88,8 @@ class _Quantized(NamedTuple):
 
     codes: Stored
     scale: Stored
-    scale_dtype: np.dtype
-    scale_shape: tuple[int, ...]
     block: tuple[int, ...]
     input_scale: Stored | None
-    layout: Layout | None = None
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -111,9 +102,9 @@ class Checkpoint(Mapping[str, Any]):
         entry = self._entries[name]
         if isinstance(entry, Stored):
             return mapped(entry, name)
-        scale = mapped(entry.scale, name).view(entry.scale_dtype).reshape(entry.scale_shape)
         input_scale = None if entry.input_scale is None else mapped(entry.input_scale, name)
-        return CheckpointTensor(mapped(entry.codes, name), scale, entry.block, input_scale, entry.layout)
+        codes, scale = mapped(entry.codes, name), mapped(entry.scale, name)
+        return CheckpointTensor(codes, scale, entry.block, input_scale)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -156,6 +147,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
     Raises:
         OSError: there is no such file, or it cannot be read.
+        ImportError: the library ``safetensors`` is not installed.
         ValueError: a file is damaged, or has a format that is not read, such as int8, NVFP4 or sparse
             weights; or a scale has a shape that does not match its weight. The error names the file and the
             tensor. A lookup raises it if the file has become shorter.
@@ -178,12 +170,12 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     """
     path = Path(path)
     if path.is_dir():
-        config, where = _quantization_config(path)
+        blocks = _declared_blocks(*_quantization_config(path))
         files, metadata = _read_folder(path)
     else:
-        config, where = {}, path
+        blocks = []
         files, metadata = read_header(path)
-    return Checkpoint(path, _entries(files, metadata, _declared_blocks(config, where)))
+    return Checkpoint(path, _entries(files, metadata, blocks))
 
 
 # Folders of files.
@@ -202,29 +194,20 @@ def _read_folder(folder: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     shard_of = parsed(index.read_bytes(), index).get("weight_map")
     if not isinstance(shard_of, dict):
         raise ValueError(f"{index} is damaged: it must have a weight_map; got {shard_of!r}.")
-    for name, shard in shard_of.items():
-        if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\\0"):
-            raise ValueError(
-                f"{index}: the file of {name!r} must be the name of a file in the same folder; got "
-                f"{shard!r}."
-            )
-        if not os.path.isfile(folder / shard):
-            raise ValueError(f"{index}: {shard!r}, the file of {name!r}, is missing from the folder.")
     files: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
-    for shard in sorted(set(shard_of.values())):
+    for shard in dict.fromkeys(map(str, shard_of.values())):
+        is_name = shard not in ("", ".", "..") and not set(shard) & set("/\\\0")
+        if not is_name or not os.path.isfile(folder / shard):
+            raise ValueError(f"{index}: {shard!r} must be the name of a file in the same folder.")
         stored, own = read_header(folder / shard)
-        for name, entry in stored.items():
-            if shard_of.get(name) != shard:
-                raise ValueError(
-                    f"{folder / shard} has {name!r}, but {index} names {shard_of.get(name)!r} as its file. "
-                    "A tensor must be in one file. Remove the other one, or correct the index."
-                )
-            files[name] = entry
+        if wrong := stored.keys() ^ {name for name, other in shard_of.items() if other == shard}:
+            raise ValueError(
+                f"{index} and {folder / shard} disagree on whether {sorted(wrong)} are in that file. "
+                "Correct the index, or remove the tensor from the wrong file."
+            )
+        files |= stored
         metadata |= own
-    for name, shard in shard_of.items():
-        if name not in files:
-            raise ValueError(f"{folder / shard} does not have {name!r}, which {index} says is in it.")
     return files, metadata
 
 
@@ -244,44 +227,42 @@ def _quantization_config(folder: Path) -> tuple[dict[str, Any], Path]:
             for key in keys:
                 config = whole.get(key) or (inner.get(key) if isinstance(inner, dict) else None)
                 if config is not None:
-                    return _mapping(config, key, path), path
+                    return config, path
     return {}, folder
 
 
-def _mapping(value: Any, what: str, where: Path) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: {what} must be an object; got {value!r}.")
-    return value
-
-
-def _declared_blocks(config: Mapping[str, Any], where: Path) -> list[tuple[int, int]]:
+def _declared_blocks(config: dict[str, Any], where: Path) -> list[tuple[int, int]]:
     """Returns the sizes of blocks in a quantization config; raises if its format is not read."""
-    method = config.get("quant_method", "fp8")
+    try:
+        method, sparsity = config.get("quant_method", "fp8"), config.get("sparsity_config") or {}
+        transform, groups = config.get("transform_config"), config.get("config_groups") or {}
+        blocks = [config.get("weight_block_size")]
+        blocks += [_block_of(group.get("weights") or {}) for group in groups.values()]
+        is_dense = sparsity.get("format", "dense") == "dense" and not transform
+    except AttributeError as error:
+        raise ValueError(f"{where}: its quantization config cannot be read: {config!r}.") from error
     if method not in _METHODS:
         raise ValueError(f"{where} has the quant_method {method!r}; these are read: {', '.join(_METHODS)}.")
-    for key, harmless in (("sparsity_config", "dense"), ("transform_config", None)):
-        value = config.get(key) or {}
-        if _mapping(value, key, where).get("format", harmless) != harmless or (not harmless and value):
-            raise ValueError(
-                f"{where} has a {key}, so codes times scales are not the weights: {value!r}. Save the "
-                "model without it."
-            )
-    blocks = [config.get("weight_block_size")]
-    for name, group in _mapping(config.get("config_groups") or {}, "config_groups", where).items():
-        weights = _mapping(_mapping(group, name, where).get("weights") or {}, f"weights of {name}", where)
-        structure, size = weights.get("block_structure"), weights.get("group_size")
-        if isinstance(structure, str):
-            structure = [int(n) if n.isdecimal() and len(n) < 9 else n for n in structure.split("x")]
-        has_groups = weights.get("strategy") == "group" and size is not None
-        blocks.append([1, size] if has_groups else structure)
-    found: list[tuple[int, int]] = []
-    for block in blocks:
-        if block is None:
-            continue
+    if not is_dense:
+        raise ValueError(
+            f"{where} has a sparsity_config or a transform_config, so codes times scales are not the "
+            "weights. Save the model without it."
+        )
+    found = [block for block in blocks if block is not None]
+    for block in found:
         if not (are_sizes(block) and len(block) == 2 and min(block) > 0):
             raise ValueError(f"{where}: the size of a block must be two numbers above 0; got {block!r}.")
-        found.append((block[0], block[1]))
-    return found
+    return [(rows, columns) for rows, columns in found]
+
+
+def _block_of(weights: dict[str, Any]) -> Any:
+    """Returns the size of a block in the description of a group of compressed-tensors, or None."""
+    structure, size = weights.get("block_structure"), weights.get("group_size")
+    if weights.get("strategy") == "group" and size is not None:
+        return [1, size]
+    if isinstance(structure, str):
+        return [int(n) if n.isdecimal() and len(n) < 9 else n for n in structure.split("x")]
+    return structure
 
 
 def _entries(
@@ -317,32 +298,8 @@ def _entries(
             )
         if name in entries:
             raise ValueError(f"{stored.file}: {name!r} is there twice, as one tensor and in parts.")
-    for name, layout in _layouts(files, metadata).items():
-        entry = entries.get(name)
-        if isinstance(entry, _Quantized):
-            entries[name] = entry._replace(layout=layout)
     order = {name: entries.get(name, rest.get(name)) for name in files}
     return {name: e for name, e in (order | entries).items() if e is not None}
-
-
-def _layouts(files: Mapping[str, Stored], metadata: Mapping[str, str]) -> dict[str, Layout]:
-    """Returns the layouts of kernels in the metadata that ``save_safetensors`` writes."""
-    found: dict[str, Layout] = {}
-    if METADATA not in metadata or not files:
-        return found
-    where = next(iter(files.values())).file
-    own = parsed(metadata[METADATA].encode("utf-8", "surrogatepass"), where)
-    for name, entry in _mapping(own.get("tensors"), "tensors", where).items():
-        matrix = _mapping(entry, repr(name), where).get("matrix")
-        if matrix is None:
-            continue
-        if not (isinstance(matrix, list) and len(matrix) == 2 and all(map(are_sizes, matrix))):
-            raise ValueError(f"{where} is damaged: {name!r} must have a matrix of axes; got {matrix!r}.")
-        out, summed = map(tuple, matrix)
-        if sorted(out + summed) != list(range(len(out + summed))):
-            raise ValueError(f"{where} is damaged: {name!r} must have each axis once; got {matrix!r}.")
-        found[name] = (out, summed)
-    return found
 
 
 def _float8_tensors(
@@ -368,7 +325,8 @@ def _float8_tensors(
                 f"{kind!r}. Other types are not read; dequantize them with torchao."
             )
         codes, scale = (files[part].shape for part in parts)
-        block: Any = _mapping(described.get("_data"), f"_data of {name!r}", where).get("block_size")
+        data = described.get("_data")
+        block: Any = data.get("block_size") if isinstance(data, dict) else None
         is_block = are_sizes(block) and len(block) == len(codes) and min(block, default=1) > 0
         if not is_block or math.prod(-(-n // b) for n, b in zip(codes, block)) != math.prod(scale):
             raise ValueError(
@@ -408,7 +366,7 @@ def _quantized(
             + (f" of {declared}." if declared else ".")
             + " Correct the file, or the block size in config.json."
         )
-    return _Quantized(codes, scale, dtype, shape, block, input_scale)
+    return _Quantized(codes, scale._replace(dtype=dtype, shape=shape), block, input_scale)
 
 
 def _blocks(

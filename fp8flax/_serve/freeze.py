@@ -1,7 +1,5 @@
 """``freeze``: turns a trained Linen model into one for serving, with FP8 kernels and fixed scales."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -12,7 +10,6 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from fp8flax._core.formats import as_fp8_dtype
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS, state_leaf_names
 from fp8flax._core.options import check_bool, check_params, check_variables, wrong_model
 from fp8flax._core.recipes import CustomRecipe
@@ -21,21 +18,11 @@ from fp8flax._model.converted_call import Call, Seen, SeenOp, seen_of
 from fp8flax._model.rules import Rules
 from fp8flax._model.wrapped_module import convert, converted_class, trace_apply
 from fp8flax._serve import trees
-from fp8flax._serve.coverage import left_wide, reasons_of_parameters
-from fp8flax._serve.hidden_state import CACHE, ServedOp, narrowed
-from fp8flax._serve.kernels import layout, to_freeze
+from fp8flax._serve.hidden_state import ServedOp
+from fp8flax._serve.kernels import layout, left_wide, reasons_of_parameters, to_freeze
 from fp8flax._serve.scales import WEIGHT_ONLY
 from fp8flax._serve.serving import Serving
-from fp8flax._serve.stored_op import (
-    FROZEN,
-    OpToFreeze,
-    Stored,
-    as_codes,
-    check_can_freeze,
-    stored,
-    warn_of_fresh,
-    warn_of_wide,
-)
+from fp8flax._serve.stored_op import FROZEN, check_can_freeze, stored, warn_of_fresh, warn_of_wide
 from fp8flax._serve.trees import Path
 
 
@@ -44,13 +31,15 @@ def freeze(
     variables: Mapping[str, Any],
     *args: Any,
     weight_only: bool = False,
-    kv_cache_dtype: Any = None,
     **kwargs: Any,
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     """Returns a model and its variables for serving: kernels in FP8, scales that no longer change.
 
-    {computation}
-    There is no scaling state left that a call must mutate.
+    Each op computes, bit for bit, what it computes in ``model``. The models agree bit for bit if XLA
+    compiles the code between the ops in the same way; under ``jax.jit`` it may fuse it differently and
+    round differently in the last bit. Delayed scales become those that the next step would use. Recipes
+    without state continue to scale inputs from the current data. There is no scaling state left that a call
+    must mutate.
 
     The serving model can be differentiated with respect to its inputs and its wide parameters, in forward
     and reverse mode, any number of times (forces, guidance, saliency). Its derivative is that of a model
@@ -63,13 +52,13 @@ def freeze(
 
     Kernels are stored at their old place, under their names, in FP8. Their scales are next to them, under
     the name of the op: ``params/Dense_0/kernel`` and ``params/Dense_0/Fp8DotGeneralOp_0/kernel_scale`` (and
-    ``input_scale``, if it is fixed). One parameter may hold several kernels, such as fused queries, keys
-    and values; each part then has the scale of its own op.
+    ``input_scale``, if it is fixed). Any checkpoint library can save these variables.
 
     These parameters stay wide, and their ops quantize them at each call:
 
     * a parameter that is also used for something else, such as an embedding that is tied to the logits
     * a parameter that is used by several ops, or after arithmetic
+    * a parameter that is split into several kernels, and parameters that are joined to one kernel
     * kernels of convolutions and ragged dots, if their scales are not delayed
 
     Args:
@@ -77,24 +66,23 @@ def freeze(
         variables: all collections of the model, with trained or calibrated state. You can leave out the
             inputs if ``model`` comes from ``quantize_model`` and was called before, for instance by
             ``init``.
-        {args}
-        kv_cache_dtype: an FP8 dtype for the floats in the collection ``cache`` between calls, such as the
-            keys and values of Linen's attention with ``decode=True``. Their scale is 1: values beyond the
-            dtype's range, 448 for e4m3fn, saturate.
+        *args: inputs to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays.
+        weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
+            in the inputs' dtype.
+        **kwargs: keyword inputs of the model.
 
     Returns:
-        The serving model, called like ``model``; and its variables. The other collections are unchanged,
-        but for the cache with ``kv_cache_dtype``.
+        The serving model, called like ``model``; and its variables. The other collections are unchanged.
 
     Raises:
         MissingStateError: an op's scaling state is missing from ``variables``.
         ValueError: ``model`` is frozen, or has no FP8 op, or inputs are needed; a parameter is missing;
-            layers share parameters but no state; FP8 is switched off here; or ``kv_cache_dtype`` needs a
-            name that the cache has already.
-        TypeError: ``kv_cache_dtype`` is not an FP8 dtype, or ``weight_only`` is not a bool.
+            layers share parameters but no state; or FP8 is switched off here.
+        TypeError: ``model`` is not a Linen module, or ``weight_only`` is not a bool.
 
     Warns:
-        {warns}
+        UserWarning: kernels of FP8 ops stay wide, with the reason for each; or delayed scales have seen no
+            data.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -116,7 +104,6 @@ def freeze(
     check_can_freeze()
     check_variables(variables)
     check_params(variables)
-    cache_dtype = None if kv_cache_dtype is None else as_fp8_dtype(kv_cache_dtype, "kv_cache_dtype")
     base = _recording(model)
     boxed = flax.core.unfreeze(dict(variables))
     variables = nn.meta.unbox(boxed)
@@ -125,26 +112,20 @@ def freeze(
     recipes = {path: WEIGHT_ONLY if weight_only else found.gemms for path, found in seen.ops.items()}
     wide = left_wide(seen, recipes)
     fresh: list[str] = []
-    ops = {
-        path: stored(_to_freeze(path, found, recipes[path], params, path in wide), state, fresh)
-        for path, found in seen.ops.items()
-    }
-    codes = _codes_of_parameters(ops, seen, recipes, params)
-    served = tuple(
-        _served_op(path, found, recipes[path], ops[path].scales, params, path not in wide)
-        for path, found in seen.ops.items()
-    )
-    for path, part in codes.items():
-        params = trees.replaced(params, path, part)
-    for path, one in ops.items():
-        for role, scale in one.scales.items():
+    served: list[ServedOp] = []
+    for path, found in seen.ops.items():
+        kernel = None if path in wide or found.kernel is None else found.kernel.sources[0].path
+        parameter = None if kernel is None else trees.get(params, kernel)
+        codes, scales = stored(to_freeze(path, found, recipes[path], parameter), state, fresh)
+        if kernel is not None and codes is not None:
+            params = trees.replaced(params, kernel, _placed_like(parameter, codes))
+        for role, scale in scales.items():
             params = trees.replaced(params, (*path, state_leaf_names(role)[0]), scale)
+        served.append(_served_op(path, found, recipes[path], scales, kernel, parameter))
     warn_of_wide(reasons_of_parameters(wide, seen.ops))
     warn_of_fresh(fresh, "fp8flax.calibrate(model.apply, variables, batches)")
     others = {name: value for name, value in variables.items() if name != OVERWRITE_WITH_GRADIENT}
-    if CACHE in others and cache_dtype is not None:
-        others[CACHE] = narrowed(others[CACHE], cache_dtype)
-    cls = converted_class(base._fp8_base, base._fp8_rules, Serving(served, cache_dtype))
+    cls = converted_class(base._fp8_base, base._fp8_rules, Serving(tuple(served)))
     boxes = {name: boxed[name] for name in others}
     return convert(model, cls), trees.reboxed({**others, PARAMS: params}, boxes)
 
@@ -183,37 +164,6 @@ def _record_of(base: Any, variables: Mapping[str, Any], args: Any, kwargs: Any) 
     return seen
 
 
-def _to_freeze(
-    path: Path, found: SeenOp, gemms: CustomRecipe, params: Mapping[str, Any], stays_wide: bool
-) -> OpToFreeze:
-    """Returns an op in the form in which it is frozen."""
-    sources = () if stays_wide or found.kernel is None else found.kernel.sources
-    return to_freeze(path, found, gemms, tuple(trees.get(params, source.path) for source in sources))
-
-
-def _codes_of_parameters(
-    ops: Mapping[Path, Stored],
-    seen: Seen,
-    recipes: Mapping[Path, CustomRecipe],
-    params: Mapping[str, Any],
-) -> dict[Path, jax.Array]:
-    """Returns the FP8 codes of the parameters that kernels are made of, by the paths of the parameters.
-
-    The kernels of several ops may be parts of one parameter. Each has zeros in the places of the others.
-    """
-    parts: dict[Path, jax.Array] = {}
-    gemms: dict[Path, CustomRecipe] = {}
-    for path, one in ops.items():
-        kernel = seen.ops[path].kernel
-        for source, part in zip(kernel.sources if kernel else (), one.codes):
-            parts[source.path] = part + parts[source.path] if source.path in parts else part
-            gemms[source.path] = recipes[path]
-    return {
-        path: _placed_like(trees.get(params, path), as_codes(part, gemms[path]))
-        for path, part in parts.items()
-    }
-
-
 def _placed_like(wide: Any, codes: jax.Array) -> jax.Array:
     """Returns codes, with the sharding of their parameter if it is on several devices."""
     is_here = isinstance(wide, jax.Array) and not isinstance(wide, jax.core.Tracer)
@@ -227,14 +177,12 @@ def _served_op(
     found: SeenOp,
     gemms: CustomRecipe,
     scales: Mapping[str, jax.Array],
-    params: Mapping[str, Any],
-    is_stored: bool,
+    kernel: Path | None,
+    parameter: Any,
 ) -> ServedOp:
     fixed = tuple((state_leaf_names(role)[0], x.shape, x.dtype) for role, x in scales.items())
-    if not is_stored:
-        return ServedOp(path, CustomRecipe() if gemms is WEIGHT_ONLY else gemms, (), fixed)
-    assert found.kernel is not None
-    # The dtypes of the variables, which may have been cast since the model was recorded.
-    wide = [(source.path, trees.get(params, source.path).dtype) for source in found.kernel.sources]
-    kernels = tuple((path, np.dtype(jax.dtypes.canonicalize_dtype(dtype))) for path, dtype in wide)
-    return ServedOp(path, gemms, kernels, fixed, layout(found))
+    if kernel is None:
+        return ServedOp(path, CustomRecipe() if gemms is WEIGHT_ONLY else gemms, None, fixed)
+    # The dtype of the variable, which may have been cast since the model was recorded.
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(parameter.dtype))
+    return ServedOp(path, gemms, (kernel, dtype), fixed, layout(found))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +13,27 @@ import numpy as np
 from fp8flax._core.names import PARAMS
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import find_state, path_names
-from fp8flax._serve.checkpoints import CheckpointTensor, Layout
+from fp8flax._serve.checkpoints import CheckpointTensor
 from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE
-from fp8flax._serve.parts import Misfit, joined, rows, scale_in_blocks, stacked
-from fp8flax._serve.renaming import Part, Rename, is_weight_name, new_names_of
-from fp8flax._serve.safetensors import check_not_narrowed
+from fp8flax._serve.renaming import Rename, is_weight_name, new_names_of
 from fp8flax._serve.server_layout import from_matrix, matrix_shape
 from fp8flax._serve.trees import Path
 
 _SQUARE, _MX = (128, 128), (1, 32)
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Misfit(Exception):  # noqa: N818
+    """A tensor of the checkpoint cannot become the variable; the text says why."""
+
+
+class _Source(NamedTuple):
+    """The place of a variable in a checkpoint."""
+
+    name: str
+    """The name of the tensor in the file."""
+    is_own_name: bool
+    """Whether the variable was found under the name that it has in the model."""
 
 
 def load_into(
@@ -43,8 +53,8 @@ def load_into(
     ``params/Dense_0/kernel`` is ``Dense_0.weight`` for a layer in FP8, or ``Dense_0.kernel``. A kernel is
     ``(out, in)`` in the file, and is transposed, if the file has scales for it or calls it ``weight``.
     ``rename`` is that of ``save_safetensors``. For a Llama of the Hugging Face hub, it maps the names of
-    the model to those of the hub. It also says where one variable has several tensors, such as fused
-    queries, keys and values or the layers of ``nn.scan``, and where several variables have one tensor.
+    the model to those of the hub. Each variable has one tensor. To split, join or stack tensors, pass a
+    dict of the arrays that NumPy makes of them.
 
     The scaling state of FP8 ops stays unchanged. To leave other variables unchanged, such as LoRA adapters,
     caches or generators of random numbers, do not pass them. Pass the state of an NNX model, such as
@@ -102,45 +112,42 @@ def load_into(
     is_state = find_state([keys for keys, _ in flat])
     wanted = {path: leaf for (path, leaf), found in zip(leaves.items(), is_state) if not found}
     for path, leaf in wanted.items():
-        check_not_narrowed("/".join(path), leaf.dtype)
+        narrow = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        if narrow != leaf.dtype:
+            raise ValueError(
+                f"{'/'.join(path)} is {leaf.dtype}, which JAX would narrow to {narrow}. Enable "
+                f"jax_enable_x64 to load it, or convert it to {narrow} first."
+            )
     new: dict[Path, jax.Array] = {}
-    for source, load in _checked(wanted, checkpoint, rename):  # one variable is in memory at a time
-        made = load(source.tensor(is_outline=False))
+    for path, source in _checked(wanted, checkpoint, rename).items():
+        # One variable is in memory at a time.
+        made = _loaders(path, wanted, source, checkpoint[source.name])
         new |= {path: _placed(make(), leaves[path]) for path, make in made.items()}
     return treedef.unflatten([new.get(path, leaf) for path, leaf in leaves.items()])
 
 
-_Load = Callable[[Any], dict[Path, Callable[[], np.ndarray]]]
-"""Maps a tensor of the checkpoint to functions that return the new arrays of variables, by path."""
-
-
 def _checked(
     wanted: Mapping[Path, Any], checkpoint: Mapping[str, Any], rename: Rename | None
-) -> list[tuple[_Source, _Load]]:
-    """Returns where each variable comes from, and what loads it, after a check of all of them.
+) -> dict[Path, _Source]:
+    """Returns where each variable comes from, after a check of all of them.
 
     Raises:
         ValueError: variables and tensors do not match. The error lists all faults.
     """
     names = {path: _names(path, leaf) for path, leaf in wanted.items()}
     all_names = list(dict.fromkeys(name for own in names.values() for name in own))
-    parts_of = new_names_of(all_names, rename)
-    source_of = partial(
-        _Source,
-        checkpoint=checkpoint,
-        shapes={path: tuple(leaf.shape) for path, leaf in wanted.items()},
-        joined_paths=_joined_paths(names, parts_of),
-    )
+    new_names = new_names_of(all_names, rename)
     missing, wrong = list[str](), list[str]()
 
     def find(path: Path) -> _Source | None:
         """Returns where a variable comes from; None if that is not one place, which is a fault."""
-        sources = _sources(path, names[path], parts_of, source_of)
-        found = [source for source in sources if source.is_found]
+        sources: dict[str, _Source] = {}
+        for i, name in enumerate(names[path]):
+            sources.setdefault(new_names[name], _Source(new_names[name], is_own_name=i == 0))
+        found = [source for name, source in sources.items() if name in checkpoint]
         if len(found) == 1:
             return found[0]
-        text = " or ".join(source.text for source in sources)
-        (wrong if found else missing).append(f"{'/'.join(path)} (as {text})")
+        (wrong if found else missing).append(f"{'/'.join(path)} (as {' or '.join(sources)})")
         return None
 
     kernels = {path: find(path) for path, leaf in wanted.items() if _is_frozen_kernel(path, leaf)}
@@ -148,200 +155,23 @@ def _checked(
     loaded_with_kernel = {
         scale
         for path, source in kernels.items()
-        if source is None or source.is_quantized
+        if source is None or isinstance(checkpoint[source.name], CheckpointTensor)
         for scale in _scales_of(path, wanted)
     }
     others = {path: find(path) for path in wanted if path not in (kernels.keys() | loaded_with_kernel)}
-    checked: list[tuple[_Source, _Load]] = []
-    used_by: dict[str, dict[Any, Path]] = {}
-    for path, source in (kernels | others).items():
-        if source is None:
-            continue
-        wrong += _record_use(source, used_by)
-        if absent := [name for name in source.file_names if name not in checkpoint]:
-            missing.append(f"{'/'.join(path)} (as {source.text}, without {', '.join(absent[:3])})")
-            continue
-        loaders = partial(_loaders, path, wanted, source)
+    found = {path: source for path, source in (kernels | others).items() if source is not None}
+    used_by: dict[str, Path] = {}
+    for path, source in found.items():
+        first = used_by.setdefault(source.name, path)
+        if first != path:
+            wrong.append(f"{source.name} is for both {'/'.join(first)} and {'/'.join(path)}")
         try:
-            loaders(source.tensor(is_outline=True))
+            _loaders(path, wanted, source, checkpoint[source.name])
         except Misfit as error:
-            wrong.append(f"{'/'.join(path)} from {source.text}: {error}")
-        checked.append((source, loaders))
+            wrong.append(f"{'/'.join(path)} from {source.name}: {error}")
     left = [name for name in checkpoint if name not in used_by]
     _raise_if(("missing from the checkpoint", missing), ("left over in it", left), ("not matching", wrong))
-    return checked
-
-
-def _sources(
-    path: Path,
-    names: Sequence[str],
-    parts_of: Mapping[str, Sequence[Part]],
-    source_of: Callable[..., _Source],
-) -> list[_Source]:
-    """Returns the places in the checkpoint where a variable may be.
-
-    Args:
-        path: the path of the variable.
-        names: the names of the variable in the model; the first is its own name.
-        parts_of: the parts that each name becomes.
-        source_of: makes a source of the arguments that differ from variable to variable.
-    """
-    # Tensors that two names of a variable lead to are tried once.
-    name_of_parts: dict[tuple[Part, ...], str] = {}
-    for name in names:
-        name_of_parts.setdefault(tuple(parts_of[name]), name)
-    return [
-        source_of(parts=parts, path=path, is_own_name=name == names[0])
-        for parts, name in name_of_parts.items()
-    ]
-
-
-def _record_use(source: _Source, used_by: dict[str, dict[Any, Path]]) -> list[str]:
-    """Records that a variable uses its tensors.
-
-    Args:
-        source: where the variable comes from.
-        used_by: for each tensor, the variables that use it, by ``Part.place``. The function adds this one.
-
-    Returns:
-        A text for each tensor that another variable uses, too.
-    """
-    faults = []
-    place = source.parts[0].place
-    for name in source.file_names:
-        users = used_by.setdefault(name, {})
-        # Several variables may use a tensor only at different places of one join.
-        if place in users or (users and None in (place, *users)):
-            first = next(iter(users.values()))
-            faults.append(f"{name} is for both {'/'.join(first)} and {'/'.join(source.path)}")
-        users[place] = source.path
-    return faults
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Source:
-    """The tensors of a checkpoint that a variable comes from."""
-
-    checkpoint: Mapping[str, Any]
-    parts: tuple[Part, ...]
-    path: Path
-    is_own_name: bool
-    """Whether the variable was found under the name that it has in the model."""
-    shapes: Mapping[Path, tuple[int, ...]]
-    """The shapes of all variables."""
-    joined_paths: Mapping[str, Sequence[Path]]
-    """For each tensor in which ``rename`` joins variables, these variables in their order."""
-
-    @property
-    def num_numbered_dims(self) -> int:
-        """Returns along how many dimensions each part of the variable is a tensor of its own."""
-        return self.parts[0].num_numbered_dims
-
-    @cached_property
-    def file_names(self) -> list[str]:
-        """Returns the names of the tensors in the file."""
-        shape, dims = self.shapes[self.path], self.num_numbered_dims
-        if dims > len(shape):
-            return []
-        return [part.name_at(index) for index in np.ndindex(*shape[:dims]) for part in self.parts]
-
-    @property
-    def is_found(self) -> bool:
-        """Returns whether the checkpoint has one of the tensors or more."""
-        return any(name in self.checkpoint for name in self.file_names)
-
-    @property
-    def text(self) -> str:
-        """Returns the names as an error message has them."""
-        return " with ".join(part.name for part in self.parts)
-
-    @property
-    def is_quantized(self) -> bool:
-        """Returns whether the tensors have scales."""
-        name = next(name for name in self.file_names if name in self.checkpoint)
-        return isinstance(self.checkpoint[name], CheckpointTensor)
-
-    @property
-    def is_matrix(self) -> bool:
-        """Returns whether the tensors are stored as ``(out, in)``.
-
-        A tensor with scales is, unless the variable is an embedding. A wide tensor is if its name in the
-        file ends in ``weight``, as in PyTorch, and the variable is a ``kernel`` or was not found under its
-        own name.
-        """
-        if self.is_quantized:
-            return self.path[-1] != "embedding"
-        return is_weight_name(self.parts[0].name) and (self.path[-1] == "kernel" or not self.is_own_name)
-
-    def tensor(self, *, is_outline: bool) -> Any:
-        """Joins and stacks the tensors of the file to one tensor.
-
-        An outline has zeros for joined or stacked values.
-
-        Raises:
-            Misfit: the tensors do not fit together.
-        """
-        axis, sizes = -2 if self.is_matrix else -1, self.shapes[self.path][: self.num_numbered_dims]
-        tensors = (
-            joined(
-                [self._piece(part, self.checkpoint[part.name_at(index)], axis) for part in self.parts],
-                axis,
-                is_outline=is_outline,
-            )
-            for index in np.ndindex(*sizes)
-        )
-        return stacked(tensors, sizes, is_outline=is_outline)
-
-    def _piece(self, part: Part, tensor: Any, axis: int) -> Any:
-        """Returns the part of a tensor of the file that belongs to the variable.
-
-        A tensor that ``rename`` splits from the variable belongs to it as a whole. Of a tensor in which
-        ``rename`` joins variables, the variable gets its output features.
-        """
-        is_array = isinstance(getattr(tensor, "dtype", None), np.dtype)
-        if not (is_array or isinstance(tensor, CheckpointTensor)):
-            raise Misfit(f"it must be an array of NumPy or JAX, and is of type {type(tensor).__name__}")
-        if part.size is None and part.place is None:
-            return tensor
-        name, shape = part.name, tensor.shape
-        # Only a bias is known to have its output features last. Another wide tensor of several dimensions
-        # may be a kernel of any layout.
-        if len(shape) < -axis or (axis == -1 and len(shape) > 1 and self.path[-1] != "bias"):
-            raise Misfit("its output features are not known, so that it cannot be split or joined")
-        if part.size is not None:
-            if shape[axis] != part.size:
-                raise Misfit(f"{name} must have {part.size} output features, and has {shape[axis]}")
-            return tensor
-        assert part.place is not None
-        place, count = part.place
-        paths = self.joined_paths[name]
-        if len(paths) != count:
-            raise Misfit(
-                f"rename joins {count} variables in {name}, but only {', '.join(map('/'.join, paths))} "
-                "were passed. Pass all of them"
-            )
-        per_feature = max(1, math.prod(shape) // max(1, shape[axis]))  # elements for one output feature
-        elements = [math.prod(self.shapes[path][part.num_numbered_dims :]) for path in paths]
-        sizes = [n // per_feature for n in elements]
-        if sum(sizes) != shape[axis] or any(n % per_feature for n in elements):
-            raise Misfit(
-                f"{name} has {shape[axis]} output features, and the variables that rename joins in it have "
-                f"{' + '.join(f'{n / per_feature:g}' for n in elements)}"
-            )
-        start = sum(sizes[:place])
-        return rows(tensor, axis, start, start + sizes[place])
-
-
-def _joined_paths(
-    names: Mapping[Path, Sequence[str]], parts_of: Mapping[str, Sequence[Part]]
-) -> dict[str, list[Path]]:
-    """Returns, for each tensor in which ``rename`` joins variables, these variables in their order."""
-    found: dict[str, dict[int, Path]] = {}
-    for path, own in names.items():
-        for part in (part for name in own for part in parts_of[name]):
-            if part.place is not None:
-                found.setdefault(part.name, {})[part.place[0]] = path
-    return {name: [paths[place] for place in sorted(paths)] for name, paths in found.items()}
+    return found
 
 
 def _raise_if(*faults: tuple[str, Sequence[str]]) -> None:
@@ -400,9 +230,15 @@ def _loaders(
     """
     leaf, shape = leaves[path], tuple(leaves[path].shape)
     is_quantized = isinstance(tensor, CheckpointTensor)
+    if not (is_quantized or isinstance(getattr(tensor, "dtype", None), np.dtype)):
+        raise Misfit(f"it must be an array of NumPy or JAX, and is of type {type(tensor).__name__}")
     dtype = tensor.codes.dtype if is_quantized else tensor.dtype
-    layouts = _layouts(tensor, shape, source.num_numbered_dims) if source.is_matrix else []
-    if not source.is_matrix:
+    # A tensor with scales is ``(out, in)``. A wide tensor is, if it has the name of a weight of PyTorch.
+    is_matrix = path[-1] != "embedding"
+    if not is_quantized:
+        is_matrix = is_weight_name(source.name) and (path[-1] == "kernel" or not source.is_own_name)
+    layouts = _layouts(tensor, shape) if is_matrix else []
+    if not is_matrix:
         _check_shape(path, tensor.shape, shape)
     elif not layouts:
         raise Misfit(f"a weight (out, in) of shape {list(tensor.shape)} does not become {list(shape)}")
@@ -431,8 +267,7 @@ def _loaders(
     siblings = [p for p, x in leaves.items() if p[:-1] == path[:-1] and _is_frozen_kernel(p, x)]
     if [p[-1] for p in scales].count(KERNEL_SCALE) != 1 or len(siblings) != 1:
         raise Misfit(
-            "its module must have one frozen kernel with one scale; joined and split kernels are not "
-            "loaded. Load the wide model, and freeze it"
+            "its module must have one frozen kernel with one scale. Load the wide model, and freeze it"
         )
     for place, scale in scales.items():
         is_of_kernel = place[-1] == KERNEL_SCALE
@@ -455,34 +290,27 @@ def _check_shape(path: Path, given: Sequence[int], shape: Sequence[int]) -> None
         raise Misfit(f"it must have the shape {list(shape)}, and has {list(given)}")
 
 
-def _layouts(tensor: Any, shape: tuple[int, ...], num_numbered_dims: int) -> list[Layout]:
+def _layouts(tensor: Any, shape: tuple[int, ...]) -> list[_Layout]:
     """Returns the layouts in which a weight ``(out, in)`` becomes a kernel of this shape.
 
     A layout is a pair: the output dimensions of the kernel, and its summed dimensions. If there are several
     layouts, all give the same kernel. The first dimensions of a kernel are the summed ones, as in the
-    layers of Flax, unless the file has the layout.
+    layers of Flax.
 
     Args:
         tensor: the weight, or a stack of weights. A stack in one tensor must have scales. Without scales it
             may be the kernel of a convolution.
         shape: the shape of the kernel.
-        num_numbered_dims: the number of first dimensions along which each weight is a tensor of its own.
     """
-    is_quantized = isinstance(tensor, CheckpointTensor)
     given, dims = list(tensor.shape), len(shape) - len(tensor.shape) + 2
-    if not 2 <= len(given) - num_numbered_dims <= (3 if is_quantized else 2):
+    if not 2 <= len(given) <= (3 if isinstance(tensor, CheckpointTensor) else 2):
         return []
-    known = tensor.layout if is_quantized else None
-    options = [known] if known else [(tuple(range(k, dims)), tuple(range(k))) for k in range(1, dims)]
-    return [
-        (out, summed)
-        for out, summed in options
-        if len(out) + len(summed) == dims and matrix_shape(shape, out, summed) == given
-    ]
+    options = [(tuple(range(k, dims)), tuple(range(k))) for k in range(1, dims)]
+    return [(out, summed) for out, summed in options if matrix_shape(shape, out, summed) == given]
 
 
 def _scale(
-    tensor: CheckpointTensor, shape: tuple[int, ...], layouts: Sequence[Layout], leaf: Any
+    tensor: CheckpointTensor, shape: tuple[int, ...], layouts: Sequence[_Layout], leaf: Any
 ) -> Callable[[], np.ndarray]:
     """Returns a function that makes the scale of a frozen kernel of shape ``shape``.
 
@@ -495,15 +323,15 @@ def _scale(
     found: list[np.ndarray | None] = []
     # One scale per block.
     if frozen_shape == (*stack, 1, -(-out // block[0]), -(-summed // block[1])):
-        found.append(scale_in_blocks(tensor, block))
+        found.append(_scale_in_blocks(tensor, block))
     # One scale per tensor.
     if not is_e8m0 and frozen_shape == (*stack, 1):
-        found.append(scale_in_blocks(tensor, (out, summed)))
+        found.append(_scale_in_blocks(tensor, (out, summed)))
     # One scale per output feature.
     for layout in layouts if not is_e8m0 else ():
         ones = {i + len(stack) for i in layout[1]}
         if frozen_shape == tuple(1 if i in ones else n for i, n in enumerate(shape)):
-            scale = scale_in_blocks(tensor, (1, summed))
+            scale = _scale_in_blocks(tensor, (1, summed))
             found.append(None if scale is None else from_matrix(scale, frozen_shape, *layout))
     can_hold = leaf.dtype in (tensor.scale.dtype, np.dtype(np.float32))  # float32 holds every scale
     bits = {None if scale is None else scale.tobytes() for scale in found}
@@ -515,6 +343,25 @@ def _scale(
         )
     scale = found[0]
     return lambda: scale.astype(leaf.dtype).reshape(frozen_shape)
+
+
+def _scale_in_blocks(tensor: CheckpointTensor, block: Sequence[int]) -> np.ndarray | None:
+    """Returns the scales of a tensor for blocks of this size in its last two dimensions.
+
+    The result is None if the scales differ within such a block.
+    """
+    scale = tensor.scale
+    for axis, want in zip((-2, -1), block):
+        size, have = tensor.shape[axis], tensor.block[axis]
+        chosen = scale.take(np.arange(0, size, want) // have, axis)
+        # If ``have`` is a multiple of ``want``, no wanted block has two scales.
+        if have % want and have < size:
+            places = np.arange(size)
+            expected = scale.take(places // have, axis)
+            if chosen.take(places // want, axis).tobytes() != expected.tobytes():
+                return None
+        scale = chosen
+    return scale
 
 
 def _input_scale(tensor: CheckpointTensor, leaf: Any) -> Callable[[], np.ndarray]:

@@ -1,54 +1,104 @@
-"""Writes variables of frozen models, Linen or NNX, into safetensors files; checks and reads these files."""
-
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
+"""``save_safetensors``: writes the variables of frozen models, Linen or NNX, into safetensors files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
 
-from fp8flax._host.files import replacing, write_text
-from fp8flax._serve.headers import DTYPES, Stored, mapped, read_header
+from fp8flax._core.options import check_variables
+from fp8flax._serve.headers import DTYPES, library
 from fp8flax._serve.hidden_state import ServedOp
 from fp8flax._serve.renaming import Rename, renamed
-from fp8flax._serve.server_layout import (
-    Tensor,
-    from_matrix,
-    named,
-    own_layout,
-    quantization_config,
-)
+from fp8flax._serve.server_layout import Tensor, named, quantization_config
+from fp8flax._serve.serving import serving_ops
 
-METADATA = "fp8flax"
-_VERSION = 3
-_WITHOUT_CHECKSUMS = 2
-"""An older version of the metadata. It differs in one thing: single tensors have no checksum."""
-_IN_PARTS = "in parts"
-"""The version of metadata that do not say where the tensors belong in the variables.
-
-``rename`` has split, joined or numbered some of the tensors. ``load_into`` reads such a file."""
-_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+_DTYPES = {np.dtype(dtype) for dtype in DTYPES.values()}
 
 
-def _library() -> Any:
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError(
-            "safetensors is missing; install it with: pip install 'fp8flax[safetensors]'"
-        ) from error
-    return safetensors
+def save_safetensors(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    variables: Mapping[str, Any],
+    *,
+    rename: Rename | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a frozen model's variables to a safetensors file for other programs.
+
+    The tensors of a layer whose kernel is one parameter, multiplied as it is, have these names and shapes:
+
+    * ``<layer>.weight``: the kernel in FP8, ``(out, in)``, as PyTorch has it
+    * ``<layer>.bias``: the bias, ``(out,)``
+    * ``<layer>.weight_scale``: the scale, ``(1,)`` for one per tensor, ``(out, 1)`` for one per output
+      feature, ``(out, in / 32)`` in E8M0 for MXFP8
+    * ``<layer>.weight_scale_inv``: the scale for 128×128 blocks, ``(out / 128, in / 128)``. In spite of its
+      name, it is a factor of the codes.
+    * ``<layer>.input_scale``: the fixed scale of the input, ``(1,)``, if there is one
+
+    Layers that ``nn.scan`` stacked have a leading dimension. All other variables keep their layout and
+    their names, with dots: ``embed.embedding``.
+
+    These are the names of FP8 checkpoints in the Hugging Face hub, as transformers and vLLM document them.
+    transformers has loaded such a file on a CPU; no inference server has been tried. A loader knows an
+    architecture by its own names: ``rename`` gives them to the tensors, and ``config`` writes the
+    ``config.json`` that the loader reads first.
+
+    The metadata of the file contain the matching ``quantization_config``. Its ``quant_method`` is ``fp8``
+    for 128×128 blocks, and ``compressed-tensors`` for scales per tensor and per output feature. There is no
+    such config for MXFP8, for dtypes other than e4m3fn, for convolutions in FP8, and for several recipes in
+    one model.
+
+    To save a frozen model for this package, use any checkpoint library, such as Orbax. ``load_into`` reads
+    the file of this function into a model.
+
+    Args:
+        path: the file to write. An existing file is replaced by a complete new one, or stays unchanged.
+        model: the serving model that ``freeze`` returned.
+        variables: the variables of the serving model. Collections other than ``params`` have their own
+            names as prefix.
+        rename: other names for the tensors: regular expressions and their replacements, each substituted
+            wherever it is found in a name, in their order; or a function of one name that returns another.
+            A name without a match stays unchanged. A wide ``<layer>.kernel`` that is renamed to
+            ``<layer>.weight`` is transposed to ``(out, in)``, as PyTorch has it.
+        config: contents of a ``config.json`` in the folder of ``path``, which describes the architecture,
+            as ``to_dict()`` of a transformers config returns it. ``quantization_config`` is added to it.
+            None writes no such file.
+
+    Raises:
+        ImportError: the library ``safetensors`` is not installed.
+        OSError: a file cannot be written, for instance because the disk is full.
+        TypeError: ``model`` does not come from ``freeze``; ``rename`` is neither a mapping of strings nor a
+            function that returns strings; or ``config`` is not a mapping that JSON can hold.
+        ValueError: two variables would have one name; a variable is not an array of a dtype that files
+            hold; a pattern matches nothing; a name would be empty, or give the tensors of one layer
+            different prefixes.
+            Also if a wide kernel that becomes a weight does not have two dimensions. Also if ``config`` is
+            given, and no ``quantization_config`` describes the model, or ``config`` has its own.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, os, tempfile, fp8flax as fp8
+        >>> model8 = fp8.quantize_model(nn.Dense(8), fp8.Float8CurrentScaling(), include="")
+        >>> x = jnp.ones((2, 4))
+        >>> serve_model, served = fp8.freeze(model8, model8.init(jax.random.key(0), x))
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+        >>> fp8.save_safetensors(path, serve_model, served, rename={"^kernel": "model.proj"})
+        >>> import safetensors
+        >>> sorted(safetensors.safe_open(path, "np").keys())
+        ['bias', 'model.proj.weight', 'model.proj.weight_scale']
+
+    Source: the safetensors format; vLLM's compressed-tensors checkpoints; DeepSeek-V3 for blocks.
+    """
+    ops = serving_ops(model)
+    check_variables(variables)
+    write(path, ops, variables, rename, config)
 
 
 def tensors_of(
@@ -70,7 +120,7 @@ def tensors_of(
                 f"{'/'.join(path)} and {'/'.join(tensors[name].path)} would both be {name!r} in the file. "
                 f"{'Rename one of the parameters' if rename is None else 'Correct rename'}."
             )
-        if array.dtype not in _NAMES:
+        if array.dtype not in _DTYPES:
             raise ValueError(
                 f"{'/'.join(path)} is {array.dtype}, which safetensors files do not hold. Leave its "
                 "collection out, or convert it."
@@ -95,45 +145,38 @@ def write(
         rename: see ``save_safetensors``.
         config: see ``save_safetensors``.
     """
-    library = _library()
-    tensors: dict[str, np.ndarray] = {}
-    entries: dict[str, Any] = {}
-    wide_layers: list[str] = []
+    safetensors, path = library(), Path(path)
     arrays = {name: jax.tree.map(np.asarray, nn.meta.unbox(tree)) for name, tree in variables.items()}
     described = tensors_of(ops, arrays, rename)
-    in_parts = not all(tensor.is_whole for tensor in described.values())
-    for name, tensor in described.items():
-        if tensor.is_wide_kernel:
-            wide_layers.append(name.rpartition(".")[0] or name)
-        tensors[name] = np.asarray(tensor.written, order="C")
-        entries[name] = {
-            "path": tensor.path,  # the place of the array in the variables
-            "dtype": _NAMES[tensor.array.dtype],  # in the variables and in the file
-            "shape": tensor.array.shape,  # in the variables
-            "shape_in_file": tensor.written.shape,
-            "matrix": tensor.matrix,  # see ``Tensor``
-            "crc32": _crc32(tensors[name]),
-        }
-    if in_parts:
-        layouts = {name: {"matrix": own_layout(tensor)} for name, tensor in described.items()}
-        own: dict[str, Any] = {"version": _IN_PARTS, "tensors": layouts}
-    else:
-        own = {"version": _VERSION, "tensors": entries, "checksum": _checksum(entries)}
-    metadata = {METADATA: json.dumps(own), "format": "pt"}  # transformers requires the format
+    wide_layers = [
+        name.rpartition(".")[0] or name for name, tensor in described.items() if tensor.is_wide_kernel
+    ]
     quantization = quantization_config(ops, wide_layers)
+    metadata = {"format": "pt"}  # transformers requires the format
     if quantization is not None:
         metadata["quantization_config"] = json.dumps(quantization)
     text = None if config is None else _config_json(config, quantization)
-    with replacing(path) as new:
+    tensors = {name: np.asarray(tensor.written, order="C") for name, tensor in described.items()}
+    with _replacing(path) as new:
         try:
-            library.numpy.save_file(tensors, os.fspath(new), metadata)
-        except library.SafetensorError as error:
+            safetensors.numpy.save_file(tensors, new, metadata)
+        except safetensors.SafetensorError as error:
             raise OSError(f"{path} cannot be written, and stays unchanged: {error}.") from error
-        header, _ = read_header(Path(new))
-        if wrong := _difference(entries, header):
-            raise ValueError(f"{path}: {wrong}. Save the model again.")
     if text is not None:
-        write_text(Path(path).with_name("config.json"), text)
+        with _replacing(path.with_name("config.json")) as new:
+            new.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary path; if there is no error, the file that was written there replaces ``path``."""
+    path = path.resolve()  # a symbolic link stays a link
+    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | None) -> str:
@@ -147,9 +190,9 @@ def _config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | No
         raise ValueError(
             "config was given, but no quantization_config can describe this model, so a loader would take "
             "its FP8 codes for weights. The cause is MXFP8, several recipes, a dtype other than e4m3fn, "
-            "the kernel of a convolution in FP8, or a kernel in FP8 that is not the parameter of one "
-            "layer. Freeze the model with one other recipe, or with weight_only=True; leave such layers "
-            "out of FP8; or leave config out."
+            "the kernel of a convolution in FP8, or an FP8 op whose kernel is not stored in FP8 as it is "
+            "multiplied. Freeze the model with one other recipe, or with weight_only=True; leave such "
+            "layers out of FP8; or leave config out."
         )
     if config.get("quantization_config") is not None:
         raise ValueError(
@@ -164,105 +207,3 @@ def _config_json(config: Mapping[str, Any], quantization: Mapping[str, Any] | No
         return json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"
     except (TypeError, ValueError) as error:
         raise TypeError(f"config must have values that JSON can hold: {error}.") from error
-
-
-def load_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the variables that ``save_safetensors`` wrote, bit for bit.
-
-    Args:
-        path: the file to read.
-
-    Returns:
-        Variables for the serving model.
-
-    Raises:
-        {errors}
-
-    Example:
-        See ``save_safetensors``.
-
-    Source: the safetensors format.
-    """
-    entries, stored = _read_entries(Path(path))
-    for entry in entries.values():
-        check_not_narrowed(f"{path}: {'/'.join(entry['path'])}", np.dtype(DTYPES[entry["dtype"]]))
-
-    def load(name: str) -> jax.Array:
-        entry, array = entries[name], mapped(stored[name], name)
-        if "crc32" in entry and entry["crc32"] != _crc32(array):
-            raise ValueError(
-                f"{path} is damaged: the checksum of {name!r} does not match. Save the model "
-                "again, or copy the file again."
-            )
-        if entry["matrix"] is not None:
-            array = from_matrix(array, entry["shape"], *entry["matrix"])
-        return jnp.asarray(array.reshape(entry["shape"]))
-
-    return unflatten_dict({tuple(entry["path"]): load(name) for name, entry in entries.items()})
-
-
-def check_not_narrowed(name: str, dtype: Any) -> None:
-    """Raises ``ValueError`` if JAX would narrow an array of this dtype when it is loaded."""
-    narrow = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
-    if narrow != dtype:
-        raise ValueError(
-            f"{name} is {dtype}, which JAX would narrow to {narrow}. Enable jax_enable_x64 to load it, or "
-            f"convert it to {narrow} first."
-        )
-
-
-def _crc32(array: np.ndarray) -> int:
-    return zlib.crc32(array.reshape(-1).view(np.uint8).data)
-
-
-def _checksum(entries: Any) -> int:
-    return zlib.crc32(json.dumps(entries, sort_keys=True).encode())
-
-
-def _read_entries(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """Returns the entry of each tensor in the metadata of a file, and the place of each tensor in the file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is damaged, or ``save_safetensors`` did not write it.
-    """
-    stored, metadata = read_header(path)
-    try:
-        own = json.loads(metadata[METADATA])
-        version, entries = own["version"], own["tensors"]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} was not written by fp8flax.save_safetensors, or is damaged: its metadata has no "
-            f"{METADATA!r} that says where in the variables its tensors belong."
-        ) from error
-    if version == _IN_PARTS:
-        raise ValueError(
-            f"{path} was written with a rename that splits, joins or numbers tensors, so it does not say "
-            "where in the variables they belong. Load it by fp8flax.load_into(variables, "
-            "fp8flax.read_checkpoint(path), rename=rename) with the same rename."
-        )
-    if version not in (readable := [_WITHOUT_CHECKSUMS, _VERSION]):
-        raise ValueError(
-            f"{path} has metadata of version {version!r}, and this fp8flax reads versions {readable}. Load "
-            "it with the fp8flax that wrote it, or save the model again with this one."
-        )
-    # The checksum covers all entries, so they need no other check than a comparison with the file's header.
-    wrong = None if own.get("checksum") == _checksum(entries) else "its checksum does not match"
-    if wrong := wrong or _difference(entries, stored):
-        raise ValueError(f"{path}: its metadata is damaged: {wrong}. Save the model again.")
-    return entries, stored
-
-
-def _difference(entries: Mapping[str, Any], stored: Mapping[str, Stored]) -> str | None:
-    """Returns how the header of a file differs from the entries; None if it does not differ."""
-    if entries.keys() != stored.keys():
-        only_here = sorted(entries.keys() - stored.keys())
-        only_there = sorted(stored.keys() - entries.keys())
-        return f"it has the tensors {only_here}, which the file has not, and not {only_there}"
-    for name, entry in entries.items():
-        found = _NAMES[stored[name].dtype], list(stored[name].shape)
-        written = entry["dtype"], list(entry["shape_in_file"])
-        if found != written:
-            found_as, written_as = (f"{dtype}{shape}" for dtype, shape in (found, written))
-            return f"{name!r} is {found_as} in the file, and was written as {written_as}"
-    return None

@@ -14,17 +14,6 @@ from fp8flax._core.names import PARAMS
 from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE, ServedOp
 
 
-class Features(NamedTuple):
-    """The place of a layer's output features in a tensor of the file."""
-
-    axis: int
-    """The dimension of the features, counted from the end."""
-    per_entry: int
-    """How many features an entry of this dimension is for; 0 if one entry is for all."""
-    size: int
-    """How many output features the layer has."""
-
-
 class Tensor(NamedTuple):
     """A variable of the model, with its name and its array in the file."""
 
@@ -36,16 +25,8 @@ class Tensor(NamedTuple):
     """The array in the variables, of NumPy or JAX."""
     written: Any
     """The array in the file: the same values in another order and shape."""
-    matrix: Any
-    """For a kernel that became a matrix: its output dimensions, and its summed dimensions.
-
-    None for all other variables."""
     layer: str | None
     """The name of the FP8 layer whose weight or scale the variable is; None for other variables."""
-    features: Features | None = None
-    """The output features of the layer in ``written``; None if they are not known."""
-    is_whole: bool = True
-    """Whether the tensor has all values of one variable, and no others."""
 
     @property
     def is_wide_kernel(self) -> bool:
@@ -92,139 +73,43 @@ def in_torch_layout(kernel: Tensor) -> Tensor:
             "PyTorch has its output dimensions first, and they are known only for kernels in FP8 and for "
             "kernels with two dimensions. Give this kernel a name that ends in 'kernel'."
         )
-    matrix = ((1,), (0,))
-    features = Features(-2, 1, kernel.array.shape[1])
-    return kernel._replace(written=_as_matrix(kernel.array, *matrix), matrix=matrix, features=features)
-
-
-def split(tensor: Tensor, sizes: Sequence[int | None]) -> list[Tensor]:
-    """Returns the parts of a tensor with these numbers of output features; all of it for ``[None]``.
-
-    If all features share a scale, each part gets this scale.
-
-    Raises:
-        ValueError: the output features are not known, there are not as many, or a block of scales is cut.
-    """
-    if sizes[0] is None:
-        return [tensor]
-    features, parts, start = _features(tensor, "splits"), [], 0
-    if sum(size or 0 for size in sizes) != features.size:
-        raise ValueError(
-            f"rename splits {'/'.join(tensor.path)} into {sizes} output features, and it has "
-            f"{features.size}. Correct the numbers."
-        )
-    for size in sizes:
-        stop = start + (size or 0)
-        written = tensor.written
-        if features.per_entry:
-            _check_cut(tensor, stop, features, is_end=stop == features.size)
-            entries = slice(start // features.per_entry, -(-stop // features.per_entry))
-            written = written[(..., entries, *(slice(None),) * (-features.axis - 1))]
-        parts.append(tensor._replace(written=written, array=written, is_whole=False))
-        start = stop
-    return parts
-
-
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns one tensor with the output features of all tensors, one after the other.
-
-    Raises:
-        ValueError: the output features of a tensor are not known, the tensors do not fit together, or a
-            block of scales would be cut.
-    """
-    first = tensors[0]
-    paths = ", ".join("/".join(tensor.path) for tensor in tensors)
-    found = [_features(tensor, "joins") for tensor in tensors]
-    kinds = set()
-    for tensor, features in zip(tensors, found):
-        shape = list(tensor.written.shape)
-        shape[features.axis] = 0
-        kinds.add((tensor.written.dtype, tuple(shape), features[:2]))
-        if features.per_entry and tensor is not tensors[-1]:
-            _check_cut(tensor, features.size, features, is_end=False)
-    if len(kinds) > 1 or len({own_layout(tensor) for tensor in tensors}) > 1:
-        raise ValueError(
-            f"rename joins {paths}, which differ in dtype, shape or layout. Leave one of them out."
-        )
-    if not found[0].per_entry:
-        raise ValueError(
-            f"rename joins {paths}, and each of them has one scale. A joined layer would need one scale "
-            "for all. Freeze the model with a scale for each output feature, or with 128-blocks."
-        )
-    arrays = [tensor.written for tensor in tensors]
-    together = (jnp if isinstance(arrays[0], jax.Array) else np).concatenate(arrays, found[0].axis)
-    return first._replace(written=together, array=together, is_whole=False)
-
-
-def _features(tensor: Tensor, verb: str) -> Features:
-    if tensor.features is not None:
-        return tensor.features
-    if tensor.written.ndim == 1:
-        return Features(-1, 1, tensor.written.shape[0])
-    raise ValueError(
-        f"rename {verb} {'/'.join(tensor.path)}, of shape {tensor.array.shape}, and its output features "
-        "are not known. Rename a kernel to 'weight', or leave it out of the pattern."
-    )
-
-
-def _check_cut(tensor: Tensor, stop: int, features: Features, *, is_end: bool) -> None:
-    """Raises ``ValueError`` if a part that ends at this feature ends inside of a block of scales.
-
-    ``is_end`` says that nothing follows the part, so that its last block may be smaller.
-    """
-    if stop % features.per_entry and not is_end:
-        raise ValueError(
-            f"rename cuts {'/'.join(tensor.path)} at output feature {stop}, inside of a block of "
-            f"{features.per_entry} that share a scale. Use multiples of {features.per_entry}, or freeze "
-            "the model with a scale for each output feature."
-        )
-
-
-def own_layout(tensor: Tensor) -> Any:
-    """Returns the layout that a reader must know; None for Flax's, whose first dimensions are summed."""
-    if tensor.matrix is None:
-        return None
-    out, summed = map(tuple, tensor.matrix)
-    return None if (*summed, *out) == tuple(range(len(out) + len(summed))) else (out, summed)
+    return kernel._replace(written=kernel.array.T)
 
 
 def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yields each variable, an array of NumPy or JAX, as a ``Tensor`` of the file."""
-    plain = [op for op in ops if op.layout is not None]
-    kernels = {op.kernels[0][0]: op for op in plain}
-    biases = {(*path[:-1], "bias"): op for path, op in kernels.items() if path[-1] == "kernel"}
-    scales = {(*op.path, KERNEL_SCALE): op for op in plain}
-    inputs = {(*op.path, INPUT_SCALE): op for op in plain}
+    biases, places = dict[Any, Any](), dict[Any, Any]()
+    for op in ops:
+        if op.kernel is not None and op.layout is not None:
+            kernel, layer = op.kernel[0], _layer(op.kernel[0])
+            if kernel[-1] == "kernel":
+                biases[*kernel[:-1], "bias"] = "bias", op, layer
+            places[kernel] = "weight", op, layer
+            places[*op.path, KERNEL_SCALE] = "weight_scale", op, layer
+            places[*op.path, INPUT_SCALE] = "input_scale", op, layer
+    places = biases | places
     for collection, tree in variables.items():
-        arrays = _by_path(collection, tree)
-        for path, array in arrays.items():
-            matrix, layer, features = None, None, None
-            written, name = array, ".".join(path if collection == PARAMS else (collection, *path))
-            op = next((ops[path] for ops in (kernels, scales, inputs, biases) if path in ops), None)
-            if collection == PARAMS and op is not None:
-                layer, axis, per_entry = _layer(op), -1, 0
-                if path in kernels:
-                    matrix, axis, per_entry = op.layout, -2, 1
-                    name = f"{layer}.weight"
-                elif path in scales:
-                    quantizer = op.gemms.forward.rhs
-                    assert quantizer is not None
-                    name = f"{layer}.weight_scale{'_inv' if quantizer.strategy == 'block' else ''}"
-                    if quantizer.scales_along_contraction:  # block scales have a batch dimension of size 1
-                        written = array.reshape(*array.shape[:-3], *array.shape[-2:])
-                        axis, per_entry = -2, quantizer.block[0] if hasattr(quantizer, "block") else 0
-                    elif _is_per_feature(array, op, arrays):
-                        matrix, axis, per_entry = op.layout, -2, 1
-                elif path in inputs:
-                    name = f"{layer}.input_scale"
-                else:
-                    layer, per_entry = None, 1
-                    written = _flat_bias(array, op.layout)
-                size = _output_features(op, arrays)
-                features = None if size is None else Features(axis, per_entry, size)
-            if matrix is not None:
-                written = _as_matrix(array, *matrix)
-            yield Tensor(name, [collection, *path], array, written, matrix, layer, features)
+        for path, array in _by_path(collection, tree).items():
+            if collection != PARAMS or path not in places:
+                name = ".".join(path if collection == PARAMS else (collection, *path))
+                yield Tensor(name, [collection, *path], array, array, None)
+                continue
+            last, op, layer = places[path]
+            name, written = f"{layer}.{last}", array
+            if last == "weight":
+                written = _as_matrix(array, *op.layout)
+            elif last == "weight_scale":
+                quantizer = op.gemms.forward.rhs
+                name += "_inv" if quantizer.strategy == "block" else ""
+                if quantizer.scales_along_contraction:  # block scales have a batch dimension of size 1
+                    written = array.reshape(*array.shape[:-3], *array.shape[-2:])
+                elif quantizer.strategy == "channel" and sum(map(len, op.layout)) > 1:
+                    written = _as_matrix(array, *op.layout)
+            elif last == "bias":  # one dimension for all features, as in PyTorch
+                name = ".".join(path)
+                stacked = max(0, array.ndim - len(op.layout[0]))
+                written = array.reshape(*array.shape[:stacked], -1)
+            yield Tensor(name, [collection, *path], array, written, None if last == "bias" else layer)
 
 
 def _by_path(collection: str, tree: Any) -> dict[tuple[str, ...], Any]:
@@ -240,35 +125,13 @@ def _by_path(collection: str, tree: Any) -> dict[tuple[str, ...], Any]:
     return arrays
 
 
-def _is_per_feature(scale: Any, op: ServedOp, arrays: Mapping[tuple[str, ...], Any]) -> bool:
-    """Returns whether a scale that broadcasts to its kernel has one entry for each output feature."""
-    kernel, layout = arrays.get(op.kernels[0][0]), op.layout
-    if kernel is None or layout is None:
-        return bool(scale.shape[-1] != 1 or scale.ndim > 2)
-    return bool(scale.ndim == kernel.ndim and len(layout[0]) + len(layout[1]) > 1)
-
-
-def _output_features(op: ServedOp, arrays: Mapping[tuple[str, ...], Any]) -> int | None:
-    """Returns how many output features a layer has; None if its kernel is not among the arrays."""
-    kernel = arrays.get(op.kernels[0][0])
-    if kernel is None or op.layout is None:
-        return None
-    return matrix_shape(kernel.shape, *op.layout)[-2]
-
-
-def _flat_bias(bias: Any, layout: Any) -> Any:
-    """Returns a bias in PyTorch's layout: one dimension for all features."""
-    stacked = max(0, bias.ndim - len(layout[0]))
-    return bias.reshape(*bias.shape[:stacked], -1)
-
-
-def _layer(op: ServedOp) -> str:
+def _layer(kernel: tuple[str, ...]) -> str:
     """Returns the name of an FP8 layer: that of its module.
 
     If the kernel is not named ``kernel``, the module may have several. The name of the kernel is then
     added.
     """
-    *module, last = op.kernels[0][0]
+    *module, last = kernel
     return ".".join(module if last == "kernel" and module else (*module, last))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fp8flax._core.names import PARAMS, state_leaf_names
 from fp8flax._core.options import wrong_model
@@ -21,15 +20,13 @@ from fp8flax._linen.op import Fp8Op
 from fp8flax._model.converted_call import Call, as_jax
 from fp8flax._model.rules import Rules
 from fp8flax._serve.hidden_state import (
-    CACHE,
+    CODES,
     INPUT_SCALE,
     KERNEL_SCALE,
     SERVED,
     ServedOp,
     as_caller_sees_init,
     as_method_sees,
-    narrowed,
-    widened,
 )
 from fp8flax._serve.scales import constant
 from fp8flax._serve.stored_op import broadcastable, check_is_on, computed
@@ -40,7 +37,6 @@ class Serving:
     """The static description of a serving model (hashable). It makes the calls of the model."""
 
     ops: tuple[ServedOp, ...]
-    cache_dtype: np.dtype | None
 
     def __call__(self, cls: Any, rules: Rules) -> Call:
         """Returns a new call of a model of this class."""
@@ -59,32 +55,26 @@ class ServingCall(Call):
     """A call of a serving model, which reads kernels and scales from the variables and changes none."""
 
     beside_params = SERVED
+    collections = (PARAMS, SERVED)
 
     def __init__(self, serving: Serving, cls: Any, rules: Rules) -> None:
         super().__init__(cls, rules)
         self._ops = {op.path: op for op in serving.ops}
-        self._cache_dtype = serving.cache_dtype
-        self.collections = (PARAMS, SERVED) if serving.cache_dtype is None else (PARAMS, SERVED, CACHE)
 
     def put_in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the variables with codes for the ops, and wide parameters whose values are not used."""
         variables = jax.tree.map(as_jax, variables)
-        seen = as_method_sees(variables, list(self._ops.values()), is_init=self.is_init)
-        if CACHE in seen and self._cache_dtype is not None:
-            seen = {**seen, CACHE: widened(seen[CACHE])}
-        return seen
+        return as_method_sees(variables, list(self._ops.values()), is_init=self.is_init)
 
     def take_out(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
         variables = {name: value for name, value in variables.items() if name != SERVED}
         if self.is_init:
             params = as_caller_sees_init(variables.get(PARAMS, {}), list(self._ops.values()))
             variables = {**variables, PARAMS: params}
-        if CACHE in variables and self._cache_dtype is not None:
-            variables = {**variables, CACHE: narrowed(variables[CACHE], self._cache_dtype)}
         return variables
 
     def finish(self, model: Any, method: str) -> None:
-        stored = {path for op in self._ops.values() for path, _ in op.kernels}
+        stored = {op.kernel[0] for op in self._ops.values() if op.kernel is not None}
         if read := sorted(stored & self.origins.used_otherwise):
             raise ValueError(
                 f"{type(model).__name__}.{method} reads {', '.join(map('/'.join, read))} outside of an FP8 "
@@ -134,18 +124,17 @@ class ServingCall(Call):
 
     def _kernel(self, served: ServedOp, op: Fp8Op, rhs: jax.Array) -> QTensor | None:
         """Returns the stored kernel of an op, for which ``rhs`` is a placeholder; None if it stays wide."""
-        if not served.kernels:
+        if served.kernel is None:
             return None
         origin = self.origins.of(rhs, op.scope)
-        stored = [path for path, _ in served.kernels]
-        if origin is None or origin.rebuild is None or [s.path for s in origin.sources] != stored:
+        if origin is None or not origin.is_whole_parameter or origin.sources[0].path != served.kernel[0]:
             raise ValueError(
                 f"The kernel of the FP8 op at {'/'.join(op.path)} comes from other parameters than when "
                 "the model was frozen. Freeze it with inputs like those that it serves."
             )
-        parts = tuple(constant(op.get_variable(SERVED, name)) for name in served.codes)
-        codes, scale = origin.rebuild(parts, False), constant(op.get_variable(SERVED, KERNEL_SCALE))
-        return QTensor(codes, scale, served.gemms.forward.rhs)
+        assert origin.rebuild is not None
+        codes = origin.rebuild((constant(op.get_variable(SERVED, CODES)),), False)
+        return QTensor(codes, constant(op.get_variable(SERVED, KERNEL_SCALE)), served.gemms.forward.rhs)
 
 
 def _fixed_states(op: Fp8Op, gemms: CustomRecipe) -> States:

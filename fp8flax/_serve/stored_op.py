@@ -24,9 +24,6 @@ from fp8flax._core.scaling import current_scale, finite_amax
 from fp8flax._serve.scales import constant, fixed_scales
 from fp8flax._serve.trees import Path
 
-Arrays = tuple[jax.Array, ...]
-
-
 FROZEN = (
     "model must be a model in training; it is frozen already. Pass the original model, or write the frozen "
     "one with save_safetensors."
@@ -43,11 +40,11 @@ class OpToFreeze:
         gemms: the recipe of the op in the frozen model.
         lhs: the shape and dtype of the input.
         arguments: the arguments of the op after input and kernel.
-        parameters: the arrays from which ``kernel`` makes the kernel; empty if the kernel stays wide.
-        kernel: maps the parameters to the kernel.
-        parts: maps an array in the shape of the kernel to arrays in the shapes of the parameters.
-        mapped: maps a function of the parameters and the scales, by role, over the axes along which layers
-            are stacked. The results are stacked as the parameters are.
+        parameter: the parameter that is the kernel; None if the kernel stays wide.
+        kernel: maps the parameter to the kernel, which may be transposed or reshaped.
+        into_parameter: the inverse of ``kernel``, for bytes.
+        mapped: maps a function of the parameter and the scales, by role, over the axes along which layers
+            are stacked. The results are stacked as the parameter is.
     """
 
     path: Path
@@ -55,17 +52,17 @@ class OpToFreeze:
     gemms: CustomRecipe
     lhs: Any
     arguments: tuple[Any, ...]
-    parameters: tuple[Any, ...]
-    kernel: Callable[[Arrays], jax.Array]
-    parts: Callable[[jax.Array], Arrays]
+    parameter: Any
+    kernel: Callable[[jax.Array], jax.Array]
+    into_parameter: Callable[[jax.Array], jax.Array]
     mapped: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Stored(NamedTuple):
     """The arrays that a frozen model stores for an op."""
 
-    codes: Arrays
-    """The bytes of the FP8 codes, in the shapes of the parameters; empty if the kernel stays wide."""
+    codes: jax.Array | None
+    """The FP8 codes, in the shape of the parameter; None if the kernel stays wide."""
     scales: dict[str, jax.Array]
     """The scales that do not change, by role."""
 
@@ -82,26 +79,21 @@ def stored(op: OpToFreeze, state: Mapping[str, Any], fresh: list[str]) -> Stored
         MissingStateError: the collection does not have the state of the op.
     """
     scales = fixed_scales(op.path, op.gemms, state, fresh)
-    parameters = tuple(map(jnp.asarray, op.parameters))
-    if not (parameters or scales):
-        return Stored((), {})
+    parameter = None if op.parameter is None else jnp.asarray(op.parameter)
+    if parameter is None and not scales:
+        return Stored(None, {})
 
-    def of_one(parameters: Arrays, scales: dict[str, jax.Array]) -> Stored:
-        if not parameters:
-            return Stored((), scales)
-        kernel = _quantized(op, op.kernel(parameters), scales.get("kernel"))
+    def of_one(parameter: jax.Array | None, scales: dict[str, jax.Array]) -> Stored:
+        if parameter is None:
+            return Stored(None, scales)
+        kernel = _quantized(op, op.kernel(parameter), scales.get("kernel"))
         scale = kernel.scale.reshape((1,)) if kernel.scale.ndim == 0 else kernel.scale
-        codes = op.parts(jax.lax.bitcast_convert_type(kernel.codes, jnp.uint8))
+        codes = op.into_parameter(jax.lax.bitcast_convert_type(kernel.codes, jnp.uint8))
+        codes = jax.lax.bitcast_convert_type(codes, kernel.codes.dtype)
         return Stored(codes, {**scales, "kernel": scale})
 
-    result: Stored = jax.jit(op.mapped(of_one))(parameters, scales)
+    result: Stored = jax.jit(op.mapped(of_one))(parameter, scales)
     return result
-
-
-def as_codes(part: jax.Array, gemms: CustomRecipe) -> jax.Array:
-    """Returns bytes as FP8 codes of the kernel."""
-    assert gemms.forward.rhs is not None
-    return jax.lax.bitcast_convert_type(part, gemms.forward.rhs.dtype)
 
 
 def _quantized(op: OpToFreeze, kernel: jax.Array, scale: jax.Array | None) -> QTensor:

@@ -1,13 +1,11 @@
 """``weights_for_serving``: what a server takes from a model in training, made by one program."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -31,15 +29,25 @@ def weights_for_serving(
 ) -> dict[str, Any]:
     """Returns the FP8 weights of a model in training under the names of an inference server.
 
-    {computation}
+    The tensors are those of the file that ``save_safetensors`` writes after ``freeze``, bit for bit. One
+    compiled program makes them on the devices. It is compiled at the first call. Later calls with the same
+    model, options and shapes use it again. Use this function where an inference engine samples from a model
+    between the steps of its training, as in reinforcement learning.
+
+    XLA derives the sharding of the results from the sharding of the variables. If the variables are on a
+    mesh with explicit axes, the results are on the same mesh with automatic axes.
 
     Args:
         model: the model that ``quantize_model`` returned, or a model whose layers were given FP8 ops.
         variables: all collections of the model, such as ``state.params`` of a ``fp8flax.TrainState``.
-        {args}
+        *args: inputs to trace the model with, as in ``freeze``. Their values are not used.
+        rename: names of the server for those of the model, as in ``save_safetensors``. A function must be
+            the same object at each call; another one compiles a new program.
+        weight_only: whether each output feature has a scale, as in ``freeze``.
+        **kwargs: keyword inputs of the model.
 
     Returns:
-        {result}
+        Codes, scales and wide tensors by their names, as in the file.
 
     Raises:
         MissingStateError: an op's scaling state is missing from ``variables``.
@@ -48,7 +56,8 @@ def weights_for_serving(
         ValueError: ``model`` is frozen; or as in ``freeze`` and ``save_safetensors``.
 
     Warns:
-        {warns}
+        UserWarning: at the first call, if kernels of FP8 ops stay wide; see ``freeze``. Scales that have
+            seen no data cause no warning.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -123,9 +132,7 @@ class Options(NamedTuple):
 
     def renaming(self) -> Rename | None:
         """Returns ``rename`` as it was passed."""
-        if not isinstance(self.rename, tuple):
-            return cast("Rename | None", self.rename)
-        return {pattern: dict(to) if isinstance(to, tuple) else to for pattern, to in self.rename}
+        return dict(self.rename) if isinstance(self.rename, tuple) else self.rename
 
 
 def options_of(args: Any, kwargs: Any, rename: Any, weight_only: bool) -> Options:
@@ -143,10 +150,7 @@ def options_of(args: Any, kwargs: Any, rename: Any, weight_only: bool) -> Option
     if rename is not None:
         check_rename(rename)
     if isinstance(rename, Mapping):
-        rename = tuple(
-            (pattern, tuple(to.items()) if isinstance(to, Mapping) else to)
-            for pattern, to in rename.items()
-        )
+        rename = tuple(rename.items())
     return Options(tuple(shapes), treedef, rename, weight_only)
 
 

@@ -1,7 +1,5 @@
 """Calibrates: fills the scaling state of trained or converted variables from sample batches."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 import contextlib
@@ -16,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8flax._compat.max_dtype import differentiating
 from fp8flax._core.autocast import ambient_hint
 from fp8flax._core.axes import UNCHECKED_ERROR, axes_around_gradient, current_manual_axes
 from fp8flax._core.mode import Calibrating, mode
@@ -41,24 +40,39 @@ def calibrate(
 ) -> Mapping[str, Any]:
     """Fills the scaling state from sample batches, so that the first FP8 step has the right scales.
 
-    {computation}
+    It runs the function on each batch and records the largest magnitudes. Every FP8 op runs in its
+    operands' own dtype, so that saturation in an early layer does not mislead a later one. The result is
+    the state of one step on all batches, with the scales that the next step uses.
+
+    Without ``backward=True`` the state of inputs and kernels is filled; the state of output gradients needs
+    a loss and ``backward=True``.
 
     Args:
         fun: ``fun(variables, batch)``, such as ``model.apply``, or ``lambda v, batch: loss(v, *batch)`` for
             batches of several arguments.
-            {function}
+            It is compiled. Without ``backward`` it may return any arrays, and every layer must affect a
+            float that it returns, because reverse mode records the magnitudes. If it has no reverse mode,
+            because a layer runs in a ``lax.while_loop`` or in ``jax.jvp``, callbacks to the host record
+            them.
         variables: collections with scaling state (see ``add_fp8_state``).
-        {args}
+        batches: a few samples, similar to those that the model will see.
+        backward: whether the function is a loss (a scalar), whose gradients fill the state of output
+            gradients too. Otherwise that state stays unchanged.
+        has_aux: whether the loss comes in a pair ``(loss, aux)``.
 
     Returns:
         ``variables`` with new scaling state, bitwise the same otherwise; a ``FrozenDict`` if ``variables``
         is one.
 
     Raises:
-        {errors}
+        TypeError: scaling state is not float32; the function is a model; it takes the parts of a batch as
+            separate arguments, or returns no loss although ``backward`` is True; or ``batches`` is one
+            batch.
+        ValueError: there is no scaling state; there is no batch; a batch produced a NaN or an Inf in a
+            tensor of a layer; or the function reaches no FP8 op.
 
     Warns:
-        {warns}
+        UserWarning: some op did not run; its state stays unchanged.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -260,12 +274,13 @@ def _measure(
         return out
 
     state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
-    if backward:
-        new = jax.grad(run, has_aux=has_aux)(state)
-        return new[0] if has_aux else new
-    # The cotangents can be zeros, because the states of inputs and kernels do not depend on them.
-    out, transpose = jax.vjp(lambda state: jax.tree.map(jnp.asarray, run(state)), state)
-    return transpose(jax.tree.map(_zero_cotangent, out))[0]
+    with differentiating():
+        if backward:
+            new = jax.grad(run, has_aux=has_aux)(state)
+            return new[0] if has_aux else new
+        # The cotangents can be zeros, because the states of inputs and kernels do not depend on them.
+        out, transpose = jax.vjp(lambda state: jax.tree.map(jnp.asarray, run(state)), state)
+        return transpose(jax.tree.map(_zero_cotangent, out))[0]
 
 
 def _zero_cotangent(x: jax.Array) -> Any:

@@ -1,7 +1,5 @@
 """Checks whether a training step can produce a scaling state; a wrong state is an error, or becomes NaN."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 import warnings
@@ -185,7 +183,9 @@ def check_state(variables: Any, before: Any = None) -> None:
             ``variables`` alone.
 
     Raises:
-        {errors}
+        TypeError: the values are traced, or scaling state is not float32.
+        ValueError: the state is wrong, or was donated; the message lists five tensors at most, and says
+            what to do.
 
     Warns:
         UserWarning: there is no state; or some histories are all zeros, or did not move, while others did.

@@ -1,7 +1,5 @@
 """Gradients that merge scaling state by maximum: of a step, of microbatches, over devices."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 import functools
@@ -16,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from fp8flax._compat.hoisting import hoisted
-from fp8flax._compat.max_dtype import is_max_dtype, of_floats, to_floats
+from fp8flax._compat.max_dtype import differentiating, is_max_dtype, of_floats, to_floats
 from fp8flax._core.axes import axes_around_gradient, current_manual_axes
 from fp8flax._core.names import KERNEL_FORWARD_NAME, RESIDUAL_NAMES
 from fp8flax._core.options import check_no_train_state
@@ -44,19 +42,24 @@ def value_and_grad(
     A differentiated argument may contain the collection ``_overwrite_with_gradient``, or be the
     collection itself. Gradients of everything else are those of ``jax.value_and_grad``.
 
-    {state}
+    The gradient of the scaling state is its next value: the state of one call on all the data. This holds
+    however often a layer ran (shared weights, a scan over microbatches, ``jax.vmap`` over examples,
+    ``jax.shard_map`` over devices). A layer that got no gradient keeps its state. A tensor that held a NaN
+    or an Inf leaves no trace in its history.
 
     Args:
         fun: a function whose differentiated arguments are trees of arrays; returns a scalar, or a pair
             ``(scalar, aux)`` with ``has_aux``.
         argnums: which positional arguments to differentiate.
-        {args}
+        has_aux: whether the function returns auxiliary data.
+        holomorphic: passed to JAX.
+        allow_int: passed to JAX.
 
     Returns:
         A function with the arguments of ``fun`` that returns ``(value, gradients)``.
 
     Raises:
-        {errors}
+        TypeError: (when called) scaling state is not float32.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -98,7 +101,8 @@ def value_and_grad(
                 check_no_train_state(args[i])
                 jax.tree_util.tree_map_with_path(_refuse_integers, args[i])
         entered = [enter(arg) if i in here else arg for i, arg in enumerate(args)]
-        value, grads = jax_value_and_grad(*entered, **kwargs)
+        with differentiating():
+            value, grads = jax_value_and_grad(*entered, **kwargs)
         grads = tuple(leave(args[i], g) for i, g in zip(positions, grads))
         for i, g in zip(positions, grads):
             remember_step(args[i], g)
@@ -140,14 +144,16 @@ def grad(
     Args:
         fun: a function as in ``value_and_grad``.
         argnums: which positional arguments to differentiate.
-        {args}
+        has_aux: whether the function returns auxiliary data.
+        holomorphic: passed to JAX.
+        allow_int: passed to JAX.
 
     Returns:
         A function with the arguments of ``fun`` that returns the gradients, or with ``has_aux``
         ``(gradients, aux)``.
 
     Raises:
-        {errors}
+        TypeError: (when called) scaling state is not float32.
 
     Example:
         >>> import jax.numpy as jnp, fp8flax as fp8
@@ -175,7 +181,13 @@ def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Call
 def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     """Returns a function that computes ``value_and_grad`` of a mean over microbatches, one at a time.
 
-    {computation}
+    Every microbatch is cast with the same scales, and the scaling state is that of one call on all of them.
+    The gradients of parameters are averaged in float32. If the loss is a mean over examples and all
+    microbatches have one size, gradients and state are those of one large batch.
+
+    Kernels are quantized once for all microbatches. Their codes stay in memory for this time: one byte per
+    element, or two for block scales that differ between the forward and the backward pass. Call the
+    function under ``jax.jit`` or ``nnx.jit``; otherwise each call compiles again.
 
     Args:
         fun: ``fun(variables, microbatch)``; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``.
@@ -183,10 +195,15 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
 
     Returns:
         A function of two positional arguments, ``(variables, microbatches)``.
-        {result}
+        The number of microbatches is the first dimension of each leaf of ``microbatches``, as in
+        ``jax.lax.scan``; ``jax.random.split`` makes a key for each. The function returns ``(value,
+        gradients)``, or with ``has_aux`` ``((value, aux), gradients)``: the mean value, the gradients as in
+        ``value_and_grad``, and ``aux`` of each microbatch, stacked.
 
     Raises:
-        {errors}
+        TypeError: (when called) scaling state is not float32; or the function cannot take a list that was
+            passed as microbatches.
+        ValueError: (when called) there is no microbatch, or the first dimensions differ.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -198,7 +215,7 @@ def accumulate_gradients(fun: Callable[..., Any], has_aux: bool = False) -> Call
         >>> grads["_overwrite_with_gradient"]["Fp8DotGeneralOp_0"]["input_amax_history"][:2]
         Array([4., 0.], dtype=float32)
 
-    {also}
+    (``optax.MultiSteps`` accumulates over steps instead, each with its own scaling state.)
     """
 
     def with_empty_carry(variables: Any, _: None, microbatch: Any) -> Any:
@@ -289,7 +306,8 @@ def accumulate(
         return grads, carry, value, aux
 
     try:
-        grads, carry, value, aux = run(variables, carry, microbatches)
+        with differentiating():
+            grads, carry, value, aux = run(variables, carry, microbatches)
     except (AttributeError, TypeError) as error:
         if not (hint and is_from_container(error, microbatches)):
             raise

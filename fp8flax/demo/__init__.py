@@ -1,4 +1,4 @@
-"""The runnable example: three models, each trained in bf16 and in FP8, to compare them.
+"""The runnable example: a language model and a classifier, each trained in bf16 and in FP8.
 
-Run it with ``fp8flax demo``; it needs the ``demo`` extra.
+Run it with ``python -m fp8flax.demo``; it needs the ``demo`` extra.
 """

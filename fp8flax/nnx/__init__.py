@@ -3,15 +3,12 @@
 A second front of the package: recipes, ``autocast`` and ``audit`` are those of ``fp8flax``.
 """
 
-from fp8flax._host import public as _public
-
 # Ops, to be given to layers.
 from fp8flax.nnx.ops import (
     Fp8ConvGeneralDilatedOp as Fp8ConvGeneralDilatedOp,
     Fp8DotGeneralOp as Fp8DotGeneralOp,
     Fp8Einsum as Fp8Einsum,
     Fp8RaggedDotOp as Fp8RaggedDotOp,
-    NANOOFp8DotGeneralOp as NANOOFp8DotGeneralOp,
 )
 
 # Their state.
@@ -27,9 +24,6 @@ from fp8flax.nnx.training import (
 )
 from fp8flax.nnx.training import check_state as check_state
 
-# To and from Linen.
-from fp8flax.nnx.variables import to_linen as to_linen, update_from_linen as update_from_linen
-
 # Whole models.
 from fp8flax.nnx.models import quantize_model as quantize_model, report as report
 
@@ -37,9 +31,27 @@ from fp8flax.nnx.models import quantize_model as quantize_model, report as repor
 from fp8flax.nnx.training import calibrate as calibrate
 from fp8flax.nnx.freezing import Frozen as Frozen, freeze as freeze
 from fp8flax.nnx.safetensors import (
-    load_safetensors as load_safetensors,
     save_safetensors as save_safetensors,
     weights_for_serving as weights_for_serving,
 )
 
-_public.publish(globals())
+__all__ = [
+    "Fp8ConvGeneralDilatedOp",
+    "Fp8DotGeneralOp",
+    "Fp8Einsum",
+    "Fp8RaggedDotOp",
+    "Frozen",
+    "Optimizer",
+    "OverwriteWithGradient",
+    "accumulate_gradients",
+    "calibrate",
+    "check_state",
+    "freeze",
+    "grad",
+    "overwrite_state",
+    "quantize_model",
+    "report",
+    "save_safetensors",
+    "value_and_grad",
+    "weights_for_serving",
+]

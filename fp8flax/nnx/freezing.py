@@ -5,8 +5,6 @@ the scale. To check this, ``freeze`` traces the model with the kernels as inputs
 a mark when it enters the op of its layer. If anything else reads the kernel, it stays wide.
 """
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 import contextlib
@@ -34,7 +32,6 @@ from fp8flax._serve.scales import WEIGHT_ONLY, constant
 from fp8flax._serve.stored_op import (
     FROZEN,
     OpToFreeze,
-    as_codes,
     check_can_freeze,
     check_is_on,
     computed,
@@ -111,7 +108,7 @@ class _PromoteAllButKernel:
 def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: Any) -> Any:
     """Returns a copy of a model for serving: kernels in FP8, scales that no longer change.
 
-    {computation}
+    What the copy computes is described in ``fp8flax.freeze``.
 
     Kernels are stored at their old place, as codes in variables of the type ``Frozen``, with their scales
     in the op of the layer. Wide parameters stay ``nnx.Param``. ``nnx.jit``, ``nnx.split`` and checkpoints
@@ -121,7 +118,10 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     Args:
         model: a model with FP8 ops, given to its layers or set by ``quantize_model``; trained or
             calibrated.
-        {args}
+        *args: inputs to trace the model with; ``jax.ShapeDtypeStruct`` may take the place of arrays.
+        weight_only: whether to store kernels in FP8 with a scale for each output feature, and to multiply
+            in the inputs' dtype.
+        **kwargs: keyword inputs of the model.
 
     Returns:
         A model of the same type; ``model`` stays unchanged.
@@ -132,9 +132,9 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
             their kernels are read elsewhere; or FP8 is switched off here.
 
     Warns:
-        {warns}
-            Reasons are a convolution, an op outside of NNX's layers, a layer that did not run, a
-            recipe that keeps kernels wide, and a kernel that is read elsewhere.
+        UserWarning: kernels of FP8 ops stay wide, or delayed scales have seen no data. Reasons for a wide
+            kernel are a convolution, an op outside of NNX's layers, a layer that did not run, a recipe that
+            keeps kernels wide, and a kernel that is read elsewhere.
 
     Example:
         >>> from flax import nnx
@@ -165,15 +165,14 @@ def freeze(model: nnx.Module, *args: Any, weight_only: bool = False, **kwargs: A
     for path, (lhs, arguments) in seen.items():
         if path not in shared:
             frozen += _freeze(layers[path], path, lhs, arguments, weight_only, fresh)
-    if not frozen and shared:
-        raise ValueError(
-            f"There is nothing to freeze: {_read_elsewhere(shared)}. A kernel in FP8 can be read "
-            "by its layer's op only. Leave the model unfrozen, or give tied layers a copy of the kernel."
-        )
     if not frozen:
+        names = ", ".join(f"{path}/kernel".lstrip("/") for path in sorted(shared))
         raise ValueError(
-            "No layer with an FP8 matmul ran with these inputs, so there is nothing to freeze. Convert the "
-            "model by fp8flax.nnx.quantize_model(model, include=…), or give its layers ops."
+            f"There is nothing to freeze: something else than its layer's op reads or changes {names}. "
+            "Give tied layers a copy of the kernel."
+            if shared
+            else "There is nothing to freeze: no layer with an FP8 matmul ran with these inputs. Convert "
+            "the model by fp8flax.nnx.quantize_model(model, include=…), or give its layers ops."
         )
     wide: dict[str, str] = {}
     owners = {id(layer.op): layer for layer in layers_of(copy) if layer.op is not None}
@@ -201,11 +200,6 @@ def _why_wide(layer: Any, seen: set[str], shared: set[str]) -> str:
     if layer.site.path not in seen:
         return "it did not run with these inputs"
     return "its recipe keeps the kernel wide"
-
-
-def _read_elsewhere(paths: set[str]) -> str:
-    names = ", ".join(f"{path}/kernel".lstrip("/") for path in sorted(paths))
-    return f"something else than its layer's op reads or changes {names}"
 
 
 def _operands(
@@ -325,14 +319,14 @@ def _freeze(
         gemms=WEIGHT_ONLY if weight_only else recipe.gemms,
         lhs=lhs,
         arguments=arguments,
-        parameters=(wide,),
-        kernel=lambda arrays: arrays[0].astype(lhs.dtype),
-        parts=lambda values: (values,),
+        parameter=wide,
+        kernel=lambda array: array.astype(lhs.dtype),
+        into_parameter=lambda values: values,
         mapped=mapped,
     )
-    (codes,), scales = stored(to_freeze, {path: state_of(op)[OVERWRITE_WITH_GRADIENT]}, fresh)
+    codes, scales = stored(to_freeze, {path: state_of(op)[OVERWRITE_WITH_GRADIENT]}, fresh)
     frozen = FrozenOp(to_freeze.row, to_freeze.gemms, op.form, path, scales)
     setattr(layer.module, layer.kind.field, nnx.data(frozen))
-    layer.module.kernel = Frozen(as_codes(codes, to_freeze.gemms))
+    layer.module.kernel = Frozen(codes)
     _let_kernel_pass(layer, wide.dtype)
     return True

@@ -1,7 +1,5 @@
 """Whole NNX models: ``quantize_model``, which gives ops to their layers, and ``report``."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 import dataclasses
@@ -21,10 +19,10 @@ from fp8flax._core.options import wrong_model
 from fp8flax._core.plans.calls import calling
 from fp8flax._core.plans.conv import is_matmul
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM
-from fp8flax._core.plans.row import GemmSizes, OpRow, rows
+from fp8flax._core.plans.row import GemmSizes, OpRow
 from fp8flax._core.recipes import Recipe
 from fp8flax._model.decisions import SeenSite, check_matched, why_unconverted
-from fp8flax._model.model_report import SEE_AUDIT, ModelReport, gpu_named, table_of
+from fp8flax._model.model_report import SEE_AUDIT, ModelReport, table_of
 from fp8flax._model.rules import Rules, Site
 from fp8flax._train.bridge import needing_inputs, split_arrays
 from fp8flax.nnx.ops import Fp8Op, OverwriteWithGradient
@@ -92,19 +90,8 @@ _KINDS: dict[type[nnx.Module], Kind] = {
 
 
 def _kind_of(module: Any) -> Kind | None:
-    """Returns the kind of a layer of NNX, or of a module with a kernel and a field for an op.
-
-    Returns None for other modules.
-    """
-    known = next((kind for cls, kind in _KINDS.items() if isinstance(module, cls)), None)
-    if known is not None or not hasattr(module, "kernel"):
-        return known
-    row = next((row for row in rows() if row.kernel_axes and hasattr(module, str(row.nnx_field))), None)
-    if row is None:
-        return None
-    axes = row.kernel_axes or ((), ())
-    rank = sum(map(len, axes)) + 1  # one more axis for the output features
-    return Kind(row, row.plain, lambda layer: layer.kernel.get_value().shape[-rank:], lambda layer: axes)
+    """Returns the kind of a layer that has a field for an op; None for other modules."""
+    return next((kind for cls, kind in _KINDS.items() if isinstance(module, cls)), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,15 +239,20 @@ def quantize_model(
 
     The copy shares the arrays of the model, which are not mutable, but none of its variables.
 
-    {rules}
-
-    A pattern is searched (``re.search``) in a layer's path, such as ``encoder/layers/0/linear``, and in
-    that path with ``/kernel``. (The path of a layer that occurs at two places is the one that comes first
-    in ``nnx.iter_graph``.)
+    The rules and their order are those of ``fp8flax.quantize_model``. A pattern is searched
+    (``re.search``) in a layer's path, such as ``encoder/layers/0/linear``, and in that path with
+    ``/kernel``. (The path of a layer that occurs at two places is the one that comes first in
+    ``nnx.iter_graph``.)
 
     Args:
         model: any NNX module, also an abstract one (``nnx.eval_shape``).
-        {args}
+        recipe: how tensors are scaled, unless a rule says otherwise.
+        include: a regular expression or several, as in ``fp8flax.quantize_model``.
+        exclude: a regular expression or several, as in ``fp8flax.quantize_model``.
+        rules: pairs and callables, as in ``fp8flax.quantize_model``. The shape of the input that a callable
+            gets has only the dimensions that the kernel contracts.
+        allow_unmatched: whether to allow a pattern that decides nothing.
+        form: form of the ops, ``"direct"`` or ``"qdq"``; see ``fp8flax.Fp8DotGeneralOp``.
 
     Returns:
         A model of the same type; ``report`` lists what is converted and why. If nothing is converted,
@@ -333,9 +325,7 @@ def quantize_model(
         if layer.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):
             kept.add(layer.site.path)
         elif decision.converts:
-            row, shape = layer.kind.row, layer.kind.kernel_shape(layer.module)
-            sizes: Any = shape[:1] if row.stacked else ()
-            op = Fp8Op._for_row(row)(*sizes, recipe=decision.recipe, form=form)
+            op = Fp8Op._for_row(layer.kind.row)(recipe=decision.recipe, form=form)
             _stack(op, layer.stacked)
             setattr(layer.module, layer.kind.field, nnx.data(op))
         elif layer.op is None and layer.site.impossible is None:
@@ -364,24 +354,25 @@ def _stack(op: Fp8Op, stacked: tuple[int, ...]) -> None:
             value.set_value(jnp.broadcast_to(array, (*stacked, *array.shape)))
 
 
-def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -> ModelReport:
+def report(model: nnx.Module, *args: Any, **kwargs: Any) -> ModelReport:
     """Lists the layers of a converted model that run: sizes, whether in FP8, and why or why not.
 
     Nothing is computed: the shapes come from tracing a call. They are the shapes that the layer sees, under
     ``jax.vmap`` and ``nnx.vmap`` those of one example. A layer counts as often as it is called; in a loop
     it counts once. A layer with an op that does not run is listed with 0 times. Matmuls that modules write
-    out are not listed, nor is ``Fp8RaggedDotOp``, which is an FP8 op already. The prediction is that of
-    ``fp8flax.report``; ``fp8flax.audit`` reads the compiled step.
+    out are not listed, nor is ``Fp8RaggedDotOp``, which is an FP8 op already. What a GPU runs is in the
+    compiled program: see ``fp8flax.audit``.
 
     Args:
-        {args}
+        model: the model that ``quantize_model`` returned.
+        *args: inputs of the model; ``jax.ShapeDtypeStruct`` may take the place of arrays.
+        **kwargs: keyword inputs of the model.
 
     Returns:
-        {result}
+        A ``ModelReport``; print it, or look at its ``rows``.
 
     Raises:
         TypeError: ``model`` does not come from ``quantize_model``.
-        ValueError: ``target`` is unknown.
 
     Example:
         >>> from flax import nnx
@@ -390,14 +381,11 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
         >>> make = lambda: nnx.Linear(4096, 1024, rngs=nnx.Rngs(0))
         >>> model8 = nnx.eval_shape(lambda: fp8nnx.quantize_model(make()))
         >>> print(fp8nnx.report(model8, jax.ShapeDtypeStruct((8192, 4096), jnp.float32)))
-        contraction  kernel  B×M×K×N         times  % FLOPs  FP8?  speed-up  why
-        -------------------------------------------------------------------------------
-        (the model)  kernel  8192×4096×1024  1      100.0    FP8   1.32      by default
+        contraction  kernel  B×M×K×N         times  % FLOPs  FP8?  why
+        ---------------------------------------------------------------------
+        (the model)  kernel  8192×4096×1024  1      100.0    FP8   by default
         <BLANKLINE>
         1 of 1 contractions are converted (100.0 % of their FLOPs).
-        Predicted for all of them on NVIDIA H200, forward and backward: 1.32 times as fast as in bf16.
-
-    Source: as for ``fp8flax.report``.
     """
     copy = nnx.clone(model)
     layers = list(layers_of(copy))
@@ -409,7 +397,6 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
     if conversion is None or not is_whole:
         raise wrong_model(model, "come from fp8flax.nnx.quantize_model", "flax.nnx", "report", SEE_AUDIT)
     rules, kept, _ = conversion
-    gpu = gpu_named(target)
     counts: Counter[tuple[str, GemmSizes]] = Counter()
     sites, idle = {}, []
     for layer in layers:
@@ -436,7 +423,7 @@ def report(model: nnx.Module, *args: Any, target: str = "h200", **kwargs: Any) -
             site, decision = sites[path]
             sites[path] = site, decision._replace(converts=False, reason="its op is never called")
             counts[path, site.sizes._replace(m=0)] = 0
-    return table_of(counts, sites, gpu)
+    return table_of(counts, sites)
 
 
 @dataclasses.dataclass(frozen=True)

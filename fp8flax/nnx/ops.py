@@ -1,7 +1,5 @@
 """The NNX ops: modules that layers take in the place of ``lax.dot_general`` and similar functions."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 import contextlib
@@ -15,17 +13,14 @@ import numpy as np
 from flax import nnx
 
 from fp8flax._compat.flax_context import running_modules
-from fp8flax._core.formats import Format
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, SCALE
 from fp8flax._core.op_base import MissingStateError, OpBase, StateLeaf
 from fp8flax._core.options import check_int
 from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, RaggedDotCall
 from fp8flax._core.plans.ops import CONV, DOT_GENERAL, EINSUM, RAGGED_DOT
-from fp8flax._core.plans.row import OpRow
-from fp8flax._core.recipes import DelayedScaling, Recipe
+from fp8flax._core.recipes import Recipe
 
 
-# It is registered below, because Flax's bridge would otherwise make another type for the collection.
 class OverwriteWithGradient(nnx.Variable[Any]):
     """Variable whose "gradient" is its next value: the scaling state of FP8 ops.
 
@@ -46,7 +41,13 @@ class OverwriteWithGradient(nnx.Variable[Any]):
     """
 
 
-nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overwrite=True)
+# The name that Flax's bridge would give the type. MaxText looks for it.
+OverwriteWithGradient.__name__ = OVERWRITE_WITH_GRADIENT
+# Flax's bridge has one type for each collection. If there is one for this collection, it is taken.
+try:
+    OverwriteWithGradient = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT)  # type: ignore[assignment, misc]
+except ValueError:
+    nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient)
 
 
 def checked(out: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
@@ -122,15 +123,6 @@ class Fp8Op(OpBase, nnx.Module):
         for leaf in self._state_leaves(in_use, kernel):
             setattr(self, leaf.name, OverwriteWithGradient(jnp.full(leaf.shape, leaf.fill, jnp.float32)))
 
-    @classmethod
-    def _for_row(cls, row: OpRow) -> type[Self]:
-        if row.stacked and row not in cls._classes:
-            raise ValueError(
-                f"The row {row.name!r} has the stacked roles {row.stacked}, and an NNX op makes its state "
-                "before it sees a kernel. Define a subclass of fp8flax.nnx.Fp8RaggedDotOp with this row."
-            )
-        return super()._for_row(row)
-
     def _multiplier(self) -> Callable[..., jax.Array]:
         layer, field = next(reversed(running_modules()), None), self.row.linen_field
         if layer is not None and field is not None and hasattr(type(layer), field):
@@ -167,33 +159,28 @@ class Fp8Op(OpBase, nnx.Module):
             raise MissingStateError(
                 f"The FP8 op has no scaling state {where}, which its recipe needs: it was made under a "
                 "recipe without delayed scaling, or with FP8 switched off. Make the op, or the model, "
-                "under the recipe of its calls (fp8flax.autocast, or init of a schedule), or give the op "
-                f"its own recipe: {type(self).__name__}(recipe=…)."
+                "under the recipe of its calls (fp8flax.autocast), or give the op its own recipe: "
+                f"{type(self).__name__}(recipe=…)."
             )
         return variable.get_value(), where
 
 
 class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
-    """FP8 matmul for NNX layers, called like ``lax.dot_general``.
+    """FP8 matmul for NNX layers, called like ``lax.dot_general``; see ``fp8flax.Fp8DotGeneralOp``.
 
     Give an instance to a layer: ``nnx.Linear(…, dot_general=fp8flax.nnx.Fp8DotGeneralOp())``.
-    ``nnx.LinearGeneral`` has the same field. You can also call the op in a module of your own; several
-    calls of one op share its state. For ``nnx.MultiHeadAttention`` use ``quantize_model``, which gives each
-    layer its own op; one instance would be shared, with its scales, by query, key and value.
+    ``nnx.LinearGeneral`` has the same field. For ``nnx.MultiHeadAttention`` use ``quantize_model``, which
+    gives each layer its own op; one instance would be shared, with its scales, by query, key and value.
 
     Do not give the op as ``dot_general_cls``. NNX makes a new op at each call of such a layer, so the state
     is lost, and the scales stay 1.
 
-    {state}
-
-    The variables have the type ``OverwriteWithGradient``. The op has those of the recipe under which it was
-    made.
+    The scaling state is in variables of the type ``OverwriteWithGradient``. The op has the variables of the
+    recipe under which it was made.
 
     Args:
-        {options}
-
-    Raises:
-        {errors}
+        recipe: how tensors are scaled, as in ``fp8flax.Fp8DotGeneralOp``.
+        form: ``"direct"`` or ``"qdq"``, as in ``fp8flax.Fp8DotGeneralOp``.
 
     Example:
         >>> from flax import nnx
@@ -204,38 +191,19 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
         (2, 8)
         >>> layer.dot_general.kernel_amax_history.shape
         (1024,)
-
-    Source: ``flax.linen.fp8_ops``, whose state it has; Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
     row = DOT_GENERAL
 
 
-class NANOOFp8DotGeneralOp(Fp8DotGeneralOp):
-    """``Fp8DotGeneralOp`` whose default recipe has the FNUZ formats of AMD MI300.
-
-    Example:
-        >>> from flax import nnx
-        >>> import fp8flax.nnx as fp8nnx
-        >>> layer = nnx.Linear(4, 8, dot_general=fp8nnx.NANOOFp8DotGeneralOp(), rngs=nnx.Rngs(0))
-
-    Source: ``flax.linen.fp8_ops.NANOOFp8DotGeneralOp``.
-    """
-
-    default_recipe = DelayedScaling(fp8_format=Format.HYBRID_FNUZ)
-
-
 class Fp8Einsum(EinsumCall, Fp8Op):
-    """FP8 einsum of two operands for NNX layers, with the scaling state of ``Fp8DotGeneralOp``.
+    """FP8 einsum of two operands for NNX layers; see ``fp8flax.Fp8Einsum``.
 
     Give an instance to a layer: ``nnx.Einsum(…, einsum_op=fp8flax.nnx.Fp8Einsum())``.
-    {operands}
 
     Args:
-        {options}
-
-    Raises:
-        {errors}
+        recipe: how tensors are scaled, as in ``fp8flax.Fp8DotGeneralOp``.
+        form: ``"direct"`` or ``"qdq"``, as in ``fp8flax.Fp8DotGeneralOp``.
 
     Example:
         >>> from flax import nnx
@@ -245,26 +213,20 @@ class Fp8Einsum(EinsumCall, Fp8Op):
         >>> layer = nnx.Einsum("nta,hab->nthb", (8, 2, 4), einsum_op=op, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((1, 3, 2))).shape
         (1, 3, 8, 4)
-
-    {source}
     """
 
     row = EINSUM
 
 
 class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
-    """FP8 convolution for NNX layers, called like ``lax.conv_general_dilated``.
+    """FP8 convolution for NNX layers; see ``fp8flax.Fp8ConvGeneralDilatedOp``.
 
     Give an instance to a layer:
     ``nnx.Conv(…, conv_general_dilated=fp8flax.nnx.Fp8ConvGeneralDilatedOp())``.
 
-    {computation}
-
     Args:
-        {options}
-
-    Raises:
-        {errors}
+        recipe: how tensors are scaled, as in ``fp8flax.Fp8DotGeneralOp``.
+        form: ``"direct"`` or ``"qdq"``, as in ``fp8flax.Fp8ConvGeneralDilatedOp``.
 
     Example:
         >>> from flax import nnx
@@ -274,24 +236,18 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
         >>> layer = nnx.Conv(3, 8, (4, 4), (4, 4), conv_general_dilated=op, rngs=nnx.Rngs(0))
         >>> layer(jnp.ones((2, 16, 16, 3))).shape
         (2, 4, 4, 8)
-
-    {source}
     """
 
     row = CONV
 
 
 class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
-    """FP8 matmul of a mixture of experts in NNX, called like ``lax.ragged_dot``.
-
-    {computation}
+    """FP8 matmul of a mixture of experts in NNX; see ``fp8flax.Fp8RaggedDotOp``.
 
     Args:
         num_experts: number of kernels, 1 or more.
-        {options}
-
-    Raises:
-        {errors}
+        recipe: how tensors are scaled, as in ``fp8flax.Fp8DotGeneralOp``.
+        form: ``"direct"`` or ``"qdq"``, as in ``fp8flax.Fp8DotGeneralOp``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -301,8 +257,6 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
         (6, 8)
         >>> op.kernel_scale.shape
         (2, 1)
-
-    {source}
     """
 
     row = RAGGED_DOT

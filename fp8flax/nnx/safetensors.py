@@ -1,7 +1,5 @@
 """Frozen NNX models as safetensors files."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 import os
@@ -17,13 +15,12 @@ from fp8flax._core.options import wrong_model
 from fp8flax._core.recipes import CustomRecipe
 from fp8flax._serve.hidden_state import ServedOp
 from fp8flax._serve.renaming import Rename
-from fp8flax._serve.safetensors import load_safetensors as load_variables
 from fp8flax._serve.safetensors import tensors_of, write
 from fp8flax._serve.weights import Options, automatic_axes, options_of
 from fp8flax.nnx.freezing import Frozen, FrozenOp, freeze
 from fp8flax.nnx.models import Layer, layers_of
 from fp8flax.nnx.ops import Fp8Op
-from fp8flax.nnx.variables import Places, values_of, written_variables
+from fp8flax.nnx.variables import written_variables
 
 
 def save_safetensors(
@@ -42,10 +39,11 @@ def save_safetensors(
     Args:
         path: the file to write; an existing file is replaced.
         model: the model that ``freeze`` returned.
-        {args}
+        rename: other names for the tensors, as in ``fp8flax.save_safetensors``.
+        config: contents of a ``config.json``, as in ``fp8flax.save_safetensors``.
 
     Raises:
-        {errors}
+        ImportError, OSError, TypeError, ValueError: as in ``fp8flax.save_safetensors``.
 
     Example:
         >>> from flax import nnx
@@ -58,10 +56,6 @@ def save_safetensors(
         >>> import safetensors
         >>> sorted(safetensors.safe_open(path, "np").keys())
         ['bias', 'proj.weight', 'proj.weight_scale']
-        >>> other = nnx.clone(frozen)
-        >>> fp8nnx.load_safetensors(path, other)
-        >>> bool((other(x) == frozen(x)).all())
-        True
 
     Source: as for ``fp8flax.save_safetensors``.
     """
@@ -77,21 +71,24 @@ def weights_for_serving(
 ) -> dict[str, Any]:
     """Returns the FP8 weights of an NNX model in training under the names of an inference server.
 
-    {computation}
+    See ``fp8flax.weights_for_serving``.
 
     Args:
         model: a model with FP8 ops, given to its layers or set by ``quantize_model``.
-        {args}
+        *args: inputs to trace the model with, as in ``freeze``. Their values are not used.
+        rename: names of the server for those of the model, as in ``fp8flax.weights_for_serving``.
+        weight_only: whether each output feature has a scale, as in ``freeze``.
+        **kwargs: keyword inputs of the model.
 
     Returns:
-        {result}
+        Codes, scales and wide tensors by their names, as in the file.
 
     Raises:
         TypeError: as in ``freeze``; or as ``rename`` in ``fp8flax.save_safetensors``.
         ValueError: ``model`` is frozen; or as in ``freeze`` and ``save_safetensors``.
 
     Warns:
-        {warns}
+        UserWarning: at the first call, if kernels of FP8 ops stay wide; see ``freeze``.
 
     Example:
         >>> from flax import nnx
@@ -138,8 +135,8 @@ def _described(model: nnx.Module) -> tuple[tuple[ServedOp, ...], dict[str, Any]]
         if isinstance(node, Fp8Op):  # of a wide kernel
             recipe = node._recipe_in_use()
             gemms = CustomRecipe() if recipe is None else recipe.gemms
-            ops.append(ServedOp(tuple(map(str, keys)), gemms, ()))
-    return tuple(ops), values_of(_places(model))
+            ops.append(ServedOp(tuple(map(str, keys)), gemms, None))
+    return tuple(ops), _collections(model)
 
 
 def _served(layer: Layer, op: FrozenOp, place: tuple[str, ...]) -> ServedOp:
@@ -152,49 +149,16 @@ def _served(layer: Layer, op: FrozenOp, place: tuple[str, ...]) -> ServedOp:
     return ServedOp(
         (*place, layer.kind.field),
         op.recipe,
-        (((*place, "kernel"), kernel.dtype),),
+        ((*place, "kernel"), kernel.dtype),
         tuple((name, x.shape, x.dtype) for name, x in scales.items()),
         None if batched else (out, tuple(contracted)),
     )
 
 
-def _places(model: nnx.Module) -> Places:
-    places = {}
+def _collections(model: nnx.Module) -> dict[str, Any]:
+    """Returns the values of the variables in collections, as Linen has them."""
+    values = {}
     for collection, path, variable in written_variables(model):
-        collection = PARAMS if isinstance(variable, Frozen) else collection  # as Linen's
-        places[collection, *map(str, path)] = path, variable
-    return places
-
-
-def load_safetensors(path: str | os.PathLike[str], model: Any) -> None:
-    """Reads a file of ``save_safetensors`` into a frozen NNX model, bit for bit.
-
-    Args:
-        path: the file to read.
-        model: a frozen model of the same modules, with any values; its variables change. It may be
-            abstract, as ``nnx.eval_shape`` of ``freeze`` returns it.
-
-    Raises:
-        {errors}
-            Also if the variables are not those of the model, which then stays unchanged.
-
-    Example:
-        See ``save_safetensors``.
-
-    Source: the safetensors format.
-    """
-    if not isinstance(model, nnx.Module):
-        more = " The order is load_safetensors(path, model)."
-        raise wrong_model(model, "be a flax.nnx.Module", "flax.nnx", "load_safetensors", more)
-    given = nnx.traversals.flatten_mapping(load_variables(path))
-    places = _places(model)
-    expected = {place: (x.shape, x.dtype) for place, (_, x) in places.items()}
-    found = {place: (x.shape, x.dtype) for place, x in given.items()}
-    wrong = sorted("/".join(p) for p in expected.keys() | found if expected.get(p) != found.get(p))
-    if wrong:
-        raise ValueError(
-            f"The variables in {path} are not those of this model: {', '.join(wrong)} differ in shape or "
-            "dtype, or exist in only one of the two. Freeze a model of the same modules and recipes."
-        )
-    new = [(keys, variable.replace(given[place])) for place, (keys, variable) in places.items()]
-    nnx.update(model, nnx.from_flat_state(new))
+        collection = PARAMS if isinstance(variable, Frozen) else collection
+        values[collection, *map(str, path)] = variable.get_value()
+    return nnx.traversals.unflatten_mapping(values)

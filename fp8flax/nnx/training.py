@@ -1,7 +1,5 @@
 """Trains and calibrates an NNX model: gradients, the optimizer that takes them, and state from samples."""
 
-# ``_host/shared_text.py`` fills in the words in braces of the docstrings.
-
 from __future__ import annotations
 
 import functools
@@ -13,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fp8flax._compat.max_dtype import from_max_dtype
+from fp8flax._compat.max_dtype import differentiating, from_max_dtype
 from fp8flax._core.axes import axes_around_gradient, current_manual_axes
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_function, check_optimizer
@@ -75,24 +73,23 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Returns a function like ``nnx.value_and_grad`` for models that hold FP8 scaling state.
 
-    It differentiates the parameters and the scaling state. Gradients of everything else are those of
-    ``nnx.value_and_grad``. The model itself keeps its state until ``Optimizer.update`` or
-    ``overwrite_state``.
-
-    {state}
+    The gradient of the scaling state is its next value; see ``fp8flax.value_and_grad``. The model itself
+    keeps its state until ``Optimizer.update`` or ``overwrite_state``.
 
     Args:
         f: a function of models and arrays; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``.
         argnums: which positional arguments to differentiate. In a model these are its ``nnx.Param``, or
             with an ``nnx.DiffState`` the variables that its filter takes; and always the scaling state.
-        {args}
+        has_aux: whether the function returns auxiliary data.
+        holomorphic: passed to JAX.
+        allow_int: passed to JAX.
 
     Returns:
         A function with the arguments of ``f`` that returns ``(value, gradients)``: an ``nnx.State`` for
         each differentiated model, with variables of ``nnx.Param`` and ``OverwriteWithGradient``.
 
     Raises:
-        {errors}
+        TypeError: (when called) scaling state is not float32.
 
     Example:
         >>> from flax import nnx
@@ -150,7 +147,8 @@ def value_and_grad(
         # Inside of another value_and_grad the state is merged already. It is not differentiated twice.
         with _replaced(nodes, from_max):
             old = [state_of(node) for node in nodes]
-            value, grads = nnx_value_and_grad(*args, **kwargs)
+            with differentiating():
+                value, grads = nnx_value_and_grad(*args, **kwargs)
         for before, after in zip(old, [grads] if single else grads):
             new = state_of(after)
             set_state(after, kept_tree(_as_in(new, before), new))
@@ -168,19 +166,8 @@ def grad(
 ) -> Callable[..., Any]:
     """Returns a function like ``nnx.grad`` for models that hold FP8 scaling state.
 
-    The gradients are those of ``value_and_grad``; see there.
-
-    Args:
-        f: a function as in ``value_and_grad``.
-        argnums: which positional arguments to differentiate; see ``value_and_grad``.
-        {args}
-
-    Returns:
-        A function with the arguments of ``f`` that returns the gradients, or with ``has_aux`` ``(gradients,
-        aux)``.
-
-    Raises:
-        {errors}
+    The arguments and the gradients are those of ``value_and_grad``. The returned function returns the
+    gradients, or with ``has_aux`` the pair ``(gradients, aux)``.
 
     Example:
         >>> from flax import nnx
@@ -199,10 +186,8 @@ def grad(
 def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     """Returns a function that computes ``value_and_grad`` of a mean over microbatches, one at a time.
 
-    {computation}
-
-    Other changes of a microbatch to the model (statistics, random number generators) are seen by the next
-    microbatch, and stay in the model afterwards.
+    See ``fp8flax.accumulate_gradients``. Other changes of a microbatch to the model (statistics, random
+    number generators) are seen by the next microbatch, and stay in the model afterwards.
 
     Args:
         f: ``f(model, microbatch)``; returns a scalar, or a pair ``(scalar, aux)`` with ``has_aux``. It may
@@ -210,11 +195,13 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
         has_aux: whether ``f`` returns auxiliary data.
 
     Returns:
-        A function of two positional arguments, ``(model, microbatches)``.
-        {result}
+        A function of two positional arguments, ``(model, microbatches)``. Its results are those of
+        ``fp8flax.accumulate_gradients``.
 
     Raises:
-        {errors}
+        TypeError: (when called) scaling state is not float32; or the function cannot take a list that was
+            passed as microbatches.
+        ValueError: (when called) there is no microbatch, or the first dimensions differ.
 
     Example:
         >>> from flax import nnx
@@ -226,8 +213,6 @@ def accumulate_gradients(f: Callable[..., Any], has_aux: bool = False) -> Callab
         >>> value, grads = step(layer, microbatches)
         >>> grads["dot_general"]["input_amax_history"][:2]
         Array([4., 0.], dtype=float32)
-
-    {also}
     """
 
     @functools.wraps(f)
@@ -374,18 +359,12 @@ class Optimizer(nnx.Optimizer):
 def check_state(model: Any, before: Any = None) -> None:
     """Raises ``ValueError`` if scaling state was changed by something other than training with FP8.
 
-    See ``fp8flax.check_state``.
+    The checks, errors and warnings are those of ``fp8flax.check_state``.
 
     Args:
         model: an NNX module, or an ``nnx.State`` of it.
         before: the model before one step, as ``nnx.state(model)`` or ``nnx.clone(model)`` of that time;
             None checks ``model`` alone.
-
-    Raises:
-        {errors}
-
-    Warns:
-        UserWarning: there is no state; or some histories are all zeros, or did not move, while others did.
 
     Example:
         >>> from flax import nnx
@@ -414,22 +393,16 @@ def calibrate(
 ) -> None:
     """Fills the scaling state of a model from sample batches, so that its first step has the right scales.
 
-    {computation}
-
-    Nothing else in the model changes: statistics and random number generators that ``f`` updates are
-    restored.
+    The result, the errors and the warning are those of ``fp8flax.calibrate``. Nothing else in the model
+    changes: statistics and random number generators that ``f`` updates are restored.
 
     Args:
-        f: ``f(model, batch)``, such as ``lambda model, x: model(x)``.
-            {function}
+        f: ``f(model, batch)``, such as ``lambda model, x: model(x)``; see ``fun`` of ``fp8flax.calibrate``.
         model: an NNX module; its variables of ``OverwriteWithGradient`` change.
-        {args}
-
-    Raises:
-        {errors}
-
-    Warns:
-        {warns}
+        batches: a few samples, similar to those that the model will see.
+        backward: whether ``f`` is a loss (a scalar), whose gradients fill the state of output
+            gradients too.
+        has_aux: whether the loss comes in a pair ``(loss, aux)``.
 
     Example:
         >>> from flax import nnx
@@ -440,8 +413,6 @@ def calibrate(
         >>> fp8nnx.calibrate(lambda layer, x: layer(x), layer, [x, x / 2])
         >>> layer.dot_general.input_scale.get_value()
         Array([8.], dtype=float32)
-
-    Source: as for ``fp8flax.calibrate``.
     """
     check_function("f", f, "lambda model, x: model(x)")
     check_model(model, "calibrate")

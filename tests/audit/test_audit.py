@@ -1,18 +1,9 @@
-import contextlib
 import dataclasses
 import functools
 import importlib
-import io
 import json
-import os
-import re
-import subprocess
-import sys
-import tempfile
 import types
-import warnings
 from functools import partial
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -20,27 +11,31 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.linen import fp8_ops
 from jax import lax
 from jax.lax import DotAlgorithmPreset as Preset
 
 import fp8flax
-from fp8flax._audit import AuditReport, assert_fp8, audit, auditing, compiling
-from fp8flax._audit.command import main
+import fp8flax.nnx
+from fp8flax._audit import AuditReport, assert_fp8, audit, compiling, gemms
 from fp8flax._audit.compiling import Target
 from fp8flax._audit.dots import Dot
-from fp8flax._audit.gemms import AuditedGemm, why_not
-from fp8flax._audit.instructions import on_fp8_units, read_instructions
-from fp8flax._audit.op_names import path_of, role_of
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
+from fp8flax._audit.gemms import AuditedGemm, path_of, role_of, why_not
+from fp8flax._core.gemm.gpus import GPUS
 from tests.cases import RECIPES, cells, dense_step, struct
 
-pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
+pytestmark = pytest.mark.optimized
 
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 MIB = 2**20
-NEWER_THAN_0_9 = jax.__version_info__ >= (0, 10)
-PACKAGE = Path(fp8flax.__file__).parent
+
+
+@pytest.fixture
+def _algorithms(gpu):
+    """Skips a test of a user's own FP8 algorithm, if JAX cannot compile one for an absent GPU."""
+    if not compiling.compiles_algorithms():
+        pytest.skip("this JAX compiles no FP8 algorithm for an absent GPU")
 
 
 def product(preset, lhs_dtype, rhs_dtype):
@@ -83,6 +78,7 @@ def gradient_of(model, *args):
 # GEMMs that run in FP8, and the reasons of the others.
 
 
+@pytest.mark.oldest
 def test_plain_dense(gpu):
     report = audit(*dense_step(8192, 4096, 4096))
     assert (report.num_gemms, report.num_fp8_gemms, report.fp8_flops_share) == (3, 0, 0.0)
@@ -96,25 +92,24 @@ def test_plain_dense(gpu):
         "dgrad": (1, 8192, 4096, 4096),
         "wgrad": (1, 4096, 8192, 4096),
     }
-    if NEWER_THAN_0_9:
-        assert (report.num_kernels, report.num_launches, report.other_bytes) == (3, 3, 0)
+    assert (report.num_kernels, report.num_launches, report.other_bytes) == (3, 3, 0)
 
 
+@pytest.mark.oldest
 def test_quantize_dequantize(gpu):
     report = audit(*dense_step(8192, 4096, 4096, fp8_ops.Fp8DotGeneralOp))
     (forward,) = [g for g in report.gemms if g.role == "forward"]
     assert not forward.is_fp8
     assert forward.path == "Dense"
-    assert forward.reason.startswith("quantize-dequantize pattern not matched: multiplied in bfloat16")
-    if NEWER_THAN_0_9:
-        assert report.num_fp8_gemms == 0
-        assert "left out even the rounding" in forward.reason
-        assert report.num_kernels == 21
-        assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(800, abs=1)
+    assert "pattern not matched" in forward.reason
+    assert "left out even the rounding" in forward.reason
+    assert report.num_fp8_gemms == 0
+    assert report.num_kernels == 21
+    assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(800, abs=1)
 
 
 def test_flax_direct_op(gpu):
-    """XLA's own kernels read FP8, but without a device XLA takes a tile that multiplies in float16."""
+    """XLA's own kernels read FP8, and multiply it in FP8 or in float16: their tile decides."""
     step = dense_step(8192, 4096, 4096, fp8_ops.Fp8DirectDotGeneralOp)
     report = audit(*step)
     assert report.num_gemms == 3
@@ -124,25 +119,70 @@ def test_flax_direct_op(gpu):
         "wgrad": ("float8_e4m3fn", "float8_e5m2"),
     }
     assert {g.out_dtype for g in report.gemms} == {"bfloat16"}
-    if NEWER_THAN_0_9:  # before, XLA gave two of them to cublasLt
-        assert {g.backend for g in report.gemms} == {"Triton"}
-        assert (report.num_fp8_gemms, report.fp8_flops_share, report.maybe_fp8_flops_share) == (0, 0.0, 1.0)
-        in_float16 = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-        assert {g.instructions for g in report.gemms} == {(in_float16,)}
-        assert all(f"multiplied by {in_float16} (XLA's tile without" in g.reason for g in report.gemms)
-        with pytest.raises(
-            AssertionError, match=r"^0\.0 % of the GEMMs' FLOPs run in FP8 \(100\.0 % may\)"
-        ):
-            assert_fp8(*step)
-        assert report.num_kernels == (22 if jax.__version_info__ < (0, 12) else 28)
-        assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(592, abs=1)
+    assert {g.backend for g in report.gemms} == {"Triton"}
+    assert {g.may_be_fp8 for g in report.gemms} == {True}
+    assert all("tile" in g.reason for g in report.gemms)
+    assert (report.num_fp8_gemms, report.fp8_flops_share, report.maybe_fp8_flops_share) == (0, 0.0, 1.0)
+    with pytest.raises(AssertionError, match="100.0 % may"):
+        assert_fp8(*step)
+    assert report.num_kernels == (22 if jax.__version_info__ < (0, 12) else 28)
+    assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(592, abs=1)
+    assert report.compiled_by == "JAX"
 
 
+def without_algorithms(monkeypatch):
+    """Lets the audit compile as where JAX compiles no FP8 algorithm for an absent GPU."""
+    for module in (compiling, gemms):
+        monkeypatch.setattr(module, "compiles_algorithms", lambda: False)
+
+
+@pytest.mark.parametrize("name", cells(["delayed", "block128"], repeated=["block128"]))
+@pytest.mark.parametrize("target", ["h200", "b200"])
+def test_the_precision_can_stand_for_the_algorithm(gpu, monkeypatch, name, target):
+    """The GEMMs are the same, but XLA computes none of them as several sums, as it does small ones."""
+    args = dense_step(512, 256, 384, partial(fp8flax.Fp8DotGeneralOp, recipe=RECIPES[name]))
+    expected = audit(*args, target=target)
+    without_algorithms(monkeypatch)
+    report = audit(*args, target=target)
+    assert (report.compiled_by == "JAX") == (name == "block128")
+    assert (report.compiled_by in str(report)) == (name != "block128")
+    assert report.num_launches <= expected.num_launches
+    names = "path", "role", "lhs_dtype", "rhs_dtype", "backend", "accumulation", "is_fp8", "flops"
+    rows, others = ({tuple(getattr(g, n) for n in names) for g in r.gemms} for r in (report, expected))
+    assert rows == others
+
+
+def test_other_fp8_gemms_beside_one_without_an_algorithm(gpu, monkeypatch):
+    """Without Triton XLA gives Flax's GEMM to cublasLt, and on the GPU it would not."""
+
+    def fn(x, w):
+        return product(None, E4M3, E4M3)[0](x, w), layer.apply(variables, x.astype(BF16))
+
+    layer = nn.Dense(128, dtype=BF16, dot_general_cls=fp8flax.Fp8DotGeneralOp)
+    variables = jax.tree.map(
+        lambda x: jnp.ones(x.shape, x.dtype),
+        jax.eval_shape(layer.init, jax.random.key(0), struct(512, 256)),
+    )
+    without_algorithms(monkeypatch)
+    report = audit(fn, *product(None, E4M3, E4M3)[1:])
+    found = sorted((g.accumulation, g.is_fp8, g.may_be_fp8) for g in report.gemms)
+    assert found == [("default", False, True), ("fast", True, False)]
+
+
+def test_a_function_of_nnx_jit(gpu, monkeypatch):
+    """Flax wraps the lowered program of JAX."""
+    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0), dot_general=fp8flax.nnx.Fp8DotGeneralOp())
+    without_algorithms(monkeypatch)
+    assert audit(nnx.jit(lambda model, x: model(x)), model, jnp.ones((64, 64))).num_fp8_gemms == 1
+
+
+@pytest.mark.oldest
 @pytest.mark.parametrize(
     ("preset", "accumulation"),
     [(Preset.ANY_F8_ANY_F8_F32, "exact"), (Preset.ANY_F8_ANY_F8_F32_FAST_ACCUM, "fast")],
 )
-def test_cublaslt_and_its_accumulation(gpu, preset, accumulation):
+@pytest.mark.usefixtures("_algorithms")
+def test_cublaslt_and_its_accumulation(preset, accumulation):
     (gemm,) = audit(*product(preset, E4M3, E5M2)).gemms
     assert (gemm.is_fp8, gemm.backend, gemm.accumulation) == (True, "cublasLt", accumulation)
     assert not gemm.may_be_fp8
@@ -150,10 +190,9 @@ def test_cublaslt_and_its_accumulation(gpu, preset, accumulation):
     assert (gemm.batch, gemm.m, gemm.k, gemm.n) == (1, 512, 256, 128)
 
 
-def test_e5m2_by_e5m2_has_no_algorithm(gpu):
-    with pytest.raises(
-        RuntimeError, match=r"XLA cannot compile fn for NVIDIA H200 \(.*e5m2 × e5m2"
-    ) as info:
+@pytest.mark.usefixtures("_algorithms")
+def test_e5m2_by_e5m2_has_no_algorithm():
+    with pytest.raises(RuntimeError, match="e5m2 × e5m2") as info:
         audit(*product(Preset.ANY_F8_ANY_F8_F32, E5M2, E5M2))
     assert info.value.__cause__ is not None
 
@@ -217,9 +256,7 @@ def test_other_reasons(dot, has_units, platform, reason):
         contracts_leading=None,
         fp8_sources=("f8e4m3fn", "f8e4m3fn"),
     )
-    target = Target(
-        key="local", name="", platform=platform, has_fp8_units=has_units, compute_capability=0.0
-    )
+    target = Target(key="local", name="", platform=platform, has_fp8_units=has_units)
     assert why_not(dot, True, target).startswith(reason)
 
 
@@ -275,6 +312,7 @@ def test_gradients_of_square_layers_are_told_apart(gpu):
 # Control flow.
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("remat", cells([False, True], repeated=[False]))
 def test_scanned_layers(gpu, remat):
     layer = nn.remat(Layer, prevent_cse=False) if remat else Layer
@@ -287,7 +325,6 @@ def test_scanned_layers(gpu, remat):
     roles = ["dgrad", "dgrad", "forward", "forward", "wgrad", "wgrad"]
     assert sorted(g.role for g in report.gemms) == sorted(roles + ["recomputed forward"] * remat)
     assert report.flops == (6 + remat) * 8 * 2 * 512 * 128 * 256
-    assert report.num_gemm_launches == 8 * report.num_gemms
     assert report.num_launches > report.num_kernels
     assert not report.unknown_trip_counts
 
@@ -390,15 +427,6 @@ def test_a_persistent_compilation_cache_changes_nothing(gpu):
     assert first == second
 
 
-def test_filters_of_warnings_are_restored_after_audits_in_several_threads():
-    before, (first, second) = list(warnings.filters), (compiling._ignoring_cache_errors() for _ in range(2))
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    second.__exit__(None, None, None)
-    assert warnings.filters == before
-
-
 def test_scalars_are_arguments_and_arrays_are_optional(gpu):
     (gemm,) = audit(lambda x, factor: x @ (x * factor), struct(64, 64, dtype=jnp.float32), 2.0).gemms
     assert gemm.lhs_dtype == "float32"
@@ -406,19 +434,11 @@ def test_scalars_are_arguments_and_arrays_are_optional(gpu):
     assert (report.device, report.num_gemms) == ("NVIDIA H200", 1)
 
 
-@pytest.mark.parametrize("target", ["h100", "b200"])
-def test_other_targets(gpu, target):
-    report = audit(*product(Preset.ANY_F8_ANY_F8_F32, E4M3, E4M3), target=target)
-    assert report.fp8_flops_share == 1.0
-    assert (report.target, report.device) == (target, f"NVIDIA {target.upper()}")
-
-
-HAS_KERNEL = jax.__version_info__ >= (0, 10)
 RUNS_IN_FP8 = {
     "a100": {},
     "l40s": {"delayed": True, "current": True},
     "rtx4090": {"delayed": True, "current": True},
-    "h200": {"delayed": True, "current": True, "block128": HAS_KERNEL},
+    "h200": {"delayed": True, "current": True, "block128": True},
     "b200": {"delayed": True, "current": True, "block128": True, "mxfp8": True},
 }
 
@@ -438,12 +458,13 @@ SEEN += [("a100", "delayed"), ("l40s", "delayed")]
 )
 def test_what_each_gpu_multiplies_in_fp8(target, recipe):
     """Every supported version of JAX gives the same result."""
-    if target == "a100" and not NEWER_THAN_0_9:
-        pytest.skip("after other programs XLA of JAX 0.9 writes FP8 casts that an A100 does not have")
     op = partial(fp8flax.Fp8DotGeneralOp, recipe=RECIPES[recipe])
     report = audit(*dense_step(256, 128, 384, op), target=target)
+    assert (report.target, report.device) == (target, GPUS[target].name)
     assert report.num_gemms == 3
     assert report.fp8_flops_share == RUNS_IN_FP8[target].get(recipe, False)
+    if target == "b200" and recipe in ("block128", "mxfp8"):
+        assert {gemm.backend for gemm in report.gemms} == {"cuDNN"}
     if target == "a100":
         assert {gemm.reason for gemm in report.gemms} == {
             "this GPU has no FP8 units; the values are emulated"
@@ -451,7 +472,6 @@ def test_what_each_gpu_multiplies_in_fp8(target, recipe):
         assert report.predicted_seconds["total"] > 0
 
 
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for experts needs JAX 0.10")
 def test_experts_on_an_h200():
     """Our kernel for experts compiles on every version of JAX that can write it."""
     op = fp8flax.Fp8RaggedDotOp(recipe=fp8flax.Float8CurrentScaling(fp8_format=fp8flax.Format.E4M3))
@@ -488,23 +508,19 @@ def test_local_cpu():
 
 
 def test_unknown_target():
-    with pytest.raises(
-        ValueError,
-        match="^target must be one of a100, .*, b200, local, or a jax.sharding.Mesh .*; got .h20.. For "
-        "another GPU use one of the same compute capability: .* h200 has 9.0",
-    ):
+    with pytest.raises(ValueError, match="h200 has 9.0"):
         audit(jnp.dot, struct(4, 4), struct(4, 4), target="h20")
 
 
 def test_a_gpu_that_audit_cannot_compile_for():
-    with pytest.raises(ValueError, match="MI300X .* multiplies float8_e4m3fnuz and .*; got .mi300x."):
+    with pytest.raises(ValueError, match="MI300X"):
         audit(jnp.dot, struct(4, 4), struct(4, 4), target="mi300x")
 
 
 def test_tpus_are_refused(monkeypatch):
     device = types.SimpleNamespace(platform="tpu", device_kind="TPU v6")
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    with pytest.raises(ValueError, match="for CPUs and GPUs; use one of a100, l40s, .*, b200"):
+    with pytest.raises(ValueError, match="CPUs and GPUs"):
         audit(jnp.dot, struct(4, 4), struct(4, 4), target="local")
 
 
@@ -513,13 +529,13 @@ def test_missing_plugin(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(ImportError, match=r"pip install jax-cuda13-plugin==\d"):
+    with pytest.raises(ImportError, match="pip install"):
         compiling._device.__wrapped__("h200")
 
 
 def test_plugin_of_another_version(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.0.1")
-    with pytest.raises(ImportError, match=r"jax-cuda13-plugin 0\.0\.1 does not fit jaxlib .*==\d"):
+    with pytest.raises(ImportError, match="does not fit"):
         compiling._device.__wrapped__("h200")
 
 
@@ -530,7 +546,7 @@ def test_plugin_that_jax_refused(monkeypatch):
     topologies = importlib.import_module("jax.experimental.topologies")
     monkeypatch.setattr(importlib.metadata, "version", lambda package: compiling.jaxlib.__version__)
     monkeypatch.setattr(topologies, "get_topology_desc", refuse)
-    with pytest.raises(ImportError, match="topology not implemented.*JAX_PLATFORMS=cpu"):
+    with pytest.raises(ImportError, match="JAX_PLATFORMS=cpu"):
         compiling._device.__wrapped__("h200")
 
 
@@ -538,7 +554,7 @@ def test_function_that_cannot_be_traced():
     def mismatched(x):
         return x @ jnp.ones((3, 3), BF16)
 
-    with pytest.raises(RuntimeError, match=r"mismatched cannot be traced \(TypeError: dot_general") as info:
+    with pytest.raises(RuntimeError, match="cannot be traced") as info:
         audit(mismatched, struct(4, 4), target="local")
     assert isinstance(info.value.__cause__, TypeError)
 
@@ -546,7 +562,7 @@ def test_function_that_cannot_be_traced():
 def test_function_bound_to_another_device(gpu):
     cpu = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     fn = jax.jit(lambda x: x @ x, in_shardings=cpu)
-    with pytest.raises(RuntimeError, match="Shardings and meshes must be of|make them static"):
+    with pytest.raises(RuntimeError, match="Shardings|static"):
         audit(fn, struct(64, 64))
 
 
@@ -559,14 +575,12 @@ def test_assert_fp8():
     assert report.num_gemms == 1
     with pytest.raises(AssertionError) as info:
         assert_fp8(*args, target="local")
-    assert str(info.value) == (
-        f"0.0 % of the GEMMs' FLOPs run in FP8; at least 100.0 % were asked for.\n\n{report}"
-    )
+    assert str(info.value).endswith(str(report))
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, 90, float("nan")])
 def test_assert_fp8_takes_a_share(share):
-    with pytest.raises(ValueError, match="min_flops must be a share between 0 and 1"):
+    with pytest.raises(ValueError, match="min_flops"):
         assert_fp8(jnp.dot, struct(4, 4), struct(4, 4), min_flops=share, target="local")
 
 
@@ -637,84 +651,6 @@ def test_table():
     )
 
 
-# A large tile, which XLA may pick on a GPU.
-TILE = "block_m:128 block_n:128 block_k:64 split_k:1 num_stages:3 num_warps:4 num_ctas:1"
-
-
-@pytest.mark.parametrize(
-    ("target", "fp8"),
-    [("h200", r"wgmma\.mma_async\..*\.e4m3\.e4m3"), ("b200", r"tcgen05\.mma\..*kind::f8f6f4")],
-)
-def test_which_instructions_multiply_depends_on_the_tile(gpu, monkeypatch, target, fp8):
-    """XLA compiles equal kernels once."""
-
-    def fn(x, kernels):
-        for kernel in kernels:
-            y = lax.dot_general(
-                x.astype(E4M3), kernel, (((1,), (1,)), ((), ())), preferred_element_type=BF16
-            )
-            x = jnp.tanh(y)
-        return x
-
-    args = struct(256, 256, dtype=BF16), 3 * [struct(256, 256, dtype=E4M3)]
-    small = audit(fn, *args, target=target)
-    assert [(gemm.is_fp8, gemm.may_be_fp8) for gemm in small.gemms] == 3 * [(False, True)]
-    compile_lowered = auditing.compile_lowered
-
-    def with_tile(*given):
-        options = {"xla_gpu_override_gemm_autotuner": TILE}
-        return compile_lowered(*given[:3], {**(given[3] if given[3:] else {}), **options})
-
-    monkeypatch.setattr(auditing, "compile_lowered", with_tile)
-    large = audit(fn, *args, target=target)
-    if NEWER_THAN_0_9:  # the XLA of JAX 0.9 ignores the option: without a device it picks its own tile
-        found = [(gemm.is_fp8, gemm.may_be_fp8, gemm.reason) for gemm in large.gemms]
-        assert found == 3 * [(True, False, "")]
-        assert all(re.fullmatch(fp8, name) for gemm in large.gemms for name in gemm.instructions)
-    # If XLA writes no PTX, the report promises nothing.
-    monkeypatch.setattr(auditing, "read_instructions", lambda compile_with: {})
-    unread = audit(fn, *args, target=target)
-    assert [(gemm.is_fp8, gemm.may_be_fp8) for gemm in unread.gemms] == 3 * [(False, True)]
-    assert unread.gemms[0].reason.endswith("for which XLA wrote no PTX: its instructions are not known")
-
-
-def test_instructions_are_read_of_programs_that_jax_has_in_its_cache(monkeypatch):
-    """The key of the cache includes all options but the folder; without a folder nothing is read."""
-    seen = []
-
-    def compile_with(options):
-        seen.append({name: value for name, value in options.items() if name != "xla_dump_to"})
-        for i, name in enumerate(("e4m3", "e5m2")):
-            text = f".visible .entry dot(\n mma.sync.{name} {{}}\n.visible .entry other_{i}(\n ret;"
-            Path(options["xla_dump_to"], f"{i}.ptx").write_text(text)
-
-    for _ in range(2):
-        assert read_instructions(compile_with) == {
-            "dot": {"mma.sync.e4m3", "mma.sync.e5m2"},
-            "other_0": frozenset(),
-            "other_1": frozenset(),
-        }
-    assert seen[0] != seen[1]
-    monkeypatch.setattr(tempfile, "tempdir", "/nothing/of/the/kind")
-    assert read_instructions(compile_with) == {}
-    assert len(seen) == 2
-
-
-@pytest.mark.parametrize(
-    ("instruction", "on_units_of"),
-    [
-        ("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e5m2", {8.9, 9.0, 10.0, 12.0}),
-        ("tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale", {8.9, 9.0, 10.0, 12.0}),
-        ("mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e5m2.f32", {8.9, 12.0}),
-        ("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16", set()),
-        ("tcgen05.mma.cta_group::1.kind::f16", set()),
-    ],
-)
-def test_instructions_of_fp8_units(instruction, on_units_of):
-    """ptxas and nvdisasm of CUDA 13.0 show ``mma.sync`` as QMMA, or as conversions and HMMA."""
-    assert {c for c in (8.9, 9.0, 10.0, 12.0) if on_fp8_units(instruction, c)} == on_units_of
-
-
 def test_fp8_operands_in_triton_only_may_run_in_fp8():
     changes = {"backend": "Triton", "accumulation": "default", "reason": "the tile"}
     triton = dataclasses.replace(GEMM, is_fp8=False, may_be_fp8=True, **changes)
@@ -726,8 +662,6 @@ def test_fp8_operands_in_triton_only_may_run_in_fp8():
         "1 of 4 GEMMs run in FP8 (25.0 % of their FLOPs), 2 may (50.0 %), on NVIDIA H200, JAX 0.0."
     )
     assert "Triton          25.0     may [1]\n" in str(report)
-    assert "<td>may [1]</td>" in report._repr_html_()
-    assert [gemm["may_be_fp8"] for gemm in report.to_dict()["gemms"]] == [False, True, True, False]
 
 
 def test_only_all_is_100_percent():
@@ -736,21 +670,9 @@ def test_only_all_is_100_percent():
     assert "1 of 2 GEMMs run in FP8 (>99.9 % of their FLOPs)" in report.summary
 
 
-def test_html_is_escaped():
-    html = REPORT._repr_html_()
-    assert "<td>&lt;b&gt;</td>" in html
-    assert "[1] a &lt; b" in html
-    assert "<b>" not in html
-    assert html.count("<tr>") == 3
-
-
-def test_dict_holds_fields_and_totals():
-    restored = json.loads(json.dumps(REPORT.to_dict()))
-    assert restored["fp8_flops_share"] == 0.5
-    assert restored["num_gemm_launches"] == 10
-    assert restored["gemms"][0]["flops"] == 2 * 64 * 32 * 16 * 8
+def test_a_report_can_be_written_as_json():
+    restored = json.loads(json.dumps(dataclasses.asdict(REPORT)))
     assert restored["gemms"][1]["reason"] == "a < b"
-    assert {f.name for f in dataclasses.fields(REPORT)} <= set(restored)
 
 
 def test_predicted_time():
@@ -784,248 +706,9 @@ def test_bytes_that_a_device_sends():
     assert "sends" not in str(REPORT)
 
 
-def test_plot_has_a_bar_of_three_parts_for_each_program():
-    other = dataclasses.replace(REPORT, num_launches=42)
-    (axes,) = REPORT.plot(bf16=other).axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["bf16", "fp8"]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
-        "GEMMs",
-        "other kernels",
-        "launches",
-    ]
-    widths = [[bar.get_width() for bar in part] for part in axes.containers]
-    for i, report in enumerate((other, REPORT)):
-        parts = list(report.predicted_seconds.values())[:3]
-        assert [width[i] for width in widths] == pytest.approx([1e3 * part for part in parts])
-    with pytest.raises(ValueError, match="'wide' was compiled for 'b200', this report for 'h200'"):
-        REPORT.plot(wide=dataclasses.replace(REPORT, target="b200"))
-    with pytest.raises(ValueError, match="'fp8' was compiled for 'local'"):
-        dataclasses.replace(REPORT, target="local").plot()
-    for wrong, match in (
-        ({"fp8": other}, "calls this one fp8; got fp8= with a value of type AuditReport"),
-        ({"title": "step"}, "such as bf16=report.*got title= with a value of type str"),
-    ):
-        with pytest.raises(TypeError, match=match):
-            REPORT.plot(**wrong)
-
-
 def test_program_without_gemms():
     report = audit(jnp.negative, struct(8), target="local")
     assert (report.num_gemms, report.fp8_flops_share) == (0, 0.0)
     assert "0 of 0 GEMMs" in str(report)
-    assert "<table>" in report._repr_html_()
-    with pytest.raises(AssertionError, match="0 of 0 GEMMs"):
+    with pytest.raises(AssertionError, match="no GEMM"):
         assert_fp8(jnp.negative, struct(8), target="local")
-
-
-# The command line.
-
-PROGRAM = """
-import jax, jax.numpy as jnp
-
-def step():
-    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    return jnp.dot, x, x
-
-def wrong():
-    return 3
-
-def short():
-    return (lambda x, y: x), jax.ShapeDtypeStruct((64, 64), jnp.float32)
-
-def fails():
-    return jnp.dot, jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.float32)
-"""
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch):
-    """Returns the main function of the command; the modules ``program_*`` are in the current folder."""
-    (tmp_path / "program_to_audit.py").write_text(PROGRAM)
-    (tmp_path / "program_broken.py").write_text("raise ValueError('first\\nsecond')")
-    # The console script begins without the current folder, and adds it.
-    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
-    monkeypatch.chdir(tmp_path)
-    yield main
-    sys.modules.pop("program_to_audit", None)
-
-
-@pytest.mark.long
-def test_command_in_a_process_of_its_own(command, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "fp8flax.audit", "program_to_audit:step", "--target", "local"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "0 of 1 GEMMs run in FP8 (0.0 % of their FLOPs) on cpu" in done.stdout
-    assert "RuntimeWarning" not in done.stderr
-
-
-def test_command_writes_json_and_checks_the_share(command, capsys):
-    program = ["program_to_audit:step", "--target", "local"]
-    assert command([*program, "--json", "report.json", "--min-flops", "0.5"]) == 1
-    out, err = capsys.readouterr()
-    assert "0 of 1 GEMMs" in out
-    assert err == "fp8flax audit: 0.0 % of the GEMMs' FLOPs run in FP8; at least 50.0 % were asked for\n"
-    assert json.loads(Path("report.json").read_text())["num_gemms"] == 1
-    assert command([*program, "--min-flops", "0"]) == 0
-
-
-@pytest.mark.parametrize("where", ["no/such/folder", "/dev/full"])
-def test_json_that_cannot_be_written_loses_no_report(command, capsys, where):
-    assert command(["program_to_audit:step", "--target", "local", "--json", where]) == 2
-    out, err = capsys.readouterr()
-    assert "0 of 1 GEMMs" in out
-    assert err.startswith("fp8flax audit: [Errno ")
-    assert where in err
-    assert err.count("\n") == 1
-
-
-def test_output_that_cannot_be_written_loses_no_json(command, capsys, monkeypatch):
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert command(["program_to_audit:step", "--target", "local", "--json", "report.json"]) == 2
-        with contextlib.suppress(OSError):
-            full.close()
-    assert "No space left on device" in capsys.readouterr().err
-    assert json.loads(Path("report.json").read_text())["num_gemms"] == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: demo | module:function"),
-        (["nonsense"], "the program must be demo or module:function; got 'nonsense'"),
-        (["no_such_module:f"], "cannot import no_such_module (ModuleNotFoundError: No module named"),
-        (["program_broken:f"], "cannot import program_broken (ValueError: first)"),
-        (["program_to_audit:nothing"], "program_to_audit has no function nothing"),
-        (["program_to_audit:wrong"], "program_to_audit:wrong must return (fn, *args); it returned int"),
-        (
-            ["program_to_audit:short"],
-            "program_to_audit:short must return (fn, *args), with the arguments of fn(x, y); it returned 1",
-        ),
-        (["program_to_audit:step", "--target", "h20"], "argument --target: invalid choice: 'h20'"),
-        (
-            ["program_to_audit:step", "--min-flops", "90"],
-            "argument --min-flops: a share must be between 0 and 1",
-        ),
-    ],
-)
-def test_usage_errors_of_the_command(command, capsys, arguments, message):
-    assert command(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"fp8flax audit: {message}")
-    assert err.count("\n") == 1
-
-
-def test_missing_extras_are_usage_errors(command, capsys, monkeypatch):
-    def missing(target):
-        raise ImportError("install it")
-
-    monkeypatch.setattr(compiling, "_device", missing)
-    assert command(["program_to_audit:step"]) == 2
-    assert capsys.readouterr().err == "fp8flax audit: install it\n"
-    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    for name in ("tasks", "training"):
-        monkeypatch.delitem(sys.modules, f"fp8flax.demo.{name}", raising=False)
-    assert command(["demo"]) == 2
-    assert "install it with: pip install 'fp8flax[demo]'" in capsys.readouterr().err
-
-
-def test_function_that_fails_is_shown_with_its_traceback(command, capsys):
-    assert command(["program_to_audit:fails", "--target", "local"]) == 2
-    err = capsys.readouterr().err
-    assert "Traceback" in err
-    assert "dot cannot be traced" in err
-
-
-@pytest.mark.parametrize(
-    ("leave", "code"),
-    [("sys.exit(0)", "0"), ("sys.exit()", ""), ("raise SystemExit", ""), ("sys.exit('1\\n2')", r"'1\n2'")],
-)
-def test_a_program_that_exits_gives_no_report(command, capsys, leave, code):
-    """The command fails, because an exit status of 0 would mean that enough runs in FP8."""
-    Path("program_exits.py").write_text(f"import sys; {leave}")
-    Path("program_exits_later.py").write_text(
-        f"import sys\ndef fn():\n    {leave}\ndef step():\n    return fn,"
-    )
-    for program, what in (
-        ("program_exits:step", "the import of program_exits"),
-        ("program_exits_later:fn", "program_exits_later:fn"),
-        ("program_exits_later:step", "the function that program_exits_later:step returned"),
-    ):
-        assert command([program, "--target", "local", "--min-flops", "1"]) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err == f"fp8flax audit: no report, because {what} ended the program with sys.exit({code})\n"
-        sys.modules.pop("program_exits_later", None)
-
-
-def test_other_ends_of_a_program(command, capsys):
-    Path("program_ends.py").write_text(
-        "class Ended(BaseException): pass\n"
-        "def interrupted(): raise KeyboardInterrupt\n"
-        "def ended(): raise Ended\n"
-    )
-    assert command(["program_ends:interrupted", "--target", "local"]) == 130
-    assert capsys.readouterr().err == "\nfp8flax audit: interrupted\n"
-    assert command(["program_ends:ended", "--target", "local"]) == 2
-    assert "program_ends.Ended" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as helped:
-        command(["--help"])
-    assert helped.value.code == 0
-    del sys.modules["program_ends"]
-
-
-def test_a_report_that_cannot_be_written(command, capsys, monkeypatch):
-    class Full(io.StringIO):
-        def flush(self):
-            raise OSError("no space left")
-
-    monkeypatch.setattr(sys, "stdout", Full())
-    assert command(["program_to_audit:step", "--target", "local"]) == 2
-    assert capsys.readouterr().err == "fp8flax audit: no space left\n"
-
-
-@pytest.mark.long
-def test_a_program_that_replaces_what_the_command_ends_by(command, tmp_path):
-    (tmp_path / "program_replaces.py").write_text(
-        PROGRAM + "import io, sys\nsys.exit, sys.stdout = print, io.StringIO()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "fp8flax.audit", "program_replaces:step", "--target=local", "--min-flops=1"],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1, done.stderr
-    assert "0 of 1 GEMMs run in FP8" in done.stdout
-
-
-@pytest.mark.long
-def test_command_audits_the_demo(gpu, command, capsys, monkeypatch):
-    training = pytest.importorskip("fp8flax.demo.training")
-    tasks = pytest.importorskip("fp8flax.demo.tasks")
-    settings = tasks.Settings(num_layers=1, batch_size=2, length=16, width=32)
-
-    def forward(state, examples, key):  # compiles faster than the whole step
-        assert examples.inputs.shape == (settings.batch_size, settings.length)
-        return state.apply_fn(state.params, examples.inputs)
-
-    monkeypatch.setattr(tasks, "Settings", lambda: settings)
-    monkeypatch.setattr(training, "train_step", forward)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        assert command(["demo"]) == 0
-    assert "ByteTransformer/block_0/up" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("module", ["fp8flax.audit", "fp8flax._audit.compiling"])
-def test_no_import_hides_the_function(module):
-    """``fp8flax/audit.py`` exists only for ``python -m fp8flax.audit``."""
-    importlib.import_module(module)
-    assert fp8flax.audit is audit
-    assert sys.modules["fp8flax.audit"] is audit or module != "fp8flax.audit"

@@ -22,11 +22,11 @@ from flax.linen import fp8_ops as flax_ops
 import fp8flax as fp8
 from fp8flax._audit import auditing, compiling, hlo, kernels
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.plans.dot_general import fp8_dot_general
-from fp8flax.demo import data, tasks, training
+from fp8flax.demo import data, training
 from tests.cases import cells, dense_step, struct
+from tests.models import Einsum
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -37,7 +37,7 @@ SHAPES = [
     pytest.param((4096, 1024, 4096), marks=pytest.mark.all_cells),
 ]
 SHAPE = SHAPES[0]
-XLAS_OWN = fp8.Accumulation(forward="default", dgrad="default", wgrad="default")
+XLAS_OWN = ("default", "default", "default")
 WITH_XLAS_OWN = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(accumulation=XLAS_OWN))
 
 
@@ -98,14 +98,13 @@ def test_bytes_and_kernels_beside_flax():
     ours_by_xla = report_of_dense(SHAPE, WITH_XLAS_OWN)
     total = {r: r.gemm_bytes + r.other_bytes for r in (theirs, ours, ours_by_xla)}
     assert {g.backend for g in ours.gemms} == {"cublasLt"}
-    assert ours.num_kernels <= 15 + (jax.__version_info__ < (0, 10))
+    assert ours.num_kernels <= 15
     assert total[ours] < 737 * MIB  # 816 for Flax's op with this backend
     assert {g.backend for g in ours_by_xla.gemms} == {"Triton"}
     assert all(gemm.is_fp8 or gemm.may_be_fp8 for gemm in ours_by_xla.gemms)
     assert ours_by_xla.num_kernels < theirs.num_kernels
-    if jax.__version_info__ >= (0, 10):  # before, XLA gave two of Flax's GEMMs to cublasLt
-        assert {g.backend for g in theirs.gemms} == {"Triton"}
-        assert total[ours_by_xla] < 561 * MIB < 592 * MIB <= total[theirs]
+    assert {g.backend for g in theirs.gemms} == {"Triton"}
+    assert total[ours_by_xla] < 561 * MIB < 592 * MIB <= total[theirs]
 
 
 def compiled(fn, *args):
@@ -174,11 +173,11 @@ def test_every_scale_is_applied_in_float32(name, monkeypatch):
     args = variables, x, jax.eval_shape(layer.apply, variables, x)
     programs = []
 
-    def compile_lowered(*args):
-        programs.append(compiling.compile_lowered(*args))
+    def compile_for(*args):
+        programs.append(compiling.compile_for(*args))
         return programs[-1]
 
-    monkeypatch.setattr(auditing, "compile_lowered", compile_lowered)
+    monkeypatch.setattr(auditing, "compile_for", compile_for)
     report = fp8.audit(step, *args)
     (text,) = (program.as_text() for program in programs)
     runs_three_of_three(report)
@@ -243,7 +242,6 @@ def step_of_layers(number):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise")
 def test_the_states_of_all_layers_are_stored_by_a_few_kernels():
     """Each further layer adds 12 kernels, three of them GEMMs. No donated array is copied."""
     two, four = step_of_layers(2), step_of_layers(4)
@@ -338,8 +336,8 @@ LAYERS = {
     "two result axes": (nn.DenseGeneral, {"features": (8, 64)}, (512, 256)),
     "two contracted axes": (nn.DenseGeneral, {"features": 256, "axis": (-2, -1)}, (4, 128, 8, 64)),
     "batch": (nn.DenseGeneral, {"features": 256, "batch_dims": (0,)}, (4, 128, 64)),
-    "experts": (fp8.Einsum, {"shape": (8, 256, 512), "einsum_str": "ebd,edf->ebf"}, (8, 128, 256)),
-    "result transposed": (fp8.Einsum, {"shape": (256, 512), "einsum_str": "bd,df->fb"}, (128, 256)),
+    "experts": (Einsum, {"shape": (8, 256, 512), "einsum_str": "ebd,edf->ebf"}, (8, 128, 256)),
+    "result transposed": (Einsum, {"shape": (256, 512), "einsum_str": "bd,df->fb"}, (128, 256)),
 }
 
 
@@ -356,7 +354,8 @@ LAYERS = {
 )
 def test_other_layers_run_three_of_three_too(name):
     cls, fields, shape = LAYERS[name]
-    layer = cls(**fields, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=fp8.Fp8DotGeneralOp)
+    op = {"cls" if cls is Einsum else "dot_general_cls": fp8.Fp8DotGeneralOp}
+    layer = cls(**fields, use_bias=False, dtype=jnp.bfloat16, **op)
     x = struct(*shape)
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
 
@@ -421,7 +420,6 @@ REQUANTIZED = jax.checkpoint_policies.save_only_these_names("fp8_input", "fp8_sc
 
 
 @pytest.mark.long
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then kept more, for bf16 and FP8 alike")
 @pytest.mark.usefixtures("_promotion_of_flax")
 @pytest.mark.parametrize(
     ("policy_of_bfloat16", "policy"),
@@ -439,7 +437,6 @@ def test_temporary_memory_of_a_scan_is_at_most_that_of_bfloat16(policy_of_bfloat
     assert ours.temp_bytes <= 0.9 * plain.temp_bytes
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then kept more, for bf16 and FP8 alike")
 @pytest.mark.usefixtures("_promotion_of_flax", "_all_cells")
 def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed():
     """cublasLt's transposed copies take a few percent more than bf16; XLA's own kernels have none."""
@@ -455,15 +452,14 @@ def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed(
 @pytest.mark.all_cells  # the tests above have its layers
 def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
     # A smaller model has the same kinds of GEMMs and compiles faster.
-    settings = tasks.Settings(num_layers=1, width=64, length=64)
-    monkeypatch.setattr(tasks, "WIDE", ())  # the attention of the first block, the only one here
-    task = tasks.language_model(settings, data.load_corpus(None, settings.length))
+    settings = training.Settings(num_layers=1, width=64, length=64)
+    monkeypatch.setattr(training, "WIDE", ())  # the attention of the first block, the only one here
+    task = training.language_model(settings, data.load_corpus(None, settings.length))
     state = jax.eval_shape(lambda: training.make_state(task, "fp8", 0))
-    # The optimizer and the recorded scales are left out: they have no GEMM, and take time to compile.
+    # The optimizer is left out: it has no GEMM, and takes time to compile.
     monkeypatch.setattr(
         fp8.TrainState, "apply_gradients", lambda self, *, grads: self.replace(params=grads)
     )
-    monkeypatch.setattr(training, "scaling_of", lambda variables: jnp.zeros(()))
 
     def train_step(*args):  # a new function, because JAX caches the trace of the other one
         return training.train_step.__wrapped__(*args)
@@ -483,7 +479,7 @@ def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
     }
 
 
-BLOCKS_ON_HOPPER = "Pallas", "" if HAS_MOSAIC else "read as FP8 and multiplied in float16"
+BLOCKS_ON_HOPPER = "Pallas", ""
 RECIPES = {
     # recipe: for each GPU the backend, and the reason if the GEMM is not in FP8
     "tensorwise": (fp8.Float8CurrentScaling(), {"h200": ("cublasLt", ""), "b200": ("cublasLt", "")}),
@@ -533,26 +529,18 @@ def test_what_multiplies_under_each_recipe(name, shape, target):
         backend = "Triton"
     with jax.numpy_rank_promotion("allow"):
         report = fp8.audit(*dense_step(*shape, partial(fp8.Fp8DotGeneralOp, recipe=recipe)), target=target)
-    if backend == "cuDNN" and (0, 11) <= jax.__version_info__ < (0, 12):
-        # Without the device this XLA computes the block-scaled GEMM in plain loops, and the audit says so.
-        backend, reason = "other", " "
-    if backend == "cuDNN" and jax.__version_info__ < (0, 10):  # XLA dropped the name of the call
-        assert report.num_gemms == 3
-    elif backend != "other":
-        assert sorted((g.path, g.role) for g in report.gemms) == [
-            ("Dense", "dgrad"),
-            ("Dense", "forward"),
-            ("Dense", "wgrad"),
-        ]
-    assert report.num_gemms == 3
+    assert sorted((g.path, g.role) for g in report.gemms) == [
+        ("Dense", "dgrad"),
+        ("Dense", "forward"),
+        ("Dense", "wgrad"),
+    ]
     for gemm in report.gemms:
-        # XLA of JAX 0.12 takes a tile of Triton's that is converted to float16 for odd sizes.
-        is_fp8 = gemm.is_fp8 or (jax.__version_info__ >= (0, 12) and gemm.may_be_fp8)
-        assert (is_fp8, gemm.backend) == (not reason, backend)
+        assert gemm.backend == backend
+        assert (gemm.may_be_fp8 if backend == "Triton" else gemm.is_fp8) == (not reason)
         assert reason in gemm.reason
 
 
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="XLA then writes plain loops, see above")
+@pytest.mark.oldest
 @pytest.mark.parametrize("axes", [(0, None), (None, 0)], ids=str)
 def test_blackwell_under_vmap(axes):
     def dot(x, w):
@@ -653,7 +641,6 @@ for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
 
 
 @pytest.mark.all_cells
-@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
 def test_hoppers_kernel_multiplies_in_fp8_and_spills_no_register():
     said = run(script=ON_HOPPER, MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1")
     multiplications = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", said)
@@ -674,7 +661,6 @@ def with_machine_code():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
 def test_hoppers_kernel_is_machine_code_for_its_fp8_units():
     if not (disassembled := with_machine_code()):
         pytest.skip("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
@@ -707,7 +693,6 @@ def experts_step(rows, num_experts, depth, columns, dtype=jnp.bfloat16, recipe=F
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
 @pytest.mark.parametrize(
     ("recipe", "launches", "mib"),
     [
@@ -731,7 +716,6 @@ def test_experts_on_hopper(recipe, launches, mib):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
 @pytest.mark.parametrize(
     "recipe", cells([FOR_EXPERTS, fp8.Float8BlockScaling(use_f32_scales=True)], repeated=[FOR_EXPERTS])
 )
@@ -752,7 +736,6 @@ for recipe in (FOR_EXPERTS, fp8.Float8BlockScaling(fp8_format=FOR_EXPERTS.fp8_fo
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
 def test_the_kernel_for_experts_multiplies_in_fp8_and_spills_no_register():
     disassembled = with_machine_code()
     said = run(
@@ -784,7 +767,6 @@ def test_the_kernel_that_quantizes_blocks_compiles(dtype):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
 @pytest.mark.parametrize("use_f32_scales", [False, True])
 def test_a_layer_with_block_scales_on_hopper(use_f32_scales):
     """Each tensor is read once and quantized for both of its GEMMs, which run in FP8."""

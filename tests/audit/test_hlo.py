@@ -6,8 +6,6 @@ from fp8flax._audit import dots, hlo, traffic
 from fp8flax._audit.hlo import Array, parse
 from fp8flax._audit.kernels import read
 
-pytestmark = pytest.mark.oldest
-
 HEADER = 'HloModule jit_f, is_scheduled=true\n\nFileNames\n1 "f.py"\n\n'
 FUSED_DOT = """%fused (a: f8e4m3fn[8,16], b: f8e4m3fn[16,4]) -> bf16[8,4] {
   %a = f8e4m3fn[8,16]{1,0} parameter(0)

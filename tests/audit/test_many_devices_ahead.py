@@ -17,9 +17,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
+from fp8flax._audit.compiling import compiling_for
 from fp8flax._compat.choice_at_lowering import unless_partitioned
-from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
+from fp8flax._core.gemm.gpus import GPUS
 from fp8flax._core.names import BLOCK_GEMM_HOPPER, BLOCK_QUANTIZE, GROUPED_GEMM
 from fp8flax._core.plans.dot_general import fp8_dot_general
 from tests import FEW_OPTIMIZATIONS_OF_MACHINE_CODE, ROOT, xla_flags
@@ -53,7 +53,7 @@ def test_for_one_gpu_the_kernel_is_there_whatever_the_host_has():
 
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     one = jax.sharding.SingleDeviceSharding(gpus().devices[0])
-    with compile_target(9.0):
+    with compiling_for(GPUS["h200"]):
         assert jax.device_count() == 8
         assert "/fp8_block_gemm" in compiled_for_gpus(jax.jit(dot, in_shardings=one), x, x)
 
@@ -89,7 +89,7 @@ def test_block_scales_on_each_of_several_gpus(way):
             in_shardings=(of_kernel, of_input),
             out_shardings=(NamedSharding(on, P()), (of_kernel, of_input)),
         )
-        with compile_target(9.0):
+        with compiling_for(GPUS["h200"]):
             return compiled_for_gpus(step, variables["params"]["kernel"], x)
 
     program = compiled(partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["block128"]))
@@ -107,7 +107,6 @@ def test_block_scales_on_each_of_several_gpus(way):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.skipif(not HAS_MOSAIC, reason="the kernel for Hopper needs JAX 0.10")
 @pytest.mark.parametrize(
     ("is_mapped", "recipe"),
     [
@@ -133,7 +132,7 @@ def test_experts_on_each_of_several_gpus(is_mapped, recipe):
     if is_mapped:
         step = jax.shard_map(step, mesh=on, in_specs=split, out_specs=split)
     shapes = ((2048, 128), jnp.bfloat16), ((16, 128, 256), jnp.bfloat16), ((16,), jnp.int32)
-    with compile_target(9.0):
+    with compiling_for(GPUS["h200"]):
         program = compiled_for_gpus(
             jax.jit(step, in_shardings=NamedSharding(on, split)),
             *(jax.ShapeDtypeStruct(*shape) for shape in shapes),

@@ -11,14 +11,10 @@ import pytest
 
 import fp8flax as fp8
 from fp8flax._audit import compiling, kernels
-from fp8flax.demo import data, tasks, training
+from fp8flax.demo import data, training
 from tests.cases import struct
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.usefixtures("gpu"),
-    pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="XLA then fused otherwise"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("gpu")]
 
 
 @pytest.fixture(autouse=True)
@@ -76,10 +72,13 @@ def figures(op):
     model, x = nn.Sequential([Layer(op), Layer(op)]), struct(8192, 4096)
     step = step_of(lambda state, variables, x: state.apply_fn(variables, x))
     found, temporary = read(step, state_of(model, x), x)
+    for dot in (dot for kernel in found for dot in kernel.dots):
+        assert (dot.backend == "cublasLt" and dot.lhs_dtype.startswith("f8")) == (op is not None)
     others = sum(k.bytes for k in found if not k.dots) // 2**20
     return len(found), others, temporary // 2**20
 
 
+@pytest.mark.oldest
 def test_of_a_llama():
     wide, delayed = map(figures, (None, fp8.Fp8DotGeneralOp))
     # Each of 14 layers adds four kernels: three casts or transposes, and one that merges amaxes.
@@ -93,8 +92,8 @@ def test_of_a_llama():
 
 def test_of_the_demo():
     """The step has 530 launches, and 410 in bfloat16."""
-    settings = tasks.Settings()
-    task = tasks.language_model(settings, data.load_corpus(None, settings.length))
+    settings = training.Settings()
+    task = training.language_model(settings, data.load_corpus(None, settings.length))
     state = jax.eval_shape(lambda: training.make_state(task, "fp8", 0))
     batch = jax.eval_shape(lambda: (task.batch(0, 0), jax.random.key(0)))
     found, _ = read(training.train_step, state, *batch)

@@ -8,15 +8,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8flax._compat import choice_at_lowering
 from fp8flax._compat.choice_at_lowering import unless_cpu, unless_partitioned
-
-
-@pytest.fixture(params=[True, False], ids=["with parts", "without"])
-def _with_and_without(request, monkeypatch):
-    if not request.param:
-        monkeypatch.setattr(choice_at_lowering, "_unless_cpu_p", None)
-        monkeypatch.setattr(choice_at_lowering, "_unless_partitioned_p", None)
 
 
 @pytest.mark.oldest
@@ -30,7 +22,6 @@ def test_on_a_cpu_the_other_function_is_not_even_traced():
         traced.lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.usefixtures("_with_and_without")
 class TestUnlessCpu:
     @staticmethod
     def of_a_platform(x, y):
@@ -98,14 +89,10 @@ def two_programs(x):
 
 
 @pytest.mark.oldest
-def test_a_program_for_one_device(monkeypatch):
+def test_a_program_for_one_device():
     x = jnp.arange(3.0)
-    for can_be_split in (0, 1):
-        if can_be_split:  # always, without the parts of JAX
-            monkeypatch.setattr(choice_at_lowering, "_unless_partitioned_p", None)
-        for wrap in (lambda f: f, jax.jit, jax.vmap):
-            found = wrap(lambda x: two_programs(x))(x)
-            np.testing.assert_array_equal(found, [2 * x, 0 * x + can_be_split])
+    for wrap in (lambda f: f, jax.jit, jax.vmap):
+        np.testing.assert_array_equal(wrap(lambda x: two_programs(x))(x), [2 * x, 0 * x])
 
 
 @pytest.mark.oldest

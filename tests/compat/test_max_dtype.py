@@ -84,7 +84,9 @@ def test_what_a_slice_leaves_out_gets_no_gradient(strides, element_shape, wrap):
         _, back = jax.vjp(lambda x: lax.slice(x, starts, limits, strides), x)
         return max_dtype.to_floats(back(g)[0])
 
-    np.testing.assert_array_equal(gradient(np.zeros_like(expected), expected[place]), expected)
+    with max_dtype.differentiating():
+        found = gradient(np.zeros_like(expected), expected[place])
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_concrete_array_shows_its_values():

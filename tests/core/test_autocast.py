@@ -239,24 +239,6 @@ def test_a_wrong_recipe(bad):
         fp8.Fp8DotGeneralOp(recipe=bad)
 
 
-class NotInParts(fp8.Recipe):
-    gemms = fp8.MXFP8BlockScaling()
-
-
-@pytest.mark.parametrize(
-    ("recipe", "error", "message"),
-    [
-        (NotInParts(), TypeError, "must be an fp8flax.CustomRecipe; got MXFP8BlockScaling"),
-        (fp8.Recipe(), NotImplementedError, "Recipe must define the property gemms"),
-    ],
-)
-def test_a_recipe_of_ones_own_that_says_nothing(recipe, error, message):
-    with pytest.raises(error, match=message):
-        fp8.autocast(recipe=recipe)
-    with pytest.raises(error, match=message):
-        fp8.Fp8DotGeneralOp(recipe=recipe)
-
-
 def test_a_recipe_in_the_place_of_enabled():
     with pytest.raises(TypeError, match=r"got MXFP8BlockScaling.*Name the recipe: autocast\(recipe="):
         fp8.autocast(MX)

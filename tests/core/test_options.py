@@ -1,9 +1,7 @@
 """Checks of options: what passes, and errors that name the option."""
 
-import flax.linen as nn
 import numpy as np
 import pytest
-from flax import nnx
 
 from fp8flax._core.options import (
     check_bool,
@@ -11,7 +9,6 @@ from fp8flax._core.options import (
     check_epsilon,
     check_float,
     check_int,
-    other_api_hint,
 )
 
 
@@ -40,36 +37,22 @@ def test_an_integer_becomes_an_int(value):
 @pytest.mark.parametrize(
     ("check", "args", "error", "message"),
     [
-        (check_choice, ("c", ("a", "b")), ValueError, r"option must be one of \('a', 'b'\); got 'c'"),
+        (check_choice, ("c", ("a", "b")), ValueError, "option .*'c'"),
         (check_choice, (1, ("a",)), ValueError, "got 1"),
-        (check_int, (True, 0), TypeError, "option must be an int; got True of type bool"),
-        (check_int, (1.0, 0), TypeError, "got 1.0 of type float"),
+        (check_int, (True, 0), TypeError, "option .*bool"),
+        (check_int, (1.0, 0), TypeError, "option .*float"),
         (check_int, (np.bool_(True), 0), TypeError, "of type bool"),
         (check_int, (np.ones(1, int), 0), TypeError, "of type ndarray"),
-        (check_int, (0, 1), ValueError, "option must be 1 or more; got 0"),
-        (check_int, (17, 1, 16, "Why."), ValueError, r"option must be 16 or less; got 17\. Why\."),
-        (check_epsilon, ("0",), TypeError, "option must be a float; got '0' of type str"),
-        (check_epsilon, (1e-40,), ValueError, "normal, positive float32; got 1e-40"),
+        (check_int, (0, 1), ValueError, "option .*1 or more"),
+        (check_int, (17, 1, 16, "Why."), ValueError, r"option .*16 or less.*Why\."),
+        (check_epsilon, ("0",), TypeError, "option .*str"),
+        (check_epsilon, (1e-40,), ValueError, "option .*1e-40"),
         (check_epsilon, (-1.0,), ValueError, "got -1.0"),
         (check_epsilon, (float("nan"),), ValueError, "got nan"),
-        (check_float, (True,), TypeError, "option must be a float; got True of type bool"),
-        (check_bool, (1,), TypeError, "option must be True or False; got 1 of type int"),
+        (check_float, (True,), TypeError, "option .*bool"),
+        (check_bool, (1,), TypeError, "option .*int"),
     ],
 )
 def test_errors_name_the_option(check, args, error, message):
     with pytest.raises(error, match=message):
         check("option", *args)
-
-
-@pytest.mark.parametrize(
-    ("model", "wanted", "hint"),
-    [
-        (nn.Dense(2), "flax.nnx", " It is a Linen module: use fp8flax.f."),
-        (nn.Dense, "flax.nnx", " It is a Linen module: use fp8flax.f."),
-        (nnx.Linear, "flax.linen", " It is an NNX module: use fp8flax.nnx.f."),
-        (nn.Dense(2), "flax.linen", ""),
-        (lambda x: x, "flax.linen", ""),
-    ],
-)
-def test_a_model_of_the_other_api(model, wanted, hint):
-    assert other_api_hint(model, wanted, "f") == hint

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fp8flax as fp8
+from fp8flax._core.formats import fp8_max
 from fp8flax._core.qtensor import QTensor, View, dequantized
 from fp8flax._core.quantizers import quantized
 from fp8flax._core.scaling import current_scale, e8m0_scale, scale_exponent
@@ -191,7 +192,7 @@ AMAXES = np.append((BITS | MANTISSAS).view(np.float32).ravel(), np.float32(0))
 @pytest.mark.parametrize("name", [E4M3, E5M2])
 @pytest.mark.parametrize("kind", ["power_of_two", "e8m0_up", "e8m0_floor"])
 def test_every_exponent_of_a_power_of_two_scale(kind, name):
-    limit = fp8.fp8_max(name)
+    limit = fp8_max(name)
     if kind == "power_of_two":
         actual = jax.jit(lambda a: current_scale(a, limit, power_2=True))(AMAXES)
     else:

@@ -1,4 +1,4 @@
-"""torchao's recipes by its names, beside a reference in NumPy of what torchao says and does."""
+"""torchao's recipes, written as a ``CustomRecipe``, beside a reference in NumPy of what torchao does."""
 
 import itertools
 from functools import partial
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import fp8flax as fp8
+from benchmarks import gpu_entries
 from fp8flax._core.qtensor import View
 from fp8flax._core.quantizers import quantized
 from tests.cases import cells
@@ -77,7 +77,7 @@ def test_codes_and_scales_bit_for_bit(name, dtype):
     made["tiny"] = {key: t * np.float32(1e-16) for key, t in made.items()}
     both = [made, made.pop("tiny")]
     for gemm, sides in SIDES.items():
-        recipe = getattr(fp8.torchao_recipe(name), gemm)
+        recipe = getattr(gpu_entries.RECIPES[f"torchao-{name}"].gemms, gemm)
         for (tensor, axis), quantizer, how in zip(sides, (recipe.lhs, recipe.rhs), RECIPES[name][gemm]):
             if how is WIDE:
                 assert quantizer is None
@@ -91,54 +91,3 @@ def test_codes_and_scales_bit_for_bit(name, dtype):
                 assert codes.dtype == expected.dtype
                 np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), expected.view(np.uint8))
                 np.testing.assert_array_equal(scale, np.float32(1) / multiplier)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_three_gemms(name):
-    made = tensors(jnp.float32)
-    op = fp8.Fp8DotGeneralOp(recipe=fp8.torchao_recipe(name))
-    forward = jax.jit(lambda x, w: op.apply({}, x, w, (((1,), (0,)), ((), ()))))
-    y, vjp = jax.vjp(forward, jnp.asarray(made["x"]), jnp.asarray(made["w"]))
-    for gemm, result in zip(SIDES, (y, *vjp(jnp.asarray(made["g"])))):
-        left, right = made[SIDES[gemm][0][0]], made[SIDES[gemm][1][0]]
-        if RECIPES[name][gemm] != (WIDE, WIDE):
-            _, left, left_scale = torchao_cast(left, RECIPES[name][gemm][0], SIDES[gemm][0][1])
-            _, right, right_scale = torchao_cast(right, RECIPES[name][gemm][1], SIDES[gemm][1][1])
-            left, right = left / left_scale, right / right_scale
-        exact = np.tensordot(
-            left.astype(np.float64), right.astype(np.float64), ([SIDES[gemm][0][1]], [SIDES[gemm][1][1]])
-        )
-        np.testing.assert_allclose(result, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
-
-
-def test_an_amax_between_two_powers_of_two():
-    """Ours is exact to the last bit where torchao's float32 logarithm rounds."""
-    quantizer = fp8.torchao_recipe("rowwise").forward.lhs
-    above = np.nextafter(np.float32(448 * 2.0**40), np.float32(np.inf))
-    for amax, scale in ((448 * 2.0**40, 2.0**40), (above, 2.0**41)):
-        ours = quantized(quantizer, jnp.full((1, 4), amax, jnp.float32), View((1, 4), (1,), ())).scale
-        np.testing.assert_array_equal(ours, [[scale]])
-
-
-def test_accumulation_is_fast_forward_alone():
-    for name in RECIPES:
-        gemms = fp8.torchao_recipe(name)
-        ways = [gemm.accumulation for gemm in (gemms.forward, gemms.dgrad, gemms.wgrad)]
-        assert ways == ["fast", "exact", "exact"]
-
-
-def test_they_are_not_current_scaling():
-    """Each recipe differs from the recipe of ours that is most like it."""
-    axiswise = fp8.Float8CurrentScaling(granularity="axiswise", high_precision_wgrad=True).gemms
-    theirs = fp8.torchao_recipe("rowwise_with_gw_hp")
-    assert theirs.wgrad == axiswise.wgrad
-    assert theirs.forward != axiswise.forward
-    assert theirs.dgrad != axiswise.dgrad
-    assert hash(theirs) == hash(fp8.torchao_recipe("rowwise_with_gw_hp"))
-
-
-def test_another_name():
-    with pytest.raises(
-        ValueError, match=r"name must be one of \('tensorwise', 'rowwise', .*got 'all_axiswise'"
-    ):
-        fp8.torchao_recipe("all_axiswise")

@@ -1,6 +1,5 @@
 """Transformations of FP8 models and of frozen models work as users write them."""
 
-import gc
 from functools import partial
 
 import flax.linen as nn
@@ -18,7 +17,6 @@ OWG = "_overwrite_with_gradient"
 KEY = jax.random.key(0)
 X = np.asarray(normal(0, 3, 32))
 Dense = partial(nn.Dense, dot_general_cls=fp8.Fp8DotGeneralOp)
-QdqDense = partial(nn.Dense, dot_general_cls=partial(fp8.Fp8DotGeneralOp, form="qdq"))
 RECIPES = {
     "delayed": fp8.DelayedScaling(),
     "current": fp8.Float8CurrentScaling(),
@@ -89,26 +87,6 @@ class TestInputGradientOfAFrozenModel:
         expected = w1 @ np.diag(w2[:, 0] * -2 * y * (1 - y**2)) @ w1.T
         assert np.linalg.norm(hessian - expected) < 0.1 * np.linalg.norm(expected)  # y is that of FP8
 
-    @pytest.mark.usefixtures("_all_cells")
-    def test_of_products_of_activations_and_of_an_einsum(self):
-        class Attention(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                q, k = (
-                    nn.Dense(32)(x),
-                    jnp.einsum("bd,de->be", x, self.param("w", nn.initializers.normal(), (32, 32))),
-                )
-                return jnp.einsum("bd,cd->bc", q, k)
-
-        model, variables = frozen(Attention(), X, products=True)
-        x, dx = jnp.asarray(X), jnp.asarray(X[::-1])
-        _, tangent = jax.jvp(partial(model.apply, variables), (x,), (dx,))
-        wide = Attention()
-        _, expected = jax.jvp(partial(wide.apply, variables_of(wide, x)), (x,), (dx,))
-        assert np.linalg.norm(tangent - expected) < 0.15 * np.linalg.norm(expected)
-        back = jax.vjp(partial(model.apply, variables), x)[1](tangent)[0]
-        np.testing.assert_allclose(np.vdot(back, dx), np.vdot(tangent, tangent), rtol=1e-4)
-
     @pytest.mark.parametrize("window", ["patches", "overlapping"])
     @pytest.mark.parametrize("recipe", ["delayed", "current", "weight_only"])
     def test_of_a_convolution(self, window, recipe, request):
@@ -156,19 +134,6 @@ class TestInputGradientOfAFrozenModel:
 
         np.testing.assert_array_equal(jax.grad(loss)(variables["params"]["bias"]), np.full(8, 3.0))
 
-    @pytest.mark.long
-    def test_forces_inside_of_the_model(self):
-        class Forces(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                energy, back = nn.vjp(lambda m, x: m(x), Energy(), x)
-                return back(jnp.ones_like(energy))[-1]
-
-        model, variables = frozen(Forces(), X, fp8.Float8CurrentScaling())
-        wide = Forces()
-        expected = wide.apply(variables_of(wide, X), X)
-        assert np.linalg.norm(model.apply(variables, X) - expected) < 0.1 * np.linalg.norm(expected)
-
 
 class Decoder(nn.Module):
     """A layer that keeps keys and values of the tokens before."""
@@ -183,12 +148,10 @@ class Decoder(nn.Module):
 
 class TestInitOfAFrozenModel:
     @pytest.mark.long
-    @pytest.mark.parametrize("dtype", [None, "float8_e4m3fn"])
-    def test_gives_the_cache(self, dtype, request):
-        repeats(request, dtype is None)
+    def test_gives_the_cache(self):
         x = jnp.ones((2, 5, 16))
         decoder = fp8.quantize_model(Decoder(), include=".*", recipe=fp8.Float8CurrentScaling())
-        model, served = fp8.freeze(decoder, variables_of(decoder, x), kv_cache_dtype=dtype)
+        model, served = fp8.freeze(decoder, variables_of(decoder, x))
         made = jax.jit(model.init)(jax.random.key(1), x)
         shapes = partial(jax.tree.map, lambda a: (a.shape, a.dtype))
         assert shapes(dict(made)) == shapes(dict(served))
@@ -197,96 +160,6 @@ class TestInitOfAFrozenModel:
         out, after = model.apply({**served, "cache": made["cache"]}, x[:, :1], mutable=["cache"])
         assert shapes(after["cache"]) == shapes(made["cache"])
         np.testing.assert_array_equal(out, model.apply(served, x[:, :1], mutable=["cache"])[0])
-
-    @pytest.mark.usefixtures("_all_cells")
-    def test_of_stacked_and_boxed_parameters_and_of_a_part_of_the_model(self):
-        class Block(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                init = nn.with_partitioning(nn.initializers.normal(), ("in", "out"))
-                return nn.Dense(32, kernel_init=init)(x), None
-
-        class Model(nn.Module):
-            def setup(self):
-                self.blocks = nn.scan(
-                    Block,
-                    variable_axes={"params": 0},
-                    split_rngs={"params": True},
-                    length=2,
-                    metadata_params={nn.PARTITION_NAME: None},
-                )()
-                self.head = nn.Dense(8)
-
-            def encode(self, x):
-                return self.blocks(x, None)[0]
-
-            def __call__(self, x):
-                return self.head(self.encode(x))
-
-        model, variables = frozen(Model(), X, fp8.MXFP8BlockScaling())
-        out, made = model.init_with_output(KEY, X)
-        assert out.shape == (3, 8)
-        shapes = partial(jax.tree.map, lambda a: (a.shape, a.dtype))
-        assert shapes(dict(made)) == shapes(dict(variables))
-        assert np.isfinite(model.apply(made, X)).all()
-        assert list(model.init(KEY, X, method="encode")["params"]) == ["blocks"]
-
-
-class TestSecondDerivatives:
-    model = nn.Sequential([QdqDense(8), nn.tanh, QdqDense(1)])
-
-    @pytest.fixture
-    def variables(self):
-        return fp8.calibrate(self.model.apply, variables_of(self.model, X), [X])
-
-    def loss(self, variables):
-        return jnp.mean(self.model.apply(variables, X) ** 2)
-
-    def squares(self, tree):
-        return sum(jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(tree))
-
-    @pytest.mark.long
-    def test_of_all_variables_and_of_params_are_the_same(self, variables):
-        """Three ways to a Hessian-vector product with the gradient itself agree."""
-
-        def of_params(params):
-            return self.squares(jax.grad(lambda p: self.loss({**variables, "params": p}))(params))
-
-        def of_variables(v):
-            return self.squares(fp8.grad(self.loss)(v)["params"])
-
-        expected = jax.jit(jax.grad(of_params))(variables["params"])
-        assert self.squares(expected) > 0
-        once = jax.jit(fp8.grad(of_variables))(variables)
-        assert_close(once["params"], expected)
-        assert_close(jax.jit(jax.grad(of_variables))(variables)["params"], expected)
-        # Held fixed: nothing but derivatives used it.
-        jax.tree.map(np.testing.assert_array_equal, once[OWG], variables[OWG])
-
-    @pytest.mark.usefixtures("_all_cells")
-    def test_gradient_penalty(self, variables):
-        def penalty(v):
-            return self.squares(jax.grad(lambda x: jnp.sum(self.model.apply(v, x)))(jnp.asarray(X)))
-
-        def loss(v):
-            return self.loss(v) + penalty(v)
-
-        grads, alone = (jax.jit(fp8.grad(f))(variables) for f in (loss, self.loss))
-        jax.tree.map(np.testing.assert_array_equal, grads[OWG], alone[OWG])
-        of_penalty = jax.jit(jax.grad(lambda p: penalty({**variables, "params": p})))(variables["params"])
-        assert self.squares(of_penalty) > 0
-        assert_close(grads["params"], jax.tree.map(jnp.add, alone["params"], of_penalty))
-        state = fp8.TrainState.create(apply_fn=self.model.apply, params=variables, tx=optax.sgd(0.1))
-        state.apply_gradients(grads=grads)
-
-    def test_of_the_direct_form_say_what_to_do(self):
-        layer = Dense(4)
-
-        def squares(v):
-            return self.squares(fp8.grad(lambda v: jnp.mean(layer.apply(v, X) ** 2))(v)["params"])
-
-        with pytest.raises(TypeError, match="form='qdq'"):
-            fp8.grad(squares)(layer.init(KEY, X))
 
 
 class TestDebuggingFlags:
@@ -363,14 +236,6 @@ class TestCalibrateWithoutReverseMode:
         assert np.max(expected[OWG]["Dense_0"]["Fp8DotGeneralOp_0"]["input_amax_history"]) > 1
         jax.tree.map(np.testing.assert_array_equal, state, expected)
 
-    @pytest.mark.usefixtures("small_heap")
-    def test_no_variables_are_kept(self):
-        model = Loop("while_loop")
-        variables = variables_of(model, X)
-        fp8.calibrate(model.apply, variables, [jnp.asarray(X)])
-        gc.collect()
-        assert not [x for x in gc.get_objects() if type(x).__name__ == "_Reports"]
-
     @pytest.mark.long
     def test_of_stacked_layers_convolutions_and_experts(self):
         class Stack(nn.Module):
@@ -402,7 +267,7 @@ class TestCalibrateWithoutReverseMode:
     def test_a_nan_and_errors_of_the_model_are_said(self):
         model = Loop("while_loop")
         variables = variables_of(model, X)
-        with pytest.raises(ValueError, match="NaN or an Inf into .*input_amax_history"):
+        with pytest.raises(ValueError, match="NaN .*input_amax_history"):
             fp8.calibrate(model.apply, variables, [X * np.float32(np.nan)])
         with pytest.raises(ValueError, match="mine"):
             fp8.calibrate(lambda v, x: (_ for _ in ()).throw(ValueError("mine")), variables, [X])
@@ -470,6 +335,7 @@ class TestExportOfABatchOfAnySize:
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:These kernels of FP8 ops stay wide")
 def test_no_implicit_transfers():
     """Other ones, ``jax.device_put``, are allowed; what Optax makes of a state is its own."""
     model = nn.Sequential([Dense(32), nn.relu, Dense(4)])
@@ -525,17 +391,3 @@ class TestOtherIdioms:
         update = jax.jit(lambda v: (apply(v, keys[1]), v), donate_argnums=0)
         out, served = update(served)
         assert_close(out, update(served)[0])
-
-    def test_a_custom_derivative_around_a_frozen_model(self):
-        serve, served = frozen(nn.Dense(8), X)
-
-        @jax.custom_vjp
-        def clipped(x):
-            return serve.apply(served, x)
-
-        def forward(x):
-            return jax.vjp(lambda x: serve.apply(served, x), x)
-
-        clipped.defvjp(forward, lambda back, g: (jnp.clip(back(g)[0], -0.1, 0.1),))
-        grad = jax.grad(lambda x: jnp.sum(clipped(x)))(jnp.asarray(X))
-        assert 0 < np.abs(grad).max() <= np.float32(0.1)

@@ -12,6 +12,7 @@ from flax import nnx
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 from tests.cases import normal
+from tests.nnx.layout import to_linen
 
 OWG = "_overwrite_with_gradient"
 CURRENT, SHORT = fp8.Float8CurrentScaling(), fp8.DelayedScaling(amax_history_len=4)
@@ -99,15 +100,15 @@ def test_nothing_is_converted():
     for call in (small, nnx.jit(small), lambda x: fp8nnx.freeze(small, x)):
         with pytest.raises(ValueError, match=expected):
             call(jnp.ones((8, 64)))
-    with pytest.raises(ValueError, match="converted already, or a part of it: the layer at 'layers/0'"):
+    with pytest.raises(ValueError, match="'layers/0'"):
         fp8nnx.quantize_model(small, include=".*")
-    with pytest.raises(TypeError, match=r"must come from fp8flax\.nnx\.quantize_model; got Linear"):
+    with pytest.raises(TypeError, match=r"nnx\.quantize_model"):
         fp8nnx.report(small.layers[0], jnp.ones((8, 64)))
 
 
 def test_no_layer_can_be_converted():
     layer = nnx.Linear(64, 32, dot_general=jax.lax.batch_matmul, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="None of the model's 1 contractions.*a dot_general of its own"):
+    with pytest.raises(ValueError, match="of its own"):
         fp8nnx.quantize_model(layer, include=".*")
 
 
@@ -129,12 +130,12 @@ def test_rules(block):
     assert found["attention/out"].recipe == found["up"].recipe == CURRENT
     assert found["attention/query"].recipe == SHORT
     assert {op.form for op in found.values()} == {"qdq"}
-    assert OWG in fp8nnx.to_linen(found["attention/query"])
-    assert OWG not in fp8nnx.to_linen(found["attention/out"])
+    assert OWG in to_linen(found["attention/query"])
+    assert OWG not in to_linen(found["attention/out"])
 
 
 def test_rules_and_models_that_are_wrong(block):
-    with pytest.raises(ValueError, match=r"first to match include 'encoder'.*attention/key, .*up"):
+    with pytest.raises(ValueError, match="'encoder'.*attention/key"):
         fp8nnx.quantize_model(block, include=["up", "encoder"])
     assert set(ops_of(fp8nnx.quantize_model(block, include=["up", "encoder"], allow_unmatched=True))) == {
         "up"
@@ -145,16 +146,16 @@ def test_rules_and_models_that_are_wrong(block):
         fp8nnx.quantize_model(block, form="nonsense")
     with pytest.raises(TypeError, match="recipe"):
         fp8nnx.quantize_model(block, "delayed")
-    with pytest.raises(TypeError, match="Pass an instance, not the class"):
+    with pytest.raises(TypeError, match="Pass an instance"):
         fp8nnx.quantize_model(Block)
     with pytest.raises(ValueError, match="converted already"):
         fp8nnx.quantize_model(fp8nnx.quantize_model(block, include="up"), include="up")
     part = fp8nnx.quantize_model(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), include=".*")
-    with pytest.raises(ValueError, match="a part of it: the op at 'layers/1/dot_general'"):
+    with pytest.raises(ValueError, match="'layers/1/dot_general'"):
         fp8nnx.quantize_model(
             nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), part), include="layers/0"
         )
-    with pytest.raises(ValueError, match=r"no layer that takes an op: none of nnx\.Linear"):
+    with pytest.raises(ValueError, match="no layer"):
         fp8nnx.quantize_model(nnx.Embed(4, 4, rngs=nnx.Rngs(0)))
 
 
@@ -253,10 +254,10 @@ def test_statistics_name_layers():
         graphdef, state = nnx.split(model)
         return jax.jit(fp8.statistics(lambda s: jnp.sum(nnx.merge(graphdef, s)(x) ** 2)))(state)
 
-    with pytest.raises(ValueError, match="needs the path of each op"):
+    with pytest.raises(ValueError, match="path of each op"):
         measure(model)
     model8 = fp8nnx.quantize_model(model, SHORT, rules=[("layers/1", SHORT)])
-    found, variables = measure(model8), fp8nnx.to_linen(model8)
+    found, variables = measure(model8), to_linen(model8)
     expected = jax.jit(fp8.statistics(lambda v: jnp.sum(linen_model.apply(v, x) ** 2)))(variables)
     names = {f"layers/{i}": f"layers_{i}/Fp8DotGeneralOp_0" for i in range(2)}
     assert set(found) == set(names)
@@ -275,7 +276,7 @@ def test_the_model_stays_as_it_is_and_arrays_are_shared():
     model8.kernel.set_value(jnp.zeros((32, 16)))
     assert model(x).any()
     with fp8.autocast(recipe=CURRENT):
-        assert OWG not in fp8nnx.to_linen(fp8nnx.quantize_model(model, include=".*"))
+        assert OWG not in to_linen(fp8nnx.quantize_model(model, include=".*"))
     graphdef, _ = nnx.split(model8)
     assert hash(graphdef) == hash(nnx.graphdef(fp8nnx.quantize_model(model, include=".*")))
 
@@ -298,7 +299,7 @@ def test_stacked_layers():
 
 def test_report(block):
     model8 = fp8nnx.quantize_model(block, include=["up", "einsum"], rules=[("attention/out", CURRENT)])
-    report = fp8nnx.report(model8, jax.ShapeDtypeStruct((8, 10), jnp.int32), target="b200")
+    report = fp8nnx.report(model8, jax.ShapeDtypeStruct((8, 10), jnp.int32))
     rows = {row.path: row for row in report.rows}
     assert set(rows) == ATTENTION | {"up", "einsum", "logits", "tiny"}  # what is not called is not there
     up = rows["up"]
@@ -314,10 +315,8 @@ def test_report(block):
     patches = fp8nnx.quantize_model(block.patches, include=".*")
     (row,) = fp8nnx.report(patches, images).rows
     assert (row.m, row.k, row.n, row.path) == (2 * 4 * 4, 2 * 2 * 4, 32, "")
-    with pytest.raises(TypeError, match="must come from fp8flax.nnx.quantize_model"):
+    with pytest.raises(TypeError, match="nnx.quantize_model"):
         fp8nnx.report(block)
-    with pytest.raises(ValueError, match="target must be one of"):
-        fp8nnx.report(patches, images, target="tpu")
 
 
 @pytest.mark.long

@@ -335,48 +335,6 @@ def test_checkpoint_with_orbax(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, pure(restored), pure(model))
 
 
-class Nested(nnx.Module):
-    def __init__(self, rngs):
-        self.blocks = nnx.List([nnx.Dict({"up": layer_of(rngs.params())}) for _ in range(2)])
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-
-def test_linen_layout():
-    model = Nested(nnx.Rngs(0))
-    variables = fp8nnx.to_linen(model)
-    assert set(variables) == {"params", "batch_stats", OWG}  # no random numbers
-    assert set(variables["params"]) == {"blocks_0", "blocks_1", "norm"}
-    assert set(variables[OWG]["blocks_1"]["up"]) == {"Fp8DotGeneralOp_0"}
-    other = Nested(nnx.Rngs(1))
-    boxed = jax.tree.map(lambda leaf: nn.Partitioned(leaf, (None,) * leaf.ndim), variables)
-    fp8nnx.update_from_linen(other, boxed)
-    changed = fp8nnx.to_linen(other)
-    assert jax.tree.structure(changed) == jax.tree.structure(variables)
-    assert all(a is b for a, b in zip(jax.tree.leaves(changed), jax.tree.leaves(variables)))
-    fp8nnx.update_from_linen(other, {"batch_stats": {"norm": {"mean": jnp.ones(16), "var": jnp.ones(16)}}})
-    assert other.norm.mean.get_value()[0] == 1
-    before = pure(linear())
-    for wrong, message in (
-        ({"params": {"kernel": X}}, "params/bias is missing in them"),
-        ({"params": before | {"scale": X}}, "the model has no params/"),
-        (
-            {"params": {"kernel": jnp.zeros((8, 16)), "bias": before["bias"]}},
-            r"params/kernel has shape \(8, 16\) and dtype float32; the model's has shape \(16, 16\)",
-        ),
-    ):
-        model = linear()
-        with pytest.raises(ValueError, match=message):
-            fp8nnx.update_from_linen(model, wrong)
-        jax.tree.map(np.testing.assert_array_equal, pure(model), before)
-    colliding = nnx.Dict(layers=nnx.List([linear()]), layers_0=linear())
-    for convert in (fp8nnx.to_linen, lambda model: fp8nnx.update_from_linen(model, variables)):
-        with pytest.raises(
-            ValueError, match="has one place, params/layers_0/bias, for both layers/0/bias and"
-        ):
-            convert(colliding)
-
-
 def test_linen_op_in_nnx():
     """``ToNNX`` of the Linen op keeps its state, in our type, and a layer of NNX takes it."""
     op = nnx.bridge.ToNNX(fp8.Fp8DotGeneralOp(recipe=SHORT))

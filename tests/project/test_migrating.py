@@ -3,13 +3,10 @@
 import functools
 import re
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import fp8flax as fp8
 from tests import ROOT
@@ -38,22 +35,6 @@ def sqnr(x, y):
     return 10 * np.log10(np.sum(np.square(x)) / np.sum(np.square(x - y)))
 
 
-def test_each_page_has_the_same_parts():
-    assert set(PAGES) == {"flax", "transformer_engine", "qwix", "keras"}
-    parts = ["Line by line", "Before", "After", "Names", "What differs in meaning", "No counterpart"]
-    for path in PAGES.values():
-        headings = re.findall(r"^## (.*)$", path.read_text(), re.MULTILINE)
-        assert [h for h in headings if "heckpoints" not in h] == parts
-        assert len(headings) == len(parts) + 1
-
-
-@pytest.mark.parametrize("page", sorted(PAGES))
-def test_what_is_not_run_is_at_least_python(page):
-    assert len(blocks_of(page, BEFORE)) == (page != "flax")
-    for block in blocks_of(page, BEFORE):
-        compile(block, page, "exec")
-
-
 @pytest.mark.long
 class TestFlax:
     def test_before_and_after(self):
@@ -61,42 +42,6 @@ class TestFlax:
         np.testing.assert_allclose(left["losses_before"], left["losses_after"], rtol=1e-5)
         assert left["losses_after"][-1] < left["losses_after"][0]
         fp8.check_state(left["resumed"].params, before=left["state_before"].params)
-
-    def test_a_shared_layer_and_other_collections(self):
-        class Model(nn.Module):
-            op: type
-
-            @nn.compact
-            def __call__(self, x):
-                dense = nn.Dense(4, dot_general_cls=self.op, name="dense")
-                x = nn.BatchNorm(use_running_average=True)(x)
-                return dense(x) + dense(2 * x)
-
-        x = np.ones((2, 4), np.float32)
-        newest, kept = [], []
-        for op, value_and_grad, state_class in (
-            (nn.Fp8DirectDotGeneralOp, jax.value_and_grad, TrainState),
-            (fp8.Fp8DirectDotGeneralOp, fp8.value_and_grad, fp8.TrainState),
-        ):
-            model = Model(op)
-            variables = model.init(jax.random.key(0), x)
-            _, grads = value_and_grad(lambda v, model=model: jnp.sum(model.apply(v, x)))(variables)
-            newest.append(grads[OWG]["dense"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"][0])
-            state = state_class.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
-            kept.append("batch_stats" in state.apply_gradients(grads=grads).params)
-        np.testing.assert_allclose(newest, [3, 2], rtol=1e-4)
-        assert kept == [False, True]
-
-    def test_a_nan_in_a_batch(self):
-        x = np.ones((2, 4), np.float32)
-        finite = []
-        for op, grad in ((nn.Fp8DirectDotGeneralOp, jax.grad), (fp8.Fp8DirectDotGeneralOp, fp8.grad)):
-            model = nn.Dense(4, dot_general_cls=op)
-            variables = model.init(jax.random.key(0), x)
-            grads = grad(lambda v, model=model: jnp.sum(model.apply(v, np.nan * x)))(variables)
-            history = grads[OWG]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
-            finite.append(bool(jnp.isfinite(history).all()))
-        assert finite == [False, True]
 
 
 @pytest.mark.long

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tomllib
 import venv
 import zipfile
@@ -20,7 +19,7 @@ from tests import ROOT
 pytestmark = pytest.mark.long
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-ABOUT = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
+ABOUT = ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")
 INFO = f"fp8flax-{fp8flax.__version__}.dist-info"
 
 
@@ -59,16 +58,6 @@ def test_wheel_has_the_package_and_nothing_else(wheel):
     # The README has links into the repository, which are absolute on a package index.
     readme = re.sub(r"\]\(https://[^/]+/fp8flax/fp8flax/(blob/)?main/", "](", metadata.get_payload())
     assert readme == (ROOT / "README.md").read_text()
-
-
-def test_source_has_what_a_clone_has(dist):
-    """The source distribution has all files that git does not ignore, so that its tests can run."""
-    (path,) = dist.glob("*.tar.gz")
-    with tarfile.open(path) as file:
-        names = {Path(*Path(name).parts[1:]) for name in file.getnames()}
-    needed = ("Makefile", ".ci/constraints.txt", "tests/conftest.py", "benchmarks/results/models.json")
-    assert set(map(Path, needed)) <= names
-    assert not [name for name in names if name.parts[0] in (".git", ".venv", ".venv-oldest", "dist")]
 
 
 DENSE = """
@@ -110,7 +99,7 @@ def test_wheel_works_where_there_is_no_clone(wheel, tmp_path):
     assert version == said == fp8flax.__version__
     assert out == [[4.0] * 8] * 2  # 1.05 is 1 in e4m3
     assert "usage: " in run(python, "-I", "-m", "fp8flax.demo", "--help", cwd=tmp_path)
-    assert "usage: " in run(tmp_path / "venv" / "bin" / "fp8flax", "--help", cwd=tmp_path)
+    assert f"fp8flax: {version}" in run(python, "-I", "-m", "fp8flax", cwd=tmp_path)
     # A package index does not show the pictures and the pages.
     metadata = (next(site.glob("fp8flax-*.dist-info")) / "METADATA").read_text()
     links = re.findall(r"\]\(([^)]+)\)", metadata)

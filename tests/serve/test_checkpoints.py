@@ -365,45 +365,35 @@ def text(old, new):
 
 
 DAMAGED = {
-    "no header": (lambda entries, data: ("", b""), "JSON"),
-    "not JSON": (lambda entries, data: (json.dumps(entries)[:-1], data), "JSON"),
-    "nested too deep": (lambda entries, data: ('{"a":' + "[" * 100000, data), "JSON"),
-    "a list": (lambda entries, data: ("[]", data), "object"),
-    "a huge number": (text("24]", "9" * 5000 + "]"), "JSON"),
-    "name twice": (text('"b"', '"a.weight"'), r"'a\.weight' twice"),
-    "truncated": (lambda entries, data: (json.dumps(entries), data[:-1]), "'b' ends at byte"),
-    "longer": (lambda entries, data: (json.dumps(entries), data + b"0"), "'b' ends at byte"),
-    "size that lies": (changed(lambda e: e["a.weight"].update(shape=[4, 7])), r"'a\.weight' is F8_E4M3"),
-    "huge size": (
-        changed(lambda e: e["a.weight"].update(shape=[2**62, 2**62])),
-        r"'a\.weight' must have a shape",
-    ),
-    "negative size": (
-        changed(lambda e: e["a.weight"].update(shape=[-4, -6])),
-        r"'a\.weight' must have a shape",
-    ),
-    "size is true": (changed(lambda e: e["b"].update(shape=[3, True])), "'b' must have a shape"),
-    "overlap": (
-        changed(lambda e: e["b"].update(data_offsets=[24, 36])),
-        r"'b' begins|'a\.weight_scale' begins",
-    ),
-    "out of range": (changed(lambda e: e["b"].update(data_offsets=[1000, 1012])), "'b' begins at byte"),
-    "negative": (changed(lambda e: e["b"].update(data_offsets=[-12, 0])), "'b' is F32"),
-    "backwards": (changed(lambda e: e["b"].update(data_offsets=[40, 28])), "'b' is F32"),
-    "NaN": (changed(lambda e: e["b"].update(data_offsets=[float("nan"), 40])), "'b' is F32"),
-    "no dtype": (changed(lambda e: e["b"].pop("dtype")), "'b' must have dtype"),
-    "other dtype": (changed(lambda e: e["b"].update(dtype="F4")), "'b' has the dtype 'F4'"),
-    "dtype is a list": (changed(lambda e: e["b"].update(dtype=["F32"])), "'b' has the dtype"),
-    "not an entry": (changed(lambda e: e.update(b=7)), "'b' must have dtype"),
-    "metadata": (changed(lambda e: e.update(__metadata__={"x": 1})), "metadata"),
+    "no header": lambda entries, data: ("", b""),
+    "not JSON": lambda entries, data: (json.dumps(entries)[:-1], data),
+    "nested too deep": lambda entries, data: ('{"a":' + "[" * 100000, data),
+    "a list": lambda entries, data: ("[]", data),
+    "a huge number": text("24]", "9" * 5000 + "]"),
+    "name twice": text('"b"', '"a.weight"'),
+    "truncated": lambda entries, data: (json.dumps(entries), data[:-1]),
+    "longer": lambda entries, data: (json.dumps(entries), data + b"0"),
+    "size that lies": changed(lambda e: e["a.weight"].update(shape=[4, 7])),
+    "huge size": changed(lambda e: e["a.weight"].update(shape=[2**62, 2**62])),
+    "negative size": changed(lambda e: e["a.weight"].update(shape=[-4, -6])),
+    "size is true": changed(lambda e: e["b"].update(shape=[3, True])),
+    "overlap": changed(lambda e: e["b"].update(data_offsets=[24, 36])),
+    "out of range": changed(lambda e: e["b"].update(data_offsets=[1000, 1012])),
+    "negative": changed(lambda e: e["b"].update(data_offsets=[-12, 0])),
+    "backwards": changed(lambda e: e["b"].update(data_offsets=[40, 28])),
+    "NaN": changed(lambda e: e["b"].update(data_offsets=[float("nan"), 40])),
+    "no dtype": changed(lambda e: e["b"].pop("dtype")),
+    "other dtype": changed(lambda e: e["b"].update(dtype="F4")),
+    "dtype is a list": changed(lambda e: e["b"].update(dtype=["F32"])),
+    "not an entry": changed(lambda e: e.update(b=7)),
+    "metadata": changed(lambda e: e.update(__metadata__={"x": 1})),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_files(name, tmp_path):
-    change, message = DAMAGED[name]
-    path = write(tmp_path / "model.safetensors", TWO, change=change)
-    with pytest.raises(ValueError, match=message) as error:
+    path = write(tmp_path / "model.safetensors", TWO, change=DAMAGED[name])
+    with pytest.raises(ValueError, match="damaged") as error:
         fp8.read_checkpoint(path)
     assert str(path) in str(error.value)
 
@@ -412,7 +402,7 @@ def test_headers_that_are_too_long(tmp_path):
     path = tmp_path / "a"
     for data in (b"", b"1234567", (2**63).to_bytes(8, "little") + b"{}", (3).to_bytes(8, "little") + b"{}"):
         path.write_bytes(data)
-        with pytest.raises(ValueError, match="is no safetensors file"):
+        with pytest.raises(ValueError, match="not a safetensors file"):
             fp8.read_checkpoint(path)
     with pytest.raises(FileNotFoundError):
         fp8.read_checkpoint(tmp_path / "b")
@@ -474,9 +464,10 @@ def test_a_file_that_becomes_shorter(tmp_path):
         (TWO, compressed("block", block_structure="9" * 5000 + "x1"), "size of a block"),
         (TWO, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (TWO, {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
-        (TWO, {"config_groups": [1]}, "config_groups"),
-        (TWO, {"config_groups": {"g": 1}}, "g must be an object"),
-        (TWO, [1], "quantization_config must be an object"),
+        (TWO, {"config_groups": [1]}, "cannot be read"),
+        (TWO, {"config_groups": {"g": 1}}, "cannot be read"),
+        (TWO, {"sparsity_config": [1]}, "cannot be read"),
+        (TWO, [1], "cannot be read"),
     ],
 )
 def test_formats_that_are_refused(tensors, config, message, tmp_path):
@@ -492,26 +483,25 @@ def test_two_block_sizes_that_both_fit_are_refused(tmp_path):
         fp8.read_checkpoint(folder_of(tmp_path, {"a.weight": UP, "a.weight_scale": RAGGED}, config))
 
 
+NO_NAMES = [
+    "../model-1.safetensors",
+    "/etc/passwd",
+    "..",
+    "a\0b",
+    3,
+    "x" * 5000,
+    "\ud800",
+    "model-3.safetensors",
+]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda m: m.update({"up.weight": "../model-1.safetensors"}),
-            r"'up\.weight' must be the name of a file",
-        ),
-        (lambda m: m.update({"up.weight": "/etc/passwd"}), r"'up\.weight' must be the name of a file"),
-        (lambda m: m.update({"up.weight": ".."}), r"'up\.weight' must be the name of a file"),
-        (lambda m: m.update({"up.weight": "a\0b"}), r"'up\.weight' must be the name of a file"),
-        (lambda m: m.update({"up.weight": 3}), r"'up\.weight' must be the name of a file"),
-        (lambda m: m.update({"up.weight": "x" * 5000}), r"the file of 'up\.weight', is missing"),
-        (lambda m: m.update({"up.weight": "\ud800"}), r"the file of 'up\.weight', is missing"),
-        (lambda m: m.update({"up.weight": "model-3.safetensors"}), r"the file of 'up\.weight', is missing"),
-        (
-            lambda m: m.update({"up.weight": "model-2.safetensors"}),
-            r"model-1\.safetensors has 'up\.weight'",
-        ),
-        (lambda m: m.update({"more": "model-2.safetensors"}), r"model-2\.safetensors does not have 'more'"),
-        (lambda m: m.pop("up.weight"), r"model-1\.safetensors has 'up\.weight'"),
+        *((lambda m, n=n: m.update({"up.weight": n}), "must be the name of a file") for n in NO_NAMES),
+        (lambda m: m.update({"up.weight": "model-2.safetensors"}), r"disagree on whether \['up\.weight'\]"),
+        (lambda m: m.update({"more": "model-2.safetensors"}), r"disagree on whether \['more'\]"),
+        (lambda m: m.pop("up.weight"), r"disagree on whether \['up\.weight'\]"),
     ],
 )
 def test_wrong_indexes(change, message, tmp_path):
@@ -532,7 +522,7 @@ def test_a_name_in_two_files(tmp_path):
         "down.weight": codes_of(4, 9, 40),
     }
     write(tmp_path / "model-1.safetensors", tensors)
-    with pytest.raises(ValueError, match=r"model-1\.safetensors has 'down\.weight'"):
+    with pytest.raises(ValueError, match=r"disagree on whether \['down\.weight'\]"):
         fp8.read_checkpoint(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": 3}')
     with pytest.raises(ValueError, match="weight_map"):

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
+from fp8flax._serve.checkpoints import CheckpointTensor
 from tests.cases import OWG, RECIPES, assert_same, normal
 from tests.models import trained
 from tests.serve.test_checkpoints import codes_of, in_blocks, scales_of, write
@@ -136,9 +137,9 @@ def test_a_slash_in_the_name_of_a_module(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["axiswise", "block128"])
 @pytest.mark.parametrize("equation", ["bi,oi->bo", "bi,hio->bho", "bi,iho->bho"])
-def test_kernels_whose_summed_dimensions_are_not_first(equation, recipe, tmp_path):
-    """The file has the layout of each kernel, which its shape alone does not show."""
-    shape = {"oi": (64, 64), "hio": (64, 64, 2), "iho": (64, 64, 2)}[equation[3:].partition("->")[0]]
+def test_files_have_the_layout_of_pytorch(equation, recipe, tmp_path):
+    """A kernel is ``(out, in)`` in the file, in whatever order its equation has the dimensions."""
+    shape = {"oi": (96, 64), "hio": (3, 64, 32), "iho": (64, 3, 32)}[equation[3:].partition("->")[0]]
 
     class Own(nn.Module):
         @nn.compact
@@ -147,17 +148,16 @@ def test_kernels_whose_summed_dimensions_are_not_first(equation, recipe, tmp_pat
 
     model8, variables = trained(Own(), X, recipe=RECIPES[recipe])
     model, served = fp8.freeze(model8, variables)
-    assert served["params"]["layer"]["kernel"].dtype == E4M3
     fp8.save_safetensors(tmp_path / "a", model, served)
     checkpoint = fp8.read_checkpoint(tmp_path / "a")
-    assert "layer.weight" in checkpoint
-    assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
-    loaded = fp8.load_into(zeros_like(variables), checkpoint)["params"]["layer"]["kernel"]
-    codes = np.asarray(served["params"]["layer"]["kernel"]).astype(np.float32)
-    [scale] = (x for p, x in jax.tree_util.tree_flatten_with_path(served)[0] if "scale" in str(p))
-    if recipe == "block128":
-        [[[scale]]] = np.asarray(scale)
-    np.testing.assert_array_equal(loaded, codes * np.asarray(scale))
+    weight, kernel = checkpoint["layer.weight"], np.asarray(served["params"]["layer"]["kernel"])
+    order = {"oi": (0, 1), "hio": (0, 2, 1), "iho": (1, 2, 0)}[equation[3:].partition("->")[0]]
+    np.testing.assert_array_equal(weight.codes, kernel.transpose(order).reshape(96, 64))
+    if equation == "bi,iho->bho":  # the summed dimension is first, as in the layers of Flax
+        assert_same(fp8.load_into(zeros_like(served), checkpoint), served)
+    else:
+        with pytest.raises(ValueError, match="does not become"):
+            fp8.load_into(variables, checkpoint)
 
 
 @pytest.mark.filterwarnings("ignore:FP8 convolutions")
@@ -329,7 +329,7 @@ OP = {"Fp8DotGeneralOp_0": {"kernel_scale": jnp.zeros((1, 200))}}
         (
             CHANNEL,
             layer_of(((300, 200), E4M3), bias=jnp.zeros(200), Op_1={"kernel_scale": jnp.zeros(1)}, **OP),
-            "joined and split",
+            "one frozen kernel with one scale",
         ),
     ],
 )
@@ -356,11 +356,8 @@ def test_wrong_arguments(tmp_path):
         fp8.load_into({"params": {"up": "kernel"}}, checkpoint)
     with pytest.raises(TypeError, match="variables must be a tree of arrays; got Array"):
         fp8.load_into(jnp.zeros(2), checkpoint)
-    for tensors, rename in (({"up": [1.0, 2.0]}, None), ({"up.0": 1.0, "up.1": 2.0}, {"$": ".{0}"})):
-        with pytest.raises(
-            ValueError, match=r"params/up from .*it must be an array .* of type (list|float)"
-        ):
-            fp8.load_into({"params": {"up": jnp.zeros(2)}}, tensors, rename=rename)
+    with pytest.raises(ValueError, match="of type list"):
+        fp8.load_into({"params": {"up": jnp.zeros(2)}}, {"up": [1.0, 2.0]})
     with pytest.raises(ValueError, match="matches none"):
         fp8.load_into(dense(), checkpoint, rename={"dense": "up"})
     both = {"params": {"a": jnp.zeros(200), "b": jnp.zeros(200)}}
@@ -552,15 +549,30 @@ class FusedLlama(nn.Module):
         return nn.Dense(24, use_bias=False, name="lm_head")(nn.RMSNorm(1e-6, name="norm")(x))
 
 
-FUSED_TO_LLAMA = {
-    r"\.(kernel|scale|embedding)$": ".weight",
-    r"^layers\.": "layers.{0}.",
-    r"qkv\b": {"self_attn.q_proj": 32, "self_attn.k_proj": 16, "self_attn.v_proj": 16},
-    r"gate_up\b": {"mlp.gate_proj": 48, "mlp.up_proj": 48},
-    r"\.o_proj": ".self_attn.o_proj",
-    r"\.down_proj": ".mlp.down_proj",
-    r"^(?!lm_head)": "model.",
+FUSED = {
+    "qkv.kernel": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "gate_up.kernel": ("mlp.gate_proj", "mlp.up_proj"),
+    "o_proj.kernel": ("self_attn.o_proj",),
+    "down_proj.kernel": ("mlp.down_proj",),
+    "input_layernorm.scale": ("input_layernorm",),
+    "post_attention_layernorm.scale": ("post_attention_layernorm",),
 }
+
+
+def fused_and_stacked(checkpoint):
+    """Returns the tensors of the Llama as FusedLlama has them, by NumPy."""
+
+    def wide(name):
+        tensor = checkpoint[f"{name}.weight"]
+        return tensor.dequantize() if isinstance(tensor, CheckpointTensor) else tensor
+
+    tensors = {name: x for name, x in checkpoint.items() if ".layers." not in name}
+    for name, parts in FUSED.items():
+        layers = [np.concatenate([wide(f"model.layers.{i}.{part}") for part in parts]) for i in range(2)]
+        tensors[f"model.layers.{name}"] = np.stack([layer.T for layer in layers])
+    return tensors
+
+
 TO_LLAMA = {
     r"\.base\b": "",
     r"\.(kernel|scale|embedding)$": ".weight",
@@ -583,31 +595,40 @@ def llama(model, include):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("is_fused", [False, True])
-def test_logits_of_a_llama(is_fused, tmp_path):
+def test_logits_of_a_llama_that_is_fused_and_stacked():
+    """NumPy joins the kernels and stacks the layers; the wide model is loaded, and then frozen."""
+    checkpoint, tokens, expected, (model, variables), _ = llama(FusedLlama(), ".*layers")
+    rename = {r"^(?!layers|lm_head)(.*)\.\w+$": r"model.\1.weight", r"^layers": "model.layers"}
+    rename["^lm_head.kernel"] = "lm_head.weight"
+    loaded = fp8.load_into(variables, fused_and_stacked(checkpoint), rename=rename)
+    logits = model.apply(loaded, tokens)
+    assert np.abs(np.asarray(logits) - expected).max() / np.abs(expected).max() < 1e-5
+    model8 = fp8.quantize_model(model, fp8.Float8CurrentScaling(), include=".*layers")
+    served = fp8.freeze(model8, loaded, tokens, weight_only=True)[1]["params"]["layers"]
+    codes = checkpoint["model.layers.1.mlp.up_proj.weight"].codes.T
+    np.testing.assert_array_equal(served["gate_up"]["kernel"][1, :, 48:], codes)
+
+
+@pytest.mark.long
+def test_logits_of_a_llama(tmp_path):
     """The wide and the frozen Llama have the logits that transformers computes from the same folder.
 
     ``save_safetensors`` writes the same codes and scales under the same names.
     """
-    rename = FUSED_TO_LLAMA if is_fused else TO_LLAMA
-    model, include = (FusedLlama(), ".*layers") if is_fused else (Llama(), ".*base")
-    checkpoint, tokens, expected, *models = llama(model, include)
+    checkpoint, tokens, expected, *models = llama(Llama(), ".*base")
     for model, variables in models:
-        loaded = fp8.load_into(variables, checkpoint, rename=rename)
+        loaded = fp8.load_into(variables, checkpoint, rename=TO_LLAMA)
         logits = model.apply(loaded, tokens)
         error = np.abs(np.asarray(logits) - expected).max() / np.abs(expected).max()
         assert error < 1e-5
-    fp8.save_safetensors(tmp_path / "file", model, loaded, rename=rename)
+    fp8.save_safetensors(tmp_path / "file", model, loaded, rename=TO_LLAMA)
     written = fp8.read_checkpoint(tmp_path / "file")
     assert written.keys() == checkpoint.keys()
     for name, tensor in checkpoint.items():
         if "proj" in name:
             np.testing.assert_array_equal(written[name].codes, tensor.codes)
             np.testing.assert_array_equal(written[name].scale, tensor.scale)
-    if is_fused:
-        kernel = loaded["params"]["layers"]["gate_up"]["kernel"][1, :, 48:]
-    else:
-        kernel = loaded["params"]["layers_1_mlp_up_proj"]["base"]["kernel"]
+    kernel = loaded["params"]["layers_1_mlp_up_proj"]["base"]["kernel"]
     np.testing.assert_array_equal(kernel, checkpoint["model.layers.1.mlp.up_proj.weight"].codes.T)
 
 

@@ -83,7 +83,7 @@ def test_renamed(kind, served, save, tmp_path):
     np.testing.assert_array_equal(tensors["gate.weight"], np.asarray(params["gate"]["kernel"]).T)
     np.testing.assert_array_equal(tensors["model.embed.weight"], params["embed"]["embedding"])
     np.testing.assert_array_equal(tensors["wide.kernel"], params["wide"]["kernel"])
-    assert_same(fp8.load_safetensors(path), served[1])
+    assert_same(fp8.load_into(served[1], fp8.read_checkpoint(path), rename=TO_TORCH), served[1])
     with safetensors.safe_open(path, "np") as file:
         metadata = file.metadata()
     assert metadata["format"] == "pt"  # transformers reads no other
@@ -100,65 +100,22 @@ def test_patterns_one_after_another(save, tmp_path):
 @pytest.mark.parametrize(
     ("rename", "error", "message"),
     [
-        (
-            {"^layer_": "x"},
-            ValueError,
-            r"the pattern '\^layer_', which matches none of \['embed.embedding', .*Cor",
-        ),
-        ({"layers_": "x", "layers_0": "y"}, ValueError, r"the pattern 'layers_0', which matches none of"),
-        (
-            {"(": "x"},
-            ValueError,
-            r"rename has '\(': 'x', which is not a valid regular expression .*unterminated",
-        ),
-        (
-            {"layers": r"\1"},
-            ValueError,
-            r"which is not a valid regular expression .*invalid group reference",
-        ),
-        (
-            {"layers": r"\g<x>"},
-            ValueError,
-            r"which is not a valid regular expression .*unknown group name 'x'",
-        ),
-        (
-            {"layers": 3},
-            TypeError,
-            r"must map each pattern, .* to a name, .*; got 'layers': 3\.",
-        ),
-        (
-            {3: "layers"},
-            TypeError,
-            r"must map each pattern, .* to a name, .*; got 3: 'layers'\.",
-        ),
-        (
-            ["layers"],
-            TypeError,
-            r"must be a dict of regular expressions .* or a callable .*; got \['layers'\]",
-        ),
-        (lambda name: None, TypeError, r"must return a string .*; got None for 'embed.embedding'"),
-        (lambda name: "", ValueError, r"gives 'embed.embedding' an empty name. Give each"),
-        ({"^gate.bias$": ""}, ValueError, r"gives 'gate.bias' an empty name"),
-        (
-            {r"layers_\d": "layer"},
-            ValueError,
-            r"params/layers_1/\S+ and params/layers_0/\S+ would both be 'layer\.\w+' .*Correct rename",
-        ),
-        (
-            {"weight_scale": "scale"},
-            ValueError,
-            r"changes 'layers_0.weight_scale' to 'layers_0.scale', but",
-        ),
-        (
-            {r"0.weight$": "2.weight"},
-            ValueError,
-            r"to 'layers_2.weight', but|looks for 'layers_2.weight_scale'",
-        ),
-        (
-            {r"wide.kernel": "wide.weight"},
-            ValueError,
-            r"makes a weight of params/wide/kernel, of shape \(16, 2, 4\)\. .* ends in 'kernel'",
-        ),
+        ({"^layer_": "x"}, ValueError, "matches none"),
+        ({"layers_": "x", "layers_0": "y"}, ValueError, "'layers_0', which matches none"),
+        ({"(": "x"}, ValueError, "unterminated"),
+        ({"layers": r"\1"}, ValueError, "invalid group reference"),
+        ({"layers": r"\g<x>"}, ValueError, "unknown group name 'x'"),
+        ({"layers": 3}, TypeError, "got 'layers': 3"),
+        ({"layers": {"a": 8, "b": 8}}, TypeError, "both strings"),
+        ({("layers_0", "layers_1"): "x"}, TypeError, "both strings"),
+        (["layers"], TypeError, "dict of regular expressions"),
+        (lambda name: None, TypeError, "None for 'embed.embedding'"),
+        (lambda name: "", ValueError, "'embed.embedding' an empty name"),
+        ({"^gate.bias$": ""}, ValueError, "'gate.bias' an empty name"),
+        ({r"layers_\d": "layer"}, ValueError, r"would both be 'layer\.\w+'"),
+        ({"weight_scale": "scale"}, ValueError, "'layers_0.weight_scale' to 'layers_0.scale'"),
+        ({r"0.weight$": "2.weight"}, ValueError, "looks for"),
+        ({r"wide.kernel": "wide.weight"}, ValueError, "makes a weight of params/wide/kernel"),
     ],
 )
 def test_errors(rename, error, message, save, tmp_path):
@@ -262,19 +219,12 @@ def test_inputs_and_kernels_may_differ_in_strategy(tmp_path):
     assert (group["weights"]["strategy"], group["input_activations"]["strategy"]) == ("channel", "tensor")
 
 
-def test_fp8_kernels_are_not_transposed_twice(tmp_path):
-    """Kernels of a convolution keep their own layout, also in FP8."""
-
-    class Conv(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Conv(8, (2,), strides=2, name="patches")(x)
-
-    model8 = fp8.quantize_model(Conv(), include=".*")
+def test_kernels_of_convolutions_keep_their_layout(tmp_path):
+    model8 = fp8.quantize_model(nn.Conv(8, (2,), strides=2), include=".*")
     variables = variables_of(model8, normal(0, 1, 4, 8))
     with pytest.warns(UserWarning, match="no data"):
         model, served = fp8.freeze(model8, variables)
-    fp8.save_safetensors(tmp_path / "model", model, served, rename={"patches": "embed"})
-    tensors = read(tmp_path / "model")
-    assert all(name.startswith("embed.") for name in tensors)
-    assert_same(fp8.load_safetensors(tmp_path / "model"), served)
+    fp8.save_safetensors(tmp_path / "model", model, served, rename={"kernel": "weight"})
+    np.testing.assert_array_equal(
+        read(tmp_path / "model")["weight"], np.asarray(served["params"]["kernel"]).view(np.uint8)
+    )

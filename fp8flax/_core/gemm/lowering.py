@@ -36,10 +36,9 @@ from fp8flax._core.gemm.request import (
     can_multiply_codes,
 )
 from fp8flax._core.gemm.units import is_for_hopper
-from fp8flax._core.names import BLOCK_GEMM_HOPPER, DEQUANTIZED
+from fp8flax._core.names import BLOCK_GEMM_HOPPER, CUBLASLT, DEQUANTIZED
 from fp8flax._core.no_derivative import no_derivative
 from fp8flax._core.qtensor import BLOCK, TILE, QTensor
-from fp8flax._core.quantizers import BlockQuantizer
 
 
 class Row(NamedTuple):
@@ -231,12 +230,7 @@ def _are_matrices_alike(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bo
 
     Blocks of different widths may fill up the matrices to different widths.
     """
-    return (
-        _is_per_block(capability, gemm, lhs, rhs)
-        and lhs.quantizer.codes_are_matrices
-        and rhs.quantizer.codes_are_matrices
-        and lhs.codes.shape[2] == rhs.codes.shape[2]
-    )
+    return _is_per_block(capability, gemm, lhs, rhs) and lhs.codes.shape[2] == rhs.codes.shape[2]
 
 
 def _has_block_scaled_units(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
@@ -331,9 +325,8 @@ def _can_split_experts(
         and isinstance(rhs, QTensor)
     ):
         return False
-    quantizers = lhs.quantizer, rhs.quantizer
-    is_per_block = [quantizer.scales_along_contraction for quantizer in quantizers]
-    return not any(is_per_block) or all(quantizer.codes_are_matrices for quantizer in quantizers)
+    is_per_block: bool = lhs.quantizer.scales_along_contraction
+    return is_per_block == rhs.quantizer.scales_along_contraction
 
 
 def _has_block_quantize(capability: float, pair: CastPair, x: Any, scale: Any) -> bool:
@@ -368,7 +361,7 @@ def _is_of_transposed_blocks(pair: CastPair) -> bool:
     return (
         pair.first is not None
         and pair.first == pair.second
-        and type(pair.first).quantize is BlockQuantizer.quantize  # a subclass may quantize differently
+        and pair.first.scales_along_contraction
         and (view.batch, view.free, view.contract) == (other.batch, other.contract, other.free)
         and sorted(view.order) in (list(view.order), list(other.order))
     )
@@ -414,7 +407,7 @@ _TABLE: dict[type, tuple[Row, ...]] = {
             _fits_cublaslt,
             partial(cuda.cublaslt, is_row_major=True),
             several=cuda.cublaslt,
-            on_shards=_on_shards,
+            on_shards=partial(_on_shards, name=CUBLASLT),
         ),
         Row(
             _multiplies_codes,

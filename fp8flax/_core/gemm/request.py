@@ -236,7 +236,7 @@ def dot(gemm: Gemm, lhs: jax.Array, rhs: jax.Array, precision: Any, sum_dtype: A
     # Workaround: XLA's partitioner (Shardy) drops the algorithm of a product of two matrices, and XLA would
     # then not use cublasLt. Rows are multiplied in pairs to avoid that form. (A transposed operand also
     # avoids it, but is gathered once more.)
-    is_lost = dims == _ROWS_BY_COLUMNS and isinstance(precision, lax.DotAlgorithmPreset)
+    is_lost = dims == _ROWS_BY_COLUMNS and precision is not None and lhs.dtype.itemsize == 1
     in_pairs = (
         is_lost
         and gemm.out_sharding is None

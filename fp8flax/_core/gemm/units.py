@@ -14,8 +14,8 @@ from fp8flax._core.gemm.gpus import (
     NATIVE_FP8,
     NATIVE_MX,
     Fp8EmulationWarning,
-    compile_target,
     compute_capability,
+    is_compiling_ahead,
     is_hopper,
 )
 from fp8flax._core.gemm.kernels.tiled_gemm_hopper import multiplies_dtypes
@@ -47,16 +47,6 @@ def has_units_for_blocks(recipe: GemmRecipe, capability: float) -> bool:
     return lhs.has_mx_scales and rhs.has_mx_scales
 
 
-def runs_in_fp8(recipe: GemmRecipe, capability: float) -> bool:
-    """Returns whether a GPU of this compute capability runs a matmul with this recipe in FP8 units."""
-    lhs, rhs = recipe.lhs, recipe.rhs
-    if capability < NATIVE_FP8 or lhs is None or rhs is None:
-        return False
-    if lhs.scales_along_contraction != rhs.scales_along_contraction:
-        return False
-    return not lhs.scales_along_contraction or has_units_for_blocks(recipe, capability)
-
-
 def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
     """Warns, once, if the current device has no FP8 units for GEMMs with one of these recipes.
 
@@ -64,7 +54,7 @@ def warn_if_emulated(*recipes: GemmRecipe, is_ragged: bool = False) -> None:
         *recipes: the recipes of the GEMMs.
         is_ragged: whether the GEMMs belong to a ragged dot. Blackwell has no units for block scales there.
     """
-    if compile_target.value is not None:
+    if is_compiling_ahead():
         return
     capability = compute_capability()
     has_kernel = not (is_ragged and capability >= NATIVE_MX)

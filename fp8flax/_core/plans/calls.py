@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.request import DimensionNumbers
 from fp8flax._core.plans.einsum import einsum_with
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Integer
+from fp8flax._core.shapes import Float, Integer
 
 
 class Called:
@@ -42,14 +40,6 @@ def calling(call: type[Called], multiply: Callable[..., jax.Array]) -> Callable[
     """
     called: Any = call.__call__
     return partial(called, SimpleNamespace(_multiplier=lambda: multiply))
-
-
-class AnyCall(Called):
-    """The signature of an op with any arguments: the input, the kernel, and the arguments by position."""
-
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, *arguments: Any) -> jax.Array:
-        """Computes the op in FP8."""
-        return self._multiplier()(lhs, rhs, *arguments)
 
 
 class DotGeneralCall(Called):

@@ -23,7 +23,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8flax._core.amax import amaxes_of_parts, delayed_amax
+from fp8flax._core.amax import delayed_amax
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.lowering import lowered, rows_of
 from fp8flax._core.gemm.request import CastPair, Gemm, distinct_codes, with_codes
@@ -37,7 +37,7 @@ from fp8flax._core.names import (
     WGRAD,
 )
 from fp8flax._core.no_derivative import no_derivative
-from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales, explicit_axes, explicit_sharding
+from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales, explicit_axes
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import Quantizer, quantized, serves
@@ -186,26 +186,6 @@ class Contraction(Plan):
         amax: jax.Array = self.each(role, delayed_amax, x)
         return amax
 
-    def amaxes(
-        self, role: str, x: jax.Array, extra: Extra, codes: Any = (), as_cast: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        """Returns partial amaxes of a prepared tensor along a last axis, and the codes.
-
-        The maximum of the partial amaxes is ``amax``. The codes are returned behind a barrier, so that XLA
-        reads the wide tensor once for amaxes and codes.
-
-        Args:
-            role: the role of the tensor.
-            x: the prepared tensor.
-            extra: the further arrays of the op.
-            codes: a tree of arrays that are computed from ``as_cast``.
-            as_cast: an array with the amax of ``x`` from which the codes are computed; None if it is ``x``.
-        """
-        if role in self.stacked or explicit_sharding(x) is not None:
-            amax, codes = lax.optimization_barrier((self.amax(role, x, extra), codes))
-            return amax[..., None], codes
-        return amaxes_of_parts(x, None, codes, as_cast=as_cast, is_row_major=role == "kernel")
-
     def warn(self, *recipes: GemmRecipe) -> None:
         """Warns if the device has no FP8 units for products with these recipes; by default does nothing."""
 
@@ -324,20 +304,20 @@ def _quantized_for_both(
 def quantized_with_amax(
     plan: Contraction, role: str, x: jax.Array, scale: jax.Array | None, extra: Extra
 ) -> tuple[Any, Any, jax.Array | None]:
-    """Returns a tensor quantized for its first and for its second product, and its partial amaxes.
+    """Returns a tensor quantized for its first and for its second product, and its amax.
 
-    The amaxes are None without delayed scaling.
+    The amax is None without delayed scaling.
 
-    XLA reads the wide tensor once, for codes and amaxes. It does not cast the tensor again for a GEMM that
-    takes it transposed. (``_kernel_of`` computes codes and amaxes separately: for a kernel one pass saves
+    XLA reads the wide tensor once, for codes and amax. It does not cast the tensor again for a GEMM that
+    takes it transposed. (``_kernel_of`` computes codes and amax separately: for a kernel one pass saves
     no time, and a policy that recomputes the kernel's codes would have to recompute its amax.)
     """
     if scale is None:
         return *_quantized_for_both(plan, role, x, None, has_barrier=True), None
     pair = _quantized_for_both(plan, role, x, scale)
     as_cast = inf_to_nan(x) if role == "output_grad" else x  # both have the same amax, inf
-    amaxes, codes = plan.amaxes(role, x, extra, distinct_codes(pair), as_cast)
-    return *with_codes(pair, codes), amaxes
+    amax, codes = lax.optimization_barrier((plan.amax(role, as_cast, extra), distinct_codes(pair)))
+    return *with_codes(pair, codes), amax
 
 
 def _kept(plan: Contraction, role: str, operand: Any, scale: jax.Array | None) -> Any:
@@ -415,8 +395,8 @@ class _QuantizedOperand(NamedTuple):
     """The operand of the forward product."""
     kept: Any
     """The residual for the product in the backward pass, see ``_kept``."""
-    amaxes: jax.Array | None
-    """The partial amaxes; None without delayed scaling."""
+    amax: jax.Array | None
+    """The amax; None without delayed scaling."""
 
 
 def _input_of(
@@ -424,13 +404,13 @@ def _input_of(
 ) -> _QuantizedOperand:
     """Quantizes the input for the forward product and for wgrad."""
     lhs = plan.prepared("input", lhs, extra)
-    first, second, amaxes = quantized_with_amax(plan, "input", lhs, scale, extra)
+    first, second, amax = quantized_with_amax(plan, "input", lhs, scale, extra)
     kept = _kept(plan, "input", second, scale)
     # If both products share the codes, the forward operand is made from the residual. Under a checkpoint
     # policy that saves the residual, a recomputed forward product then starts from the saved codes.
     if _serves_both(plan, "input", lhs):
         first = _transposed(plan, "input", _restored(plan, "input", kept))
-    return _QuantizedOperand(first, kept, named_scaling(amaxes))
+    return _QuantizedOperand(first, kept, named_scaling(amax))
 
 
 def _kernel_of(
@@ -439,14 +419,14 @@ def _kernel_of(
     """Quantizes the kernel for the forward product and for dgrad."""
     rhs = plan.prepared("kernel", rhs, extra)
     first, second = _quantized_for_both(plan, "kernel", rhs, scale)
-    amaxes = None if scale is None else plan.amaxes("kernel", rhs, extra)[0]
+    amax = None if scale is None else plan.amax("kernel", rhs, extra)
     kept = _kept(plan, "kernel", second, scale)
     if _serves_both(plan, "kernel", rhs):
         first = _transposed(plan, "kernel", _restored(plan, "kernel", kept))
     elif isinstance(first, QTensor):
         bits = jax.tree.map(partial(checkpoint_name, name=KERNEL_FORWARD_NAME), first.as_bits())
         first = bits.from_bits()
-    return _QuantizedOperand(first, kept, named_scaling(amaxes))
+    return _QuantizedOperand(first, kept, named_scaling(amax))
 
 
 def quantized_product(
@@ -483,14 +463,14 @@ def quantized_product(
 def _forward(
     plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, scales: Scales
 ) -> tuple[jax.Array, tuple[Any, Any], dict[str, jax.Array]]:
-    """Returns the result, the residuals of input and kernel, and the partial amaxes by role."""
+    """Returns the result, the residuals of input and kernel, and the amaxes by role."""
     entering = {
         "input": _input_of(plan, lhs, scales.get("input"), extra),
         "kernel": _kernel_of(plan, rhs, scales.get("kernel"), extra),
     }
     with jax.named_scope(FORWARD):
         out = plan.product(entering["input"].first, entering["kernel"].first, extra)
-    amaxes = {role: one.amaxes for role, one in entering.items() if one.amaxes is not None}
+    amaxes = {role: one.amax for role, one in entering.items() if one.amax is not None}
     kept = entering["input"].kept, entering["kernel"].kept
     return checkpoint_name(out, OUTPUT_NAME), kept, amaxes
 
@@ -498,15 +478,15 @@ def _forward(
 def _backward(
     plan: Contraction, residuals: tuple[Any, Any], extra: Extra, scales: Scales, g: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
-    """Returns the gradients of input and kernel, and the partial amaxes of ``g`` by role."""
+    """Returns the gradients of input and kernel, and the amax of ``g`` by role."""
     lhs_kept, rhs_kept = residuals
     g = plan.prepared("output_grad", g, extra)
-    g_first, g_second, g_amaxes = quantized_with_amax(
+    g_first, g_second, g_amax = quantized_with_amax(
         plan, "output_grad", g, scales.get("output_grad"), extra
     )
     lhs, rhs = _restored(plan, "input", lhs_kept), _restored(plan, "kernel", rhs_kept)
     grads = plan.gradients(lhs, rhs, (g_first, g_second), extra)
-    return grads, {} if g_amaxes is None else {"output_grad": g_amaxes}
+    return grads, {} if g_amax is None else {"output_grad": g_amax}
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:

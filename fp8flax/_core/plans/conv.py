@@ -10,7 +10,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from fp8flax._core.gemm.gpus import Fp8EmulationWarning, compile_target
+from fp8flax._core.gemm.gpus import Fp8EmulationWarning, is_compiling_ahead
 from fp8flax._core.names import CONVOLVED_WIDE, DGRAD, KEPT_WIDE, WGRAD
 from fp8flax._core.plans.contraction import STATELESS, Contraction, States, check_operands
 from fp8flax._core.plans.dot_general import fp8_dot_general, hashable_precision
@@ -27,9 +27,7 @@ from fp8flax._core.plans.modes import contract
 from fp8flax._core.plans.plan import Extra, Operand
 from fp8flax._core.qtensor import QTensor, View, dequantized
 from fp8flax._core.recipes import GemmRecipe, Recipe
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
+from fp8flax._core.shapes import Float
 
 
 class _Convolution(NamedTuple):
@@ -215,7 +213,7 @@ class ConvPlan(Contraction):
 
     def warn(self, *recipes: GemmRecipe) -> None:
         """Warns that this convolution has FP8 values, but not the speed of FP8."""
-        if compile_target.value is None:  # an audit compiles for another device than the current one
+        if not is_compiling_ahead():  # an audit compiles for another device than the current one
             warnings.warn(
                 "FP8 convolutions that are not matmuls run in the dtype of their operands, on every "
                 "device: the values are those of FP8, the speed is not. fp8flax.audit shows which.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,9 +28,7 @@ from fp8flax._core.plans.modes import contract
 from fp8flax._core.plans.plan import Extra, Operand
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Float32
+from fp8flax._core.shapes import Float, Float32
 
 _Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -244,7 +242,7 @@ def with_precision(recipe: CustomRecipe, precision: Any, form: str) -> CustomRec
         raise TypeError(
             "precision of an FP8 matmul must be None (the recipe's accumulation), a lax.Precision, its "
             f"name, or a pair of them; got {precision!r}. For more control set accumulation in the "
-            "recipe, for instance DelayedScaling(accumulation=Accumulation(forward='exact'))."
+            "recipe, for instance DelayedScaling(accumulation=('exact', 'exact', 'exact'))."
         ) from None
     accumulation = "fast" if all(p == lax.Precision.DEFAULT for p in both) else "exact"
     gemms = {name: getattr(recipe, name) for name in ("forward", "dgrad", "wgrad")}

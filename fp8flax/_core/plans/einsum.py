@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.request import DimensionNumbers
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
+from fp8flax._core.shapes import Float
 
 
 class _Steps(NamedTuple):

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fp8flax._core.amax import largest_of
 from fp8flax._core.axes import merge_amax, sum_to_axes
 from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales
 from fp8flax._core.tracing import traced_once
@@ -21,7 +20,7 @@ class _Residuals(NamedTuple):
     extra: Extra
     scales: Scales
     amaxes: dict[str, jax.Array]
-    """The partial amaxes of the tensors that the forward pass quantizes."""
+    """The amaxes of the tensors that the forward pass quantizes."""
 
 
 # The derivatives of the operands are straight-through: a contraction is linear in each operand, and
@@ -55,9 +54,8 @@ def _run_bwd(plan: Plan, residuals: _Residuals, g: jax.Array) -> Any:
     of_plan, extra, scales, amaxes = residuals
     grads, more_amaxes = plan.backward(of_plan, extra, scales, g)
     amaxes = {**amaxes, **more_amaxes}
-    largest = dict(zip(amaxes, largest_of(list(amaxes.values()))))
     # The amax of a step has only the batch and manual axes of its scale: it is merged over all others.
-    amaxes_of_step = {name: merge_amax(largest[name], scale) for name, scale in scales.items()}
+    amaxes_of_step = {name: merge_amax(amaxes[name], scale) for name, scale in scales.items()}
     return tuple(map(_as_operand, grads, plan.operands)), None, amaxes_of_step
 
 

@@ -1,4 +1,4 @@
-"""The rows of the package's own ops."""
+"""The rows of the table of ops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8flax._core.plans.calls import ConvCall, DotGeneralCall, EinsumCall, Ragg
 from fp8flax._core.plans.conv import fp8_conv_general_dilated, is_matmul
 from fp8flax._core.plans.dot_general import dot_plan, fp8_dot_general
 from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
-from fp8flax._core.plans.row import GemmSizes, OpRow, Shape, Swapped, add_own
+from fp8flax._core.plans.row import GemmSizes, OpRow, Shape, Swapped, add_rows
 
 # Matmuls.
 
@@ -137,4 +137,4 @@ RAGGED_DOT = OpRow(
     stacked=("kernel",),
 )
 
-add_own(DOT_GENERAL, EINSUM, CONV, RAGGED_DOT)
+add_rows(DOT_GENERAL, EINSUM, CONV, RAGGED_DOT)

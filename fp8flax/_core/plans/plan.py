@@ -75,8 +75,7 @@ class Plan:
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         """Returns the result of the op, the residuals for ``backward``, and the amaxes.
 
-        The amaxes have an entry for each tensor with delayed scaling that the forward pass quantizes. An
-        entry holds partial amaxes along its last axis; their maximum is the amax of the tensor.
+        The amaxes have an entry for each tensor with delayed scaling that the forward pass quantizes.
         """
         raise NotImplementedError
 
@@ -85,8 +84,8 @@ class Plan:
     ) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
         """Returns the cotangents of the operands, and the amaxes of the tensors that it quantizes.
 
-        The amaxes are partial amaxes, as ``forward`` returns them. A cotangent may have another dtype than
-        its operand, and may vary over more manual axes. The engine corrects both.
+        A cotangent may have another dtype than its operand, and may vary over more manual axes. The engine
+        corrects both.
 
         Args:
             residuals: the residuals that ``forward`` returned.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from fp8flax._core.amax import amaxes_of_parts, delayed_amax
+from fp8flax._core.amax import delayed_amax
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.gemm.kernels.groups import ends_of_groups
 from fp8flax._core.gemm.lowering import lowered
@@ -30,9 +30,7 @@ from fp8flax._core.plans.modes import contract
 from fp8flax._core.plans.plan import Extra, Operand, explicit_sharding
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.recipes import GemmRecipe, Recipe
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Integer
+from fp8flax._core.shapes import Float, Integer
 
 _ON_EXPLICIT_AXES = (
     "The FP8 ragged dot does not run on explicit axes of a mesh. Call it inside jax.shard_map, where each "
@@ -175,15 +173,6 @@ class RaggedPlan(Contraction):
             return super().amax(role, x, extra)
         (group_sizes,) = extra
         return delayed_amax(x, self._has_expert(x.shape[0], group_sizes))
-
-    def amaxes(
-        self, role: str, x: jax.Array, extra: Extra, codes: Any = (), as_cast: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        """Returns partial amaxes of the rows that belong to experts, see ``Contraction.amaxes``."""
-        if role == "kernel":
-            return super().amaxes(role, x, extra, codes, as_cast)
-        (group_sizes,) = extra
-        return amaxes_of_parts(x, self._has_expert(x.shape[0], group_sizes), codes, as_cast=as_cast)
 
     def _has_expert(self, rows: int, group_sizes: jax.Array) -> jax.Array:
         """Returns a mask ``(rows, 1)`` of the rows that belong to an expert."""

@@ -1,7 +1,6 @@
 """The table of ops: a row holds all that the rest of the package needs to know about an op.
 
-The Linen ops, the NNX ops, conversion, reports and freezing read the rows. ``plans.ops`` has the rows of
-the package's own ops.
+The Linen ops, the NNX ops, conversion, reports and freezing read the rows, which ``plans.ops`` defines.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from fp8flax._core.plans.calls import AnyCall, Called
+from fp8flax._core.plans.calls import Called
 
 if TYPE_CHECKING:
     from fp8flax._core.plans.contraction import Contraction
@@ -62,17 +61,15 @@ class OpRow:
             parts, a ``CustomRecipe``. A frozen model then stores the FP8 codes of the kernel, and
             multiplies by them. If None, a frozen model stores codes of kernels with delayed scaling only,
             and dequantizes them.
-        primitive: name of the JAX primitive, or of the ``jax.jit`` function, that a converted Linen model
-            computes by this op; None if a model is not converted to it.
+        primitive: name of the JAX primitive that a converted Linen model computes by this op; None if a
+            model is not converted to it.
         arguments: ``arguments(params)`` returns the arguments of the op from the parameters of the
-            primitive. A ``jax.jit`` function gets its arguments as operands, so it needs none.
+            primitive.
         unsupported: ``unsupported(params)`` returns why the op cannot compute this primitive, or None.
         swapped: ``swapped(lhs, rhs, *arguments)`` returns the op with its operands in the other order; None
             if the left operand cannot be a kernel.
         linen_field: the field of Linen layers that takes the class of the op, or None.
         nnx_field: the field of NNX layers that takes an instance of the op, or None.
-        kernel_axes: axes of the kernel that an NNX layer contracts, and axes of its batch, for layers that
-            NNX conversion finds by ``nnx_field``. None for our own ops, whose layers it finds by class.
         stacked: roles whose state has a leading dimension, the first dimension of the kernel.
         is_matmul: ``is_matmul(lhs, rhs, *arguments)`` returns whether GEMMs compute the op.
     """
@@ -81,7 +78,7 @@ class OpRow:
     plain: Callable[..., jax.Array]
     in_fp8: Callable[..., jax.Array]
     sizes: Callable[..., GemmSizes]
-    call: type[Called] = AnyCall
+    call: type[Called]
     plan: Callable[..., Contraction] | None = None
     primitive: str | None = None
     arguments: Callable[[Mapping[str, Any]], tuple[Any, ...]] = lambda params: ()
@@ -89,7 +86,6 @@ class OpRow:
     swapped: Callable[..., Swapped] | None = None
     linen_field: str | None = None
     nnx_field: str | None = None
-    kernel_axes: tuple[Shape, Shape] | None = None
     stacked: tuple[str, ...] = ()
     is_matmul: Callable[..., bool] = lambda lhs, rhs, *arguments: True
 
@@ -102,52 +98,17 @@ class OpRow:
 
 
 _rows: dict[str, OpRow] = {}
-_of_the_package: set[str] = set()
-"""The names of the package's own rows, which ``register`` does not replace."""
 
 
-def add_own(*package_rows: OpRow) -> None:
-    """Adds the package's own rows to the table."""
-    for row in package_rows:
-        _rows[row.name] = row
-        _of_the_package.add(row.name)
-
-
-def rows() -> tuple[OpRow, ...]:
-    """Returns all rows of the table."""
-    return tuple(_rows.values())
-
-
-def register(row: OpRow) -> None:
-    """Adds a row to the table. It replaces a row of the same name, as when a notebook runs a cell again.
-
-    Raises:
-        ValueError: the package itself has an op of this name, or another row has this primitive.
-    """
-    taken = _rows[row.name] if row.name in _of_the_package else None
-    for other in _rows.values():
-        if other.name != row.name and row.primitive is not None and other.primitive == row.primitive:
-            taken = other
-    if taken is not None:
-        raise ValueError(
-            f"The table of ops has the row {taken.name!r} already, for the primitive {taken.primitive!r}; "
-            f"got the row {row.name!r} for {row.primitive!r}. Give the new row another name, and a "
-            "primitive that no other row has."
-        )
-    _rows[row.name] = row
+def add_rows(*added: OpRow) -> None:
+    """Adds rows to the table."""
+    _rows.update({row.name: row for row in added})
 
 
 def _row_named(name: str) -> OpRow:
     return _rows[name]
 
 
-def row_of(primitive: Any, params: Mapping[str, Any]) -> OpRow | None:
-    """Returns the row for a JAX primitive with these parameters, or None.
-
-    A ``jax.jit`` function is found by its name. The package's own ops are primitives, so a function of a
-    user is none of them, although it may be named ``dot_general``.
-    """
-    is_jit = primitive.name == "jit"
-    name = params["name"] if is_jit else primitive.name
-    found = (row for row in _rows.values() if row.primitive == name)
-    return next((row for row in found if not (is_jit and row.name in _of_the_package)), None)
+def row_of(primitive: Any) -> OpRow | None:
+    """Returns the row for a JAX primitive, or None."""
+    return next((row for row in _rows.values() if row.primitive == primitive.name), None)

@@ -6,6 +6,7 @@ False to check that.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8flax._compat.choice_at_lowering import unless_cpu
-from fp8flax._core.grouping import in_groups
 
 is_enabled = True
 """Whether arrays are stacked."""
@@ -70,7 +70,14 @@ def each_alike(
     """
     options = _Options(read_once, in_parts, loops)
     keys: Iterable[Hashable] = map(stacking_key, axes, *args) if is_enabled else range(len(axes))
-    return in_groups(lambda axes, *args: _alike(f, axes[0], options, *args), keys, axes, *args)
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for i, key in enumerate(keys):
+        groups[key].append(i)
+    results: dict[int, Any] = {}
+    for members in groups.values():
+        of_group = _alike(f, axes[members[0]], options, *([values[i] for i in members] for values in args))
+        results.update(zip(members, of_group, strict=True))
+    return [results[i] for i in range(len(axes))]
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

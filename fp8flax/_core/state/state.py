@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,10 +52,8 @@ from fp8flax._core.scaling import (
     push_amax,
     scale_exponent,
 )
+from fp8flax._core.shapes import Float, Float32, Shaped
 from fp8flax._core.tracing import traced_once
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Float32, Shaped
 
 _, _, _SCALING_NAME = RESIDUAL_NAMES
 

@@ -11,7 +11,6 @@ import fp8flax as fp8
 from fp8flax._core.gemm import cuda_ragged
 from fp8flax._core.gemm.cuda_ragged import grouped_products, grouped_sums
 from fp8flax._core.gemm.kernels import groups, tiled_gemm_hopper
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.qtensor import QTensor, View
 from tests.cases import error_of_product, with_reference
 
@@ -19,9 +18,6 @@ E4M3 = jnp.float8_e4m3fn
 ROWS = 300
 # Tiles that several share, an empty group, rows left over and rows beyond the last; none at all.
 SIZES = [(100, 0, 90, 60), (0, 300, 0, 0), (0, 0, 0, 0), (0, 0, 0, 999), (129, 1, 127, 43), (300, 1, 0, 0)]
-needs_mosaic = pytest.mark.skipif(
-    not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in"
-)
 
 
 def bounds(rows, sizes):
@@ -98,7 +94,6 @@ def wide(x):
 
 
 @pytest.mark.long
-@needs_mosaic
 @pytest.mark.usefixtures("_one_core")
 @pytest.mark.parametrize(
     ("rows", "sizes", "depth", "columns", "is_fine", "out_dtype"),
@@ -143,7 +138,6 @@ def test_ragged_dots_on_hopper(rows, sizes, depth, columns, is_fine, out_dtype):
 
 
 @pytest.mark.long
-@needs_mosaic
 @pytest.mark.usefixtures("_one_core")
 @pytest.mark.parametrize(
     ("use_f32_scales", "is_square", "out_dtype"),

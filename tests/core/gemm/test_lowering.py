@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import fp8flax as fp8
 from fp8flax._core.gemm import lowering
 from fp8flax._core.gemm.gpus import compile_target
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from fp8flax._core.gemm.lowering import Row, lowered
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.dot_general import DotPlan
@@ -116,12 +115,6 @@ def test_a_derivative_is_refused_if_a_row_fits(monkeypatch):
         gradient(1.0)
 
 
-needs_mosaic = pytest.mark.skipif(
-    not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in"
-)
-
-
-@needs_mosaic
 @pytest.mark.parametrize(
     "way",
     [

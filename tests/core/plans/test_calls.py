@@ -5,7 +5,6 @@ import pytest
 from jax import lax
 
 from fp8flax._core.plans.calls import (
-    AnyCall,
     ConvCall,
     DotGeneralCall,
     EinsumCall,
@@ -25,7 +24,6 @@ CONV = {"window_strides": (1,), "padding": "SAME", "dimension_numbers": None}
         (DotGeneralCall, (X, W), {"dimension_numbers": MATMUL, "precision": "highest"}, lax.dot_general),
         (ConvCall, (IMAGES, WINDOWS), CONV, lax.conv_general_dilated),
         (RaggedDotCall, (X, jnp.stack([W, W])), {"group_sizes": SIZES}, lax.ragged_dot),
-        (AnyCall, (X, W), {}, jnp.dot),
     ],
 )
 def test_a_call_has_the_arguments_of_the_function(cls, args, keywords, function):
@@ -47,11 +45,11 @@ def test_an_einsum_is_one_dot_general():
     found = calling(EinsumCall, multiply)("ab,bc->ca", X, W, precision="high")
     assert (found == (X @ W).T).all()
     assert calls == [(MATMUL, "high", None)]
-    with pytest.raises(TypeError, match="eqn must be an equation such as 'ab,bc->ac'; got"):
+    with pytest.raises(TypeError, match="eqn"):
         calling(EinsumCall, multiply)(X, X, W)
 
 
 @pytest.mark.parametrize("cls", [DotGeneralCall, EinsumCall, ConvCall, RaggedDotCall])
 def test_an_argument_that_no_function_has_is_refused(cls):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'swallowed'"):
+    with pytest.raises(TypeError, match="swallowed"):
         calling(cls, lambda *args: X)(*[X] * 4, swallowed=True)

@@ -43,11 +43,11 @@ def test_beside_numpy_with_the_operands_in_their_places(eqn, shape):
 @pytest.mark.parametrize(
     ("eqn", "message"),
     [
-        ("abc,cd,de->abe", "does not fit operands of shapes"),
+        ("abc,cd,de->abe", "does not fit"),
         ("ab,bd->ad", "names 2 indices"),
         ("abb,bd->ad", "repeats an index"),
-        ("abc,xd->abd", r"names 2 indices|does not fit"),
-        ("abc,bd->acd", r"one size for the index 'b'; got 3 in lhs of shape \(.*\) and 4 in rhs"),
+        ("abc,xd->abd", "2 indices|does not fit"),
+        ("abc,bd->acd", "index 'b'"),
     ],
 )
 def test_errors(eqn, message):

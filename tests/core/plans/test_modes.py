@@ -8,7 +8,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8flax as fp8
-from fp8flax._core.mode import Calibrating, mode
 from fp8flax._core.plans.contraction import States
 from fp8flax._core.plans.dot_general import dot_plan, fp8_dot_general
 from fp8flax._core.plans.modes import packed_kernel
@@ -32,58 +31,12 @@ def rounded(x, name="float8_e4m3fn"):
     return reference.qdq(np.asarray(x), name, scale)
 
 
-def test_without_quantizers_it_is_the_wide_product():
-    out = fp8_dot_general(X, W, MATMUL, recipe=fp8.CustomRecipe())
-    np.testing.assert_array_equal(out, jnp.dot(X, W))
-
-
 @pytest.mark.parametrize("form", ["direct", "qdq"])
 def test_in_fp8(form):
     out, vjp = jax.vjp(lambda x, w: dot(x, w, form=form), X, W)
     x, w, g = rounded(X), rounded(W), rounded(G, "float8_e5m2")
     for found, expected in zip((out, *vjp(G)), (x @ w, g @ w.T, x.T @ g)):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_frozen_both_modes_of_differentiation_are_wide(is_packed):
-    def frozen(x, w):
-        if not is_packed:
-            return dot(x, w, is_frozen=True)
-        scale = jnp.float32(reference.next_scale([2.0, 4.0], np.ones(1), "float8_e4m3fn"))
-        kernel = packed_kernel(dot_plan(x, W, MATMUL, recipe=RECIPE.gemms), W, scale)
-        return dot(x, w, stored_kernel=kernel, input_scale=scale)
-
-    out, tangent = jax.jvp(lambda x: frozen(x, W), (X,), (2 * X,))
-    np.testing.assert_allclose(out, rounded(X) @ rounded(W), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(tangent, 2 * np.asarray(X) @ rounded(W), rtol=1e-5, atol=1e-5)
-    dx, dw = jax.vjp(frozen, X, W)[1](G)
-    np.testing.assert_allclose(dx, np.asarray(G) @ rounded(W).T, rtol=1e-5, atol=1e-5)
-    expected = np.zeros_like(W) if is_packed else rounded(X).T @ np.asarray(G)
-    np.testing.assert_allclose(dw, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_calibrating_the_product_is_wide_and_states_follow_from_the_tensors():
-    with mode(Calibrating()):
-        out, vjp = jax.vjp(dot, X, W, STATES)
-        dx, _, new = vjp(G)
-    np.testing.assert_allclose(out, jnp.dot(X, W), rtol=1e-6)
-    np.testing.assert_allclose(dx, G @ W.T, rtol=1e-6)
-    for state, x, name in zip(new, (X, W, G), ("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2")):
-        history = reference.next_history(x, np.float32([2.0, 4.0]))
-        np.testing.assert_array_equal(state.amax_history, history)
-        np.testing.assert_array_equal(state.scale, reference.next_scale(history, np.ones(1), name))
-
-
-def test_forward_mode_is_refused():
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda x: dot(x, W), (X,), (X,))
-
-
-def test_state_of_the_wrong_dtype_is_refused():
-    bad = STATE._replace(scale=jnp.ones(1, jnp.bfloat16))
-    with pytest.raises(TypeError, match="scale must be float32"):
-        dot(X, W, STATES._replace(kernel=bad))
 
 
 @pytest.mark.parametrize("mode_of", ["without quantizers", "calibrating"])

@@ -1,4 +1,4 @@
-"""The rows of the package's own ops, each beside the function of JAX that it stands for."""
+"""The rows of the ops, each beside the function of JAX that it stands for."""
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ def test_the_row_of_a_primitive_has_its_arguments(row):
     operands = tuple(x for x in arguments if isinstance(x, jax.Array))
     rest = arguments[len(operands) :]
     program = jax.make_jaxpr(lambda *x: row.plain(*x, *rest))(lhs, rhs, *operands)
-    eqn = next(e for e in program.eqns if row_of(e.primitive, e.params) is not None)
-    assert row_of(eqn.primitive, eqn.params) is row
+    eqn = next(e for e in program.eqns if row_of(e.primitive) is not None)
+    assert row_of(eqn.primitive) is row
     assert row.unsupported(eqn.params) is None
     found = row.plain(lhs, rhs, *operands, *row.arguments(eqn.params))
     np.testing.assert_array_equal(found, row.plain(*CALLS[row]))

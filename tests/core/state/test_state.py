@@ -167,10 +167,10 @@ def test_calibrating_zeros_gives_the_smallest_scale():
 @pytest.mark.parametrize(
     ("scale", "history", "error", "message"),
     [
-        ((2,), (3,), ValueError, r"The scale of stacked kernels .* got shape \(2,\)"),
-        ((2, 1), (3, 3), ValueError, r"The amax_history of stacked kernels .* got shape \(3, 3\)"),
-        ((2, 2), (2, 3), ValueError, r"scale must be a scalar or have shape \(1,\); got shape \(2, 2\)"),
-        ((2, 1), (2, 0), ValueError, r"length 1 or more; got \(2, 0\)"),
+        ((2,), (3,), ValueError, r"scale .*\(2,\)"),
+        ((2, 1), (3, 3), ValueError, r"amax_history .*\(3, 3\)"),
+        ((2, 2), (2, 3), ValueError, r"scale .*\(2, 2\)"),
+        ((2, 1), (2, 0), ValueError, r"\(2, 0\)"),
     ],
 )
 def test_state_of_stacked_kernels_in_other_shapes(scale, history, error, message):
@@ -179,5 +179,5 @@ def test_state_of_stacked_kernels_in_other_shapes(scale, history, error, message
 
 
 def test_state_of_two_dtypes():
-    with pytest.raises(TypeError, match="must have the same dtype; got fp32_max_grad and float32"):
+    with pytest.raises(TypeError, match="same dtype"):
         as_state(to_max_dtype(jnp.ones((1,))), jnp.ones((2,)))

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._compat.triton_params import triton_params
 from fp8flax._compat.varying import shape_varying_as
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import BLOCK_QUANTIZE
@@ -142,7 +141,7 @@ def block_quantize(
             (shape(grid[2], rows, dtype=jnp.float32), tile(1, BLOCK, lambda b, i, j: (b, j, i))),
             (shape(grid[1], columns, dtype=jnp.float32), tile(1, BLOCK, lambda b, i, j: (b, i, j))),
         ]
-    params = {} if interpret else {"compiler_params": triton_params(num_warps=8, num_stages=1)}
+    params = {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=8, num_stages=1)}
     codes, transposed, scale, other_scale = pl.pallas_call(
         kernel,
         out_shape=[out for out, _ in (*outs, *scales)],

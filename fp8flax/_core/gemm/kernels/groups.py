@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._compat.triton_params import triton_params
 from fp8flax._compat.varying import shape_varying_as
 from fp8flax._core.axes import vary_alike
 from fp8flax._core.names import TRANSPOSE_GROUPS
@@ -150,7 +149,7 @@ def transpose_groups(codes: jax.Array, table: jax.Array, *, interpret: bool = Fa
     bits, table = vary_alike(lax.bitcast_convert_type(codes, jnp.uint8), table)
     if interpret:  # the interpreter shifts a tile that reaches beyond the last row
         bits = lax.pad(bits, np.uint8(0), ((0, TILE, 0), (0, 0, 0)))
-    params = {} if interpret else {"compiler_params": triton_params(num_warps=8, num_stages=1)}
+    params = {} if interpret else {"compiler_params": triton.CompilerParams(num_warps=8, num_stages=1)}
     out = pl.pallas_call(
         kernel,
         out_shape=shape_varying_as(bits, (columns, tiles * TILE), jnp.uint8),

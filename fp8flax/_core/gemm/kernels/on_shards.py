@@ -190,7 +190,7 @@ class _Exchanged(NamedTuple):
     """An operand with scales per block, in the form in which devices exchange it."""
 
     spread: QTensor
-    """The operand after ``Quantizer.spread``."""
+    """The operand after ``BlockQuantizer.spread``."""
     dims: str
     """The description of the codes, see ``on_shards``."""
     rank_of_rows: int
@@ -231,7 +231,7 @@ def _block_gemm_on_shards(
 ) -> jax.Array:
     """Returns ``multiply(gemm, lhs, rhs)`` of operands with scales per block, see ``gemm_on_shards``.
 
-    The dimensions that rows and columns flatten are split separately, see ``Quantizer.spread``.
+    The dimensions that rows and columns flatten are split separately, see ``BlockQuantizer.spread``.
     """
     operands, views = (lhs, rhs), (gemm.lhs, gemm.rhs)
     are_swapped = [_is_out_of_order(x, view) for x, view in zip(operands, views)]

@@ -19,9 +19,6 @@ from fp8flax._core.axes import vary_alike
 from fp8flax._core.qtensor import BLOCK, TILE
 from fp8flax._core.scaling import apply_scales
 
-HAS_MOSAIC = jax.__version_info__ >= (0, 10)
-"""Whether Pallas's Mosaic GPU has the interface that the kernel uses."""
-
 _IS_0_11 = jax.__version_info__ >= (0, 11)
 """Whether JAX is 0.11 or later. From 0.11 on ``wgmma`` takes operands of two different FP8 dtypes."""
 
@@ -44,7 +41,7 @@ _SHARED_MEMORY = 226 * 1024
 def multiplies_dtypes(lhs: Any, rhs: Any) -> bool:
     """Returns whether the GPU kernel can multiply operands of these dtypes."""
     known = {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)}
-    return HAS_MOSAIC and {jnp.dtype(lhs), jnp.dtype(rhs)} <= known and (lhs == rhs or _IS_0_11)
+    return {jnp.dtype(lhs), jnp.dtype(rhs)} <= known and (lhs == rhs or _IS_0_11)
 
 
 class Tile(NamedTuple):

@@ -9,7 +9,6 @@ import pytest
 
 from fp8flax._core.gemm.kernels import tiled_gemm_hopper
 from fp8flax._core.gemm.kernels.block_gemm_hopper import hopper_block_gemm
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC
 from tests.cases import error_of_product
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -28,7 +27,6 @@ def interpreted(**kwargs):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
 @pytest.mark.usefixtures("_one_core")
 @pytest.mark.parametrize("is_square", [True, pytest.param(False, marks=pytest.mark.all_cells)])
 @pytest.mark.parametrize(
@@ -59,7 +57,6 @@ def test_hoppers_gemm(shape, is_square, out_dtype):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in")
 @pytest.mark.usefixtures("_one_core")
 def test_hoppers_gemm_in_range():
     """One scale is almost out of the range of float32, and rows have very different magnitudes."""

@@ -27,16 +27,21 @@ def ugly(dtype, rows=256, columns=384):
     return jnp.asarray(x, dtype)[:, :rows, :columns]
 
 
-@pytest.mark.parametrize("block", [(1, 128), (128, 128)], ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "scale", "of"),
-    [(E4M3, "power_of_two", jnp.float32), (E4M3, "float32", jnp.bfloat16), (E5M2, "float32", jnp.float32)],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("sizes", "inf_is_nan"),
-    [((256, 384), False), ((256, 384), True), ((203, 384), False), ((210, 140), True)],
-)
+KINDS = [
+    (E4M3, "power_of_two", jnp.float32),
+    (E4M3, "float32", jnp.bfloat16),
+    (E5M2, "float32", jnp.float32),
+]
+SIZES = [((256, 384), False), ((256, 384), True), ((203, 384), False), ((210, 140), True)]
+# Each kind with each block, and each size with each block.
+CASES = [
+    (block, *KINDS[(i + j) % 3], *size)
+    for i, block in enumerate([(1, 128), (128, 128)])
+    for j, size in enumerate(SIZES)
+]
+
+
+@pytest.mark.parametrize(("block", "dtype", "scale", "of", "sizes", "inf_is_nan"), CASES, ids=str)
 def test_both_orders_are_those_of_the_quantizer(block, dtype, scale, of, sizes, inf_is_nan):
     """To the last bit of codes and scales; of sizes that are no multiples of a block, too."""
     quantizer = fp8.BlockQuantizer(dtype=dtype, block=block, scale=scale)

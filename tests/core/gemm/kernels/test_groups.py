@@ -44,7 +44,6 @@ def all_groups(sizes):
     return jax.vmap(partial(groups.group_of, table, groups=count))(index)
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("sizes", [*SIZES, (300,), tuple(range(200)), (0,) * 255 + (300,)])
 def test_where_tiles_lie(sizes):
     """Each row once; what is too many has none."""
@@ -77,7 +76,6 @@ def blocks(codes, scale, sizes):
     return groups.blocks_of_groups(codes, scale, groups.table_of(384, sizes, groups.TILE))
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("sizes", SIZES[:4])
 def test_blocks_of_groups(sizes):
     """Blocks are where the rows are, with their scales. Rows of other groups become zeros."""

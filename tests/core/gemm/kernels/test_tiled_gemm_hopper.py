@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 
 from fp8flax._core.gemm.kernels import tiled_gemm_hopper
-from fp8flax._core.gemm.kernels.tiled_gemm_hopper import HAS_MOSAIC, Tile, Tiling, tiled_gemm
-
-pytestmark = pytest.mark.skipif(
-    not HAS_MOSAIC, reason="Mosaic GPU of JAX 0.9 lacks what the kernel is written in"
-)
+from fp8flax._core.gemm.kernels.tiled_gemm_hopper import Tile, Tiling, tiled_gemm
 
 
 def tile(table, t):

@@ -1,0 +1,68 @@
+"""Orbax saves and restores frozen models, as it does any tree or state."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
+from tests.cases import RECIPES, assert_same, normal
+from tests.models import MODELS, TOKENS, LanguageModel, trained
+
+
+def saved_and_restored(folder, tree, target):
+    """Returns what Orbax restores into the shapes of ``target`` after it has saved ``tree``."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "model", tree)
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(folder / "model", target)
+
+
+CASES = [(name, "delayed") for name in ("own", "scan", "vmap", "patches", "decoder")]
+CASES += [("scan", recipe) for recipe in RECIPES if recipe != "delayed"]
+
+
+@pytest.mark.oldest
+@pytest.mark.filterwarnings("ignore:These scales are frozen")
+@pytest.mark.parametrize(("name", "recipe"), CASES)
+def test_linen(name, recipe, tmp_path):
+    """The target is made from the shapes of ``init``; the outputs have the same bits."""
+    if name == "decoder":
+        model, x = LanguageModel(layers=1, decode=True), np.asarray(TOKENS)[:, :1]
+    else:
+        model, x = MODELS[name][0](), normal(0, 2, 4, 8)
+    model8, variables = trained(model, x, recipe=RECIPES[recipe])
+    serve, served = fp8.freeze(model8, variables)
+    target = jax.eval_shape(partial(serve.init, jax.random.key(0)), x)
+    restored = saved_and_restored(tmp_path, served, target)
+    assert_same(restored, served)
+    apply = jax.jit(partial(serve.apply, mutable=["cache"]))
+    jax.tree.map(np.testing.assert_array_equal, apply(restored, x), apply(served, x))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        op = partial(fp8nnx.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(amax_history_len=4))
+        self.first = nnx.Linear(16, 32, dot_general=op(), rngs=rngs)
+        self.last = nnx.Linear(32, 8, dot_general=op(), rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.first(x)))
+
+
+@pytest.mark.filterwarnings("ignore:These scales are frozen")
+def test_nnx(tmp_path):
+    x = normal(0, 4, 16)
+    model = Net(nnx.Rngs(0))
+    fp8nnx.calibrate(lambda model, x: model(x), model, [x])
+    frozen = fp8nnx.freeze(model, x)
+    # A new process makes the target without values.
+    other = nnx.eval_shape(lambda: fp8nnx.freeze(Net(nnx.Rngs(1)), x))
+    graphdef, target = nnx.split(other)
+    restored = nnx.merge(graphdef, saved_and_restored(tmp_path, nnx.state(frozen), target))
+    assert restored.first.kernel.get_value().dtype.name == "float8_e4m3fn"
+    np.testing.assert_array_equal(restored(x), frozen(x))

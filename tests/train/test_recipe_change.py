@@ -1,0 +1,177 @@
+"""A run whose recipe changes: FP8, then off, then other recipes. The scaling state waits; runs resume."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import fp8flax as fp8
+import fp8flax.nnx as fp8nnx
+from tests.cases import OWG, normal
+
+DELAYED = fp8.DelayedScaling(amax_history_len=4)
+FORWARD_IN_FP8 = fp8.CustomRecipe(forward=fp8.MXFP8BlockScaling().gemms.forward)
+NUM_STEPS = 7
+X = normal(0, NUM_STEPS, 8, 32, dtype=jnp.bfloat16)
+
+
+def recipe_of(step):
+    """Two steps with delayed scaling, one without FP8, one each of two stateless recipes, then delayed."""
+    recipe = {3: fp8.Float8CurrentScaling(), 4: FORWARD_IN_FP8}.get(step, DELAYED)
+    return fp8.autocast(enabled=step != 2, recipe=recipe)
+
+
+STATELESS = (2, 3, 4)
+
+
+def assert_same_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def dense(**fields):
+    return nn.Dense(32, dtype=jnp.bfloat16, use_bias=False, **fields)
+
+
+MODEL = nn.Sequential([dense(dot_general_cls=fp8.Fp8DotGeneralOp), nn.relu, dense(), dense()])
+TX = optax.sgd(0.1, momentum=0.9)
+
+
+def loss_of(apply, variables, x):
+    return jnp.mean(jnp.square(apply(variables, x).astype(jnp.float32)))
+
+
+@partial(jax.jit, donate_argnums=0)
+def train_step(state, x):
+    loss, grads = fp8.value_and_grad(partial(loss_of, state.apply_fn))(state.params, x)
+    return state.apply_gradients(grads=grads), loss
+
+
+def new_state():
+    with recipe_of(0):
+        variables = MODEL.init(jax.random.key(1), X[0])
+    state = fp8.TrainState.create(apply_fn=MODEL.apply, params=variables, tx=TX)
+    return state.replace(step=jnp.int32(0))
+
+
+def trained(state, steps):
+    """Returns copies of the states after these steps, and the losses."""
+    found = []
+    for step in steps:
+        with recipe_of(step):
+            state, loss = train_step(state, X[step])
+        found.append((jax.tree.map(jnp.copy, state), loss))
+    return found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    before = train_step._cache_size()
+    found = trained(new_state(), range(NUM_STEPS))
+    assert train_step._cache_size() - before == 4  # a program per recipe, and one without FP8
+    return found
+
+
+def test_a_step_that_needs_no_state_leaves_it_alone(uninterrupted):
+    states = [state.params[OWG] for state, _ in uninterrupted]
+    for step in STATELESS:
+        assert_same_bits(states[step], states[step - 1])
+    last = [state["layers_0"]["Fp8DotGeneralOp_0"]["input_amax_history"] for state in states[-3:-1]]
+    expected = np.roll(last[0], -1)
+    expected[0] = jnp.max(jnp.abs(X[5]))
+    np.testing.assert_array_equal(last[1], expected)
+
+
+@pytest.mark.parametrize("step", STATELESS)
+def test_so_do_accumulated_gradients_and_steps_without_jit(uninterrupted, step):
+    state = uninterrupted[1][0]
+    old = state.params[OWG]
+    accumulated = fp8.accumulate_gradients(partial(loss_of, MODEL.apply))
+    with recipe_of(step):
+        _, grads = jax.jit(accumulated)(state.params, X[step].reshape(2, 4, 32))
+        assert_same_bits(grads[OWG], old)
+        grads = fp8.grad(partial(loss_of, MODEL.apply))(state.params, X[step])
+        assert_same_bits(grads[OWG], old)
+        assert_same_bits(state.apply_gradients(grads=grads).params[OWG], old)
+
+
+def test_a_step_without_fp8_is_that_of_the_wide_model(uninterrupted):
+    before, loss = uninterrupted[1][0].params, uninterrupted[2][1]
+    wide = nn.Sequential([dense(), nn.relu, dense(), dense()])
+    wide_loss = jax.jit(partial(loss_of, wide.apply))
+    assert_same_bits(wide_loss({"params": before["params"]}, X[2]), loss)
+
+
+@pytest.mark.parametrize("done", [2, 3, 4])
+def test_a_saved_run_resumes_with_the_same_bits(uninterrupted, done, tmp_path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", uninterrupted[done - 1][0])
+        checkpointer.wait_until_finished()
+        state = checkpointer.restore(tmp_path / "state", new_state())
+    resumed = trained(state, range(int(state.step), NUM_STEPS))
+    assert_same_bits(jax.tree.leaves(resumed), jax.tree.leaves(uninterrupted[done:]))
+
+
+def test_nnx(tmp_path):
+    @nnx.jit
+    def step_of(model, optimizer, x):
+        traced.append(x.shape)
+        loss, grads = fp8nnx.value_and_grad(lambda model: jnp.mean(jnp.square(model(x))))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def new():
+        with recipe_of(0):
+            op = fp8nnx.Fp8DotGeneralOp()
+        model = nnx.Linear(32, 16, use_bias=False, dot_general=op, rngs=nnx.Rngs(0))
+        return model, fp8nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    def run(both, steps):
+        losses, states = [], []
+        for step in steps:
+            with recipe_of(step):
+                losses.append(step_of(*both, X[step].astype(jnp.float32)))
+            states.append(jax.tree.map(jnp.copy, nnx.state(both)))
+        return losses, states
+
+    traced = []
+    losses, states = run(new(), range(NUM_STEPS))
+    assert len(traced) == 4
+    scaling = [nnx.filter_state(state, fp8nnx.OverwriteWithGradient) for state in states]
+    for step in STATELESS:
+        assert_same_bits(scaling[step], scaling[step - 1])
+    assert not np.array_equal(*(jax.tree.leaves(state)[0] for state in scaling[4:6]))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.to_pure_dict(states[2]))
+        checkpointer.wait_until_finished()
+        both = new()
+        state = nnx.state(both)
+        nnx.replace_by_pure_dict(state, checkpointer.restore(tmp_path / "state", nnx.to_pure_dict(state)))
+    nnx.update(both, state)
+    assert_same_bits(run(both, range(3, NUM_STEPS)), (losses[3:], states[3:]))
+
+
+def test_calibrate_says_why_there_is_nothing_to_calibrate(uninterrupted):
+    variables = uninterrupted[0][0].params
+    for step, reason in ((2, "FP8 is off here"), (3, "no scaling state here")):
+        with recipe_of(step), pytest.raises(ValueError, match=reason):
+            fp8.calibrate(MODEL.apply, variables, [X[step]])
+
+
+def test_a_train_state_is_not_variables(uninterrupted):
+    state = uninterrupted[0][0]
+    for call in (
+        lambda: fp8.freeze(MODEL, state, X[0]),
+        lambda: fp8.calibrate(MODEL.apply, state, [X[0]]),
+        lambda: fp8.add_fp8_state(state, MODEL, X[0]),
+        lambda: fp8.load_into(state, {}),
+        lambda: fp8.weights_for_serving(MODEL, state, X[0]),
+    ):
+        with pytest.raises(TypeError, match=r"Pass state\.params"):
+            call()
