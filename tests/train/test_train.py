@@ -1,7 +1,7 @@
 """Gradients that merge by max, and the train state, agree with one call on the concatenated data."""
 
-import dataclasses
 import copy
+import dataclasses
 import functools
 import gc
 import warnings
