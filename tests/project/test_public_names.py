@@ -42,7 +42,7 @@ def test_all_is_what_is_imported(package):
 def test_tools_find_the_source_and_the_annotations(value):
     value = inspect.unwrap(value)
     kind = "class" if inspect.isclass(value) else "def"
-    assert re.search(rf"^{kind} {value.__name__}\b", inspect.getsource(value), re.MULTILINE)
+    assert re.search(rf"^{kind} {value.__qualname__}\b", inspect.getsource(value), re.MULTILINE)
     # The annotations of Flax's TrainState, the base class of ours, name a type that only Optax knows.
     foreign = {"ArrayTree": typing.Any} if value is fp8.TrainState else None
     hints = typing.get_type_hints(value, localns=foreign)
