@@ -22,9 +22,9 @@ from jax import lax
 
 from fp8flax._compat.interpreter import RUNS_ONCE, Sets, Values, interpret
 from fp8flax._compat.jaxprs import equations, jaxpr_of, programs_in
-from fp8flax._compat.report_primitive import is_report, key_of, with_report
+from fp8flax._compat.report_primitive import is_report, key_of
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.mode import Measuring, mode
+from fp8flax._core.mode import Observing, mode
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import Quantizer, quantized
 from fp8flax._core.scaling import floor_power_of_two
@@ -198,11 +198,6 @@ NumbersOfTensors = dict[tuple[tuple[str, ...], str], list[Numbers]]
 The arrays of a call have a leading axis for each loop around it."""
 
 
-def report_numbers(path: tuple[str, ...], role: str, x: jax.Array, numbers: Numbers) -> jax.Array:
-    """Returns ``x``, and reports the numbers of this tensor of this op to ``measured``."""
-    return with_report(x, numbers, (path, role))
-
-
 def measured(f: Callable[[Any], Any], x: Any) -> tuple[Any, NumbersOfTensors]:
     """Returns ``f(x)``, and the numbers that the FP8 ops in it report.
 
@@ -215,7 +210,7 @@ def measured(f: Callable[[Any], Any], x: Any) -> tuple[Any, NumbersOfTensors]:
             ``nn.jit`` makes several layers report under one path.
     """
     # A new object is a new cache key: functions that were jitted before are traced again, with reports.
-    with mode(Measuring(object())):
+    with mode(Observing(object())):
         program, shapes = jax.make_jaxpr(f, return_shape=True)(x)
     _check_paths(program)
     rules = _Measured()
