@@ -246,8 +246,10 @@ _calibrated = jax.jit(calibrated_state, static_argnums=(0, 1))
 
 
 def _put(x: np.ndarray, like: Any) -> jax.Array:
-    """Returns ``x`` in float32, on the devices of ``like``."""
-    return jax.device_put(x.astype(np.float32), getattr(like, "sharding", None))
+    """Returns ``x`` in float32, on the devices that ``like`` is committed to."""
+    return jax.device_put(
+        x.astype(np.float32), like.sharding if getattr(like, "committed", False) else None
+    )
 
 
 _calibrate_lock = threading.Lock()

@@ -81,7 +81,7 @@ def contract(
         plan.warn(plan.recipe.forward)
         return _frozen(plan, lhs, rhs, extra, _Fixed(scales_of(plan.configs, checked), None))
     if is_calibrating():
-        return _observed(lambda *operands: _wide(plan, *operands, extra), plan, lhs, rhs, extra, checked)
+        return _observed(lambda x, w: _wide(plan, x, w, extra), plan, lhs, rhs, extra, checked)
     is_delayed = all(
         quantizer is not None and quantizer.needs_state for quantizer in plan.recipe.quantizers
     )
@@ -286,6 +286,7 @@ def _amax_report(
     x = plan.prepared(role, lax.stop_gradient(x), extra)
     amax = plan.amax(role, x, extra).astype(np.float32)
     number = from_max_dtype(state.scale).reshape(amax.shape)
+    assert observing.amaxes_to is not None
     return [number, amax], ToHost(observing.amaxes_to, plan.configs[role])
 
 
