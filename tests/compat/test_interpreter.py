@@ -94,6 +94,9 @@ class Reported(Values):
     def absent(self, like):
         return np.full(like.shape, -1, np.float32)
 
+    def together(self, first, second):
+        return jnp.maximum(first, second)
+
     def inside(self, eqn):
         return self
 
@@ -120,6 +123,7 @@ def test_reports_come_out_of_everything():
     def f(x):
         x = jax.jit(jax.checkpoint(note))(x)
         x, _ = lax.scan(lambda c, y: (note(c + y), None), x, NUMBERS)
+        x = lax.while_loop(lambda x: x < 4, lambda x: note(x + 1, "d"), x)
         x = lax.cond(x > 100, lambda: note(note(x), "b"), lambda: note(2 * x))
         return jax.vmap(lambda y: note(x + y, "c"))(NUMBERS)
 
