@@ -225,6 +225,35 @@ def test_a_call_under_stop_gradient(backward):
         assert (state["output_grad_amax_history"][0] > 0) == backward
 
 
+class WithFunctions(nn.Module):
+    """A layer that calls the functions of ``flax.linen.fp8_ops``, as MaxText's do."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (16, 8))
+
+        def state(role):
+            leaves = {"scale": jnp.ones((1,)), "amax_history": jnp.zeros((4,))}
+            return [self.variable(OWG, f"{role}_{name}", lambda x=x: x).value for name, x in leaves.items()]
+
+        e4m3 = jnp.float32, jnp.float8_e4m3fn
+        out = fp8.in_qdq(*e4m3, x, *state("input")) @ fp8.in_qdq(*e4m3, kernel, *state("kernel"))
+        return fp8.out_qdq(jnp.float32, jnp.float8_e5m2, out, *state("output_grad"))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_the_functions_are_calibrated_as_the_op(backward):
+    with_op = nn.Dense(8, use_bias=False, dot_general_cls=Op)
+    states = []
+    for model in (WithFunctions(), with_op):
+        variables = variables_of(model, X)
+        state = fp8.calibrate(
+            lambda v, x, model=model: jnp.sum(model.apply(v, x) ** 2), variables, [X], backward=backward
+        )[OWG]
+        states.append(state.get("Fp8DotGeneralOp_0", state))
+    assert_equal(*states)
+
+
 def test_without_gradients_and_in_shard_map():
     """A decoder returns integers; and each device reports the amax of its part of the data."""
     expected = fp8.calibrate(MODEL.apply, VARIABLES, [X])

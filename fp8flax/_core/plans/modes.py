@@ -9,18 +9,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8flax._compat.max_dtype import from_max_dtype, is_digest, is_max_dtype
-from fp8flax._compat.report_primitive import ToHost, with_report
-from fp8flax._core.axes import merge_amax, refuse_unchecked_axes
+from fp8flax._compat.max_dtype import is_max_dtype
+from fp8flax._compat.report_primitive import with_report
+from fp8flax._core.axes import refuse_unchecked_axes
 from fp8flax._core.measuring import Numbers, merged, merged_calls, numbers_of
 from fp8flax._core.mode import Observing, is_calibrating, mode
 from fp8flax._core.names import KEPT_WIDE
-from fp8flax._core.observe import observed
+from fp8flax._core.observe import observed, report_amax, report_cotangent
 from fp8flax._core.plans.contraction import (
     STATELESS,
     Contraction,
@@ -33,7 +32,7 @@ from fp8flax._core.plans.plan import Extra, Scales, explicit_axes, explicit_shar
 from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import quantized, quantized_and_back, serves
-from fp8flax._core.state.state import ScalingState, as_state, next_state, scales_of, step_scales
+from fp8flax._core.state.state import ScalingState, as_state, scales_of, step_scales
 from fp8flax._core.tracing import traced_once
 
 FORMS = ("direct", "qdq")
@@ -256,13 +255,12 @@ def _observed(
 
 def _report_output_grad(plan: Contraction, observing: Observing, g: jax.Array, args: Any) -> Any:
     """Observer of the result: returns the output gradient, and reports it."""
-    extra, given = args
-    if observing.amaxes_to is None or given is None:
-        return _reported(plan, observing, "output_grad", g, extra, given), (None, None)
-    # The gradient of the state depends on the report. So ``calibrate`` needs no other gradient.
-    (number, amax), key = _amax_report(plan, observing, "output_grad", g, extra, given)
-    amax = merge_amax(with_report(amax, [number, amax], key), number)
-    return g, (None, next_state(amax, number, None if is_digest(given.scale) else given))
+    _, given = args
+    if observing.amaxes_to is not None and given is not None:
+        amax_of = partial(_amax_of_role, "output_grad", plan)
+        return report_cotangent(observing, plan.configs["output_grad"], amax_of, g, args)
+    extra, scale = args
+    return _reported(plan, observing, "output_grad", g, extra, scale), (None, None)
 
 
 def _reported(
@@ -272,22 +270,16 @@ def _reported(
     if observing.amaxes_to is not None:
         if given is None:
             return x
-        return with_report(x, *_amax_report(plan, observing, role, x, extra, given))
+        return report_amax(observing, plan.configs[role], x, _amax_of_role(role, plan, x, extra), given)
     if not any(plan.recipe.of_role(role)):
         return x
     numbers = on_automatic_axes(plan, partial(_numbers_of_role, role), None)(x, extra, given)
     return with_report(x, numbers, (observing.path, role))
 
 
-def _amax_report(
-    plan: Contraction, observing: Observing, role: str, x: jax.Array, extra: Extra, state: ScalingState
-) -> tuple[list[jax.Array], ToHost]:
-    """Returns the arrays of a report to ``calibrate``, the number and the amax of a tensor, and its key."""
-    x = plan.prepared(role, lax.stop_gradient(x), extra)
-    amax = plan.amax(role, x, extra).astype(np.float32)
-    number = from_max_dtype(state.scale).reshape(amax.shape)
-    assert observing.amaxes_to is not None
-    return [number, amax], ToHost(observing.amaxes_to, plan.configs[role])
+def _amax_of_role(role: str, plan: Contraction, x: jax.Array, extra: Extra) -> jax.Array:
+    """Returns the amax of a tensor, or the amaxes of a stack."""
+    return plan.amax(role, plan.prepared(role, lax.stop_gradient(x), extra), extra)
 
 
 def _numbers_of_role(
