@@ -41,8 +41,9 @@ def calibrate(
 ) -> Mapping[str, Any]:
     """Fills the scaling state from sample batches, so that the first FP8 step has the right scales.
 
-    It runs the function on each batch and records the largest magnitudes. Every FP8 op runs in its
-    operands' own dtype, so that saturation in an early layer does not mislead a later one. The result is
+    It runs the function on each batch and records the largest magnitudes, which each call of
+    an op, ``in_qdq``, ``out_qdq`` or ``in_q`` reports to the host. Every FP8 op runs in its operands' own
+    dtype, so that saturation in an early layer does not mislead a later one. The result is
     the state of one step on all batches, with the scales that the next step uses.
 
     Without ``backward=True`` the state of inputs and kernels is filled; the state of output gradients needs
