@@ -99,7 +99,7 @@ def refuse_unchecked_axes() -> None:
     if entered and not manual_axes(lax.axis_index(min(entered))):
         raise TypeError(
             "The scaling state was passed into jax.shard_map with check_vma=False. That mode adds up the "
-            "gradients of replicated values, but the scaling state must merge by maximum. Leave check_vma at "
-            "its default, or take the gradient inside of shard_map and reduce it with "
+            "gradients of replicated values, but the scaling state must merge by maximum. Leave check_vma "
+            "at its default, or take the gradient inside of shard_map and reduce it with "
             "fp8flax.pmean_gradients."
         )

@@ -8,7 +8,7 @@ states.
 A state has one of three forms. The form decides what JAX does with the "gradients" of several uses:
 
 * float32, under plain ``jax.grad``: JAX adds them up, so the state must be used once.
-* ``fp32_max_grad``, after a cast by the user: JAX merges them by maximum. They are checked after the last use.
+* ``fp32_max_grad``, after a cast: JAX merges them by maximum. They are checked after the last use.
 * A digest in the place of the scale, after ``tree.enter``: JAX merges them by maximum. The next states of
   all tensors are then computed together.
 
