@@ -252,15 +252,6 @@ _entered = jax.custom_vjp(enter)
 _entered.defvjp(lambda state: (enter(state), state), lambda state, cotangents: (leave(state, cotangents),))
 
 
-def to_max(tree: Any) -> Any:
-    """Casts the state in a tree to ``fp32_max_grad``; its gradients can then be merged over several calls.
-
-    The gradient of the state is -inf if nothing contributed to it, and its amax is inf if the data held a
-    NaN or an Inf. Merge the gradients of all calls by maximum. Then call ``kept_tree``.
-    """
-    return map_state(to_max_dtype, lambda x: x, tree)
-
-
 def from_max(tree: Any) -> Any:
     """Casts every leaf of ``tree`` that merges by maximum back to float32."""
     return jax.tree.map(from_max_dtype, tree)
