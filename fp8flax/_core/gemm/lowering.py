@@ -79,7 +79,9 @@ def lowered(request: Any, *operands: Any) -> Any:
     split = [row for row in rows if row.several is not None or row.on_shards is not None]
     on_shards = split[0].on_shards if split else None
     if on_shards is not None:
-        on_shards = partial(on_shards, request) if _may_have_custom_partitioning(request, *operands) else None
+        on_shards = (
+            partial(on_shards, request) if _may_have_custom_partitioning(request, *operands) else None
+        )
     several = next((partial(row.several, request) for row in split if row.several is not None), reference)
 
     on_cuda = one
