@@ -72,34 +72,3 @@ def sum_to_axes(grad: jax.Array, axes: frozenset[str]) -> jax.Array:
     """Returns the cotangent of a value that varies over ``axes``: ``grad`` summed over its other axes."""
     excess = manual_axes(grad) - axes
     return lax.psum(grad, tuple(sorted(excess))) if excess else grad
-
-
-axes_around_gradient = jax.make_user_context(None)
-"""The manual axes of the ``shard_map`` around ``fp8flax.value_and_grad``, while its function is traced.
-
-The value is None at other times. By these axes ``refuse_unchecked_axes`` finds a ``shard_map`` that was
-entered inside of ``value_and_grad``. Only such a ``shard_map`` can sum the gradients of the state."""
-
-
-def current_manual_axes() -> frozenset[str]:
-    """Returns the manual axes of all ``jax.shard_map`` around the code that is traced now."""
-    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-
-
-def refuse_unchecked_axes() -> None:
-    """Raises ``TypeError`` if JAX would sum, instead of merge, the gradients of the state over devices.
-
-    JAX does so in a ``jax.shard_map`` with ``check_vma=False`` that was entered inside of
-    ``fp8flax.value_and_grad``.
-    """
-    if axes_around_gradient.value is None:
-        return
-    entered: frozenset[str] = current_manual_axes() - axes_around_gradient.value
-    # The index along an axis varies over that axis. JAX does not record that under check_vma=False.
-    if entered and not manual_axes(lax.axis_index(min(entered))):
-        raise TypeError(
-            "The scaling state was passed into jax.shard_map with check_vma=False. That mode adds up the "
-            "gradients of replicated values, but the scaling state must merge by maximum. Leave check_vma "
-            "at its default, or take the gradient inside of shard_map and reduce it with "
-            "fp8flax.pmean_gradients."
-        )

@@ -15,7 +15,6 @@ from jax import lax
 
 from fp8flax._compat.hoisting import hoisted
 from fp8flax._compat.max_dtype import differentiating, is_max_dtype, of_floats, to_floats
-from fp8flax._core.axes import axes_around_gradient, current_manual_axes
 from fp8flax._core.names import KERNEL_FORWARD_NAME, RESIDUAL_NAMES
 from fp8flax._core.options import check_no_train_state
 from fp8flax._core.state.tree import (
@@ -25,7 +24,6 @@ from fp8flax._core.state.tree import (
     leave,
     map_state,
     path_str,
-    refusing_arithmetic,
     remember_step,
 )
 
@@ -80,10 +78,9 @@ def value_and_grad(
     def differentiated_fun(*args: Any, **kwargs: Any) -> Any:
         here = _in_bounds(positions, len(args))
         passed = list(args)
-        with axes_around_gradient(current_manual_axes()), refusing_arithmetic(lambda: passed, _PARAMS):
-            for i in here:
-                passed[i] = as_read(args[i])
-            return from_max(fun(*passed, **kwargs))
+        for i in here:
+            passed[i] = as_read(args[i])
+        return from_max(fun(*passed, **kwargs))
 
     # allow_int=True, because JAX treats the dtype that merges by maximum as an integer.
     jax_value_and_grad = jax.value_and_grad(
@@ -109,9 +106,6 @@ def value_and_grad(
         return value, grads[0] if single else grads
 
     return value_and_grad_fun
-
-
-_PARAMS = 'variables["params"]'
 
 
 def _in_bounds(positions: Sequence[int], num_args: int) -> list[int]:
@@ -279,12 +273,7 @@ def accumulate(
             )
 
         def loss(floats: Any, carry: Any, microbatch: Any) -> Any:
-            passed = as_read(as_entered(floats))
-            with (
-                axes_around_gradient(current_manual_axes()),
-                refusing_arithmetic(lambda: [passed], _PARAMS),
-            ):
-                out, carry = from_max(fun(passed, carry, microbatch))
+            out, carry = from_max(fun(as_read(as_entered(floats)), carry, microbatch))
             value, aux = out if has_aux else (out, None)
             # Divided before the backward pass, so that output gradients equal those of one large batch.
             return value / num, (carry, aux)

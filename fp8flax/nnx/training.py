@@ -12,10 +12,9 @@ import jax
 from flax import nnx
 
 from fp8flax._compat.max_dtype import differentiating, from_max_dtype
-from fp8flax._core.axes import axes_around_gradient, current_manual_axes
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT, PARAMS
 from fp8flax._core.options import check_function, check_optimizer
-from fp8flax._core.state.tree import from_max, kept_tree, merge_by_max, refusing_arithmetic
+from fp8flax._core.state.tree import from_max, kept_tree, merge_by_max
 from fp8flax._train import check
 from fp8flax._train.calibrate import WITHOUT_STATE
 from fp8flax._train.calibrate import calibrate as calibrate_variables
@@ -59,9 +58,6 @@ def _without_max_dtype(tree: Any) -> Any:
                 if any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new))):
                     variable.set_value(new)
     return jax.tree.map(from_max_dtype, tree, is_leaf=is_node)
-
-
-_PARAMS = "nnx.state(model, nnx.Param)"
 
 
 def value_and_grad(
@@ -114,14 +110,7 @@ def value_and_grad(
     def merged_f(*args: Any, **kwargs: Any) -> Any:
         models = [args[i] for i in positions]
 
-        def array_of(x: Any) -> Any:
-            return x.get_value() if isinstance(x, nnx.Variable) else x
-
-        with (
-            _replaced(models, merge_by_max),
-            axes_around_gradient(current_manual_axes()),
-            refusing_arithmetic(lambda: list(map(state_of, models)), _PARAMS, array_of),
-        ):
+        with _replaced(models, merge_by_max):
             out = f(*args, **kwargs)
         # A module may keep or return state that it read here, which must not have the dtype of the merge.
         _without_max_dtype((args, kwargs))

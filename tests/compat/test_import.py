@@ -22,7 +22,7 @@ UNCHANGED = """
     import contextlib, importlib, pkgutil, signal, sys, types, warnings
     import flax, flax.linen, flax.nnx, flax.nnx.bridge, flax.training.dynamic_scale, optax
     import jax, jax.experimental.pallas, jax.experimental.custom_partitioning
-    import jax.experimental.topologies, jax.experimental.xla_metadata, jax.extend.core, jax.numpy
+    import jax.experimental.topologies, jax.extend.core, jax.numpy
     for package in (flax.core, flax.linen, flax.nnx):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             if "test" not in module.name:

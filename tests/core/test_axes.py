@@ -10,9 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from fp8flax._compat.varying import manual_axes
 from fp8flax._core.axes import (
-    axes_around_gradient,
     merge_amax,
-    refuse_unchecked_axes,
     sum_to_axes,
     vary_alike,
 )
@@ -70,19 +68,3 @@ def test_arrays_vary_alike():
 
     found = sharded(f, in_specs=(P("data"), P()), out_specs=P("data"))(jnp.zeros(2), jnp.ones(1))
     np.testing.assert_array_equal(found, np.ones(2))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
-def test_unchecked_axes_that_were_entered_inside_are_refused(inside, check_vma):
-    def f(x):
-        refuse_unchecked_axes()
-        return x
-
-    run = sharded(f, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
-    with axes_around_gradient(frozenset() if inside else frozenset({"data"})):
-        if inside and not check_vma:
-            with pytest.raises(TypeError, match="check_vma=False"):
-                jax.eval_shape(run, jnp.zeros(2))
-        else:
-            assert jax.eval_shape(run, jnp.zeros(2)).shape == (2,)

