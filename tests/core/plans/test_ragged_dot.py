@@ -16,9 +16,8 @@ from fp8flax._core.gemm import lowering
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.groups import ends_of_groups
 from fp8flax._core.plans import ragged_dot
-from fp8flax._core.plans.contraction import States
+from fp8flax._core.plans.contraction import Operand, States
 from fp8flax._core.plans.dot_general import fp8_dot_general
-from fp8flax._core.plans.plan import Operand
 from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
 from fp8flax._core.state.state import ScalingState
 from tests import reference, reference_recipes
