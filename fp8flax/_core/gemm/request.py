@@ -44,9 +44,8 @@ class Gemm(NamedTuple):
     """The ``precision`` of ``lax.dot_general``, if the GEMM does not run in FP8."""
     out_sharding: Any = None
     """The sharding of the result on a mesh with explicit axes; None if JAX can derive it."""
-    name: str = ""
-    """``"forward"``, ``"dgrad"`` or ``"wgrad"``, also for the part of one device of a mesh. Empty for a
-    tile of a ragged dot."""
+    has_barrier: bool = False
+    """Whether XLA must fuse no later operation into a call of cublasLt; see ``cuda._apart``."""
     is_packed: bool = False
     """Whether the codes of the right operand are stored, as in a frozen model. Otherwise each call
     quantizes the right operand."""

@@ -223,7 +223,6 @@ class Contraction:
             out_dtype=out_dtype,
             accumulation=getattr(self.recipe, name).accumulation,
             precision=self.precision,
-            name=name,
             is_packed=self.is_packed,
         )
 

@@ -130,6 +130,7 @@ class DotPlan(Contraction):
         A transpose then puts the axes of each result into the order of ``lhs`` or ``rhs``.
         """
         forward = self.gemm("forward", self.dimension_numbers, self.lhs, self.rhs, self.out_dtype)
+        forward = forward._replace(has_barrier=True)
         lhs, rhs = forward.lhs, forward.rhs
         axes = iter(range(len(forward.out_shape)))
         g_batch, g_lhs_free, g_rhs_free = (

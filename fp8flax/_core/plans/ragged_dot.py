@@ -147,10 +147,7 @@ class RaggedPlan(Contraction):
 
     def _gemm(self, name: str, contract: int, lhs: Operand, rhs: Operand, out_dtype: np.dtype) -> Gemm:
         """Returns the GEMM of a visit that contracts dimension ``contract`` of both operands."""
-        gemm = self.gemm(name, (((contract,), (contract,)), ((), ())), lhs, rhs, out_dtype)
-        # The name is dropped, because ``lowered`` gives named GEMMs a barrier (forward), or our GPU kernel
-        # that transposes codes (wgrad). The GEMMs of a loop get neither.
-        return gemm._replace(name="")
+        return self.gemm(name, (((contract,), (contract,)), ((), ())), lhs, rhs, out_dtype)
 
     @cached_property
     def views(self) -> dict[str, tuple[View, View]]:
