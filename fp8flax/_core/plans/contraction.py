@@ -31,7 +31,6 @@ from fp8flax._core.gemm.request import CastPair, Gemm, distinct_codes, with_code
 from fp8flax._core.names import (
     DGRAD,
     FORWARD,
-    KEPT_WIDE,
     KERNEL_FORWARD_NAME,
     OUTPUT_NAME,
     RESIDUAL_NAMES,
@@ -123,15 +122,13 @@ class Contraction:
     precision: Any = None
     """The precision of products that do not run in FP8."""
     is_qdq: bool = False
-    """Whether training runs the quantize-dequantize form, ``fake_quantized`` between ``in_qdq`` and
-    ``out_qdq`` (see ``modes``), and not the three products of this class."""
+    """Whether the contraction is ``fake_quantized`` between ``in_qdq`` and ``out_qdq`` (see ``modes``), and
+    not the three products."""
     is_packed: bool = False
     """Whether the kernel comes as FP8 codes that a frozen model stores, in the shape of the kernel."""
 
     stacked: ClassVar[tuple[str, ...]] = ()
     """Roles whose tensor is a stack along its first axis, with separate scales for each element."""
-    wide_scope: ClassVar[str] = KEPT_WIDE
-    """The name scope of products whose operands stay wide, such as a tangent times a kernel."""
 
     @property
     def is_automatic(self) -> bool:

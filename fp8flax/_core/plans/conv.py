@@ -10,7 +10,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ from fp8flax._core.plans.contraction import (
 )
 from fp8flax._core.plans.dot_general import fp8_dot_general, hashable_precision
 from fp8flax._core.plans.modes import contract
-from fp8flax._core.qtensor import View, dequantized
+from fp8flax._core.qtensor import View
 from fp8flax._core.recipes import GemmRecipe, Recipe
 from fp8flax._core.shapes import Float
 
@@ -155,8 +155,6 @@ def _as_matmul(
 class ConvPlan(Contraction):
     """A convolution that is not a matmul: quantize-dequantize around JAX's convolution."""
 
-    wide_scope: ClassVar[str] = CONVOLVED_WIDE
-
     conv: _Convolution
     out_shape: tuple[int, ...]
 
@@ -165,14 +163,6 @@ class ConvPlan(Contraction):
         """For each role, a view without contracted dimensions: they do not affect one scale per tensor."""
         lhs, rhs, g = (View(shape, (), ()) for shape in (self.lhs.shape, self.rhs.shape, self.out_shape))
         return {"input": (lhs, lhs), "kernel": (rhs, rhs), "output_grad": (g, g)}
-
-    def product(self, lhs: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
-        """Returns the convolution of a frozen model."""
-        x, w = (
-            dequantized(operand, self.uses(role).first.view, self.lhs.dtype)
-            for role, operand in (("input", lhs), ("kernel", rhs))
-        )
-        return self.fake_quantized(x, w, extra)
 
     def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra

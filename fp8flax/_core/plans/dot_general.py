@@ -192,16 +192,16 @@ class DotPlan(Contraction):
 
     def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra
-        return on_automatic_axes(self, _fake_quantized, self.out_sharding)(lhs, rhs)
+
+        def product(plan: DotPlan, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            dims, precision = plan.dimension_numbers, plan.precision
+            return dot_general_with_precision(lhs, rhs, dims, precision, plan.out_dtype)
+
+        return on_automatic_axes(self, product, self.out_sharding)(lhs, rhs)
 
     def warn(self, *recipes: GemmRecipe) -> None:
         if not self.is_qdq:
             warn_if_emulated(*recipes)
-
-
-def _fake_quantized(plan: DotPlan, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Returns the forward product of wide operands, which JAX differentiates."""
-    return dot_general_with_precision(lhs, rhs, plan.dimension_numbers, plan.precision, plan.out_dtype)
 
 
 def _permuted(sharding: Any, axes: tuple[int, ...]) -> Any:

@@ -85,7 +85,8 @@ def contract(
     checked = checked_states(plan, states)
     if is_frozen:
         plan.warn(plan.recipe.forward)
-        return _frozen(plan, lhs, rhs, extra, _Fixed(scales_of(plan.configs, checked), None))
+        fixed = _Fixed(scales_of(plan.configs, checked), None)
+        return (_frozen_qdq if plan.is_qdq else _frozen)(plan, lhs, rhs, extra, fixed)
     if isinstance(mode.value, Calibrating):
         return _calibrated(plan, lhs, rhs, extra, checked)
     plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
@@ -221,7 +222,7 @@ def _along_rhs(
 def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the result of ``_frozen`` and its tangent, dx . q(w) + q(x) . dw."""
     (lhs, rhs, extra, fixed), (lhs_dot, rhs_dot, *_) = primals, tangents
-    with jax.named_scope(plan.wide_scope):
+    with jax.named_scope(KEPT_WIDE):
         terms = [
             on_automatic_axes(plan, along, plan.out_sharding)(tangent, other, extra, fixed)
             for along, tangent, other in ((_along_lhs, lhs_dot, rhs), (_along_rhs, rhs_dot, lhs))
@@ -232,6 +233,17 @@ def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Arr
 
 
 _frozen.defjvp(_frozen_jvp, symbolic_zeros=True)
+
+
+def _frozen_qdq(
+    plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed
+) -> jax.Array:
+    """Returns the quantize-dequantize form of ``_frozen``; JAX differentiates the product."""
+    x, w = (
+        quantized_and_back(use.quantizer, use.view, operand, fixed.scales.get(use.role))
+        for use, operand in ((plan.uses("input").first, lhs), (plan.uses("kernel").first, rhs))
+    )
+    return plan.fake_quantized(x, w, extra)
 
 
 # Calibrating.
