@@ -7,7 +7,7 @@ Three tensors are quantized. Each is named by its role, and each enters two of t
     output_grad  dgrad and wgrad
 
 This module has all that contractions share. A subclass of ``Contraction`` defines the products
-(``dot_general``, ``conv``, ``ragged_dot``).
+(``dot_general``, ``ragged_dot``), or one wide product in quantize-dequantize form (``conv``).
 """
 
 from __future__ import annotations

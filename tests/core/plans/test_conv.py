@@ -523,6 +523,19 @@ def test_second_derivatives():
     assert np.linalg.norm(ours - wide) < 0.2 * np.linalg.norm(wide)
 
 
+def test_a_converted_model_in_the_other_form():
+    """``form="qdq"`` is for matmuls; the convolution of the same model has none."""
+    model = nn.Sequential([nn.Conv(8, (2, 2), strides=2), nn.Dense(4)])
+    model8, x = fp8.quantize_model(model, include=".*", form="qdq"), jnp.ones((2, 4, 4, 3))
+    variables = model8.init(jax.random.key(0), x)
+    np.testing.assert_allclose(
+        model8.apply(variables, x),
+        model.apply({"params": variables["params"]}, x),
+        rtol=0.1,
+        atol=0.1,
+    )
+
+
 def test_fp8_off():
     layer, x, variables = small()
     with fp8.autocast(enabled=False):
