@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import reprlib
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,7 @@ def check_epsilon(name: str, value: Any) -> None:
 
     Raises ``ValueError`` if the option is not 0, and not a positive normal number in float32.
     """
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise TypeError(f"{name} must be a float; got {value!r} of type {type(value).__name__}.")
     if not (value == 0 or float(_FLOAT32.tiny) <= value <= float(_FLOAT32.max)):
         raise ValueError(f"{name} must be 0 or a normal, positive float32; got {value}.")
