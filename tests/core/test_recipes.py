@@ -279,7 +279,9 @@ class DerivedQuantizer(fp8.CurrentQuantizer):
     """A class of a user, which could quantize in another way."""
 
 
-@pytest.mark.parametrize("recipe", [Derived(), fp8.Recipe(), fp8.DelayedScaling], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [Derived(), fp8.Recipe(), fp8.DelayedScaling], ids=["derived", "base", "class"]
+)
 def test_other_classes_are_not_recipes(recipe):
     for use in (
         lambda: fp8.autocast(recipe=recipe),

@@ -205,11 +205,12 @@ def _scale_from(
 ) -> jax.Array:
     """Returns the scale of this step, computed from the first three numbers of a digest."""
     amax = newest if config.amax_compute_algo == "most_recent" else largest
-    exact = compute_scale(amax, scale, fp8_max(config.q_dtype), config.margin)
-    if not config.power_2:
-        return exact
-    rounded = power_of_two(scale_exponent(amax, fp8_max(config.q_dtype), "up", config.margin))
-    return jnp.where(is_usable(amax), rounded, exact)
+    new_scale = compute_scale(amax, scale, fp8_max(config.q_dtype), config.margin)
+    if config.power_2:
+        rounded = power_of_two(scale_exponent(amax, fp8_max(config.q_dtype), "up", config.margin))
+        new_scale = jnp.where(is_usable(amax), rounded, new_scale)
+    # A NaN marks a state that no step can make (see ``_train.check``): the results must be NaN, too.
+    return jnp.where(scale == scale, new_scale, scale)
 
 
 # A constant, because JAX's caches compare functions by identity. ``apart``: XLA for CPUs would compile this
