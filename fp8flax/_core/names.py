@@ -11,9 +11,6 @@ BY_OP = "fp8_op"
 COUNTED = "fp8_site_"
 """The prefix of the scopes by which ``report`` finds and counts the contractions of a model."""
 
-QDQ = "fp8_qdq"
-"""The scope of a GEMM in the quantize-dequantize form. XLA decides whether it runs in FP8."""
-
 CUBLASLT = "fp8_cublaslt"
 """The scope of a GEMM of FP8 codes that asks for cublasLt and for the accumulation of the recipe."""
 

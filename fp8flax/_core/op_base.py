@@ -15,7 +15,7 @@ from fp8flax._core.names import SWITCHED_OFF, state_leaf_names
 from fp8flax._core.options import check_choice
 from fp8flax._core.plans.calls import Called
 from fp8flax._core.plans.contraction import States
-from fp8flax._core.plans.modes import FORMS
+from fp8flax._core.plans.dot_general import FORMS
 from fp8flax._core.plans.row import OpRow, Shape
 from fp8flax._core.recipes import DelayedScaling, Recipe, check_recipe
 from fp8flax._core.state.state import ScalingState, is_state_dtype
@@ -40,8 +40,8 @@ class OpBase(Called):
 
     A row (``OpRow``) is the entry of one op in the table of all ops. The class of an op has its row.
 
-    This class knows neither Linen nor NNX. Its direct subclass, one for each of the two, has the fields
-    ``recipe`` and ``form``, and defines ``_value``, ``_place``, ``_dtype_advice`` and ``_shape_advice``.
+    This class knows neither Linen nor NNX. Its direct subclass, one for each of the two, has the field
+    ``recipe``, and defines ``_value``, ``_place``, ``_dtype_advice`` and ``_shape_advice``.
     """
 
     row: ClassVar[OpRow]
@@ -56,7 +56,8 @@ class OpBase(Called):
     """The advice in the error for state of a shape that does not fit the recipe: a sentence."""
 
     recipe: Recipe | None
-    form: str
+    form: str = "direct"
+    """The form of the op; a field of the ops whose row ``has_form``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -125,7 +126,9 @@ class OpBase(Called):
                 return self.row.plain(lhs, rhs, *arguments, **keywords)
         if states is None:
             states = self._states(recipe, jnp.shape(rhs))
-        in_fp8 = partial(self.row.in_fp8, states=states, recipe=recipe, form=self.form)
+        if self.row.has_form and frozen is None:
+            keywords["form"] = self.form
+        in_fp8 = partial(self.row.in_fp8, states=states, recipe=recipe)
         with in_op(self._place):
             return in_fp8(lhs, rhs, *arguments, is_frozen=frozen is not None, **keywords)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import reprlib
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -46,18 +45,13 @@ def check_int(name: str, value: Any, smallest: int, largest: int | None = None, 
     return number
 
 
-def check_float(name: str, value: Any) -> None:
-    """Raises ``TypeError`` if an option is not a number; it may be a number of NumPy."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a float; got {value!r} of type {type(value).__name__}.")
-
-
 def check_epsilon(name: str, value: Any) -> None:
-    """Raises ``TypeError`` if an option is not a number.
+    """Raises ``TypeError`` if an option is not a number; it may be a number of NumPy.
 
     Raises ``ValueError`` if the option is not 0, and not a positive normal number in float32.
     """
-    check_float(name, value)
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{name} must be a float; got {value!r} of type {type(value).__name__}.")
     if not (value == 0 or float(_FLOAT32.tiny) <= value <= float(_FLOAT32.max)):
         raise ValueError(f"{name} must be 0 or a normal, positive float32; got {value}.")
 

@@ -34,7 +34,7 @@ from fp8flax._core.state.state import DelayedConfig, as_state, step_scales
 
 
 def _public_config(compute_dtype: Any, q_dtype: Any) -> DelayedConfig:
-    """Returns the options of the public functions. As in Flax, the effect of an outlier is not limited."""
+    """Returns the options of the public functions."""
     return DelayedConfig(compute_dtype, as_fp8_dtype(q_dtype, "q_dtype"))
 
 

@@ -62,7 +62,6 @@ class Fp8Op(OpBase, nn.Module):
     )
 
     recipe: Recipe | None = None
-    form: str = "direct"
 
     def __new__(cls, *fields: Any, **more_fields: Any) -> Self:
         """Raises ``TypeError`` for operands, which only instances take: the class is in the wrong field."""

@@ -28,15 +28,16 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     Attributes:
         recipe: how tensors are scaled. None takes the recipe of ``fp8flax.autocast``, or
             ``DelayedScaling()`` outside of it.
-        form: ``"direct"`` multiplies FP8 operands, on the FP8 units of GPUs that have them. ``"qdq"`` casts
-            to FP8 and back around a matmul in the operands' dtype; it serves as a reference and is never
-            faster.
+        form: ``"direct"`` multiplies FP8 operands, on the FP8 units of GPUs that have them. ``"qdq"`` is
+            ``in_qdq`` of both operands, a matmul in their dtype, and ``out_qdq``, as in Flax. It requires
+            ``DelayedScaling``, serves as a reference, can be differentiated twice, and is never faster.
 
     Raises:
         MissingStateError: the recipe in use needs scaling state that is missing, because a Linen layer was
             applied to variables without it, or an NNX op was made under a recipe without state.
         TypeError: an operand is not bfloat16, float16, float32 or float64, or the state is not float32.
-        ValueError: the history in the state has another length than the recipe says.
+        ValueError: the history in the state has another length than the recipe says, or ``form="qdq"`` is
+            used with another recipe than ``DelayedScaling``.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -49,6 +50,7 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
     """
 
     row = DOT_GENERAL
+    form: str = "direct"
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneralOp):
@@ -108,6 +110,7 @@ class Fp8Einsum(EinsumCall, Fp8Op):
     """
 
     row = EINSUM
+    form: str = "direct"
 
 
 class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
@@ -120,25 +123,23 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
     dilated. Examples are 1×1 kernels and the patch embedding of a vision transformer. The op computes them
     as ``Fp8DotGeneralOp`` does, under every recipe.
 
-    In all other convolutions the input, the kernel and the output gradient are cast to FP8 and back. They
-    are convolved in the dtype of the operands, on every device, because XLA has no gradients of
-    convolutions in FP8. The tensors kept for the backward pass take the memory of FP8; the speed is that of
-    the operands' dtype. Such a convolution needs one scale per tensor (``DelayedScaling``,
-    ``Float8CurrentScaling``), because scales that change within a window cannot be applied to the result.
+    In all other convolutions the input, the kernel and the output gradient are cast to FP8 and back. JAX
+    convolves them in the dtype of the operands, on every device, because XLA has no gradients of
+    convolutions in FP8. Such a convolution has the values of FP8, but the speed and the memory of the
+    operands' dtype. It needs a recipe with one scale per tensor, the same in all products
+    (``DelayedScaling``, ``Float8CurrentScaling``).
 
     The scaling state is that of ``Fp8DotGeneralOp``. Under ``autocast(enabled=False)`` the op is
     ``lax.conv_general_dilated``.
 
     Attributes:
         recipe: how tensors are scaled, as in ``Fp8DotGeneralOp``.
-        form: ``"direct"`` keeps FP8 operands for the backward pass, and multiplies them if the convolution
-            is a matmul. ``"qdq"`` casts to FP8 and back around JAX's own convolution.
 
     Raises:
         MissingStateError: as in ``Fp8DotGeneralOp``.
         TypeError: as in ``Fp8DotGeneralOp``.
-        ValueError: the recipe scales along the contraction and the convolution is not a matmul, or the
-            state does not fit the recipe.
+        ValueError: the convolution is not a matmul and the recipe has several scales, or several
+            quantizers, per tensor; or the state does not fit the recipe.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -168,7 +169,6 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     Attributes:
         recipe: how tensors are scaled, as in ``Fp8DotGeneralOp``. Values with scales per block are
             multiplied in a wide dtype, except 128-blocks on Hopper.
-        form: ``"direct"`` or ``"qdq"``, as in ``Fp8DotGeneralOp``.
 
     Raises:
         MissingStateError: as in ``Fp8DotGeneralOp``.

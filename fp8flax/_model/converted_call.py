@@ -106,9 +106,9 @@ class Call:
         if not decision.converts:
             return Left()
         with jax.named_scope(BY_OP):
-            out = op(
-                recipe=decision.recipe, form=self._rules_here.form, parent=scope.push(name, reuse=True)
-            )(*found.arguments)
+            options = {"form": self._rules_here.form} if op.row.has_form else {}
+            made = op(recipe=decision.recipe, **options, parent=scope.push(name, reuse=True))
+            out = made(*found.arguments)
         return found.restore(out)
 
     def on_op(

@@ -65,8 +65,8 @@ def quantize_model(
             the next rule decide. It gets the module's path, the module, and the shapes of input and kernel.
         allow_unmatched: whether to allow a pattern that decides nothing, because no contraction matches it
             or an earlier rule matches first. By default such a pattern is an error.
-        form: form of the ops: ``"direct"``, or ``"qdq"``, which with delayed scaling can be differentiated
-            twice and is never faster; see ``Fp8DotGeneralOp``.
+        form: form of the matmuls: ``"direct"``, or ``"qdq"``, which takes ``DelayedScaling``, can be
+            differentiated twice and is never faster; see ``Fp8DotGeneralOp``. Convolutions have one form.
         products: whether to convert products of two activations too, such as the two of attention. Their
             state is that of an op with the second activation as its kernel.
 

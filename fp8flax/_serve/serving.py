@@ -101,7 +101,7 @@ class ServingCall(Call):
         gemms, kernel = served.gemms, self._kernel(served, op, rhs)
         if kernel is not None and op.row.plan is not None:
             input_scale = partial(op.get_variable, SERVED, INPUT_SCALE)
-            return computed(op.row, gemms, op.form, kernel, input_scale, lhs, rhs, *rest, **keywords)
+            return computed(op.row, gemms, kernel, input_scale, lhs, rhs, *rest, **keywords)
         if kernel is not None:
             # An op without a plan multiplies by the dequantized kernel. If it quantizes this kernel again,
             # its fixed scale gives the same codes.

@@ -119,7 +119,6 @@ def broadcastable(scale: jax.Array, kernel: jax.Array) -> jax.Array:
 def computed(
     row: OpRow,
     recipe: CustomRecipe,
-    form: str,
     kernel: QTensor,
     input_scale: Callable[[], jax.Array],
     lhs: jax.Array,
@@ -132,7 +131,6 @@ def computed(
     Args:
         row: the entry that describes this kind of op; it has a plan.
         recipe: the recipe of the op in the frozen model.
-        form: the ``form`` argument of the op.
         kernel: the stored codes and scales.
         input_scale: returns the scale of the input. It is called only if the recipe takes this scale from
             the scaling state.
@@ -151,7 +149,6 @@ def computed(
         stored_kernel=dataclasses.replace(kernel, scale=scale),
         input_scale=constant(input_scale()) if is_fixed else None,
         recipe=recipe,
-        form=form,
         **keywords,
     )
 

@@ -65,10 +65,8 @@ class FrozenOp(nnx.Module):
     kernel_scale: Frozen
     input_scale: Frozen
 
-    def __init__(
-        self, row: OpRow, recipe: CustomRecipe, form: str, scope: str, scales: dict[str, jax.Array]
-    ):
-        self.row, self.recipe, self.form, self.scope = row, recipe, form, scope
+    def __init__(self, row: OpRow, recipe: CustomRecipe, scope: str, scales: dict[str, jax.Array]):
+        self.row, self.recipe, self.scope = row, recipe, scope
         for role, scale in scales.items():
             setattr(self, f"{role}_scale", Frozen(scale))
 
@@ -83,7 +81,7 @@ class FrozenOp(nnx.Module):
         quantizer = self.recipe.forward.rhs
         kernel = QTensor(constant(codes), constant(self.kernel_scale.get_value()), quantizer)
         like = jnp.zeros(codes.shape, lhs.dtype)
-        how: Any = self.row, self.recipe, self.form, kernel, lambda: self.input_scale.get_value()
+        how: Any = self.row, self.recipe, kernel, lambda: self.input_scale.get_value()
         with jax.named_scope(self.scope) if self.scope else contextlib.nullcontext():
             return computed(*how, lhs, like, *arguments, **keywords)
 
@@ -325,7 +323,7 @@ def _freeze(
         mapped=mapped,
     )
     codes, scales = stored(to_freeze, {path: state_of(op)[OVERWRITE_WITH_GRADIENT]}, fresh)
-    frozen = FrozenOp(to_freeze.row, to_freeze.gemms, op.form, path, scales)
+    frozen = FrozenOp(to_freeze.row, to_freeze.gemms, path, scales)
     setattr(layer.module, layer.kind.field, nnx.data(frozen))
     layer.module.kernel = Frozen(codes)
     _let_kernel_pass(layer, wide.dtype)

@@ -252,7 +252,7 @@ def quantize_model(
         rules: pairs and callables, as in ``fp8flax.quantize_model``. The shape of the input that a callable
             gets has only the dimensions that the kernel contracts.
         allow_unmatched: whether to allow a pattern that decides nothing.
-        form: form of the ops, ``"direct"`` or ``"qdq"``; see ``fp8flax.Fp8DotGeneralOp``.
+        form: form of the matmuls, ``"direct"`` or ``"qdq"``; see ``fp8flax.Fp8DotGeneralOp``.
 
     Returns:
         A model of the same type; ``report`` lists what is converted and why. If nothing is converted,
@@ -325,7 +325,8 @@ def quantize_model(
         if layer.op is not None and (not decision.converts or decision.reason == BY_DEFAULT):
             kept.add(layer.site.path)
         elif decision.converts:
-            op = Fp8Op._for_row(layer.kind.row)(recipe=decision.recipe, form=form)
+            row = layer.kind.row
+            op = Fp8Op._for_row(row)(recipe=decision.recipe, **({"form": form} if row.has_form else {}))
             _stack(op, layer.stacked)
             setattr(layer.module, layer.kind.field, nnx.data(op))
         elif layer.op is None and layer.site.impossible is None:

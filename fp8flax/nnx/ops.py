@@ -103,10 +103,10 @@ class Fp8Op(OpBase, nnx.Module):
             )
         return super().__new__(cls)
 
-    def __init__(self, *, recipe: Recipe | None = None, form: str = "direct"):
-        self._set_up(recipe, form, ())
+    def __init__(self, *, recipe: Recipe | None = None):
+        self._set_up(recipe)
 
-    def _set_up(self, recipe: Recipe | None, form: str, kernel: tuple[int, ...]) -> None:
+    def _set_up(self, recipe: Recipe | None, *, form: str = "direct", kernel: tuple[int, ...] = ()) -> None:
         """Sets the options, and makes the state for a kernel of this shape.
 
         An op without stacked roles has the same state for all kernels.
@@ -195,6 +195,9 @@ class Fp8DotGeneralOp(DotGeneralCall, Fp8Op):
 
     row = DOT_GENERAL
 
+    def __init__(self, *, recipe: Recipe | None = None, form: str = "direct"):
+        self._set_up(recipe, form=form)
+
 
 class Fp8Einsum(EinsumCall, Fp8Op):
     """FP8 einsum of two operands for NNX layers; see ``fp8flax.Fp8Einsum``.
@@ -217,6 +220,9 @@ class Fp8Einsum(EinsumCall, Fp8Op):
 
     row = EINSUM
 
+    def __init__(self, *, recipe: Recipe | None = None, form: str = "direct"):
+        self._set_up(recipe, form=form)
+
 
 class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
     """FP8 convolution for NNX layers; see ``fp8flax.Fp8ConvGeneralDilatedOp``.
@@ -226,7 +232,6 @@ class Fp8ConvGeneralDilatedOp(ConvCall, Fp8Op):
 
     Args:
         recipe: how tensors are scaled, as in ``fp8flax.Fp8DotGeneralOp``.
-        form: ``"direct"`` or ``"qdq"``, as in ``fp8flax.Fp8ConvGeneralDilatedOp``.
 
     Example:
         >>> from flax import nnx
@@ -247,7 +252,6 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
     Args:
         num_experts: number of kernels, 1 or more.
         recipe: how tensors are scaled, as in ``fp8flax.Fp8DotGeneralOp``.
-        form: ``"direct"`` or ``"qdq"``, as in ``fp8flax.Fp8DotGeneralOp``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -261,6 +265,6 @@ class Fp8RaggedDotOp(RaggedDotCall, Fp8Op):
 
     row = RAGGED_DOT
 
-    def __init__(self, num_experts: int, *, recipe: Recipe | None = None, form: str = "direct"):
+    def __init__(self, num_experts: int, *, recipe: Recipe | None = None):
         check_int("num_experts", num_experts, 1)
-        self._set_up(recipe, form, (num_experts,))
+        self._set_up(recipe, kernel=(num_experts,))

@@ -7,7 +7,6 @@ from fp8flax._core.options import (
     check_bool,
     check_choice,
     check_epsilon,
-    check_float,
     check_int,
 )
 
@@ -18,8 +17,8 @@ from fp8flax._core.options import (
         (check_choice, ("a", ("a", "b"))),
         (check_epsilon, (0,)),
         (check_epsilon, (float(np.finfo(np.float32).tiny),)),
-        (check_float, (np.float32(10),)),
-        (check_float, (np.int32(-3),)),
+        (check_epsilon, (np.float32(10),)),
+        (check_epsilon, (np.int32(3),)),
         (check_bool, (False,)),
     ],
 )
@@ -49,7 +48,7 @@ def test_an_integer_becomes_an_int(value):
         (check_epsilon, (1e-40,), ValueError, "option .*1e-40"),
         (check_epsilon, (-1.0,), ValueError, "got -1.0"),
         (check_epsilon, (float("nan"),), ValueError, "got nan"),
-        (check_float, (True,), TypeError, "option .*bool"),
+        (check_epsilon, (True,), TypeError, "option .*bool"),
         (check_bool, (1,), TypeError, "option .*int"),
     ],
 )

@@ -134,6 +134,15 @@ def test_rules(block):
     assert OWG not in to_linen(found["attention/out"])
 
 
+def test_a_convolution_has_one_form():
+    layers = nnx.Conv(3, 8, (2, 2), rngs=nnx.Rngs(0)), nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    model8 = fp8nnx.quantize_model(nnx.Sequential(*layers), include=".*", form="qdq")
+    assert {path: op.form for path, op in ops_of(model8).items()} == {
+        "layers/0": "direct",
+        "layers/1": "qdq",
+    }
+
+
 def test_rules_and_models_that_are_wrong(block):
     with pytest.raises(ValueError, match="'encoder'.*attention/key"):
         fp8nnx.quantize_model(block, include=["up", "encoder"])

@@ -109,8 +109,13 @@ def test_layers_give_what_linens_give(name):
     jax.tree.map(equal, to_linen(layer), expected_grads)
 
 
-@pytest.mark.parametrize("form", ["direct", pytest.param("qdq", marks=pytest.mark.long)])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "axiswise", "mxfp8", "block128"])
+@pytest.mark.parametrize(
+    ("recipe", "form"),
+    [
+        *((recipe, "direct") for recipe in ("delayed", "current", "axiswise", "mxfp8", "block128")),
+        pytest.param("delayed", "qdq", marks=pytest.mark.long),
+    ],
+)
 def test_every_recipe_and_form(recipe, form):
     recipe = {
         "delayed": DELAYED,

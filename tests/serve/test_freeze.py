@@ -114,31 +114,22 @@ def in_three_ways(model, variables, x):
     )
 
 
-HALF_WAY = [
-    *itertools.product(["direct"], [jnp.float16, jnp.bfloat16, jnp.float32], range(3)),
-    ("qdq", jnp.bfloat16, 0),
-]
+HALF_WAY = list(itertools.product([jnp.float16, jnp.bfloat16, jnp.float32], range(3)))
 
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("form", "dtype", "seed"),
-    [
-        HALF_WAY[0],
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in [*HALF_WAY[1:], ("qdq", jnp.bfloat16, 0)]
-        ),
-    ],
+    ("dtype", "seed"),
+    [HALF_WAY[0], *(pytest.param(*case, marks=pytest.mark.long) for case in HALF_WAY[1:])],
     ids=lambda v: getattr(v, "__name__", str(v)),
 )
-def test_half_way_between_two_codes(form, dtype, seed):
+def test_half_way_between_two_codes(dtype, seed):
     """The trained and the frozen model round a value as NumPy's quotient does."""
     (x, x_scale), (kernel, kernel_scale) = (
         ties(seed, 8, 64, dtype=dtype),
         ties(seed + 10, 64, 16, dtype=dtype),
     )
-    op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["delayed"], form=form)
+    op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["delayed"])
     model = nn.Dense(16, dtype=dtype, use_bias=False, dot_general_cls=op)
     variables = {**variables_of(model, x), "params": {"kernel": kernel.astype(jnp.float32)}}
     variables = fp8.calibrate(model.apply, variables, [x])

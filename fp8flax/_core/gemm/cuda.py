@@ -91,7 +91,7 @@ def _apart(gemm: Gemm, out: jax.Array) -> jax.Array:
     requests both outputs. cublasLt cannot return both in FP8, so the program does not compile. With the
     barrier, a bias is added by the kernel that reads the result.
     """
-    return lax.optimization_barrier(out) if gemm.name == "forward" else out
+    return lax.optimization_barrier(out) if gemm.has_barrier else out
 
 
 def _row_major(x: QTensor) -> QTensor:

@@ -97,14 +97,13 @@ def lowered(request: Any, *operands: Any) -> Any:
 def _may_have_custom_partitioning(request: Any, *operands: Any) -> bool:
     """Returns whether a program may contain ``custom_partitioning``.
 
-    JAX then requires a single mesh in the whole program, even if the program is for CPUs. So a GEMM whose
-    operands have one scale each does without it: XLA alone sends as few bytes. On explicit axes JAX derives
-    the sharding of the result from the operations of the reference.
+    JAX then requires a single mesh in the whole program, even if the program is for CPUs. So a GEMM with
+    one scale per tensor does not get it: XLA alone sends as few bytes. On explicit axes JAX derives the
+    sharding of the result from the operations of the reference.
     """
     if any(map(_is_explicit, jax.tree.leaves(operands))):
         return False
-    has_several_scales = any(not x.quantizer.has_one_scale for x in operands if isinstance(x, QTensor))
-    return has_several_scales or (not isinstance(request, Gemm) and compute_capability() > 0)
+    return not (isinstance(request, Gemm) and all(x.quantizer.has_one_scale for x in operands))
 
 
 def _on_shards(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, name: str = "") -> jax.Array:
@@ -149,15 +148,15 @@ def _padded_size(shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-2]) * math.prod(-(-size // BLOCK) * BLOCK for size in shape[-2:])
 
 
-def _is_in_fp8(gemm: Gemm, lhs: Any, rhs: Any) -> bool:
+def _is_in_fp8(lhs: Any, rhs: Any) -> bool:
     """Returns whether the codes of both operands are of dtypes that NVIDIA GPUs multiply."""
-    return can_multiply_codes(gemm, lhs, rhs) and {lhs.codes.dtype, rhs.codes.dtype} <= _OCP_DTYPES
+    return can_multiply_codes(lhs, rhs) and {lhs.codes.dtype, rhs.codes.dtype} <= _OCP_DTYPES
 
 
 def _multiplies_codes(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
     """Returns whether FP8 units can multiply the codes, so that only the result is multiplied by scales."""
     return (
-        _is_in_fp8(gemm, lhs, rhs)
+        _is_in_fp8(lhs, rhs)
         and not lhs.quantizer.scales_along_contraction
         and not 0 < capability < NATIVE_FP8  # 0: the GPU is unknown
         and not _is_tiny(gemm)
@@ -224,8 +223,8 @@ def _is_explicit(x: Any) -> bool:
 
 def _is_per_block(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
     """Returns whether both operands have scales that change along the contraction."""
-    del capability
-    return _is_in_fp8(gemm, lhs, rhs) and lhs.quantizer.scales_along_contraction
+    del capability, gemm
+    return _is_in_fp8(lhs, rhs) and lhs.quantizer.scales_along_contraction
 
 
 def _are_matrices_alike(capability: float, gemm: Gemm, lhs: Any, rhs: Any) -> bool:
@@ -289,7 +288,6 @@ def _has_grouped_gemm(
     """Returns whether our GPU kernel for Hopper can multiply the operands of a ragged dot."""
     if not (
         is_hopper(capability)
-        and not request.dequantized
         and isinstance(lhs, QTensor)
         and isinstance(rhs, QTensor)
         and multiplies_dtypes(lhs.codes.dtype, rhs.codes.dtype)
@@ -320,10 +318,9 @@ def _can_split_experts(
 
     Each device then multiplies its own rows, by codes that it may receive from other devices.
     """
-    del group_sizes
+    del request, group_sizes
     if not (
         capability > 0  # if no GPU is known at tracing, the reference runs, and XLA splits it
-        and not request.dequantized
         and isinstance(lhs, QTensor)
         and isinstance(rhs, QTensor)
     ):

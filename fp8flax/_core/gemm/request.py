@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8flax._core.names import DEQUANTIZED, KEPT_WIDE, QDQ
+from fp8flax._core.names import DEQUANTIZED, KEPT_WIDE
 from fp8flax._core.qtensor import QTensor, View, dequantized
 from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.quantizers import Quantizer, quantized, serves
@@ -44,12 +44,8 @@ class Gemm(NamedTuple):
     """The ``precision`` of ``lax.dot_general``, if the GEMM does not run in FP8."""
     out_sharding: Any = None
     """The sharding of the result on a mesh with explicit axes; None if JAX can derive it."""
-    dequantized: bool = False
-    """Whether the operands are dequantized and multiplied in their wide dtypes on every device, as the
-    quantize-dequantize form requires."""
-    name: str = ""
-    """``"forward"``, ``"dgrad"`` or ``"wgrad"``, also for the part of one device of a mesh. Empty for a
-    tile of a ragged dot."""
+    has_barrier: bool = False
+    """Whether XLA must fuse no later operation into a call of cublasLt; see ``cuda._apart``."""
     is_packed: bool = False
     """Whether the codes of the right operand are stored, as in a frozen model. Otherwise each call
     quantizes the right operand."""
@@ -65,7 +61,7 @@ class Gemm(NamedTuple):
             lhs: a ``QTensor``, or an array that stays wide.
             rhs: a ``QTensor``, or an array that stays wide.
         """
-        if not can_multiply_codes(self, lhs, rhs):
+        if not can_multiply_codes(lhs, rhs):
             return _wide_gemm(self, lhs, rhs)
         assert isinstance(lhs, QTensor)
         assert isinstance(rhs, QTensor)
@@ -119,15 +115,14 @@ def sum_dtype_of(*dtypes: Any) -> np.dtype:
     return np.dtype(np.float64 if np.float64 in dtypes else np.float32)
 
 
-def can_multiply_codes(gemm: Gemm, lhs: Any, rhs: Any) -> bool:
-    """Returns whether a GEMM can multiply FP8 codes.
+def can_multiply_codes(lhs: Any, rhs: Any) -> bool:
+    """Returns whether a GEMM can multiply the FP8 codes of its operands.
 
     Both operands must be quantized, and their scales must either both change along the contraction or both
-    not change. The GEMM must not be one of the quantize-dequantize form (``gemm.dequantized``).
+    not change.
     """
     return (
-        not gemm.dequantized
-        and isinstance(lhs, QTensor)
+        isinstance(lhs, QTensor)
         and isinstance(rhs, QTensor)
         and lhs.quantizer.scales_along_contraction == rhs.quantizer.scales_along_contraction
     )
@@ -136,10 +131,14 @@ def can_multiply_codes(gemm: Gemm, lhs: Any, rhs: Any) -> bool:
 def _wide_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) -> jax.Array:
     """Multiplies in the dtypes that the operands had before they were quantized; dequantizes if needed."""
     is_kept = not (isinstance(lhs, QTensor) and isinstance(rhs, QTensor))
-    if isinstance(rhs, QTensor) and not isinstance(lhs, QTensor) and _multiplies_stored_codes(gemm, rhs):
-        with jax.named_scope(KEPT_WIDE):
+    with jax.named_scope(KEPT_WIDE if is_kept else DEQUANTIZED):
+        if (
+            gemm.is_packed
+            and isinstance(rhs, QTensor)
+            and not isinstance(lhs, QTensor)
+            and not rhs.quantizer.scales_along_contraction
+        ):
             return _wide_by_stored_codes(gemm, lhs, rhs)
-    with jax.named_scope(KEPT_WIDE if is_kept else QDQ if gemm.dequantized else DEQUANTIZED):
         return lax.dot_general(
             dequantized(lhs, gemm.lhs, gemm.lhs_dtype),
             dequantized(rhs, gemm.rhs, gemm.rhs_dtype),
@@ -148,11 +147,6 @@ def _wide_gemm(gemm: Gemm, lhs: QTensor | jax.Array, rhs: QTensor | jax.Array) -
             preferred_element_type=gemm.out_dtype,
             out_sharding=gemm.out_sharding,
         )
-
-
-def _multiplies_stored_codes(gemm: Gemm, rhs: QTensor) -> bool:
-    """Returns whether a wide GEMM multiplies by the stored codes of ``rhs`` and scales the result."""
-    return gemm.is_packed and not gemm.dequantized and not rhs.quantizer.scales_along_contraction
 
 
 def _wide_by_stored_codes(gemm: Gemm, lhs: jax.Array, rhs: QTensor) -> jax.Array:
@@ -282,8 +276,6 @@ class ExpertProducts(NamedTuple):
     reference: Callable[..., jax.Array]
     """The reference implementation, which multiplies one tile of rows after the other. It is called with
     the operands, and with ``is_part=True`` if these are the parts of one device of a mesh."""
-    dequantized: bool = False
-    """Whether every device multiplies in the wide dtypes; see ``Gemm.dequantized``."""
     transposes_kernels: bool = False
     """Whether the kernels come as ``(experts, depth, columns)``, and each device transposes its own. Codes
     with scales per block come as ``(experts, columns, depth)`` even then."""
@@ -307,8 +299,6 @@ class ExpertSums(NamedTuple):
     """The dtype of the result."""
     reference: Callable[..., jax.Array]
     """The reference implementation, see ``ExpertProducts.reference``."""
-    dequantized: bool = False
-    """Whether every device multiplies in the wide dtypes; see ``Gemm.dequantized``."""
 
 
 # A cast for two GEMMs.

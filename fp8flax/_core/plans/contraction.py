@@ -7,7 +7,7 @@ Three tensors are quantized. Each is named by its role, and each enters two of t
     output_grad  dgrad and wgrad
 
 This module has all that contractions share. A subclass of ``Contraction`` defines the products
-(``dot_general``, ``conv``, ``ragged_dot``).
+(``dot_general``, ``ragged_dot``), or one wide product in quantize-dequantize form (``conv``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import jax
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from fp8flax._compat.varying import manual_axes
 from fp8flax._core.amax import delayed_amax
 from fp8flax._core.formats import is_wide_float
 from fp8flax._core.gemm.lowering import lowered, rows_of
@@ -30,14 +31,12 @@ from fp8flax._core.gemm.request import CastPair, Gemm, distinct_codes, with_code
 from fp8flax._core.names import (
     DGRAD,
     FORWARD,
-    KEPT_WIDE,
     KERNEL_FORWARD_NAME,
     OUTPUT_NAME,
     RESIDUAL_NAMES,
     WGRAD,
 )
 from fp8flax._core.no_derivative import no_derivative
-from fp8flax._core.plans.plan import Extra, Operand, Plan, Scales, explicit_axes
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantize import as_float_array, inf_to_nan
 from fp8flax._core.quantizers import Quantizer, quantized, serves
@@ -45,6 +44,39 @@ from fp8flax._core.recipes import CustomRecipe, GemmRecipe
 from fp8flax._core.state.state import DelayedConfig, ScalingState, delayed_config, named_scaling
 
 _INPUT_NAME, _KERNEL_NAME, _SCALING_NAME = RESIDUAL_NAMES
+
+Extra = tuple[jax.Array, ...]
+"""Arrays beside the operands that are not differentiated, such as the group sizes of a ragged dot."""
+
+Scales = dict[str, jax.Array]
+"""The float32 scale of each tensor with delayed scaling, by role."""
+
+
+class Operand(NamedTuple):
+    """Static description of an operand of an op (hashable)."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Any
+    """The sharding of an array on a mesh with explicit axes; None for all other arrays."""
+    axes: frozenset[str]
+    """The manual axes of ``shard_map`` over which the operand varies."""
+
+    @classmethod
+    def of(cls, x: jax.Array) -> Operand:
+        """Returns the operand description of ``x``."""
+        return cls(x.shape, x.dtype, explicit_sharding(x), manual_axes(x))
+
+
+def explicit_sharding(x: Any) -> Any:
+    """Returns the sharding of an array if it lies on a mesh with explicit axes, and None otherwise."""
+    sharding = jax.typeof(x).sharding
+    return sharding if explicit_axes(sharding.mesh) else None
+
+
+def explicit_axes(mesh: Any) -> tuple[str, ...]:
+    """Returns the names of the explicit axes of a mesh."""
+    return tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
 
 
 class States(NamedTuple):
@@ -76,7 +108,7 @@ class Uses(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Contraction(Plan):
+class Contraction:
     """A contraction: the static description of its operands, and methods that compute its three products.
 
     It is hashable. Tensors are named by their role: ``input``, ``kernel`` or ``output_grad``.
@@ -89,19 +121,14 @@ class Contraction(Plan):
     out_sharding: Any = None
     precision: Any = None
     """The precision of products that do not run in FP8."""
-    dequantized: bool = False
-    """Whether operands are dequantized before each product, so that it runs in a wide dtype: the
-    quantize-dequantize form."""
+    is_qdq: bool = False
+    """Whether the contraction is ``fake_quantized`` between ``in_qdq`` and ``out_qdq`` (see ``modes``), and
+    not the three products."""
     is_packed: bool = False
     """Whether the kernel comes as FP8 codes that a frozen model stores, in the shape of the kernel."""
 
     stacked: ClassVar[tuple[str, ...]] = ()
     """Roles whose tensor is a stack along its first axis, with separate scales for each element."""
-    has_fake_quantized: ClassVar[bool] = True
-    """Whether the quantize-dequantize form with delayed scaling is ``in_qdq`` of the operands, then
-    ``fake_quantized``, then ``out_qdq`` (see ``qdq``). If False, ``dequantized`` products compute it."""
-    wide_scope: ClassVar[str] = KEPT_WIDE
-    """The name scope of products whose operands stay wide, such as a tangent times a kernel."""
 
     @property
     def is_automatic(self) -> bool:
@@ -145,22 +172,6 @@ class Contraction(Plan):
         """
         raise NotImplementedError
 
-    def gradients(
-        self, lhs: Any, rhs: Any, g: tuple[Any, Any], extra: Extra
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the cotangents of input and kernel: ``dgrad`` and ``wgrad``, each in its name scope.
-
-        Args:
-            lhs: the input for wgrad, a ``QTensor`` or a wide array.
-            rhs: the kernel for dgrad, a ``QTensor`` or a wide array.
-            g: the output gradient for dgrad, and for wgrad.
-            extra: the further arrays of the op.
-        """
-        with jax.named_scope(DGRAD):
-            lhs_grad = self.dgrad(g[0], rhs, extra)
-        with jax.named_scope(WGRAD):
-            return lhs_grad, self.wgrad(lhs, g[1], extra)
-
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
         """Returns the forward product of wide operands without FP8, as JAX computes it.
 
@@ -169,11 +180,8 @@ class Contraction(Plan):
         raise NotImplementedError
 
     def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> jax.Array:
-        """Returns the forward product of wide operands that ``in_qdq`` has returned.
-
-        It is called only if ``has_fake_quantized``.
-        """
-        return self.wide(lhs, rhs, extra)
+        """Returns the forward product of wide operands that hold FP8 values; called only if ``is_qdq``."""
+        raise NotImplementedError
 
     def prepared(self, role: str, x: jax.Array, extra: Extra) -> jax.Array:
         """Returns a tensor in the form that is quantized; a subclass may pad it or set rows to zero."""
@@ -212,37 +220,13 @@ class Contraction(Plan):
             out_dtype=out_dtype,
             accumulation=getattr(self.recipe, name).accumulation,
             precision=self.precision,
-            dequantized=self.dequantized,
-            name=name,
             is_packed=self.is_packed,
         )
 
-    # The interface of ``Plan``.
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return self.lhs, self.rhs
-
     @property
     def configs(self) -> Mapping[str, DelayedConfig]:
+        """The options of each tensor with delayed scaling, by role."""
         return {role: delayed_config(quantizer) for role, quantizer in self.recipe.delayed.items()}
-
-    def primal(self, operands: tuple[jax.Array, ...], extra: Extra, scales: Scales) -> jax.Array:
-        product = on_automatic_axes(self, quantized_product, self.out_sharding)
-        return product(*operands, extra, scales, None)
-
-    def forward(
-        self, operands: tuple[jax.Array, ...], extra: Extra, scales: Scales
-    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        kept = _kept_sharding(self, "input", self.lhs), _kept_sharding(self, "kernel", self.rhs)
-        shardings = (self.out_sharding, kept, None)  # None: amaxes are replicated
-        return on_automatic_axes(self, _forward, shardings)(*operands, extra, scales)
-
-    def backward(
-        self, residuals: Any, extra: Extra, scales: Scales, g: jax.Array
-    ) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
-        shardings = ((self.lhs.sharding, self.rhs.sharding), None)  # None: amaxes are replicated
-        return on_automatic_axes(self, _backward, shardings)(residuals, extra, scales, g)
 
 
 def _quantized_for(plan: Contraction, use: Use, x: jax.Array, scale: jax.Array | None) -> Any:
@@ -350,7 +334,7 @@ def _restored(plan: Contraction, role: str, kept: Any) -> Any:
     return plan.each(role, fill, kept.from_bits())
 
 
-def _kept_sharding(plan: Contraction, role: str, operand: Operand) -> Any:
+def kept_sharding(plan: Contraction, role: str, operand: Operand) -> Any:
     """Returns the sharding of the result of ``_kept``; for a ``QTensor`` that of its codes and scale."""
     _, quantizer, view = plan.uses(role).second
     if operand.sharding is None or quantizer is None:  # no sharding: not on explicit axes
@@ -460,7 +444,7 @@ def quantized_product(
         return plan.product(q_lhs, q_rhs, extra)
 
 
-def _forward(
+def forward(
     plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, scales: Scales
 ) -> tuple[jax.Array, tuple[Any, Any], dict[str, jax.Array]]:
     """Returns the result, the residuals of input and kernel, and the amaxes by role."""
@@ -475,7 +459,7 @@ def _forward(
     return checkpoint_name(out, OUTPUT_NAME), kept, amaxes
 
 
-def _backward(
+def backward(
     plan: Contraction, residuals: tuple[Any, Any], extra: Extra, scales: Scales, g: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
     """Returns the gradients of input and kernel, and the amax of ``g`` by role."""
@@ -485,8 +469,11 @@ def _backward(
         plan, "output_grad", g, scales.get("output_grad"), extra
     )
     lhs, rhs = _restored(plan, "input", lhs_kept), _restored(plan, "kernel", rhs_kept)
-    grads = plan.gradients(lhs, rhs, (g_first, g_second), extra)
-    return grads, {} if g_amax is None else {"output_grad": g_amax}
+    with jax.named_scope(DGRAD):
+        lhs_grad = plan.dgrad(g_first, rhs, extra)
+    with jax.named_scope(WGRAD):
+        rhs_grad = plan.wgrad(lhs, g_second, extra)
+    return (lhs_grad, rhs_grad), {} if g_amax is None else {"output_grad": g_amax}
 
 
 def check_operands(lhs: Any, rhs: Any, preferred_element_type: Any) -> tuple[jax.Array, jax.Array]:

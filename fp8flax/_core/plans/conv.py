@@ -1,7 +1,7 @@
 """The FP8 convolution.
 
-If the windows do not overlap, the convolution is computed as an FP8 matmul. In all other cases the operands
-are rounded to FP8 values, and convolved in a wide dtype.
+If the windows do not overlap, the convolution is computed as an FP8 matmul. In all other cases it is
+quantize-dequantize around a convolution in a wide dtype.
 """
 
 from __future__ import annotations
@@ -9,23 +9,29 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8flax._core.gemm.gpus import Fp8EmulationWarning, is_compiling_ahead
-from fp8flax._core.names import CONVOLVED_WIDE, DGRAD, KEPT_WIDE, WGRAD
-from fp8flax._core.plans.contraction import STATELESS, Contraction, States, check_operands
+from fp8flax._core.gemm.request import sum_dtype_of
+from fp8flax._core.names import CONVOLVED_WIDE, KEPT_WIDE, ROLES
+from fp8flax._core.plans.contraction import (
+    STATELESS,
+    Contraction,
+    Extra,
+    Operand,
+    States,
+    check_operands,
+)
 from fp8flax._core.plans.dot_general import fp8_dot_general, hashable_precision
 from fp8flax._core.plans.modes import contract
-from fp8flax._core.plans.plan import Extra, Operand
-from fp8flax._core.qtensor import QTensor, View, dequantized
+from fp8flax._core.qtensor import View
 from fp8flax._core.recipes import GemmRecipe, Recipe
 from fp8flax._core.shapes import Float
 
@@ -147,12 +153,7 @@ def _as_matmul(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvPlan(Contraction):
-    """A convolution that is not a matmul: forward, dgrad and wgrad convolve FP8 values in a wide dtype.
-
-    ``jax.vjp`` of the forward convolution computes both gradients.
-    """
-
-    wide_scope: ClassVar[str] = CONVOLVED_WIDE
+    """A convolution that is not a matmul: quantize-dequantize around JAX's convolution."""
 
     conv: _Convolution
     out_shape: tuple[int, ...]
@@ -163,53 +164,20 @@ class ConvPlan(Contraction):
         lhs, rhs, g = (View(shape, (), ()) for shape in (self.lhs.shape, self.rhs.shape, self.out_shape))
         return {"input": (lhs, lhs), "kernel": (rhs, rhs), "output_grad": (g, g)}
 
-    @property
-    def _backward_dtype(self) -> np.dtype:
-        """A wide dtype that holds all values of the operands and of the cotangent."""
-        if self.lhs.dtype == self.out_dtype:
-            return self.lhs.dtype
-        return np.dtype(jnp.float64 if jnp.float64 in (self.lhs.dtype, self.out_dtype) else jnp.float32)
-
-    def product(self, lhs: Any, rhs: Any, extra: Extra = ()) -> jax.Array:
+    def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra
-        x, w = self._values("input", lhs, self.lhs.dtype), self._values("kernel", rhs, self.lhs.dtype)
-        with _scope(self.recipe.forward):
-            return self.conv(x, w, self.out_dtype)
-
-    def gradients(
-        self, lhs: Any, rhs: Any, g: tuple[Any, Any], extra: Extra = ()
-    ) -> tuple[jax.Array, jax.Array]:
-        del extra
-        dtype = self._backward_dtype
-        with jax.named_scope(DGRAD):
-            w, g_wide = self._values("kernel", rhs, dtype), self._values("output_grad", g[0], dtype)
-            with _scope(self.recipe.dgrad):
-                lhs_grad = _linear_transpose(lambda x: self.conv(x, w, dtype), lhs, g_wide)
-        with jax.named_scope(WGRAD):
-            x, g_wide = self._values("input", lhs, dtype), self._values("output_grad", g[1], dtype)
-            with _scope(self.recipe.wgrad):
-                return lhs_grad, _linear_transpose(lambda w: self.conv(x, w, dtype), rhs, g_wide)
-
-    def _values(self, role: str, operand: QTensor | jax.Array, dtype: np.dtype) -> jax.Array:
-        """Returns the values of an operand in a wide dtype, behind a barrier if it was quantized.
-
-        Without the barrier XLA would turn a convolution of float32 values into one of FP8 codes by cuDNN.
-        If cuDNN has no FP8 convolution for these sizes, the program would fail (openxla/xla#40021).
-        """
-        wide = dequantized(operand, self.uses(role).first.view, dtype)
-        return lax.optimization_barrier(wide) if isinstance(operand, QTensor) else wide
+        # Without the barrier XLA would turn a convolution of float32 values into one of FP8 codes by cuDNN.
+        # If cuDNN has no FP8 convolution for these sizes, the program would fail (openxla/xla#40021).
+        lhs, rhs = lax.optimization_barrier((lhs, rhs))
+        dtype = self.out_dtype
+        if dtype != self.lhs.dtype:  # JAX would cast the output gradient to the dtype of the operands
+            dtype = sum_dtype_of(dtype, self.lhs.dtype)
+        with jax.named_scope(KEPT_WIDE if None in self.recipe.quantizers else CONVOLVED_WIDE):
+            return self.conv(lhs.astype(dtype), rhs.astype(dtype), dtype).astype(self.out_dtype)
 
     def wide(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra
         return self.conv(lhs, rhs, self.out_dtype)
-
-    def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
-        del extra
-        # XLA must not convolve FP8 codes by cuDNN, see ``_values``.
-        lhs, rhs = lax.optimization_barrier((lhs, rhs))
-        self.warn()
-        with jax.named_scope(CONVOLVED_WIDE):
-            return self.conv(lhs, rhs, self.out_dtype)
 
     def warn(self, *recipes: GemmRecipe) -> None:
         """Warns that this convolution has FP8 values, but not the speed of FP8."""
@@ -222,29 +190,18 @@ class ConvPlan(Contraction):
             )
 
 
-def _scope(recipe: GemmRecipe) -> Any:
-    """Returns the name scope by which an audit reports a convolution in a wide dtype, and the reason."""
-    return jax.named_scope(KEPT_WIDE if None in (recipe.lhs, recipe.rhs) else CONVOLVED_WIDE)
+def _check_recipe(recipe: Recipe, conv: _Convolution) -> None:
+    """Raises ``ValueError`` if a convolution that is not a matmul cannot scale its tensors by a recipe.
 
-
-def _linear_transpose(f: Callable[[jax.Array], jax.Array], like: Any, g: jax.Array) -> jax.Array:
-    """Returns the transpose of a linear function ``f`` of an operand, applied to the cotangent ``g``.
-
-    The function is linear, so its ``jax.vjp`` is the transpose at any point. The point is ``like``, a
-    ``QTensor`` or an array with the shape and the sharding of the operand. XLA removes the unused value of
-    ``f``. (``jax.linear_transpose`` does not support manual axes.)
+    Each tensor is cast once, so it takes one quantizer, with one scale.
     """
-    point = like.codes if isinstance(like, QTensor) else like
-    return jax.vjp(f, point.astype(g.dtype))[1](g)[0]
-
-
-def _check_one_scale(recipe: Recipe, conv: _Convolution) -> None:
-    """Raises ``ValueError`` if a recipe has several scales per tensor, which only a matmul supports."""
-    if not all(quantizer is None or quantizer.has_one_scale for quantizer in recipe.gemms.quantizers):
+    gemms = recipe.gemms
+    has_one_scale = all(quantizer is None or quantizer.has_one_scale for quantizer in gemms.quantizers)
+    if not has_one_scale or any(first != second for first, second in map(gemms.of_role, ROLES)):
         raise ValueError(
             "A convolution whose windows overlap, or with groups or a dilated input, is not a matmul, and "
-            "takes one scale per tensor: DelayedScaling() or Float8CurrentScaling(). Got the recipe "
-            f"{recipe!r}, which scales along the contraction of a matmul, with "
+            "takes one scale per tensor, the same in all products: DelayedScaling() or "
+            f"Float8CurrentScaling(). Got the recipe {recipe!r}, with "
             f"window_strides={conv.window_strides}, rhs_dilation={conv.rhs_dilation}, "
             f"lhs_dilation={conv.lhs_dilation}, feature_group_count={conv.feature_group_count} and "
             f"batch_group_count={conv.batch_group_count}. Give this layer a recipe of its own, or leave "
@@ -308,7 +265,6 @@ def fp8_conv_general_dilated(
     *,
     states: States = STATELESS,
     recipe: Recipe,
-    form: str = "direct",
     is_frozen: bool = False,
 ) -> Float[jax.Array, "*output"]:
     """Convolves in FP8: ``lhs`` as the input, ``rhs`` as the kernel, and the cotangent on the way back.
@@ -317,9 +273,10 @@ def fp8_conv_general_dilated(
     patches, a window that covers all of the input), it has no groups, and its input is not dilated. It then
     uses FP8 units if the device has them. The amax of the input is then the amax of all windows.
 
-    In all other cases the operands and the cotangent are cast to FP8 and back, and convolved in the dtype
-    of the operands, on every device. XLA has no gradients of FP8 convolutions, and its forward FP8
-    convolution fails if cuDNN has none for the given sizes. The residuals of the backward pass are FP8.
+    In all other cases it is quantize-dequantize: the operands are cast to FP8 and back, JAX convolves them
+    in their dtype, and the cotangent is cast to FP8 and back, on every device. XLA has no gradients of FP8
+    convolutions, and its forward FP8 convolution fails if cuDNN has none for the given sizes. The operands
+    stay wide for the backward pass, and JAX can differentiate the convolution any number of times.
 
     Args:
         lhs: the input, in the layout of ``dimension_numbers``, a wide float.
@@ -336,9 +293,8 @@ def fp8_conv_general_dilated(
         preferred_element_type: dtype of the result; None for the dtype of the operands.
         states: scaling states of the roles that have delayed scaling; their "gradients" are their next
             values.
-        recipe: how the tensors are scaled. A convolution that is not a matmul needs one scale per tensor.
-        form: ``"direct"``; or ``"qdq"``, which with delayed scaling keeps wide operands for the backward
-            pass, and can then be differentiated twice.
+        recipe: how the tensors are scaled. A convolution that is not a matmul needs one scale per tensor,
+            the same in all products.
         is_frozen: see ``fp8_dot_general``.
 
     Returns:
@@ -347,8 +303,8 @@ def fp8_conv_general_dilated(
     Raises:
         TypeError: an operand or ``preferred_element_type`` is not a wide float, or the operands do not fit
             each other.
-        ValueError: the convolution is not a matmul and the recipe has several scales per tensor, or the
-            shapes do not fit.
+        ValueError: the convolution is not a matmul and the recipe has several scales, or several
+            quantizers, per tensor; or the shapes do not fit.
     """
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     arguments = (
@@ -377,17 +333,16 @@ def fp8_conv_general_dilated(
             preferred_element_type,
             states=states,
             recipe=recipe,
-            form=form,
             is_frozen=is_frozen,
         )
         return lax.transpose(y, permutation)
-    _check_one_scale(recipe, conv)
+    _check_recipe(recipe, conv)
     plan = ConvPlan(
         recipe=recipe.gemms,
         lhs=Operand.of(lhs)._replace(sharding=None),
         rhs=Operand.of(rhs)._replace(sharding=None),
         out_dtype=out.dtype,
-        dequantized=form == "qdq",
+        is_qdq=True,
         conv=conv,
         out_shape=out.shape,
     )

@@ -17,18 +17,24 @@ from fp8flax._core.gemm.lowering import lowered
 from fp8flax._core.gemm.request import DimensionNumbers, Gemm
 from fp8flax._core.gemm.units import warn_if_emulated
 from fp8flax._core.mode import is_calibrating
+from fp8flax._core.options import check_choice
 from fp8flax._core.plans.contraction import (
     STATELESS,
     Contraction,
+    Extra,
+    Operand,
     States,
     check_operands,
     on_automatic_axes,
 )
 from fp8flax._core.plans.modes import contract
-from fp8flax._core.plans.plan import Extra, Operand
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.recipes import CustomRecipe, GemmRecipe, Recipe
 from fp8flax._core.shapes import Float, Float32
+
+FORMS = ("direct", "qdq")
+"""The forms in which an FP8 matmul is written for the compiler: GEMMs of FP8 operands, or
+quantize-dequantize around GEMMs of wide operands."""
 
 _Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -124,6 +130,7 @@ class DotPlan(Contraction):
         A transpose then puts the axes of each result into the order of ``lhs`` or ``rhs``.
         """
         forward = self.gemm("forward", self.dimension_numbers, self.lhs, self.rhs, self.out_dtype)
+        forward = forward._replace(has_barrier=True)
         lhs, rhs = forward.lhs, forward.rhs
         axes = iter(range(len(forward.out_shape)))
         g_batch, g_lhs_free, g_rhs_free = (
@@ -185,15 +192,16 @@ class DotPlan(Contraction):
 
     def fake_quantized(self, lhs: jax.Array, rhs: jax.Array, extra: Extra = ()) -> jax.Array:
         del extra
-        return on_automatic_axes(self, _fake_quantized, self.out_sharding)(lhs, rhs)
+
+        def product(plan: DotPlan, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            dims, precision = plan.dimension_numbers, plan.precision
+            return dot_general_with_precision(lhs, rhs, dims, precision, plan.out_dtype)
+
+        return on_automatic_axes(self, product, self.out_sharding)(lhs, rhs)
 
     def warn(self, *recipes: GemmRecipe) -> None:
-        warn_if_emulated(*recipes)
-
-
-def _fake_quantized(plan: DotPlan, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Returns the forward product of wide operands, which JAX differentiates."""
-    return dot_general_with_precision(lhs, rhs, plan.dimension_numbers, plan.precision, plan.out_dtype)
+        if not self.is_qdq:
+            warn_if_emulated(*recipes)
 
 
 def _permuted(sharding: Any, axes: tuple[int, ...]) -> Any:
@@ -217,16 +225,16 @@ def hashable_precision(precision: Any) -> Any:
     return tuple(precision) if isinstance(precision, list) else precision
 
 
-def with_precision(recipe: CustomRecipe, precision: Any, form: str) -> CustomRecipe:
+def with_precision(recipe: CustomRecipe, precision: Any) -> CustomRecipe:
     """Returns the recipe with the accumulation that ``precision`` asks for, in all three GEMMs.
 
-    The recipe is returned unchanged if nothing is multiplied in FP8: in the quantize-dequantize form, while
-    calibrating, and for a recipe without quantizers. ``lax`` then interprets the precision.
+    The recipe is returned unchanged if nothing is multiplied in FP8: while calibrating, and for a recipe
+    without quantizers. ``lax`` then interprets the precision.
 
     Raises:
         TypeError: ``precision`` is not None, a ``lax.Precision``, its name, or a pair of them.
     """
-    if precision is None or form == "qdq" or is_calibrating() or not any(recipe.quantizers):
+    if precision is None or is_calibrating() or not any(recipe.quantizers):
         return recipe
     pair = precision if isinstance(precision, tuple | list) else (precision, precision)
     try:
@@ -246,6 +254,17 @@ def with_precision(recipe: CustomRecipe, precision: Any, form: str) -> CustomRec
     )
 
 
+def _check_form(form: str, recipe: CustomRecipe) -> None:
+    """Raises ``ValueError`` if an op cannot compute a recipe in this form."""
+    check_choice("form", form, FORMS)
+    is_delayed = all(quantizer is not None and quantizer.needs_state for quantizer in recipe.quantizers)
+    if form == "qdq" and not is_delayed:
+        raise ValueError(
+            f"form='qdq' takes DelayedScaling, for input, kernel and output gradient; got {recipe!r}. Give "
+            "the op this recipe, or leave form='qdq' out."
+        )
+
+
 def dot_plan(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -254,7 +273,7 @@ def dot_plan(
     preferred_element_type: Any = None,
     *,
     recipe: CustomRecipe,
-    form: str = "direct",
+    is_qdq: bool = False,
     out_sharding: Any = None,
 ) -> DotPlan:
     """Returns the plan of a matmul.
@@ -274,13 +293,13 @@ def dot_plan(
         rhs,
     )
     return DotPlan(
-        recipe=with_precision(recipe, precision, form),
+        recipe=recipe if is_qdq else with_precision(recipe, precision),
         lhs=Operand.of(lhs),
         rhs=Operand.of(rhs),
         out_dtype=out.dtype,
         out_sharding=getattr(out, "sharding", None),
         precision=hashable_precision(precision),
-        dequantized=form == "qdq",
+        is_qdq=is_qdq,
         dimension_numbers=_hashable_dims(dimension_numbers),
         has_given_sharding=out_sharding is not None,
     )
@@ -313,8 +332,8 @@ def fp8_dot_general(
         states: scaling states of the roles that have delayed scaling; their "gradients" are their next
             values.
         recipe: how the tensors are scaled.
-        form: ``"direct"`` puts FP8 operands into the GEMMs; ``"qdq"`` quantizes and dequantizes around
-            GEMMs in the dtype of the operands.
+        form: ``"direct"`` puts FP8 operands into the GEMMs. ``"qdq"`` is ``in_qdq`` of both operands, a
+            matmul in their dtype, and ``out_qdq``; it requires delayed scaling of all three tensors.
         is_frozen: whether the states do not change. JAX can then differentiate the op any number of times,
             in forward and reverse mode. Tangents and cotangents are multiplied in wide dtypes, with the
             values of the quantized operands.
@@ -329,7 +348,9 @@ def fp8_dot_general(
     Raises:
         TypeError: an operand or ``preferred_element_type`` is not a wide float, ``precision`` is none of
             the above, or the operands do not fit the dimension numbers.
+        ValueError: ``form`` is none of the above, or ``"qdq"`` with another recipe.
     """
+    _check_form(form, recipe.gemms)
     lhs, rhs = check_operands(lhs, rhs, preferred_element_type)
     plan = dot_plan(
         lhs,
@@ -338,7 +359,7 @@ def fp8_dot_general(
         precision,
         preferred_element_type,
         recipe=recipe.gemms,
-        form=form,
+        is_qdq=form == "qdq",
         out_sharding=out_sharding,
     )
     return contract(

@@ -21,21 +21,21 @@ from fp8flax._core.observe import observed, report_amax, report_cotangent
 from fp8flax._core.plans.contraction import (
     STATELESS,
     Contraction,
+    Extra,
+    Scales,
     States,
+    explicit_axes,
+    explicit_sharding,
     on_automatic_axes,
     quantized_product,
 )
 from fp8flax._core.plans.engine import run
-from fp8flax._core.plans.plan import Extra, Scales, explicit_axes, explicit_sharding
 from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
 from fp8flax._core.qtensor import QTensor
+from fp8flax._core.quantize import inf_to_nan
 from fp8flax._core.quantizers import quantized, quantized_and_back, serves
 from fp8flax._core.state.state import ScalingState, as_state, scales_of, step_scales
 from fp8flax._core.tracing import traced_once
-
-FORMS = ("direct", "qdq")
-"""The forms in which an FP8 contraction is written for the compiler: GEMMs of FP8 operands, or
-quantize-dequantize around GEMMs of wide operands."""
 
 _States = dict[str, ScalingState]
 """The scaling state of each tensor with delayed scaling, by role."""
@@ -51,7 +51,7 @@ def contract(
     stored_kernel: QTensor | None = None,
     input_scale: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the result of a contraction, in the form of its plan and in the ambient ``mode``.
+    """Returns the result of a contraction, in the ambient ``mode``.
 
     Args:
         plan: the contraction.
@@ -76,17 +76,12 @@ def contract(
     checked = checked_states(plan, states)
     if is_frozen:
         plan.warn(plan.recipe.forward)
-        return _frozen(plan, lhs, rhs, extra, _Fixed(scales_of(plan.configs, checked), None))
+        fixed = _Fixed(scales_of(plan.configs, checked), None)
+        return (_frozen_qdq if plan.is_qdq else _frozen)(plan, lhs, rhs, extra, fixed)
     if is_calibrating():
         return _observed(lambda x, w: _wide(plan, x, w, extra), plan, lhs, rhs, extra, checked)
-    is_delayed = all(
-        quantizer is not None and quantizer.needs_state for quantizer in plan.recipe.quantizers
-    )
-    compute: Callable[..., jax.Array] = run
-    if plan.dequantized and plan.has_fake_quantized and is_delayed:
-        compute = _run_qdq
-    else:
-        plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
+    plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
+    compute: Callable[..., jax.Array] = _run_qdq if plan.is_qdq else run
     scales = step_scales(plan.configs, checked)
 
     def multiply(*operands: jax.Array) -> jax.Array:
@@ -124,12 +119,30 @@ def _wide(plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra) -> ja
 def _run_qdq(
     plan: Contraction, operands: tuple[jax.Array, jax.Array], extra: Extra, scales: Scales
 ) -> jax.Array:
-    """Returns the quantize-dequantize form of delayed scaling, which JAX can differentiate twice."""
-    (lhs, rhs), configs = operands, plan.configs
-    lhs = in_qdq_with_scale(configs["input"], lhs, scales["input"])
-    rhs = in_qdq_with_scale(configs["kernel"], rhs, scales["kernel"])
+    """Returns the quantize-dequantize form: ``in_qdq`` of both operands, the product, and ``out_qdq``.
+
+    JAX differentiates the product, any number of times. Both uses of a tensor have the same quantizer.
+    """
+    lhs = _in_qdq(plan, "input", operands[0], scales.get("input"))
+    rhs = _in_qdq(plan, "kernel", operands[1], scales.get("kernel"))
     out = plan.fake_quantized(lhs, rhs, extra)
-    return out_qdq_with_scale(configs["output_grad"], out, scales["output_grad"])
+    if "output_grad" in scales:
+        return out_qdq_with_scale(plan.configs["output_grad"], out, scales["output_grad"])
+    return observed(partial(_cast_output_grad, plan), out, (), innermost_only=True)
+
+
+def _in_qdq(plan: Contraction, role: str, x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Returns an operand cast to FP8 and back; unchanged if the recipe does not quantize the operand."""
+    if scale is not None:
+        return in_qdq_with_scale(plan.configs[role], x, scale)
+    _, quantizer, view = plan.uses(role).first
+    return quantized_and_back(quantizer, view, x, None)
+
+
+def _cast_output_grad(plan: Contraction, g: jax.Array, args: Any) -> Any:
+    """Observer of the result: casts the output gradient to FP8 and back, without delayed scaling."""
+    _, quantizer, view = plan.uses("output_grad").first
+    return quantized_and_back(quantizer, view, inf_to_nan(g), None), args
 
 
 # Frozen.
@@ -201,7 +214,7 @@ def _along_rhs(
 def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the result of ``_frozen`` and its tangent, dx . q(w) + q(x) . dw."""
     (lhs, rhs, extra, fixed), (lhs_dot, rhs_dot, *_) = primals, tangents
-    with jax.named_scope(plan.wide_scope):
+    with jax.named_scope(KEPT_WIDE):
         terms = [
             on_automatic_axes(plan, along, plan.out_sharding)(tangent, other, extra, fixed)
             for along, tangent, other in ((_along_lhs, lhs_dot, rhs), (_along_rhs, rhs_dot, lhs))
@@ -212,6 +225,17 @@ def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Arr
 
 
 _frozen.defjvp(_frozen_jvp, symbolic_zeros=True)
+
+
+def _frozen_qdq(
+    plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, fixed: _Fixed
+) -> jax.Array:
+    """Returns the quantize-dequantize form of ``_frozen``; JAX differentiates the product."""
+    x, w = (
+        quantized_and_back(use.quantizer, use.view, operand, fixed.scales.get(use.role))
+        for use, operand in ((plan.uses("input").first, lhs), (plan.uses("kernel").first, rhs))
+    )
+    return plan.fake_quantized(x, w, extra)
 
 
 # Observing.

@@ -63,6 +63,7 @@ DOT_GENERAL = OpRow(
     sizes=_dot_sizes,
     call=DotGeneralCall,
     plan=dot_plan,
+    has_form=True,
     primitive="dot_general",
     arguments=_params("dimension_numbers", "precision", "preferred_element_type"),
     unsupported=_dot_unsupported,

@@ -24,10 +24,17 @@ from fp8flax._core.gemm.request import (
     transposed_kernels,
 )
 from fp8flax._core.gemm.units import warn_if_emulated
-from fp8flax._core.plans.contraction import Contraction, States, Use, check_operands
+from fp8flax._core.plans.contraction import (
+    Contraction,
+    Extra,
+    Operand,
+    States,
+    Use,
+    check_operands,
+    explicit_sharding,
+)
 from fp8flax._core.plans.dot_general import hashable_precision, with_precision
 from fp8flax._core.plans.modes import contract
-from fp8flax._core.plans.plan import Extra, Operand, explicit_sharding
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.recipes import GemmRecipe, Recipe
 from fp8flax._core.shapes import Float, Integer
@@ -90,7 +97,6 @@ class RaggedPlan(Contraction):
     """
 
     stacked: ClassVar[tuple[str, ...]] = ("kernel",)
-    has_fake_quantized: ClassVar[bool] = False
 
     @property
     def rows(self) -> int:
@@ -141,10 +147,7 @@ class RaggedPlan(Contraction):
 
     def _gemm(self, name: str, contract: int, lhs: Operand, rhs: Operand, out_dtype: np.dtype) -> Gemm:
         """Returns the GEMM of a visit that contracts dimension ``contract`` of both operands."""
-        gemm = self.gemm(name, (((contract,), (contract,)), ((), ())), lhs, rhs, out_dtype)
-        # The name is dropped, because ``lowered`` gives named GEMMs a barrier (forward), or our GPU kernel
-        # that transposes codes (wgrad). The GEMMs of a loop get neither.
-        return gemm._replace(name="")
+        return self.gemm(name, (((contract,), (contract,)), ((), ())), lhs, rhs, out_dtype)
 
     @cached_property
     def views(self) -> dict[str, tuple[View, View]]:
@@ -194,7 +197,6 @@ class RaggedPlan(Contraction):
             (self.padded_rows, gemm.rhs.shape[0]),
             gemm.out_dtype,
             partial(_products_in_tiles, self, name),
-            gemm.dequantized,
             # The forward GEMM takes transposed kernels. They are transposed once, not at each visit.
             transposes_kernels=name == "forward",
         )
@@ -206,7 +208,6 @@ class RaggedPlan(Contraction):
             (self.experts, self.depth, self.columns),
             self.rhs.dtype,
             partial(_sums_in_tiles, self),
-            self.dequantized,
         )
         return lowered(request, lhs, g, group_sizes)
 
@@ -448,7 +449,6 @@ def fp8_ragged_dot(
     *,
     states: States,
     recipe: Recipe,
-    form: str = "direct",
     is_frozen: bool = False,
 ) -> Float[jax.Array, "rows columns"]:
     """Multiplies in FP8 each row by the kernel of its expert, and the cotangents in the backward pass.
@@ -477,8 +477,6 @@ def fp8_ragged_dot(
         recipe: how the tensors are scaled. In wgrad, a block of 128 rows with one scale may hold rows of
             several experts. Scales per block are multiplied into the values, in the dtype of the operands,
             if the block size is not 128 or the device is not a Hopper GPU.
-        form: ``"direct"`` puts FP8 operands into the GEMMs; ``"qdq"`` quantizes and dequantizes around
-            GEMMs in the dtype of the operands.
         is_frozen: see ``fp8_dot_general``.
 
     Returns:
@@ -507,11 +505,10 @@ def fp8_ragged_dot(
         partial(lax.ragged_dot, preferred_element_type=preferred_element_type), lhs, rhs, group_sizes
     )
     plan = RaggedPlan(
-        recipe=with_precision(recipe.gemms, precision, form),
+        recipe=with_precision(recipe.gemms, precision),
         lhs=Operand.of(lhs),
         rhs=Operand.of(rhs),
         out_dtype=out.dtype,
         precision=hashable_precision(precision),
-        dequantized=form == "qdq",
     )
     return contract(plan, lhs, rhs, group_sizes, states=states, is_frozen=is_frozen)

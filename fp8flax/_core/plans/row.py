@@ -52,15 +52,16 @@ class OpRow:
     Attributes:
         name: name of the class of the op, in Linen and in NNX.
         plain: ``plain(lhs, rhs, *arguments)`` computes the op without FP8.
-        in_fp8: ``in_fp8(lhs, rhs, *arguments, states=, recipe=, form=, is_frozen=)`` computes the op in
-            FP8. If the row has a ``plan``, it also takes ``stored_kernel=`` and ``input_scale=``, see
-            ``contract``.
+        in_fp8: ``in_fp8(lhs, rhs, *arguments, states=, recipe=, is_frozen=)`` computes the op in FP8. It
+            also takes ``form=`` if the row ``has_form``. If the row has a ``plan``, it takes
+            ``stored_kernel=`` and ``input_scale=``, see ``contract``.
         sizes: ``sizes(lhs_shape, rhs_shape, *arguments)`` returns the ``GemmSizes`` of the op.
         call: the signature of the op.
-        plan: ``plan(lhs, rhs, *arguments, recipe=, form=)`` returns the plan of the op. The recipe is in
-            parts, a ``CustomRecipe``. A frozen model then stores the FP8 codes of the kernel, and
+        plan: ``plan(lhs, rhs, *arguments, recipe=)`` returns the plan of the op. The recipe is in parts, a
+            ``CustomRecipe``. A frozen model then stores the FP8 codes of the kernel, and
             multiplies by them. If None, a frozen model stores codes of kernels with delayed scaling only,
             and dequantizes them.
+        has_form: whether the op has the option ``form``, see ``Fp8DotGeneralOp``.
         primitive: name of the JAX primitive that a converted Linen model computes by this op; None if a
             model is not converted to it.
         arguments: ``arguments(params)`` returns the arguments of the op from the parameters of the
@@ -80,6 +81,7 @@ class OpRow:
     sizes: Callable[..., GemmSizes]
     call: type[Called]
     plan: Callable[..., Contraction] | None = None
+    has_form: bool = False
     primitive: str | None = None
     arguments: Callable[[Mapping[str, Any]], tuple[Any, ...]] = lambda params: ()
     unsupported: Callable[[Mapping[str, Any]], str | None] = lambda params: None
