@@ -248,7 +248,14 @@ def test_a_poisoned_history_heals(damaged):
     np.testing.assert_array_equal(scale, reference.next_scale([7.0], [1.0], "float8_e4m3fn"))
 
 
-@pytest.mark.parametrize("scale", [0.0, np.nan, np.inf])
+def test_a_nan_scale_stays_and_makes_the_result_nan():
+    """It marks a state that a training loop has damaged."""
+    assert np.isnan(fp8.in_qdq(F32, E4M3, jnp.float32([7.0]), jnp.float32([np.nan]), jnp.zeros((2,)))).all()
+    new_scale, _ = in_state(jnp.float32([7.0]), jnp.float32([np.nan]), jnp.zeros((2,)))
+    assert np.isnan(new_scale).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, np.inf])
 def test_a_damaged_scale_heals(scale):
     new_scale, history = in_state(jnp.float32([7.0]), jnp.float32([scale]), jnp.zeros((2,)))
     np.testing.assert_array_equal(new_scale, [1.0])
