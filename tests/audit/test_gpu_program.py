@@ -53,7 +53,7 @@ def report_of_dense(shape, dot_general_cls):
         return fp8.audit(*dense_step(*shape, dot_general_cls), target="h200")
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_three_of_three_gemms_of_a_dense_layer(shape):
     report = report_of_dense(shape, fp8.Fp8DotGeneralOp)
@@ -90,7 +90,7 @@ def test_the_quantize_dequantize_form_keeps_the_rounding():
 
 
 @pytest.mark.long
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_bytes_and_kernels_beside_flax():
     """The programs are compared with those of Flax's direct op, which runs in XLA's own kernels."""
     theirs = report_of_dense(SHAPE, flax_direct)
@@ -148,7 +148,7 @@ def runs_three_of_three(report):
 
 
 @pytest.mark.long
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "name",
     [
@@ -447,7 +447,7 @@ def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed(
     assert cublaslt.temp_bytes <= 1.1 * plain.temp_bytes
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.usefixtures("_promotion_of_flax")
 @pytest.mark.all_cells  # the tests above have its layers
 def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
@@ -540,7 +540,7 @@ def test_what_multiplies_under_each_recipe(name, shape, target):
         assert reason in gemm.reason
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("axes", [(0, None), (None, 0)], ids=str)
 def test_blackwell_under_vmap(axes):
     def dot(x, w):

@@ -78,7 +78,7 @@ def figures(op):
     return len(found), others, temporary // 2**20
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_of_a_llama():
     wide, delayed = map(figures, (None, fp8.Fp8DotGeneralOp))
     # Each of 14 layers adds four kernels: three casts or transposes, and one that merges amaxes.

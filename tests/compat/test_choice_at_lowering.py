@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from fp8flax._compat.choice_at_lowering import unless_cpu, unless_partitioned
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_on_a_cpu_the_other_function_is_not_even_traced():
     def otherwise(x):
         raise AssertionError("traced")
@@ -33,7 +33,7 @@ class TestUnlessCpu:
             y,
         )
 
-    @pytest.mark.oldest
+    @pytest.mark.newest
     def test_elsewhere_it_is_the_other_function(self):
         traced = jax.jit(self.of_a_platform).trace(jnp.ones(2), [jnp.ones(2)])
         programs = {
@@ -41,7 +41,7 @@ class TestUnlessCpu:
         }
         assert [name for name, program in programs.items() if "sine" in program] == ["cuda", "tpu"]
 
-    @pytest.mark.oldest
+    @pytest.mark.newest
     @pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda"), ("cuda", "cpu")])
     def test_in_a_program_for_several_platforms(self, platforms):
         exported = jax.export.export(jax.jit(self.of_a_platform), platforms=platforms)
@@ -60,7 +60,7 @@ class TestUnlessCpu:
             np.testing.assert_array_equal(batched(x, [y])["product"], expected)
         assert "sine" in jax.jit(f).trace(x, [y]).lower(lowering_platforms=("cuda",)).as_text()
 
-    @pytest.mark.oldest
+    @pytest.mark.newest
     def test_is_traced_as_the_rest_was(self):
         """With 64 bits, if the program has them, wherever it is lowered."""
         with jax.enable_x64(True):
@@ -68,7 +68,7 @@ class TestUnlessCpu:
         assert traced.out_info["sum"].dtype == jnp.float64
         assert "2xf64" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    @pytest.mark.oldest
+    @pytest.mark.newest
     def test_with_jit_switched_off(self):
         with jax.disable_jit():
             found = self.of_a_platform(jnp.ones(2), [jnp.full(2, 3.0)])
@@ -88,14 +88,14 @@ def two_programs(x):
     return unless_partitioned(lambda x: [2 * x, 0 * x], lambda x: [2 * x, 0 * x + 1], x)
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_a_program_for_one_device():
     x = jnp.arange(3.0)
     for wrap in (lambda f: f, jax.jit, jax.vmap):
         np.testing.assert_array_equal(wrap(lambda x: two_programs(x))(x), [2 * x, 0 * x])
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_which_programs_for_several_devices_have_shards():
     """Those that are split over a mesh; not on explicit axes, under ``jax.vmap``, and for export."""
 

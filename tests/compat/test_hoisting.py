@@ -18,7 +18,7 @@ def dtypes_of_loop(program):
     return {x.aval.dtype.name for x in loop.invars}
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_what_the_policy_saves_is_computed_before_the_loop():
     def f(fixed, varying):
         named = jax.ad_checkpoint.checkpoint_name(jnp.sin(fixed).astype(jnp.bfloat16), "sine")
@@ -33,7 +33,7 @@ def test_what_the_policy_saves_is_computed_before_the_loop():
     np.testing.assert_array_equal(in_a_loop(fixed, xs), jax.vmap(f, (None, 0))(fixed, xs))
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_microbatches_share_the_codes_of_kernels():
     model = nn.Dense(16, dot_general_cls=fp8.Fp8DotGeneralOp)
     variables = variables_of(model, normal(0, 8, 16))

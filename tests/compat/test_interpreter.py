@@ -33,14 +33,14 @@ def with_jvp(f):
 
 
 @pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, with_jvp])
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_a_program_that_runs_once(around):
     read, results = reads_of(around(lambda x, y: (x, y[::-1], 2 * x)), NUMBERS, NUMBERS)
     assert read == {0}
     assert results == [{0}, {Moved(1)}, {ELSE}]
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_a_branch_may_give_what_either_does():
     def f(which, x, y, z):
         return lax.cond(which, lambda: (x, y, z), lambda: (x, z, jnp.ones(3)))
@@ -50,7 +50,7 @@ def test_a_branch_may_give_what_either_does():
     assert results == [{1}, {2, 3}, {3, ELSE}]
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_a_scan_is_repeated_until_no_set_grows():
     def body(carry, x):
         first, second, third = carry
@@ -64,7 +64,7 @@ def test_a_scan_is_repeated_until_no_set_grows():
     assert results == [{0, 1, 2}] * 3 + [{Moved(3)}, {Moved(0), Moved(1), Moved(2)}]
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_a_while_loop_reads_what_its_condition_reads_in_any_round():
     def f(a, b, c):
         return lax.while_loop(lambda carry: carry[0] < 3, lambda carry: (carry[1], *carry[1:]), (a, b, c))
@@ -115,7 +115,7 @@ def note(x, key="a"):
     return with_report(x, [10 * x], key)
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_reports_come_out_of_everything():
     def f(x):
         x = jax.jit(jax.checkpoint(note))(x)
@@ -133,7 +133,7 @@ def test_reports_come_out_of_everything():
     np.testing.assert_array_equal(reports["c"], [[80, 90, 100]])
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_a_report_to_the_host_is_no_side_effect():
     """The ``nn.scan`` of Flax 0.12.12 raises an error if its body has a side effect."""
     seen = []
@@ -160,7 +160,7 @@ def test_a_program_that_is_computed_again_keeps_its_scopes():
     assert "inner" in sin.scopes
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_equations_have_their_scopes_and_how_often_they_run():
     def f(x):
         with jax.named_scope("outer"):

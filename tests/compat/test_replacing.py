@@ -9,7 +9,7 @@ import fp8flax as fp8
 from fp8flax._compat.replacing import Replacing
 from tests.cases import normal
 
-pytestmark = pytest.mark.oldest
+pytestmark = pytest.mark.newest
 
 
 def test_the_last_context_restores_the_function():

@@ -12,7 +12,7 @@ def halved(x):
     return {"halves": x / 2, "is_small": x < 1}
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_a_function_apart_is_called_on_cpus_alone():
     traced = jax.jit(apart(halved)).trace(jnp.ones(3))
     assert 'inlineable = "false"' in traced.lower(lowering_platforms=("cpu",)).as_text()
@@ -28,7 +28,7 @@ def test_a_function_apart_is_that_function():
         np.testing.assert_array_equal(result["is_small"], [True, False])
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda"), ("cuda", "cpu")])
 def test_a_function_apart_in_a_program_for_several_platforms(platforms):
     exported = jax.export.export(jax.jit(apart(halved)), platforms=platforms)(jnp.ones(2))

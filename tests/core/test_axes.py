@@ -17,7 +17,7 @@ from fp8flax._core.axes import (
     vary_alike,
 )
 
-pytestmark = pytest.mark.oldest
+pytestmark = pytest.mark.newest
 
 AMAXES = np.float32([[1, 7, 3], [5, 2, 4]])
 MESH = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

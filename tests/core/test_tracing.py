@@ -24,7 +24,7 @@ class Layers(nn.Module):
         return x
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_layers_that_are_alike_are_traced_once(by_hand):
     """More layers add no functions to the lowered program: all but the first and the last are alike."""

@@ -190,7 +190,7 @@ class TestReviewClassifier:
 
 class TestTraining:
     @pytest.mark.long
-    @pytest.mark.oldest
+    @pytest.mark.newest
     def test_both_precisions_start_from_the_same_weights(self, text):
         task = training.language_model(TINY(), data.load_corpus(str(text), 16))
         bf16, in_fp8 = (training.make_state(task, precision, 3).params for precision in training.PRECISIONS)

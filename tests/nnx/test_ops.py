@@ -76,7 +76,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.filterwarnings("ignore:FP8 convolutions that are not matmuls")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name == "Attention" else ()) for name in LAYERS]
@@ -145,7 +145,7 @@ def test_gradients_of_ragged_dot():
     assert op.kernel_amax_history.get_value()[1, 0] == jnp.max(jnp.abs(kernels[1]))
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_ragged_dot():
     x, kernels, sizes = normal(0, 6, 16), normal(1, 2, 16, 8), jnp.array([4, 1])
     op = fp8nnx.Fp8RaggedDotOp(2, recipe=DELAYED)

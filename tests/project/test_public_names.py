@@ -24,7 +24,7 @@ PUBLIC = [
 """Public classes and functions."""
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @PACKAGES
 def test_all_is_what_is_imported(package):
     imports = (
@@ -37,7 +37,7 @@ def test_all_is_what_is_imported(package):
     assert namespace.keys() - {"__builtins__"} == names
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("value", PUBLIC)
 def test_tools_find_the_source_and_the_annotations(value):
     value = inspect.unwrap(value)

@@ -14,7 +14,7 @@ import pytest
 import fp8flax
 from fp8flax._compat import versions
 
-pytestmark = pytest.mark.oldest
+pytestmark = pytest.mark.newest
 
 PACKAGE = Path(fp8flax.__file__).parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]

@@ -191,7 +191,7 @@ def folder_of(folder, tensors, config=None):
     return folder
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name, tmp_path):
     beside, config, block, expected = FORMATS[name]

@@ -45,7 +45,7 @@ STAYS_WIDE = ("patches", "current")
 """The kernel of a convolution is stored in FP8 if its scale is delayed."""
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.filterwarnings("ignore:These layers were not calibrated", "ignore:These scales are frozen")
 @WIDE  # a convolution
 @pytest.mark.parametrize(("name", "recipe"), cells(CASES, repeated=REPEATED))
@@ -69,7 +69,7 @@ def test_same_logits(name, recipe):
     assert sorted(added) == sorted(expected)
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "columns"])
 @pytest.mark.parametrize("recipe", ["block128", "mxfp8"])
 def test_kernels_on_explicit_axes_of_a_mesh(recipe, spec):
@@ -636,7 +636,7 @@ def models():
     return model8, decoder, variables, cache
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 class TestDecoding:
     def decode(self, model, variables, steps=8):
         """Returns the logits of one token after the other, by one compiled step."""
@@ -794,7 +794,7 @@ def test_other_collections_keep_their_structure(boxed):
     assert shapes[0] == shapes[1] == jax.eval_shape(serve.init, jax.random.key(0), x)["cache"]
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 class TestErrors:
     x = np.ones((2, 8), np.float32)
 

@@ -45,7 +45,7 @@ def assert_as_in_file(weights, path):
         assert np.asarray(array).tobytes() == bytes(file[name]["data"]), name
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("recipe", [*RECIPES, "weight_only"])
 def test_bits_are_those_of_the_file(recipe, tmp_path, request):
     if recipe in ("current", "mxfp8"):

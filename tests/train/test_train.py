@@ -355,7 +355,7 @@ class Twice(nn.Module):
         return nn.silu(gate(2 * x)) * up(3 * x), None
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("block", "made_by", "stack"),
     [
@@ -405,7 +405,7 @@ def test_state_of_stacked_layers_is_that_of_each(block, made_by, stack):
     assert any(jax.tree.leaves(moved))
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 class TestMergeByMax:
     """The state is that of one call on all the data, however often it is read."""
 
@@ -419,7 +419,7 @@ class TestMergeByMax:
 accumulated = jax.jit(fp8.accumulate_gradients(mse))
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 class TestAccumulateGradients:
     """Microbatches, one at a time, give the gradients of one large batch."""
 
@@ -583,7 +583,7 @@ def guarded(wrap, gradient):
     return state.replace(step=jnp.int32(0)), step  # an array from the start, for one program
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 class TestNoUpdate:
     """State that got no gradient, or saw a NaN or an Inf, is kept."""
 

@@ -141,7 +141,7 @@ def check(actual, results):
 
 
 @pytest.mark.optimized
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("name", cells(RECIPES, repeated=["tensorwise"]))
 def test_steps_beside_numpy(name):
     """Results, both gradients and the next states, of steps with growing data and other groups."""
@@ -239,7 +239,7 @@ def small_variables():
     return op, {OWG: state}
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_variables_of_the_op():
     _, variables = small_variables()
     assert {name: leaf.shape for name, leaf in variables[OWG].items()} == {
@@ -455,7 +455,7 @@ def test_explicit_axes_are_refused():
 
 
 @pytest.mark.long
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.usefixtures("gpu")
 def test_three_gemms_in_fp8_tile_by_tile():
     """All in FP8 units, and with less than half of the operations of lax.ragged_dot, which XLA expands.

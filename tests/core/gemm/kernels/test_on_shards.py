@@ -49,7 +49,7 @@ def gemm_of(lhs, rhs, dims, out_dtype):
     return Gemm(*views, dtype, dtype, np.dtype(out_dtype))
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("way", "is_square"),
     cells(
@@ -128,7 +128,7 @@ def test_devices_send_codes_and_rounded_results(way, granularity):
     assert matrices == sent
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("spec", "block"),
     [
