@@ -12,16 +12,6 @@ from tests.cases import normal
 pytestmark = pytest.mark.newest
 
 
-def test_the_last_context_restores_the_function():
-    table = {"f": len}
-    replacing = Replacing(table, "f", lambda original: lambda x: original(x) + 1)
-    with replacing:
-        with replacing:
-            assert table["f"]("ab") == 3
-        assert table["f"]("ab") == 3
-    assert table["f"] is len
-
-
 def test_an_error_restores_the_function():
     table = {"f": len}
     with pytest.raises(ZeroDivisionError), Replacing(table, "f", lambda original: print):

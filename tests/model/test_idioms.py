@@ -111,12 +111,6 @@ class TestMethods:
         assert ops(made) == {"encoder/Fp8DotGeneralOp_0"}
         assert set(jax.eval_shape(lambda: MODEL8.init(KEY, X, method=method))) == {"params", OWG}
 
-    def test_by_the_functions_of_linen(self):
-        variables, expected = encoded()
-        for function in (Coder.encode, lambda m, x: m.encode(x)):
-            np.testing.assert_array_equal(nn.apply(function, MODEL8)(variables, X), expected)
-            assert ops(nn.init(function, MODEL8)(KEY, X)) == {"encoder/Fp8DotGeneralOp_0"}
-
     def test_report_and_freeze(self):
         variables, expected = encoded()
         assert len(fp8.report(MODEL8, X, method=MODEL8.encode).rows) == 1
@@ -652,16 +646,3 @@ class TestAdvice:
         np.testing.assert_array_equal(actual, second(X))
         with pytest.raises(ValueError, match="form must be one of"):
             fp8.quantize_model(nn.Dense(8), form="fake")
-
-
-def test_names_that_begin_like_our_scopes():
-    """Only a whole element of the stack of names marks a converted op, and no prefix of one does."""
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dense(16, name="fp8_ops_proj")(x)
-            return nn.Dense(16, name="fp8_site_plan")(x)
-
-    report = fp8.report(fp8.quantize_model(Model(), include=".*"), jnp.ones((4, 16)))
-    assert [row.converted for row in report.rows] == [True, True]

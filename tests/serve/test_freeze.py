@@ -150,38 +150,6 @@ def test_half_way_between_two_codes(form, dtype, seed):
         np.testing.assert_array_equal(out, expected)
 
 
-class Stacked(nn.Module):
-    lift: str
-
-    @nn.compact
-    def __call__(self, x):
-        options = {"variable_axes": {"params": 0, OWG: 0}, "split_rngs": {"params": True}}
-        op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["delayed"])
-        fields = {"features": 16, "use_bias": False, "dot_general_cls": op}
-        if self.lift == "vmap":
-            return nn.vmap(nn.Dense, **options, in_axes=None, axis_size=3)(**fields)(x)
-
-        def step(_, carry, x):
-            return carry, nn.Dense(**fields)(x)
-
-        return nn.scan(step, **options, length=3, in_axes=nn.broadcast)(self, None, x)[1]
-
-
-@pytest.mark.long
-@pytest.mark.optimized
-@pytest.mark.parametrize("lift", ["scan", "vmap"])
-def test_half_way_between_two_codes_in_layers_that_are_stacked(lift):
-    (x, _), (kernel, _) = ties(0, 8, 16), ties(10, 16, 16)
-    model = Stacked(lift)
-    variables = variables_of(model, x)
-    kernels = jax.tree.map(lambda leaf: jnp.broadcast_to(kernel, leaf.shape), variables["params"])
-    variables = {**variables, "params": kernels}
-    variables = fp8.calibrate(model.apply, variables, [x])
-    expected, *others = in_three_ways(model, variables, x)
-    for out in (*others, *in_three_ways(*fp8.freeze(model, variables, x), x)):
-        np.testing.assert_array_equal(out, expected)
-
-
 @pytest.mark.parametrize("name", cells(["own", "scan", "vmap", "patches"], repeated=["vmap", "patches"]))
 def test_weights_only(name):
     """Each output feature has a scale; the inputs stay wide."""
@@ -548,31 +516,6 @@ def test_layers_that_share_their_parameters(lift):
         fp8.freeze(model8, variables)
 
 
-@pytest.mark.long
-def test_layers_in_layers_that_are_stacked_along_other_axes():
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return nn.tanh(nn.Dense(3, use_bias=False)(x)), None
-
-    class Layers(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            inner = {"variable_axes": {"params": -1}, "split_rngs": {"params": True}, "length": 3}
-            return nn.scan(Layer, **inner)(name="inner")(x, None)[0], None
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            outer = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}, "length": 3}
-            return nn.scan(Layers, **outer)(name="outer")(x, None)[0]
-
-    x = normal(0, 2, 3)
-    model8, variables = trained(Model(), x, recipe=RECIPES["axiswise"])
-    serve, served = fp8.freeze(model8, variables)
-    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
-
-
 def test_shapes_without_values():
     """A checkpoint of a frozen model can be restored into shapes from ``jax.eval_shape``."""
     x = normal(0, 4, 8)
@@ -607,25 +550,6 @@ def test_goes_by_the_variables_it_is_given(dtype):
                 out, expected = serve.apply(served, x), model8.apply(variables, x)
                 assert out.dtype == expected.dtype
                 np.testing.assert_array_equal(out, expected)
-
-
-@WIDE
-@pytest.mark.long
-def test_narrower_kernels_of_one_op_are_several():
-    """A cast that rounds makes another kernel, if one call has both."""
-
-    class Twice(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            op, w = fp8.Fp8DotGeneralOp(), self.param("w", nn.initializers.lecun_normal(), (32, 32))
-            dims = (((1,), (0,)), ((), ()))
-            return op(op(x, w, dims), w.astype(jnp.bfloat16), dims)
-
-    x = normal(0, 4, 32)
-    variables = fp8.calibrate(Twice().apply, variables_of(Twice(), x), [x])
-    serve, served = fp8.freeze(Twice(), variables, x)
-    assert served["params"]["w"].dtype == np.float32
-    np.testing.assert_array_equal(serve.apply(served, x), Twice().apply(variables, x))
 
 
 @pytest.fixture(scope="module")

@@ -123,19 +123,6 @@ def test_a_method_that_ran_later_and_reads_a_kernel():
         assert fp8.weights_for_serving(model8, variables, x).keys() == {"dense.kernel"}
 
 
-def test_a_model_that_holds_a_list():
-    """Such a module has no hash. It is compiled once for one module."""
-    layers = [nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp), nn.relu]
-    x, count = jnp.ones((2, 4)), linen_weights._weights._cache_size
-    served, before = [], count()
-    for model in (nn.Sequential(tuple(layers)), nn.Sequential(layers)):
-        variables = model.init(jax.random.key(0), x)
-        served += [fp8.weights_for_serving(model, variables, x) for _ in range(2)]
-    assert count() == before + 2
-    for other in served[1:]:
-        jax.tree.map(np.testing.assert_array_equal, other, served[0])
-
-
 def test_ops_that_are_given_by_hand():
     """Such a model keeps no record, so that it is traced with inputs."""
     op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["current"])
