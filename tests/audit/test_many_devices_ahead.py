@@ -45,7 +45,10 @@ def test_a_host_with_one_device_compiles_as_one_with_eight():
 @pytest.mark.long
 @pytest.mark.usefixtures("gpu")
 def test_block_scales_on_each_of_several_gpus():
-    """With FSDP and tensor parallelism the kernels compute parts. No more is sent than in bfloat16; what is gathered is one set of codes."""
+    """With FSDP and split columns the kernels compute parts, and no more is sent than in bfloat16.
+
+    One set of codes is gathered.
+    """
     on = jax.sharding.Mesh(gpus().devices.reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     x = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
     of_kernel, of_input = (NamedSharding(on, spec) for spec in (P("data", "model"), P("data")))
