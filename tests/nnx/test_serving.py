@@ -286,7 +286,10 @@ class Tied(nnx.Module):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "how",
-    ["cast", "loop", "branch", "returned", "transposed", "input", "kept", "WeightNorm", "SpectralNorm"],
+    cells(
+        ["cast", "loop", "branch", "returned", "transposed", "input", "kept", "WeightNorm", "SpectralNorm"],
+        repeated=["branch", "returned", "input", "SpectralNorm"],
+    ),
 )
 def test_kernels_that_are_read_elsewhere_stay_wide(how):
     model = fp8nnx.quantize_model(Tied(how), fp8.Float8CurrentScaling(), include=".*")

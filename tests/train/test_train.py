@@ -644,12 +644,8 @@ class TestNoUpdate:
 
 
 OPTIMIZERS = {
-    "adamw": optax.adamw(1e-2),
     "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
     "MultiSteps": optax.MultiSteps(optax.adamw(1e-2), every_k_schedule=2),
-    "apply_if_finite": optax.apply_if_finite(optax.adamw(1e-2), 3),
-    "lion": optax.lion(1e-3),
-    "adafactor": optax.adafactor(1e-2),
 }
 
 
@@ -688,9 +684,7 @@ class TestTrainState:
         return lambda v: jnp.mean((state.apply_fn(v, x) - 1.0) ** 2)
 
     @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-    def test_optimizers_see_params_alone(self, optimizer, request):
-        if optimizer not in ("clip", "MultiSteps"):  # AdamW is a part of these two
-            request.getfixturevalue("_all_cells")
+    def test_optimizers_see_params_alone(self, optimizer):
         tx = OPTIMIZERS[optimizer]
         state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=tx)
         # By hand: optax on params alone, the collection overwritten.

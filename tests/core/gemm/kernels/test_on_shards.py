@@ -198,7 +198,13 @@ GATHERED = {"rows over both axes", "blocks of columns", "sums of fewer blocks th
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", RAGGED)
+@pytest.mark.parametrize(
+    "way",
+    cells(
+        RAGGED,
+        repeated=["rows", "contraction", "sums over columns", "blocks", "one scale per row", "sums"],
+    ),
+)
 def test_ragged_dots_of_split_operands(way):
     """A reference computes in the place of the kernel, on eight CPUs, for groups of any sizes."""
     on = mesh()
