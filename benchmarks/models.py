@@ -51,7 +51,7 @@ STEPS, LEARNING_RATE = 10, 1e-4
 REPORT_BATCH = 64
 """The batch of the report is as many times that of the measurement."""
 TIED = "in a module that is applied to variables of its own"
-"""Why logits that share the embedding's parameter stay as they are: see docs/models_measured.md."""
+"""Why logits that share the embedding's parameter stay as they are: see docs/models.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,54 +399,21 @@ def _percent(key: str) -> Callable[[common.Row], str]:
     return lambda row: f"{100 * row[key]:.1f} %"
 
 
-def _losses(at: int) -> Callable[[common.Row], str]:
-    return lambda row: f"{row['losses_float32'][at]:.4f}, {row['losses_fp8'][at]:.4f}"
-
-
-CONVERSION: common.Columns = {
-    "model": lambda row: row["model"],
-    "source": lambda row: f"`{row['source'].split()[1]}`",
-    "weights": lambda row: f"{row['weights'] / 1e6:.1f} M",
-    "converted": lambda row: f"{row['converted']} of {row['contractions']}",
-    "FLOPs in FP8": _percent("fp8_share_of_flops"),
-}
 RESULTS: common.Columns = {
     "model": lambda row: row["model"],
+    "source": lambda row: f"`{row['source'].split()[1]}`",
+    "FLOPs in FP8": _percent("fp8_share_of_flops"),
     "SQNR, dB": lambda row: f"{row['sqnr_db']:.1f}",
     "that of bf16": lambda row: f"{row['bf16_sqnr_db']:.1f}",
-    "loss at first": _losses(0),
-    "after 1 step: float32, FP8": _losses(1),
-    f"after {STEPS}: float32, FP8": _losses(-1),
+    "loss in float32": lambda row: f"{row['losses_float32'][-1]:.4f}",
+    "loss in FP8": lambda row: f"{row['losses_fp8'][-1]:.4f}",
     "frozen bytes": lambda row: f"{row['frozen_over_float32']:.3f}×",
-    "weights in FP8": _percent("weights_in_fp8"),
-    "frozen, jitted: SQNR": lambda row: (
-        "same bits" if row["frozen_is_bitwise_equal_under_jit"] else f"{row['frozen_sqnr_db']:.1f}"
-    ),
-}
-LEFT: common.Columns = {
-    "why": lambda row: row["why"],
-    "where (how many, share of FLOPs)": lambda row: "; ".join(row["where"]),
 }
 
 
-def left_rows(rows: Sequence[common.Row]) -> list[common.Row]:
-    """Returns a row for each reason why contractions are not converted."""
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        for left in row["left"]:
-            text = f"{row['model']} ({left['number']}, {100 * left['share_of_flops']:.1f} %)"
-            found.setdefault(left["why"], []).append(text)
-    return [{"why": why, "where": where} for why, where in found.items()]
-
-
-def tables(report: common.Row) -> list[str]:
-    """Returns the tables of docs/models_measured.md, without the one on decoding."""
-    rows = report["models"]
-    return [
-        common.markdown(CONVERSION, rows),
-        common.markdown(RESULTS, rows),
-        common.markdown(LEFT, left_rows(rows)),
-    ]
+def table(report: common.Row) -> str:
+    """Returns the first table of docs/models.md."""
+    return common.markdown(RESULTS, report["models"])
 
 
 def measure_all() -> common.Row:
@@ -460,7 +427,6 @@ def measure_all() -> common.Row:
 
 def main(argv: Sequence[str] | None = None) -> None:
     here = functools.partial(common.machine, PACKAGES, ("gpu", "cores"))
-    table = lambda report: "\n\n".join(tables(report))  # noqa: E731
     common.command(__doc__, "models", measure_all, table, argv, here=here)
 
 

@@ -188,7 +188,7 @@ class DerivedQuantizer(fp8.CurrentQuantizer):
 
 
 @pytest.mark.parametrize(
-    "recipe", [Derived(), fp8.Recipe(), fp8.DelayedScaling], ids=["subclass", "base", "class"]
+    "recipe", [Derived(), fp8.Recipe(), fp8.DelayedScaling], ids=["derived", "base", "class"]
 )
 def test_other_classes_are_not_recipes(recipe):
     for use in (
