@@ -79,7 +79,8 @@ def lowered(request: Any, *operands: Any) -> Any:
     split = [row for row in rows if row.several is not None or row.on_shards is not None]
     on_shards = split[0].on_shards if split else None
     if on_shards is not None:
-        on_shards = partial(on_shards, request) if _may_have_custom_partitioning(*operands) else None
+        is_allowed = _may_have_custom_partitioning(request, *operands)
+        on_shards = partial(on_shards, request) if is_allowed else None
     several = next((partial(row.several, request) for row in split if row.several is not None), reference)
 
     on_cuda = one
@@ -92,16 +93,17 @@ def lowered(request: Any, *operands: Any) -> Any:
     return run(*operands)
 
 
-def _may_have_custom_partitioning(*operands: Any) -> bool:
-    """Returns whether a program may contain ``custom_partitioning``.
+def _may_have_custom_partitioning(request: Any, *operands: Any) -> bool:
+    """Returns whether a program may contain ``custom_partitioning`` for a request.
 
-    JAX then requires a single mesh in the whole program, even if the program is for CPUs. So only operands
-    with more than one scale get it: with one scale per tensor XLA alone sends as few bytes. On explicit
-    axes JAX derives the sharding of the result from the operations of the reference.
+    JAX then requires a single mesh in the whole program, even if the program is for CPUs. So a GEMM of two
+    operands with one scale each does not get it: XLA alone sends as few bytes. On explicit axes JAX derives
+    the sharding of the result from the operations of the reference.
     """
     if any(map(_is_explicit, jax.tree.leaves(operands))):
         return False
-    return not all(x.quantizer.has_one_scale for x in operands if isinstance(x, QTensor))
+    has_one_scale = [x.quantizer.has_one_scale for x in operands if isinstance(x, QTensor)]
+    return not (isinstance(request, Gemm) and all(has_one_scale))
 
 
 def _on_shards(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, name: str = "") -> jax.Array:
