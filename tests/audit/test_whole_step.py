@@ -81,8 +81,8 @@ def figures(op):
 @pytest.mark.newest
 def test_of_a_llama():
     wide, delayed = map(figures, (None, fp8.Fp8DotGeneralOp))
-    # Each of 14 layers adds four kernels: three casts or transposes, and one that merges amaxes.
-    assert delayed[0] - wide[0] <= 14 * 4
+    # Each of 14 layers adds five kernels: casts, transposes, and merges of amaxes.
+    assert delayed[0] - wide[0] <= 14 * 5
     # JAX 0.12 moves 832 MiB less for the norms of the model in bfloat16. The FP8 programs move as much as
     # before.
     in_bf16 = wide[1] + (832 if jax.__version_info__ >= (0, 12) else 0)
@@ -91,13 +91,13 @@ def test_of_a_llama():
 
 
 def test_of_the_demo():
-    """The step has 530 launches, and 410 in bfloat16."""
+    """The step has 571 kernels, and 410 in bfloat16."""
     settings = training.Settings()
     task = training.language_model(settings, data.load_corpus(None, settings.length))
     state = jax.eval_shape(lambda: training.make_state(task, "fp8", 0))
     batch = jax.eval_shape(lambda: (task.batch(0, 0), jax.random.key(0)))
     found, _ = read(training.train_step, state, *batch)
-    assert len(found) <= 535
+    assert len(found) <= 575
 
 
 def scanned(block, length, op):
@@ -131,4 +131,4 @@ class Scanned(Layer):
 def test_of_layers_under_scan_and_remat():
     """The step in bfloat16 runs 345 kernels."""
     found, _ = scanned(nn.remat(Scanned, prevent_cse=False), 4, fp8.Fp8DotGeneralOp)
-    assert sum(kernel.trip_count for kernel in found) <= 672
+    assert sum(kernel.trip_count for kernel in found) <= 715
