@@ -1,7 +1,6 @@
 """The ambient recipe: what it reaches, how it nests, and that no compiled function goes stale."""
 
 import asyncio
-import contextlib
 import gc
 import random
 import sys
@@ -369,30 +368,6 @@ def test_a_thread_has_its_own(in_force):
 
         assert in_a_thread(enters) == ("current", "delayed")
         assert in_force() == "MX"
-
-
-def test_one_object_is_used_many_times(in_force):
-    context = fp8.autocast(recipe=MX)
-    for _ in range(2):
-        with context:
-            assert in_force() == "MX"
-            with fp8.autocast(recipe=CURRENT), context:
-                assert in_force() == "MX"
-                with contextlib.suppress(KeyError), context:
-                    raise KeyError
-                assert in_force() == "MX"
-            assert in_force() == "MX"
-        assert in_force() == "delayed"
-
-    @context
-    def recursive(n):
-        assert in_force() == "MX"
-        if n:
-            recursive(n - 1)
-        return in_force()
-
-    assert recursive(3) == "MX"
-    assert in_force() == "delayed"
 
 
 def test_what_it_does_not_decorate():

@@ -2,12 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax import lax
 
 from fp8flax._core.plans import ops
-from tests.cases import CONTRACTIONS, normal
+from tests.cases import normal
 
 SIZES = jnp.array([3, 1])
 CONV = ((2, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC"), 1, 1, None, None)
@@ -29,13 +27,3 @@ def test_flops_are_those_that_xla_counts(row):
     out = row.plain(*CALLS[row])
     assert sizes.batch * sizes.m * sizes.n == out.size
     assert sizes.k == rhs.size // sizes.n // (rhs.shape[0] if row is ops.RAGGED_DOT else 1)
-
-
-@pytest.mark.parametrize("name", ["matmul", "dense on a sequence", "two contracting, crossed", "one batch"])
-def test_a_matmul_with_its_operands_in_the_other_order(name):
-    lhs_shape, rhs_shape, dims = CONTRACTIONS[name]
-    lhs, rhs = normal(0, *lhs_shape), normal(1, *rhs_shape)
-    swapped = ops.DOT_GENERAL.swapped(lhs, rhs, dims, ("highest", "default"), None)
-    assert swapped.arguments[1] == ("default", "highest")
-    found = swapped.restore(lax.dot_general(rhs, lhs, *swapped.arguments))
-    np.testing.assert_allclose(found, lax.dot_general(lhs, rhs, dims), rtol=1e-5, atol=1e-6)
