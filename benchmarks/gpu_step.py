@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import glob
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -165,4 +164,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    sys.exit(main())
+    main()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "fp8flax"
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
 
 CONTENTS = {
@@ -28,22 +29,28 @@ CONTENTS = {
 WIDTH, HEIGHT, GAP_X, GAP_Y = 200, 74, 40, 42
 
 
-def imports_of(folder: str) -> Iterator[str]:
-    """Yields the other folders that the files of a folder import."""
-    for path in (ROOT / "fp8flax" / folder).rglob("*.py"):
+def imports_of(place: Path) -> Iterator[str]:
+    """Yields the folders that a file, or the files of a folder, import.
+
+    An import of the root package counts as the imports of the root package.
+    """
+    for path in place.rglob("*.py") if place.is_dir() else (place,):
         for node in ast.walk(ast.parse(path.read_text())):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
-            imported = {name.split(".")[1] for name in names if name.startswith("fp8flax.")}
-            yield from imported & CONTENTS.keys() - {folder}
+            for name in names:
+                if name == "fp8flax":
+                    yield from imports_of(PACKAGE / "__init__.py")
+                elif name.startswith("fp8flax."):
+                    yield name.split(".")[1]
 
 
 def levels_and_arrows() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Returns the row of each folder, and the imports that do not follow from others."""
-    direct = {folder: set(imports_of(folder)) for folder in CONTENTS}
+    direct = {folder: set(imports_of(PACKAGE / folder)) & CONTENTS.keys() - {folder} for folder in CONTENTS}
 
     def reached(folder: str) -> set[str]:
         return direct[folder].union(*map(reached, direct[folder]))

@@ -211,7 +211,7 @@ class Sets(Rules[Set]):
 Reports = dict[Hashable, list[Any]]
 """For each key, the trees of arrays that the equations with this key reported, in order.
 
-The arrays of an equation in a loop have a leading axis for the iterations."""
+The arrays of an equation in a ``lax.scan`` have a leading axis for the iterations."""
 
 
 class Values(Rules[Any]):
@@ -227,6 +227,10 @@ class Values(Rules[Any]):
         All branches of ``lax.cond`` must return equal trees. So each branch returns these arrays for the
         reports that only other branches make.
         """
+
+    @abstractmethod
+    def together(self, first: Any, second: Any) -> Any:
+        """Returns the reports of two rounds of a while loop as one."""
 
     def report(self, key: Hashable, tree: Any) -> None:
         """Appends a tree of arrays to the reports of a key."""
@@ -290,5 +294,21 @@ class Values(Rules[Any]):
         self._add(reports)
         return [*carry, *ys]
 
-    def while_loop(self, *args: Any) -> list[Any]:
-        raise NotImplementedError("A while loop cannot return a report for each of its rounds.")
+    def while_loop(
+        self, cond: Any, cond_consts: list[Any], body: Any, body_consts: list[Any], carry: list[Any]
+    ) -> list[Any]:
+        # The number of rounds is unknown, so the reports of all rounds become one. Those of the condition
+        # are dropped.
+        _, shapes = jax.eval_shape(partial(self._run, body), *body_consts, *carry)
+        none = {key: list(map(self.absent, trees)) for key, trees in shapes.items()}
+
+        def round_of(state: Any) -> Any:
+            carry, before = state
+            carry, made = self._run(body, *body_consts, *carry)
+            return carry, {key: list(map(self.together, before[key], made[key])) for key in before}
+
+        carry, reports = lax.while_loop(
+            lambda state: self._run(cond, *cond_consts, *state[0])[0][0], round_of, (carry, none)
+        )
+        self._add(reports)
+        return carry

@@ -16,6 +16,7 @@ primitives, but does not promise to keep.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,13 +31,14 @@ class ToHost(NamedTuple):
     """The key of a report that a function on the host receives."""
 
     function: Callable[..., None]
-    """Called with the reported arrays whenever the program makes the report."""
+    """Called with ``label`` and the reported arrays whenever the program makes the report."""
+    label: Hashable
 
 
 def _computed(x: Any, *arrays: Any, report: Hashable) -> Any:
     """Returns ``x``. Passes the arrays to the function of a ``ToHost``."""
     if isinstance(report, ToHost):
-        jax.debug.callback(report.function, *arrays)
+        jax.debug.callback(partial(report.function, report.label), *arrays)
     return x
 
 

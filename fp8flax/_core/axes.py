@@ -8,12 +8,6 @@ from jax import lax
 
 from fp8flax._compat.varying import manual_axes
 
-UNCHECKED_ERROR = (
-    "The scaling state was passed into jax.shard_map with check_vma=False. That mode adds up the gradients "
-    "of replicated values, but the scaling state must merge by maximum. Leave check_vma at its default, or "
-    "take the gradient inside of shard_map and reduce it with fp8flax.pmean_gradients."
-)
-
 
 def merge_amax(amax: jax.Array, state: jax.Array) -> jax.Array:
     """Returns the maximum of ``amax`` over all data that share ``state``.
@@ -103,4 +97,9 @@ def refuse_unchecked_axes() -> None:
     entered: frozenset[str] = current_manual_axes() - axes_around_gradient.value
     # The index along an axis varies over that axis. JAX does not record that under check_vma=False.
     if entered and not manual_axes(lax.axis_index(min(entered))):
-        raise TypeError(UNCHECKED_ERROR)
+        raise TypeError(
+            "The scaling state was passed into jax.shard_map with check_vma=False. That mode adds up the "
+            "gradients of replicated values, but the scaling state must merge by maximum. Leave check_vma "
+            "at its default, or take the gradient inside of shard_map and reduce it with "
+            "fp8flax.pmean_gradients."
+        )

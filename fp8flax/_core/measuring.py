@@ -22,9 +22,9 @@ from jax import lax
 
 from fp8flax._compat.interpreter import RUNS_ONCE, Sets, Values, interpret
 from fp8flax._compat.jaxprs import equations, jaxpr_of, programs_in
-from fp8flax._compat.report_primitive import is_report, key_of, with_report
+from fp8flax._compat.report_primitive import is_report, key_of
 from fp8flax._core.formats import fp8_max
-from fp8flax._core.mode import Measuring, mode
+from fp8flax._core.mode import Observing, mode
 from fp8flax._core.qtensor import QTensor, View
 from fp8flax._core.quantizers import Quantizer, quantized
 from fp8flax._core.scaling import floor_power_of_two
@@ -195,12 +195,7 @@ def merged_calls(calls: Sequence[Numbers]) -> Numbers:
 NumbersOfTensors = dict[tuple[tuple[str, ...], str], list[Numbers]]
 """For each path of an op and role of its tensor, the numbers of each call.
 
-The arrays of a call have a leading axis for each loop around it."""
-
-
-def report_numbers(path: tuple[str, ...], role: str, x: jax.Array, numbers: Numbers) -> jax.Array:
-    """Returns ``x``, and reports the numbers of this tensor of this op to ``measured``."""
-    return with_report(x, numbers, (path, role))
+The arrays of a call have a leading axis for each ``lax.scan`` around it."""
 
 
 def measured(f: Callable[[Any], Any], x: Any) -> tuple[Any, NumbersOfTensors]:
@@ -211,11 +206,11 @@ def measured(f: Callable[[Any], Any], x: Any) -> tuple[Any, NumbersOfTensors]:
         x: the argument of ``f``.
 
     Raises:
-        ValueError: an op is inside of a primitive that cannot return its numbers, such as a while loop; or
+        ValueError: an op is inside of a primitive that cannot return its numbers, such as ``shard_map``; or
             ``nn.jit`` makes several layers report under one path.
     """
     # A new object is a new cache key: functions that were jitted before are traced again, with reports.
-    with mode(Measuring(object())):
+    with mode(Observing(object())):
         program, shapes = jax.make_jaxpr(f, return_shape=True)(x)
     _check_paths(program)
     rules = _Measured()
@@ -241,6 +236,10 @@ class _Measured(Values):
         infinite = zeros.headroom + np.float32(np.inf)
         return zeros._replace(amax=-infinite, headroom=infinite)
 
+    def together(self, first: Numbers, second: Numbers) -> Numbers:
+        """Returns the numbers of two rounds of a while loop together."""
+        return merged(jax.tree.map(lambda *xs: jnp.stack(xs), first, second))
+
     def inside(self, eqn: Any) -> Self | None:
         """Returns ``self`` if a program of the equation holds a report.
 
@@ -249,7 +248,7 @@ class _Measured(Values):
         name, programs = eqn.primitive.name, programs_in(eqn.params)
         if not any(is_report(found.eqn) for program in programs for found in equations(program)):
             return None
-        if name not in (*RUNS_ONCE, "scan", "cond"):
+        if name not in (*RUNS_ONCE, "scan", "cond", "while"):
             raise ValueError(
                 f"fp8flax.statistics cannot read the numbers of an FP8 layer inside of {name}. Call "
                 f"fp8flax.statistics inside of the {name}, or measure a function without it."

@@ -1,4 +1,4 @@
-"""The ambient mode of all FP8 ops: train as usual, calibrate or measure. It is part of jit's cache key."""
+"""The ambient mode of all FP8 ops: compute as usual, or report their tensors. Part of jit's cache key."""
 
 from __future__ import annotations
 
@@ -9,41 +9,38 @@ from typing import Any, NamedTuple
 import jax
 
 mode = jax.make_user_context(None)
-"""The mode of the code that runs: None for training and inference, ``Calibrating`` or ``Measuring``."""
+"""The mode of the code that runs: None for training and inference, otherwise ``Observing``."""
 
 
-class Calibrating(NamedTuple):
-    """Mode in which FP8 ops multiply in the operands' wide dtypes, and compute the next scaling states."""
+class Observing(NamedTuple):
+    """Mode in which each FP8 op reports its tensors: to ``statistics``, or to ``calibrate``."""
 
-    report: Callable[..., None] | None = None
-    """A function that is called on the host with the next states of each op's input and kernel.
+    observation: object = None
+    """For statistics: a new object for each call, so that jit's cache key differs between calls.
 
-    If it is None, the next states are returned as the gradients of the old states, as in training."""
-
-
-class Measuring(NamedTuple):
-    """Mode in which FP8 ops train as usual, and also report the quantization errors of their tensors."""
-
-    measurement: object
-    """A new object for each measurement, so that jit's cache key differs between measurements.
-
-    Functions traced in one measurement report under the paths of that measurement. Another measurement must
-    trace them again."""
+    Functions traced in one call report under the paths of that call. Another call must trace them again."""
     path: tuple[str, ...] = ()
-    """The path (module names) of the op that runs; ``()`` outside of ops."""
+    """For statistics: the path (module names) of the op that runs; ``()`` outside of ops."""
+    amaxes_to: Callable[..., None] | None = None
+    """For calibration: the function on the host that gets the amax of each tensor; None for statistics.
+
+    While calibrating, ops multiply in the wide dtypes of their operands. Each scale in their states is a
+    number that names the tensor."""
+    backward: bool = True
+    """Whether output gradients are reported. Without them, forward-mode differentiation works, too."""
 
 
-def is_measuring() -> bool:
-    """Returns whether FP8 ops report the quantization errors of their tensors."""
-    return isinstance(mode.value, Measuring)
+def is_calibrating() -> bool:
+    """Returns whether FP8 ops multiply in wide dtypes, and report amaxes to the host."""
+    return mode.value is not None and mode.value.amaxes_to is not None
 
 
 def in_op(path: Callable[[], tuple[str, ...]]) -> contextlib.AbstractContextManager[Any]:
-    """Returns the context in which an op runs; while measuring it sets the path of the op in ``mode``.
+    """Returns the context in which an op runs; for statistics it sets the path of the op in ``mode``.
 
     Args:
-        path: a function that returns the path of the op. It is called only while measuring.
+        path: a function that returns the path of the op. It is called only for statistics.
     """
-    if not isinstance(mode.value, Measuring):
+    if mode.value is None or is_calibrating():
         return contextlib.nullcontext()
     return mode(mode.value._replace(path=path()))

@@ -1,6 +1,6 @@
-"""``observed``: an identity that calls a function with its cotangent.
+"""``observed``: an identity that calls a function with its cotangent; and the reports to ``calibrate``.
 
-Calibration, statistics and the quantize-dequantize functions use it.
+Calibration, statistics and the quantize-dequantize functions use ``observed``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,14 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
+from jax import lax
+
+from fp8flax._compat.max_dtype import from_max_dtype, is_digest
+from fp8flax._compat.report_primitive import ToHost, with_report
+from fp8flax._core.axes import merge_amax
+from fp8flax._core.mode import Observing
+from fp8flax._core.state.state import DelayedConfig, ScalingState, next_state
 
 Observer = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -43,3 +51,37 @@ _observed.defvjp(
     ),
     lambda observer, innermost, args, g: observer(g, args),
 )
+
+
+def report_amax(
+    observing: Observing, config: DelayedConfig, x: jax.Array, amax: jax.Array, state: ScalingState
+) -> jax.Array:
+    """Returns ``x``, and reports the amax of the tensor that ``state`` belongs to, for ``calibrate``.
+
+    Args:
+        observing: the mode.
+        config: the options of the cast.
+        x: the array that the report is bound to, see ``with_report``.
+        amax: the amax.
+        state: the state, in which the scale is the number of the tensor.
+    """
+    assert observing.amaxes_to is not None
+    amax = lax.stop_gradient(amax).astype(np.float32)
+    number = from_max_dtype(state.scale).reshape(amax.shape)
+    return with_report(x, [number, amax], ToHost(observing.amaxes_to, config))
+
+
+def report_cotangent(
+    observing: Observing, config: DelayedConfig, amax_of: Callable[..., jax.Array], g: Any, args: Any
+) -> Any:
+    """Observer: returns the cotangent unchanged, and reports its amax for ``calibrate``.
+
+    ``args`` are the further arguments of ``amax_of``, and the state. The "gradient" of the state depends on
+    the report. So ``calibrate`` needs no gradient but that of the state.
+    """
+    extra, state = args
+    amax = lax.stop_gradient(amax_of(g, extra)).astype(np.float32)
+    amax = report_amax(observing, config, amax, amax, state)
+    number = from_max_dtype(state.scale).reshape(amax.shape)
+    merged = merge_amax(amax, number)
+    return g, (None, next_state(merged, number, None if is_digest(state.scale) else state))

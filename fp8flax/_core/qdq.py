@@ -19,7 +19,8 @@ from fp8flax._compat.max_dtype import from_max_dtype, is_max_dtype
 from fp8flax._core.amax import delayed_amax
 from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import as_fp8_dtype
-from fp8flax._core.observe import observed
+from fp8flax._core.mode import is_calibrating, mode
+from fp8flax._core.observe import observed, report_amax, report_cotangent
 from fp8flax._core.quantize import (
     as_float_array,
     dequantize,
@@ -130,7 +131,10 @@ def in_qdq(
     Source: ``flax.linen.fp8_ops.in_qdq``.
     """
     config = _public_config(compute_dtype, q_dtype)
-    return in_qdq_with_scale(config, as_float_array(inp, "inp"), _step_scale(config, scale, amax_history))
+    inp = as_float_array(inp, "inp")
+    if is_calibrating():
+        return report_amax(mode.value, config, inp, delayed_amax(inp), as_state(scale, amax_history))
+    return in_qdq_with_scale(config, inp, _step_scale(config, scale, amax_history))
 
 
 def out_qdq(
@@ -168,7 +172,13 @@ def out_qdq(
     Source: ``flax.linen.fp8_ops.out_qdq``.
     """
     config = _public_config(compute_dtype, q_dtype)
-    return out_qdq_with_scale(config, as_float_array(out, "out"), _step_scale(config, scale, amax_history))
+    out = as_float_array(out, "out")
+    if is_calibrating():
+        if not mode.value.backward:
+            return out
+        report = partial(report_cotangent, mode.value, config, lambda g, _: delayed_amax(g))
+        return observed(report, out, (None, as_state(scale, amax_history)))
+    return out_qdq_with_scale(config, out, _step_scale(config, scale, amax_history))
 
 
 def in_q(
@@ -206,6 +216,9 @@ def in_q(
     """
     config = _public_config(compute_dtype, q_dtype)
     inp = jax.lax.stop_gradient(as_float_array(inp, "inp"))
+    if is_calibrating():
+        inp = report_amax(mode.value, config, inp, delayed_amax(inp), as_state(scale, amax_history))
+        scale = jnp.ones_like(scale)  # it was the number of the tensor
     new_scale = _step_scale(config, scale, amax_history)
     used = jax.lax.stop_gradient(new_scale)
     q = quantize(inp, config.q_dtype, used, config.compute_dtype)

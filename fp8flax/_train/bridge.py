@@ -20,7 +20,6 @@ from fp8flax._core.options import check_params, check_variables, wrong_model
 from fp8flax._core.state.tree import check_state_dtype, path_str, split_state
 from fp8flax._linen.op import SAME_STATE, USE_THAT_OP, Fp8Op
 
-_SCALE_NAMES = frozenset(state_leaf_names(role)[0] for role in ROLES)
 _SCALE_OF = {history: scale for scale, history in map(state_leaf_names, ROLES)}
 
 
@@ -42,18 +41,15 @@ def add_fp8_state(
 
     Returns:
         A dict (a ``FrozenDict`` if ``variables`` is one) with all the collections of ``variables`` and
-        ``_overwrite_with_gradient``: float32 scales of shape ``(1,)`` and histories of shape
-        ``(amax_history_len,)``, with more axes if ``nn.scan`` or ``nn.vmap`` stacked layers. Existing state
-        is kept. A history of another length becomes the one that a run with the new length would have now:
-        its newest amaxes, and zeros for older ones that are not known. State of layers that the model does
-        not run in FP8 is left out.
+        ``_overwrite_with_gradient``. Existing state is kept. A history of another length becomes the one
+        that a run with the new length would have now: its newest amaxes, and zeros for older ones that are
+        not known. State of layers that the model does not run in FP8 is left out.
 
     Raises:
         TypeError: ``model`` is not a Linen module, or existing state is not float32.
         ValueError: ``model`` has no FP8 layer; its parameters are not those of ``variables``; or existing
-            state does not fit. Its shapes may differ in the length of the history only. Its values must be
-            possible: scales positive and finite, amaxes finite and not negative. (Values are not checked
-            under tracing.)
+            state has other shapes (but for the length of the history), or values that no step leaves.
+            (Values are not checked under tracing.)
 
     Warns:
         UserWarning: state has the name of another op, such as ``Fp8DirectDotGeneralOp_0`` for an
@@ -94,13 +90,13 @@ def add_fp8_state(
         return variables
     old = dict(jax.tree_util.tree_flatten_with_path(variables.get(OVERWRITE_WITH_GRADIENT, {}))[0])
     new = dict(jax.tree_util.tree_flatten_with_path(wanted[OVERWRITE_WITH_GRADIENT])[0])
-    _warn_of_other_names(old, new)
+    _warn_of_other_names({path[:-1] for path in old}, {path[:-1] for path in new})
 
     def fill(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Any:
         if path in old:
-            beside = new.get((*path[:-1], DictKey(_SCALE_OF.get(path[-1].key, ""))))
-            return _fit(path, old[path], leaf, beside)
-        fresh = np.ones if path[-1].key in _SCALE_NAMES else np.zeros
+            scale = new.get((*path[:-1], DictKey(_SCALE_OF.get(path[-1].key))))
+            return _fit((DictKey(OVERWRITE_WITH_GRADIENT), *path), old[path], leaf, scale)
+        fresh = np.ones if path[-1].key in _SCALE_OF.values() else np.zeros
         return jax.device_put(fresh(leaf.shape, leaf.dtype))
 
     state = jax.tree_util.tree_map_with_path(fill, wanted[OVERWRITE_WITH_GRADIENT])
@@ -108,13 +104,12 @@ def add_fp8_state(
     return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result
 
 
-def _warn_of_other_names(old: Mapping[KeyPath, Any], new: Mapping[KeyPath, Any]) -> None:
+def _warn_of_other_names(old: set[KeyPath], new: set[KeyPath]) -> None:
     """Warns if state is left out, and made anew, because it has the name of another op."""
-    wanted, given = ({path[:-1] for path in state} for state in (new, old))
-    fresh = {path[:-1] for path in wanted - given}  # paths of layers
+    fresh = {path[:-1] for path in new - old}  # the layers of these ops
     left_out = sorted(
         path_str(path)
-        for path in given - wanted
+        for path in old - new
         if path[:-1] in fresh and path[-1].key.rpartition("_")[0] in SAME_STATE
     )
     if left_out:
@@ -130,13 +125,8 @@ def _warn_of_other_names(old: Mapping[KeyPath, Any], new: Mapping[KeyPath, Any])
 def _fit(path: KeyPath, value: Any, leaf: jax.ShapeDtypeStruct, scale: Any) -> Any:
     """Returns the state ``value`` with the shape of ``leaf``; only the length of a history may change.
 
-    Args:
-        path: the path of the state in its collection.
-        value: the scale or the amax history that the user passed.
-        leaf: the shape and dtype that the model needs.
-        scale: if ``value`` is an amax history, the shape and dtype of the scale that belongs to it.
+    ``scale`` has the shape of the scale beside ``leaf`` if this is a history, and is None otherwise.
     """
-    path = (DictKey(OVERWRITE_WITH_GRADIENT), *path)
     check_state_dtype(path, value)
     _check_values(path, value)
     if value.shape == leaf.shape:
@@ -170,25 +160,21 @@ def _change_length(history: Any, axis: int, length: int) -> jax.Array:
 
 def _check_values(path: KeyPath, value: Any) -> None:
     """Raises ``ValueError`` if scaling state holds a value that no step produces; tracers pass."""
-    if path[-1].key in _SCALE_NAMES:
-        wrong, expected = lambda x: ~np.isfinite(x) | (x <= 0), "scales are positive and finite"
-    elif path[-1].key in _SCALE_OF:
-        wrong, expected = lambda x: ~np.isfinite(x) | (x < 0), "amaxes are finite and not negative"
-    else:
+    is_scale, is_history = path[-1].key in _SCALE_OF.values(), path[-1].key in _SCALE_OF
+    is_known = isinstance(value, jax.Array | np.ndarray) and not isinstance(value, jax.core.Tracer)
+    if not is_known or not (is_scale or is_history):
         return
-    parts = []
-    if isinstance(value, np.ndarray):
-        parts = [value]
-    elif isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
-        # A process can read only its own shards.
-        parts = [jax.device_get(shard.data) for shard in value.addressable_shards]
-    bad = [x for part in parts for x in part[wrong(part)]]
-    if bad:
-        raise ValueError(
-            f"The scaling state at {path_str(path)} holds {bad[0]}; {expected}. The checkpoint is damaged, "
-            "or comes from a loop that wrote a NaN or an Inf into the state. Leave this layer's state out "
-            "of the variables to have new state made for it."
-        )
+    # A process can read only its own shards.
+    parts = [shard.data for shard in value.addressable_shards] if isinstance(value, jax.Array) else [value]
+    for part in map(np.asarray, parts):
+        bad = part[~np.isfinite(part) | (part < 0) | (is_scale & (part == 0))]
+        if bad.size:
+            expected = "scales are positive" if is_scale else "amaxes are not negative"
+            raise ValueError(
+                f"The scaling state at {path_str(path)} holds {bad[0]}; {expected} and finite. The "
+                "checkpoint is damaged, or comes from a loop that changed the state. Leave this layer's "
+                "state out of the variables to have new state made for it."
+            )
 
 
 def split_arrays(args: Any, kwargs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -250,12 +236,13 @@ def eval_init(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
 
 
 def _check_same_params(variables: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` if the names or shapes of parameters differ from those of the model."""
+
     def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        tree = nn.meta.unbox(flax.core.unfreeze(tree))
-        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        leaves = jax.tree_util.tree_flatten_with_path(nn.meta.unbox(flax.core.unfreeze(tree)))[0]
         return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
 
-    have, want = shapes(variables.get("params", {})), shapes(wanted.get("params", {}))
+    have, want = (shapes(tree.get(PARAMS, {})) for tree in (variables, wanted))
     for path in sorted({*have, *want}):
         if have.get(path) != want.get(path):
             here = f"has shape {have[path]}" if path in have else "is missing"

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
-from fp8flax._compat.max_dtype import differentiating
 from fp8flax._core.autocast import ambient_hint
-from fp8flax._core.axes import UNCHECKED_ERROR, axes_around_gradient, current_manual_axes
-from fp8flax._core.mode import Calibrating, mode
+from fp8flax._core.mode import Observing, mode
 from fp8flax._core.names import OVERWRITE_WITH_GRADIENT
 from fp8flax._core.options import check_function, check_loss, check_variables
-from fp8flax._core.scaling import SMALLEST_SCALE
-from fp8flax._core.state.tree import Places, check_state_dtype, from_max, kept_tree, path_str, to_max
+from fp8flax._core.state.state import DelayedConfig, ScalingState, calibrated_state
+from fp8flax._core.state.tree import Places, path_str
 from fp8flax._train.gradients import is_from_container
 
 WITHOUT_STATE = (
@@ -40,8 +41,9 @@ def calibrate(
 ) -> Mapping[str, Any]:
     """Fills the scaling state from sample batches, so that the first FP8 step has the right scales.
 
-    It runs the function on each batch and records the largest magnitudes. Every FP8 op runs in its
-    operands' own dtype, so that saturation in an early layer does not mislead a later one. The result is
+    It runs the function on each batch and records the largest magnitudes, which each call of
+    an op, ``in_qdq``, ``out_qdq`` or ``in_q`` reports to the host. Every FP8 op runs in its operands' own
+    dtype, so that saturation in an early layer does not mislead a later one. The result is
     the state of one step on all batches, with the scales that the next step uses.
 
     Without ``backward=True`` the state of inputs and kernels is filled; the state of output gradients needs
@@ -50,10 +52,9 @@ def calibrate(
     Args:
         fun: ``fun(variables, batch)``, such as ``model.apply``, or ``lambda v, batch: loss(v, *batch)`` for
             batches of several arguments.
-            It is compiled. Without ``backward`` it may return any arrays, and every layer must affect a
-            float that it returns, because reverse mode records the magnitudes. If it has no reverse mode,
-            because a layer runs in a ``lax.while_loop`` or in ``jax.jvp``, callbacks to the host record
-            them.
+            It is compiled. Without ``backward`` it may return any arrays. Each layer must affect a result
+            of ``fun``, because JAX drops what has no effect. Layers may run in ``lax.while_loop``, in
+            ``jax.jvp`` and under ``lax.stop_gradient``.
         variables: collections with scaling state (see ``add_fp8_state``).
         batches: a few samples, similar to those that the model will see.
         backward: whether the function is a loss (a scalar), whose gradients fill the state of output
@@ -92,13 +93,18 @@ def calibrate(
             f"The variables have no {OVERWRITE_WITH_GRADIENT!r}, so there is nothing to calibrate. Add it "
             f"with fp8flax.add_fp8_state(variables, model, *inputs). {WITHOUT_STATE}"
         )
-    old = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
-    jax.tree_util.tree_map_with_path(check_state_dtype, old)
-    measure = _Measure(fun, backward, has_aux)
-    merged = None
+    amaxes = _Amaxes({OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])})
+    run = jax.jit(functools.partial(_run, fun, backward, has_aux))
+    i = -1
     for i, batch in enumerate(_each(batches)):
         try:
-            new = measure(variables, batch)
+            with _calibrate_lock, mode(Observing(amaxes_to=_report, backward=backward)):
+                _receivers.append(amaxes)
+                try:
+                    # When the results are ready, all reports have arrived.
+                    jax.block_until_ready(run(amaxes.numbered, variables, batch))
+                finally:
+                    _receivers.clear()
         except (AttributeError, TypeError) as error:
             if not is_from_container(error, batch):
                 raise
@@ -108,19 +114,18 @@ def calibrate(
                 f"{type(batch).__name__} of {len(batch)}, and the call failed: {reason}. For a function of "
                 "several arguments pass fun=lambda v, batch: fun(v, *batch)."
             ) from error
-        if bad := _names("_amax_history", lambda history: history == np.inf, new, backward):
+        amaxes.share()
+        if bad := amaxes.names("amax_history", lambda amax: ~(amax < np.inf), backward):
             raise ValueError(
                 f"Batch {i} puts a NaN or an Inf into {', '.join(bad)}, so no scale can be taken from it. "
                 "Leave the batch out, or find the cause."
             )
-        merged = new if merged is None else jax.tree.map(jnp.maximum, merged, new)
-    if merged is None:
+    if i < 0:
         raise ValueError("batches is empty; calibration needs at least one batch.")
-    # A scale that got no gradient is 0. A scale whose tensor was empty in all batches is -inf.
-    missing = _names("_scale", lambda scale: scale <= 0, merged, backward)
-    if len(missing) == len(_names("_scale", lambda scale: True, merged, backward)):
+    missing = amaxes.names("scale", lambda amax: amax == -np.inf, backward)
+    if len(missing) == len(amaxes.names("scale", lambda amax: True, backward)):
         raise ValueError(
-            "No FP8 layer was reached: no float that fun returns depends on scaling state. fun must use "
+            "No FP8 layer was reached: no result of fun depends on scaling state. fun must use "
             "the variables that it is given, and return the model's outputs or its loss."
             + ambient_hint(needs_state=True)
         )
@@ -131,12 +136,7 @@ def calibrate(
             "from fun." + ambient_hint(needs_state=True),
             stacklevel=2,
         )
-    kept = _calibrated(old, merged)
-    if not backward:
-        kept = jax.tree_util.tree_map_with_path(
-            lambda path, before, after: before if _is_backward(path) else after, old, kept
-        )
-    result = {**variables, **kept}
+    result = {**variables, **amaxes.state()}
     return flax.core.freeze(result) if isinstance(variables, flax.core.FrozenDict) else result
 
 
@@ -151,157 +151,121 @@ def _each(batches: Any) -> Iterator[Any]:
     )
 
 
-@jax.jit
-def _calibrated(old: Any, merged: Any) -> Any:
-    """Returns the state to keep, given the old state and the merged states of all batches."""
-    return jax.tree.map(
-        # A tensor that was zero in all batches keeps its old scale.
-        lambda before, after: jnp.where(after == SMALLEST_SCALE, before, after),
-        old,
-        kept_tree(old, merged),
-    )
+def _run(
+    fun: Callable[[Any, Any], Any], backward: bool, has_aux: bool, state: Any, variables: Any, batch: Any
+) -> list[jax.Array]:
+    """Calls ``fun``, with gradients for ``backward``, and returns the arrays of all results.
 
-
-class _Measure:
-    """Computes the scaling state of one batch, to be merged by maximum with that of other batches.
-
-    The state comes from the gradient of ``fun``. If ``fun`` has no reverse mode, callbacks to the host
-    report it.
+    JAX drops the arithmetic, and the reports, of a result that is not returned.
     """
 
-    def __init__(self, fun: Callable[[Any, Any], Any], backward: bool, has_aux: bool) -> None:
-        self._reports: _Reports | None = None
-        self._is_forward = not backward
-        self._as_gradient = jax.jit(partial(_measure, fun, backward, has_aux))
-        # It returns the result of fun, because JAX would drop the arithmetic of a result that is not used.
-        self._run = jax.jit(fun)
-
-    def __call__(self, variables: Any, batch: Any) -> dict[str, Any]:
-        if self._reports is None:
-            try:
-                with mode(Calibrating()):
-                    return self._as_gradient(variables, batch)
-            except (NotImplementedError, TypeError, ValueError) as error:
-                if not self._is_forward or UNCHECKED_ERROR in str(error):
-                    raise
-            # fun may have no reverse mode. If the error has another cause, the run below raises it again.
-            self._reports = _Reports(variables)
-        self._reports.clear()
-        with _calibrate_lock, mode(Calibrating(_report)):
-            _receivers.append(self._reports)
-            try:
-                # When the result is ready, all callbacks have run.
-                jax.block_until_ready(self._run(self._reports.named, batch))
-            finally:
-                _receivers.clear()
-        return self._reports.state()
-
-
-_calibrate_lock = threading.Lock()
-_receivers: list[_Reports] = []
-"""The reports of the calibration that runs now: one or none."""
-
-
-def _report(name: Any, scale: Any, history: Any) -> None:
-    """Passes the report of a layer to the calibration that runs now.
-
-    It is a function of the module, because JAX's caches keep it: a closure would keep the variables alive.
-    """
-    for reports in _receivers:
-        reports(name, scale, history)
-
-
-class _Reports:
-    """Collects what layers report to the host, merged by maximum for each tensor.
-
-    ``named`` holds the variables with a number in the place of each scale. A layer reports this number with
-    its new state, and the number identifies the tensor.
-    """
-
-    def __init__(self, variables: Any) -> None:
-        state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
-        found, self._treedef = jax.tree_util.tree_flatten_with_path(state)
-        self._leaves = [leaf for _, leaf in found]
-        self._places = Places.of([path for path, _ in found], self._leaves)
-        named, count = list(self._leaves), 0
-        self._numbers: list[np.ndarray] = []
-        for i, _ in self._places.pairs:
-            scale = named[i]
-            numbers = np.arange(count, count + scale.size).reshape(scale.shape)
-            count += scale.size
-            named[i] = jax.device_put(numbers.astype(np.float32))
-            self._numbers.append(numbers)
-        self.named = type(variables)({**variables, **self._treedef.unflatten(named)})
-        self._lock = threading.Lock()
-        self.clear()
-
-    def clear(self) -> None:
-        """Removes all reports."""
-        self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-
-    def __call__(self, name: Any, scale: Any, history: Any) -> None:
-        length = np.shape(history)[-1]
-        rows = np.reshape(name, -1), np.reshape(scale, (-1, 1)), np.reshape(history, (-1, length))
-        with self._lock:
-            for key, *new in zip(*rows):
-                before = self._seen.get(int(key), new)
-                self._seen[int(key)] = np.maximum(before[0], new[0]), np.maximum(before[1], new[1])
-
-    def state(self) -> dict[str, Any]:
-        """Returns the collection of scaling state, with -inf for tensors without a report."""
-        leaves = [np.full(leaf.shape, -np.inf, np.float32) for leaf in self._leaves]
-        for (i, j), axis, numbers in zip(self._places.pairs, self._places.axes, self._numbers):
-            scales, histories = (np.moveaxis(leaves[k], axis, -1) for k in (i, j))
-            rows = np.moveaxis(numbers, axis, -1)[..., 0]
-            for index in np.ndindex(rows.shape):
-                if (seen := self._seen.get(int(rows[index]))) is not None:
-                    scales[index], histories[index] = seen
-        result: dict[str, Any] = self._treedef.unflatten(map(jax.device_put, leaves))
-        return result
-
-
-def _measure(
-    fun: Callable[[Any, Any], Any], backward: bool, has_aux: bool, variables: Any, batch: Any
-) -> dict[str, Any]:
-    """Returns the scaling state of one batch, as the gradient of the old state."""
-
-    def run(state: Any) -> Any:
-        given = {**variables, **to_max(state)}
-        with axes_around_gradient(current_manual_axes()):
-            out = from_max(fun(type(variables)(given), batch))
+    def call(state: Any) -> Any:
+        out = fun(type(variables)({**variables, **state}), batch)
         if backward:
             check_loss(out, has_aux, "With backward=True, fun")
         return out
 
-    state = {OVERWRITE_WITH_GRADIENT: flax.core.unfreeze(variables[OVERWRITE_WITH_GRADIENT])}
-    with differentiating():
-        if backward:
-            new = jax.grad(run, has_aux=has_aux)(state)
-            return new[0] if has_aux else new
-        # The cotangents can be zeros, because the states of inputs and kernels do not depend on them.
-        out, transpose = jax.vjp(lambda state: jax.tree.map(jnp.asarray, run(state)), state)
-        return transpose(jax.tree.map(_zero_cotangent, out))[0]
+    results = jax.value_and_grad(call, has_aux=has_aux)(state) if backward else call(state)
+    return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
 
 
-def _zero_cotangent(x: jax.Array) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
+class _Amaxes:
+    """The amaxes that ops report to the host, merged by maximum over all calls and batches.
+
+    Each tensor has a number. ``numbered`` is the scaling state with this number in the place of the scale.
+    An op reports the number with the amax. A tensor that was not reported has the amax -inf.
+    """
+
+    def __init__(self, state: Any) -> None:
+        found, self._treedef = jax.tree_util.tree_flatten_with_path(state)
+        self._paths, self._leaves = [path for path, _ in found], [leaf for _, leaf in found]
+        self._places = Places.of(self._paths, self._leaves)
+        self._numbers: list[np.ndarray] = []
+        self._lock = threading.Lock()
+        self._amaxes: dict[DelayedConfig, np.ndarray] = {}
+        self._count = 0
+        numbered = list(self._leaves)
+        for i, _ in self._places.pairs:
+            shape = np.shape(numbered[i])
+            numbers = np.arange(self._count, self._count + math.prod(shape)).reshape(shape)
+            self._count += numbers.size
+            self._numbers.append(numbers)
+            numbered[i] = _put(numbers, numbered[i])
+        self.numbered = self._treedef.unflatten(numbered)
+
+    def report(self, config: DelayedConfig, numbers: Any, amaxes: Any) -> None:
+        """Merges the amaxes of tensors, given by their numbers, with the amaxes of earlier calls."""
+        with self._lock:
+            if config not in self._amaxes:
+                self._amaxes[config] = np.full(self._count, -np.inf, np.float32)
+            np.maximum.at(self._amaxes[config], np.ravel(numbers).astype(int), np.ravel(amaxes))
+
+    def share(self) -> None:
+        """Merges the amaxes of all processes, because a report may reach one process only."""
+        if jax.process_count() == 1:
+            return
+        own = np.frombuffer(pickle.dumps(self._amaxes), np.uint8)
+        size = np.max(multihost_utils.process_allgather(np.int32(own.size)))
+        for data in multihost_utils.process_allgather(np.pad(own, (0, size - own.size))):
+            for config, amaxes in pickle.loads(data.tobytes()).items():
+                self.report(config, np.arange(self._count), amaxes)
+
+    def names(self, leaf: str, holds: Callable[[np.ndarray], Any], backward: bool) -> list[str]:
+        """Returns the paths of the state of tensors that have an amax for which ``holds`` is true.
+
+        Args:
+            leaf: whether the paths are those of the ``"scale"`` or of the ``"amax_history"``.
+            holds: a function of the amaxes of a tensor.
+            backward: whether output gradients count.
+        """
+        missing = np.full(self._count, -np.inf, np.float32)
+        amaxes = np.max([missing, *self._amaxes.values()], axis=0)
+        pairs = (ScalingState(*(self._paths[i] for i in pair)) for pair in self._places.pairs)
+        return [
+            path_str(getattr(pair, leaf))
+            for pair, numbers in zip(pairs, self._numbers)
+            if (backward or not _is_backward(pair.scale)) and np.any(holds(amaxes[numbers]))
+        ]
+
+    def state(self) -> Any:
+        """Returns the scaling state after the calibration."""
+        leaves = list(self._leaves)
+        for (i, j), axis, numbers in zip(self._places.pairs, self._places.axes, self._numbers):
+            old = ScalingState(leaves[i], leaves[j])
+            # Only calls with different recipes give one tensor several configurations.
+            after = [
+                _calibrated(config, axis, old, _put(amaxes[numbers], old.scale))
+                for config, amaxes in self._amaxes.items()
+                if np.any(amaxes[numbers] > -np.inf)
+            ]
+            if after:
+                leaves[i], leaves[j] = jax.tree.map(lambda *xs: functools.reduce(jnp.maximum, xs), *after)
+        return self._treedef.unflatten(leaves)
+
+
+_calibrated = jax.jit(calibrated_state, static_argnums=(0, 1))
+
+
+def _put(x: np.ndarray, like: Any) -> jax.Array:
+    """Returns ``x`` in float32, on the devices that ``like`` is committed to."""
+    return jax.device_put(
+        x.astype(np.float32), like.sharding if getattr(like, "committed", False) else None
+    )
+
+
+_calibrate_lock = threading.Lock()
+_receivers: list[_Amaxes] = []
+"""The amaxes of the calibration that runs now: one or none."""
+
+
+def _report(config: Any, numbers: Any, amaxes: Any) -> None:
+    """Passes the report of an op to the calibration that runs now.
+
+    It is a function of the module, because JAX's caches keep it: a closure would keep the variables alive.
+    """
+    for receiver in _receivers:
+        receiver.report(config, numbers, amaxes)
 
 
 def _is_backward(path: Any) -> bool:
     return path[-1].key.startswith("output_grad")
-
-
-def _names(ending: str, holds: Callable[[Any], Any], state: Any, backward: bool) -> list[str]:
-    """Returns the paths of the leaves with this ending that have an entry for which ``holds`` is true.
-
-    Leaves of output gradients count only with ``backward``.
-    """
-    return [
-        path_str(path)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
-        if path[-1].key.endswith(ending)
-        and (backward or not _is_backward(path))
-        and np.any(holds(jax.device_get(leaf)))
-    ]

@@ -43,13 +43,15 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     * ``nonfinite``: number of NaN and Inf
 
     The numbers have leading axes for layers that ``nn.scan`` or ``nn.vmap`` stacked, and for microbatches
-    in a ``lax.scan``. A tensor enters two GEMMs; if its quantizers differ, as with scales per block, all
-    counts are over both. For an op that is called several times all counts are over all calls. All numbers
-    are NaN if nothing was computed, as in a branch of ``lax.cond`` that was not taken.
+    in a ``lax.scan``. Those of a ``lax.while_loop`` are over all rounds. A tensor enters two GEMMs; if its
+    quantizers differ, as with scales per block, all counts are over both. For an op that is called several
+    times all counts are over all calls. All numbers are NaN if nothing was computed, as in a branch of
+    ``lax.cond`` that was not taken.
 
     It works under ``jax.jit`` (without it, each call compiles again), ``jax.vmap`` and sharding, inside of
     ``jax.shard_map``, and in models of ``quantize_model``. ``fun`` may contain ``nn.scan``, ``nn.remat``,
-    ``lax.scan`` and ``lax.cond``.
+    ``lax.scan``, ``lax.cond``, ``lax.while_loop`` and ``lax.stop_gradient``. An op that gets no gradient
+    has no ``output_grad``.
 
     Not covered are
 
@@ -57,7 +59,6 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     * ``in_qdq`` and ``out_qdq`` on their own
     * ops of NNX models that ``fp8flax.nnx.quantize_model`` did not return, because these ops do not know
       their paths
-    * ops that get no gradient from the loss
     * a ``jax.shard_map`` inside of ``fun``
     * layers of one kind in ``nn.jit``, which traces all of them as the first one; measure the model without
       ``nn.jit``
@@ -76,8 +77,8 @@ def statistics(fun: Callable[..., Any], has_aux: bool = False) -> Callable[..., 
     Raises:
         TypeError: ``fun`` is not a function, but for instance a model; or (when called) it returns no
             scalar, or its first argument is a whole ``TrainState``.
-        ValueError: (when called) no FP8 op was reached, one is inside of a ``jax.shard_map`` or
-            ``lax.while_loop`` of ``fun``, or ``nn.jit`` gives several layers one path.
+        ValueError: (when called) no FP8 op was reached, one is inside of a ``jax.shard_map`` of
+            ``fun``, or ``nn.jit`` gives several layers one path.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8

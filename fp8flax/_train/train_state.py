@@ -34,21 +34,9 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
     """Flax's ``DynamicScale`` for variables with FP8 scaling state, which must not be scaled.
 
     The loss is multiplied by ``scale`` before the gradients are taken, so that float16 gradients do not
-    vanish; then the gradients are divided by ``scale``. A step whose gradients hold an Inf or a NaN
-    multiplies ``scale`` by ``backoff_factor``. After ``growth_interval`` steps without one, ``scale`` is
-    multiplied by ``growth_factor``. The scaling state is the next state that ``fp8flax.value_and_grad``
-    returns, neither divided nor averaged.
-
-    (Flax's own class also works with ``fp8flax.TrainState`` if its scale is a power of two and the
-    histories have two entries or more: ``TrainState.apply_gradients`` corrects the scaling state.)
-
-    Attributes:
-        growth_factor: as in Flax; powers of two lose nothing in rounding.
-        backoff_factor: as in Flax.
-        growth_interval: as in Flax.
-        fin_steps: number of steps in a row with finite gradients, since ``scale`` last changed.
-        scale: factor of the loss.
-        minimum_scale: the smallest ``scale``; None for no limit.
+    vanish; then the gradients are divided by ``scale``. The scaling state is the next state that
+    ``fp8flax.value_and_grad`` returns, neither divided nor averaged. The fields, and the steps after which
+    ``scale`` changes, are those of Flax's class.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, fp8flax as fp8
@@ -88,19 +76,18 @@ class DynamicScale(flax.training.dynamic_scale.DynamicScale):
 
         @functools.wraps(fun)
         def scaled_fun(*args: Any, **kwargs: Any) -> Any:
-            value, *aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs),)
-            scaled = jnp.asarray(value, jnp.float32) * self.scale
-            return (scaled, *aux) if has_aux else scaled
+            value, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+            return jnp.asarray(value, jnp.float32) * self.scale, aux
 
         @functools.wraps(fun)
         def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-            value, grads = value_and_grad(scaled_fun, argnums, has_aux)(*args, **kwargs)
-            value = (value[0] / self.scale, value[1]) if has_aux else value / self.scale
+            (value, aux), grads = value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
             grads = map_state(lambda s: s, lambda g: jnp.asarray(g, jnp.float32) / self.scale, grads)
             if axis_name is not None:
                 grads = pmean_gradients(grads, axis_name)
             finite = map_state(lambda s: np.True_, lambda g: jnp.all(lax.is_finite(g)), grads)
             is_finite = functools.reduce(jnp.logical_and, jax.tree.leaves(finite), jnp.array(True))
+            value = (value / self.scale, aux) if has_aux else value / self.scale
             return flax.training.dynamic_scale.DynamicScaleResult(
                 self._after(is_finite), is_finite, value, grads
             )
@@ -190,8 +177,10 @@ class TrainState(flax.training.train_state.TrainState):
 
         Raises:
             TypeError: the gradient of scaling state is not float32.
-            ValueError: the gradient of the scaling state is missing, has other names or shapes, or is not a
-                next state.
+            ValueError: the gradient of the scaling state is missing, has other names or shapes, or no step
+                can make it of the old state. Under ``jax.jit`` the last of these raises no error. The
+                scales of these tensors become NaN, so the next loss is NaN, and ``fp8flax.check_state``
+                names the layers.
         """
         if not _is_variables(self.params):
             return super().apply_gradients(grads=grads, **kwargs)
@@ -225,7 +214,7 @@ class TrainState(flax.training.train_state.TrainState):
             )
         old, new = ({OVERWRITE_WITH_GRADIENT: x[OVERWRITE_WITH_GRADIENT]} for x in (self.params, grads))
         what_to_do = f"{WHAT_TO_CALL} To set state from elsewhere, call state.replace(params=…)."
-        return checked_next_state(old, new, "state.params", what_to_do)[OVERWRITE_WITH_GRADIENT]
+        return checked_next_state(old, new, what_to_do)[OVERWRITE_WITH_GRADIENT]
 
     @classmethod
     def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, **kwargs: Any) -> Any:

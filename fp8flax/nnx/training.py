@@ -257,7 +257,7 @@ def _checked_next_state(model: nnx.Module, grads: Any) -> Mapping[str, Any]:
         raise ValueError(
             f"The gradients have no scaling state, so that of the model would never change. {_WHAT_TO_CALL}"
         )
-    state: Mapping[str, Any] = check.checked_next_state(old, new, "the model", _WHAT_TO_CALL)
+    state: Mapping[str, Any] = check.checked_next_state(old, new, _WHAT_TO_CALL)
     return state
 
 
@@ -265,8 +265,8 @@ def overwrite_state(model: nnx.Module, grads: Any) -> None:
     """Replaces the scaling state of a model by its gradient, for a loop with an ``nnx.Optimizer``.
 
     A layer that got no gradient keeps its state, and a tensor that held a NaN or an Inf keeps its history.
-    A gradient that is not a next state raises an error. (Under ``jax.jit`` no error can be raised; the old
-    state is kept instead.)
+    A state that no step can make of the old one raises an error. Under ``jax.jit`` its scale becomes NaN
+    instead, so that the next loss is NaN, and ``check_state`` names the layer.
 
     Args:
         model: an NNX module; its variables of ``OverwriteWithGradient`` change.

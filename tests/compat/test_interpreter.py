@@ -17,6 +17,9 @@ class Reported(Values):
     def absent(self, like):
         return np.full(like.shape, -1, np.float32)
 
+    def together(self, first, second):
+        return jnp.maximum(first, second)
+
     def inside(self, eqn):
         return self
 
@@ -43,6 +46,7 @@ def test_reports_come_out_of_everything():
     def f(x):
         x = jax.jit(jax.checkpoint(note))(x)
         x, _ = lax.scan(lambda c, y: (note(c + y), None), x, NUMBERS)
+        x = lax.while_loop(lambda x: x < 4, lambda x: note(x + 1, "d"), x)
         x = lax.cond(x > 100, lambda: note(note(x), "b"), lambda: note(2 * x))
         return jax.vmap(lambda y: note(x + y, "c"))(NUMBERS)
 
@@ -60,7 +64,7 @@ def test_reports_come_out_of_everything():
 def test_a_report_to_the_host_is_no_side_effect():
     """The ``nn.scan`` of Flax 0.12.12 raises an error if its body has a side effect."""
     seen = []
-    key = ToHost(lambda x: seen.extend(np.ravel(x)))
+    key = ToHost(lambda label, x: seen.extend(label * np.ravel(x)), 2)
 
     @jax.jit
     def f(x):
@@ -69,7 +73,7 @@ def test_a_report_to_the_host_is_no_side_effect():
 
     assert not jax.make_jaxpr(f)(np.float32(1)).effects
     jax.block_until_ready(f(np.float32(1)))
-    assert sorted(seen) == [10, 20, 40, 40, 50, 60]
+    assert sorted(seen) == [20, 40, 80, 80, 100, 120]
 
 
 def test_a_program_that_is_computed_again_keeps_its_scopes():

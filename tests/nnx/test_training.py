@@ -232,7 +232,6 @@ def test_optimizers_do_not_see_the_state():
     before = nnx.to_pure_dict(nnx.state(layer))
     for wrong, message in (
         (grads.filter(nnx.Param), "have no scaling state, so that of the model would never change"),
-        (jax.tree.map(lambda g: 0.3 * g, grads), "is not the next state"),
         (
             fp8nnx.grad(lambda m: jnp.sum(m[0](X)))(nnx.List([layer])),
             "another structure than the state",
@@ -246,6 +245,59 @@ def test_optimizers_do_not_see_the_state():
     nnx.update(grads, halved)
     with pytest.raises(TypeError, match="must be float32; got bfloat16"):
         optimizer.update(layer, grads)
+
+
+def grads_of(model, x, scale=1.0):
+    return fp8nnx.grad(lambda m: scale * loss_of(m, x))(model)
+
+
+# The gradients that a loop gives to ``Optimizer.update``.
+MISTAKES = {
+    "clip over all gradients": lambda model: optax.clip_by_global_norm(1e-3).update(
+        grads_of(model, X), optax.EmptyState()
+    )[0],
+    "loss scale of 1024": lambda model: jax.tree.map(lambda g: g / 1024, grads_of(model, X, 1024.0)),
+    "all gradients times 0.3": lambda model: jax.tree.map(lambda g: 0.3 * g, grads_of(model, X)),
+    "all gradients negated": lambda model: jax.tree.map(jnp.negative, grads_of(model, X)),
+    "microbatches added up": lambda model: jax.tree.map(
+        jnp.add, grads_of(model, X), grads_of(model, 2 * X)
+    ),
+    "two calls with nnx.grad": lambda model: nnx.grad(
+        lambda m: loss_of(m, X) + loss_of(m, 2 * X),
+        argnums=nnx.DiffState(0, (nnx.Param, fp8nnx.OverwriteWithGradient)),
+    )(model),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_loud(mistake, wrap):
+    """A mistake is an error without jit; with jit the next loss is NaN, and ``check_state`` says why."""
+    layer = linear()
+    optimizer = optimizer_of(layer)
+
+    @wrap
+    def step(model, optimizer):
+        optimizer.update(model, MISTAKES[mistake](model))
+
+    if wrap is nnx.jit:
+        step(layer, optimizer)
+        assert jnp.isnan(loss_of(layer, X))
+        with pytest.raises(ValueError, match=r"dot_general/input_amax_history has a scale of NaN"):
+            fp8nnx.check_state(layer)
+    else:
+        with pytest.raises(ValueError, match="change only the gradients of the parameters"):
+            step(layer, optimizer)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_an_optimizer_of_nnx_leaves_the_state_behind(wrap):
+    """It takes the parameters out of our gradients, so only ``check_state`` sees that the state stays."""
+    layer = linear()
+    optimizer = nnx.Optimizer(layer, optax.sgd(0.1), wrt=nnx.Param)
+    wrap(lambda model, optimizer: optimizer.update(model, grads_of(model, X)))(layer, optimizer)
+    with pytest.raises(ValueError, match="No history has moved"):
+        fp8nnx.check_state(layer)
 
 
 def test_check_state_of_linen_variables():
@@ -264,7 +316,7 @@ def test_check_state():
     fp8nnx.check_state(layer, before)
     fp8nnx.check_state(nnx.state(layer), nnx.state(before))
     stepped = jax.tree.map(lambda old, new: old - 0.1 * new, nnx.state(before), grads)
-    with pytest.raises(ValueError, match="other than a step"):
+    with pytest.raises(ValueError, match="is not what training leaves"):
         fp8nnx.check_state(stepped, before)
 
 

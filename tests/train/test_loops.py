@@ -8,7 +8,6 @@ from functools import partial
 import flax.core
 import flax.linen as nn
 import jax
-import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -96,13 +95,11 @@ def train_in_half(scale, steps=60, **kwargs):
 
 class TestDynamicScale:
     @pytest.mark.long
-    def test_as_with_the_state_left_alone_and_as_flaxs_own(self):
+    def test_as_flaxs_own_with_the_state_left_alone(self):
         """All steps agree in losses, scales and variables, through growth, overflows and a NaN."""
         ours, state, scale = train_in_half(fp8.DynamicScale(**GROWING))
-        flaxs, flax_state, _ = train_in_half(dynamic_scale.DynamicScale(**GROWING))
         alone, alone_state, _ = train_in_half(dynamic_scale.DynamicScale(**GROWING), by_hand=True)
-        assert ours == flaxs == alone
-        assert_trees_equal(state.params, flax_state.params)
+        assert ours == alone
         assert_trees_equal(state.params, alone_state.params)
         assert isinstance(scale, fp8.DynamicScale)
         losses, scales, _ = zip(*ours)
@@ -219,20 +216,24 @@ class TestCheckState:
     def test_a_train_state_and_variables(self):
         state = fp8.TrainState.create(apply_fn=None, params=trained(1), tx=optax.sgd(0.1))
         for variables, before in ((state, state.params), (state.params, state)):
-            with pytest.raises(TypeError, match=r"Pass state\.params"):
+            with pytest.raises(ValueError, match="is in `before` only"):
                 fp8.check_state(variables, before=before)
+
+    def test_a_donated_tree(self):
+        before, variables = trained(1), trained(2)
+        op_of(before)["input_scale"].delete()
+        with pytest.raises(ValueError, match=f"{NAME}input_scale is lost.*Copy the variables"):
+            fp8.check_state(variables, before=before)
 
     @pytest.mark.parametrize(
         ("leaf", "change", "message"),
         [
-            ("input_scale", lambda a: 0 * a, "input_scale is not positive"),
-            ("kernel_scale", lambda a: jnp.nan * a, "kernel_scale is not positive"),
-            ("kernel_scale", lambda a: a.astype(jnp.bfloat16), "kernel_scale is bfloat16"),
-            ("kernel_scale", lambda a: a[0], r"kernel_amax_history .*\(4,\)"),
-            ("input_amax_history", lambda a: -a, "input_amax_history .*negative"),
+            ("input_scale", lambda a: 0 * a, "input_amax_history has a scale that is not positive"),
+            ("kernel_scale", lambda a: jnp.nan * a, "kernel_amax_history has a scale of NaN"),
+            ("kernel_scale", lambda a: a[0], r"kernel_(scale|amax_history) of shape .* whose shape fits"),
+            ("input_amax_history", lambda a: -a, "input_amax_history has .* entries that are negative"),
             ("input_amax_history", lambda a: a.at[2].set(jnp.inf), "negative or not finite"),
-            ("input_amax_history", lambda a: a[:0], r"input_amax_history .*\(0,\)"),
-            ("input_amax_history", None, "input_scale lacks"),
+            ("input_amax_history", None, r"input_scale of shape \(1,\) has no scale or history beside it"),
         ],
     )
     def test_a_bad_leaf_is_named(self, leaf, change, message):
@@ -241,19 +242,24 @@ class TestCheckState:
             del op_of(variables)[leaf]
         else:
             op_of(variables)[leaf] = change(op_of(variables)[leaf])
-        with pytest.raises(ValueError, match=f"{NAME}{message}" if leaf in message else message):
+        with pytest.raises(ValueError, match=message if "negative" in message else f"{NAME}{message}"):
+            fp8.check_state(variables)
+
+    def test_a_narrow_state(self):
+        variables = jax.tree.map(lambda a: a.astype(jnp.bfloat16), trained())
+        with pytest.raises(TypeError, match=r"must be float32; got bfloat16.*Cast variables\['params'\]"):
             fp8.check_state(variables)
 
     def test_every_problem_is_listed(self):
         variables = trained()
         op_of(variables)["input_scale"] = jnp.zeros((1,))
         op_of(variables, "second")["kernel_amax_history"] = jnp.full((4,), -1.0)
-        with pytest.raises(ValueError, match=r"(?s)\n- .*first.*input_scale.*\n- .*second.*kernel_amax"):
+        with pytest.raises(ValueError, match=r"(?s)\n- .*first.*/input_.*\n- .*second.*/kernel_"):
             fp8.check_state(variables)
 
     def test_two_steps_are_no_step(self):
         """A correct loop that calls ``check_state`` after two steps gets a short message about that."""
-        with pytest.raises(ValueError, match="more than one step") as error:
+        with pytest.raises(ValueError, match="`before` must be exactly one step earlier") as error:
             fp8.check_state(trained(4), before=trained(2))
         *listed, rest = [line for line in str(error.value).splitlines() if line.startswith("- ")]
         assert len(listed) == 5
@@ -277,7 +283,7 @@ class TestCheckState:
 
     def test_a_stacked_layer_that_did_not_move(self):
         stacked = jax.tree.map(lambda *a: jnp.stack(a), trained()[OWG], START[OWG])
-        with pytest.warns(UserWarning, match=r"input_amax_history \(1 of 2 layers\)"):
+        with pytest.warns(UserWarning, match=r"input_amax_history.* did not move"):
             fp8.check_state({OWG: stacked})
 
     @pytest.mark.parametrize("steps", [0, 1, 5])
@@ -287,9 +293,6 @@ class TestCheckState:
         scaled = {**before, OWG: jax.tree.map(lambda g: 0.3 * g, grads[OWG])}
         with pytest.raises(ValueError, match="past entries"):
             fp8.check_state(scaled, before=before)
-        halved = {**before, OWG: jax.tree.map(lambda g: 0.25 * g, grads[OWG])}
-        with pytest.raises(ValueError, match="was multiplied by 0.25"):
-            fp8.check_state(halved, before=before)
 
     def test_sharded_and_stacked(self):
         mesh = jax.make_mesh((2,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -303,18 +306,81 @@ class TestCheckState:
         with pytest.raises(TypeError, match="outside of jax.jit"):
             jax.jit(fp8.check_state)(START)
 
-    def test_a_state_that_is_frozen_under_a_trace_is_seen(self):
-        """Under a trace ``apply_gradients`` cannot raise an error."""
 
-        @jax.jit
-        def step(state):
-            grads = jax.tree.map(lambda g: 0.7 * g, fp8.grad(partial(loss_of, MODEL))(state.params))
-            return state.apply_gradients(grads=grads)
+def over_all(change):
+    """Returns a mistake: the function is applied to the gradients of all variables."""
+    return lambda state, x, y: jax.tree.map(change, grads_of(state, x, y))
 
-        state = fp8.TrainState.create(apply_fn=MODEL.apply, params=START, tx=optax.sgd(0.1))
-        state = step(step(state))
+
+def grads_of(state, x, y, scale=1.0):
+    return fp8.grad(lambda v: scale * jnp.mean((state.apply_fn(v, x) - y) ** 2))(state.params)
+
+
+def clipped(state, x, y):
+    return optax.clip_by_global_norm(1.0).update(grads_of(state, x, y), optax.EmptyState())[0]
+
+
+def scaled_by_flax(state, x, y):
+    scale = dynamic_scale.DynamicScale(scale=jnp.float32(2.0**10))
+    return scale.value_and_grad(lambda v: jnp.mean((state.apply_fn(v, x) - y) ** 2))(state.params).grad
+
+
+def two_applies(state, x, y):
+    def loss(v):
+        return jnp.mean((state.apply_fn(v, x) - y) ** 2) + jnp.mean(state.apply_fn(v, 2 * x))
+
+    return jax.grad(loss)(state.params)
+
+
+# The gradients that a loop gives to ``TrainState.apply_gradients``.
+MISTAKES = {
+    "clip over all gradients": clipped,
+    "loss scale of 1000": lambda *args: jax.tree.map(lambda g: g / 1000, grads_of(*args, scale=1000.0)),
+    "loss scale of 1024": lambda *args: jax.tree.map(lambda g: g / 1024, grads_of(*args, scale=1024.0)),
+    "Flax's DynamicScale": scaled_by_flax,
+    "all gradients times 0.3": over_all(lambda g: 0.3 * g),
+    "all gradients negated": over_all(lambda g: -g),
+    "microbatches added up": lambda state, x, y: jax.tree.map(
+        jnp.add, grads_of(state, x[:8], y[:8]), grads_of(state, x[8:], y[8:])
+    ),
+    "two applies with jax.grad": two_applies,
+    "state of another step": lambda state, x, y: {
+        **grads_of(state, x, y),
+        OWG: jax.tree.map(lambda s: jnp.roll(s, 1) + 1, state.params[OWG]),
+    },
+}
+# Gradients with which the state stands still, as if no layer had taken part in the step.
+MISTAKES_THAT_STAND_STILL = {
+    "old state": lambda state, x, y: {**grads_of(state, x, y), OWG: state.params[OWG]},
+    "zero state": lambda state, x, y: {
+        **grads_of(state, x, y),
+        OWG: jax.tree.map(jnp.zeros_like, state.params[OWG]),
+    },
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("mistake", [*MISTAKES, *MISTAKES_THAT_STAND_STILL])
+def test_mistakes_are_loud(mistake, wrap):
+    """A mistake is an error without jit; with jit the next loss is NaN, and ``check_state`` says why."""
+    state = fp8.TrainState.create(apply_fn=MODEL.apply, params=START, tx=optax.sgd(0.1))
+    gradients = (MISTAKES | MISTAKES_THAT_STAND_STILL)[mistake]
+
+    @wrap
+    def step(state):
+        return state.apply_gradients(grads=gradients(state, X, Y))
+
+    if mistake in MISTAKES_THAT_STAND_STILL:
         with pytest.raises(ValueError, match="No history has moved"):
-            fp8.check_state(state.params)
+            fp8.check_state(step(step(state)).params)
+    elif wrap is jax.jit:
+        after = step(state).params
+        assert jnp.isnan(loss_of(MODEL, after))
+        with pytest.raises(ValueError, match=f"{NAME}.*has a scale of NaN"):
+            fp8.check_state(after)
+    else:
+        with pytest.raises(ValueError, match=f"(?s){NAME}.*fp8flax.value_and_grad"):
+            step(state)
 
 
 @jax.jit
@@ -341,6 +407,19 @@ def test_a_loop_that_goes_over_the_state_is_seen_after_a_step(loop, steps):
     before = trained(steps)
     with pytest.raises(ValueError, match="training leaves"):
         fp8.check_state(loop(before), before=before)
+
+
+@pytest.mark.parametrize("length", [16, 1024])
+def test_the_scale_of_an_average_over_all_variables_does_not_follow_from_its_history(length):
+    model = nn.Dense(1, dot_general_cls=partial(Op, recipe=fp8.DelayedScaling(amax_history_len=length)))
+    variables = average = variables_of(model, X)
+    gradient = jax.jit(fp8.grad(partial(loss_of, model)))
+    for i in range(4):
+        variables = {**variables, OWG: gradient(variables, (1.0 + i) * X)[OWG]}
+        average = optax.incremental_update(variables, average, 0.1)
+    fp8.check_state(variables)
+    with pytest.raises(ValueError, match="has a scale that does not follow from it"):
+        fp8.check_state(average)
 
 
 class Stack(nn.Module):

@@ -285,14 +285,27 @@ def test_of_a_batch_by_vmap():
     assert_close(outside, inside)
 
 
-def test_refuses_what_nothing_comes_out_of():
-    def looped(w):
-        w = jax.lax.stop_gradient(w)
-        y = jax.lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x + OP.apply({}, x, w, MATMUL), X)
-        return jnp.sum(OP.apply({}, X, w, MATMUL) * y)
+def test_out_of_while_loops_and_calls_without_a_gradient():
+    """The numbers of a while loop are those of all its rounds in one call after another."""
 
-    with pytest.raises(ValueError, match="an FP8 layer inside of while. Call fp8flax.statistics inside"):
-        fp8.statistics(looped)(W)
+    def step(w, x):
+        return jnp.sin(OP.apply({}, 2 * x, w, MATMUL))
+
+    def looped(w):
+        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(w, c[1])), (0, X))[1]
+
+    def unrolled(w):
+        return step(w, step(w, step(w, X)))
+
+    def measure(f):
+        return fp8.statistics(lambda w: jnp.sum(w) + jnp.sum(f(jax.lax.stop_gradient(w))))(W)
+
+    found, expected = measure(looped), measure(unrolled)
+    assert set(found["Fp8DotGeneralOp"]) == {"input", "kernel"}
+    assert_close(found, expected)
+
+
+def test_refuses_what_nothing_comes_out_of():
     with pytest.raises(ValueError, match="No FP8 op was reached"):
         fp8.statistics(jnp.sum)(W)
     with fp8.autocast(enabled=False), pytest.raises(ValueError, match="No FP8 op was reached"):

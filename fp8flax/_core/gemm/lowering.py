@@ -79,8 +79,9 @@ def lowered(request: Any, *operands: Any) -> Any:
     split = [row for row in rows if row.several is not None or row.on_shards is not None]
     on_shards = split[0].on_shards if split else None
     if on_shards is not None:
-        is_allowed = _may_have_custom_partitioning(request, *operands)
-        on_shards = partial(on_shards, request) if is_allowed else None
+        on_shards = (
+            partial(on_shards, request) if _may_have_custom_partitioning(request, *operands) else None
+        )
     several = next((partial(row.several, request) for row in split if row.several is not None), reference)
 
     on_cuda = one
@@ -94,16 +95,16 @@ def lowered(request: Any, *operands: Any) -> Any:
 
 
 def _may_have_custom_partitioning(request: Any, *operands: Any) -> bool:
-    """Returns whether a program may contain ``custom_partitioning`` for a request.
+    """Returns whether a program may contain ``custom_partitioning``.
 
-    JAX then requires a single mesh in the whole program, even if the program is for CPUs. So a GEMM of two
-    operands with one scale each does not get it: XLA alone sends as few bytes. On explicit axes JAX derives
+    JAX then requires a single mesh in the whole program, even if the program is for CPUs. So a GEMM whose
+    operands have one scale each does without it: XLA alone sends as few bytes. On explicit axes JAX derives
     the sharding of the result from the operations of the reference.
     """
     if any(map(_is_explicit, jax.tree.leaves(operands))):
         return False
-    has_one_scale = [x.quantizer.has_one_scale for x in operands if isinstance(x, QTensor)]
-    return not (isinstance(request, Gemm) and all(has_one_scale))
+    has_several_scales = any(not x.quantizer.has_one_scale for x in operands if isinstance(x, QTensor))
+    return has_several_scales or (not isinstance(request, Gemm) and compute_capability() > 0)
 
 
 def _on_shards(gemm: Gemm, lhs: QTensor, rhs: QTensor, *, name: str = "") -> jax.Array:

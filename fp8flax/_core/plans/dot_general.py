@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from fp8flax._core.gemm.lowering import lowered
 from fp8flax._core.gemm.request import DimensionNumbers, Gemm
 from fp8flax._core.gemm.units import warn_if_emulated
-from fp8flax._core.mode import Calibrating, mode
+from fp8flax._core.mode import is_calibrating
 from fp8flax._core.plans.contraction import (
     STATELESS,
     Contraction,
@@ -226,12 +226,7 @@ def with_precision(recipe: CustomRecipe, precision: Any, form: str) -> CustomRec
     Raises:
         TypeError: ``precision`` is not None, a ``lax.Precision``, its name, or a pair of them.
     """
-    if (
-        precision is None
-        or form == "qdq"
-        or isinstance(mode.value, Calibrating)
-        or not any(recipe.quantizers)
-    ):
+    if precision is None or form == "qdq" or is_calibrating() or not any(recipe.quantizers):
         return recipe
     pair = precision if isinstance(precision, tuple | list) else (precision, precision)
     try:

@@ -1,9 +1,9 @@
-"""``contract`` chooses how a contraction runs: in FP8, frozen, wide, calibrating or measured."""
+"""``contract`` chooses how a contraction runs: in FP8, frozen, wide, or observed."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,11 +14,12 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8flax._compat.max_dtype import is_max_dtype
+from fp8flax._compat.report_primitive import with_report
 from fp8flax._core.axes import refuse_unchecked_axes
-from fp8flax._core.measuring import Numbers, merged, merged_calls, numbers_of, report_numbers
-from fp8flax._core.mode import Calibrating, is_measuring, mode
+from fp8flax._core.measuring import Numbers, merged, merged_calls, numbers_of
+from fp8flax._core.mode import Observing, is_calibrating, mode
 from fp8flax._core.names import KEPT_WIDE
-from fp8flax._core.observe import observed
+from fp8flax._core.observe import observed, report_amax, report_cotangent
 from fp8flax._core.plans.contraction import (
     STATELESS,
     Contraction,
@@ -31,15 +32,7 @@ from fp8flax._core.plans.plan import Extra, Scales, explicit_axes, explicit_shar
 from fp8flax._core.qdq import in_qdq_with_scale, out_qdq_with_scale
 from fp8flax._core.qtensor import QTensor
 from fp8flax._core.quantizers import quantized, quantized_and_back, serves
-from fp8flax._core.state.state import (
-    DelayedConfig,
-    ScalingState,
-    as_state,
-    calibrated_state,
-    report_calibrated,
-    scales_of,
-    step_scales,
-)
+from fp8flax._core.state.state import ScalingState, as_state, scales_of, step_scales
 from fp8flax._core.tracing import traced_once
 
 FORMS = ("direct", "qdq")
@@ -86,8 +79,8 @@ def contract(
     if is_frozen:
         plan.warn(plan.recipe.forward)
         return _frozen(plan, lhs, rhs, extra, _Fixed(scales_of(plan.configs, checked), None))
-    if isinstance(mode.value, Calibrating):
-        return _calibrated(plan, lhs, rhs, extra, checked)
+    if is_calibrating():
+        return _observed(lambda x, w: _wide(plan, x, w, extra), plan, lhs, rhs, extra, checked)
     is_delayed = all(
         quantizer is not None and quantizer.needs_state for quantizer in plan.recipe.quantizers
     )
@@ -97,9 +90,13 @@ def contract(
     else:
         plan.warn(plan.recipe.forward, plan.recipe.dgrad, plan.recipe.wgrad)
     scales = step_scales(plan.configs, checked)
-    if is_measuring():
-        return _measured(compute, plan, lhs, rhs, extra, scales)
-    return compute(plan, (lhs, rhs), extra, scales)
+
+    def multiply(*operands: jax.Array) -> jax.Array:
+        return compute(plan, operands, extra, scales)
+
+    if mode.value is not None:
+        return _observed(multiply, plan, lhs, rhs, extra, scales)
+    return multiply(lhs, rhs)
 
 
 def checked_states(plan: Contraction, states: States) -> _States:
@@ -222,76 +219,67 @@ def _frozen_jvp(plan: Contraction, primals: Any, tangents: Any) -> tuple[jax.Arr
 _frozen.defjvp(_frozen_jvp, symbolic_zeros=True)
 
 
-# Calibrating.
+# Observing.
 
 
-def _calibrated(
-    plan: Contraction, lhs: jax.Array, rhs: jax.Array, extra: Extra, states: _States
-) -> jax.Array:
-    """Returns the wide contraction, and makes the next scaling states from its tensors.
-
-    The next states are the "gradients" of ``states``. If the mode has a ``report``, it is called with the
-    states of input and kernel instead, and the output gradient gets no state.
-    """
-    report, configs = mode.value.report, plan.configs
-    operands = {"input": lhs, "kernel": rhs}
-    for role, x in operands.items():
-        if role not in configs:
-            continue
-        config, state = configs[role], states[role]
-        amax = plan.amax(role, plan.prepared(role, lax.stop_gradient(x), extra), extra)
-        if report is not None:
-            operands[role] = report_calibrated(x, report, config, amax, state)
-        else:
-            operands[role] = observed(partial(_calibrate_operand, config), x, (amax, state))
-    out = _wide(plan, operands["input"], operands["kernel"], extra)
-    if report is not None or "output_grad" not in configs:
-        return out
-    return observed(partial(_calibrate_output_grad, plan), out, (extra, states["output_grad"]))
-
-
-def _calibrate_operand(config: DelayedConfig, g: jax.Array, args: Any) -> Any:
-    """Observer of an operand: returns its cotangent unchanged, and its calibrated state.
-
-    The amax of the operand comes from the forward pass, in ``args``.
-    """
-    amax, state = args
-    return g, (None, calibrated_state(config, amax, state))
-
-
-def _calibrate_output_grad(plan: Contraction, g: jax.Array, args: Any) -> Any:
-    """Observer of the result: returns the output gradient unchanged, and its calibrated state."""
-    extra, state = args
-    amax = plan.amax("output_grad", plan.prepared("output_grad", g, extra), extra)
-    return g, (None, calibrated_state(plan.configs["output_grad"], amax, state))
-
-
-# Measuring.
-
-
-def _measured(
-    compute: Callable[..., jax.Array],
+def _observed(
+    multiply: Callable[[jax.Array, jax.Array], jax.Array],
     plan: Contraction,
     lhs: jax.Array,
     rhs: jax.Array,
     extra: Extra,
-    scales: Scales,
+    given: Mapping[str, Any],
 ) -> jax.Array:
-    """Returns the result of ``compute``, and reports the quantization error of the three tensors."""
-    path = mode.value.path
+    """Returns the product of the operands, and reports its three tensors to the observer.
+
+    Args:
+        multiply: computes the product.
+        plan: the contraction.
+        lhs: the input.
+        rhs: the kernel.
+        extra: the further arrays of the op.
+        given: what the report of a tensor needs, by role: its state for ``calibrate``, its scale for
+            ``statistics``.
+    """
+    observing = mode.value
     # The mode is part of jit's cache key. Without the path in it, layers with equal plans share one trace.
     with mode(None):
-        lhs = _reported(plan, path, "input", lhs, extra, scales.get("input"))
-        rhs = _reported(plan, path, "kernel", rhs, extra, scales.get("kernel"))
-        out = compute(plan, (lhs, rhs), extra, scales)
-        observer = partial(_report_output_grad, plan, path)
-        return observed(observer, out, (extra, scales.get("output_grad")))
+        lhs = _reported(plan, observing, "input", lhs, extra, given.get("input"))
+        rhs = _reported(plan, observing, "kernel", rhs, extra, given.get("kernel"))
+        out = multiply(lhs, rhs)
+        if not observing.backward:
+            return out
+        observer = partial(_report_output_grad, plan, observing)
+        return observed(observer, out, (extra, given.get("output_grad")))
 
 
-def _report_output_grad(plan: Contraction, path: tuple[str, ...], g: jax.Array, args: Any) -> Any:
-    """Observer of the result: returns the output gradient, and reports its quantization error."""
+def _report_output_grad(plan: Contraction, observing: Observing, g: jax.Array, args: Any) -> Any:
+    """Observer of the result: returns the output gradient, and reports it."""
+    _, given = args
+    if observing.amaxes_to is not None and given is not None:
+        amax_of = partial(_amax_of_role, "output_grad", plan)
+        return report_cotangent(observing, plan.configs["output_grad"], amax_of, g, args)
     extra, scale = args
-    return _reported(plan, path, "output_grad", g, extra, scale), (None, None)
+    return _reported(plan, observing, "output_grad", g, extra, scale), (None, None)
+
+
+def _reported(
+    plan: Contraction, observing: Observing, role: str, x: jax.Array, extra: Extra, given: Any
+) -> jax.Array:
+    """Returns ``x`` unchanged, and reports it, if a product quantizes it."""
+    if observing.amaxes_to is not None:
+        if given is None:
+            return x
+        return report_amax(observing, plan.configs[role], x, _amax_of_role(role, plan, x, extra), given)
+    if not any(plan.recipe.of_role(role)):
+        return x
+    numbers = on_automatic_axes(plan, partial(_numbers_of_role, role), None)(x, extra, given)
+    return with_report(x, numbers, (observing.path, role))
+
+
+def _amax_of_role(role: str, plan: Contraction, x: jax.Array, extra: Extra) -> jax.Array:
+    """Returns the amax of a tensor, or the amaxes of a stack."""
+    return plan.amax(role, plan.prepared(role, lax.stop_gradient(x), extra), extra)
 
 
 def _numbers_of_role(
@@ -313,13 +301,3 @@ def _numbers_of_role(
     # ``nonfinite`` counts elements of the tensor; the other counts are per cast. So it must not be added
     # up over the two quantizers.
     return merged_calls(found)._replace(nonfinite=found[0].nonfinite)
-
-
-def _reported(
-    plan: Contraction, path: tuple[str, ...], role: str, x: jax.Array, extra: Extra, scale: jax.Array | None
-) -> jax.Array:
-    """Returns ``x`` unchanged, and reports its quantization error, if a product quantizes it."""
-    if not any(plan.recipe.of_role(role)):
-        return x
-    numbers = on_automatic_axes(plan, partial(_numbers_of_role, role), None)(x, extra, scale)
-    return report_numbers(path, role, x, numbers)

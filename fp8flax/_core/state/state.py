@@ -8,7 +8,7 @@ states.
 A state has one of three forms. The form decides what JAX does with the "gradients" of several uses:
 
 * float32, under plain ``jax.grad``: JAX adds them up, so the state must be used once.
-* ``fp32_max_grad``, after ``tree.to_max``: JAX merges them by maximum. They are checked after the last use.
+* ``fp32_max_grad``, after a cast: JAX merges them by maximum. They are checked after the last use.
 * A digest in the place of the scale, after ``tree.enter``: JAX merges them by maximum. The next states of
   all tensors are then computed together.
 
@@ -19,7 +19,7 @@ the history and the amax then have leading dimensions, and each tensor has its o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,14 +38,11 @@ from fp8flax._compat.max_dtype import (
     to_digest,
     to_max_dtype,
 )
-from fp8flax._compat.report_primitive import ToHost, with_report
 from fp8flax._compat.xla_metadata import apart
-from fp8flax._core.axes import merge_amax
 from fp8flax._core.formats import fp8_max
 from fp8flax._core.names import RESIDUAL_NAMES
 from fp8flax._core.quantizers import DelayedQuantizer
 from fp8flax._core.scaling import (
-    SMALLEST_SCALE,
     compute_scale,
     is_usable,
     power_of_two,
@@ -205,11 +202,12 @@ def _scale_from(
 ) -> jax.Array:
     """Returns the scale of this step, computed from the first three numbers of a digest."""
     amax = newest if config.amax_compute_algo == "most_recent" else largest
-    exact = compute_scale(amax, scale, fp8_max(config.q_dtype), config.margin)
-    if not config.power_2:
-        return exact
-    rounded = power_of_two(scale_exponent(amax, fp8_max(config.q_dtype), "up", config.margin))
-    return jnp.where(is_usable(amax), rounded, exact)
+    new_scale = compute_scale(amax, scale, fp8_max(config.q_dtype), config.margin)
+    if config.power_2:
+        rounded = power_of_two(scale_exponent(amax, fp8_max(config.q_dtype), "up", config.margin))
+        new_scale = jnp.where(is_usable(amax), rounded, new_scale)
+    # A NaN marks a state that no step can make (see ``_train.check``): the results must be NaN, too.
+    return jnp.where(scale == scale, new_scale, scale)
 
 
 # A constant, because JAX's caches compare functions by identity. ``apart``: XLA for CPUs would compile this
@@ -361,43 +359,27 @@ def _pushed(axis: int, old: ScalingState, new_scale: jax.Array, amax: jax.Array)
 
 
 def calibrated_state(
-    config: DelayedConfig, amax: Float[jax.Array, "*stack"], state: ScalingState
+    config: DelayedConfig, axis: int, old: ScalingState, amax: Float32[jax.Array, "*scale"]
 ) -> ScalingState:
-    """Returns the next state for calibration, where the new scale already includes this step's amax.
+    """Returns the state after calibration, with the scale that the next training step uses.
 
-    In a training step the new scale follows from earlier amaxes only.
+    So the scale follows from ``amax``, too. In a training step it follows from earlier amaxes only.
+
+    Args:
+        config: the options of the cast.
+        axis: the axis of the history that holds the past amaxes.
+        old: the state before the calibration, float32.
+        amax: the amax of all data, of the shape of the scale; -inf for a tensor without data, whose state
+            is kept.
     """
-    history = from_max_dtype(state.amax_history)
-    # The maximum over the mesh axes and batches that the history does not vary over.
-    merged = merge_amax(amax, history[..., 0])
-    seen = jnp.where(lax.is_finite(merged)[..., None], push_amax(merged, history), history)
-    new_scale = scale_of(config, ScalingState(from_max_dtype(state.scale), seen))
-    # Data of zeros determine no scale. They give the smallest scale, which loses the merge by maximum.
-    newest_only = config.amax_compute_algo == "most_recent"
-    used = seen[..., 0] if newest_only else jnp.max(seen, axis=-1)
-    new_scale = jnp.where(is_usable(used), new_scale, SMALLEST_SCALE)
-    return next_state(merged, new_scale, state)
-
-
-def report_calibrated(
-    x: jax.Array,
-    report: Callable[..., None],
-    config: DelayedConfig,
-    amax: jax.Array,
-    state: ScalingState,
-) -> jax.Array:
-    """Returns ``x``, and calls ``report`` on the host with the ``calibrated_state`` of this tensor.
-
-    For this call the caller has replaced the scale in ``state`` by an index that identifies the tensor. It
-    is passed to ``report`` as the first argument. The index never becomes a scale, because without a usable
-    amax the new scale is the smallest one. The reported state is not checked by ``kept_state``. A
-    callback, unlike a cotangent, also works inside ``lax.while_loop`` and in forward mode.
-    """
-    index, _ = state
-    # In ``fp32_max_grad``, so that ``next_state`` returns the new state unchecked.
-    in_max_dtype = ScalingState(*(to_max_dtype(lax.stop_gradient(leaf)) for leaf in state))
-    new = calibrated_state(config, lax.stop_gradient(amax), in_max_dtype)
-    return with_report(x, [index, *map(from_max_dtype, new)], ToHost(report))
+    history = jnp.moveaxis(old.amax_history, axis, -1)
+    moved = push_amax(amax.reshape(history.shape[:-1]), history)
+    scale = scale_of(config, ScalingState(old.scale, moved)).reshape(old.scale.shape)
+    has_data = amax > -jnp.inf
+    return ScalingState(
+        jnp.where(has_data, scale, old.scale),
+        jnp.where(has_data, jnp.moveaxis(moved, -1, axis), old.amax_history),
+    )
 
 
 def as_state(scale: Any, amax_history: Any, stacked: tuple[int, ...] = ()) -> ScalingState:

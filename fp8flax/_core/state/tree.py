@@ -161,7 +161,7 @@ class Places(NamedTuple):
         return [ScalingState(leaves[i], leaves[j]) for i, j in self.pairs]
 
 
-def _flatten(tree: Any) -> tuple[list[KeyPath], list[Any], Any]:
+def flatten(tree: Any) -> tuple[list[KeyPath], list[Any], Any]:
     """Returns the paths, the leaves and the structure of a tree."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return [path for path, _ in leaves], [leaf for _, leaf in leaves], treedef
@@ -180,7 +180,7 @@ def enter(tree: Any) -> Any:
     Raises:
         TypeError: a leaf of scaling state is not float32.
     """
-    paths, leaves, treedef = _flatten(tree)
+    paths, leaves, treedef = flatten(tree)
     places = Places.of(paths, leaves)
     new = [
         (pair, axis)
@@ -206,7 +206,7 @@ def as_read(entered: Any) -> Any:
     history, because the digest holds its values. So each history loses its gradient, and gets a dtype that
     refuses arithmetic.
     """
-    paths, leaves, treedef = _flatten(entered)
+    paths, leaves, treedef = flatten(entered)
     for _, j in find_pairs(paths):
         if not is_max_dtype(leaves[j]):
             leaves[j] = to_max_dtype(lax.stop_gradient(leaves[j]))
@@ -220,7 +220,7 @@ def leave(tree: Any, cotangents: Any) -> Any:
         tree: the variables that ``enter`` was called with, with all state in float32.
         cotangents: the cotangents of the result of ``enter``.
     """
-    paths, leaves, treedef = _flatten(tree)
+    paths, leaves, treedef = flatten(tree)
     places, grads = Places.of(paths, leaves), treedef.flatten_up_to(cotangents)
     numbers = [tuple(digested(grads[i], 2)) for i, _ in places.pairs]  # the scale and the amax of the step
     after = each_alike(state_after, places.axes, places.states(leaves), numbers, in_parts=True)
@@ -239,7 +239,7 @@ def merge_by_max(tree: Any) -> Any:
     ``leave``. Call it once, inside the differentiated function and before ``apply``, as
     ``TrainState.apply_fn`` does.
     """
-    paths, leaves, treedef = _flatten(tree)
+    paths, leaves, treedef = flatten(tree)
     enters = [found and not is_max_dtype(leaf) for found, leaf in zip(find_state(paths), leaves)]
     # All other leaves are left out of the ``custom_vjp``, so that they keep their derivatives of any order.
     state = treedef.unflatten([leaf if new else None for leaf, new in zip(leaves, enters)])
@@ -250,15 +250,6 @@ def merge_by_max(tree: Any) -> Any:
 # The backward rule computes no derivative: the cotangent of the state is its next value.
 _entered = jax.custom_vjp(enter)
 _entered.defvjp(lambda state: (enter(state), state), lambda state, cotangents: (leave(state, cotangents),))
-
-
-def to_max(tree: Any) -> Any:
-    """Casts the state in a tree to ``fp32_max_grad``; its gradients can then be merged over several calls.
-
-    The gradient of the state is -inf if nothing contributed to it, and its amax is inf if the data held a
-    NaN or an Inf. Merge the gradients of all calls by maximum. Then call ``kept_tree``.
-    """
-    return map_state(to_max_dtype, lambda x: x, tree)
 
 
 def from_max(tree: Any) -> Any:
@@ -274,7 +265,7 @@ def kept_tree(old: Any, new: Any) -> Any:
 
     The state of a tensor is taken from ``old`` if no gradient arrived. Its history is taken from ``old`` if
     the data held a NaN or an Inf. Leaves that are not scaling state are taken from ``new``. ``kept_tree``
-    trusts that a step produced ``new``; ``_train.check.overwrite`` checks that, too.
+    trusts that a step produced ``new``; ``_train.check.checked_next_state`` checks that, too.
 
     Args:
         old: a tree of variables (or a bare collection) as it was before the step.
@@ -309,7 +300,7 @@ def leaves_of_both(old: Any, new: Any) -> tuple[list[KeyPath], list[Any], list[A
 
     The scaling state among the new leaves is cast to float32. Arguments and errors: see ``kept_tree``.
     """
-    paths, old_leaves, treedef = _flatten(old)
+    paths, old_leaves, treedef = flatten(old)
     leaves = treedef.flatten_up_to(new)
     for i, found in enumerate(find_state(paths)):
         if not found:
@@ -344,7 +335,7 @@ def remember_step(old: Any, new: Any) -> None:
         old: a tree of variables.
         new: the gradient with respect to ``old``; its scaling state has passed the check.
     """
-    paths, old_leaves, treedef = _flatten(old)
+    paths, old_leaves, treedef = flatten(old)
     for before, after, found in zip(old_leaves, treedef.flatten_up_to(new), find_state(paths)):
         if found and isinstance(before, jax.core.Tracer) and isinstance(after, jax.core.Tracer):
             place = id(after)
@@ -367,7 +358,7 @@ def is_step(old: Any, new: Any) -> bool:
 
 def map_state(f: Callable[..., Any], g: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Maps ``f`` over the leaves that are scaling state, and ``g`` over all others."""
-    paths, leaves, treedef = _flatten(tree)
+    paths, leaves, treedef = flatten(tree)
     others = [treedef.flatten_up_to(other) for other in rest]
     is_state = find_state(paths)
     return treedef.unflatten(

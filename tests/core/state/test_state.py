@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8flax._compat.max_dtype import digested, from_max_dtype, to_digest, to_max_dtype
-from fp8flax._core.scaling import SMALLEST_SCALE, push_amax
+from fp8flax._core.scaling import push_amax
 from fp8flax._core.state.batching import each_alike
 from fp8flax._core.state.state import (
     DelayedConfig,
@@ -153,15 +153,17 @@ def test_kept_state_checks_each_stacked_tensor():
 def test_calibrating_the_scale_follows_from_the_amax_of_this_step(margin):
     old = ScalingState(jnp.full((1,), 0.5), jnp.float32([2.0, 0.0]))
     config = DELAYED._replace(margin=margin)
-    new = calibrated_state(config, jnp.float32(7.0), old)
+    new = calibrated_state(config, 0, old, jnp.float32([7.0]))
     np.testing.assert_array_equal(new.amax_history, [7.0, 2.0])
     expected = reference.next_scale([7.0, 2.0], np.ones((1,)), "float8_e4m3fn", margin)
     np.testing.assert_array_equal(new.scale, expected)
 
 
-def test_calibrating_zeros_gives_the_smallest_scale():
-    new = calibrated_state(DELAYED, jnp.float32(0.0), ScalingState(jnp.ones((1,)), jnp.zeros((2,))))
-    np.testing.assert_array_equal(new.scale, [SMALLEST_SCALE])
+def test_calibrating_keeps_the_scale_for_zeros_and_the_state_without_data():
+    old = ScalingState(jnp.float32([[0.5, 0.5]]), jnp.zeros((2, 2)).at[0, 1].set(3.0))
+    new = calibrated_state(DELAYED, 0, old, jnp.float32([[0.0, -np.inf]]))
+    np.testing.assert_array_equal(new.scale, old.scale)
+    np.testing.assert_array_equal(new.amax_history, old.amax_history)
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,14 @@ def train(kind, mesh):
 
     rows = ROWS // jax.process_count()
     mine = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
+
+    def data_of(step):
+        return [jax.make_array_from_process_local_data(by_rows, part[mine]) for part in batch(step)]
+
     state, losses = start(), []
+    state = state.replace(params=fp8.calibrate(model.apply, state.params, [data_of(0)[0]]))
     for step in range(STEPS):
-        data = [jax.make_array_from_process_local_data(by_rows, part[mine]) for part in batch(step)]
+        data = data_of(step)
         assert data[0].shape == (ROWS, WIDTH)
         state, loss = train_step(state, *data)
         losses.append(np.asarray(loss))
