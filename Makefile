@@ -103,7 +103,7 @@ test-all: .venv/installed
 	.venv/bin/python -m pytest $(IN_PARALLEL) --all-cells $(ARGS)
 
 # Some tests of every folder, most where much depends on the version of JAX.
-FEW = "oldest and not long and not all_cells"
+FEW = "newest and not long and not all_cells"
 test-newest: .venv-newest/installed
 	.venv-newest/bin/python -m pytest $(IN_PARALLEL) -m $(FEW) $(ARGS) tests
 

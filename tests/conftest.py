@@ -119,20 +119,14 @@ def pytest_sessionfinish(session):
         what_works.write(CELLS)
 
 
-@pytest.fixture(params=["stacked", "one by one"])
-def stacking(request, monkeypatch):
-    """Runs a test with the arrays of states stacked, as in programs for GPUs, and then without stacking.
-
-    Programs for CPUs compute each array by itself in both cases. So this fixture chooses as GPUs do.
-    """
+@pytest.fixture
+def stacking(monkeypatch):
+    """Stacks the arrays of states, as programs for GPUs do. Programs for CPUs compute each by itself."""
     from fp8flax._core.state import batching
 
-    if request.param == "stacked":
-        monkeypatch.setattr(batching, "unless_cpu", lambda otherwise, on_cpu, *args: otherwise(*args))
-    else:
-        monkeypatch.setattr(batching, "is_enabled", False)
+    monkeypatch.setattr(batching, "unless_cpu", lambda otherwise, on_cpu, *args: otherwise(*args))
     jax.clear_caches()
-    yield request.param
+    yield
     jax.clear_caches()
 
 

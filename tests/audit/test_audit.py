@@ -78,7 +78,7 @@ def gradient_of(model, *args):
 # GEMMs that run in FP8, and the reasons of the others.
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_plain_dense(gpu):
     report = audit(*dense_step(8192, 4096, 4096))
     assert (report.num_gemms, report.num_fp8_gemms, report.fp8_flops_share) == (3, 0, 0.0)
@@ -95,7 +95,7 @@ def test_plain_dense(gpu):
     assert (report.num_kernels, report.num_launches, report.other_bytes) == (3, 3, 0)
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_quantize_dequantize(gpu):
     report = audit(*dense_step(8192, 4096, 4096, fp8_ops.Fp8DotGeneralOp))
     (forward,) = [g for g in report.gemms if g.role == "forward"]
@@ -176,7 +176,7 @@ def test_a_function_of_nnx_jit(gpu, monkeypatch):
     assert audit(nnx.jit(lambda model, x: model(x)), model, jnp.ones((64, 64))).num_fp8_gemms == 1
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("preset", "accumulation"),
     [(Preset.ANY_F8_ANY_F8_F32, "exact"), (Preset.ANY_F8_ANY_F8_F32_FAST_ACCUM, "fast")],
@@ -312,7 +312,7 @@ def test_gradients_of_square_layers_are_told_apart(gpu):
 # Control flow.
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("remat", cells([False, True], repeated=[False]))
 def test_scanned_layers(gpu, remat):
     layer = nn.remat(Layer, prevent_cse=False) if remat else Layer
@@ -452,7 +452,7 @@ SEEN += [("a100", "delayed"), ("l40s", "delayed")]
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("target", "recipe"), cells(GPUS_AND_RECIPES, repeated=[x for x in GPUS_AND_RECIPES if x not in SEEN])
 )

@@ -24,19 +24,13 @@ from fp8flax._audit import auditing, compiling, hlo, kernels
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
 from fp8flax._core.names import BLOCK_QUANTIZE
 from fp8flax._core.plans.dot_general import fp8_dot_general
-from fp8flax.demo import data, training
-from tests.cases import cells, dense_step, struct
+from tests.cases import dense_step, struct
 from tests.models import Einsum
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
 MIB = 2**20
-SHAPES = [
-    (8192, 4096, 4096),
-    pytest.param((4096, 4096, 16384), marks=pytest.mark.all_cells),
-    pytest.param((4096, 1024, 4096), marks=pytest.mark.all_cells),
-]
-SHAPE = SHAPES[0]
+SHAPE = (8192, 4096, 4096)
 XLAS_OWN = ("default", "default", "default")
 WITH_XLAS_OWN = partial(fp8.Fp8DotGeneralOp, recipe=fp8.DelayedScaling(accumulation=XLAS_OWN))
 
@@ -53,10 +47,9 @@ def report_of_dense(shape, dot_general_cls):
         return fp8.audit(*dense_step(*shape, dot_general_cls), target="h200")
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_three_of_three_gemms_of_a_dense_layer(shape):
-    report = report_of_dense(shape, fp8.Fp8DotGeneralOp)
+@pytest.mark.newest
+def test_three_of_three_gemms_of_a_dense_layer():
+    report = report_of_dense(SHAPE, fp8.Fp8DotGeneralOp)
     assert [report.num_fp8_gemms, report.num_gemms, report.fp8_flops_share] == [3, 3, 1.0]
     found = {g.role: (g.path, g.lhs_dtype, g.rhs_dtype, g.backend, g.accumulation) for g in report.gemms}
     e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
@@ -67,18 +60,11 @@ def test_three_of_three_gemms_of_a_dense_layer(shape):
     }
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
-def test_the_quantize_dequantize_form_runs_none_in_fp8(shape):
+def test_the_quantize_dequantize_form_runs_none_in_fp8():
     """The audit reports that no GEMM runs in FP8, and the reason (row 17 of Flax's defects)."""
-    report = report_of_dense(shape, partial(fp8.Fp8DotGeneralOp, form="qdq"))
+    report = report_of_dense((4096, 1024, 4096), partial(fp8.Fp8DotGeneralOp, form="qdq"))
     assert [report.num_fp8_gemms, report.num_gemms] == [0, 3]
     assert all(g.reason.startswith("quantize-dequantize pattern not matched") for g in report.gemms)
-
-
-def test_plain_bfloat16_runs_none_in_fp8():
-    report = report_of_dense((4096, 1024, 4096), None)  # of the first shape: see test_audit
-    assert [report.num_fp8_gemms, report.num_gemms] == [0, 3]
-    assert {g.reason for g in report.gemms} == {"operands are bfloat16: layer not converted"}
 
 
 def test_the_quantize_dequantize_form_keeps_the_rounding():
@@ -90,7 +76,7 @@ def test_the_quantize_dequantize_form_keeps_the_rounding():
 
 
 @pytest.mark.long
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_bytes_and_kernels_beside_flax():
     """The programs are compared with those of Flax's direct op, which runs in XLA's own kernels."""
     theirs = report_of_dense(SHAPE, flax_direct)
@@ -98,7 +84,7 @@ def test_bytes_and_kernels_beside_flax():
     ours_by_xla = report_of_dense(SHAPE, WITH_XLAS_OWN)
     total = {r: r.gemm_bytes + r.other_bytes for r in (theirs, ours, ours_by_xla)}
     assert {g.backend for g in ours.gemms} == {"cublasLt"}
-    assert ours.num_kernels <= 15
+    assert ours.num_kernels <= 19
     assert total[ours] < 737 * MIB  # 816 for Flax's op with this backend
     assert {g.backend for g in ours_by_xla.gemms} == {"Triton"}
     assert all(gemm.is_fp8 or gemm.may_be_fp8 for gemm in ours_by_xla.gemms)
@@ -129,11 +115,9 @@ def test_the_scale_reaches_the_gemm_in_float32(dtype):
 EXPERTS = nn.vmap(
     nn.Dense, variable_axes={"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0}, split_rngs={"params": True}
 )
-REPEATED = pytest.mark.all_cells
 SCALED = {
     # layer and its input; MiB that its three GEMMs and all else move
     "16384x768x768": (partial(nn.Dense, 768), (16384, 768), 241),
-    "2048x1024x1024": (partial(nn.Dense, 1024), (2048, 1024), 65),
     "query": (partial(nn.DenseGeneral, (16, 64)), (8, 512, 1024), 101),
     "attention out": (partial(nn.DenseGeneral, 1024, axis=(-2, -1)), (8, 512, 16, 64), 101),
     "experts": (partial(EXPERTS, 512), (8, 256, 512), 66),
@@ -148,17 +132,8 @@ def runs_three_of_three(report):
 
 
 @pytest.mark.long
-@pytest.mark.oldest
-@pytest.mark.parametrize(
-    "name",
-    [
-        "16384x768x768",
-        pytest.param("2048x1024x1024", marks=REPEATED),  # smaller than the query alone
-        "query",
-        "attention out",
-        "experts",
-    ],
-)
+@pytest.mark.newest
+@pytest.mark.parametrize("name", SCALED)
 def test_every_scale_is_applied_in_float32(name, monkeypatch):
     """Also where cublasLt does not take it in: after a sum in parts, and with a scale per expert."""
     make, shape, mebibytes = SCALED[name]
@@ -196,32 +171,6 @@ def test_every_scale_is_applied_in_float32(name, monkeypatch):
     assert len(taken_in) + len(whole) == len(calls) == 3
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 4096, 4096), (33, 65, 129), pytest.param((2048, 4095, 512), marks=pytest.mark.all_cells)],
-    ids=str,
-)
-def test_odd_sizes_go_to_xlas_own_kernels(shape):
-    report = report_of_dense(shape, fp8.Fp8DotGeneralOp)
-    assert {g.accumulation for g in report.gemms} <= {"default"}
-    assert "cublasLt" not in {g.backend for g in report.gemms}
-
-
-@pytest.mark.parametrize(
-    "fp8_format",
-    cells([fp8.Format.E4M3, fp8.Format.E5M2, fp8.Format.HYBRID_FNUZ], repeated=[fp8.Format.E4M3]),
-    ids=lambda f: f.name,
-)
-def test_other_formats_compile(fp8_format):
-    """HYBRID is everywhere else; the other two FNUZ formats have the dtypes of this one."""
-    recipe = fp8.DelayedScaling(fp8_format=fp8_format)
-    report = report_of_dense((512, 256, 256), partial(fp8.Fp8DotGeneralOp, recipe=recipe))
-    fnuz = fp8_format.name.endswith("FNUZ")
-    assert report.num_gemms == 3
-    if fp8_format != fp8.Format.E5M2:  # XLA's own kernels decide how to multiply e5m2 × e5m2
-        assert report.num_fp8_gemms == (0 if fnuz else 3)
-
-
 def step_of_layers(number):
     """Compiles a training step of equal layers; its state is donated."""
     layer = partial(nn.Dense, 1024, dtype=jnp.bfloat16, use_bias=False, dot_general_cls=fp8.Fp8DotGeneralOp)
@@ -253,19 +202,12 @@ def test_the_states_of_all_layers_are_stored_by_a_few_kernels():
 
 ONCE = {
     "delayed": fp8.DelayedScaling(),
-    "current": fp8.Float8CurrentScaling(),
     "1x128 blocks": fp8.Float8BlockScaling(),
-    "MXFP8": fp8.MXFP8BlockScaling(),
 }
 
 
-ONCE_IN_CI = [*cells(["delayed", "current", "MXFP8"], repeated=["current", "MXFP8"])]
-ONCE_IN_CI += [pytest.param("1x128 blocks", marks=pytest.mark.long)]
-
-
-@pytest.mark.parametrize("remat", cells([False, True], repeated=[False]))
-@pytest.mark.parametrize("name", ONCE_IN_CI)
-def test_kernels_are_quantized_once_for_all_microbatches(name, remat):
+@pytest.mark.parametrize("name", ["delayed", pytest.param("1x128 blocks", marks=pytest.mark.long)])
+def test_kernels_are_quantized_once_for_all_microbatches(name):
     """The model has two stacked layers and one other layer, and gets 5 microbatches."""
 
     class Block(nn.Module):
@@ -275,7 +217,7 @@ def test_kernels_are_quantized_once_for_all_microbatches(name, remat):
 
     Dense = partial(nn.Dense, dot_general_cls=partial(fp8.Fp8DotGeneralOp, recipe=ONCE[name]))
     stack = nn.scan(
-        nn.remat(Block) if remat else Block,
+        nn.remat(Block),
         variable_axes={"params": 0, "_overwrite_with_gradient": 0},
         split_rngs={"params": True},
         length=2,
@@ -333,25 +275,12 @@ def test_the_ambient_matmul_precision_does_not_matter():
 
 
 LAYERS = {
-    "two result axes": (nn.DenseGeneral, {"features": (8, 64)}, (512, 256)),
-    "two contracted axes": (nn.DenseGeneral, {"features": 256, "axis": (-2, -1)}, (4, 128, 8, 64)),
     "batch": (nn.DenseGeneral, {"features": 256, "batch_dims": (0,)}, (4, 128, 64)),
-    "experts": (Einsum, {"shape": (8, 256, 512), "einsum_str": "ebd,edf->ebf"}, (8, 128, 256)),
     "result transposed": (Einsum, {"shape": (256, 512), "einsum_str": "bd,df->fb"}, (128, 256)),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        # The query, the attention out and the experts above.
-        pytest.param("two result axes", marks=REPEATED),
-        pytest.param("two contracted axes", marks=REPEATED),
-        "batch",
-        pytest.param("experts", marks=REPEATED),
-        "result transposed",
-    ],
-)
+@pytest.mark.parametrize("name", LAYERS)
 def test_other_layers_run_three_of_three_too(name):
     cls, fields, shape = LAYERS[name]
     op = {"cls" if cls is Einsum else "dot_general_cls": fp8.Fp8DotGeneralOp}
@@ -370,7 +299,7 @@ class Stack(nn.Module):
     """Eight linear layers with relu, under ``nn.scan``."""
 
     dot_general_cls: object
-    policy: object = "no remat"
+    policy: object = None
 
     @nn.compact
     def __call__(self, x):
@@ -382,16 +311,13 @@ class Stack(nn.Module):
                 layer = nn.Dense(x.shape[-1], dtype=jnp.bfloat16, dot_general_cls=self.dot_general_cls)
                 return nn.relu(layer(x)), None
 
-        block = Block
-        if self.policy != "no remat":
-            block = nn.remat(Block, policy=self.policy, prevent_cse=False)
+        block = nn.remat(Block, policy=self.policy, prevent_cse=False)
         axes = {"params": 0, fp8.OVERWRITE_WITH_GRADIENT: 0}
         scan = nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=8)
         return scan(self.dot_general_cls)(x, None)[0]
 
 
-@functools.cache
-def report_of_stack(dot_general_cls, policy="no remat"):
+def report_of_stack(dot_general_cls, policy=None):
     model, x = Stack(dot_general_cls, policy), struct(4096, 1024)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
     state = jax.eval_shape(
@@ -416,131 +342,50 @@ def _promotion_of_flax():
 
 
 KEPT_IN_FP8 = jax.checkpoint_policies.save_only_these_names(*fp8.RESIDUAL_NAMES)
-REQUANTIZED = jax.checkpoint_policies.save_only_these_names("fp8_input", "fp8_scaling")
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_promotion_of_flax")
-@pytest.mark.parametrize(
-    ("policy_of_bfloat16", "policy"),
-    [("no remat", "no remat"), (None, KEPT_IN_FP8), (None, REQUANTIZED)],
-    ids=["no remat", "remat, FP8 kept", "remat, kernels requantized"],
-)
-def test_temporary_memory_of_a_scan_is_at_most_that_of_bfloat16(policy_of_bfloat16, policy, request):
-    if policy != KEPT_IN_FP8:
-        request.getfixturevalue("_all_cells")
-    plain = report_of_stack(None, policy_of_bfloat16)
-    ours = report_of_stack(fp8.Fp8DotGeneralOp, policy)
+def test_temporary_memory_of_a_scan_is_at_most_that_of_bfloat16():
+    """Each layer is recomputed, from its FP8 operands where there are some."""
+    plain = report_of_stack(None)
+    ours = report_of_stack(fp8.Fp8DotGeneralOp, KEPT_IN_FP8)
     assert ours.num_fp8_gemms == ours.num_gemms == plain.num_gemms
     assert {g.trip_count for g in ours.gemms} == {8}
     assert ours.flops == plain.flops
     assert ours.temp_bytes <= 0.9 * plain.temp_bytes
 
 
-@pytest.mark.usefixtures("_promotion_of_flax", "_all_cells")
-def test_plain_remat_takes_no_more_than_bfloat16_where_no_operand_is_transposed():
-    """cublasLt's transposed copies take a few percent more than bf16; XLA's own kernels have none."""
-    classes = (None, WITH_XLAS_OWN, fp8.Fp8DotGeneralOp)
-    plain, ours, cublaslt = (report_of_stack(cls, None) for cls in classes)
-    assert ours.num_fp8_gemms == ours.num_gemms == plain.num_gemms
-    assert ours.temp_bytes <= plain.temp_bytes
-    assert cublaslt.temp_bytes <= 1.1 * plain.temp_bytes
-
-
-@pytest.mark.oldest
-@pytest.mark.usefixtures("_promotion_of_flax")
-@pytest.mark.all_cells  # the tests above have its layers
-def test_every_linear_layer_of_the_demo_runs_in_fp8(monkeypatch):
-    # A smaller model has the same kinds of GEMMs and compiles faster.
-    settings = training.Settings(num_layers=1, width=64, length=64)
-    monkeypatch.setattr(training, "WIDE", ())  # the attention of the first block, the only one here
-    task = training.language_model(settings, data.load_corpus(None, settings.length))
-    state = jax.eval_shape(lambda: training.make_state(task, "fp8", 0))
-    # The optimizer is left out: it has no GEMM, and takes time to compile.
-    monkeypatch.setattr(
-        fp8.TrainState, "apply_gradients", lambda self, *, grads: self.replace(params=grads)
-    )
-
-    def train_step(*args):  # a new function, because JAX caches the trace of the other one
-        return training.train_step.__wrapped__(*args)
-
-    batch = jax.eval_shape(lambda: (task.batch(0, 0), jax.random.key(0)))
-    report = fp8.audit(train_step, state, *batch)
-    attention = [g for g in report.gemms if "..." in g.path]
-    assert {(g.is_fp8, g.batch > 1) for g in attention} == {(False, True)}
-    assert all("quantize_model left it" in g.reason for g in attention)
-    linear = [g for g in report.gemms if g not in attention]
-    assert len(linear) == 3 * 7
-    assert {(g.is_fp8, g.backend) for g in linear} == {(True, "cublasLt")}
-    layers = ["attn/query", "attn/key", "attn/value", "attn/out", "up", "down"]
-    paths = {f"ByteTransformer/block_0/{layer}" for layer in layers} | {"ByteTransformer/logits"}
-    assert {(g.path.removesuffix("/Fp8DotGeneralOp"), g.role) for g in linear} == {
-        (path, role) for path in paths for role in ("forward", "dgrad", "wgrad")
-    }
-
-
-BLOCKS_ON_HOPPER = "Pallas", ""
-RECIPES = {
-    # recipe: for each GPU the backend, and the reason if the GEMM is not in FP8
-    "tensorwise": (fp8.Float8CurrentScaling(), {"h200": ("cublasLt", ""), "b200": ("cublasLt", "")}),
-    "axiswise": (
-        fp8.Float8CurrentScaling(granularity="axiswise"),
-        {"h200": ("cublasLt", ""), "b200": ("cublasLt", "")},
-    ),
-    "MX": (
-        fp8.MXFP8BlockScaling(),
-        {"h200": ("Triton", "the same values, multiplied in bfloat16"), "b200": ("cuDNN", "")},
-    ),
-    "128 blocks": (
-        fp8.Float8BlockScaling(),
-        {"h200": BLOCKS_ON_HOPPER, "b200": ("cuDNN", "")},
-    ),
+EVEN, ODD = (512, 256, 384), (33, 70, 45)
+WIDE = "the same values, multiplied in"
+MULTIPLIED = {
+    # recipe, shape and GPU; the backend, and the reason if the GEMM is not in FP8
+    "axiswise": (fp8.Float8CurrentScaling(granularity="axiswise"), EVEN, "b200", "cublasLt", ""),
+    "MX on Hopper": (fp8.MXFP8BlockScaling(), ODD, "h200", "Triton", f"{WIDE} bfloat16"),
+    "MX": (fp8.MXFP8BlockScaling(), ODD, "b200", "cuDNN", ""),
+    "128 blocks on Hopper": (fp8.Float8BlockScaling(), ODD, "h200", "Pallas", ""),
+    "128 blocks": (fp8.Float8BlockScaling(), ODD, "b200", "cuDNN", ""),
     "128 blocks, float32": (
-        fp8.Float8BlockScaling(use_f32_scales=True),
-        {"h200": BLOCKS_ON_HOPPER, "b200": ("Pallas", "")},
+        *(fp8.Float8BlockScaling(use_f32_scales=True), EVEN, "b200", "Triton", f"{WIDE} float32"),
     ),
 }
 
 
-EVEN, ODD = (512, 256, 384), (33, 70, 45)
-MULTIPLIED = [
-    # Each way to multiply runs once; the other cases repeat these ways in another shape.
-    pytest.param("tensorwise", EVEN, "h200", marks=pytest.mark.all_cells),  # below, with a wide wgrad
-    ("axiswise", EVEN, "b200"),
-    ("MX", ODD, "h200"),
-    ("MX", ODD, "b200"),
-    ("128 blocks", ODD, "h200"),
-    ("128 blocks", ODD, "b200"),
-    ("128 blocks, float32", EVEN, "b200"),
-    pytest.param("tensorwise", ODD, "b200", marks=pytest.mark.all_cells),
-    pytest.param("axiswise", ODD, "h200", marks=pytest.mark.all_cells),
-    pytest.param("MX", EVEN, "b200", marks=pytest.mark.all_cells),
-    pytest.param("128 blocks", EVEN, "h200", marks=pytest.mark.all_cells),
-    pytest.param("128 blocks, float32", ODD, "h200", marks=pytest.mark.all_cells),
-]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "shape", "target"), MULTIPLIED, ids=str)
-def test_what_multiplies_under_each_recipe(name, shape, target):
-    recipe, per_target = RECIPES[name]
-    backend, reason = per_target[target]
-    if "cublasLt" in backend and shape[0] % 16:
-        backend = "Triton"
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_what_multiplies_under_each_recipe(name):
+    recipe, shape, target, backend, reason = MULTIPLIED[name]
     with jax.numpy_rank_promotion("allow"):
         report = fp8.audit(*dense_step(*shape, partial(fp8.Fp8DotGeneralOp, recipe=recipe)), target=target)
     assert sorted((g.path, g.role) for g in report.gemms) == [
-        ("Dense", "dgrad"),
-        ("Dense", "forward"),
-        ("Dense", "wgrad"),
+        *(("Dense", "dgrad"), ("Dense", "forward"), ("Dense", "wgrad")),
     ]
     for gemm in report.gemms:
-        assert gemm.backend == backend
-        assert (gemm.may_be_fp8 if backend == "Triton" else gemm.is_fp8) == (not reason)
+        assert (gemm.backend, gemm.is_fp8) == (backend, not reason)
         assert reason in gemm.reason
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("axes", [(0, None), (None, 0)], ids=str)
 def test_blackwell_under_vmap(axes):
     def dot(x, w):
@@ -580,38 +425,10 @@ def test_what_the_user_keeps_wide_is_said(make_context, recipe, roles, reason):
     assert {g.backend for g in report.gemms if g.is_fp8} == ({"cublasLt"} if len(roles) == 1 else set())
 
 
-SCRIPT = """
-import sys
-import jax, jax.numpy as jnp
-import fp8flax as fp8
-from fp8flax._core.plans.dot_general import fp8_dot_general
-
-x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
-dtypes = [jnp.float8_e4m3fn, jnp.float8_e4m3fn if sys.argv[1] == "b200" else jnp.float8_e5m2]
-lhs, rhs = (fp8.BlockQuantizer(dtype=d, block=(1, 128), scale="float32") for d in dtypes)
-recipe = fp8.CustomRecipe(forward=fp8.GemmRecipe(lhs=lhs, rhs=rhs))
-dot = lambda x, w: fp8_dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe)
-fp8.audit(dot, x, x, target=sys.argv[1])
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="XLA then shows no machine code")
-def test_instructions_of_the_block_kernel(tmp_path):
-    """The PTX has the instructions that the audit reports: FP8 on Blackwell, float16 on Hopper."""
-    for target, instruction in (
-        ("h200", r"wgmma\.mma_async\S*\.f32\.f16\.f16"),
-        ("b200", r"tcgen05\.mma\S*kind::f8f6f4"),
-    ):
-        run(target, XLA_FLAGS=f"--xla_dump_to={tmp_path / target}")
-        code = [path.read_text() for path in (tmp_path / target).glob("*.ptx")]
-        assert re.search(instruction, "".join(code))
-
-
-def run(*args, script=SCRIPT, **env):
+def run(script, **env):
     """Returns what a process prints that compiles for a GPU."""
     done = subprocess.run(
-        [sys.executable, "-c", script, *args],
+        [sys.executable, "-c", script],
         env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0", **env},
         capture_output=True,
         text=True,
@@ -640,20 +457,6 @@ for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
 """
 
 
-@pytest.mark.all_cells
-def test_hoppers_kernel_multiplies_in_fp8_and_spills_no_register():
-    said = run(script=ON_HOPPER, MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1")
-    multiplications = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", said)
-    # Four of 32 columns each for a block of 128; nothing else multiplies matrices.
-    assert Counter(multiplications) == {
-        "m64n128k32.f32.e4m3.e4m3": 4 * 4,
-        "m64n128k32.f32.e5m2.e5m2": 4 * 4,
-    }
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
-    assert set(spills) == {"0"}
-    assert len(spills) == 2 * 8
-
-
 def with_machine_code():
     """Returns the environment in which Mosaic GPU prints it; none where there is no disassembler."""
     found = [path for root in sys.path for path in Path(root).glob("nvidia/*/bin/nvdisasm")]
@@ -664,7 +467,7 @@ def with_machine_code():
 def test_hoppers_kernel_is_machine_code_for_its_fp8_units():
     if not (disassembled := with_machine_code()):
         pytest.skip("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
-    said = run(script=ON_HOPPER, **disassembled)
+    said = run(ON_HOPPER, **disassembled)
     assert Counter(re.findall(r"\b[QH]GMMA\.\S+", said)) == {
         "QGMMA.64x128x32.F32.E4M3.E4M3": 4 * 4,
         "QGMMA.64x128x32.F32.E5M2.E5M2": 4 * 4,
@@ -698,12 +501,8 @@ def experts_step(rows, num_experts, depth, columns, dtype=jnp.bfloat16, recipe=F
     [
         (FOR_EXPERTS, 24, 1100),
         (fp8.Float8BlockScaling(), 22, 1210),
-        pytest.param(
-            *(fp8.Float8CurrentScaling(fp8_format=fp8.Format.E4M3), 22, 1200),
-            marks=pytest.mark.all_cells,
-        ),
     ],
-    ids=["delayed", "blocks", "current"],
+    ids=["delayed", "blocks"],
 )
 def test_experts_on_hopper(recipe, launches, mib):
     """Each of the three products is one GPU kernel for all experts; a loop over tiles launches 486."""
@@ -716,10 +515,8 @@ def test_experts_on_hopper(recipe, launches, mib):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "recipe", cells([FOR_EXPERTS, fp8.Float8BlockScaling(use_f32_scales=True)], repeated=[FOR_EXPERTS])
-)
-def test_kernels_for_experts_of_any_size_compile(recipe):
+def test_kernels_for_experts_of_any_size_compile():
+    recipe = fp8.Float8BlockScaling(use_f32_scales=True)
     report = fp8.audit(*experts_step(100, 5, 200, 72, jnp.float32, recipe=recipe))
     assert report.num_fp8_gemms == report.num_gemms == 3
 
@@ -738,9 +535,7 @@ for recipe in (FOR_EXPERTS, fp8.Float8BlockScaling(fp8_format=FOR_EXPERTS.fp8_fo
 @pytest.mark.long
 def test_the_kernel_for_experts_multiplies_in_fp8_and_spills_no_register():
     disassembled = with_machine_code()
-    said = run(
-        script=FOR_HOPPERS_EXPERTS, MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1", **disassembled
-    )
+    said = run(FOR_HOPPERS_EXPERTS, MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1", **disassembled)
     multiplications = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", said)
     assert set(multiplications) <= {f"m64n128k32.f32.{a}.{b}" for a in EIGHT_BITS for b in EIGHT_BITS}
     assert len(multiplications) == 2 * 3 * 4
@@ -753,7 +548,7 @@ def test_the_kernel_for_experts_multiplies_in_fp8_and_spills_no_register():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernel_that_quantizes_blocks_compiles(dtype):
     """Shapes with and without partial blocks compile; the assembler once crashed on float32 tiles."""
     for shape in ((1, 256, 512), (2, 200, 300)):
@@ -786,7 +581,6 @@ def test_a_layer_with_block_scales_on_hopper(use_f32_scales):
         ("a second output", jnp.bfloat16, "h200"),
         ("a split result", jnp.bfloat16, "b200"),
         ("recomputed", jnp.bfloat16, "h200"),
-        ("a second output", jnp.float32, "h200"),
         ("a second output, by vmap", jnp.bfloat16, "h200"),
     ],
 )

@@ -53,7 +53,7 @@ def test_the_reason_is_that_of_one_gpu():
     }
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_each_gpu_does_its_part_in_fp8():
     """The wgrad contracts two dimensions; XLA's partitioner would drop the algorithm of such a dot."""
     mesh = mesh_of()
@@ -96,7 +96,7 @@ def test_an_amax_is_one_number_there():
     assert report.num_kernels <= 31
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_inside_of_shard_map():
     mesh = mesh_of()
     rows = partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data")))

@@ -56,7 +56,7 @@ def check_small(entries: dict[str, Any]) -> None:
                 assert 0 < row["seconds"]["min"] <= row["seconds"]["median"] <= row["seconds"]["max"]
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("name", cells(SMALL, repeated=[name for name in SMALL if name != "gemm/16x16x16"]))
 def test_small(name: str, store: gpu.Store) -> None:
     gpu.measure(SMALL[name], store)

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-pytestmark = pytest.mark.oldest
+pytestmark = pytest.mark.newest
 
 
 def run(code):

@@ -7,7 +7,7 @@ from jax import lax
 import fp8flax as fp8
 from fp8flax._compat import max_dtype
 
-pytestmark = [pytest.mark.optimized, pytest.mark.oldest]
+pytestmark = [pytest.mark.optimized, pytest.mark.newest]
 
 MAX = fp8.fp32_max_grad
 

@@ -21,10 +21,10 @@ def ugly(*shape):
     return x
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("special", [0.0, np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("shape", [(), (5,), (1, 3), (3, 4, 5), (512, 512)])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4, 5)])
 def test_the_amax(shape, special, dtype):
     x = ugly(*shape) if shape else np.float32(-2)
     if x.size > 4:

@@ -1,11 +1,9 @@
 """The ambient recipe: what it reaches, how it nests, and that no compiled function goes stale."""
 
 import asyncio
-import contextlib
 import gc
 import random
 import sys
-import threading
 from concurrent import futures
 from functools import partial
 
@@ -105,13 +103,6 @@ def test_one_op_under_two_recipes(order, in_setup, variables, expected):
     assert bool(own) == ("delayed" in order)
     for name, result in zip(order, model.apply(own, X, w)):
         same(result, expected[name])
-
-
-def test_a_bound_op(variables, expected):
-    op, w = fp8.Fp8DotGeneralOp().bind({}), variables["params"]["kernel"]
-    for context, name in ((fp8.autocast(recipe=MX), "MX"), (fp8.autocast(enabled=False), "off")):
-        with context:
-            same(op(X, w, (((1,), (0,)), ((), ()))), expected[name])
 
 
 def test_left_by_an_error(variables, expected):
@@ -307,24 +298,6 @@ def test_a_task_may_not_enter_while_another_is_inside(in_force):
     assert in_force() == "delayed"
 
 
-def test_a_callback_may_not_enter_while_a_task_is_inside(in_force):
-    seen = []
-
-    def callback():
-        with pytest.raises(RuntimeError, match="Code outside of all tasks entered autocast while"):
-            fp8.autocast().__enter__()
-        seen.append(in_force())
-
-    async def main():
-        with fp8.autocast(recipe=MX):
-            asyncio.get_running_loop().call_soon(callback)
-            await asyncio.sleep(0)
-        return in_force()
-
-    assert asyncio.run(main()) == "delayed"
-    assert seen == ["MX"]
-
-
 def test_tasks_that_enter_one_after_the_other(in_force):
     """Under the recipe of the code that runs the event loop, which is no task."""
 
@@ -350,31 +323,6 @@ def under(recipe):
     with fp8.autocast(recipe=recipe):
         while True:
             yield
-
-
-def test_the_caller_of_a_suspended_generator_is_under_its_recipe(in_force):
-    first, second = under(MX), under(CURRENT)
-    next(first)
-    assert in_force() == "MX"
-    next(second)
-    assert in_force() == "current"
-    first.close()  # not the one that was entered last
-    assert in_force() == "current"
-    with fp8.autocast(enabled=False):
-        second.close()
-        assert in_force() == "off"
-    assert in_force() == "delayed"
-
-
-@pytest.mark.long
-def test_a_generator_that_nobody_closes(in_force):
-    abandoned = under(MX)
-    next(abandoned)
-    with fp8.autocast(recipe=CURRENT):
-        del abandoned
-        gc.collect()
-        assert in_force() == "current"
-    assert in_force() == "delayed"
 
 
 def test_a_thread_cannot_leave_for_another(in_force):
@@ -420,44 +368,6 @@ def test_a_thread_has_its_own(in_force):
 
         assert in_a_thread(enters) == ("current", "delayed")
         assert in_force() == "MX"
-
-
-def test_one_object_is_used_many_times(in_force):
-    context = fp8.autocast(recipe=MX)
-    for _ in range(2):
-        with context:
-            assert in_force() == "MX"
-            with fp8.autocast(recipe=CURRENT), context:
-                assert in_force() == "MX"
-                with contextlib.suppress(KeyError), context:
-                    raise KeyError
-                assert in_force() == "MX"
-            assert in_force() == "MX"
-        assert in_force() == "delayed"
-
-    @context
-    def recursive(n):
-        assert in_force() == "MX"
-        if n:
-            recursive(n - 1)
-        return in_force()
-
-    assert recursive(3) == "MX"
-    assert in_force() == "delayed"
-
-
-def test_one_object_in_two_threads(in_force):
-    context, both = fp8.autocast(recipe=MX), threading.Barrier(2, timeout=60)
-
-    def run(name):
-        with context, fp8.autocast(recipe=RECIPES[name]), context:
-            both.wait()
-            seen = [in_force()]
-        both.wait()
-        return [*seen, in_force()]
-
-    with futures.ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(run, RECIPES)) == [["MX", "delayed"]] * 2
 
 
 def test_what_it_does_not_decorate():

@@ -23,7 +23,7 @@ from tests.cases import OWG, RECIPES, added_up, cells, normal, variables_of
 from tests.models import Einsum
 from tests.what_works import COLUMNS
 
-pytestmark = pytest.mark.oldest
+pytestmark = pytest.mark.newest
 
 EXAMPLES, LENGTH, WIDTH = 4, 3, 8
 

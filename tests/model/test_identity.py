@@ -10,7 +10,7 @@ import fp8flax as fp8
 from tests.cases import OWG, normal, variables_of
 from tests.models import ALL
 
-pytestmark = pytest.mark.oldest
+pytestmark = pytest.mark.newest
 
 init = nn.initializers.lecun_normal()
 

@@ -1,6 +1,5 @@
 """``quantize_model`` of an unchanged model gives what the same model with ops set by hand does."""
 
-import dataclasses
 import gc
 import weakref
 from functools import partial
@@ -191,21 +190,6 @@ class TestLikeTheModel:
         expected = zeros(self.model, {k: v for k, v in variables.items() if k != OWG}, 1)
         np.testing.assert_allclose(one, expected, atol=0.2)
 
-    def test_methods(self, model8, variables):
-        z = model8.apply(variables, self.x, method="encode", mutable=["batch_stats"])[0]
-        assert z.shape == (6, 8)
-        out = model8.apply(variables, z, method=Everything.decode)
-        whole = model8.apply(variables, self.x, mutable=["batch_stats"])[0]
-        np.testing.assert_array_equal(out, whole)
-        bound = model8.bind(variables, mutable=["batch_stats"])
-        np.testing.assert_array_equal(bound(self.x), whole)
-        np.testing.assert_array_equal(bound.decode(z), whole)
-        function = model8.apply(variables, z, method=lambda model, z: model.decoder(z))
-        np.testing.assert_array_equal(function, whole)
-        assert (function != self.model.apply({"params": variables["params"]}, z, method="decode")).any()
-        unbound, same = bound.unbind()
-        np.testing.assert_array_equal(unbound.apply(same, z, method="decode"), whole)
-
     def test_tabulate_and_summary(self, model8):
         table = model8.tabulate(jax.random.key(0), self.x, console_kwargs={"width": 200})
         for word in ("encoder", "decoder", "batch_stats", OWG, "Everything"):
@@ -223,22 +207,6 @@ class TestLikeTheModel:
         assert model8 != fp8.quantize_model(Everything(), include="decoder")
         assert type(model8.clone()) is type(model8)
         assert repr(model8).startswith("Everything(")
-
-    def test_inside_of_another_model(self):
-        class Outer(nn.Module):
-            inner: nn.Module
-
-            @nn.compact
-            def __call__(self, x):
-                return nn.Dense(3)(self.inner(x))
-
-        inner = fp8.quantize_model(nn.Dense(8), **ALL)
-        variables = Outer(inner).init(jax.random.key(0), self.x)
-        assert set(variables[OWG]) == {"inner"}
-        by_hand = Outer(nn.Dense(8, dot_general_cls=fp8.Fp8DotGeneralOp))
-        np.testing.assert_array_equal(
-            Outer(inner).apply(variables, self.x), by_hand.apply(variables, self.x)
-        )
 
     @pytest.mark.long
     def test_autocast(self, model8, variables):
@@ -322,17 +290,6 @@ def test_normalized_weights(normalization):
     variables = fp8.calibrate(lambda v, x: run(v, x)[0], variables, [x])
     out, wide = run(variables, x)[0], Model().apply(expected, x, mutable=["batch_stats"])[0]
     assert 0 < np.linalg.norm(out - wide) / np.linalg.norm(wide) < 0.1
-
-
-@pytest.mark.usefixtures("small_heap")
-def test_nothing_of_a_call_is_kept():
-    x = normal(0, 4, 8)
-    model8 = fp8.quantize_model(Own(), **ALL)
-    variables = variables_of(model8, x)
-    with jax.checking_leaks():
-        jax.jit(model8.apply)(variables, x)
-    again = dataclasses.replace(model8, cls=None, name=None)
-    np.testing.assert_array_equal(again.apply(variables, x), model8.apply(variables, x))
 
 
 def test_a_layer_called_twice_has_two_ops():

@@ -15,7 +15,7 @@ from fp8flax._model.rules import BREAK_EVEN, Rules, Site
 from tests.cases import OWG, flat, normal
 from tests.models import Attention, in_scan
 
-CURRENT, MX, BLOCK = fp8.Float8CurrentScaling(), fp8.MXFP8BlockScaling(), fp8.Float8BlockScaling()
+CURRENT, MX = fp8.Float8CurrentScaling(), fp8.MXFP8BlockScaling()
 
 
 def site(path="mlp/up", k=4096, n=4096, *, module=None, kernel="kernel", **changes):

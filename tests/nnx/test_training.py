@@ -68,7 +68,7 @@ def optimizer_of(model):
 
 
 @pytest.mark.long
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_steps_are_those_of_the_linen_model():
     linen_model, model = LinenModel(), Model(nnx.Rngs(0))
     variables = to_linen(model)
@@ -96,7 +96,7 @@ def test_steps_are_those_of_the_linen_model():
 
 
 @pytest.mark.long
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_state_of_shared_calls_is_that_of_one_call():
     layer = linear()
     whole = fp8nnx.grad(lambda m: jnp.sum(jnp.sin(m(jnp.concatenate([X, 3 * X])))))(layer)
@@ -128,7 +128,7 @@ def test_a_model_that_is_no_pytree():
     np.testing.assert_allclose(history, [np.max(np.abs(X)), 0, 0, 0], rtol=1e-6)
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_functions_of_trees_take_what_split_returns():
     """A loop that differentiates an ``nnx.State`` calls ``fp8.grad``, as for variables of Linen."""
     graphdef, before = nnx.split(linear())
@@ -193,7 +193,7 @@ def test_arguments_that_are_passed_by_name():
     jax.tree.map(np.testing.assert_array_equal, (found, by_name), (expected, grads))
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_and_inf_leave_no_trace(bad):
     layer = linear()

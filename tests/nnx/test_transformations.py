@@ -204,27 +204,9 @@ def test_stacked_layers(recipe, name, cell):
     cell("nnx", name, recipe)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", STACKED)
-def test_stacked_layers_with_jit_switched_off(name):
-    gradient = fp8nnx.value_and_grad(STACKED[name])
-    with jax.disable_jit():
-        value, grads = gradient(stacked("delayed"))
-    expected, expected_grads = nnx.jit(gradient)(stacked("delayed"))
-    check((value, grads), (expected, pure(expected_grads)), state_rtol=1e-6)
-
-
 def test_where_nnx_is_in_tree_mode():
     with nnx.set_graph_mode(False), nnx.set_graph_updates(False):
         check(fp8nnx.value_and_grad(lambda layer: weighted(layer(X)))(linear()), whole())
-
-
-@pytest.mark.long
-def test_stacked_by_quantize_model():
-    make = partial(nnx.Linear, 16, 16)
-    wide = nnx.vmap(lambda key: make(rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
-    layers = fp8nnx.quantize_model(wide, SHORT, include=".*")
-    check(nnx.jit(fp8nnx.value_and_grad(scanned))(layers), composed(), state_rtol=1e-6)
 
 
 # With the number of their matmuls.

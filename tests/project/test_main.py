@@ -36,14 +36,3 @@ def test_what_is_missing(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "no device: Unknown backend: 'gpu'" in lines
     assert "jax: not installed" in lines
-
-
-def test_extras(monkeypatch, capsys):
-    requirements = ["jax>=0.10", "matplotlib>=3.8; extra == 'plots'", "nothing-of-it; extra == 'other'"]
-    monkeypatch.setattr(importlib.metadata, "requires", lambda name: requirements)
-    if command._version("fp8flax") == "not installed":
-        pytest.skip("fp8flax is not installed")
-    command.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert "extra other: nothing-of-it not installed" in lines
-    assert any(line.startswith("extra plots: matplotlib 3") for line in lines)

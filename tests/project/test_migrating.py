@@ -35,91 +35,86 @@ def sqnr(x, y):
     return 10 * np.log10(np.sum(np.square(x)) / np.sum(np.square(x - y)))
 
 
-@pytest.mark.long
-class TestFlax:
-    def test_before_and_after(self):
-        left = run("flax", AFTER)
-        np.testing.assert_allclose(left["losses_before"], left["losses_after"], rtol=1e-5)
-        assert left["losses_after"][-1] < left["losses_after"][0]
-        fp8.check_state(left["resumed"].params, before=left["state_before"].params)
+def check_flax(after):
+    np.testing.assert_allclose(after["losses_before"], after["losses_after"], rtol=1e-5)
+    assert after["losses_after"][-1] < after["losses_after"][0]
+    fp8.check_state(after["resumed"].params, before=after["state_before"].params)
+
+
+def check_transformer_engine(after):
+    """The next scale equals the one that Transformer Engine stores, by its documentation."""
+    assert np.isfinite(after["loss"])
+    carried = after["carried"][OWG]["Fp8DotGeneralOp_0"]
+    np.testing.assert_array_equal(carried["input_amax_history"][:2], [3, 0])
+    np.testing.assert_allclose(carried["input_scale"], 3 / 448)
+    history, scale = np.zeros(4, np.float32), np.ones(1, np.float32)
+    for amax in (5.0, 2.0, 3.0, 1.0, 4.0):
+        history[0] = amax
+        scale = np.array([448 / history.max()], np.float32)  # of the next step
+        history = np.roll(history, -1)
+        history[0] = 0
+    metas = {f"{t}_scale": scale for t in ("x", "kernel", "grad")}
+    metas |= {f"{t}_amax_history": jnp.asarray(history) for t in ("x", "kernel", "grad")}
+    state = after["state_of_transformer_engine"](metas)
+    np.testing.assert_array_equal(state["input_amax_history"], [4, 0, 3, 1])
+    op = fp8.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(amax_history_len=4))
+    x, kernel = np.ones((1, 16), np.float32), np.ones((16, 16), np.float32)
+
+    def loss(variables):
+        return jnp.sum(op.apply(variables, x, kernel, (((1,), (0,)), ((), ()))))
+
+    state = fp8.grad(loss)({OWG: state})[OWG]
+    np.testing.assert_allclose(state["input_scale"], 1 / scale, rtol=1e-6)
+    np.testing.assert_array_equal(state["input_amax_history"], [1, 3, 1, 4])
+
+
+def check_qwix(after):
+    np.testing.assert_array_equal(after["output_after"], after["served_after"])
+    state = after["with_state"][OWG]["layers_0"]["Fp8DotGeneralOp_0"]
+    np.testing.assert_array_equal(state["input_amax_history"][0], np.abs(after["x"]).max())
+
+
+def check_keras(after):
+    assert after["losses_after"][-1] < after["losses_after"][0]
+
+
+CHECKS = {
+    "flax": check_flax,
+    "transformer_engine": check_transformer_engine,
+    "qwix": check_qwix,
+    "keras": check_keras,
+}
 
 
 @pytest.mark.long
-class TestTransformerEngine:
-    def test_after(self):
-        left = run("transformer_engine", AFTER)
-        assert np.isfinite(left["loss"])
-        state = left["carried"][OWG]["Fp8DotGeneralOp_0"]
-        np.testing.assert_array_equal(state["input_amax_history"][:2], [3, 0])
-        np.testing.assert_allclose(state["input_scale"], 3 / 448)
-
-    def test_state_is_carried_over(self):
-        """The next scale equals the one that Transformer Engine stores, by its documentation."""
-        carry = run("transformer_engine", AFTER)["state_of_transformer_engine"]
-        amaxes = [5.0, 2.0, 3.0, 1.0, 4.0]
-        history, scale = np.zeros(4, np.float32), np.ones(1, np.float32)
-        for amax in amaxes:
-            history[0] = amax
-            scale = np.array([448 / history.max()], np.float32)  # of the next step
-            history = np.roll(history, -1)
-            history[0] = 0
-        metas = {f"{t}_scale": scale for t in ("x", "kernel", "grad")}
-        metas |= {f"{t}_amax_history": jnp.asarray(history) for t in ("x", "kernel", "grad")}
-        state = carry(metas)
-        np.testing.assert_array_equal(state["input_amax_history"], [4, 0, 3, 1])
-        op = fp8.Fp8DotGeneralOp(recipe=fp8.DelayedScaling(amax_history_len=4))
-        x, kernel = np.ones((1, 16), np.float32), np.ones((16, 16), np.float32)
-
-        def loss(variables):
-            return jnp.sum(op.apply(variables, x, kernel, (((1,), (0,)), ((), ()))))
-
-        after = fp8.grad(loss)({OWG: state})[OWG]
-        np.testing.assert_allclose(after["input_scale"], 1 / scale, rtol=1e-6)
-        np.testing.assert_array_equal(after["input_amax_history"], [1, 3, 1, 4])
+@pytest.mark.parametrize("page", CHECKS)
+def test_after(page):
+    CHECKS[page](run(page, AFTER))
 
 
 @pytest.mark.long
-class TestQwix:
-    @pytest.fixture
-    def after(self):
-        return run("qwix", AFTER)
-
-    def test_after(self, after):
-        np.testing.assert_array_equal(after["output_after"], after["served_after"])
-        state = after["with_state"][OWG]["layers_0"]["Fp8DotGeneralOp_0"]
-        np.testing.assert_array_equal(state["input_amax_history"][0], np.abs(after["x"]).max())
-
-    def test_before(self, after):
-        pytest.importorskip("qwix", reason="Qwix is not among the dependencies of the tests")
-        before = run("qwix", BEFORE)
-        for name in ("output", "served"):
-            assert sqnr(before[f"{name}_before"], after[f"{name}_after"]) > 100
-        trees = (
-            jax.tree.leaves(left[f"grads_{when}"]) for left, when in ((before, "before"), (after, "after"))
-        )
-        assert all(sqnr(theirs, ours) > 20 for theirs, ours in zip(*trees))
+def test_before_with_qwix():
+    pytest.importorskip("qwix", reason="Qwix is not among the dependencies of the tests")
+    before, after = run("qwix", BEFORE), run("qwix", AFTER)
+    for name in ("output", "served"):
+        assert sqnr(before[f"{name}_before"], after[f"{name}_after"]) > 100
+    trees = (
+        jax.tree.leaves(left[f"grads_{when}"]) for left, when in ((before, "before"), (after, "after"))
+    )
+    assert all(sqnr(theirs, ours) > 20 for theirs, ours in zip(*trees))
 
 
 @pytest.mark.long
-class TestKeras:
-    @pytest.fixture
-    def after(self):
-        return run("keras", AFTER)
-
-    def test_after(self, after):
-        assert after["losses_after"][-1] < after["losses_after"][0]
-
-    def test_before(self, after, monkeypatch):
-        monkeypatch.setenv("KERAS_BACKEND", "jax")
-        pytest.importorskip("keras", reason="Keras is not among the dependencies of the tests")
-        before = run("keras", BEFORE)
-        weights = before["keras_weights"]
-        variables = {**after["variables"], "params": {"kernel": before["kernel_before"]}}
-        state, losses = after["train"](variables)
-        np.testing.assert_allclose(losses[0], before["losses_before"][0], rtol=1e-6)
-        np.testing.assert_allclose(losses, before["losses_before"], rtol=0.02)
-
-        carried = fp8.add_fp8_state(after["variables_of_keras"](weights), after["model8"], after["x"])
-        theirs, ours = (tree[OWG]["Fp8DotGeneralOp_0"] for tree in (carried, state.params))
-        np.testing.assert_array_equal(theirs["input_amax_history"], ours["input_amax_history"])
-        np.testing.assert_allclose(theirs["kernel_amax_history"], ours["kernel_amax_history"], rtol=0.01)
+def test_before_with_keras(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    pytest.importorskip("keras", reason="Keras is not among the dependencies of the tests")
+    before, after = run("keras", BEFORE), run("keras", AFTER)
+    variables = {**after["variables"], "params": {"kernel": before["kernel_before"]}}
+    state, losses = after["train"](variables)
+    np.testing.assert_allclose(losses[0], before["losses_before"][0], rtol=1e-6)
+    np.testing.assert_allclose(losses, before["losses_before"], rtol=0.02)
+    read = after["variables_of_keras"](before["keras_weights"])
+    carried = fp8.add_fp8_state(read, after["model8"], after["x"])
+    theirs, ours = (tree[OWG]["Fp8DotGeneralOp_0"] for tree in (carried, state.params))
+    np.testing.assert_array_equal(theirs["input_amax_history"], ours["input_amax_history"])
+    np.testing.assert_allclose(theirs["kernel_amax_history"], ours["kernel_amax_history"], rtol=0.01)

@@ -1,5 +1,6 @@
-"""Models and ops of Flax's other API, and ops in the wrong place: the error says what to use."""
+"""Likely mistakes, as the other API of Flax or swapped arguments, raise errors that say what to use."""
 
+import functools
 from functools import partial
 
 import flax.linen as nn
@@ -12,212 +13,246 @@ from flax import nnx
 import fp8flax as fp8
 import fp8flax.nnx as fp8nnx
 
-X = jnp.ones((4, 16))
-KEY = jax.random.key(0)
+X, KEY = jnp.ones((4, 16)), jax.random.key(0)
+OWG, CURRENT = fp8.OVERWRITE_WITH_GRADIENT, fp8.Float8CurrentScaling()
+LAYER = nn.Dense(8)
+MODEL8 = fp8.quantize_model(LAYER, CURRENT, include="")
+STATE = {"op": {"input_scale": jnp.ones(1), "input_amax_history": jnp.zeros(4)}}
 
 
 def linear(**fields):
     return nnx.Linear(16, 8, **fields, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(
-    ("function", "args"),
-    [
-        ("quantize_model", ()),
-        ("report", (X,)),
-        ("freeze", ({}, X)),
-    ],
-)
-def test_a_model_of_the_other_api(function, args):
-    with pytest.raises(TypeError, match=rf"use fp8flax\.nnx\.{function}"):
-        getattr(fp8, function)(linear(), *args)
-    with pytest.raises(TypeError, match=rf"use fp8flax\.{function}"):
-        getattr(fp8nnx, function)(nn.Dense(8), *args[-1:])
+def call_model(model, x):
+    return model(x)
 
 
-@pytest.mark.parametrize("other", [nn.Dense(8), nn.Dense(8).init(KEY, X), X, nnx.Linear, optax.sgd(0.1)])
-def test_something_else_where_an_nnx_model_is_wanted(other):
-    match = r"model must be a flax\.nnx\.Module; got "
-    if isinstance(other, nn.Module):
-        match += r"Dense\..* It is a Linen module: (see|use) fp8flax\."
-    grads = nnx.state(linear())
-    for call in (
+@functools.cache
+def params():
+    return MODEL8.init(KEY, X)["params"]
+
+
+@functools.cache
+def train_state():
+    variables = {"params": params()}
+    return fp8.TrainState.create(apply_fn=MODEL8.apply, params=variables, tx=optax.sgd(0.1))
+
+
+@functools.cache
+def frozen():
+    return fp8.freeze(MODEL8, {"params": params()}, X)
+
+
+@functools.cache
+def frozen_nnx():
+    return fp8nnx.freeze(linear(dot_general=fp8nnx.Fp8DotGeneralOp(recipe=CURRENT)), X)
+
+
+def create(apply_fn=LAYER.apply, variables=None, tx=None):
+    variables = {"params": params()} if variables is None else variables
+    return fp8.TrainState.create(apply_fn=apply_fn, params=variables, tx=tx or optax.sgd(0.1))
+
+
+def init(layer, x=X, **options):
+    return jax.eval_shape(partial(layer.init, **options), KEY, x)
+
+
+def with_op(op=fp8.Fp8DotGeneralOp):
+    return nn.Dense(8, dot_general_cls=op)
+
+
+class Stack(nn.Module):
+    """FP8 layers under an ``nn.vmap`` that names the given collections."""
+
+    collections: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        axes = dict.fromkeys(self.collections, 0)
+        stacked = nn.vmap(nn.Dense, variable_axes=axes, split_rngs={"params": True})
+        return stacked(8, dot_general_cls=fp8.Fp8DotGeneralOp)(x)
+
+
+def of_every_nnx_function(other, match):
+    """Returns cases in which something other than an NNX model is passed as the model."""
+    calls = (
         lambda: fp8nnx.Optimizer(other, optax.sgd(0.1)),
-        lambda: fp8nnx.Optimizer(linear(), optax.sgd(0.1)).update(other, grads),
-        lambda: fp8nnx.overwrite_state(other, grads),
-        lambda: fp8nnx.overwrite_state(other, other),
+        lambda: fp8nnx.Optimizer(linear(), optax.sgd(0.1)).update(other, nnx.state(linear())),
+        lambda: fp8nnx.overwrite_state(other, nnx.state(linear())),
         lambda: fp8nnx.accumulate_gradients(lambda model, x: 0.0)(other, X),
-        lambda: fp8nnx.calibrate(lambda model, x: model(x), other, [X]),
+        lambda: fp8nnx.calibrate(call_model, other, [X]),
         lambda: fp8nnx.check_state(other),
-    ):
-        with pytest.raises(TypeError, match=match):
-            call()
+    )
+    return [(call, TypeError, match) for call in calls]
 
 
-def test_an_optimizer_that_is_not_called():
-    layer = nn.Dense(8)
-    with pytest.raises(TypeError, match=r"optax\.adam\(1e-3\)"):
-        fp8.TrainState.create(apply_fn=layer.apply, params=layer.init(KEY, X), tx=optax.adam)
-    for args, got in (((linear(), optax.adam), "adam"), ((optax.adam(1e-3), linear()), "type Linear")):
-        with pytest.raises(TypeError, match=rf"optax\.adam\(1e-3\); .*{got}"):
-            fp8nnx.Optimizer(*args)
+def of_a_model_for_a_function(model, got):
+    """Returns cases in which a model is passed as the function."""
+    calls = (
+        lambda: fp8.calibrate(model, {"params": {}, OWG: {}}, [X]),
+        lambda: fp8nnx.calibrate(model, linear(), [X]),
+        lambda: fp8.statistics(model),
+        lambda: create(model, {"params": {}, OWG: {}}),
+    )
+    return [(call, TypeError, got) for call in calls]
 
 
-def test_a_train_state_where_variables_are_wanted(tmp_path):
-    op = partial(fp8.Fp8DotGeneralOp, recipe=fp8.Float8CurrentScaling())
-    layer = nn.Dense(8, dot_general_cls=op)
-    state = fp8.TrainState.create(apply_fn=layer.apply, params=layer.init(KEY, X), tx=optax.sgd(0.1))
-    frozen, _ = fp8.freeze(layer, state.params, X)
-    for call in (
-        fp8.remove_fp8_state,
-        fp8.statistics(lambda state: 0.0),
-        lambda state: fp8.accumulate_gradients(lambda state, x: 0.0)(state, X),
-        fp8.grad(lambda state: jnp.sum(state.apply_fn(state.params, X))),
-        lambda state: fp8.save_safetensors(tmp_path / "model.safetensors", frozen, state),
-    ):
-        with pytest.raises(TypeError, match=r"Pass state\.params"):
-            call(state)
+def of_inputs(inputs, match):
+    """Returns cases in which a model is traced without inputs, or with their shape alone."""
+    calls = (
+        lambda: fp8.report(MODEL8, *inputs),
+        lambda: fp8.add_fp8_state({"params": {}}, MODEL8, *inputs),
+        lambda: fp8nnx.report(fp8nnx.quantize_model(linear(), include=""), *inputs),
+        lambda: fp8nnx.freeze(fp8nnx.quantize_model(linear(), include=""), *inputs),
+    )
+    return [(call, TypeError, match) for call in calls]
 
 
-@pytest.mark.parametrize("model", [nn.Dense(8), linear(), 3], ids=["Linen", "NNX", "none"])
-def test_a_model_where_a_function_is_wanted(model):
-    got = {nn.Dense: "Dense, a Linen module", nnx.Linear: "Linear, an NNX module", int: "int"}[type(model)]
-    variables = {"params": {}, fp8.OVERWRITE_WITH_GRADIENT: {}}
-    for name, call in (
-        ("fun", lambda: fp8.calibrate(model, variables, [X])),
-        ("f", lambda: fp8nnx.calibrate(model, linear(), [X])),
-        ("fun", lambda: fp8.statistics(model)),
-        ("apply_fn", lambda: fp8.TrainState.create(apply_fn=model, params=variables, tx=optax.sgd(0.1))),
-    ):
-        with pytest.raises(TypeError, match=rf"^{name} .*{got}"):
-            call()
-
-
-def test_an_nnx_model_where_variables_are_wanted():
-    with pytest.raises(TypeError, match="an NNX module"):
-        fp8.calibrate(lambda model, x: model(x), linear(), [X])
-
-
-@pytest.mark.parametrize(
-    ("model", "got"),
-    [
-        (fp8.DelayedScaling(), r"DelayedScaling\.$"),
-        (nn.Dense, "Pass an instance, not the class"),
-        (linear(), r"Linear\. It is an NNX module: see fp8flax\.nnx\."),
+MISTAKES = {
+    "a model of the other API": [
+        (lambda: fp8.quantize_model(linear()), TypeError, r"use fp8flax\.nnx\.quantize_model"),
+        (lambda: fp8.report(linear(), X), TypeError, r"use fp8flax\.nnx\.report"),
+        (lambda: fp8.freeze(linear(), {}, X), TypeError, r"use fp8flax\.nnx\.freeze"),
+        (lambda: fp8nnx.quantize_model(LAYER), TypeError, r"use fp8flax\.quantize_model"),
+        (lambda: fp8nnx.report(LAYER, X), TypeError, r"use fp8flax\.report"),
+        (lambda: fp8nnx.freeze(LAYER, X), TypeError, r"use fp8flax\.freeze"),
+        (lambda: fp8nnx.calibrate(LAYER.apply, LAYER, [X]), TypeError, r"use fp8flax\.calibrate"),
+        (lambda: fp8.calibrate(call_model, linear(), [X]), TypeError, "an NNX module"),
+        *of_every_nnx_function(LAYER, r"Dense\..* Linen module: (see|use) fp8flax\."),
+        *of_every_nnx_function(X, r"flax\.nnx\.Module"),
+        (lambda: fp8nnx.check_state(nnx.Linear), TypeError, r"flax\.nnx\.Module"),
     ],
-)
-def test_something_else_where_a_linen_model_is_wanted(model, got):
-    with pytest.raises(TypeError, match=f"model .*{got}"):
-        fp8.add_fp8_state(nn.Dense(8).init(KEY, X), model, X)
+    "no Linen model": [
+        (lambda: fp8.add_fp8_state({"params": {}}, fp8.DelayedScaling(), X), TypeError, "DelayedScaling"),
+        (lambda: fp8.add_fp8_state({"params": {}}, nn.Dense, X), TypeError, "not the class"),
+        (lambda: fp8.add_fp8_state({"params": {}}, linear(), X), TypeError, r"fp8flax\.nnx\."),
+    ],
+    "a model for a function": [
+        *of_a_model_for_a_function(LAYER, "Dense, a Linen module"),
+        *of_a_model_for_a_function(linear(), "Linear, an NNX module"),
+        *of_a_model_for_a_function(3, "int"),
+    ],
+    "an op of the other API": [
+        (lambda: init(with_op(fp8nnx.Fp8DotGeneralOp)), TypeError, "the Linen op"),
+        (lambda: init(nn.Dense(8, dot_general=fp8nnx.Fp8DotGeneralOp())), TypeError, "the Linen op"),
+        (lambda: linear(dot_general=fp8.Fp8DotGeneralOp())(X), TypeError, r"fp8flax\.nnx\.Fp8DotGeneralOp"),
+        (lambda: linear(dot_general=fp8.DelayedScaling())(X), TypeError, "not callable"),
+    ],
+    "an op in the wrong place": [
+        *(
+            (lambda op=op: init(nn.Dense(4, dot_general=op)), TypeError, "dot_general_cls=")
+            for op in (
+                *(fp8.Fp8DotGeneralOp, fp8.NANOOFp8DotGeneralOp, fp8.Fp8DirectDotGeneralOp),
+                partial(fp8.Fp8DotGeneralOp, recipe=CURRENT),
+            )
+        ),
+        (lambda: init(with_op(fp8.Fp8DotGeneralOp())), TypeError, "dot_general_cls="),
+        (lambda: init(with_op(fp8.Fp8Einsum)), TypeError, "Fp8DotGeneralOp"),
+        (
+            lambda: init(nn.Conv(4, (1,), conv_general_dilated=fp8.Fp8ConvGeneralDilatedOp), X[None]),
+            TypeError,
+            "conv_general_dilated_cls=",
+        ),
+        (lambda: fp8.Fp8Einsum("ab,bc->ac", X, X.T), TypeError, r"Fp8Einsum\(\)"),
+        (lambda: fp8.Fp8RaggedDotOp(X, X[None].mT, jnp.array([4])), TypeError, r"Fp8RaggedDotOp\(\)"),
+    ],
+    "an optimizer": [
+        (lambda: create(tx=optax.adam), TypeError, r"optax\.adam\(1e-3\)"),
+        (lambda: fp8nnx.Optimizer(linear(), optax.adam), TypeError, r"optax\.adam\(1e-3\); .*adam"),
+        (lambda: fp8nnx.Optimizer(optax.adam(1e-3), linear()), TypeError, "type Linear"),
+        # Without the error these would train nothing, silently.
+        *(
+            (
+                lambda tx=tx: create(tx=tx, variables={"params": params(), OWG: STATE}),
+                ValueError,
+                "masks or",
+            )
+            for tx in (
+                optax.masked(optax.adam(1e-3), lambda v: {k: k == "params" for k in v}),
+                optax.multi_transform(
+                    {"optimize": optax.adam(1e-3), "leave": optax.set_to_zero()},
+                    lambda v: {k: "optimize" if k == "params" else "leave" for k in v},
+                ),
+            )
+        ),
+    ],
+    "a train state for variables": [
+        (call, TypeError, r"Pass state\.params")
+        for call in (
+            lambda: fp8.remove_fp8_state(train_state()),
+            lambda: fp8.statistics(lambda state: 0.0)(train_state()),
+            lambda: fp8.accumulate_gradients(lambda state, x: 0.0)(train_state(), X),
+            lambda: fp8.grad(lambda state: jnp.sum(state.apply_fn(state.params, X)))(train_state()),
+            lambda: fp8.save_safetensors("model.safetensors", frozen()[0], train_state()),
+        )
+    ],
+    "other variables": [
+        (lambda: create(variables={OWG: STATE}), ValueError, "no 'params'"),
+        (lambda: fp8.freeze(MODEL8, params(), X), ValueError, "collection 'params'"),
+        (lambda: fp8.add_fp8_state(params(), MODEL8, X), ValueError, "collection 'params'"),
+        (lambda: init(Stack(("params",))), fp8.MissingStateError, "init may not make"),
+        (lambda: init(with_op(), mutable=["params"]), fp8.MissingStateError, "init may not make"),
+        (lambda: fp8.freeze(LAYER, {"params": params()}, X), ValueError, r"fp8flax\.report"),
+        (lambda: fp8.freeze(LAYER, {"params": params()}), ValueError, "Pass inputs"),
+    ],
+    "a frozen model": [
+        (lambda: fp8.freeze(*frozen(), X), ValueError, "frozen already"),
+        (lambda: fp8nnx.freeze(frozen_nnx(), X), ValueError, "frozen already"),
+        (lambda: fp8.calibrate(frozen()[0].apply, frozen()[1], [X]), ValueError, "before freeze"),
+        (lambda: fp8nnx.calibrate(call_model, frozen_nnx(), [X]), ValueError, "before freeze"),
+        (lambda: fp8.report(frozen()[0], X), TypeError, "not from freeze"),
+    ],
+    "inputs": [
+        *of_inputs((), "needs sample inputs"),
+        *of_inputs(((4, 16),), r"ShapeDtypeStruct\(\(4, 16\)"),
+    ],
+    "swapped arguments": [
+        (lambda: fp8.pmean_gradients("data", {}), TypeError, "order is pmean_gradients"),
+        (lambda: fp8.load_into("file", {}), TypeError, "order is load_into"),
+        (lambda: fp8nnx.overwrite_state(nnx.state(linear()), linear()), TypeError, "model first"),
+        (
+            lambda: fp8nnx.accumulate_gradients(lambda model, x: 0.0)(X, linear()),
+            TypeError,
+            "order is",
+        ),
+    ],
+}
 
 
-def test_a_linen_model_to_calibrate():
-    with pytest.raises(TypeError, match=r"use fp8flax\.calibrate"):
-        fp8nnx.calibrate(nn.Dense(8).apply, nn.Dense(8), [X])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_error_says_what_to_use(name):
+    for call, error, match in MISTAKES[name]:
+        with pytest.raises(error, match=match):
+            call()
 
 
-def test_a_recipe_is_not_callable():
-    """Flax wraps callable attributes of a module's class as methods, so a recipe must be none."""
+def test_what_stays_allowed():
+    assert OWG in init(Stack(("params", OWG)))  # the advice of the error above
+    bridged = nnx.bridge.to_linen(nnx.Linear, 16, 8, dot_general=fp8nnx.Fp8DotGeneralOp())
+    assert bridged.apply(bridged.init(KEY, X), X).shape == (4, 8)
+
+
+def test_a_recipe_as_an_attribute_of_a_module():
+    """Flax wraps callable attributes of a module's class as methods, so a recipe must not be callable."""
 
     class Model(nn.Module):
-        recipe = fp8.Float8CurrentScaling()
+        recipe = CURRENT
 
         def __call__(self, x):
             return self.recipe
 
-    assert Model().apply({}, X) == fp8.Float8CurrentScaling()
-    with pytest.raises(TypeError, match="not callable"):
-        linear(dot_general=fp8.DelayedScaling())(X)
-
-
-MODEL8 = fp8.quantize_model(nn.Dense(8), fp8.Float8CurrentScaling(), include="")
+    assert Model().apply({}, X) == CURRENT
 
 
 @pytest.mark.parametrize(
-    ("inputs", "match"),
+    "tx",
     [
-        (
-            (),
-            "needs sample inputs",
-        ),
-        (((4, 16),), r"ShapeDtypeStruct\(\(4, 16\)"),
+        optax.masked(optax.adam(1e-3), lambda params: {k: k == "kernel" for k in params}),
+        # No parameter has this shape; the optimizer does not see the history that has it.
+        optax.masked(optax.adam(1e-3), lambda p: jax.tree.map(lambda x: x.shape == (4,), p)),
     ],
 )
-def test_no_inputs_or_only_their_shape(inputs, match):
-    model = fp8nnx.quantize_model(linear(), include="")
-    for call in (
-        lambda: fp8.report(MODEL8, *inputs),
-        lambda: fp8.add_fp8_state({"params": {}}, MODEL8, *inputs),
-        lambda: fp8nnx.report(model, *inputs),
-        lambda: fp8nnx.freeze(model, *inputs),
-    ):
-        with pytest.raises(TypeError, match=match):
-            call()
-
-
-def test_parameters_where_variables_are_wanted():
-    params = MODEL8.init(KEY, X)["params"]
-    for call in (lambda: fp8.freeze(MODEL8, params, X), lambda: fp8.add_fp8_state(params, MODEL8, X)):
-        with pytest.raises(ValueError, match="collection 'params'"):
-            call()
-
-
-def test_a_frozen_model_where_one_in_training_is_wanted():
-    frozen, variables = fp8.freeze(MODEL8, MODEL8.init(KEY, X), X)
-    op = fp8nnx.Fp8DotGeneralOp(recipe=fp8.Float8CurrentScaling())
-    frozen_nnx = fp8nnx.freeze(linear(dot_general=op), X)
-    for call in (lambda: fp8.freeze(frozen, variables, X), lambda: fp8nnx.freeze(frozen_nnx, X)):
-        with pytest.raises(ValueError, match="it is frozen already"):
-            call()
-    for call in (
-        lambda: fp8.calibrate(frozen.apply, variables, [X]),
-        lambda: fp8nnx.calibrate(lambda model, x: model(x), frozen_nnx, [X]),
-    ):
-        with pytest.raises(ValueError, match="before freeze"):
-            call()
-    with pytest.raises(TypeError, match="not from freeze"):
-        fp8.report(frozen, X)
-
-
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda: fp8.pmean_gradients("data", {}), "The order is pmean_gradients"),
-        (lambda: fp8.load_into("file", {}), "The order is load_into"),
-        (lambda: fp8nnx.overwrite_state(nnx.state(linear()), linear()), "model first"),
-        (
-            lambda: fp8nnx.accumulate_gradients(lambda model, x: 0.0)(X, linear()),
-            "The order is",
-        ),
-    ],
-)
-def test_swapped_arguments(call, match):
-    with pytest.raises(TypeError, match=match):
-        call()
-
-
-def test_an_instance_where_a_layer_takes_the_class():
-    layer = nn.Dense(8, dot_general_cls=fp8.Fp8DotGeneralOp())
-    with pytest.raises(TypeError, match="dot_general_cls="):
-        layer.init(KEY, X)
-
-
-@pytest.mark.parametrize(
-    "op", [fp8nnx.Fp8DotGeneralOp, fp8nnx.Fp8DotGeneralOp()], ids=["class", "instance"]
-)
-def test_an_nnx_op_in_a_linen_layer(op):
-    field = "dot_general_cls" if isinstance(op, type) else "dot_general"
-    with pytest.raises(TypeError, match="the Linen op"):
-        nn.Dense(8, **{field: op}).init(KEY, X)
-
-
-def test_an_nnx_layer_in_a_linen_model():
-    """The bridge keeps the state of NNX modules, and stays allowed."""
-    model = nnx.bridge.to_linen(nnx.Linear, 16, 8, dot_general=fp8nnx.Fp8DotGeneralOp())
-    variables = model.init(KEY, X)
-    assert model.apply(variables, X).shape == (4, 8)
-
-
-def test_a_linen_op_in_an_nnx_layer():
-    with pytest.raises(TypeError, match=r"dot_general=fp8flax\.nnx\.Fp8DotGeneralOp"):
-        linear(dot_general=fp8.Fp8DotGeneralOp())(X)
+def test_masks_of_parameters(tx):
+    found = create(variables={"params": params(), OWG: STATE}, tx=tx)
+    assert jax.tree.structure(found.opt_state) == jax.tree.structure(tx.init(params()))

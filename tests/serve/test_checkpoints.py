@@ -191,7 +191,7 @@ def folder_of(folder, tensors, config=None):
     return folder
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name, tmp_path):
     beside, config, block, expected = FORMATS[name]
@@ -590,11 +590,6 @@ def test_random_changes(tmp_path):
 
 
 @pytest.mark.long
-def test_many_random_changes(tmp_path):
-    assert 300 < check_changes(tmp_path, range(1000, 2500)) < 1400
-
-
-@pytest.mark.long
 def test_memory(tmp_path):
     """A folder of 2 GB is dequantized with less than 400 MB above the imports."""
     weight_map = {}
@@ -662,8 +657,3 @@ def test_files_of_the_libraries(folder):
     for name, values in expected.items():
         assert checkpoint[name].codes.dtype == E4M3
         np.testing.assert_array_equal(checkpoint[name].dequantize(values.dtype), values)
-
-
-def test_each_library_has_files():
-    assert {path.name.partition("_")[0] for path in WRITTEN} == {"compressed", "transformers", "torchao"}
-    assert sum(path.stat().st_size for folder in WRITTEN for path in folder.iterdir()) < 100_000

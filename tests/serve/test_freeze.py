@@ -1,6 +1,5 @@
 """``freeze`` keeps the logits with kernels in FP8; decoding, export, and programs for GPUs work."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -45,7 +44,7 @@ STAYS_WIDE = ("patches", "current")
 """The kernel of a convolution is stored in FP8 if its scale is delayed."""
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.filterwarnings("ignore:These layers were not calibrated", "ignore:These scales are frozen")
 @WIDE  # a convolution
 @pytest.mark.parametrize(("name", "recipe"), cells(CASES, repeated=REPEATED))
@@ -69,7 +68,7 @@ def test_same_logits(name, recipe):
     assert sorted(added) == sorted(expected)
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "columns"])
 @pytest.mark.parametrize("recipe", ["block128", "mxfp8"])
 def test_kernels_on_explicit_axes_of_a_mesh(recipe, spec):
@@ -114,13 +113,14 @@ def in_three_ways(model, variables, x):
     )
 
 
-HALF_WAY = list(itertools.product([jnp.float16, jnp.bfloat16, jnp.float32], range(3)))
-
-
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("dtype", "seed"),
-    [HALF_WAY[0], *(pytest.param(*case, marks=pytest.mark.long) for case in HALF_WAY[1:])],
+    [
+        (jnp.float16, 0),
+        pytest.param(jnp.bfloat16, 1, marks=pytest.mark.long),
+        pytest.param(jnp.float32, 2, marks=pytest.mark.long),
+    ],
     ids=lambda v: getattr(v, "__name__", str(v)),
 )
 def test_half_way_between_two_codes(dtype, seed):
@@ -137,38 +137,6 @@ def test_half_way_between_two_codes(dtype, seed):
     product = np.matmul(*(code.astype(np.float64) for code in codes)) * x_scale * kernel_scale
     expected, *others = in_three_ways(model, variables, x)
     np.testing.assert_allclose(np.float64(expected), product, rtol=0.01, atol=0.01 * np.abs(product).max())
-    for out in (*others, *in_three_ways(*fp8.freeze(model, variables, x), x)):
-        np.testing.assert_array_equal(out, expected)
-
-
-class Stacked(nn.Module):
-    lift: str
-
-    @nn.compact
-    def __call__(self, x):
-        options = {"variable_axes": {"params": 0, OWG: 0}, "split_rngs": {"params": True}}
-        op = partial(fp8.Fp8DotGeneralOp, recipe=RECIPES["delayed"])
-        fields = {"features": 16, "use_bias": False, "dot_general_cls": op}
-        if self.lift == "vmap":
-            return nn.vmap(nn.Dense, **options, in_axes=None, axis_size=3)(**fields)(x)
-
-        def step(_, carry, x):
-            return carry, nn.Dense(**fields)(x)
-
-        return nn.scan(step, **options, length=3, in_axes=nn.broadcast)(self, None, x)[1]
-
-
-@pytest.mark.long
-@pytest.mark.optimized
-@pytest.mark.parametrize("lift", ["scan", "vmap"])
-def test_half_way_between_two_codes_in_layers_that_are_stacked(lift):
-    (x, _), (kernel, _) = ties(0, 8, 16), ties(10, 16, 16)
-    model = Stacked(lift)
-    variables = variables_of(model, x)
-    kernels = jax.tree.map(lambda leaf: jnp.broadcast_to(kernel, leaf.shape), variables["params"])
-    variables = {**variables, "params": kernels}
-    variables = fp8.calibrate(model.apply, variables, [x])
-    expected, *others = in_three_ways(model, variables, x)
     for out in (*others, *in_three_ways(*fp8.freeze(model, variables, x), x)):
         np.testing.assert_array_equal(out, expected)
 
@@ -539,31 +507,6 @@ def test_layers_that_share_their_parameters(lift):
         fp8.freeze(model8, variables)
 
 
-@pytest.mark.long
-def test_layers_in_layers_that_are_stacked_along_other_axes():
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return nn.tanh(nn.Dense(3, use_bias=False)(x)), None
-
-    class Layers(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            inner = {"variable_axes": {"params": -1}, "split_rngs": {"params": True}, "length": 3}
-            return nn.scan(Layer, **inner)(name="inner")(x, None)[0], None
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            outer = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}, "length": 3}
-            return nn.scan(Layers, **outer)(name="outer")(x, None)[0]
-
-    x = normal(0, 2, 3)
-    model8, variables = trained(Model(), x, recipe=RECIPES["axiswise"])
-    serve, served = fp8.freeze(model8, variables)
-    np.testing.assert_array_equal(jax.jit(serve.apply)(served, x), jax.jit(model8.apply)(variables, x))
-
-
 def test_shapes_without_values():
     """A checkpoint of a frozen model can be restored into shapes from ``jax.eval_shape``."""
     x = normal(0, 4, 8)
@@ -600,25 +543,6 @@ def test_goes_by_the_variables_it_is_given(dtype):
                 np.testing.assert_array_equal(out, expected)
 
 
-@WIDE
-@pytest.mark.long
-def test_narrower_kernels_of_one_op_are_several():
-    """A cast that rounds makes another kernel, if one call has both."""
-
-    class Twice(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            op, w = fp8.Fp8DotGeneralOp(), self.param("w", nn.initializers.lecun_normal(), (32, 32))
-            dims = (((1,), (0,)), ((), ()))
-            return op(op(x, w, dims), w.astype(jnp.bfloat16), dims)
-
-    x = normal(0, 4, 32)
-    variables = fp8.calibrate(Twice().apply, variables_of(Twice(), x), [x])
-    serve, served = fp8.freeze(Twice(), variables, x)
-    assert served["params"]["w"].dtype == np.float32
-    np.testing.assert_array_equal(serve.apply(served, x), Twice().apply(variables, x))
-
-
 @pytest.fixture(scope="module")
 def models():
     model8, variables = trained(LanguageModel(layers=1), TOKENS)
@@ -627,7 +551,7 @@ def models():
     return model8, decoder, variables, cache
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 class TestDecoding:
     def decode(self, model, variables, steps=8):
         """Returns the logits of one token after the other, by one compiled step."""
@@ -785,7 +709,7 @@ def test_other_collections_keep_their_structure(boxed):
     assert shapes[0] == shapes[1] == jax.eval_shape(serve.init, jax.random.key(0), x)["cache"]
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 class TestErrors:
     x = np.ones((2, 8), np.float32)
 

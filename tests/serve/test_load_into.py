@@ -66,7 +66,7 @@ def wide_kernel(params, name, scale_rows, scale_columns):
     return (matrix * scale).T.reshape(kernel.shape)
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("rename", [None, TO_HUB], ids=["own names", "renamed"])
 @pytest.mark.parametrize("recipe", [*RECIPES, "weight_only"])
 def test_own_files(recipe, rename, tmp_path, request):

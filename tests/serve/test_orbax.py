@@ -26,7 +26,7 @@ CASES = [(name, "delayed") for name in ("own", "scan", "vmap", "patches", "decod
 CASES += [("scan", recipe) for recipe in RECIPES if recipe != "delayed"]
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.filterwarnings("ignore:These scales are frozen")
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_linen(name, recipe, tmp_path):

@@ -62,7 +62,7 @@ def save_in(served, tmp_path):
     return partial(fp8.save_safetensors, tmp_path / "model.safetensors", *served)
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("kind", ["patterns", "callable"])
 def test_renamed(kind, served, save, tmp_path):
     def name_of(name):

@@ -279,7 +279,7 @@ def test_errors():
 
 
 @pytest.mark.long
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_state_under_the_name_of_another_op():
     """One of Flax's ops has the name of our op, and the other has another name."""
     theirs = make(nn.Fp8DirectDotGeneralOp).init(jax.random.key(0), X)

@@ -343,7 +343,7 @@ def test_rows_of_the_page(request):
         assert what_works.rows("devices") == [*WAYS]
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("name", "recipe"), cells(CELLS, repeated=[(n, r) for n, r in CELLS if not covered(r, n)])
 )
@@ -352,7 +352,7 @@ def test_as_one_device(recipe, name, cell):
     cell("devices", name, recipe, seen or "yes")
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_sharded_state_without_jit_is_refused():
     layer = nn.Dense(4, dot_general_cls=fp8.Fp8DotGeneralOp)
     variables = variables_of(layer, X)
@@ -478,7 +478,7 @@ def accumulated_on_explicit_axes(loss, variables, batches):
         return jax.jit(fp8.accumulate_gradients(loss))(variables, batches)
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("way", [accumulated_in_shard_map, accumulated_on_explicit_axes])
 def test_microbatches_of_several_devices(way):
     """Kernels are quantized before the loop on several devices, too."""

@@ -179,7 +179,7 @@ PARAMS = {"loop": {"dense": {"kernel": normal(1, 3, 8, 8)}}, "tied": {"dense": {
 
 
 @pytest.mark.long
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_out_of_loops_rematerialized_blocks_and_repeated_calls():
     model = Looped()
 

@@ -353,7 +353,7 @@ class Twice(nn.Module):
         return nn.silu(gate(2 * x)) * up(3 * x), None
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("block", "made_by", "stack"),
     [
@@ -403,7 +403,7 @@ def test_state_of_stacked_layers_is_that_of_each(block, made_by, stack):
     assert any(jax.tree.leaves(moved))
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 class TestMergeByMax:
     """The state is that of one call on all the data, however often it is read."""
 
@@ -417,7 +417,7 @@ class TestMergeByMax:
 accumulated = jax.jit(fp8.accumulate_gradients(mse))
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 class TestAccumulateGradients:
     """Microbatches, one at a time, give the gradients of one large batch."""
 
@@ -581,7 +581,7 @@ def guarded(wrap, gradient):
     return state.replace(step=jnp.int32(0)), step  # an array from the start, for one program
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 class TestNoUpdate:
     """State that got no gradient, or saw a NaN or an Inf, is kept."""
 
@@ -642,12 +642,8 @@ class TestNoUpdate:
 
 
 OPTIMIZERS = {
-    "adamw": optax.adamw(1e-2),
     "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
     "MultiSteps": optax.MultiSteps(optax.adamw(1e-2), every_k_schedule=2),
-    "apply_if_finite": optax.apply_if_finite(optax.adamw(1e-2), 3),
-    "lion": optax.lion(1e-3),
-    "adafactor": optax.adafactor(1e-2),
 }
 
 
@@ -686,9 +682,7 @@ class TestTrainState:
         return lambda v: jnp.mean((state.apply_fn(v, x) - 1.0) ** 2)
 
     @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-    def test_optimizers_see_params_alone(self, optimizer, request):
-        if optimizer not in ("clip", "MultiSteps"):  # AdamW is a part of these two
-            request.getfixturevalue("_all_cells")
+    def test_optimizers_see_params_alone(self, optimizer):
         tx = OPTIMIZERS[optimizer]
         state = fp8.TrainState.create(apply_fn=MODEL.apply, params=VARIABLES, tx=tx)
         # By hand: optax on params alone, the collection overwritten.

@@ -1,13 +1,12 @@
 """Stacks small arrays of one shape, so that a GPU starts a few kernels for all, not a few for each.
 
-The stacking saves time only. The values are the same bit for bit without it; tests set ``is_enabled`` to
-False to check that.
+The stacking saves time only. The values are the same bit for bit without it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,9 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8flax._compat.choice_at_lowering import unless_cpu
-
-is_enabled = True
-"""Whether arrays are stacked."""
 
 
 def stacking_key(axis: int, *trees: Any) -> Hashable:
@@ -69,9 +65,8 @@ def each_alike(
             compile twice as fast as the other, depending on the surrounding program. Measure each call.
     """
     options = _Options(read_once, in_parts, loops)
-    keys: Iterable[Hashable] = map(stacking_key, axes, *args) if is_enabled else range(len(axes))
     groups: dict[Hashable, list[int]] = defaultdict(list)
-    for i, key in enumerate(keys):
+    for i, key in enumerate(map(stacking_key, axes, *args)):
         groups[key].append(i)
     results: dict[int, Any] = {}
     for members in groups.values():

@@ -15,7 +15,6 @@ from fp8flax._core.qtensor import QTensor, View
 from tests.cases import error_of_product, with_reference
 
 E4M3 = jnp.float8_e4m3fn
-ROWS = 300
 # Tiles that several share, an empty group, rows left over and rows beyond the last; none at all.
 SIZES = [(100, 0, 90, 60), (0, 300, 0, 0), (0, 0, 0, 0), (0, 0, 0, 999), (129, 1, 127, 43), (300, 1, 0, 0)]
 

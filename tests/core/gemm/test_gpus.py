@@ -69,7 +69,7 @@ def of_dense(recipe):
 
 
 @pytest.mark.long
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("program", "target"),

@@ -12,8 +12,8 @@ import fp8flax as fp8
 from fp8flax._core.gemm import cuda, cuda_casts
 from fp8flax._core.gemm.gpus import compile_target
 from fp8flax._core.gemm.kernels.block_quantize import block_quantize
-from fp8flax._core.plans.contraction import STATELESS, Operand, States
-from fp8flax._core.plans.dot_general import DotPlan, fp8_dot_general
+from fp8flax._core.plans.contraction import STATELESS, States
+from fp8flax._core.plans.dot_general import fp8_dot_general
 from fp8flax._core.plans.ragged_dot import fp8_ragged_dot
 from fp8flax._core.state.state import ScalingState
 from tests import reference_recipes
@@ -26,27 +26,6 @@ from tests.cases import (
     error_of_product,
     with_reference,
 )
-
-DELAYED = fp8.DelayedScaling().gemms
-
-
-def gemms_of(lhs, rhs, dims):
-    operands = (Operand(shape, jnp.dtype(jnp.bfloat16), None, frozenset()) for shape in (lhs, rhs))
-    return DotPlan(
-        recipe=DELAYED,
-        **dict(zip(("lhs", "rhs"), operands, strict=True)),
-        out_dtype=jnp.dtype(jnp.bfloat16),
-        dimension_numbers=dims,
-    ).gemms
-
-
-def test_a_wide_product_by_stored_codes_has_the_precision_of_jax():
-    gemm = gemms_of((4, 8), (8, 2), MATMUL).forward._replace(is_packed=True)
-    kernel = fp8.QTensor(jnp.ones((8, 2), jnp.float8_e4m3fn), jnp.float32(1), DELAYED.forward.rhs)
-    with jax.default_matmul_precision("highest"):
-        program = jax.make_jaxpr(lambda x: gemm.reference(x, kernel))(jnp.ones((4, 8)))
-    (product,) = (eqn for eqn in program.eqns if eqn.primitive.name == "dot_general")
-    assert set(product.params["precision"]) == {lax.Precision.HIGHEST}
 
 
 @pytest.mark.parametrize("name", ["b", "16*b"])

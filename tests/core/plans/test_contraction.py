@@ -69,7 +69,7 @@ def test_codes_for_both_gemms_are_one_array(recipe, role):
     jax.eval_shape(quantized, x)
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "name", cells(STATELESS, repeated=["tensorwise, powers of two", "MX", "128 blocks"])
 )
@@ -198,7 +198,7 @@ M, K, N = 256, 384, 512
 BFLOAT16 = 2 * (M * K + K * N)
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("name", "codes", "scales"),
     [
@@ -300,7 +300,7 @@ def grads_and_state(recipe, x, w):
     return run(variables, x, w)
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 class TestCustom:
     x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
     w = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32)

@@ -168,7 +168,7 @@ def make_vjp(convolve):
     return run
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "name",  # of patches, see below
     cells(
@@ -261,7 +261,7 @@ RECIPES_OF_MATMULS = {
 }
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("name", list(RECIPES_OF_MATMULS))
 def test_recipes_of_matmuls(name):
     """On patches they are the matmul of the patches, in the kernel's order; elsewhere an error."""
@@ -481,7 +481,7 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_scan_and_remat():
     x = small()[1]
     scan = Stack(scanned=True)
@@ -638,7 +638,7 @@ def step_of(layer, *shape, dtype=jnp.bfloat16):
     return step, variables, x, y
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.usefixtures("gpu")
 def test_a_patch_embedding_runs_in_fp8():
     layer = nn.Conv(768, (16, 16), (16, 16), conv_general_dilated_cls=OP)
@@ -688,7 +688,7 @@ def test_the_audit_lists_convolutions(target, groups, request):
 
 
 @pytest.mark.optimized
-@pytest.mark.oldest
+@pytest.mark.newest
 def test_a_convolution_in_range():
     x, w = (np.float32(np.random.default_rng(i).uniform(-1, 1, (2, 6, 4))) for i in range(2))
     w = w[0, :3, :, None] * np.ones((3, 4, 5), np.float32)

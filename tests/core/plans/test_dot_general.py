@@ -117,7 +117,7 @@ def test_integers_multiply_exactly_forward_and_backward(contraction, dtype):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("contraction", "dtype"), cells(BOTH_FORMS, repeated=BOTH_FORMS[1:2] + BOTH_FORMS[4:5]), ids=name_of
 )
@@ -219,7 +219,7 @@ def test_nan_reaches_the_result_and_inf_saturates():
     np.testing.assert_array_equal(out, [[np.nan, np.nan], [448.0, 1.0]])
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 class TestOnCuda:
     """The programs that the compiler for NVIDIA GPUs gets; nothing is compiled."""
 

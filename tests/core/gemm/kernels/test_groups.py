@@ -60,7 +60,7 @@ def transposed(codes, sizes):
     return groups.transpose_groups(codes, groups.table_of(ROWS, sizes), interpret=True)
 
 
-@pytest.mark.oldest
+@pytest.mark.newest
 @pytest.mark.parametrize("sizes", SIZES[:4])
 def test_transposed_groups(sizes):
     codes = np.random.default_rng(0).integers(0, 256, (ROWS, 256), np.uint8)
