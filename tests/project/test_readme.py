@@ -109,7 +109,6 @@ def test_losses_on_the_page_are_those_of_the_results():
     for table in (
         fidelity.table(runs, "small", fidelity.CONTENDERS),
         fidelity.table(runs, "small", ("delayed", *fidelity.PARTS)),
-        fidelity.table(runs, "demo", fidelity.CONTENDERS, 300),
         fidelity.sensitivity_table(runs),
     ):
         assert table in page
