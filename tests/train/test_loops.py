@@ -487,31 +487,6 @@ def page():
 class TestPage:
     """The claims of the page about each loop are true; its code runs once for all tests."""
 
-    def test_the_optimizer_over_all_variables(self):
-        """The loop of brax is compared with the loop of the page, after 60 steps."""
-        space = page()[0]["An optimizer over all variables (brax)"]
-        tx, both_losses, params = optax.adam(1e-2), space["both_losses"], space["before"]
-
-        @jax.jit
-        def brax_update(params, opt_state):
-            loss, grads = jax.value_and_grad(both_losses)(params)
-            updates, opt_state = tx.update(grads, opt_state)
-            return loss, optax.apply_updates(params, updates), opt_state
-
-        losses = []
-        for update, opt_state in (
-            (brax_update, tx.init(params)),
-            (space["update"], space["optimizer"].init(params)),
-        ):
-            now = params
-            for i in range(60):
-                loss, now, opt_state = update(now, opt_state)
-                if update is brax_update and i == 0:
-                    with pytest.raises(ValueError, match="negative or not finite"):
-                        fp8.check_state(now)
-            losses.append(float(loss))
-        assert losses[1] < 0.5 * losses[0]
-
     def test_the_state_in_an_average(self):
         space = page()[0]["An average of the weights (EMA)"]
         before = space["variables"]
