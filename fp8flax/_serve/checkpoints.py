@@ -268,7 +268,7 @@ def _entries(
 def _blocks_of_scale(
     name: str, codes: Stored, scale: Stored, declared: Sequence[tuple[int, ...]]
 ) -> tuple[Stored, tuple[int, ...]]:
-    """Returns the scale of a weight with one number per block, and the block; raises if it does not match."""
+    """Returns the scale of a weight, with a dimension for each of its own, and the size of a block."""
     dtype = _E8M0 if scale.dtype == np.uint8 else scale.dtype
     if dtype != _E8M0 and dtype not in _WIDE:
         raise ValueError(
@@ -276,18 +276,17 @@ def _blocks_of_scale(
             "or E8M0."
         )
     found = _blocks(codes.shape, scale.shape, declared or ([_MX] if dtype == _E8M0 else []) + [_SQUARE])
-    block = found.pop() if len(found) == 1 else ()
-    shape = tuple(-(-n // b) for n, b in zip(codes.shape, block))
     # A file of MXFP8 may hold the bytes of its scales as uint8.
-    is_mx = len(block) > 1 and block[-1] <= _MX[1] and set(block[:-1]) == {1}
-    is_clear = len(block) == len(codes.shape) and math.prod(shape) == math.prod(scale.shape)
-    if not is_clear or (scale.dtype == np.uint8 and not is_mx):
+    is_mx = all(len(b) > 1 and b[-1] <= _MX[1] and set(b[:-1]) == {1} for b in found)
+    if len(found) != 1 or (scale.dtype == np.uint8 and not is_mx):
         raise ValueError(
             f"{scale.file}: the scale of {name!r} has the shape {list(scale.shape)}, and the weight "
             f"{list(codes.shape)}. That is not one scale per tensor, per output feature or per block"
             + (f" of {declared}." if declared else ".")
             + " Correct the file, or the block size in config.json."
         )
+    (block,) = found
+    shape = tuple(-(-n // b) for n, b in zip(codes.shape, block))
     return scale._replace(dtype=dtype, shape=shape), block
 
 

@@ -15,23 +15,21 @@ from fp8flax._serve.hidden_state import INPUT_SCALE, KERNEL_SCALE, ServedOp
 
 
 class Tensor(NamedTuple):
-    """A variable of the model, with its name and its array in the file."""
+    """A variable of the model, as it is in the file."""
 
     name: str
     """The name in the file."""
     path: list[str]
     """The path in the variables; the collection comes first."""
-    array: Any
-    """The array in the variables, of NumPy or JAX."""
     written: Any
-    """The array in the file: the same values in another order and shape."""
+    """The array in the file, of NumPy or JAX: the values of the variable, in another order and shape."""
     layer: str | None
     """The name of the FP8 layer whose weight or scale the variable is; None for other variables."""
 
     @property
     def is_wide_kernel(self) -> bool:
         """Whether the variable has the name of a layer's kernel, and a dtype other than FP8."""
-        return self.path[0] == PARAMS and self.path[-1] == "kernel" and self.array.dtype.itemsize > 1
+        return self.path[0] == PARAMS and self.path[-1] == "kernel" and self.written.dtype.itemsize > 1
 
 
 def _as_matrix(array: Any, out: Sequence[int], summed: Sequence[int]) -> Any:
@@ -58,7 +56,7 @@ def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[T
         for path, array in _by_path(collection, tree).items():
             if collection != PARAMS or path not in places:
                 name = ".".join(path if collection == PARAMS else (collection, *path))
-                yield Tensor(name, [collection, *path], array, array, None)
+                yield Tensor(name, [collection, *path], array, None)
                 continue
             last, op, layer = places[path]
             name, written = f"{layer}.{last}", array
@@ -75,7 +73,7 @@ def named(ops: tuple[ServedOp, ...], variables: Mapping[str, Any]) -> Iterator[T
                 name = ".".join(path)
                 stacked = max(0, array.ndim - len(op.layout[0]))
                 written = array.reshape(*array.shape[:stacked], -1)
-            yield Tensor(name, [collection, *path], array, written, None if last == "bias" else layer)
+            yield Tensor(name, [collection, *path], written, None if last == "bias" else layer)
 
 
 def _by_path(collection: str, tree: Any) -> dict[tuple[str, ...], Any]:

@@ -120,7 +120,7 @@ class ServingCall(Call):
         return served
 
     def _kernel(self, served: ServedOp, op: Fp8Op, rhs: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-        """Returns codes and scales of a kernel, for which ``rhs`` is a placeholder; None if it stays wide."""
+        """Returns the codes and the scales for the placeholder ``rhs``; None if the kernel stays wide."""
         if served.kernel is None:
             return None
         origin = self.origins.of(rhs, op.scope)

@@ -31,8 +31,8 @@ def weights_for_serving(
 
     The tensors are those of the file that ``save_safetensors`` writes after ``freeze``, bit for bit. One
     compiled program makes them on the devices. It is compiled at the first call. Later calls with the same
-    model object, options and shapes use it again. Use this function where an inference engine samples from a model
-    between the steps of its training, as in reinforcement learning.
+    model object, options and shapes use it again. Use this function where an inference engine samples from
+    a model between the steps of its training, as in reinforcement learning.
 
     XLA derives the sharding of the results from the sharding of the variables. If the variables are on a
     mesh with explicit axes, the results are on the same mesh with automatic axes.

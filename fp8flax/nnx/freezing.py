@@ -298,7 +298,8 @@ def _freeze(
     wide = layer.module.kernel.get_value()
 
     def of_one(wide: jax.Array, scales: dict[str, jax.Array]) -> Any:
-        codes, scale = stored_kernel(row, gemms, lhs, arguments, wide.astype(lhs.dtype), scales.get("kernel"))
+        wide = wide.astype(lhs.dtype)
+        codes, scale = stored_kernel(row, gemms, lhs, arguments, wide, scales.get("kernel"))
         return codes, {**scales, "kernel": scale}
 
     for _ in layer.stacked:

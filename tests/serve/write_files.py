@@ -2,8 +2,8 @@
 
 Run ``python tests/serve/write_files.py`` with a Python that has torch, transformers 5 and
 compressed-tensors. It needs no GPU and downloads nothing. Beside each checkpoint,
-``expected.safetensors`` has the weights as the library itself dequantizes them; for the Llama its logits, as transformers computes them from
-the folder.
+``expected.safetensors`` has the weights as the library itself dequantizes them; for the Llama its logits,
+as transformers computes them from the folder.
 """
 
 from __future__ import annotations
