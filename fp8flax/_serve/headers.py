@@ -104,4 +104,3 @@ def read_header(path: Path) -> dict[str, Stored]:
         start = 8 + length + entry["data_offsets"][0]
         stored[name] = Stored(path, np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"]), start)
     return stored
-

@@ -285,9 +285,7 @@ def _num_summed(weight: Sequence[int], kernel: Sequence[int]) -> int:
     return 0
 
 
-def _scale(
-    tensor: CheckpointTensor, kernel: tuple[int, ...], num_summed: int, leaf: Any
-) -> np.ndarray:
+def _scale(tensor: CheckpointTensor, kernel: tuple[int, ...], num_summed: int, leaf: Any) -> np.ndarray:
     """Returns the scale of a frozen kernel.
 
     The shape and the dtype of the frozen scale show which kinds of scale it can be. If several kinds are

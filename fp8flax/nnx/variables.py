@@ -52,4 +52,3 @@ def written_variables(model: nnx.Module) -> Iterator[tuple[str, tuple[Any, ...],
     """
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
         yield nnx.variable_name_from_type(type(variable), allow_register=True), path, variable
-

@@ -115,6 +115,7 @@ def finegrained(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
 
 def cases() -> dict[str, Callable[[Path], dict[str, torch.Tensor]]]:
     """Returns what writes each folder."""
+
     def of_compressed_tensors(kind: str, **weights: Any) -> Callable[[Path], dict[str, torch.Tensor]]:
         return lambda folder: compressed_tensors(folder, kind, weights)
 
