@@ -117,7 +117,7 @@ def freeze(
     for path, found in seen.ops.items():
         recipe = recipes[path]
         kernel = None if path in wide or found.kernel is None else found.kernel.sources[0].path
-        parameter = None if kernel is None else trees.get(given, kernel)
+        parameter: Any = None if kernel is None else trees.get(given, kernel)
         delayed = fixed_scales(path, recipe, state, fresh)
         codes, scales = stored(path, found, recipe, parameter, delayed)
         for role, scale in scales.items():

@@ -40,9 +40,8 @@ def renamed(tensors: Sequence[Tensor], rename: Rename) -> list[Tensor]:
             if written.ndim != 2:
                 raise ValueError(
                     f"rename makes a weight of {'/'.join(tensor.path)}, of shape {written.shape}. A "
-                    "weight in PyTorch has its output dimensions first, and they are known only for kernels "
-                    "in FP8 and for kernels with two dimensions. Give this kernel a name that ends in "
-                    "'kernel'."
+                    "wide kernel that becomes a weight must have two dimensions: the input and the output. "
+                    "Give this kernel a name that ends in 'kernel'."
                 )
             written = written.T
         result.append(tensor._replace(name=name, written=written))

@@ -97,7 +97,7 @@ class ServingCall(Call):
         served = self._served(op, recipe)
         gemms, kernel = served.gemms, self._kernel(served, op, rhs)
         if kernel is not None and op.row.plan is not None:
-            input_scale = op.get_variable(SERVED, INPUT_SCALE)
+            input_scale: Any = op.get_variable(SERVED, INPUT_SCALE)
             return computed(op.row, gemms, *kernel, input_scale, lhs, rhs, *rest, **keywords)
         if kernel is not None:
             # An op without a plan multiplies by the dequantized kernel. If it quantizes this kernel again,
