@@ -98,7 +98,7 @@ def load_into(
         if not path or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             what = f"{'/'.join(path)} must be an array" if path else "variables must be a tree of arrays"
             raise TypeError(
-                f"{what}; got {type(leaf).__name__}. Call load_into(variables, checkpoint), and leave "
+                f"{what}; got {type(leaf).__name__}. The order is load_into(variables, checkpoint). Leave "
                 "everything out of variables that is not an array."
             )
         narrow = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
