@@ -188,9 +188,9 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
     except Exception as error:
         version = jaxlib.__version__
         raise ImportError(
-            f"JAX cannot compile for {target} without the device ({_first_line(error)}). This needs no GPU and "
-            f"no driver, but: pip install jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}. If these are "
-            "installed, start Python with JAX_PLATFORMS=cpu. To audit for the local device use target='local'."
+            f"JAX cannot compile for an absent {target} ({_first_line(error)}). Install what it needs (no "
+            f"driver): pip install jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}. If these are "
+            "installed, start Python with JAX_PLATFORMS=cpu. Or use target='local'."
         ) from error
     return list(topology.devices)
 
@@ -224,8 +224,11 @@ def compiles_algorithms() -> bool:
 
 
 @contextlib.contextmanager
-def compiling_for(gpu: Gpu) -> Iterator[None]:
-    """Sets the GPU that programs are traced and lowered for, for this package and for Pallas."""
+def compiling_for(gpu: Gpu | None) -> Iterator[None]:
+    """Sets the GPU that programs are traced and lowered for, here and in Pallas; None is the local device."""
+    if gpu is None:
+        yield
+        return
     device = jax.sharding.AbstractDevice(
         device_kind=gpu.pallas_name or gpu.name, num_cores=gpu.cores, platform="gpu"
     )
@@ -252,12 +255,12 @@ def lower_for(
     elsewhere = None if target.mesh is not None and jitted is fn else target.sharding
     shape_of = functools.partial(_shape_of, mesh=target.mesh, elsewhere=elsewhere)
     shapes = jax.tree.map(shape_of, (args, keywords or {}))
-    # Without any sharding JAX would lower the program for the CPU. Tracing may compute constants there.
+    # JAX would lower a program without any sharding for the CPU. Tracing may compute constants on the CPU.
     device = jax.config.jax_default_device
     if target.sharding is not None:
         device = next(iter(target.sharding.device_set))
     platforms = {} if target.gpu is None else {"lowering_platforms": ("cuda",)}
-    with _known(target.gpu):
+    with compiling_for(target.gpu):
         traced = _explained(
             lambda: jitted.trace(*shapes[0], **shapes[1]),
             f"{name} cannot be traced",
@@ -273,11 +276,6 @@ def lower_for(
             )
 
 
-def _known(gpu: Gpu | None) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which a program is compiled for ``gpu``; None is the local device."""
-    return contextlib.nullcontext() if gpu is None else compiling_for(gpu)
-
-
 def compile_lowered(target: Target, lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
     """Compiles the result of ``lower_for``; ``name`` is that of the function, for error messages.
 
@@ -290,7 +288,7 @@ def compile_lowered(target: Target, lowered: jax.stages.Lowered, name: str) -> j
         # Without an algorithm, XLA would give to Triton the GEMMs that ask for cublasLt.
         options["xla_gpu_enable_triton_gemm"] = False
     # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known here, too.
-    with warnings.catch_warnings(), _known(target.gpu):
+    with warnings.catch_warnings(), compiling_for(target.gpu):
         # JAX cannot load a program for an absent GPU from its persistent cache. It compiles it again.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
         compiled = _explained(

@@ -151,7 +151,8 @@ def _read_dot(program: Program, place: _Place, backend: str) -> AuditedGemm:
     is_block_scaled = backend in ("cuDNN", "Pallas") and place.caller is None
     contracting, batch = _dimensions(dot, (lhs, rhs), is_block_scaled)
     summed = _summed_dims(program, kernel.computation, kernel.instruction)
-    for i in sorted(summed, reverse=True):  # XLA cut the sum into batches ("split-K"), added by a later kernel
+    # XLA cuts a long sum into batches ("split-K"), whose products a later kernel adds up.
+    for i in sorted(summed, reverse=True):
         if i < len(batch[0]):
             for c, b in zip(contracting, batch):
                 c.append(b.pop(i))
@@ -188,12 +189,13 @@ def _dimensions(
     if is_block_scaled:  # both operands are contracted along their last dimension
         ndims = [len(a.dims) for a in operands]
         return [[ndim - 1] for ndim in ndims], [list(range(ndim - 2)) for ndim in ndims]
-    dims = dot.config.get("gemm_backend_config", {}).get("dot_dimension_numbers")
-    if dims is None:
-        contracting = [list(dot.ints(f"{side}_contracting_dims")) for side in sides]
-        return contracting, [list(dot.ints(f"{side}_batch_dims")) for side in sides]
-    contracting = [[int(i) for i in dims.get(f"{side}_contracting_dimensions") or ()] for side in sides]
-    return contracting, [[int(i) for i in dims.get(f"{side}_batch_dimensions") or ()] for side in sides]
+    config = dot.config.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
+
+    def dims_of(side: str, kind: str) -> list[int]:
+        in_config = config.get(f"{side}_{kind}_dimensions") or ()
+        return list(map(int, in_config)) or list(dot.ints(f"{side}_{kind}_dims"))
+
+    return [dims_of(s, "contracting") for s in sides], [dims_of(s, "batch") for s in sides]
 
 
 def _read_convolution(program: Program, place: _Place, backend: str) -> AuditedGemm:

@@ -143,12 +143,12 @@ def path_of(op_name: str) -> str:
     """Returns the modules and scopes in an op name, without transformations, control flow and FP8 op."""
     # Under jax.checkpoint JAX names the root twice.
     op_name = re.sub(r"transpose\(jvp\(([^()]+)\)\)/jvp\(\1\)", r"transpose(jvp(\1))", op_name)
-    op_name = re.sub(r"\b(while/(body|cond)|cond/branch_\d+_fun)/", "", op_name)
+    path = "/".join(components(op_name)[:-1])
     kept: list[str] = []
-    for part in components(op_name)[:-1]:
+    for part in re.sub(r"\b(while/(body|cond)|cond/branch_\d+_fun)\b", "", path).split("/"):
         if part in _ROLES or part in (SWITCHED_OFF, KEPT_WIDE, CONVOLVED_WIDE):
             break  # the parts that follow are inside the FP8 matmul
-        if part not in _WRAPPERS and not re.fullmatch(r"(Fp8|NANOOFp8)\w*(Dot|Conv)\w*_\d+", part):
+        if part and part not in _WRAPPERS and not re.fullmatch(r"(Fp8|NANOOFp8)\w*(Dot|Conv)\w*_\d+", part):
             kept.append(part)
     return "/".join(kept)
 

@@ -29,7 +29,6 @@ RECIPES: dict[str, fp8.Recipe] = {
 """The recipes that ``--recipe`` offers, by name."""
 WIDE = r"block_0/attn"
 """The layers of the language model that stay in bf16: the loss is most sensitive to its first attention."""
-EVALUATIONS = 12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,7 +141,7 @@ def train(task: Task, precision: str, seed: int) -> Iterator[dict[str, float]]:
     for step in range(1, task.steps + 1):
         state, loss = train_step(state, task.batch(seed, step - 1))
         figures = {"step": step, "loss": float(loss)}
-        if step % -(-task.steps // EVALUATIONS) == 0 or step == task.steps:
+        if step % -(-task.steps // 12) == 0 or step == task.steps:
             held_out = np.mean([_evaluate(state, batch) for batch in task.validation], 0, float)
             figures["validation loss"], figures["validation accuracy"] = map(float, held_out)
         yield figures
