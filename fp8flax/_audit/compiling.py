@@ -225,7 +225,7 @@ def compiles_algorithms() -> bool:
 
 @contextlib.contextmanager
 def compiling_for(gpu: Gpu | None) -> Iterator[None]:
-    """Sets the GPU that programs are traced and lowered for, here and in Pallas; None is the local device."""
+    # JAX would lower a program without any sharding for the CPU. Tracing may compute constants there.
     if gpu is None:
         yield
         return

@@ -28,8 +28,8 @@ class AuditedGemm:
     role: str = "forward"
     """``forward``, ``recomputed forward``, ``dgrad``, ``wgrad`` or ``backward``.
 
-    ``recomputed forward`` is a GEMM under ``jax.checkpoint``. ``backward`` is either of the two gradients of
-    a product that is not one of an FP8 op."""
+    ``recomputed forward`` is a GEMM under ``jax.checkpoint``. ``backward`` is a gradient of a product
+    outside of the FP8 ops."""
     batch: int
     """Number of independent products; 1 for a layer."""
     m: int
@@ -65,7 +65,7 @@ class AuditedGemm:
     """Bytes that the GPU kernel reads and writes, over all trips."""
     op_name: str
     """JAX's full name of the operation, including what ``path`` leaves out."""
-    fp8_sources: tuple[str, ...] = ()
+    fp8_sources: tuple[str, ...] = ("", "")
     """For each operand the FP8 dtype that it has, or that it was converted from; ``""`` for none."""
 
     @property

@@ -69,12 +69,13 @@ def lm(steps: int | None, recipe: str, folder: str | None) -> Task:
     sizes = (settings.batch_size, settings.length)
     corpus = load_corpus(folder, settings.length)
     model = ByteTransformer(settings.width, settings.num_layers, max_length=settings.length)
+    model8 = fp8.quantize_model(model, RECIPES[recipe], include=".*", exclude=WIDE)
 
     def examples(windows: np.ndarray) -> Examples:
         return Examples(windows[:, :-1], windows[:, 1:])
 
     return Task(
-        models={"bf16": model, "fp8": fp8.quantize_model(model, RECIPES[recipe], include=".*", exclude=WIDE)},
+        models={"bf16": model, "fp8": model8},
         optimizer=make_optimizer(settings),
         steps=settings.steps,
         batch=lambda seed, step: examples(train_batch(corpus, seed, step, *sizes)),
