@@ -225,7 +225,7 @@ def compiles_algorithms() -> bool:
 
 @contextlib.contextmanager
 def compiling_for(gpu: Gpu | None) -> Iterator[None]:
-    # JAX would lower a program without any sharding for the CPU. Tracing may compute constants there.
+    """Sets the GPU that programs are traced and lowered for, also for Pallas; None is the local device."""
     if gpu is None:
         yield
         return
