@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -179,19 +178,6 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
     check_int("count", count, 1)
     from jax.experimental import topologies
 
-    wanted = jaxlib.__version__
-    packages = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
-    install = f"pip install {' '.join(f'{package}=={wanted}' for package in packages)}"
-    for package in packages:
-        try:
-            found = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            raise ImportError(
-                f"Compiling for {target} without the device needs {package} (and neither driver nor GPU). "
-                f"Install it with: {install}; or use target='local'."
-            ) from None
-        if found != wanted:
-            raise ImportError(f"{package} {found} does not fit jaxlib {wanted}. Install with: {install}")
     gpu = GPUS[target]
     major, minor = str(gpu.compute_capability).split(".")
     config = _TARGET_CONFIG.format(gpu=gpu, major=major, minor=minor)
@@ -200,9 +186,11 @@ def compile_only_devices(target: str, count: int = 1) -> list[jax.Device]:
             platform="cuda", target_config=config, topology=f"1x1x{count}"
         )
     except Exception as error:
+        version = jaxlib.__version__
         raise ImportError(
-            f"JAX did not load jax-cuda13-plugin {wanted} when it started ({_first_line(error)}). This "
-            "happens if CUDA's libraries are missing. Start Python with JAX_PLATFORMS=cpu."
+            f"JAX cannot compile for an absent {target} ({_first_line(error)}). Install what it needs (no "
+            f"driver): pip install jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}. If these are "
+            "installed, start Python with JAX_PLATFORMS=cpu. Or use target='local'."
         ) from error
     return list(topology.devices)
 
@@ -236,8 +224,11 @@ def compiles_algorithms() -> bool:
 
 
 @contextlib.contextmanager
-def compiling_for(gpu: Gpu) -> Iterator[None]:
-    """Sets the GPU that programs are traced and lowered for, for this package and for Pallas."""
+def compiling_for(gpu: Gpu | None) -> Iterator[None]:
+    """Sets the GPU that programs are traced and lowered for, also for Pallas; None is the local device."""
+    if gpu is None:
+        yield
+        return
     device = jax.sharding.AbstractDevice(
         device_kind=gpu.pallas_name or gpu.name, num_cores=gpu.cores, platform="gpu"
     )
@@ -264,15 +255,19 @@ def lower_for(
     elsewhere = None if target.mesh is not None and jitted is fn else target.sharding
     shape_of = functools.partial(_shape_of, mesh=target.mesh, elsewhere=elsewhere)
     shapes = jax.tree.map(shape_of, (args, keywords or {}))
-    with _known(target.gpu):
+    # JAX would lower a program without any sharding for the CPU. Tracing may compute constants on the CPU.
+    device = jax.config.jax_default_device
+    if target.sharding is not None:
+        device = next(iter(target.sharding.device_set))
+    platforms = {} if target.gpu is None else {"lowering_platforms": ("cuda",)}
+    with compiling_for(target.gpu):
         traced = _explained(
             lambda: jitted.trace(*shapes[0], **shapes[1]),
             f"{name} cannot be traced",
             "It must work under jax.jit with these arguments; bind those that are not arrays with "
             "functools.partial, or make them static.",
         )
-        platforms = {} if target.gpu is None else {"lowering_platforms": ("cuda",)}
-        with _default_device(target):
+        with jax.default_device(device):
             return _explained(
                 lambda: traced.lower(**platforms),
                 f"{name} cannot be lowered for {target.name}",
@@ -281,32 +276,8 @@ def lower_for(
             )
 
 
-def _known(gpu: Gpu | None) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which a program is compiled for ``gpu``; None is the local device."""
-    return contextlib.nullcontext() if gpu is None else compiling_for(gpu)
-
-
-def _default_device(target: Target) -> contextlib.AbstractContextManager[object]:
-    """Returns the context in which a program without any sharding is lowered for the target.
-
-    ``jax.jit`` would otherwise lower it for the CPU. The context is not for tracing, which may compute
-    constants.
-    """
-    if target.sharding is None:
-        return contextlib.nullcontext()
-    device: contextlib.AbstractContextManager[object] = jax.default_device(
-        next(iter(target.sharding.device_set))
-    )
-    return device
-
-
 def compile_lowered(target: Target, lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
-    """Compiles the result of ``lower_for``.
-
-    Args:
-        target: the device or mesh to compile for.
-        lowered: the lowered program.
-        name: the name of the function, for error messages.
+    """Compiles the result of ``lower_for``; ``name`` is that of the function, for error messages.
 
     Raises:
         RuntimeError: the program cannot be compiled, or no argument of it lies on the mesh.
@@ -317,7 +288,7 @@ def compile_lowered(target: Target, lowered: jax.stages.Lowered, name: str) -> j
         # Without an algorithm, XLA would give to Triton the GEMMs that ask for cublasLt.
         options["xla_gpu_enable_triton_gemm"] = False
     # XLA calls back to trace our GPU kernels for the parts of a mesh, so the GPU must be known here, too.
-    with warnings.catch_warnings(), _known(target.gpu):
+    with warnings.catch_warnings(), compiling_for(target.gpu):
         # JAX cannot load a program for an absent GPU from its persistent cache. It compiles it again.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
         compiled = _explained(

@@ -17,30 +17,61 @@ _VALUE_KEEPING = VIEWS | SLICES | {"broadcast", "multiply", "divide", "pad"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dot:
-    """One matrix product or convolution, with the sizes and dtypes of the compiled program."""
+class AuditedGemm:
+    """One matrix product (GEMM) of a compiled program: a row of ``AuditReport.gemms``.
 
-    op_name: str
+    A convolution counts as the GEMM of its windows with its kernel, and so do its gradients.
+    """
+
+    path: str = ""
+    """The modules and named scopes around the GEMM: ``Transformer/block_0/up``; ``""`` if unknown."""
+    role: str = "forward"
+    """``forward``, ``recomputed forward``, ``dgrad``, ``wgrad`` or ``backward``.
+
+    ``recomputed forward`` is a GEMM under ``jax.checkpoint``. ``backward`` is a gradient of a product
+    outside of the FP8 ops."""
     batch: int
+    """Number of independent products; 1 for a layer."""
     m: int
+    """Rows of the left operand in the GPU kernel. XLA may have swapped the operands."""
     k: int
+    """Length of the sum, including the padding that XLA adds to some odd sizes."""
     n: int
+    """Columns of the right operand."""
     lhs_dtype: str
+    """Dtype of the left operand as it is multiplied, by JAX's name, such as ``float8_e4m3fn``."""
     rhs_dtype: str
+    """Dtype of the right operand as it is multiplied."""
     out_dtype: str
+    """Dtype of the result. It is float32 if XLA splits the sum and adds the parts in a later kernel."""
     backend: str
-    """``cublasLt``, ``cuBLAS``, ``Triton``, ``cuDNN``, ``Pallas`` (this package's kernel) or ``other``."""
-    accumulation: str = "default"
-    """``fast`` or ``exact`` in cublasLt's FP8 kernel; otherwise ``default``."""
-    contracts_leading: bool | None = None
-    """True if both operands are contracted along their first dimension, False if along their last.
+    """``cublasLt``, ``cuBLAS``, ``Triton``, ``cuDNN``, ``Pallas`` or ``other``.
 
-    None if the two operands differ in this, or if an operand has no other dimension. A gradient of a
-    convolution in cuDNN counts as the gradient of a matmul: True for that of the kernel."""
-    fp8_sources: tuple[str, ...]
+    ``Pallas`` is a GPU kernel of this package. ``other`` is a plain loop."""
+    accumulation: str = "default"
+    """``fast`` or ``exact`` if the program states it (cublasLt in FP8), otherwise ``default``."""
+    is_fp8: bool = False
+    """Whether FP8 units compute the GEMM; False if that is uncertain, see ``may_be_fp8``."""
+    may_be_fp8: bool = False
+    """Whether FP8 units may compute the GEMM on the device.
+
+    This concerns FP8 operands in XLA's Triton kernels. Small tiles multiply them in float16 on some GPUs.
+    """
+    reason: str = ""
+    """Why FP8 units do not compute the GEMM, or why that is uncertain; ``""`` if they do."""
+    trip_count: int = 1
+    """How often the GEMM runs per call: the product of the trip counts of the loops around it."""
+    bytes: int = 0
+    """Bytes that the GPU kernel reads and writes, over all trips."""
+    op_name: str
+    """JAX's full name of the operation, including what ``path`` leaves out."""
+    fp8_sources: tuple[str, ...] = ("", "")
     """For each operand the FP8 dtype that it has, or that it was converted from; ``""`` for none."""
-    is_convolution: bool = False
-    """Whether the GEMM is a convolution. Its sizes are those of the product of windows and kernel."""
+
+    @property
+    def flops(self) -> int:
+        """Returns the floating-point operations over all trips: two per multiply and add."""
+        return 2 * self.batch * self.m * self.k * self.n * self.trip_count
 
 
 class _Place(NamedTuple):
@@ -61,11 +92,11 @@ class _Place(NamedTuple):
         return self._replace(instruction=self.computation.instructions[self.instruction.operands[index]])
 
 
-_OUR_KERNELS = frozenset({BLOCK_GEMM_HOPPER, GROUPED_GEMM})
+def dots_of(program: Program, computation: Computation, instruction: Instruction) -> Iterator[AuditedGemm]:
+    """Yields the products and convolutions that an instruction of ``computation`` launches.
 
-
-def dots_of(program: Program, computation: Computation, instruction: Instruction) -> Iterator[Dot]:
-    """Yields the products and convolutions that an instruction of ``computation`` launches."""
+    Their dtypes have XLA's names.
+    """
     backend = _backend(instruction)
     if backend is not None:
         for place in _multiplying(program, _Place(computation, instruction)):
@@ -85,7 +116,7 @@ def _backend(instruction: Instruction) -> str | None:
         return "other"
     target = instruction.attribute("custom_call_target") if instruction.opcode == "custom-call" else ""
     if target == "__gpu$xla.gpu.triton" or target.startswith("mosaic_gpu"):
-        is_ours = not _OUR_KERNELS.isdisjoint(instruction.op_name.split("/"))
+        is_ours = not {BLOCK_GEMM_HOPPER, GROUPED_GEMM}.isdisjoint(instruction.op_name.split("/"))
         return "Pallas" if is_ours else None
     if target.startswith("__cublas$lt$matmul"):
         return "cublasLt"
@@ -107,33 +138,38 @@ def _multiplying(program: Program, place: _Place) -> Iterator[_Place]:
 
 
 def _multiplied(program: Program, place: _Place) -> tuple[Array, Array, dict[str, Any]]:
-    """Returns the two operands of a product, and the fields of ``Dot`` that describe them."""
+    """Returns the two operands of a product, and the fields of ``AuditedGemm`` that describe them."""
     lhs, rhs = (place.operand(i).instruction.result for i in (0, 1))
     sources = tuple(next(_fp8_sources(program, place.operand(i)), "") for i in (0, 1))
     fields = {"lhs_dtype": lhs.dtype, "rhs_dtype": rhs.dtype, "fp8_sources": sources}
     return lhs, rhs, {**fields, "op_name": place.instruction.op_name}
 
 
-def _read_dot(program: Program, place: _Place, backend: str) -> Dot:
+def _read_dot(program: Program, place: _Place, backend: str) -> AuditedGemm:
     lhs, rhs, fields = _multiplied(program, place)
     dot, kernel = place.instruction, place.kernel
     is_block_scaled = backend in ("cuDNN", "Pallas") and place.caller is None
     contracting, batch = _dimensions(dot, (lhs, rhs), is_block_scaled)
     summed = _summed_dims(program, kernel.computation, kernel.instruction)
-    _undo_split_k(contracting, batch, summed)
+    # XLA cuts a long sum into batches ("split-K"), whose products a later kernel adds up.
+    for i in sorted(summed, reverse=True):
+        if i < len(batch[0]):
+            for c, b in zip(contracting, batch):
+                c.append(b.pop(i))
     free = [
         [i for i in range(len(a.dims)) if i not in (*c, *b)]
         for a, c, b in zip((lhs, rhs), contracting, batch)
     ]
     m, n = (math.prod(a.dims[i] for i in f) for a, f in zip((lhs, rhs), free))
-    sizes = math.prod(lhs.dims[i] for i in batch[0]), m, n
-    num, m, n = _sizes_of_our_kernel(dot, *sizes) or sizes
-    # Lists compare by their first entries: if that of the free dimensions is greater, the contracted
-    # dimensions come first.
-    leading = {f > sorted(c) for f, c in zip(free, contracting)} if all(free) else {True, False}
+    num, names = math.prod(lhs.dims[i] for i in batch[0]), dot.op_name.split("/")
+    if BLOCK_GEMM_HOPPER in names:  # the matrices of a batch are stacked as rows
+        num = n // dot.result.dims[1]
+        m, n = m // num, n // num
+    elif GROUPED_GEMM in names:  # each row or column is multiplied by one group only
+        n = dot.result.dims[1]
     size = math.prod(dot.result.dims)
     out = next((a for a in kernel.instruction.results if math.prod(a.dims) == size), dot.result)
-    return Dot(
+    return AuditedGemm(
         **fields,
         batch=num,
         m=m,
@@ -142,42 +178,7 @@ def _read_dot(program: Program, place: _Place, backend: str) -> Dot:
         out_dtype=out.dtype,
         backend=backend,
         accumulation=_accumulation(dot),
-        contracts_leading=leading.pop() if len(leading) == 1 else None,
     )
-
-
-def _undo_split_k(contracting: list[list[int]], batch: list[list[int]], summed: frozenset[int]) -> None:
-    """Moves the batch dimensions that a later kernel sums over to the contracted dimensions.
-
-    XLA cuts a long sum into batches ("split-K"), whose products another kernel adds up.
-
-    Args:
-        contracting: the contracted dimensions of the two operands.
-        batch: the batch dimensions of the two operands.
-        summed: the dimensions of the result that are summed over.
-    """
-    for i in sorted(summed, reverse=True):
-        if i < len(batch[0]):
-            for c, b in zip(contracting, batch):
-                c.append(b.pop(i))
-
-
-def _sizes_of_our_kernel(dot: Instruction, num: int, m: int, n: int) -> tuple[int, int, int] | None:
-    """Returns (batch, M, N) of a kernel of this package that has them in its own way; None for others.
-
-    Args:
-        dot: the instruction.
-        num: the size of the batch, read as for any other product.
-        m: the number of rows, read in this way.
-        n: the number of columns, read in this way.
-    """
-    names = dot.op_name.split("/")
-    if BLOCK_GEMM_HOPPER in names:  # the matrices of a batch are stacked as rows
-        num = n // dot.result.dims[1]
-        return num, m // num, n // num
-    if GROUPED_GEMM in names:  # each row or column is multiplied by one group only
-        return num, m, dot.result.dims[1]
-    return None
 
 
 def _dimensions(
@@ -188,48 +189,34 @@ def _dimensions(
     if is_block_scaled:  # both operands are contracted along their last dimension
         ndims = [len(a.dims) for a in operands]
         return [[ndim - 1] for ndim in ndims], [list(range(ndim - 2)) for ndim in ndims]
-    dims = dot.config.get("gemm_backend_config", {}).get("dot_dimension_numbers")
-    if dims is None:
-        contracting = [list(dot.ints(f"{side}_contracting_dims")) for side in sides]
-        return contracting, [list(dot.ints(f"{side}_batch_dims")) for side in sides]
-    contracting = [[int(i) for i in dims.get(f"{side}_contracting_dimensions") or ()] for side in sides]
-    return contracting, [[int(i) for i in dims.get(f"{side}_batch_dimensions") or ()] for side in sides]
+    config = dot.config.get("gemm_backend_config", {}).get("dot_dimension_numbers", {})
+
+    def dims_of(side: str, kind: str) -> list[int]:
+        in_config = config.get(f"{side}_{kind}_dimensions") or ()
+        return list(map(int, in_config)) or list(dot.ints(f"{side}_{kind}_dims"))
+
+    return [dims_of(s, "contracting") for s in sides], [dims_of(s, "batch") for s in sides]
 
 
-def _read_convolution(program: Program, place: _Place, backend: str) -> Dot:
+def _read_convolution(program: Program, place: _Place, backend: str) -> AuditedGemm:
     lhs, rhs, fields = _multiplied(program, place)
     conv = place.instruction
-    target = conv.attribute("custom_call_target")
     # In cuDNN's gradients the dimension labels are those of the forward convolution.
-    arrays = {
+    kernel, out = {
         "__cudnn$convBackwardInput": (rhs, lhs),
         "__cudnn$convBackwardFilter": (conv.result, rhs),
-    }
-    kernel, out = arrays.get(target, (rhs, conv.result))
+    }.get(conv.attribute("custom_call_target"), (rhs, conv.result))
     labels = re.split("_|->", conv.attribute("dim_labels"))
     num_features = out.dims[labels[2].index("f")]
     groups = int(conv.attribute("feature_group_count") or 1)
-    m = math.prod(out.dims) // max(1, num_features)
-    k = math.prod(kernel.dims) // max(1, kernel.dims[labels[1].index("o")])
-    n = num_features // groups
-    sizes = {
-        "__cudnn$convBackwardInput": (m, n, k),
-        "__cudnn$convBackwardFilter": (k, m, n),
-    }
-    m, k, n = sizes.get(target, (m, k, n))
-    return Dot(
+    return AuditedGemm(
         **fields,
         batch=groups,
-        m=m,
-        k=k,
-        n=n,
+        m=math.prod(out.dims) // max(1, num_features),
+        k=math.prod(kernel.dims) // max(1, kernel.dims[labels[1].index("o")]),
+        n=num_features // groups,
         out_dtype=conv.result.dtype,
         backend=backend,
-        contracts_leading={
-            "__cudnn$convBackwardInput": False,
-            "__cudnn$convBackwardFilter": True,
-        }.get(target),
-        is_convolution=True,
     )
 
 

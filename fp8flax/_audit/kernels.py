@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from fp8flax._audit.dots import Dot, dots_of
+from fp8flax._audit.dots import AuditedGemm, dots_of
 from fp8flax._audit.hlo import Computation, Instruction, Program, parse
 from fp8flax._audit.traffic import bytes_moved, bytes_sent, kind_of
 
@@ -15,12 +15,8 @@ _FREE = frozenset(
     (
         "add-dependency",
         "after-all",
-        "async-done",
-        "async-update",
         "bitcast",
         "constant",
-        "copy-done",
-        "domain",
         "get-tuple-element",
         "opt-barrier",
         "parameter",
@@ -51,7 +47,7 @@ class Kernel:
     """Bytes that one launch reads and writes."""
     trip_count: int
     """Launches per call of the program: the product of the trip counts of the loops around it."""
-    dots: tuple[Dot, ...]
+    dots: tuple[AuditedGemm, ...]
     collective: str = ""
     """The name of a collective operation, such as ``all-gather``; empty for other kernels."""
     bytes_sent: int = 0
@@ -65,8 +61,6 @@ class Summary:
     kernels: tuple[Kernel, ...]
     unknown_trip_counts: bool
     """Whether the trip count of a loop is not known. Such a loop counts once."""
-    has_fp8: bool
-    """Whether any array in the program is FP8."""
 
 
 def read(text: str) -> Summary:
@@ -84,48 +78,33 @@ def read(text: str) -> Summary:
     program = parse(text)
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])
     num_devices = math.prod(map(int, counts))
-    kernels = tuple(_kernels(program, program.computations[program.entry], 1, num_devices, ""))
+    kernels = tuple(_kernels(program, program.computations[program.entry], 1, num_devices))
     instructions = [i for c in program.computations.values() for i in c.instructions.values()]
     return Summary(
         kernels=kernels,
         unknown_trip_counts=any(i.opcode == "while" and _trip_count(i) is None for i in instructions),
-        has_fp8=any(array.dtype.startswith("f8") for i in instructions for array in i.results),
     )
 
 
-_OF_PART = "tmp_xla_computation/"
-"""How JAX begins the names in the program of each device, for ``custom_partitioning``."""
-
-
 def _kernels(
-    program: Program, computation: Computation, trip_count: int, num_devices: int, loop: str
+    program: Program, computation: Computation, trip_count: int, num_devices: int
 ) -> Iterator[Kernel]:
-    """Yields the kernels of a computation; ``loop`` is the op name of the loop around it, or empty."""
-
-    def full_name(op_name: str) -> str:
-        # XLA gives the loop of a part its full name, and leaves the names inside of the loop as they are.
-        return f"{loop}/{op_name.removeprefix(_OF_PART)}" if op_name.startswith(_OF_PART) else op_name
-
+    """Yields the kernels of a computation, which runs ``trip_count`` times."""
     for instruction in computation.instructions.values():
         opcode = instruction.opcode
         if opcode == "while":
-            known = _trip_count(instruction)
-            count = 1 if known is None else known
-            # A loop that runs a known number of times does not evaluate its condition.
-            called = ["condition", "body"] if known is None else ["body"]
-            inner, trips = full_name(instruction.op_name), trip_count * count
-            for name in instruction.called(*called):
-                yield from _kernels(program, program.computations[name], trips, num_devices, inner)
+            trips = trip_count * (_trip_count(instruction) or 1)
+            for name in instruction.called("body"):
+                yield from _kernels(program, program.computations[name], trips, num_devices)
         elif opcode in ("call", "conditional", "async-start", "call-start"):
             for name in instruction.called(*_CALLS):
-                yield from _kernels(program, program.computations[name], trip_count, num_devices, loop)
+                yield from _kernels(program, program.computations[name], trip_count, num_devices)
         elif opcode not in _FREE and not opcode.endswith("-done") and not _allocates(instruction):
-            dots = dots_of(program, computation, instruction)
             yield Kernel(
                 name=instruction.name,
                 bytes=bytes_moved(program, computation, instruction),
                 trip_count=trip_count,
-                dots=tuple(dataclasses.replace(dot, op_name=full_name(dot.op_name)) for dot in dots),
+                dots=tuple(dots_of(program, computation, instruction)),
                 collective=kind_of(instruction),
                 bytes_sent=bytes_sent(computation, instruction, num_devices),
             )

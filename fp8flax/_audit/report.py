@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from fp8flax._audit.gemms import AuditedGemm
+from fp8flax._audit.dots import AuditedGemm
 from fp8flax._audit.time_model import PARTS, predicted_seconds
 from fp8flax._core.gemm.gpus import GPUS
 
@@ -27,7 +27,6 @@ class AuditReport:
     device: str
     """The name of the device that the program was compiled for."""
     jax_version: str
-    jaxlib_version: str
     compiled_by: str
     """``JAX``, or in one sentence how JAX compiled the program in another way than for a present GPU."""
     gemms: tuple[AuditedGemm, ...]
@@ -42,10 +41,6 @@ class AuditReport:
     """Bytes that all GPU kernels other than GEMMs read and write in one call."""
     temp_bytes: int
     """Bytes of memory for temporaries."""
-    argument_bytes: int
-    output_bytes: int
-    donated_bytes: int
-    """Bytes of arguments whose memory is used again for outputs."""
     unknown_trip_counts: bool
     """Whether there is a loop with an unknown trip count, which was counted once."""
 

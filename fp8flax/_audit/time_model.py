@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fp8flax._audit.gemms import AuditedGemm
+from fp8flax._audit.dots import AuditedGemm
 from fp8flax._core.gemm.gpus import Gpu
 
 BANDWIDTH_SHARE = 0.85
@@ -19,18 +19,10 @@ PARTS = ("GEMMs", "other kernels", "launches")
 def predicted_seconds(
     gpu: Gpu, gemms: Sequence[AuditedGemm], other_bytes: int, num_launches: int
 ) -> dict[str, float]:
-    """Returns the seconds of each of ``PARTS``, by a model that was never compared with a GPU.
+    """Returns the seconds of each of ``PARTS``, by the model of ``AuditReport.predicted_seconds``.
 
-    The time of a GEMM is that of its operations or that of its bytes, whichever is longer. Operations run
-    at the rate of large GEMMs. Products of float32 run at half the rate of bfloat16. GEMMs that only may
-    run in FP8 run at the rate of bfloat16. The time of all other kernels is that of their bytes. Each
-    launch takes ``LAUNCH_SECONDS``.
-
-    Args:
-        gpu: the GPU, with its rates and its bandwidth.
-        gemms: the GEMMs of the program.
-        other_bytes: the bytes that all other kernels read and write.
-        num_launches: the number of launches of all kernels.
+    The time of a GEMM is that of its operations or that of its bytes, whichever is longer. Products of
+    float32 run at half the rate of bfloat16. GEMMs that only may run in FP8 run at the rate of bfloat16.
     """
     bandwidth = BANDWIDTH_SHARE * gpu.bandwidth
 

@@ -16,53 +16,46 @@ VIEWS = frozenset(("bitcast", "reshape", "copy", "convert", "transpose"))
 
 def bytes_moved(program: Program, computation: Computation, instruction: Instruction) -> int:
     """Returns the number of bytes that one launch of an instruction's kernel reads and writes."""
-    operands = [computation.instructions[o] for o in dict.fromkeys(instruction.operands)]
     fused = program.fused(instruction)
     if fused is not None:
-        read = sum(_read_from_parameter(fused, parameter) for parameter in fused.parameters)
+        read = sum(_read_from(fused, parameter) for parameter in fused.parameters)
         return read + sum(_written_by_fusion(fused, output) for output in fused.outputs)
-    if instruction.opcode in SLICES:
-        return 2 * instruction.bytes + sum(o.bytes for o in operands[1:])
-    if instruction.opcode == "dynamic-update-slice":
-        return 2 * operands[1].bytes + sum(o.bytes for o in operands[2:])
+    operands = [computation.instructions[o] for o in dict.fromkeys(instruction.operands)]
     written = instruction.bytes
+    if instruction.opcode == "dynamic-update-slice":
+        written = operands[1].bytes
     # ((operands), results, context); the result of an all-reduce-start is the results alone
-    if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
+    elif instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
         written = max(0, written - sum(o.bytes for o in operands))
-    if _is_library_call(instruction) and len(instruction.results) > 1:
-        workspace = instruction.results[-1]
-        written -= workspace.bytes if workspace.dtype in ("s8", "u8") else 0
-    return written + sum(o.bytes for o in operands)
+    elif instruction.attribute("custom_call_target").startswith(("__cublas", "__cudnn")):
+        # Of several results the last one may be a workspace.
+        workspace = [array.bytes for array in instruction.results[1:] if array.dtype in ("s8", "u8")]
+        written -= sum(workspace)
+    return written + sum(_read_by(instruction, operand) for operand in operands)
 
 
-def _is_library_call(instruction: Instruction) -> bool:
-    return instruction.opcode == "custom-call" and instruction.attribute("custom_call_target").startswith(
-        ("__cublas", "__cudnn")
-    )
+def _read_by(user: Instruction, value: Instruction) -> int:
+    """Returns the number of bytes that an instruction reads of its operand ``value``."""
+    if user.operands[0] == value.name:
+        if user.opcode in SLICES:
+            return math.prod(user.result.dims) * value.bytes // max(1, math.prod(value.result.dims))
+        if user.opcode == "dynamic-update-slice":
+            return 0
+    return value.bytes
 
 
-def _read_from_parameter(fused: Computation, value: Instruction) -> int:
+def _read_from(fused: Computation, value: Instruction) -> int:
     """Returns the number of bytes that a fusion reads of a parameter: all, or those of its slices.
 
     ``value`` is the parameter or a view of it. The bytes count in the dtype of ``value``.
     """
     total = 0
     for user in fused.users[value.name]:
-        if user.opcode in SLICES and user.operands[0] == value.name:
-            total += math.prod(user.result.dims) * value.bytes // max(1, math.prod(value.result.dims))
-        elif user.opcode in VIEWS and user.name != fused.root:
-            total += _read_from_parameter(fused, user) * value.bytes // max(1, user.bytes)
-        # A slice that is overwritten in place is not read. Any other use reads the whole parameter.
-        elif not (_is_in_place(fused, user) and user.operands[0] == value.name):
-            return value.bytes
+        if user.opcode in VIEWS and user.name != fused.root:
+            total += _read_from(fused, user) * value.bytes // max(1, user.bytes)
+        else:
+            total += _read_by(user, value)
     return min(total, value.bytes)
-
-
-def _is_in_place(fused: Computation, made: Instruction) -> bool:
-    """Returns whether a value is a parameter of the fusion in which a slice is overwritten."""
-    if made.opcode != "dynamic-update-slice":
-        return False
-    return _behind_bitcasts(fused, fused.instructions[made.operands[0]]).opcode == "parameter"
 
 
 def _behind_bitcasts(fused: Computation, value: Instruction) -> Instruction:
@@ -72,10 +65,12 @@ def _behind_bitcasts(fused: Computation, value: Instruction) -> Instruction:
 
 
 def _written_by_fusion(fused: Computation, output: Instruction) -> int:
-    """Returns the number of bytes that a fusion writes for one output."""
+    """Returns the number of bytes that a fusion writes for one output: all, or a slice of a parameter."""
     made = _behind_bitcasts(fused, output)
-    if _is_in_place(fused, made):
-        return fused.instructions[made.operands[1]].bytes
+    if made.opcode == "dynamic-update-slice":
+        whole, update = (fused.instructions[o] for o in made.operands[:2])
+        if _behind_bitcasts(fused, whole).opcode == "parameter":
+            return update.bytes
     return output.bytes
 
 
@@ -108,11 +103,7 @@ def bytes_sent(computation: Computation, instruction: Instruction, num_devices: 
     * collective-permute, collective-broadcast: ``O``
 
     A ragged all-to-all counts as an all-to-all of its whole data operand, since its sizes are not known.
-
-    Args:
-        computation: the computation of the instruction.
-        instruction: any instruction.
-        num_devices: number of devices that run the program.
+    ``num_devices`` devices run the program.
     """
     kind = kind_of(instruction)
     if not kind:

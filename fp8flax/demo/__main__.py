@@ -29,9 +29,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "compares the two.",
     )
     add = parser.add_argument
-    text = "lm (default): a byte-level Transformer; imdb: Keras's float8 example, on film reviews"
+    text = "lm (default): a byte-level Transformer; imdb: a classifier of film reviews"
     add("task", nargs="?", choices=("lm", "imdb"), default="lm", help=text)
-    add("--steps", type=int, help="training steps (default lm: 300, imdb: 3 epochs)")
+    add("--steps", type=int, help="training steps (default lm: 300, imdb: 2400)")
     add("--seed", type=int, default=0, help="of the weights and the batches (default 0)")
     text = "how FP8 tensors are scaled (default delayed)"
     add("--recipe", choices=tuple(training.RECIPES), default="delayed", help=text)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,45 +63,13 @@ class Examples(NamedTuple):
     inputs: Any
     labels: Any
 
-    def take(self, chosen: Any) -> Examples:
-        """Returns the examples at the chosen indices."""
-        return Examples(self.inputs[chosen], self.labels[chosen])
 
-    def batches(self, size: int) -> list[Examples]:
-        """Returns all examples in batches; the last batch may be smaller."""
-        return [self.take(slice(i, i + size)) for i in range(0, len(self.labels), size)]
+def load_reviews(folder: str | None, vocabulary: int, length: int) -> tuple[Examples, Examples]:
+    """Reads film reviews for training and for validation; returns their words as integers.
 
-
-def make_tokenizer(texts: list[str], size: int, length: int) -> Any:
-    """Returns a ``tokenizers.Tokenizer`` with at most ``size`` word pieces, learnt from ``texts``.
-
-    The trainer numbers the characters in an order that differs from process to process, and breaks ties by
-    these numbers. Here it gets the characters as special tokens, so that equal texts give equal
-    vocabularies. The tokenizer converts texts to lower case, and pads or cuts them to ``length`` tokens.
-    """
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-
-    def make(**vocabulary: Any) -> Any:
-        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]", **vocabulary))
-        tokenizer.normalizer = normalizers.Lowercase()
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        return tokenizer
-
-    characters = sorted(c for c in set().union(*(text.lower() for text in texts)) if not c.isspace())
-    first = ["[PAD]", "[UNK]", *(start + c for c in characters for start in ("", "##"))]
-    trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=first, show_progress=False)
-    learning = make()
-    learning.train_from_iterator(texts, trainer)
-    tokenizer = make(vocab=learning.get_vocab())  # in this one the characters are ordinary pieces
-    tokenizer.enable_truncation(length)
-    tokenizer.enable_padding(length=length, pad_id=tokenizer.token_to_id("[PAD]"), pad_token="[PAD]")
-    return tokenizer
-
-
-def load_reviews(folder: str | None, size: int, length: int) -> tuple[dict[str, Examples], int]:
-    """Reads film reviews; returns their tokens, ``(reviews, length)``, and the size of the vocabulary.
-
-    A fifth of the training reviews is for validation. The tokenizer learns from the other four fifths.
+    As in Keras's IMDB data, a word is its rank among the words of the training reviews. The ranks begin
+    at 2 with the most frequent word. All words from rank ``vocabulary`` on are 1. A long review keeps its
+    last ``length`` words, and a short one ends in zeros.
     """
     root = folder or "aclImdb"
 
@@ -112,13 +82,16 @@ def load_reviews(folder: str | None, size: int, length: int) -> tuple[dict[str, 
             )
         texts = [path.read_bytes().decode(errors="replace") for paths in files for path in paths]
         labels = np.repeat(np.arange(2, dtype=np.int32), list(map(len, files)))
-        return Examples(np.array(texts, object), labels)
+        return Examples([re.findall(r"[\w']+", text.lower()) for text in texts], labels)
 
-    train, test = read("train"), read("test")
-    order, count = np.random.default_rng(0).permutation(len(train.labels)), len(train.labels) // 5
-    parts = {"train": train.take(order[count:]), "validation": train.take(order[:count]), "test": test}
-    tokenizer = make_tokenizer(list(parts["train"].inputs), size, length)
-    for name, (texts, labels) in parts.items():
-        tokens = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
-        parts[name] = Examples(np.array(tokens, np.int32), labels)
-    return parts, tokenizer.get_vocab_size()
+    train, validation = read("train"), read("test")
+    words = Counter(word for review in train.inputs for word in review)
+    ranks = {word: rank for rank, (word, _) in enumerate(words.most_common(vocabulary - 2), 2)}
+
+    def as_integers(reviews: Examples) -> Examples:
+        rows = np.zeros((len(reviews.labels), length), np.int32)
+        for row, review in zip(rows, reviews.inputs):
+            row[: len(review)] = [ranks.get(word, 1) for word in review[-length:]]
+        return Examples(rows, reviews.labels)
+
+    return as_integers(train), as_integers(validation)

@@ -10,6 +10,7 @@ import jax
 from matplotlib.figure import Figure
 
 import fp8flax as fp8
+from fp8flax.demo.data import Examples
 from fp8flax.demo.training import PRECISIONS, Task, arguments_of_step, loss_of_step, train_step
 
 Runs = dict[str, list[dict[str, float]]]
@@ -33,8 +34,8 @@ def audit(task: Task, precision: str) -> fp8.AuditReport:
 def mebibytes_kept(task: Task, precision: str) -> float:
     """Returns the size of all arrays that the forward pass keeps for the backward pass."""
 
-    def backward(state: fp8.TrainState, *others: Any) -> Any:
-        return jax.vjp(lambda variables: loss_of_step(variables, state, *others), state.params)[1]
+    def backward(state: fp8.TrainState, examples: Examples) -> Any:
+        return jax.vjp(lambda variables: loss_of_step(variables, state, examples), state.params)[1]
 
     kept = jax.eval_shape(backward, *arguments_of_step(task, precision))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)) / 2**20
@@ -43,14 +44,11 @@ def mebibytes_kept(task: Task, precision: str) -> float:
 def write(out: Path, task: Task, runs: Runs, options: dict[str, Any]) -> str:
     """Saves the results in the folder ``out``; returns a summary of them."""
     last = [runs[precision][-1] for precision in PRECISIONS]
-    figures: dict[str, list[float]] = {}
-    for name in ("validation loss", "test accuracy"):
-        if name in last[0]:
-            figures[name] = [run[name] for run in last]
+    figures = {name: [run[name] for run in last] for name in ("validation loss", "validation accuracy")}
     share = fp8.report(task.models["fp8"], task.batch(0, 0).inputs).fp8_share
     figures["share of the matmuls' FLOPs in FP8"] = [0.0, share]
     figures["MiB kept for the backward pass"] = [mebibytes_kept(task, p) for p in PRECISIONS]
-    remarks = SHORT_RUN if task.test is None and task.steps < 2000 else ""
+    remarks = SHORT_RUN if options["task"] == "lm" and task.steps < 2000 else ""
     try:
         audits = [audit(task, precision) for precision in PRECISIONS]
         figures["predicted ms of a step on an H200"] = [1e3 * a.predicted_seconds["total"] for a in audits]

@@ -20,8 +20,8 @@ import fp8flax
 import fp8flax.nnx
 from fp8flax._audit import AuditReport, assert_fp8, audit, compiling, gemms
 from fp8flax._audit.compiling import Target
-from fp8flax._audit.dots import Dot
-from fp8flax._audit.gemms import AuditedGemm, path_of, role_of, why_not
+from fp8flax._audit.dots import AuditedGemm
+from fp8flax._audit.gemms import path_of, role_of, why_not
 from fp8flax._core.gemm.gpus import GPUS
 from tests.cases import RECIPES, cells, dense_step, struct
 
@@ -86,12 +86,11 @@ def test_plain_dense(gpu):
     assert {g.path for g in report.gemms} == {"Dense"}
     assert report.gemm_bytes == 480 * MIB
     assert report.flops == 3 * 2 * 8192 * 4096 * 4096
-    sizes = {g.role: (g.batch, g.m, g.k, g.n) for g in report.gemms}
-    assert sizes == {
-        "forward": (1, 8192, 4096, 4096),
-        "dgrad": (1, 8192, 4096, 4096),
-        "wgrad": (1, 4096, 8192, 4096),
-    }
+    assert sorted((g.role, g.batch, g.m, g.k, g.n) for g in report.gemms) == [
+        ("backward", 1, 4096, 8192, 4096),
+        ("backward", 1, 8192, 4096, 4096),
+        ("forward", 1, 8192, 4096, 4096),
+    ]
     assert (report.num_kernels, report.num_launches, report.other_bytes) == (3, 3, 0)
 
 
@@ -102,7 +101,6 @@ def test_quantize_dequantize(gpu):
     assert not forward.is_fp8
     assert forward.path == "Dense"
     assert "pattern not matched" in forward.reason
-    assert "left out even the rounding" in forward.reason
     assert report.num_fp8_gemms == 0
     assert report.num_kernels == 21
     assert (report.gemm_bytes + report.other_bytes) / MIB == pytest.approx(800, abs=1)
@@ -113,11 +111,11 @@ def test_flax_direct_op(gpu):
     step = dense_step(8192, 4096, 4096, fp8_ops.Fp8DirectDotGeneralOp)
     report = audit(*step)
     assert report.num_gemms == 3
-    assert {g.role: (g.lhs_dtype, g.rhs_dtype) for g in report.gemms} == {
-        "forward": ("float8_e4m3fn", "float8_e4m3fn"),
-        "dgrad": ("float8_e5m2", "float8_e4m3fn"),
-        "wgrad": ("float8_e4m3fn", "float8_e5m2"),
-    }
+    assert sorted((g.role, g.lhs_dtype, g.rhs_dtype) for g in report.gemms) == [
+        ("backward", "float8_e4m3fn", "float8_e5m2"),
+        ("backward", "float8_e5m2", "float8_e4m3fn"),
+        ("forward", "float8_e4m3fn", "float8_e4m3fn"),
+    ]
     assert {g.out_dtype for g in report.gemms} == {"bfloat16"}
     assert {g.backend for g in report.gemms} == {"Triton"}
     assert {g.may_be_fp8 for g in report.gemms} == {True}
@@ -242,7 +240,7 @@ def test_attention_is_told_from_layers(gpu):
     ],
 )
 def test_other_reasons(dot, has_units, platform, reason):
-    dot = Dot(
+    dot = AuditedGemm(
         op_name="jit(f)/dot_general",
         batch=1,
         m=4,
@@ -252,12 +250,10 @@ def test_other_reasons(dot, has_units, platform, reason):
         rhs_dtype="f8e4m3fn",
         out_dtype="f32",
         backend="other",
-        accumulation="default",
-        contracts_leading=None,
         fp8_sources=("f8e4m3fn", "f8e4m3fn"),
     )
     target = Target(key="local", name="", platform=platform, has_fp8_units=has_units)
-    assert why_not(dot, True, target).startswith(reason)
+    assert why_not(dot, target).startswith(reason)
 
 
 # Paths and roles.
@@ -302,13 +298,6 @@ def test_path_and_role(op_name, path, role):
     assert (path_of(op_name), role_of(op_name)) == (path, role)
 
 
-def test_gradients_of_square_layers_are_told_apart(gpu):
-    report = audit(
-        *gradient_of(nn.Dense(256, use_bias=False, dtype=BF16, param_dtype=BF16), struct(256, 256))
-    )
-    assert sorted(g.role for g in report.gemms) == ["dgrad", "forward", "wgrad"]
-
-
 # Control flow.
 
 
@@ -322,8 +311,8 @@ def test_scanned_layers(gpu, remat):
     report = audit(*gradient_of(model, struct(512, 128)))
     assert {g.trip_count for g in report.gemms} == {8}
     assert {g.path for g in report.gemms} == {"layers/up", "layers/down"}
-    roles = ["dgrad", "dgrad", "forward", "forward", "wgrad", "wgrad"]
-    assert sorted(g.role for g in report.gemms) == sorted(roles + ["recomputed forward"] * remat)
+    roles = ["backward"] * 4 + ["forward"] * 2 + ["recomputed forward"] * remat
+    assert sorted(g.role for g in report.gemms) == roles
     assert report.flops == (6 + remat) * 8 * 2 * 512 * 128 * 256
     assert report.num_launches > report.num_kernels
     assert not report.unknown_trip_counts
@@ -364,8 +353,6 @@ def test_bytes_of_a_small_program(gpu):
     assert report.flops == 2 * 64 * 32 * 16
     assert report.other_bytes == 2 * 4 * 5000 + 4
     assert (report.num_kernels, report.num_launches) == (2, 2)
-    assert report.argument_bytes >= 64 * 32 + 32 * 16 + 4 * 100 * 5000 + 4
-    assert report.output_bytes >= 64 * 16 + 4 * 5000
 
 
 # Functions and arguments that can be audited.
@@ -393,12 +380,10 @@ def test_train_step_with_donation(gpu):
     report = audit(train_step, state, x, jax.random.key(1))
     assert {(g.path, g.role) for g in report.gemms} == {
         ("Sequential/layers_0", "forward"),
-        ("Sequential/layers_0", "wgrad"),
+        ("Sequential/layers_0", "backward"),
         ("Sequential/layers_2", "forward"),
-        ("Sequential/layers_2", "dgrad"),
-        ("Sequential/layers_2", "wgrad"),
+        ("Sequential/layers_2", "backward"),
     }
-    assert report.donated_bytes >= 2 * 4 * (32 * 64 + 64 + 64 * 32 + 32)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
     abstract = jax.eval_shape(lambda s: s, state)
     again = audit(train_step, abstract, struct(*x.shape, dtype=x.dtype), jax.eval_shape(jax.random.key, 1))
@@ -497,7 +482,7 @@ def test_local_cpu():
     assert (report.num_gemms, report.num_fp8_gemms) == (3, 0)
     assert {g.reason for g in report.gemms} == {"the CPU has no FP8 units; the values are emulated"}
     assert (report.target, report.device) == ("local", "cpu")
-    assert sorted(g.role for g in report.gemms) == ["dgrad", "forward", "wgrad"]
+    assert sorted(g.role for g in report.gemms) == ["backward", "backward", "forward"]
     assert report.flops == 3 * 2 * 64 * 128 * 32
     assert "Compiled without the device" not in str(report)
     (plain,) = audit(jnp.dot, struct(64, 64), struct(64, 64), target="local").gemms
@@ -525,28 +510,12 @@ def test_tpus_are_refused(monkeypatch):
 
 
 def test_missing_plugin(monkeypatch):
-    def version(package):
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(ImportError, match="pip install"):
-        compiling._device.__wrapped__("h200")
-
-
-def test_plugin_of_another_version(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.0.1")
-    with pytest.raises(ImportError, match="does not fit"):
-        compiling._device.__wrapped__("h200")
-
-
-def test_plugin_that_jax_refused(monkeypatch):
     def refuse(**_):
         raise NotImplementedError("topology not implemented for cuda")
 
     topologies = importlib.import_module("jax.experimental.topologies")
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: compiling.jaxlib.__version__)
     monkeypatch.setattr(topologies, "get_topology_desc", refuse)
-    with pytest.raises(ImportError, match="JAX_PLATFORMS=cpu"):
+    with pytest.raises(ImportError, match=r"pip install .*JAX_PLATFORMS=cpu"):
         compiling._device.__wrapped__("h200")
 
 
@@ -619,7 +588,6 @@ REPORT = AuditReport(
     target="h200",
     device="NVIDIA H200",
     jax_version="0.0",
-    jaxlib_version="0.0",
     compiled_by="JAX",
     gemms=(GEMM, OTHER),
     num_kernels=5,
@@ -627,9 +595,6 @@ REPORT = AuditReport(
     bytes_sent_by={},
     other_bytes=MIB // 2,
     temp_bytes=MIB,
-    argument_bytes=1,
-    output_bytes=2,
-    donated_bytes=0,
     unknown_trip_counts=False,
 )
 

@@ -106,46 +106,34 @@ class TestReviews:
         (below / "notes.md").write_text("not a review")
         (folder / "train" / "unsup").mkdir()
         (folder / "train" / "unsup" / "0_0.txt").write_text("not labelled")
-        parts, _ = data.load_reviews(str(folder), 100, 16)
-        np.testing.assert_array_equal(parts["test"].labels, [0, 0, 1, 1])
-        shapes = {name: part.inputs.shape for name, part in parts.items()}
-        assert shapes == {"train": (16, 16), "validation": (4, 16), "test": (4, 16)}
+        train, held_out = data.load_reviews(str(folder), 100, 16)
+        np.testing.assert_array_equal(held_out.labels, [0, 0, 1, 1])
+        assert (train.inputs.shape, train.inputs.dtype) == ((20, 16), np.int32)
+        assert held_out.inputs.shape == (4, 16)
 
-    def test_the_vocabulary(self):
-        texts = ["Reading reads: a reader, readers", "läse lesen LESER"] * 5
-        make = partial(data.make_tokenizer, texts, 60, 6)
-        tokenizer = make()
-        vocabulary = tokenizer.get_vocab()
-        assert all(make().get_vocab() == vocabulary for _ in range(3))
-        assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
-        assert len(vocabulary) <= 60
-        texts = ["READER", "", "a a a a a a a a", "ß reader"]
-        tokens = np.array([encoding.ids for encoding in tokenizer.encode_batch(texts)])
-        assert tokens.shape == (4, 6)
-        np.testing.assert_array_equal(tokens[0], [vocabulary["reader"], 0, 0, 0, 0, 0])
-        np.testing.assert_array_equal(tokens[1], 0)
-        np.testing.assert_array_equal(tokens[2], vocabulary["a"])
-        np.testing.assert_array_equal(tokens[3, :2], [vocabulary["[UNK]"], vocabulary["reader"]])
-
-    def test_what_is_held_out_is_not_learnt_from(self, tmp_path):
-        folder = write_reviews(tmp_path / "data")
-        for i, path in enumerate(sorted(folder.glob("*/*/*.txt"))):
-            path.write_text(f"{path.read_text()} {'xyz'[i % 3]}{i}{'uvw'[i % 3]}")
-        parts, _ = data.load_reviews(str(folder), 20_000, 40)
-        # Each review ends in a word of its own.
-        train_ids = {tuple(row) for row in parts["train"].inputs}
-        for name in ("validation", "test"):
-            assert not {tuple(row) for row in parts[name].inputs} & train_ids
-        assert [len(part.labels) for part in parts.values()] == [32, 8, 20]
-        assert parts["test"].labels.sum() == 10
-        assert parts["train"].labels.sum() + parts["validation"].labels.sum() == 20
+    def test_words_are_ranks_in_the_training_reviews(self, tmp_path):
+        texts = {
+            "train/neg": "The end. The END, the!",
+            "train/pos": "end it's",
+            "test/neg": "it's unknown end THE <end",
+            "test/pos": "the",
+        }
+        for name, text in texts.items():
+            (tmp_path / name).mkdir(parents=True)
+            (tmp_path / name / "0_0.txt").write_text(text)
+        train, held_out = data.load_reviews(str(tmp_path), 100, 4)
+        np.testing.assert_array_equal(train.inputs, [[3, 2, 3, 2], [3, 4, 0, 0]])
+        np.testing.assert_array_equal(held_out.inputs, [[1, 3, 2, 3], [2, 0, 0, 0]])
+        smaller, _ = data.load_reviews(str(tmp_path), 4, 4)
+        np.testing.assert_array_equal(smaller.inputs, [[3, 2, 3, 2], [3, 1, 0, 0]])
 
 
 class TestTraining:
     @pytest.mark.long
     @pytest.mark.newest
-    def test_both_precisions_start_from_the_same_weights(self, text):
-        task = training.language_model(TINY(), data.load_corpus(str(text), 16))
+    def test_both_precisions_start_from_the_same_weights(self, text, monkeypatch):
+        monkeypatch.setattr(training, "Settings", TINY)
+        task = training.lm(6, "delayed", str(text))
         bf16, in_fp8 = (training.make_state(task, precision, 3).params for precision in training.PRECISIONS)
         jax.tree.map(np.testing.assert_array_equal, bf16["params"], in_fp8["params"])
         # The attention of the first block is wide.
@@ -153,27 +141,13 @@ class TestTraining:
         assert (set(state), set(state["block_0"])) == ({"block_0", "logits"}, {"up", "down"})
         assert fp8.OVERWRITE_WITH_GRADIENT not in bf16
 
-    def test_batches_of_reviews_are_a_function_of_seed_and_epoch(self, tmp_path):
-        folder = write_reviews(tmp_path / "data", train=50, test=1)
-        task = training.imdb(None, "delayed", str(folder))
-        assert task.steps == 3 * 2
-        orders = [[task.batch(seed, step).inputs for step in range(4)] for seed in (0, 0, 1)]
-        assert {batch.shape for order in orders for batch in order} == {(32, 200)}
-        np.testing.assert_array_equal(orders[0], orders[1])
-        assert (orders[0][0] != orders[2][0]).any()
-        assert (orders[0][0] != orders[0][2]).any()
-        for order in orders:  # each example at most once in an epoch
-            assert len(np.unique(np.concatenate(order[:2]), axis=0)) == 2 * 32
-
-    @pytest.mark.long
-    def test_evaluation_is_a_mean_over_all_examples(self, reviews):
-        task = training.imdb(1, "delayed", str(reviews))
-        state = training.make_state(task, "bf16", 0)
-        (examples,) = task.test
-        whole = training.loss_and_accuracy(state, task.test)
-        np.testing.assert_allclose(training.loss_and_accuracy(state, examples.batches(7)), whole, rtol=1e-5)
-        right = (state.apply_fn(state.params, examples.inputs)[:, 0] > 0) == examples.labels
-        assert whole[1] == pytest.approx(right.mean())
+    def test_batches_of_reviews_depend_on_seed_and_step_alone(self, reviews):
+        task = training.imdb(None, "delayed", str(reviews))
+        first = task.batch(0, 5)
+        assert first.inputs.shape == (32, 200)
+        jax.tree.map(np.testing.assert_array_equal, first, task.batch(0, 5))
+        assert (first.inputs != task.batch(0, 6).inputs).any()
+        assert (first.inputs != task.batch(1, 5).inputs).any()
 
 
 @pytest.mark.long
@@ -195,7 +169,7 @@ class TestCommandLine:
         for name, values in figures.items():
             (line,) = [line for line in lines if line.startswith(name)]
             assert line.split()[-2:] == [f"{value:.4g}" for value in values.values()]
-            assert values["bf16"] != values["fp8"]
+            assert values["bf16"] != values["fp8"] or name == "validation accuracy"
         assert 0.5 < figures["share of the matmuls' FLOPs in FP8"]["fp8"] < 1
         assert "predicted ms of a step on an H200" in figures
         for run in results["runs"].values():
@@ -211,9 +185,7 @@ class TestCommandLine:
         assert "pip install it" in printed
         assert "2,000 steps" not in printed
         results = json.loads((out / "results.json").read_text())
-        accuracy = results["figures"]["test accuracy"]
-        assert "test accuracy" in printed
-        assert 20 * accuracy["fp8"] == pytest.approx(round(20 * accuracy["fp8"]))
+        assert 0 < results["figures"]["validation accuracy"]["fp8"] < 1
         assert results["options"]["recipe"] == "mxfp8"
 
     def test_the_audit(self, text, capsys, monkeypatch, gpu):

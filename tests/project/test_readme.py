@@ -117,10 +117,3 @@ def test_losses_on_the_page_are_those_of_the_results():
 
 def test_the_chinese_readme_has_the_same_blocks_of_code():
     assert examples_of(README) == examples_of(PAGES[IN_CHINESE])
-
-
-def test_accuracy_of_imdb_is_that_of_the_results():
-    results = json.loads((ROOT / "benchmarks" / "results" / "imdb.json").read_text())
-    for run in results["runs"]:
-        cells = (f"{100 * run[which]['accuracy']:.2f}" for which in ("bf16", "delayed", "current"))
-        assert f"| {run['seed']} | {' | '.join(cells)} |" in PAGES["docs/accuracy.md"]
