@@ -27,11 +27,11 @@ def left_wide(seen: Seen, recipes: Mapping[Path, CustomRecipe]) -> dict[Path, st
 
     def reason_of(found: SeenOp, gemms: CustomRecipe) -> str | None:
         quantizer, kernel = gemms.forward.rhs, found.kernel
-        if found.others:
+        if found.has_several_kernels:
             return "one op multiplies by it and by others"
         if quantizer is None or kernel is None:
             return ""
-        if kernel.rebuild is None:
+        if not kernel.is_moved:
             return "it is computed from parameters"
         if any(source.path in seen.used_otherwise for source in kernel.sources):
             return "something else than an FP8 op reads it too"
@@ -54,9 +54,8 @@ def reasons_of_parameters(reasons: Mapping[Path, str], ops: Mapping[Path, SeenOp
     texts = {}
     for path, reason in reasons.items():
         kernel = ops[path].kernel
-        for source in ops[path].others or (s.path for s in (kernel.sources if kernel else ())):
-            if reason:
-                texts["/".join(source)] = reason
+        for source in kernel.sources if kernel and reason else ():
+            texts["/".join(source.path)] = reason
     return texts
 
 
@@ -95,7 +94,7 @@ def to_freeze(path: Path, found: SeenOp, gemms: CustomRecipe, parameter: Any) ->
         lhs=lhs,
         arguments=tuple(arguments),
         parameter=parameter,
-        kernel=lambda array: origin.rebuild((array,), True),  # type: ignore[union-attr, misc]
+        kernel=lambda array: origin.rebuild(array),  # type: ignore[union-attr]
         into_parameter=lambda values: origin.into_parameter(values),  # type: ignore[union-attr]
         mapped=mapped,
     )
